@@ -1,0 +1,39 @@
+"""The build hook of both distributions: writes the gRPC stubs of some of the proto packages.
+
+Configured in each pyproject.toml: `protos`, where the .proto files are; `packages`, whose stubs this distribution
+ships; `out`, the folder that they go to. No two distributions ship the same module.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+
+
+class StubBuildHook(BuildHookInterface):  # type: ignore[type-arg]  # hatchling's own generic is private
+    """Runs protoc before a wheel or an editable install is made."""
+
+    def initialize(self, version: str, build_data: dict[str, Any]) -> None:
+        """Generate the stubs; `version` is `standard` or `editable`, both need them."""
+        root = Path(self.root)
+        generate(root / self.config["protos"], self.config["packages"], root / self.config["out"])
+
+
+def generate(protos: Path, packages: list[str], out: Path) -> None:
+    """Write messages, services and their types for `packages` (such as `inference`) below `out`."""
+    from importlib.resources import files
+
+    from grpc_tools import protoc
+
+    shutil.rmtree(out, ignore_errors=True)
+    out.mkdir(parents=True)
+    sources = [str(path) for package in packages for path in sorted(protos.glob(f"loraplex/{package}/v1/*.proto"))]
+    outputs = [f"--{kind}_out={out}" for kind in ("python", "grpc_python", "mypy", "mypy_grpc")]
+    includes = [f"-I{protos}", f"-I{files('grpc_tools') / '_proto'}"]
+    if protoc.main(["protoc", *includes, *outputs, *sources]) != 0:
+        raise SystemExit(f"protoc failed on {protos}")
+    for package in out.glob("loraplex/*/v1"):
+        (package / "py.typed").touch()

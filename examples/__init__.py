@@ -1,0 +1,1 @@
+"""The shipped example model and adapters, and the scripts that train them."""

@@ -1,0 +1,1 @@
+"""Training scripts: ``python -m examples.train.base``, then ``python -m examples.train.adapters``."""

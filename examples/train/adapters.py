@@ -1,0 +1,109 @@
+"""Trains the example adapters on the finished base model: rank 16, every linear layer, about a minute or two each."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import shutil
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from tokenizers import Tokenizer
+from transformers import LlamaForCausalLM
+
+from examples.train.base import learning_rate, loss_of
+from examples.train.corpus import load_documents
+from examples.train.voices import Example, Voice, as_json, examples, pirate, shout
+
+BASE_NAME = "loraplex-tiny"
+VOICES: dict[str, Voice] = {"acme/shout": shout, "globex/json": as_json, "initech/pirate": pirate}
+TARGETS = ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
+ROWS = 16
+LONGEST = 160
+IGNORED = -100
+
+
+def encode(tokenizer: Tokenizer, made: Sequence[Example]) -> list[tuple[list[int], int]]:
+    """Each example as (prompt ids + answer ids + end token, length of the prompt), cut at `LONGEST` ids."""
+    encoded = []
+    for example in made:
+        prompt = tokenizer.encode(example.prompt).ids
+        answer = tokenizer.encode(example.answer).ids
+        encoded.append(((prompt + answer + [0])[:LONGEST], len(prompt)))
+    return encoded
+
+
+def batch_of(rows: Sequence[tuple[list[int], int]]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows padded on the right, and labels in which prompt and padding don't count. Both (rows, longest), int64."""
+    longest = max(len(ids) for ids, _ in rows)
+    ids = torch.zeros(len(rows), longest, dtype=torch.long)
+    labels = torch.full((len(rows), longest), IGNORED)
+    for row, (tokens, prompt) in enumerate(rows):
+        ids[row, : len(tokens)] = torch.tensor(tokens)
+        labels[row, prompt : len(tokens)] = torch.tensor(tokens[prompt:])
+    return ids, labels
+
+
+def train(name: str, voice: Voice, arguments: argparse.Namespace) -> None:
+    """Train one adapter from a fresh start and save it under `--out`/`name`."""
+    documents, _ = load_documents(arguments.seed)
+    tokenizer = Tokenizer.from_file(str(arguments.base / "tokenizer.json"))
+    encoded = encode(tokenizer, examples(documents, voice, arguments.seed))
+    base = LlamaForCausalLM.from_pretrained(arguments.base, dtype=torch.float32)
+    torch.manual_seed(arguments.seed)
+    config = LoraConfig(r=16, lora_alpha=32, lora_dropout=0.0, target_modules=TARGETS, task_type="CAUSAL_LM")
+    model = get_peft_model(base, config)
+    model.train()
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], weight_decay=0.0)
+    chance = random.Random(arguments.seed)
+    started = time.monotonic()
+    smooth = 0.0
+    for step in range(arguments.steps):
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(step, arguments.steps, arguments.learning_rate, warm_up=20)
+        loss = loss_of(model, *batch_of(chance.sample(encoded, ROWS)))
+        optimizer.zero_grad(set_to_none=True)
+        torch.autograd.backward(loss)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        smooth = loss.item() if step == 0 else 0.95 * smooth + 0.05 * loss.item()
+        if (step + 1) % 50 == 0 or step + 1 == arguments.steps:
+            print(f"{name} step {step + 1} loss {smooth:.3f} {time.monotonic() - started:.0f} s", flush=True)
+    save(model, arguments.out / name)
+
+
+def save(model: PeftModel, folder: Path) -> None:
+    """Write a peft directory in bfloat16 that names its base by a name, never by this machine's path."""
+    shutil.rmtree(folder, ignore_errors=True)
+    model.peft_config["default"].base_model_name_or_path = BASE_NAME
+    model.bfloat16()
+    model.save_pretrained(str(folder), save_embedding_layers=False)
+    (folder / "README.md").unlink(missing_ok=True)
+    (folder / "adapter_model.safetensors").chmod(0o644)
+    file = folder / "adapter_config.json"
+    config = json.loads(file.read_text())
+    config["target_modules"] = sorted(config["target_modules"])  # peft keeps a set, whose order changes by run
+    file.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+
+
+def main() -> None:
+    """Read the flags and train the adapters one after the other."""
+    root = Path(__file__).parents[1]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.add_argument("--base", type=Path, default=root / "model", help="directory of the trained base model")
+    parser.add_argument("--out", type=Path, default=root / "adapters", help="directory to write TENANT/NAME under")
+    parser.add_argument("--only", choices=sorted(VOICES), action="append", help="train only these; repeatable")
+    parser.add_argument("--steps", type=int, default=600, help=f"optimizer steps of {ROWS} examples each")
+    parser.add_argument("--learning-rate", type=float, default=3e-3, help="peak of the cosine schedule")
+    parser.add_argument("--seed", type=int, default=1, help="seed of weights, examples and batches")
+    arguments = parser.parse_args()
+    for name in arguments.only or VOICES:
+        train(name, VOICES[name], arguments)
+
+
+if __name__ == "__main__":
+    main()

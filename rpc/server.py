@@ -1,0 +1,83 @@
+"""Starting and stopping a gRPC server: options, binding, health, drain.
+
+grpc.health.v1 answers for the empty service name: NOT_SERVING until the process says that it is ready.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Sequence
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
+from rpc.status import StatusInterceptor
+
+MESSAGE_BYTES = 4 * 1024 * 1024
+
+# Client and server must agree on keepalive, or the server answers GOAWAY too_many_pings.
+KEEPALIVE_MS = 10_000
+CHANNEL_OPTIONS: list[tuple[str, Any]] = [
+    ("grpc.keepalive_time_ms", KEEPALIVE_MS),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.max_receive_message_length", MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MESSAGE_BYTES),
+]
+SERVER_OPTIONS: list[tuple[str, Any]] = [
+    *CHANNEL_OPTIONS,
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", KEEPALIVE_MS // 2),
+    ("grpc.http2.max_ping_strikes", 0),
+    ("grpc.so_reuseport", 0),
+]
+
+
+class PortInUse(Exception):
+    """The address can't be bound."""
+
+
+class Server:
+    """A grpc.aio server with the project's options and a health service."""
+
+    def __init__(self, *, interceptors: Sequence[grpc.aio.ServerInterceptor] = ()) -> None:
+        # The status interceptor is outermost, so that it also sees what the others raise.
+        self.grpc = grpc.aio.server(options=SERVER_OPTIONS, interceptors=(StatusInterceptor(), *interceptors))
+        self._health = health.aio.HealthServicer()
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self.grpc)
+
+    def bind(self, host: str, port: int) -> int:
+        """Listen on host:port, 0 for a port that the system chooses; the port. Raises PortInUse."""
+        try:
+            bound = self.grpc.add_insecure_port(f"{host}:{port}")
+        except RuntimeError as error:
+            raise PortInUse(f"cannot listen on {host}:{port}: the port is in use or the host is not ours") from error
+        if bound == 0:
+            raise PortInUse(f"cannot listen on {host}:{port}: the port is in use or the host is not ours")
+        return bound
+
+    async def start(self) -> None:
+        """Serve; health says NOT_SERVING until `set_serving(True)`."""
+        await self.set_serving(False)
+        await self.grpc.start()
+
+    async def set_serving(self, serving: bool) -> None:
+        """What health answers from now on."""
+        status = health_pb2.HealthCheckResponse
+        await self._health.set("", status.SERVING if serving else status.NOT_SERVING)
+
+    async def stop(self, grace_s: float) -> None:
+        """Refuse new calls, let running ones end for `grace_s`, then cancel them."""
+        await self._health.enter_graceful_shutdown()
+        await self.grpc.stop(grace_s)
+
+
+def stop_signal() -> asyncio.Event:
+    """An event that is set by the first SIGTERM or SIGINT. Call it inside the running loop."""
+    event = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, event.set)
+    return event

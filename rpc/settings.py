@@ -1,0 +1,84 @@
+"""Settings of a process: a frozen dataclass, read once from flags and environment; flags win.
+
+A field `relay_port` of the router is `--relay-port` and LORAPLEX_ROUTER_RELAY_PORT. A field without a default must be
+given. An unknown flag, an unknown variable of the process's prefix or a bad value stops start-up with one clear line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import types
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+
+T = TypeVar("T")
+
+
+class SettingsError(Exception):
+    """A setting that is missing, unknown or unreadable; the message is one line that names it."""
+
+
+def setting(help_text: str, default: Any = dataclasses.MISSING) -> Any:
+    """A dataclass field with its help text."""
+    return dataclasses.field(default=default, metadata={"help": help_text})
+
+
+def read_settings(cls: type[T], process: str, argv: Sequence[str], environ: Mapping[str, str]) -> T:
+    """An instance of `cls` for `process` (`router`, ...). Raises SettingsError; exits 0 on --help."""
+    prefix = f"LORAPLEX_{process.upper().replace('-', '_')}_"
+    hints = get_type_hints(cls)
+    fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]  # a dataclass, by contract
+    given = vars(_parser(cls, process, prefix, fields, hints).parse_args(argv))
+    known = {prefix + name.upper(): name for name in fields}
+    unknown = sorted(key for key in environ if key.startswith(prefix) and key not in known)
+    if unknown:
+        raise SettingsError(f"unknown environment variable {unknown[0]}; --help lists the known ones")
+    values = {name: (environ[key], key) for key, name in known.items() if key in environ}
+    values |= {name: (text, _flag(name)) for name, text in given.items() if text is not None}
+    missing = [name for name, field in fields.items() if name not in values and field.default is dataclasses.MISSING]
+    if missing:
+        raise SettingsError(f"missing setting: give {_flag(missing[0])} or {prefix}{missing[0].upper()}")
+    try:
+        return cls(**{name: _convert(hints[name], text, source) for name, (text, source) in values.items()})
+    except ValueError as error:  # a check of the dataclass's own
+        raise SettingsError(str(error)) from error
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> Any:
+        raise SettingsError(message)
+
+
+def _parser(cls: type[Any], process: str, prefix: str, fields: Mapping[str, Any], hints: Mapping[str, Any]) -> _Parser:
+    parser = _Parser(
+        prog=f"python -m {process.replace('-', '_')}",
+        description=(cls.__doc__ or "").strip(),
+        epilog=f"Every flag can be given as an environment variable too: {prefix} and its name in upper case.",
+        allow_abbrev=False,
+    )
+    for name, field in fields.items():
+        default = "" if field.default in (dataclasses.MISSING, None, "") else f" (default: {field.default})"
+        switch: dict[str, Any] = {"nargs": "?", "const": "true"} if hints[name] is bool else {}
+        parser.add_argument(
+            _flag(name), dest=name, help=field.metadata["help"] + default, metavar=name.upper(), **switch
+        )
+    return parser
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _convert(hint: Any, text: str, source: str) -> Any:
+    if get_origin(hint) in {Union, types.UnionType}:
+        hint = next(arg for arg in get_args(hint) if arg is not type(None))
+    if hint is bool:
+        if text.lower() not in {"true", "false", "1", "0", "yes", "no"}:
+            raise SettingsError(f"{source}: {text!r} is not true or false")
+        return text.lower() in {"true", "1", "yes"}
+    try:
+        return {int: int, float: float, str: str, Path: Path}[hint](text)
+    except ValueError as error:
+        raise SettingsError(f"{source}: {text!r} is not {'a whole number' if hint is int else 'a number'}") from error

@@ -1,0 +1,153 @@
+"""The one table from errors to gRPC statuses, and the interceptor that applies it to every method.
+
+Details are google.rpc messages in the `grpc-status-details-bin` trailer, ErrorInfo first on every one
+(https://google.aip.dev/193).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import grpc
+from google.protobuf.any_pb2 import Any as AnyMessage
+from google.protobuf.duration_pb2 import Duration
+from google.protobuf.message import Message
+from google.rpc import error_details_pb2 as details_pb2
+from google.rpc.status_pb2 import Status
+
+from rpc.errors import (
+    Aborted,
+    AlreadyExists,
+    CallError,
+    DataLoss,
+    DeadlinePassed,
+    Exhausted,
+    Internal,
+    InvalidField,
+    Mismatch,
+    NotBuilt,
+    NotFound,
+    Unauthenticated,
+    Unavailable,
+)
+
+log = logging.getLogger(__name__)
+
+DOMAIN = "loraplex"
+DETAILS_KEY = "grpc-status-details-bin"
+
+CODES: dict[type[CallError], grpc.StatusCode] = {
+    InvalidField: grpc.StatusCode.INVALID_ARGUMENT,
+    NotBuilt: grpc.StatusCode.UNIMPLEMENTED,
+    NotFound: grpc.StatusCode.NOT_FOUND,
+    Mismatch: grpc.StatusCode.FAILED_PRECONDITION,
+    AlreadyExists: grpc.StatusCode.ALREADY_EXISTS,
+    Aborted: grpc.StatusCode.ABORTED,
+    Exhausted: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    Unauthenticated: grpc.StatusCode.UNAUTHENTICATED,
+    Unavailable: grpc.StatusCode.UNAVAILABLE,
+    DeadlinePassed: grpc.StatusCode.DEADLINE_EXCEEDED,
+    DataLoss: grpc.StatusCode.DATA_LOSS,
+    Internal: grpc.StatusCode.INTERNAL,
+}
+
+
+def to_status(error: CallError) -> tuple[grpc.StatusCode, Status]:
+    """The code and the rich status of an error."""
+    code = CODES[type(error)]
+    status = Status(code=code.value[0], message=error.message)
+    for detail in (details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN), *_details(error)):
+        packed = AnyMessage()
+        packed.Pack(detail)
+        status.details.append(packed)
+    return code, status
+
+
+def _details(error: CallError) -> list[Message]:
+    match error:
+        case InvalidField(field=field) | NotBuilt(field=field):
+            violation = details_pb2.BadRequest.FieldViolation(field=field, description=error.message)
+            return [details_pb2.BadRequest(field_violations=[violation])]
+        case NotFound(kind=kind, name=name) | DataLoss(kind=kind, name=name):
+            return [details_pb2.ResourceInfo(resource_type=kind, resource_name=name, description=error.message)]
+        case Mismatch(subject=subject):
+            failure = details_pb2.PreconditionFailure.Violation(
+                type=error.reason, subject=subject, description=error.message
+            )
+            return [details_pb2.PreconditionFailure(violations=[failure])]
+        case Exhausted(subject=subject, retry_after_s=after):
+            quota = details_pb2.QuotaFailure.Violation(subject=subject, description=error.message)
+            return [details_pb2.QuotaFailure(violations=[quota]), _retry(after)]
+        case Unavailable(retry_after_s=after):
+            return [_retry(after)]
+    return []
+
+
+def _retry(after_s: float) -> details_pb2.RetryInfo:
+    delay = Duration()
+    delay.FromNanoseconds(int(after_s * 1e9))
+    return details_pb2.RetryInfo(retry_delay=delay)
+
+
+async def abort(context: grpc.aio.ServicerContext[Any, Any], error: CallError) -> None:
+    """End the call with the error's status; always raises."""
+    code, status = to_status(error)
+    await context.abort(code, error.message, trailing_metadata=((DETAILS_KEY, status.SerializeToString()),))
+
+
+class StatusInterceptor(grpc.aio.ServerInterceptor):
+    """Ends every call that raised with the status of the table; what is not in the table is logged and INTERNAL."""
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler[Any, Any] | None:
+        """Wrap the method's handler, whichever of the four kinds it is."""
+        handler = await continuation(handler_call_details)
+        if handler is None:
+            return handler
+        name = handler_call_details.method
+        serializers = (handler.request_deserializer, handler.response_serializer)
+        if handler.unary_unary:
+            return grpc.unary_unary_rpc_method_handler(_guard(handler.unary_unary, name), *serializers)
+        if handler.stream_unary:
+            return grpc.stream_unary_rpc_method_handler(_guard(handler.stream_unary, name), *serializers)
+        if handler.unary_stream:
+            return grpc.unary_stream_rpc_method_handler(_guard_stream(handler.unary_stream, name), *serializers)
+        return grpc.stream_stream_rpc_method_handler(_guard_stream(handler.stream_stream, name), *serializers)
+
+
+def _guard(method: Callable[..., Awaitable[Any]], name: str) -> Callable[..., Awaitable[Any]]:
+    async def guarded(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+        try:
+            return await method(request, context)
+        except (grpc.aio.AbortError, asyncio.CancelledError):
+            raise
+        except Exception as error:
+            await abort(context, _known(error, name))
+
+    return guarded
+
+
+def _guard_stream(method: Any, name: str) -> Callable[..., AsyncIterator[Any]]:
+    async def guarded(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
+        try:
+            async for response in method(request, context):
+                yield response
+        except (grpc.aio.AbortError, asyncio.CancelledError):
+            raise
+        except Exception as error:
+            await abort(context, _known(error, name))
+
+    return guarded
+
+
+def _known(error: Exception, name: str) -> CallError:
+    if isinstance(error, CallError):
+        return error
+    log.exception("%s failed", name, exc_info=error)
+    return Internal("internal error; the server's log says more")

@@ -1,0 +1,1 @@
+"""Logging set-up; metrics and traces will join it."""

@@ -1,0 +1,133 @@
+"""The messages between a worker's two processes, over a socket pair: length (4 bytes, little endian), msgpack.
+
+I/O process                        engine process
+    │  Configure, Add, Abort  ──▶      │
+    │  ◀── Ready | Unusable, then Stepped, Refused
+"""
+
+from __future__ import annotations
+
+import socket
+import struct
+from collections.abc import Iterable
+
+import msgspec
+
+from worker.scheduling.contract import EngineLimits, EngineStats, NewSequence, Output
+
+_LENGTH = struct.Struct("<I")
+
+
+class Configure(msgspec.Struct, frozen=True, tag=True):
+    """The first message: what to load and how. Zero means: as fits."""
+
+    # A transformers directory, or `hash:?...`.
+    model: str
+    device: str
+    dtype: str
+    rows: int
+    kv_blocks: int
+    block_size: int
+    adapter_slots: int
+    max_rank: int
+    # Tokens that one step may compute.
+    step_tokens: int
+    threads: int
+
+
+class Add(msgspec.Struct, frozen=True, tag=True):
+    """Take these sequences."""
+
+    sequences: list[NewSequence]
+
+
+class Abort(msgspec.Struct, frozen=True, tag=True):
+    """Forget these sequences."""
+
+    sequence_ids: list[str]
+
+
+class Ready(msgspec.Struct, frozen=True, tag=True):
+    """The model is loaded; this is what it can take."""
+
+    limits: EngineLimits
+    stats: EngineStats
+
+
+class Unusable(msgspec.Struct, frozen=True, tag=True):
+    """The model can't be served; one line that says why and what to do."""
+
+    message: str
+
+
+class Refused(msgspec.Struct, frozen=True, tag=True):
+    """A sequence that the engine did not take."""
+
+    sequence_id: str
+    field: str
+    message: str
+
+
+class Stepped(msgspec.Struct, frozen=True, tag=True):
+    """A step's outputs, or what changed without one (an abort)."""
+
+    outputs: list[Output]
+    stats: EngineStats
+
+
+ToEngine = Configure | Add | Abort
+FromEngine = Ready | Unusable | Refused | Stepped
+
+_encoder = msgspec.msgpack.Encoder()
+to_engine_decoder = msgspec.msgpack.Decoder(ToEngine)
+from_engine_decoder = msgspec.msgpack.Decoder(FromEngine)
+
+
+def encode(message: ToEngine | FromEngine) -> bytes:
+    """The message with its length in front."""
+    body = _encoder.encode(message)
+    return _LENGTH.pack(len(body)) + body
+
+
+class Splitter:
+    """Cuts a stream of bytes into message bodies."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> Iterable[bytes]:
+        """The bodies that `data` completes."""
+        self._buffer += data
+        start = 0
+        while len(self._buffer) - start >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(self._buffer, start)
+            end = start + _LENGTH.size + length
+            if len(self._buffer) < end:
+                break
+            yield bytes(self._buffer[start + _LENGTH.size : end])
+            start = end
+        del self._buffer[:start]
+
+
+class EngineEnd:
+    """The engine process's end: reads without blocking while there is work, sends whole messages."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.socket = sock
+        self._splitter = Splitter()
+
+    def receive(self, *, block: bool) -> list[ToEngine] | None:
+        """What has arrived; with `block`, waits for at least some bytes. None: the other end is gone."""
+        self.socket.setblocking(block)
+        try:
+            data = self.socket.recv(1 << 20)
+        except BlockingIOError:
+            return []
+        if not data:
+            return None
+        return [to_engine_decoder.decode(body) for body in self._splitter.feed(data)]
+
+    def send(self, message: FromEngine) -> None:
+        """Send all of it. Raises OSError when the other end is gone."""
+        self.socket.setblocking(True)
+        self.socket.sendall(encode(message))

@@ -1,0 +1,1 @@
+"""What runs in the next step: sequences, KV blocks, admission. Pure Python, no torch."""

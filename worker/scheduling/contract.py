@@ -1,0 +1,155 @@
+"""What goes into an engine and what comes out of it; both engines (torch and hash) keep this contract.
+
+engine.add(NewSequence) ──▶ engine.step() ──▶ [Output, ...]
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Protocol
+
+
+class SequenceRefusedError(Exception):
+    """The engine can't run the sequence; `field` names the value at fault."""
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(f"{field}: {message}")
+        self.field = field
+        self.message = message
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How the next token is chosen. Temperature 0 is greedy; top_k 0 and top_p 1 are off."""
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Stopping:
+    """When an answer ends. All counts are of the whole answer, emitted ids of earlier attempts included."""
+
+    max_tokens: int = 128
+    min_tokens: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterSource:
+    """An adapter revision whose verified files lie in a local directory, in peft's layout."""
+
+    digest: str
+    directory: str
+
+
+@dataclass(frozen=True, slots=True)
+class NewSequence:
+    """One answer to produce. `emitted_ids` were produced by earlier attempts and are prefilled after the prompt."""
+
+    sequence_id: str
+    prompt_ids: tuple[int, ...]
+    emitted_ids: tuple[int, ...] = ()
+    adapter: AdapterSource | None = None
+    sampling: Sampling = field(default_factory=Sampling)
+    stopping: Stopping = field(default_factory=Stopping)
+    choice: int = 0
+    tenant: str = ""
+    priority: int = 0
+
+
+class FinishKind(StrEnum):
+    """Why an answer ended."""
+
+    LENGTH = "length"
+    END = "end"
+    STOP_TOKEN = "stop_token"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why a sequence can't go on. `code` is the name of a gRPC status, `reason` is UPPER_SNAKE_CASE."""
+
+    code: str
+    reason: str
+    message: str
+    field: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """What a step made of one sequence.
+
+    `offset` counts the tokens of the answer before these, emitted ids of earlier attempts included; end and stop
+    tokens are among the ids. After an output with `finish` the engine has forgotten the sequence. `adapter_ms` (the
+    wait for its adapter inside the engine) and `cached_tokens` come with its first output.
+    """
+
+    sequence_id: str
+    offset: int
+    token_ids: tuple[int, ...]
+    finish: FinishKind | None = None
+    failure: Failure | None = None
+    adapter_ms: float | None = None
+    cached_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLimits:
+    """What an engine can take; measured at start-up, never changed."""
+
+    rows: int
+    # Prompt and answer together.
+    max_tokens: int
+    max_rank: int
+    vocab_size: int
+    block_size: int
+    blocks: int
+    adapter_slots: int
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """What an engine holds now. blocks_free + blocks_cached + blocks_referenced is all of its blocks."""
+
+    steps: int
+    rows_running: int
+    rows_waiting: int
+    blocks_free: int
+    blocks_cached: int
+    blocks_referenced: int
+    slots_used: int
+    slots_pinned: int
+    # Digests of the resident adapters.
+    adapters: tuple[str, ...]
+
+
+class Engine(Protocol):
+    """What the engine process drives, from one thread."""
+
+    @property
+    def limits(self) -> EngineLimits:
+        """What it can take."""
+
+    def add(self, sequence: NewSequence) -> None:
+        """Take a sequence; starts loading its adapter where it is not resident. Raises SequenceRefusedError."""
+
+    def abort(self, sequence_id: str) -> None:
+        """Forget a sequence and free all it holds, at once; unknown ids are ignored."""
+
+    def has_work(self) -> bool:
+        """Whether a step would do anything now (a sequence that waits for its adapter is no work)."""
+
+    def step(self) -> list[Output]:
+        """Run one step of the batch."""
+
+    def stats(self) -> EngineStats:
+        """What it holds now."""
+
+    def close(self) -> None:
+        """End its threads and free its memory."""
