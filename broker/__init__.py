@@ -1,0 +1,1 @@
+"""The Redis contract between routers and workers, owned by neither side."""

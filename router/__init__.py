@@ -1,0 +1,1 @@
+"""The router: takes Generate calls, queues jobs, relays tokens, and keeps every stream alive."""

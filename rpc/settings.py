@@ -20,9 +20,14 @@ class SettingsError(Exception):
     """A setting that is missing, unknown or unreadable; the message is one line that names it."""
 
 
-def setting(help_text: str, default: Any = dataclasses.MISSING) -> Any:
-    """A dataclass field with its help text."""
-    return dataclasses.field(default=default, metadata={"help": help_text})
+# What several processes of one host share.
+REDIS_URL_VARIABLE = "LORAPLEX_REDIS_URL"
+REDIS_URL_HELP = f"the Redis or Valkey server, such as redis://127.0.0.1:6379; also {REDIS_URL_VARIABLE}"
+
+
+def setting(help_text: str, default: Any = dataclasses.MISSING, *, variable: str = "") -> Any:
+    """A dataclass field with its help text, and a variable that several processes share."""
+    return dataclasses.field(default=default, metadata={"help": help_text, "variable": variable})
 
 
 def read_settings(cls: type[T], process: str, argv: Sequence[str], environ: Mapping[str, str]) -> T:
@@ -35,7 +40,9 @@ def read_settings(cls: type[T], process: str, argv: Sequence[str], environ: Mapp
     unknown = sorted(key for key in environ if key.startswith(prefix) and key not in known)
     if unknown:
         raise SettingsError(f"unknown environment variable {unknown[0]}; --help lists the known ones")
-    values = {name: (environ[key], key) for key, name in known.items() if key in environ}
+    shared = {name: field.metadata["variable"] for name, field in fields.items() if field.metadata["variable"]}
+    values = {name: (environ[key], key) for name, key in shared.items() if key in environ}
+    values |= {name: (environ[key], key) for key, name in known.items() if key in environ}
     values |= {name: (text, _flag(name)) for name, text in given.items() if text is not None}
     missing = [name for name, field in fields.items() if name not in values and field.default is dataclasses.MISSING]
     if missing:

@@ -1,0 +1,97 @@
+"""Domain objects to the bytes that Redis carries (queue.v1) and back."""
+
+from __future__ import annotations
+
+from loraplex.queue.v1 import queue_pb2
+
+from broker.messages import AdapterRef, Job, SamplingParams, StoppingParams, WorkerPhase, WorkerState
+
+_PHASES = {
+    WorkerPhase.SERVING: queue_pb2.WORKER_PHASE_SERVING,
+    WorkerPhase.DRAINING: queue_pb2.WORKER_PHASE_DRAINING,
+}
+_FROM_PHASE = {number: phase for phase, number in _PHASES.items()}
+
+
+def encode_job(job: Job) -> bytes:
+    """A job's bytes."""
+    message = queue_pb2.Job(
+        job_id=job.job_id,
+        request_id=job.request_id,
+        tenant=job.tenant,
+        model=job.model,
+        base_digest=job.base_digest,
+        attempt=job.attempt,
+        reply_to=job.reply_to,
+        prompt_ids=job.prompt_ids,
+        emitted=[queue_pb2.EmittedTokens(choice=c, token_ids=ids) for c, ids in sorted(job.emitted.items())],
+        sampling=queue_pb2.SamplingParams(
+            temperature=job.sampling.temperature, top_k=job.sampling.top_k, top_p=job.sampling.top_p
+        ),
+        stopping=queue_pb2.StoppingParams(
+            max_tokens=job.stopping.max_tokens,
+            min_tokens=job.stopping.min_tokens,
+            stop_token_ids=job.stopping.stop_token_ids,
+            ignore_eos=job.stopping.ignore_eos,
+        ),
+        seed=job.seed,
+        n=job.n,
+        priority=job.priority,
+        deadline_ms=job.deadline_ms,
+        strikes=job.strikes,
+    )
+    if job.adapter:
+        message.adapter.revision = job.adapter.revision
+        message.adapter.digest = job.adapter.digest
+        message.adapter.rank = job.adapter.rank
+        message.adapter.weight_bytes = job.adapter.weight_bytes
+    return message.SerializeToString()
+
+
+def decode_job(data: bytes) -> Job:
+    """The job in `data`. Raises google.protobuf.message.DecodeError."""
+    message = queue_pb2.Job.FromString(data)
+    adapter = message.adapter
+    return Job(
+        job_id=message.job_id,
+        request_id=message.request_id,
+        tenant=message.tenant,
+        model=message.model,
+        base_digest=message.base_digest,
+        attempt=message.attempt,
+        reply_to=message.reply_to,
+        adapter=AdapterRef(adapter.revision, adapter.digest, adapter.rank, adapter.weight_bytes)
+        if message.HasField("adapter")
+        else None,
+        prompt_ids=tuple(message.prompt_ids),
+        emitted={emitted.choice: tuple(emitted.token_ids) for emitted in message.emitted},
+        sampling=SamplingParams(message.sampling.temperature, message.sampling.top_k, message.sampling.top_p),
+        stopping=StoppingParams(
+            message.stopping.max_tokens,
+            message.stopping.min_tokens,
+            tuple(message.stopping.stop_token_ids),
+            message.stopping.ignore_eos,
+        ),
+        seed=message.seed,
+        n=message.n,
+        priority=message.priority,
+        deadline_ms=message.deadline_ms,
+        strikes=message.strikes,
+    )
+
+
+_STATE_FIELDS = tuple(name for name in WorkerState.__dataclass_fields__ if name not in {"phase", "adapters"})
+
+
+def encode_worker(state: WorkerState) -> bytes:
+    """A worker state's bytes; both sides name the fields alike."""
+    plain = {name: getattr(state, name) for name in _STATE_FIELDS}
+    return queue_pb2.WorkerState(phase=_PHASES[state.phase], adapters=state.adapters, **plain).SerializeToString()
+
+
+def decode_worker(data: bytes) -> WorkerState:
+    """The worker state in `data`. Raises google.protobuf.message.DecodeError."""
+    message = queue_pb2.WorkerState.FromString(data)
+    plain = {name: getattr(message, name) for name in _STATE_FIELDS}
+    phase = _FROM_PHASE.get(message.phase, WorkerPhase.DRAINING)
+    return WorkerState(phase=phase, adapters=tuple(message.adapters), **plain)

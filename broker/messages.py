@@ -1,0 +1,123 @@
+"""What the queue carries, as the code inside both rooms sees it. `broker.codec` turns these to bytes and back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterRef:
+    """One immutable revision. `revision` is its full name, `weight_bytes` the size of its safetensors file."""
+
+    revision: str
+    digest: str
+    rank: int
+    weight_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How tokens are chosen. Temperature 0 is greedy; top_k 0 and top_p 1 are off."""
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class StoppingParams:
+    """When an answer ends; counts are of the whole answer."""
+
+    max_tokens: int
+    min_tokens: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A request as it waits in the queue. `emitted` has what earlier attempts produced, per choice."""
+
+    job_id: str
+    tenant: str
+    model: str
+    base_digest: str
+    reply_to: str
+    prompt_ids: tuple[int, ...]
+    stopping: StoppingParams
+    seed: int
+    request_id: str = ""
+    attempt: int = 1
+    adapter: AdapterRef | None = None
+    emitted: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    n: int = 1
+    priority: int = 0
+    # Milliseconds that were left at the enqueue; 0: no deadline.
+    deadline_ms: int = 0
+    strikes: int = 0
+
+    @property
+    def tokens(self) -> int:
+        """The most tokens that prompt and answer can come to."""
+        return len(self.prompt_ids) + self.stopping.max_tokens
+
+    @property
+    def prefill_tokens(self) -> int:
+        """Tokens that a worker computes before the first new one."""
+        return len(self.prompt_ids) + sum(len(ids) for ids in self.emitted.values())
+
+    @property
+    def rank(self) -> int:
+        """The largest rank of its adapter; 0 without one."""
+        return self.adapter.rank if self.adapter else 0
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """What a claiming worker has room for, and what it holds."""
+
+    rows: int
+    # Free tokens of KV cache.
+    tokens: int
+    # The longest prompt and answer together that it takes at all.
+    max_tokens: int
+    max_rank: int
+    # Digests of the revisions that are on its device.
+    adapters: tuple[str, ...] = ()
+
+
+class WorkerPhase(StrEnum):
+    """What a live worker does with new work."""
+
+    SERVING = "serving"
+    DRAINING = "draining"
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerState:
+    """What a live worker says of itself with every beat."""
+
+    worker_id: str
+    incarnation: str
+    phase: WorkerPhase
+    model: str
+    base_digest: str
+    rows_running: int
+    rows_waiting: int
+    rows_limit: int
+    blocks_total: int
+    blocks_free: int
+    blocks_cached: int
+    blocks_referenced: int
+    slots_total: int
+    slots_used: int
+    slots_pinned: int
+    adapters: tuple[str, ...]
+    max_rank: int
+    max_tokens: int
+    steps: int
+    host: str
+    pid: int
+    engine_pid: int

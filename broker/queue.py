@@ -1,0 +1,149 @@
+"""The queue of one cell: enqueue, claim, finish, and the wake-up that spares workers from polling.
+
+Jobs wait in `waiting` ordered by arrival, re-dispatched ones in front. Every script is atomic. Those that drain are
+flagged allow-oom, so that a full Redis can still empty itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from redis.asyncio import Redis
+from redis.exceptions import OutOfMemoryError
+
+from broker.codec import decode_job, encode_job
+from broker.keys import Keys
+from broker.messages import Capacity, Job
+
+# How many waiting jobs a claim looks at: what fits nobody is passed over, never in front of others for long.
+CLAIM_WINDOW = 64
+# More wake-ups than idle workers help nobody.
+WAKE_LIMIT = 64
+# Running entries of an incarnation that no longer beats.
+RUNNING_TTL_MS = 30_000
+
+
+class QueueFullError(Exception):
+    """The queue's bound, or Redis's memory, is reached."""
+
+
+# KEYS: waiting, job, arrivals, wake. ARGV: id, body, attempt, tokens, prefill, rank, deadline_ms, limit, wake limit
+_ENQUEUE = """#!lua
+local attempt = tonumber(ARGV[3])
+local held = redis.call('HGET', KEYS[2], 'attempt')
+if held and tonumber(held) >= attempt then return 1 end
+if attempt == 1 and redis.call('ZCARD', KEYS[1]) >= tonumber(ARGV[8]) then return 0 end
+local score = redis.call('INCR', KEYS[3])
+if attempt > 1 then score = score - 2^52 end
+redis.call('HSET', KEYS[2], 'body', ARGV[2], 'attempt', attempt, 'tokens', ARGV[4], 'prefill', ARGV[5], 'rank', ARGV[6])
+if tonumber(ARGV[7]) > 0 then redis.call('PEXPIRE', KEYS[2], ARGV[7]) end
+redis.call('ZADD', KEYS[1], score, ARGV[1])
+if redis.call('LLEN', KEYS[4]) < tonumber(ARGV[9]) then redis.call('LPUSH', KEYS[4], 1) end
+return 1
+"""
+
+# KEYS: waiting, wake, running. ARGV: job prefix, window, rows, free tokens, max tokens, max rank, running ttl
+_CLAIM = """#!lua flags=allow-oom
+local rows, free = tonumber(ARGV[3]), tonumber(ARGV[4])
+local claimed = {}
+for _, id in ipairs(redis.call('ZRANGE', KEYS[1], 0, tonumber(ARGV[2]) - 1)) do
+  if #claimed >= rows then break end
+  local key = ARGV[1] .. id
+  local job = redis.call('HMGET', key, 'tokens', 'prefill', 'rank', 'body', 'attempt')
+  if not job[1] then
+    redis.call('ZREM', KEYS[1], id)
+  elseif tonumber(job[1]) <= tonumber(ARGV[5]) and tonumber(job[3]) <= tonumber(ARGV[6])
+      and tonumber(job[2]) <= free then
+    free = free - tonumber(job[2])
+    redis.call('ZREM', KEYS[1], id)
+    redis.call('DEL', key)
+    redis.call('HSET', KEYS[3], id, job[5])
+    claimed[#claimed + 1] = job[4]
+  end
+end
+if #claimed > 0 then
+  redis.call('PEXPIRE', KEYS[3], ARGV[7])
+  if redis.call('ZCARD', KEYS[1]) > 0 and redis.call('LLEN', KEYS[2]) == 0 then redis.call('LPUSH', KEYS[2], 1) end
+end
+return claimed
+"""
+
+# KEYS: waiting, job, running. ARGV: id, attempt
+_FINISH = """#!lua flags=allow-oom
+local attempt = tonumber(ARGV[2])
+local held = redis.call('HGET', KEYS[2], 'attempt')
+if not held then
+  redis.call('ZREM', KEYS[1], ARGV[1])
+elseif tonumber(held) <= attempt then
+  redis.call('ZREM', KEYS[1], ARGV[1])
+  redis.call('DEL', KEYS[2])
+end
+local running = redis.call('HGET', KEYS[3], ARGV[1])
+if running and tonumber(running) <= attempt then redis.call('HDEL', KEYS[3], ARGV[1]) end
+return 1
+"""
+
+
+class JobQueue:
+    """One cell's queue."""
+
+    def __init__(self, redis: Redis, keys: Keys, *, waiting_limit: int = 10_000) -> None:
+        self._redis = redis
+        self.keys = keys
+        self._waiting_limit = waiting_limit
+        self._enqueue = redis.register_script(_ENQUEUE)
+        self._claim = redis.register_script(_CLAIM)
+        self._finish = redis.register_script(_FINISH)
+
+    async def enqueue(self, job: Job) -> None:
+        """Put a job in; a newer attempt takes an older one's place. Raises QueueFullError (first attempts only)."""
+        keys = self.keys
+        arguments: list[str | bytes | int] = [job.job_id, encode_job(job), job.attempt, job.tokens]
+        arguments += [job.prefill_tokens, job.rank, job.deadline_ms, self._waiting_limit, WAKE_LIMIT]
+        try:
+            accepted = await self._enqueue(
+                keys=[keys.waiting, keys.job(job.job_id), keys.arrivals, keys.wake], args=arguments
+            )
+        except OutOfMemoryError as error:
+            raise QueueFullError("Redis is out of memory") from error
+        if not accepted:
+            raise QueueFullError(f"{self._waiting_limit} jobs are waiting")
+
+    async def claim(self, incarnation: str, capacity: Capacity) -> list[Job]:
+        """Take the next jobs that suit a worker, up to its free rows; they are this incarnation's from now on."""
+        keys = self.keys
+        bodies = await self._claim(
+            keys=[keys.waiting, keys.wake, keys.running(incarnation)],
+            args=[
+                keys.job(""),
+                CLAIM_WINDOW,
+                capacity.rows,
+                capacity.tokens,
+                capacity.max_tokens,
+                capacity.max_rank,
+                RUNNING_TTL_MS,
+            ],
+        )
+        return [decode_job(body) for body in bodies]
+
+    async def finish(self, job_id: str, attempt: int, incarnation: str = "") -> None:
+        """Forget a job, waiting or claimed by `incarnation`, up to this attempt. Idempotent."""
+        keys = self.keys
+        await self._finish(
+            keys=[keys.waiting, keys.job(job_id), keys.running(incarnation or "-")], args=[job_id, attempt]
+        )
+
+    async def waiting(self, job_ids: Sequence[str]) -> list[bool]:
+        """Which of these jobs still wait; the others were claimed, or lost."""
+        async with self._redis.pipeline(transaction=False) as pipe:
+            for job_id in job_ids:
+                pipe.exists(self.keys.job(job_id))
+            return [bool(found) for found in await pipe.execute()]
+
+    async def wait_for_work(self, timeout_s: float) -> bool:
+        """Block until there may be work; False when the time passed without a wake-up."""
+        return await self._redis.blpop([self.keys.wake], timeout=timeout_s) is not None
+
+    async def count_waiting(self) -> int:
+        """How many jobs wait."""
+        return int(await self._redis.zcard(self.keys.waiting))

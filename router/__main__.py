@@ -1,0 +1,31 @@
+"""`python -m router`: reads the settings and runs the router."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import uvloop
+
+from broker.connection import RedisUnreachableError
+from router.app import run
+from router.settings import Settings
+from rpc.server import PortInUse
+from rpc.settings import SettingsError, read_settings
+from telemetry.logging import set_up_logging
+
+
+def main() -> int:
+    """Run until told to stop; 2 when it can't start."""
+    set_up_logging("router")
+    try:
+        settings = read_settings(Settings, "router", sys.argv[1:], os.environ)
+        uvloop.run(run(settings))
+    except (SettingsError, PortInUse, RedisUnreachableError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,117 @@
+"""From a worker's token ids to what a client gets: text as it becomes whole, stop strings, the end.
+
+        ids ──▶ text pieces ──▶ held while they may begin a stop string ──▶ deltas
+
+A token that lies wholly in a stop string is neither delivered nor counted; one that reaches into it is delivered, its
+text cut where the stop string begins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from router.request import Delta, Finished, FinishReason
+from router.text import TextStream
+from router.track import WorkerFinish
+
+
+class Answer:
+    """One choice of one request."""
+
+    def __init__(self, stream: TextStream, stop: Sequence[str], stream_interval: int) -> None:
+        self._stream = stream
+        self._stop = tuple(stop)
+        self._interval = stream_interval
+        # Tokens not yet delivered, each with its text; together `_held_text`.
+        self._held: list[tuple[int, str]] = []
+        self._held_text = ""
+        self.delivered = 0
+
+    def push(self, ids: Sequence[int], finish: WorkerFinish | None) -> tuple[Delta | None, Finished | None]:
+        """What the next ids, and perhaps the end, give the client. Nothing may be pushed after a Finished."""
+        last = len(ids) - 1
+        for index, token_id in enumerate(ids):
+            # End and stop tokens are ids without text.
+            silent = index == last and finish in (WorkerFinish.END, WorkerFinish.STOP_TOKEN)
+            self._hold(token_id, "" if silent else self._stream.push(token_id))
+            if stopped := self._match():
+                return stopped
+        if finish is None:
+            return self._release(self._safe_length(), self._interval), None
+        self._append_text(self._stream.flush())
+        if stopped := self._match():
+            return stopped
+        return self._release(len(self._held_text), 1), _finished(finish, ids)
+
+    def _hold(self, token_id: int, text: str) -> None:
+        self._held.append((token_id, text))
+        self._held_text += text
+
+    def _append_text(self, text: str) -> None:
+        if not text:
+            return
+        if not self._held:  # its tokens are delivered already; the text belongs to none that is left
+            self._held.append((-1, ""))
+        token_id, before = self._held[-1]
+        self._held[-1] = (token_id, before + text)
+        self._held_text += text
+
+    def _match(self) -> tuple[Delta | None, Finished] | None:
+        found = [(at, stop) for stop in self._stop if (at := self._held_text.find(stop)) >= 0]
+        if not found:
+            return None
+        # Of those that one token completes: the earliest; of two at one place the longer.
+        at, stop = min(found, key=lambda match: (match[0], -len(match[1])))
+        return self._cut(at), Finished(FinishReason.STOP, stop_string=stop)
+
+    def _cut(self, at: int) -> Delta | None:
+        """Deliver what begins before character `at` of the held text, and forget the rest."""
+        kept, start = 0, 0
+        for _, text in self._held:
+            if start >= at:
+                break
+            start += len(text)
+            kept += 1
+        delta = self._delta(self._held[:kept], self._held_text[:at])
+        self._held, self._held_text = [], ""
+        return delta
+
+    def _safe_length(self) -> int:
+        """Characters of the held text that no stop string can begin in."""
+        length = len(self._held_text)
+        for stop in self._stop:
+            for size in range(min(len(stop) - 1, len(self._held_text)), 0, -1):
+                if self._held_text.endswith(stop[:size]):
+                    length = min(length, len(self._held_text) - size)
+                    break
+        return length
+
+    def _release(self, safe: int, least: int) -> Delta | None:
+        """Deliver the tokens whose text ends within `safe` characters, if there are at least so many."""
+        count, end = 0, 0
+        for _, text in self._held:
+            if end + len(text) > safe:
+                break
+            end += len(text)
+            count += 1
+        if count < least:
+            return None
+        delta = self._delta(self._held[:count], self._held_text[:end])
+        self._held, self._held_text = self._held[count:], self._held_text[end:]
+        return delta
+
+    def _delta(self, tokens: Sequence[tuple[int, str]], text: str) -> Delta | None:
+        ids = tuple(token_id for token_id, _ in tokens if token_id >= 0)
+        if not ids and not text:
+            return None
+        delta = Delta(offset=self.delivered, token_ids=ids, text=text)
+        self.delivered += len(ids)
+        return delta
+
+
+def _finished(finish: WorkerFinish, ids: Sequence[int]) -> Finished:
+    if finish is WorkerFinish.LENGTH:
+        return Finished(FinishReason.LENGTH)
+    if finish is WorkerFinish.STOP_TOKEN:
+        return Finished(FinishReason.STOP, stop_token_id=ids[-1] if ids else None)
+    return Finished(FinishReason.END)

@@ -1,0 +1,76 @@
+"""The router's wiring, start and ordered stop."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from loraplex.cluster.v1 import cluster_pb2_grpc
+from loraplex.inference.v1 import inference_pb2_grpc
+from loraplex.relay.v1 import relay_pb2_grpc
+
+from broker.connection import connect
+from router.cluster import ClusterService
+from router.dispatch import Dispatcher
+from router.generation import Generation
+from router.models import WATCH_S, Models
+from router.relay import RelayService
+from router.service import InferenceService
+from router.settings import Settings
+from router.store_client import StoreClient
+from rpc.server import Server, stop_signal
+
+log = logging.getLogger(__name__)
+
+
+async def run(settings: Settings) -> None:
+    """Serve until SIGTERM or SIGINT. Raises PortInUse or RedisUnreachableError before it serves."""
+    stop = stop_signal()
+    redis = await connect(settings.redis_url)
+    store = StoreClient(settings.store)
+    models = Models(store, redis, settings.cell, settings.waiting_limit)
+    dispatcher = Dispatcher(models.queue_of)
+    relay_service = RelayService(dispatcher)
+    public, relay = Server(), Server()
+    try:
+        relay_port = relay.bind(settings.relay_host, settings.relay_port)
+        reply_to = f"{settings.relay_advertise or settings.relay_host}:{relay_port}"
+        generation = Generation(models, store, dispatcher, reply_to)
+        inference_pb2_grpc.add_InferenceServiceServicer_to_server(InferenceService(generation, models), public.grpc)
+        cluster_pb2_grpc.add_ClusterServiceServicer_to_server(ClusterService(models, dispatcher), public.grpc)
+        relay_pb2_grpc.add_RelayServiceServicer_to_server(relay_service, relay.grpc)
+        port = public.bind(settings.host, settings.port)
+        await relay.start()
+        await public.start()
+        print(f"ready router={settings.host}:{port}", flush=True)
+        await _serve(public, models, dispatcher, stop)
+    finally:
+        # Streams may end; then the relay, which they need; then what both stand on.
+        await public.stop(settings.drain_s)
+        await dispatcher.settle()
+        relay_service.close()
+        await relay.stop(1.0)
+        await store.close()
+        await redis.aclose()
+
+
+async def _serve(public: Server, models: Models, dispatcher: Dispatcher, stop: asyncio.Event) -> None:
+    watch = asyncio.create_task(dispatcher.watch())
+    stopping = asyncio.create_task(stop.wait())
+    health, told = False, ""
+    try:
+        while not stop.is_set():
+            await models.refresh(dispatcher)
+            waits_for = models.waits_for()
+            if waits_for != told:
+                log.info("waits for %s", waits_for) if waits_for else log.info("serves")
+                told = waits_for
+            if health != (not waits_for):
+                health = not waits_for
+                await public.set_serving(health)
+            await asyncio.wait({stopping, watch}, timeout=WATCH_S, return_when=asyncio.FIRST_COMPLETED)
+            if watch.done():
+                watch.result()
+    finally:
+        watch.cancel()
+        stopping.cancel()

@@ -1,0 +1,204 @@
+"""Dispatch: which attempt of which job is whose, and the one recovery operation.
+
+A worker that dies, drains or loses its link, a claim that never shows: all are attempt + 1, with the prompt and the ids
+emitted so far. A frame is taken only from the incarnation that the job's current attempt is bound to.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
+from collections.abc import Set as AbstractSet
+from contextlib import asynccontextmanager
+from typing import Any
+
+from broker.connection import REDIS_DOWN
+from broker.messages import Job
+from broker.queue import JobQueue, QueueFullError
+from router.track import Frame, Link, Track
+from rpc.errors import AlreadyExists, Exhausted, Unavailable
+
+log = logging.getLogger(__name__)
+
+# A broken link is the first sign of a death; this is how long the worker has to come back.
+LINK_GRACE_S = 0.2
+# A job that left the queue and was not bound in this time is dispatched again.
+CLAIM_GRACE_S = 1.0
+WATCH_S = 0.25
+RETRY_S = 0.2
+
+
+class Dispatcher:
+    """The jobs that this router owns."""
+
+    def __init__(self, queue_of: Callable[[str], JobQueue]) -> None:
+        self._queue_of = queue_of
+        self._tracks: dict[str, Track] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        # The live link of each incarnation.
+        self._links: dict[str, Link] = {}
+
+    @property
+    def tracks(self) -> Iterable[Track]:
+        """The jobs that run or wait now."""
+        return tuple(self._tracks.values())
+
+    @asynccontextmanager
+    async def track(self, job: Job) -> AsyncIterator[Track]:
+        """Dispatch a job; on leaving, whatever the reason, nothing of it is left queued or running.
+
+        Raises AlreadyExists, Exhausted or Unavailable.
+        """
+        if job.job_id in self._tracks:
+            raise AlreadyExists(f"request_id {job.request_id} is running", reason="REQUEST_ID_RUNNING")
+        track = self._tracks[job.job_id] = Track(job)
+        try:
+            try:
+                await self._queue_of(job.model).enqueue(job)
+            except QueueFullError as error:
+                raise Exhausted("queue", f"the queue is full: {error}", retry_after_s=1.0) from error
+            except REDIS_DOWN as error:
+                raise Unavailable("the queue does not answer", reason="QUEUE_DOWN") from error
+            yield track
+        finally:
+            del self._tracks[job.job_id]
+            self._spawn(self._release(track))
+
+    async def _release(self, track: Track) -> None:
+        job, link = track.job, track.link
+        if link is not None and not track.ended:
+            link.cancel(job.job_id, job.attempt)
+        try:
+            await self._queue_of(job.model).finish(job.job_id, job.attempt, link.incarnation if link else "")
+        except REDIS_DOWN:
+            log.warning("job %s: the queue did not answer its end", job.job_id)
+
+    # What the relay tells
+
+    def link_up(self, link: Link, holds: Sequence[tuple[str, int]]) -> None:
+        """A worker is there, perhaps again: it goes on with what is still its own and drops the rest."""
+        self._links[link.incarnation] = link
+        for job_id, attempt in holds:
+            track = self._claimed(link, job_id, attempt)
+            if track is not None:
+                link.rewind(job_id, attempt, len(track.emitted))
+        held = {job_id for job_id, _ in holds}
+        for track in self._bound_to({link.incarnation}):
+            if track.job.job_id not in held:
+                self._redispatch(track)
+
+    def link_down(self, link: Link) -> None:
+        """A link broke: its worker gets a moment to come back, then its jobs go on elsewhere."""
+        if self._links.get(link.incarnation) is link:
+            del self._links[link.incarnation]
+            self._spawn(self._lapse(link))
+
+    async def _lapse(self, link: Link) -> None:
+        await asyncio.sleep(LINK_GRACE_S)
+        if link.incarnation in self._links:
+            return
+        self._go_on({link.incarnation})
+
+    def living(self, incarnations: AbstractSet[str]) -> None:
+        """Who lives, by their keys in Redis: the second sign of a death, for workers whose link stays open."""
+        bound = {track.link.incarnation for track in self._tracks.values() if track.link is not None}
+        self._go_on(bound - incarnations)
+
+    def _go_on(self, lost: AbstractSet[str]) -> None:
+        tracks = self._bound_to(lost)
+        if tracks:
+            log.warning("lost: worker incarnations %s; %d jobs go on elsewhere", ", ".join(sorted(lost)), len(tracks))
+        for track in tracks:
+            self._redispatch(track)
+
+    def _bound_to(self, incarnations: AbstractSet[str]) -> list[Track]:
+        tracks = self._tracks.values()
+        return [t for t in tracks if t.link is not None and t.link.incarnation in incarnations and not t.ended]
+
+    def claims(self, link: Link, jobs: Sequence[tuple[str, int]]) -> None:
+        """A worker says that it has claimed these jobs."""
+        for job_id, attempt in jobs:
+            self._claimed(link, job_id, attempt)
+
+    def _claimed(self, link: Link, job_id: str, attempt: int) -> Track | None:
+        """The track, if this link has its current attempt now; the worker is told to stop it otherwise."""
+        track = self._tracks.get(job_id)
+        if track is not None and track.job.attempt == attempt and not track.ended and track.bind(link):
+            return track
+        link.cancel(job_id, attempt)
+        return None
+
+    def frame(self, link: Link, frame: Frame) -> None:
+        """Tokens, or the end, of a job."""
+        track = self._claimed(link, frame.job_id, frame.attempt)
+        if track is None:
+            return
+        if frame.returned:
+            self._redispatch(track)
+        elif frame.failure is not None:
+            track.fail(frame.failure)
+            link.ack(frame.job_id, frame.attempt, len(track.emitted))
+        elif not track.accept(frame):
+            link.rewind(frame.job_id, frame.attempt, len(track.emitted))
+        elif frame.finish is not None:
+            link.ack(frame.job_id, frame.attempt, len(track.emitted))
+
+    # Recovery
+
+    def _redispatch(self, track: Track) -> None:
+        track.next_attempt()
+        if not track.dispatching:
+            track.dispatching = True
+            self._spawn(self._enqueue_again(track))
+
+    async def _enqueue_again(self, track: Track) -> None:
+        job_id, enqueued = track.job.job_id, 0
+        while self._tracks.get(job_id) is track and enqueued < track.job.attempt:
+            job = track.job
+            try:
+                await self._queue_of(job.model).enqueue(job)
+                enqueued = job.attempt
+            except (*REDIS_DOWN, QueueFullError) as error:
+                log.warning("job %s attempt %d waits for the queue: %s", job_id, job.attempt, error)
+                await asyncio.sleep(RETRY_S)
+        track.dispatching = False
+        if self._tracks.get(job_id) is not track:  # it ended meanwhile
+            await self._release(track)
+
+    async def watch(self) -> None:
+        """Forever: dispatch again what left the queue and never showed up at a worker."""
+        while True:
+            await asyncio.sleep(WATCH_S)
+            unbound: dict[str, list[Track]] = {}
+            for track in self._tracks.values():
+                if track.link is None and not track.ended and not track.dispatching:
+                    unbound.setdefault(track.job.model, []).append(track)
+            for model, tracks in unbound.items():
+                try:
+                    waiting = await self._queue_of(model).waiting([track.job.job_id for track in tracks])
+                except REDIS_DOWN:
+                    continue
+                self._check_missing(tracks, waiting)
+
+    def _check_missing(self, tracks: Sequence[Track], waiting: Sequence[bool]) -> None:
+        now = time.monotonic()
+        for track, waits in zip(tracks, waiting, strict=True):
+            if waits or track.link is not None or self._tracks.get(track.job.job_id) is not track:
+                track.missing_since = None
+            elif track.missing_since is None:
+                track.missing_since = now
+            elif now - track.missing_since >= CLAIM_GRACE_S:
+                log.warning("job %s attempt %d was claimed and never bound", track.job.job_id, track.job.attempt)
+                self._redispatch(track)
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def settle(self) -> None:
+        """Wait until what was begun in the background is done."""
+        while self._tasks:
+            await asyncio.gather(*self._tasks, return_exceptions=True)

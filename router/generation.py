@@ -1,0 +1,141 @@
+"""A request from admission to its last message; read it together with docs/request-life.md."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+
+from broker.messages import Job, StoppingParams
+from router.answer import Answer
+from router.dispatch import Dispatcher
+from router.models import Models, ServedModel
+from router.request import Event, FinishReason, Request, Summary
+from router.store_client import ResolvedAdapter, StoreClient
+from router.text import encode_prompt
+from router.track import Track
+from rpc.errors import InvalidField, Mismatch, Unavailable
+
+DEFAULT_MAX_TOKENS = 128
+
+
+class Generation:
+    """Runs requests."""
+
+    def __init__(self, models: Models, store: StoreClient, dispatcher: Dispatcher, reply_to: str) -> None:
+        self._models = models
+        self._store = store
+        self._dispatcher = dispatcher
+        self._reply_to = reply_to
+
+    async def run(self, request: Request, deadline_s: float | None) -> AsyncGenerator[Event]:
+        """The request's events, a Summary last. Leaving early stops the work. Raises a CallError."""
+        model = self._models.get(request.model)
+        resolved = await self._adapter(request, model)
+        job = await self._job(request, model, resolved, deadline_s)
+        answer = Answer(
+            model.text.stream(job.prompt_ids, skip_special_tokens=request.skip_special_tokens),
+            request.stopping.stop,
+            request.stream_interval,
+        )
+        first_at = None
+        async with self._dispatcher.track(job) as track, aclosing(track.arrivals()) as arrivals:
+            async for ids, finish in arrivals:
+                first_at = first_at or time.monotonic()
+                delta, finished = answer.push(ids, finish)
+                if delta is not None:
+                    yield delta
+                if finished is not None:
+                    yield finished
+                    if finished.reason is FinishReason.STOP:
+                        break
+        yield _summary(track, answer, first_at or time.monotonic())
+
+    async def _adapter(self, request: Request, model: ServedModel) -> ResolvedAdapter | None:
+        if not request.adapter:
+            return None
+        resolved = await self._store.resolve(request.tenant, request.adapter)
+        if resolved.base_digest != model.manifest.digest:
+            raise Mismatch(
+                resolved.ref.revision, f"made for another base model than {model.manifest.name}", reason="WRONG_BASE"
+            )
+        ranks = [state.max_rank for state in self._models.workers(model.manifest.name)]
+        if ranks and resolved.ref.rank > max(ranks):
+            raise Mismatch(
+                resolved.ref.revision,
+                f"rank {resolved.ref.rank}; the workers take at most {max(ranks)}",
+                reason="RANK_TOO_BIG",
+            )
+        return resolved
+
+    async def _job(
+        self, request: Request, model: ServedModel, resolved: ResolvedAdapter | None, deadline_s: float | None
+    ) -> Job:
+        manifest = model.manifest
+        prompt_ids = await encode_prompt(model.text, request.prompt, request.prompt_field)
+        workers = self._models.workers(manifest.name)
+        if not workers:
+            raise Unavailable(f"no worker serves {manifest.name} now", reason="NO_WORKER")
+        # What is longer than every worker's KV cache would wait for ever.
+        context = min(manifest.context_length, max(state.max_tokens for state in workers))
+        stopping = request.stopping
+        max_tokens = _max_tokens(request, len(prompt_ids), context)
+        _check_ids(request.prompt_field, prompt_ids, manifest.vocab_size)
+        _check_ids("stopping.stop_token_ids", stopping.stop_token_ids, manifest.vocab_size)
+        request_id = request.request_id or secrets.token_hex(8)
+        return Job(
+            # Scoped by tenant: two tenants may choose the same request id.
+            job_id=f"{request.tenant}/{request_id}",
+            request_id=request_id,
+            tenant=request.tenant,
+            model=manifest.name,
+            base_digest=manifest.digest,
+            reply_to=self._reply_to,
+            adapter=resolved.ref if resolved else None,
+            prompt_ids=prompt_ids,
+            sampling=request.sampling,
+            stopping=StoppingParams(
+                max_tokens=max_tokens,
+                min_tokens=stopping.min_tokens,
+                stop_token_ids=stopping.stop_token_ids,
+                ignore_eos=stopping.ignore_eos,
+            ),
+            seed=secrets.randbits(63) if request.seed is None else request.seed,
+            deadline_ms=0 if deadline_s is None else max(1, round(deadline_s * 1e3)),
+        )
+
+
+def _max_tokens(request: Request, prompt: int, context: int) -> int:
+    if prompt == 0:
+        raise InvalidField(request.prompt_field, "has no tokens")
+    room = context - prompt
+    wanted = request.stopping.max_tokens
+    if room < 1 or (wanted is not None and wanted > room):
+        raise InvalidField(
+            request.prompt_field if room < 1 else "stopping.max_tokens",
+            f"{prompt} prompt tokens and {wanted or 1} more do not fit the context of {context}",
+            reason="CONTEXT_EXCEEDED",
+        )
+    return min(DEFAULT_MAX_TOKENS, room) if wanted is None else wanted
+
+
+def _check_ids(field: str, ids: tuple[int, ...], vocab_size: int) -> None:
+    if ids and max(ids) >= vocab_size:
+        raise InvalidField(field, f"id {max(ids)} is beyond the vocabulary of {vocab_size}")
+
+
+def _summary(track: Track, answer: Answer, first_at: float) -> Summary:
+    job, now = track.job, time.monotonic()
+    return Summary(
+        request_id=job.request_id,
+        adapter_revision=job.adapter.revision if job.adapter else "",
+        prompt_tokens=len(job.prompt_ids),
+        cached_tokens=track.cached_tokens,
+        completion_tokens=answer.delivered,
+        queue_s=(track.claimed_at or now) - track.admitted_at,
+        adapter_s=track.adapter_ms / 1e3,
+        ttft_s=first_at - track.admitted_at,
+        decode_s=now - first_at,
+        continuations=track.continuations,
+    )

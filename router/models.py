@@ -1,0 +1,131 @@
+"""The base models that this router serves, and the workers that live for each: what its health depends on."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from dataclasses import dataclass
+
+from redis.asyncio import Redis
+
+from broker.connection import REDIS_DOWN
+from broker.keys import Keys
+from broker.liveness import TTL_MS, Liveness
+from broker.messages import WorkerPhase, WorkerState
+from broker.queue import JobQueue
+from router.dispatch import Dispatcher
+from router.store_client import Manifest, StoreClient
+from router.text import Text, text_of
+from rpc.errors import CallError, InvalidField, NotFound, Unavailable
+
+log = logging.getLogger(__name__)
+
+WATCH_S = 0.5
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """A base model with its text and its queue."""
+
+    manifest: Manifest
+    text: Text
+    queue: JobQueue
+    liveness: Liveness
+
+
+class Models:
+    """Follows the store's registrations and the workers' liveness."""
+
+    def __init__(self, store: StoreClient, redis: Redis, cell: str, waiting_limit: int) -> None:
+        self._store = store
+        self._redis = redis
+        self._cell = cell
+        self._waiting_limit = waiting_limit
+        self._served: dict[str, ServedModel] = {}
+        self._workers: dict[str, list[WorkerState]] = {}
+        # After an outage of Redis nobody lapses until a full TTL has passed.
+        self._no_lapse_before = 0.0
+        self._told = ""
+
+    def get(self, name: str) -> ServedModel:
+        """The model of that name, or the only one. Raises NotFound, InvalidField or Unavailable."""
+        if name:
+            if name not in self._served:
+                raise NotFound("model", name)
+            return self._served[name]
+        if not self._served:
+            raise Unavailable("no base model is registered yet", reason="NO_MODEL")
+        if len(self._served) > 1:
+            raise InvalidField("model", f"name one of {', '.join(sorted(self._served))}")
+        return next(iter(self._served.values()))
+
+    def queue_of(self, name: str) -> JobQueue:
+        """The queue of a model that is served, or was."""
+        return self._served[name].queue
+
+    @property
+    def served(self) -> list[ServedModel]:
+        """All of them, by name."""
+        return [self._served[name] for name in sorted(self._served)]
+
+    def workers(self, name: str) -> list[WorkerState]:
+        """The model's live workers, at most WATCH_S stale."""
+        return self._workers.get(name, [])
+
+    async def living(self, model: ServedModel) -> list[WorkerState]:
+        """The model's live workers now. Raises Unavailable."""
+        try:
+            return await model.liveness.living()
+        except REDIS_DOWN as error:
+            raise Unavailable("Redis does not answer", reason="QUEUE_DOWN") from error
+
+    def waits_for(self) -> str:
+        """What is missing before work can be served; empty: nothing."""
+        if not self._served:
+            return "a base model to be registered (loraplex models push)"
+        if not any(self._serving(name) for name in self._served):
+            return "a worker that serves " + " or ".join(sorted(self._served))
+        return ""
+
+    def _serving(self, name: str) -> bool:
+        return any(state.phase is WorkerPhase.SERVING for state in self.workers(name))
+
+    async def refresh(self, dispatcher: Dispatcher) -> None:
+        """One look at the store and at Redis; tells the dispatcher who lives."""
+        try:
+            await self._follow_store()
+        except CallError as error:
+            self._say(error.message)
+        try:
+            for model in self.served:
+                self._workers[model.manifest.name] = await model.liveness.living()
+        except REDIS_DOWN as error:
+            self._no_lapse_before = time.monotonic() + TTL_MS / 1e3
+            self._say(f"Redis does not answer: {error}")
+            return
+        if time.monotonic() >= self._no_lapse_before:
+            states = [state for states in self._workers.values() for state in states]
+            dispatcher.living({state.incarnation for state in states})
+
+    async def _follow_store(self) -> None:
+        # Once a model is known a lookup per beat would tell nothing new but a replacement.
+        for name, digest in (await self._store.models()).items():
+            known = self._served.get(name)
+            if known is not None and known.manifest.digest == digest:
+                continue
+            manifest = await self._store.manifest(name)
+            try:
+                text = await asyncio.to_thread(text_of, manifest.architecture, manifest.vocab_size, manifest.files)
+            except ValueError as error:
+                self._say(f"base model {name} can't be served: {error}")
+                continue
+            keys = Keys(name, self._cell)
+            queue = JobQueue(self._redis, keys, waiting_limit=self._waiting_limit)
+            self._served[name] = ServedModel(manifest, text, queue, Liveness(self._redis, keys))
+            log.info("serves base model %s (%s)", name, digest)
+
+    def _say(self, message: str) -> None:
+        if message != self._told:
+            log.warning("%s", message)
+        self._told = message

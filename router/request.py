@@ -1,0 +1,94 @@
+"""A request as the router's inside sees it, and what it answers. `router.convert` makes these from the wire."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from broker.messages import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class ChatMessage:
+    """One turn of a chat."""
+
+    role: str
+    content: str
+
+
+@dataclass(frozen=True, slots=True)
+class Stopping:
+    """When to end an answer; max_tokens None: 128, capped by the context."""
+
+    max_tokens: int | None = None
+    min_tokens: int = 0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+
+Prompt = str | tuple[int, ...] | tuple[ChatMessage, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What a client asked for. `prompt` is a text, token ids, or a chat."""
+
+    tenant: str
+    prompt: Prompt
+    prompt_field: str
+    request_id: str = ""
+    model: str = ""
+    adapter: str = ""
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    seed: int | None = None
+    stopping: Stopping = field(default_factory=Stopping)
+    skip_special_tokens: bool = True
+    stream_interval: int = 1
+
+
+class FinishReason(StrEnum):
+    """Why an answer ended, as its client is told."""
+
+    LENGTH = "length"
+    END = "end"
+    STOP = "stop"
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """The next tokens of an answer and what they add to its text."""
+
+    offset: int
+    token_ids: tuple[int, ...]
+    text: str
+    choice: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """An answer's end; with STOP, which string or token ended it."""
+
+    reason: FinishReason
+    stop_string: str | None = None
+    stop_token_id: int | None = None
+    choice: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """The last message of a stream. Times in seconds."""
+
+    request_id: str
+    adapter_revision: str
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+    queue_s: float
+    adapter_s: float
+    ttft_s: float
+    decode_s: float
+    continuations: int
+
+
+Event = Delta | Finished | Summary

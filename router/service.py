@@ -1,0 +1,65 @@
+"""The public API: calls in, events out."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from typing import Any
+
+import grpc
+from loraplex.inference.v1 import inference_pb2 as pb
+from loraplex.inference.v1 import inference_pb2_grpc
+
+from router.auth import tenant_of
+from router.convert import read_prompt, read_request, write_event
+from router.generation import Generation
+from router.models import Models
+from router.text import encode_prompt
+from rpc.errors import InvalidField, NotBuilt
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
+    """loraplex.inference.v1.InferenceService."""
+
+    def __init__(self, generation: Generation, models: Models) -> None:
+        self._generation = generation
+        self._models = models
+
+    async def Generate(self, request: pb.GenerateRequest, context: Context) -> AsyncIterator[pb.GenerateResponse]:
+        """Generate an answer, streamed."""
+        call = read_request(request.spec, tenant_of(context))
+        async with aclosing(self._generation.run(call, context.time_remaining())) as events:
+            async for event in events:
+                yield pb.GenerateResponse(event=write_event(event))
+
+    async def Resume(self, request: pb.ResumeRequest, context: Context) -> AsyncIterator[pb.ResumeResponse]:
+        """Not built yet."""
+        raise NotBuilt("Resume")
+        yield pb.ResumeResponse()  # makes it the generator that grpc expects
+
+    async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
+        """A prompt's ids, as Generate would feed them."""
+        tenant_of(context)
+        field, prompt = read_prompt(request)
+        model = self._models.get(request.model)
+        return pb.TokenizeResponse(token_ids=await encode_prompt(model.text, prompt, field))
+
+    async def Detokenize(self, request: pb.DetokenizeRequest, context: Context) -> pb.DetokenizeResponse:
+        """The text of ids."""
+        tenant_of(context)
+        model = self._models.get(request.model)
+        if request.token_ids and max(request.token_ids) >= model.manifest.vocab_size:
+            raise InvalidField("token_ids", f"an id is beyond the vocabulary of {model.manifest.vocab_size}")
+        skip = not request.HasField("skip_special_tokens") or request.skip_special_tokens
+        return pb.DetokenizeResponse(text=model.text.decode(request.token_ids, skip_special_tokens=skip))
+
+    async def ListModels(self, request: pb.ListModelsRequest, context: Context) -> pb.ListModelsResponse:
+        """The base models."""
+        return pb.ListModelsResponse(
+            models=[
+                pb.Model(name=m.manifest.name, digest=m.manifest.digest, context_length=m.manifest.context_length)
+                for m in self._models.served
+            ]
+        )

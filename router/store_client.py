@@ -1,0 +1,131 @@
+"""What the router asks the adapter store: names to digests, and the manifests that it tokenizes with."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass
+
+import grpc
+from loraplex.adapters.v1 import adapters_pb2 as pb
+from loraplex.adapters.v1 import adapters_pb2_grpc
+
+from broker.messages import AdapterRef
+from router.auth import TENANT_KEY
+from rpc.errors import CallError, InvalidField, NotFound, Unavailable
+from rpc.server import CHANNEL_OPTIONS
+
+# How old an answer to a name may be.
+NAME_TTL_S = 1.0
+CALL_S = 5.0
+NAMES_KEPT = 10_000
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedAdapter:
+    """What an adapter's name means now."""
+
+    ref: AdapterRef
+    base_digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """A base model as the store knows it. `files` are the small ones, by name."""
+
+    name: str
+    digest: str
+    architecture: str
+    context_length: int
+    vocab_size: int
+    files: dict[str, bytes]
+
+
+class StoreClient:
+    """One channel to the adapter store."""
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+        self._channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+        self._stub = adapters_pb2_grpc.AdapterServiceStub(self._channel)
+        self._names: dict[tuple[str, str], tuple[float, ResolvedAdapter]] = {}
+        self._flights: dict[tuple[str, str], asyncio.Task[ResolvedAdapter]] = {}
+
+    async def resolve(self, tenant: str, name: str) -> ResolvedAdapter:
+        """The revision that a tenant's name means, at most NAME_TTL_S stale.
+
+        Raises NotFound, InvalidField or Unavailable.
+        """
+        key = (tenant, name)
+        known = self._names.get(key)
+        if known is not None and time.monotonic() - known[0] < NAME_TTL_S:
+            return known[1]
+        flight = self._flights.get(key)
+        if flight is None:
+            flight = self._flights[key] = asyncio.create_task(self._ask(tenant, name))
+            flight.add_done_callback(lambda done: self._landed(key, done))
+        # Several callers share the flight; one that leaves must not end it for the others.
+        return await asyncio.shield(flight)
+
+    def _landed(self, key: tuple[str, str], flight: asyncio.Task[ResolvedAdapter]) -> None:
+        del self._flights[key]
+        if not flight.cancelled() and flight.exception() is None:
+            if len(self._names) >= NAMES_KEPT:
+                self._names.clear()
+            self._names[key] = (time.monotonic(), flight.result())
+
+    async def _ask(self, tenant: str, name: str) -> ResolvedAdapter:
+        request = pb.GetAdapterRequest(name=name)
+        try:
+            answer = await self._stub.GetAdapter(request, timeout=CALL_S, metadata=((TENANT_KEY, tenant),))
+        except grpc.aio.AioRpcError as error:
+            raise self._translate(error, "adapter", name) from error
+        revision = answer.revision
+        ref = AdapterRef(revision.name, revision.digest, revision.rank, revision.weight_bytes)
+        return ResolvedAdapter(ref, revision.base_digest)
+
+    async def models(self) -> dict[str, str]:
+        """Name to digest of every registered base model. Raises Unavailable."""
+        models: dict[str, str] = {}
+        token = ""
+        while True:
+            request = pb.ListBaseModelsRequest(page_size=1000, page_token=token)
+            try:
+                page = await self._stub.ListBaseModels(request, timeout=CALL_S)
+            except grpc.aio.AioRpcError as error:
+                raise self._translate(error, "base model", "") from error
+            models |= {model.name: model.digest for model in page.models}
+            if not (token := page.next_page_token):
+                return models
+
+    async def manifest(self, name: str) -> Manifest:
+        """A base model with its small files. Raises NotFound or Unavailable."""
+        files: dict[str, bytearray] = {}
+        model = pb.BaseModel()
+        try:
+            async for part in self._stub.DownloadBaseModel(pb.DownloadBaseModelRequest(name=name), timeout=60.0):
+                if part.HasField("model"):
+                    model = part.model
+                else:
+                    files.setdefault(part.chunk.name, bytearray()).extend(part.chunk.data)
+        except grpc.aio.AioRpcError as error:
+            raise self._translate(error, "base model", name) from error
+        return Manifest(
+            model.name,
+            model.digest,
+            model.architecture,
+            model.context_length,
+            model.vocab_size,
+            {file: bytes(data) for file, data in files.items()},
+        )
+
+    def _translate(self, error: grpc.aio.AioRpcError, kind: str, name: str) -> CallError:
+        if error.code() is grpc.StatusCode.NOT_FOUND:
+            return NotFound(kind, name)
+        if error.code() is grpc.StatusCode.INVALID_ARGUMENT:
+            return InvalidField(kind, error.details() or "not a name")
+        return Unavailable(f"the adapter store at {self._address} does not answer", reason="STORE_DOWN")
+
+    async def close(self) -> None:
+        """Close the channel."""
+        await self._channel.close()

@@ -1,0 +1,198 @@
+"""Enqueue, claim, finish and wake-up on a real server."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+from redis.asyncio import Redis
+
+from broker.codec import decode_job, decode_worker, encode_job, encode_worker
+from broker.keys import Keys
+from broker.liveness import TTL_MS, Liveness
+from broker.messages import AdapterRef, Capacity, Job, SamplingParams, StoppingParams, WorkerPhase, WorkerState
+from broker.queue import JobQueue, QueueFullError
+
+KEYS = Keys("tiny", "main")
+ROOMY = Capacity(rows=8, tokens=10_000, max_tokens=4096, max_rank=64)
+
+
+def job(job_id: str, **changes: object) -> Job:
+    base = Job(
+        job_id=job_id,
+        tenant="acme",
+        model="tiny",
+        base_digest="sha256:0",
+        reply_to="127.0.0.1:1",
+        prompt_ids=(1, 2, 3),
+        stopping=StoppingParams(max_tokens=10),
+        seed=7,
+    )
+    return replace(base, **changes)  # type: ignore[arg-type]  # field names are checked by replace
+
+
+@pytest.fixture
+def queue(redis: Redis) -> JobQueue:
+    return JobQueue(redis, KEYS, waiting_limit=100)
+
+
+async def claim(queue: JobQueue, **changes: object) -> list[str]:
+    capacity = replace(ROOMY, **changes)  # type: ignore[arg-type]  # as above
+    return [claimed.job_id for claimed in await queue.claim("inc", capacity)]
+
+
+async def left_behind(redis: Redis) -> set[str]:
+    return {key.decode() for key in await redis.keys("*") if isinstance(key, bytes)} - {KEYS.arrivals, KEYS.wake}
+
+
+def test_a_job_survives_its_bytes() -> None:
+    full = job(
+        "acme/1",
+        request_id="1",
+        attempt=3,
+        adapter=AdapterRef("tenants/acme/adapters/a/revisions/sha256:1", "sha256:1", 16, 1 << 40),
+        emitted={0: (5, 6)},
+        sampling=SamplingParams(temperature=0.5, top_k=4, top_p=0.25),
+        stopping=StoppingParams(max_tokens=9, min_tokens=2, stop_token_ids=(4, 5), ignore_eos=True),
+        seed=2**64 - 1,
+        priority=-3,
+        deadline_ms=1500,
+        strikes=1,
+    )
+    assert decode_job(encode_job(full)) == full
+
+
+async def test_claims_come_in_the_order_of_arrival(queue: JobQueue) -> None:
+    for name in ("a", "b", "c"):
+        await queue.enqueue(job(name))
+    assert await claim(queue, rows=2) == ["a", "b"]
+    assert await claim(queue) == ["c"]
+    assert await claim(queue) == []
+
+
+async def test_a_redispatched_job_goes_first_and_replaces_its_older_attempt(queue: JobQueue) -> None:
+    for name in ("a", "b"):
+        await queue.enqueue(job(name))
+    await queue.enqueue(job("b", attempt=2, emitted={0: (9,)}))
+    claimed = await queue.claim("inc", ROOMY)
+    assert [(c.job_id, c.attempt, c.emitted) for c in claimed] == [("b", 2, {0: (9,)}), ("a", 1, {})]
+
+
+async def test_an_older_attempt_never_replaces_a_newer_one(queue: JobQueue) -> None:
+    await queue.enqueue(job("a", attempt=2))
+    await queue.enqueue(job("a", attempt=1))
+    assert [c.attempt for c in await queue.claim("inc", ROOMY)] == [2]
+
+
+async def test_what_does_not_fit_is_passed_over_and_stays(queue: JobQueue) -> None:
+    wide = AdapterRef("r", "sha256:1", 128, 1)
+    await queue.enqueue(job("long", stopping=StoppingParams(max_tokens=100)))
+    await queue.enqueue(job("wide", adapter=wide))
+    await queue.enqueue(job("crowded", prompt_ids=tuple(range(50))))
+    await queue.enqueue(job("small"))
+    assert await claim(queue, max_tokens=60, tokens=20) == ["small"]
+    assert await claim(queue, max_rank=128) == ["long", "wide", "crowded"]
+
+
+async def test_finish_is_idempotent_and_leaves_nothing(redis: Redis, queue: JobQueue) -> None:
+    await queue.enqueue(job("waits"))
+    await queue.finish("waits", 1)
+    await queue.finish("waits", 1)
+    await queue.enqueue(job("runs"))
+    assert await claim(queue) == ["runs"]
+    await queue.finish("runs", 1, "inc")
+    assert await left_behind(redis) == set()
+
+
+async def test_finishing_an_older_attempt_leaves_the_newer_one(queue: JobQueue) -> None:
+    await queue.enqueue(job("a", attempt=2))
+    await queue.finish("a", 1)
+    assert await claim(queue) == ["a"]
+
+
+async def test_a_job_past_its_deadline_is_never_claimed(redis: Redis, queue: JobQueue) -> None:
+    await queue.enqueue(job("late", deadline_ms=60_000))
+    assert 0 < await redis.pttl(KEYS.job("late")) <= 60_000
+    await redis.delete(KEYS.job("late"))  # as its end would
+    assert await claim(queue) == []
+    assert await left_behind(redis) == set()
+
+
+async def test_a_full_queue_refuses_first_attempts_only(redis: Redis) -> None:
+    queue = JobQueue(redis, KEYS, waiting_limit=1)
+    await queue.enqueue(job("a"))
+    with pytest.raises(QueueFullError, match="1 jobs are waiting"):
+        await queue.enqueue(job("b"))
+    await queue.enqueue(job("c", attempt=2))
+
+
+async def test_out_of_memory_refuses_new_jobs_but_not_claims(redis: Redis, queue: JobQueue) -> None:
+    await queue.enqueue(job("a"))
+    await redis.config_set("maxmemory", "1")
+    try:
+        with pytest.raises(QueueFullError, match="out of memory"):
+            await queue.enqueue(job("b"))
+        assert await claim(queue) == ["a"]
+        await queue.finish("a", 1, "inc")
+    finally:
+        await redis.config_set("maxmemory", "0")
+
+
+async def test_waiting_tells_who_still_waits(queue: JobQueue) -> None:
+    await queue.enqueue(job("a"))
+    await queue.enqueue(job("b"))
+    await claim(queue, rows=1)
+    assert await queue.waiting(["a", "b", "c"]) == [False, True, False]
+    assert await queue.count_waiting() == 1
+
+
+async def test_an_enqueue_wakes_an_idle_worker(queue: JobQueue) -> None:
+    idle = asyncio.create_task(queue.wait_for_work(timeout_s=30))
+    await queue.enqueue(job("a"))
+    assert await idle
+
+
+async def test_a_claim_that_leaves_work_wakes_the_next_worker(redis: Redis, queue: JobQueue) -> None:
+    for name in ("a", "b"):
+        await queue.enqueue(job(name))
+    await redis.delete(KEYS.wake)
+    await claim(queue, rows=1)
+    assert await queue.wait_for_work(timeout_s=30)
+
+
+async def test_scripts_survive_a_server_that_forgot_them(redis: Redis, queue: JobQueue) -> None:
+    await queue.enqueue(job("a"))
+    await redis.script_flush()
+    assert await claim(queue) == ["a"]
+
+
+def worker(worker_id: str) -> WorkerState:
+    numbers = dict.fromkeys((name for name, kind in WorkerState.__annotations__.items() if kind == "int"), 3)
+    return WorkerState(
+        worker_id=worker_id,
+        incarnation="inc",
+        phase=WorkerPhase.SERVING,
+        model="tiny",
+        base_digest="sha256:0",
+        adapters=("sha256:1", "sha256:2"),
+        host="here",
+        **numbers,
+    )
+
+
+async def test_workers_live_as_long_as_they_beat(redis: Redis) -> None:
+    liveness = Liveness(redis, KEYS)
+    for name in ("w2", "w1"):
+        await liveness.beat(worker(name))
+    assert await liveness.living() == [worker("w1"), worker("w2")]
+    assert 0 < await redis.pttl(KEYS.worker("w1")) <= TTL_MS
+    await liveness.remove("w1", "inc")
+    assert [state.worker_id for state in await liveness.living()] == ["w2"]
+    await redis.delete(KEYS.worker("w2"))  # as its time to live would
+    assert await liveness.living() == []
+    assert await redis.scard(KEYS.workers) == 0
+
+
+def test_a_worker_state_survives_its_bytes() -> None:
+    assert decode_worker(encode_worker(worker("w"))) == worker("w")

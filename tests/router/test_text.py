@@ -1,0 +1,100 @@
+"""Tokenizing, incremental detokenizing and chat templates, against the tokenizers library's whole decode."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from router.request import ChatMessage
+from router.text import HashText, NoText, TokenizerText, encode_prompt, text_of
+from rpc.errors import InvalidField
+
+SAMPLE = "The quick brown fox — naïve café 日本語 🦊🦊 jumped over the lazy dog. " * 3
+
+
+@pytest.fixture(scope="module")
+def files() -> dict[str, bytes]:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=["<end>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([SAMPLE], trainer)
+    template = (
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}\n{% endfor %}"
+        "{% if messages[0].role == 'assistant' %}{{ raise_exception('user first') }}{% endif %}"
+        "{% if add_generation_prompt %}assistant:{% endif %}"
+    )
+    config = {"chat_template": template, "eos_token": {"content": "<end>"}}
+    return {"tokenizer.json": tokenizer.to_str().encode(), "tokenizer_config.json": json.dumps(config).encode()}
+
+
+def test_streaming_equals_decoding_the_whole(files: dict[str, bytes]) -> None:
+    text = TokenizerText(files)
+    prompt = text.encode("The quick 🦊", special_tokens=True)
+    seed = 7
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    for _ in range(50):
+        # Random ids cut characters in the middle again and again, also at the end.
+        ids = [rng.randrange(1, 300) for _ in range(rng.randrange(1, 40))]
+        stream = text.stream(prompt, skip_special_tokens=True)
+        streamed = "".join(stream.push(token_id) for token_id in ids) + stream.flush()
+        whole = text.decode([*prompt, *ids], skip_special_tokens=True)
+        assert "The quick 🦊" + streamed == whole
+
+
+def test_special_tokens_are_shown_only_when_asked_for(files: dict[str, bytes]) -> None:
+    text = TokenizerText(files)
+    ids = [*text.encode("fox", special_tokens=True), 0]
+    for skip, expected in ((True, "fox"), (False, "fox<end>")):
+        stream = text.stream([], skip_special_tokens=skip)
+        assert "".join(stream.push(token_id) for token_id in ids) + stream.flush() == expected
+
+
+async def test_a_chat_is_rendered_by_the_models_template(files: dict[str, bytes]) -> None:
+    text = TokenizerText(files)
+    chat = (ChatMessage("user", "fox?"), ChatMessage("assistant", "dog."))
+    assert text.render(chat) == "user: fox?<end>\nassistant: dog.<end>\nassistant:"
+    ids = await encode_prompt(text, chat, "chat")
+    assert list(ids) == text.encode(text.render(chat), special_tokens=False)
+
+
+async def test_what_a_template_refuses_is_told_in_its_words(files: dict[str, bytes]) -> None:
+    with pytest.raises(InvalidField, match="user first") as caught:
+        await encode_prompt(TokenizerText(files), (ChatMessage("assistant", "x"),), "chat")
+    assert caught.value.field == "chat.messages"
+
+
+def test_a_template_can_not_reach_outside_its_sandbox(files: dict[str, bytes]) -> None:
+    evil = {"chat_template": "{{ ''.__class__.__mro__[1].__subclasses__() }}"}
+    text = TokenizerText(files | {"tokenizer_config.json": json.dumps(evil).encode()})
+    with pytest.raises(InvalidField, match="refuses"):
+        text.render([ChatMessage("user", "x")])
+
+
+async def test_a_model_without_tokenizer_takes_ids_only() -> None:
+    text = text_of("llama", 100, {})
+    assert isinstance(text, NoText)
+    assert await encode_prompt(text, (1, 2), "token_ids") == (1, 2)
+    with pytest.raises(InvalidField, match=r"tokenizer\.json"):
+        await encode_prompt(text, "words", "prompt")
+
+
+async def test_the_hash_model_reads_bytes() -> None:
+    text = text_of("hash", 1000, {})
+    assert isinstance(text, HashText)
+    assert await encode_prompt(text, "hé", "prompt") == (104, 195, 169)
+    assert text.decode([104, 300], skip_special_tokens=True) == "h<300>"
+
+
+def test_a_broken_tokenizer_is_named() -> None:
+    with pytest.raises(ValueError, match=r"tokenizer\.json"):
+        text_of("llama", 100, {"tokenizer.json": b"{"})

@@ -1,0 +1,229 @@
+"""From the queue into the engine: claims what there is room for, fetches its adapter, and hands it over.
+
+A job waits for its adapter outside the engine, so that a slow store costs nobody else anything.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Coroutine, Sequence
+from typing import Any
+
+from broker.connection import REDIS_DOWN
+from broker.messages import Capacity, Job
+from broker.queue import JobQueue
+from worker.adapter_fetch import AdapterFetcher, FetchFailedError
+from worker.held import Ending, HeldJob, HeldJobs, Piece, piece_from, record
+from worker.link import Abort, Add, Ready, Refused, Stepped
+from worker.relay_client import RelayClients
+from worker.scheduling.contract import AdapterSource, Failure, NewSequence, Sampling, Stopping
+from worker.supervisor import EngineProcess
+
+log = logging.getLogger(__name__)
+
+# An idle worker looks at the queue this often even when nobody wakes it.
+IDLE_S = 1.0
+# A worker that found nothing that suits it among waiting jobs, or no Redis, lets this much time pass.
+PAUSE_S = 0.1
+
+
+class Intake:
+    """One incarnation's jobs, from claim to the router's ack."""
+
+    def __init__(
+        self, incarnation: str, base_digest: str, engine: EngineProcess, queue: JobQueue, fetcher: AdapterFetcher
+    ) -> None:
+        self._incarnation = incarnation
+        self._base_digest = base_digest
+        self._engine = engine
+        self._queue = queue
+        self._fetcher = fetcher
+        self.held = HeldJobs()
+        self._relay: RelayClients | None = None
+        self._changed = asyncio.Event()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._closed = False
+
+    def use(self, relay: RelayClients, ready: Ready) -> None:
+        """Where tokens go, and what the engine can take; before anything is claimed."""
+        self._relay = relay
+        self.limits = ready.limits
+        self.stats = ready.stats
+
+    @property
+    def relay(self) -> RelayClients:
+        """The links to the routers."""
+        assert self._relay is not None, "use() comes first"
+        return self._relay
+
+    # Claims
+
+    async def claim(self) -> None:
+        """Forever: claim whatever there is room for."""
+        while True:
+            capacity = self._capacity()
+            if capacity.rows <= 0:
+                await self._room()
+                continue
+            try:
+                jobs = await self._queue.claim(self._incarnation, capacity)
+                if not jobs:
+                    woken = await self._queue.wait_for_work(IDLE_S)
+                    if woken and not await self._claim_once():
+                        await asyncio.sleep(PAUSE_S)
+                    continue
+            except REDIS_DOWN as error:
+                log.warning("the queue does not answer: %s", error)
+                await asyncio.sleep(PAUSE_S)
+                continue
+            self._accept(jobs)
+
+    async def _claim_once(self) -> bool:
+        jobs = await self._queue.claim(self._incarnation, self._capacity())
+        self._accept(jobs)
+        return bool(jobs)
+
+    def _capacity(self) -> Capacity:
+        running = self.held.running
+        entering = sum(held.job.prefill_tokens for held in running if not held.ids)
+        free = (self.stats.blocks_free + self.stats.blocks_cached) * self.limits.block_size
+        return Capacity(
+            rows=self.limits.rows - len(running),
+            # A long prompt may always come in when nothing else is here.
+            tokens=max(0, free - entering) if running else self.limits.max_tokens,
+            max_tokens=self.limits.max_tokens,
+            max_rank=self.limits.max_rank,
+            adapters=self.stats.adapters,
+        )
+
+    async def _room(self) -> None:
+        self._changed.clear()
+        await self._changed.wait()
+
+    def _accept(self, jobs: Sequence[Job]) -> None:
+        """Hold claimed jobs: their routers are told before anything else happens."""
+        accepted = [self.held.add(job) for job in jobs]
+        self.relay.claimed(accepted)
+        for held in accepted:
+            held.entering = self._spawn(self._enter(held))
+
+    async def _enter(self, held: HeldJob) -> None:
+        job, began = held.job, time.monotonic()
+        if job.base_digest != self._base_digest:
+            message = f"the job is for base model {job.base_digest}, this worker serves {self._base_digest}"
+            self._end(held, Ending(failure=Failure("FAILED_PRECONDITION", "WRONG_BASE", message, "model")))
+            return
+        source = None
+        if job.adapter is not None:
+            try:
+                directory = await self._fetcher.fetch(job.adapter, job.tenant)
+            except FetchFailedError as error:
+                self._end(held, Ending(failure=error.failure))
+                return
+            source = AdapterSource(job.adapter.digest, str(directory))
+            held.adapter_ms = (time.monotonic() - began) * 1e3
+        held.entering = None
+        self._engine.expect()
+        self._engine.send(Add([_sequence(held, source)]))
+
+    # What the engine says
+
+    def stepped(self, message: Stepped) -> None:
+        """Record and relay what a step made."""
+        self.stats = message.stats
+        pieces: list[tuple[str, Piece]] = []
+        for output in message.outputs:
+            held = self.held.of_sequence(output.sequence_id)
+            if held is not None:  # else it was cancelled meanwhile
+                pieces.append((held.job.reply_to, record(held, output)))
+        self.relay.frames(pieces)
+        self._changed.set()
+
+    def refused(self, message: Refused) -> None:
+        """The engine did not take a sequence."""
+        held = self.held.of_sequence(message.sequence_id)
+        if held is not None:
+            failure = Failure("INVALID_ARGUMENT", "REFUSED_BY_WORKER", message.message, message.field)
+            self._end(held, Ending(failure=failure))
+
+    def _end(self, held: HeldJob, ending: Ending) -> None:
+        held.ending = ending
+        held.entering = None
+        self.relay.frames([(held.job.reply_to, piece_from(held, held.start + len(held.ids)))])
+        self._changed.set()
+
+    # What the routers say (see worker.relay_client.Orders)
+
+    def acked(self, job_id: str, attempt: int) -> None:
+        """The router has all of it, and finishes it in the queue."""
+        self.held.pop(job_id, attempt)
+        self._changed.set()
+
+    def cancel(self, job_id: str, attempt: int) -> None:
+        """Stop it wherever it is, and forget it in the queue too: its router may be gone."""
+        held = self.held.pop(job_id, attempt)
+        if held is None:
+            return
+        if held.entering is not None:
+            held.entering.cancel()
+        elif held.runs:
+            self._engine.send(Abort([held.sequence_id]))
+        self._spawn(self._finish(held))
+        self._changed.set()
+
+    def router_gone(self, address: str) -> None:
+        """Drop its jobs."""
+        for held in self.held.of_router(address):
+            self.cancel(held.job.job_id, held.job.attempt)
+
+    async def _finish(self, held: HeldJob) -> None:
+        try:
+            await self._queue.finish(held.job.job_id, held.job.attempt, self._incarnation)
+        except REDIS_DOWN:  # the entry goes with the incarnation
+            log.warning("the queue did not answer the end of %s", held.job.job_id)
+
+    # The end
+
+    async def drain(self, drain_s: float) -> None:
+        """Let what runs end for `drain_s`, then give the rest back, to go on elsewhere."""
+        try:
+            async with asyncio.timeout(drain_s):
+                while self.held.running:
+                    await self._room()
+        except TimeoutError:
+            pass
+        for held in self.held.running:
+            if held.entering is not None:
+                held.entering.cancel()
+            self._engine.send(Abort([held.sequence_id]))
+            self._end(held, Ending())
+
+    async def close(self) -> None:
+        """End what is under way."""
+        for task in tuple(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+
+def _sequence(held: HeldJob, adapter: AdapterSource | None) -> NewSequence:
+    job = held.job
+    return NewSequence(
+        sequence_id=held.sequence_id,
+        prompt_ids=job.prompt_ids,
+        emitted_ids=job.emitted.get(0, ()),
+        adapter=adapter,
+        sampling=Sampling(job.sampling.temperature, job.sampling.top_k, job.sampling.top_p, job.seed),
+        stopping=Stopping(
+            job.stopping.max_tokens, job.stopping.min_tokens, job.stopping.stop_token_ids, job.stopping.ignore_eos
+        ),
+        tenant=job.tenant,
+        priority=job.priority,
+    )

@@ -1,0 +1,52 @@
+"""The worker's settings."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rpc.settings import REDIS_URL_HELP, REDIS_URL_VARIABLE, setting
+
+DEVICES = ("cpu", "cuda")
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Claims jobs and runs them on one base model with a cache of LoRA adapters."""
+
+    model: str = setting("a transformers directory, or hash:?vocab=32000&step_ms=5&seed=1&end_after=0")
+    store: str = setting("the adapter store's address, HOST:PORT")
+    redis_url: str = setting(REDIS_URL_HELP, variable=REDIS_URL_VARIABLE)
+    model_name: str = setting("the base model's registered name; empty: the directory's", "")
+    worker_id: str = setting("this worker's name; empty: host and process id", "")
+    device: str = setting("cpu, cuda or cuda:N", "cpu")
+    dtype: str = setting("auto, float32, bfloat16 or float16", "auto")
+    rows: int = setting("how many answers are produced at once", 32)
+    kv_blocks: int = setting("blocks of KV cache; 0: as many as memory allows", 0)
+    block_size: int = setting("tokens in a block", 16)
+    adapter_slots: int = setting("adapters on the device at once", 32)
+    max_rank: int = setting("the largest rank of an adapter", 64)
+    step_tokens: int = setting("tokens that one step may compute", 512)
+    threads: int = setting("CPU threads of the engine; 0: torch's choice", 0)
+    cache_dir: str = setting("where adapters are kept on disk; empty: a temporary directory", "")
+    cell: str = setting("the cell of the queue", "main")
+    drain_s: float = setting("seconds that running answers get when the worker is told to stop", 5.0)
+    stall_s: float = setting("seconds without a step, though there is work, after which the engine is replaced", 30.0)
+
+    def __post_init__(self) -> None:
+        """Raises ValueError on a value that no engine can work with."""
+        if self.device.split(":", maxsplit=1)[0] not in DEVICES:
+            raise ValueError(f"--device {self.device}: not one of {', '.join(DEVICES)}")
+        if self.dtype not in DTYPES:
+            raise ValueError(f"--dtype {self.dtype}: not one of {', '.join(DTYPES)}")
+        for name, least in (
+            ("rows", 1),
+            ("kv_blocks", 0),
+            ("block_size", 1),
+            ("adapter_slots", 1),
+            ("max_rank", 1),
+            ("step_tokens", 1),
+            ("threads", 0),
+        ):
+            if getattr(self, name) < least:
+                raise ValueError(f"--{name.replace('_', '-')} {getattr(self, name)}: at least {least}")
