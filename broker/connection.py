@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from redis.asyncio import Redis
+from redis.asyncio import BlockingConnectionPool, Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import ExponentialBackoff
 from redis.exceptions import ConnectionError as RedisConnectionError
@@ -12,6 +12,8 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 # What a lost or slow server looks like; anything else is a fault of ours.
 REDIS_DOWN = (RedisConnectionError, RedisTimeoutError, OSError)
 
+CONNECTIONS = 16
+
 
 class RedisUnreachableError(Exception):
     """The server does not answer, or is not one that can be used; one line that says what to do."""
@@ -20,14 +22,17 @@ class RedisUnreachableError(Exception):
 async def connect(url: str) -> Redis:
     """A client (bytes in, bytes out) whose server answered. Raises RedisUnreachableError."""
     try:
-        # A blocked BLPOP waits longer than any answer may: the read timeout is above it.
-        client: Redis = Redis.from_url(
+        # Callers wait for a connection rather than open hundreds at once. The read timeout is above any BLPOP's wait.
+        pool = BlockingConnectionPool.from_url(
             url,
+            max_connections=CONNECTIONS,
+            timeout=5.0,
             socket_timeout=5.0,
             socket_connect_timeout=2.0,
             retry=Retry(ExponentialBackoff(cap=0.2, base=0.02), retries=3),
             retry_on_error=[RedisConnectionError],
         )
+        client = Redis.from_pool(pool)
     except ValueError as error:
         raise RedisUnreachableError(f"--redis-url {url}: {error}") from error
     try:

@@ -60,6 +60,7 @@ class Dispatcher:
             except QueueFullError as error:
                 raise Exhausted("queue", f"the queue is full: {error}", retry_after_s=1.0) from error
             except REDIS_DOWN as error:
+                log.warning("job %s: the queue does not answer: %r", job.job_id, error)
                 raise Unavailable("the queue does not answer", reason="QUEUE_DOWN") from error
             yield track
         finally:
@@ -70,8 +71,11 @@ class Dispatcher:
         job, link = track.job, track.link
         if link is not None and not track.ended:
             link.cancel(job.job_id, job.attempt)
+        await self._finish(job, link.incarnation if link else "")
+
+    async def _finish(self, job: Job, incarnation: str) -> None:
         try:
-            await self._queue_of(job.model).finish(job.job_id, job.attempt, link.incarnation if link else "")
+            await self._queue_of(job.model).finish(job.job_id, job.attempt, incarnation)
         except REDIS_DOWN:
             log.warning("job %s: the queue did not answer its end", job.job_id)
 
@@ -148,6 +152,8 @@ class Dispatcher:
     # Recovery
 
     def _redispatch(self, track: Track) -> None:
+        if track.link is not None:
+            self._spawn(self._finish(track.job, track.link.incarnation))
         track.next_attempt()
         if not track.dispatching:
             track.dispatching = True

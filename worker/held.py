@@ -27,6 +27,8 @@ class HeldJob:
     ending: Ending | None = None
     adapter_ms: float = 0.0
     cached_tokens: int = 0
+    # How many of `ids` have been handed to the link.
+    sent: int = 0
     # What gets it into the engine; None once it is there.
     entering: asyncio.Task[None] | None = None
 
@@ -35,24 +37,24 @@ class HeldJob:
         """How many ids earlier attempts had made."""
         return len(self.job.emitted.get(0, ()))
 
+    def record(self, output: Output) -> None:
+        """Keep what a step made of it."""
+        if not self.ids:
+            self.adapter_ms += output.adapter_ms or 0.0
+            self.cached_tokens = output.cached_tokens or 0
+        self.ids.extend(output.token_ids)
+        if output.finish is not None:
+            kind = None if output.finish is FinishKind.FAILED else output.finish
+            self.ending = Ending(kind, output.failure)
+
+    def rewind(self, offset: int) -> None:
+        """Send again from this offset, a count over all attempts."""
+        self.sent = max(0, min(offset - self.start, len(self.ids)))
+
     @property
     def runs(self) -> bool:
         """Whether it still takes a row."""
         return self.ending is None
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """What is to be sent of one job: ids from `offset` on, and the end if it is there."""
-
-    job_id: str
-    attempt: int
-    offset: int
-    token_ids: tuple[int, ...]
-    ending: Ending | None
-    # With the first ids only.
-    adapter_ms: float | None = None
-    cached_tokens: int | None = None
 
 
 class HeldJobs:
@@ -92,31 +94,3 @@ class HeldJobs:
     def of_router(self, address: str) -> list[HeldJob]:
         """What is held for one router."""
         return [held for held in self._jobs.values() if held.job.reply_to == address]
-
-
-def record(held: HeldJob, output: Output) -> Piece:
-    """Keep what a step made of a job; what is to be sent of it."""
-    first = not held.ids
-    held.ids.extend(output.token_ids)
-    if first:
-        held.adapter_ms += output.adapter_ms or 0.0
-        held.cached_tokens = output.cached_tokens or 0
-    if output.finish is not None:
-        kind = None if output.finish is FinishKind.FAILED else output.finish
-        held.ending = Ending(kind, output.failure)
-    return piece_from(held, output.offset)
-
-
-def piece_from(held: HeldJob, offset: int) -> Piece:
-    """All that is there from `offset` on (a count over all attempts)."""
-    offset = max(offset, held.start)
-    first = offset == held.start
-    return Piece(
-        job_id=held.job.job_id,
-        attempt=held.job.attempt,
-        offset=offset,
-        token_ids=tuple(held.ids[offset - held.start :]),
-        ending=held.ending,
-        adapter_ms=held.adapter_ms if first else None,
-        cached_tokens=held.cached_tokens if first else None,
-    )

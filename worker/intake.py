@@ -15,7 +15,7 @@ from broker.connection import REDIS_DOWN
 from broker.messages import Capacity, Job
 from broker.queue import JobQueue
 from worker.adapter_fetch import AdapterFetcher, FetchFailedError
-from worker.held import Ending, HeldJob, HeldJobs, Piece, piece_from, record
+from worker.held import Ending, HeldJob, HeldJobs
 from worker.link import Abort, Add, Ready, Refused, Stepped
 from worker.relay_client import RelayClients
 from worker.scheduling.contract import AdapterSource, Failure, NewSequence, Sampling, Stopping
@@ -104,9 +104,9 @@ class Intake:
 
     def _accept(self, jobs: Sequence[Job]) -> None:
         """Hold claimed jobs: their routers are told before anything else happens."""
-        accepted = [self.held.add(job) for job in jobs]
-        self.relay.claimed(accepted)
-        for held in accepted:
+        for job in jobs:
+            held = self.held.add(job)
+            self.relay.claimed(held)
             held.entering = self._spawn(self._enter(held))
 
     async def _enter(self, held: HeldJob) -> None:
@@ -133,12 +133,11 @@ class Intake:
     def stepped(self, message: Stepped) -> None:
         """Record and relay what a step made."""
         self.stats = message.stats
-        pieces: list[tuple[str, Piece]] = []
         for output in message.outputs:
             held = self.held.of_sequence(output.sequence_id)
             if held is not None:  # else it was cancelled meanwhile
-                pieces.append((held.job.reply_to, record(held, output)))
-        self.relay.frames(pieces)
+                held.record(output)
+                self.relay.progressed(held)
         self._changed.set()
 
     def refused(self, message: Refused) -> None:
@@ -151,7 +150,7 @@ class Intake:
     def _end(self, held: HeldJob, ending: Ending) -> None:
         held.ending = ending
         held.entering = None
-        self.relay.frames([(held.job.reply_to, piece_from(held, held.start + len(held.ids)))])
+        self.relay.progressed(held)
         self._changed.set()
 
     # What the routers say (see worker.relay_client.Orders)

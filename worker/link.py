@@ -7,6 +7,8 @@ I/O process                        engine process
 
 from __future__ import annotations
 
+import contextlib
+import selectors
 import socket
 import struct
 from collections.abc import Iterable
@@ -69,7 +71,7 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
 
 
 class Stepped(msgspec.Struct, frozen=True, tag=True):
-    """A step's outputs, or what changed without one (an abort)."""
+    """A step's outputs, or what changed without one (an abort). An idle engine sends one now and then: it lives."""
 
     outputs: list[Output]
     stats: EngineStats
@@ -115,19 +117,35 @@ class EngineEnd:
     def __init__(self, sock: socket.socket) -> None:
         self.socket = sock
         self._splitter = Splitter()
+        self._woken, self._waker = socket.socketpair()
+        self._waker.setblocking(False)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(sock, selectors.EVENT_READ)
+        self._selector.register(self._woken, selectors.EVENT_READ)
 
-    def receive(self, *, block: bool) -> list[ToEngine] | None:
-        """What has arrived; with `block`, waits for at least some bytes. None: the other end is gone."""
-        self.socket.setblocking(block)
-        try:
-            data = self.socket.recv(1 << 20)
-        except BlockingIOError:
+    def receive(self, *, wait_s: float) -> list[ToEngine] | None:
+        """What has arrived; waits so long for some bytes or for `wake`. None: the other end is gone."""
+        ready = {key.fileobj for key, _ in self._selector.select(wait_s)}
+        if self._woken in ready:
+            self._woken.recv(1 << 12)
+        if self.socket not in ready:
             return []
+        data = self.socket.recv(1 << 18)
         if not data:
             return None
         return [to_engine_decoder.decode(body) for body in self._splitter.feed(data)]
 
+    def wake(self) -> None:
+        """End a `receive` that waits, or the next one that would; from any thread."""
+        with contextlib.suppress(BlockingIOError):  # as many wake-ups as fit are under way already
+            self._waker.send(b"\0")
+
     def send(self, message: FromEngine) -> None:
         """Send all of it. Raises OSError when the other end is gone."""
-        self.socket.setblocking(True)
         self.socket.sendall(encode(message))
+
+    def close(self) -> None:
+        """Close all its sockets."""
+        self._selector.close()
+        for sock in (self.socket, self._woken, self._waker):
+            sock.close()

@@ -1,7 +1,8 @@
 """The worker's end of the relay: one stream to every router that it works for.
 
-A link that breaks is opened again; its hello says what this worker still holds, and the router's rewinds say from where
-to send again, so nothing needs to be kept for a link that is down. After GONE_S without one, its jobs are dropped.
+A link sends what its jobs have made since it last could: a slow moment makes fewer, larger messages and queues nothing.
+One that breaks is opened again; its hello says what this worker still holds, and the router's rewinds say from where to
+send again, so nothing needs to be kept for a link that is down. After GONE_S without one, its jobs are dropped.
 """
 
 from __future__ import annotations
@@ -9,20 +10,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from typing import Protocol, TypeVar
+from collections.abc import AsyncIterator, Callable
+from typing import Protocol
 
 import grpc
 from loraplex.relay.v1 import relay_pb2 as pb
 from loraplex.relay.v1 import relay_pb2_grpc
 
 from rpc.server import CHANNEL_OPTIONS
-from worker.held import HeldJob, HeldJobs, Piece, piece_from
+from worker.held import HeldJob, HeldJobs
 from worker.scheduling.contract import Failure, FinishKind
 
 log = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 GONE_S = 5.0
 RETRY_S = 0.05
@@ -58,16 +57,13 @@ class RelayClients:
         self._orders = orders
         self._links: dict[str, _Link] = {}
 
-    def claimed(self, jobs: Iterable[HeldJob]) -> None:
-        """Tell the routers whose jobs were just claimed."""
-        for address, batch in _by_address((held.job.reply_to, held) for held in jobs).items():
-            attempts = [pb.JobAttempt(job_id=h.job.job_id, attempt=h.job.attempt) for h in batch]
-            self._to(address).send(pb.ConnectRequest(claims=pb.Claims(jobs=attempts)))
+    def claimed(self, held: HeldJob) -> None:
+        """Tell the job's router who has it."""
+        self._to(held.job.reply_to).claimed(held)
 
-    def frames(self, pieces: Iterable[tuple[str, Piece]]) -> None:
-        """Send what a step made, one batch to each router."""
-        for address, batch in _by_address(pieces).items():
-            self._to(address).send(pb.ConnectRequest(frames=_batch(batch)))
+    def progressed(self, held: HeldJob) -> None:
+        """A job has made ids, or ended."""
+        self._to(held.job.reply_to).progressed(held)
 
     def _to(self, address: str) -> _Link:
         link = self._links.get(address)
@@ -96,13 +92,22 @@ class _Link:
         self._held = held
         self._orders = orders
         self._forget = forget
-        self._outbox: asyncio.Queue[pb.ConnectRequest | None] | None = None
+        # What the next messages tell; a link that is down has nothing to remember.
+        self._claims: list[HeldJob] = []
+        self._progress: dict[str, HeldJob] = {}
+        self._changed = asyncio.Event()
+        self._closing = False
         self._task = asyncio.create_task(self._run())
 
-    def send(self, message: pb.ConnectRequest) -> None:
-        """Send, if the link is up; what is lost while it is down the router asks for again."""
-        if self._outbox is not None:
-            self._outbox.put_nowait(message)
+    def claimed(self, held: HeldJob) -> None:
+        """See RelayClients."""
+        self._claims.append(held)
+        self._changed.set()
+
+    def progressed(self, held: HeldJob) -> None:
+        """See RelayClients."""
+        self._progress[held.sequence_id] = held
+        self._changed.set()
 
     async def _run(self) -> None:
         lost_at = time.monotonic()
@@ -123,11 +128,8 @@ class _Link:
 
     async def _serve(self, stub: relay_pb2_grpc.RelayServiceAsyncStub) -> bool:
         """One stream, until it ends; whether the router was reached."""
-        outbox: asyncio.Queue[pb.ConnectRequest | None] = asyncio.Queue()
         reached = False
-        call = stub.Connect(self._requests(outbox))
-        # What is sent from here on is after the hello, which tells all that came before.
-        self._outbox = outbox
+        call = stub.Connect(self._requests())
         try:
             async for response in call:
                 reached = True  # by the welcome
@@ -135,18 +137,29 @@ class _Link:
         except grpc.aio.AioRpcError as error:
             log.info("router %s: link lost (%s)", self._address, error.code().name)
         finally:
-            self._outbox = None
             call.cancel()
         return reached
 
-    async def _requests(self, outbox: asyncio.Queue[pb.ConnectRequest | None]) -> AsyncIterator[pb.ConnectRequest]:
+    async def _requests(self) -> AsyncIterator[pb.ConnectRequest]:
+        # The hello tells all that came before it.
+        self._claims.clear()
+        self._progress.clear()
         hello = pb.Hello()
         hello.CopyFrom(self._hello)
-        for held in self._held.of_router(self._address):
-            hello.holds.add(job_id=held.job.job_id, attempt=held.job.attempt)
+        hello.holds.extend(_attempt(held) for held in self._held.of_router(self._address))
         yield pb.ConnectRequest(hello=hello)
-        while (message := await outbox.get()) is not None:
-            yield message
+        while True:
+            if self._claims:
+                claims, self._claims = self._claims, []
+                yield pb.ConnectRequest(claims=pb.Claims(jobs=[_attempt(held) for held in claims]))
+            elif self._progress:
+                progress, self._progress = self._progress, {}
+                yield pb.ConnectRequest(frames=pb.FrameBatch(frames=[_next_frame(held) for held in progress.values()]))
+            elif self._closing:
+                return
+            else:
+                self._changed.clear()
+                await self._changed.wait()
 
     def _obey(self, response: pb.ConnectResponse) -> None:
         match response.WhichOneof("message"):
@@ -157,14 +170,16 @@ class _Link:
                 for job in response.cancels.jobs:
                     self._orders.cancel(job.job_id, job.attempt)
             case "rewinds":
-                jobs = [(self._held.get(at.job_id, at.attempt), at.offset) for at in response.rewinds.positions]
-                pieces = [piece_from(held, offset) for held, offset in jobs if held is not None]
-                self.send(pb.ConnectRequest(frames=_batch(pieces)))
+                for at in response.rewinds.positions:
+                    held = self._held.get(at.job_id, at.attempt)
+                    if held is not None:
+                        held.rewind(at.offset)
+                        self.progressed(held)
 
     async def close(self, flush_s: float) -> None:
         """End the stream: the router ends its side once it has read all."""
-        if self._outbox is not None:
-            self._outbox.put_nowait(None)
+        self._closing = True
+        self._changed.set()
         await asyncio.wait({self._task}, timeout=flush_s)
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
@@ -179,29 +194,29 @@ _OPTIONS = [
 ]
 
 
-def _by_address(items: Iterable[tuple[str, T]]) -> dict[str, list[T]]:
-    grouped: dict[str, list[T]] = {}
-    for address, item in items:
-        grouped.setdefault(address, []).append(item)
-    return grouped
+def _attempt(held: HeldJob) -> pb.JobAttempt:
+    return pb.JobAttempt(job_id=held.job.job_id, attempt=held.job.attempt)
 
 
-def _batch(pieces: Sequence[Piece]) -> pb.FrameBatch:
-    return pb.FrameBatch(frames=[_frame(piece) for piece in pieces])
-
-
-def _frame(piece: Piece) -> pb.Frame:
-    frame = pb.Frame(job_id=piece.job_id, attempt=piece.attempt, offset=piece.offset, token_ids=piece.token_ids)
-    if piece.adapter_ms is not None:
-        frame.first.adapter_ms = piece.adapter_ms
-        frame.first.cached_tokens = piece.cached_tokens or 0
-    if piece.ending is None:
+def _next_frame(held: HeldJob) -> pb.Frame:
+    """What a job has made since its last frame, and its end if it is there."""
+    frame = pb.Frame(
+        job_id=held.job.job_id,
+        attempt=held.job.attempt,
+        offset=held.start + held.sent,
+        token_ids=held.ids[held.sent :],
+    )
+    if held.sent == 0:
+        frame.first.adapter_ms = held.adapter_ms
+        frame.first.cached_tokens = held.cached_tokens
+    held.sent = len(held.ids)
+    if held.ending is None:
         return frame
-    if piece.ending.kind is not None:
-        frame.finish.kind = _KINDS[piece.ending.kind]
-    elif piece.ending.failure is not None:
+    if held.ending.kind is not None:
+        frame.finish.kind = _KINDS[held.ending.kind]
+    elif held.ending.failure is not None:
         frame.finish.kind = pb.FINISH_KIND_FAILED
-        frame.finish.failure.CopyFrom(_failure(piece.ending.failure))
+        frame.finish.failure.CopyFrom(_failure(held.ending.failure))
     else:
         frame.finish.kind = pb.FINISH_KIND_RETURNED
     return frame

@@ -1,0 +1,103 @@
+"""Whole clusters of real processes, and what their tests ask of them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+import pytest
+from loraplex.cluster.v1 import cluster_pb2, cluster_pb2_grpc
+from loraplex_client import AsyncClient, AsyncStoreClient
+from redis.asyncio import Redis
+
+from artifacts.base_model import read_base_model
+from broker.connection import connect
+from clients.cli.models import registered
+from deploy.local.cluster import ClusterSettings, LocalCluster
+
+TENANT = "acme"
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """A serving cluster; `digests` by adapter name, all of tenant acme."""
+
+    local: LocalCluster
+    client: AsyncClient
+    redis: Redis
+    digests: Mapping[str, str]
+
+    async def workers(self) -> list[cluster_pb2.Worker]:
+        """The live workers as ListWorkers tells."""
+        async with grpc.aio.insecure_channel(self.local.router) as channel:
+            answer = await cluster_pb2_grpc.ClusterServiceStub(channel).ListWorkers(cluster_pb2.ListWorkersRequest())
+            return list(answer.workers)
+
+    async def idle(self) -> bool:
+        """Whether nothing is referenced, pinned, queued or running anywhere."""
+        workers = await self.workers()
+        held = [w.blocks.referenced + w.adapter_slots.pinned + w.rows_running + w.rows_waiting for w in workers]
+        keys = [
+            key for pattern in ("*:job:*", "*:waiting", "*:running:*") async for key in self.redis.scan_iter(pattern)
+        ]
+        return bool(workers) and not any(held) and not keys
+
+
+StartCluster = Callable[..., AbstractAsyncContextManager[Cluster]]
+
+
+@pytest.fixture
+def start_cluster(tmp_path: Path) -> StartCluster:
+    """Starts a cluster: `start_cluster(model, adapters={name: directory}, workers=2, worker_flags=(...))`."""
+
+    @asynccontextmanager
+    async def start(
+        model: str, adapters: Mapping[str, Path], workers: int = 1, worker_flags: tuple[str, ...] = ()
+    ) -> AsyncIterator[Cluster]:
+        settings = ClusterSettings(
+            model, workers=workers, port=0, store_port=0, data_dir=tmp_path / "cluster", worker_flags=worker_flags
+        )
+        async with LocalCluster(settings) as local:
+            digests = {}
+            async with AsyncStoreClient(local.store, TENANT) as store:
+                base = await asyncio.to_thread(read_base_model, model)
+                await store.register_model(registered(base), base.files)
+                for name, directory in adapters.items():
+                    digests[name] = (await store.push(directory, name)).revision.digest
+            await local.wait_serving()
+            redis = await connect(local.redis_url)
+            async with AsyncClient(local.router, TENANT) as client:
+                yield Cluster(local, client, redis, digests)
+            await redis.aclose()
+
+    return start
+
+
+@pytest.fixture
+def hash_adapters(tmp_path: Path) -> Mapping[str, Path]:
+    """Three adapters that the hash model accepts: it takes any bytes."""
+    directories = {}
+    for name in ("a", "b", "c"):
+        directory = directories[name] = tmp_path / "adapters" / name
+        directory.mkdir(parents=True)
+        config = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": ["q_proj"]}
+        (directory / "adapter_config.json").write_text(json.dumps(config))
+        (directory / "adapter_model.safetensors").write_bytes(f"weights of {name}".encode())
+    return directories
+
+
+@pytest.fixture
+def eventually() -> Callable[[Callable[[], Awaitable[bool]]], Awaitable[None]]:
+    """Waits until a condition of the cluster holds; workers report themselves twice a second."""
+
+    async def wait(condition: Callable[[], Awaitable[bool]]) -> None:
+        async with asyncio.timeout(30):
+            while not await condition():  # noqa: ASYNC110 — the workers' own reports are the only event there is
+                await asyncio.sleep(0.1)
+
+    return wait

@@ -1,0 +1,250 @@
+"""Attempts, binding, rewinds and recovery: the dispatcher over a real queue, with links that record what they get."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from contextlib import aclosing
+
+import pytest
+from redis.asyncio import Redis
+
+from broker.keys import Keys
+from broker.messages import Capacity, Job, StoppingParams
+from broker.queue import JobQueue
+from router.dispatch import Dispatcher
+from router.track import Frame, Track, WorkerFinish
+from rpc.errors import AlreadyExists, Internal
+
+KEYS = Keys("tiny", "main")
+ROOMY = Capacity(rows=8, tokens=10_000, max_tokens=4096, max_rank=64)
+
+
+class RecordingLink:
+    """A worker's link; `told` is what the router sent."""
+
+    def __init__(self, name: str) -> None:
+        self.worker_id = name
+        self.incarnation = f"{name}-1"
+        self.told: list[tuple[str, str, int, int]] = []
+
+    def ack(self, job_id: str, attempt: int, offset: int) -> None:
+        self.told.append(("ack", job_id, attempt, offset))
+
+    def cancel(self, job_id: str, attempt: int) -> None:
+        self.told.append(("cancel", job_id, attempt, 0))
+
+    def rewind(self, job_id: str, attempt: int, offset: int) -> None:
+        self.told.append(("rewind", job_id, attempt, offset))
+
+
+def job(job_id: str = "j", max_tokens: int = 100) -> Job:
+    return Job(
+        job_id=job_id,
+        tenant="acme",
+        model="tiny",
+        base_digest="sha256:0",
+        reply_to="here",
+        prompt_ids=(1, 2),
+        stopping=StoppingParams(max_tokens=max_tokens),
+        seed=1,
+    )
+
+
+def frame(
+    offset: int, *ids: int, attempt: int = 1, finish: WorkerFinish | None = None, returned: bool = False
+) -> Frame:
+    return Frame("j", attempt, offset, ids, finish=finish, returned=returned)
+
+
+@pytest.fixture
+def queue(redis: Redis) -> JobQueue:
+    return JobQueue(redis, KEYS)
+
+
+@pytest.fixture
+def dispatcher(queue: JobQueue) -> Dispatcher:
+    return Dispatcher(lambda model: queue)
+
+
+async def claim(queue: JobQueue) -> Job:
+    """The next job, once there is one."""
+    while not (jobs := await queue.claim("inc", ROOMY)):
+        await queue.wait_for_work(timeout_s=1)
+    return jobs[0]
+
+
+async def read(track: Track) -> list[int]:
+    """All ids until the end."""
+    got: list[int] = []
+    async with aclosing(track.arrivals()) as arrivals:
+        async for ids, _ in arrivals:
+            got += ids
+    return got
+
+
+async def test_a_job_runs_on_the_worker_that_claimed_it(dispatcher: Dispatcher, queue: JobQueue) -> None:
+    link = RecordingLink("w")
+    dispatcher.link_up(link, [])
+    async with dispatcher.track(job()) as track:
+        assert (await claim(queue)).job_id == "j"
+        dispatcher.claims(link, [("j", 1)])
+        dispatcher.frame(link, frame(0, 5, 6))
+        dispatcher.frame(link, frame(2, 7, finish=WorkerFinish.END))
+        assert await read(track) == [5, 6, 7]
+    await dispatcher.settle()
+    assert link.told == [("ack", "j", 1, 3)]
+
+
+async def test_frames_of_a_worker_that_is_not_bound_never_count(dispatcher: Dispatcher) -> None:
+    bound, other = RecordingLink("bound"), RecordingLink("other")
+    async with dispatcher.track(job()) as track:
+        dispatcher.claims(bound, [("j", 1)])
+        dispatcher.frame(other, frame(0, 99))
+        dispatcher.frame(bound, frame(0, 5, attempt=2))
+        assert track.emitted == []
+        assert other.told == [("cancel", "j", 1, 0)]
+        assert bound.told == [("cancel", "j", 2, 0)]
+
+
+async def test_a_gap_asks_for_a_rewind_and_repeats_count_once(dispatcher: Dispatcher) -> None:
+    link = RecordingLink("w")
+    async with dispatcher.track(job()) as track:
+        dispatcher.frame(link, frame(0, 5))
+        dispatcher.frame(link, frame(2, 7))
+        assert link.told == [("rewind", "j", 1, 1)]
+        dispatcher.frame(link, frame(0, 5, 6))
+        dispatcher.frame(link, frame(1, 6, 7))
+        dispatcher.frame(link, frame(0, 5))
+        assert track.emitted == [5, 6, 7]
+
+
+async def test_a_lost_worker_s_job_goes_on_from_its_last_id(dispatcher: Dispatcher, queue: JobQueue) -> None:
+    first, second = RecordingLink("first"), RecordingLink("second")
+    dispatcher.link_up(first, [])
+    async with dispatcher.track(job()) as track:
+        await claim(queue)
+        dispatcher.frame(first, frame(0, 5, 6))
+        dispatcher.link_down(first)
+        again = await claim(queue)
+        assert (again.attempt, again.emitted, again.prompt_ids) == (2, {0: (5, 6)}, (1, 2))
+        dispatcher.frame(first, frame(2, 66))  # it lives after all, too late
+        dispatcher.frame(second, frame(2, 7, attempt=2, finish=WorkerFinish.LENGTH))
+        assert await read(track) == [5, 6, 7]
+        assert track.continuations == 1
+    assert ("cancel", "j", 1, 0) in first.told
+
+
+async def test_a_link_that_comes_back_in_time_keeps_its_jobs(dispatcher: Dispatcher, queue: JobQueue) -> None:
+    link, again = RecordingLink("w"), RecordingLink("w")
+    dispatcher.link_up(link, [])
+    async with dispatcher.track(job()) as track:
+        await claim(queue)
+        dispatcher.frame(link, frame(0, 5))
+        dispatcher.link_down(link)
+        dispatcher.link_up(again, [("j", 1), ("unknown", 4)])
+        assert again.told == [("rewind", "j", 1, 1), ("cancel", "unknown", 4, 0)]
+        await dispatcher.settle()
+        assert (track.job.attempt, track.link) == (1, again)
+
+
+async def test_a_worker_that_comes_back_without_a_job_has_lost_it(dispatcher: Dispatcher, queue: JobQueue) -> None:
+    link = RecordingLink("w")
+    dispatcher.link_up(link, [])
+    async with dispatcher.track(job()):
+        await claim(queue)
+        dispatcher.claims(link, [("j", 1)])
+        dispatcher.link_up(RecordingLink("w"), [])
+        assert (await claim(queue)).attempt == 2
+
+
+async def test_a_worker_whose_key_lapsed_is_lost_though_its_link_is_open(
+    dispatcher: Dispatcher, queue: JobQueue
+) -> None:
+    link = RecordingLink("w")
+    dispatcher.link_up(link, [])
+    async with dispatcher.track(job()):
+        await claim(queue)
+        dispatcher.claims(link, [("j", 1)])
+        dispatcher.living({"w-1"})
+        dispatcher.living({"other-1"})
+        assert (await claim(queue)).attempt == 2
+
+
+async def test_a_claim_that_never_shows_is_dispatched_again(dispatcher: Dispatcher, queue: JobQueue) -> None:
+    watch = asyncio.create_task(dispatcher.watch())
+    async with dispatcher.track(job()):
+        assert (await claim(queue)).attempt == 1  # and its worker dies before it says so
+        assert (await claim(queue)).attempt == 2
+    watch.cancel()
+
+
+async def test_a_returned_job_goes_on_elsewhere(dispatcher: Dispatcher, queue: JobQueue) -> None:
+    link = RecordingLink("w")
+    async with dispatcher.track(job()):
+        await claim(queue)
+        dispatcher.frame(link, frame(0, 5))
+        dispatcher.frame(link, frame(1, returned=True))
+        again = await claim(queue)
+        assert (again.attempt, again.emitted) == (2, {0: (5,)})
+
+
+async def test_leaving_stops_the_work_and_empties_the_queue(dispatcher: Dispatcher, redis: Redis) -> None:
+    link = RecordingLink("w")
+    async with dispatcher.track(job("waits")), dispatcher.track(job()):
+        dispatcher.claims(link, [("j", 1)])
+    await dispatcher.settle()
+    assert link.told == [("cancel", "j", 1, 0)]
+    assert set(await redis.keys("*")) == {KEYS.arrivals.encode(), KEYS.wake.encode()}
+    dispatcher.claims(link, [("waits", 1)])  # claimed in the same moment
+    assert link.told[1:] == [("cancel", "waits", 1, 0)]
+
+
+async def test_a_failure_ends_the_reader_with_it(dispatcher: Dispatcher) -> None:
+    link = RecordingLink("w")
+    async with dispatcher.track(job()) as track:
+        dispatcher.frame(link, Frame("j", 1, 0, (), failure=Internal("NaN", reason="NAN_LOGITS")))
+        with pytest.raises(Internal, match="NaN"):
+            await read(track)
+    assert link.told == [("ack", "j", 1, 0)]
+
+
+async def test_a_running_request_id_is_taken(dispatcher: Dispatcher) -> None:
+    async with dispatcher.track(job()):
+        with pytest.raises(AlreadyExists):
+            async with dispatcher.track(job()):
+                pass
+
+
+async def test_ids_come_once_and_in_order_whatever_the_workers_do(dispatcher: Dispatcher, queue: JobQueue) -> None:
+    """Workers that lose, repeat and reorder frames, go away, come back late, and give jobs back."""
+    seed = 11
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    truth = list(range(1000, 1120))
+    async with dispatcher.track(job(max_tokens=len(truth))) as track:
+        stale: list[tuple[RecordingLink, Frame]] = []
+        while not track.ended:
+            claimed = await claim(queue)
+            link = RecordingLink(f"w{claimed.attempt}")
+            dispatcher.link_up(link, [])
+            at = len(claimed.emitted.get(0, ()))
+            assert list(claimed.emitted.get(0, ())) == truth[:at]
+            for _ in range(rng.randrange(1, 12)):
+                start = max(0, min(at, len(track.emitted)) - rng.randrange(3) + rng.randrange(3))
+                ids = truth[start : start + rng.randrange(1, 6)]
+                done = start + len(ids) == len(truth)
+                sent = frame(start, *ids, attempt=claimed.attempt, finish=WorkerFinish.LENGTH if done else None)
+                dispatcher.frame(link, sent)
+                stale.append((link, frame(start, *([7] * len(ids)), attempt=claimed.attempt)))
+                old_link, old = rng.choice(stale)
+                if old.attempt < claimed.attempt:
+                    dispatcher.frame(old_link, old)
+                if track.ended:
+                    break
+            if rng.random() < 0.5 and not track.ended:
+                dispatcher.frame(link, frame(len(track.emitted), attempt=claimed.attempt, returned=True))
+            else:
+                dispatcher.living(set())
+        assert track.continuations >= 3
+        assert await read(track) == truth

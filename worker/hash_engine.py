@@ -1,0 +1,172 @@
+"""An engine whose next token is a hash of all that it may depend on: the real scheduler, blocks and slots, no model.
+
+A token that is lost, repeated, out of order, or of another adapter changes every id after it; `expected_ids` tells what
+they must be.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from array import array
+from collections.abc import Callable, Collection, Iterable
+from pathlib import Path
+from typing import Protocol
+
+from artifacts.hash_model import HashModel, parse_hash_model
+from artifacts.revision import CONFIG_FILE, WEIGHTS_FILE
+from worker.lora.cache import AdapterCache
+from worker.scheduling.contract import (
+    AdapterSource,
+    EngineLimits,
+    EngineStats,
+    NewSequence,
+    Output,
+    Sampling,
+    Stopping,
+)
+from worker.scheduling.scheduler import Scheduler
+from worker.scheduling.sequence import Sequence
+
+
+class _Hash(Protocol):
+    def update(self, data: bytes, /) -> None: ...
+    def digest(self) -> bytes: ...
+
+
+class HashEngine:
+    """The hash model as an Engine. `on_loaded` is called from another thread when an adapter has been loaded."""
+
+    def __init__(
+        self, model: HashModel, limits: EngineLimits, step_tokens: int, on_loaded: Callable[[], None] = lambda: None
+    ) -> None:
+        self._model = model
+        self._limits = limits
+        self._step_s = model.step_ms / 1000
+        self._adapters = AdapterCache(limits.adapter_slots, _check_readable, lambda _prepared, _slot: None, on_loaded)
+        self._scheduler = Scheduler(limits, model.end_token_ids, step_tokens, self._adapters)
+
+    @property
+    def limits(self) -> EngineLimits:
+        """What it can take."""
+        return self._limits
+
+    def add(self, sequence: NewSequence) -> None:
+        """Take a sequence. Raises SequenceRefusedError."""
+        self._scheduler.add(sequence)
+
+    def abort(self, sequence_id: str) -> None:
+        """Forget a sequence; unknown ids are ignored."""
+        self._scheduler.abort(sequence_id)
+
+    def has_work(self) -> bool:
+        """Whether a step would do anything now."""
+        return self._scheduler.has_work()
+
+    def step(self) -> list[Output]:
+        """Run one step; with a batch it takes the model's step_ms."""
+        began = time.monotonic()
+        outputs = self._scheduler.poll()
+        batch = self._scheduler.schedule()
+        if batch:
+            sampled = [self._next_id(row.sequence) for row in batch.rows if row.samples]
+            outputs += self._scheduler.commit(batch, sampled)
+            if self._step_s:
+                time.sleep(max(0.0, began + self._step_s - time.monotonic()))
+        return outputs
+
+    def stats(self) -> EngineStats:
+        """What it holds now."""
+        return self._scheduler.stats()
+
+    def close(self) -> None:
+        """End the loader thread."""
+        self._adapters.close()
+
+    def _next_id(self, sequence: Sequence) -> int:
+        # The hash of all ids so far stays with the sequence, so that a token costs the same at any length.
+        state: _Hash | None = sequence.engine_state
+        if state is None:
+            spec = sequence.spec
+            digest = spec.adapter.digest if spec.adapter else ""
+            state = sequence.engine_state = _root(self._model, digest, spec.sampling, spec.choice)
+            state.update(_id_bytes(sequence.ids))
+        token = _token(self._model, state, sequence.answered, sequence.banned_ids())
+        state.update(_id_bytes((token,)))
+        return token
+
+
+def hash_limits(
+    model: HashModel, *, rows: int, kv_blocks: int, block_size: int, adapter_slots: int, max_rank: int
+) -> EngineLimits:
+    """The limits of a hash engine; kv_blocks 0 gives every row room for a whole context, within reason."""
+    context_blocks = -(-model.context // block_size)
+    return EngineLimits(
+        rows=rows,
+        max_tokens=model.context,
+        max_rank=max_rank,
+        vocab_size=model.vocab,
+        block_size=block_size,
+        blocks=kv_blocks or max(context_blocks, min(rows * context_blocks, 1 << 14)),
+        adapter_slots=adapter_slots,
+    )
+
+
+def expected_ids(
+    spec: str,
+    prompt_ids: Iterable[int],
+    *,
+    adapter_digest: str = "",
+    sampling: Sampling | None = None,
+    stopping: Stopping | None = None,
+    choice: int = 0,
+) -> tuple[int, ...]:
+    """The whole answer of the model `spec` (`hash:?...`), ending token included. Raises ArtifactError."""
+    model = parse_hash_model(spec)
+    stopping = stopping or Stopping()
+    ends = set() if stopping.ignore_eos else set(model.end_token_ids)
+    ends |= set(stopping.stop_token_ids)
+    state = _root(model, adapter_digest, sampling or Sampling(), choice)
+    state.update(_id_bytes(prompt_ids))
+    answer: list[int] = []
+    while len(answer) < stopping.max_tokens:
+        may_end = len(answer) >= stopping.min_tokens
+        token = _token(model, state, len(answer), () if may_end else ends)
+        answer.append(token)
+        if may_end and token in ends:
+            break
+        state.update(_id_bytes((token,)))
+    return tuple(answer)
+
+
+def _root(model: HashModel, adapter_digest: str, sampling: Sampling, choice: int) -> _Hash:
+    """The hash of everything but the ids. As with any model, what only shapes noise does not touch greedy answers."""
+    root = f"{model.seed}|{adapter_digest}|{choice}|"
+    if sampling.temperature:
+        # Floats with the 32 bits that they had on the wire.
+        floats = array("f", (sampling.temperature, sampling.top_p)).tolist()
+        root += f"{floats}|{sampling.top_k}|{sampling.seed}|"
+    return hashlib.blake2b(root.encode(), digest_size=8)
+
+
+def _token(model: HashModel, state: _Hash, answered: int, banned: Collection[int]) -> int:
+    """The token after `answered` tokens of the answer; the end token comes where end_after says and nowhere else."""
+    span = model.vocab
+    if model.end_after:
+        span -= 1
+        if answered + 1 == model.end_after and span not in banned:
+            return span
+    token = int.from_bytes(state.digest(), "little") % span
+    while banned and token in banned:
+        token = (token + 1) % span
+    return token
+
+
+def _id_bytes(ids: Iterable[int]) -> bytes:
+    return array("I", ids).tobytes()
+
+
+def _check_readable(source: AdapterSource) -> None:
+    for name in (CONFIG_FILE, WEIGHTS_FILE):
+        with (Path(source.directory) / name).open("rb") as file:
+            file.read(1)
