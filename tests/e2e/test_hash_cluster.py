@@ -88,7 +88,8 @@ async def test_stop_strings_end_the_answer_and_free_the_worker(
 async def test_killing_a_worker_in_mid_stream_changes_no_token(
     start_cluster: StartCluster, hash_adapters: Mapping[str, Path], victim: str, eventually: Eventually
 ) -> None:
-    async with start_cluster(SLOW, hash_adapters, workers=2) as cluster:
+    # Fewer rows than jobs: both workers hold some.
+    async with start_cluster(SLOW, hash_adapters, workers=2, worker_flags=("--rows", "16")) as cluster:
         started = asyncio.Event()
         count = 0
 
@@ -101,7 +102,7 @@ async def test_killing_a_worker_in_mid_stream_changes_no_token(
                 assert piece.offset == len(got)
                 got += piece.token_ids
                 count += 1
-                if count == 300:
+                if count == 400:
                     started.set()
                 if piece.finished:
                     total = piece.finished.continuations

@@ -1,0 +1,53 @@
+"""Which adapters lie in device slots, as the scheduler sees it; worker.lora.cache keeps it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from worker.scheduling.contract import AdapterSource
+
+
+@dataclass(frozen=True, slots=True)
+class Arrivals:
+    """What became of requests: digests that can be pinned now, and those that could not be loaded."""
+
+    arrived: tuple[str, ...]
+    failed: tuple[tuple[str, Exception], ...]
+
+
+class Residency(Protocol):
+    """A cache of adapters in numbered slots. All calls come from the step thread."""
+
+    def request(self, source: AdapterSource) -> None:
+        """Have it loaded; poll tells when it is there. Nothing happens where that is under way already."""
+
+    def withdraw(self, digest: str) -> None:
+        """Nobody waits for it any more."""
+
+    def slot_of(self, digest: str) -> int | None:
+        """Its slot, or None where it can't be pinned now."""
+
+    def pin(self, digest: str) -> int:
+        """Keep it in its slot until as many unpins; slot_of has just told that it can be pinned."""
+
+    def unpin(self, digest: str) -> None:
+        """Undo one pin."""
+
+    def poll(self) -> Arrivals:
+        """Put what has been loaded into slots."""
+
+    def has_work(self) -> bool:
+        """Whether poll would do anything now."""
+
+    @property
+    def used(self) -> int:
+        """Slots with an adapter."""
+
+    @property
+    def pinned(self) -> int:
+        """Slots that are pinned."""
+
+    @property
+    def resident(self) -> tuple[str, ...]:
+        """Digests of the adapters in the slots."""

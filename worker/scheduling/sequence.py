@@ -1,0 +1,122 @@
+"""A sequence inside the engine: its ids, what of them lies in the KV cache, and where.
+
+ids    prompt ids │ emitted ids of earlier attempts │ ids of this attempt
+       ◀──── computed: their keys and values are in the blocks of block_table ────▶│◀ pending ▶
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from array import array
+from typing import Any
+
+from worker.scheduling.contract import FinishKind, NewSequence
+
+# One level of priority goes before what arrived up to so many sequences earlier; no more, so that nothing starves.
+PLACES_PER_PRIORITY = 64
+
+
+class Sequence:
+    """One answer in the making. The scheduler alone changes it; the model reads it."""
+
+    __slots__ = (
+        "adapter_ms",
+        "adapter_slot",
+        "answered",
+        "block_keys",
+        "block_table",
+        "cached_tokens",
+        "computed",
+        "end_ids",
+        "engine_state",
+        "ids",
+        "max_tokens",
+        "min_tokens",
+        "parked_at",
+        "prompt_length",
+        "rank",
+        "registered",
+        "reported",
+        "running",
+        "sequence_id",
+        "spec",
+        "stop_ids",
+    )
+
+    def __init__(self, spec: NewSequence, arrival: int, end_token_ids: frozenset[int]) -> None:
+        self.spec = spec
+        self.sequence_id = spec.sequence_id
+        # Lower goes first: in admission, and in keeping its blocks.
+        self.rank = (arrival - spec.priority * PLACES_PER_PRIORITY, arrival)
+        self.ids = [*spec.prompt_ids, *spec.emitted_ids]
+        self.prompt_length = len(spec.prompt_ids)
+        # Tokens of the answer so far, emitted ids of earlier attempts included.
+        self.answered = len(spec.emitted_ids)
+        self.max_tokens = spec.stopping.max_tokens
+        self.min_tokens = spec.stopping.min_tokens
+        # The model's end tokens; none of them end a sequence that ignores them.
+        self.end_ids = frozenset[int]() if spec.stopping.ignore_eos else end_token_ids
+        self.stop_ids = frozenset(spec.stopping.stop_token_ids)
+        # How many of `ids` have their keys and values in the cache.
+        self.computed = 0
+        # Block i holds the positions from i * block_size.
+        self.block_table: list[int] = []
+        # Keys of the full blocks from the first on, computed when first needed; see blocks.py.
+        self.block_keys: list[bytes] = []
+        # How many of the table's blocks the prefix cache knows.
+        self.registered = 0
+        # The slot of its adapter while it runs; -1: the plain base model.
+        self.adapter_slot = -1
+        self.running = False
+        # Whether an output has told of it; the first one carries the wait and the cache hits.
+        self.reported = False
+        self.cached_tokens: int | None = None
+        self.adapter_ms = 0.0
+        self.parked_at = 0.0
+        # For the engine to keep what it computes from token to token; goes with the sequence.
+        self.engine_state: Any = None
+
+    def banned_ids(self) -> frozenset[int]:
+        """Ids that may not be sampled next: what would end the answer before `min_tokens`."""
+        if self.answered >= self.min_tokens:
+            return frozenset()
+        return self.end_ids | self.stop_ids
+
+    def finish(self) -> FinishKind | None:
+        """Why the answer is complete with the ids that it has, or None."""
+        # min_tokens are due before an ending token, which comes on top.
+        if self.answered > self.min_tokens:
+            last = self.ids[-1]
+            if last in self.end_ids:
+                return FinishKind.END
+            if last in self.stop_ids:
+                return FinishKind.STOP_TOKEN
+        return FinishKind.LENGTH if self.answered >= self.max_tokens else None
+
+    def full_block_keys(self, blocks: int, block_size: int) -> list[bytes]:
+        """Keys of at least the first `blocks` blocks, whose ids must all be known.
+
+        A key is the hash of the block's ids and of the key before it. The first one's parent stands for what else the
+        keys and values depend on, and for who may share them: adapter and tenant (a cache has one base model).
+        """
+        keys = self.block_keys
+        for index in range(len(keys), blocks):
+            parent = keys[-1] if keys else self._root_key()
+            tokens = array("I", self.ids[index * block_size : (index + 1) * block_size])
+            keys.append(hashlib.blake2b(tokens.tobytes(), digest_size=16, key=parent).digest())
+        return keys
+
+    def park(self) -> None:
+        """Start to count its wait for its adapter."""
+        self.parked_at = time.monotonic()
+
+    def unpark(self) -> None:
+        """End of a wait for its adapter."""
+        self.adapter_ms += (time.monotonic() - self.parked_at) * 1000
+
+    def _root_key(self) -> bytes:
+        adapter = self.spec.adapter.digest if self.spec.adapter else ""
+        # Lengths keep (tenant, adapter) apart from every other pair with the same letters.
+        root = f"{len(adapter)}:{adapter}{self.spec.tenant}"
+        return hashlib.blake2b(root.encode(), digest_size=16).digest()

@@ -1,0 +1,85 @@
+"""What an engine refuses. Whoever sends a sequence may have checked it: an engine trusts nobody."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+from worker.scheduling.contract import EngineLimits, NewSequence, Sampling, SequenceRefusedError, Stopping
+
+MAX_STOP_TOKEN_IDS = 64
+MAX_PRIORITY = 100
+
+
+def check_sequence(sequence: NewSequence, limits: EngineLimits) -> None:
+    """Raise SequenceRefusedError, naming the field, where the engine can't run it."""
+    if not sequence.sequence_id:
+        raise SequenceRefusedError("sequence_id", "must not be empty")
+    if not sequence.prompt_ids:
+        raise SequenceRefusedError("prompt_ids", "must not be empty")
+    _check_ids("prompt_ids", sequence.prompt_ids, limits.vocab_size)
+    _check_ids("emitted_ids", sequence.emitted_ids, limits.vocab_size)
+    _check_sampling(sequence.sampling)
+    _check_stopping(sequence.stopping, limits.vocab_size)
+    _check_room(sequence, limits)
+    if sequence.choice < 0:
+        raise SequenceRefusedError("choice", f"must not be negative, is {sequence.choice}")
+    if abs(sequence.priority) > MAX_PRIORITY:
+        raise SequenceRefusedError(
+            "priority", f"must lie between -{MAX_PRIORITY} and {MAX_PRIORITY}, is {sequence.priority}"
+        )
+    if sequence.adapter and not sequence.adapter.digest:
+        raise SequenceRefusedError("adapter.digest", "must not be empty")
+    if sequence.adapter and not limits.adapter_slots:
+        raise SequenceRefusedError("adapter", "this engine has no adapter slots")
+
+
+def _check_ids(field: str, ids: Iterable[int], vocab_size: int) -> None:
+    ids = tuple(ids)
+    if ids and not (min(ids) >= 0 and max(ids) < vocab_size):
+        bad = next(token for token in ids if not 0 <= token < vocab_size)
+        raise SequenceRefusedError(field, f"{bad} is not a token id of this model, which has ids 0 to {vocab_size - 1}")
+
+
+def _check_sampling(sampling: Sampling) -> None:
+    if not (math.isfinite(sampling.temperature) and sampling.temperature >= 0):
+        raise SequenceRefusedError("sampling.temperature", f"must be 0 or more, is {sampling.temperature}")
+    if sampling.top_k < 0:
+        raise SequenceRefusedError("sampling.top_k", f"must be 0 (off) or more, is {sampling.top_k}")
+    if not 0 < sampling.top_p <= 1:
+        raise SequenceRefusedError("sampling.top_p", f"must be above 0 and at most 1, is {sampling.top_p}")
+    if not 0 <= sampling.seed < 1 << 64:
+        raise SequenceRefusedError("sampling.seed", f"must be 0 or more and below 2^64, is {sampling.seed}")
+
+
+def _check_stopping(stopping: Stopping, vocab_size: int) -> None:
+    if stopping.max_tokens < 1:
+        raise SequenceRefusedError("stopping.max_tokens", f"must be 1 or more, is {stopping.max_tokens}")
+    if not 0 <= stopping.min_tokens <= stopping.max_tokens:
+        raise SequenceRefusedError(
+            "stopping.min_tokens", f"must lie between 0 and max_tokens, which is {stopping.max_tokens}"
+        )
+    if len(stopping.stop_token_ids) > MAX_STOP_TOKEN_IDS:
+        raise SequenceRefusedError(
+            "stopping.stop_token_ids", f"takes {MAX_STOP_TOKEN_IDS} ids at most, has {len(stopping.stop_token_ids)}"
+        )
+    _check_ids("stopping.stop_token_ids", stopping.stop_token_ids, vocab_size)
+
+
+def _check_room(sequence: NewSequence, limits: EngineLimits) -> None:
+    prompt, answer = len(sequence.prompt_ids), sequence.stopping.max_tokens
+    if len(sequence.emitted_ids) > answer:
+        raise SequenceRefusedError(
+            "emitted_ids", f"has {len(sequence.emitted_ids)} ids, more than stopping.max_tokens, which is {answer}"
+        )
+    # The last token is never an input: its keys and values are not kept.
+    capacity = min(limits.max_tokens, limits.blocks * limits.block_size + 1)
+    if prompt >= capacity:
+        raise SequenceRefusedError(
+            "prompt_ids", f"has {prompt} tokens; this engine takes {capacity}, prompt and answer together"
+        )
+    if prompt + answer > capacity:
+        raise SequenceRefusedError(
+            "stopping.max_tokens",
+            f"{answer} and a prompt of {prompt} tokens are more than the {capacity} that this engine takes",
+        )
