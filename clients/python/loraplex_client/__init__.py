@@ -1,1 +1,72 @@
-"""Python client of Loraplex."""
+"""Python client of Loraplex: generate with a tenant's LoRA adapter, streamed or whole, blocking or on asyncio.
+
+    with Client("127.0.0.1:50051", tenant="acme") as client:
+        print(client.generate("Dear customer,", adapter_id="support", max_new_tokens=64).text)
+        for piece in client.generate_stream("Dear customer,", adapter_id="support"):
+            print(piece.text, end="", flush=True)  # break leaves, and cancels the work
+
+AsyncClient is the same with `await` and `async for`. StoreClient and AsyncStoreClient push and list adapters. What
+goes wrong is a LoraplexError; `loraplex_client.errors` draws the tree.
+"""
+
+from loraplex_client.aio import AsyncClient, AsyncStoreClient
+from loraplex_client.calls import ServedModel
+from loraplex_client.client import Client, StoreClient
+from loraplex_client.errors import (
+    AbortedError,
+    AlreadyExistsError,
+    CancelledError,
+    DataLossError,
+    DeadlineExceededError,
+    FailedPreconditionError,
+    InternalError,
+    InvalidRequestError,
+    LoraplexError,
+    NotFoundError,
+    NotImplementedByServerError,
+    ResourceExhaustedError,
+    UnauthenticatedError,
+    UnavailableError,
+)
+from loraplex_client.generation import Choice, FinishReason, Generation, Piece, Timings, TokenLogprobs, Usage
+from loraplex_client.options import GenerateOptions
+from loraplex_client.resources import Adapter, BaseModel, ModelFile, Module, Pushed, Revision
+from loraplex_client.stream import AsyncGenerationStream, GenerationStream
+
+__all__ = [
+    "AbortedError",
+    "Adapter",
+    "AlreadyExistsError",
+    "AsyncClient",
+    "AsyncGenerationStream",
+    "AsyncStoreClient",
+    "BaseModel",
+    "CancelledError",
+    "Choice",
+    "Client",
+    "DataLossError",
+    "DeadlineExceededError",
+    "FailedPreconditionError",
+    "FinishReason",
+    "GenerateOptions",
+    "Generation",
+    "GenerationStream",
+    "InternalError",
+    "InvalidRequestError",
+    "LoraplexError",
+    "ModelFile",
+    "Module",
+    "NotFoundError",
+    "NotImplementedByServerError",
+    "Piece",
+    "Pushed",
+    "ResourceExhaustedError",
+    "Revision",
+    "ServedModel",
+    "StoreClient",
+    "Timings",
+    "TokenLogprobs",
+    "UnauthenticatedError",
+    "UnavailableError",
+    "Usage",
+]

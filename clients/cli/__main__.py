@@ -1,0 +1,49 @@
+"""Entry of the `loraplex` command: whatever goes wrong is one line on stderr and an exit code."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+
+import typer
+
+from clients.cli.app import app
+from clients.cli.terminal import CommandError, print_error
+
+
+def main() -> None:
+    """Run the command that the arguments name; exits."""
+    # grpc logs what the calls raise anyway, in Python and, unless told otherwise, in C
+    logging.getLogger("grpc").setLevel(logging.CRITICAL)
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
+    sys.exit(_run())
+
+
+def _run() -> int:
+    try:
+        return int(app(prog_name="loraplex", standalone_mode=False) or 0)
+    except CommandError as error:
+        print_error(str(error))
+        return error.exit_code
+    except typer.TyperException as error:
+        return _usage(error)
+    except OSError as error:  # a file that can't be read or written
+        print_error(f"{error.filename}: {error.strerror}" if error.filename else str(error))
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+def _usage(error: typer.TyperException) -> int:
+    """An unknown command or flag, or a value that it does not take."""
+    message = error.format_message().rstrip(".")
+    if message:  # without arguments the help has just been shown
+        context = getattr(error, "ctx", None)
+        where = context.command_path if context is not None else "loraplex"
+        print_error(f"{message}; see `{where} --help`")
+    return 2
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,157 @@
+"""`loraplex adapters`: a tenant's adapters in the adapter store."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from clients.cli.options import STORE, TENANT, JsonOption, StoreOption, TenantOption
+from clients.cli.terminal import err, out, print_fields, print_json, print_rows
+
+if TYPE_CHECKING:
+    from loraplex_client import Adapter, Revision, StoreClient
+    from loraplex_client.adapters import Progress
+
+app = typer.Typer(no_args_is_help=True, help="Push, list, show and delete a tenant's adapters.")
+
+NameArgument = Annotated[str, typer.Argument(metavar="NAME", help="NAME, or tenants/TENANT/adapters/NAME.")]
+
+
+@contextmanager
+def store_client(address: str, tenant: str) -> Iterator[StoreClient]:
+    """A client of the store whose failures are one line each."""
+    from loraplex_client import StoreClient
+
+    from clients.cli.failures import explained
+
+    with explained("store", address), StoreClient(address, tenant) as client:
+        yield client
+
+
+@app.command()
+def push(
+    directory: Annotated[
+        Path, typer.Argument(metavar="DIR", help="A peft adapter: its configuration and safetensors.")
+    ],
+    name: Annotated[str, typer.Option(metavar="NAME", help="What requests call it.")],
+    tenant: TenantOption = TENANT,
+    model: Annotated[str, typer.Option(metavar="NAME", help="Its base, where the store knows more than one.")] = "",
+    alias: Annotated[
+        str, typer.Option(metavar="ALIAS", help="What to point at this revision: `live` if not given, `-` for none.")
+    ] = "",
+    store: StoreOption = STORE,
+    as_json: JsonOption = False,
+) -> None:
+    """Upload an adapter as a new revision, and make it the one that requests get.
+
+    [bold]loraplex adapters push ./support-lora --name support --tenant acme[/]
+    """
+    with store_client(store, tenant) as client, _progress_bar(f"{directory}") as progress:
+        pushed = client.push(directory, name, base_model=model, alias=alias, progress=progress)
+    if as_json:
+        print_json({**_revision_json(pushed.revision), "created": pushed.created})
+        return
+    state = "pushed" if pushed.created else "unchanged, the same bytes were there already:"
+    out().print(f"{state} {pushed.revision.name}", markup=False, soft_wrap=True)
+
+
+@app.command("list")
+def list_(tenant: TenantOption = TENANT, store: StoreOption = STORE, as_json: JsonOption = False) -> None:
+    """What the tenant may use: its own adapters and the shared ones."""
+    with store_client(store, tenant) as client:
+        adapters = client.list()
+    if as_json:
+        print_json([_adapter_json(adapter) for adapter in adapters])
+        return
+    print_rows(
+        ("adapter", "base model", "live", "updated"),
+        (
+            (adapter.name, adapter.base_model, _short(adapter.aliases.get("live", "-")), _local(adapter.update_time))
+            for adapter in adapters
+        ),
+    )
+
+
+@app.command()
+def show(
+    name: NameArgument, tenant: TenantOption = TENANT, store: StoreOption = STORE, as_json: JsonOption = False
+) -> None:
+    """An adapter, its aliases and its revisions, newest first."""
+    with store_client(store, tenant) as client:
+        adapter, revision = client.get(name)
+        revisions = client.revisions(adapter.name)
+    if as_json:
+        listed = [_revision_json(one) for one in revisions]
+        print_json({**_adapter_json(adapter), "revision": revision.digest, "revisions": listed})
+        return
+    aliases = sorted(adapter.aliases.items())
+    print_fields(
+        (
+            ("adapter", adapter.name),
+            ("base model", adapter.base_model),
+            *((f"alias {alias}", digest) for alias, digest in aliases),
+            ("created", _local(adapter.create_time)),
+            ("updated", _local(adapter.update_time)),
+        )
+    )
+    print_rows(
+        ("revision", "rank", "MiB", "created"),
+        ((one.digest, one.rank, f"{one.weight_bytes / 2**20:.1f}", _local(one.create_time)) for one in revisions),
+    )
+
+
+@app.command()
+def delete(name: NameArgument, tenant: TenantOption = TENANT, store: StoreOption = STORE) -> None:
+    """Remove an adapter with all its revisions."""
+    with store_client(store, tenant) as client:
+        client.delete(name)
+    out().print(f"deleted {name}", markup=False)
+
+
+@contextmanager
+def _progress_bar(what: str) -> Iterator[Progress | None]:
+    """What draws the bytes sent, at a terminal."""
+    if not err().is_terminal:
+        yield None
+        return
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+    columns = TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn(), TransferSpeedColumn()
+    with Progress(*columns, console=err(), transient=True) as bar:
+        task = bar.add_task(what, total=None)
+        yield lambda sent, total: bar.update(task, completed=sent, total=total)
+
+
+def _adapter_json(adapter: Adapter) -> dict[str, Any]:
+    return {
+        "name": adapter.name,
+        "base_model": adapter.base_model,
+        "aliases": dict(adapter.aliases),
+        "create_time": adapter.create_time.isoformat(),
+        "update_time": adapter.update_time.isoformat(),
+    }
+
+
+def _revision_json(revision: Revision) -> dict[str, Any]:
+    return {
+        "name": revision.name,
+        "digest": revision.digest,
+        "base_model": revision.base_model,
+        "base_digest": revision.base_digest,
+        "rank": revision.rank,
+        "weight_bytes": revision.weight_bytes,
+        "create_time": revision.create_time.isoformat(),
+    }
+
+
+def _short(digest: str) -> str:
+    return digest[:19]
+
+
+def _local(time: datetime) -> str:
+    return f"{time.astimezone():%Y-%m-%d %H:%M}"

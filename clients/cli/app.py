@@ -1,0 +1,27 @@
+"""The commands, put together."""
+
+from __future__ import annotations
+
+import typer
+
+from clients.cli import adapters, models
+from clients.cli.generate import generate
+from clients.cli.up import up
+from clients.cli.workers import workers
+
+app = typer.Typer(
+    name="loraplex",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    help="One base language model, thousands of tenants' LoRA adapters, one cluster.\n\n"
+    "[bold]loraplex up[/] starts a cluster on this machine; the other commands talk to one that runs.",
+    epilog="Exit codes: 0 done; 2 bad input, or an address where nobody listens; 130 Ctrl-C; 1 anything else.",
+)
+# in the order of the help page
+app.command()(up)
+app.command()(generate)
+app.add_typer(adapters.app, name="adapters")
+app.add_typer(models.app, name="models")
+app.command()(workers)

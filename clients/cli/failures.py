@@ -1,0 +1,67 @@
+"""Failed calls in one line each, with the next thing to try."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from loraplex_client import (
+    AlreadyExistsError,
+    FailedPreconditionError,
+    InvalidRequestError,
+    LoraplexError,
+    NotFoundError,
+    NotImplementedByServerError,
+    ResourceExhaustedError,
+    UnauthenticatedError,
+    UnavailableError,
+)
+
+from clients.cli.terminal import CommandError
+
+_FLAGS = {"router": "--router or LORAPLEX_ADDRESS", "store": "--store or LORAPLEX_STORE_ADDRESS"}
+_BAD_INPUT = (
+    InvalidRequestError,
+    NotFoundError,
+    FailedPreconditionError,
+    NotImplementedByServerError,
+    AlreadyExistsError,
+    UnauthenticatedError,
+)
+
+
+@contextmanager
+def explained(service: str, address: str) -> Iterator[None]:
+    """Turn a LoraplexError of a call to `service` (router, store) at `address` into a CommandError."""
+    try:
+        yield
+    except LoraplexError as error:
+        raise explain(error, service, address) from error
+
+
+def explain(error: LoraplexError, service: str, address: str) -> CommandError:
+    """The one line for it."""
+    if isinstance(error, UnavailableError) and not error.reason:
+        return _no_answer(error, service, address)
+    return CommandError(error.message + _next(error), 2 if isinstance(error, _BAD_INPUT) else 1)
+
+
+def _no_answer(error: UnavailableError, service: str, address: str) -> CommandError:
+    cause = error.message.rsplit(": ", 1)[-1].rstrip("]")
+    if "connect" not in error.message and "resol" not in error.message:
+        return CommandError(f"the {service} at {address} went away: {cause}; try again", 1)
+    return CommandError(
+        f"no {service} answers at {address} ({cause}); start one with `loraplex up`, or say with {_FLAGS[service]} "
+        "where it listens"
+    )
+
+
+def _next(error: LoraplexError) -> str:
+    match error:
+        case NotFoundError(kind="adapter" | "revision" | "alias"):
+            return "; `loraplex adapters list` shows what there is"
+        case NotFoundError(kind="model" | "base_model" | "base model"):
+            return "; `loraplex models list` shows what is registered, `loraplex models push` registers one"
+        case UnavailableError(retry_after_s=after) | ResourceExhaustedError(retry_after_s=after) if after:
+            return f"; try again in {after:.1f} s"
+    return ""

@@ -1,0 +1,101 @@
+"""`loraplex models`: the base models that the adapter store knows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from clients.cli.adapters import store_client
+from clients.cli.options import STORE, TENANT, JsonOption, StoreOption, TenantOption
+from clients.cli.terminal import CommandError, out, print_json, print_rows
+
+if TYPE_CHECKING:
+    from loraplex_client import BaseModel
+
+    import artifacts.base_model
+
+app = typer.Typer(no_args_is_help=True, help="Register and list base models.")
+
+
+@app.command()
+def push(
+    path: Annotated[
+        str, typer.Argument(metavar="PATH", help="A transformers directory, or hash:?... for the hash model.")
+    ],
+    name: Annotated[str, typer.Option(metavar="NAME", help="The directory's if not given.")] = "",
+    replace: Annotated[bool, typer.Option("--replace", help="Replace another model of that name.")] = False,
+    tenant: TenantOption = TENANT,
+    store: StoreOption = STORE,
+) -> None:
+    """Register a base model: its manifest and its small files. The weights stay where the workers find them."""
+    model = read_model(path, name)
+    with store_client(store, tenant) as client:
+        client.register_model(registered(model), model.files, replace=replace)
+    out().print(f"registered {model.name} {model.digest}", markup=False, soft_wrap=True)
+
+
+@app.command("list")
+def list_(tenant: TenantOption = TENANT, store: StoreOption = STORE, as_json: JsonOption = False) -> None:
+    """The registered base models."""
+    with store_client(store, tenant) as client:
+        models = client.models()
+    if as_json:
+        print_json([_model_json(model) for model in models])
+        return
+    print_rows(
+        ("model", "architecture", "context", "vocabulary", "layers", "digest"),
+        (
+            (
+                model.name,
+                model.architecture,
+                model.context_length,
+                model.vocab_size,
+                len(model.modules),
+                model.digest[:19],
+            )
+            for model in models
+        ),
+    )
+
+
+def read_model(path: str, name: str) -> artifacts.base_model.BaseModel:
+    """The manifest of the model at `path`. Raises CommandError."""
+    from artifacts.base_model import read_base_model
+    from artifacts.errors import ArtifactError
+    from artifacts.hash_model import is_hash_spec
+
+    try:
+        return read_base_model(path, name)
+    except ArtifactError as error:
+        lost = not is_hash_spec(path) and not Path(path).is_dir()
+        hint = "; give a transformers directory with safetensors weights, or hash:?..." if lost else ""
+        raise CommandError(f"{path}: {error.message}{hint}" if path not in str(error) else f"{error}{hint}") from error
+
+
+def registered(model: artifacts.base_model.BaseModel) -> BaseModel:
+    """The manifest as the SDK sends it."""
+    from loraplex_client import BaseModel, Module
+
+    return BaseModel(
+        name=model.name,
+        digest=model.digest,
+        architecture=model.architecture,
+        context_length=model.context_length,
+        vocab_size=model.vocab_size,
+        end_token_ids=model.end_token_ids,
+        modules=tuple(Module(module.name, module.in_features, module.out_features) for module in model.modules),
+    )
+
+
+def _model_json(model: BaseModel) -> dict[str, Any]:
+    return {
+        "name": model.name,
+        "digest": model.digest,
+        "architecture": model.architecture,
+        "context_length": model.context_length,
+        "vocab_size": model.vocab_size,
+        "modules": len(model.modules),
+        "files": [file.name for file in model.files],
+    }

@@ -1,0 +1,128 @@
+"""What the command prints: tables and colours at a terminal, plain lines in a pipe, JSON when asked for."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Sequence
+from functools import cache
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.status import Status
+
+# Control characters but tab and newline: what a model writes must not steer a terminal.
+_CONTROLS = dict.fromkeys([*(code for code in range(32) if code not in (9, 10)), *range(127, 160)])
+
+
+class CommandError(Exception):
+    """Ends the command with one line. `exit_code`: 2 for bad input or an address where nobody listens, else 1."""
+
+    def __init__(self, message: str, exit_code: int = 2) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+@cache
+def out() -> Console:
+    """The console of stdout."""
+    from rich.console import Console
+
+    return Console(highlight=False)
+
+
+@cache
+def err() -> Console:
+    """The console of stderr."""
+    from rich.console import Console
+
+    return Console(stderr=True, highlight=False)
+
+
+def printable(text: str) -> str:
+    """Text from a model or a server, without what would steer the terminal."""
+    return text.translate(_CONTROLS)
+
+
+def print_error(message: str) -> None:
+    """One line on stderr, whatever the message holds."""
+    from rich.text import Text
+
+    line = " ".join(printable(message).split())
+    err().print(Text("error:", style="bold red"), Text(line), soft_wrap=True)
+
+
+def print_json(value: Any) -> None:
+    """One JSON value, indented at a terminal."""
+    sys.stdout.write(json.dumps(value, indent=2 if sys.stdout.isatty() else None, ensure_ascii=False) + "\n")
+
+
+def print_rows(headers: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
+    """A table; in a pipe a line for each row, separated by tabs."""
+    cells = [[printable(str(cell)) for cell in row] for row in rows]
+    if not out().is_terminal:
+        for line in (headers, *cells):
+            sys.stdout.write("\t".join(line) + "\n")
+        return
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=box.SIMPLE_HEAD, header_style="bold")
+    numeric = [all(_is_number(row[column]) for row in cells) for column in range(len(headers))]
+    for header, right in zip(headers, numeric, strict=True):
+        table.add_column(header, justify="right" if right else "left")
+    for row in cells:
+        table.add_row(*map(Text, row))
+    out().print(table)
+
+
+def print_fields(fields: Iterable[tuple[str, object]]) -> None:
+    """Names with their values, one a line."""
+    pairs = [(name, printable(str(value))) for name, value in fields]
+    if not out().is_terminal:
+        for name, value in pairs:
+            sys.stdout.write(f"{name}\t{value}\n")
+        return
+    from rich.table import Table
+    from rich.text import Text
+
+    grid = Table.grid(padding=(0, 2))
+    for name, value in pairs:
+        grid.add_row(Text(name, style="dim"), Text(value))
+    out().print(grid)
+
+
+def _is_number(cell: str) -> bool:
+    return cell == "-" or cell.replace(".", "", 1).isdigit()
+
+
+class Activity:
+    """Says on stderr what is being done: a spinner at a terminal, a line for each step in a pipe."""
+
+    def __init__(self) -> None:
+        self._status: Status | None = None
+
+    def step(self, text: str) -> None:
+        """Now this is done."""
+        if not err().is_terminal:
+            sys.stderr.write(f"{text} ...\n")
+        elif self._status is None:
+            self._status = err().status(f"{text} ...", spinner="dots")
+            self._status.start()
+        else:
+            self._status.update(f"{text} ...")
+
+    def stop(self) -> None:
+        """Nothing is being done; the spinner goes."""
+        if self._status is not None:
+            self._status.stop()
+        self._status = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.stop()

@@ -1,0 +1,62 @@
+"""`loraplex up`: a whole cluster on this machine, started, filled, and kept until Ctrl-C."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def up(  # noqa: PLR0913, PLR0917  # one parameter a flag
+    model: Annotated[str, typer.Option(metavar="PATH", help="A transformers directory, or hash:?... .")],
+    adapters: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="peft adapters: DIR/TENANT/NAME/, shared ones in DIR/NAME/.")
+    ] = None,
+    workers: Annotated[int, typer.Option(min=1, metavar="N", help="How many workers.")] = 1,
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, metavar="PORT", help="The router's port; 0: any free one.")
+    ] = 50051,
+    store_port: Annotated[
+        int, typer.Option(min=0, max=65535, metavar="PORT", help="The store's port; 0: any free one.")
+    ] = 50052,
+    device: Annotated[str, typer.Option(metavar="NAME", help="cpu or cuda.")] = "cpu",
+    dtype: Annotated[str, typer.Option(metavar="NAME", help="auto, float32, bfloat16 or float16.")] = "auto",
+    redis_url: Annotated[
+        str, typer.Option(envvar="LORAPLEX_REDIS_URL", metavar="URL", help="None: a Valkey server of its own.")
+    ] = "",
+    data_dir: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Keep adapters, caches and logs there; none: a temporary one.")
+    ] = None,
+    demo: Annotated[
+        bool, typer.Option("--demo", help="Stream three tenants' answers and the plain base model's together.")
+    ] = False,
+    once: Annotated[bool, typer.Option("--once", help="The demo, then stop.")] = False,
+) -> None:
+    """Start a cluster on this machine: Valkey, adapter store, router, workers. Ctrl-C drains and stops all of it.
+
+    Registers the model, uploads the adapters, and prints `ready router=HOST:PORT store=HOST:PORT` when it serves.
+
+    [bold]loraplex up --model ./Qwen2-0.5B --adapters ./adapters --workers 2[/]
+    """
+    from clients.cli.adapter_tree import find_adapters
+    from clients.cli.launch import Plan, launch
+    from clients.cli.models import read_model
+    from deploy.local.cluster import ClusterSettings
+
+    # What can be refused without a process is refused before there is one.
+    base = read_model(model, "")
+    found = () if adapters is None else find_adapters(adapters)
+    settings = ClusterSettings(
+        model=model,
+        model_name=base.name,
+        workers=workers,
+        port=port,
+        store_port=store_port,
+        device=device,
+        dtype=dtype,
+        redis_url=redis_url,
+        data_dir=data_dir,
+    )
+    asyncio.run(launch(Plan(settings, base, found, demo=demo or once, once=once)))

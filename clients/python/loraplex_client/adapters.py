@@ -1,0 +1,176 @@
+"""The adapter store's calls, and the files that go up and come down with them; no transport."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from loraplex.adapters.v1 import adapters_pb2
+
+from loraplex_client.calls import Call, Script, Upload
+from loraplex_client.errors import DataLossError, InvalidRequestError
+from loraplex_client.resources import (
+    Adapter,
+    BaseModel,
+    Pushed,
+    Revision,
+    adapter_of,
+    model_message,
+    model_of,
+    revision_of,
+)
+
+CONFIG_FILE = "adapter_config.json"
+WEIGHTS_FILE = "adapter_model.safetensors"
+CHUNK_BYTES = 512 * 1024
+PAGE_SIZE = 1000
+
+# Called with the bytes sent so far and the bytes in all.
+Progress: TypeAlias = Callable[[int, int], None]
+
+
+def full_name(name: str, tenant: str) -> str:
+    """A short name is the tenant's own adapter."""
+    return name if "/" in name else f"tenants/{tenant}/adapters/{name}"
+
+
+def push(directory: Path, header: adapters_pb2.UploadHeader, progress: Progress | None) -> Script[Pushed]:
+    """Upload the two files of a peft adapter. Raises InvalidRequestError where `directory` does not hold one."""
+    files = {name: directory / name for name in (CONFIG_FILE, WEIGHTS_FILE)}
+    for path in files.values():
+        if not path.is_file():
+            raise InvalidRequestError(f"{directory}: not an adapter: it has no {path.name}", field="directory")
+    total = sum(path.stat().st_size for path in files.values())
+    response = yield Call("UploadRevision", Upload(_upload_requests(header, files, total, progress)))
+    return Pushed(adapter_of(response.adapter), revision_of(response.revision), response.created)
+
+
+def list_adapters(parent: str) -> Script[tuple[Adapter, ...]]:
+    """Every page of what the caller may use, or of one tenant's own."""
+    request = adapters_pb2.ListAdaptersRequest(parent=parent, page_size=PAGE_SIZE)
+    messages = yield from _pages("ListAdapters", request, lambda page: page.adapters)
+    return tuple(map(adapter_of, messages))
+
+
+def get_adapter(name: str) -> Script[tuple[Adapter, Revision]]:
+    """An adapter, and the revision that the name means now."""
+    response = yield Call("GetAdapter", adapters_pb2.GetAdapterRequest(name=name))
+    return adapter_of(response.adapter), revision_of(response.revision)
+
+
+def delete_adapter(name: str) -> Script[None]:
+    """Remove an adapter with all its revisions."""
+    yield Call("DeleteAdapter", adapters_pb2.DeleteAdapterRequest(name=name))
+
+
+def list_revisions(name: str) -> Script[tuple[Revision, ...]]:
+    """Every revision of an adapter, newest first."""
+    request = adapters_pb2.ListRevisionsRequest(parent=name, page_size=PAGE_SIZE)
+    messages = yield from _pages("ListRevisions", request, lambda page: page.revisions)
+    return tuple(map(revision_of, messages))
+
+
+def set_alias(name: str, alias: str, digest: str) -> Script[Adapter]:
+    """Move an alias to a revision; an empty digest removes it."""
+    request = adapters_pb2.SetAliasRequest(adapter=name, alias=alias, digest=digest)
+    response = yield Call("SetAlias", request)
+    return adapter_of(response.adapter)
+
+
+def download(name: str, directory: Path) -> Script[Revision]:
+    """Write the files of a revision into `directory`, which is made if need be; `name` may be an adapter's, too."""
+    if "/revisions/" not in name:
+        _, revision = yield from get_adapter(name)
+        name = revision.name
+    directory.mkdir(parents=True, exist_ok=True)
+    files = _Incoming(directory)
+    try:
+        yield Call("DownloadRevision", adapters_pb2.DownloadRevisionRequest(name=name), take=files.take)
+        return files.keep()
+    finally:
+        files.discard()
+
+
+def register_model(model: BaseModel, files: Mapping[str, bytes], replace: bool) -> Script[BaseModel]:
+    """Make a base model known, with its small files; never weights."""
+    header = adapters_pb2.RegisterBaseModelRequest(model=model_message(model), replace=replace)
+    response = yield Call("RegisterBaseModel", Upload(_register_requests(header, files)))
+    return model_of(response.model)
+
+
+def list_models() -> Script[tuple[BaseModel, ...]]:
+    """Every registered base model."""
+    request = adapters_pb2.ListBaseModelsRequest(page_size=PAGE_SIZE)
+    messages = yield from _pages("ListBaseModels", request, lambda page: page.models)
+    return tuple(map(model_of, messages))
+
+
+def _pages(method: str, request: Any, items: Callable[[Any], Iterable[Any]]) -> Script[list[Any]]:
+    found: list[Any] = []
+    while True:
+        page = yield Call(method, request)
+        found += items(page)
+        if not page.next_page_token:
+            return found
+        request.page_token = page.next_page_token
+
+
+def _upload_requests(
+    header: adapters_pb2.UploadHeader, files: Mapping[str, Path], total: int, progress: Progress | None
+) -> Iterator[adapters_pb2.UploadRevisionRequest]:
+    sent = 0
+    yield adapters_pb2.UploadRevisionRequest(header=header)
+    for name, path in files.items():
+        with path.open("rb") as file:
+            while data := file.read(CHUNK_BYTES):
+                chunk = adapters_pb2.FileChunk(name=name, data=data)
+                yield adapters_pb2.UploadRevisionRequest(chunk=chunk)
+                sent += len(data)
+                if progress is not None:
+                    progress(sent, total)
+
+
+def _register_requests(
+    header: adapters_pb2.RegisterBaseModelRequest, files: Mapping[str, bytes]
+) -> Iterator[adapters_pb2.RegisterBaseModelRequest]:
+    yield header
+    for name, content in sorted(files.items()):
+        for start in range(0, max(len(content), 1), CHUNK_BYTES):  # an empty file is a chunk too
+            chunk = adapters_pb2.FileChunk(name=name, data=content[start : start + CHUNK_BYTES])
+            yield adapters_pb2.RegisterBaseModelRequest(chunk=chunk)
+
+
+class _Incoming:
+    """Files being downloaded: under names of their own until all of them are there."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._parts: dict[str, Path] = {}
+        self._revision: Revision | None = None
+
+    def take(self, response: adapters_pb2.DownloadRevisionResponse) -> None:
+        """Note the description, append a chunk to its file."""
+        if response.WhichOneof("part") == "revision":
+            self._revision = revision_of(response.revision)
+            return
+        name = response.chunk.name
+        if name not in (CONFIG_FILE, WEIGHTS_FILE):  # never a path that leads out of the directory
+            raise DataLossError(f"the store sent a file of an unexpected name: {name!r}", kind="file", name=name)
+        mode = "ab" if name in self._parts else "wb"
+        part = self._parts.setdefault(name, self._directory / f"{name}.part")
+        with part.open(mode) as file:
+            file.write(response.chunk.data)
+
+    def keep(self) -> Revision:
+        """Give the files their names."""
+        if self._revision is None or len(self._parts) != 2:
+            raise DataLossError("the store sent less than a revision: its description and two files")
+        for name, part in self._parts.items():
+            part.replace(self._directory / name)
+        return self._revision
+
+    def discard(self) -> None:
+        """Remove what was not kept."""
+        for part in self._parts.values():
+            part.unlink(missing_ok=True)

@@ -1,0 +1,125 @@
+"""The asyncio clients: what `loraplex_client.client` has, awaited. The docstrings there hold here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Self, Unpack
+
+from loraplex.adapters.v1 import adapters_pb2, adapters_pb2_grpc
+from loraplex.inference.v1 import inference_pb2_grpc
+
+from loraplex_client import adapters, calls
+from loraplex_client.connection import AsyncConnection
+from loraplex_client.generation import Generation
+from loraplex_client.options import ChatMessages, GenerateOptions, generate_request
+from loraplex_client.resources import Adapter, BaseModel, Pushed, Revision
+from loraplex_client.stream import AsyncGenerationStream
+
+
+class AsyncStoreClient:
+    """StoreClient on the running event loop."""
+
+    def __init__(self, address: str, tenant: str = "default", *, timeout_s: float | None = None) -> None:
+        self.address = address
+        self.tenant = tenant
+        self._connection = AsyncConnection(
+            address, adapters_pb2_grpc.AdapterServiceStub, tenant=tenant, timeout_s=timeout_s
+        )
+
+    async def push(
+        self,
+        directory: str | Path,
+        name: str,
+        *,
+        base_model: str = "",
+        alias: str = "",
+        progress: adapters.Progress | None = None,
+    ) -> Pushed:
+        header = adapters_pb2.UploadHeader(adapter=name, base_model=base_model, alias=alias)
+        return await self._connection.run(adapters.push(Path(directory), header, progress))
+
+    async def list(self, tenant: str = "") -> tuple[Adapter, ...]:
+        return await self._connection.run(adapters.list_adapters(f"tenants/{tenant}" if tenant else ""))
+
+    async def get(self, name: str) -> tuple[Adapter, Revision]:
+        return await self._connection.run(adapters.get_adapter(name))
+
+    async def delete(self, name: str) -> None:
+        await self._connection.run(adapters.delete_adapter(adapters.full_name(name, self.tenant)))
+
+    async def revisions(self, name: str) -> tuple[Revision, ...]:
+        return await self._connection.run(adapters.list_revisions(adapters.full_name(name, self.tenant)))
+
+    async def set_alias(self, name: str, alias: str, digest: str) -> Adapter:
+        return await self._connection.run(adapters.set_alias(adapters.full_name(name, self.tenant), alias, digest))
+
+    async def download(self, name: str, directory: str | Path) -> Revision:
+        return await self._connection.run(adapters.download(name, Path(directory)))
+
+    async def register_model(self, model: BaseModel, files: Mapping[str, bytes], *, replace: bool = False) -> BaseModel:
+        return await self._connection.run(adapters.register_model(model, files, replace))
+
+    async def models(self) -> tuple[BaseModel, ...]:
+        return await self._connection.run(adapters.list_models())
+
+    async def close(self) -> None:
+        await self._connection.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+
+class AsyncClient:
+    """Client on the running event loop."""
+
+    def __init__(
+        self, address: str, tenant: str = "default", *, timeout_s: float | None = None, store: str | None = None
+    ) -> None:
+        self.address = address
+        self._connection = AsyncConnection(
+            address, inference_pb2_grpc.InferenceServiceStub, tenant=tenant, timeout_s=timeout_s
+        )
+        self._store = None if store is None else AsyncStoreClient(store, tenant, timeout_s=timeout_s)
+
+    @property
+    def store(self) -> AsyncStoreClient:
+        if self._store is None:
+            raise ValueError("this client has no store; give AsyncClient(..., store='HOST:PORT')")
+        return self._store
+
+    async def generate(
+        self, prompt: str | None = None, *, timeout_s: float | None = None, **options: Unpack[GenerateOptions]
+    ) -> Generation:
+        async with self.generate_stream(prompt, timeout_s=timeout_s, **options) as stream:
+            return await stream.result()
+
+    def generate_stream(
+        self, prompt: str | None = None, *, timeout_s: float | None = None, **options: Unpack[GenerateOptions]
+    ) -> AsyncGenerationStream:
+        return self._connection.stream(generate_request(prompt, options), timeout_s)
+
+    async def tokenize(
+        self, prompt: str | None = None, *, messages: ChatMessages | None = None, model: str = ""
+    ) -> tuple[int, ...]:
+        return await self._connection.run(calls.tokenize(prompt, messages, model))
+
+    async def detokenize(self, token_ids: Sequence[int], *, model: str = "", skip_special_tokens: bool = True) -> str:
+        return await self._connection.run(calls.detokenize(token_ids, model, skip_special_tokens))
+
+    async def models(self) -> tuple[calls.ServedModel, ...]:
+        return await self._connection.run(calls.models())
+
+    async def close(self) -> None:
+        await self._connection.close()
+        if self._store is not None:
+            await self._store.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()

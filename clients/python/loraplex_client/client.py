@@ -1,0 +1,149 @@
+"""The blocking clients: `Client` of a router, `StoreClient` of an adapter store. Their twins are in `aio`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Self, Unpack
+
+from loraplex.adapters.v1 import adapters_pb2, adapters_pb2_grpc
+from loraplex.inference.v1 import inference_pb2_grpc
+
+from loraplex_client import adapters, calls
+from loraplex_client.connection import Connection
+from loraplex_client.generation import Generation
+from loraplex_client.options import ChatMessages, GenerateOptions, generate_request
+from loraplex_client.resources import Adapter, BaseModel, Pushed, Revision
+from loraplex_client.stream import GenerationStream
+
+
+class StoreClient:
+    """Adapters and base models at the adapter store's `address`, as `tenant`. Short names are the tenant's own.
+
+    Every method raises LoraplexError. `timeout_s` bounds each call; none by default.
+    """
+
+    def __init__(self, address: str, tenant: str = "default", *, timeout_s: float | None = None) -> None:
+        self.address = address
+        self.tenant = tenant
+        self._connection = Connection(address, adapters_pb2_grpc.AdapterServiceStub, tenant=tenant, timeout_s=timeout_s)
+
+    def push(
+        self,
+        directory: str | Path,
+        name: str,
+        *,
+        base_model: str = "",
+        alias: str = "",
+        progress: adapters.Progress | None = None,
+    ) -> Pushed:
+        """Upload the peft adapter in `directory` as a revision of `name`, and move `alias` (`live`) to it.
+
+        `base_model` may be empty where the store knows one. `alias` `-` moves none. `progress` gets bytes sent, in all.
+        """
+        header = adapters_pb2.UploadHeader(adapter=name, base_model=base_model, alias=alias)
+        return self._connection.run(adapters.push(Path(directory), header, progress))
+
+    def list(self, tenant: str = "") -> tuple[Adapter, ...]:
+        """The adapters that the caller may use: its own and the shared ones, or those of one `tenant`."""
+        return self._connection.run(adapters.list_adapters(f"tenants/{tenant}" if tenant else ""))
+
+    def get(self, name: str) -> tuple[Adapter, Revision]:
+        """An adapter, and the revision that `name` (with `@alias` or `@sha256:...`) means now."""
+        return self._connection.run(adapters.get_adapter(name))
+
+    def delete(self, name: str) -> None:
+        """Remove an adapter with all its revisions."""
+        self._connection.run(adapters.delete_adapter(adapters.full_name(name, self.tenant)))
+
+    def revisions(self, name: str) -> tuple[Revision, ...]:
+        """An adapter's revisions, newest first."""
+        return self._connection.run(adapters.list_revisions(adapters.full_name(name, self.tenant)))
+
+    def set_alias(self, name: str, alias: str, digest: str) -> Adapter:
+        """Move `alias` to the revision of that digest, atomically; an empty digest removes it."""
+        return self._connection.run(adapters.set_alias(adapters.full_name(name, self.tenant), alias, digest))
+
+    def download(self, name: str, directory: str | Path) -> Revision:
+        """Write the two files of the revision that `name` means into `directory`."""
+        return self._connection.run(adapters.download(name, Path(directory)))
+
+    def register_model(self, model: BaseModel, files: Mapping[str, bytes], *, replace: bool = False) -> BaseModel:
+        """Make a base model known with its small files; `replace` one of that name with another digest."""
+        return self._connection.run(adapters.register_model(model, files, replace))
+
+    def models(self) -> tuple[BaseModel, ...]:
+        """The registered base models."""
+        return self._connection.run(adapters.list_models())
+
+    def close(self) -> None:
+        """Cancel what runs and free the connection."""
+        self._connection.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class Client:
+    """Generates with a tenant's adapters, at the router's `address`. May be shared by threads.
+
+    `timeout_s` is the deadline of each call, none by default. `store` is the adapter store's address, for `.store`.
+    """
+
+    def __init__(
+        self, address: str, tenant: str = "default", *, timeout_s: float | None = None, store: str | None = None
+    ) -> None:
+        self.address = address
+        self._connection = Connection(
+            address, inference_pb2_grpc.InferenceServiceStub, tenant=tenant, timeout_s=timeout_s
+        )
+        self._store = None if store is None else StoreClient(store, tenant, timeout_s=timeout_s)
+
+    @property
+    def store(self) -> StoreClient:
+        """The store's client, as the same tenant. Raises ValueError where no store was given."""
+        if self._store is None:
+            raise ValueError("this client has no store; give Client(..., store='HOST:PORT')")
+        return self._store
+
+    def generate(
+        self, prompt: str | None = None, *, timeout_s: float | None = None, **options: Unpack[GenerateOptions]
+    ) -> Generation:
+        """The whole answer; GenerateOptions lists the keywords. Raises LoraplexError."""
+        with self.generate_stream(prompt, timeout_s=timeout_s, **options) as stream:
+            return stream.result()
+
+    def generate_stream(
+        self, prompt: str | None = None, *, timeout_s: float | None = None, **options: Unpack[GenerateOptions]
+    ) -> GenerationStream:
+        """The answer in pieces as they come; leaving the iteration cancels the work. Raises LoraplexError."""
+        return self._connection.stream(generate_request(prompt, options), timeout_s)
+
+    def tokenize(
+        self, prompt: str | None = None, *, messages: ChatMessages | None = None, model: str = ""
+    ) -> tuple[int, ...]:
+        """The ids that generating from this prompt, or chat, would feed the model. Raises LoraplexError."""
+        return self._connection.run(calls.tokenize(prompt, messages, model))
+
+    def detokenize(self, token_ids: Sequence[int], *, model: str = "", skip_special_tokens: bool = True) -> str:
+        """The text of these ids. Raises LoraplexError."""
+        return self._connection.run(calls.detokenize(token_ids, model, skip_special_tokens))
+
+    def models(self) -> tuple[calls.ServedModel, ...]:
+        """The base models that the router serves. Raises LoraplexError."""
+        return self._connection.run(calls.models())
+
+    def close(self) -> None:
+        """Cancel what runs and free the connections."""
+        self._connection.close()
+        if self._store is not None:
+            self._store.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

@@ -1,0 +1,199 @@
+"""What a call can raise: one class for each gRPC status that Loraplex answers with.
+
+LoraplexError                     any of these; `reason` is empty where no Loraplex server has answered
+├── InvalidRequestError           INVALID_ARGUMENT: a bad value, `field` names it
+├── NotImplementedByServerError   UNIMPLEMENTED: `field` is not served by that version
+├── NotFoundError                 NOT_FOUND: unknown, or another tenant's; `kind` and `name`
+├── FailedPreconditionError       FAILED_PRECONDITION: `subject` exists but does not go with the rest
+├── AlreadyExistsError            ALREADY_EXISTS
+├── AbortedError                  ABORTED: changed or taken over meanwhile
+├── ResourceExhaustedError        RESOURCE_EXHAUSTED: a quota or queue of `subject` is full; `retry_after_s`
+├── UnauthenticatedError          UNAUTHENTICATED
+├── UnavailableError              UNAVAILABLE: nothing is wrong with the call; `retry_after_s`
+├── DeadlineExceededError         DEADLINE_EXCEEDED: `timeout_s` passed
+├── CancelledError                CANCELLED, by the other side
+├── DataLossError                 DATA_LOSS: bytes of `kind` `name` that are not what their digest says
+└── InternalError                 INTERNAL, and streams that break the protocol
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+from google.protobuf.message import DecodeError
+from google.rpc import error_details_pb2 as details_pb2
+from google.rpc.status_pb2 import Status
+
+DETAILS_KEY = "grpc-status-details-bin"
+
+
+class LoraplexError(Exception):
+    """A call that failed. `message` is one line; `reason` is the server's UPPER_SNAKE_CASE word for it."""
+
+    def __init__(self, message: str, *, reason: str = "") -> None:
+        super().__init__(message)
+        self.message = message
+        self.reason = reason
+
+
+class _FieldError(LoraplexError):
+    def __init__(self, message: str, *, reason: str = "", field: str = "") -> None:
+        super().__init__(message, reason=reason)
+        self.field = field
+
+
+class _ResourceError(LoraplexError):
+    def __init__(self, message: str, *, reason: str = "", kind: str = "", name: str = "") -> None:
+        super().__init__(message, reason=reason)
+        self.kind = kind
+        self.name = name
+
+
+class InvalidRequestError(_FieldError):
+    """A value that can't be served; `field` is its path in the request, such as sampling.top_p."""
+
+
+class NotImplementedByServerError(_FieldError):
+    """A field (or, where `field` is empty, a whole method) that this version of the server does not serve."""
+
+
+class NotFoundError(_ResourceError):
+    """Unknown, or another tenant's: the answer is the same. `kind` is such as adapter."""
+
+
+class FailedPreconditionError(LoraplexError):
+    """Things that exist but do not go together, such as an adapter of another base model; `subject` says which."""
+
+    def __init__(self, message: str, *, reason: str = "", subject: str = "") -> None:
+        super().__init__(message, reason=reason)
+        self.subject = subject
+
+
+class AlreadyExistsError(LoraplexError):
+    """The name is taken."""
+
+
+class AbortedError(LoraplexError):
+    """Somebody else changed it meanwhile, or took the request over."""
+
+
+class ResourceExhaustedError(LoraplexError):
+    """A quota or queue of `subject` is full. `retry_after_s` is None where waiting does not help."""
+
+    def __init__(
+        self, message: str, *, reason: str = "", subject: str = "", retry_after_s: float | None = None
+    ) -> None:
+        super().__init__(message, reason=reason)
+        self.subject = subject
+        self.retry_after_s = retry_after_s
+
+
+class UnauthenticatedError(LoraplexError):
+    """No credential, or a bad one."""
+
+
+class UnavailableError(LoraplexError):
+    """Nobody answered (then `reason` is empty), or the server can't now; it may go through later."""
+
+    def __init__(self, message: str, *, reason: str = "", retry_after_s: float | None = None) -> None:
+        super().__init__(message, reason=reason)
+        self.retry_after_s = retry_after_s
+
+
+class DeadlineExceededError(LoraplexError):
+    """The call's `timeout_s` passed before its end."""
+
+
+class CancelledError(LoraplexError):
+    """The other side cancelled the call, such as a server that shuts down."""
+
+
+class DataLossError(_ResourceError):
+    """Bytes that are not what their digest says."""
+
+
+class InternalError(LoraplexError):
+    """The server's fault, or a stream that breaks the protocol."""
+
+
+# Each status: its class, and what that class takes from the details.
+_CLASSES: dict[grpc.StatusCode, tuple[type[LoraplexError], tuple[str, ...]]] = {
+    grpc.StatusCode.INVALID_ARGUMENT: (InvalidRequestError, ("field",)),
+    grpc.StatusCode.UNIMPLEMENTED: (NotImplementedByServerError, ("field",)),
+    grpc.StatusCode.NOT_FOUND: (NotFoundError, ("kind", "name")),
+    grpc.StatusCode.FAILED_PRECONDITION: (FailedPreconditionError, ("subject",)),
+    grpc.StatusCode.ALREADY_EXISTS: (AlreadyExistsError, ()),
+    grpc.StatusCode.ABORTED: (AbortedError, ()),
+    grpc.StatusCode.RESOURCE_EXHAUSTED: (ResourceExhaustedError, ("subject", "retry_after_s")),
+    grpc.StatusCode.UNAUTHENTICATED: (UnauthenticatedError, ()),
+    grpc.StatusCode.UNAVAILABLE: (UnavailableError, ("retry_after_s",)),
+    grpc.StatusCode.DEADLINE_EXCEEDED: (DeadlineExceededError, ()),
+    grpc.StatusCode.CANCELLED: (CancelledError, ()),
+    grpc.StatusCode.DATA_LOSS: (DataLossError, ("kind", "name")),
+    grpc.StatusCode.INTERNAL: (InternalError, ()),
+}
+
+
+@dataclass
+class _Details:
+    """What the google.rpc messages of a status say."""
+
+    reason: str = ""
+    field: str = ""
+    kind: str = ""
+    name: str = ""
+    subject: str = ""
+    retry_after_s: float | None = None
+
+
+def error_of(error: grpc.RpcError, address: str) -> LoraplexError:
+    """The exception for a failed call of grpc or grpc.aio; `address` is who was called."""
+    call: Any = error  # at run time every RpcError of a call is a grpc.Call
+    details = _read_details(call.trailing_metadata())
+    message = call.details() or f"{address} gave no message"
+    if call.code() is grpc.StatusCode.UNAVAILABLE and not details.reason:
+        message = f"no answer from {address}: {message}"
+    cls, wanted = _CLASSES.get(call.code(), (LoraplexError, ()))
+    return cls(message, reason=details.reason, **{name: getattr(details, name) for name in wanted})
+
+
+_DETAIL_TYPES = {
+    cls.DESCRIPTOR.full_name: cls
+    for cls in (
+        details_pb2.ErrorInfo,
+        details_pb2.BadRequest,
+        details_pb2.ResourceInfo,
+        details_pb2.PreconditionFailure,
+        details_pb2.QuotaFailure,
+        details_pb2.RetryInfo,
+    )
+}
+
+
+def _read_details(metadata: Any) -> _Details:
+    details = _Details()
+    packed = next((value for key, value in metadata or () if key == DETAILS_KEY), b"")
+    try:
+        for detail in Status.FromString(packed).details:
+            cls = _DETAIL_TYPES.get(detail.TypeName())
+            if cls is not None:
+                _note(cls.FromString(detail.value), details)
+    except DecodeError:  # somebody else's trailer: the code and the message still stand
+        return _Details()
+    return details
+
+
+def _note(message: Any, details: _Details) -> None:
+    match message:
+        case details_pb2.ErrorInfo():
+            details.reason = message.reason
+        case details_pb2.BadRequest():
+            details.field = next((violation.field for violation in message.field_violations), "")
+        case details_pb2.ResourceInfo():
+            details.kind, details.name = message.resource_type, message.resource_name
+        case details_pb2.PreconditionFailure() | details_pb2.QuotaFailure():
+            details.subject = next((violation.subject for violation in message.violations), "")
+        case details_pb2.RetryInfo():
+            details.retry_after_s = message.retry_delay.ToNanoseconds() / 1e9

@@ -1,0 +1,141 @@
+"""What may be asked of a generation, and the request that it makes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypedDict
+
+from google.protobuf.message import Message
+from loraplex.inference.v1 import inference_pb2
+
+from loraplex_client.errors import InvalidRequestError
+
+# role (`system`, `user`, `assistant`) and content, as the model's chat template knows them
+ChatMessages = Sequence[Mapping[str, str]]
+
+
+class GenerateOptions(TypedDict, total=False):
+    """The keywords of `generate` and `generate_stream`. What is left out, or None, is the server's to choose."""
+
+    # Instead of a prompt, one of these two:
+    token_ids: Sequence[int] | None
+    messages: ChatMessages | None
+
+    # `support`, `support@canary`, `tenants/acme/adapters/support`, ...; none: the plain base model
+    adapter_id: str | None
+    # a weighted sum of adapters instead of one
+    adapters: Mapping[str, float] | None
+    # the base model; may be left out where the router serves one
+    model: str | None
+    # unique within the tenant
+    request_id: str | None
+    # higher goes first among one tenant's own requests; -100 to 100
+    priority: int | None
+
+    # greedy when unset or 0
+    temperature: float | None
+    top_k: int | None
+    top_p: float | None
+    min_p: float | None
+    typical_p: float | None
+    repetition_penalty: float | None
+    frequency_penalty: float | None
+    presence_penalty: float | None
+    logit_bias: Mapping[int, float] | None
+    seed: int | None
+
+    # 128 when unset
+    max_new_tokens: int | None
+    min_new_tokens: int | None
+    # ends the answer before the string
+    stop: str | Sequence[str] | None
+    stop_token_ids: Sequence[int] | None
+    ignore_eos: bool | None
+
+    n: int | None
+    best_of: int | None
+    logprobs: int | None
+    echo: bool | None
+    skip_special_tokens: bool | None
+    # a message only every so many tokens
+    stream_interval: int | None
+
+    # at most one of these constrains the answer
+    json_schema: str | None
+    regex: str | None
+    grammar: str | None
+    choices: Sequence[str] | None
+
+
+# Where each option stands in GenerateSpec.
+_PATHS: dict[str, str] = {
+    "token_ids": "token_ids.ids",
+    "adapter_id": "adapter",
+    "max_new_tokens": "stopping.max_tokens",
+    "min_new_tokens": "stopping.min_tokens",
+    "choices": "choices.values",
+    **{name: name for name in ("model", "request_id", "priority", "json_schema", "regex", "grammar")},
+    **{
+        name: f"sampling.{name}"
+        for name in (
+            "temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty", "frequency_penalty",
+            "presence_penalty", "logit_bias", "seed",
+        )
+    },
+    **{name: f"stopping.{name}" for name in ("stop", "stop_token_ids", "ignore_eos")},
+    **{
+        name: f"output.{name}"
+        for name in ("n", "best_of", "logprobs", "echo", "skip_special_tokens", "stream_interval")
+    },
+}  # fmt: skip
+
+
+def generate_request(prompt: str | None, options: GenerateOptions) -> inference_pb2.GenerateRequest:
+    """The message for these arguments. Raises InvalidRequestError naming the field, TypeError on an unknown option."""
+    given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
+    if (prompt is not None) + ("token_ids" in given) + ("messages" in given) != 1:
+        raise InvalidRequestError("prompt: give exactly one of prompt, token_ids and messages", field="prompt")
+    spec = inference_pb2.GenerateSpec()
+    if prompt is not None:
+        _place(spec, "prompt", prompt)
+    for name, value in given.items():
+        if name == "messages":
+            spec.chat.CopyFrom(chat_of(value))
+        elif name == "adapters":
+            spec.adapters.extend(
+                inference_pb2.WeightedAdapter(adapter=adapter, weight=weight) for adapter, weight in value.items()
+            )
+        elif name in _PATHS:
+            _place(spec, _PATHS[name], value)
+        else:
+            raise TypeError(f"unknown option {name!r}; GenerateOptions lists the known ones")
+    return inference_pb2.GenerateRequest(spec=spec)
+
+
+def chat_of(messages: ChatMessages) -> inference_pb2.Chat:
+    """The chat as a message. Raises InvalidRequestError where one is not a role and a content."""
+    try:
+        return inference_pb2.Chat(messages=[inference_pb2.ChatMessage(**message) for message in messages])
+    except (TypeError, ValueError) as error:
+        raise InvalidRequestError(
+            f"messages: each must be a mapping of role and content: {error}", field="messages"
+        ) from error
+
+
+def _place(spec: inference_pb2.GenerateSpec, path: str, value: Any) -> None:
+    """Set the field at `path`; a lone string in a repeated field is a list of one."""
+    *outer, name = path.split(".")
+    target: Message = spec
+    try:
+        for part in outer:
+            target = getattr(target, part)
+        target.SetInParent()  # an empty list of ids is a choice too: the server is to refuse it
+        current = getattr(target, name)
+        if hasattr(current, "extend"):
+            current.extend([value] if isinstance(value, str) else value)
+        elif isinstance(value, Mapping):
+            current.update(value)
+        else:
+            setattr(target, name, value)
+    except (TypeError, ValueError) as error:
+        raise InvalidRequestError(f"{path}: {error}", field=path) from error

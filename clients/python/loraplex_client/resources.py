@@ -1,0 +1,141 @@
+"""What the adapter store keeps: adapters, their immutable revisions, and base models."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+from google.protobuf.timestamp_pb2 import Timestamp
+from loraplex.adapters.v1 import adapters_pb2
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """`name` is tenants/{tenant}/adapters/{adapter}; `aliases` gives the revision digest that each one means."""
+
+    name: str
+    base_model: str
+    aliases: Mapping[str, str]
+    create_time: datetime
+    update_time: datetime
+    etag: str
+
+
+@dataclass(frozen=True)
+class Revision:
+    """`name` is tenants/{tenant}/adapters/{adapter}/revisions/{digest}; `rank` is its layers' largest."""
+
+    name: str
+    digest: str
+    base_model: str
+    base_digest: str
+    rank: int
+    weight_bytes: int
+    create_time: datetime
+
+
+@dataclass(frozen=True)
+class Pushed:
+    """What an upload made; `created` is False where the same bytes were there already."""
+
+    adapter: Adapter
+    revision: Revision
+    created: bool
+
+
+@dataclass(frozen=True)
+class Module:
+    """A linear layer that an adapter may change, by its name in the model."""
+
+    name: str
+    in_features: int
+    out_features: int
+
+
+@dataclass(frozen=True)
+class ModelFile:
+    """One of a base model's small files, as the store keeps it."""
+
+    name: str
+    size: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class BaseModel:
+    """What everyone must agree on about a base model. `files` and `create_time` are the store's to fill in.
+
+    `digest` covers configuration, tensor headers and sizes, and sampled bytes of every tensor; `architecture` is
+    transformers' model_type; `context_length` counts tokens of prompt and answer together.
+    """
+
+    name: str
+    digest: str
+    architecture: str
+    context_length: int
+    vocab_size: int
+    end_token_ids: tuple[int, ...]
+    modules: tuple[Module, ...]
+    files: tuple[ModelFile, ...] = ()
+    create_time: datetime | None = None
+
+
+def adapter_of(message: adapters_pb2.Adapter) -> Adapter:
+    """The adapter in a message."""
+    return Adapter(
+        name=message.name,
+        base_model=message.base_model,
+        aliases=dict(message.aliases),
+        create_time=_time_of(message.create_time),
+        update_time=_time_of(message.update_time),
+        etag=message.etag,
+    )
+
+
+def revision_of(message: adapters_pb2.Revision) -> Revision:
+    """The revision in a message."""
+    return Revision(
+        name=message.name,
+        digest=message.digest,
+        base_model=message.base_model,
+        base_digest=message.base_digest,
+        rank=message.rank,
+        weight_bytes=message.weight_bytes,
+        create_time=_time_of(message.create_time),
+    )
+
+
+def model_of(message: adapters_pb2.BaseModel) -> BaseModel:
+    """The base model in a message."""
+    return BaseModel(
+        name=message.name,
+        digest=message.digest,
+        architecture=message.architecture,
+        context_length=message.context_length,
+        vocab_size=message.vocab_size,
+        end_token_ids=tuple(message.end_token_ids),
+        modules=tuple(Module(module.name, module.in_features, module.out_features) for module in message.modules),
+        files=tuple(ModelFile(file.name, file.size, file.sha256) for file in message.files),
+        create_time=_time_of(message.create_time),
+    )
+
+
+def model_message(model: BaseModel) -> adapters_pb2.BaseModel:
+    """The message that registers a base model."""
+    return adapters_pb2.BaseModel(
+        name=model.name,
+        digest=model.digest,
+        architecture=model.architecture,
+        context_length=model.context_length,
+        vocab_size=model.vocab_size,
+        end_token_ids=model.end_token_ids,
+        modules=[
+            adapters_pb2.Module(name=module.name, in_features=module.in_features, out_features=module.out_features)
+            for module in model.modules
+        ],
+    )
+
+
+def _time_of(message: Timestamp) -> datetime:
+    return message.ToDatetime(tzinfo=UTC)

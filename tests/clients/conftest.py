@@ -1,0 +1,194 @@
+"""A real gRPC server on a real port, whose inference service says what a test tells it to say."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import subprocess
+import sys
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from loraplex.cluster.v1 import cluster_pb2
+from loraplex.inference.v1 import inference_pb2, inference_pb2_grpc
+
+from rpc.errors import CallError, NotBuilt
+from rpc.server import Server
+
+HANG = "hang"
+# What a script may hold: an event to send, an error to end with, something to wait for, or HANG.
+Step = inference_pb2.GenerateEvent | CallError | threading.Event | str
+WAIT_S = 20.0
+
+
+class ScriptedService(inference_pb2_grpc.InferenceServiceServicer):
+    """Answers Generate by its script; keeps what it was asked, and notes when a caller went away."""
+
+    def __init__(self) -> None:
+        self.script: list[Step] = []
+        self.requests: list[Any] = []
+        self.tenants: list[str] = []
+        self.deadlines_s: list[float | None] = []
+        self.cancelled = threading.Event()
+        self.workers: list[cluster_pb2.Worker] = []
+
+    def _note(self, request: Any, context: Any) -> None:
+        self.requests.append(request)
+        self.tenants.append(dict(context.invocation_metadata()).get("x-loraplex-tenant", ""))
+        self.deadlines_s.append(context.time_remaining())
+
+    async def Generate(
+        self, request: inference_pb2.GenerateRequest, context: Any
+    ) -> AsyncIterator[inference_pb2.GenerateResponse]:
+        self._note(request, context)
+        try:
+            for step in self.script:
+                if isinstance(step, CallError):
+                    raise step
+                if isinstance(step, threading.Event):
+                    await asyncio.to_thread(step.wait, WAIT_S)
+                elif isinstance(step, str):
+                    await asyncio.Event().wait()
+                else:
+                    yield inference_pb2.GenerateResponse(event=step)
+        except (asyncio.CancelledError, GeneratorExit):
+            self.cancelled.set()
+            raise
+
+    async def Resume(self, request: Any, context: Any) -> AsyncIterator[Any]:
+        raise NotBuilt("Resume")
+        yield
+
+    async def Tokenize(self, request: inference_pb2.TokenizeRequest, context: Any) -> inference_pb2.TokenizeResponse:
+        self._note(request, context)
+        text = request.prompt or "".join(message.content for message in request.chat.messages)
+        return inference_pb2.TokenizeResponse(token_ids=text.encode())
+
+    async def Detokenize(self, request: Any, context: Any) -> inference_pb2.DetokenizeResponse:
+        self._note(request, context)
+        return inference_pb2.DetokenizeResponse(text=bytes(request.token_ids).decode())
+
+    async def ListModels(self, request: Any, context: Any) -> inference_pb2.ListModelsResponse:
+        model = inference_pb2.Model(name="tiny", digest="sha256:00", context_length=512)
+        return inference_pb2.ListModelsResponse(models=[model])
+
+    async def list_workers(self, request: Any, context: Any) -> cluster_pb2.ListWorkersResponse:
+        """ClusterService's one method here."""
+        return cluster_pb2.ListWorkersResponse(workers=self.workers)
+
+
+class ServerThread:
+    """A server on an event loop of its own, so that blocking clients can be tried in the test's thread."""
+
+    def __init__(self) -> None:
+        self.address = ""
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._stop: asyncio.Event | None = None
+        self._thread: threading.Thread | None = None
+
+    def start(self, add: Callable[[Any], None]) -> None:
+        """Serve what `add` adds; returns when it listens."""
+        ready: Future[None] = Future()
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve(add, ready)))
+        self._thread.start()
+        ready.result()
+
+    async def _serve(self, add: Callable[[Any], None], ready: Future[None]) -> None:
+        self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
+        server = Server()
+        add(server.grpc)
+        self.address = f"127.0.0.1:{server.bind('127.0.0.1', 0)}"
+        await server.start()
+        ready.set_result(None)
+        await self._stop.wait()
+        await server.stop(0)
+
+    def shut_down(self) -> None:
+        """Stop serving and join the thread."""
+        assert self._loop is not None
+        assert self._stop is not None
+        assert self._thread is not None
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._stop.set)
+        self._thread.join()
+
+
+class Scripted(ServerThread):
+    """The server with its service."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.service = ScriptedService()
+
+
+@pytest.fixture
+def server() -> Iterator[Scripted]:
+    scripted = Scripted()
+
+    def add(grpc_server: Any) -> None:
+        inference_pb2_grpc.add_InferenceServiceServicer_to_server(scripted.service, grpc_server)
+        list_workers = grpc.unary_unary_rpc_method_handler(
+            scripted.service.list_workers,
+            request_deserializer=cluster_pb2.ListWorkersRequest.FromString,
+            response_serializer=cluster_pb2.ListWorkersResponse.SerializeToString,
+        )
+        grpc_server.add_registered_method_handlers("loraplex.cluster.v1.ClusterService", {"ListWorkers": list_workers})
+
+    scripted.start(add)
+    try:
+        yield scripted
+    finally:
+        scripted.shut_down()
+
+
+@pytest.fixture
+def answer() -> list[inference_pb2.GenerateEvent]:
+    """The events of a whole answer: ` Ahoy` in two deltas and a text that came late, then the end."""
+    event = inference_pb2.GenerateEvent
+    return [
+        event(resume_token="token", delta=inference_pb2.Delta(offset=0, token_ids=[7, 8], text=" Ah")),
+        event(delta=inference_pb2.Delta(offset=2, token_ids=[9], text="o")),
+        event(delta=inference_pb2.Delta(offset=3, text="y")),
+        event(finished=inference_pb2.Finished(reason=inference_pb2.FINISH_REASON_STOP, stop_string="!")),
+        event(
+            summary=inference_pb2.Summary(
+                adapter_revision="tenants/acme/adapters/pirate/revisions/sha256:00",
+                usage=inference_pb2.Usage(prompt_tokens=4, cached_tokens=2, completion_tokens=3),
+                timings=inference_pb2.Timings(queue=0.5, adapter=0.25, ttft=1.0, decode=2.0),
+                continuations=1,
+                request_id="r-1",
+            )
+        ),
+    ]
+
+
+@pytest.fixture(scope="module")
+def store_address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A real adapter store of its own process, with nothing in it."""
+    data = tmp_path_factory.mktemp("store")
+    command = [sys.executable, "-m", "adapter_store", "--port", "0", "--data", str(data)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+        try:
+            assert process.stdout is not None
+            ready = process.stdout.readline()
+            assert ready.startswith("ready store=")
+            yield ready.strip().removeprefix("ready store=")
+        finally:
+            process.terminate()
+
+
+@pytest.fixture
+def adapter_directory(tmp_path: Path) -> Path:
+    """Two files of which the hash model's store takes the bytes as they are; the weights are several chunks."""
+    directory = tmp_path / "support"
+    directory.mkdir()
+    (directory / "adapter_config.json").write_text(
+        '{"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}'
+    )
+    (directory / "adapter_model.safetensors").write_bytes(random.Random(7).randbytes(1_300_000))
+    return directory

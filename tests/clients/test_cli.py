@@ -1,0 +1,234 @@
+"""The `loraplex` command as a process: what it prints, how it fails, how it is interrupted."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from loraplex.cluster.v1 import cluster_pb2
+
+from clients.cli.__main__ import main
+from rpc import errors
+
+HANG = "hang"
+CANCEL_S = 20.0
+NOBODY = "127.0.0.1:1"
+
+
+@dataclass(frozen=True)
+class Done:
+    """A command that has ended."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+Run = Callable[..., Done]
+
+
+def _command(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "clients.cli", *arguments]
+
+
+def _environ() -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("LORAPLEX_")}
+    return {**kept, "COLUMNS": "120", "TERM": "dumb"}
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Run the command to its end in this process, nothing of it at a terminal."""
+    monkeypatch.setattr(os, "environ", _environ())
+
+    def bound(*arguments: str, **environ: str) -> Done:
+        os.environ.update(environ)
+        monkeypatch.setattr(sys, "argv", ["loraplex", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        captured = capsys.readouterr()
+        assert isinstance(ended.value.code, int)
+        return Done(ended.value.code, captured.out, captured.err)
+
+    return bound
+
+
+def _run_process(*arguments: str) -> Done:
+    done = subprocess.run(_command(*arguments), capture_output=True, text=True, env=_environ(), check=False)
+    return Done(done.returncode, done.stdout, done.stderr)
+
+
+def assert_refused(done: Done, *parts: str, code: int = 2) -> None:
+    """One line on stderr that says all of `parts`, nothing on stdout."""
+    assert done.returncode == code, done.stderr
+    assert done.stdout == ""
+    assert done.stderr.startswith("error: ")
+    assert done.stderr.count("\n") == 1, done.stderr
+    for part in parts:
+        assert part in done.stderr
+
+
+def test_help_lists_the_commands_and_loads_nothing_heavy() -> None:
+    done = _run_process("--help")
+    assert done.returncode == 0
+    for command in ("up", "generate", "workers", "adapters", "models", "Exit codes"):
+        assert command in done.stdout
+    code = "import sys, clients.cli.__main__; print(*sys.modules)"
+    modules = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert not {"grpc", "torch", "transformers", "uvloop", "numpy", "rich.live"} & set(modules)
+
+
+def test_a_failure_leaves_nothing_else_on_stderr() -> None:
+    assert_refused(_run_process("generate", "hi", "--router", NOBODY), "no router answers")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        (["generate", "hi", "--router", NOBODY], ["no router answers at 127.0.0.1:1", "loraplex up", "--router"]),
+        (["workers", "--router", NOBODY], ["no router answers"]),
+        (["adapters", "list", "--store", NOBODY], ["no store answers at 127.0.0.1:1", "--store"]),
+        (["adapters", "push", "/nowhere", "--name", "a", "--store", NOBODY], ["/nowhere", "adapter_config.json"]),
+        (["models", "push", "/nowhere", "--store", NOBODY], ["/nowhere is not a directory"]),
+        (["models", "push", "hash:?vocap=9", "--store", NOBODY], ["vocap"]),
+        (["generate", "hi", "--tenant", "a\tb"], ["tenant"]),
+        (["generate", "hi", "--top-k", "-1"], ["sampling.top_k"]),
+        (["generate"], ["PROMPT", "loraplex generate --help"]),
+        (["generate", "hi", "--temprature", "1"], ["--temprature"]),
+        (["nothing"], ["nothing", "loraplex --help"]),
+    ],
+    ids=lambda value: " ".join(value[:2]) if isinstance(value, list) else None,
+)
+def test_bad_input_is_one_line(run: Run, arguments: list[str], parts: list[str]) -> None:
+    assert_refused(run(*arguments), *parts)
+
+
+def test_up_refuses_bad_paths_before_it_starts_anything(run: Run, tmp_path: Path) -> None:
+    assert_refused(run("up", "--model", "/nowhere"), "/nowhere is not a directory")
+    assert_refused(run("up", "--model", "hash:", "--adapters", str(tmp_path / "no")), "--adapters", "no does not exist")
+
+
+def test_generate_streams_text(run: Run, server: Any, answer: list[Any]) -> None:
+    server.service.script = answer
+    done = run(
+        "generate", "hello", "--adapter", "pirate", "--max-tokens", "9", "--stop", "a", "--stop", "b",
+        LORAPLEX_ADDRESS=server.address, LORAPLEX_TENANT="acme",
+    )  # fmt: skip
+    assert (done.returncode, done.stdout, done.stderr) == (0, " Ahoy\n", "")
+    spec = server.service.requests[0].spec
+    assert (spec.prompt, spec.adapter, spec.stopping.max_tokens) == ("hello", "pirate", 9)
+    assert list(spec.stopping.stop) == ["a", "b"]
+    assert not spec.HasField("sampling")
+    assert server.service.tenants == ["acme"]
+
+
+def test_generate_json(run: Run, server: Any, answer: list[Any]) -> None:
+    server.service.script = answer
+    done = run("generate", "hello", "--json", "--router", server.address)
+    assert done.returncode == 0
+    said = json.loads(done.stdout)
+    assert said["text"] == " Ahoy"
+    assert said["token_ids"] == [7, 8, 9]
+    assert said["finish_reason"] == "stop"
+    assert said["usage"] == {"prompt_tokens": 4, "cached_tokens": 2, "completion_tokens": 3}
+
+
+@pytest.mark.parametrize(
+    ("raised", "part", "code"),
+    [
+        (errors.NotFound("adapter", "nope"), "adapter not found: nope; `loraplex adapters list`", 2),
+        (errors.NotBuilt("format.regex"), "format.regex", 2),
+        (errors.Unavailable("no worker lives", retry_after_s=2.0), "no worker lives; try again in 2.0 s", 1),
+        (errors.Internal("two\nlines\x1b[2J"), "two lines[2J", 1),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, errors.CallError) else None,
+)
+def test_a_refusal_says_what_to_try(run: Run, server: Any, raised: errors.CallError, part: str, code: int) -> None:
+    server.service.script = [raised]
+    assert_refused(run("generate", "hello", "--router", server.address), part, code=code)
+
+
+def test_text_and_error_stand_on_lines_of_their_own(run: Run, server: Any, answer: list[Any]) -> None:
+    server.service.script = [answer[0], errors.Internal("broken")]
+    done = run("generate", "hello", "--router", server.address)
+    assert (done.returncode, done.stdout, done.stderr) == (1, " Ah\n", "error: broken\n")
+
+
+def test_ctrl_c_cancels_quietly(server: Any, answer: list[Any]) -> None:
+    server.service.script = [answer[0], HANG]
+    command = _command("generate", "hello", "--router", server.address)
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=_environ()) as process:
+        assert process.stdout is not None
+        assert process.stdout.read(3) == " Ah"
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate()
+    assert (process.returncode, out, err) == (130, "\n", "")
+    assert server.service.cancelled.wait(CANCEL_S)
+
+
+def test_a_reader_that_leaves_cancels_quietly(server: Any, answer: list[Any]) -> None:
+    left = threading.Event()
+    server.service.script = [answer[0], left, answer[1], HANG]
+    command = _command("generate", "hello", "--router", server.address)
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, env=_environ()) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert process.stdout.read(3) == b" Ah"
+        process.stdout.close()
+        left.set()
+        assert process.stderr.read() == b""
+    assert process.returncode == 1
+    assert server.service.cancelled.wait(CANCEL_S)
+
+
+def test_workers(run: Run, server: Any) -> None:
+    server.service.workers = [
+        cluster_pb2.Worker(
+            worker_id="w-1",
+            phase=cluster_pb2.WORKER_PHASE_SERVING,
+            model="tiny",
+            rows_running=2,
+            rows_limit=32,
+            blocks=cluster_pb2.Blocks(total=100, free=60, cached=30, referenced=10),
+            adapter_slots=cluster_pb2.AdapterSlots(total=8, used=3, pinned=1),
+            adapters=["sha256:00"],
+        )
+    ]
+    header, row = run("workers", "--router", server.address).stdout.splitlines()
+    assert len(header.split("\t")) == len(row.split("\t"))
+    assert row.split("\t")[:7] == ["w-1", "serving", "tiny", "2/32", "0", "90/100", "10"]
+    (worker,) = json.loads(run("workers", "--json", "--router", server.address).stdout)
+    assert worker["blocks"] == {"total": 100, "free": 60, "cached": 30, "referenced": 10}
+    assert worker["adapters"] == ["sha256:00"]
+
+
+def test_adapters_and_models(run: Run, store_address: str, adapter_directory: Path) -> None:
+    here = {"LORAPLEX_STORE_ADDRESS": store_address, "LORAPLEX_TENANT": "acme"}
+    done = run("models", "push", "hash:?vocab=1024", **here)
+    assert (done.returncode, done.stdout.split()[:2]) == (0, ["registered", "hash"]), done.stderr
+    assert json.loads(run("models", "list", "--json", **here).stdout)[0]["context_length"] == 32768
+
+    done = run("adapters", "push", str(adapter_directory), "--name", "support", **here)
+    name = "tenants/acme/adapters/support"
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith(f"pushed {name}/revisions/sha256:")
+    assert not json.loads(
+        run("adapters", "push", str(adapter_directory), "--name", "support", "--json", **here).stdout
+    )["created"]
+    assert [one["name"] for one in json.loads(run("adapters", "list", "--json", **here).stdout)] == [name]
+    shown = json.loads(run("adapters", "show", "support", "--json", **here).stdout)
+    assert shown["revisions"][0]["digest"] == shown["aliases"]["live"] == shown["revision"]
+    assert shown["revision"] in run("adapters", "show", "support", **here).stdout
+    assert run("adapters", "delete", "support", **here).stdout == "deleted support\n"
+    assert_refused(run("adapters", "show", "support", **here), "adapter not found", "loraplex adapters list")

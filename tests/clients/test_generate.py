@@ -1,0 +1,285 @@
+"""Generating through the SDK, blocking and async, against a real server: folding, errors, leaving early."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import loraplex_client as lx
+import pytest
+from loraplex.inference.v1 import inference_pb2
+
+from rpc import errors
+
+HANG = "hang"
+CANCEL_S = 20.0
+
+GenerateBy = Callable[..., lx.Generation]
+
+
+def _generate(address: str, prompt: str | None = "hello", **options: Any) -> lx.Generation:
+    with lx.Client(address, tenant="acme") as client:
+        return client.generate(prompt, **options)
+
+
+def _generate_async(address: str, prompt: str | None = "hello", **options: Any) -> lx.Generation:
+    async def run() -> lx.Generation:
+        async with lx.AsyncClient(address, tenant="acme") as client:
+            return await client.generate(prompt, **options)
+
+    return asyncio.run(run())
+
+
+@pytest.fixture(params=[_generate, _generate_async], ids=["sync", "async"])
+def generate(request: pytest.FixtureRequest) -> GenerateBy:
+    """Generate with either client, and close it."""
+    by: GenerateBy = request.param
+    return by
+
+
+def test_whole_answer(server: Any, answer: list[Any], generate: GenerateBy) -> None:
+    server.service.script = answer
+    generation = generate(server.address, adapter_id="pirate")
+    assert generation.text == " Ahoy"
+    assert generation.token_ids == (7, 8, 9)
+    assert (generation.finish_reason, generation.stop) == (lx.FinishReason.STOP, "!")
+    assert generation.usage == lx.Usage(prompt_tokens=4, cached_tokens=2, completion_tokens=3)
+    assert generation.timings == lx.Timings(queue_s=0.5, adapter_s=0.25, ttft_s=1.0, decode_s=2.0)
+    assert generation.adapter_revision == "tenants/acme/adapters/pirate/revisions/sha256:00"
+    assert (generation.continuations, generation.request_id) == (1, "r-1")
+    assert server.service.tenants == ["acme"]
+
+
+def test_pieces_come_before_the_answer_has_ended(server: Any, answer: list[Any]) -> None:
+    server.service.script = [*answer[:3], HANG]
+    with lx.Client(server.address) as client, client.generate_stream("hello") as stream:
+        pieces = [next(stream) for _ in range(3)]
+    assert [(piece.text, piece.token_ids, piece.offset) for piece in pieces] == [
+        (" Ah", (7, 8), 0),
+        ("o", (9,), 2),
+        ("y", (), 3),
+    ]
+    assert all(piece.finished is None for piece in pieces)
+
+
+async def test_last_piece_carries_the_whole(server: Any, answer: list[Any]) -> None:
+    server.service.script = answer
+    async with lx.AsyncClient(server.address) as client:
+        pieces = [piece async for piece in client.generate_stream("hello")]
+        stream = client.generate_stream("hello")
+        whole = await stream.result()
+    assert "".join(piece.text for piece in pieces) == " Ahoy"
+    assert pieces[-1].finished == whole
+    assert pieces[-1].offset == 3
+
+
+def test_several_choices(server: Any, answer: list[Any], generate: GenerateBy) -> None:
+    delta = inference_pb2.Delta(
+        choice=1,
+        token_ids=[5],
+        text="B",
+        logprobs=[
+            inference_pb2.TokenLogprobs(logprob=-0.5, alternatives=[inference_pb2.Alternative(token_id=6, logprob=-1)])
+        ],
+    )
+    end = inference_pb2.Finished(choice=1, reason=inference_pb2.FINISH_REASON_STOP, stop_token_id=5)
+    event = inference_pb2.GenerateEvent
+    server.service.script = [answer[0], event(delta=delta), event(finished=end), *answer[1:]]
+    first, second = generate(server.address, n=2, logprobs=1).choices
+    assert (first.text, first.stop) == (" Ahoy", "!")
+    assert (second.text, second.token_ids, second.stop) == ("B", (5,), 5)
+    assert second.logprobs == (lx.TokenLogprobs(-0.5, ((6, -1.0),)),)
+
+
+STATUSES = [
+    (errors.InvalidField("sampling.top_p", "is 3"), lx.InvalidRequestError, {"field": "sampling.top_p"}),
+    (errors.NotBuilt("format.regex"), lx.NotImplementedByServerError, {"field": "format.regex"}),
+    (errors.NotFound("adapter", "support"), lx.NotFoundError, {"kind": "adapter", "name": "support"}),
+    (errors.Mismatch("rank", "is 512", reason="RANK"), lx.FailedPreconditionError, {"subject": "rank"}),
+    (errors.AlreadyExists("taken"), lx.AlreadyExistsError, {}),
+    (errors.Aborted("taken over"), lx.AbortedError, {}),
+    (
+        errors.Exhausted("tenants/acme", "the queue is full", retry_after_s=1.5),
+        lx.ResourceExhaustedError,
+        {"subject": "tenants/acme", "retry_after_s": 1.5},
+    ),
+    (errors.Unauthenticated("no tenant"), lx.UnauthenticatedError, {}),
+    (errors.Unavailable("no worker lives", retry_after_s=0.25), lx.UnavailableError, {"retry_after_s": 0.25}),
+    (errors.DeadlinePassed("too late"), lx.DeadlineExceededError, {}),
+    (errors.DataLoss("revision", "r", "not its digest"), lx.DataLossError, {"kind": "revision", "name": "r"}),
+    (errors.Internal("our fault", reason="POISON"), lx.InternalError, {}),
+]
+
+
+@pytest.mark.parametrize(("raised", "cls", "fields"), STATUSES, ids=[cls.__name__ for _, cls, _ in STATUSES])
+def test_every_status_has_its_exception(
+    server: Any, answer: list[Any], generate: GenerateBy, raised: errors.CallError, cls: type, fields: dict[str, Any]
+) -> None:
+    server.service.script = [answer[0], raised]
+    with pytest.raises(lx.LoraplexError) as caught:
+        generate(server.address)
+    assert type(caught.value) is cls
+    assert caught.value.message == str(caught.value) == raised.message
+    assert caught.value.reason == raised.reason
+    assert {name: getattr(caught.value, name) for name in fields} == fields
+
+
+def test_all_errors_of_the_tree_are_tried() -> None:
+    assert {type(raised) for raised, _, _ in STATUSES} == set(errors.CallError.__subclasses__())
+
+
+def test_nobody_listens(generate: GenerateBy) -> None:
+    with pytest.raises(lx.UnavailableError, match=r"no answer from 127\.0\.0\.1:1: ") as caught:
+        generate("127.0.0.1:1")
+    assert caught.value.reason == ""
+    assert caught.value.retry_after_s is None
+
+
+def test_deadline(server: Any, answer: list[Any], generate: GenerateBy) -> None:
+    server.service.script = [answer[0], HANG]
+    with pytest.raises(lx.DeadlineExceededError):
+        generate(server.address, timeout_s=0.2)
+    assert server.service.cancelled.wait(CANCEL_S)
+
+
+@pytest.mark.parametrize(
+    ("kept", "message"),
+    [
+        (slice(0, 1), "without a summary"),
+        (slice(1, None), "goes on at token 2 after 0 tokens"),
+        (slice(3, None), None),
+        (slice(4, None), "without an answer"),
+    ],
+)
+def test_broken_streams_are_errors(
+    server: Any, answer: list[Any], generate: GenerateBy, kept: slice, message: str | None
+) -> None:
+    server.service.script = answer[kept]
+    if message is None:  # an answer of no tokens is whole
+        assert generate(server.address).token_ids == ()
+        return
+    with pytest.raises(lx.InternalError, match=message):
+        generate(server.address)
+
+
+def test_break_cancels(server: Any, answer: list[Any]) -> None:
+    server.service.script = [*answer[:2], HANG]
+    with lx.Client(server.address) as client:
+        for piece in client.generate_stream("hello"):
+            assert piece.text == " Ah"
+            break
+        assert server.service.cancelled.wait(CANCEL_S)
+
+
+async def test_async_break_cancels(server: Any, answer: list[Any]) -> None:
+    server.service.script = [*answer[:2], HANG]
+    async with lx.AsyncClient(server.address) as client:
+        async for piece in client.generate_stream("hello"):
+            assert piece.text == " Ah"
+            break
+        assert await asyncio.to_thread(server.service.cancelled.wait, CANCEL_S)
+
+
+def test_an_exception_in_the_loop_cancels(server: Any, answer: list[Any]) -> None:
+    def fail() -> None:
+        for _ in client.generate_stream("hello"):
+            raise KeyError
+
+    server.service.script = [*answer[:2], HANG]
+    with lx.Client(server.address) as client:
+        with pytest.raises(KeyError):
+            fail()
+        assert server.service.cancelled.wait(CANCEL_S)
+
+
+def test_deleting_the_stream_cancels(server: Any, answer: list[Any]) -> None:
+    server.service.script = [*answer[:2], HANG]
+    with lx.Client(server.address) as client:
+        stream = client.generate_stream("hello")
+        next(stream)
+        del stream
+        gc.collect()
+        assert server.service.cancelled.wait(CANCEL_S)
+
+
+def test_close_ends_the_iteration(server: Any, answer: list[Any]) -> None:
+    server.service.script = [*answer[:2], HANG]
+    with lx.Client(server.address) as client:
+        stream = client.generate_stream("hello")
+        next(stream)
+        stream.close()
+        assert server.service.cancelled.wait(CANCEL_S)
+        assert all(piece.finished is None for piece in stream)
+        with pytest.raises(lx.CancelledError):
+            stream.result()
+
+
+async def test_aclose_by_another_task_ends_the_iteration(server: Any, answer: list[Any]) -> None:
+    server.service.script = [answer[0], HANG]
+    async with lx.AsyncClient(server.address) as client:
+        stream = client.generate_stream("hello")
+        await anext(stream)
+        waiting = asyncio.create_task(stream.result())
+        await asyncio.sleep(0)
+        await stream.aclose()
+        with pytest.raises(lx.CancelledError):
+            await waiting
+        assert await asyncio.to_thread(server.service.cancelled.wait, CANCEL_S)
+
+
+async def test_cancelling_the_task_cancels(server: Any, answer: list[Any]) -> None:
+    server.service.script = [answer[0], HANG]
+    async with lx.AsyncClient(server.address) as client:
+        stream = client.generate_stream("hello")
+        await anext(stream)
+        task = asyncio.create_task(stream.result())
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert await asyncio.to_thread(server.service.cancelled.wait, CANCEL_S)
+
+
+async def test_a_server_that_stops_is_not_a_cancelled_task(server: Any, answer: list[Any]) -> None:
+    server.service.script = [answer[0], HANG]
+    async with lx.AsyncClient(server.address) as client:
+        stream = client.generate_stream("hello")
+        await anext(stream)
+        stopping = asyncio.create_task(asyncio.to_thread(server.shut_down))
+        with pytest.raises((lx.UnavailableError, lx.CancelledError)):
+            await stream.result()
+        await stopping
+
+
+async def test_other_calls(server: Any) -> None:
+    with lx.Client(server.address) as client:
+        assert client.tokenize("hi") == (104, 105)
+        assert client.tokenize(messages=[{"role": "user", "content": "ho"}]) == (104, 111)
+        assert client.detokenize([104, 105]) == "hi"
+        assert client.models() == (lx.ServedModel("tiny", "sha256:00", 512),)
+    async with lx.AsyncClient(server.address) as client:
+        assert await client.tokenize("hi") == (104, 105)
+        assert await client.detokenize([104, 105]) == "hi"
+        assert await client.models() == (lx.ServedModel("tiny", "sha256:00", 512),)
+
+
+def test_client_can_be_used_after_close(server: Any) -> None:
+    client = lx.Client(server.address)
+    assert client.tokenize("hi") == (104, 105)
+    client.close()
+    assert client.tokenize("hi") == (104, 105)
+    client.close()
+
+
+def test_a_tenant_that_no_header_can_carry() -> None:
+    for cls in (lx.Client, lx.AsyncClient):
+        with pytest.raises(lx.InvalidRequestError) as caught:
+            cls("127.0.0.1:1", tenant="a\n")
+        assert caught.value.field == "tenant"
+
+
+def test_no_store(server: Any) -> None:
+    with lx.Client(server.address) as client, pytest.raises(ValueError, match="store="):
+        _ = client.store

@@ -1,0 +1,133 @@
+"""Arguments of generate to the message on the wire."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from loraplex.inference.v1 import inference_pb2
+from loraplex_client import GenerateOptions, InvalidRequestError
+from loraplex_client.connection import CHANNEL_OPTIONS
+from loraplex_client.options import generate_request
+
+from rpc import server
+
+EVERYTHING: GenerateOptions = {
+    "messages": [{"role": "user", "content": "hi"}],
+    "adapter_id": "support@canary",
+    "adapters": {"a": 0.5, "b": 0.25},
+    "model": "tiny",
+    "request_id": "r-1",
+    "priority": -3,
+    "temperature": 0.0,
+    "top_k": 4,
+    "top_p": 0.5,
+    "min_p": 0.25,
+    "typical_p": 0.125,
+    "repetition_penalty": 1.5,
+    "frequency_penalty": 0.5,
+    "presence_penalty": -0.5,
+    "logit_bias": {7: -1.0},
+    "seed": 2**63,
+    "max_new_tokens": 8,
+    "min_new_tokens": 2,
+    "stop": ["a", "b"],
+    "stop_token_ids": [1, 2],
+    "ignore_eos": False,
+    "n": 2,
+    "best_of": 3,
+    "logprobs": 0,
+    "echo": True,
+    "skip_special_tokens": False,
+    "stream_interval": 4,
+    "regex": "a+",
+}
+
+
+def test_everything_finds_its_field() -> None:
+    spec = generate_request(None, EVERYTHING).spec
+    assert spec == inference_pb2.GenerateSpec(
+        request_id="r-1",
+        model="tiny",
+        adapter="support@canary",
+        adapters=[
+            inference_pb2.WeightedAdapter(adapter="a", weight=0.5),
+            inference_pb2.WeightedAdapter(adapter="b", weight=0.25),
+        ],
+        chat=inference_pb2.Chat(messages=[inference_pb2.ChatMessage(role="user", content="hi")]),
+        sampling=inference_pb2.Sampling(
+            temperature=0.0,
+            top_k=4,
+            top_p=0.5,
+            min_p=0.25,
+            typical_p=0.125,
+            repetition_penalty=1.5,
+            frequency_penalty=0.5,
+            presence_penalty=-0.5,
+            logit_bias={7: -1.0},
+            seed=2**63,
+        ),
+        stopping=inference_pb2.Stopping(
+            max_tokens=8, min_tokens=2, stop=["a", "b"], stop_token_ids=[1, 2], ignore_eos=False
+        ),
+        output=inference_pb2.Output(
+            n=2, best_of=3, logprobs=0, echo=True, skip_special_tokens=False, stream_interval=4
+        ),
+        regex="a+",
+        priority=-3,
+    )
+
+
+def test_every_option_reaches_the_wire() -> None:
+    for name in set(GenerateOptions.__annotations__) - {"token_ids", "messages"}:
+        value: Any = EVERYTHING.get(name) or ["x"] if name == "choices" else EVERYTHING.get(name, "x")
+        options: Any = {name: value}
+        assert generate_request("p", options).spec != generate_request("p", {}).spec, name
+
+
+def test_unset_is_not_zero() -> None:
+    spec = generate_request("hi", {"temperature": None, "adapter_id": None}).spec
+    assert spec == inference_pb2.GenerateSpec(prompt="hi")
+    assert not spec.HasField("sampling")
+    assert generate_request("hi", {"temperature": 0}).spec.sampling.HasField("temperature")
+
+
+def test_a_lone_stop_string_is_not_its_letters() -> None:
+    assert list(generate_request("hi", {"stop": "END"}).spec.stopping.stop) == ["END"]
+
+
+def test_ids_instead_of_text() -> None:
+    assert list(generate_request(None, {"token_ids": (1, 2)}).spec.token_ids.ids) == [1, 2]
+    assert generate_request(None, {"token_ids": ()}).spec.WhichOneof("input") == "token_ids"
+    assert generate_request("", {}).spec.WhichOneof("input") == "prompt"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options", "field"),
+    [
+        (None, {}, "prompt"),
+        ("a", {"token_ids": [1]}, "prompt"),
+        ("a", {"temperature": "hot"}, "sampling.temperature"),
+        ("a", {"top_k": -1}, "sampling.top_k"),
+        ("a", {"max_new_tokens": 2**32}, "stopping.max_tokens"),
+        ("a", {"stop_token_ids": ["x"]}, "stopping.stop_token_ids"),
+        ("a", {"logit_bias": {"x": 1.0}}, "sampling.logit_bias"),
+        ("\ud800", {}, "prompt"),
+        (None, {"messages": [{"role": "user", "text": "hi"}]}, "messages"),
+        (None, {"messages": ["hi"]}, "messages"),
+    ],
+)
+def test_what_can_not_be_sent_names_its_field(prompt: str | None, options: Any, field: str) -> None:
+    with pytest.raises(InvalidRequestError, match=f"^{field}: ") as caught:
+        generate_request(prompt, options)
+    assert caught.value.field == field
+
+
+def test_unknown_option() -> None:
+    options: Any = {"temprature": 1.0}
+    with pytest.raises(TypeError, match="temprature"):
+        generate_request("hi", options)
+
+
+def test_keepalive_is_the_servers() -> None:
+    assert server.CHANNEL_OPTIONS == CHANNEL_OPTIONS

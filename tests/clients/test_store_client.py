@@ -1,0 +1,139 @@
+"""The SDK's store clients, blocking and async, against a real adapter store."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import loraplex_client as lx
+import pytest
+
+from artifacts.base_model import read_base_model
+from clients.cli.models import registered
+
+Ask = Callable[..., Any]
+MODEL = read_base_model("hash:?vocab=1024&seed=3")
+
+
+def _ask(address: str, tenant: str, method: str, *arguments: Any, **options: Any) -> Any:
+    with lx.StoreClient(address, tenant) as client:
+        return getattr(client, method)(*arguments, **options)
+
+
+def _ask_async(address: str, tenant: str, method: str, *arguments: Any, **options: Any) -> Any:
+    async def run() -> Any:
+        async with lx.AsyncStoreClient(address, tenant) as client:
+            return await getattr(client, method)(*arguments, **options)
+
+    return asyncio.run(run())
+
+
+@pytest.fixture(params=[_ask, _ask_async], ids=["sync", "async"])
+def ask(request: pytest.FixtureRequest, store_address: str) -> Iterator[Ask]:
+    """Call a method of either client as tenant acme or globex; the store knows the base model, and ends up empty."""
+
+    def bound(method: str, *arguments: Any, tenant: str = "acme", **options: Any) -> Any:
+        return request.param(store_address, tenant, method, *arguments, **options)
+
+    bound("register_model", registered(MODEL), MODEL.files)
+    yield bound
+    for tenant in ("acme", "globex"):
+        for adapter in bound("list", tenant, tenant=tenant):
+            bound("delete", adapter.name, tenant=tenant)
+
+
+def test_register_and_list_models(ask: Ask) -> None:
+    files = {"config.json": b"{}", "tokenizer.json": bytes(700_000), "added_tokens.json": b""}
+    module = lx.Module("model.layers.0.mlp.up_proj", 8, 16)
+    model = lx.BaseModel("tiny", f"sha256:{'0' * 64}", "llama", 512, 1000, (1, 2), (module,))
+    registered_model = ask("register_model", model, files)
+    assert {file.name: file.size for file in registered_model.files} == {
+        name: len(data) for name, data in files.items()
+    }
+    assert (registered_model.modules, registered_model.end_token_ids) == ((module,), (1, 2))
+    assert {one.name: one for one in ask("models")}["tiny"] == registered_model
+    other = lx.BaseModel("tiny", f"sha256:{'1' * 64}", "llama", 512, 1000, (1, 2), (module,))
+    with pytest.raises(lx.LoraplexError):
+        ask("register_model", other, files)
+    assert ask("register_model", other, files, replace=True).digest == other.digest
+    ask("register_model", model, files, replace=True)
+
+
+def test_push_show_list(ask: Ask, adapter_directory: Path) -> None:
+    sent: list[tuple[int, int]] = []
+    pushed = ask(
+        "push",
+        adapter_directory,
+        "support",
+        base_model="hash",
+        progress=lambda so_far, total: sent.append((so_far, total)),
+    )
+    total = sum(path.stat().st_size for path in adapter_directory.iterdir())
+    assert sent[-1] == (total, total)
+    assert len(sent) == 4  # the configuration, and three chunks of weights
+    assert pushed.created
+    assert pushed.revision.name == f"tenants/acme/adapters/support/revisions/{pushed.revision.digest}"
+    assert pushed.revision.weight_bytes == 1_300_000
+    assert pushed.adapter.aliases == {"live": pushed.revision.digest}
+    assert ask("get", "support") == (pushed.adapter, pushed.revision)
+    assert ask("list") == (pushed.adapter,)
+    assert ask("list", tenant="globex") == ()
+    assert not ask("push", adapter_directory, "support", base_model="hash").created
+
+
+def test_revisions_and_aliases(ask: Ask, adapter_directory: Path) -> None:
+    first = ask("push", adapter_directory, "support", base_model="hash").revision
+    (adapter_directory / "adapter_model.safetensors").write_bytes(b"other")
+    second = ask("push", adapter_directory, "support", base_model="hash", alias="canary").revision
+    assert ask("revisions", "support") == (second, first)
+    assert ask("get", "support")[1] == first
+    assert ask("get", "support@canary")[1] == second
+    assert ask("set_alias", "support", "live", second.digest).aliases["live"] == second.digest
+    assert ask("set_alias", "support", "canary", "").aliases == {"live": second.digest}
+
+
+def test_what_went_up_comes_down(ask: Ask, adapter_directory: Path, tmp_path: Path) -> None:
+    pushed = ask("push", adapter_directory, "support", base_model="hash")
+    for name in ("support", "support@live", pushed.revision.name):
+        target = tmp_path / "down" / name.replace("/", "_")
+        assert ask("download", name, target) == pushed.revision
+        assert {path.name: path.read_bytes() for path in target.iterdir()} == {
+            path.name: path.read_bytes() for path in adapter_directory.iterdir()
+        }
+
+
+def test_failed_download_leaves_nothing(ask: Ask, tmp_path: Path) -> None:
+    missing = f"tenants/acme/adapters/support/revisions/sha256:{'0' * 64}"
+    with pytest.raises(lx.NotFoundError):
+        ask("download", missing, tmp_path / "down")
+    assert list((tmp_path / "down").iterdir()) == []
+
+
+def test_another_tenants_adapter_is_not_found(ask: Ask, adapter_directory: Path) -> None:
+    name = ask("push", adapter_directory, "support", base_model="hash").adapter.name
+    for method in ("get", "revisions", "delete"):
+        with pytest.raises(lx.NotFoundError):
+            ask(method, name, tenant="globex")
+
+
+def test_many_pages(ask: Ask, adapter_directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("loraplex_client.adapters.PAGE_SIZE", 2)
+    names = [ask("push", adapter_directory, f"a{number}", base_model="hash").adapter.name for number in range(5)]
+    assert [adapter.name for adapter in ask("list")] == names
+
+
+def test_not_an_adapter(ask: Ask, tmp_path: Path) -> None:
+    with pytest.raises(lx.InvalidRequestError, match=r"has no adapter_config\.json") as caught:
+        ask("push", tmp_path, "support")
+    assert caught.value.field == "directory"
+
+
+def test_what_breaks_an_upload_is_what_is_raised(ask: Ask, adapter_directory: Path) -> None:
+    def fail(sent: int, total: int) -> None:
+        raise KeyError(sent, total)
+
+    with pytest.raises(KeyError):
+        ask("push", adapter_directory, "support", base_model="hash", progress=fail)
+    assert ask("list") == ()

@@ -1,0 +1,117 @@
+"""What `loraplex up` decides before and beside its processes: whose adapters, which of them in the demo."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from clients.cli.adapter_tree import AdapterDirectory, find_adapters
+from clients.cli.demo import DEMO_PROMPT, choose, run_demo
+from clients.cli.pace import Pace, shown
+from clients.cli.terminal import CommandError, printable
+from rpc import errors
+
+
+def _adapter(directory: Path) -> Path:
+    directory.mkdir(parents=True)
+    (directory / "adapter_config.json").write_text("{}")
+    (directory / "adapter_model.safetensors").write_bytes(b"")
+    return directory
+
+
+def test_tenants_own_and_shared_adapters(tmp_path: Path) -> None:
+    support = _adapter(tmp_path / "acme" / "support")
+    polite = _adapter(tmp_path / "polite")
+    sales = _adapter(tmp_path / "acme" / "sales")
+    (tmp_path / "README.md").write_text("files beside them are nobody's")
+    (tmp_path / ".cache").mkdir()
+    assert find_adapters(tmp_path) == (
+        AdapterDirectory("acme", "sales", sales),
+        AdapterDirectory("acme", "support", support),
+        AdapterDirectory("shared", "polite", polite),
+    )
+
+
+def test_an_adapter_without_weights(tmp_path: Path) -> None:
+    (_adapter(tmp_path / "acme" / "support") / "adapter_model.safetensors").unlink()
+    with pytest.raises(CommandError, match=r"acme/support is not an adapter: it has no adapter_model\.safetensors"):
+        find_adapters(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("missing", "missing does not exist"),
+        ("file", "file is not a directory"),
+        ("empty", "empty holds no adapters"),
+        ("tree/acme/support", "is an adapter itself; give the directory that it lies in"),
+        ("half", "half/globex is not an adapter, and holds none"),
+        ("stray", "stray/acme/notes is not an adapter: it has no adapter_config.json"),
+        ("names", "Support Desk: adapter: .* lower-case"),
+    ],
+)
+def test_what_is_no_folder_of_adapters(tmp_path: Path, given: str, message: str) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "empty").mkdir()
+    _adapter(tmp_path / "tree" / "acme" / "support")
+    (tmp_path / "half" / "globex").mkdir(parents=True)
+    (tmp_path / "stray" / "acme" / "notes").mkdir(parents=True)
+    _adapter(tmp_path / "names" / "acme" / "Support Desk")
+    with pytest.raises(CommandError, match=message) as caught:
+        find_adapters(tmp_path / given)
+    assert caught.value.exit_code == 2
+
+
+async def test_the_demo_streams_every_answer(
+    server: Any, answer: list[Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    server.service.script = answer
+    await run_demo(server.address, [AdapterDirectory("acme", "shout", Path()), AdapterDirectory("b", "json", Path())])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == f"{DEMO_PROMPT} ..."
+    assert sorted(lines[1:4]) == ["[acme/shout]  Ahoy", "[b/json]  Ahoy", "[base model]  Ahoy"]
+    assert lines[4].split("\t") == ["adapter", "tenant", "TTFT ms", "tokens", "tokens/s"]
+    assert [line.split("\t")[:2] for line in lines[5:]] == [
+        ["shout", "acme"],
+        ["json", "b"],
+        ["(base model)", "default"],
+    ]
+    assert all(line.split("\t")[3] == "3" for line in lines[5:])
+    adapters = [request.spec.adapter for request in server.service.requests]
+    asked = zip(server.service.tenants, adapters, strict=True)
+    assert sorted(asked) == [("acme", "shout"), ("b", "json"), ("default", "")]
+
+
+async def test_one_failed_answer_fails_the_demo(server: Any, answer: list[Any]) -> None:
+    server.service.script = [answer[0], errors.Internal("broken")]
+    with pytest.raises(CommandError, match="base model: broken") as caught:
+        await run_demo(server.address, [])
+    assert caught.value.exit_code == 1
+
+
+def test_the_demo_shows_three_tenants_before_a_second_adapter_of_one() -> None:
+    def chosen(*names: str) -> list[str]:
+        adapters = [AdapterDirectory(Path(name).parent.name, Path(name).name, Path(name)) for name in names]
+        return [f"{adapter.tenant}/{adapter.name}" for adapter in choose(adapters)]
+
+    assert chosen("a/1", "a/2", "b/1", "c/1", "d/1") == ["a/1", "b/1", "c/1"]
+    assert chosen("a/1", "a/2", "b/1") == ["a/1", "b/1", "a/2"]
+    assert chosen() == []
+
+
+def test_pace_counts_what_came() -> None:
+    pace = Pace()
+    assert (shown(pace.ttft_ms), shown(pace.tokens_per_s), pace.tokens) == ("-", "-", 0)
+    pace.note(0)
+    assert pace.ttft_ms is None
+    pace.note(2)
+    assert pace.ttft_ms is not None
+    assert pace.tokens_per_s is None
+    pace.note(3)
+    assert pace.tokens == 5
+
+
+def test_text_can_not_steer_the_terminal() -> None:
+    assert printable("a\tb\nc\x1b[2J\x07\x9b1m\x7f é") == "a\tb\nc[2J1m é"
