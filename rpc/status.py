@@ -7,6 +7,7 @@ Details are google.rpc messages in the `grpc-status-details-bin` trailer, ErrorI
 from __future__ import annotations
 
 import asyncio
+import inspect
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
@@ -136,7 +137,11 @@ def _guard(method: Callable[..., Awaitable[Any]], name: str) -> Callable[..., Aw
 def _guard_stream(method: Any, name: str) -> Callable[..., AsyncIterator[Any]]:
     async def guarded(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
         try:
-            async for response in method(request, context):
+            answer = method(request, context)
+            if inspect.isawaitable(answer):  # a handler that writes to the context itself, as health's Watch does
+                await answer
+                return
+            async for response in answer:
                 yield response
         except (grpc.aio.AbortError, asyncio.CancelledError):
             raise
