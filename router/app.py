@@ -55,12 +55,12 @@ async def run(settings: Settings) -> None:
 
 
 async def _serve(public: Server, models: Models, dispatcher: Dispatcher, stop: asyncio.Event) -> None:
-    watch = asyncio.create_task(dispatcher.watch())
+    forever = {asyncio.create_task(dispatcher.watch()), asyncio.create_task(models.follow_store())}
     stopping = asyncio.create_task(stop.wait())
     health, told = False, ""
     try:
         while not stop.is_set():
-            await models.refresh(dispatcher)
+            await models.follow_workers(dispatcher)
             waits_for = models.waits_for()
             if waits_for != told:
                 log.info("waits for %s", waits_for) if waits_for else log.info("serves")
@@ -68,9 +68,9 @@ async def _serve(public: Server, models: Models, dispatcher: Dispatcher, stop: a
             if health != (not waits_for):
                 health = not waits_for
                 await public.set_serving(health)
-            await asyncio.wait({stopping, watch}, timeout=WATCH_S, return_when=asyncio.FIRST_COMPLETED)
-            if watch.done():
-                watch.result()
+            done, _ = await asyncio.wait({stopping, *forever}, timeout=WATCH_S, return_when=asyncio.FIRST_COMPLETED)
+            for task in done & forever:
+                task.result()  # raises: they end only by a fault of ours
     finally:
-        watch.cancel()
-        stopping.cancel()
+        for task in (*forever, stopping):
+            task.cancel()

@@ -91,12 +91,8 @@ class Models:
     def _serving(self, name: str) -> bool:
         return any(state.phase is WorkerPhase.SERVING for state in self.workers(name))
 
-    async def refresh(self, dispatcher: Dispatcher) -> None:
-        """One look at the store and at Redis; tells the dispatcher who lives."""
-        try:
-            await self._follow_store()
-        except CallError as error:
-            self._say(error.message)
+    async def follow_workers(self, dispatcher: Dispatcher) -> None:
+        """One look at who lives; the dispatcher is told."""
         try:
             for model in self.served:
                 self._workers[model.manifest.name] = await model.liveness.living()
@@ -108,22 +104,29 @@ class Models:
             states = [state for states in self._workers.values() for state in states]
             dispatcher.living({state.incarnation for state in states})
 
-    async def _follow_store(self) -> None:
-        # Once a model is known a lookup per beat would tell nothing new but a replacement.
-        for name, digest in (await self._store.models()).items():
-            known = self._served.get(name)
-            if known is not None and known.manifest.digest == digest:
-                continue
-            manifest = await self._store.manifest(name)
+    async def follow_store(self) -> None:
+        """Forever: serve what is registered."""
+        while True:
             try:
-                text = await asyncio.to_thread(text_of, manifest.architecture, manifest.vocab_size, manifest.files)
-            except ValueError as error:
-                self._say(f"base model {name} can't be served: {error}")
-                continue
-            keys = Keys(name, self._cell)
-            queue = JobQueue(self._redis, keys, waiting_limit=self._waiting_limit)
-            self._served[name] = ServedModel(manifest, text, queue, Liveness(self._redis, keys))
-            log.info("serves base model %s (%s)", name, digest)
+                for name, digest in (await self._store.models()).items():
+                    known = self._served.get(name)
+                    if known is None or known.manifest.digest != digest:
+                        await self._serve(name)
+            except CallError as error:
+                self._say(error.message)
+            await asyncio.sleep(WATCH_S)
+
+    async def _serve(self, name: str) -> None:
+        manifest = await self._store.manifest(name)
+        try:
+            text = await asyncio.to_thread(text_of, manifest.architecture, manifest.vocab_size, manifest.files)
+        except ValueError as error:
+            self._say(f"base model {name} can't be served: {error}")
+            return
+        keys = Keys(name, self._cell)
+        queue = JobQueue(self._redis, keys, waiting_limit=self._waiting_limit)
+        self._served[name] = ServedModel(manifest, text, queue, Liveness(self._redis, keys))
+        log.info("serves base model %s (%s)", name, manifest.digest)
 
     def _say(self, message: str) -> None:
         if message != self._told:

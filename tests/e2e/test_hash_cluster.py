@@ -13,6 +13,7 @@ from typing import Any
 
 import grpc
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from loraplex.inference.v1 import inference_pb2, inference_pb2_grpc
 from loraplex_client import (
     AsyncClient,
@@ -21,6 +22,7 @@ from loraplex_client import (
     InvalidRequestError,
     NotFoundError,
     NotImplementedByServerError,
+    UnavailableError,
 )
 
 from worker.hash_engine import expected_ids
@@ -206,3 +208,31 @@ async def test_a_call_without_a_tenant_is_refused(start_cluster: StartCluster) -
             async for _ in stub.Generate(inference_pb2.GenerateRequest(spec=spec)):
                 pass
         assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+
+
+async def test_health_tells_whether_work_can_be_served(start_cluster: StartCluster) -> None:
+    async with start_cluster(FAST, {}) as cluster, grpc.aio.insecure_channel(cluster.local.router) as channel:
+        changes = aiter(health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest()))
+        assert (await anext(changes)).status == health_pb2.HealthCheckResponse.SERVING
+        cluster.local.kill("worker-1", signal.SIGKILL)
+        assert (await anext(changes)).status == health_pb2.HealthCheckResponse.NOT_SERVING
+        with pytest.raises(UnavailableError, match="no worker"):
+            await cluster.client.generate("x")
+        await cluster.local.start_worker()
+        assert (await anext(changes)).status == health_pb2.HealthCheckResponse.SERVING
+        answer = await cluster.client.generate("x", max_new_tokens=5)
+        assert list(answer.token_ids) == expected(FAST, "x", "", 5)
+
+
+async def test_a_worker_that_is_told_to_stop_hands_its_work_over(start_cluster: StartCluster) -> None:
+    flags = ("--rows", "8", "--drain-s", "0.2")
+    async with start_cluster(SLOW, {}, workers=2, worker_flags=flags) as cluster:
+        streams = [cluster.client.generate_stream(f"prompt {number}", max_new_tokens=300) for number in range(12)]
+        firsts = [await anext(stream) for stream in streams]
+        cluster.local.kill("worker-1", signal.SIGTERM)
+        wholes = [await stream.result() for stream in streams]
+        for number, (first, whole) in enumerate(zip(firsts, wholes, strict=True)):
+            assert first.offset == 0
+            assert list(whole.token_ids) == expected(SLOW, f"prompt {number}", "", 300)
+        assert await cluster.local.processes["worker-1"].exited == 0
+        assert sum(whole.continuations for whole in wholes) > 0
