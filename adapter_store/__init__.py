@@ -1,0 +1,1 @@
+"""The adapter store: who owns which adapter, its immutable revisions, and the base models that they belong to."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from redis.asyncio import BlockingConnectionPool, Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import ExponentialBackoff
@@ -34,14 +36,19 @@ async def connect(url: str) -> Redis:
         )
         client = Redis.from_pool(pool)
     except ValueError as error:
-        raise RedisUnreachableError(f"--redis-url {url}: {error}") from error
+        raise RedisUnreachableError(f"--redis-url {_shown(url)}: {error}") from error
     try:
         info = await client.info("server")
     except (RedisError, OSError) as error:
         await client.aclose()
-        raise RedisUnreachableError(f"--redis-url {url}: no answer ({error}); is the server up?") from error
+        raise RedisUnreachableError(f"--redis-url {_shown(url)}: no answer ({error}); is the server up?") from error
     version = str(info["redis_version"])
     if int(version.split(".", maxsplit=1)[0]) < 7:
         await client.aclose()
-        raise RedisUnreachableError(f"--redis-url {url}: version {version} is too old; 7.0 or newer is needed")
+        raise RedisUnreachableError(f"--redis-url {_shown(url)}: version {version} is too old; 7.0 or newer is needed")
     return client
+
+
+def _shown(url: str) -> str:
+    """The URL without its password, which must not reach a terminal or a log."""
+    return re.sub(r"//([^:/@]*):[^@]*@", r"//\1:***@", url)

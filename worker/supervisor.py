@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import socket
 import sys
 import time
@@ -43,10 +44,13 @@ class EngineProcess:
     async def start(cls, configure: Configure) -> EngineProcess:
         """Start the process; it loads its model on its own."""
         ours, theirs = socket.socketpair()
-        command = (sys.executable, "-m", "worker.engine_process", "--fd", str(theirs.fileno()))
+        # -P: a folder named worker where the user stands must not take our worker's place.
+        command = (sys.executable, "-P", "-m", "worker.engine_process", "--fd", str(theirs.fileno()))
+        # Threads of a matrix product that spin while they wait take the cores from everything else on the machine.
+        environ = {"OMP_WAIT_POLICY": "PASSIVE"} | os.environ
         try:
             process = await asyncio.create_subprocess_exec(
-                *command, stdin=asyncio.subprocess.DEVNULL, pass_fds=(theirs.fileno(),)
+                *command, stdin=asyncio.subprocess.DEVNULL, pass_fds=(theirs.fileno(),), env=environ
             )
         except BaseException:
             ours.close()

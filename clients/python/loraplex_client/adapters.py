@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -95,6 +96,10 @@ def download(name: str, directory: Path) -> Script[Revision]:
 def register_model(model: BaseModel, files: Mapping[str, bytes], replace: bool) -> Script[BaseModel]:
     """Make a base model known, with its small files; never weights."""
     header = adapters_pb2.RegisterBaseModelRequest(model=model_message(model), replace=replace)
+    # Announced, so that a stream that is cut short is not taken for the whole.
+    for name, content in sorted(files.items()):
+        sha256 = f"sha256:{hashlib.sha256(content).hexdigest()}"
+        header.model.files.add(name=name, size=len(content), sha256=sha256)
     response = yield Call("RegisterBaseModel", Upload(_register_requests(header, files)))
     return model_of(response.model)
 

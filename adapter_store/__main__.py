@@ -1,0 +1,30 @@
+"""`python -m adapter_store`: read the settings, run the store. Exits 2 with one line on whatever stops start-up."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import uvloop
+
+from adapter_store.app import serve
+from adapter_store.settings import StoreSettings
+from adapter_store.storage import DataDirectoryError
+from rpc.server import PortInUse
+from rpc.settings import SettingsError, read_settings
+from telemetry.logging import set_up_logging
+
+
+def main() -> int:
+    """The process's exit status."""
+    set_up_logging("adapter_store")
+    try:
+        uvloop.run(serve(read_settings(StoreSettings, "adapter-store", sys.argv[1:], os.environ)))
+    except (SettingsError, DataDirectoryError, PortInUse) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,78 @@
+"""The store's process: the data directory, the catalog over it, the server over both; and their end in reverse."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from loraplex.adapters.v1 import adapters_pb2_grpc as pb_grpc
+
+from adapter_store.auth import tenant_of
+from adapter_store.bases import BaseModels
+from adapter_store.catalog import Catalog
+from adapter_store.database import Database
+from adapter_store.receive import Receiver
+from adapter_store.service import AdapterService
+from adapter_store.settings import StoreSettings
+from adapter_store.storage import DataDirectory
+from rpc.server import Server, stop_signal
+
+log = logging.getLogger(__name__)
+
+# How long uploads and downloads under way may go on after SIGTERM.
+DRAIN_S = 10.0
+
+
+class Store:
+    """A running store; `port` is where it listens."""
+
+    def __init__(self, settings: StoreSettings) -> None:
+        self._settings = settings
+        self.port = 0
+
+    async def start(self) -> None:
+        """Open the data, listen, serve. Raises DataDirectoryError, PortInUse; then nothing is left open."""
+        await asyncio.to_thread(self._open)
+        try:
+            catalog, bases = Catalog(self._database, self._data), BaseModels(self._database, self._data)
+            receiver = Receiver(self._data, catalog, bases, self._settings.max_adapter_bytes)
+            self._server = Server()
+            service = AdapterService(catalog, bases, receiver, tenant_of)
+            pb_grpc.add_AdapterServiceServicer_to_server(service, self._server.grpc)
+            self.port = self._server.bind(self._settings.host, self._settings.port)
+            await self._server.start()
+            await self._server.set_serving(True)
+        except BaseException:
+            await asyncio.to_thread(self._close)
+            raise
+
+    async def stop(self, drain_s: float = DRAIN_S) -> None:
+        """Refuse new calls, let running ones end for `drain_s`, cancel them, close the data."""
+        await self._server.stop(drain_s)
+        await asyncio.to_thread(self._close)
+
+    def _open(self) -> None:
+        self._data = DataDirectory(self._settings.data)
+        try:
+            self._database = Database(self._data.catalog_path)
+        except BaseException:
+            self._data.close()
+            raise
+        removed = self._data.clean(self._database.referenced_blobs())
+        if removed:
+            log.info("removed %d unfinished uploads and files without an owner", removed)
+
+    def _close(self) -> None:
+        self._database.close()
+        self._data.close()
+
+
+async def serve(settings: StoreSettings) -> None:
+    """Run a store until SIGTERM or SIGINT. Raises DataDirectoryError, PortInUse."""
+    stop = stop_signal()
+    store = Store(settings)
+    await store.start()
+    print(f"ready store={settings.host}:{store.port}", flush=True)
+    await stop.wait()
+    log.info("draining")
+    await store.stop()

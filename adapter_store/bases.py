@@ -1,0 +1,127 @@
+"""Base models' manifests and small files. Blocks: call it in a thread."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sqlite3
+import time
+from collections.abc import Mapping
+
+from adapter_store.database import Database
+from adapter_store.records import Base, Blob, NewBase
+from adapter_store.storage import BlobReader, DataDirectory, Upload
+from artifacts.base_model import BaseModel, ModuleShape
+from rpc.errors import AlreadyExists, InvalidField, NotFound
+
+
+class BaseModels:
+    """The registered base models."""
+
+    def __init__(self, database: Database, data: DataDirectory) -> None:
+        self._database = database
+        self._data = data
+
+    def get(self, name: str) -> Base:
+        """The model. Raises NotFound."""
+        with self._database.reading() as rows:
+            return _get(rows, name)
+
+    def get_or_only(self, name: str, field: str) -> Base:
+        """The model; the only one when the name is empty. Raises NotFound, InvalidField where there are several."""
+        if name:
+            return self.get(name)
+        models = self.list_bases("", limit=2)
+        if not models:
+            raise NotFound("base model", "none is registered")
+        if len(models) > 1:
+            raise InvalidField(field, "the store knows several base models; name one")
+        return models[0]
+
+    def list_bases(self, after: str, limit: int) -> list[Base]:
+        """Models by name, from the first that comes after `after`."""
+        with self._database.reading() as rows:
+            found = rows.execute("SELECT * FROM base_models WHERE name > ? ORDER BY name LIMIT ?", (after, limit))
+            return [_to_base(rows, row) for row in found.fetchall()]
+
+    def register(self, new: NewBase, upload: Upload) -> Base:
+        """Keep the model with the upload's files; the same again changes nothing. Raises AlreadyExists where the name
+        has another digest, manifest or files and `replace` is not set.
+        """
+        manifest, files = new.manifest, new.files
+        with self._database.lock:
+            outdated: set[str] = set()
+            with self._database.transaction() as rows:
+                known = _find(rows, manifest.name)
+                if known is not None:
+                    if known.manifest == manifest and known.files == files:
+                        return known
+                    if not new.replace:
+                        raise AlreadyExists(_what_differs(known, manifest))
+                    outdated = {blob.digest for blob in known.files.values()}
+                    rows.execute("DELETE FROM base_models WHERE name = ?", (manifest.name,))
+                _insert(rows, manifest, files)
+                for name, blob in files.items():
+                    self._data.keep(upload.path / name, blob)
+                base = _get(rows, manifest.name)
+            for digest in self._database.unreferenced(outdated):
+                self._data.remove(digest)
+            return base
+
+    def open(self, name: str) -> tuple[Base, dict[str, BlobReader]]:
+        """The model and its files, opened at one moment. Raises NotFound, CorruptBlob."""
+        with self._database.reading() as rows:
+            base = _get(rows, name)
+            readers: dict[str, BlobReader] = {}
+            try:
+                for file, blob in base.files.items():
+                    readers[file] = self._data.open(blob)
+            except BaseException:
+                for reader in readers.values():
+                    reader.close()
+                raise
+            return base, readers
+
+
+def _what_differs(known: Base, manifest: BaseModel) -> str:
+    if known.manifest.digest != manifest.digest:
+        return f"base model {manifest.name} is registered with digest {known.manifest.digest}, not {manifest.digest}"
+    return f"base model {manifest.name} is registered with the same weights but another manifest or other small files"
+
+
+def _get(rows: sqlite3.Connection, name: str) -> Base:
+    base = _find(rows, name)
+    if base is None:
+        raise NotFound("base model", name)
+    return base
+
+
+def _find(rows: sqlite3.Connection, name: str) -> Base | None:
+    row = rows.execute("SELECT * FROM base_models WHERE name = ?", (name,)).fetchone()
+    return None if row is None else _to_base(rows, row)
+
+
+def _to_base(rows: sqlite3.Connection, row: sqlite3.Row) -> Base:
+    fields = json.loads(row["manifest"])
+    fields["end_token_ids"] = tuple(fields["end_token_ids"])
+    fields["modules"] = tuple(ModuleShape(*module) for module in fields["modules"])
+    found = rows.execute("SELECT name, digest, bytes FROM base_files WHERE model = ? ORDER BY name", (row["name"],))
+    return Base(
+        manifest=BaseModel(**fields),
+        files={file["name"]: Blob(file["digest"], file["bytes"]) for file in found},
+        create_ns=row["create_ns"],
+    )
+
+
+def _insert(rows: sqlite3.Connection, manifest: BaseModel, files: Mapping[str, Blob]) -> None:
+    fields = {field.name: getattr(manifest, field.name) for field in dataclasses.fields(manifest)}
+    fields["modules"] = [dataclasses.astuple(module) for module in manifest.modules]
+    del fields["files"]
+    rows.execute(
+        "INSERT INTO base_models (name, digest, manifest, create_ns) VALUES (?, ?, ?, ?)",
+        (manifest.name, manifest.digest, json.dumps(fields), time.time_ns()),
+    )
+    rows.executemany(
+        "INSERT INTO base_files (model, name, digest, bytes) VALUES (?, ?, ?, ?)",
+        [(manifest.name, name, blob.digest, blob.size) for name, blob in files.items()],
+    )

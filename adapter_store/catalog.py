@@ -1,0 +1,195 @@
+"""Adapters, their revisions and aliases. Every change is one transaction; blobs come before it, and go after it.
+
+Blocks: call it in a thread. Tenants are the caller's to check: the catalog knows only names.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+import time
+from collections.abc import Sequence
+
+from adapter_store.database import Database
+from adapter_store.records import Adapter, NewRevision, Revision
+from adapter_store.rows import REVISIONS, adapter_row, etag_of, find_adapter, read_revision, to_adapter, to_revision
+from adapter_store.storage import BlobReader, DataDirectory, Upload
+from artifacts.names import AdapterName, Reference, RevisionName
+from artifacts.revision import CONFIG_FILE, WEIGHTS_FILE
+from rpc.errors import Aborted, InvalidField, Mismatch, NotFound
+
+_MAX_ALIASES = 100
+
+
+class Catalog:
+    """The adapters of all tenants."""
+
+    def __init__(self, database: Database, data: DataDirectory) -> None:
+        self._database = database
+        self._data = data
+
+    def get(self, name: AdapterName) -> Adapter:
+        """The adapter. Raises NotFound."""
+        with self._database.reading() as rows:
+            return to_adapter(rows, adapter_row(rows, name))
+
+    def resolve(self, reference: Reference, asked: str) -> tuple[Adapter, Revision]:
+        """The first candidate that exists, and the revision meant. Raises NotFound, with what was `asked` for."""
+        with self._database.reading() as rows:
+            row = next((row for name in reference.candidates if (row := find_adapter(rows, name))), None)
+            if row is None:
+                raise NotFound("adapter", asked)
+            adapter = to_adapter(rows, row)
+            digest = reference.digest or adapter.aliases.get(reference.alias)
+            if digest is None:
+                raise NotFound("alias", f"{adapter.name}@{reference.alias}")
+            return adapter, read_revision(rows, RevisionName(adapter.name.tenant, adapter.name.adapter, digest))
+
+    def list_adapters(self, tenants: Sequence[str], after: tuple[str, str], limit: int) -> list[Adapter]:
+        """Adapters of the tenants, by tenant and adapter, from the first that comes after `after`."""
+        places = ", ".join("?" for _ in tenants)
+        with self._database.reading() as rows:
+            found = rows.execute(
+                f"SELECT * FROM adapters WHERE tenant IN ({places}) AND (tenant, adapter) > (?, ?) "
+                "ORDER BY tenant, adapter LIMIT ?",
+                (*tenants, *after, limit),
+            ).fetchall()
+            return [to_adapter(rows, row) for row in found]
+
+    def list_revisions(self, name: AdapterName, before: int, limit: int) -> list[Revision]:
+        """Revisions of the adapter, newest first, those whose `order` is below `before`. Raises NotFound."""
+        with self._database.reading() as rows:
+            row = adapter_row(rows, name)
+            found = rows.execute(
+                REVISIONS + "WHERE adapter_id = ? AND number < ? ORDER BY number DESC LIMIT ?",
+                (row["id"], before, limit),
+            )
+            return [to_revision(found_row) for found_row in found]
+
+    def open_revision(self, name: RevisionName) -> tuple[Revision, dict[str, BlobReader]]:
+        """The revision and its files, opened at one moment. Raises NotFound, CorruptBlob."""
+        with self._database.reading() as rows:
+            revision = read_revision(rows, name)
+            config = self._data.open(revision.config)
+            try:
+                return revision, {CONFIG_FILE: config, WEIGHTS_FILE: self._data.open(revision.weights)}
+            except BaseException:
+                config.close()
+                raise
+
+    def check(self, name: AdapterName, base_model: str, etag: str) -> None:
+        """That a revision may be uploaded. Raises Aborted on a stale etag, Mismatch on an adapter of another base."""
+        with self._database.reading() as rows:
+            _check(find_adapter(rows, name), name, base_model, etag)
+
+    def publish(self, new: NewRevision, upload: Upload) -> tuple[Adapter, Revision, bool]:
+        """Keep the upload as a revision and move its alias; True where the revision is new. Raises as `check` does, and
+        Aborted when the base model was replaced meanwhile.
+        """
+        name, now = new.name.adapter_name, time.time_ns()
+        with self._database.transaction() as rows:
+            row = find_adapter(rows, name)
+            _check(row, name, new.base_model, new.etag)
+            _check_base(rows, new)
+            if row is None:
+                rows.execute(
+                    "INSERT INTO adapters (tenant, adapter, base_model, create_ns, update_ns, changes) "
+                    "VALUES (?, ?, ?, ?, ?, 0)",
+                    (name.tenant, name.adapter, new.base_model, now, now),
+                )
+                row = adapter_row(rows, name)
+            created = _insert_revision(rows, row["id"], new, now)
+            moved = new.alias is not None and _set_alias(rows, row["id"], new.alias, new.name.digest)
+            if created or moved:
+                _touch(rows, row["id"], now)
+            revision = read_revision(rows, new.name)
+            # The same revision may have come with its config's keys in another order: the first one's bytes stay.
+            if revision.config == new.config:
+                self._data.keep(upload.path / CONFIG_FILE, new.config)
+            self._data.keep(upload.path / WEIGHTS_FILE, new.weights)
+            return to_adapter(rows, adapter_row(rows, name)), revision, created
+
+    def set_alias(self, name: AdapterName, alias: str, digest: str, etag: str) -> Adapter:
+        """Move the alias, or remove it when the digest is empty. Raises NotFound, Aborted on a stale etag."""
+        with self._database.transaction() as rows:
+            row = adapter_row(rows, name)
+            _check(row, name, row["base_model"], etag)
+            if digest:
+                read_revision(rows, RevisionName(name.tenant, name.adapter, digest))
+                changed = _set_alias(rows, row["id"], alias, digest)
+            else:
+                changed = _remove_alias(rows, row["id"], alias)
+                if not changed:
+                    raise NotFound("alias", f"{name}@{alias}")
+            if changed:
+                _touch(rows, row["id"], time.time_ns())
+            return to_adapter(rows, adapter_row(rows, name))
+
+    def delete(self, name: AdapterName, etag: str) -> None:
+        """Remove the adapter with its revisions. Raises NotFound, Aborted on a stale etag."""
+        with self._database.lock:
+            with self._database.transaction() as rows:
+                row = adapter_row(rows, name)
+                _check(row, name, row["base_model"], etag)
+                found = rows.execute(
+                    "SELECT config_digest, weights_digest FROM revisions WHERE adapter_id = ?", (row["id"],)
+                )
+                digests = {digest for revision in found for digest in revision}
+                rows.execute("DELETE FROM adapters WHERE id = ?", (row["id"],))
+            for digest in self._database.unreferenced(digests):
+                self._data.remove(digest)
+
+
+def _check(row: sqlite3.Row | None, name: AdapterName, base_model: str, etag: str) -> None:
+    if etag and (row is None or etag_of(row) != etag):
+        raise Aborted(f"{name} has changed since etag {etag} was read; read it again")
+    if row is not None and row["base_model"] != base_model:
+        raise Mismatch(
+            "base_model", f"{name} belongs to base model {row['base_model']}, not to {base_model}; use another name"
+        )
+
+
+def _check_base(rows: sqlite3.Connection, new: NewRevision) -> None:
+    row = rows.execute("SELECT digest FROM base_models WHERE name = ?", (new.base_model,)).fetchone()
+    if row is None or row["digest"] != new.base_digest:
+        raise Aborted(f"base model {new.base_model} was replaced during the upload; upload again")
+
+
+def _insert_revision(rows: sqlite3.Connection, adapter_id: int, new: NewRevision, now: int) -> bool:
+    """Add it; False where the same bytes are there already, which now stand validated against the new base digest."""
+    same = rows.execute(
+        "UPDATE revisions SET base_digest = ?, rank = ? WHERE adapter_id = ? AND digest = ?",
+        (new.base_digest, new.rank, adapter_id, new.name.digest),
+    )
+    if same.rowcount:
+        return False
+    rows.execute(
+        "INSERT INTO revisions (adapter_id, digest, base_digest, rank, config_digest, config_bytes, weights_digest, "
+        "weights_bytes, create_ns) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
+        (
+            *(adapter_id, new.name.digest, new.base_digest, new.rank),
+            *(new.config.digest, new.config.size, new.weights.digest, new.weights.size, now),
+        ),
+    )
+    return True
+
+
+def _set_alias(rows: sqlite3.Connection, adapter_id: int, alias: str, digest: str) -> bool:
+    """Point the alias at the digest; whether it pointed elsewhere."""
+    known = dict(rows.execute("SELECT alias, digest FROM aliases WHERE adapter_id = ?", (adapter_id,)).fetchall())
+    if known.get(alias) == digest:
+        return False
+    if alias not in known and len(known) >= _MAX_ALIASES:
+        raise InvalidField("alias", f"the adapter has {_MAX_ALIASES} aliases already; remove one first")
+    rows.execute(
+        "INSERT OR REPLACE INTO aliases (adapter_id, alias, digest) VALUES (?, ?, ?)", (adapter_id, alias, digest)
+    )
+    return True
+
+
+def _remove_alias(rows: sqlite3.Connection, adapter_id: int, alias: str) -> bool:
+    found = rows.execute("DELETE FROM aliases WHERE adapter_id = ? AND alias = ?", (adapter_id, alias))
+    return found.rowcount > 0
+
+
+def _touch(rows: sqlite3.Connection, adapter_id: int, now: int) -> None:
+    rows.execute("UPDATE adapters SET changes = changes + 1, update_ns = ? WHERE id = ?", (now, adapter_id))

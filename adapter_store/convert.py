@@ -1,0 +1,134 @@
+"""Between the wire's messages and this room's records, and from the artifacts' errors to the calls'."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from google.protobuf.field_mask_pb2 import FieldMask
+from google.protobuf.timestamp_pb2 import Timestamp
+from loraplex.adapters.v1 import adapters_pb2 as pb
+
+from adapter_store.records import Adapter, Base, NewRevision, Revision
+from artifacts.base_model import BaseModel, ModuleShape
+from artifacts.digests import is_digest
+from artifacts.errors import ArtifactError, MismatchError
+from artifacts.names import check_base_name
+from rpc.errors import InvalidField, Mismatch
+
+_MAX_MANIFEST_BYTES = 2 * 1024 * 1024
+_MODULE_NAME = re.compile(r"[A-Za-z0-9_]+(\.[A-Za-z0-9_]+)*")
+
+
+@contextmanager
+def refusals(field: str = "") -> Iterator[None]:
+    """Inside, bad artifacts become InvalidField of `field` (of the artifact's own file or field when empty), and those
+    that do not go with the base model become Mismatch.
+    """
+    try:
+        yield
+    except MismatchError as error:
+        raise Mismatch(error.subject, error.message) from error
+    except ArtifactError as error:
+        raise InvalidField(field or error.subject, error.message) from error
+
+
+def adapter_to_pb(adapter: Adapter) -> pb.Adapter:
+    """The adapter's message."""
+    return pb.Adapter(
+        name=str(adapter.name),
+        base_model=adapter.base_model,
+        aliases=adapter.aliases,
+        create_time=_timestamp(adapter.create_ns),
+        update_time=_timestamp(adapter.update_ns),
+        etag=adapter.etag,
+    )
+
+
+def revision_to_pb(revision: Revision | NewRevision) -> pb.Revision:
+    """The revision's message; one that is not kept has no create_time."""
+    return pb.Revision(
+        name=str(revision.name),
+        digest=revision.name.digest,
+        base_model=revision.base_model,
+        base_digest=revision.base_digest,
+        rank=revision.rank,
+        weight_bytes=revision.weights.size,
+        create_time=_timestamp(revision.create_ns) if isinstance(revision, Revision) else None,
+    )
+
+
+def base_to_pb(base: Base) -> pb.BaseModel:
+    """The base model's message."""
+    manifest = base.manifest
+    return pb.BaseModel(
+        name=manifest.name,
+        digest=manifest.digest,
+        architecture=manifest.architecture,
+        context_length=manifest.context_length,
+        vocab_size=manifest.vocab_size,
+        end_token_ids=manifest.end_token_ids,
+        modules=[
+            pb.Module(name=module.name, in_features=module.in_features, out_features=module.out_features)
+            for module in manifest.modules
+        ],
+        files=[pb.FileInfo(name=name, size=blob.size, sha256=blob.digest) for name, blob in base.files.items()],
+        create_time=_timestamp(base.create_ns),
+    )
+
+
+def base_from_pb(model: pb.BaseModel) -> BaseModel:
+    """The manifest that a client registers, checked; its files come apart. Raises InvalidField."""
+    if model.ByteSize() > _MAX_MANIFEST_BYTES:
+        raise InvalidField("model", f"is larger than {_MAX_MANIFEST_BYTES} bytes")
+    with refusals("model.name"):
+        check_base_name(model.name)
+    if not is_digest(model.digest):
+        raise InvalidField("model.digest", f"{model.digest!r} is not sha256: and 64 lower-case hexadecimal digits")
+    if not re.fullmatch(r"[a-z0-9_-]{1,64}", model.architecture):
+        raise InvalidField("model.architecture", f"{model.architecture!r} is not a model_type such as llama")
+    for field in ("context_length", "vocab_size"):
+        if getattr(model, field) < 1:
+            raise InvalidField(f"model.{field}", "is missing")
+    for index, token in enumerate(model.end_token_ids):
+        if token >= model.vocab_size:
+            raise InvalidField(f"model.end_token_ids[{index}]", f"{token} is not in a vocabulary of {model.vocab_size}")
+    return BaseModel(
+        name=model.name,
+        digest=model.digest,
+        architecture=model.architecture,
+        context_length=model.context_length,
+        vocab_size=model.vocab_size,
+        end_token_ids=tuple(model.end_token_ids),
+        modules=_modules(model),
+    )
+
+
+def masked(model: pb.BaseModel, mask: FieldMask) -> pb.BaseModel:
+    """Only the fields that the mask names; all when it is empty. Raises InvalidField on a field that is none."""
+    if not mask.paths:
+        return model
+    if not mask.IsValidForDescriptor(pb.BaseModel.DESCRIPTOR):
+        raise InvalidField("read_mask", f"{', '.join(mask.paths)}: not all of these are fields of BaseModel")
+    chosen = pb.BaseModel()
+    mask.MergeMessage(model, chosen)
+    return chosen
+
+
+def _modules(model: pb.BaseModel) -> tuple[ModuleShape, ...]:
+    seen: set[str] = set()
+    for index, module in enumerate(model.modules):
+        field = f"model.modules[{index}]"
+        if not _MODULE_NAME.fullmatch(module.name) or module.name in seen:
+            raise InvalidField(f"{field}.name", f"{module.name!r} is not a module's name, or is there twice")
+        if not (module.in_features and module.out_features):
+            raise InvalidField(field, f"{module.name} has no in_features or out_features")
+        seen.add(module.name)
+    return tuple(ModuleShape(module.name, module.in_features, module.out_features) for module in model.modules)
+
+
+def _timestamp(nanoseconds: int) -> Timestamp:
+    stamp = Timestamp()
+    stamp.FromNanoseconds(nanoseconds)
+    return stamp

@@ -1,0 +1,127 @@
+"""The catalog's SQLite file: schema, and transactions that are durable when they end. Blocks: call it in a thread."""
+
+from __future__ import annotations
+
+import sqlite3
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from adapter_store.storage import DataDirectoryError
+
+_VERSION = 1
+_SCHEMA = f"""
+BEGIN;
+CREATE TABLE adapters (
+    id INTEGER PRIMARY KEY AUTOINCREMENT,
+    tenant TEXT NOT NULL,
+    adapter TEXT NOT NULL,
+    base_model TEXT NOT NULL,
+    create_ns INTEGER NOT NULL,
+    update_ns INTEGER NOT NULL,
+    changes INTEGER NOT NULL,
+    UNIQUE (tenant, adapter)
+);
+CREATE TABLE revisions (
+    number INTEGER PRIMARY KEY AUTOINCREMENT,
+    adapter_id INTEGER NOT NULL REFERENCES adapters (id) ON DELETE CASCADE,
+    digest TEXT NOT NULL,
+    base_digest TEXT NOT NULL,
+    rank INTEGER NOT NULL,
+    config_digest TEXT NOT NULL,
+    config_bytes INTEGER NOT NULL,
+    weights_digest TEXT NOT NULL,
+    weights_bytes INTEGER NOT NULL,
+    create_ns INTEGER NOT NULL,
+    UNIQUE (adapter_id, digest)
+);
+CREATE INDEX revisions_by_config ON revisions (config_digest);
+CREATE INDEX revisions_by_weights ON revisions (weights_digest);
+CREATE TABLE aliases (
+    adapter_id INTEGER NOT NULL,
+    alias TEXT NOT NULL,
+    digest TEXT NOT NULL,
+    PRIMARY KEY (adapter_id, alias),
+    FOREIGN KEY (adapter_id, digest) REFERENCES revisions (adapter_id, digest) ON DELETE CASCADE
+);
+CREATE TABLE base_models (
+    name TEXT PRIMARY KEY,
+    digest TEXT NOT NULL,
+    manifest TEXT NOT NULL,
+    create_ns INTEGER NOT NULL
+);
+CREATE TABLE base_files (
+    model TEXT NOT NULL REFERENCES base_models (name) ON DELETE CASCADE,
+    name TEXT NOT NULL,
+    digest TEXT NOT NULL,
+    bytes INTEGER NOT NULL,
+    PRIMARY KEY (model, name)
+);
+CREATE INDEX base_files_by_digest ON base_files (digest);
+PRAGMA user_version = {_VERSION};
+COMMIT;
+"""
+_BLOBS = """
+SELECT config_digest FROM revisions UNION SELECT weights_digest FROM revisions UNION SELECT digest FROM base_files
+"""
+_IS_REFERENCED = """
+SELECT EXISTS (SELECT 1 FROM revisions WHERE config_digest = :digest)
+    OR EXISTS (SELECT 1 FROM revisions WHERE weights_digest = :digest)
+    OR EXISTS (SELECT 1 FROM base_files WHERE digest = :digest)
+"""
+
+
+class Database:
+    """One connection, used by one thread at a time. `lock` may be held around several transactions."""
+
+    def __init__(self, path: Path) -> None:
+        self.lock = threading.RLock()
+        try:
+            self._connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+            self._connection.row_factory = sqlite3.Row
+            # In WAL mode with FULL every commit is on the disk before it returns.
+            for pragma in ("journal_mode = WAL", "synchronous = FULL", "foreign_keys = ON"):
+                self._connection.execute(f"PRAGMA {pragma}")
+            version = self._connection.execute("PRAGMA user_version").fetchone()[0]
+            if version == 0:
+                self._connection.executescript(_SCHEMA)
+        except sqlite3.Error as error:
+            raise DataDirectoryError(f"--data: {path} cannot be opened as the catalog: {error}") from error
+        if version not in {0, _VERSION}:
+            self._connection.close()
+            raise DataDirectoryError(f"--data: {path} was written by another version of the store")
+
+    @contextmanager
+    def transaction(self) -> Iterator[sqlite3.Connection]:
+        """Everything inside happens or nothing; on disk when it ends."""
+        with self.lock:
+            self._connection.execute("BEGIN IMMEDIATE")
+            try:
+                yield self._connection
+                self._connection.execute("COMMIT")
+            except BaseException:
+                if self._connection.in_transaction:
+                    self._connection.execute("ROLLBACK")
+                raise
+
+    @contextmanager
+    def reading(self) -> Iterator[sqlite3.Connection]:
+        """What is read inside belongs to one moment."""
+        with self.lock:
+            yield self._connection
+
+    def referenced_blobs(self) -> set[str]:
+        """Digests of all blobs that some row needs."""
+        with self.reading() as rows:
+            return {row[0] for row in rows.execute(_BLOBS)}
+
+    def unreferenced(self, digests: Iterable[str]) -> list[str]:
+        """Those of the blobs that no row needs any more."""
+        with self.reading() as rows:
+            return [one for one in digests if not rows.execute(_IS_REFERENCED, {"digest": one}).fetchone()[0]]
+
+    def close(self) -> None:
+        """Close the connection."""
+        with self.lock:
+            self._connection.close()

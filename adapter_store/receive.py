@@ -1,0 +1,146 @@
+"""Receiving what clients upload: an adapter's two files, a base model's small files."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import AsyncIterable, AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from loraplex.adapters.v1 import adapters_pb2 as pb
+
+from adapter_store.bases import BaseModels
+from adapter_store.catalog import Catalog
+from adapter_store.convert import base_from_pb, refusals
+from adapter_store.records import Base, Blob, NewBase, NewRevision
+from adapter_store.storage import DataDirectory, Upload
+from adapter_store.transfer import incoming
+from adapter_store.validate import validate_adapter
+from artifacts.names import LIVE, SHARED, AdapterName, RevisionName, check_alias, parse_adapter_name
+from artifacts.revision import CONFIG_FILE, WEIGHTS_FILE, revision_digest
+from rpc.errors import InvalidField, Mismatch, NotFound
+
+_CONFIG_BYTES = 1024 * 1024
+_BASE_FILES_BYTES = 64 * 1024 * 1024
+_BASE_FILES = 64
+_NO_ALIAS = "-"
+_FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
+
+UploadPart = pb.UploadRevisionRequest | pb.ValidateAdapterRequest
+
+
+@dataclass(frozen=True, slots=True)
+class _Header:
+    name: AdapterName
+    alias: str | None
+    etag: str
+    base: Base
+
+
+class Receiver:
+    """Turns upload streams into checked files that wait to be kept."""
+
+    def __init__(self, data: DataDirectory, catalog: Catalog, bases: BaseModels, max_adapter_bytes: int) -> None:
+        self._data = data
+        self._catalog = catalog
+        self._bases = bases
+        self._limits = {CONFIG_FILE: _CONFIG_BYTES, WEIGHTS_FILE: max_adapter_bytes}
+
+    @asynccontextmanager
+    async def revision(
+        self, parts: AsyncIterable[UploadPart], tenant: str
+    ) -> AsyncIterator[tuple[NewRevision, Upload]]:
+        """A validated revision and its files, which are removed afterwards unless kept. Raises the calls' errors."""
+        coming = aiter(parts)
+        header = await self._header(await anext(coming, None), tenant)
+        async with incoming(self._data, self._adapter_limit, sum(self._limits.values())) as files:
+            async for part in coming:
+                if part.WhichOneof("part") != "chunk":
+                    raise InvalidField("header", "comes once, first; chunks follow")
+                await files.add(part.chunk.name, part.chunk.data)
+            for file in self._limits:
+                if file not in files.upload.sizes:
+                    raise InvalidField("chunk", f"{file} is missing")
+            yield await asyncio.to_thread(self._check, header, files.upload), files.upload
+
+    @asynccontextmanager
+    async def base_model(
+        self, parts: AsyncIterable[pb.RegisterBaseModelRequest]
+    ) -> AsyncIterator[tuple[NewBase, Upload]]:
+        """A checked manifest and its files, which are removed afterwards unless kept. Raises the calls' errors."""
+        coming = aiter(parts)
+        first = await anext(coming, None)
+        if first is None or first.WhichOneof("part") != "model":
+            raise InvalidField("model", "comes first, then the chunks")
+        manifest = base_from_pb(first.model)
+        async with incoming(self._data, _base_file_limit, _BASE_FILES_BYTES) as files:
+            async for part in coming:
+                if part.WhichOneof("part") != "chunk":
+                    raise InvalidField("model", "comes once, first; chunks follow")
+                await files.add(part.chunk.name, part.chunk.data)
+                if len(files.upload.sizes) > _BASE_FILES:
+                    raise InvalidField("chunk.name", f"these are more than {_BASE_FILES} files")
+            blobs = await asyncio.to_thread(files.upload.finish)
+            _check_announced(first.model, blobs)
+            yield NewBase(manifest, blobs, first.replace), files.upload
+
+    async def _header(self, first: UploadPart | None, tenant: str) -> _Header:
+        if first is None or first.WhichOneof("part") != "header":
+            raise InvalidField("header", "comes first, then the chunks")
+        header = first.header
+        with refusals("header.adapter"):
+            name = parse_adapter_name(header.adapter, tenant)
+        check_owner(name, tenant)
+        with refusals("header.alias"):
+            alias = None if header.alias == _NO_ALIAS else check_alias(header.alias or LIVE)
+        base = await asyncio.to_thread(self._bases.get_or_only, header.base_model, "header.base_model")
+        await asyncio.to_thread(self._catalog.check, name, base.manifest.name, header.etag)
+        return _Header(name, alias, header.etag, base)
+
+    def _adapter_limit(self, file: str) -> int:
+        if file not in self._limits:
+            raise InvalidField("chunk.name", f"{file!r} is not a file of an adapter: {', '.join(self._limits)}")
+        return self._limits[file]
+
+    def _check(self, header: _Header, upload: Upload) -> NewRevision:
+        blobs = upload.finish()
+        base = header.base.manifest
+        with refusals():
+            rank = validate_adapter(upload.path, base)
+        digest = revision_digest((upload.path / CONFIG_FILE).read_bytes(), blobs[WEIGHTS_FILE].digest)
+        return NewRevision(
+            name=RevisionName(header.name.tenant, header.name.adapter, digest),
+            base_model=base.name,
+            base_digest=base.digest,
+            rank=rank,
+            config=blobs[CONFIG_FILE],
+            weights=blobs[WEIGHTS_FILE],
+            alias=header.alias,
+            etag=header.etag,
+        )
+
+
+def check_owner(name: AdapterName, tenant: str) -> None:
+    """Whether the tenant may change the adapter. Raises NotFound on another tenant's, whether it exists or not, and
+    Mismatch on a shared one, which it may use.
+    """
+    if name.tenant == tenant:
+        return
+    if name.tenant == SHARED:
+        raise Mismatch("tenant", f"{name} is shared: only tenant {SHARED} may change it", reason="NOT_OWNER")
+    raise NotFound("adapter", str(name))
+
+
+def _check_announced(model: pb.BaseModel, received: Mapping[str, Blob]) -> None:
+    """A client that vanishes can end its stream like one that is done; what it announced tells the two apart."""
+    announced = {file.name: Blob(file.sha256, file.size) for file in model.files}
+    if announced and announced != received:
+        wrong = min(name for name in {*announced, *received} if announced.get(name) != received.get(name))
+        raise InvalidField("model.files", f"{wrong} did not arrive as it is described here; send it again")
+
+
+def _base_file_limit(file: str) -> int:
+    if not _FILE_NAME.fullmatch(file):
+        raise InvalidField("chunk.name", f"{file!r} is not a plain file name")
+    return _BASE_FILES_BYTES

@@ -1,0 +1,63 @@
+"""Reading the catalog's rows of adapters and revisions into records."""
+
+from __future__ import annotations
+
+import sqlite3
+
+from adapter_store.records import Adapter, Blob, Revision
+from artifacts.names import AdapterName, RevisionName
+from rpc.errors import NotFound
+
+REVISIONS = "SELECT revisions.*, tenant, adapter, base_model FROM revisions JOIN adapters ON adapters.id = adapter_id "
+
+
+def find_adapter(rows: sqlite3.Connection, name: AdapterName) -> sqlite3.Row | None:
+    found = rows.execute("SELECT * FROM adapters WHERE tenant = ? AND adapter = ?", (name.tenant, name.adapter))
+    row: sqlite3.Row | None = found.fetchone()
+    return row
+
+
+def adapter_row(rows: sqlite3.Connection, name: AdapterName) -> sqlite3.Row:
+    row = find_adapter(rows, name)
+    if row is None:
+        raise NotFound("adapter", str(name))
+    return row
+
+
+def to_adapter(rows: sqlite3.Connection, row: sqlite3.Row) -> Adapter:
+    aliases = rows.execute("SELECT alias, digest FROM aliases WHERE adapter_id = ? ORDER BY alias", (row["id"],))
+    return Adapter(
+        name=AdapterName(row["tenant"], row["adapter"]),
+        base_model=row["base_model"],
+        aliases={alias["alias"]: alias["digest"] for alias in aliases},
+        create_ns=row["create_ns"],
+        update_ns=row["update_ns"],
+        etag=etag_of(row),
+    )
+
+
+def etag_of(row: sqlite3.Row) -> str:
+    # An adapter deleted and made again has another id.
+    return f"{row['id']}-{row['changes']}"
+
+
+def read_revision(rows: sqlite3.Connection, name: RevisionName) -> Revision:
+    found = rows.execute(
+        REVISIONS + "WHERE tenant = ? AND adapter = ? AND digest = ?", (name.tenant, name.adapter, name.digest)
+    ).fetchone()
+    if found is None:
+        raise NotFound("revision", str(name))
+    return to_revision(found)
+
+
+def to_revision(row: sqlite3.Row) -> Revision:
+    return Revision(
+        name=RevisionName(row["tenant"], row["adapter"], row["digest"]),
+        base_model=row["base_model"],
+        base_digest=row["base_digest"],
+        rank=row["rank"],
+        config=Blob(row["config_digest"], row["config_bytes"]),
+        weights=Blob(row["weights_digest"], row["weights_bytes"]),
+        create_ns=row["create_ns"],
+        order=row["number"],
+    )

@@ -1,0 +1,195 @@
+"""AdapterService over gRPC: each method reads its request, asks the catalog in a thread, and answers."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import grpc
+from loraplex.adapters.v1 import adapters_pb2 as pb
+from loraplex.adapters.v1 import adapters_pb2_grpc as pb_grpc
+
+from adapter_store.bases import BaseModels
+from adapter_store.catalog import Catalog
+from adapter_store.convert import adapter_to_pb, base_to_pb, masked, refusals, revision_to_pb
+from adapter_store.pages import decode_token, encode_token, fit_page, page_size
+from adapter_store.receive import Receiver, check_owner
+from adapter_store.transfer import outgoing
+from artifacts.digests import is_digest
+from artifacts.errors import ArtifactError
+from artifacts.names import (
+    SHARED,
+    AdapterName,
+    check_alias,
+    check_tenant,
+    parse_adapter_name,
+    parse_reference,
+    parse_revision_name,
+)
+from rpc.errors import InvalidField, NotFound
+
+log = logging.getLogger(__name__)
+
+Context = grpc.aio.ServicerContext[Any, Any]
+_NEWEST = 2**63 - 1
+
+
+class AdapterService(pb_grpc.AdapterServiceServicer):
+    """The store's methods. `tenant_of` names the caller of a call, or raises Unauthenticated."""
+
+    def __init__(
+        self, catalog: Catalog, bases: BaseModels, receiver: Receiver, tenant_of: Callable[[Context], str]
+    ) -> None:
+        self._catalog = catalog
+        self._bases = bases
+        self._receiver = receiver
+        self._tenant_of = tenant_of
+
+    async def UploadRevision(
+        self, request_iterator: AsyncIterator[pb.UploadRevisionRequest], context: Context
+    ) -> pb.UploadRevisionResponse:
+        """Keep a revision once all of it is valid, and move its alias."""
+        async with self._receiver.revision(request_iterator, self._tenant_of(context)) as (new, upload):
+            adapter, revision, created = await asyncio.to_thread(self._catalog.publish, new, upload)
+        log.info("%s %s", "published" if created else "already there:", revision.name)
+        return pb.UploadRevisionResponse(
+            adapter=adapter_to_pb(adapter), revision=revision_to_pb(revision), created=created
+        )
+
+    async def ValidateAdapter(
+        self, request_iterator: AsyncIterator[pb.ValidateAdapterRequest], context: Context
+    ) -> pb.ValidateAdapterResponse:
+        """Check what UploadRevision checks; nothing is kept."""
+        async with self._receiver.revision(request_iterator, self._tenant_of(context)) as (new, _):
+            return pb.ValidateAdapterResponse(revision=revision_to_pb(new))
+
+    async def DownloadRevision(
+        self, request: pb.DownloadRevisionRequest, context: Context
+    ) -> AsyncIterator[pb.DownloadRevisionResponse]:
+        """The revision, then its files; DATA_LOSS before the last piece of a damaged one."""
+        tenant = self._tenant_of(context)
+        with refusals("name"):
+            name = parse_revision_name(request.name)
+        if not _may_use(name.adapter_name, tenant):
+            raise NotFound("revision", request.name)
+        async with outgoing(self._catalog.open_revision, name, "revision") as (revision, pieces):
+            yield pb.DownloadRevisionResponse(revision=revision_to_pb(revision))
+            async for file, piece in pieces:
+                yield pb.DownloadRevisionResponse(chunk=pb.FileChunk(name=file, data=piece))
+
+    async def GetAdapter(self, request: pb.GetAdapterRequest, context: Context) -> pb.GetAdapterResponse:
+        """The adapter and the revision that the name means now."""
+        tenant = self._tenant_of(context)
+        with refusals("name"):
+            reference = parse_reference(request.name, tenant)
+        if not all(_may_use(name, tenant) for name in reference.candidates):
+            raise NotFound("adapter", request.name)
+        adapter, revision = await asyncio.to_thread(self._catalog.resolve, reference, request.name)
+        return pb.GetAdapterResponse(adapter=adapter_to_pb(adapter), revision=revision_to_pb(revision))
+
+    async def ListAdapters(self, request: pb.ListAdaptersRequest, context: Context) -> pb.ListAdaptersResponse:
+        """A page of the adapters that the caller may use, by name."""
+        tenants = _listed_tenants(request.parent, self._tenant_of(context))
+        size = page_size(request.page_size)
+        after = decode_token(request.page_token, first=("", ""))
+        found = await asyncio.to_thread(self._catalog.list_adapters, tenants, (after[0], after[1]), size + 1)
+        page = fit_page([adapter_to_pb(adapter) for adapter in found], size)
+        more = len(page) < len(found)
+        last = found[len(page) - 1].name if more else None
+        return pb.ListAdaptersResponse(
+            adapters=page, next_page_token=encode_token((last.tenant, last.adapter)) if last else ""
+        )
+
+    async def DeleteAdapter(self, request: pb.DeleteAdapterRequest, context: Context) -> pb.DeleteAdapterResponse:
+        """Remove an adapter with its revisions; downloads under way go on."""
+        name = self._own("name", request.name, context)
+        await asyncio.to_thread(self._catalog.delete, name, request.etag)
+        log.info("deleted %s", name)
+        return pb.DeleteAdapterResponse()
+
+    async def ListRevisions(self, request: pb.ListRevisionsRequest, context: Context) -> pb.ListRevisionsResponse:
+        """A page of an adapter's revisions, newest first."""
+        tenant = self._tenant_of(context)
+        with refusals("parent"):
+            name = parse_adapter_name(request.parent, tenant)
+        if not _may_use(name, tenant):
+            raise NotFound("adapter", str(name))
+        size = page_size(request.page_size)
+        before = decode_token(request.page_token, first=(_NEWEST,))[0]
+        found = await asyncio.to_thread(self._catalog.list_revisions, name, before, size + 1)
+        page = fit_page([revision_to_pb(revision) for revision in found], size)
+        more = len(page) < len(found)
+        return pb.ListRevisionsResponse(
+            revisions=page, next_page_token=encode_token((found[len(page) - 1].order,)) if more else ""
+        )
+
+    async def SetAlias(self, request: pb.SetAliasRequest, context: Context) -> pb.SetAliasResponse:
+        """Move an alias to a revision, or remove it."""
+        name = self._own("adapter", request.adapter, context)
+        with refusals("alias"):
+            check_alias(request.alias)
+        if request.digest and not is_digest(request.digest):
+            raise InvalidField("digest", f"{request.digest!r} is not sha256: and 64 lower-case hexadecimal digits")
+        adapter = await asyncio.to_thread(self._catalog.set_alias, name, request.alias, request.digest, request.etag)
+        return pb.SetAliasResponse(adapter=adapter_to_pb(adapter))
+
+    async def RegisterBaseModel(
+        self, request_iterator: AsyncIterator[pb.RegisterBaseModelRequest], context: Context
+    ) -> pb.RegisterBaseModelResponse:
+        """Keep a base model's manifest and small files."""
+        async with self._receiver.base_model(request_iterator) as (new, upload):
+            base = await asyncio.to_thread(self._bases.register, new, upload)
+        log.info("registered base model %s, %s", base.manifest.name, base.manifest.digest)
+        return pb.RegisterBaseModelResponse(model=base_to_pb(base))
+
+    async def GetBaseModel(self, request: pb.GetBaseModelRequest, context: Context) -> pb.GetBaseModelResponse:
+        """The fields of the manifest that the mask names."""
+        base = await asyncio.to_thread(self._bases.get, request.name)
+        return pb.GetBaseModelResponse(model=masked(base_to_pb(base), request.read_mask))
+
+    async def DownloadBaseModel(
+        self, request: pb.DownloadBaseModelRequest, context: Context
+    ) -> AsyncIterator[pb.DownloadBaseModelResponse]:
+        """The manifest, then the small files; DATA_LOSS before the last piece of a damaged one."""
+        async with outgoing(self._bases.open, request.name, "base model") as (base, pieces):
+            yield pb.DownloadBaseModelResponse(model=base_to_pb(base))
+            async for file, piece in pieces:
+                yield pb.DownloadBaseModelResponse(chunk=pb.FileChunk(name=file, data=piece))
+
+    async def ListBaseModels(self, request: pb.ListBaseModelsRequest, context: Context) -> pb.ListBaseModelsResponse:
+        """A page of the registered models, by name."""
+        size = page_size(request.page_size)
+        after = decode_token(request.page_token, first=("",))[0]
+        found = await asyncio.to_thread(self._bases.list_bases, after, size + 1)
+        page = fit_page([base_to_pb(base) for base in found], size)
+        more = len(page) < len(found)
+        return pb.ListBaseModelsResponse(models=page, next_page_token=encode_token((page[-1].name,)) if more else "")
+
+    def _own(self, field: str, text: str, context: Context) -> AdapterName:
+        """The adapter that the caller is about to change."""
+        tenant = self._tenant_of(context)
+        with refusals(field):
+            name = parse_adapter_name(text, tenant)
+        check_owner(name, tenant)
+        return name
+
+
+def _may_use(name: AdapterName, tenant: str) -> bool:
+    return name.tenant in {tenant, SHARED}
+
+
+def _listed_tenants(parent: str, tenant: str) -> list[str]:
+    if not parent:
+        return sorted({tenant, SHARED})
+    listed = parent.removeprefix("tenants/")
+    if listed == parent:
+        raise InvalidField("parent", f"{parent!r} is not a name like tenants/TENANT")
+    try:
+        check_tenant(listed)
+    except ArtifactError as error:
+        raise InvalidField("parent", error.message) from error
+    if listed not in {tenant, SHARED}:
+        raise NotFound("tenant", parent)
+    return [listed]

@@ -1,0 +1,40 @@
+"""The adapter store's settings."""
+
+from __future__ import annotations
+
+import ipaddress
+from dataclasses import dataclass
+from pathlib import Path
+
+from rpc.settings import setting
+
+
+@dataclass(frozen=True, slots=True)
+class StoreSettings:
+    """Keeps adapters and base models' manifests in a local directory and serves them over gRPC."""
+
+    data: Path = setting("directory that holds everything; made when it is missing")  # a field
+    host: str = setting("address to listen on", "127.0.0.1")
+    port: int = setting("port to listen on, 0 for one that the system chooses", 50052)
+    max_adapter_bytes: int = setting("largest safetensors file accepted", 4 * 1024**3)
+    insecure_tenants: bool = setting("listen beyond loopback although callers name their tenant unproved", False)
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port <= 65_535:
+            raise ValueError(f"--port: {self.port} is not a port")
+        if self.max_adapter_bytes < 1:
+            raise ValueError(f"--max-adapter-bytes: {self.max_adapter_bytes} is not a size")
+        if not self.insecure_tenants and not _is_loopback(self.host):
+            raise ValueError(
+                f"--host: {self.host} is not a loopback address, and callers could name any tenant; "
+                "give --insecure-tenants if only trusted ones reach it"
+            )
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,208 @@
+"""The data directory: uploads as they come in, and blobs, files named by the digest of their content.
+
+    DATA/lock           held while a store runs on the directory
+    DATA/catalog.db     see database.py
+    DATA/uploads/ID/    files being received; whatever is here at start-up is left from a crash
+    DATA/blobs/HEX      complete files; one without a row in the catalog is left from a crash too
+
+A file is written in uploads/, synced, and renamed into blobs/; then the catalog's commit makes it visible. All of it
+blocks: call it in a thread.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import os
+import shutil
+import threading
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import BinaryIO
+
+from adapter_store.records import Blob
+from artifacts.digests import PREFIX
+from rpc.errors import Exhausted
+
+PIECE_BYTES = 1024 * 1024
+
+
+class DataDirectoryError(Exception):
+    """The directory can't be used; the message is one line."""
+
+
+class CorruptBlob(Exception):
+    """A blob's file is missing or does not have the bytes that its digest says."""
+
+
+class Upload:
+    """A directory of files that grow, made with the first one. Its methods may meet in several threads, as when a call
+    is cancelled while a thread still writes for it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._discarded = False
+        self._lock = threading.Lock()
+        self._file: BinaryIO | None = None
+        self._current = ""
+        self._hashes: dict[str, hashlib._Hash] = {}
+        self._sizes: dict[str, int] = {}
+
+    @property
+    def current(self) -> str:
+        """The file that grows, empty before the first."""
+        return self._current
+
+    @property
+    def sizes(self) -> Mapping[str, int]:
+        """Bytes received, by file."""
+        return self._sizes
+
+    def append(self, name: str, data: bytes) -> None:
+        """Write to the end of `name`, which is the current file or a new one. Raises Exhausted on a full disk."""
+        with self._lock, _DiskErrors():
+            if self._discarded:
+                raise RuntimeError("the upload is discarded")
+            if name != self._current:
+                self._finish_file()
+                self.path.mkdir(exist_ok=True)
+                self._file = open(self.path / name, "xb")  # noqa: SIM115  # closed by _finish_file()
+                self._current, self._hashes[name], self._sizes[name] = name, hashlib.sha256(), 0
+            assert self._file is not None
+            self._file.write(data)
+            self._hashes[name].update(data)
+            self._sizes[name] += len(data)
+
+    def finish(self) -> dict[str, Blob]:
+        """Make the files durable; what they hold. Raises Exhausted on a full disk."""
+        with self._lock, _DiskErrors():
+            self._finish_file()
+            return {name: Blob(PREFIX + self._hashes[name].hexdigest(), size) for name, size in self._sizes.items()}
+
+    def discard(self) -> None:
+        """Remove what was not kept."""
+        with self._lock:
+            self._discarded = True
+            if self._file is not None:
+                self._file.close()
+                self._file = None
+            shutil.rmtree(self.path, ignore_errors=True)
+
+    def _finish_file(self) -> None:
+        if self._file is not None:
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            self._file.close()
+            self._file = None
+
+
+class BlobReader:
+    """Reads a blob piece by piece; its last piece comes only if all of them have the digest."""
+
+    def __init__(self, path: Path, blob: Blob) -> None:
+        self._blob = blob
+        self._sha256 = hashlib.sha256()
+        self._lock = threading.Lock()
+        self.remaining = blob.size
+        try:
+            self._file = open(path, "rb")  # noqa: SIM115  # closed by close()
+        except OSError as error:
+            raise CorruptBlob(f"{blob.digest} cannot be read: {error.strerror}") from error
+        if os.fstat(self._file.fileno()).st_size != blob.size:
+            self._file.close()
+            raise CorruptBlob(f"{blob.digest} does not have {blob.size} bytes")
+
+    def read(self) -> bytes:
+        """The next piece, empty at the end. Raises CorruptBlob."""
+        with self._lock:
+            try:
+                piece = self._file.read(min(PIECE_BYTES, self.remaining))
+            except OSError as error:
+                raise CorruptBlob(f"{self._blob.digest} cannot be read: {error.strerror}") from error
+            self._sha256.update(piece)
+            self.remaining -= len(piece)
+            cut = not piece and self.remaining
+            if cut or (not self.remaining and PREFIX + self._sha256.hexdigest() != self._blob.digest):
+                raise CorruptBlob(f"{self._blob.digest} does not have the bytes of its digest")
+            return piece
+
+    def close(self) -> None:
+        """Close the file."""
+        with self._lock:
+            self._file.close()
+
+
+class DataDirectory:
+    """The directory, locked against other stores. Raises DataDirectoryError."""
+
+    def __init__(self, root: Path) -> None:
+        self._uploads, self._blobs = root / "uploads", root / "blobs"
+        try:
+            for directory in (root, self._uploads, self._blobs):
+                directory.mkdir(parents=True, exist_ok=True)
+            self._lock = open(root / "lock", "ab")  # noqa: SIM115  # held until close()
+        except OSError as error:
+            raise DataDirectoryError(f"--data: {root} cannot be used: {error.strerror}") from error
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            self._lock.close()
+            raise DataDirectoryError(f"--data: {root} is in use by another store") from error
+        self.catalog_path = root / "catalog.db"
+
+    def close(self) -> None:
+        """Let another store have the directory."""
+        self._lock.close()
+
+    def clean(self, referenced: set[str]) -> int:
+        """Remove what a crash left: uploads, and blobs whose digest is not `referenced`; how many of both."""
+        left = [*self._uploads.iterdir()]
+        orphans = [path for path in self._blobs.iterdir() if PREFIX + path.name not in referenced]
+        for path in left:
+            shutil.rmtree(path)
+        for path in orphans:
+            path.unlink()
+        return len(left) + len(orphans)
+
+    def new_upload(self) -> Upload:
+        """An empty upload; touches no disk yet."""
+        return Upload(self._uploads / uuid.uuid4().hex)
+
+    def keep(self, path: Path, blob: Blob) -> None:
+        """Move a finished upload's file to its blob, durably. Replaces one that is there, which may be damaged."""
+        with _DiskErrors():
+            os.replace(path, self._path(blob.digest))
+            _sync_directory(self._blobs)
+
+    def open(self, blob: Blob) -> BlobReader:
+        """Start reading. Raises CorruptBlob."""
+        return BlobReader(self._path(blob.digest), blob)
+
+    def remove(self, digest: str) -> None:
+        """Remove a blob; readers that have it open go on."""
+        self._path(digest).unlink(missing_ok=True)
+
+    def _path(self, digest: str) -> Path:
+        return self._blobs / digest.removeprefix(PREFIX)
+
+
+def _sync_directory(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+class _DiskErrors:
+    """Turns a full disk into the status that says so."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if isinstance(error, OSError) and error.errno in {errno.ENOSPC, errno.EDQUOT}:
+            raise Exhausted("adapter store", "the adapter store's disk is full", retry_after_s=60.0) from error

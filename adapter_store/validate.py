@@ -1,0 +1,79 @@
+"""What an adapter's files must be before they are accepted: every field, tensor, shape and number checked.
+
+Blocks, for seconds with gigabytes of weights: call it in a thread.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from artifacts.base_model import HASH_ARCHITECTURE, BaseModel, ModuleShape
+from artifacts.errors import ArtifactError, MismatchError
+from artifacts.peft_config import CONFIG_FILE, MAX_RANK, PeftConfig, parse_peft_config
+from artifacts.revision import WEIGHTS_FILE, LoraShape, lora_tensors
+from artifacts.safetensors_header import TensorInfo, read_header
+
+# By dtype: an unsigned type of its size, and the exponent's bits, which are all set in infinities and NaNs alone.
+_EXPONENTS: dict[str, tuple[str, int]] = {"F32": ("<u4", 0x7F80_0000), "F16": ("<u2", 0x7C00), "BF16": ("<u2", 0x7F80)}
+_PIECE_BYTES = 4 * 1024 * 1024
+
+
+def validate_adapter(directory: Path, base: BaseModel) -> int:
+    """Check the two files in `directory` against the base model; the adapter's largest rank.
+
+    Raises ArtifactError for what is broken, MismatchError for what does not go with the base or is not served.
+    """
+    config_bytes = (directory / CONFIG_FILE).read_bytes()
+    if base.architecture == HASH_ARCHITECTURE:
+        return _rank_if_readable(config_bytes)
+    config = parse_peft_config(config_bytes)
+    header = read_header(directory / WEIGHTS_FILE)
+    shapes = lora_tensors(header)
+    modules = {module.name: module for module in base.modules}
+    for name, shape in shapes.items():
+        _check_module(name, shape, modules.get(name), config, base.name)
+    for name, tensor in header.items():
+        if tensor.dtype not in _EXPONENTS:
+            raise MismatchError(WEIGHTS_FILE, f"tensor {name} is {tensor.dtype}; F32, F16 and BF16 are served")
+    _check_finite(directory / WEIGHTS_FILE, header)
+    return max(shape.rank for shape in shapes.values())
+
+
+def _rank_if_readable(config: bytes) -> int:
+    """The hash model takes any bytes; a rank that no worker could hold would only keep its jobs waiting."""
+    try:
+        return min(parse_peft_config(config).max_rank, MAX_RANK)
+    except ArtifactError:
+        return 0
+
+
+def _check_module(name: str, shape: LoraShape, module: ModuleShape | None, config: PeftConfig, base: str) -> None:
+    if module is None:
+        raise MismatchError(WEIGHTS_FILE, f"{name} is not a layer of {base} that an adapter may change")
+    if (shape.in_features, shape.out_features) != (module.in_features, module.out_features):
+        raise MismatchError(
+            WEIGHTS_FILE,
+            f"{name} is for {shape.in_features} inputs and {shape.out_features} outputs; "
+            f"{base} has {module.in_features} and {module.out_features}",
+        )
+    if shape.rank > MAX_RANK:
+        raise MismatchError("r", f"{name} has rank {shape.rank}; at most {MAX_RANK} is served")
+    if shape.rank != config.rank_of(name):
+        raise ArtifactError(
+            WEIGHTS_FILE, f"{name} has rank {shape.rank}, but {CONFIG_FILE} gives it {config.rank_of(name)}"
+        )
+
+
+def _check_finite(path: Path, header: dict[str, TensorInfo]) -> None:
+    with open(path, "rb") as file:
+        for name, tensor in header.items():
+            kind, exponent = _EXPONENTS[tensor.dtype]
+            file.seek(tensor.start)
+            left = tensor.end - tensor.start
+            while left:
+                numbers = np.frombuffer(file.read(min(left, _PIECE_BYTES)), dtype=kind)
+                left -= numbers.nbytes
+                if np.any((numbers & exponent) == exponent):
+                    raise ArtifactError(WEIGHTS_FILE, f"tensor {name} has infinities or NaNs")

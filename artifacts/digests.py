@@ -1,0 +1,38 @@
+"""Digests as they stand in names, manifests and messages: `sha256:` and 64 lower-case hexadecimal digits."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+PREFIX = "sha256:"
+_DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
+_READ_BYTES = 1 << 20
+
+
+def sha256_bytes(data: bytes) -> str:
+    """The digest of some bytes."""
+    return PREFIX + hashlib.sha256(data).hexdigest()
+
+
+def sha256_file(path: str | Path) -> str:
+    """The digest of a file's bytes. Raises OSError."""
+    sha256 = hashlib.sha256()
+    with open(path, "rb") as file:
+        while piece := file.read(_READ_BYTES):
+            sha256.update(piece)
+    return PREFIX + sha256.hexdigest()
+
+
+def sha256_json(value: Any) -> str:
+    """The digest of a value's canonical JSON: sorted keys, no spaces, ASCII. Raises ValueError on NaN and infinity."""
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
+    return sha256_bytes(text.encode("ascii"))
+
+
+def is_digest(text: str) -> bool:
+    """Whether the text is a digest."""
+    return _DIGEST.fullmatch(text) is not None

@@ -1,0 +1,56 @@
+"""Reading JSON that somebody else wrote."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any, NoReturn
+
+from artifacts.errors import ArtifactError
+
+_MAX_DEPTH = 64
+
+
+def parse_object(data: bytes, subject: str) -> dict[str, Any]:
+    """The JSON object in `data`, UTF-8. Raises ArtifactError with the subject, also on NaN and on a key given twice."""
+    try:
+        value = json.loads(
+            data.decode("utf-8"), parse_constant=_refuse_constant, parse_float=_finite, object_pairs_hook=_unique
+        )
+    except RecursionError as error:
+        raise ArtifactError(subject, "is nested too deeply") from error
+    except ValueError as error:  # UnicodeDecodeError and JSONDecodeError too
+        raise ArtifactError(subject, f"is not valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ArtifactError(subject, "is not a JSON object")
+    # Far below what the interpreter takes, so that every process gives the same answer whatever is on its stack.
+    if not _is_shallow(value, _MAX_DEPTH):
+        raise ArtifactError(subject, "is nested too deeply")
+    return value
+
+
+def _is_shallow(value: Any, levels: int) -> bool:
+    if not isinstance(value, (dict, list)):
+        return True
+    inner = value.values() if isinstance(value, dict) else value
+    return levels > 0 and all(_is_shallow(item, levels - 1) for item in inner)
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"{text} is too large")
+    return number
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    value = dict(pairs)
+    if len(value) != len(pairs):
+        seen: set[str] = set()
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        raise ValueError(f"{twice!r} is given twice")
+    return value

@@ -1,0 +1,149 @@
+"""peft's adapter_config.json: the fields that are served, those that change nothing here, and those that are refused.
+
+Whatever is not known to be harmless is refused by its name, so that no adapter is ever served wrongly.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from artifacts.errors import ArtifactError, MismatchError
+from artifacts.json_object import parse_object
+from artifacts.name_patterns import NamePatterns, parse_name_patterns
+
+CONFIG_FILE = "adapter_config.json"
+# The largest rank that any part of the system takes.
+MAX_RANK = 256
+
+_SERVED = {
+    "r",
+    "lora_alpha",
+    "rank_pattern",
+    "alpha_pattern",
+    "use_rslora",
+    "fan_in_fan_out",
+    "base_model_name_or_path",
+}
+_CHECKED = {"peft_type", "task_type", "bias", "init_lora_weights"}
+# Of training and bookkeeping alone. The checkpoint's own tensors say which modules are adapted; fan_in_fan_out is about
+# how the base stores its weight; the *_config only mean something with an init that is refused or leaves the base be.
+_WITHOUT_EFFECT = {
+    "auto_mapping", "corda_config", "eva_config", "exclude_modules", "inference_mode", "layers_pattern",
+    "layers_to_transform", "loftq_config", "lora_dropout", "lora_ga_config", "megatron_core", "peft_version",
+    "qalora_group_size", "revision", "runtime_config", "target_modules",
+}  # fmt: skip
+_PLAIN_INITS = {True, False, None, "gaussian", "orthogonal", "eva", "mica"}
+_REWRITING_INITS = ("pissa", "olora", "corda", "loftq", "lora_ga")
+_WHY_REFUSED = {
+    "use_dora": "DoRA adapters are not served; merge it, or train plain LoRA",
+    "modules_to_save": "fully trained modules are not served; train LoRA alone",
+    "trainable_token_indices": "trained token embeddings are not served",
+    "target_parameters": "LoRA on bare parameters is not served; target modules",
+    "layer_replication": "replicated layers are not served",
+    "lora_bias": "biases of LoRA layers are not served",
+    "alora_invocation_tokens": "activated LoRA is not served",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class PeftConfig:
+    """What decides the numbers that are served. `base_model` is the file's own hint, often a path; nobody checks it."""
+
+    rank: int
+    alpha: float
+    rank_pattern: NamePatterns
+    alpha_pattern: NamePatterns
+    use_rslora: bool
+    fan_in_fan_out: bool
+    base_model: str
+
+    @property
+    def max_rank(self) -> int:
+        """The largest rank that the file names."""
+        return max((self.rank, *(int(value) for value in self.rank_pattern.values)))
+
+    def rank_of(self, module: str) -> int:
+        """The rank that the file gives a module, such as model.layers.0.self_attn.q_proj."""
+        return int(self.rank_pattern.value_of(module, self.rank))
+
+    def scaling_of(self, module: str, rank: int) -> float:
+        """The factor of B·A: alpha/rank, or alpha/sqrt(rank) with rsLoRA. `rank` is the module's own, unpadded."""
+        alpha = self.alpha_pattern.value_of(module, self.alpha)
+        return alpha / math.sqrt(rank) if self.use_rslora else alpha / rank
+
+
+def parse_peft_config(data: bytes) -> PeftConfig:
+    """Read the file's bytes. Raises ArtifactError for what is broken, MismatchError for a field that is not served."""
+    config = parse_object(data, CONFIG_FILE)
+    _check_kind(config)
+    _check_init(config.get("init_lora_weights"))
+    for field in sorted(set(config) - _SERVED - _CHECKED - _WITHOUT_EFFECT):
+        if not _is_default(config[field]):
+            why = _WHY_REFUSED.get(field, "this version does not know the field, and it is not at its default")
+            raise MismatchError(field, why)
+    if "r" not in config:
+        raise ArtifactError("r", f"is missing in {CONFIG_FILE}")
+    return PeftConfig(
+        rank=_rank("r", config["r"]),
+        alpha=_number("lora_alpha", config.get("lora_alpha", 8)),
+        rank_pattern=_patterns(config, "rank_pattern", _rank),
+        alpha_pattern=_patterns(config, "alpha_pattern", _number),
+        use_rslora=_flag(config, "use_rslora"),
+        fan_in_fan_out=_flag(config, "fan_in_fan_out"),
+        base_model=str(config.get("base_model_name_or_path") or ""),
+    )
+
+
+def _check_kind(config: dict[str, Any]) -> None:
+    kind, task, bias = config.get("peft_type"), config.get("task_type"), config.get("bias", "none")
+    if kind != "LORA":
+        raise MismatchError("peft_type", f"{kind!r} is not served, only 'LORA'")
+    if task is not None and task != "CAUSAL_LM":
+        raise MismatchError("task_type", f"{task!r} is not served, only 'CAUSAL_LM'")
+    if bias != "none":
+        raise MismatchError("bias", f"{bias!r} is not served, only 'none'")
+
+
+def _check_init(init: Any) -> None:
+    if isinstance(init, str) and init.startswith(_REWRITING_INITS):
+        raise MismatchError(
+            "init_lora_weights",
+            f"{init!r} changed the base model's weights; convert it to plain LoRA with peft's "
+            "save_pretrained(..., path_initial_model_for_weight_conversion=...)",
+        )
+    if isinstance(init, (list, dict)) or init not in _PLAIN_INITS:
+        raise MismatchError("init_lora_weights", f"{init!r} is not known to leave the base model as it was")
+
+
+def _is_default(value: Any) -> bool:
+    return value is None or value is False or value in ({}, [], "")
+
+
+def _flag(config: dict[str, Any], field: str) -> bool:
+    value = config.get(field, False)
+    if not isinstance(value, bool):
+        raise ArtifactError(field, f"{value!r} is not true or false")
+    return value
+
+
+def _rank(field: str, value: Any) -> int:
+    if type(value) is not int or value < 1:
+        raise ArtifactError(field, f"{value!r} is not a rank: a whole number from 1")
+    return value
+
+
+def _number(field: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < 1e30:
+        raise ArtifactError(field, f"{value!r} is not a number")
+    return float(value)
+
+
+def _patterns(config: dict[str, Any], field: str, check: Any) -> NamePatterns:
+    value = config.get(field) or {}
+    if not isinstance(value, dict):
+        raise ArtifactError(field, "is not an object of patterns and numbers")
+    for pattern, number in value.items():
+        check(f"{field}[{pattern[:80]!r}]", number)
+    return parse_name_patterns(field, value)

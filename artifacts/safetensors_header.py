@@ -1,0 +1,109 @@
+"""The header of a safetensors file, read with every bound checked before any byte is believed.
+
+Layout (https://github.com/huggingface/safetensors): 8 bytes little-endian header length, JSON header, tensor bytes. The
+tensors must cover the bytes after the header exactly, without holes or overlaps.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from artifacts.errors import ArtifactError
+from artifacts.json_object import parse_object
+
+# Bytes of one element.
+ITEM_BYTES = {
+    "BOOL": 1,
+    "U8": 1,
+    "I8": 1,
+    "F8_E4M3": 1,
+    "F8_E5M2": 1,
+    "U16": 2,
+    "I16": 2,
+    "F16": 2,
+    "BF16": 2,
+    "U32": 4,
+    "I32": 4,
+    "F32": 4,
+    "U64": 8,
+    "I64": 8,
+    "F64": 8,
+}
+_LENGTH_BYTES = 8
+_MAX_HEADER_BYTES = 16 * 1024 * 1024
+_MAX_DIMENSIONS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """One tensor: its bytes are file[start:end], row-major, little-endian."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    end: int
+
+
+def read_header(path: str | Path) -> dict[str, TensorInfo]:
+    """The file's tensors by name, in the order of their bytes. Raises ArtifactError with the file's name."""
+    path = Path(path)
+    try:
+        with open(path, "rb") as file:
+            file_bytes = os.fstat(file.fileno()).st_size
+            prefix = file.read(_LENGTH_BYTES)
+            if len(prefix) < _LENGTH_BYTES:
+                raise ArtifactError(path.name, "is not a safetensors file: shorter than 8 bytes")
+            header_bytes = int.from_bytes(prefix, "little")
+            if header_bytes > min(_MAX_HEADER_BYTES, file_bytes - _LENGTH_BYTES):
+                raise ArtifactError(
+                    path.name,
+                    f"is not a safetensors file: its header would be {header_bytes} bytes long, "
+                    f"the file has {file_bytes} and a header at most {_MAX_HEADER_BYTES}",
+                )
+            text = file.read(header_bytes)
+    except OSError as error:
+        raise ArtifactError(path.name, f"cannot be read: {error.strerror}") from error
+    return _parse(path.name, text, data_start=_LENGTH_BYTES + header_bytes, file_bytes=file_bytes)
+
+
+def _parse(subject: str, text: bytes, data_start: int, file_bytes: int) -> dict[str, TensorInfo]:
+    if not text.startswith(b"{"):
+        raise ArtifactError(subject, "is not a safetensors file: its header is not a JSON object")
+    header = parse_object(text, subject)
+    header.pop("__metadata__", None)
+    tensors = {name: _tensor(subject, name, entry, data_start) for name, entry in header.items()}
+    ordered = dict(sorted(tensors.items(), key=lambda item: (item[1].start, item[1].end)))
+    position = data_start
+    for name, tensor in ordered.items():
+        if tensor.start != position:
+            raise ArtifactError(subject, f"tensor {name} leaves a hole or overlaps another")
+        position = tensor.end
+    if position != file_bytes:
+        what = "is cut short" if position > file_bytes else "has bytes that belong to no tensor"
+        raise ArtifactError(subject, f"{what}: {file_bytes} bytes, its header describes {position}")
+    return ordered
+
+
+def _tensor(subject: str, name: str, entry: Any, data_start: int) -> TensorInfo:
+    if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
+        raise ArtifactError(subject, f"tensor {name} does not have exactly dtype, shape and data_offsets")
+    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
+        raise ArtifactError(subject, f"tensor {name} has the unknown dtype {dtype!r}")
+    if not _sizes(shape) or len(shape) > _MAX_DIMENSIONS:
+        raise ArtifactError(subject, f"tensor {name} has a shape that is none")
+    if not _sizes(offsets) or len(offsets) != 2:
+        raise ArtifactError(subject, f"tensor {name} has data_offsets that are not two positions")
+    start, end = offsets
+    if end - start != math.prod(shape) * ITEM_BYTES[dtype]:
+        raise ArtifactError(subject, f"tensor {name} has {end - start} bytes, which is not what {dtype} {shape} takes")
+    return TensorInfo(dtype, tuple(shape), data_start + start, data_start + end)
+
+
+def _sizes(value: Any) -> bool:
+    """Whether it is a list of whole numbers from 0 that a file can hold."""
+    return isinstance(value, list) and all(type(size) is int and 0 <= size < 2**63 for size in value)

@@ -1,0 +1,201 @@
+"""A real store on a port of its own, and a client that speaks its protocol. Imported by tests for their types alone."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+from google.rpc.status_pb2 import Status
+from loraplex.adapters.v1 import adapters_pb2 as pb
+from loraplex.adapters.v1 import adapters_pb2_grpc as pb_grpc
+from safetensors.numpy import save
+
+from adapter_store.app import Store
+from adapter_store.settings import StoreSettings
+from artifacts.base_model import BaseModel, ModuleShape, read_base_model
+from rpc.server import CHANNEL_OPTIONS
+
+CONFIG = "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
+Q_PROJ = "model.layers.0.self_attn.q_proj"
+
+
+class Client:
+    """The store's methods as one tenant or another calls them."""
+
+    def __init__(self, address: str) -> None:
+        self._channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+        self.stub: Any = pb_grpc.AdapterServiceStub(self._channel)
+
+    async def close(self) -> None:
+        """Close the connection."""
+        await self._channel.close()
+
+    async def call(self, method: str, request: Any, tenant: str | None = "acme") -> Any:
+        """A unary method's answer."""
+        return await getattr(self.stub, method)(request, metadata=metadata(tenant))
+
+    async def register(self, base: BaseModel, replace: bool = False) -> Any:
+        """Register a base model with its files."""
+        model = pb.BaseModel(
+            name=base.name,
+            digest=base.digest,
+            architecture=base.architecture,
+            context_length=base.context_length,
+            vocab_size=base.vocab_size,
+            end_token_ids=base.end_token_ids,
+            modules=[
+                pb.Module(name=m.name, in_features=m.in_features, out_features=m.out_features) for m in base.modules
+            ],
+        )
+        parts = [pb.RegisterBaseModelRequest(model=model, replace=replace)]
+        parts += [pb.RegisterBaseModelRequest(chunk=part) for part in chunks(base.files)]
+        return (await self.stub.RegisterBaseModel(iter(parts))).model
+
+    async def upload(self, adapter: str, files: Mapping[str, bytes], tenant: str = "acme", **header: str) -> Any:
+        """Upload a revision."""
+        parts = [pb.UploadRevisionRequest(header=pb.UploadHeader(adapter=adapter, **header))]
+        parts += [pb.UploadRevisionRequest(chunk=part) for part in chunks(files)]
+        return await self.stub.UploadRevision(iter(parts), metadata=metadata(tenant))
+
+    async def download(self, name: str, tenant: str = "acme") -> tuple[Any, dict[str, bytes]]:
+        """A revision's description and files."""
+        first, files = None, dict[str, bytes]()
+        async for part in self.stub.DownloadRevision(pb.DownloadRevisionRequest(name=name), metadata=metadata(tenant)):
+            if part.WhichOneof("part") == "revision":
+                first = part.revision
+            else:
+                files[part.chunk.name] = files.get(part.chunk.name, b"") + part.chunk.data
+        return first, files
+
+    async def get(self, name: str, tenant: str = "acme") -> Any:
+        """What the name means."""
+        return await self.call("GetAdapter", pb.GetAdapterRequest(name=name), tenant)
+
+
+def metadata(tenant: str | None) -> tuple[tuple[str, str], ...]:
+    """A call's metadata."""
+    return () if tenant is None else (("x-loraplex-tenant", tenant),)
+
+
+def chunks(files: Mapping[str, bytes]) -> list[pb.FileChunk]:
+    """Files as chunks that do not divide them evenly."""
+    size = 1_000_000
+    return [
+        pb.FileChunk(name=name, data=data[start : start + size])
+        for name, data in files.items()
+        for start in range(0, max(1, len(data)), size)
+    ]
+
+
+def files_of(seed: int = 0, **config: Any) -> dict[str, bytes]:
+    """A small adapter of the tiny base model: rank 2 on q_proj."""
+    rng = np.random.default_rng(seed)
+    tensors = {
+        f"base_model.model.{Q_PROJ}.lora_A.weight": rng.standard_normal((2, 8)).astype(np.float32),
+        f"base_model.model.{Q_PROJ}.lora_B.weight": rng.standard_normal((6, 2)).astype(np.float32),
+    }
+    return {CONFIG: json.dumps({"peft_type": "LORA", "r": 2, **config}).encode(), WEIGHTS: save(tensors)}
+
+
+def refusal_of(error: grpc.aio.AioRpcError) -> tuple[str, str, bytes]:
+    """The status's code, its details' types, and its bytes as they came."""
+    raw = dict(error.trailing_metadata() or ())["grpc-status-details-bin"]
+    assert isinstance(raw, bytes)
+    status = Status.FromString(raw)
+    kinds = ",".join(detail.type_url.rpartition(".")[2] for detail in status.details)
+    assert status.message == error.details()
+    return error.code().name, kinds, raw
+
+
+@pytest.fixture
+def hash_base() -> BaseModel:
+    """A base that takes any adapter bytes."""
+    return read_base_model("hash:?vocab=600")
+
+
+@pytest.fixture
+def tiny_base() -> BaseModel:
+    """A base with one layer that adapters may change, and two small files."""
+    return BaseModel(
+        name="tiny",
+        digest="sha256:" + "1" * 64,
+        architecture="llama",
+        context_length=64,
+        vocab_size=32,
+        end_token_ids=(2,),
+        modules=(ModuleShape(Q_PROJ, in_features=8, out_features=6),),
+        files={"config.json": b'{"model_type": "llama"}', "tokenizer.json": b"{}" * 700_000, "empty.json": b""},
+    )
+
+
+@pytest.fixture
+def adapter_files() -> Callable[..., dict[str, bytes]]:
+    """`adapter_files(seed, **config)`: a small adapter of the tiny base model."""
+    return files_of
+
+
+@pytest.fixture
+def refusal() -> Callable[[grpc.aio.AioRpcError], tuple[str, str, bytes]]:
+    """`refusal(error)`: code, kinds of details, bytes of the status."""
+    return refusal_of
+
+
+@pytest.fixture
+def connect() -> Callable[[str], Client]:
+    """`connect(address)`: a client of another store; the caller closes it."""
+    return Client
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    """The store's directory."""
+    return tmp_path / "data"
+
+
+@pytest.fixture
+def store_settings(data: Path) -> StoreSettings:
+    """The store's settings; override for others."""
+    return StoreSettings(data=data, port=0, max_adapter_bytes=4 * 1024 * 1024)
+
+
+@pytest.fixture
+async def store(store_settings: StoreSettings) -> AsyncIterator[Store]:
+    """A running store."""
+    running = Store(store_settings)
+    await running.start()
+    yield running
+    await running.stop(drain_s=0)
+
+
+@pytest.fixture
+async def client(store: Store) -> AsyncIterator[Client]:
+    """A client of the store."""
+    connected = Client(f"127.0.0.1:{store.port}")
+    yield connected
+    await connected.close()
+
+
+@pytest.fixture
+def upload_begun(data: Path) -> Callable[[], Any]:
+    """Waits, when called, until some upload's file lies in the data directory."""
+    return lambda: until(lambda: any((data / "uploads").glob("*/*")))
+
+
+@pytest.fixture
+def uploads_gone(data: Path) -> Callable[[], Any]:
+    """Waits, when called, until no unfinished upload lies in the data directory."""
+    return lambda: until(lambda: not any((data / "uploads").iterdir()))
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Wait for what files say; nothing tells when they change."""
+    async with asyncio.timeout(20):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)

@@ -1,0 +1,178 @@
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import grpc
+import pytest
+from google.protobuf.field_mask_pb2 import FieldMask
+from loraplex.adapters.v1 import adapters_pb2 as pb
+
+from artifacts.base_model import BaseModel, ModuleShape
+from artifacts.digests import sha256_bytes
+
+if TYPE_CHECKING:
+    from tests.adapter_store.conftest import Client
+
+Refusal = Callable[[grpc.aio.AioRpcError], tuple[str, str, bytes]]
+
+
+async def download(client: Client, name: str) -> tuple[Any, dict[str, bytes]]:
+    """A base model's manifest and files."""
+    first, files = None, dict[str, bytes]()
+    async for part in client.stub.DownloadBaseModel(pb.DownloadBaseModelRequest(name=name)):
+        if part.WhichOneof("part") == "model":
+            first = part.model
+        else:
+            files[part.chunk.name] = files.get(part.chunk.name, b"") + part.chunk.data
+    return first, files
+
+
+async def test_a_registered_model_comes_back_whole(client: Client, tiny_base: BaseModel) -> None:
+    model = await client.register(tiny_base)
+    assert [(file.name, file.size, file.sha256) for file in model.files] == [
+        (name, len(data), sha256_bytes(data)) for name, data in sorted(tiny_base.files.items())
+    ]
+    assert [(m.name, m.in_features, m.out_features) for m in model.modules] == [
+        ("model.layers.0.self_attn.q_proj", 8, 6)
+    ]
+    assert (model.context_length, model.vocab_size, list(model.end_token_ids)) == (64, 32, [2])
+    got = await client.call("GetBaseModel", pb.GetBaseModelRequest(name="tiny"), tenant=None)
+    assert got.model == model
+    assert await download(client, "tiny") == (model, tiny_base.files)
+
+
+async def test_registering_the_same_again_changes_nothing(client: Client, tiny_base: BaseModel) -> None:
+    first = await client.register(tiny_base)
+    assert await client.register(tiny_base) == first
+    assert await client.register(tiny_base, replace=True) == first
+
+
+async def test_another_digest_needs_replace(client: Client, tiny_base: BaseModel, refusal: Refusal, data: Path) -> None:
+    await client.register(tiny_base)
+    other = dataclasses.replace(tiny_base, digest="sha256:" + "2" * 64, files={"config.json": b"{}"})
+    with pytest.raises(grpc.aio.AioRpcError, match=f"registered with digest {tiny_base.digest}, not") as caught:
+        await client.register(other)
+    assert refusal(caught.value)[:2] == ("ALREADY_EXISTS", "ErrorInfo")
+    assert (await client.register(other, replace=True)).digest == other.digest
+    assert (await download(client, "tiny"))[1] == other.files
+    assert len(list((data / "blobs").iterdir())) == 1
+
+
+async def test_other_small_files_need_replace_too(client: Client, tiny_base: BaseModel) -> None:
+    await client.register(tiny_base)
+    other = dataclasses.replace(tiny_base, files={**tiny_base.files, "chat_template.jinja": b"{{ x }}"})
+    with pytest.raises(grpc.aio.AioRpcError, match="other small files"):
+        await client.register(other)
+    await client.register(other, replace=True)
+    assert (await download(client, "tiny"))[1] == other.files
+
+
+async def test_a_mask_chooses_fields(client: Client, tiny_base: BaseModel) -> None:
+    await client.register(tiny_base)
+    mask = FieldMask(paths=["digest", "architecture"])
+    got = await client.call("GetBaseModel", pb.GetBaseModelRequest(name="tiny", read_mask=mask), tenant=None)
+    assert got.model == pb.BaseModel(digest=tiny_base.digest, architecture="llama")
+    mask = FieldMask(paths=["colour"])
+    with pytest.raises(grpc.aio.AioRpcError, match="read_mask: colour"):
+        await client.call("GetBaseModel", pb.GetBaseModelRequest(name="tiny", read_mask=mask), tenant=None)
+
+
+async def test_unknown_models_are_not_found(client: Client, refusal: Refusal) -> None:
+    for call in (
+        client.call("GetBaseModel", pb.GetBaseModelRequest(name="gone"), tenant=None),
+        download(client, "gone"),
+    ):
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call
+        assert refusal(caught.value)[:2] == ("NOT_FOUND", "ErrorInfo,ResourceInfo")
+
+
+async def test_models_are_listed_in_pages(client: Client, hash_base: BaseModel) -> None:
+    names = sorted(f"model-{number}" for number in range(5))
+    for name in names:
+        await client.register(dataclasses.replace(hash_base, name=name))
+    first = await client.call("ListBaseModels", pb.ListBaseModelsRequest(page_size=3), tenant=None)
+    token = first.next_page_token
+    rest = await client.call("ListBaseModels", pb.ListBaseModelsRequest(page_size=3, page_token=token), tenant=None)
+    assert [model.name for model in (*first.models, *rest.models)] == names
+    assert (len(first.models), rest.next_page_token) == (3, "")
+
+
+async def test_pages_of_large_manifests_end_early(client: Client, tiny_base: BaseModel) -> None:
+    modules = tuple(ModuleShape(f"{layer}_{'x' * 1000}", 8, 8) for layer in range(1900))
+    names = ["a", "b", "c"]
+    for name in names:
+        await client.register(dataclasses.replace(tiny_base, name=name, modules=modules, files={}))
+    token = ""
+    for name in names:
+        page = await client.call("ListBaseModels", pb.ListBaseModelsRequest(page_token=token), tenant=None)
+        assert [model.name for model in page.models] == [name]
+        token = page.next_page_token
+    assert token == ""
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"name": "a/b"}, "model.name: 'a/b' is not a base model's name"),
+        ({"digest": "sha256:1"}, "model.digest: "),
+        ({"architecture": ""}, "model.architecture: "),
+        ({"context_length": 0}, "model.context_length: is missing"),
+        ({"vocab_size": 0}, "model.vocab_size: is missing"),
+        ({"end_token_ids": (2, 32)}, "model.end_token_ids[1]: 32 is not in a vocabulary of 32"),
+        ({"modules": (ModuleShape("a..b", 1, 1),)}, "model.modules[0].name: "),
+        ({"modules": (ModuleShape("a", 1, 1), ModuleShape("a", 1, 1))}, "model.modules[1].name: "),
+        ({"modules": (ModuleShape("a", 0, 1),)}, "model.modules[0]: a has no in_features"),
+        ({"files": {"../config.json": b""}}, "chunk.name: '../config.json' is not a plain file name"),
+        ({"files": {".": b""}}, "chunk.name: "),
+        ({"files": {f"{number}.json": b"" for number in range(65)}}, "chunk.name: these are more than 64 files"),
+    ],
+)
+async def test_bad_registrations_name_the_field(
+    client: Client, tiny_base: BaseModel, uploads_gone: Any, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await client.register(dataclasses.replace(tiny_base, **changes))
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert str(caught.value.details()).startswith(message)
+    await uploads_gone()
+
+
+async def test_registrations_out_of_order_are_refused(client: Client, hash_base: BaseModel) -> None:
+    chunk = pb.RegisterBaseModelRequest(chunk=pb.FileChunk(name="config.json"))
+    model = await client.register(hash_base)
+    header = pb.RegisterBaseModelRequest(model=model)
+    for parts, message in (([], "comes first"), ([chunk], "comes first"), ([header, header], "comes once, first")):
+        with pytest.raises(grpc.aio.AioRpcError, match=message):
+            await client.stub.RegisterBaseModel(iter(parts))
+
+
+async def test_announced_files_must_arrive(client: Client, tiny_base: BaseModel) -> None:
+    described = await client.register(tiny_base)
+    described.name = "again"
+    header = pb.RegisterBaseModelRequest(model=described)
+
+    def chunks(*names: str) -> list[pb.RegisterBaseModelRequest]:
+        return [
+            pb.RegisterBaseModelRequest(chunk=pb.FileChunk(name=name, data=tiny_base.files[name][:1000]))
+            for name in names
+        ]
+
+    for parts in (chunks("config.json", "empty.json"), chunks(*tiny_base.files)):
+        with pytest.raises(grpc.aio.AioRpcError, match=r"model\.files: tokenizer\.json did not arrive"):
+            await client.stub.RegisterBaseModel(iter([header, *parts]))
+    small = dataclasses.replace(tiny_base, files={"config.json": b"{}"}, name="small")
+    described = await client.register(small)
+    parts = [pb.RegisterBaseModelRequest(chunk=pb.FileChunk(name="config.json", data=b"{}"))]
+    again = await client.stub.RegisterBaseModel(iter([pb.RegisterBaseModelRequest(model=described), *parts]))
+    assert again.model == described
+
+
+async def test_files_together_have_a_limit(client: Client, hash_base: BaseModel, uploads_gone: Any) -> None:
+    files = {f"{number}.json": b"x" * (33 * 1024 * 1024) for number in range(2)}
+    with pytest.raises(grpc.aio.AioRpcError, match="all files together are larger than the 67108864 bytes"):
+        await client.register(dataclasses.replace(hash_base, files=files))
+    await uploads_gone()

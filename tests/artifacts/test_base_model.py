@@ -1,0 +1,119 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from artifacts.base_model import ModuleShape, read_base_model
+from artifacts.errors import ArtifactError
+
+
+def test_the_manifest_of_a_directory(model_directory: Path) -> None:
+    base = read_base_model(str(model_directory))
+    assert (base.name, base.architecture, base.context_length, base.vocab_size) == ("tiny-llama", "llama", 64, 32)
+    assert base.end_token_ids == (2,)
+    assert base.modules == (
+        ModuleShape("model.layers.0.self_attn.k_proj", in_features=8, out_features=4),
+        ModuleShape("model.layers.0.self_attn.q_proj", in_features=8, out_features=8),
+    )
+    assert set(base.files) == {"config.json", "tokenizer.json"}
+    assert base.files["tokenizer.json"] == b"{}"
+    assert read_base_model(str(model_directory), name="other").name == "other"
+
+
+@pytest.mark.parametrize(
+    ("generation", "expected"), [({"eos_token_id": [5, 6]}, (5, 6)), ({"eos_token_id": None}, ()), ({}, (2,))]
+)
+def test_the_generation_config_decides_the_end_tokens(
+    model_directory: Path, generation: dict[str, Any], expected: tuple[int, ...]
+) -> None:
+    (model_directory / "generation_config.json").write_text(json.dumps(generation))
+    assert read_base_model(str(model_directory)).end_token_ids == expected
+
+
+def test_the_digest_depends_on_config_and_weights_alone(
+    model_directory: Path, tensors: dict[str, np.ndarray[Any, Any]], change_json: Callable[..., None]
+) -> None:
+    digest = read_base_model(str(model_directory)).digest
+    (model_directory / "tokenizer.json").write_text('{"a": 1}')
+    assert read_base_model(str(model_directory), name="other").digest == digest
+    tensors["lm_head.weight"][-1, -1] += 1
+    save_file(tensors, model_directory / "model.safetensors")
+    changed = read_base_model(str(model_directory)).digest
+    change_json(model_directory / "config.json", rope_theta=5.0)
+    assert len({digest, changed, read_base_model(str(model_directory)).digest}) == 3
+
+
+def test_a_sharded_checkpoint_is_the_same_model(
+    model_directory: Path, tensors: dict[str, np.ndarray[Any, Any]]
+) -> None:
+    single = read_base_model(str(model_directory))
+    shard(model_directory, tensors)
+    sharded = read_base_model(str(model_directory))
+    assert (sharded.digest, sharded.modules) == (single.digest, single.modules)
+
+
+def shard(directory: Path, tensors: dict[str, np.ndarray[Any, Any]]) -> Path:
+    """Cut the checkpoint in two files; the index."""
+    (directory / "model.safetensors").unlink()
+    placed = {name: f"model-{index % 2}.safetensors" for index, name in enumerate(tensors)}
+    for file in set(placed.values()):
+        save_file({name: tensors[name] for name in placed if placed[name] == file}, directory / file)
+    index = directory / "model.safetensors.index.json"
+    index.write_text(json.dumps({"metadata": {}, "weight_map": placed}))
+    return index
+
+
+def test_bad_indexes_are_refused(model_directory: Path, tensors: dict[str, np.ndarray[Any, Any]]) -> None:
+    index = shard(model_directory, tensors)
+    good = json.loads(index.read_text())["weight_map"]
+    for weight_map, message in [
+        ([], "weight_map is not"),
+        (good | {"x": "../model-0.safetensors"}, "weight_map is not"),
+        (good | {"x": "model-0.safetensors"}, r"model-0.safetensors: lacks tensor x"),
+        (good | {"x": "model-9.safetensors"}, "model-9.safetensors: cannot be read"),
+    ]:
+        index.write_text(json.dumps({"weight_map": weight_map}))
+        with pytest.raises(ArtifactError, match=message):
+            read_base_model(str(model_directory))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": "bloom"}, "config.json: model_type 'bloom' is not supported, only llama, "),
+        ({"model_type": None}, "model_type None is not supported"),
+        ({"model_type": ["llama"]}, "is not supported"),
+        ({"quantization_config": {"bits": 4}}, "quantized checkpoints are not supported"),
+        ({"max_position_embeddings": None}, "max_position_embeddings is None"),
+        ({"vocab_size": "32"}, "vocab_size is '32'"),
+        ({"eos_token_id": "</s>"}, "eos_token_id is not a token id"),
+    ],
+)
+def test_configs_that_are_not_served(
+    model_directory: Path, change_json: Callable[..., None], changes: dict[str, Any], message: str
+) -> None:
+    change_json(model_directory / "config.json", **changes)
+    with pytest.raises(ArtifactError, match=message):
+        read_base_model(str(model_directory))
+
+
+def test_directories_that_are_none(tmp_path: Path, model_directory: Path) -> None:
+    with pytest.raises(ArtifactError, match=r"model: .*/missing is not a directory"):
+        read_base_model(str(tmp_path / "missing"))
+    with pytest.raises(ArtifactError, match=r"has no config\.json"):
+        read_base_model(str(tmp_path))
+    (model_directory / "model.safetensors").rename(model_directory / "pytorch_model.bin")
+    with pytest.raises(ArtifactError, match="only safetensors weights are served"):
+        read_base_model(str(model_directory))
+
+
+def test_a_checkpoint_without_layers_is_refused(model_directory: Path) -> None:
+    save_file({"model.norm.weight": np.zeros(8, np.float32)}, model_directory / "model.safetensors")
+    with pytest.raises(ArtifactError, match=r"has no linear layers below model\.layers"):
+        read_base_model(str(model_directory))

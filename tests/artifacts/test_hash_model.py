@@ -1,0 +1,52 @@
+from __future__ import annotations
+
+import pytest
+
+from artifacts.base_model import read_base_model
+from artifacts.errors import ArtifactError
+from artifacts.hash_model import HashModel, is_hash_spec, parse_hash_model
+
+
+def test_defaults_and_values() -> None:
+    assert parse_hash_model("hash:") == parse_hash_model("hash:?") == HashModel()
+    spec = "hash:?vocab=600&step_ms=2.5&seed=9&end_after=3&context=128"
+    assert parse_hash_model(spec) == HashModel(vocab=600, step_ms=2.5, seed=9, end_after=3, context=128)
+
+
+def test_specs_are_told_from_directories() -> None:
+    assert is_hash_spec("hash:?seed=1")
+    assert not is_hash_spec("./hash")
+
+
+@pytest.mark.parametrize(
+    ("spec", "named"),
+    [
+        ("hash:?vocab=511", "vocab"),
+        ("hash:?vocab=many", "vocab"),
+        ("hash:?vocab=", "vocab"),
+        ("hash:?vocab=99999999999", "vocab"),
+        ("hash:?step_ms=-1", "step_ms"),
+        ("hash:?step_ms=nan", "step_ms"),
+        ("hash:?context=1", "context"),
+        ("hash:?sead=1", "'sead'"),
+        ("hash:?seed=1&seed=2", "'seed' is given twice"),
+        ("hash:?&", "''"),
+        ("/models/llama", "hash:"),
+    ],
+)
+def test_bad_specs_name_the_key(spec: str, named: str) -> None:
+    with pytest.raises(ArtifactError, match=named):
+        parse_hash_model(spec)
+
+
+def test_the_manifest_says_when_answers_end_by_themselves() -> None:
+    assert read_base_model("hash:?vocab=600").end_token_ids == ()
+    base = read_base_model("hash:?vocab=600&end_after=3", name="oracle")
+    assert (base.name, base.architecture, base.vocab_size, base.end_token_ids) == ("oracle", "hash", 600, (599,))
+
+
+def test_the_digest_is_over_what_decides_the_tokens() -> None:
+    digest = read_base_model("hash:?seed=1").digest
+    assert digest == read_base_model("hash:?step_ms=5&seed=1").digest
+    others = [read_base_model(f"hash:?{key}").digest for key in ("seed=2", "vocab=600", "end_after=1", "context=64")]
+    assert len({digest, *others}) == 5

@@ -1,0 +1,161 @@
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import pytest
+
+from artifacts.errors import ArtifactError, MismatchError
+from artifacts.peft_config import PeftConfig, parse_peft_config
+
+# What peft 0.21 writes for LoraConfig(r=8, lora_alpha=16, target_modules=["q_proj"], task_type="CAUSAL_LM").
+WRITTEN: dict[str, Any] = {
+    "alora_invocation_tokens": None, "alpha_pattern": {}, "arrow_config": None, "auto_mapping": None,
+    "base_model_name_or_path": "tiny", "bias": "none", "corda_config": None, "ensure_weight_tying": False,
+    "eva_config": None, "exclude_modules": None, "fan_in_fan_out": False, "inference_mode": True,
+    "init_lora_weights": True, "kasa_config": None, "layer_replication": None, "layers_pattern": None,
+    "layers_to_transform": None, "loftq_config": {}, "lora_alpha": 16, "lora_bias": False, "lora_dropout": 0.0,
+    "lora_ga_config": None, "megatron_config": None, "megatron_core": "megatron.core", "modules_to_save": None,
+    "monteclora_config": None, "peft_type": "LORA", "peft_version": "0.21.2", "qalora_group_size": 16, "r": 8,
+    "rank_pattern": {}, "revision": None, "target_modules": ["q_proj"], "target_parameters": None,
+    "task_type": "CAUSAL_LM", "trainable_token_indices": None, "use_bdlora": None, "use_dora": False,
+    "use_qalora": False, "use_rslora": False, "velora_config": None,
+}  # fmt: skip
+
+
+def parse(**changes: Any) -> PeftConfig:
+    return parse_peft_config(json.dumps(WRITTEN | changes).encode())
+
+
+def test_reads_what_peft_writes() -> None:
+    config = parse()
+    assert (config.rank, config.alpha, config.max_rank, config.base_model) == (8, 16.0, 8, "tiny")
+    assert config.scaling_of("model.layers.0.self_attn.q_proj", 8) == 2.0
+
+
+def test_reads_the_fewest_fields() -> None:
+    config = parse_peft_config(b'{"peft_type": "LORA", "r": 4}')
+    assert (config.rank, config.alpha) == (4, 8.0)
+
+
+def test_ranks_and_scalings_follow_the_patterns() -> None:
+    config = parse(rank_pattern={"k_proj": 2, "layers.1.q_proj": 32}, alpha_pattern={"k_proj": 5})
+    assert config.max_rank == 32
+    assert config.rank_of("model.layers.0.k_proj") == 2
+    assert config.rank_of("model.layers.1.q_proj") == 32
+    assert config.rank_of("model.layers.0.q_proj") == 8
+    assert config.scaling_of("model.layers.0.k_proj", 2) == 2.5
+    assert config.scaling_of("model.layers.1.q_proj", 32) == 0.5
+
+
+def test_rslora_scales_with_the_root_of_the_rank() -> None:
+    assert parse(use_rslora=True).scaling_of("q_proj", 8) == 16 / math.sqrt(8)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"target_modules": "all-linear"},
+        {"target_modules": r".*\.q_proj"},
+        {"target_modules": None},
+        {"exclude_modules": ["k_proj"]},
+        {"layers_to_transform": [0, 1], "layers_pattern": "layers"},
+        {"fan_in_fan_out": True},
+        {"lora_dropout": 0.1},
+        {"task_type": None},
+        {"init_lora_weights": False},
+        {"init_lora_weights": "gaussian"},
+        {"init_lora_weights": "orthogonal"},
+        {"init_lora_weights": "eva", "eva_config": {"rho": 2.0}},
+        {"lora_alpha": 0.5},
+        {"rank_pattern": None},
+        {"a_field_of_tomorrow": None},
+        {"another": False, "and": {}, "so": [], "on": ""},
+    ],
+)
+def test_accepts_what_changes_nothing_or_is_served(changes: dict[str, Any]) -> None:
+    parse(**changes)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("use_dora", True),
+        ("bias", "all"),
+        ("bias", "lora_only"),
+        ("bias", None),
+        ("modules_to_save", ["lm_head"]),
+        ("trainable_token_indices", [1, 2]),
+        ("target_parameters", ["mlp.experts.gate_up_proj"]),
+        ("layer_replication", [[0, 4], [2, 5]]),
+        ("lora_bias", True),
+        ("use_qalora", True),
+        ("alora_invocation_tokens", [5]),
+        ("megatron_config", {"x": 1}),
+        ("use_bdlora", {"nblocks": 2}),
+        ("arrow_config", {"top_k": 2}),
+        ("kasa_config", {"beta": 1}),
+        ("monteclora_config", {"a": 1}),
+        ("velora_config", {"a": 1}),
+        ("ensure_weight_tying", True),
+        ("init_lora_weights", "pissa"),
+        ("init_lora_weights", "pissa_niter_16"),
+        ("init_lora_weights", "olora"),
+        ("init_lora_weights", "corda"),
+        ("init_lora_weights", "loftq"),
+        ("init_lora_weights", "lora_ga"),
+        ("init_lora_weights", "of_tomorrow"),
+        ("init_lora_weights", ["gaussian"]),
+        ("peft_type", "ADALORA"),
+        ("peft_type", None),
+        ("task_type", "SEQ_CLS"),
+        ("task_type", ["CAUSAL_LM"]),
+        ("a_field_of_tomorrow", 3),
+    ],
+)
+def test_refuses_by_name_what_is_not_served(field: str, value: Any) -> None:
+    with pytest.raises(MismatchError) as caught:
+        parse(**{field: value})
+    assert caught.value.subject == field
+
+
+def test_says_how_to_convert_what_rewrote_the_base() -> None:
+    with pytest.raises(MismatchError, match="path_initial_model_for_weight_conversion"):
+        parse(init_lora_weights="pissa")
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("r", 0),
+        ("r", True),
+        ("r", 8.0),
+        ("r", "8"),
+        ("lora_alpha", "16"),
+        ("lora_alpha", None),
+        ("lora_alpha", 10**40),
+        ("use_rslora", "yes"),
+        ("rank_pattern", [1]),
+        ("rank_pattern", {"q_proj": 0}),
+        ("alpha_pattern", {"q_proj": None}),
+    ],
+)
+def test_refuses_values_that_are_none(field: str, value: Any) -> None:
+    with pytest.raises(ArtifactError) as caught:
+        parse(**{field: value})
+    assert caught.value.subject.startswith(field)
+    assert not isinstance(caught.value, MismatchError)
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"[]", b"{", b"\xff", b'{"r": NaN}', b'{"r": 1e999}', b'{"r":1,"r":2}', b"[" * 99999]
+)
+def test_refuses_what_is_not_json(data: bytes) -> None:
+    with pytest.raises(ArtifactError, match=r"^adapter_config\.json: "):
+        parse_peft_config(data)
+
+
+def test_a_rank_must_be_there() -> None:
+    with pytest.raises(ArtifactError, match="r: is missing"):
+        parse_peft_config(b'{"peft_type": "LORA"}')

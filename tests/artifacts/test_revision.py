@@ -1,0 +1,90 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from artifacts.digests import is_digest, sha256_bytes
+from artifacts.errors import ArtifactError
+from artifacts.revision import lora_tensors, revision_digest
+from artifacts.safetensors_header import TensorInfo
+
+WEIGHTS = sha256_bytes(b"weights")
+PREFIX = "base_model.model.model.layers.0.self_attn.q_proj"
+
+
+def tensor(*shape: int) -> TensorInfo:
+    return TensorInfo("F32", shape, 0, 0)
+
+
+def test_the_digest_does_not_depend_on_the_order_of_keys_or_on_spaces() -> None:
+    assert revision_digest(b'{"r": 8, "x": {"a": 1, "b": 2}}', WEIGHTS) == revision_digest(
+        b'{"x":{"b":2,"a":1},"r":8}', WEIGHTS
+    )
+
+
+def test_the_digest_depends_on_everything_that_is_served() -> None:
+    digests = {
+        revision_digest(b'{"r": 8}', WEIGHTS),
+        revision_digest(b'{"r": 9}', WEIGHTS),
+        revision_digest(b'{"r": 8}', sha256_bytes(b"other")),
+        # The first pattern that matches counts: another order can be another adapter.
+        revision_digest(b'{"alpha_pattern": {"q_proj": 1, "proj": 2}}', WEIGHTS),
+        revision_digest(b'{"alpha_pattern": {"proj": 2, "q_proj": 1}}', WEIGHTS),
+    }
+    assert len(digests) == 5
+
+
+def test_the_digest_is_fixed_for_all_time() -> None:
+    """A change here makes every stored revision another one: raise the format number instead."""
+    assert (
+        revision_digest(b'{"r": 8, "peft_type": "LORA"}', WEIGHTS)
+        == "sha256:690843ac6caad0a993c7b160dc1d343fa5ba2e9e41b8acf3443db5a9f7e8a544"
+    )
+
+
+@given(config=st.binary(max_size=200) | st.from_type(dict).map(lambda value: json.dumps(value, default=str).encode()))
+def test_any_bytes_have_a_digest(config: bytes) -> None:
+    assert is_digest(revision_digest(config, WEIGHTS))
+    assert revision_digest(config, WEIGHTS) == revision_digest(config, WEIGHTS)
+
+
+def test_deep_nesting_has_the_same_digest_from_any_stack() -> None:
+    deep = b'{"a":' + b"[" * 400 + b"]" * 400 + b"}"
+
+    def at_depth(levels: int) -> str:
+        return at_depth(levels - 1) if levels else revision_digest(deep, WEIGHTS)
+
+    assert at_depth(0) == at_depth(500)
+
+
+def test_tensors_belong_to_modules_of_the_base() -> None:
+    header = {f"{PREFIX}.lora_B.weight": tensor(16, 4), f"{PREFIX}.lora_A.weight": tensor(4, 8)}
+    assert lora_tensors(header) == {"model.layers.0.self_attn.q_proj": (4, 8, 16)}
+
+
+@pytest.mark.parametrize(
+    ("header", "message"),
+    [
+        ({}, "has no LoRA tensors"),
+        ({f"{PREFIX}.weight": tensor(4, 8)}, "q_proj.weight is not a LoRA weight"),
+        ({f"{PREFIX}.lora_magnitude_vector": tensor(8)}, "lora_magnitude_vector is not a LoRA weight"),
+        ({"base_model.model.model.embed_tokens.lora_embedding_A": tensor(4, 8)}, "lora_embedding_A is not a LoRA"),
+        ({f"{PREFIX}.lora_A.default.weight": tensor(4, 8)}, "default.weight is not a LoRA weight"),
+        ({"model.q_proj.lora_A.weight": tensor(4, 8)}, "model.q_proj.lora_A.weight is not a LoRA weight"),
+        ({f"{PREFIX}.lora_A.weight": tensor(4, 8)}, "q_proj.lora_B.weight is missing"),
+        ({f"{PREFIX}.lora_B.weight": tensor(8, 4)}, "q_proj.lora_A.weight is missing"),
+        ({f"{PREFIX}.lora_A.weight": tensor(4)}, "two sizes are needed"),
+        ({f"{PREFIX}.lora_A.weight": tensor(4, 0)}, "two sizes are needed"),
+        (
+            {f"{PREFIX}.lora_A.weight": tensor(4, 8), f"{PREFIX}.lora_B.weight": tensor(8, 5)},
+            "lora_A has rank 4, lora_B 5",
+        ),
+    ],
+)
+def test_every_tensor_must_be_understood(header: dict[str, TensorInfo], message: str) -> None:
+    with pytest.raises(ArtifactError, match=message) as caught:
+        lora_tensors(header)
+    assert caught.value.subject == "adapter_model.safetensors"

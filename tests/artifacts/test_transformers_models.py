@@ -1,0 +1,69 @@
+"""The manifest against real transformers models, and the PEFT reader against what peft itself writes and computes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from artifacts.base_model import LAYOUTS_READ, read_base_model
+from artifacts.peft_config import parse_peft_config
+from artifacts.revision import CONFIG_FILE, WEIGHTS_FILE, lora_tensors
+from artifacts.safetensors_header import read_header
+
+pytestmark = pytest.mark.model
+SIZES = {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 64, "max_position_embeddings": 64,
+}  # fmt: skip
+
+
+def tiny(architecture: str) -> Any:
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(3)
+    models: Any = AutoModelForCausalLM
+    return models.from_config(AutoConfig.for_model(architecture, **SIZES))
+
+
+@pytest.mark.parametrize("architecture", sorted(LAYOUTS_READ))
+def test_the_modules_are_the_models_linear_layers(architecture: str, tmp_path: Path) -> None:
+    import torch
+
+    model = tiny(architecture)
+    model.save_pretrained(tmp_path)
+    linear = {
+        name: (module.in_features, module.out_features)
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.Linear) and name != "lm_head"
+    }
+    base = read_base_model(str(tmp_path), name="tiny")
+    assert {module.name: (module.in_features, module.out_features) for module in base.modules} == linear
+    assert (base.architecture, base.context_length, base.vocab_size) == (architecture, 64, 64)
+
+
+def test_ranks_and_scalings_are_those_that_peft_computes(tmp_path: Path) -> None:
+    from peft import LoraConfig, PeftModel, get_peft_model
+
+    config = LoraConfig(
+        r=4,
+        lora_alpha=6,
+        target_modules="all-linear",
+        rank_pattern={"layers.1.self_attn.q_proj": 2, "k_proj": 8},
+        alpha_pattern={r"layers\.0\..*proj": 3, "down_proj": 5},
+        use_rslora=True,
+        task_type="CAUSAL_LM",
+    )
+    get_peft_model(tiny("llama"), config).save_pretrained(str(tmp_path))
+    # Saving sorts the patterns, and the first that matches counts: what peft reads again is the truth.
+    model: Any = PeftModel.from_pretrained(tiny("llama"), str(tmp_path))
+    ours = parse_peft_config((tmp_path / CONFIG_FILE).read_bytes())
+    shapes = lora_tensors(read_header(tmp_path / WEIGHTS_FILE))
+    layers = {name: layer for name, layer in model.base_model.model.named_modules() if hasattr(layer, "lora_A")}
+    assert set(shapes) == set(layers)
+    for name, layer in layers.items():
+        assert shapes[name] == (layer.r["default"], layer.in_features, layer.out_features)
+        assert ours.rank_of(name) == layer.r["default"]
+        assert ours.scaling_of(name, shapes[name].rank) == pytest.approx(layer.scaling["default"], rel=1e-12)
