@@ -236,3 +236,13 @@ async def test_a_worker_that_is_told_to_stop_hands_its_work_over(start_cluster: 
             assert list(whole.token_ids) == expected(SLOW, f"prompt {number}", "", 300)
         assert await cluster.local.processes["worker-1"].exited == 0
         assert sum(whole.continuations for whole in wholes) > 0
+
+
+async def test_the_launcher_replaces_a_worker_that_died(start_cluster: StartCluster) -> None:
+    async with start_cluster(SLOW, {}) as cluster:
+        stream = cluster.client.generate_stream("x", max_new_tokens=200)
+        await anext(stream)
+        os.kill(cluster.local.processes["worker-1"].pid, signal.SIGKILL)
+        whole = await stream.result()
+        assert list(whole.token_ids) == expected(SLOW, "x", "", 200)
+        assert whole.continuations > 0

@@ -1,0 +1,59 @@
+# One gate, the same at home and in CI: `make lint` and `make test`.
+.DEFAULT_GOAL := help
+.NOTPARALLEL:
+.PHONY: help setup run test lint format clean
+
+BIN := .venv/bin
+STAMP := .venv/.installed
+# What decides what `setup` installs and generates.
+INPUTS := pyproject.toml constraints.txt clients/python/pyproject.toml clients/python/hatch_build.py \
+	$(shell find protos -name '*.proto')
+ROOMS := adapter_store artifacts broker clients deploy examples router rpc telemetry tests worker
+
+# Of `make run`.
+MODEL ?= examples/model
+ADAPTERS ?= $(if $(filter examples/model,$(MODEL)),examples/adapters)
+WORKERS ?= 1
+DEVICE ?= cpu
+DTYPE ?= auto
+PORT ?= 50051
+STORE_PORT ?= 50052
+ONCE ?=
+
+help: ## Print this list
+	@awk -F ': .*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	@echo
+	@echo "  make run takes MODEL=DIR ADAPTERS=DIR WORKERS=$(WORKERS) DEVICE=$(DEVICE) DTYPE=$(DTYPE) PORT=$(PORT)"
+	@echo "  STORE_PORT=$(STORE_PORT), and ONCE=1 to exit after the answers"
+
+setup: $(STAMP) ## Install into .venv and generate the stubs; a second time nothing
+
+$(STAMP): $(INPUTS)
+	@bash deploy/venv.sh
+	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e clients/python -e '.[dev]'
+	@touch $@
+
+run: $(STAMP) ## Start a cluster on this machine and show answers of the model and its adapters
+	@exec $(BIN)/loraplex up --demo --model "$(MODEL)" $(if $(ADAPTERS),--adapters "$(ADAPTERS)") \
+		--workers $(WORKERS) --device $(DEVICE) --dtype $(DTYPE) \
+		--port $(PORT) --store-port $(STORE_PORT) $(if $(ONCE),--once)
+
+test: $(STAMP) ## Run every test
+	$(BIN)/pytest
+
+lint: $(STAMP) ## Check rules, format, types, layers, protos and the compose file
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy $(ROOMS)
+	$(BIN)/lint-imports --no-logo
+	$(BIN)/buf lint
+	$(BIN)/python -m deploy.check
+
+format: $(STAMP) ## Format the code and apply the rules that can be applied
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean: ## Remove .venv, the generated stubs and every cache
+	rm -rf .venv gen clients/python/gen .loraplex dist .pytest_cache .mypy_cache .ruff_cache .hypothesis \
+		.import_linter_cache .grimp_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,188 @@
+"""`python -m deploy.check`: whether all that compose.yaml and its Dockerfiles name exists; one line for each problem.
+
+Commands, modules, flags and variables are asked of the processes themselves, so no list here can grow old.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from deploy.commands import find_usage, read_invocation, split_script
+from deploy.dockerfile import dockerfile_problems, is_pinned
+
+# What our services use of compose's keys; a misspelt key is silently without effect in some versions.
+_SERVICE_KEYS = frozenset(
+    {"build", "command", "depends_on", "environment", "expose", "healthcheck", "image", "init"}
+    | {"ports", "restart", "stop_grace_period", "user", "volumes"}
+)
+_CONDITIONS = frozenset({"service_started", "service_healthy", "service_completed_successfully"})
+_INTERPOLATED = re.compile(r"\$\{(\w+)(?::-([^}]*))?\}")
+# HOST:PORT in a flag's value, an operand or a URL.
+_ADDRESS = re.compile(r"(?:^|[=/@])([a-z][\w.-]*|\d+\.\d+\.\d+\.\d+):(\d{2,5})(?=$|/)")
+_PORT_FLAG = re.compile(r"^--(?:[a-z-]+-)?port$")
+_OWN_HOSTS = ("localhost", "127.0.0.1")
+
+
+@dataclass(frozen=True)
+class Service:
+    """One service of the compose file, with ${VARIABLE:-default} replaced by the defaults."""
+
+    name: str
+    body: Mapping[str, Any]
+    root: Path
+
+    @property
+    def commands(self) -> list[list[str]]:
+        """What it runs: its command, or the commands of the script that this is, and its health check; as words."""
+        command = [str(word) for word in self.body.get("command", [])]
+        health = [str(word) for word in self.body.get("healthcheck", {}).get("test", [])][1:]
+        if len(command) == 2 and command[0] == "sh":
+            found = [self.root / source for source, target in self.mounts if target == command[1]]
+            commands = [line for path in found if path.is_file() for line in split_script(path.read_text())]
+        else:
+            commands = [command]
+        return [words for words in (*commands, health) if words]
+
+    @property
+    def listens(self) -> set[str]:
+        """The ports that it listens on: what it exposes, and the values of its --port and --...-port flags."""
+        ports = {str(port) for port in self.body.get("expose", [])}
+        for command in self.commands:
+            words = [part for word in command for part in word.split("=", 1)]
+            ports |= {value for flag, value in pairwise(words) if _PORT_FLAG.match(flag)}
+        return ports
+
+    @property
+    def mounts(self) -> list[tuple[str, str]]:
+        """(what is mounted, where in the container) of each volume."""
+        parts = (str(volume).split(":") for volume in self.body.get("volumes", []))
+        return [(part[0], part[1]) for part in parts if len(part) > 1]
+
+
+def check(root: Path) -> list[str]:
+    """The problems of `root`/compose.yaml and of the Dockerfiles that it names, one line each."""
+    path = root / "compose.yaml"
+    try:
+        text, undefined = _interpolate(path.read_text())
+        document = yaml.safe_load(text)
+        services = {name: Service(name, body, root) for name, body in document["services"].items()}
+    except (OSError, yaml.YAMLError, TypeError, KeyError, AttributeError) as error:
+        return [f"compose.yaml: can't be read as services: {' '.join(str(error).split())}"]
+    problems = [f"compose.yaml: variable {name} has no default" for name in undefined]
+    for name, service in services.items():
+        found = [
+            *_shape_problems(service, services, document.get("volumes") or {}),
+            *_build_problems(service),
+            *_command_problems(service),
+            *_address_problems(service, services),
+            *_path_problems(service),
+        ]
+        problems += [f"compose.yaml: service {name}: {problem}" for problem in found]
+    return sorted(set(problems), key=problems.index)
+
+
+def _interpolate(text: str) -> tuple[str, list[str]]:
+    undefined = sorted({match.group(1) for match in _INTERPOLATED.finditer(text) if match.group(2) is None})
+    return _INTERPOLATED.sub(lambda match: match.group(2) or "", text), undefined
+
+
+def _shape_problems(service: Service, services: Mapping[str, Service], volumes: Mapping[str, Any]) -> Iterator[str]:
+    body = service.body
+    yield from (f"unknown key {key}" for key in sorted(set(body) - _SERVICE_KEYS))
+    if "build" not in body and not is_pinned(str(body.get("image", ""))):
+        yield f"image {body.get('image')} has no version"
+    if "build" not in body and str(body.get("user", "root")).partition(":")[0] in ("root", "0"):
+        yield "runs as root; give it a user"
+    for other, need in dict(body.get("depends_on", {})).items():
+        if other not in services:
+            yield f"depends on {other}, which is no service"
+        elif need["condition"] not in _CONDITIONS:
+            yield f"unknown condition {need['condition']}"
+        elif need["condition"] == "service_healthy" and "healthcheck" not in services[other].body:
+            yield f"waits until {other} is healthy, but {other} has no healthcheck"
+    for source, _ in service.mounts:
+        if not source.startswith((".", "/")) and source not in volumes:
+            yield f"volume {source} is not declared"
+
+
+def _build_problems(service: Service) -> Iterator[str]:
+    build = service.body.get("build")
+    if build is None:
+        return
+    context = (service.root / build.get("context", ".")).resolve()
+    dockerfile = context / build.get("dockerfile", "Dockerfile")
+    if not dockerfile.is_file():
+        yield f"no Dockerfile {build.get('dockerfile', 'Dockerfile')}"
+        return
+    yield from dockerfile_problems(dockerfile, context, build.get("args", {}))
+
+
+def _command_problems(service: Service) -> Iterator[str]:
+    if "build" not in service.body:  # somebody else's image: its commands are not ours to know
+        return
+    if not service.commands:
+        yield "no command"
+    variables = {str(name) for name in service.body.get("environment", {}) if str(name).startswith("LORAPLEX_")}
+    for command in service.commands:
+        invocation = read_invocation(command, service.root)
+        if isinstance(invocation, str):
+            yield invocation
+            continue
+        shown, usage = find_usage(invocation)
+        if usage is None:
+            yield f"{shown}: no such command (its --help fails)"
+            continue
+        flags = (word.partition("=")[0] for word in invocation.arguments if word.startswith("--"))
+        yield from (f"{shown}: unknown flag {flag}" for flag in flags if flag not in usage.flags)
+        variables = {name for name in variables if not usage.knows_variable(name)}
+    yield from (f"variable {name} is known to no command of it" for name in sorted(variables))
+
+
+def _address_problems(service: Service, services: Mapping[str, Service]) -> Iterator[str]:
+    """Every HOST:PORT names a service that listens there; every published port is listened on."""
+    values = [word for command in service.commands for word in command]
+    values += [str(value) for value in dict(service.body.get("environment", {})).values()]
+    for host, port in (match.groups() for value in values for match in _ADDRESS.finditer(value)):
+        target = service if host in _OWN_HOSTS else services.get(host)
+        if target is None:
+            yield f"{host}:{port}: no service {host}"
+        elif port not in target.listens:
+            yield f"{host}:{port}: {target.name} does not listen on {port}"
+    for published in service.body.get("ports", []):
+        port = str(published).rpartition(":")[2]
+        if port not in service.listens:
+            yield f"publishes port {port}, which it does not listen on"
+
+
+def _path_problems(service: Service) -> Iterator[str]:
+    """What is mounted from this host exists, and so does every path of the command below a mount."""
+    for source, _ in service.mounts:
+        if source.startswith(".") and not (service.root / source).exists():
+            yield f"mounts {source}, which does not exist"
+    values = [word.partition("=")[2] or word for command in service.commands for word in command]
+    for path in (value for value in values if value.startswith("/")):
+        below = [(source, target) for source, target in service.mounts if Path(path).is_relative_to(target)]
+        if not below and not path.startswith("/var/lib/loraplex"):
+            yield f"path {path} is neither mounted nor the image's own"
+        for source, target in below:
+            if source.startswith(".") and not (service.root / source / Path(path).relative_to(target)).exists():
+                yield f"path {path}: {source} has no {Path(path).relative_to(target)}"
+
+
+def main() -> int:
+    """Print the problems of the tree that this stands in; 1 when there are any."""
+    problems = check(Path(__file__).resolve().parents[1])
+    print("\n".join(problems) if problems else "compose.yaml: all that it names exists")
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,127 @@
+"""A Dockerfile, read far enough to check it against the tree that it is built from."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+_INSTRUCTIONS = frozenset(
+    {"FROM", "RUN", "CMD", "EXPOSE", "ENV", "ADD", "COPY", "ENTRYPOINT", "USER", "WORKDIR", "ARG"}
+)
+_EXTRAS = re.compile(r"\.\[([^\]]*)\]")
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """One instruction with the number of its first line; `arguments` are its words without --flags."""
+
+    line: int
+    name: str
+    text: str
+
+    @property
+    def flags(self) -> dict[str, str]:
+        """Its --key=value flags."""
+        pairs = (word[2:].partition("=") for word in self.text.split() if word.startswith("--"))
+        return {key: value for key, _, value in pairs}
+
+    @property
+    def arguments(self) -> list[str]:
+        """Its words without flags."""
+        return [word for word in shlex.split(self.text) if not word.startswith("--")]
+
+
+def read_instructions(text: str) -> Iterator[Instruction]:
+    """The instructions, continued lines joined, comments dropped."""
+    joined, start = "", 0
+    for number, line in enumerate(text.splitlines(), 1):
+        if line.lstrip().startswith("#") or not (line.strip() or joined):
+            continue
+        start = start or number
+        joined += line.removesuffix("\\").strip() + " "
+        if not line.endswith("\\"):
+            name, _, rest = joined.strip().partition(" ")
+            yield Instruction(start, name.upper(), rest.strip())
+            joined, start = "", 0
+
+
+def dockerfile_problems(path: Path, root: Path, arguments: Mapping[str, str]) -> Iterator[str]:
+    """What is wrong with the file for a build from `root` with these build arguments; one line each."""
+    shown = path.relative_to(root)
+    instructions = list(read_instructions(path.read_text()))
+    if not instructions or instructions[0].name not in ("FROM", "ARG"):
+        yield f"{shown}: does not begin with FROM"
+    stages: list[str] = []
+    known_arguments: set[str] = set()
+    user = "root"
+    for at in instructions:
+        where = f"{shown}:{at.line}"
+        if at.name not in _INSTRUCTIONS:
+            yield f"{where}: unknown instruction {at.name}"
+        elif at.name == "FROM":
+            user = "root"
+            yield from (f"{where}: {problem}" for problem in _from_problems(at, stages))
+        elif at.name == "ARG":
+            known_arguments.add(at.arguments[0].partition("=")[0])
+        elif at.name == "USER":
+            user = at.arguments[0]
+        elif at.name in ("COPY", "ADD"):
+            yield from (f"{where}: {problem}" for problem in _copy_problems(at, stages, root))
+    if user.partition(":")[0] in ("root", "0"):
+        yield f"{shown}: the last stage runs as root; give it a USER"
+    yield from (
+        f"{shown}: build argument {name} is not an ARG of it" for name in arguments if name not in known_arguments
+    )
+    yield from _install_problems(str(shown), instructions, root, arguments)
+
+
+def _from_problems(instruction: Instruction, stages: list[str]) -> Iterator[str]:
+    words = instruction.arguments
+    if words[0] not in stages and not is_pinned(words[0]):
+        yield f"image {words[0]} has no version"
+    stages.append(words[2] if len(words) == 3 and words[1].upper() == "AS" else str(len(stages)))
+
+
+def _copy_problems(instruction: Instruction, stages: list[str], root: Path) -> Iterator[str]:
+    source_stage = instruction.flags.get("from")
+    if source_stage is not None:
+        if source_stage not in stages:
+            yield f"no stage {source_stage}"
+        return
+    for source in instruction.arguments[:-1]:
+        if not (root / source).exists():
+            yield f"no file or directory {source}"
+
+
+def _install_problems(
+    shown: str, instructions: list[Instruction], root: Path, arguments: Mapping[str, str]
+) -> Iterator[str]:
+    """Whether the files and extras that pip is told to install with exist and were copied."""
+    copied = {
+        source for at in instructions if at.name == "COPY" for source in at.arguments[:-1] if "from" not in at.flags
+    }
+    project = tomllib.loads((root / "pyproject.toml").read_text())
+    for at in (at for at in instructions if at.name == "RUN" and "pip install" in at.text):
+        needed = {*project["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"], "pyproject.toml", "protos"}
+        words = at.arguments
+        needed |= {words[place + 1] for place, word in enumerate(words) if word == "-c"}
+        needed.add(project["project"]["readme"])
+        yield from (f"{shown}:{at.line}: installs without a copy of {name}" for name in sorted(needed - copied))
+        extras = _EXTRAS.search(at.text)
+        for extra in _expand(extras.group(1), arguments).split(",") if extras else ():
+            if extra not in project["project"]["optional-dependencies"]:
+                yield f"{shown}:{at.line}: unknown extra {extra or '(empty)'} of pyproject.toml"
+
+
+def _expand(text: str, arguments: Mapping[str, str]) -> str:
+    return re.sub(r"\$\{?(\w+)\}?", lambda match: arguments.get(match.group(1), ""), text)
+
+
+def is_pinned(image: str) -> bool:
+    """Whether an image's name says which version."""
+    tag = image.rpartition("/")[2].partition(":")[2]
+    return "@sha256:" in image or tag not in ("", "latest")

@@ -1,0 +1,259 @@
+"""The one-machine cluster: Valkey, store, routers and workers as processes of this machine.
+
+    async with LocalCluster(ClusterSettings(model="hash:?")) as cluster:   # store and routers listen
+        ...register the model at cluster.store...
+        await cluster.wait_serving()
+        ...call cluster.router...
+                                                                           # drained, stopped, nothing left behind
+Order of start: Valkey and the store, then routers and workers together; routers and workers wait for what they need.
+Order of stop: routers (they drain), workers, store, Valkey.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+from collections.abc import Coroutine
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from deploy.local import valkey
+from deploy.local.process import READY, LaunchError, Process
+from rpc.server import CHANNEL_OPTIONS
+
+__all__ = ["ClusterSettings", "LaunchError", "LocalCluster"]
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+# Who is stopped in which order, and how long each may take before SIGKILL; routers let running answers end first.
+_STOP_ORDER = (("router", 15.0), ("worker", 10.0), ("store", 5.0), ("valkey", 5.0))
+_EXIT_S = 2.0
+_MODULES = {"router": "router", "worker": "worker", "store": "adapter_store"}
+
+
+@dataclass(frozen=True)
+class ClusterSettings:
+    """What to run. Port 0 is one that the system chooses; only the first router gets `port`."""
+
+    # A transformers directory, or `hash:?...`.
+    model: str
+    model_name: str = ""
+    workers: int = 1
+    routers: int = 1
+    host: str = "127.0.0.1"
+    port: int = 50051
+    store_port: int = 50052
+    device: str = "cpu"
+    dtype: str = "auto"
+    # Empty: an embedded Valkey.
+    redis_url: str = ""
+    # Where logs, adapters and caches go; None: a temporary directory, removed at the end.
+    data_dir: Path | None = None
+    # Handed to every worker after the launcher's own flags.
+    worker_flags: tuple[str, ...] = ()
+
+
+class LocalCluster:
+    """Runs the cluster while the context is open. `processes` by name: valkey, store, router-1, worker-1, ..."""
+
+    def __init__(self, settings: ClusterSettings) -> None:
+        self.settings = settings
+        self.processes: dict[str, Process] = {}
+        self.redis_url = settings.redis_url
+        # HOST:PORT, once the context is open.
+        self.store = ""
+        self.router = ""
+        self.routers: tuple[str, ...] = ()
+        self._expected_to_end: set[str] = set()
+        self._started_workers = 0
+        self._replacing: set[asyncio.Task[str]] = set()
+
+    async def __aenter__(self) -> LocalCluster:
+        """Start; returns when the store and the routers listen. Raises LaunchError, with nothing left behind."""
+        self._failed: asyncio.Future[LaunchError] = asyncio.get_running_loop().create_future()
+        self._runtime_dir = Path(tempfile.mkdtemp(prefix="loraplex-"))
+        self.data_dir = self.settings.data_dir or self._runtime_dir
+        try:
+            await self._unless_failed(self._start())
+        except BaseException as error:
+            await self._stop()
+            if isinstance(error, OSError):  # a data directory that can't be written
+                raise LaunchError(str(error)) from error
+            raise
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        """Drain and stop everything."""
+        await self._stop()
+
+    async def wait_serving(self, timeout_s: float = 120.0) -> None:
+        """Returns when every router's health is SERVING and every worker serves. Raises LaunchError."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._unless_failed(self._serving())
+        except TimeoutError as error:
+            late = next((process for process in self._workers() if not process.is_ready), self.processes["router-1"])
+            raise LaunchError(
+                f"not serving after {timeout_s:g} s; {late.name} last said: {late.last_words()}"
+            ) from error
+
+    async def wait_failed(self) -> LaunchError:
+        """Returns when a process exits that nobody stopped and nothing replaces; says which and why."""
+        return await asyncio.shield(self._failed)
+
+    async def start_worker(self) -> str:
+        """Start one more worker; its name, at once. `processes[name].wait_ready()` waits until it serves."""
+        settings = self.settings
+        self._started_workers += 1
+        name = f"worker-{self._started_workers}"
+        flags = ["--model", settings.model, "--device", settings.device, "--dtype", settings.dtype]
+        flags += ["--model-name", settings.model_name, "--cache-dir", str(self.data_dir / "cache" / name)]
+        if settings.device == "cpu" and settings.workers > 1:  # engines that each use every core slow each other down
+            flags += ["--threads", str(max(1, _cores() // settings.workers))]
+        await self._spawn_room(name, [*flags, "--store", self.store, *settings.worker_flags])
+        return name
+
+    def kill(self, name: str, number: signal.Signals = signal.SIGKILL) -> None:
+        """Signal one process on purpose: its end is not a failure of the cluster."""
+        self._expected_to_end.add(name)
+        self.processes[name].send_signal(number)
+
+    async def _start(self) -> None:
+        settings = self.settings
+        self._check_ports()
+        if settings.redis_url:
+            await valkey.check_answers(settings.redis_url)
+        for part in ("logs", "store", "cache"):
+            (self.data_dir / part).mkdir(parents=True, exist_ok=True)
+        await self._spawn_room("store", [*self._listen(settings.store_port), "--data", str(self.data_dir / "store")])
+        if not settings.redis_url:
+            self.redis_url = valkey.socket_url(self._runtime_dir)
+            await self._spawn("valkey", valkey.command(self._runtime_dir))
+            await self.processes["valkey"].wait_ready()
+        # A port that was chosen beforehand is known before the store listens on it.
+        self.store = f"{settings.host}:{settings.store_port}"
+        if settings.store_port == 0:
+            self.store = (await self.processes["store"].wait_ready())["store"]
+        ports = [settings.port] + [0] * (settings.routers - 1)
+        names = [f"router-{number}" for number in range(1, settings.routers + 1)]
+        for name, port in zip(names, ports, strict=True):
+            await self._spawn_room(name, [*self._listen(port), "--store", self.store])
+        for _ in range(settings.workers):
+            await self.start_worker()
+        await self.processes["store"].wait_ready()
+        self.routers = tuple([(await self.processes[name].wait_ready())["router"] for name in names])
+        self.router = self.routers[0]
+
+    def _check_ports(self) -> None:
+        """Raises LaunchError when an asked-for port is taken, before anything is started."""
+        asked = {"--port": self.settings.port, "--store-port": self.settings.store_port}
+        for flag, port in asked.items():
+            with socket.socket(socket.AF_INET6 if ":" in self.settings.host else socket.AF_INET) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                try:
+                    probe.bind((self.settings.host, port))
+                except (OSError, OverflowError) as error:
+                    why = (getattr(error, "strerror", None) or "not a port").lower()
+                    raise LaunchError(
+                        f"cannot listen on {self.settings.host}:{port}: {why}; "
+                        f"choose another port with {flag}, or 0 for any free one"
+                    ) from error
+        if self.settings.port and self.settings.port == self.settings.store_port:
+            raise LaunchError(f"--port and --store-port are both {self.settings.port}: choose two ports")
+
+    def _listen(self, port: int) -> list[str]:
+        return ["--host", self.settings.host, "--port", str(port)]
+
+    async def _spawn_room(self, name: str, flags: list[str]) -> None:
+        """Run one of the project's own processes."""
+        room = name.partition("-")[0]
+        # Safe path: a folder named router where the user stands must not take our router's place.
+        # Passive: an engine's idle threads must not spin on cores that all of the cluster shares.
+        environ = {"OMP_WAIT_POLICY": "PASSIVE", **os.environ, "PYTHONSAFEPATH": "1"}
+        # A URL may hold a password, and every user of the machine can read command lines.
+        if room != "store":
+            environ[f"LORAPLEX_{room.upper()}_REDIS_URL"] = self.redis_url
+        await self._spawn(name, [sys.executable, "-m", _MODULES[room], *flags], environ)
+
+    async def _spawn(self, name: str, argv: list[str], environ: dict[str, str] | None = None) -> None:
+        log_path = self.data_dir / "logs" / f"{name}.log"
+        ready = valkey.READY if name == "valkey" else READY
+        process = await Process.start(name, argv, log_path=log_path, environ=environ, ready=ready)
+        self.processes[name] = process
+        process.exited.add_done_callback(lambda _: self._on_exit(process))
+
+    def _on_exit(self, process: Process) -> None:
+        if process.name in self._expected_to_end:
+            return
+        if process.name.startswith("worker-") and process.is_ready:  # it served: its streams go on with another
+            log.warning("%s; starting another", process.failure())
+            self._expected_to_end.add(process.name)
+            replacing = asyncio.create_task(self.start_worker())
+            self._replacing.add(replacing)
+            replacing.add_done_callback(self._replacing.discard)
+        elif not self._failed.done():
+            self._failed.set_result(process.failure())
+
+    async def _unless_failed(self, work: Coroutine[None, None, T]) -> T:
+        """The result of `work`; raises LaunchError as soon as a process exits."""
+        working = asyncio.create_task(work)
+        failing = asyncio.create_task(self.wait_failed())
+        try:
+            await asyncio.wait((working, failing), return_when=asyncio.FIRST_COMPLETED)
+            if failing.done():
+                raise failing.result()
+            return working.result()
+        finally:
+            working.cancel()
+            failing.cancel()
+            await asyncio.gather(working, failing, return_exceptions=True)
+
+    def _workers(self) -> list[Process]:
+        running = (process for name, process in self.processes.items() if name not in self._expected_to_end)
+        return [process for process in running if process.name.startswith("worker-")]
+
+    async def _serving(self) -> None:
+        for process in self._workers():
+            await process.wait_ready()
+        for address in self.routers:
+            await self._router_serving(address)
+
+    async def _router_serving(self, address: str) -> None:
+        async with grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
+            watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
+            try:
+                async for response in watch:
+                    if response.status == health_pb2.HealthCheckResponse.SERVING:
+                        return
+            except grpc.aio.AioRpcError as error:
+                # The stream of a router that dies breaks a moment before its exit is known, which says more.
+                await asyncio.wait({self._failed}, timeout=_EXIT_S)
+                raise LaunchError(f"the router at {address} does not tell its health: {error.details()}") from error
+
+    async def _stop(self) -> None:
+        """Stop in order; when cancelled meanwhile (a second Ctrl-C), kill what is left."""
+        await asyncio.gather(*self._replacing, return_exceptions=True)
+        self._expected_to_end.update(self.processes)
+        try:
+            for room, grace_s in _STOP_ORDER:
+                group = [process for name, process in self.processes.items() if name.partition("-")[0] == room]
+                await asyncio.gather(*(process.stop(grace_s) for process in group))
+        finally:
+            await asyncio.gather(*(process.kill() for process in self.processes.values()))
+            shutil.rmtree(self._runtime_dir, ignore_errors=True)
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

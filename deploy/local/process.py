@@ -1,0 +1,166 @@
+"""A child process of the launcher: start, ready line, exit, stop.
+
+start ──▶ stdout: `ready ...` ──▶ wait_ready      stderr ──▶ its log file ──▶ failure(): the `error: ...` line
+
+Each child leads a session of its own, so that a terminal's Ctrl-C reaches the launcher alone; it stops them in order.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+READY = re.compile(r"^ready ")
+_TAIL_BYTES = 64 * 1024
+_TETHER = Path(__file__).with_name("tether.py")
+
+
+class LaunchError(Exception):
+    """Why a cluster can't start or can't go on; the message is one line."""
+
+
+class Process:
+    """One running child. `exited` is done when it has ended, with its return code (negative: the signal)."""
+
+    def __init__(self, name: str, child: asyncio.subprocess.Process, output: _Output) -> None:
+        self.name = name
+        self.pid = child.pid
+        self._child = child
+        self._output = output
+        self.exited: asyncio.Task[int] = asyncio.create_task(self._wait())
+
+    @classmethod
+    async def start(
+        cls,
+        name: str,
+        argv: Sequence[str],
+        *,
+        log_path: Path,
+        environ: Mapping[str, str] | None = None,
+        ready: re.Pattern[str] = READY,
+    ) -> Process:
+        """Run `argv`; `ready` matches the line of its stdout that says that it serves. Raises OSError."""
+        # A socket of our own: with asyncio's pipe wait() would not return while a grandchild holds its other end.
+        ours, theirs = socket.socketpair()
+        output = _Output(log_path, ready)
+        with theirs:
+            await asyncio.get_running_loop().create_connection(lambda: output, sock=ours)
+            try:
+                child = await asyncio.create_subprocess_exec(
+                    *_tethered(argv),
+                    stdin=asyncio.subprocess.DEVNULL,
+                    stdout=theirs.fileno(),
+                    stderr=output.log,
+                    env=environ,
+                    start_new_session=True,
+                )
+            except BaseException:
+                await output.close()
+                raise
+        return cls(name, child, output)
+
+    async def wait_ready(self) -> dict[str, str]:
+        """The `key=value` pairs of its ready line. Waits for ever when it exits first: watch `exited` too."""
+        line = await asyncio.shield(self._output.ready)
+        return dict(word.split("=", 1) for word in line.split() if "=" in word)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether it has printed its ready line."""
+        return self._output.ready.done()
+
+    def last_words(self) -> str:
+        """The last `error: ...` line of its log without that prefix, else the last line; empty when it said nothing."""
+        with self._output.log_path.open("rb") as log:
+            log.seek(0, os.SEEK_END)
+            log.seek(max(0, log.tell() - _TAIL_BYTES))
+            lines = [line.strip() for line in log.read().decode(errors="replace").splitlines() if line.strip()]
+        errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+        return (errors or lines or [""])[-1]
+
+    def failure(self) -> LaunchError:
+        """Why it exited, in one line; call it when `exited` is done."""
+        code, words = self.exited.result(), self.last_words()
+        if code == 2 and words:  # it refused to start and said why
+            return LaunchError(f"{self.name}: {words}")
+        if code < 0:
+            return LaunchError(f"{self.name} was killed by {signal.Signals(-code).name}")
+        return LaunchError(f"{self.name} exited with status {code}" + (f": {words}" if words else ""))
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """Signal it; nothing happens when it has ended."""
+        with suppress(ProcessLookupError):
+            self._child.send_signal(number)
+
+    async def stop(self, grace_s: float) -> None:
+        """SIGTERM, `grace_s` to end, then SIGKILL; returns when it has ended."""
+        self.send_signal(signal.SIGTERM)
+        await asyncio.wait({self.exited}, timeout=grace_s)
+        await self.kill()
+
+    async def kill(self) -> None:
+        """SIGKILL it and its process group; returns when it has ended."""
+        if not self.exited.done():
+            self._kill_group()
+        await asyncio.wait({self.exited})
+        await self._output.close()
+
+    async def _wait(self) -> int:
+        code = await self._child.wait()
+        # A worker's engine must not outlive it. Now or never: later the group's id may be somebody else's.
+        self._kill_group()
+        return code
+
+    def _kill_group(self) -> None:
+        with suppress(ProcessLookupError, PermissionError):  # macOS answers EPERM when only zombies are left
+            os.killpg(self.pid, signal.SIGKILL)
+
+
+class _Output(asyncio.Protocol):
+    """Copies a child's stdout to its log and finds the ready line in it; owns the log and the connection."""
+
+    def __init__(self, log_path: Path, pattern: re.Pattern[str]) -> None:
+        loop = asyncio.get_running_loop()
+        self.log_path = log_path
+        self.log = log_path.open("ab", buffering=0)
+        self.ready: asyncio.Future[str] = loop.create_future()
+        self._pattern = pattern
+        self._partial = b""
+        self._transport: asyncio.BaseTransport | None = None
+        self._closed: asyncio.Future[None] = loop.create_future()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        self.log.write(data)
+        if self.ready.done():
+            return
+        *lines, self._partial = (self._partial + data).split(b"\n")
+        for line in (raw.decode(errors="replace") for raw in lines):
+            if self._pattern.search(line):
+                self.ready.set_result(line)
+                return
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.log.close()
+        self._closed.set_result(None)
+
+    async def close(self) -> None:
+        if self._transport is not None:
+            self._transport.close()
+            await self._closed
+
+
+def _tethered(argv: Sequence[str]) -> list[str]:
+    if sys.platform != "linux":
+        return list(argv)
+    # -I -S: the tether needs nothing installed, and starts in a few milliseconds.
+    return [sys.executable, "-I", "-S", str(_TETHER), str(os.getpid()), *argv]

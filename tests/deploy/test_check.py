@@ -1,0 +1,80 @@
+"""The check of compose.yaml and its Dockerfiles: the shipped ones pass, each kind of mistake is named."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from deploy.check import check
+
+ROOT = Path(__file__).resolve().parents[2]
+COMPOSE = "compose.yaml"
+DOCKERFILE = "deploy/docker/loraplex.Dockerfile"
+REGISTER = "deploy/docker/register.sh"
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """The project's tree, of links, with copies of the files that a test changes."""
+    for entry in ROOT.iterdir():
+        if entry.name not in (COMPOSE, "deploy"):
+            (tmp_path / entry.name).symlink_to(entry)
+    (tmp_path / "deploy" / "docker").mkdir(parents=True)
+    for name in (COMPOSE, DOCKERFILE, REGISTER):
+        (tmp_path / name).write_text((ROOT / name).read_text())
+    return tmp_path
+
+
+def test_the_shipped_files_name_nothing_that_does_not_exist(tree: Path) -> None:
+    assert check(tree) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "old", "new", "problem"),
+    [
+        (COMPOSE, "- worker\n", "- wroker\n", "service worker: python -m wroker: no such module"),
+        (COMPOSE, "--relay-port=", "--relay-prot=", "service router: python -m router: unknown flag --relay-prot"),
+        (COMPOSE, "rpc.probe", "rpc.prober", "python -m rpc.prober: no such module"),
+        (COMPOSE, "{LORAPLEX_REDIS_URL:", "{LORAPLEX_REDIS:", "variable LORAPLEX_REDIS is known to no command of it"),
+        (COMPOSE, "LORAPLEX_STORE_ADDRESS", "LORAPLEX_STORE_ADRESS", "variable LORAPLEX_STORE_ADRESS is known to no"),
+        (COMPOSE, "loraplex.Dockerfile", "loraplex.dockerfile", "no Dockerfile deploy/docker/loraplex.dockerfile"),
+        (COMPOSE, "EXTRAS: router", "EXTRAS: routers", "unknown extra routers of pyproject.toml"),
+        (COMPOSE, "EXTRAS: router", "EXTRA: router", "build argument EXTRA is not an ARG of it"),
+        (COMPOSE, "redis://valkey:6379", "redis://redis:6379", "redis:6379: no service redis"),
+        (COMPOSE, "--store=store:50052", "--store=store:50051", "store:50051: store does not listen on 50051"),
+        (
+            COMPOSE,
+            "127.0.0.1:50051:50051",
+            "127.0.0.1:50051:50050",
+            "publishes port 50050, which it does not listen on",
+        ),
+        (COMPOSE, "./examples/model}", "./examples/modle}", "mounts ./examples/modle, which does not exist"),
+        (COMPOSE, "--model=/models/base", "--model=/model/base", "path /model/base is neither mounted nor the image's"),
+        (COMPOSE, "${MODEL:-./examples/model}", "${MODEL}", "variable MODEL has no default"),
+        (COMPOSE, "valkey:9.1", "valkey", "service valkey: image valkey/valkey has no version"),
+        (COMPOSE, "    user: valkey\n", "", "service valkey: runs as root"),
+        (COMPOSE, "  store: {condition", "  shop: {condition", "depends on shop, which is no service"),
+        (COMPOSE, "\n  valkey:\n  store:\n", "\n  store:\n", "volume valkey is not declared"),
+        (COMPOSE, "stop_grace_period", "stop_grace_time", "unknown key stop_grace_time"),
+        (COMPOSE, "services:", "services: [", "can't be read as services"),
+        (COMPOSE, "services:", "service:", "can't be read as services"),
+        (REGISTER, "loraplex models push", "loraplex models psh", "loraplex models psh: no such command"),
+        (REGISTER, "--tenant", "--tennant", "loraplex adapters push: unknown flag --tennant"),
+        (REGISTER, "loraplex models", "lora models", "lora: not a command of this project"),
+        (DOCKERFILE, "COPY broker broker\n", "", "installs without a copy of broker"),
+        (DOCKERFILE, "COPY broker broker", "COPY brokers brokers", "no file or directory brokers"),
+        (DOCKERFILE, "-c constraints.txt", "-c pins.txt", "installs without a copy of pins.txt"),
+        (DOCKERFILE, "--from=build", "--from=builder", "no stage builder"),
+        (DOCKERFILE, "USER loraplex\n", "", "the last stage runs as root"),
+        (DOCKERFILE, "WORKDIR /source", "WORKDR /source", "unknown instruction WORKDR"),
+        (DOCKERFILE, "python:3.12-slim AS", "python AS", "image python has no version"),
+    ],
+)
+def test_names_the_mistake(tree: Path, name: str, old: str, new: str, problem: str) -> None:
+    text = (tree / name).read_text()
+    assert old in text, "the mistake can't be made: the file has changed"
+    (tree / name).write_text(text.replace(old, new))
+    problems = check(tree)
+    assert any(problem in line for line in problems), problems
+    assert all("\n" not in line for line in problems)
