@@ -1,30 +1,52 @@
-"""`python -m worker`: reads the settings and runs the I/O process, which starts the engine's."""
+"""`python -m worker`: runs the I/O process, which starts the engine's; `python -m worker plan`: what would fit."""
 
 from __future__ import annotations
 
 import os
 import sys
 
-import uvloop
-
 from artifacts.errors import ArtifactError
-from broker.connection import RedisUnreachableError
 from rpc.settings import SettingsError, read_settings
-from telemetry.logging import set_up_logging
-from worker.app import run
-from worker.settings import Settings
-from worker.supervisor import EngineUnusableError
+from worker import plan
 
 
 def main() -> int:
     """Run until told to stop; 2 when it can't start."""
-    set_up_logging("worker")
     try:
-        settings = read_settings(Settings, "worker", sys.argv[1:], os.environ)
-        uvloop.run(run(settings))
-    except (SettingsError, ArtifactError, RedisUnreachableError, EngineUnusableError) as error:
+        if sys.argv[1:2] == ["plan"]:
+            return _plan(sys.argv[2:])
+        return _work(sys.argv[1:])
+    except (SettingsError, ArtifactError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+
+
+def _work(argv: list[str]) -> int:
+    import uvloop
+
+    from broker.connection import RedisUnreachableError
+    from telemetry.logging import set_up_logging
+    from worker.app import run
+    from worker.settings import Settings
+    from worker.supervisor import EngineUnusableError
+
+    set_up_logging("worker")
+    try:
+        uvloop.run(run(read_settings(Settings, "worker", argv, os.environ)))
+    except (RedisUnreachableError, EngineUnusableError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _plan(argv: list[str]) -> int:
+    as_json = "--json" in argv
+    settings = read_settings(plan.PlanSettings, "worker-plan", [word for word in argv if word != "--json"], {})
+    try:
+        result = plan.plan(settings)
+    except ValueError as error:
+        raise SettingsError(str(error)) from error
+    print(plan.as_json(result) if as_json else plan.as_lines(result))
     return 0
 
 

@@ -1,0 +1,183 @@
+"""`python -m worker plan`: what a model takes and how much fits, from its headers, without loading it.
+
+KV per token = 2 (keys and values) x layers x KV heads x head size x bytes of a number.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from artifacts.base_model import BaseModel, read_base_model
+from artifacts.checkpoint import read_checkpoint
+from artifacts.errors import ArtifactError
+from rpc.settings import setting
+
+_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+# Of what the weights leave free, what is not for activations and everything else on the device.
+USABLE = 0.9
+_UNITS = {"k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+
+
+@dataclass(frozen=True)
+class PlanSettings:
+    """Says what a model takes, and how many sequences and adapters fit, without loading it."""
+
+    model: str = setting("a transformers directory")
+    context: int = setting("tokens of prompt and answer together", 4096)
+    batch: int = setting("sequences at once", 32)
+    adapters: int = setting("adapters on the device at once", 64)
+    rank: int = setting("the rank of each, on every linear layer", 16)
+    dtype: str = setting("auto, float32, bfloat16 or float16", "auto")
+    memory: str = setting("the device's memory, such as 80GiB; empty: what this machine has available", "")
+
+    def __post_init__(self) -> None:
+        """Raises ValueError on a number that means nothing."""
+        for name in ("context", "batch"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"--{name} {getattr(self, name)}: at least 1")
+        for name in ("adapters", "rank"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"--{name} {getattr(self, name)}: at least 0")
+        if self.dtype not in ("auto", *_BYTES):
+            raise ValueError(f"--dtype {self.dtype}: not one of auto, {', '.join(_BYTES)}")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All sizes in bytes. `sequences_fit` counts sequences of the whole context beside weights and adapter slots."""
+
+    model: str
+    architecture: str
+    parameters: int
+    dtype: str
+    weight_bytes: int
+    kv_bytes_per_token: int
+    kv_bytes_per_sequence: int
+    kv_bytes: int
+    adapter_bytes: int
+    adapter_slots_bytes: int
+    needed_bytes: int
+    memory_bytes: int
+    sequences_fit: int
+    adapters_fit: int
+    # The rules of thumb for buying: 2 x parameters x 1.25 at least, x 1.5 recommended, and twice that of host memory.
+    device_at_least_bytes: int
+    device_recommended_bytes: int
+    host_recommended_bytes: int
+
+
+def plan(settings: PlanSettings) -> Plan:
+    """Work it out. Raises ArtifactError for a model that can't be read, ValueError for a bad memory size."""
+    if not Path(settings.model).is_dir():
+        raise ArtifactError("model", f"{settings.model} is not a directory")
+    base = read_base_model(settings.model)
+    config = json.loads(base.files["config.json"])
+    tensors = [tensor for _, tensor in read_checkpoint(Path(settings.model)).tensors.values()]
+    parameters = sum(math.prod(tensor.shape) for tensor in tensors)
+    dtype = _dtype(settings.dtype, config, tensors[0].dtype)
+    width = _BYTES[dtype]
+    per_token = 2 * config["num_hidden_layers"] * _kv_width(config) * width
+    adapter = settings.rank * _features(base) * width
+    memory = _parse_bytes(settings.memory) if settings.memory else _available_bytes()
+    weights = parameters * width
+    slots = settings.adapters * adapter
+    per_sequence = per_token * settings.context
+    usable = int((memory - weights) * USABLE)
+    return Plan(
+        model=base.name,
+        architecture=base.architecture,
+        parameters=parameters,
+        dtype=dtype,
+        weight_bytes=weights,
+        kv_bytes_per_token=per_token,
+        kv_bytes_per_sequence=per_sequence,
+        kv_bytes=per_sequence * settings.batch,
+        adapter_bytes=adapter,
+        adapter_slots_bytes=slots,
+        needed_bytes=weights + math.ceil((slots + per_sequence * settings.batch) / USABLE),
+        memory_bytes=memory,
+        sequences_fit=max(0, (usable - slots) // per_sequence),
+        adapters_fit=max(0, (usable - per_sequence * settings.batch) // adapter) if adapter else 0,
+        device_at_least_bytes=math.ceil(2 * parameters * 1.25),
+        device_recommended_bytes=3 * parameters,
+        host_recommended_bytes=6 * parameters,
+    )
+
+
+def as_json(result: Plan) -> str:
+    """The plan as one JSON object."""
+    return json.dumps(asdict(result))
+
+
+def as_lines(result: Plan) -> str:
+    """The plan for people: a name and a value a line."""
+    verdict = "fits" if result.needed_bytes <= result.memory_bytes else "does not fit"
+    missing = result.needed_bytes - result.memory_bytes
+    rows = {
+        "model": f"{result.model} ({result.architecture}), {result.parameters / 1e9:.3g} B parameters, {result.dtype}",
+        "weights": _shown(result.weight_bytes),
+        "KV per token": _shown(result.kv_bytes_per_token),
+        "KV per sequence": _shown(result.kv_bytes_per_sequence),
+        "KV of the batch": _shown(result.kv_bytes),
+        "adapter": _shown(result.adapter_bytes),
+        "adapter slots": _shown(result.adapter_slots_bytes),
+        "needed": _shown(result.needed_bytes),
+        "memory": f"{_shown(result.memory_bytes)}: {verdict}" + (f", {_shown(missing)} missing" if missing > 0 else ""),
+        "sequences that fit": str(result.sequences_fit),
+        "adapters that fit": str(result.adapters_fit),
+        "rule of thumb": f"a device of {_shown(result.device_at_least_bytes)}, better "
+        f"{_shown(result.device_recommended_bytes)}; {_shown(result.host_recommended_bytes)} of host memory",
+    }
+    return "\n".join(f"{name:20}{value}" for name, value in rows.items())
+
+
+def _kv_width(config: Mapping[str, Any]) -> int:
+    heads = config["num_attention_heads"]
+    head_size = config.get("head_dim") or config["hidden_size"] // heads
+    return int((config.get("num_key_value_heads") or heads) * head_size)
+
+
+def _features(base: BaseModel) -> int:
+    """Numbers that one rank of an adapter on every linear layer has."""
+    return sum(module.in_features + module.out_features for module in base.modules)
+
+
+def _dtype(wanted: str, config: Mapping[str, Any], stored: str) -> str:
+    if wanted != "auto":
+        return wanted
+    named = config.get("dtype") or config.get("torch_dtype")
+    return str(named) if named in _BYTES else {"F32": "float32", "F16": "float16"}.get(stored, "bfloat16")
+
+
+def _parse_bytes(text: str) -> int:
+    number = text.lower().removesuffix("b")
+    for unit in sorted(_UNITS, key=len, reverse=True):
+        if number.endswith(unit):
+            number, factor = number.removesuffix(unit), _UNITS[unit]
+            break
+    else:
+        factor = 1
+    try:
+        value = int(float(number) * factor)
+    except ValueError:
+        value = 0
+    if value < 1:
+        raise ValueError(f"--memory {text}: not a size such as 80GiB or 24GB")
+    return value
+
+
+def _available_bytes() -> int:
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _shown(count: int) -> str:
+    for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if count >= factor:
+            return f"{count / factor:.3g} {unit}"
+    return f"{count} B"
