@@ -19,7 +19,10 @@ class StubBuildHook(BuildHookInterface):  # type: ignore[type-arg]  # hatchling'
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         """Generate the stubs; `version` is `standard` or `editable`, both need them."""
         root = Path(self.root)
-        generate(root / self.config["protos"], self.config["packages"], root / self.config["out"])
+        out = root / self.config["out"]
+        generate(root / self.config["protos"], self.config["packages"], out)
+        if version == "standard":  # an editable install has `out` on its path
+            build_data["force_include"][str(out / "loraplex")] = "loraplex"
 
 
 def generate(protos: Path, packages: list[str], out: Path) -> None:
