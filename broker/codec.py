@@ -25,9 +25,7 @@ def encode_job(job: Job) -> bytes:
         reply_to=job.reply_to,
         prompt_ids=job.prompt_ids,
         emitted=[queue_pb2.EmittedTokens(choice=c, token_ids=ids) for c, ids in sorted(job.emitted.items())],
-        sampling=queue_pb2.SamplingParams(
-            temperature=job.sampling.temperature, top_k=job.sampling.top_k, top_p=job.sampling.top_p
-        ),
+        sampling=_write_sampling(job.sampling),
         stopping=queue_pb2.StoppingParams(
             max_tokens=job.stopping.max_tokens,
             min_tokens=job.stopping.min_tokens,
@@ -39,6 +37,9 @@ def encode_job(job: Job) -> bytes:
         priority=job.priority,
         deadline_ms=job.deadline_ms,
         strikes=job.strikes,
+        logprobs=job.logprobs,
+        prompt_logprobs=job.prompt_logprobs,
+        done=job.done,
     )
     if job.adapter:
         message.adapter.revision = job.adapter.revision
@@ -65,7 +66,7 @@ def decode_job(data: bytes) -> Job:
         else None,
         prompt_ids=tuple(message.prompt_ids),
         emitted={emitted.choice: tuple(emitted.token_ids) for emitted in message.emitted},
-        sampling=SamplingParams(message.sampling.temperature, message.sampling.top_k, message.sampling.top_p),
+        sampling=_read_sampling(message.sampling),
         stopping=StoppingParams(
             message.stopping.max_tokens,
             message.stopping.min_tokens,
@@ -77,7 +78,23 @@ def decode_job(data: bytes) -> Job:
         priority=message.priority,
         deadline_ms=message.deadline_ms,
         strikes=message.strikes,
+        logprobs=message.logprobs if message.HasField("logprobs") else None,
+        prompt_logprobs=message.prompt_logprobs if message.HasField("prompt_logprobs") else None,
+        done=tuple(message.done),
     )
+
+
+_SAMPLING_FIELDS = tuple(name for name in SamplingParams.__dataclass_fields__ if name != "logit_bias")
+
+
+def _write_sampling(sampling: SamplingParams) -> queue_pb2.SamplingParams:
+    plain = {name: getattr(sampling, name) for name in _SAMPLING_FIELDS}
+    return queue_pb2.SamplingParams(logit_bias=dict(sampling.logit_bias), **plain)
+
+
+def _read_sampling(message: queue_pb2.SamplingParams) -> SamplingParams:
+    plain = {name: getattr(message, name) for name in _SAMPLING_FIELDS}
+    return SamplingParams(logit_bias=tuple(sorted(message.logit_bias.items())), **plain)
 
 
 _STATE_FIELDS = tuple(name for name in WorkerState.__dataclass_fields__ if name not in {"phase", "adapters"})

@@ -18,11 +18,18 @@ class AdapterRef:
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How tokens are chosen. Temperature 0 is greedy; top_k 0 and top_p 1 are off."""
+    """How tokens are chosen. Temperature 0 is greedy; the other defaults are off."""
 
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
+    min_p: float = 0.0
+    typical_p: float = 1.0
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    # By token id, in their order.
+    logit_bias: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +64,11 @@ class Job:
     # Milliseconds that were left at the enqueue; 0: no deadline.
     deadline_ms: int = 0
     strikes: int = 0
+    # How many alternatives to report for each token; None: no logprobs.
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    # Choices that need no more work, though their siblings do.
+    done: tuple[int, ...] = ()
 
     @property
     def tokens(self) -> int:
@@ -66,7 +78,13 @@ class Job:
     @property
     def prefill_tokens(self) -> int:
         """Tokens that a worker computes before the first new one."""
+        # The choices share the prompt's blocks.
         return len(self.prompt_ids) + sum(len(ids) for ids in self.emitted.values())
+
+    @property
+    def rows(self) -> int:
+        """Answers still to be made."""
+        return self.n - len(self.done)
 
     @property
     def rank(self) -> int:
@@ -79,6 +97,8 @@ class Capacity:
     """What a claiming worker has room for, and what it holds."""
 
     rows: int
+    # All that it has, free or not: a job of more choices than these takes them all.
+    rows_limit: int
     # Free tokens of KV cache.
     tokens: int
     # The longest prompt and answer together that it takes at all.

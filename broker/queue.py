@@ -27,7 +27,8 @@ class QueueFullError(Exception):
     """The queue's bound, or Redis's memory, is reached."""
 
 
-# KEYS: waiting, job, arrivals, wake. ARGV: id, body, attempt, tokens, prefill, rank, deadline_ms, limit, wake limit
+# KEYS: waiting, job, arrivals, wake.
+# ARGV: id, body, attempt, tokens, prefill, rank, deadline_ms, waiting limit, wake limit, rows
 _ENQUEUE = """#!lua
 local attempt = tonumber(ARGV[3])
 local held = redis.call('HGET', KEYS[2], 'attempt')
@@ -35,26 +36,29 @@ if held and tonumber(held) >= attempt then return 1 end
 if attempt == 1 and redis.call('ZCARD', KEYS[1]) >= tonumber(ARGV[8]) then return 0 end
 local score = redis.call('INCR', KEYS[3])
 if attempt > 1 then score = score - 2^52 end
-redis.call('HSET', KEYS[2], 'body', ARGV[2], 'attempt', attempt, 'tokens', ARGV[4], 'prefill', ARGV[5], 'rank', ARGV[6])
+redis.call('HSET', KEYS[2], 'body', ARGV[2], 'attempt', attempt, 'tokens', ARGV[4], 'prefill', ARGV[5],
+  'rank', ARGV[6], 'rows', ARGV[10])
 if tonumber(ARGV[7]) > 0 then redis.call('PEXPIRE', KEYS[2], ARGV[7]) end
 redis.call('ZADD', KEYS[1], score, ARGV[1])
 if redis.call('LLEN', KEYS[4]) < tonumber(ARGV[9]) then redis.call('LPUSH', KEYS[4], 1) end
 return 1
 """
 
-# KEYS: waiting, wake, running. ARGV: job prefix, window, rows, free tokens, max tokens, max rank, running ttl
+# KEYS: waiting, wake, running.
+# ARGV: job prefix, window, free rows, free tokens, max tokens, max rank, running ttl, all rows
 _CLAIM = """#!lua flags=allow-oom
 local rows, free = tonumber(ARGV[3]), tonumber(ARGV[4])
 local claimed = {}
 for _, id in ipairs(redis.call('ZRANGE', KEYS[1], 0, tonumber(ARGV[2]) - 1)) do
-  if #claimed >= rows then break end
+  if rows < 1 then break end
   local key = ARGV[1] .. id
-  local job = redis.call('HMGET', key, 'tokens', 'prefill', 'rank', 'body', 'attempt')
+  local job = redis.call('HMGET', key, 'tokens', 'prefill', 'rank', 'body', 'attempt', 'rows')
   if not job[1] then
     redis.call('ZREM', KEYS[1], id)
   elseif tonumber(job[1]) <= tonumber(ARGV[5]) and tonumber(job[3]) <= tonumber(ARGV[6])
-      and tonumber(job[2]) <= free then
+      and tonumber(job[2]) <= free and math.min(tonumber(job[6]), tonumber(ARGV[8])) <= rows then
     free = free - tonumber(job[2])
+    rows = rows - tonumber(job[6])
     redis.call('ZREM', KEYS[1], id)
     redis.call('DEL', key)
     redis.call('HSET', KEYS[3], id, job[5])
@@ -99,7 +103,7 @@ class JobQueue:
         """Put a job in; a newer attempt takes an older one's place. Raises QueueFullError (first attempts only)."""
         keys = self.keys
         arguments: list[str | bytes | int] = [job.job_id, encode_job(job), job.attempt, job.tokens]
-        arguments += [job.prefill_tokens, job.rank, job.deadline_ms, self._waiting_limit, WAKE_LIMIT]
+        arguments += [job.prefill_tokens, job.rank, job.deadline_ms, self._waiting_limit, WAKE_LIMIT, job.rows]
         try:
             accepted = await self._enqueue(
                 keys=[keys.waiting, keys.job(job.job_id), keys.arrivals, keys.wake], args=arguments
@@ -122,6 +126,7 @@ class JobQueue:
                 capacity.max_tokens,
                 capacity.max_rank,
                 RUNNING_TTL_MS,
+                capacity.rows_limit,
             ],
         )
         return [decode_job(body) for body in bodies]

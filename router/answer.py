@@ -9,31 +9,49 @@ text cut where the stop string begins.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-from router.request import Delta, Finished, FinishReason
+from router.request import Delta, Finished, FinishReason, TokenLogprobs
 from router.text import TextStream
 from router.track import WorkerFinish
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """A token that is not delivered yet; without an id it is only text."""
+
+    token_id: int | None
+    text: str
+    logprobs: TokenLogprobs | None = None
 
 
 class Answer:
     """One choice of one request."""
 
-    def __init__(self, stream: TextStream, stop: Sequence[str], stream_interval: int) -> None:
+    def __init__(self, stream: TextStream, stop: Sequence[str], stream_interval: int, choice: int = 0) -> None:
+        self._choice = choice
         self._stream = stream
         self._stop = tuple(stop)
         self._interval = stream_interval
         # Tokens not yet delivered, each with its text; together `_held_text`.
-        self._held: list[tuple[int, str]] = []
+        self._held: list[_Held] = []
         self._held_text = ""
         self.delivered = 0
 
-    def push(self, ids: Sequence[int], finish: WorkerFinish | None) -> tuple[Delta | None, Finished | None]:
-        """What the next ids, and perhaps the end, give the client. Nothing may be pushed after a Finished."""
+    def push(
+        self, ids: Sequence[int], finish: WorkerFinish | None, logprobs: Sequence[TokenLogprobs] = ()
+    ) -> tuple[Delta | None, Finished | None]:
+        """What the next ids, and perhaps the end, give the client. Nothing may be pushed after a Finished.
+
+        `logprobs` has one entry for each id, or none.
+        """
         last = len(ids) - 1
         for index, token_id in enumerate(ids):
             # End and stop tokens are ids without text.
             silent = index == last and finish in (WorkerFinish.END, WorkerFinish.STOP_TOKEN)
-            self._hold(token_id, "" if silent else self._stream.push(token_id))
+            text = "" if silent else self._stream.push(token_id)
+            self._held.append(_Held(token_id, text, logprobs[index] if logprobs else None))
+            self._held_text += text
             if stopped := self._match():
                 return stopped
         if finish is None:
@@ -41,19 +59,15 @@ class Answer:
         self._append_text(self._stream.flush())
         if stopped := self._match():
             return stopped
-        return self._release(len(self._held_text), 1), _finished(finish, ids)
-
-    def _hold(self, token_id: int, text: str) -> None:
-        self._held.append((token_id, text))
-        self._held_text += text
+        return self._release(len(self._held_text), 1), _finished(finish, ids, self._choice)
 
     def _append_text(self, text: str) -> None:
         if not text:
             return
         if not self._held:  # its tokens are delivered already; the text belongs to none that is left
-            self._held.append((-1, ""))
-        token_id, before = self._held[-1]
-        self._held[-1] = (token_id, before + text)
+            self._held.append(_Held(None, ""))
+        last = self._held[-1]
+        self._held[-1] = _Held(last.token_id, last.text + text, last.logprobs)
         self._held_text += text
 
     def _match(self) -> tuple[Delta | None, Finished] | None:
@@ -62,15 +76,15 @@ class Answer:
             return None
         # Of those that one token completes: the earliest; of two at one place the longer.
         at, stop = min(found, key=lambda match: (match[0], -len(match[1])))
-        return self._cut(at), Finished(FinishReason.STOP, stop_string=stop)
+        return self._cut(at), Finished(FinishReason.STOP, stop_string=stop, choice=self._choice)
 
     def _cut(self, at: int) -> Delta | None:
         """Deliver what begins before character `at` of the held text, and forget the rest."""
         kept, start = 0, 0
-        for _, text in self._held:
+        for held in self._held:
             if start >= at:
                 break
-            start += len(text)
+            start += len(held.text)
             kept += 1
         delta = self._delta(self._held[:kept], self._held_text[:at])
         self._held, self._held_text = [], ""
@@ -89,10 +103,10 @@ class Answer:
     def _release(self, safe: int, least: int) -> Delta | None:
         """Deliver the tokens whose text ends within `safe` characters, if there are at least so many."""
         count, end = 0, 0
-        for _, text in self._held:
-            if end + len(text) > safe:
+        for held in self._held:
+            if end + len(held.text) > safe:
                 break
-            end += len(text)
+            end += len(held.text)
             count += 1
         if count < least:
             return None
@@ -100,18 +114,19 @@ class Answer:
         self._held, self._held_text = self._held[count:], self._held_text[end:]
         return delta
 
-    def _delta(self, tokens: Sequence[tuple[int, str]], text: str) -> Delta | None:
-        ids = tuple(token_id for token_id, _ in tokens if token_id >= 0)
+    def _delta(self, tokens: Sequence[_Held], text: str) -> Delta | None:
+        ids = tuple(held.token_id for held in tokens if held.token_id is not None)
         if not ids and not text:
             return None
-        delta = Delta(offset=self.delivered, token_ids=ids, text=text)
+        logprobs = tuple(held.logprobs for held in tokens if held.logprobs is not None)
+        delta = Delta(self.delivered, ids, text, self._choice, logprobs)
         self.delivered += len(ids)
         return delta
 
 
-def _finished(finish: WorkerFinish, ids: Sequence[int]) -> Finished:
+def _finished(finish: WorkerFinish, ids: Sequence[int], choice: int) -> Finished:
     if finish is WorkerFinish.LENGTH:
-        return Finished(FinishReason.LENGTH)
+        return Finished(FinishReason.LENGTH, choice=choice)
     if finish is WorkerFinish.STOP_TOKEN:
-        return Finished(FinishReason.STOP, stop_token_id=ids[-1] if ids else None)
-    return Finished(FinishReason.END)
+        return Finished(FinishReason.STOP, stop_token_id=ids[-1] if ids else None, choice=choice)
+    return Finished(FinishReason.END, choice=choice)

@@ -54,7 +54,7 @@ class ClusterService(cluster_pb2_grpc.ClusterServiceServicer):
                     attempt=track.job.attempt,
                     worker_id=track.link.worker_id if track.link else "",
                     prompt_tokens=len(track.job.prompt_ids),
-                    completion_tokens=len(track.emitted),
+                    completion_tokens=track.emitted_tokens,
                 )
                 for track in self._dispatcher.tracks
             ]

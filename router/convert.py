@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
-import math
-
 from loraplex.inference.v1 import inference_pb2 as pb
 
 from broker.messages import SamplingParams
-from router.request import ChatMessage, Delta, Event, Finished, FinishReason, Prompt, Request, Stopping, Summary
+from router.request import (
+    ChatMessage,
+    Delta,
+    Event,
+    Finished,
+    FinishReason,
+    Prompt,
+    PromptLogprobs,
+    Request,
+    Stopping,
+    Summary,
+    TokenLogprobs,
+)
 from rpc.errors import InvalidField, NotBuilt
 
 STOP_STRINGS = 16
 STOP_CHARACTERS = 64
 STOP_TOKEN_IDS = 64
 REQUEST_ID_CHARACTERS = 128
+CHOICES = 16
+LOGPROBS = 20
+LOGIT_BIASES = 300
 CHAT_ROLES = ("system", "user", "assistant")
 
 # In the contract, but not served by this version: anything but its neutral value is refused by name.
@@ -33,13 +46,7 @@ _UNBUILT_SAMPLING: dict[str, object] = {
     "presence_penalty": 0.0,
     "logit_bias": None,
 }
-_UNBUILT_OUTPUT: dict[str, object] = {
-    "n": 1,
-    "best_of": 1,
-    "logprobs": None,
-    "prompt_logprobs": None,
-    "echo": False,
-}
+_UNBUILT_OUTPUT: dict[str, object] = {"best_of": 1, "logprobs": None, "prompt_logprobs": None, "echo": False}
 
 
 def read_request(spec: pb.GenerateSpec, tenant: str) -> Request:
@@ -49,6 +56,7 @@ def read_request(spec: pb.GenerateSpec, tenant: str) -> Request:
         raise InvalidField("request_id", f"longer than {REQUEST_ID_CHARACTERS} characters")
     field, prompt = read_prompt(spec)
     interval = spec.output.stream_interval if spec.output.HasField("stream_interval") else 1
+    n, best_of = _choices(spec.output)
     return Request(
         tenant=tenant,
         prompt=prompt,
@@ -61,7 +69,30 @@ def read_request(spec: pb.GenerateSpec, tenant: str) -> Request:
         stopping=_stopping(spec.stopping),
         skip_special_tokens=not spec.output.HasField("skip_special_tokens") or spec.output.skip_special_tokens,
         stream_interval=max(1, interval),
+        n=n,
+        best_of=best_of,
+        logprobs=_logprobs("output.logprobs", spec.output.logprobs) if spec.output.HasField("logprobs") else None,
+        prompt_logprobs=_logprobs("output.prompt_logprobs", spec.output.prompt_logprobs)
+        if spec.output.HasField("prompt_logprobs")
+        else None,
     )
+
+
+def _choices(output: pb.Output) -> tuple[int, int]:
+    n = output.n if output.HasField("n") else 1
+    best_of = output.best_of if output.HasField("best_of") else n
+    for field, value in (("output.n", n), ("output.best_of", best_of)):
+        if not 1 <= value <= CHOICES:
+            raise InvalidField(field, f"{value} is not between 1 and {CHOICES}")
+    if best_of < n:
+        raise InvalidField("output.best_of", f"{best_of} candidates are fewer than output.n ({n})")
+    return n, best_of
+
+
+def _logprobs(field: str, value: int) -> int:
+    if value > LOGPROBS:
+        raise InvalidField(field, f"{value}; at most {LOGPROBS}")
+    return value
 
 
 def _refuse_unbuilt(spec: pb.GenerateSpec) -> None:
@@ -96,14 +127,33 @@ def read_prompt(message: pb.GenerateSpec | pb.TokenizeRequest) -> tuple[str, Pro
     raise InvalidField("input", "give one of prompt, token_ids and chat")
 
 
+# Field, value when unset, least, most; the least itself is allowed where the flag says so.
+_RANGES = (
+    ("temperature", 0.0, 0.0, 100.0, True),
+    ("top_p", 1.0, 0.0, 1.0, False),
+    ("min_p", 0.0, 0.0, 1.0, True),
+    ("typical_p", 1.0, 0.0, 1.0, False),
+    ("repetition_penalty", 1.0, 0.0, 100.0, False),
+    ("frequency_penalty", 0.0, -2.0, 2.0, True),
+    ("presence_penalty", 0.0, -2.0, 2.0, True),
+)
+
+
 def _sampling(message: pb.Sampling) -> SamplingParams:
-    temperature = message.temperature if message.HasField("temperature") else 0.0
-    if not (math.isfinite(temperature) and 0 <= temperature <= 100):
-        raise InvalidField("sampling.temperature", f"{temperature} is not between 0 (greedy) and 100")
-    top_p = message.top_p if message.HasField("top_p") else 1.0
-    if not 0 < top_p <= 1:
-        raise InvalidField("sampling.top_p", f"{top_p} is not above 0 and at most 1")
-    return SamplingParams(temperature=temperature, top_k=message.top_k, top_p=top_p)
+    given = {field.name: value for field, value in message.ListFields()}
+    values: dict[str, float] = {}
+    for name, unset, least, most, with_least in _RANGES:
+        value = values[name] = given.get(name, unset)
+        if not (least <= value <= most) or (value == least and not with_least):
+            raise InvalidField(
+                f"sampling.{name}", f"{value:g} is not {'from' if with_least else 'above'} {least:g} to {most:g}"
+            )
+    if len(message.logit_bias) > LOGIT_BIASES:
+        raise InvalidField("sampling.logit_bias", f"{len(message.logit_bias)} entries; at most {LOGIT_BIASES}")
+    for token_id, bias in message.logit_bias.items():
+        if not -100 <= bias <= 100:
+            raise InvalidField("sampling.logit_bias", f"{bias:g} for id {token_id} is not from -100 to 100")
+    return SamplingParams(top_k=message.top_k, logit_bias=tuple(sorted(message.logit_bias.items())), **values)
 
 
 def _stopping(message: pb.Stopping) -> Stopping:
@@ -140,7 +190,11 @@ def write_event(event: Event) -> pb.GenerateEvent:
     match event:
         case Delta():
             delta = pb.Delta(choice=event.choice, offset=event.offset, token_ids=event.token_ids, text=event.text)
+            delta.logprobs.extend(map(_write_logprobs, event.logprobs))
             return pb.GenerateEvent(delta=delta)
+        case PromptLogprobs():
+            tokens = [_write_logprobs(token) for token in event.tokens]
+            return pb.GenerateEvent(prompt_logprobs=pb.PromptLogprobs(tokens=tokens))
         case Finished():
             finished = pb.Finished(choice=event.choice, reason=_REASONS[event.reason])
             if event.stop_string is not None:
@@ -164,3 +218,8 @@ def write_event(event: Event) -> pb.GenerateEvent:
                     continuations=event.continuations,
                 )
             )
+
+
+def _write_logprobs(token: TokenLogprobs) -> pb.TokenLogprobs:
+    alternatives = [pb.Alternative(token_id=token_id, logprob=logprob) for token_id, logprob in token.alternatives]
+    return pb.TokenLogprobs(logprob=token.logprob, alternatives=alternatives)

@@ -69,7 +69,7 @@ class Dispatcher:
 
     async def _release(self, track: Track) -> None:
         job, link = track.job, track.link
-        if link is not None and not track.ended:
+        if link is not None and not track.finished_by_worker:
             link.cancel(job.job_id, job.attempt)
         await self._finish(job, link.incarnation if link else "")
 
@@ -86,8 +86,11 @@ class Dispatcher:
         self._links[link.incarnation] = link
         for job_id, attempt in holds:
             track = self._claimed(link, job_id, attempt)
-            if track is not None:
-                link.rewind(job_id, attempt, len(track.emitted))
+            for index, choice in enumerate(track.choices if track else ()):
+                if choice.ended:
+                    link.cancel(job_id, attempt, index)
+                else:
+                    link.rewind(job_id, attempt, index, len(choice.emitted))
         held = {job_id for job_id, _ in holds}
         for track in self._bound_to({link.incarnation}):
             if track.job.job_id not in held:
@@ -143,11 +146,14 @@ class Dispatcher:
             self._redispatch(track)
         elif frame.failure is not None:
             track.fail(frame.failure)
-            link.ack(frame.job_id, frame.attempt, len(track.emitted))
+            link.ack(frame.job_id, frame.attempt)
+        elif frame.choice >= len(track.choices):
+            log.warning("worker %s: job %s has no choice %d", link.worker_id, frame.job_id, frame.choice)
         elif not track.accept(frame):
-            link.rewind(frame.job_id, frame.attempt, len(track.emitted))
-        elif frame.finish is not None:
-            link.ack(frame.job_id, frame.attempt, len(track.emitted))
+            emitted = track.choices[frame.choice].emitted
+            link.rewind(frame.job_id, frame.attempt, frame.choice, len(emitted))
+        elif track.finished_by_worker:
+            link.ack(frame.job_id, frame.attempt)
 
     # Recovery
 

@@ -8,10 +8,10 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
 from broker.messages import Job, StoppingParams
-from router.answer import Answer
+from router.answers import Answers
 from router.dispatch import Dispatcher
 from router.models import Models, ServedModel
-from router.request import Event, FinishReason, Request, Summary
+from router.request import Event, Request, Summary
 from router.store_client import ResolvedAdapter, StoreClient
 from router.text import encode_prompt
 from router.track import Track
@@ -34,23 +34,14 @@ class Generation:
         model = self._models.get(request.model)
         resolved = await self._adapter(request, model)
         job = await self._job(request, model, resolved, deadline_s)
-        answer = Answer(
-            model.text.stream(job.prompt_ids, skip_special_tokens=request.skip_special_tokens),
-            request.stopping.stop,
-            request.stream_interval,
-        )
         first_at = None
-        async with self._dispatcher.track(job) as track, aclosing(track.arrivals()) as arrivals:
-            async for ids, finish in arrivals:
-                first_at = first_at or time.monotonic()
-                delta, finished = answer.push(ids, finish)
-                if delta is not None:
-                    yield delta
-                if finished is not None:
-                    yield finished
-                    if finished.reason is FinishReason.STOP:
-                        break
-        yield _summary(track, answer, first_at or time.monotonic())
+        async with self._dispatcher.track(job) as track:
+            answers = Answers(request, model.text, track)
+            async with aclosing(answers.events()) as events:
+                async for event in events:
+                    first_at = first_at or time.monotonic()
+                    yield event
+        yield _summary(track, answers.tokens, first_at or time.monotonic())
 
     async def _adapter(self, request: Request, model: ServedModel) -> ResolvedAdapter | None:
         if not request.adapter:
@@ -83,6 +74,7 @@ class Generation:
         max_tokens = _max_tokens(request, len(prompt_ids), context)
         _check_ids(request.prompt_field, prompt_ids, manifest.vocab_size)
         _check_ids("stopping.stop_token_ids", stopping.stop_token_ids, manifest.vocab_size)
+        _check_ids("sampling.logit_bias", tuple(i for i, _ in request.sampling.logit_bias), manifest.vocab_size)
         request_id = request.request_id or secrets.token_hex(8)
         return Job(
             # Scoped by tenant: two tenants may choose the same request id.
@@ -95,6 +87,10 @@ class Generation:
             adapter=resolved.ref if resolved else None,
             prompt_ids=prompt_ids,
             sampling=request.sampling,
+            n=request.best_of,
+            # The best are chosen by them.
+            logprobs=0 if request.logprobs is None and request.best_of > request.n else request.logprobs,
+            prompt_logprobs=request.prompt_logprobs,
             stopping=StoppingParams(
                 max_tokens=max_tokens,
                 min_tokens=stopping.min_tokens,
@@ -125,14 +121,14 @@ def _check_ids(field: str, ids: tuple[int, ...], vocab_size: int) -> None:
         raise InvalidField(field, f"id {max(ids)} is beyond the vocabulary of {vocab_size}")
 
 
-def _summary(track: Track, answer: Answer, first_at: float) -> Summary:
+def _summary(track: Track, completion_tokens: int, first_at: float) -> Summary:
     job, now = track.job, time.monotonic()
     return Summary(
         request_id=job.request_id,
         adapter_revision=job.adapter.revision if job.adapter else "",
         prompt_tokens=len(job.prompt_ids),
         cached_tokens=track.cached_tokens,
-        completion_tokens=answer.delivered,
+        completion_tokens=completion_tokens,
         queue_s=(track.claimed_at or now) - track.admitted_at,
         adapter_s=track.adapter_ms / 1e3,
         ttft_s=first_at - track.admitted_at,

@@ -12,6 +12,7 @@ from loraplex.relay.v1 import relay_pb2 as pb
 from loraplex.relay.v1 import relay_pb2_grpc
 
 from router.dispatch import Dispatcher
+from router.request import TokenLogprobs
 from router.track import Frame, WorkerFinish
 from rpc.errors import (
     CallError,
@@ -34,18 +35,20 @@ class WorkerLink:
         self.incarnation = incarnation
         self._outbox: asyncio.Queue[pb.ConnectResponse | None] = asyncio.Queue()
 
-    def ack(self, job_id: str, attempt: int, offset: int) -> None:
+    def ack(self, job_id: str, attempt: int) -> None:
         """See Link."""
-        self._outbox.put_nowait(pb.ConnectResponse(acks=pb.Acks(positions=[_position(job_id, attempt, offset)])))
+        acks = pb.Acks(jobs=[pb.JobAttempt(job_id=job_id, attempt=attempt)])
+        self._outbox.put_nowait(pb.ConnectResponse(acks=acks))
 
-    def cancel(self, job_id: str, attempt: int) -> None:
+    def cancel(self, job_id: str, attempt: int, choice: int | None = None) -> None:
         """See Link."""
-        job = pb.JobAttempt(job_id=job_id, attempt=attempt)
+        job = pb.JobAttempt(job_id=job_id, attempt=attempt, choice=choice)
         self._outbox.put_nowait(pb.ConnectResponse(cancels=pb.Cancels(jobs=[job])))
 
-    def rewind(self, job_id: str, attempt: int, offset: int) -> None:
+    def rewind(self, job_id: str, attempt: int, choice: int, offset: int) -> None:
         """See Link."""
-        rewinds = pb.Rewinds(positions=[_position(job_id, attempt, offset)])
+        position = pb.Position(job_id=job_id, attempt=attempt, choice=choice, offset=offset)
+        rewinds = pb.Rewinds(positions=[position])
         self._outbox.put_nowait(pb.ConnectResponse(rewinds=rewinds))
 
     def close(self) -> None:
@@ -108,10 +111,6 @@ class RelayService(relay_pb2_grpc.RelayServiceServicer):
 _CODES = {code.value[0]: code for code in grpc.StatusCode}
 
 
-def _position(job_id: str, attempt: int, offset: int) -> pb.Position:
-    return pb.Position(job_id=job_id, attempt=attempt, offset=offset)
-
-
 _FINISHES = {
     pb.FINISH_KIND_LENGTH: WorkerFinish.LENGTH,
     pb.FINISH_KIND_END: WorkerFinish.END,
@@ -126,12 +125,19 @@ def _frame(frame: pb.Frame) -> Frame:
         attempt=frame.attempt,
         offset=frame.offset,
         token_ids=tuple(frame.token_ids),
+        choice=frame.choice,
+        logprobs=tuple(map(_logprobs, frame.logprobs)),
         finish=_FINISHES.get(frame.finish.kind),
         failure=_failure(frame.finish.failure) if failed else None,
         returned=frame.finish.kind == pb.FINISH_KIND_RETURNED,
         adapter_ms=frame.first.adapter_ms if frame.HasField("first") else None,
         cached_tokens=frame.first.cached_tokens if frame.HasField("first") else None,
+        prompt_logprobs=tuple(map(_logprobs, frame.first.prompt_logprobs)),
     )
+
+
+def _logprobs(token: pb.TokenLogprobs) -> TokenLogprobs:
+    return TokenLogprobs(token.logprob, tuple(zip(token.token_ids, token.logprobs, strict=True)))
 
 
 def _failure(failure: pb.Failure) -> CallError:

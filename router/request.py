@@ -45,6 +45,11 @@ class Request:
     stopping: Stopping = field(default_factory=Stopping)
     skip_special_tokens: bool = True
     stream_interval: int = 1
+    n: int = 1
+    # Candidates to choose the n best from, by their mean log probability; n when nobody asks.
+    best_of: int = 1
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
 
 
 class FinishReason(StrEnum):
@@ -56,13 +61,29 @@ class FinishReason(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """A token's log probability, and the likeliest tokens at its place as (id, log probability)."""
+
+    logprob: float
+    alternatives: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLogprobs:
+    """Of every prompt token but the first."""
+
+    tokens: tuple[TokenLogprobs, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Delta:
-    """The next tokens of an answer and what they add to its text."""
+    """The next tokens of an answer and what they add to its text; `logprobs` of each, where they were asked for."""
 
     offset: int
     token_ids: tuple[int, ...]
     text: str
     choice: int = 0
+    logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,4 +112,4 @@ class Summary:
     continuations: int
 
 
-Event = Delta | Finished | Summary
+Event = PromptLogprobs | Delta | Finished | Summary

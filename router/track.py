@@ -10,11 +10,12 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Protocol
 
 from broker.messages import Job
+from router.request import TokenLogprobs
 from rpc.errors import CallError
 
 
@@ -32,14 +33,14 @@ class Link(Protocol):
     worker_id: str
     incarnation: str
 
-    def ack(self, job_id: str, attempt: int, offset: int) -> None:
+    def ack(self, job_id: str, attempt: int) -> None:
         """The worker may forget the job."""
 
-    def cancel(self, job_id: str, attempt: int) -> None:
-        """The worker is to stop the job and free what it holds."""
+    def cancel(self, job_id: str, attempt: int, choice: int | None = None) -> None:
+        """The worker is to stop the job, or one of its choices, and free what it holds."""
 
-    def rewind(self, job_id: str, attempt: int, offset: int) -> None:
-        """The worker is to send again from this offset."""
+    def rewind(self, job_id: str, attempt: int, choice: int, offset: int) -> None:
+        """The worker is to send again from this offset of a choice."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,11 +51,43 @@ class Frame:
     attempt: int
     offset: int
     token_ids: tuple[int, ...]
+    choice: int = 0
+    logprobs: tuple[TokenLogprobs, ...] = ()
     finish: WorkerFinish | None = None
     failure: CallError | None = None
     returned: bool = False
     adapter_ms: float | None = None
     cached_tokens: int | None = None
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+
+
+@dataclass(slots=True)
+class Choice:
+    """One answer of a job. `emitted` has every id produced so far, over all attempts."""
+
+    emitted: list[int] = field(default_factory=list)
+    # One for each id, where the job asks for them.
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    finish: WorkerFinish | None = None
+    # Whether the router needs no more of it, though its worker has not ended it.
+    closed: bool = False
+    # How many of `emitted` have been handed to the reader.
+    read: int = 0
+
+    @property
+    def ended(self) -> bool:
+        """Whether no worker needs to go on with it."""
+        return self.closed or self.finish is not None
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """What has come of one choice since it was last read."""
+
+    choice: int
+    token_ids: Sequence[int]
+    logprobs: Sequence[TokenLogprobs]
+    finish: WorkerFinish | None
 
 
 class Track:
@@ -62,10 +95,8 @@ class Track:
 
     def __init__(self, job: Job) -> None:
         self.job = job
-        # Every id produced so far, over all attempts.
-        self.emitted: list[int] = []
+        self.choices = [Choice() for _ in range(job.n)]
         self.link: Link | None = None
-        self.finish: WorkerFinish | None = None
         self.failure: CallError | None = None
         self.continuations = 0
         self.admitted_at = time.monotonic()
@@ -77,13 +108,25 @@ class Track:
         # Whether an attempt is on its way into the queue.
         self.dispatching = False
         self._deadline = self.admitted_at + job.deadline_ms / 1e3 if job.deadline_ms else None
-        self._read = 0
+        self.prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+        # Choices with something to read.
+        self._news: set[int] = set()
         self._arrived = asyncio.Event()
 
     @property
     def ended(self) -> bool:
-        """Whether no more tokens can come."""
-        return self.finish is not None or self.failure is not None
+        """Whether no worker needs to go on with it."""
+        return self.failure is not None or all(choice.ended for choice in self.choices)
+
+    @property
+    def finished_by_worker(self) -> bool:
+        """Whether its worker ended all of it, and so holds nothing but what an ack frees."""
+        return self.failure is not None or all(choice.finish is not None for choice in self.choices)
+
+    @property
+    def emitted_tokens(self) -> int:
+        """Ids produced so far, of all choices."""
+        return sum(len(choice.emitted) for choice in self.choices)
 
     def bind(self, link: Link) -> bool:
         """Give the current attempt to this link's incarnation; False when another has it."""
@@ -106,41 +149,67 @@ class Track:
         if self._deadline is not None:
             left_ms = max(1, round((self._deadline - time.monotonic()) * 1e3))
         self.job = replace(
-            self.job, attempt=self.job.attempt + 1, emitted={0: tuple(self.emitted)}, deadline_ms=left_ms
+            self.job,
+            attempt=self.job.attempt + 1,
+            emitted={index: tuple(choice.emitted) for index, choice in enumerate(self.choices) if not choice.ended},
+            done=tuple(index for index, choice in enumerate(self.choices) if choice.ended),
+            deadline_ms=left_ms,
         )
         return self.job
 
     def accept(self, frame: Frame) -> bool:
         """Take what is new in a frame of the bound worker; False when ids before it are missing."""
-        if frame.offset > len(self.emitted):
+        choice = self.choices[frame.choice]
+        if choice.ended:
+            return True
+        if frame.offset > len(choice.emitted):
             return False
-        self.emitted.extend(frame.token_ids[len(self.emitted) - frame.offset :])
+        known = len(choice.emitted) - frame.offset
+        choice.emitted.extend(frame.token_ids[known:])
+        choice.logprobs.extend(frame.logprobs[known:])
+        choice.finish = frame.finish
         if frame.adapter_ms is not None:
             self.adapter_ms = frame.adapter_ms
         if frame.cached_tokens is not None and self.continuations == 0:
-            self.cached_tokens = frame.cached_tokens
-        self.finish = frame.finish
+            self.cached_tokens = max(self.cached_tokens, frame.cached_tokens)
+        if frame.prompt_logprobs:
+            self.prompt_logprobs = frame.prompt_logprobs
+        self._news.add(frame.choice)
         self._arrived.set()
         return True
+
+    def close(self, index: int) -> None:
+        """The reader needs no more of a choice: its worker is to stop it."""
+        choice = self.choices[index]
+        if not choice.ended:
+            choice.closed = True
+            if self.link is not None and not self.ended:
+                self.link.cancel(self.job.job_id, self.job.attempt, index)
 
     def fail(self, failure: CallError) -> None:
         """End the job with an error."""
         self.failure = failure
         self._arrived.set()
 
-    async def arrivals(self) -> AsyncGenerator[tuple[Sequence[int], WorkerFinish | None]]:
+    async def arrivals(self) -> AsyncGenerator[list[Arrival]]:
         """All that has come since the last turn, so that a slow moment makes fewer, larger messages.
 
-        Ends after the turn with a finish; raises the failure that ended the job.
+        Ends when every choice has ended; raises the failure that ended the job.
         """
         while True:
             await self._arrived.wait()
             self._arrived.clear()
-            ids, finish = self.emitted[self._read :], self.finish
-            self._read += len(ids)
-            if ids or finish is not None:
-                yield ids, finish
-            if finish is not None:
-                return
+            news = [self._take(index) for index in sorted(self._news)]
+            self._news.clear()
+            if news:
+                yield news
             if self.failure is not None:
                 raise self.failure
+            if self.ended and not self._news:
+                return
+
+    def _take(self, index: int) -> Arrival:
+        choice = self.choices[index]
+        arrival = Arrival(index, choice.emitted[choice.read :], choice.logprobs[choice.read :], choice.finish)
+        choice.read = len(choice.emitted)
+        return arrival

@@ -147,7 +147,7 @@ class Incarnation:
         """Say that we live, while the engine steps or has nothing to do."""
         while True:
             await asyncio.sleep(BEAT_MS / 1e3)
-            in_engine = any(held.entering is None for held in intake.held.running)
+            in_engine = any(choice.in_engine for choice in intake.held.running)
             if in_engine and engine.silent_s() > self._settings.stall_s:
                 log.error("the engine has not stepped for %.1f s; ending it", engine.silent_s())
                 engine.kill()

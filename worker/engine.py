@@ -18,7 +18,7 @@ from worker.model.errors import ModelUnusableError
 from worker.model.kv_cache import KvCache, fitting_blocks
 from worker.model.loader import LoadedModel, load_model
 from worker.model.memory import available_bytes
-from worker.model.packed import pack_linears
+from worker.model.packed import PackedWeight, pack_linears, packing_works
 from worker.model.runner import Runner
 from worker.scheduling.contract import EngineLimits, EngineStats, NewSequence, Output
 from worker.scheduling.scheduler import Scheduler
@@ -94,9 +94,12 @@ def build_engine(  # noqa: PLR0913 - one for each of the worker's settings
     if threads > 0:
         torch.set_num_threads(threads)
     loaded = load_model(model, device, dtype)
-    lora = LoraLayers(loaded.module, loaded.linears, adapter_slots, max_rank, loaded.device)
-    if loaded.device.type == "cpu":
-        pack_linears(loaded.module, loaded.dtype)
+    packs = loaded.device.type == "cpu" and packing_works(loaded.dtype)
+    lora = LoraLayers(
+        loaded.module, loaded.linears, adapter_slots, max_rank, loaded.device, PackedWeight if packs else None
+    )
+    if packs:
+        pack_linears(loaded.module)
     blocks = kv_blocks or _fitting_blocks(loaded, rows, block_size, adapter_slots * max_rank)
     limits = EngineLimits(
         rows=rows,

@@ -3,46 +3,64 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from broker.messages import Job
-from worker.scheduling.contract import Failure, FinishKind, Output
+from worker.scheduling.contract import (
+    AdapterSource,
+    Failure,
+    FinishKind,
+    NewSequence,
+    Output,
+    Sampling,
+    Stopping,
+    TokenLogprobs,
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """How a job ends here. Neither kind nor failure: it is given back, to go on elsewhere."""
+    """How an answer ends here. Neither kind nor failure: it is given back, to go on elsewhere."""
 
     kind: FinishKind | None = None
     failure: Failure | None = None
 
 
-@dataclass(slots=True)
-class HeldJob:
-    """A claimed job. `ids` were made here, after the `start` ids of earlier attempts."""
+@dataclass(slots=True, eq=False)
+class HeldChoice:
+    """One answer of a held job. `ids` were made here, after the `start` ids of earlier attempts."""
 
     job: Job
-    sequence_id: str
+    choice: int
     ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     ending: Ending | None = None
     adapter_ms: float = 0.0
     cached_tokens: int = 0
     # How many of `ids` have been handed to the link.
     sent: int = 0
-    # What gets it into the engine; None once it is there.
-    entering: asyncio.Task[None] | None = None
+    in_engine: bool = False
 
     @property
     def start(self) -> int:
         """How many ids earlier attempts had made."""
-        return len(self.job.emitted.get(0, ()))
+        return len(self.job.emitted.get(self.choice, ()))
+
+    @property
+    def sequence_id(self) -> str:
+        """Its name in the engine."""
+        return f"{self.job.attempt}/{self.choice}/{self.job.job_id}"
 
     def record(self, output: Output) -> None:
         """Keep what a step made of it."""
         if not self.ids:
             self.adapter_ms += output.adapter_ms or 0.0
             self.cached_tokens = output.cached_tokens or 0
+            self.prompt_logprobs = output.prompt_logprobs
         self.ids.extend(output.token_ids)
+        self.logprobs.extend(output.logprobs)
         if output.finish is not None:
             kind = None if output.finish is FinishKind.FAILED else output.finish
             self.ending = Ending(kind, output.failure)
@@ -51,10 +69,21 @@ class HeldJob:
         """Send again from this offset, a count over all attempts."""
         self.sent = max(0, min(offset - self.start, len(self.ids)))
 
+
+@dataclass(slots=True, eq=False)
+class HeldJob:
+    """A claimed job with its choices."""
+
+    job: Job
+    choices: dict[int, HeldChoice]
+    # What gets it into the engine; None once it is there.
+    entering: asyncio.Task[None] | None = None
+    source: AdapterSource | None = None
+
     @property
-    def runs(self) -> bool:
-        """Whether it still takes a row."""
-        return self.ending is None
+    def running(self) -> list[HeldChoice]:
+        """Choices that take a row, or will."""
+        return [choice for choice in self.choices.values() if choice.ending is None]
 
 
 class HeldJobs:
@@ -63,29 +92,26 @@ class HeldJobs:
     def __init__(self) -> None:
         self._jobs: dict[tuple[str, int], HeldJob] = {}
 
-    def __len__(self) -> int:
-        """How many, ended ones that wait for their ack included."""
-        return len(self._jobs)
-
     @property
-    def running(self) -> list[HeldJob]:
-        """Those that take a row."""
-        return [held for held in self._jobs.values() if held.runs]
+    def running(self) -> list[HeldChoice]:
+        """Answers that take a row, or will."""
+        return [choice for held in self._jobs.values() for choice in held.running]
 
     def add(self, job: Job) -> HeldJob:
         """Hold a claimed job."""
-        held = HeldJob(job, sequence_id=f"{job.attempt}/{job.job_id}")
-        self._jobs[job.job_id, job.attempt] = held
+        choices = {choice: HeldChoice(job, choice) for choice in range(job.n) if choice not in job.done}
+        held = self._jobs[job.job_id, job.attempt] = HeldJob(job, choices)
         return held
 
     def get(self, job_id: str, attempt: int) -> HeldJob | None:
         """A held job."""
         return self._jobs.get((job_id, attempt))
 
-    def of_sequence(self, sequence_id: str) -> HeldJob | None:
-        """The held job of an engine's sequence."""
-        attempt, _, job_id = sequence_id.partition("/")
-        return self._jobs.get((job_id, int(attempt)))
+    def of_sequence(self, sequence_id: str) -> HeldChoice | None:
+        """The held answer of an engine's sequence."""
+        attempt, choice, job_id = sequence_id.split("/", 2)
+        held = self._jobs.get((job_id, int(attempt)))
+        return held.choices.get(int(choice)) if held else None
 
     def pop(self, job_id: str, attempt: int) -> HeldJob | None:
         """Hold it no longer."""
@@ -94,3 +120,39 @@ class HeldJobs:
     def of_router(self, address: str) -> list[HeldJob]:
         """What is held for one router."""
         return [held for held in self._jobs.values() if held.job.reply_to == address]
+
+    def all(self) -> Iterable[HeldJob]:
+        """Every held job."""
+        return tuple(self._jobs.values())
+
+
+def sequence_of(held: HeldChoice, adapter: AdapterSource | None) -> NewSequence:
+    """What the engine is asked for."""
+    job, sampling = held.job, held.job.sampling
+    return NewSequence(
+        sequence_id=held.sequence_id,
+        prompt_ids=job.prompt_ids,
+        emitted_ids=job.emitted.get(held.choice, ()),
+        adapter=adapter,
+        choice=held.choice,
+        logprobs=job.logprobs,
+        # Once is enough, and a later attempt has told it already.
+        prompt_logprobs=job.prompt_logprobs if held.choice == 0 and not held.start else None,
+        sampling=Sampling(
+            temperature=sampling.temperature,
+            top_k=sampling.top_k,
+            top_p=sampling.top_p,
+            seed=job.seed,
+            min_p=sampling.min_p,
+            typical_p=sampling.typical_p,
+            repetition_penalty=sampling.repetition_penalty,
+            frequency_penalty=sampling.frequency_penalty,
+            presence_penalty=sampling.presence_penalty,
+            logit_bias=sampling.logit_bias,
+        ),
+        stopping=Stopping(
+            job.stopping.max_tokens, job.stopping.min_tokens, job.stopping.stop_token_ids, job.stopping.ignore_eos
+        ),
+        tenant=job.tenant,
+        priority=job.priority,
+    )

@@ -15,10 +15,10 @@ from broker.connection import REDIS_DOWN
 from broker.messages import Capacity, Job
 from broker.queue import JobQueue
 from worker.adapter_fetch import AdapterFetcher, FetchFailedError
-from worker.held import Ending, HeldJob, HeldJobs
+from worker.held import Ending, HeldChoice, HeldJob, HeldJobs, sequence_of
 from worker.link import Abort, Add, Ready, Refused, Stepped
 from worker.relay_client import RelayClients
-from worker.scheduling.contract import AdapterSource, Failure, NewSequence, Sampling, Stopping
+from worker.scheduling.contract import AdapterSource, Failure
 from worker.supervisor import EngineProcess
 
 log = logging.getLogger(__name__)
@@ -87,10 +87,11 @@ class Intake:
 
     def _capacity(self) -> Capacity:
         running = self.held.running
-        entering = sum(held.job.prefill_tokens for held in running if not held.ids)
+        entering = sum(held.job.prefill_tokens for held in self.held.all() if held.entering is not None)
         free = (self.stats.blocks_free + self.stats.blocks_cached) * self.limits.block_size
         return Capacity(
             rows=self.limits.rows - len(running),
+            rows_limit=self.limits.rows,
             # A long prompt may always come in when nothing else is here.
             tokens=max(0, free - entering) if running else self.limits.max_tokens,
             max_tokens=self.limits.max_tokens,
@@ -113,20 +114,26 @@ class Intake:
         job, began = held.job, time.monotonic()
         if job.base_digest != self._base_digest:
             message = f"the job is for base model {job.base_digest}, this worker serves {self._base_digest}"
-            self._end(held, Ending(failure=Failure("FAILED_PRECONDITION", "WRONG_BASE", message, "model")))
+            self._end(held.running[0], Ending(failure=Failure("FAILED_PRECONDITION", "WRONG_BASE", message, "model")))
             return
-        source = None
         if job.adapter is not None:
             try:
-                directory = await self._fetcher.fetch(job.adapter, job.tenant)
+                held.source = AdapterSource(job.adapter.digest, str(await self._fetcher.fetch(job.adapter, job.tenant)))
             except FetchFailedError as error:
-                self._end(held, Ending(failure=error.failure))
+                self._end(held.running[0], Ending(failure=error.failure))
                 return
-            source = AdapterSource(job.adapter.digest, str(directory))
-            held.adapter_ms = (time.monotonic() - began) * 1e3
+            for choice in held.running:
+                choice.adapter_ms = (time.monotonic() - began) * 1e3
         held.entering = None
-        self._engine.expect()
-        self._engine.send(Add([_sequence(held, source)]))
+        # The first alone: once it has a token, the others find the prompt in the prefix cache.
+        self._add(held, held.running[:1])
+
+    def _add(self, held: HeldJob, choices: Sequence[HeldChoice]) -> None:
+        if choices:
+            for choice in choices:
+                choice.in_engine = True
+            self._engine.expect()
+            self._engine.send(Add([sequence_of(choice, held.source) for choice in choices]))
 
     # What the engine says
 
@@ -134,30 +141,38 @@ class Intake:
         """Record and relay what a step made."""
         self.stats = message.stats
         for output in message.outputs:
-            held = self.held.of_sequence(output.sequence_id)
-            if held is not None:  # else it was cancelled meanwhile
-                held.record(output)
-                self.relay.progressed(held)
+            choice = self.held.of_sequence(output.sequence_id)
+            if choice is not None and choice.ending is None:  # else it was cancelled meanwhile
+                choice.record(output)
+                self.relay.progressed(choice)
+                if choice.job.n > 1:
+                    self._add_siblings(choice.job)
         self._changed.set()
+
+    def _add_siblings(self, job: Job) -> None:
+        held = self.held.get(job.job_id, job.attempt)
+        if held is not None:
+            self._add(held, [choice for choice in held.running if not choice.in_engine])
 
     def refused(self, message: Refused) -> None:
         """The engine did not take a sequence."""
-        held = self.held.of_sequence(message.sequence_id)
-        if held is not None:
+        choice = self.held.of_sequence(message.sequence_id)
+        if choice is not None:
             failure = Failure("INVALID_ARGUMENT", "REFUSED_BY_WORKER", message.message, message.field)
-            self._end(held, Ending(failure=failure))
+            self._end(choice, Ending(failure=failure))
 
-    def _end(self, held: HeldJob, ending: Ending) -> None:
-        held.ending = ending
-        held.entering = None
-        self.relay.progressed(held)
+    def _end(self, choice: HeldChoice, ending: Ending) -> None:
+        choice.ending = ending
+        self.relay.progressed(choice)
         self._changed.set()
 
     # What the routers say (see worker.relay_client.Orders)
 
     def acked(self, job_id: str, attempt: int) -> None:
         """The router has all of it, and finishes it in the queue."""
-        self.held.pop(job_id, attempt)
+        held = self.held.pop(job_id, attempt)
+        if held is not None:
+            self._stop(held)  # one choice that failed ends its siblings
         self._changed.set()
 
     def cancel(self, job_id: str, attempt: int) -> None:
@@ -165,23 +180,39 @@ class Intake:
         held = self.held.pop(job_id, attempt)
         if held is None:
             return
+        self._stop(held)
+        self._spawn(self._finish(held.job))
+        self._changed.set()
+
+    def cancel_choice(self, job_id: str, attempt: int, choice: int) -> None:
+        """Stop one answer of a job; the others go on."""
+        held = self.held.get(job_id, attempt)
+        stopped = held.choices.pop(choice, None) if held is not None else None
+        if held is None or stopped is None:
+            return
+        if stopped.in_engine and stopped.ending is None:
+            self._engine.send(Abort([stopped.sequence_id]))
+        if held.entering is None and not any(sibling.in_engine for sibling in held.running):
+            self._add(held, held.running)  # it was the one that the others waited for
+        self._changed.set()
+
+    def _stop(self, held: HeldJob) -> None:
         if held.entering is not None:
             held.entering.cancel()
-        elif held.runs:
-            self._engine.send(Abort([held.sequence_id]))
-        self._spawn(self._finish(held))
-        self._changed.set()
+        aborted = [choice.sequence_id for choice in held.running if choice.in_engine]
+        if aborted:
+            self._engine.send(Abort(aborted))
 
     def router_gone(self, address: str) -> None:
         """Drop its jobs."""
         for held in self.held.of_router(address):
             self.cancel(held.job.job_id, held.job.attempt)
 
-    async def _finish(self, held: HeldJob) -> None:
+    async def _finish(self, job: Job) -> None:
         try:
-            await self._queue.finish(held.job.job_id, held.job.attempt, self._incarnation)
+            await self._queue.finish(job.job_id, job.attempt, self._incarnation)
         except REDIS_DOWN:  # the entry goes with the incarnation
-            log.warning("the queue did not answer the end of %s", held.job.job_id)
+            log.warning("the queue did not answer the end of %s", job.job_id)
 
     # The end
 
@@ -193,11 +224,10 @@ class Intake:
                     await self._room()
         except TimeoutError:
             pass
-        for held in self.held.running:
-            if held.entering is not None:
-                held.entering.cancel()
-            self._engine.send(Abort([held.sequence_id]))
-            self._end(held, Ending())
+        for held in self.held.all():
+            self._stop(held)
+            for choice in held.running[:1]:  # one says it for the whole job
+                self._end(choice, Ending())
 
     async def close(self) -> None:
         """End what is under way."""
@@ -210,19 +240,3 @@ class Intake:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
-
-
-def _sequence(held: HeldJob, adapter: AdapterSource | None) -> NewSequence:
-    job = held.job
-    return NewSequence(
-        sequence_id=held.sequence_id,
-        prompt_ids=job.prompt_ids,
-        emitted_ids=job.emitted.get(0, ()),
-        adapter=adapter,
-        sampling=Sampling(job.sampling.temperature, job.sampling.top_k, job.sampling.top_p, job.seed),
-        stopping=Stopping(
-            job.stopping.max_tokens, job.stopping.min_tokens, job.stopping.stop_token_ids, job.stopping.ignore_eos
-        ),
-        tenant=job.tenant,
-        priority=job.priority,
-    )

@@ -18,8 +18,8 @@ from loraplex.relay.v1 import relay_pb2 as pb
 from loraplex.relay.v1 import relay_pb2_grpc
 
 from rpc.server import CHANNEL_OPTIONS
-from worker.held import HeldJob, HeldJobs
-from worker.scheduling.contract import Failure, FinishKind
+from worker.held import HeldChoice, HeldJob, HeldJobs
+from worker.scheduling.contract import Failure, FinishKind, TokenLogprobs
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +43,9 @@ class Orders(Protocol):
     def cancel(self, job_id: str, attempt: int) -> None:
         """Stop a job and forget it."""
 
+    def cancel_choice(self, job_id: str, attempt: int, choice: int) -> None:
+        """Stop one answer of a job."""
+
     def router_gone(self, address: str) -> None:
         """A router has been out of reach for GONE_S: drop its jobs."""
 
@@ -61,9 +64,9 @@ class RelayClients:
         """Tell the job's router who has it."""
         self._to(held.job.reply_to).claimed(held)
 
-    def progressed(self, held: HeldJob) -> None:
-        """A job has made ids, or ended."""
-        self._to(held.job.reply_to).progressed(held)
+    def progressed(self, choice: HeldChoice) -> None:
+        """An answer has got ids, or ended."""
+        self._to(choice.job.reply_to).progressed(choice)
 
     def _to(self, address: str) -> _Link:
         link = self._links.get(address)
@@ -94,7 +97,7 @@ class _Link:
         self._forget = forget
         # What the next messages tell; a link that is down has nothing to remember.
         self._claims: list[HeldJob] = []
-        self._progress: dict[str, HeldJob] = {}
+        self._progress: dict[str, HeldChoice] = {}
         self._changed = asyncio.Event()
         self._closing = False
         self._task = asyncio.create_task(self._run())
@@ -104,9 +107,9 @@ class _Link:
         self._claims.append(held)
         self._changed.set()
 
-    def progressed(self, held: HeldJob) -> None:
+    def progressed(self, choice: HeldChoice) -> None:
         """See RelayClients."""
-        self._progress[held.sequence_id] = held
+        self._progress[choice.sequence_id] = choice
         self._changed.set()
 
     async def _run(self) -> None:
@@ -154,7 +157,9 @@ class _Link:
                 yield pb.ConnectRequest(claims=pb.Claims(jobs=[_attempt(held) for held in claims]))
             elif self._progress:
                 progress, self._progress = self._progress, {}
-                yield pb.ConnectRequest(frames=pb.FrameBatch(frames=[_next_frame(held) for held in progress.values()]))
+                yield pb.ConnectRequest(
+                    frames=pb.FrameBatch(frames=[_next_frame(choice) for choice in progress.values()])
+                )
             elif self._closing:
                 return
             else:
@@ -164,17 +169,21 @@ class _Link:
     def _obey(self, response: pb.ConnectResponse) -> None:
         match response.WhichOneof("message"):
             case "acks":
-                for ack in response.acks.positions:
+                for ack in response.acks.jobs:
                     self._orders.acked(ack.job_id, ack.attempt)
             case "cancels":
                 for job in response.cancels.jobs:
-                    self._orders.cancel(job.job_id, job.attempt)
+                    if job.HasField("choice"):
+                        self._orders.cancel_choice(job.job_id, job.attempt, job.choice)
+                    else:
+                        self._orders.cancel(job.job_id, job.attempt)
             case "rewinds":
                 for at in response.rewinds.positions:
                     held = self._held.get(at.job_id, at.attempt)
-                    if held is not None:
-                        held.rewind(at.offset)
-                        self.progressed(held)
+                    choice = held.choices.get(at.choice) if held else None
+                    if choice is not None:
+                        choice.rewind(at.offset)
+                        self.progressed(choice)
 
     async def close(self, flush_s: float) -> None:
         """End the stream: the router ends its side once it has read all."""
@@ -198,17 +207,20 @@ def _attempt(held: HeldJob) -> pb.JobAttempt:
     return pb.JobAttempt(job_id=held.job.job_id, attempt=held.job.attempt)
 
 
-def _next_frame(held: HeldJob) -> pb.Frame:
-    """What a job has made since its last frame, and its end if it is there."""
+def _next_frame(held: HeldChoice) -> pb.Frame:
+    """What an answer has got since its last frame, and its end if it is there."""
     frame = pb.Frame(
         job_id=held.job.job_id,
         attempt=held.job.attempt,
+        choice=held.choice,
         offset=held.start + held.sent,
         token_ids=held.ids[held.sent :],
+        logprobs=map(_logprobs, held.logprobs[held.sent :]),
     )
     if held.sent == 0:
         frame.first.adapter_ms = held.adapter_ms
         frame.first.cached_tokens = held.cached_tokens
+        frame.first.prompt_logprobs.extend(map(_logprobs, held.prompt_logprobs))
     held.sent = len(held.ids)
     if held.ending is None:
         return frame
@@ -220,6 +232,11 @@ def _next_frame(held: HeldJob) -> pb.Frame:
     else:
         frame.finish.kind = pb.FINISH_KIND_RETURNED
     return frame
+
+
+def _logprobs(token: TokenLogprobs) -> pb.TokenLogprobs:
+    ids, values = zip(*token.alternatives, strict=True) if token.alternatives else ((), ())
+    return pb.TokenLogprobs(logprob=token.logprob, token_ids=ids, logprobs=values)
 
 
 def _failure(failure: Failure) -> pb.Failure:

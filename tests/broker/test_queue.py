@@ -15,7 +15,7 @@ from broker.messages import AdapterRef, Capacity, Job, SamplingParams, StoppingP
 from broker.queue import JobQueue, QueueFullError
 
 KEYS = Keys("tiny", "main")
-ROOMY = Capacity(rows=8, tokens=10_000, max_tokens=4096, max_rank=64)
+ROOMY = Capacity(rows=8, rows_limit=8, tokens=10_000, max_tokens=4096, max_rank=64)
 
 
 def job(job_id: str, **changes: object) -> Job:
@@ -53,12 +53,26 @@ def test_a_job_survives_its_bytes() -> None:
         attempt=3,
         adapter=AdapterRef("tenants/acme/adapters/a/revisions/sha256:1", "sha256:1", 16, 1 << 40),
         emitted={0: (5, 6)},
-        sampling=SamplingParams(temperature=0.5, top_k=4, top_p=0.25),
+        sampling=SamplingParams(
+            temperature=0.5,
+            top_k=4,
+            top_p=0.25,
+            min_p=0.125,
+            typical_p=0.75,
+            repetition_penalty=1.5,
+            frequency_penalty=-0.5,
+            presence_penalty=2.0,
+            logit_bias=((3, -1.5), (7, 100.0)),
+        ),
         stopping=StoppingParams(max_tokens=9, min_tokens=2, stop_token_ids=(4, 5), ignore_eos=True),
         seed=2**64 - 1,
         priority=-3,
         deadline_ms=1500,
         strikes=1,
+        n=3,
+        done=(1,),
+        logprobs=0,
+        prompt_logprobs=5,
     )
     assert decode_job(encode_job(full)) == full
 
@@ -93,6 +107,16 @@ async def test_what_does_not_fit_is_passed_over_and_stays(queue: JobQueue) -> No
     await queue.enqueue(job("small"))
     assert await claim(queue, max_tokens=60, tokens=20) == ["small"]
     assert await claim(queue, max_rank=128) == ["long", "wide", "crowded"]
+
+
+async def test_a_job_takes_a_row_for_each_choice(queue: JobQueue) -> None:
+    await queue.enqueue(job("six", n=7, done=(0,)))
+    await queue.enqueue(job("three", n=3))
+    await queue.enqueue(job("two", n=2))
+    assert await claim(queue, rows=8) == ["six", "two"]
+    await queue.enqueue(job("many", n=16))
+    assert await claim(queue, rows=7) == ["three"]
+    assert await claim(queue, rows=8) == ["many"]
 
 
 async def test_finish_is_idempotent_and_leaves_nothing(redis: Redis, queue: JobQueue) -> None:

@@ -246,3 +246,27 @@ async def test_the_launcher_replaces_a_worker_that_died(start_cluster: StartClus
         whole = await stream.result()
         assert list(whole.token_ids) == expected(SLOW, "x", "", 200)
         assert whole.continuations > 0
+
+
+async def test_several_choices_survive_a_killed_worker(start_cluster: StartCluster, eventually: Eventually) -> None:
+    async with start_cluster(SLOW, {}, workers=2, worker_flags=("--rows", "6")) as cluster:
+        streams = [cluster.client.generate_stream(f"prompt {number}", n=4, max_new_tokens=100) for number in range(2)]
+        for stream in streams:
+            await anext(stream)
+        cluster.local.kill("worker-1", signal.SIGKILL)
+        wholes = [await stream.result() for stream in streams]
+        for number, whole in enumerate(wholes):
+            prompt = list(f"prompt {number}".encode())
+            truth = [expected_ids(SLOW, prompt, stopping=Stopping(max_tokens=100), choice=c) for c in range(4)]
+            assert [choice.token_ids for choice in whole.choices] == truth
+            assert whole.usage.completion_tokens == 400
+        assert sum(whole.continuations for whole in wholes) > 0
+        await eventually(cluster.idle)
+
+
+async def test_a_stop_string_ends_its_own_choice_alone(start_cluster: StartCluster, eventually: Eventually) -> None:
+    async with start_cluster(SLOW, {}) as cluster:
+        truth = [expected_ids(SLOW, [ord("x")], stopping=Stopping(max_tokens=40), choice=c) for c in range(3)]
+        answer = await cluster.client.generate("x", n=3, max_new_tokens=40, stop=[f"<{truth[1][10]}>"])
+        assert [choice.token_ids for choice in answer.choices] == [truth[0], truth[1][:10], truth[2]]
+        await eventually(cluster.idle)

@@ -21,12 +21,21 @@ class SequenceRefusedError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How the next token is chosen. Temperature 0 is greedy; top_k 0 and top_p 1 are off."""
+    """How the next token is chosen. Temperature 0 is greedy; the other defaults are off.
+
+    `logit_bias` is added to the logits of single token ids.
+    """
 
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
     seed: int = 0
+    min_p: float = 0.0
+    typical_p: float = 1.0
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +69,10 @@ class NewSequence:
     choice: int = 0
     tenant: str = ""
     priority: int = 0
+    # How many alternatives to report for each token; None: no logprobs.
+    logprobs: int | None = None
+    # The same for the prompt's tokens; they are then all computed, cached or not.
+    prompt_logprobs: int | None = None
 
 
 class FinishKind(StrEnum):
@@ -82,6 +95,14 @@ class Failure:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """A token's log probability under the model (before temperature and limits), and the likeliest (id, logprob)."""
+
+    logprob: float
+    alternatives: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Output:
     """What a step made of one sequence.
 
@@ -97,6 +118,10 @@ class Output:
     failure: Failure | None = None
     adapter_ms: float | None = None
     cached_tokens: int | None = None
+    # One for each of token_ids, where the sequence asks for them.
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    # One for each prompt token but the first, with the first output, where the sequence asks for them.
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,94 @@
+"""All answers of one request: as they come, or the best of more candidates than were asked for."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+
+from router.answer import Answer
+from router.request import Delta, Event, Finished, PromptLogprobs, Request, TokenLogprobs
+from router.text import Text
+from router.track import Track
+
+
+class Answers:
+    """Reads a track's tokens into the events that its client gets."""
+
+    def __init__(self, request: Request, text: Text, track: Track) -> None:
+        self._request = request
+        self._track = track
+        self._answers = [
+            Answer(
+                text.stream(track.job.prompt_ids, skip_special_tokens=request.skip_special_tokens),
+                request.stopping.stop,
+                request.stream_interval,
+                choice,
+            )
+            for choice in range(track.job.n)
+        ]
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all candidates, without those that a stop string cut."""
+        return sum(answer.delivered for answer in self._answers)
+
+    def events(self) -> AsyncGenerator[Event]:
+        """Deltas and ends of the answers. Raises what ended the job."""
+        return self._best() if self._request.best_of > self._request.n else self._as_they_come()
+
+    async def _as_they_come(self) -> AsyncGenerator[Event]:
+        open_choices = set(range(len(self._answers)))
+        prompt_is_due = self._request.prompt_logprobs is not None
+        async with aclosing(self._track.arrivals()) as turns:
+            async for turn in turns:
+                if prompt_is_due:
+                    prompt_is_due = False
+                    yield PromptLogprobs(self._track.prompt_logprobs)
+                for arrival in turn:
+                    if arrival.choice not in open_choices:
+                        continue
+                    answer = self._answers[arrival.choice]
+                    delta, finished = answer.push(arrival.token_ids, arrival.finish, arrival.logprobs)
+                    if delta is not None:
+                        yield delta
+                    if finished is not None:
+                        open_choices.discard(arrival.choice)
+                        self._track.close(arrival.choice)
+                        yield finished
+
+    async def _best(self) -> AsyncGenerator[Event]:
+        """The n candidates with the largest mean log probability, best first; nothing before all have ended."""
+        candidates = [_Candidate() for _ in self._answers]
+        async with aclosing(self._as_they_come()) as events:
+            async for event in events:
+                match event:
+                    case Delta():
+                        candidates[event.choice].add(event)
+                    case Finished():
+                        candidates[event.choice].finished = event
+                    case _:
+                        yield event
+        ranked = sorted(candidates, key=_Candidate.mean_logprob, reverse=True)
+        for choice, candidate in enumerate(ranked[: self._request.n]):
+            logprobs = candidate.logprobs if self._request.logprobs is not None else ()
+            yield Delta(0, candidate.token_ids, candidate.text, choice, logprobs)
+            if candidate.finished is not None:
+                yield replace(candidate.finished, choice=choice)
+
+
+@dataclass(slots=True)
+class _Candidate:
+    text: str = ""
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    finished: Finished | None = None
+
+    def add(self, delta: Delta) -> None:
+        self.text += delta.text
+        self.token_ids += delta.token_ids
+        self.logprobs += delta.logprobs
+
+    def mean_logprob(self) -> float:
+        values = [token.logprob for token in self.logprobs]
+        return sum(values) / len(values) if values else float("-inf")
