@@ -9,10 +9,9 @@ from redis.asyncio.retry import Retry
 from redis.backoff import ExponentialBackoff
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import RedisError
-from redis.exceptions import TimeoutError as RedisTimeoutError
 
-# What a lost or slow server looks like; anything else is a fault of ours.
-REDIS_DOWN = (RedisConnectionError, RedisTimeoutError, OSError)
+# What a server looks like that is lost, slow, or refuses to work for now (a replica, a full disk).
+REDIS_DOWN = (RedisError, OSError)
 
 CONNECTIONS = 16
 

@@ -5,9 +5,8 @@ lp:{MODEL/CELL}:waiting      zset    ids of the jobs that wait, in the order of 
 lp:{MODEL/CELL}:arrivals     string  counter that numbers arrivals
 lp:{MODEL/CELL}:job:ID       hash    a waiting job: body, attempt, what a claim must know of it
 lp:{MODEL/CELL}:wake         list    one entry wakes one idle worker
-lp:{MODEL/CELL}:workers      set     worker ids that may live
-lp:{MODEL/CELL}:worker:ID    string  a live worker's state; its time to live is the liveness
-lp:{MODEL/CELL}:running:INC  hash    job id to attempt, of what a worker's incarnation has claimed
+lp:{MODEL/CELL}:workers      set     worker incarnations that may live
+lp:{MODEL/CELL}:worker:INC   string  a live incarnation's state; its time to live is the liveness
 """
 
 from __future__ import annotations
@@ -44,17 +43,13 @@ class Keys:
 
     @property
     def workers(self) -> str:
-        """Ids of workers that may live."""
+        """Incarnations of workers that may live."""
         return self.prefix + "workers"
 
     def job(self, job_id: str) -> str:
         """A waiting job."""
         return f"{self.prefix}job:{job_id}"
 
-    def worker(self, worker_id: str) -> str:
-        """A worker's liveness."""
-        return f"{self.prefix}worker:{worker_id}"
-
-    def running(self, incarnation: str) -> str:
-        """What an incarnation has claimed."""
-        return f"{self.prefix}running:{incarnation}"
+    def worker(self, incarnation: str) -> str:
+        """An incarnation's liveness."""
+        return f"{self.prefix}worker:{incarnation}"

@@ -8,16 +8,14 @@ from redis.asyncio import Redis
 from broker.codec import decode_worker, encode_worker
 from broker.keys import Keys
 from broker.messages import WorkerState
-from broker.queue import RUNNING_TTL_MS
 
 BEAT_MS = 500
 TTL_MS = 3_000
 
-# KEYS: workers, worker, running. ARGV: id, state, ttl, running ttl
+# KEYS: workers, worker. ARGV: incarnation, state, ttl
 _BEAT = """#!lua flags=allow-oom
 redis.call('SADD', KEYS[1], ARGV[1])
 redis.call('SET', KEYS[2], ARGV[2], 'PX', ARGV[3])
-redis.call('PEXPIRE', KEYS[3], ARGV[4])
 return 1
 """
 
@@ -45,15 +43,15 @@ class Liveness:
         """Say that a worker lives, for the next TTL_MS."""
         keys = self._keys
         await self._beat(
-            keys=[keys.workers, keys.worker(state.worker_id), keys.running(state.incarnation)],
-            args=[state.worker_id, encode_worker(state), TTL_MS, RUNNING_TTL_MS],
+            keys=[keys.workers, keys.worker(state.incarnation)],
+            args=[state.incarnation, encode_worker(state), TTL_MS],
         )
 
-    async def remove(self, worker_id: str, incarnation: str) -> None:
-        """Say at once that a worker's incarnation lives no more."""
+    async def remove(self, incarnation: str) -> None:
+        """Say at once that an incarnation lives no more."""
         async with self._redis.pipeline(transaction=True) as pipe:
-            pipe.delete(self._keys.worker(worker_id), self._keys.running(incarnation))
-            pipe.srem(self._keys.workers, worker_id)
+            pipe.delete(self._keys.worker(incarnation))
+            pipe.srem(self._keys.workers, incarnation)
             await pipe.execute()
 
     async def living(self) -> list[WorkerState]:

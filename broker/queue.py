@@ -6,8 +6,11 @@ flagged allow-oom, so that a full Redis can still empty itself.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
 
+from google.protobuf.message import DecodeError
 from redis.asyncio import Redis
 from redis.exceptions import OutOfMemoryError
 
@@ -15,12 +18,12 @@ from broker.codec import decode_job, encode_job
 from broker.keys import Keys
 from broker.messages import Capacity, Job
 
+log = logging.getLogger(__name__)
+
 # How many waiting jobs a claim looks at: what fits nobody is passed over, never in front of others for long.
 CLAIM_WINDOW = 64
 # More wake-ups than idle workers help nobody.
 WAKE_LIMIT = 64
-# Running entries of an incarnation that no longer beats.
-RUNNING_TTL_MS = 30_000
 
 
 class QueueFullError(Exception):
@@ -28,7 +31,7 @@ class QueueFullError(Exception):
 
 
 # KEYS: waiting, job, arrivals, wake.
-# ARGV: id, body, attempt, tokens, prefill, rank, deadline_ms, waiting limit, wake limit, rows
+# ARGV: id, body, attempt, tokens, prefill, rank, deadline_ms, waiting limit, wake limit, rows, base digest
 _ENQUEUE = """#!lua
 local attempt = tonumber(ARGV[3])
 local held = redis.call('HGET', KEYS[2], 'attempt')
@@ -37,55 +40,64 @@ if attempt == 1 and redis.call('ZCARD', KEYS[1]) >= tonumber(ARGV[8]) then retur
 local score = redis.call('INCR', KEYS[3])
 if attempt > 1 then score = score - 2^52 end
 redis.call('HSET', KEYS[2], 'body', ARGV[2], 'attempt', attempt, 'tokens', ARGV[4], 'prefill', ARGV[5],
-  'rank', ARGV[6], 'rows', ARGV[10])
+  'rank', ARGV[6], 'rows', ARGV[10], 'base', ARGV[11])
 if tonumber(ARGV[7]) > 0 then redis.call('PEXPIRE', KEYS[2], ARGV[7]) end
 redis.call('ZADD', KEYS[1], score, ARGV[1])
 if redis.call('LLEN', KEYS[4]) < tonumber(ARGV[9]) then redis.call('LPUSH', KEYS[4], 1) end
 return 1
 """
 
-# KEYS: waiting, wake, running.
-# ARGV: job prefix, window, free rows, free tokens, max tokens, max rank, running ttl, all rows
+# KEYS: waiting, wake.
+# ARGV: job prefix, window, free rows, free tokens, max tokens, max rank, all rows, base digest
+# The first in line may take more tokens than are free: the engine lets nobody overtake it, or it might wait for ever.
 _CLAIM = """#!lua flags=allow-oom
 local rows, free = tonumber(ARGV[3]), tonumber(ARGV[4])
-local claimed = {}
+local bodies, first = {}, true
 for _, id in ipairs(redis.call('ZRANGE', KEYS[1], 0, tonumber(ARGV[2]) - 1)) do
   if rows < 1 then break end
   local key = ARGV[1] .. id
-  local job = redis.call('HMGET', key, 'tokens', 'prefill', 'rank', 'body', 'attempt', 'rows')
+  local job = redis.call('HMGET', key, 'tokens', 'prefill', 'rank', 'rows', 'base', 'body')
   if not job[1] then
     redis.call('ZREM', KEYS[1], id)
-  elseif tonumber(job[1]) <= tonumber(ARGV[5]) and tonumber(job[3]) <= tonumber(ARGV[6])
-      and tonumber(job[2]) <= free and math.min(tonumber(job[6]), tonumber(ARGV[8])) <= rows then
-    free = free - tonumber(job[2])
-    rows = rows - tonumber(job[6])
-    redis.call('ZREM', KEYS[1], id)
-    redis.call('DEL', key)
-    redis.call('HSET', KEYS[3], id, job[5])
-    claimed[#claimed + 1] = job[4]
+  elseif tonumber(job[1]) <= tonumber(ARGV[5]) and tonumber(job[3]) <= tonumber(ARGV[6]) and job[5] == ARGV[8] then
+    if (first or tonumber(job[2]) <= free) and math.min(tonumber(job[4]), tonumber(ARGV[7])) <= rows then
+      free = free - tonumber(job[2])
+      rows = rows - tonumber(job[4])
+      redis.call('ZREM', KEYS[1], id)
+      redis.call('DEL', key)
+      bodies[#bodies + 1] = job[6]
+    end
+    first = false
   end
 end
-if #claimed > 0 then
-  redis.call('PEXPIRE', KEYS[3], ARGV[7])
-  if redis.call('ZCARD', KEYS[1]) > 0 and redis.call('LLEN', KEYS[2]) == 0 then redis.call('LPUSH', KEYS[2], 1) end
+local waiting = redis.call('ZCARD', KEYS[1])
+if waiting == 0 then
+  redis.call('DEL', KEYS[2])
+elseif #bodies > 0 and redis.call('LLEN', KEYS[2]) == 0 then
+  redis.call('LPUSH', KEYS[2], 1)
 end
-return claimed
+return {waiting, bodies}
 """
 
-# KEYS: waiting, job, running. ARGV: id, attempt
+# KEYS: waiting, job. ARGV: id, attempt
 _FINISH = """#!lua flags=allow-oom
-local attempt = tonumber(ARGV[2])
 local held = redis.call('HGET', KEYS[2], 'attempt')
 if not held then
   redis.call('ZREM', KEYS[1], ARGV[1])
-elseif tonumber(held) <= attempt then
+elseif tonumber(held) <= tonumber(ARGV[2]) then
   redis.call('ZREM', KEYS[1], ARGV[1])
   redis.call('DEL', KEYS[2])
 end
-local running = redis.call('HGET', KEYS[3], ARGV[1])
-if running and tonumber(running) <= attempt then redis.call('HDEL', KEYS[3], ARGV[1]) end
 return 1
 """
+
+
+@dataclass(frozen=True, slots=True)
+class Claimed:
+    """What a claim took, and how many jobs still wait after it."""
+
+    jobs: list[Job]
+    waiting: int
 
 
 class JobQueue:
@@ -103,7 +115,15 @@ class JobQueue:
         """Put a job in; a newer attempt takes an older one's place. Raises QueueFullError (first attempts only)."""
         keys = self.keys
         arguments: list[str | bytes | int] = [job.job_id, encode_job(job), job.attempt, job.tokens]
-        arguments += [job.prefill_tokens, job.rank, job.deadline_ms, self._waiting_limit, WAKE_LIMIT, job.rows]
+        arguments += [
+            job.prefill_tokens,
+            job.rank,
+            job.deadline_ms,
+            self._waiting_limit,
+            WAKE_LIMIT,
+            job.rows,
+            job.base_digest,
+        ]
         try:
             accepted = await self._enqueue(
                 keys=[keys.waiting, keys.job(job.job_id), keys.arrivals, keys.wake], args=arguments
@@ -113,11 +133,11 @@ class JobQueue:
         if not accepted:
             raise QueueFullError(f"{self._waiting_limit} jobs are waiting")
 
-    async def claim(self, incarnation: str, capacity: Capacity) -> list[Job]:
-        """Take the next jobs that suit a worker, up to its free rows; they are this incarnation's from now on."""
+    async def claim(self, base_digest: str, capacity: Capacity) -> Claimed:
+        """Take the next jobs of a base model that suit a worker, up to its free rows: they are its own from now on."""
         keys = self.keys
-        bodies = await self._claim(
-            keys=[keys.waiting, keys.wake, keys.running(incarnation)],
+        waiting, bodies = await self._claim(
+            keys=[keys.waiting, keys.wake],
             args=[
                 keys.job(""),
                 CLAIM_WINDOW,
@@ -125,25 +145,26 @@ class JobQueue:
                 capacity.tokens,
                 capacity.max_tokens,
                 capacity.max_rank,
-                RUNNING_TTL_MS,
                 capacity.rows_limit,
+                base_digest,
             ],
         )
-        return [decode_job(body) for body in bodies]
+        jobs = []
+        for body in bodies:
+            try:
+                jobs.append(decode_job(body))
+            except DecodeError:  # its router dispatches it again, for a worker that can read it
+                log.exception("a job of %d bytes can't be read", len(body))
+        return Claimed(jobs, int(waiting))
 
-    async def finish(self, job_id: str, attempt: int, incarnation: str = "") -> None:
-        """Forget a job, waiting or claimed by `incarnation`, up to this attempt. Idempotent."""
-        keys = self.keys
-        await self._finish(
-            keys=[keys.waiting, keys.job(job_id), keys.running(incarnation or "-")], args=[job_id, attempt]
-        )
+    async def finish(self, job_id: str, attempt: int) -> None:
+        """Forget a job that waits, up to this attempt. Idempotent."""
+        await self._finish(keys=[self.keys.waiting, self.keys.job(job_id)], args=[job_id, attempt])
 
     async def waiting(self, job_ids: Sequence[str]) -> list[bool]:
         """Which of these jobs still wait; the others were claimed, or lost."""
-        async with self._redis.pipeline(transaction=False) as pipe:
-            for job_id in job_ids:
-                pipe.exists(self.keys.job(job_id))
-            return [bool(found) for found in await pipe.execute()]
+        scores = await self._redis.zmscore(self.keys.waiting, list(job_ids))
+        return [score is not None for score in scores]
 
     async def wait_for_work(self, timeout_s: float) -> bool:
         """Block until there may be work; False when the time passed without a wake-up."""

@@ -51,27 +51,33 @@ class Answer:
             silent = index == last and finish in (WorkerFinish.END, WorkerFinish.STOP_TOKEN)
             text = "" if silent else self._stream.push(token_id)
             self._held.append(_Held(token_id, text, logprobs[index] if logprobs else None))
-            self._held_text += text
-            if stopped := self._match():
+            if stopped := self._append_text(text):
                 return stopped
         if finish is None:
+            if len(self._held) < self._interval:
+                return None, None
             return self._release(self._safe_length(), self._interval), None
-        self._append_text(self._stream.flush())
-        if stopped := self._match():
+        if stopped := self._flush(self._stream.flush()):
             return stopped
         return self._release(len(self._held_text), 1), _finished(finish, ids, self._choice)
 
-    def _append_text(self, text: str) -> None:
+    def _flush(self, text: str) -> tuple[Delta | None, Finished] | None:
+        """Text that comes after the last token; it goes with that."""
         if not text:
-            return
+            return None
         if not self._held:  # its tokens are delivered already; the text belongs to none that is left
             self._held.append(_Held(None, ""))
         last = self._held[-1]
         self._held[-1] = _Held(last.token_id, last.text + text, last.logprobs)
-        self._held_text += text
+        return self._append_text(text)
 
-    def _match(self) -> tuple[Delta | None, Finished] | None:
-        found = [(at, stop) for stop in self._stop if (at := self._held_text.find(stop)) >= 0]
+    def _append_text(self, text: str) -> tuple[Delta | None, Finished] | None:
+        """Add to the held text; the end, if a stop string is complete now."""
+        before = len(self._held_text)
+        self._held_text += text
+        found = [
+            (at, stop) for stop in self._stop if (at := self._held_text.find(stop, max(0, before - len(stop) + 1))) >= 0
+        ]
         if not found:
             return None
         # Of those that one token completes: the earliest; of two at one place the longer.

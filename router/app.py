@@ -32,6 +32,7 @@ async def run(settings: Settings) -> None:
     dispatcher = Dispatcher(models.queue_of)
     relay_service = RelayService(dispatcher)
     public, relay = Server(), Server()
+    watching: asyncio.Task[None] | None = None
     try:
         relay_port = relay.bind(settings.relay_host, settings.relay_port)
         reply_to = f"{settings.relay_advertise or settings.relay_host}:{relay_port}"
@@ -43,10 +44,14 @@ async def run(settings: Settings) -> None:
         await relay.start()
         await public.start()
         print(f"ready router={settings.host}:{port}", flush=True)
-        await _serve(public, models, dispatcher, stop)
+        watching = asyncio.create_task(_watch(public, models, dispatcher))
+        await asyncio.wait({watching, asyncio.create_task(stop.wait())}, return_when=asyncio.FIRST_COMPLETED)
     finally:
-        # Streams may end; then the relay, which they need; then what both stand on.
+        # Streams may end, and be recovered until then; then the relay, which they need; then what both stand on.
         await public.stop(settings.drain_s)
+        if watching is not None:
+            watching.cancel()
+            await asyncio.gather(watching, return_exceptions=True)
         await dispatcher.settle()
         relay_service.close()
         await relay.stop(1.0)
@@ -54,23 +59,23 @@ async def run(settings: Settings) -> None:
         await redis.aclose()
 
 
-async def _serve(public: Server, models: Models, dispatcher: Dispatcher, stop: asyncio.Event) -> None:
-    forever = {asyncio.create_task(dispatcher.watch()), asyncio.create_task(models.follow_store())}
-    stopping = asyncio.create_task(stop.wait())
+async def _watch(public: Server, models: Models, dispatcher: Dispatcher) -> None:
+    """Forever: follow store and workers, dispatch again what was lost, and tell the truth as health."""
+    async with asyncio.TaskGroup() as tasks:  # one that fails ends the router: all of them are needed
+        tasks.create_task(dispatcher.watch())
+        tasks.create_task(models.follow_store())
+        tasks.create_task(_follow_workers(public, models, dispatcher))
+
+
+async def _follow_workers(public: Server, models: Models, dispatcher: Dispatcher) -> None:
     health, told = False, ""
-    try:
-        while not stop.is_set():
-            await models.follow_workers(dispatcher)
-            waits_for = models.waits_for()
-            if waits_for != told:
-                log.info("waits for %s", waits_for) if waits_for else log.info("serves")
-                told = waits_for
-            if health != (not waits_for):
-                health = not waits_for
-                await public.set_serving(health)
-            done, _ = await asyncio.wait({stopping, *forever}, timeout=WATCH_S, return_when=asyncio.FIRST_COMPLETED)
-            for task in done & forever:
-                task.result()  # raises: they end only by a fault of ours
-    finally:
-        for task in (*forever, stopping):
-            task.cancel()
+    while True:
+        await models.follow_workers(dispatcher)
+        waits_for = models.waits_for()
+        if waits_for != told:
+            log.info("waits for %s", waits_for) if waits_for else log.info("serves")
+            told = waits_for
+        if health != (not waits_for):
+            health = not waits_for
+            await public.set_serving(health)
+        await asyncio.sleep(WATCH_S)

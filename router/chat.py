@@ -54,7 +54,7 @@ class ChatTemplate:
         turns = [{"role": message.role, "content": message.content} for message in messages]
         try:
             return self._template.render(messages=turns, add_generation_prompt=True, **self._tokens)
-        except (TemplateError, TypeError) as error:
+        except Exception as error:  # the template is a stranger's code: it may raise anything
             raise InvalidField("chat.messages", f"the model's chat template refuses them: {error}") from error
 
 

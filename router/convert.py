@@ -24,6 +24,7 @@ STOP_STRINGS = 16
 STOP_CHARACTERS = 64
 STOP_TOKEN_IDS = 64
 REQUEST_ID_CHARACTERS = 128
+STREAM_INTERVAL = 1_000
 CHOICES = 16
 LOGPROBS = 20
 LOGIT_BIASES = 300
@@ -38,15 +39,7 @@ _UNBUILT: dict[str, object] = {
     "choices": None,
     "priority": 0,
 }
-_UNBUILT_SAMPLING: dict[str, object] = {
-    "min_p": 0.0,
-    "typical_p": 1.0,
-    "repetition_penalty": 1.0,
-    "frequency_penalty": 0.0,
-    "presence_penalty": 0.0,
-    "logit_bias": None,
-}
-_UNBUILT_OUTPUT: dict[str, object] = {"best_of": 1, "logprobs": None, "prompt_logprobs": None, "echo": False}
+_UNBUILT_OUTPUT: dict[str, object] = {"echo": False}
 
 
 def read_request(spec: pb.GenerateSpec, tenant: str) -> Request:
@@ -56,6 +49,8 @@ def read_request(spec: pb.GenerateSpec, tenant: str) -> Request:
         raise InvalidField("request_id", f"longer than {REQUEST_ID_CHARACTERS} characters")
     field, prompt = read_prompt(spec)
     interval = spec.output.stream_interval if spec.output.HasField("stream_interval") else 1
+    if interval > STREAM_INTERVAL:
+        raise InvalidField("output.stream_interval", f"{interval}; at most {STREAM_INTERVAL}")
     n, best_of = _choices(spec.output)
     return Request(
         tenant=tenant,
@@ -96,11 +91,7 @@ def _logprobs(field: str, value: int) -> int:
 
 
 def _refuse_unbuilt(spec: pb.GenerateSpec) -> None:
-    for prefix, message, neutral in (
-        ("", spec, _UNBUILT),
-        ("sampling.", spec.sampling, _UNBUILT_SAMPLING),
-        ("output.", spec.output, _UNBUILT_OUTPUT),
-    ):
+    for prefix, message, neutral in (("", spec, _UNBUILT), ("output.", spec.output, _UNBUILT_OUTPUT)):
         for field, value in message.ListFields():
             if field.name in neutral and value != neutral[field.name]:
                 raise NotBuilt(prefix + field.name)

@@ -26,6 +26,8 @@ log = logging.getLogger(__name__)
 LINK_GRACE_S = 0.2
 # A job that left the queue and was not bound in this time is dispatched again.
 CLAIM_GRACE_S = 1.0
+# So long a worker's key must have been away: two beats.
+MISSING_S = 1.0
 WATCH_S = 0.25
 RETRY_S = 0.2
 
@@ -36,6 +38,10 @@ class Dispatcher:
     def __init__(self, queue_of: Callable[[str], JobQueue]) -> None:
         self._queue_of = queue_of
         self._tracks: dict[str, Track] = {}
+        # Tenant and request id of each.
+        self._requests: set[tuple[str, str]] = set()
+        # Since when an incarnation that has jobs of ours has not been among the living.
+        self._missing: dict[str, float] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         # The live link of each incarnation.
         self._links: dict[str, Link] = {}
@@ -51,8 +57,10 @@ class Dispatcher:
 
         Raises AlreadyExists, Exhausted or Unavailable.
         """
-        if job.job_id in self._tracks:
+        request = (job.tenant, job.request_id)
+        if request in self._requests:
             raise AlreadyExists(f"request_id {job.request_id} is running", reason="REQUEST_ID_RUNNING")
+        self._requests.add(request)
         track = self._tracks[job.job_id] = Track(job)
         try:
             try:
@@ -64,19 +72,19 @@ class Dispatcher:
                 raise Unavailable("the queue does not answer", reason="QUEUE_DOWN") from error
             yield track
         finally:
+            self._requests.discard(request)
             del self._tracks[job.job_id]
             self._spawn(self._release(track))
 
     async def _release(self, track: Track) -> None:
         job, link = track.job, track.link
-        if link is not None and not track.finished_by_worker:
-            link.cancel(job.job_id, job.attempt)
-        await self._finish(job, link.incarnation if link else "")
-
-    async def _finish(self, job: Job, incarnation: str) -> None:
+        if link is not None:
+            if not track.finished_by_worker:
+                link.cancel(job.job_id, job.attempt)
+            return
         try:
-            await self._queue_of(job.model).finish(job.job_id, job.attempt, incarnation)
-        except REDIS_DOWN:
+            await self._queue_of(job.model).finish(job.job_id, job.attempt)
+        except REDIS_DOWN:  # a worker that claims it is told to stop it
             log.warning("job %s: the queue did not answer its end", job.job_id)
 
     # What the relay tells
@@ -109,9 +117,14 @@ class Dispatcher:
         self._go_on({link.incarnation})
 
     def living(self, incarnations: AbstractSet[str]) -> None:
-        """Who lives, by their keys in Redis: the second sign of a death, for workers whose link stays open."""
+        """Who lives, by their keys in Redis: the second sign of a death, for workers whose link stays open.
+
+        One look is none: a Redis that has just lost its data knows nobody until the next beats.
+        """
+        now = time.monotonic()
         bound = {track.link.incarnation for track in self._tracks.values() if track.link is not None}
-        self._go_on(bound - incarnations)
+        self._missing = {missing: self._missing.get(missing, now) for missing in bound - incarnations}
+        self._go_on({missing for missing, since in self._missing.items() if now - since >= MISSING_S})
 
     def _go_on(self, lost: AbstractSet[str]) -> None:
         tracks = self._bound_to(lost)
@@ -142,24 +155,23 @@ class Dispatcher:
         track = self._claimed(link, frame.job_id, frame.attempt)
         if track is None:
             return
-        if frame.returned:
-            self._redispatch(track)
-        elif frame.failure is not None:
-            track.fail(frame.failure)
-            link.ack(frame.job_id, frame.attempt)
-        elif frame.choice >= len(track.choices):
+        if frame.choice >= len(track.choices):
             log.warning("worker %s: job %s has no choice %d", link.worker_id, frame.job_id, frame.choice)
         elif not track.accept(frame):
             emitted = track.choices[frame.choice].emitted
             link.rewind(frame.job_id, frame.attempt, frame.choice, len(emitted))
+        elif frame.returned:
+            link.ack(frame.job_id, frame.attempt)
+            self._redispatch(track)
+        elif frame.failure is not None:
+            track.fail(frame.failure)
+            link.ack(frame.job_id, frame.attempt)
         elif track.finished_by_worker:
             link.ack(frame.job_id, frame.attempt)
 
     # Recovery
 
     def _redispatch(self, track: Track) -> None:
-        if track.link is not None:
-            self._spawn(self._finish(track.job, track.link.incarnation))
         track.next_attempt()
         if not track.dispatching:
             track.dispatching = True
@@ -167,15 +179,18 @@ class Dispatcher:
 
     async def _enqueue_again(self, track: Track) -> None:
         job_id, enqueued = track.job.job_id, 0
-        while self._tracks.get(job_id) is track and enqueued < track.job.attempt:
-            job = track.job
-            try:
-                await self._queue_of(job.model).enqueue(job)
-                enqueued = job.attempt
-            except (*REDIS_DOWN, QueueFullError) as error:
-                log.warning("job %s attempt %d waits for the queue: %s", job_id, job.attempt, error)
-                await asyncio.sleep(RETRY_S)
-        track.dispatching = False
+        try:
+            while self._tracks.get(job_id) is track and enqueued < track.job.attempt:
+                job = track.job
+                try:
+                    await self._queue_of(job.model).enqueue(job)
+                    enqueued = job.attempt
+                except (*REDIS_DOWN, QueueFullError) as error:
+                    log.warning("job %s attempt %d waits for the queue: %s", job_id, job.attempt, error)
+                    await asyncio.sleep(RETRY_S)
+        finally:
+            track.dispatching = False
+            track.missing_since = None
         if self._tracks.get(job_id) is not track:  # it ended meanwhile
             await self._release(track)
 

@@ -51,7 +51,7 @@ class Generation:
             raise Mismatch(
                 resolved.ref.revision, f"made for another base model than {model.manifest.name}", reason="WRONG_BASE"
             )
-        ranks = [state.max_rank for state in self._models.workers(model.manifest.name)]
+        ranks = [state.max_rank for state in self._models.serving(model.manifest.name)]
         if ranks and resolved.ref.rank > max(ranks):
             raise Mismatch(
                 resolved.ref.revision,
@@ -65,7 +65,7 @@ class Generation:
     ) -> Job:
         manifest = model.manifest
         prompt_ids = await encode_prompt(model.text, request.prompt, request.prompt_field)
-        workers = self._models.workers(manifest.name)
+        workers = self._models.serving(manifest.name)
         if not workers:
             raise Unavailable(f"no worker serves {manifest.name} now", reason="NO_WORKER")
         # What is longer than every worker's KV cache would wait for ever.
@@ -77,8 +77,8 @@ class Generation:
         _check_ids("sampling.logit_bias", tuple(i for i, _ in request.sampling.logit_bias), manifest.vocab_size)
         request_id = request.request_id or secrets.token_hex(8)
         return Job(
-            # Scoped by tenant: two tenants may choose the same request id.
-            job_id=f"{request.tenant}/{request_id}",
+            # New with every admission: what is still on its way for an older call of that id must not meet this one.
+            job_id=f"{request.tenant}/{request_id}/{secrets.token_hex(6)}",
             request_id=request_id,
             tenant=request.tenant,
             model=manifest.name,

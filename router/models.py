@@ -43,6 +43,8 @@ class Models:
         self._cell = cell
         self._waiting_limit = waiting_limit
         self._served: dict[str, ServedModel] = {}
+        # Digests of models whose files are of no use.
+        self._refused: set[str] = set()
         self._workers: dict[str, list[WorkerState]] = {}
         # After an outage of Redis nobody lapses until a full TTL has passed.
         self._no_lapse_before = 0.0
@@ -73,6 +75,11 @@ class Models:
         """The model's live workers, at most WATCH_S stale."""
         return self._workers.get(name, [])
 
+    def serving(self, name: str) -> list[WorkerState]:
+        """Those of them that take new work, of the model that is registered now."""
+        digest = self._served[name].manifest.digest
+        return [s for s in self.workers(name) if s.phase is WorkerPhase.SERVING and s.base_digest == digest]
+
     async def living(self, model: ServedModel) -> list[WorkerState]:
         """The model's live workers now. Raises Unavailable."""
         try:
@@ -84,12 +91,9 @@ class Models:
         """What is missing before work can be served; empty: nothing."""
         if not self._served:
             return "a base model to be registered (loraplex models push)"
-        if not any(self._serving(name) for name in self._served):
+        if not any(self.serving(name) for name in self._served):
             return "a worker that serves " + " or ".join(sorted(self._served))
         return ""
-
-    def _serving(self, name: str) -> bool:
-        return any(state.phase is WorkerPhase.SERVING for state in self.workers(name))
 
     async def follow_workers(self, dispatcher: Dispatcher) -> None:
         """One look at who lives; the dispatcher is told."""
@@ -110,7 +114,7 @@ class Models:
             try:
                 for name, digest in (await self._store.models()).items():
                     known = self._served.get(name)
-                    if known is None or known.manifest.digest != digest:
+                    if digest not in self._refused and (known is None or known.manifest.digest != digest):
                         await self._serve(name)
             except CallError as error:
                 self._say(error.message)
@@ -120,8 +124,9 @@ class Models:
         manifest = await self._store.manifest(name)
         try:
             text = await asyncio.to_thread(text_of, manifest.architecture, manifest.vocab_size, manifest.files)
-        except ValueError as error:
-            self._say(f"base model {name} can't be served: {error}")
+        except Exception as error:  # its files are a stranger's: whatever is wrong with them, the others go on
+            log.warning("base model %s can't be served: %s: %s", name, type(error).__name__, error)
+            self._refused.add(manifest.digest)
             return
         keys = Keys(name, self._cell)
         queue = JobQueue(self._redis, keys, waiting_limit=self._waiting_limit)

@@ -52,6 +52,8 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         model = self._models.get(request.model)
         if request.token_ids and max(request.token_ids) >= model.manifest.vocab_size:
             raise InvalidField("token_ids", f"an id is beyond the vocabulary of {model.manifest.vocab_size}")
+        if len(request.token_ids) > model.manifest.context_length:
+            raise InvalidField("token_ids", f"more than the context of {model.manifest.context_length}")
         skip = not request.HasField("skip_special_tokens") or request.skip_special_tokens
         return pb.DetokenizeResponse(text=model.text.decode(request.token_ids, skip_special_tokens=skip))
 

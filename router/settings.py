@@ -33,6 +33,11 @@ class Settings:
                 f"--host {self.host}: clients beyond this machine could name any tenant; "
                 "listen on 127.0.0.1, or accept that with --insecure-tenants"
             )
+        if not self.relay_advertise and self.relay_host in {"0.0.0.0", "::", "[::]"}:
+            raise ValueError(
+                f"--relay-host {self.relay_host}: no address that workers could call back; "
+                "say with --relay-advertise under which host name they reach this router"
+            )
 
 
 def is_loopback(host: str) -> bool:

@@ -1,6 +1,6 @@
 """Text to ids and back, for each base model: its own tokenizer, bytes for the hash model, or none at all.
 
-A long text is tokenized in a thread (the library releases the GIL), so that nobody's tokens wait for it.
+A long text is tokenized in a thread, so that nobody's tokens wait for it.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from rpc.errors import InvalidField
 THREAD_CHARACTERS = 2_000
 # Ids of the prompt that the answer's first characters may depend on.
 CONTEXT_IDS = 32
+# What the beginning of a character that is cut in the middle decodes to.
+_CUT = "\N{REPLACEMENT CHARACTER}"
 
 
 class TextStream(Protocol):
@@ -87,7 +89,9 @@ class TokenizerText:
 
     def encode(self, text: str, *, special_tokens: bool) -> list[int]:
         """See Text."""
-        return list(self._tokenizer.encode(text, add_special_tokens=special_tokens).ids)
+        # The batch call is the one that releases the interpreter's lock; offsets are of no use here.
+        (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=special_tokens)
+        return list(encoding.ids)
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         """See Text."""
@@ -107,6 +111,8 @@ class TokenizerText:
 class _TokenizerStream:
     def __init__(self, tokenizer: Tokenizer, context: list[int], skip_special_tokens: bool) -> None:
         self._tokenizer = tokenizer
+        if tokenizer.decode(context, skip_special_tokens=skip_special_tokens).endswith(_CUT):
+            context = []  # the stream would hold it back, and then show it with the answer
         self._context = context
         self._skip = skip_special_tokens
         self._stream = DecodeStream(ids=context, skip_special_tokens=skip_special_tokens)

@@ -39,6 +39,7 @@ log = logging.getLogger(__name__)
 
 DOMAIN = "loraplex"
 DETAILS_KEY = "grpc-status-details-bin"
+_TEXT_CHARACTERS = 500
 
 CODES: dict[type[CallError], grpc.StatusCode] = {
     InvalidField: grpc.StatusCode.INVALID_ARGUMENT,
@@ -57,8 +58,9 @@ CODES: dict[type[CallError], grpc.StatusCode] = {
 
 
 def to_status(error: CallError) -> tuple[grpc.StatusCode, Status]:
-    """The code and the rich status of an error."""
+    """The code and the rich status of an error; what a caller sent may be in its message, so that is cut."""
     code = CODES[type(error)]
+    error.message = _short(error.message)
     status = Status(code=code.value[0], message=error.message)
     for detail in (details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN), *_details(error)):
         packed = AnyMessage()
@@ -73,6 +75,7 @@ def _details(error: CallError) -> list[Message]:
             violation = details_pb2.BadRequest.FieldViolation(field=field, description=error.message)
             return [details_pb2.BadRequest(field_violations=[violation])]
         case NotFound(kind=kind, name=name) | DataLoss(kind=kind, name=name):
+            name = _short(name)
             return [details_pb2.ResourceInfo(resource_type=kind, resource_name=name, description=error.message)]
         case Mismatch(subject=subject):
             failure = details_pb2.PreconditionFailure.Violation(
@@ -85,6 +88,11 @@ def _details(error: CallError) -> list[Message]:
         case Unavailable(retry_after_s=after):
             return [_retry(after)]
     return []
+
+
+def _short(text: str) -> str:
+    """Trailers have a limit; a status that breaks it would reach its caller as another one."""
+    return text if len(text) <= _TEXT_CHARACTERS else text[: _TEXT_CHARACTERS - 1] + "…"
 
 
 def _retry(after_s: float) -> details_pb2.RetryInfo:

@@ -14,6 +14,8 @@ from redis.asyncio import Redis
 from broker.connection import connect
 from deploy.local import valkey
 
+pytest_plugins = ["tests.tiny_models"]
+
 
 @pytest.fixture(scope="session")
 def valkey_url() -> Iterator[str]:

@@ -8,8 +8,10 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
+import secrets
 import shutil
 import tempfile
+import time
 from pathlib import Path
 
 import grpc
@@ -27,6 +29,7 @@ log = logging.getLogger(__name__)
 TENANT_KEY = "x-loraplex-tenant"
 # A whole download; the chunks of a store that trickles must not hold a job for ever.
 FETCH_S = 60.0
+PARTIAL = "partial-"
 
 _FAILURES = {
     grpc.StatusCode.NOT_FOUND: ("NOT_FOUND", "ADAPTER_GONE"),
@@ -49,6 +52,9 @@ class AdapterFetcher:
         self._temporary = None if cache_dir else tempfile.TemporaryDirectory(prefix="loraplex-adapters-")
         self._directory = Path(self._temporary.name if self._temporary else cache_dir)
         self._directory.mkdir(parents=True, exist_ok=True)
+        for partial in self._directory.glob(f"{PARTIAL}*"):
+            if time.time() - partial.stat().st_mtime > 2 * FETCH_S:  # of a worker that was killed
+                shutil.rmtree(partial, ignore_errors=True)
         self._channel = grpc.aio.insecure_channel(store_address, options=CHANNEL_OPTIONS)
         self.store = adapters_pb2_grpc.AdapterServiceStub(self._channel)
         self._flights: dict[str, asyncio.Task[Path]] = {}
@@ -56,30 +62,32 @@ class AdapterFetcher:
     async def fetch(self, ref: AdapterRef, tenant: str) -> Path:
         """The directory of a verified revision. Raises FetchFailedError."""
         target = self._directory / ref.digest.replace(":", "-")
-        if target.is_dir():
+        if _is_whole(target):
             return target
-        flight = self._flights.get(ref.digest)
+        # By its name, not its digest alone: who may read it is decided by the name.
+        flight = self._flights.get(ref.revision)
         if flight is None:
-            flight = self._flights[ref.digest] = asyncio.create_task(self._download(ref, tenant, target))
-            flight.add_done_callback(lambda done: self._landed(ref.digest, done))
+            flight = self._flights[ref.revision] = asyncio.create_task(self._download(ref, tenant, target))
+            flight.add_done_callback(lambda done: self._landed(ref.revision, done))
         # Several jobs share the flight; one that is cancelled must not end it for the others.
         return await asyncio.shield(flight)
 
-    def _landed(self, digest: str, flight: asyncio.Task[Path]) -> None:
-        del self._flights[digest]
+    def _landed(self, revision: str, flight: asyncio.Task[Path]) -> None:
+        del self._flights[revision]
         if not flight.cancelled() and (error := flight.exception()):
-            log.warning("adapter %s: %s", digest, error)
+            log.warning("%s: %s", revision, error)
 
     async def _download(self, ref: AdapterRef, tenant: str, target: Path) -> Path:
-        partial = Path(await asyncio.to_thread(tempfile.mkdtemp, prefix="partial-", dir=self._directory))
+        partial = self._directory / f"{PARTIAL}{secrets.token_hex(8)}"
         try:
+            await asyncio.to_thread(partial.mkdir)
             await self._receive(ref, tenant, partial)
             digest = await asyncio.to_thread(_digest_of, partial)
             if digest != ref.digest:
                 raise FetchFailedError(
                     Failure("DATA_LOSS", "DATA_LOSS", f"the store's bytes of {ref.revision} are not its digest")
                 )
-            await asyncio.to_thread(partial.rename, target)
+            await asyncio.to_thread(_move, partial, target)
         except grpc.aio.AioRpcError as error:
             code, reason = _FAILURES.get(error.code(), ("UNAVAILABLE", "STORE_DOWN"))
             message = ref.revision if code == "NOT_FOUND" else f"{ref.revision}: {error.details()}"
@@ -107,6 +115,20 @@ class AdapterFetcher:
         await self._channel.close()
         if self._temporary is not None:
             self._temporary.cleanup()
+
+
+def _is_whole(directory: Path) -> bool:
+    return all((directory / name).is_file() for name in (CONFIG_FILE, WEIGHTS_FILE))
+
+
+def _move(partial: Path, target: Path) -> None:
+    if target.is_dir() and not _is_whole(target):  # somebody tidied up
+        shutil.rmtree(target)
+    try:
+        partial.rename(target)
+    except OSError:
+        if not _is_whole(target):  # else another flight of the same bytes was faster
+            raise
 
 
 def _digest_of(directory: Path) -> str:

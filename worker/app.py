@@ -102,7 +102,7 @@ class Incarnation:
                 task.cancel()
 
     async def _serve(self, engine: EngineProcess, ready: Ready, stop: asyncio.Event) -> None:
-        intake = Intake(self._id, self._base.digest, engine, self._queue, self._fetcher)
+        intake = Intake(self._base.digest, engine, self._queue, self._fetcher)
         relay = RelayClients(self._worker_id, self._id, intake.held, intake)
         intake.use(relay, ready)
         listening = asyncio.create_task(self._listen(engine, intake))
@@ -131,7 +131,7 @@ class Incarnation:
             await intake.close()
             await relay.close(flush_s)
             try:
-                await self._liveness.remove(self._worker_id, self._id)
+                await self._liveness.remove(self._id)
             except REDIS_DOWN:  # its key dies by itself
                 log.warning("Redis did not answer the end of this incarnation")
 

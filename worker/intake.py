@@ -6,6 +6,7 @@ A job waits for its adapter outside the engine, so that a slow store costs nobod
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Coroutine, Sequence
@@ -25,17 +26,14 @@ log = logging.getLogger(__name__)
 
 # An idle worker looks at the queue this often even when nobody wakes it.
 IDLE_S = 1.0
-# A worker that found nothing that suits it among waiting jobs, or no Redis, lets this much time pass.
+# After no answer from Redis.
 PAUSE_S = 0.1
 
 
 class Intake:
     """One incarnation's jobs, from claim to the router's ack."""
 
-    def __init__(
-        self, incarnation: str, base_digest: str, engine: EngineProcess, queue: JobQueue, fetcher: AdapterFetcher
-    ) -> None:
-        self._incarnation = incarnation
+    def __init__(self, base_digest: str, engine: EngineProcess, queue: JobQueue, fetcher: AdapterFetcher) -> None:
         self._base_digest = base_digest
         self._engine = engine
         self._queue = queue
@@ -68,22 +66,18 @@ class Intake:
                 await self._room()
                 continue
             try:
-                jobs = await self._queue.claim(self._incarnation, capacity)
-                if not jobs:
-                    woken = await self._queue.wait_for_work(IDLE_S)
-                    if woken and not await self._claim_once():
-                        await asyncio.sleep(PAUSE_S)
-                    continue
+                claimed = await self._queue.claim(self._base_digest, capacity)
+                if not claimed.jobs and not claimed.waiting:
+                    await self._queue.wait_for_work(IDLE_S)
             except REDIS_DOWN as error:
                 log.warning("the queue does not answer: %s", error)
                 await asyncio.sleep(PAUSE_S)
                 continue
-            self._accept(jobs)
-
-    async def _claim_once(self) -> bool:
-        jobs = await self._queue.claim(self._incarnation, self._capacity())
-        self._accept(jobs)
-        return bool(jobs)
+            self._accept(claimed.jobs)
+            if not claimed.jobs and claimed.waiting:
+                # What waits does not fit now: it will when something here has ended, or somebody else takes it.
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._room(), IDLE_S)
 
     def _capacity(self) -> Capacity:
         running = self.held.running
@@ -106,6 +100,8 @@ class Intake:
     def _accept(self, jobs: Sequence[Job]) -> None:
         """Hold claimed jobs: their routers are told before anything else happens."""
         for job in jobs:
+            if self.held.get(job.job_id, job.attempt) is not None:  # an enqueue that was retried
+                continue
             held = self.held.add(job)
             self.relay.claimed(held)
             held.entering = self._spawn(self._enter(held))
@@ -121,6 +117,11 @@ class Intake:
                 held.source = AdapterSource(job.adapter.digest, str(await self._fetcher.fetch(job.adapter, job.tenant)))
             except FetchFailedError as error:
                 self._end(held.running[0], Ending(failure=error.failure))
+                return
+            except Exception:
+                log.exception("job %s: its adapter could not be fetched", job.job_id)
+                failure = Failure("INTERNAL", "FETCH_FAILED", f"{job.adapter.revision} could not be fetched", "adapter")
+                self._end(held.running[0], Ending(failure=failure))
                 return
             for choice in held.running:
                 choice.adapter_ms = (time.monotonic() - began) * 1e3
@@ -147,7 +148,9 @@ class Intake:
                 self.relay.progressed(choice)
                 if choice.job.n > 1:
                     self._add_siblings(choice.job)
-        self._changed.set()
+        # A step in which nothing ended has made no room.
+        if not message.outputs or any(output.finish for output in message.outputs):
+            self._changed.set()
 
     def _add_siblings(self, job: Job) -> None:
         held = self.held.get(job.job_id, job.attempt)
@@ -169,19 +172,18 @@ class Intake:
     # What the routers say (see worker.relay_client.Orders)
 
     def acked(self, job_id: str, attempt: int) -> None:
-        """The router has all of it, and finishes it in the queue."""
+        """The router has all of it."""
         held = self.held.pop(job_id, attempt)
         if held is not None:
             self._stop(held)  # one choice that failed ends its siblings
         self._changed.set()
 
     def cancel(self, job_id: str, attempt: int) -> None:
-        """Stop it wherever it is, and forget it in the queue too: its router may be gone."""
+        """Stop it wherever it is, and forget it."""
         held = self.held.pop(job_id, attempt)
         if held is None:
             return
         self._stop(held)
-        self._spawn(self._finish(held.job))
         self._changed.set()
 
     def cancel_choice(self, job_id: str, attempt: int, choice: int) -> None:
@@ -207,12 +209,6 @@ class Intake:
         """Drop its jobs."""
         for held in self.held.of_router(address):
             self.cancel(held.job.job_id, held.job.attempt)
-
-    async def _finish(self, job: Job) -> None:
-        try:
-            await self._queue.finish(job.job_id, job.attempt, self._incarnation)
-        except REDIS_DOWN:  # the entry goes with the incarnation
-            log.warning("the queue did not answer the end of %s", job.job_id)
 
     # The end
 

@@ -100,6 +100,7 @@ class _Link:
         self._progress: dict[str, HeldChoice] = {}
         self._changed = asyncio.Event()
         self._closing = False
+        self._stream = object()
         self._task = asyncio.create_task(self._run())
 
     def claimed(self, held: HeldJob) -> None:
@@ -144,6 +145,8 @@ class _Link:
         return reached
 
     async def _requests(self) -> AsyncIterator[pb.ConnectRequest]:
+        # A broken call goes on asking its requests for a while: what it took would be lost.
+        mine = self._stream = object()
         # The hello tells all that came before it.
         self._claims.clear()
         self._progress.clear()
@@ -151,7 +154,7 @@ class _Link:
         hello.CopyFrom(self._hello)
         hello.holds.extend(_attempt(held) for held in self._held.of_router(self._address))
         yield pb.ConnectRequest(hello=hello)
-        while True:
+        while self._stream is mine:
             if self._claims:
                 claims, self._claims = self._claims, []
                 yield pb.ConnectRequest(claims=pb.Claims(jobs=[_attempt(held) for held in claims]))
@@ -165,6 +168,7 @@ class _Link:
             else:
                 self._changed.clear()
                 await self._changed.wait()
+        self._changed.set()  # it may have been meant for the stream that took over
 
     def _obey(self, response: pb.ConnectResponse) -> None:
         match response.WhichOneof("message"):

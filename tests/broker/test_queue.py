@@ -39,7 +39,7 @@ def queue(redis: Redis) -> JobQueue:
 
 async def claim(queue: JobQueue, **changes: object) -> list[str]:
     capacity = replace(ROOMY, **changes)  # type: ignore[arg-type]  # as above
-    return [claimed.job_id for claimed in await queue.claim("inc", capacity)]
+    return [claimed.job_id for claimed in (await queue.claim("sha256:0", capacity)).jobs]
 
 
 async def left_behind(redis: Redis) -> set[str]:
@@ -89,24 +89,50 @@ async def test_a_redispatched_job_goes_first_and_replaces_its_older_attempt(queu
     for name in ("a", "b"):
         await queue.enqueue(job(name))
     await queue.enqueue(job("b", attempt=2, emitted={0: (9,)}))
-    claimed = await queue.claim("inc", ROOMY)
+    claimed = (await queue.claim("sha256:0", ROOMY)).jobs
     assert [(c.job_id, c.attempt, c.emitted) for c in claimed] == [("b", 2, {0: (9,)}), ("a", 1, {})]
 
 
 async def test_an_older_attempt_never_replaces_a_newer_one(queue: JobQueue) -> None:
     await queue.enqueue(job("a", attempt=2))
     await queue.enqueue(job("a", attempt=1))
-    assert [c.attempt for c in await queue.claim("inc", ROOMY)] == [2]
+    assert [c.attempt for c in (await queue.claim("sha256:0", ROOMY)).jobs] == [2]
 
 
 async def test_what_does_not_fit_is_passed_over_and_stays(queue: JobQueue) -> None:
     wide = AdapterRef("r", "sha256:1", 128, 1)
     await queue.enqueue(job("long", stopping=StoppingParams(max_tokens=100)))
     await queue.enqueue(job("wide", adapter=wide))
-    await queue.enqueue(job("crowded", prompt_ids=tuple(range(50))))
+    await queue.enqueue(job("other", base_digest="sha256:1"))
     await queue.enqueue(job("small"))
-    assert await claim(queue, max_tokens=60, tokens=20) == ["small"]
+    await queue.enqueue(job("crowded", prompt_ids=tuple(range(50))))
+    await queue.enqueue(job("smaller", prompt_ids=(1,)))
+    assert await claim(queue, max_tokens=60, tokens=20) == ["small", "smaller"]
     assert await claim(queue, max_rank=128) == ["long", "wide", "crowded"]
+
+
+async def test_nobody_passes_the_first_in_line_for_ever(queue: JobQueue) -> None:
+    await queue.enqueue(job("big", prompt_ids=tuple(range(50))))
+    await queue.enqueue(job("small"))
+    assert await claim(queue, tokens=20) == ["big"]
+
+
+async def test_a_body_that_can_not_be_read_costs_nobody_else(redis: Redis, queue: JobQueue) -> None:
+    for name in ("a", "broken", "c"):
+        await queue.enqueue(job(name))
+    await redis.hset(KEYS.job("broken"), "body", b"\xff")
+    assert await claim(queue) == ["a", "c"]
+
+
+async def test_a_claim_that_empties_the_queue_leaves_no_stale_wake_up(redis: Redis, queue: JobQueue) -> None:
+    for name in ("a", "b"):
+        await queue.enqueue(job(name))
+    claimed = await queue.claim("sha256:0", replace(ROOMY, rows=1))
+    assert (len(claimed.jobs), claimed.waiting) == (1, 1)
+    assert await redis.llen(KEYS.wake) > 0
+    claimed = await queue.claim("sha256:0", ROOMY)
+    assert (len(claimed.jobs), claimed.waiting) == (1, 0)
+    assert await redis.llen(KEYS.wake) == 0
 
 
 async def test_a_job_takes_a_row_for_each_choice(queue: JobQueue) -> None:
@@ -125,7 +151,7 @@ async def test_finish_is_idempotent_and_leaves_nothing(redis: Redis, queue: JobQ
     await queue.finish("waits", 1)
     await queue.enqueue(job("runs"))
     assert await claim(queue) == ["runs"]
-    await queue.finish("runs", 1, "inc")
+    await queue.finish("runs", 1)
     assert await left_behind(redis) == set()
 
 
@@ -158,7 +184,7 @@ async def test_out_of_memory_refuses_new_jobs_but_not_claims(redis: Redis, queue
         with pytest.raises(QueueFullError, match="out of memory"):
             await queue.enqueue(job("b"))
         assert await claim(queue) == ["a"]
-        await queue.finish("a", 1, "inc")
+        await queue.finish("a", 1)
     finally:
         await redis.config_set("maxmemory", "0")
 
@@ -195,7 +221,7 @@ def worker(worker_id: str) -> WorkerState:
     numbers = dict.fromkeys((name for name, kind in WorkerState.__annotations__.items() if kind == "int"), 3)
     return WorkerState(
         worker_id=worker_id,
-        incarnation="inc",
+        incarnation=f"{worker_id}-inc",
         phase=WorkerPhase.SERVING,
         model="tiny",
         base_digest="sha256:0",
@@ -210,10 +236,10 @@ async def test_workers_live_as_long_as_they_beat(redis: Redis) -> None:
     for name in ("w2", "w1"):
         await liveness.beat(worker(name))
     assert await liveness.living() == [worker("w1"), worker("w2")]
-    assert 0 < await redis.pttl(KEYS.worker("w1")) <= TTL_MS
-    await liveness.remove("w1", "inc")
+    assert 0 < await redis.pttl(KEYS.worker("w1-inc")) <= TTL_MS
+    await liveness.remove("w1-inc")
     assert [state.worker_id for state in await liveness.living()] == ["w2"]
-    await redis.delete(KEYS.worker("w2"))  # as its time to live would
+    await redis.delete(KEYS.worker("w2-inc"))  # as its time to live would
     assert await liveness.living() == []
     assert await redis.scard(KEYS.workers) == 0
 

@@ -42,9 +42,7 @@ class Cluster:
         """Whether nothing is referenced, pinned, queued or running anywhere."""
         workers = await self.workers()
         held = [w.blocks.referenced + w.adapter_slots.pinned + w.rows_running + w.rows_waiting for w in workers]
-        keys = [
-            key for pattern in ("*:job:*", "*:waiting", "*:running:*") async for key in self.redis.scan_iter(pattern)
-        ]
+        keys = [key for pattern in ("*:job:*", "*:waiting") async for key in self.redis.scan_iter(pattern)]
         return bool(workers) and not any(held) and not keys
 
 

@@ -181,7 +181,18 @@ async def test_bad_requests_get_the_status_of_the_table(
             ({"max_new_tokens": 10**6}, InvalidRequestError, "context"),
             ({"stop": [""]}, InvalidRequestError, "stopping.stop"),
             ({"stop_token_ids": [40_000]}, InvalidRequestError, "stopping.stop_token_ids"),
-            ({"repetition_penalty": 1.1}, NotImplementedByServerError, "sampling.repetition_penalty"),
+            ({"repetition_penalty": 0.0}, InvalidRequestError, "sampling.repetition_penalty"),
+            ({"frequency_penalty": 3.0}, InvalidRequestError, "sampling.frequency_penalty"),
+            ({"presence_penalty": -2.5}, InvalidRequestError, "sampling.presence_penalty"),
+            ({"min_p": 2.0}, InvalidRequestError, "sampling.min_p"),
+            ({"typical_p": 0.0}, InvalidRequestError, "sampling.typical_p"),
+            ({"logit_bias": {40_000: 1.0}}, InvalidRequestError, "sampling.logit_bias"),
+            ({"logit_bias": {1: 101.0}}, InvalidRequestError, "sampling.logit_bias"),
+            ({"logit_bias": dict.fromkeys(range(301), 1.0)}, InvalidRequestError, "sampling.logit_bias"),
+            ({"n": 17}, InvalidRequestError, "output.n"),
+            ({"n": 3, "best_of": 2}, InvalidRequestError, "output.best_of"),
+            ({"logprobs": 21}, InvalidRequestError, "output.logprobs"),
+            ({"echo": True}, NotImplementedByServerError, "output.echo"),
         ]
         for options, error, names in cases:
             with pytest.raises(error, match=names):
