@@ -47,7 +47,7 @@ class EngineProcess:
         # -P: a folder named worker where the user stands must not take our worker's place.
         command = (sys.executable, "-P", "-m", "worker.engine_process", "--fd", str(theirs.fileno()))
         # Threads of a matrix product that spin while they wait take the cores from everything else on the machine.
-        environ = {"OMP_WAIT_POLICY": "PASSIVE"} | os.environ
+        environ = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0"} | os.environ
         try:
             process = await asyncio.create_subprocess_exec(
                 *command, stdin=asyncio.subprocess.DEVNULL, pass_fds=(theirs.fileno(),), env=environ

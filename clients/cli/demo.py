@@ -18,7 +18,7 @@ from clients.cli.terminal import CommandError, out, print_rows, printable
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-DEMO_PROMPT = "The for statement is used to"
+DEMO_PROMPT = "Return a list of"
 DEMO_TOKENS = 48
 DEMO_ADAPTERS = 3
 _COLOURS = ("cyan", "magenta", "yellow", "green")

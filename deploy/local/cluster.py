@@ -180,8 +180,7 @@ class LocalCluster:
         """Run one of the project's own processes."""
         room = name.partition("-")[0]
         # Safe path: a folder named router where the user stands must not take our router's place.
-        # Passive: an engine's idle threads must not spin on cores that all of the cluster shares.
-        environ = {"OMP_WAIT_POLICY": "PASSIVE", **os.environ, "PYTHONSAFEPATH": "1"}
+        environ = {**os.environ, "PYTHONSAFEPATH": "1"}
         # A URL may hold a password, and every user of the machine can read command lines.
         if room != "store":
             environ[f"LORAPLEX_{room.upper()}_REDIS_URL"] = self.redis_url

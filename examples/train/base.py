@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 import random
 import shutil
 import time
@@ -28,10 +27,11 @@ CONTEXT = 1024
 SHORT_WINDOW = 192
 TOKENS_PER_STEP = 16 * SHORT_WINDOW
 LONG_EVERY = 6  # one step in so many uses windows of the whole context, so that far positions are trained too
+# The newline is an expression, because renderers that trim blocks drop a plain one after a tag.
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
     "{{ message['role'] | capitalize }}: {{ message['content'] }}"
-    "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}\n"
+    "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{{ '\\n' }}"
     "{% endfor %}"
     "{% if add_generation_prompt %}Assistant:{% endif %}"
 )
@@ -153,7 +153,7 @@ def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Pa
     folder.mkdir(parents=True, exist_ok=True)
     for file in staging.iterdir():
         file.chmod(0o644)
-        os.replace(file, folder / file.name)
+        file.replace(folder / file.name)
     staging.rmdir()
 
 
@@ -203,7 +203,7 @@ def main() -> None:
     """Read the flags and train."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path(__file__).parents[1] / "model", help="directory to write")
-    parser.add_argument("--steps", type=int, default=4000, help=f"optimizer steps of {TOKENS_PER_STEP} tokens")
+    parser.add_argument("--steps", type=int, default=3200, help=f"optimizer steps of {TOKENS_PER_STEP} tokens")
     parser.add_argument("--save-every", type=int, default=500, help="steps between checkpoints")
     parser.add_argument("--learning-rate", type=float, default=2e-3, help="peak of the cosine schedule")
     parser.add_argument("--seed", type=int, default=1, help="seed of shuffles, weights and batches")

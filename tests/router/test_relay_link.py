@@ -1,0 +1,158 @@
+"""Both ends of the relay, real, with a proxy between them that cuts the link."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import aclosing, asynccontextmanager, suppress
+
+import pytest
+from loraplex.relay.v1 import relay_pb2_grpc
+from redis.asyncio import Redis
+
+from broker.keys import Keys
+from broker.messages import Job, StoppingParams
+from broker.queue import JobQueue
+from router import dispatch
+from router.dispatch import Dispatcher
+from router.relay import RelayService
+from router.track import Arrival, Track
+from rpc.server import Server
+from worker.held import HeldChoice, HeldJobs
+from worker.relay_client import RelayClients
+from worker.scheduling.contract import FinishKind, Output
+
+
+class Proxy:
+    """Passes TCP on to a port; `cut` ends every connection, and new ones are refused until `heal`."""
+
+    def __init__(self, port: int) -> None:
+        self._target = port
+        self._writers: set[asyncio.StreamWriter] = set()
+        self._refuses = False
+
+    async def start(self) -> str:
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        return f"127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+
+    def cut(self) -> None:
+        self._refuses = True
+        for writer in self._writers:
+            writer.transport.abort()
+
+    def heal(self) -> None:
+        self._refuses = False
+
+    async def stop(self) -> None:
+        self.cut()
+        self._server.close()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if self._refuses:
+            writer.transport.abort()
+            return
+        other_reader, other_writer = await asyncio.open_connection("127.0.0.1", self._target)
+        self._writers |= {writer, other_writer}
+        try:
+            await asyncio.gather(_copy(reader, other_writer), _copy(other_reader, writer))
+        except asyncio.CancelledError:  # the test has ended
+            pass
+        finally:
+            for end in (writer, other_writer):
+                end.transport.abort()
+                self._writers.discard(end)
+
+
+async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    with suppress(OSError):
+        while data := await reader.read(1 << 16):
+            writer.write(data)
+            await writer.drain()
+    writer.transport.abort()
+
+
+class Orders:
+    """What the router asked of the worker."""
+
+    def __init__(self, held: HeldJobs) -> None:
+        self._held = held
+        self.freed = asyncio.Event()
+
+    def acked(self, job_id: str, attempt: int) -> None:
+        self._held.pop(job_id, attempt)
+        self.freed.set()
+
+    def cancel(self, job_id: str, attempt: int) -> None:
+        self.acked(job_id, attempt)
+
+    def cancel_choice(self, job_id: str, attempt: int, choice: int) -> None:
+        raise AssertionError("one choice has no siblings")
+
+    def router_gone(self, address: str) -> None:
+        raise AssertionError("the router was back in time")
+
+
+@asynccontextmanager
+async def router_with_proxy(redis: Redis) -> AsyncIterator[tuple[Dispatcher, Proxy, str]]:
+    queue = JobQueue(redis, Keys("tiny", "main"))
+    dispatcher, server = Dispatcher(lambda _: queue), Server()
+    service = RelayService(dispatcher)
+    relay_pb2_grpc.add_RelayServiceServicer_to_server(service, server.grpc)
+    proxy = Proxy(server.bind("127.0.0.1", 0))
+    await server.start()
+    address = await proxy.start()
+    yield dispatcher, proxy, address
+    service.close()
+    await server.stop(1)
+    await proxy.stop()
+    await dispatcher.settle()
+
+
+def make(held: HeldChoice, count: int, relay: RelayClients, *, finish: FinishKind | None = None) -> None:
+    """The engine makes `count` more ids."""
+    at = len(held.ids)
+    held.record(Output(held.sequence_id, at, tuple(range(1000 + at, 1000 + at + count)), finish))
+    relay.progressed(held)
+
+
+async def read(track: Track, arrivals: AsyncIterator[list[Arrival]], count: int) -> None:
+    """Wait until the router has `count` ids."""
+    async with asyncio.timeout(20):
+        while track.emitted_tokens < count:
+            await anext(arrivals)
+
+
+@pytest.mark.parametrize("ends_while_cut", [True, False])
+async def test_a_link_that_breaks_and_comes_back_loses_and_repeats_nothing(
+    redis: Redis, ends_while_cut: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dispatch, "LINK_GRACE_S", 3.0)  # a slow machine must not make it another attempt
+    async with router_with_proxy(redis) as (dispatcher, proxy, address):
+        job = Job("j", "acme", "tiny", "sha256:0", address, (1, 2), StoppingParams(max_tokens=100), seed=1)
+        held_jobs = HeldJobs()
+        orders = Orders(held_jobs)
+        relay = RelayClients("w", "w-1", held_jobs, orders)
+        async with dispatcher.track(job) as track, aclosing(track.arrivals()) as arrivals:
+            held = held_jobs.add(job).choices[0]
+            relay.claimed(held_jobs.all()[0])
+            for _ in range(20):
+                make(held, 1, relay)
+                await asyncio.sleep(0)
+            await read(track, arrivals, 20)
+            for _ in range(3):  # each time what was sent last may be lost with the link
+                make(held, 5, relay)
+                await asyncio.sleep(0)
+                proxy.cut()
+                make(held, 5, relay)
+                proxy.heal()
+                await read(track, arrivals, len(held.ids))
+            if ends_while_cut:
+                proxy.cut()
+            make(held, 50, relay, finish=FinishKind.LENGTH)
+            await asyncio.sleep(0)
+            proxy.heal()
+            async with asyncio.timeout(20):
+                await orders.freed.wait()
+            assert track.choices[0].emitted == list(range(1000, 1100))
+            assert track.job.attempt == 1
+        await relay.close(1)
