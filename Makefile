@@ -1,14 +1,14 @@
 # One gate, the same at home and in CI: `make lint` and `make test`.
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup run test lint format clean
+.PHONY: help setup run test gpu bench lint format clean
 
 BIN := .venv/bin
 STAMP := .venv/.installed
 # What decides what `setup` installs and generates.
 INPUTS := pyproject.toml constraints.txt clients/python/pyproject.toml clients/python/hatch_build.py \
 	$(shell find protos -name '*.proto')
-ROOMS := adapter_store artifacts broker clients deploy examples router rpc telemetry tests worker
+ROOMS := adapter_store artifacts bench broker clients deploy examples router rpc telemetry tests worker
 
 # Of `make run`.
 MODEL ?= examples/model
@@ -40,6 +40,20 @@ run: $(STAMP) ## Start a cluster on this machine and show answers of the model a
 
 test: $(STAMP) ## Run every test
 	$(BIN)/pytest
+
+# With the first Python whose torch finds a device: the machine's own, which may be offline and without the other rooms'
+# needs, so nothing is installed and the conftest of the whole suite is left out.
+gpu: ## Run what needs a CUDA device; without one say so
+	@for python in python3 $(BIN)/python; do \
+		if $$python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null; then \
+			exec $$python -m pytest -q -p no:cacheprovider -o addopts= --import-mode=importlib -p tests.tiny_models \
+				--confcutdir=tests/gpu tests/gpu; \
+		fi; \
+	done; \
+	echo "no CUDA device: torch is missing or finds none, so there is nothing to test"
+
+bench: $(STAMP) ## Run every benchmark and rewrite the tables of docs/benchmarks.md
+	$(BIN)/python -m bench
 
 lint: $(STAMP) ## Check rules, format, types, layers, protos and the compose file
 	$(BIN)/ruff check .

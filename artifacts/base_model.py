@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,15 +11,17 @@ from typing import Any
 from artifacts.checkpoint import Checkpoint, read_checkpoint, read_small_file
 from artifacts.digests import sha256_json
 from artifacts.errors import ArtifactError
+from artifacts.families import FAMILIES, Family
 from artifacts.hash_model import is_hash_spec, parse_hash_model
 from artifacts.json_object import parse_object
+from artifacts.kv_shape import config_count
 from artifacts.names import check_base_name
 
 HASH_ARCHITECTURE = "hash"
-# Checkpoints whose adaptable layers are exactly the two-dimensional `.weight` tensors below model.layers, stored as
-# (out_features, in_features); a test compares them with the real models' linear layers.
-LAYOUTS_READ = frozenset({"llama", "mistral", "qwen2", "qwen3"})
-_LAYERS = "model.layers."
+# Two-dimensional weights that are no linear layers, or the output head, by the last part of their modules' names.
+_EMBEDDINGS_AND_HEADS = frozenset({"embed_tokens", "embed_positions", "embed_in", "wte", "wpe", "lm_head", "embed_out"})
+_ROUTERS = ("gate", "router", "router.layer")
+_LAYER_NUMBER = re.compile(r"\.(?:layers|h)\.(\d+)\.")
 _CONFIG = "config.json"
 _GENERATION = "generation_config.json"
 _SMALL_FILES = (
@@ -81,35 +84,50 @@ def _read_directory(directory: Path, name: str) -> BaseModel:
         raise ArtifactError("model", f"{directory} has no {_CONFIG}, so it is not a transformers model")
     files = {small: read_small_file(directory / small) for small in _SMALL_FILES if (directory / small).is_file()}
     config = parse_object(files[_CONFIG], _CONFIG)
-    architecture = config.get("model_type")
-    if not isinstance(architecture, str) or architecture not in LAYOUTS_READ:
-        raise ArtifactError(
-            _CONFIG, f"model_type {architecture!r} is not supported, only {', '.join(sorted(LAYOUTS_READ))}"
-        )
+    model_type = config.get("model_type")
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
+        raise ArtifactError(_CONFIG, f"model_type {model_type!r} is not supported, only {', '.join(sorted(FAMILIES))}")
     if config.get("quantization_config"):
         raise ArtifactError(_CONFIG, "quantization_config: quantized checkpoints are not supported")
     checkpoint = read_checkpoint(directory)
     return BaseModel(
         name=name,
         digest=sha256_json({"config": config, "tensors": checkpoint.fingerprint()}),
-        architecture=architecture,
-        context_length=_count(config, "max_position_embeddings"),
-        vocab_size=_count(config, "vocab_size"),
+        architecture=model_type,
+        context_length=config_count(config, "max_position_embeddings"),
+        vocab_size=config_count(config, "vocab_size"),
         end_token_ids=_end_token_ids(config, files),
-        modules=_modules(checkpoint),
+        modules=_modules(checkpoint, FAMILIES[model_type], config_count(config, "num_hidden_layers")),
         files=files,
     )
 
 
-def _modules(checkpoint: Checkpoint) -> tuple[ModuleShape, ...]:
-    found = [
-        ModuleShape(name.removesuffix(".weight"), in_features=tensor.shape[1], out_features=tensor.shape[0])
-        for name, (_, tensor) in checkpoint.tensors.items()
-        if name.startswith(_LAYERS) and name.endswith(".weight") and len(tensor.shape) == 2
-    ]
+def _modules(checkpoint: Checkpoint, family: Family, layers: int) -> tuple[ModuleShape, ...]:
+    """The linear layers, named as transformers names them once it has loaded the checkpoint."""
+    found = []
+    has_prefix = any(name.startswith(f"{family.prefix}.") for name in checkpoint.tensors)
+    for tensor_name, (_, tensor) in checkpoint.tensors.items():
+        name = tensor_name.removesuffix(".weight")
+        if name == tensor_name or len(tensor.shape) != 2 or not _is_linear(name, family, layers):
+            continue
+        shape = tensor.shape if family.input_first else tensor.shape[::-1]
+        found.append(ModuleShape(name if has_prefix else f"{family.prefix}.{name}", *shape))
     if not found:
-        raise ArtifactError("model", f"has no linear layers below {_LAYERS[:-1]}")
+        raise ArtifactError("model", "has no linear layers that adapters could change")
     return tuple(sorted(found))
+
+
+def _is_linear(name: str, family: Family, layers: int) -> bool:
+    last = name.rpartition(".")[2]
+    # Norms of queries and keys may have a weight for each head.
+    if last in _EMBEDDINGS_AND_HEADS or last.endswith("norm"):
+        return False
+    # Layers for predicting several tokens at once, which transformers leaves in the file.
+    number = _LAYER_NUMBER.search(f".{name}.")
+    if "mtp" in name or (number and int(number[1]) >= layers):
+        return False
+    # transformers joins the experts of a layer to tensors with three dimensions, and its routers are no linear layers.
+    return not (family.experts and (".experts." in name or name.endswith(tuple(f".{one}" for one in _ROUTERS))))
 
 
 def _end_token_ids(config: dict[str, Any], files: Mapping[str, bytes]) -> tuple[int, ...]:
@@ -123,10 +141,3 @@ def _end_token_ids(config: dict[str, Any], files: Mapping[str, bytes]) -> tuple[
             _GENERATION if _GENERATION in files else _CONFIG, "eos_token_id is not a token id or a list"
         )
     return tuple(ids)
-
-
-def _count(config: dict[str, Any], key: str) -> int:
-    value = config.get(key)
-    if type(value) is not int or not 0 < value < 2**31:
-        raise ArtifactError(_CONFIG, f"{key} is {value!r}, not a whole number from 1")
-    return value

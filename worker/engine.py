@@ -61,7 +61,7 @@ class TorchEngine:
         sampled = self._runner.run(batch)
         for sequence_id, failure in sampled.failures.items():
             outputs += self._scheduler.fail([sequence_id], failure)
-        return outputs + self._scheduler.commit(batch, sampled.ids)
+        return outputs + self._scheduler.commit(batch, sampled.ids, sampled.logprobs)
 
     def stats(self) -> EngineStats:
         """What it holds now."""
@@ -110,7 +110,10 @@ def build_engine(  # noqa: PLR0913 - one for each of the worker's settings
         blocks=blocks,
         adapter_slots=adapter_slots,
     )
-    cache = KvCache(loaded.layers, loaded.kv_heads, loaded.head_dim, blocks, block_size, loaded.dtype, loaded.device)
+    kv = loaded.kv
+    cache = KvCache(
+        kv.layers, kv.kv_heads, kv.key_dim, blocks, block_size, loaded.dtype, loaded.device, value_dim=kv.value_dim
+    )
     adapters = AdapterCache(
         adapter_slots,
         lambda source: read_adapter(source.directory, loaded.linears, max_rank, loaded.dtype, loaded.device),
@@ -118,7 +121,8 @@ def build_engine(  # noqa: PLR0913 - one for each of the worker's settings
         on_loaded,
     )
     scheduler = Scheduler(limits, loaded.end_token_ids, step_tokens, adapters)
-    return TorchEngine(limits, scheduler, Runner(loaded, cache, lora), adapters)
+    runner = Runner(loaded, cache, lora, rows, limits.max_tokens)
+    return TorchEngine(limits, scheduler, runner, adapters)
 
 
 def _fitting_blocks(loaded: LoadedModel, rows: int, block_size: int, adapter_ranks: int) -> int:

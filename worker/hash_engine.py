@@ -24,6 +24,7 @@ from worker.scheduling.contract import (
     Output,
     Sampling,
     Stopping,
+    TokenLogprobs,
 )
 from worker.scheduling.scheduler import Scheduler
 from worker.scheduling.sequence import Sequence
@@ -69,8 +70,8 @@ class HashEngine:
         outputs = self._scheduler.poll()
         batch = self._scheduler.schedule()
         if batch:
-            sampled = [self._next_id(row.sequence) for row in batch.rows if row.samples]
-            outputs += self._scheduler.commit(batch, sampled)
+            sampled = [self._next(row.sequence) for row in batch.rows if row.samples]
+            outputs += self._scheduler.commit(batch, [token for token, _ in sampled], [told for _, told in sampled])
             if self._step_s:
                 time.sleep(max(0.0, began + self._step_s - time.monotonic()))
         return outputs
@@ -83,7 +84,7 @@ class HashEngine:
         """End the loader thread."""
         self._adapters.close()
 
-    def _next_id(self, sequence: Sequence) -> int:
+    def _next(self, sequence: Sequence) -> tuple[int, TokenLogprobs | None]:
         # The hash of all ids so far stays with the sequence, so that a token costs the same at any length.
         state: _Hash | None = sequence.engine_state
         if state is None:
@@ -92,8 +93,14 @@ class HashEngine:
             state = sequence.engine_state = _root(self._model, digest, spec.sampling, spec.choice)
             state.update(_id_bytes(sequence.ids))
         token = _token(self._model, state, sequence.answered, sequence.banned_ids())
+        told = None
+        if sequence.spec.logprobs is not None:
+            told = _logprobs(self._model, token, state.digest()[0], sequence.spec.logprobs)
+        for position in sequence.missing_prompt_logprobs:
+            known = sequence.ids[position + 1]
+            sequence.prompt_logprobs.append(_logprobs(self._model, known, known, sequence.spec.prompt_logprobs or 0))
         state.update(_id_bytes((token,)))
-        return token
+        return token, told
 
 
 def hash_limits(
@@ -143,10 +150,18 @@ def _root(model: HashModel, adapter_digest: str, sampling: Sampling, choice: int
     """The hash of everything but the ids. As with any model, what only shapes noise does not touch greedy answers."""
     root = f"{model.seed}|{adapter_digest}|{choice}|"
     if sampling.temperature:
-        # Floats with the 32 bits that they had on the wire.
-        floats = array("f", (sampling.temperature, sampling.top_p)).tolist()
-        root += f"{floats}|{sampling.top_k}|{sampling.seed}|"
+        limits = _wired(sampling.temperature, sampling.top_p, sampling.min_p, sampling.typical_p)
+        root += f"{limits}|{sampling.top_k}|{sampling.seed}|"
+    if sampling.adjusts_logits:
+        penalties = _wired(sampling.repetition_penalty, sampling.frequency_penalty, sampling.presence_penalty)
+        bias = [(token, *_wired(value)) for token, value in sampling.logit_bias]
+        root += f"{penalties}|{bias}|"
     return hashlib.blake2b(root.encode(), digest_size=8)
+
+
+def _wired(*floats: float) -> list[float]:
+    """Floats with the 32 bits that they had on the wire."""
+    return array("f", floats).tolist()
 
 
 def _token(model: HashModel, state: _Hash, answered: int, banned: Collection[int]) -> int:
@@ -160,6 +175,13 @@ def _token(model: HashModel, state: _Hash, answered: int, banned: Collection[int
     while banned and token in banned:
         token = (token + 1) % span
     return token
+
+
+def _logprobs(model: HashModel, token: int, number: int, alternatives: int) -> TokenLogprobs:
+    """One of 16 log probabilities, by `number`; the likeliest tokens are this one and those after it."""
+    logprob = -(number % 16 + 1) / 16
+    likeliest = range(min(alternatives, model.vocab))
+    return TokenLogprobs(logprob, tuple(((token + rank) % model.vocab, logprob - rank) for rank in likeliest))
 
 
 def _id_bytes(ids: Iterable[int]) -> bytes:

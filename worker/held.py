@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from broker.messages import Job
@@ -121,7 +120,7 @@ class HeldJobs:
         """What is held for one router."""
         return [held for held in self._jobs.values() if held.job.reply_to == address]
 
-    def all(self) -> Iterable[HeldJob]:
+    def all(self) -> tuple[HeldJob, ...]:
         """Every held job."""
         return tuple(self._jobs.values())
 

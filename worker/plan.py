@@ -16,6 +16,7 @@ from typing import Any
 from artifacts.base_model import BaseModel, read_base_model
 from artifacts.checkpoint import read_checkpoint
 from artifacts.errors import ArtifactError
+from artifacts.kv_shape import kv_shape
 from rpc.settings import setting
 
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -82,7 +83,7 @@ def plan(settings: PlanSettings) -> Plan:
     parameters = sum(math.prod(tensor.shape) for tensor in tensors)
     dtype = _dtype(settings.dtype, config, tensors[0].dtype)
     width = _BYTES[dtype]
-    per_token = 2 * config["num_hidden_layers"] * _kv_width(config) * width
+    per_token = kv_shape(config).numbers_per_token * width
     adapter = settings.rank * _features(base) * width
     memory = _parse_bytes(settings.memory) if settings.memory else _available_bytes()
     weights = parameters * width
@@ -135,12 +136,6 @@ def as_lines(result: Plan) -> str:
         f"{_shown(result.device_recommended_bytes)}; {_shown(result.host_recommended_bytes)} of host memory",
     }
     return "\n".join(f"{name:20}{value}" for name, value in rows.items())
-
-
-def _kv_width(config: Mapping[str, Any]) -> int:
-    heads = config["num_attention_heads"]
-    head_size = config.get("head_dim") or config["hidden_size"] // heads
-    return int((config.get("num_key_value_heads") or heads) * head_size)
 
 
 def _features(base: BaseModel) -> int:

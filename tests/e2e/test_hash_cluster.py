@@ -16,6 +16,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from loraplex.inference.v1 import inference_pb2, inference_pb2_grpc
 from loraplex_client import (
+    AlreadyExistsError,
     AsyncClient,
     DeadlineExceededError,
     FinishReason,
@@ -281,3 +282,54 @@ async def test_a_stop_string_ends_its_own_choice_alone(start_cluster: StartClust
         answer = await cluster.client.generate("x", n=3, max_new_tokens=40, stop=[f"<{truth[1][10]}>"])
         assert [choice.token_ids for choice in answer.choices] == [truth[0], truth[1][:10], truth[2]]
         await eventually(cluster.idle)
+
+
+async def test_an_id_that_is_used_again_at_once_gets_its_own_tokens(
+    start_cluster: StartCluster, eventually: Eventually
+) -> None:
+    async with start_cluster(SLOW, {}, workers=2, worker_flags=("--rows", "4")) as cluster:
+
+        async def ask_and_leave_and_ask(number: int) -> None:
+            for turn in range(5):
+                prompt = f"prompt {number} {turn}"
+                options = {"request_id": f"same {number}", "max_new_tokens": 30}
+                while True:
+                    try:
+                        async with cluster.client.generate_stream(prompt, **options) as stream:
+                            first = await anext(stream)
+                            if turn % 2 == 0:
+                                break  # leaves in mid-stream, and the next turn comes at once
+                            whole = await stream.result()
+                            assert list(whole.token_ids) == expected(SLOW, prompt, "", 30)
+                            break
+                    except AlreadyExistsError:  # the router has not yet seen that the last one left
+                        await asyncio.sleep(0.01)
+                assert first.token_ids[0] == expected(SLOW, prompt, "", 1)[0]
+
+        async with asyncio.timeout(60):
+            await asyncio.gather(*(ask_and_leave_and_ask(number) for number in range(8)))
+        await eventually(cluster.idle)
+
+
+async def test_logprobs_arrive_and_tell_the_best_of_several(start_cluster: StartCluster) -> None:
+    async with start_cluster(FAST, {}) as cluster:
+        options = {"max_new_tokens": 12, "temperature": 1.0, "seed": 3, "frequency_penalty": 0.5, "logprobs": 2}
+        several = await cluster.client.generate("x", n=4, **options)
+        for choice in several.choices:
+            likeliest = [(token, one.logprob) for token, one in zip(choice.token_ids, choice.logprobs, strict=True)]
+            assert [one.alternatives[0] for one in choice.logprobs] == likeliest
+            assert all(len(one.alternatives) == 2 for one in choice.logprobs)
+        ranked = sorted(several.choices, key=lambda choice: -sum(one.logprob for one in choice.logprobs))
+        best = await cluster.client.generate("x", n=2, best_of=4, **options)
+        assert [choice.token_ids for choice in best.choices] == [choice.token_ids for choice in ranked[:2]]
+        spec = inference_pb2.GenerateSpec(prompt="prompt", output=inference_pb2.Output(prompt_logprobs=3))
+        async with grpc.aio.insecure_channel(cluster.local.router) as channel:
+            stub = inference_pb2_grpc.InferenceServiceStub(channel)
+            call = stub.Generate(inference_pb2.GenerateRequest(spec=spec), metadata=[("x-loraplex-tenant", "acme")])
+            events = [answer.event async for answer in call]
+        kinds = [event.WhichOneof("kind") for event in events]
+        assert kinds[0] == "prompt_logprobs"
+        assert kinds.count("prompt_logprobs") == 1
+        told = events[0].prompt_logprobs.tokens
+        assert [one.alternatives[0].token_id for one in told] == list(b"prompt"[1:])
+        assert all(len(one.alternatives) == 3 for one in told)

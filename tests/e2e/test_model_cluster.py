@@ -89,3 +89,40 @@ async def test_killing_a_worker_in_mid_stream_changes_no_token(
         cluster.local.kill("worker-1", signal.SIGKILL)
         assert sum(await asks) > 0, "the killed worker held nothing"
         await eventually(cluster.idle)
+
+
+@pytest.mark.model
+async def test_killing_a_worker_changes_no_draw(
+    start_cluster: StartCluster, eventually: Eventually, tiny_llama: Any
+) -> None:
+    """Seeded sampling with penalties, logprobs, and the best of three: as the same requests gave undisturbed."""
+    sampling = {"temperature": 0.9, "top_p": 0.9, "repetition_penalty": 1.2, "frequency_penalty": 0.3, "logprobs": 2}
+    flags = (*FLOAT32, "--rows", "6", "--kv-blocks", "240", "--block-size", "8")
+    async with start_cluster(str(tiny_llama.directory), tiny_llama.adapters, workers=2, worker_flags=flags) as cluster:
+
+        def stream(number: int) -> Any:
+            choices = {"n": 1, "best_of": 3} if number % 4 == 3 else {}
+            return cluster.client.generate_stream(
+                token_ids=prompt(number), adapter_id=NAMES[number % 4], max_new_tokens=120, ignore_eos=True,
+                seed=100 + number, **sampling, **choices,
+            )  # fmt: skip
+
+        undisturbed = await asyncio.gather(*(stream(number).result() for number in range(8)))
+        streams = [stream(number) for number in range(8)]
+        # The first tokens of those that stream: the candidates of the others come when all have ended.
+        await asyncio.gather(*(anext(streams[number]) for number in range(8) if number % 4 != 3))
+        cluster.local.kill("worker-1", signal.SIGKILL)
+        disturbed = await asyncio.gather(*(one.result() for one in streams))
+        for before, after in zip(undisturbed, disturbed, strict=True):
+            assert len(before.token_ids) == 120
+            assert after.token_ids == before.token_ids
+            told = after.choices[0].logprobs
+            assert len(told) == 120
+            assert [one.alternatives[0][0] for one in told] == [
+                one.alternatives[0][0] for one in before.choices[0].logprobs
+            ]
+            values = [one.logprob for one in before.choices[0].logprobs]
+            assert [one.logprob for one in told] == pytest.approx(values, abs=1e-4)
+        assert len({one.token_ids for one in undisturbed}) == 8
+        assert sum(one.continuations for one in disturbed) > 0, "the killed worker held nothing"
+        await eventually(cluster.idle)

@@ -16,6 +16,15 @@ from worker.scheduling.contract import AdapterSource, FinishKind, NewSequence, O
 SPEC = "hash:?vocab=600&seed=3"
 PROMPT = (1, 2, 300)
 NOISE = Sampling(temperature=0.7, top_k=20, top_p=0.9, seed=11)
+# What changes greedy answers too.
+ADJUSTED = [
+    Sampling(repetition_penalty=1.1),
+    Sampling(frequency_penalty=1.1),
+    Sampling(presence_penalty=1.1),
+    Sampling(logit_bias=((3, 1.5),)),
+    Sampling(logit_bias=((4, 1.5),)),
+    Sampling(logit_bias=((3, 1.6),)),
+]
 
 
 class RunningEngine:
@@ -76,20 +85,52 @@ def test_everything_that_matters_changes_the_answer() -> None:
         expected_ids(SPEC, PROMPT, sampling=replace(NOISE, top_k=21)),
         expected_ids(SPEC, PROMPT, sampling=replace(NOISE, top_p=0.91)),
         expected_ids(SPEC, PROMPT, sampling=replace(NOISE, seed=12)),
+        expected_ids(SPEC, PROMPT, sampling=replace(NOISE, min_p=0.1)),
+        expected_ids(SPEC, PROMPT, sampling=replace(NOISE, typical_p=0.5)),
+        *(expected_ids(SPEC, PROMPT, sampling=sampling) for sampling in ADJUSTED),
+        *(expected_ids(SPEC, PROMPT, sampling=replace(sampling, temperature=0.7)) for sampling in ADJUSTED),
     ]
     assert len(set(answers)) == len(answers)
     assert all(len(set(answer)) > 100 for answer in answers)
 
 
-def test_greedy_answers_do_not_depend_on_the_seed() -> None:
-    assert expected_ids(SPEC, PROMPT, sampling=Sampling(seed=1)) == expected_ids(
-        SPEC, PROMPT, sampling=Sampling(seed=2)
-    )
+def test_greedy_answers_do_not_depend_on_what_shapes_the_noise() -> None:
+    for sampling in (Sampling(seed=1), Sampling(top_k=3, top_p=0.5), Sampling(min_p=0.5, typical_p=0.5)):
+        assert expected_ids(SPEC, PROMPT, sampling=sampling) == expected_ids(SPEC, PROMPT)
 
 
 def test_floats_that_crossed_the_wire_mean_the_same() -> None:
-    wired = Sampling(temperature=0.699999988079071, top_k=20, top_p=0.8999999761581421, seed=11)
-    assert expected_ids(SPEC, PROMPT, sampling=wired) == expected_ids(SPEC, PROMPT, sampling=NOISE)
+    sent = replace(NOISE, min_p=0.1, repetition_penalty=1.1, logit_bias=((3, 0.3),))
+    wired = replace(
+        sent,
+        temperature=0.699999988079071,
+        top_p=0.8999999761581421,
+        min_p=0.10000000149011612,
+        repetition_penalty=1.100000023841858,
+        logit_bias=((3, 0.30000001192092896),),
+    )
+    assert expected_ids(SPEC, PROMPT, sampling=wired) == expected_ids(SPEC, PROMPT, sampling=sent)
+
+
+def test_logprobs_come_where_they_are_asked_for(running: RunningEngine) -> None:
+    asking = NewSequence("a", PROMPT, stopping=Stopping(max_tokens=6), logprobs=2, prompt_logprobs=1)
+    # The same prompt, some of it cached by now, and some of its answer made elsewhere.
+    whole = expected_ids(SPEC, PROMPT, stopping=asking.stopping)
+    outputs: dict[str, list[Output]] = {}
+    for sequence in (asking, replace(asking, sequence_id="b", emitted_ids=whole[:2]), NewSequence("c", PROMPT)):
+        running.engine.add(sequence)
+        while running.engine.has_work():
+            for output in running.engine.step():
+                outputs.setdefault(output.sequence_id, []).append(output)
+    told = {name: [one for output in some for one in output.logprobs] for name, some in outputs.items()}
+    assert [one.alternatives[0] for one in told["a"]] == [
+        (token, one.logprob) for token, one in zip(whole, told["a"], strict=True)
+    ]
+    assert len({one.logprob for one in told["a"]}) > 1
+    assert told["b"] == told["a"][2:]
+    assert not told["c"]
+    assert [len(outputs[name][0].prompt_logprobs) for name in "abc"] == [2, 2, 0]
+    assert outputs["a"][0].prompt_logprobs == outputs["b"][0].prompt_logprobs
 
 
 def test_a_batch_gives_what_each_gives_alone(running: RunningEngine, adapters: list[AdapterSource]) -> None:

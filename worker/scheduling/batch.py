@@ -16,6 +16,13 @@ class Row:
     count: int
     samples: bool
 
+    @property
+    def prompt_positions(self) -> range:
+        """Positions of the step whose logits tell a log probability of the prompt that is still missing."""
+        missing = self.sequence.missing_prompt_logprobs
+        first = max(self.start, missing.start)
+        return range(first, max(first, min(self.start + self.count, missing.stop)))
+
 
 @dataclass(frozen=True, slots=True)
 class Batch:

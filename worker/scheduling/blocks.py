@@ -122,8 +122,7 @@ class BlockManager:
             raise BlockIntegrityError("the prefix cache knows blocks without a key")
 
     def _cached_prefix(self, sequence: Sequence) -> list[int]:
-        # One id must be left to compute: its logits give the next token.
-        full = (len(sequence.ids) - 1) // self.block_size
+        full = sequence.skippable // self.block_size
         hits = []
         for key in sequence.full_block_keys(full, self.block_size)[:full]:
             block = self._block_of.get(key)

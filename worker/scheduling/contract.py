@@ -23,7 +23,9 @@ class SequenceRefusedError(Exception):
 class Sampling:
     """How the next token is chosen. Temperature 0 is greedy; the other defaults are off.
 
-    `logit_bias` is added to the logits of single token ids.
+    First what changes the logits, greedy or not: `logit_bias` is added to those of single token ids; then the
+    repetition penalty (ids of prompt and answer), the frequency and the presence penalty (ids of the answer alone).
+    Then temperature, top_k, top_p, min_p and typical_p, in this order.
     """
 
     temperature: float = 0.0
@@ -36,6 +38,12 @@ class Sampling:
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
     logit_bias: tuple[tuple[int, float], ...] = ()
+
+    @property
+    def adjusts_logits(self) -> bool:
+        """Whether it changes the logits themselves, so that greedy answers change too."""
+        penalties = (self.repetition_penalty, self.frequency_penalty, self.presence_penalty)
+        return penalties != (1.0, 0.0, 0.0) or bool(self.logit_bias)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +104,10 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """A token's log probability under the model (before temperature and limits), and the likeliest (id, logprob)."""
+    """A token's log probability, and the likeliest tokens at its place as (id, log probability), best first.
+
+    Both are the model's own: of its logits before bias, penalties, temperature and limits.
+    """
 
     logprob: float
     alternatives: tuple[tuple[int, float], ...] = ()

@@ -14,6 +14,7 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Iterable
 from collections.abc import Sequence as Ids
+from itertools import zip_longest
 from operator import attrgetter
 
 from artifacts.errors import ArtifactError, MismatchError
@@ -27,6 +28,7 @@ from worker.scheduling.contract import (
     NewSequence,
     Output,
     SequenceRefusedError,
+    TokenLogprobs,
 )
 from worker.scheduling.residency import Residency
 from worker.scheduling.sequence import Sequence
@@ -132,15 +134,18 @@ class Scheduler:
         tokens = len(singles) + sum(row.count for row in chunks)
         return Batch((*singles, *chunks), len(singles), tokens)
 
-    def commit(self, batch: Batch, sampled: Ids[int]) -> list[Output]:
-        """Take what a step has computed: one id for each row with `samples`, in order. Rows that ended are skipped."""
+    def commit(self, batch: Batch, sampled: Ids[int], logprobs: Iterable[TokenLogprobs | None] = ()) -> list[Output]:
+        """Take what a step has computed: one id for each row with `samples`, in order. Rows that ended are skipped.
+
+        `logprobs` are of the same rows; they may be left out where nobody asks for them.
+        """
         self._steps += 1
         block_size = self.limits.block_size
         outputs = []
-        ids = iter(sampled)
+        ids = zip_longest(sampled, logprobs)
         for row in batch.rows:
             sequence = row.sequence
-            token = next(ids) if row.samples else None
+            token, logprob = next(ids) if row.samples else (None, None)
             if not sequence.running:
                 continue
             computed = sequence.computed = row.start + row.count
@@ -153,7 +158,7 @@ class Scheduler:
             finish = sequence.finish()
             if finish:
                 self._end(sequence)
-            outputs.append(self._output(sequence, (token,), finish))
+            outputs.append(self._output(sequence, (token,), finish, logprobs=(logprob,) if logprob else ()))
         return outputs
 
     def stats(self) -> EngineStats:
@@ -223,20 +228,26 @@ class Scheduler:
             raise BlockIntegrityError(f"{self.blocks.referenced} blocks are referenced by no sequence")
 
     def _output(
-        self, sequence: Sequence, token_ids: tuple[int, ...], finish: FinishKind | None, failure: Failure | None = None
+        self,
+        sequence: Sequence,
+        token_ids: tuple[int, ...],
+        finish: FinishKind | None,
+        failure: Failure | None = None,
+        logprobs: tuple[TokenLogprobs, ...] = (),
     ) -> Output:
-        offset = sequence.answered - len(token_ids)
-        if sequence.reported:
-            return Output(sequence.sequence_id, offset, token_ids, finish, failure)
+        first = not sequence.reported
         sequence.reported = True
         return Output(
             sequence.sequence_id,
-            offset,
+            sequence.answered - len(token_ids),
             token_ids,
             finish,
             failure,
-            adapter_ms=sequence.adapter_ms,
-            cached_tokens=sequence.cached_tokens or 0,
+            adapter_ms=sequence.adapter_ms if first else None,
+            cached_tokens=(sequence.cached_tokens or 0) if first else None,
+            logprobs=logprobs,
+            # Of a sequence that ends before its first token they are incomplete.
+            prompt_logprobs=tuple(sequence.prompt_logprobs) if first and token_ids else (),
         )
 
 

@@ -11,7 +11,7 @@ import time
 from array import array
 from typing import Any
 
-from worker.scheduling.contract import FinishKind, NewSequence
+from worker.scheduling.contract import FinishKind, NewSequence, TokenLogprobs
 
 # One level of priority goes before what arrived up to so many sequences earlier; no more, so that nothing starves.
 PLACES_PER_PRIORITY = 64
@@ -35,6 +35,7 @@ class Sequence:
         "min_tokens",
         "parked_at",
         "prompt_length",
+        "prompt_logprobs",
         "rank",
         "registered",
         "reported",
@@ -74,8 +75,24 @@ class Sequence:
         self.cached_tokens: int | None = None
         self.adapter_ms = 0.0
         self.parked_at = 0.0
+        # Of the prompt's tokens from the second on, so far as they are known; a preemption does not lose them.
+        self.prompt_logprobs: list[TokenLogprobs] = []
         # For the engine to keep what it computes from token to token; goes with the sequence.
         self.engine_state: Any = None
+
+    @property
+    def missing_prompt_logprobs(self) -> range:
+        """Positions whose logits must still be computed, sampled from or not: each tells of the next prompt token."""
+        if self.spec.prompt_logprobs is None:
+            return range(0)
+        return range(len(self.prompt_logprobs), self.prompt_length - 1)
+
+    @property
+    def skippable(self) -> int:
+        """How many of its first ids need not be computed where the prefix cache has them: no logits are needed."""
+        missing = self.missing_prompt_logprobs
+        # The last id's logits give the next token.
+        return missing.start if missing else len(self.ids) - 1
 
     def banned_ids(self) -> frozenset[int]:
         """Ids that may not be sampled next: what would end the answer before `min_tokens`."""

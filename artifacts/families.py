@@ -1,0 +1,94 @@
+"""The model families that are served, as data: what was compared with transformers' own generate, not what loads.
+
+Read by store and routers (what may be registered, and which modules adapters can change), by workers (what to load),
+and by the sweep of tests/worker/test_architectures.py, which keeps every line true.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """One `model_type` of transformers. `architecture` is the class that config.json names.
+
+    `prefix` begins the names of all weights but the output head's; checkpoints saved without the head lack it.
+    `experts`: a mixture of experts; neither these nor their router can be adapted. `input_first`: linear weights are
+    stored (in_features, out_features).
+    """
+
+    model_type: str
+    architecture: str
+    title: str
+    prefix: str = "model"
+    experts: bool = False
+    input_first: bool = False
+
+
+_FAMILIES = (
+    Family("apertus", "ApertusForCausalLM", "Apertus"),
+    Family("arcee", "ArceeForCausalLM", "Arcee AFM"),
+    Family("cohere", "CohereForCausalLM", "Command R"),
+    Family("cohere2", "Cohere2ForCausalLM", "Command R7B, Command A"),
+    Family("cohere2_moe", "Cohere2MoeForCausalLM", "Command, mixture of experts", experts=True),
+    Family("cwm", "CwmForCausalLM", "Code World Model"),
+    Family("deepseek_v2", "DeepseekV2ForCausalLM", "DeepSeek V2", experts=True),
+    Family("deepseek_v3", "DeepseekV3ForCausalLM", "DeepSeek V3, R1", experts=True),
+    Family("dots1", "Dots1ForCausalLM", "dots.llm1", experts=True),
+    Family("ernie4_5", "Ernie4_5ForCausalLM", "ERNIE 4.5"),
+    Family("ernie4_5_moe", "Ernie4_5_MoeForCausalLM", "ERNIE 4.5 MoE", experts=True),
+    Family("exaone4", "Exaone4ForCausalLM", "EXAONE 4"),
+    Family("exaone_moe", "ExaoneMoeForCausalLM", "K-EXAONE", experts=True),
+    Family("flex_olmo", "FlexOlmoForCausalLM", "FlexOlmo", experts=True),
+    Family("gemma", "GemmaForCausalLM", "Gemma"),
+    Family("gemma2", "Gemma2ForCausalLM", "Gemma 2"),
+    Family("gemma3_text", "Gemma3ForCausalLM", "Gemma 3, text models"),
+    Family("glm", "GlmForCausalLM", "GLM-4 (2024)"),
+    Family("glm4", "Glm4ForCausalLM", "GLM-4 (0414)"),
+    Family("glm4_moe", "Glm4MoeForCausalLM", "GLM-4.5, 4.6", experts=True),
+    Family("glm4_moe_lite", "Glm4MoeLiteForCausalLM", "GLM-4.7 Flash", experts=True),
+    Family("gpt2", "GPT2LMHeadModel", "GPT-2", prefix="transformer", input_first=True),
+    Family("gpt_bigcode", "GPTBigCodeForCausalLM", "StarCoder, SantaCoder", prefix="transformer"),
+    Family("gpt_neox", "GPTNeoXForCausalLM", "Pythia, GPT-NeoX", prefix="gpt_neox"),
+    Family("gpt_oss", "GptOssForCausalLM", "gpt-oss", experts=True),
+    Family("granite", "GraniteForCausalLM", "Granite 3"),
+    Family("granite_swa", "GraniteSWAForCausalLM", "Granite, sliding windows"),
+    Family("granitemoe", "GraniteMoeForCausalLM", "Granite 3 MoE", experts=True),
+    Family("granitemoe_swa", "GraniteMoeSWAForCausalLM", "Granite MoE, sliding windows", experts=True),
+    Family("granitemoeshared", "GraniteMoeSharedForCausalLM", "Granite MoE, shared experts", experts=True),
+    Family("helium", "HeliumForCausalLM", "Helium"),
+    Family("hunyuan_v1_dense", "HunYuanDenseV1ForCausalLM", "Hunyuan, dense"),
+    Family("hyperclovax", "HyperCLOVAXForCausalLM", "HyperCLOVA X"),
+    Family("jais2", "Jais2ForCausalLM", "Jais 2"),
+    Family("llama", "LlamaForCausalLM", "Llama 2, 3 and what is shaped like them"),
+    Family("mellum", "MellumForCausalLM", "Mellum", experts=True),
+    Family("minicpm3", "MiniCPM3ForCausalLM", "MiniCPM 3"),
+    Family("minimax_m2", "MiniMaxM2ForCausalLM", "MiniMax M2", experts=True),
+    Family("ministral", "MinistralForCausalLM", "Ministral"),
+    Family("ministral3", "Ministral3ForCausalLM", "Ministral 3, text models"),
+    Family("mistral", "MistralForCausalLM", "Mistral"),
+    Family("mixtral", "MixtralForCausalLM", "Mixtral", experts=True),
+    Family("nanochat", "NanoChatForCausalLM", "nanochat"),
+    Family("nemotron", "NemotronForCausalLM", "Nemotron, Minitron"),
+    Family("olmo", "OlmoForCausalLM", "OLMo"),
+    Family("olmo2", "Olmo2ForCausalLM", "OLMo 2"),
+    Family("olmo3", "Olmo3ForCausalLM", "OLMo 3"),
+    Family("olmoe", "OlmoeForCausalLM", "OLMoE", experts=True),
+    Family("opt", "OPTForCausalLM", "OPT"),
+    Family("persimmon", "PersimmonForCausalLM", "Persimmon"),
+    Family("phi", "PhiForCausalLM", "Phi 1, 1.5, 2"),
+    Family("phi3", "Phi3ForCausalLM", "Phi 3, 3.5, 4 (4k contexts; longrope is refused)"),
+    Family("qwen2", "Qwen2ForCausalLM", "Qwen 1.5, 2, 2.5"),
+    Family("qwen2_moe", "Qwen2MoeForCausalLM", "Qwen 1.5, 2 MoE", experts=True),
+    Family("qwen3", "Qwen3ForCausalLM", "Qwen 3"),
+    Family("qwen3_moe", "Qwen3MoeForCausalLM", "Qwen 3 MoE", experts=True),
+    Family("seed_oss", "SeedOssForCausalLM", "Seed-OSS"),
+    Family("smollm3", "SmolLM3ForCausalLM", "SmolLM 3"),
+    Family("solar_open", "SolarOpenForCausalLM", "Solar Open", experts=True),
+    Family("stablelm", "StableLmForCausalLM", "StableLM"),
+    Family("starcoder2", "Starcoder2ForCausalLM", "StarCoder 2"),
+    Family("vaultgemma", "VaultGemmaForCausalLM", "VaultGemma"),
+    Family("youtu", "YoutuForCausalLM", "Youtu-LLM"),
+)
+FAMILIES = {family.model_type: family for family in _FAMILIES}

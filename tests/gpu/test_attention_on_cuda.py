@@ -1,0 +1,34 @@
+"""The kernels of attention on the device, against the torch path on the CPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device")
+
+ROOT = Path(__file__).parents[2]
+# Sums of a few hundred products of numbers around 1, in each type.
+TOLERANCES = {"float32": 2e-5, "float16": 4e-3, "bfloat16": 3e-2}
+
+
+def test_kernels_compute_what_torch_computes() -> None:
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "tests/worker/attention_cases.py"), "cuda"],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    differences = json.loads(done.stdout)
+    for name, tolerance in TOLERANCES.items():
+        assert differences[name].pop("alone") == 0
+        assert len(differences[name]) == 29
+        assert {case: value for case, value in differences[name].items() if value > tolerance} == {}, name

@@ -1,0 +1,164 @@
+"""LoRA layers against a plain loop over rows in float32, over every kind of mix."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from worker.lora.layers import LoraLayers
+from worker.lora.weights import AdapterWeights, LoraPair
+from worker.model.packed import PackedWeight, packing_works
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+SLOTS, MAX_RANK = 12, 16
+LINEARS = {"first": (24, 40), "inner.second": (40, 8)}
+PACKS = [
+    pytest.param(None, id="plain"),
+    pytest.param(
+        PackedWeight, id="packed",
+        marks=pytest.mark.skipif(not packing_works(torch.float32), reason="packed weights do not work on this machine"),
+    ),
+]  # fmt: skip
+
+
+class Inner(nn.Module):
+    """A layer below the top."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.second = nn.Linear(40, 8, bias=False)
+
+
+class Pipe(nn.Module):
+    """Two linear layers, one of them nested."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(24, 40)
+        self.inner = Inner()
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.inner.second(torch.relu(self.first(x)))
+        return out
+
+
+class Checked:
+    """The layers, and beside them what each slot should do."""
+
+    def __init__(self, pack: Callable[[Tensor], Any] | None = None) -> None:
+        torch.manual_seed(0)
+        self.pipe = Pipe().requires_grad_(False)
+        self.base = [self.pipe.first, self.pipe.inner.second]
+        self.layers = LoraLayers(self.pipe, LINEARS, SLOTS, MAX_RANK, torch.device("cpu"), pack)
+        self.held: dict[int, AdapterWeights] = {}
+
+    def install(self, slot: int, ranks: dict[str, int], scale: float = 0.3) -> None:
+        pairs = {
+            name: LoraPair(torch.randn(rank, LINEARS[name][0]) * scale, torch.randn(rank, LINEARS[name][1]) * scale)
+            for name, rank in ranks.items()
+        }
+        weights = AdapterWeights(pairs, max(ranks.values()))
+        self.layers.install(weights, slot)
+        self.held[slot] = weights
+
+    def check(self, decodes: list[int], chunks: list[tuple[int, int]] = []) -> None:  # noqa: B006 - not changed
+        """Run a step of decode rows by slot and (slot, tokens) chunks; compare every row."""
+        rows = [(slot, 1) for slot in sorted(decodes)] + sorted(chunks)
+        slots = [slot for slot, tokens in rows for _ in range(tokens)]
+        x = torch.randn(1, len(slots), 24)
+        self.layers.begin_step(rows, len(decodes))
+        out = self.pipe(x)[0]
+        for row, slot in enumerate(slots):
+            torch.testing.assert_close(out[row], self._alone(x[0, row], slot), rtol=1e-5, atol=1e-5)
+
+    def _alone(self, x: Tensor, slot: int) -> Tensor:
+        pairs = self.held[slot].pairs if slot >= 0 else {}
+        for name, base in zip(LINEARS, self.base, strict=True):
+            y = base(x)
+            if name in pairs:
+                y = y + x @ pairs[name].a.t() @ pairs[name].b
+            x = torch.relu(y) if name == "first" else y
+        return x
+
+
+@pytest.fixture(params=PACKS)
+def checked(request: pytest.FixtureRequest) -> Checked:
+    checked = Checked(request.param)
+    for slot in range(SLOTS):
+        checked.install(slot, {"first": [16, 8, 3, 1][slot % 4], "inner.second": [2, 16, 5, 16][slot % 4]})
+    # Adapters that change one of the two layers only.
+    checked.install(3, {"first": 4})
+    checked.install(5, {"inner.second": 9})
+    return checked
+
+
+MIXES: dict[str, tuple[list[int], list[tuple[int, int]]]] = {
+    "all base": ([-1, -1, -1], [(-1, 5)]),
+    "identical": ([4, 4, 4, 4], []),
+    "two adapters": ([4, 4, 7, 7], []),
+    "distinct, ranks mixed": ([0, 1, 2, 4, 6, 7, 8], []),
+    "some none": ([-1, -1, 0, 2, 2, 3, 9], []),
+    "one layer each": ([3, 5, 3, 5, -1, 0], []),
+    "only other layers": ([3, 3, -1, 7], []),
+    "chunks": ([], [(-1, 3), (0, 4), (2, 7), (2, 2), (5, 1)]),
+    "decodes and chunks": ([-1, 0, 1, 2, 3], [(-1, 6), (1, 4), (11, 9)]),
+}
+
+
+@pytest.mark.parametrize("mix", MIXES)
+def test_every_mix_is_what_the_rows_are_alone(checked: Checked, mix: str) -> None:
+    decodes, chunks = MIXES[mix]
+    # Often enough that the panel is packed, where it may be.
+    for _ in range(12):
+        checked.check(decodes, chunks)
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("pack", PACKS)
+def test_walk_over_steps_and_installs(pack: Callable[[Tensor], Any] | None, seed: int) -> None:
+    chance = random.Random(seed)
+    checked, population = Checked(pack), [-1]
+    for _ in range(250):
+        if len(checked.held) < 3 or chance.random() < 0.06:
+            names = chance.choice([["first"], ["inner.second"], ["first", "inner.second"]])
+            checked.install(chance.randrange(SLOTS), {name: chance.randint(1, MAX_RANK) for name in names})
+        if len(population) < 2 or chance.random() < 0.15:
+            population = chance.sample([-1, *checked.held], min(len(checked.held), chance.choice([1, 3, 5, 9])))
+        decodes = [chance.choice(population) for _ in range(chance.randint(0, 10))]
+        chunks = [(chance.choice(population), chance.randint(2, 6)) for _ in range(chance.randint(0, 3))]
+        if decodes or chunks:
+            checked.check(decodes, chunks)
+
+
+def test_rows_without_an_adapter_keep_the_base_layers_bits(checked: Checked) -> None:
+    x = torch.randn(1, 6, 24)
+    expected = checked.base[1](torch.relu(checked.base[0](x)))
+    checked.layers.begin_step([(-1, 1), (-1, 1), (0, 1), (1, 1), (2, 1), (4, 1)], 6)
+    assert torch.equal(checked.pipe(x)[0, :2], expected[0, :2])
+
+
+def test_another_rows_adapter_that_overflows_is_not_felt(checked: Checked) -> None:
+    checked.install(6, {"first": 16, "inner.second": 16}, scale=5e37)
+    x = torch.randn(1, 5, 24)
+    for _ in range(12):
+        checked.layers.begin_step([(slot, 1) for slot in (-1, 0, 1, 2, 6)], 5)
+        out = checked.pipe(x)[0]
+        assert not out[4].isfinite().all()
+        for row, slot in enumerate((-1, 0, 1, 2)):
+            torch.testing.assert_close(out[row], checked._alone(x[0, row], slot), rtol=1e-5, atol=1e-5)
+
+
+def test_a_smaller_rank_clears_what_the_larger_left(checked: Checked) -> None:
+    for slot in (0, 1, 2, 4):
+        checked.install(slot, {"first": 16, "inner.second": 16})
+    checked.check([0, 1, 2, 4])
+    checked.install(1, {"first": 1})
+    checked.install(2, {"inner.second": 9})
+    for _ in range(12):
+        checked.check([0, 1, 2, 4])

@@ -1,0 +1,62 @@
+"""What is read from peft's files: the numbers that peft itself computes with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from worker.lora.weights import read_adapter
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def linears(tiny: Any) -> dict[str, tuple[int, int]]:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(tiny.directory)
+    return {
+        name: (module.in_features, module.out_features)
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.Linear) and name != "lm_head"
+    }
+
+
+@pytest.mark.parametrize("adapter", ["plain", "patterned", "rslora"])
+def test_the_product_is_pefts_own_change_of_the_weight(tiny_llama: Any, adapter: str) -> None:
+    """Whatever max_rank: a scaling of the padded rank was once an engine's mistake."""
+    read = [
+        read_adapter(
+            str(tiny_llama.adapters[adapter]), linears(tiny_llama), max_rank, torch.float32, torch.device("cpu")
+        )
+        for max_rank in (16, 64)
+    ]
+    adapted = 0
+    for name, module in tiny_llama.peft.base_model.model.named_modules():
+        if hasattr(module, "get_delta_weight") and adapter in module.lora_A:
+            adapted += 1
+            for weights in read:
+                pair = weights.pairs[name]
+                assert pair.a.shape[0] == module.r[adapter]
+                torch.testing.assert_close((pair.a.t() @ pair.b).t(), module.get_delta_weight(adapter))
+    assert adapted == len(read[0].pairs) > 0
+    assert read[0].rank == max(pair.a.shape[0] for pair in read[0].pairs.values())
+
+
+def test_the_ranks_of_the_patterned_adapter_differ(tiny_llama: Any) -> None:
+    weights = read_adapter(
+        str(tiny_llama.adapters["patterned"]), linears(tiny_llama), 16, torch.float32, torch.device("cpu")
+    )
+    assert {pair.a.shape[0] for pair in weights.pairs.values()} == {2, 4, 12}
+
+
+def test_weights_are_cast_after_they_are_scaled(tiny_llama: Any) -> None:
+    arguments = (str(tiny_llama.adapters["rslora"]), linears(tiny_llama), 16)
+    exact = read_adapter(*arguments, torch.float32, torch.device("cpu"))
+    cast = read_adapter(*arguments, torch.bfloat16, torch.device("cpu"))
+    for name, pair in cast.pairs.items():
+        assert torch.equal(pair.a, exact.pairs[name].a.bfloat16())
+        assert torch.equal(pair.b, exact.pairs[name].b.bfloat16())
+        assert pair.a.is_contiguous()
+        assert pair.b.is_contiguous()

@@ -1,0 +1,134 @@
+"""LoRA beside the base model's linear layers: every row of a batch with its own adapter.
+
+Each layer holds its adapters in slots at fixed addresses. The rows of a step are sorted by slot, in two parts:
+
+    decode rows, few adapters   y[rows] += (x[rows] A^T) B for each adapter, from its slot
+    decode rows, more adapters  the panel: their A's one below the other, and so the B's, as one product for all rows,
+                                a row's columns of the other adapters zeroed in between
+    prefill chunks              y[rows] += (x[rows] A^T) B for each adapter, from its slot
+
+Rows without an adapter are left alone, bit for bit where nothing else shares a part with them. Work for a step is
+O(its adapters), whatever is resident.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+
+import torch
+from torch import Tensor, nn
+
+from worker.lora.linear import LoraLinear, LoraStep, Pack
+from worker.lora.panel import Columns, PanelLayout
+from worker.lora.weights import AdapterWeights
+
+# Up to so many adapters among the decode rows one product each is faster than the panel.
+_SEGMENTS_WITHOUT_PANEL = 2
+# The panel's columns of one adapter are a multiple of this.
+_COLUMN_UNIT = 8
+# Packing costs about as much as it saves in a few steps: it waits until the panel has not changed for so many, and then
+# takes so many columns of layers a step.
+_CALM_STEPS = 4
+_COLUMNS_PACKED_A_STEP = 2048
+# No slot has this number, and no row either.
+_NO_OWNER = -2
+
+
+class LoraLayers:
+    """All of a model's adaptable linear layers, wrapped; from one thread."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        linears: Mapping[str, tuple[int, int]],
+        slots: int,
+        max_rank: int,
+        device: torch.device,
+        pack: Pack | None = None,
+    ) -> None:
+        self._slots = slots
+        self._max_rank = max_rank
+        self._device = device
+        self._pack = pack
+        self._step = LoraStep()
+        self._layout = PanelLayout()
+        self._owner = torch.empty(0, dtype=torch.int64, device=device)
+        self._capacity = 0
+        self._unpacked: list[LoraLinear] = []
+        self._calm_steps = 0
+        # Rank of the adapter in each slot.
+        self._ranks = [0] * slots
+        self._layers: dict[str, LoraLinear] = {}
+        for name, (in_features, out_features) in linears.items():
+            parent, _, child = name.rpartition(".")
+            owner = model.get_submodule(parent)
+            layer = LoraLinear(getattr(owner, child), in_features, out_features, self._step)
+            setattr(owner, child, layer)
+            self._layers[name] = layer
+
+    def install(self, weights: AdapterWeights, slot: int) -> None:
+        """Put an adapter into a slot, in place of what was there. No row of a running step may use the slot."""
+        self._layout.forget(slot)
+        self._ranks[slot] = weights.rank
+        for name, layer in self._layers.items():
+            layer.install(slot, weights.pairs.get(name), self._slots, self._max_rank)
+
+    def begin_step(self, rows: Sequence[tuple[int, int]], decodes: int) -> None:
+        """Set what the layers do until the next call.
+
+        `rows` are (slot or -1, tokens), the first `decodes` of them with one token, each part sorted by slot.
+        """
+        step = self._step
+        segments = _segments(rows[:decodes], 0)
+        step.panel_rows, step.foreign = 0, None
+        if len(segments) > _SEGMENTS_WITHOUT_PANEL:
+            step.panel_rows = decodes
+            step.foreign = self._foreign_columns([slot for slot, _ in rows[:decodes]])
+            segments = []
+        step.segments = segments + _segments(rows[decodes:], decodes)
+
+    def _foreign_columns(self, row_slots: list[int]) -> Tensor:
+        widths = {slot: self._column_width(slot) for slot in row_slots if slot >= 0}
+        width = self._layout.width
+        fresh = self._layout.arrange(widths)
+        if fresh or self._layout.width != width:
+            self._fill_panel(fresh)
+        elif self._unpacked:
+            self._pack_some()
+        slots = torch.tensor(row_slots, device=self._device)
+        return slots[:, None] != self._owner[None]
+
+    def _column_width(self, slot: int) -> int:
+        return min(self._max_rank, -(-self._ranks[slot] // _COLUMN_UNIT) * _COLUMN_UNIT)
+
+    def _fill_panel(self, fresh: Sequence[Columns]) -> None:
+        width, places = self._layout.width, self._layout.places()
+        while self._capacity < width:
+            self._capacity = max(128, 2 * self._capacity)
+        owner = torch.full((width,), _NO_OWNER)
+        for place in places:
+            owner[place.offset : place.offset + place.width] = place.slot
+        self._owner = owner.to(self._device)
+        for layer in self._layers.values():
+            layer.fill_panel(fresh, places, width, self._capacity)
+        self._calm_steps = 0
+        self._unpacked = list(self._layers.values()) if self._pack else []
+
+    def _pack_some(self) -> None:
+        self._calm_steps += 1
+        if self._pack is None or self._calm_steps <= _CALM_STEPS:
+            return
+        for layer in self._unpacked[-max(1, _COLUMNS_PACKED_A_STEP // self._layout.width) :]:
+            layer.pack_panel(self._pack)
+            self._unpacked.pop()
+
+
+def _segments(rows: Sequence[tuple[int, int]], first: int) -> list[tuple[int, int, int]]:
+    segments = []
+    for slot, group in groupby(rows, key=lambda row: row[0]):
+        stop = first + sum(tokens for _, tokens in group)
+        if slot >= 0:
+            segments.append((slot, first, stop))
+        first = stop
+    return segments

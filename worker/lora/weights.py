@@ -1,0 +1,104 @@
+"""Reads one adapter from a directory in peft's layout, checked against the model and ready to be put in a slot."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import safetensors
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from artifacts.errors import ArtifactError, MismatchError
+from artifacts.peft_config import PeftConfig, parse_peft_config
+from artifacts.revision import CONFIG_FILE, WEIGHTS_FILE, LoraShape, lora_tensors
+from artifacts.safetensors_header import read_header
+
+_DTYPES = frozenset({"F32", "F16", "BF16"})
+_PREFIX = "base_model.model."
+
+
+@dataclass(frozen=True, slots=True)
+class LoraPair:
+    """One module's product x A^T B: a [rank, in_features], b [rank, out_features] with the scaling folded in."""
+
+    a: Tensor
+    b: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterWeights:
+    """Pairs by module name; `rank` is the largest of their ranks."""
+
+    pairs: Mapping[str, LoraPair]
+    rank: int
+
+
+def read_adapter(
+    directory: str,
+    linears: Mapping[str, tuple[int, int]],
+    max_rank: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> AdapterWeights:
+    """Read and convert; `linears` are the model's (in_features, out_features) by module name.
+
+    Raises ArtifactError for broken files, MismatchError where the adapter does not go with the model or `max_rank`.
+    """
+    path = Path(directory)
+    try:
+        config = parse_peft_config((path / CONFIG_FILE).read_bytes())
+        header = read_header(path / WEIGHTS_FILE)
+        shapes = lora_tensors(header)
+        for name, info in header.items():
+            if info.dtype not in _DTYPES:
+                raise MismatchError(
+                    WEIGHTS_FILE, f"tensor {name} has the dtype {info.dtype}; F32, F16 or BF16 are served"
+                )
+        for module, shape in shapes.items():
+            _check_module(module, shape, config, linears, max_rank)
+        tensors = load_file(path / WEIGHTS_FILE)
+    except OSError as error:
+        raise ArtifactError(str(path), f"cannot be read: {error}") from error
+    except safetensors.SafetensorError as error:
+        raise ArtifactError(WEIGHTS_FILE, f"cannot be read: {error}") from error
+    pairs = {}
+    for module, shape in shapes.items():
+        a = tensors.pop(f"{_PREFIX}{module}.lora_A.weight")
+        b = tensors.pop(f"{_PREFIX}{module}.lora_B.weight")
+        pairs[module] = _pair(module, a, b, config.scaling_of(module, shape.rank), dtype, device)
+    return AdapterWeights(pairs, max(shape.rank for shape in shapes.values()))
+
+
+def _check_module(
+    module: str, shape: LoraShape, config: PeftConfig, linears: Mapping[str, tuple[int, int]], max_rank: int
+) -> None:
+    if module not in linears:
+        raise MismatchError(WEIGHTS_FILE, f"the model has no linear layer {module} that an adapter can change")
+    if (shape.in_features, shape.out_features) != linears[module]:
+        raise MismatchError(
+            WEIGHTS_FILE,
+            f"{module} takes {shape.in_features} and gives {shape.out_features} features, "
+            f"in the model {linears[module][0]} and {linears[module][1]}",
+        )
+    if shape.rank != config.rank_of(module):
+        raise MismatchError(
+            WEIGHTS_FILE, f"{module} has rank {shape.rank}, {CONFIG_FILE} says {config.rank_of(module)}"
+        )
+    if shape.rank > max_rank:
+        raise MismatchError(WEIGHTS_FILE, f"{module} has rank {shape.rank}; this engine takes {max_rank}")
+
+
+def _pair(module: str, a: Tensor, b: Tensor, scaling: float, dtype: torch.dtype, device: torch.device) -> LoraPair:
+    # Copies in any case: what stays mapped would be read from disk between two steps.
+    pair = LoraPair(
+        a.to(device, dtype, copy=True).contiguous(), (b.to(device).float() * scaling).to(dtype).t().contiguous()
+    )
+    # Rows of other adapters pass by these numbers too (see layers.py): 0 * inf would reach them.
+    if not (pair.a.isfinite().all() and pair.b.isfinite().all()):
+        raise ArtifactError(
+            WEIGHTS_FILE, f"{module} has values that are not finite in {str(dtype).removeprefix('torch.')}"
+        )
+    return pair

@@ -1,0 +1,60 @@
+"""A scheduler's batch as the tensors of one forward pass."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from worker.model.attention import AttentionPlan, AttentionStep
+from worker.model.kv_cache import KvCache
+from worker.model.torch_attention import torch_plan
+from worker.scheduling.batch import Batch
+
+
+@dataclass(frozen=True, slots=True)
+class StepInputs:
+    """`input_ids` and `position_ids` are [1, tokens]; `wanted` indexes the tokens with logits.
+
+    They are, row after row, its prompt_positions and, where it samples, its last one.
+    """
+
+    input_ids: Tensor
+    position_ids: Tensor
+    wanted: Tensor
+    attention: AttentionStep
+
+
+def step_inputs(batch: Batch, cache: KvCache, device: torch.device) -> StepInputs:
+    """Lay out a batch, and clear the blocks that it begins to fill."""
+    ids: list[int] = []
+    positions: list[int] = []
+    slots: list[int] = []
+    wanted: list[int] = []
+    begun: list[int] = []
+    size = cache.block_size
+    for row in batch.rows:
+        table, end = row.sequence.block_table, row.start + row.count
+        ids += row.sequence.ids[row.start : end]
+        wanted += [len(positions) + position - row.start for position in row.prompt_positions]
+        positions += range(row.start, end)
+        slots += [table[position // size] * size + position % size for position in range(row.start, end)]
+        # The last block, where its first position is new and its last one is not there yet.
+        if end % size and end - end % size >= row.start:
+            begun.append(table[end // size])
+        if row.samples:
+            wanted.append(len(ids) - 1)
+    cache.clear(begun)
+    flat = torch.tensor([ids, positions, slots], device=device)
+    attention = AttentionStep(cache, flat[2], attention_plan(batch, cache, device))
+    return StepInputs(flat[None, 0], flat[None, 1], torch.tensor(wanted, dtype=torch.int64, device=device), attention)
+
+
+def attention_plan(batch: Batch, cache: KvCache, device: torch.device) -> AttentionPlan:
+    """The device's plan for a batch."""
+    if device.type == "cuda":
+        from worker.model.triton_attention import triton_plan  # Triton is there only with CUDA
+
+        return triton_plan(batch, cache, device)
+    return torch_plan(batch, cache, device)

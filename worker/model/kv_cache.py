@@ -1,0 +1,86 @@
+"""The keys and values of all sequences, in blocks of block_size positions.
+
+keys, values [layers, blocks + 1, block_size, kv_heads, dim]      slot = block * block_size + position % block_size
+                          └── the last block is scratch: it fills up block tables of uneven length, and takes the
+                              keys and values of rows that pad a batch; nobody sees what is in it
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+# Of what is free after the weights are loaded: the rest is for activations, and on the CPU for everything else there.
+_CPU_SHARE = 0.25
+_CUDA_SHARE = 0.9
+# On the CPU no more than this for each row, unless a context is longer: blocks that nobody fills are no use.
+_CPU_TOKENS_PER_ROW = 4096
+
+
+class KvCache:
+    """Keys and values by layer, as slots to write to and as blocks to gather.
+
+    Keys have `head_dim` numbers a head, values as many unless `value_dim` says otherwise.
+    """
+
+    def __init__(
+        self,
+        layers: int,
+        kv_heads: int,
+        head_dim: int,
+        blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        value_dim: int | None = None,
+    ) -> None:
+        self.blocks = blocks
+        self.block_size = block_size
+        self.scratch_block = blocks
+        # Not zeroed: on the CPU memory is then taken when a block is first written. What is read of a block has been
+        # written, or cleared when its sequence began it.
+        self._keys, self._values = (
+            torch.empty(layers, blocks + 1, block_size, kv_heads, dim, dtype=dtype, device=device)
+            for dim in (head_dim, value_dim or head_dim)
+        )
+        self.clear([self.scratch_block])
+        pools = list(zip(self._keys, self._values, strict=True))
+        # For each layer keys and values [slots, kv_heads, dim], and the same memory as [blocks + 1, ...].
+        self.slots = [(keys.flatten(0, 1), values.flatten(0, 1)) for keys, values in pools]
+        self.by_block = [(keys.flatten(1), values.flatten(1)) for keys, values in pools]
+
+    def clear(self, blocks: Sequence[int]) -> None:
+        """Zero these blocks in every layer.
+
+        Attention in torch gathers whole blocks and masks what is not the sequence's; a NaN that an earlier owner left
+        behind would get past the mask (0 * NaN). The kernels on CUDA never read it: there nothing is done.
+        """
+        if blocks and self._keys.device.type == "cpu":
+            index = torch.tensor(blocks, device=self._keys.device)
+            self._keys.index_fill_(1, index, 0)
+            self._values.index_fill_(1, index, 0)
+
+    def gather_blocks(self, layer: int, table: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of `rows` sequences' blocks, table [rows * n]: each [rows, n * block_size, heads, dim]."""
+        keys, values = self.by_block[layer]
+        return (
+            keys.index_select(0, table).view(rows, -1, *self._keys.shape[-2:]),
+            values.index_select(0, table).view(rows, -1, *self._values.shape[-2:]),
+        )
+
+
+def fitting_blocks(
+    available_bytes: int, token_bytes: int, block_size: int, rows: int, context: int, device: torch.device
+) -> int:
+    """How many blocks to make when nobody says: a share of what is free, at most what `rows` sequences can fill.
+
+    On the CPU that is a quarter of the available memory, and at most 4,096 tokens for each row (or one whole context,
+    if that is more); on CUDA nine tenths of the free memory.
+    """
+    share = _CUDA_SHARE if device.type == "cuda" else _CPU_SHARE
+    fitting = int(available_bytes * share) // (token_bytes * block_size)
+    row_tokens = context if device.type == "cuda" else min(context, _CPU_TOKENS_PER_ROW)
+    wanted = max(rows * row_tokens, context)
+    return min(fitting, -(-wanted // block_size))
