@@ -17,6 +17,7 @@ CONFIG: dict[str, Any] = {
     "vocab_size": 32,
     "eos_token_id": 2,
     "hidden_size": 8,
+    "num_hidden_layers": 1,
 }
 TENSORS = {
     "model.embed_tokens.weight": (32, 8),

@@ -86,7 +86,7 @@ def test_bad_indexes_are_refused(model_directory: Path, tensors: dict[str, np.nd
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "bloom"}, "config.json: model_type 'bloom' is not supported, only llama, "),
+        ({"model_type": "bloom"}, "config.json: model_type 'bloom' is not supported, only apertus, "),
         ({"model_type": None}, "model_type None is not supported"),
         ({"model_type": ["llama"]}, "is not supported"),
         ({"quantization_config": {"bits": 4}}, "quantized checkpoints are not supported"),
@@ -115,5 +115,47 @@ def test_directories_that_are_none(tmp_path: Path, model_directory: Path) -> Non
 
 def test_a_checkpoint_without_layers_is_refused(model_directory: Path) -> None:
     save_file({"model.norm.weight": np.zeros(8, np.float32)}, model_directory / "model.safetensors")
-    with pytest.raises(ArtifactError, match=r"has no linear layers below model\.layers"):
+    with pytest.raises(ArtifactError, match="has no linear layers that adapters could change"):
         read_base_model(str(model_directory))
+
+
+def modules_of(
+    directory: Path, config: dict[str, Any], shapes: dict[str, tuple[int, ...]]
+) -> dict[str, tuple[int, int]]:
+    (directory / "config.json").write_text(json.dumps(config))
+    save_file({name: np.zeros(shape, np.float32) for name, shape in shapes.items()}, directory / "model.safetensors")
+    return {one.name: (one.in_features, one.out_features) for one in read_base_model(str(directory)).modules}
+
+
+GPT2 = {"model_type": "gpt2", "n_positions": 64, "vocab_size": 32, "n_layer": 1}
+
+
+@pytest.mark.parametrize("prefix", ["", "transformer."])
+def test_gpt2_stores_its_weights_turned_and_some_checkpoints_lack_the_prefix(tmp_path: Path, prefix: str) -> None:
+    shapes: dict[str, tuple[int, ...]] = {
+        "wte.weight": (32, 8),
+        "wpe.weight": (64, 8),
+        "h.0.attn.c_attn.weight": (8, 24),
+        "ln_f.weight": (8,),
+    }
+    found = modules_of(tmp_path, GPT2, {prefix + name: shape for name, shape in shapes.items()})
+    assert found == {"transformer.h.0.attn.c_attn": (8, 24)}
+    assert read_base_model(str(tmp_path)).context_length == 64
+
+
+def test_experts_routers_and_layers_that_transformers_leaves_are_no_modules(tmp_path: Path) -> None:
+    config = {
+        "model_type": "deepseek_v3",
+        "max_position_embeddings": 64,
+        "vocab_size": 32,
+        "num_hidden_layers": 1,
+    }
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.layers.0.mlp.experts.3.up_proj.weight": (4, 8),
+        "model.layers.0.mlp.gate.weight": (4, 8),
+        "model.layers.0.mlp.shared_experts.up_proj.weight": (6, 8),
+        "model.layers.0.self_attn.q_norm.weight": (2, 4),
+        "model.layers.1.eh_proj.weight": (8, 16),
+        "model.mtp_block.0.mlp.up_proj.weight": (8, 16),
+    }
+    assert modules_of(tmp_path, config, shapes) == {"model.layers.0.mlp.shared_experts.up_proj": (8, 6)}

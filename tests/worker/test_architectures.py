@@ -100,7 +100,7 @@ def make_config(model_type: str) -> Any:
 
 
 def make_model(config: Any, directory: Path) -> Any:
-    """A model saved and loaded again. Its weights matter: norms near one, the rest so large that answers are diverse."""
+    """A model, saved and loaded. Its weights matter: norms near one, the rest so large that answers are diverse."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -162,7 +162,9 @@ def make_tiny(model_type: str, directory: Path, save_adapter: Callable[..., None
 def requests_of(tiny: Tiny) -> list[NewSequence]:
     source = AdapterSource("the adapter", str(tiny.adapter)) if tiny.adapter else None
     return [
-        NewSequence(str(index), prompt, adapter=source if index in TUNED else None, stopping=Stopping(max_tokens=NEW_TOKENS))
+        NewSequence(
+            str(index), prompt, adapter=source if index in TUNED else None, stopping=Stopping(max_tokens=NEW_TOKENS)
+        )
         for index, prompt in enumerate(PROMPTS)
     ]
 
@@ -196,3 +198,19 @@ def test_a_family_answers_as_transformers_does(
     assert answers == {str(index): ids for index, ids in enumerate(tiny.answers)}
     assert any(after > before for before, after in pairwise(waiting[LAST_ARRIVAL:])), "nobody was preempted"
     assert outputs["3"][0].cached_tokens == 16
+
+
+def test_gpt2_checkpoints_without_the_prefix_are_the_same_model(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    from worker.model.loader import load_model
+
+    make_model(make_config("gpt2"), tmp_path)
+    whole = load_model(str(tmp_path))
+    weights = load_file(tmp_path / "model.safetensors")
+    save_file({name.removeprefix("transformer."): one for name, one in weights.items()}, tmp_path / "model.safetensors")
+    loaded = load_model(str(tmp_path))
+    assert loaded.linears == whole.linears
+    assert set(loaded.linears) == {one.name for one in read_base_model(str(tmp_path)).modules}
+    for (name, one), other in zip(loaded.module.state_dict().items(), whole.module.state_dict().values(), strict=True):
+        assert one.equal(other), name

@@ -21,7 +21,6 @@ _MASK = "its window or chunks are in the attention mask alone, which this engine
 _SHAPES = "its layers share keys and values, or differ in their size"
 # Tried; others were not.
 WHY_REFUSED = {
-    "AfmoeForCausalLM": _OWN_ATTENTION,
     "BloomForCausalLM": _OWN_ATTENTION,
     "CodeGenForCausalLM": _OWN_ATTENTION,
     "DiffLlamaForCausalLM": "it attends twice in a layer",
