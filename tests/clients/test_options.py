@@ -36,6 +36,7 @@ EVERYTHING: GenerateOptions = {
     "ignore_eos": False,
     "n": 2,
     "best_of": 3,
+    "prompt_logprobs": 4,
     "logprobs": 0,
     "echo": True,
     "skip_special_tokens": False,
@@ -71,7 +72,7 @@ def test_everything_finds_its_field() -> None:
             max_tokens=8, min_tokens=2, stop=["a", "b"], stop_token_ids=[1, 2], ignore_eos=False
         ),
         output=inference_pb2.Output(
-            n=2, best_of=3, logprobs=0, echo=True, skip_special_tokens=False, stream_interval=4
+            n=2, best_of=3, logprobs=0, prompt_logprobs=4, echo=True, skip_special_tokens=False, stream_interval=4
         ),
         regex="a+",
         priority=-3,

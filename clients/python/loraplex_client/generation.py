@@ -69,6 +69,8 @@ class Generation:
     adapter_revision: str
     continuations: int
     request_id: str
+    # Of every prompt token but the first, where they were asked for.
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
     @property
     def text(self) -> str:
@@ -139,6 +141,7 @@ class Fold:
     def __init__(self) -> None:
         self._choices: dict[int, _Growing] = {}
         self._complete = False
+        self._prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
     def take(self, event: inference_pb2.GenerateEvent) -> Piece | None:
         """The piece that this event makes, if it makes one."""
@@ -147,6 +150,8 @@ class Fold:
                 return self._grow(event.delta)
             case "finished":
                 self._growing(event.finished.choice).end = event.finished
+            case "prompt_logprobs":
+                self._prompt_logprobs = tuple(map(_logprobs, event.prompt_logprobs.tokens))
             case "summary":
                 self._complete = True
                 return self._whole(event.summary)
@@ -164,10 +169,7 @@ class Fold:
         growing = self._growing(delta.choice)
         if delta.offset != len(growing.token_ids):
             raise InternalError(f"the stream goes on at token {delta.offset} after {len(growing.token_ids)} tokens")
-        logprobs = tuple(
-            TokenLogprobs(one.logprob, tuple((other.token_id, other.logprob) for other in one.alternatives))
-            for one in delta.logprobs
-        )
+        logprobs = tuple(map(_logprobs, delta.logprobs))
         growing.texts.append(delta.text)
         growing.token_ids.extend(delta.token_ids)
         growing.logprobs.extend(logprobs)
@@ -185,5 +187,10 @@ class Fold:
             adapter_revision=summary.adapter_revision,
             continuations=summary.continuations,
             request_id=summary.request_id,
+            prompt_logprobs=self._prompt_logprobs,
         )
         return Piece("", (), len(whole.token_ids), finished=whole)
+
+
+def _logprobs(token: inference_pb2.TokenLogprobs) -> TokenLogprobs:
+    return TokenLogprobs(token.logprob, tuple((other.token_id, other.logprob) for other in token.alternatives))

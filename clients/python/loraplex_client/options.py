@@ -55,6 +55,7 @@ class GenerateOptions(TypedDict, total=False):
     n: int | None
     best_of: int | None
     logprobs: int | None
+    prompt_logprobs: int | None
     echo: bool | None
     skip_special_tokens: bool | None
     # a message only every so many tokens
@@ -85,7 +86,7 @@ _PATHS: dict[str, str] = {
     **{name: f"stopping.{name}" for name in ("stop", "stop_token_ids", "ignore_eos")},
     **{
         name: f"output.{name}"
-        for name in ("n", "best_of", "logprobs", "echo", "skip_special_tokens", "stream_interval")
+        for name in ("n", "best_of", "logprobs", "prompt_logprobs", "echo", "skip_special_tokens", "stream_interval")
     },
 }  # fmt: skip
 
