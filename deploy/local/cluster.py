@@ -19,6 +19,7 @@ import signal
 import socket
 import sys
 import tempfile
+import time
 from collections.abc import Coroutine
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,6 +41,7 @@ T = TypeVar("T")
 # Who is stopped in which order, and how long each may take before SIGKILL; routers let running answers end first.
 _STOP_ORDER = (("router", 15.0), ("worker", 10.0), ("store", 5.0), ("valkey", 5.0))
 _EXIT_S = 2.0
+_REPLACED_A_MINUTE = 5
 _MODULES = {"router": "router", "worker": "worker", "store": "adapter_store"}
 
 
@@ -79,6 +81,7 @@ class LocalCluster:
         self._expected_to_end: set[str] = set()
         self._started_workers = 0
         self._replacing: set[asyncio.Task[str]] = set()
+        self._replaced_at: list[float] = []
 
     async def __aenter__(self) -> LocalCluster:
         """Start; returns when the store and the routers listen. Raises LaunchError, with nothing left behind."""
@@ -196,7 +199,8 @@ class LocalCluster:
     def _on_exit(self, process: Process) -> None:
         if process.name in self._expected_to_end:
             return
-        if process.name.startswith("worker-") and process.is_ready:  # it served: its streams go on with another
+        # It served: its streams go on with another. One that dies again and again is no use.
+        if process.name.startswith("worker-") and process.is_ready and self._may_replace():
             log.warning("%s; starting another", process.failure())
             self._expected_to_end.add(process.name)
             replacing = asyncio.create_task(self.start_worker())
@@ -204,6 +208,11 @@ class LocalCluster:
             replacing.add_done_callback(self._replacing.discard)
         elif not self._failed.done():
             self._failed.set_result(process.failure())
+
+    def _may_replace(self) -> bool:
+        now = time.monotonic()
+        self._replaced_at = [at for at in self._replaced_at if now - at < 60] + [now]
+        return len(self._replaced_at) <= _REPLACED_A_MINUTE
 
     async def _unless_failed(self, work: Coroutine[None, None, T]) -> T:
         """The result of `work`; raises LaunchError as soon as a process exits."""

@@ -1,0 +1,45 @@
+"""Runs every benchmark, each in a process of its own, and rewrites the tables of docs/benchmarks.md.
+
+python -m bench [--quick]        --quick: only to see that they run; the page stays as it is
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from bench.report import progress
+from bench.tables import rewrite
+
+NAMES = ("engine", "interference")
+_PAGE = Path(__file__).parents[1] / "docs" / "benchmarks.md"
+
+
+def main() -> int:
+    """Exit code: 0, or 1 where one of them failed; the others still run."""
+    parser = argparse.ArgumentParser(prog="python -m bench", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument(
+        "--quick", action="store_true", help="smaller models and fewer repeats; the page stays as it is"
+    )
+    arguments = parser.parse_args()
+    failed = []
+    with tempfile.TemporaryDirectory(prefix="loraplex-bench-") as directory:
+        for name in NAMES:
+            progress(f"bench.{name}")
+            file = Path(directory) / f"{name}.json"
+            flags = ["--json", str(file), *(["--quick"] if arguments.quick else [])]
+            if subprocess.run([sys.executable, "-m", f"bench.{name}", *flags], check=False).returncode:
+                failed.append(name)
+            elif not arguments.quick:
+                _PAGE.write_text(rewrite(_PAGE.read_text(), json.loads(file.read_text())))
+    if failed:
+        progress(f"failed: {', '.join(failed)}")
+    return bool(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

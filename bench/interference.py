@@ -1,0 +1,158 @@
+"""What a long prompt does to the answers beside it: `python -m bench.interference [--quick] [--json FILE]`.
+
+8 sequences decode with the 28 M model; then a prompt of 4,000 tokens arrives. The longest gap between two tokens of
+any of the 8 while the prompt is prefilled stands against their median gap before it came.
+"""
+
+from __future__ import annotations
+
+import random
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from bench.command import run_command
+from bench.models import LLAMA_28M, ModelShape, save_model
+from bench.report import Aim, Report, progress
+from worker.engine import TorchEngine, build_engine
+from worker.scheduling.contract import NewSequence, Stopping
+
+AIMS = {"gap_ratio": Aim(at_most=2.5), "longest_step_s": Aim(at_most=0.5)}
+
+
+@dataclass(frozen=True)
+class Setup:
+    """`calm_gaps`: how many gaps of each decode are looked at before the prompt comes."""
+
+    shape: ModelShape
+    repeats: int
+    decodes: int = 8
+    decodes_prompt: int = 64
+    prompt: int = 4_000
+    calm_gaps: int = 100
+
+
+FULL = Setup(LLAMA_28M, repeats=5)
+QUICK = Setup(LLAMA_28M, repeats=2, calm_gaps=30)
+
+
+@dataclass(frozen=True)
+class Interference:
+    """One repeat. Gaps in seconds, over all decodes; `longest_step_s` of every step since the decodes began."""
+
+    calm_gap_s: float
+    longest_gap_s: float
+    prefill_s: float
+    prefill_steps: int
+    longest_step_s: float
+
+    @property
+    def gap_ratio(self) -> float:
+        """How many times as long as usual someone waited for a token."""
+        return self.longest_gap_s / self.calm_gap_s
+
+
+def main() -> None:
+    """Run it as the arguments say."""
+    run_command("interference", __doc__ or "", lambda quick: measure(QUICK if quick else FULL, quick))
+
+
+def measure(setup: Setup, quick: bool) -> Report:
+    """Make the model, then repeat: decodes, prompt, gaps."""
+    progress(f"making {setup.shape.name}")
+    with tempfile.TemporaryDirectory(prefix="loraplex-bench-") as directory:
+        model = save_model(setup.shape, Path(directory) / setup.shape.name)
+        engine = build_engine(str(model), dtype="bfloat16", rows=setup.decodes + 1)
+        try:
+            # The first one warms up: it meets memory that was never written.
+            repeats = [_interfere(engine, setup, seed) for seed in range(setup.repeats + 1)][1:]
+        finally:
+            engine.close()
+    return Report(
+        name="interference",
+        command="python -m bench.interference" + (" --quick" if quick else ""),
+        quick=quick,
+        setup=asdict(setup) | {"dtype": "bfloat16"},
+        rows=[_row(number, one) for number, one in enumerate(repeats, 1)],
+        ratios={
+            "gap_ratio": median(one.gap_ratio for one in repeats),
+            "longest_step_s": max(one.longest_step_s for one in repeats),
+        },
+        aims=AIMS,
+    )
+
+
+def _interfere(engine: TorchEngine, setup: Setup, seed: int) -> Interference:
+    watch = _Watch(engine)
+    # Random ids, of other seeds in each repeat: nothing is found in the prefix cache.
+    chance = random.Random(seed)
+    names = [f"decode-{index}" for index in range(setup.decodes)]
+    for name in names:
+        watch.add(name, _random_ids(chance, setup.decodes_prompt, setup.shape.vocabulary), setup.shape.context // 2)
+    while any(len(watch.times.get(name, ())) <= setup.calm_gaps for name in names):
+        watch.step()
+    calm = [gap for name in names for gap in watch.gaps(name)]
+    came, steps = time.perf_counter(), len(watch.steps)
+    watch.add("prompt", _random_ids(chance, setup.prompt, setup.shape.vocabulary), 1)
+    while "prompt" not in watch.times:
+        watch.step()
+    prefill_s, prefill_steps = time.perf_counter() - came, len(watch.steps) - steps
+    # One step more: whoever got no token beside the prompt's last chunk has waited until now.
+    watch.step()
+    for name in names:
+        engine.abort(name)
+    after = [gap for name in names for gap in watch.gaps(name, since=came)]
+    progress(f"longest gap {max(after) * 1000:.1f} ms, before {median(calm) * 1000:.1f} ms, prefill {prefill_s:.2f} s")
+    return Interference(median(calm), max(after), prefill_s, prefill_steps, max(watch.steps))
+
+
+class _Watch:
+    """Steps an engine, and notes when each sequence's tokens came and how long each step took."""
+
+    def __init__(self, engine: TorchEngine) -> None:
+        self._engine = engine
+        self.times: dict[str, list[float]] = {}
+        self.steps: list[float] = []
+
+    def add(self, name: str, prompt_ids: tuple[int, ...], tokens: int) -> None:
+        self._engine.add(NewSequence(name, prompt_ids, stopping=Stopping(tokens)))
+
+    def step(self) -> None:
+        start = time.perf_counter()
+        outputs = self._engine.step()
+        now = time.perf_counter()
+        self.steps.append(now - start)
+        for output in outputs:
+            if output.failure:
+                raise RuntimeError(f"the engine failed: {output.failure.message}")
+            if output.token_ids:
+                self.times.setdefault(output.sequence_id, []).append(now)
+
+    def gaps(self, name: str, since: float = 0.0) -> list[float]:
+        """Seconds between tokens that follow each other, the later one after `since`."""
+        times = self.times[name]
+        return [later - earlier for earlier, later in pairwise(times) if later > since]
+
+
+def _random_ids(chance: random.Random, count: int, vocabulary: int) -> tuple[int, ...]:
+    return tuple(chance.randrange(5, vocabulary) for _ in range(count))
+
+
+def _row(number: int, one: Interference) -> dict[str, Any]:
+    return {
+        "repeat": number,
+        "median gap before ms": one.calm_gap_s * 1000,
+        "longest gap during ms": one.longest_gap_s * 1000,
+        "gap ratio": one.gap_ratio,
+        "prefill s": one.prefill_s,
+        "prefill steps": one.prefill_steps,
+        "longest step ms": one.longest_step_s * 1000,
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,128 @@
+"""The models that benchmarks run: their shapes, made on the spot with random weights and adapters."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen2Config
+from transformers.utils.logging import disable_progress_bar
+
+from artifacts.revision import CONFIG_FILE, WEIGHTS_FILE
+
+# What LoRA adapters are on in benchmarks: all linear layers.
+ALL_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+_CONFIGS: dict[str, Callable[..., PreTrainedConfig]] = {"qwen2": Qwen2Config, "llama": LlamaConfig}
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """A decoder with tied embeddings and gated MLPs, as Llama and Qwen2 have them. `family` is qwen2 or llama."""
+
+    name: str
+    family: str
+    layers: int
+    hidden: int
+    mlp: int
+    heads: int
+    kv_heads: int
+    vocabulary: int
+    context: int
+
+    @property
+    def head_dim(self) -> int:
+        """Features of one attention head."""
+        return self.hidden // self.heads
+
+    @property
+    def linear_shapes(self) -> dict[str, tuple[int, int]]:
+        """(in_features, out_features) of one layer's linear layers, by the last part of their names."""
+        query, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        return {
+            "q_proj": (self.hidden, query),
+            "k_proj": (self.hidden, kv),
+            "v_proj": (self.hidden, kv),
+            "o_proj": (query, self.hidden),
+            "gate_proj": (self.hidden, self.mlp),
+            "up_proj": (self.hidden, self.mlp),
+            "down_proj": (self.mlp, self.hidden),
+        }
+
+    @property
+    def linear_parameters(self) -> int:
+        """Weights of the linear layers in all layers, without the output head."""
+        return self.layers * sum(inputs * outputs for inputs, outputs in self.linear_shapes.values())
+
+    @property
+    def head_parameters(self) -> int:
+        """Weights of the output head, which are the embeddings' too."""
+        return self.vocabulary * self.hidden
+
+    def adapter_parameters(self, rank: int) -> int:
+        """Weights of one adapter on all linear layers."""
+        return self.layers * sum(rank * (inputs + outputs) for inputs, outputs in self.linear_shapes.values())
+
+    def config(self) -> PreTrainedConfig:
+        """The transformers config. It has no end token, so that every answer has the length it is asked for."""
+        return _CONFIGS[self.family](
+            hidden_size=self.hidden,
+            intermediate_size=self.mlp,
+            num_hidden_layers=self.layers,
+            num_attention_heads=self.heads,
+            num_key_value_heads=self.kv_heads,
+            vocab_size=self.vocabulary,
+            max_position_embeddings=self.context,
+            tie_word_embeddings=True,
+            bos_token_id=None,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+
+
+QWEN2_04B = ModelShape("qwen2-0.4b", "qwen2", 24, 896, 4864, 14, 2, 32_000, 32_768)
+LLAMA_28M = ModelShape("llama-28m", "llama", 8, 512, 1408, 8, 4, 8_192, 8_192)
+# For --quick: the wide layers of qwen2-0.4b, and four of them.
+QWEN2_QUICK = ModelShape("qwen2-quick", "qwen2", 4, 896, 4864, 14, 2, 32_000, 32_768)
+TINY = ModelShape("tiny", "qwen2", 2, 64, 128, 4, 2, 512, 8_192)
+
+
+def save_model(shape: ModelShape, directory: Path, seed: int = 0) -> Path:
+    """Write a transformers directory in bfloat16; returns it."""
+    disable_progress_bar()  # type: ignore[no-untyped-call]
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(shape.config(), dtype=torch.bfloat16)  # type: ignore[no-untyped-call]
+    model.save_pretrained(directory)
+    return directory
+
+
+def save_adapter(shape: ModelShape, rank: int, directory: Path, seed: int) -> Path:
+    """Write an adapter on all linear layers in peft's layout, in bfloat16 with a B that is not zero; returns it."""
+    directory.mkdir(parents=True)
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": shape.name,
+        "r": rank,
+        "lora_alpha": rank,
+        "target_modules": list(ALL_LINEARS),
+        "bias": "none",
+        "inference_mode": True,
+    }
+    (directory / CONFIG_FILE).write_text(json.dumps(config, indent=2, sort_keys=True))
+    generator = torch.Generator().manual_seed(seed)
+    save_file(dict(_adapter_tensors(shape, rank, generator)), directory / WEIGHTS_FILE)
+    return directory
+
+
+def _adapter_tensors(shape: ModelShape, rank: int, generator: torch.Generator) -> Iterator[tuple[str, torch.Tensor]]:
+    for layer in range(shape.layers):
+        for linear, (inputs, outputs) in shape.linear_shapes.items():
+            part = "mlp" if linear in ("gate_proj", "up_proj", "down_proj") else "self_attn"
+            name = f"base_model.model.model.layers.{layer}.{part}.{linear}"
+            for side, size in (("lora_A", (rank, inputs)), ("lora_B", (outputs, rank))):
+                weight = torch.randn(size, generator=generator) * 0.02
+                yield f"{name}.{side}.weight", weight.bfloat16()

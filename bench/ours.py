@@ -1,0 +1,116 @@
+"""The two of ours that are timed: the bare engine, and the same worker behind client, router and Redis."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from loraplex_client import AsyncClient, AsyncStoreClient
+
+from artifacts.base_model import read_base_model
+from bench.limit import recorded_steps
+from bench.rounds import Timed
+from bench.workload import Request, answered_tokens
+from clients.cli.models import registered
+from deploy.local.cluster import ClusterSettings, LocalCluster
+from worker.engine import TorchEngine, build_engine
+from worker.scheduling.contract import AdapterSource, NewSequence, Stopping
+
+TENANT = "bench"
+
+
+class BareEngine:
+    """An engine in this process, with at most `rows` sequences in a batch."""
+
+    def __init__(self, model: Path, adapters: Sequence[Path], rows: int) -> None:
+        self._engine: TorchEngine = build_engine(str(model), dtype="bfloat16", rows=rows)
+        self._adapters = [AdapterSource(directory.name, str(directory)) for directory in adapters]
+
+    def run(self, requests: Sequence[Request]) -> Timed:
+        """Answer all of them; they arrive at once."""
+        with recorded_steps() as steps:
+            start = time.perf_counter()
+            for index, request in enumerate(requests):
+                self._engine.add(self._sequence(f"{index}", request))
+            answered = 0
+            while answered < len(requests):
+                for output in self._engine.step():
+                    if output.failure:
+                        raise RuntimeError(f"the engine failed: {output.failure.message}")
+                    answered += output.finish is not None
+            seconds = time.perf_counter() - start
+        return Timed(answered_tokens(requests), seconds, tuple(steps))
+
+    def close(self) -> None:
+        """End its threads."""
+        self._engine.close()
+
+    def _sequence(self, name: str, request: Request) -> NewSequence:
+        adapter = None if request.adapter is None else self._adapters[request.adapter]
+        return NewSequence(name, request.prompt_ids, adapter=adapter, stopping=Stopping(request.tokens))
+
+
+class ServedCluster:
+    """A one-machine cluster with one worker, and a client in this process; serves while the context is open."""
+
+    def __init__(self, model: Path, adapters: Sequence[Path], rows: int) -> None:
+        self._model = model
+        self._adapters = adapters
+        self._rows = rows
+        self._runner = asyncio.Runner()
+        self._stack = AsyncExitStack()
+
+    def __enter__(self) -> Self:
+        """Returns when it serves."""
+        try:
+            self._runner.run(self._start())
+        except BaseException:
+            self._runner.close()
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        """Drain and stop everything."""
+        try:
+            self._runner.run(self._stack.aclose())
+        finally:
+            self._runner.close()
+
+    def run(self, requests: Sequence[Request]) -> Timed:
+        """Answer all of them; they arrive at once, each as a stream of its own."""
+        return self._runner.run(self._run(requests))
+
+    async def _start(self) -> None:
+        async with AsyncExitStack() as starting:
+            flags = ("--rows", str(self._rows), "--dtype", "bfloat16")
+            settings = ClusterSettings(str(self._model), port=0, store_port=0, worker_flags=flags)
+            cluster = await starting.enter_async_context(LocalCluster(settings))
+            async with AsyncStoreClient(cluster.store, TENANT) as store:
+                base = await asyncio.to_thread(read_base_model, str(self._model))
+                await store.register_model(registered(base), base.files)
+                for directory in self._adapters:
+                    await store.push(directory, directory.name)
+            await cluster.wait_serving()
+            self._client = await starting.enter_async_context(AsyncClient(cluster.router, TENANT))
+            self._stack = starting.pop_all()
+
+    async def _run(self, requests: Sequence[Request]) -> Timed:
+        start = time.perf_counter()
+        answered = await asyncio.gather(*(self._answer(request) for request in requests))
+        return Timed(sum(answered), time.perf_counter() - start)
+
+    async def _answer(self, request: Request) -> int:
+        adapter = None if request.adapter is None else self._adapters[request.adapter].name
+        tokens = 0
+        async for piece in self._client.generate_stream(
+            token_ids=request.prompt_ids, adapter_id=adapter, max_new_tokens=request.tokens
+        ):
+            tokens += len(piece.token_ids)
+        if tokens != request.tokens:
+            raise RuntimeError(f"the cluster answered {tokens} tokens of {request.tokens}")
+        return tokens

@@ -1,0 +1,59 @@
+"""Reports: aims, the page's tables, and what a wrong page or path answers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from bench.__main__ import NAMES
+from bench.command import run_command
+from bench.report import Aim, Report
+from bench.tables import MarkersMissingError, rewrite
+
+PAGE = Path(__file__).parents[2] / "docs" / "benchmarks.md"
+
+
+def report(name: str) -> Report:
+    return Report(
+        name,
+        f"python -m bench.{name}",
+        quick=False,
+        setup={},
+        rows=[{"case": "ours", "median": 1234.5}, {"case": "theirs", "unit": "GB/s", "median": 2.0}],
+        ratios={"speed": 2.5, "gap": 0.3},
+        aims={"speed": Aim(at_least=3), "gap": Aim(at_most=1)},
+    )
+
+
+def test_aims_tell_direction_and_whether_they_are_reached() -> None:
+    assert (str(Aim(at_least=0.8)), str(Aim(at_most=2.5)), str(Aim())) == (">= 0.8", "<= 2.5", "reported")
+    assert Aim(at_least=3).reached(3)
+    assert not Aim(at_least=3).reached(2.9)
+    assert Aim(at_most=1).reached(1)
+    assert not Aim(at_most=1).reached(1.1)
+    assert Aim().reached(0)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_page_has_a_place_for_every_benchmark(name: str) -> None:
+    written = rewrite(PAGE.read_text(), report(name).to_json())
+    assert "| ours | 1,234.5 |  |\n| theirs | 2 | GB/s |" in written
+    assert "| `speed` | 2.5 | >= 3 |" in written
+    assert f"`python -m bench.{name}` on " in written
+    assert rewrite(written, report(name).to_json()) == written
+
+
+def test_a_page_without_markers_is_refused() -> None:
+    with pytest.raises(MarkersMissingError, match=r"<!-- bench\.engine -->"):
+        rewrite("# Benchmarks", report("engine").to_json())
+
+
+def test_a_bad_path_ends_it_before_anything_is_measured(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr("sys.argv", ["bench", "--json", str(tmp_path / "missing" / "file.json")])
+    with pytest.raises(SystemExit) as ended:
+        run_command("engine", "Something.", lambda quick: pytest.fail("it measures"))
+    assert ended.value.code == 2
+    assert "missing is not a directory" in capsys.readouterr().err
