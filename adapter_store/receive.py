@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import AsyncIterable, AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 
 from loraplex.adapters.v1 import adapters_pb2 as pb
@@ -19,12 +19,13 @@ from adapter_store.transfer import incoming
 from adapter_store.validate import validate_adapter
 from artifacts.names import LIVE, SHARED, AdapterName, RevisionName, check_alias, parse_adapter_name
 from artifacts.revision import CONFIG_FILE, WEIGHTS_FILE, revision_digest
-from rpc.errors import InvalidField, Mismatch, NotFound
+from rpc.errors import CallError, InvalidField, Mismatch, NotFound
 
 _CONFIG_BYTES = 1024 * 1024
 _BASE_FILES_BYTES = 64 * 1024 * 1024
 _BASE_FILES = 64
 _NO_ALIAS = "-"
+_HEAR_OUT_S = 2.0
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
 
 UploadPart = pb.UploadRevisionRequest | pb.ValidateAdapterRequest
@@ -53,16 +54,17 @@ class Receiver:
     ) -> AsyncIterator[tuple[NewRevision, Upload]]:
         """A validated revision and its files, which are removed afterwards unless kept. Raises the calls' errors."""
         coming = aiter(parts)
-        header = await self._header(await anext(coming, None), tenant)
-        async with incoming(self._data, self._adapter_limit, sum(self._limits.values())) as files:
-            async for part in coming:
-                if part.WhichOneof("part") != "chunk":
-                    raise InvalidField("header", "comes once, first; chunks follow")
-                await files.add(part.chunk.name, part.chunk.data)
-            for file in self._limits:
-                if file not in files.upload.sizes:
-                    raise InvalidField("chunk", f"{file} is missing")
-            yield await asyncio.to_thread(self._check, header, files.upload), files.upload
+        async with _heard_out(coming):
+            header = await self._header(await anext(coming, None), tenant)
+            async with incoming(self._data, self._adapter_limit, sum(self._limits.values())) as files:
+                async for part in coming:
+                    if part.WhichOneof("part") != "chunk":
+                        raise InvalidField("header", "comes once, first; chunks follow")
+                    await files.add(part.chunk.name, part.chunk.data)
+                for file in self._limits:
+                    if file not in files.upload.sizes:
+                        raise InvalidField("chunk", f"{file} is missing")
+                yield await asyncio.to_thread(self._check, header, files.upload), files.upload
 
     @asynccontextmanager
     async def base_model(
@@ -70,20 +72,21 @@ class Receiver:
     ) -> AsyncIterator[tuple[NewBase, Upload]]:
         """A checked manifest and its files, which are removed afterwards unless kept. Raises the calls' errors."""
         coming = aiter(parts)
-        first = await anext(coming, None)
-        if first is None or first.WhichOneof("part") != "model":
-            raise InvalidField("model", "comes first, then the chunks")
-        manifest = base_from_pb(first.model)
-        async with incoming(self._data, _base_file_limit, _BASE_FILES_BYTES) as files:
-            async for part in coming:
-                if part.WhichOneof("part") != "chunk":
-                    raise InvalidField("model", "comes once, first; chunks follow")
-                await files.add(part.chunk.name, part.chunk.data)
-                if len(files.upload.sizes) > _BASE_FILES:
-                    raise InvalidField("chunk.name", f"these are more than {_BASE_FILES} files")
-            blobs = await asyncio.to_thread(files.upload.finish)
-            _check_announced(first.model, blobs)
-            yield NewBase(manifest, blobs, first.replace), files.upload
+        async with _heard_out(coming):
+            first = await anext(coming, None)
+            if first is None or first.WhichOneof("part") != "model":
+                raise InvalidField("model", "comes first, then the chunks")
+            manifest = base_from_pb(first.model)
+            async with incoming(self._data, _base_file_limit, _BASE_FILES_BYTES) as files:
+                async for part in coming:
+                    if part.WhichOneof("part") != "chunk":
+                        raise InvalidField("model", "comes once, first; chunks follow")
+                    await files.add(part.chunk.name, part.chunk.data)
+                    if len(files.upload.sizes) > _BASE_FILES:
+                        raise InvalidField("chunk.name", f"these are more than {_BASE_FILES} files")
+                blobs = await asyncio.to_thread(files.upload.finish)
+                _check_announced(first.model, blobs)
+                yield NewBase(manifest, blobs, first.replace), files.upload
 
     async def _header(self, first: UploadPart | None, tenant: str) -> _Header:
         if first is None or first.WhichOneof("part") != "header":
@@ -119,6 +122,22 @@ class Receiver:
             alias=header.alias,
             etag=header.etag,
         )
+
+
+@asynccontextmanager
+async def _heard_out(coming: AsyncIterator[object]) -> AsyncIterator[None]:
+    """A refusal waits until the client has sent the rest, for a while.
+
+    grpc.aio's client takes a refusal that overtakes its own messages for an internal error.
+    """
+    try:
+        yield
+    except CallError:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_HEAR_OUT_S):
+                async for _ in coming:
+                    pass
+        raise
 
 
 def check_owner(name: AdapterName, tenant: str) -> None:

@@ -77,14 +77,14 @@ async def test_killing_a_worker_in_mid_stream_changes_no_token(
                 assert piece.offset == len(got)
                 got += piece.token_ids
                 seen += 1
-                if seen == 60:
+                if seen == 150:
                     enough.set()
                 if piece.finished:
                     continuations = piece.finished.continuations
             assert tuple(got) == tiny_llama.answer(prompt(number), 120, NAMES[number % 4]), number
             return continuations
 
-        asks = asyncio.gather(*(ask(number) for number in range(8)))
+        asks = asyncio.gather(*(ask(number) for number in range(12)))
         await enough.wait()
         cluster.local.kill("worker-1", signal.SIGKILL)
         assert sum(await asks) > 0, "the killed worker held nothing"
@@ -107,10 +107,10 @@ async def test_killing_a_worker_changes_no_draw(
                 seed=100 + number, **sampling, **choices,
             )  # fmt: skip
 
-        undisturbed = await asyncio.gather(*(stream(number).result() for number in range(8)))
-        streams = [stream(number) for number in range(8)]
-        # The first tokens of those that stream: the candidates of the others come when all have ended.
-        await asyncio.gather(*(anext(streams[number]) for number in range(8) if number % 4 != 3))
+        # More than both workers have rows for: they stay busy until the kill.
+        undisturbed = await asyncio.gather(*(stream(number).result() for number in range(14)))
+        streams = [stream(number) for number in range(14)]
+        await asyncio.gather(*(anext(one) for one in streams[:3]))
         cluster.local.kill("worker-1", signal.SIGKILL)
         disturbed = await asyncio.gather(*(one.result() for one in streams))
         for before, after in zip(undisturbed, disturbed, strict=True):
@@ -121,8 +121,9 @@ async def test_killing_a_worker_changes_no_draw(
             assert [one.alternatives[0][0] for one in told] == [
                 one.alternatives[0][0] for one in before.choices[0].logprobs
             ]
+            # Another batch rounds otherwise: in float32 a logprob of these may be off by 1e-4, either way.
             values = [one.logprob for one in before.choices[0].logprobs]
-            assert [one.logprob for one in told] == pytest.approx(values, abs=1e-4)
-        assert len({one.token_ids for one in undisturbed}) == 8
+            assert [one.logprob for one in told] == pytest.approx(values, abs=1e-3)
+        assert len({one.token_ids for one in undisturbed}) == len(undisturbed)
         assert sum(one.continuations for one in disturbed) > 0, "the killed worker held nothing"
         await eventually(cluster.idle)
