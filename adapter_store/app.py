@@ -7,7 +7,6 @@ import logging
 
 from loraplex.adapters.v1 import adapters_pb2_grpc as pb_grpc
 
-from adapter_store.auth import tenant_of
 from adapter_store.bases import BaseModels
 from adapter_store.catalog import Catalog
 from adapter_store.database import Database
@@ -15,6 +14,7 @@ from adapter_store.receive import Receiver
 from adapter_store.service import AdapterService
 from adapter_store.settings import StoreSettings
 from adapter_store.storage import DataDirectory
+from rpc.auth import tenant_of
 from rpc.server import Server, stop_signal
 
 log = logging.getLogger(__name__)

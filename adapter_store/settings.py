@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import ipaddress
 from dataclasses import dataclass
 from pathlib import Path
 
+from rpc.auth import check_exposure
 from rpc.settings import setting
 
 
@@ -24,17 +24,4 @@ class StoreSettings:
             raise ValueError(f"--port: {self.port} is not a port")
         if self.max_adapter_bytes < 1:
             raise ValueError(f"--max-adapter-bytes: {self.max_adapter_bytes} is not a size")
-        if not self.insecure_tenants and not _is_loopback(self.host):
-            raise ValueError(
-                f"--host: {self.host} is not a loopback address, and callers could name any tenant; "
-                "give --insecure-tenants if only trusted ones reach it"
-            )
-
-
-def _is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return False
+        check_exposure(self.host, self.insecure_tenants)

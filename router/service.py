@@ -10,11 +10,11 @@ import grpc
 from loraplex.inference.v1 import inference_pb2 as pb
 from loraplex.inference.v1 import inference_pb2_grpc
 
-from router.auth import tenant_of
 from router.convert import read_prompt, read_request, write_event
 from router.generation import Generation
 from router.models import Models
 from router.text import encode_prompt
+from rpc.auth import tenant_of
 from rpc.errors import InvalidField, NotBuilt
 
 Context = grpc.aio.ServicerContext[Any, Any]

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import ipaddress
 from dataclasses import dataclass
 
+from rpc.auth import check_exposure
 from rpc.settings import REDIS_URL_HELP, REDIS_URL_VARIABLE, setting
 
 
@@ -27,24 +27,10 @@ class Settings:
     )
 
     def __post_init__(self) -> None:
-        """Raises ValueError where listening would expose the header-named tenants."""
-        if not self.insecure_tenants and not is_loopback(self.host):
-            raise ValueError(
-                f"--host {self.host}: clients beyond this machine could name any tenant; "
-                "listen on 127.0.0.1, or accept that with --insecure-tenants"
-            )
+        """Raises ValueError on an address that would expose the tenants, or that workers could not call back."""
+        check_exposure(self.host, self.insecure_tenants)
         if not self.relay_advertise and self.relay_host in {"0.0.0.0", "::", "[::]"}:
             raise ValueError(
                 f"--relay-host {self.relay_host}: no address that workers could call back; "
                 "say with --relay-advertise under which host name they reach this router"
             )
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach the address."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return False

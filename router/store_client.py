@@ -11,7 +11,7 @@ from loraplex.adapters.v1 import adapters_pb2 as pb
 from loraplex.adapters.v1 import adapters_pb2_grpc
 
 from broker.messages import AdapterRef
-from router.auth import TENANT_KEY
+from rpc.auth import TENANT_KEY
 from rpc.errors import CallError, InvalidField, NotFound, Unavailable
 from rpc.server import CHANNEL_OPTIONS
 

@@ -21,12 +21,12 @@ from loraplex.adapters.v1 import adapters_pb2_grpc
 from artifacts.errors import ArtifactError
 from artifacts.revision import CONFIG_FILE, WEIGHTS_FILE, revision_digest
 from broker.messages import AdapterRef
+from rpc.auth import TENANT_KEY
 from rpc.server import CHANNEL_OPTIONS
 from worker.scheduling.contract import Failure
 
 log = logging.getLogger(__name__)
 
-TENANT_KEY = "x-loraplex-tenant"
 # A whole download; the chunks of a store that trickles must not hold a job for ever.
 FETCH_S = 60.0
 PARTIAL = "partial-"

@@ -6,7 +6,6 @@ import asyncio
 import shutil
 import signal
 import sys
-from collections.abc import Coroutine
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -83,7 +82,7 @@ async def _make_ready(plan: Plan, cluster: LocalCluster, activity: Activity) -> 
 async def _stay(plan: Plan, cluster: LocalCluster) -> None:
     """The demo, if asked for; then, unless that was all, until a process fails. Raises CommandError, LaunchError."""
     if plan.demo:
-        await _unless_failed(cluster, run_demo(cluster.router, plan.adapters))
+        await cluster.unless_failed(run_demo(cluster.router, plan.adapters))
     if not plan.once:
         _say_what_next(plan, cluster)
         raise await cluster.wait_failed()
@@ -105,21 +104,6 @@ async def _fill(plan: Plan, store: str, activity: Activity) -> None:
                     await client.push(adapter.directory, adapter.name, base_model=plan.model.name)
                 except LoraplexError as error:
                     raise CommandError(f"--adapters: {adapter.directory}: {explain(error, 'store', store)}") from error
-
-
-async def _unless_failed(cluster: LocalCluster, work: Coroutine[None, None, T]) -> T:
-    """The result of `work`; raises LaunchError as soon as a process of the cluster has failed."""
-    working = asyncio.create_task(work)
-    failing = asyncio.create_task(cluster.wait_failed())
-    try:
-        await asyncio.wait((working, failing), return_when=asyncio.FIRST_COMPLETED)
-        if failing.done():
-            raise failing.result()
-        return working.result()
-    finally:
-        working.cancel()
-        failing.cancel()
-        await asyncio.gather(working, failing, return_exceptions=True)
 
 
 def _say_what_next(plan: Plan, cluster: LocalCluster) -> None:

@@ -89,7 +89,7 @@ class LocalCluster:
         self._runtime_dir = Path(tempfile.mkdtemp(prefix="loraplex-"))
         self.data_dir = self.settings.data_dir or self._runtime_dir
         try:
-            await self._unless_failed(self._start())
+            await self.unless_failed(self._start())
         except BaseException as error:
             await self._stop()
             if isinstance(error, OSError):  # a data directory that can't be written
@@ -105,7 +105,7 @@ class LocalCluster:
         """Returns when every router's health is SERVING and every worker serves. Raises LaunchError."""
         try:
             async with asyncio.timeout(timeout_s):
-                await self._unless_failed(self._serving())
+                await self.unless_failed(self._serving())
         except TimeoutError as error:
             late = next((process for process in self._workers() if not process.is_ready), self.processes["router-1"])
             raise LaunchError(
@@ -214,8 +214,8 @@ class LocalCluster:
         self._replaced_at = [at for at in self._replaced_at if now - at < 60] + [now]
         return len(self._replaced_at) <= _REPLACED_A_MINUTE
 
-    async def _unless_failed(self, work: Coroutine[None, None, T]) -> T:
-        """The result of `work`; raises LaunchError as soon as a process exits."""
+    async def unless_failed(self, work: Coroutine[None, None, T]) -> T:
+        """The result of `work`; raises LaunchError as soon as a process has failed."""
         working = asyncio.create_task(work)
         failing = asyncio.create_task(self.wait_failed())
         try:

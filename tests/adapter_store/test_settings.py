@@ -22,6 +22,6 @@ def test_loopback_needs_no_leave(host: str) -> None:
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "[::]", "192.168.1.5", "store.example", ""])
 def test_beyond_loopback_needs_insecure_tenants(host: str) -> None:
-    with pytest.raises(SettingsError, match="give --insecure-tenants"):
+    with pytest.raises(SettingsError, match="accept that with --insecure-tenants"):
         read("--host", host)
     assert read("--host", host, "--insecure-tenants").host == host
