@@ -14,6 +14,7 @@ from typing import Any
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from loraplex.cluster.v1 import cluster_pb2, cluster_pb2_grpc
 from loraplex.inference.v1 import inference_pb2, inference_pb2_grpc
 from loraplex_client import (
     AlreadyExistsError,
@@ -333,3 +334,19 @@ async def test_logprobs_arrive_and_tell_the_best_of_several(start_cluster: Start
         told = events[0].prompt_logprobs.tokens
         assert [one.alternatives[0].token_id for one in told] == list(b"prompt"[1:])
         assert all(len(one.alternatives) == 3 for one in told)
+
+
+async def test_operators_see_the_jobs_and_queues(start_cluster: StartCluster) -> None:
+    async with start_cluster(SLOW, {}) as cluster, grpc.aio.insecure_channel(cluster.local.router) as channel:
+        stub = cluster_pb2_grpc.ClusterServiceStub(channel)
+        async with cluster.client.generate_stream("x", max_new_tokens=20_000) as stream:
+            await anext(stream)
+            (job,) = (await stub.ListJobs(cluster_pb2.ListJobsRequest())).jobs
+            assert (job.tenant, job.attempt, job.prompt_tokens) == ("acme", 1, 1)
+            assert job.worker_id == (await cluster.workers())[0].worker_id
+            assert job.completion_tokens >= 1
+            (queue,) = (await stub.ListQueues(cluster_pb2.ListQueuesRequest())).queues
+            assert (queue.model, queue.waiting) == ("hash", 0)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub.DrainWorker(cluster_pb2.DrainWorkerRequest())
+        assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
