@@ -43,14 +43,15 @@ test: $(STAMP) ## Run every test
 
 # With the first Python whose torch finds a device: the machine's own, which may be offline and without the other rooms'
 # needs, so nothing is installed and the conftest of the whole suite is left out.
-gpu: ## Run what needs a CUDA device; without one say so
+gpu: ## Test on a CUDA device and write docs/benchmarks-gpu.md; without one say so
 	@for python in python3 $(BIN)/python; do \
 		if $$python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null; then \
-			exec $$python -m pytest -q -p no:cacheprovider -o addopts= --import-mode=importlib -p tests.tiny_models \
-				--confcutdir=tests/gpu tests/gpu; \
+			$$python -m pytest -q -p no:cacheprovider -o addopts= --import-mode=importlib -p tests.tiny_models \
+				--confcutdir=tests/gpu tests/gpu && $$python -m bench.gpu; \
+			exit $$?; \
 		fi; \
 	done; \
-	echo "no CUDA device: torch is missing or finds none, so there is nothing to test"
+	echo "no CUDA device: torch is missing or finds none, so there is nothing to test or measure"
 
 bench: $(STAMP) ## Run every benchmark and rewrite the tables of docs/benchmarks.md
 	$(BIN)/python -m bench

@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from array import array
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,15 @@ def sha256_json(value: Any) -> str:
     """The digest of a value's canonical JSON: sorted keys, no spaces, ASCII. Raises ValueError on NaN and infinity."""
     text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
     return sha256_bytes(text.encode("ascii"))
+
+
+def weighted_digest(parts: Iterable[tuple[str, float]]) -> str:
+    """The digest of a weighted set of adapters: over its (digest, weight) pairs, in whatever order they come.
+
+    A weight counts with the 32 bits that it has on the wire. Raises ValueError on NaN and infinity.
+    """
+    pairs = sorted([digest, array("f", [weight])[0]] for digest, weight in parts)
+    return sha256_json({"format": 1, "weighted": pairs})
 
 
 def is_digest(text: str) -> bool:

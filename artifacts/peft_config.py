@@ -34,16 +34,27 @@ _WITHOUT_EFFECT = {
     "layers_to_transform", "loftq_config", "lora_dropout", "lora_ga_config", "megatron_core", "peft_version",
     "qalora_group_size", "revision", "runtime_config", "target_modules",
 }  # fmt: skip
+# Fields that may have other values than their default; docs/adapters.md shows them, and what is refused.
+ACCEPTED = frozenset(_SERVED | _CHECKED | _WITHOUT_EFFECT)
 _PLAIN_INITS = {True, False, None, "gaussian", "orthogonal", "eva", "mica"}
 _REWRITING_INITS = ("pissa", "olora", "corda", "loftq", "lora_ga")
-_WHY_REFUSED = {
-    "use_dora": "DoRA adapters are not served; merge it, or train plain LoRA",
+# Why, and what to do instead.
+WHY_REFUSED = {
+    "alora_invocation_tokens": "activated LoRA is not served; train plain LoRA",
+    "arrow_config": "Arrow routes between adapters; push each as an adapter of its own",
+    "ensure_weight_tying": "it is for trained embeddings, which are not served; leave it out",
+    "kasa_config": "KaSA changes how an adapter is applied; train plain LoRA",
+    "layer_replication": "replicated layers are not served; train on the base model as it is",
+    "lora_bias": "biases of LoRA layers are not served; train with lora_bias=False",
+    "megatron_config": "Megatron's parallel layers are not served; train on transformers' own",
     "modules_to_save": "fully trained modules are not served; train LoRA alone",
-    "trainable_token_indices": "trained token embeddings are not served",
-    "target_parameters": "LoRA on bare parameters is not served; target modules",
-    "layer_replication": "replicated layers are not served",
-    "lora_bias": "biases of LoRA layers are not served",
-    "alora_invocation_tokens": "activated LoRA is not served",
+    "monteclora_config": "MonteCLoRA samples its weights; train plain LoRA",
+    "target_parameters": "LoRA on bare parameters, such as those of experts, is not served; target modules",
+    "trainable_token_indices": "trained token embeddings are not served; train LoRA on linear layers alone",
+    "use_bdlora": "block-diagonal LoRA is not served; train plain LoRA",
+    "use_dora": "DoRA is not served; train plain LoRA, or merge it and serve a base model of its own",
+    "use_qalora": "QALoRA pools its inputs; train plain LoRA",
+    "velora_config": "VeLoRA is not known to leave a plain LoRA adapter; train without it",
 }
 
 
@@ -79,9 +90,9 @@ def parse_peft_config(data: bytes) -> PeftConfig:
     config = parse_object(data, CONFIG_FILE)
     _check_kind(config)
     _check_init(config.get("init_lora_weights"))
-    for field in sorted(set(config) - _SERVED - _CHECKED - _WITHOUT_EFFECT):
+    for field in sorted(set(config) - ACCEPTED):
         if not _is_default(config[field]):
-            why = _WHY_REFUSED.get(field, "this version does not know the field, and it is not at its default")
+            why = WHY_REFUSED.get(field, "this version does not know the field, and it is not at its default")
             raise MismatchError(field, why)
     if "r" not in config:
         raise ArtifactError("r", f"is missing in {CONFIG_FILE}")

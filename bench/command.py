@@ -9,8 +9,8 @@ from pathlib import Path
 from bench.report import Report
 
 
-def run_command(name: str, description: str, measure: Callable[[bool], Report]) -> None:
-    """Read the arguments, measure (quickly or not), print the tables, write the file."""
+def run_command(name: str, description: str, measure: Callable[[bool], Report]) -> Report:
+    """Read the arguments, measure (quickly or not), print the tables, write the file; returns what was measured."""
     parser = argparse.ArgumentParser(prog=f"python -m bench.{name}", description=description.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="a smaller model and fewer repeats, under a minute")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
@@ -22,3 +22,4 @@ def run_command(name: str, description: str, measure: Callable[[bool], Report]) 
     report.show()
     if arguments.json:
         report.write(arguments.json)
+    return report

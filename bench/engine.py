@@ -9,21 +9,23 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Protocol
 
+from bench.bare_engine import BareEngine
 from bench.ceilings import WEIGHTS_BYTES, CeilingMeter
 from bench.command import run_command
+from bench.isolated import Answers, Isolated
 from bench.limit import limit_s
 from bench.models import QWEN2_04B, QWEN2_QUICK, ModelShape, save_adapter, save_model
-from bench.ours import BareEngine, ServedCluster
+from bench.ours import ServedCluster
 from bench.peers import ContinuousBatches, StaticBatches
 from bench.report import Aim, Report, progress
 from bench.rounds import Case, Rounds, Timed
-from bench.workload import Request, Workload
+from bench.workload import Workload
 
 ADAPTERS, RANK = 8, 16
 AIMS = {
@@ -65,13 +67,6 @@ FULL = Setup(QWEN2_04B, Workload(), rounds=3)
 QUICK = Setup(QWEN2_QUICK, Workload(long=40), rounds=1)
 
 
-class Answers(Protocol):
-    """Ours or a peer."""
-
-    def run(self, requests: Sequence[Request]) -> Timed:
-        """Answer all of them."""
-
-
 def main() -> None:
     """Run it as the arguments say."""
     run_command("engine", __doc__ or "", lambda quick: measure(QUICK if quick else FULL, quick))
@@ -106,11 +101,16 @@ def _cases(setup: Setup, stack: ExitStack) -> list[Case]:
     model = save_model(shape, directory / shape.name)
     adapters = [save_adapter(shape, RANK, directory / f"a{index}", seed=index) for index in range(ADAPTERS)]
     progress("loading it into the engine, transformers, peft and a cluster")
-    small, large = BareEngine(model, adapters, rows=8), BareEngine(model, adapters, rows=32)
-    stack.callback(small.close)
-    stack.callback(large.close)
-    static, mixed_static = StaticBatches(model), StaticBatches(model, adapters)
-    continuous = stack.enter_context(ContinuousBatches(model))
+    small, large, static, mixed_static, continuous = (
+        stack.enter_context(Isolated(make))
+        for make in (
+            partial(_bare, model, adapters, rows=8),
+            partial(_bare, model, adapters, rows=32),
+            partial(_static, model),
+            partial(_static, model, adapters),
+            partial(ContinuousBatches, model),
+        )
+    )
     cluster = stack.enter_context(ServedCluster(model, adapters, rows=8))
 
     def case(name: str, answers: Answers, adapters: int = 0, requests: int | None = None) -> Case:
@@ -130,6 +130,14 @@ def _cases(setup: Setup, stack: ExitStack) -> list[Case]:
         case(_MIXED, small, ADAPTERS),
         case(_CLUSTER, cluster, ADAPTERS),
     ]
+
+
+def _bare(model: Path, adapters: Sequence[Path], rows: int) -> AbstractContextManager[BareEngine]:
+    return closing(BareEngine(model, adapters, rows))
+
+
+def _static(model: Path, adapters: Sequence[Path] = ()) -> AbstractContextManager[StaticBatches]:
+    return nullcontext(StaticBatches(model, adapters))
 
 
 def _ratios(rounds: Rounds) -> dict[str, float]:

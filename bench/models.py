@@ -21,7 +21,7 @@ _CONFIGS: dict[str, Callable[..., PreTrainedConfig]] = {"qwen2": Qwen2Config, "l
 
 @dataclass(frozen=True)
 class ModelShape:
-    """A decoder with tied embeddings and gated MLPs, as Llama and Qwen2 have them. `family` is qwen2 or llama."""
+    """A decoder with gated MLPs, as Llama and Qwen2 have them. `family`: qwen2 or llama; `tied`: the embeddings."""
 
     name: str
     family: str
@@ -32,6 +32,7 @@ class ModelShape:
     kv_heads: int
     vocabulary: int
     context: int
+    tied: bool = True
 
     @property
     def head_dim(self) -> int:
@@ -59,8 +60,13 @@ class ModelShape:
 
     @property
     def head_parameters(self) -> int:
-        """Weights of the output head, which are the embeddings' too."""
+        """Weights of the output head, and of the embeddings."""
         return self.vocabulary * self.hidden
+
+    @property
+    def parameters(self) -> int:
+        """Weights of all layers, the head and the embeddings; norms are not counted."""
+        return self.linear_parameters + self.head_parameters * (1 if self.tied else 2)
 
     def adapter_parameters(self, rank: int) -> int:
         """Weights of one adapter on all linear layers."""
@@ -76,7 +82,7 @@ class ModelShape:
             num_key_value_heads=self.kv_heads,
             vocab_size=self.vocabulary,
             max_position_embeddings=self.context,
-            tie_word_embeddings=True,
+            tie_word_embeddings=self.tied,
             bos_token_id=None,
             eos_token_id=None,
             pad_token_id=0,
@@ -87,14 +93,18 @@ QWEN2_04B = ModelShape("qwen2-0.4b", "qwen2", 24, 896, 4864, 14, 2, 32_000, 32_7
 LLAMA_28M = ModelShape("llama-28m", "llama", 8, 512, 1408, 8, 4, 8_192, 8_192)
 # For --quick: the wide layers of qwen2-0.4b, and four of them.
 QWEN2_QUICK = ModelShape("qwen2-quick", "qwen2", 4, 896, 4864, 14, 2, 32_000, 32_768)
+# The real shape, for CUDA; and for --quick fewer of its layers.
+LLAMA3_8B = ModelShape("llama3-8b", "llama", 32, 4096, 14_336, 32, 8, 128_256, 8_192, tied=False)
+LLAMA3_QUICK = ModelShape("llama3-quick", "llama", 4, 4096, 14_336, 32, 8, 32_000, 8_192, tied=False)
 TINY = ModelShape("tiny", "qwen2", 2, 64, 128, 4, 2, 512, 8_192)
 
 
-def save_model(shape: ModelShape, directory: Path, seed: int = 0) -> Path:
-    """Write a transformers directory in bfloat16; returns it."""
+def save_model(shape: ModelShape, directory: Path, seed: int = 0, device: str = "cpu") -> Path:
+    """Write a transformers directory in bfloat16, its numbers drawn on the device; returns it."""
     disable_progress_bar()  # type: ignore[no-untyped-call]
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(shape.config(), dtype=torch.bfloat16)  # type: ignore[no-untyped-call]
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(shape.config(), dtype=torch.bfloat16)  # type: ignore[no-untyped-call]
     model.save_pretrained(directory)
     return directory
 

@@ -1,4 +1,4 @@
-"""The two of ours that are timed: the bare engine, and the same worker behind client, router and Redis."""
+"""The cluster that is timed: the bare engine's worker behind client, router and Redis."""
 
 from __future__ import annotations
 
@@ -13,46 +13,12 @@ from typing import Self
 from loraplex_client import AsyncClient, AsyncStoreClient
 
 from artifacts.base_model import read_base_model
-from bench.limit import recorded_steps
 from bench.rounds import Timed
-from bench.workload import Request, answered_tokens
+from bench.workload import Request
 from clients.cli.models import registered
 from deploy.local.cluster import ClusterSettings, LocalCluster
-from worker.engine import TorchEngine, build_engine
-from worker.scheduling.contract import AdapterSource, NewSequence, Stopping
 
 TENANT = "bench"
-
-
-class BareEngine:
-    """An engine in this process, with at most `rows` sequences in a batch."""
-
-    def __init__(self, model: Path, adapters: Sequence[Path], rows: int) -> None:
-        self._engine: TorchEngine = build_engine(str(model), dtype="bfloat16", rows=rows)
-        self._adapters = [AdapterSource(directory.name, str(directory)) for directory in adapters]
-
-    def run(self, requests: Sequence[Request]) -> Timed:
-        """Answer all of them; they arrive at once."""
-        with recorded_steps() as steps:
-            start = time.perf_counter()
-            for index, request in enumerate(requests):
-                self._engine.add(self._sequence(f"{index}", request))
-            answered = 0
-            while answered < len(requests):
-                for output in self._engine.step():
-                    if output.failure:
-                        raise RuntimeError(f"the engine failed: {output.failure.message}")
-                    answered += output.finish is not None
-            seconds = time.perf_counter() - start
-        return Timed(answered_tokens(requests), seconds, tuple(steps))
-
-    def close(self) -> None:
-        """End its threads."""
-        self._engine.close()
-
-    def _sequence(self, name: str, request: Request) -> NewSequence:
-        adapter = None if request.adapter is None else self._adapters[request.adapter]
-        return NewSequence(name, request.prompt_ids, adapter=adapter, stopping=Stopping(request.tokens))
 
 
 class ServedCluster:

@@ -24,13 +24,15 @@ _STUCK_S = 120
 
 
 class StaticBatches:
-    """transformers' `generate` in batches of 8; with `adapters`, peft's `adapter_names` gives each row its own.
+    """transformers' `generate` in batches of `batch`; with `adapters`, peft's `adapter_names` gives each row its own.
 
     A batch runs until its longest answer is complete; of a shorter one only the tokens asked for count.
     """
 
-    def __init__(self, model: Path, adapters: Sequence[Path] = ()) -> None:
-        self._module = _load(model)
+    def __init__(self, model: Path, adapters: Sequence[Path] = (), device: str = "cpu", batch: int = _BATCH) -> None:
+        self._module = _load(model, device)
+        self._device = device
+        self._batch = batch
         self._names = [directory.name for directory in adapters]
         for directory in adapters:
             if directory is adapters[0]:
@@ -42,9 +44,9 @@ class StaticBatches:
     def run(self, requests: Sequence[Request]) -> Timed:
         """Answer all of them, batch after batch."""
         start = time.perf_counter()
-        for first in range(0, len(requests), _BATCH):
-            batch = requests[first : first + _BATCH]
-            ids = torch.tensor([request.prompt_ids for request in batch])
+        for first in range(0, len(requests), self._batch):
+            batch = requests[first : first + self._batch]
+            ids = torch.tensor([request.prompt_ids for request in batch], device=self._device)
             options: dict[str, Any] = {}
             if self._names:
                 options["adapter_names"] = [self._names[request.adapter or 0] for request in batch]
@@ -61,15 +63,19 @@ class StaticBatches:
 class ContinuousBatches:
     """transformers' ContinuousBatchingManager, kept warm while the context is open; it has no adapters."""
 
-    def __init__(self, model: Path) -> None:
-        self._module = _load(model)
+    def __init__(
+        self, model: Path, device: str = "cpu", step_tokens: int = _STEP_TOKENS, blocks: int = _BLOCKS
+    ) -> None:
+        self._module = _load(model, device)
+        self._step_tokens = step_tokens
+        self._blocks = blocks
         self._runs = 0
 
     def __enter__(self) -> Self:
         """Start its thread."""
         self._manager = self._module.init_continuous_batching(
             GenerationConfig(max_new_tokens=1, do_sample=False, eos_token_id=-1, pad_token_id=0),  # type: ignore[no-untyped-call]
-            ContinuousBatchingConfig(num_blocks=_BLOCKS, max_batch_tokens=_STEP_TOKENS),
+            ContinuousBatchingConfig(num_blocks=self._blocks, max_batch_tokens=self._step_tokens),
         )
         self._manager.start()
         return self
@@ -94,8 +100,8 @@ class ContinuousBatches:
         return Timed(answered_tokens(requests), time.perf_counter() - start)
 
 
-def _load(model: Path) -> Any:
+def _load(model: Path, device: str) -> Any:
     transformers.utils.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     module: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16, attn_implementation="sdpa")
-    return module.eval().requires_grad_(False)
+    return module.eval().requires_grad_(False).to(device)

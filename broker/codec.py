@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 from loraplex.queue.v1 import queue_pb2
 
-from broker.messages import AdapterRef, Job, SamplingParams, StoppingParams, WorkerPhase, WorkerState
+from broker.messages import (
+    AdapterRef,
+    AdapterTiers,
+    Job,
+    SamplingParams,
+    StoppingParams,
+    Wanted,
+    WeightedRef,
+    WorkerPhase,
+    WorkerState,
+)
 
 _PHASES = {
     WorkerPhase.SERVING: queue_pb2.WORKER_PHASE_SERVING,
@@ -42,17 +54,13 @@ def encode_job(job: Job) -> bytes:
         done=job.done,
     )
     if job.adapter:
-        message.adapter.revision = job.adapter.revision
-        message.adapter.digest = job.adapter.digest
-        message.adapter.rank = job.adapter.rank
-        message.adapter.weight_bytes = job.adapter.weight_bytes
+        message.adapter.CopyFrom(_write_adapter(job.adapter))
     return message.SerializeToString()
 
 
 def decode_job(data: bytes) -> Job:
     """The job in `data`. Raises google.protobuf.message.DecodeError."""
     message = queue_pb2.Job.FromString(data)
-    adapter = message.adapter
     return Job(
         job_id=message.job_id,
         request_id=message.request_id,
@@ -61,9 +69,7 @@ def decode_job(data: bytes) -> Job:
         base_digest=message.base_digest,
         attempt=message.attempt,
         reply_to=message.reply_to,
-        adapter=AdapterRef(adapter.revision, adapter.digest, adapter.rank, adapter.weight_bytes)
-        if message.HasField("adapter")
-        else None,
+        adapter=_read_adapter(message.adapter) if message.HasField("adapter") else None,
         prompt_ids=tuple(message.prompt_ids),
         emitted={emitted.choice: tuple(emitted.token_ids) for emitted in message.emitted},
         sampling=_read_sampling(message.sampling),
@@ -84,6 +90,34 @@ def decode_job(data: bytes) -> Job:
     )
 
 
+def encode_wanted(job: Job) -> bytes:
+    """What a worker needs to fetch a job's adapter beforehand; nothing where it has none."""
+    if job.adapter is None:
+        return b""
+    return queue_pb2.Wanted(adapter=_write_adapter(job.adapter), tenant=job.tenant).SerializeToString()
+
+
+def decode_wanted(data: bytes) -> Wanted:
+    """What `encode_wanted` wrote. Raises google.protobuf.message.DecodeError."""
+    message = queue_pb2.Wanted.FromString(data)
+    return Wanted(_read_adapter(message.adapter), message.tenant)
+
+
+def _write_adapter(ref: AdapterRef) -> queue_pb2.AdapterRef:
+    return queue_pb2.AdapterRef(
+        revision=ref.revision,
+        digest=ref.digest,
+        rank=ref.rank,
+        weight_bytes=ref.weight_bytes,
+        parts=[queue_pb2.WeightedRef(adapter=_write_adapter(part.adapter), weight=part.weight) for part in ref.parts],
+    )
+
+
+def _read_adapter(message: queue_pb2.AdapterRef) -> AdapterRef:
+    parts = tuple(WeightedRef(_read_adapter(part.adapter), part.weight) for part in message.parts)
+    return AdapterRef(message.revision, message.digest, message.rank, message.weight_bytes, parts)
+
+
 _SAMPLING_FIELDS = tuple(name for name in SamplingParams.__dataclass_fields__ if name != "logit_bias")
 
 
@@ -97,13 +131,16 @@ def _read_sampling(message: queue_pb2.SamplingParams) -> SamplingParams:
     return SamplingParams(logit_bias=tuple(sorted(message.logit_bias.items())), **plain)
 
 
-_STATE_FIELDS = tuple(name for name in WorkerState.__dataclass_fields__ if name not in {"phase", "adapters"})
+_STATE_FIELDS = tuple(name for name in WorkerState.__dataclass_fields__ if name not in {"phase", "adapters", "tiers"})
 
 
 def encode_worker(state: WorkerState) -> bytes:
     """A worker state's bytes; both sides name the fields alike."""
     plain = {name: getattr(state, name) for name in _STATE_FIELDS}
-    return queue_pb2.WorkerState(phase=_PHASES[state.phase], adapters=state.adapters, **plain).SerializeToString()
+    tiers = queue_pb2.AdapterTiers(**asdict(state.tiers))
+    return queue_pb2.WorkerState(
+        phase=_PHASES[state.phase], adapters=state.adapters, tiers=tiers, **plain
+    ).SerializeToString()
 
 
 def decode_worker(data: bytes) -> WorkerState:
@@ -111,4 +148,5 @@ def decode_worker(data: bytes) -> WorkerState:
     message = queue_pb2.WorkerState.FromString(data)
     plain = {name: getattr(message, name) for name in _STATE_FIELDS}
     phase = _FROM_PHASE.get(message.phase, WorkerPhase.DRAINING)
-    return WorkerState(phase=phase, adapters=tuple(message.adapters), **plain)
+    tiers = AdapterTiers(**{name: getattr(message.tiers, name) for name in AdapterTiers.__dataclass_fields__})
+    return WorkerState(phase=phase, adapters=tuple(message.adapters), tiers=tiers, **plain)

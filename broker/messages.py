@@ -8,12 +8,38 @@ from enum import StrEnum
 
 @dataclass(frozen=True, slots=True)
 class AdapterRef:
-    """One immutable revision. `revision` is its full name, `weight_bytes` the size of its safetensors file."""
+    """One immutable revision. `revision` is its full name, `weight_bytes` the size of its safetensors file.
+
+    Or a weighted set of them, which has `parts`: then `revision` is its digest (see artifacts.digests.weighted_digest),
+    rank and bytes are the sums of the parts'.
+    """
 
     revision: str
     digest: str
     rank: int
     weight_bytes: int
+    parts: tuple[WeightedRef, ...] = ()
+
+    @property
+    def summands(self) -> tuple[AdapterRef, ...]:
+        """The revisions that it needs: itself, or the parts of a set."""
+        return tuple(part.adapter for part in self.parts) or (self,)
+
+
+@dataclass(frozen=True, slots=True)
+class WeightedRef:
+    """One revision of a weighted set, and the factor of what it adds to the base model."""
+
+    adapter: AdapterRef
+    weight: float
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """The adapter of a job that waits, and who asks for it."""
+
+    adapter: AdapterRef
+    tenant: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +134,28 @@ class Capacity:
     adapters: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class AdapterTiers:
+    """A worker's adapters on the device, in host memory, on disk: counts since its start, bytes as stored."""
+
+    # On their way from the store to the disk, and from there to the device.
+    fetching: int = 0
+    loading: int = 0
+    # Requests that found their adapter on the device, and that did not.
+    hits: int = 0
+    misses: int = 0
+    # Adapters that took another's slot.
+    swaps: int = 0
+    device_bytes: int = 0
+    host_bytes: int = 0
+    disk_bytes: int = 0
+    disk_bytes_limit: int = 0
+    disk_adapters: int = 0
+    # Requests that found their adapter on the disk, and that did not.
+    disk_hits: int = 0
+    disk_misses: int = 0
+
+
 class WorkerPhase(StrEnum):
     """What a live worker does with new work."""
 
@@ -141,3 +189,4 @@ class WorkerState:
     host: str
     pid: int
     engine_pid: int
+    tiers: AdapterTiers = AdapterTiers()

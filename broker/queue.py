@@ -7,21 +7,27 @@ flagged allow-oom, so that a full Redis can still empty itself.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from google.protobuf.message import DecodeError
 from redis.asyncio import Redis
 from redis.exceptions import OutOfMemoryError
 
-from broker.codec import decode_job, encode_job
+from broker.codec import decode_job, decode_wanted, encode_job, encode_wanted
 from broker.keys import Keys
-from broker.messages import Capacity, Job
+from broker.messages import Capacity, Job, Wanted
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 # How many waiting jobs a claim looks at: what fits nobody is passed over, never in front of others for long.
 CLAIM_WINDOW = 64
+# How many more, whose adapters are worth fetching beforehand, and how many adapters it names.
+AHEAD_WINDOW = 16
+WANTED_LIMIT = 4
 # More wake-ups than idle workers help nobody.
 WAKE_LIMIT = 64
 
@@ -31,7 +37,7 @@ class QueueFullError(Exception):
 
 
 # KEYS: waiting, job, arrivals, wake.
-# ARGV: id, body, attempt, tokens, prefill, rank, deadline_ms, waiting limit, wake limit, rows, base digest
+# ARGV: id, body, attempt, tokens, prefill, rank, deadline_ms, waiting limit, wake limit, rows, base digest, wanted
 _ENQUEUE = """#!lua
 local attempt = tonumber(ARGV[3])
 local held = redis.call('HGET', KEYS[2], 'attempt')
@@ -40,7 +46,7 @@ if attempt == 1 and redis.call('ZCARD', KEYS[1]) >= tonumber(ARGV[8]) then retur
 local score = redis.call('INCR', KEYS[3])
 if attempt > 1 then score = score - 2^52 end
 redis.call('HSET', KEYS[2], 'body', ARGV[2], 'attempt', attempt, 'tokens', ARGV[4], 'prefill', ARGV[5],
-  'rank', ARGV[6], 'rows', ARGV[10], 'base', ARGV[11])
+  'rank', ARGV[6], 'rows', ARGV[10], 'base', ARGV[11], 'wanted', ARGV[12])
 if tonumber(ARGV[7]) > 0 then redis.call('PEXPIRE', KEYS[2], ARGV[7]) end
 redis.call('ZADD', KEYS[1], score, ARGV[1])
 if redis.call('LLEN', KEYS[4]) < tonumber(ARGV[9]) then redis.call('LPUSH', KEYS[4], 1) end
@@ -48,15 +54,20 @@ return 1
 """
 
 # KEYS: waiting, wake.
-# ARGV: job prefix, window, free rows, free tokens, max tokens, max rank, all rows, base digest
+# ARGV: job prefix, window, free rows, free tokens, max tokens, max rank, all rows, base digest, look ahead, most wanted
 # The first in line may take more tokens than are free: the engine lets nobody overtake it, or it might wait for ever.
+# Of those that must wait, it counts the adapters: the ones that most wait for come back first.
 _CLAIM = """#!lua flags=allow-oom
 local rows, free = tonumber(ARGV[3]), tonumber(ARGV[4])
-local bodies, first = {}, true
+local bodies, first, ahead = {}, true, tonumber(ARGV[9])
+local wanted, counts, order = {}, {}, {}
 for _, id in ipairs(redis.call('ZRANGE', KEYS[1], 0, tonumber(ARGV[2]) - 1)) do
-  if rows < 1 then break end
+  if rows < 1 then
+    if ahead < 1 then break end
+    ahead = ahead - 1
+  end
   local key = ARGV[1] .. id
-  local job = redis.call('HMGET', key, 'tokens', 'prefill', 'rank', 'rows', 'base', 'body')
+  local job = redis.call('HMGET', key, 'tokens', 'prefill', 'rank', 'rows', 'base', 'wanted')
   if not job[1] then
     redis.call('ZREM', KEYS[1], id)
   elseif tonumber(job[1]) <= tonumber(ARGV[5]) and tonumber(job[3]) <= tonumber(ARGV[6]) and job[5] == ARGV[8] then
@@ -64,8 +75,14 @@ for _, id in ipairs(redis.call('ZRANGE', KEYS[1], 0, tonumber(ARGV[2]) - 1)) do
       free = free - tonumber(job[2])
       rows = rows - tonumber(job[4])
       redis.call('ZREM', KEYS[1], id)
+      bodies[#bodies + 1] = redis.call('HGET', key, 'body')
       redis.call('DEL', key)
-      bodies[#bodies + 1] = job[6]
+    elseif job[6] and job[6] ~= '' then
+      if not counts[job[6]] then
+        wanted[#wanted + 1] = job[6]
+        counts[job[6]], order[job[6]] = 0, #wanted
+      end
+      counts[job[6]] = counts[job[6]] + 1
     end
     first = false
   end
@@ -76,7 +93,12 @@ if waiting == 0 then
 elseif #bodies > 0 and redis.call('LLEN', KEYS[2]) == 0 then
   redis.call('LPUSH', KEYS[2], 1)
 end
-return {waiting, bodies}
+table.sort(wanted, function(a, b)
+  if counts[a] ~= counts[b] then return counts[a] > counts[b] end
+  return order[a] < order[b]
+end)
+while #wanted > tonumber(ARGV[10]) do table.remove(wanted) end
+return {waiting, bodies, wanted}
 """
 
 # KEYS: waiting, job. ARGV: id, attempt
@@ -94,10 +116,11 @@ return 1
 
 @dataclass(frozen=True, slots=True)
 class Claimed:
-    """What a claim took, and how many jobs still wait after it."""
+    """What a claim took, how many jobs still wait after it, and the adapters that the next of these want most."""
 
     jobs: list[Job]
     waiting: int
+    wanted: list[Wanted]
 
 
 class JobQueue:
@@ -123,6 +146,7 @@ class JobQueue:
             WAKE_LIMIT,
             job.rows,
             job.base_digest,
+            encode_wanted(job),
         ]
         try:
             accepted = await self._enqueue(
@@ -136,7 +160,7 @@ class JobQueue:
     async def claim(self, base_digest: str, capacity: Capacity) -> Claimed:
         """Take the next jobs of a base model that suit a worker, up to its free rows: they are its own from now on."""
         keys = self.keys
-        waiting, bodies = await self._claim(
+        waiting, bodies, wanted = await self._claim(
             keys=[keys.waiting, keys.wake],
             args=[
                 keys.job(""),
@@ -147,15 +171,12 @@ class JobQueue:
                 capacity.max_rank,
                 capacity.rows_limit,
                 base_digest,
+                AHEAD_WINDOW,
+                WANTED_LIMIT,
             ],
         )
-        jobs = []
-        for body in bodies:
-            try:
-                jobs.append(decode_job(body))
-            except DecodeError:  # its router dispatches it again, for a worker that can read it
-                log.exception("a job of %d bytes can't be read", len(body))
-        return Claimed(jobs, int(waiting))
+        # What can't be read its router dispatches again, for a worker that can read it.
+        return Claimed(_readable(bodies, decode_job), int(waiting), _readable(wanted, decode_wanted))
 
     async def finish(self, job_id: str, attempt: int) -> None:
         """Forget a job that waits, up to this attempt. Idempotent."""
@@ -173,3 +194,14 @@ class JobQueue:
     async def count_waiting(self) -> int:
         """How many jobs wait."""
         return int(await self._redis.zcard(self.keys.waiting))
+
+
+def _readable(bodies: Sequence[bytes], decode: Callable[[bytes], T]) -> list[T]:
+    """Those that this version can read."""
+    read = []
+    for body in bodies:
+        try:
+            read.append(decode(body))
+        except DecodeError:
+            log.exception("%d bytes in the queue can't be read", len(body))
+    return read

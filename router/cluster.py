@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 import grpc
@@ -93,6 +94,7 @@ def _worker(state: WorkerState) -> pb.Worker:
             referenced=state.blocks_referenced,
         ),
         adapter_slots=pb.AdapterSlots(total=state.slots_total, used=state.slots_used, pinned=state.slots_pinned),
+        adapter_tiers=pb.AdapterTiers(**asdict(state.tiers)),
         adapters=state.adapters,
         steps=state.steps,
         host=state.host,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from loraplex.inference.v1 import inference_pb2 as pb
 
 from broker.messages import SamplingParams
@@ -17,6 +19,7 @@ from router.request import (
     Stopping,
     Summary,
     TokenLogprobs,
+    WeightedAdapter,
 )
 from rpc.errors import InvalidField, NotBuilt
 
@@ -28,11 +31,11 @@ STREAM_INTERVAL = 1_000
 CHOICES = 16
 LOGPROBS = 20
 LOGIT_BIASES = 300
+ADAPTERS = 8
 CHAT_ROLES = ("system", "user", "assistant")
 
 # In the contract, but not served by this version: anything but its neutral value is refused by name.
 _UNBUILT: dict[str, object] = {
-    "adapters": None,
     "json_schema": None,
     "regex": None,
     "grammar": None,
@@ -59,6 +62,7 @@ def read_request(spec: pb.GenerateSpec, tenant: str) -> Request:
         request_id=spec.request_id,
         model=spec.model,
         adapter=spec.adapter,
+        adapters=_adapters(spec),
         sampling=_sampling(spec.sampling),
         seed=spec.sampling.seed if spec.sampling.HasField("seed") else None,
         stopping=_stopping(spec.stopping),
@@ -71,6 +75,23 @@ def read_request(spec: pb.GenerateSpec, tenant: str) -> Request:
         if spec.output.HasField("prompt_logprobs")
         else None,
     )
+
+
+def _adapters(spec: pb.GenerateSpec) -> tuple[WeightedAdapter, ...]:
+    if spec.adapter and spec.adapters:
+        raise InvalidField("adapters", "give either adapter or adapters")
+    if len(spec.adapters) > ADAPTERS:
+        raise InvalidField("adapters", f"{len(spec.adapters)} adapters; at most {ADAPTERS}")
+    seen = set()
+    for index, one in enumerate(spec.adapters):
+        if not one.adapter:
+            raise InvalidField(f"adapters[{index}].adapter", "is empty")
+        if not math.isfinite(one.weight) or one.weight == 0:
+            raise InvalidField(f"adapters[{index}].weight", f"{one.weight:g} is not a finite number other than 0")
+        if one.adapter in seen:
+            raise InvalidField(f"adapters[{index}].adapter", f"{one.adapter} is there twice; add up its weights")
+        seen.add(one.adapter)
+    return tuple(WeightedAdapter(one.adapter, one.weight) for one in spec.adapters)
 
 
 def _choices(output: pb.Output) -> tuple[int, int]:
@@ -207,6 +228,7 @@ def write_event(event: Event) -> pb.GenerateEvent:
                         queue=event.queue_s, adapter=event.adapter_s, ttft=event.ttft_s, decode=event.decode_s
                     ),
                     continuations=event.continuations,
+                    adapters=[pb.WeightedAdapter(adapter=one.adapter, weight=one.weight) for one in event.adapters],
                 )
             )
 

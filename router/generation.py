@@ -7,15 +7,16 @@ import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
-from broker.messages import Job, StoppingParams
+from broker.messages import AdapterRef, Job, StoppingParams
+from router.adapters import resolve_adapters
 from router.answers import Answers
 from router.dispatch import Dispatcher
 from router.models import Models, ServedModel
-from router.request import Event, Request, Summary
-from router.store_client import ResolvedAdapter, StoreClient
+from router.request import Event, Request, Summary, WeightedAdapter
+from router.store_client import StoreClient
 from router.text import encode_prompt
 from router.track import Track
-from rpc.errors import InvalidField, Mismatch, Unavailable
+from rpc.errors import InvalidField, Unavailable
 
 DEFAULT_MAX_TOKENS = 128
 
@@ -32,8 +33,8 @@ class Generation:
     async def run(self, request: Request, deadline_s: float | None) -> AsyncGenerator[Event]:
         """The request's events, a Summary last. Leaving early stops the work. Raises a CallError."""
         model = self._models.get(request.model)
-        resolved = await self._adapter(request, model)
-        job = await self._job(request, model, resolved, deadline_s)
+        adapter = await self._adapter(request, model)
+        job = await self._job(request, model, adapter, deadline_s)
         first_at = None
         async with self._dispatcher.track(job) as track:
             answers = Answers(request, model.text, track)
@@ -43,25 +44,12 @@ class Generation:
                     yield event
         yield _summary(track, answers.tokens, first_at or time.monotonic())
 
-    async def _adapter(self, request: Request, model: ServedModel) -> ResolvedAdapter | None:
-        if not request.adapter:
-            return None
-        resolved = await self._store.resolve(request.tenant, request.adapter)
-        if resolved.base_digest != model.manifest.digest:
-            raise Mismatch(
-                resolved.ref.revision, f"made for another base model than {model.manifest.name}", reason="WRONG_BASE"
-            )
+    async def _adapter(self, request: Request, model: ServedModel) -> AdapterRef | None:
         ranks = [state.max_rank for state in self._models.serving(model.manifest.name)]
-        if ranks and resolved.ref.rank > max(ranks):
-            raise Mismatch(
-                resolved.ref.revision,
-                f"rank {resolved.ref.rank}; the workers take at most {max(ranks)}",
-                reason="RANK_TOO_BIG",
-            )
-        return resolved
+        return await resolve_adapters(request, model.manifest, max(ranks, default=None), self._store)
 
     async def _job(
-        self, request: Request, model: ServedModel, resolved: ResolvedAdapter | None, deadline_s: float | None
+        self, request: Request, model: ServedModel, adapter: AdapterRef | None, deadline_s: float | None
     ) -> Job:
         manifest = model.manifest
         prompt_ids = await encode_prompt(model.text, request.prompt, request.prompt_field)
@@ -84,7 +72,7 @@ class Generation:
             model=manifest.name,
             base_digest=manifest.digest,
             reply_to=self._reply_to,
-            adapter=resolved.ref if resolved else None,
+            adapter=adapter,
             prompt_ids=prompt_ids,
             sampling=request.sampling,
             n=request.best_of,
@@ -134,4 +122,7 @@ def _summary(track: Track, completion_tokens: int, first_at: float) -> Summary:
         ttft_s=first_at - track.admitted_at,
         decode_s=now - first_at,
         continuations=track.continuations,
+        adapters=tuple(
+            WeightedAdapter(part.adapter.revision, part.weight) for part in (job.adapter.parts if job.adapter else ())
+        ),
     )

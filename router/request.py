@@ -27,6 +27,14 @@ class Stopping:
     ignore_eos: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class WeightedAdapter:
+    """One of several adapters whose changes are added up: its name, or in a Summary its revision's."""
+
+    adapter: str
+    weight: float
+
+
 Prompt = str | tuple[int, ...] | tuple[ChatMessage, ...]
 
 
@@ -40,6 +48,8 @@ class Request:
     request_id: str = ""
     model: str = ""
     adapter: str = ""
+    # Instead of `adapter`, several.
+    adapters: tuple[WeightedAdapter, ...] = ()
     sampling: SamplingParams = field(default_factory=SamplingParams)
     seed: int | None = None
     stopping: Stopping = field(default_factory=Stopping)
@@ -110,6 +120,8 @@ class Summary:
     ttft_s: float
     decode_s: float
     continuations: int
+    # Of a weighted set, whose digest `adapter_revision` then is.
+    adapters: tuple[WeightedAdapter, ...] = ()
 
 
 Event = PromptLogprobs | Delta | Finished | Summary

@@ -1,137 +1,221 @@
-"""Adapter revisions from the store to this worker's disk, verified, by digest; one flight per digest.
+"""Adapter revisions on this worker's disk: what is there, what is on its way, and what can't be had just now.
 
-A directory appears under its digest only after its bytes were verified: what the engine loads is what was checked.
+    job ──▶ hold ──▶ on disk and verified ────────────────────────────────────────▶ directory
+              │      on disk since an earlier life ──▶ verified in a flight ─────▶
+              └─pins not there ──▶ failed a moment ago ──▶ the same failure
+                                   else one flight a digest, shared ──▶ download ─▶
+
+A flight ends when nobody waits for it any more; a failure is remembered for FAILED_S, so that a thousand jobs of a
+broken adapter are not a thousand downloads.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
-import secrets
-import shutil
-import tempfile
 import time
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 import grpc
-from loraplex.adapters.v1 import adapters_pb2 as pb
 from loraplex.adapters.v1 import adapters_pb2_grpc
 
-from artifacts.errors import ArtifactError
-from artifacts.revision import CONFIG_FILE, WEIGHTS_FILE, revision_digest
-from broker.messages import AdapterRef
-from rpc.auth import TENANT_KEY
+from broker.messages import AdapterRef, Wanted
 from rpc.server import CHANNEL_OPTIONS
+from worker.adapter_disk import DiskTier, Stored, TooLargeError
+from worker.adapter_download import CONFIG_BYTES, FetchFailedError, Patience, digest_on_disk, download
 from worker.scheduling.contract import Failure
+
+__all__ = ["AdapterFetcher", "FetchFailedError", "FetchStats", "Hold"]
 
 log = logging.getLogger(__name__)
 
-# A whole download; the chunks of a store that trickles must not hold a job for ever.
-FETCH_S = 60.0
-PARTIAL = "partial-"
+FAILED_S = 1.0
+# Downloads side by side; more than the rows of most workers, so that slow ones keep nobody waiting.
+DOWNLOADS = 64
+# Downloads for jobs that still wait in the queue, which others may claim.
+PREFETCHES = 2
+# A store that is back must be found again soon.
+_OPTIONS = [
+    *CHANNEL_OPTIONS,
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
+]
 
-_FAILURES = {
-    grpc.StatusCode.NOT_FOUND: ("NOT_FOUND", "ADAPTER_GONE"),
-    grpc.StatusCode.DATA_LOSS: ("DATA_LOSS", "DATA_LOSS"),
-}
+
+@dataclass(frozen=True, slots=True)
+class FetchStats:
+    """The disk tier now, and what was found there or not since the start."""
+
+    bytes: int
+    bytes_limit: int
+    adapters: int
+    fetching: int
+    hits: int
+    misses: int
 
 
-class FetchFailedError(Exception):
-    """A revision that can't be had; `failure` is what its jobs end with."""
-
-    def __init__(self, failure: Failure) -> None:
-        super().__init__(failure.message)
-        self.failure = failure
+@dataclass(slots=True, eq=False)
+class _Flight:
+    revision: str
+    task: asyncio.Task[Path]
+    waiters: int = 0
 
 
 class AdapterFetcher:
-    """Fetches revisions into `cache_dir`, or a temporary directory that goes with `close`."""
+    """Gets revisions from the store to the disk tier."""
 
-    def __init__(self, store_address: str, cache_dir: str) -> None:
-        self._temporary = None if cache_dir else tempfile.TemporaryDirectory(prefix="loraplex-adapters-")
-        self._directory = Path(self._temporary.name if self._temporary else cache_dir)
-        self._directory.mkdir(parents=True, exist_ok=True)
-        for partial in self._directory.glob(f"{PARTIAL}*"):
-            if time.time() - partial.stat().st_mtime > 2 * FETCH_S:  # of a worker that was killed
-                shutil.rmtree(partial, ignore_errors=True)
-        self._channel = grpc.aio.insecure_channel(store_address, options=CHANNEL_OPTIONS)
+    def __init__(self, store_address: str, disk: DiskTier, patience: Patience) -> None:
+        self._disk = disk
+        self._patience = patience
+        self._channel = grpc.aio.insecure_channel(store_address, options=_OPTIONS)
         self.store = adapters_pb2_grpc.AdapterServiceStub(self._channel)
-        self._flights: dict[str, asyncio.Task[Path]] = {}
+        self._flights: dict[str, _Flight] = {}
+        self._downloads = asyncio.Semaphore(DOWNLOADS)
+        # By revision, with the time until which it counts.
+        self._failed: dict[str, tuple[float, FetchFailedError]] = {}
+        self._prefetches: set[asyncio.Task[None]] = set()
+        self._hits = self._misses = 0
+
+    def hold(self) -> Hold:
+        """What one job needs of the disk."""
+        return Hold(self, self._disk)
+
+    @property
+    def stats(self) -> FetchStats:
+        """What it holds, and has done."""
+        disk = self._disk
+        return FetchStats(disk.bytes, disk.budget, disk.count, len(self._flights), self._hits, self._misses)
+
+    async def get(self, ref: AdapterRef, tenant: str) -> Path:
+        """The directory of a verified revision that the caller has pinned. Raises FetchFailedError."""
+        stored = self._disk.find(ref.digest)
+        if stored is not None and stored.verified:
+            self._hits += 1
+            return stored.path
+        self._misses += stored is None
+        return await self._fly(ref, tenant)
+
+    def prefetch(self, wanted: Iterable[Wanted]) -> None:
+        """Begin to fetch what waiting jobs want, where nothing else is being fetched and room is there at once."""
+        for want in wanted:
+            for ref in want.adapter.summands:
+                if self._disk.find(ref.digest) is not None or ref.digest in self._flights or self._failure(ref):
+                    continue
+                claimed = len(self._flights) > len(self._prefetches)
+                if claimed or len(self._prefetches) >= PREFETCHES or not self._disk.has_room(_room_of(ref)):
+                    return
+                task = asyncio.get_running_loop().create_task(self._prefetch(ref, want.tenant))
+                self._prefetches.add(task)
+                task.add_done_callback(self._prefetches.discard)
+
+    async def _prefetch(self, ref: AdapterRef, tenant: str) -> None:
+        try:
+            await self._fly(ref, tenant)
+        except FetchFailedError as error:
+            log.info("prefetch of %s: %s", ref.revision, error)
+
+    async def _fly(self, ref: AdapterRef, tenant: str) -> Path:
+        while True:
+            if failed := self._failure(ref):
+                raise failed
+            flight = self._flights.get(ref.digest)
+            if flight is None:
+                flight = _Flight(ref.revision, asyncio.get_running_loop().create_task(self._land(ref, tenant)))
+                self._flights[ref.digest] = flight
+            try:
+                return await self._join(flight, ref.digest)
+            except FetchFailedError:
+                # The same bytes under another name, which its owner may have deleted: ours decides for us.
+                if flight.revision == ref.revision:
+                    raise
+
+    async def _join(self, flight: _Flight, digest: str) -> Path:
+        flight.waiters += 1
+        try:
+            # One waiter that is cancelled must not end it for the others.
+            return await asyncio.shield(flight.task)
+        finally:
+            flight.waiters -= 1
+            if not flight.waiters:
+                flight.task.cancel()
+                if self._flights.get(digest) is flight:
+                    del self._flights[digest]
+
+    def _failure(self, ref: AdapterRef) -> FetchFailedError | None:
+        until, failed = self._failed.get(ref.revision, (0.0, None))
+        return failed if time.monotonic() < until else None
+
+    async def _land(self, ref: AdapterRef, tenant: str) -> Path:
+        try:
+            found = self._disk.find(ref.digest)
+            if found is not None and await self._verify(ref, found):
+                return found.path
+            return (await self._download(ref, tenant)).path
+        except FetchFailedError as error:
+            log.warning("%s", error)
+            now = time.monotonic()
+            self._failed = {revision: failed for revision, failed in self._failed.items() if failed[0] > now}
+            self._failed[ref.revision] = now + FAILED_S, error
+            raise
+
+    async def _verify(self, ref: AdapterRef, found: Stored) -> bool:
+        """Whether what an earlier life left is still what its name says."""
+        try:
+            found.verified = await asyncio.to_thread(digest_on_disk, found.path) == ref.digest
+        except OSError as error:
+            log.warning("%s: %s", found.path, error)
+        if not found.verified:
+            log.warning("%s is not what it was; it is fetched again", found.path)
+            self._disk.discard(ref.digest)
+        return found.verified
+
+    async def _download(self, ref: AdapterRef, tenant: str) -> Stored:
+        try:
+            # The reservation may have to wait until jobs end, and counts as part of the whole.
+            async with asyncio.timeout(self._patience.whole_s), self._disk.room(_room_of(ref)) as room, self._downloads:
+                size = await download(self.store, ref, tenant, room.path, self._patience)
+                return self._disk.keep(room, ref.digest, size)
+        except TooLargeError as error:
+            message = f"{ref.revision}: {error} on a worker's disk"
+            raise FetchFailedError(Failure("FAILED_PRECONDITION", "ADAPTER_TOO_LARGE", message, "adapter")) from error
+        except TimeoutError as error:
+            message = f"{ref.revision}: not here after {self._patience.whole_s:g} s"
+            raise FetchFailedError(Failure("UNAVAILABLE", "STORE_TIMEOUT", message, "adapter")) from error
+        except OSError as error:
+            message = f"{ref.revision}: {error.strerror or error}"
+            raise FetchFailedError(Failure("UNAVAILABLE", "FETCH_FAILED", message, "adapter")) from error
+
+    async def close(self) -> None:
+        """End what is under way."""
+        ending = [*self._prefetches, *(flight.task for flight in self._flights.values())]
+        for task in ending:
+            task.cancel()
+        await asyncio.gather(*ending, return_exceptions=True)
+        await self._channel.close()
+
+
+class Hold:
+    """The revisions that one job needs: none of them leaves the disk before `release`."""
+
+    def __init__(self, fetcher: AdapterFetcher, disk: DiskTier) -> None:
+        self._fetcher = fetcher
+        self._disk = disk
+        self._digests: list[str] = []
 
     async def fetch(self, ref: AdapterRef, tenant: str) -> Path:
         """The directory of a verified revision. Raises FetchFailedError."""
-        target = self._directory / ref.digest.replace(":", "-")
-        if _is_whole(target):
-            return target
-        # By its name, not its digest alone: who may read it is decided by the name.
-        flight = self._flights.get(ref.revision)
-        if flight is None:
-            flight = self._flights[ref.revision] = asyncio.create_task(self._download(ref, tenant, target))
-            flight.add_done_callback(lambda done: self._landed(ref.revision, done))
-        # Several jobs share the flight; one that is cancelled must not end it for the others.
-        return await asyncio.shield(flight)
+        self._disk.pin(ref.digest)
+        self._digests.append(ref.digest)
+        return await self._fetcher.get(ref, tenant)
 
-    def _landed(self, revision: str, flight: asyncio.Task[Path]) -> None:
-        del self._flights[revision]
-        if not flight.cancelled() and (error := flight.exception()):
-            log.warning("%s: %s", revision, error)
-
-    async def _download(self, ref: AdapterRef, tenant: str, target: Path) -> Path:
-        partial = self._directory / f"{PARTIAL}{secrets.token_hex(8)}"
-        try:
-            await asyncio.to_thread(partial.mkdir)
-            await self._receive(ref, tenant, partial)
-            digest = await asyncio.to_thread(_digest_of, partial)
-            if digest != ref.digest:
-                raise FetchFailedError(
-                    Failure("DATA_LOSS", "DATA_LOSS", f"the store's bytes of {ref.revision} are not its digest")
-                )
-            await asyncio.to_thread(_move, partial, target)
-        except grpc.aio.AioRpcError as error:
-            code, reason = _FAILURES.get(error.code(), ("UNAVAILABLE", "STORE_DOWN"))
-            message = ref.revision if code == "NOT_FOUND" else f"{ref.revision}: {error.details()}"
-            raise FetchFailedError(Failure(code, reason, message, "adapter")) from error
-        except (OSError, ArtifactError) as error:
-            raise FetchFailedError(Failure("UNAVAILABLE", "FETCH_FAILED", f"{ref.revision}: {error}")) from error
-        finally:
-            await asyncio.to_thread(shutil.rmtree, partial, ignore_errors=True)
-        return target
-
-    async def _receive(self, ref: AdapterRef, tenant: str, into: Path) -> None:
-        request = pb.DownloadRevisionRequest(name=ref.revision)
-        parts = self.store.DownloadRevision(request, timeout=FETCH_S, metadata=((TENANT_KEY, tenant),))
-        with (into / CONFIG_FILE).open("wb") as config, (into / WEIGHTS_FILE).open("wb") as weights:
-            files = {CONFIG_FILE: config, WEIGHTS_FILE: weights}
-            async for part in parts:
-                if part.HasField("chunk") and part.chunk.name in files:
-                    await asyncio.to_thread(files[part.chunk.name].write, part.chunk.data)
-
-    async def close(self) -> None:
-        """End what is under way, and remove what is temporary."""
-        for flight in tuple(self._flights.values()):
-            flight.cancel()
-        await asyncio.gather(*self._flights.values(), return_exceptions=True)
-        await self._channel.close()
-        if self._temporary is not None:
-            self._temporary.cleanup()
+    def release(self) -> None:
+        """The job is over."""
+        while self._digests:
+            self._disk.unpin(self._digests.pop())
 
 
-def _is_whole(directory: Path) -> bool:
-    return all((directory / name).is_file() for name in (CONFIG_FILE, WEIGHTS_FILE))
-
-
-def _move(partial: Path, target: Path) -> None:
-    if target.is_dir() and not _is_whole(target):  # somebody tidied up
-        shutil.rmtree(target)
-    try:
-        partial.rename(target)
-    except OSError:
-        if not _is_whole(target):  # else another flight of the same bytes was faster
-            raise
-
-
-def _digest_of(directory: Path) -> str:
-    with (directory / WEIGHTS_FILE).open("rb") as weights:
-        sha256 = "sha256:" + hashlib.file_digest(weights, "sha256").hexdigest()
-    return revision_digest((directory / CONFIG_FILE).read_bytes(), sha256)
+def _room_of(ref: AdapterRef) -> int:
+    return ref.weight_bytes + CONFIG_BYTES

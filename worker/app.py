@@ -12,21 +12,27 @@ import logging
 import os
 import secrets
 import socket
+import tempfile
+from pathlib import Path
 
 from redis.asyncio import Redis
 
 from artifacts.base_model import BaseModel, read_base_model
+from artifacts.hash_model import is_hash_spec
 from broker.connection import REDIS_DOWN, connect
 from broker.keys import Keys
 from broker.liveness import BEAT_MS, Liveness
-from broker.messages import WorkerPhase, WorkerState
+from broker.messages import AdapterTiers, WorkerPhase, WorkerState
 from broker.queue import JobQueue
 from rpc.server import stop_signal
-from worker.adapter_fetch import AdapterFetcher
+from worker.adapter_disk import DiskTier
+from worker.adapter_download import Patience
+from worker.adapter_fetch import AdapterFetcher, FetchStats
 from worker.intake import Intake
 from worker.link import Configure, Ready, Refused, Stepped
 from worker.registration import wait_until_registered
 from worker.relay_client import RelayClients
+from worker.scheduling.contract import EngineStats
 from worker.settings import Settings
 from worker.supervisor import EngineLostError, EngineProcess
 
@@ -36,6 +42,8 @@ log = logging.getLogger(__name__)
 RESTART_S = 0.1
 RESTART_MOST_S = 10.0
 FLUSH_S = 1.0
+# Between two messages to a router, where they take cores that the engine computes on.
+PACE_S = 0.010
 
 
 async def run(settings: Settings) -> None:
@@ -43,7 +51,8 @@ async def run(settings: Settings) -> None:
     stop = stop_signal()
     base = await asyncio.to_thread(read_base_model, settings.model, settings.model_name)
     redis = await connect(settings.redis_url)
-    fetcher = AdapterFetcher(settings.store, settings.cache_dir)
+    disk = await asyncio.to_thread(_open_disk, settings)
+    fetcher = AdapterFetcher(settings.store, disk, Patience(settings.fetch_s, settings.fetch_silent_s))
     pause_s = RESTART_S
     try:
         while not stop.is_set():
@@ -56,6 +65,7 @@ async def run(settings: Settings) -> None:
                 await _sleep(stop, pause_s)
     finally:
         await fetcher.close()
+        await disk.close()
         await redis.aclose()
 
 
@@ -103,7 +113,7 @@ class Incarnation:
 
     async def _serve(self, engine: EngineProcess, ready: Ready, stop: asyncio.Event) -> None:
         intake = Intake(self._base.digest, engine, self._queue, self._fetcher)
-        relay = RelayClients(self._worker_id, self._id, intake.held, intake)
+        relay = RelayClients(self._worker_id, self._id, intake.held, intake, pace_s=_pace_s(self._settings))
         intake.use(relay, ready)
         listening = asyncio.create_task(self._listen(engine, intake))
         claiming: asyncio.Task[None] | None = None
@@ -179,11 +189,41 @@ class Incarnation:
             host=socket.gethostname(),
             pid=os.getpid(),
             engine_pid=engine.pid,
+            tiers=_tiers(stats, self._fetcher.stats),
         )
         try:
             await self._liveness.beat(state)
         except REDIS_DOWN as error:
             log.warning("Redis does not answer: %s", error)
+
+
+def _open_disk(settings: Settings) -> DiskTier:
+    if settings.cache_dir:
+        return DiskTier.open(Path(settings.cache_dir), settings.disk_adapter_bytes)
+    temporary = tempfile.mkdtemp(prefix="loraplex-adapters-")
+    return DiskTier.open(Path(temporary), settings.disk_adapter_bytes, temporary=True)
+
+
+def _tiers(engine: EngineStats, disk: FetchStats) -> AdapterTiers:
+    return AdapterTiers(
+        fetching=disk.fetching,
+        loading=engine.adapters_loading,
+        hits=engine.adapter_hits,
+        misses=engine.adapter_misses,
+        swaps=engine.adapter_swaps,
+        device_bytes=engine.adapter_device_bytes,
+        host_bytes=engine.adapter_host_bytes,
+        disk_bytes=disk.bytes,
+        disk_bytes_limit=disk.bytes_limit,
+        disk_adapters=disk.adapters,
+        disk_hits=disk.hits,
+        disk_misses=disk.misses,
+    )
+
+
+def _pace_s(settings: Settings) -> float:
+    """The hash model computes nothing, and a CUDA device leaves the cores to us."""
+    return PACE_S if settings.device == "cpu" and not is_hash_spec(settings.model) else 0.0
 
 
 def _configure(settings: Settings) -> Configure:
@@ -195,6 +235,7 @@ def _configure(settings: Settings) -> Configure:
         kv_blocks=settings.kv_blocks,
         block_size=settings.block_size,
         adapter_slots=settings.adapter_slots,
+        host_adapter_bytes=settings.host_adapter_bytes,
         max_rank=settings.max_rank,
         step_tokens=settings.step_tokens,
         threads=settings.threads,

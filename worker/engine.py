@@ -7,33 +7,65 @@ while engine.has_work(): print(engine.step())
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Callable
 
 import torch
 
+from worker.lora.adapter_memory import PackedAdapter, TorchAdapterMemory
 from worker.lora.cache import AdapterCache
+from worker.lora.cores import keep_to_one_core
 from worker.lora.layers import LoraLayers
-from worker.lora.weights import AdapterWeights, read_adapter
+from worker.lora.loading import LoaderThreads
+from worker.lora.weights import read_source
 from worker.model.errors import ModelUnusableError
 from worker.model.kv_cache import KvCache, fitting_blocks
 from worker.model.loader import LoadedModel, load_model
-from worker.model.memory import available_bytes
+from worker.model.memory import available_bytes, is_out_of_memory
 from worker.model.packed import PackedWeight, pack_linears, packing_works
 from worker.model.runner import Runner
+from worker.sampling.step import InFlight
+from worker.scheduling.batch import Batch
 from worker.scheduling.contract import EngineLimits, EngineStats, NewSequence, Output
+from worker.scheduling.pace import Pace, StepTimer
 from worker.scheduling.scheduler import Scheduler
+
+# Of the available memory, kept for adapters when nobody says how much.
+_HOST_ADAPTER_SHARE = 8
+
+
+_log = logging.getLogger(__name__)
 
 
 class TorchEngine:
-    """A transformers model as an Engine: continuous batching, a different adapter in every row."""
+    """A transformers model as an Engine: continuous batching, a different adapter in every row.
+
+    One that steps ahead gives the device a step before it collects the one before: so the device never waits for the
+    host, which schedules, lays out and reports meanwhile.
+
+        device            │      step 1      │      step 2      │      step 3 ...
+        host     launch 1, launch 2 │ collect 1, launch 3 │ collect 2, launch 4 ...
+    """
 
     def __init__(
-        self, limits: EngineLimits, scheduler: Scheduler, runner: Runner, adapters: AdapterCache[AdapterWeights]
+        self,
+        limits: EngineLimits,
+        scheduler: Scheduler,
+        runner: Runner,
+        adapters: AdapterCache[PackedAdapter],
+        pace: Pace | None,
+        *,
+        ahead: bool,
     ) -> None:
         self._limits = limits
         self._scheduler = scheduler
         self._runner = runner
         self._adapters = adapters
+        self._pace = pace
+        self._timer = StepTimer()
+        self._ahead = ahead
+        self._in_flight: InFlight | None = None
 
     @property
     def limits(self) -> EngineLimits:
@@ -50,18 +82,38 @@ class TorchEngine:
 
     def has_work(self) -> bool:
         """Whether a step would do anything now (a sequence that waits for its adapter is no work)."""
-        return self._scheduler.has_work()
+        return self._in_flight is not None or self._scheduler.has_work()
 
     def step(self) -> list[Output]:
-        """Run one step of the batch."""
+        """Launch one step of the batch, and collect it, or, stepping ahead, the one before it."""
         outputs = self._scheduler.poll()
         batch = self._scheduler.schedule()
-        if batch is None:
-            return outputs
-        sampled = self._runner.run(batch)
-        for sequence_id, failure in sampled.failures.items():
-            outputs += self._scheduler.fail([sequence_id], failure)
-        return outputs + self._scheduler.commit(batch, sampled.ids, sampled.logprobs)
+        step = self._launch(batch, outputs) if batch else None
+        if self._ahead:
+            step, self._in_flight = self._in_flight, step
+        if step is not None:
+            sampled = step.collect()
+            seconds = self._timer.collected(time.monotonic())
+            if self._pace is not None:
+                self._pace.observe(step.batch, seconds)
+            outputs += self._scheduler.commit(step.batch, sampled.ids, sampled.logprobs, sampled.failures)
+        return outputs
+
+    def _launch(self, batch: Batch, outputs: list[Output]) -> InFlight | None:
+        """None where memory is not enough for this batch; sequences that end of it come among the outputs."""
+        began = time.monotonic()
+        try:
+            step = self._runner.launch(batch)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            _log.warning("memory is not enough for a step of %d rows, %d tokens", len(batch.rows), batch.tokens)
+        else:
+            self._timer.launched(began)
+            return step
+        # Not before here: the exception holds the frames of the failed step, and with them its tensors.
+        outputs += self._scheduler.revoke(batch)
+        return None
 
     def stats(self) -> EngineStats:
         """What it holds now."""
@@ -81,25 +133,35 @@ def build_engine(  # noqa: PLR0913 - one for each of the worker's settings
     kv_blocks: int = 0,
     block_size: int = 16,
     adapter_slots: int = 32,
+    host_adapter_bytes: int = 0,
     max_rank: int = 64,
     step_tokens: int = 512,
     threads: int = 0,
+    ahead: bool | None = None,
+    paced: bool = True,
     on_loaded: Callable[[], None] = lambda: None,
 ) -> TorchEngine:
-    """Load a model directory and build an engine around it; zero blocks or threads: as fits.
+    """Load a model directory and build an engine around it; zero blocks, bytes or threads: as fits.
 
+    `ahead`: schedule one step ahead; unless said, on CUDA, since on the CPU the host computes and nothing is gained.
+    `paced`: chunks are as long as measured time allows (pace.py); else a step's rows do not depend on the clock.
     `on_loaded` is called from another thread when an adapter has been read and a step would let it in. Raises
     ModelUnusableError.
     """
-    if threads > 0:
-        torch.set_num_threads(threads)
+    cores = threads or torch.get_num_threads()
     loaded = load_model(model, device, dtype)
     packs = loaded.device.type == "cpu" and packing_works(loaded.dtype)
-    lora = LoraLayers(
-        loaded.module, loaded.linears, adapter_slots, max_rank, loaded.device, PackedWeight if packs else None
-    )
     if packs:
         pack_linears(loaded.module)
+    lora = LoraLayers(
+        loaded.module,
+        loaded.linears,
+        adapter_slots,
+        max_rank,
+        loaded.device,
+        loaded.dtype,
+        PackedWeight if packs else None,
+    )
     blocks = kv_blocks or _fitting_blocks(loaded, rows, block_size, adapter_slots * max_rank)
     limits = EngineLimits(
         rows=rows,
@@ -114,15 +176,23 @@ def build_engine(  # noqa: PLR0913 - one for each of the worker's settings
     cache = KvCache(
         kv.layers, kv.kv_heads, kv.key_dim, blocks, block_size, loaded.dtype, loaded.device, value_dim=kv.value_dim
     )
-    adapters = AdapterCache(
+    adapters = AdapterCache[PackedAdapter](
         adapter_slots,
-        lambda source: read_adapter(source.directory, loaded.linears, max_rank, loaded.dtype, loaded.device),
-        lora.install,
-        on_loaded,
+        TorchAdapterMemory(
+            lambda source: read_source(source, loaded.linears, max_rank, loaded.dtype, torch.device("cpu")),
+            lora.install,
+            loaded.device,
+        ),
+        LoaderThreads(on_loaded, prepare=keep_to_one_core),
+        host_adapter_bytes or available_bytes(torch.device("cpu")) // _HOST_ADAPTER_SHARE,
     )
-    scheduler = Scheduler(limits, loaded.end_token_ids, step_tokens, adapters)
-    runner = Runner(loaded, cache, lora, rows, limits.max_tokens)
-    return TorchEngine(limits, scheduler, runner, adapters)
+    torch.set_num_threads(cores)
+    pace = Pace() if paced else None
+    scheduler = Scheduler(limits, loaded.end_token_ids, step_tokens, adapters, pace)
+    if ahead is None:
+        ahead = loaded.device.type == "cuda"
+    runner = Runner(loaded, cache, lora, rows, limits.max_tokens, ahead=ahead)
+    return TorchEngine(limits, scheduler, runner, adapters, pace, ahead=ahead)
 
 
 def _fitting_blocks(loaded: LoadedModel, rows: int, block_size: int, adapter_ranks: int) -> int:

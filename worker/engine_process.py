@@ -122,6 +122,7 @@ def _build(configure: Configure, end: EngineEnd) -> Engine:
         kv_blocks=configure.kv_blocks,
         block_size=configure.block_size,
         adapter_slots=configure.adapter_slots,
+        host_adapter_bytes=configure.host_adapter_bytes,
         max_rank=configure.max_rank,
         step_tokens=configure.step_tokens,
         threads=configure.threads,
@@ -142,7 +143,7 @@ def _build_hash_engine(configure: Configure, end: EngineEnd) -> HashEngine:
         adapter_slots=configure.adapter_slots,
         max_rank=configure.max_rank,
     )
-    return HashEngine(model, limits, configure.step_tokens, end.wake)
+    return HashEngine(model, limits, configure.step_tokens, end.wake, host_adapter_bytes=configure.host_adapter_bytes)
 
 
 def _die_with_parent() -> None:

@@ -10,12 +10,14 @@ import hashlib
 import time
 from array import array
 from collections.abc import Callable, Collection, Iterable
+from io import SEEK_END
 from pathlib import Path
 from typing import Protocol
 
 from artifacts.hash_model import HashModel, parse_hash_model
 from artifacts.revision import CONFIG_FILE, WEIGHTS_FILE
 from worker.lora.cache import AdapterCache
+from worker.lora.loading import LoaderThreads
 from worker.scheduling.contract import (
     AdapterSource,
     EngineLimits,
@@ -29,6 +31,9 @@ from worker.scheduling.contract import (
 from worker.scheduling.scheduler import Scheduler
 from worker.scheduling.sequence import Sequence
 
+# Of adapters in host memory when nobody says; like blocks, they are counted and take no memory.
+_HOST_BYTES = 1 << 30
+
 
 class _Hash(Protocol):
     def update(self, data: bytes, /) -> None: ...
@@ -39,12 +44,20 @@ class HashEngine:
     """The hash model as an Engine. `on_loaded` is called from another thread when an adapter has been loaded."""
 
     def __init__(
-        self, model: HashModel, limits: EngineLimits, step_tokens: int, on_loaded: Callable[[], None] = lambda: None
+        self,
+        model: HashModel,
+        limits: EngineLimits,
+        step_tokens: int,
+        on_loaded: Callable[[], None] = lambda: None,
+        *,
+        host_adapter_bytes: int = 0,
     ) -> None:
         self._model = model
         self._limits = limits
         self._step_s = model.step_ms / 1000
-        self._adapters = AdapterCache(limits.adapter_slots, _check_readable, lambda _prepared, _slot: None, on_loaded)
+        self._adapters = AdapterCache[int](
+            limits.adapter_slots, HashAdapterMemory(), LoaderThreads(on_loaded), host_adapter_bytes or _HOST_BYTES
+        )
         self._scheduler = Scheduler(limits, model.end_token_ids, step_tokens, self._adapters)
 
     @property
@@ -92,7 +105,7 @@ class HashEngine:
             digest = spec.adapter.digest if spec.adapter else ""
             state = sequence.engine_state = _root(self._model, digest, spec.sampling, spec.choice)
             state.update(_id_bytes(sequence.ids))
-        token = _token(self._model, state, sequence.answered, sequence.banned_ids())
+        token = _token(self._model, state, sequence.answered, sequence.banned_ids(sequence.answered))
         told = None
         if sequence.spec.logprobs is not None:
             told = _logprobs(self._model, token, state.digest()[0], sequence.spec.logprobs)
@@ -188,7 +201,27 @@ def _id_bytes(ids: Iterable[int]) -> bytes:
     return array("I", ids).tobytes()
 
 
-def _check_readable(source: AdapterSource) -> None:
-    for name in (CONFIG_FILE, WEIGHTS_FILE):
-        with (Path(source.directory) / name).open("rb") as file:
-            file.read(1)
+class HashAdapterMemory:
+    """Adapters of which nothing is kept but their size in bytes; see worker.lora.loading.AdapterMemory."""
+
+    stages = False
+
+    def read(self, source: AdapterSource) -> int:
+        """The bytes of its files, which must be readable."""
+        size = 0
+        for part in source.summands:
+            for name in (CONFIG_FILE, WEIGHTS_FILE):
+                with (Path(part.directory) / name).open("rb") as file:
+                    size += file.seek(0, SEEK_END)
+        return size
+
+    def stage(self, prepared: int) -> int:
+        """There is no device."""
+        return prepared
+
+    def install(self, prepared: int, slot: int) -> None:
+        """Nothing to copy."""
+
+    def size(self, prepared: int) -> int:
+        """Bytes as stored."""
+        return prepared

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from dataclasses import dataclass, field
 
 from broker.messages import Job
+from worker.adapter_fetch import Hold
 from worker.scheduling.contract import (
     AdapterSource,
     Failure,
@@ -71,10 +73,12 @@ class HeldChoice:
 
 @dataclass(slots=True, eq=False)
 class HeldJob:
-    """A claimed job with its choices."""
+    """A claimed job with its choices. `hold` keeps its adapter on disk while the engine may read it."""
 
     job: Job
     choices: dict[int, HeldChoice]
+    hold: Hold | None = None
+    claimed_at: float = field(default_factory=time.monotonic)
     # What gets it into the engine; None once it is there.
     entering: asyncio.Task[None] | None = None
     source: AdapterSource | None = None

@@ -16,16 +16,20 @@ from broker.connection import REDIS_DOWN
 from broker.messages import Capacity, Job
 from broker.queue import JobQueue
 from worker.adapter_fetch import AdapterFetcher, FetchFailedError
+from worker.adapter_source import fetch_source
 from worker.held import Ending, HeldChoice, HeldJob, HeldJobs, sequence_of
 from worker.link import Abort, Add, Ready, Refused, Stepped
 from worker.relay_client import RelayClients
-from worker.scheduling.contract import AdapterSource, Failure
+from worker.scheduling.contract import Failure
 from worker.supervisor import EngineProcess
 
 log = logging.getLogger(__name__)
 
-# An idle worker looks at the queue this often even when nobody wakes it.
+# An idle worker looks at the queue this often even when nobody wakes it, and a full one at what it may prefetch.
 IDLE_S = 1.0
+LOOK_S = 1.0
+# A job that has waited so long for its adapter lends its row.
+LATE_S = 0.5
 # After no answer from Redis.
 PAUSE_S = 0.1
 
@@ -61,31 +65,36 @@ class Intake:
     async def claim(self) -> None:
         """Forever: claim whatever there is room for."""
         while True:
+            self._changed.clear()
             capacity = self._capacity()
-            if capacity.rows <= 0:
-                await self._room()
+            full = capacity.rows <= 0
+            if full and await self._changes_within(LOOK_S):
                 continue
             try:
+                # Of a full worker a claim only tells what waits.
                 claimed = await self._queue.claim(self._base_digest, capacity)
-                if not claimed.jobs and not claimed.waiting:
+                if not full and not claimed.jobs and not claimed.waiting:
                     await self._queue.wait_for_work(IDLE_S)
             except REDIS_DOWN as error:
                 log.warning("the queue does not answer: %s", error)
                 await asyncio.sleep(PAUSE_S)
                 continue
             self._accept(claimed.jobs)
-            if not claimed.jobs and claimed.waiting:
+            self._fetcher.prefetch(claimed.wanted)
+            if not full and not claimed.jobs and claimed.waiting:
                 # What waits does not fit now: it will when something here has ended, or somebody else takes it.
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._room(), IDLE_S)
+                await self._changes_within(IDLE_S)
 
     def _capacity(self) -> Capacity:
-        running = self.held.running
+        running, limit = self.held.running, self.limits.rows
         entering = sum(held.job.prefill_tokens for held in self.held.all() if held.entering is not None)
+        # The rows of those whose adapter is slow to come are lent to others, once.
+        late_at = time.monotonic() - LATE_S
+        late = sum(len(held.running) for held in self.held.all() if held.entering and held.claimed_at < late_at)
         free = (self.stats.blocks_free + self.stats.blocks_cached) * self.limits.block_size
         return Capacity(
-            rows=self.limits.rows - len(running),
-            rows_limit=self.limits.rows,
+            rows=min(limit + late, 2 * limit) - len(running),
+            rows_limit=limit,
             # A long prompt may always come in when nothing else is here.
             tokens=max(0, free - entering) if running else self.limits.max_tokens,
             max_tokens=self.limits.max_tokens,
@@ -93,9 +102,11 @@ class Intake:
             adapters=self.stats.adapters,
         )
 
-    async def _room(self) -> None:
-        self._changed.clear()
-        await self._changed.wait()
+    async def _changes_within(self, most_s: float) -> bool:
+        """Wait for room; whether there is more than at the last `clear`."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._changed.wait(), most_s)
+        return self._changed.is_set()
 
     def _accept(self, jobs: Sequence[Job]) -> None:
         """Hold claimed jobs: their routers are told before anything else happens."""
@@ -114,7 +125,8 @@ class Intake:
             return
         if job.adapter is not None:
             try:
-                held.source = AdapterSource(job.adapter.digest, str(await self._fetcher.fetch(job.adapter, job.tenant)))
+                held.hold = self._fetcher.hold()
+                held.source = await fetch_source(held.hold, job.adapter, job.tenant)
             except FetchFailedError as error:
                 self._end(held.running[0], Ending(failure=error.failure))
                 return
@@ -201,6 +213,8 @@ class Intake:
     def _stop(self, held: HeldJob) -> None:
         if held.entering is not None:
             held.entering.cancel()
+        if held.hold is not None:
+            held.hold.release()
         aborted = [choice.sequence_id for choice in held.running if choice.in_engine]
         if aborted:
             self._engine.send(Abort(aborted))
@@ -217,7 +231,8 @@ class Intake:
         try:
             async with asyncio.timeout(drain_s):
                 while self.held.running:
-                    await self._room()
+                    self._changed.clear()
+                    await self._changed.wait()
         except TimeoutError:
             pass
         for held in self.held.all():
@@ -230,6 +245,8 @@ class Intake:
         for task in tuple(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        for held in self.held.all():  # the engine is gone or will be
+            self._stop(held)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(work)

@@ -31,6 +31,7 @@ class Configure(msgspec.Struct, frozen=True, tag=True):
     kv_blocks: int
     block_size: int
     adapter_slots: int
+    host_adapter_bytes: int
     max_rank: int
     # Tokens that one step may compute.
     step_tokens: int

@@ -1,6 +1,7 @@
 """The worker's end of the relay: one stream to every router that it works for.
 
 A link sends what its jobs have made since it last could: a slow moment makes fewer, larger messages and queues nothing.
+An answer's first ids and its end go at once; the rest is paced where sending takes cores that the engine computes on.
 One that breaks is opened again; its hello says what this worker still holds, and the router's rewinds say from where to
 send again, so nothing needs to be kept for a link that is down. After GONE_S without one, its jobs are dropped.
 """
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import AsyncIterator, Callable
 from typing import Protocol
@@ -18,20 +20,13 @@ from loraplex.relay.v1 import relay_pb2 as pb
 from loraplex.relay.v1 import relay_pb2_grpc
 
 from rpc.server import CHANNEL_OPTIONS
+from worker.frames import attempt_of, next_frame
 from worker.held import HeldChoice, HeldJob, HeldJobs
-from worker.scheduling.contract import Failure, FinishKind, TokenLogprobs
 
 log = logging.getLogger(__name__)
 
 GONE_S = 5.0
 RETRY_S = 0.05
-
-_KINDS = {
-    FinishKind.LENGTH: pb.FINISH_KIND_LENGTH,
-    FinishKind.END: pb.FINISH_KIND_END,
-    FinishKind.STOP_TOKEN: pb.FINISH_KIND_STOP_TOKEN,
-}
-_CODES = {code.name: code.value[0] for code in grpc.StatusCode}
 
 
 class Orders(Protocol):
@@ -51,13 +46,19 @@ class Orders(Protocol):
 
 
 class RelayClients:
-    """The links of one incarnation, by router address."""
+    """The links of one incarnation, by router address.
 
-    def __init__(self, worker_id: str, incarnation: str, held: HeldJobs, orders: Orders) -> None:
+    `pace_s`: the least time between two messages to a router that hold neither the beginning nor the end of an answer.
+    """
+
+    def __init__(
+        self, worker_id: str, incarnation: str, held: HeldJobs, orders: Orders, *, pace_s: float = 0.0
+    ) -> None:
         self._worker_id = worker_id
         self._incarnation = incarnation
         self._held = held
         self._orders = orders
+        self._pace_s = pace_s
         self._links: dict[str, _Link] = {}
 
     def claimed(self, held: HeldJob) -> None:
@@ -72,7 +73,8 @@ class RelayClients:
         link = self._links.get(address)
         if link is None:
             hello = pb.Hello(worker_id=self._worker_id, incarnation=self._incarnation)
-            link = self._links[address] = _Link(address, hello, self._held, self._orders, self._forget)
+            pace = _Pace(self._pace_s)
+            link = self._links[address] = _Link(address, hello, self._held, self._orders, pace, self._forget)
         return link
 
     def _forget(self, address: str) -> None:
@@ -84,11 +86,51 @@ class RelayClients:
         await asyncio.gather(*(link.close(flush_s) for link in links))
 
 
+class _Pace:
+    """When the next frames may go: `due` is set at once for what is urgent, else `pace_s` after the last ones."""
+
+    def __init__(self, pace_s: float) -> None:
+        self._pace_s = pace_s
+        self._timer: asyncio.TimerHandle | None = None
+        self._sent_at = -math.inf
+        self.due = asyncio.Event()
+
+    def want(self, *, urgent: bool) -> None:
+        """There is something to send."""
+        loop, at = asyncio.get_running_loop(), self._sent_at + self._pace_s
+        if urgent or at <= loop.time():
+            self.due.set()
+        elif self._timer is None:
+            self._timer = loop.call_at(at, self._passed)
+
+    def sent(self) -> None:
+        """All frames were just taken."""
+        self.stop()
+        self.due.clear()
+        self._sent_at = asyncio.get_running_loop().time()
+
+    def stop(self) -> None:
+        """End the timer."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _passed(self) -> None:
+        self._timer = None
+        self.due.set()
+
+
 class _Link:
     """The stream to one router, opened again while there is something to send."""
 
     def __init__(
-        self, address: str, hello: pb.Hello, held: HeldJobs, orders: Orders, forget: Callable[[str], None]
+        self,
+        address: str,
+        hello: pb.Hello,
+        held: HeldJobs,
+        orders: Orders,
+        pace: _Pace,
+        forget: Callable[[str], None],
     ) -> None:
         self._address = address
         self._hello = hello
@@ -98,7 +140,7 @@ class _Link:
         # What the next messages tell; a link that is down has nothing to remember.
         self._claims: list[HeldJob] = []
         self._progress: dict[str, HeldChoice] = {}
-        self._changed = asyncio.Event()
+        self._pace = pace
         self._closing = False
         self._stream = object()
         self._task = asyncio.create_task(self._run())
@@ -106,12 +148,12 @@ class _Link:
     def claimed(self, held: HeldJob) -> None:
         """See RelayClients."""
         self._claims.append(held)
-        self._changed.set()
+        self._pace.want(urgent=True)
 
     def progressed(self, choice: HeldChoice) -> None:
         """See RelayClients."""
         self._progress[choice.sequence_id] = choice
-        self._changed.set()
+        self._pace.want(urgent=choice.sent == 0 or choice.ending is not None)
 
     async def _run(self) -> None:
         lost_at = time.monotonic()
@@ -124,6 +166,7 @@ class _Link:
                 if not holds or time.monotonic() - lost_at > GONE_S:
                     break
                 await asyncio.sleep(RETRY_S)
+            self._pace.stop()
             # Before anything is awaited: a job that comes now must open a link of its own.
             self._forget(self._address)
             if holds:
@@ -152,23 +195,24 @@ class _Link:
         self._progress.clear()
         hello = pb.Hello()
         hello.CopyFrom(self._hello)
-        hello.holds.extend(_attempt(held) for held in self._held.of_router(self._address))
+        hello.holds.extend(attempt_of(held) for held in self._held.of_router(self._address))
         yield pb.ConnectRequest(hello=hello)
         while self._stream is mine:
             if self._claims:
                 claims, self._claims = self._claims, []
-                yield pb.ConnectRequest(claims=pb.Claims(jobs=[_attempt(held) for held in claims]))
-            elif self._progress:
+                yield pb.ConnectRequest(claims=pb.Claims(jobs=[attempt_of(held) for held in claims]))
+            elif self._progress and (self._closing or self._pace.due.is_set()):
+                self._pace.sent()
                 progress, self._progress = self._progress, {}
                 yield pb.ConnectRequest(
-                    frames=pb.FrameBatch(frames=[_next_frame(choice) for choice in progress.values()])
+                    frames=pb.FrameBatch(frames=[next_frame(choice) for choice in progress.values()])
                 )
             elif self._closing:
                 return
             else:
-                self._changed.clear()
-                await self._changed.wait()
-        self._changed.set()  # it may have been meant for the stream that took over
+                self._pace.due.clear()
+                await self._pace.due.wait()
+        self._pace.due.set()  # it may have been meant for the stream that took over
 
     def _obey(self, response: pb.ConnectResponse) -> None:
         match response.WhichOneof("message"):
@@ -192,7 +236,7 @@ class _Link:
     async def close(self, flush_s: float) -> None:
         """End the stream: the router ends its side once it has read all."""
         self._closing = True
-        self._changed.set()
+        self._pace.due.set()
         await asyncio.wait({self._task}, timeout=flush_s)
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
@@ -205,43 +249,3 @@ _OPTIONS = [
     ("grpc.min_reconnect_backoff_ms", 50),
     ("grpc.max_reconnect_backoff_ms", 500),
 ]
-
-
-def _attempt(held: HeldJob) -> pb.JobAttempt:
-    return pb.JobAttempt(job_id=held.job.job_id, attempt=held.job.attempt)
-
-
-def _next_frame(held: HeldChoice) -> pb.Frame:
-    """What an answer has got since its last frame, and its end if it is there."""
-    frame = pb.Frame(
-        job_id=held.job.job_id,
-        attempt=held.job.attempt,
-        choice=held.choice,
-        offset=held.start + held.sent,
-        token_ids=held.ids[held.sent :],
-        logprobs=map(_logprobs, held.logprobs[held.sent :]),
-    )
-    if held.sent == 0:
-        frame.first.adapter_ms = held.adapter_ms
-        frame.first.cached_tokens = held.cached_tokens
-        frame.first.prompt_logprobs.extend(map(_logprobs, held.prompt_logprobs))
-    held.sent = len(held.ids)
-    if held.ending is None:
-        return frame
-    if held.ending.kind is not None:
-        frame.finish.kind = _KINDS[held.ending.kind]
-    elif held.ending.failure is not None:
-        frame.finish.kind = pb.FINISH_KIND_FAILED
-        frame.finish.failure.CopyFrom(_failure(held.ending.failure))
-    else:
-        frame.finish.kind = pb.FINISH_KIND_RETURNED
-    return frame
-
-
-def _logprobs(token: TokenLogprobs) -> pb.TokenLogprobs:
-    ids, values = zip(*token.alternatives, strict=True) if token.alternatives else ((), ())
-    return pb.TokenLogprobs(logprob=token.logprob, token_ids=ids, logprobs=values)
-
-
-def _failure(failure: Failure) -> pb.Failure:
-    return pb.Failure(code=_CODES[failure.code], reason=failure.reason, message=failure.message, field=failure.field)

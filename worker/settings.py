@@ -25,10 +25,16 @@ class Settings:
     kv_blocks: int = setting("blocks of KV cache; 0: as many as memory allows", 0)
     block_size: int = setting("tokens in a block", 16)
     adapter_slots: int = setting("adapters on the device at once", 32)
+    host_adapter_bytes: int = setting("bytes of adapters kept in host memory; 0: an eighth of what is available", 0)
     max_rank: int = setting("the largest rank of an adapter", 64)
     step_tokens: int = setting("tokens that one step may compute", 512)
     threads: int = setting("CPU threads of the engine; 0: torch's choice", 0)
-    cache_dir: str = setting("where adapters are kept on disk; empty: a temporary directory", "")
+    cache_dir: str = setting("where this worker alone keeps adapters on disk; empty: a temporary directory", "")
+    disk_adapter_bytes: int = setting(
+        "bytes of adapters kept on disk; 0: 10 GB, or half of what is free where that is less", 0
+    )
+    fetch_s: float = setting("seconds that the store gets to send an adapter", 300.0)
+    fetch_silent_s: float = setting("seconds without a piece (1 MiB) from the store that end the fetch", 10.0)
     cell: str = setting("the cell of the queue", "main")
     drain_s: float = setting("seconds that running answers get when the worker is told to stop", 5.0)
     stall_s: float = setting("seconds without a step, though there is work, after which the engine is replaced", 30.0)
@@ -44,9 +50,14 @@ class Settings:
             ("kv_blocks", 0),
             ("block_size", 1),
             ("adapter_slots", 1),
+            ("host_adapter_bytes", 0),
+            ("disk_adapter_bytes", 0),
             ("max_rank", 1),
             ("step_tokens", 1),
             ("threads", 0),
         ):
             if getattr(self, name) < least:
                 raise ValueError(f"--{name.replace('_', '-')} {getattr(self, name)}: at least {least}")
+        for name in ("fetch_s", "fetch_silent_s"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"--{name.replace('_', '-')} {getattr(self, name)}: more than 0")

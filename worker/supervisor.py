@@ -46,8 +46,10 @@ class EngineProcess:
         ours, theirs = socket.socketpair()
         # -P: a folder named worker where the user stands must not take our worker's place.
         command = (sys.executable, "-P", "-m", "worker.engine_process", "--fd", str(theirs.fileno()))
-        # Threads of a matrix product that spin while they wait take the cores from everything else on the machine.
-        environ = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0"} | os.environ
+        # Between two operators of a step the threads of torch spin for the next one: to sleep and be woken made steps a
+        # quarter longer. Between steps they must not, for they take the cores from everything else on the machine.
+        # 20,000 spins are some 0.3 ms (libgomp); libomp counts in milliseconds.
+        environ = {"GOMP_SPINCOUNT": "20000", "KMP_BLOCKTIME": "1"} | os.environ
         try:
             process = await asyncio.create_subprocess_exec(
                 *command, stdin=asyncio.subprocess.DEVNULL, pass_fds=(theirs.fileno(),), env=environ

@@ -12,12 +12,15 @@ import typer
 
 from clients.cli.options import STORE, TENANT, JsonOption, StoreOption, TenantOption
 from clients.cli.terminal import err, out, print_fields, print_json, print_rows
+from clients.cli.top import top
 
 if TYPE_CHECKING:
     from loraplex_client import Adapter, Revision, StoreClient
     from loraplex_client.adapters import Progress
 
-app = typer.Typer(no_args_is_help=True, help="Push, list, show and delete a tenant's adapters.")
+app = typer.Typer(
+    no_args_is_help=True, help="Push, list, show and delete a tenant's adapters; watch where the workers keep them."
+)
 
 NameArgument = Annotated[str, typer.Argument(metavar="NAME", help="NAME, or tenants/TENANT/adapters/NAME.")]
 
@@ -111,6 +114,9 @@ def delete(name: NameArgument, tenant: TenantOption = TENANT, store: StoreOption
     with store_client(store, tenant) as client:
         client.delete(name)
     out().print(f"deleted {name}", markup=False)
+
+
+app.command()(top)
 
 
 @contextmanager

@@ -20,8 +20,14 @@ if TYPE_CHECKING:
 def generate(  # noqa: PLR0913, PLR0917  # one parameter a flag
     prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="What to go on from.")],
     adapter: Annotated[
-        str, typer.Option("--adapter", "-a", metavar="NAME", help="NAME, NAME@ALIAS or a full name; none: plain base.")
-    ] = "",
+        list[str] | None,
+        typer.Option(
+            "--adapter",
+            "-a",
+            metavar="NAME[=WEIGHT]",
+            help="NAME, NAME@ALIAS or a full name; none: plain base. Repeated: their sum, each times its WEIGHT, or 1.",
+        ),
+    ] = None,
     tenant: TenantOption = TENANT,
     model: Annotated[str, typer.Option(metavar="NAME", help="Where the router serves more than one.")] = "",
     max_tokens: Annotated[int | None, typer.Option(metavar="N", help="128 if not given.")] = None,
@@ -44,11 +50,13 @@ def generate(  # noqa: PLR0913, PLR0917  # one parameter a flag
     from clients.cli.failures import explained
     from clients.cli.pace import Pace
 
+    one, several = _adapters(adapter or [])
     with explained("router", router), Client(router, tenant) as client:
         pace = Pace()
         with client.generate_stream(
             prompt,
-            adapter_id=adapter or None,
+            adapter_id=one,
+            adapters=several,
             model=model or None,
             max_new_tokens=max_tokens,
             temperature=temperature,
@@ -62,6 +70,22 @@ def generate(  # noqa: PLR0913, PLR0917  # one parameter a flag
         print_json(_as_json(generation))
     elif err().is_terminal:
         err().print(_closing_line(generation, pace), style="dim", markup=False, soft_wrap=True)
+
+
+def _adapters(given: list[str]) -> tuple[str | None, list[tuple[str, float]] | None]:
+    """One adapter's name, as it is, or several with their weights: `a=0.5` and `b`."""
+    if not any(given):
+        return None, None
+    if len(given) == 1 and "=" not in given[0]:
+        return given[0], None
+    pairs = []
+    for text in given:
+        name, equals, weight = text.partition("=")
+        try:
+            pairs.append((name, float(weight) if equals else 1.0))
+        except ValueError:
+            raise typer.BadParameter(f"{text}: {weight!r} is not a number", param_hint="--adapter") from None
+    return None, pairs
 
 
 def _follow(stream: GenerationStream, pace: Pace, *, quiet: bool) -> Generation:
@@ -84,13 +108,18 @@ def _follow(stream: GenerationStream, pace: Pace, *, quiet: bool) -> Generation:
 def _closing_line(generation: Generation, pace: Pace) -> str:
     from clients.cli.pace import shown
 
-    # tenants/acme/adapters/support/revisions/sha256:0123... reads better as support@sha256:0123
-    adapter, _, digest = generation.adapter_revision.partition("/revisions/")
-    who = f"{adapter}@{digest[:19]}" if adapter else "plain base model"
+    who = " + ".join(f"{weight:g} x {_short(revision)}" for revision, weight in generation.adapters)
+    who = who or _short(generation.adapter_revision) or "plain base model"
     return (
         f"{who} · {generation.usage.completion_tokens} tokens · TTFT {shown(pace.ttft_ms, 0)} ms · "
         f"{shown(pace.tokens_per_s)} tokens/s · ended by {generation.finish_reason}"
     )
+
+
+def _short(revision: str) -> str:
+    """.../adapters/support/revisions/sha256:0123... reads better as .../adapters/support@sha256:0123."""
+    adapter, _, digest = revision.partition("/revisions/")
+    return f"{adapter}@{digest[:19]}" if digest else adapter
 
 
 def _as_json(generation: Generation) -> dict[str, Any]:
@@ -100,6 +129,7 @@ def _as_json(generation: Generation) -> dict[str, Any]:
         "finish_reason": generation.finish_reason,
         "stop": generation.stop,
         "adapter_revision": generation.adapter_revision,
+        "adapters": [{"revision": revision, "weight": weight} for revision, weight in generation.adapters],
         "usage": dataclasses.asdict(generation.usage),
         "timings": dataclasses.asdict(generation.timings),
         "continuations": generation.continuations,

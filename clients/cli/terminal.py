@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Self
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.status import Status
+    from rich.table import Table
 
 # Control characters but tab and newline: what a model writes must not steer a terminal.
 _CONTROLS = dict.fromkeys([*(code for code in range(32) if code not in (9, 10)), *range(127, 160)])
@@ -66,17 +67,23 @@ def print_rows(headers: Sequence[str], rows: Iterable[Sequence[object]]) -> None
         for line in (headers, *cells):
             sys.stdout.write("\t".join(line) + "\n")
         return
+    out().print(table_of(headers, cells))
+
+
+def table_of(headers: Sequence[str], rows: Iterable[Sequence[object]]) -> Table:
+    """A table for a terminal, columns of numbers to the right."""
     from rich import box
     from rich.table import Table
     from rich.text import Text
 
+    cells = [[printable(str(cell)) for cell in row] for row in rows]
     table = Table(box=box.SIMPLE_HEAD, header_style="bold")
     numeric = [all(_is_number(row[column]) for row in cells) for column in range(len(headers))]
     for header, right in zip(headers, numeric, strict=True):
         table.add_column(header, justify="right" if right else "left")
     for row in cells:
         table.add_row(*map(Text, row))
-    out().print(table)
+    return table
 
 
 def print_fields(fields: Iterable[tuple[str, object]]) -> None:

@@ -14,14 +14,7 @@ if TYPE_CHECKING:
 
 def workers(router: RouterOption = ROUTER, tenant: TenantOption = TENANT, as_json: JsonOption = False) -> None:
     """The live workers: rows running, KV blocks, adapters on the device."""
-    from loraplex.cluster.v1 import cluster_pb2_grpc
-    from loraplex_client.connection import Connection
-
-    from clients.cli.failures import explained
-
-    connection = Connection(router, cluster_pb2_grpc.ClusterServiceStub, tenant=tenant)
-    with explained("router", router):
-        found = [_worker_json(worker) for worker in connection.run(_list_workers())]
+    found = WorkerList(router, tenant).fetch()
     if as_json:
         print_json(found)
         return
@@ -45,6 +38,27 @@ def workers(router: RouterOption = ROUTER, tenant: TenantOption = TENANT, as_jso
     )
 
 
+class WorkerList:
+    """Asks a router for the live workers, as often as one likes."""
+
+    def __init__(self, router: str, tenant: str) -> None:
+        from loraplex.cluster.v1 import cluster_pb2_grpc
+        from loraplex_client.connection import Connection
+
+        from clients.cli.failures import explained
+
+        self._router = router
+        with explained("router", router):
+            self._connection = Connection(router, cluster_pb2_grpc.ClusterServiceStub, tenant=tenant)
+
+    def fetch(self) -> list[dict[str, Any]]:
+        """Each as JSON. Raises CommandError."""
+        from clients.cli.failures import explained
+
+        with explained("router", self._router):
+            return [_worker_json(worker) for worker in self._connection.run(_list_workers())]
+
+
 def _list_workers() -> Script[list[cluster_pb2.Worker]]:
     from loraplex.cluster.v1 import cluster_pb2
     from loraplex_client.calls import Call
@@ -60,9 +74,12 @@ def _worker_json(worker: cluster_pb2.Worker) -> dict[str, Any]:
     fields = {field.name: getattr(worker, field.name) for field in worker.DESCRIPTOR.fields}
     return fields | {
         "phase": cluster_pb2.WorkerPhase.Name(worker.phase).removeprefix("WORKER_PHASE_").lower(),
-        "blocks": {field.name: getattr(worker.blocks, field.name) for field in worker.blocks.DESCRIPTOR.fields},
-        "adapter_slots": {
-            field.name: getattr(worker.adapter_slots, field.name) for field in worker.adapter_slots.DESCRIPTOR.fields
-        },
+        "blocks": _plain(worker.blocks),
+        "adapter_slots": _plain(worker.adapter_slots),
+        "adapter_tiers": _plain(worker.adapter_tiers),
         "adapters": list(worker.adapters),
     }
+
+
+def _plain(message: cluster_pb2.Blocks | cluster_pb2.AdapterSlots | cluster_pb2.AdapterTiers) -> dict[str, int]:
+    return {field.name: getattr(message, field.name) for field in message.DESCRIPTOR.fields}

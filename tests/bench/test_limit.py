@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from bench.bare_engine import BareEngine
 from bench.ceilings import Ceilings
 from bench.limit import Step, limit_s, recorded_steps
 from bench.models import QWEN2_04B, TINY, ModelShape, save_adapter, save_model
-from bench.ours import BareEngine
 from bench.workload import Workload
 
 SHAPE = ModelShape("counted", "llama", layers=2, hidden=4, mlp=6, heads=2, kv_heads=1, vocabulary=10, context=64)

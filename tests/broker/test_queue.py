@@ -11,7 +11,18 @@ from redis.asyncio import Redis
 from broker.codec import decode_job, decode_worker, encode_job, encode_worker
 from broker.keys import Keys
 from broker.liveness import TTL_MS, Liveness
-from broker.messages import AdapterRef, Capacity, Job, SamplingParams, StoppingParams, WorkerPhase, WorkerState
+from broker.messages import (
+    AdapterRef,
+    AdapterTiers,
+    Capacity,
+    Job,
+    SamplingParams,
+    StoppingParams,
+    Wanted,
+    WeightedRef,
+    WorkerPhase,
+    WorkerState,
+)
 from broker.queue import JobQueue, QueueFullError
 
 KEYS = Keys("tiny", "main")
@@ -77,12 +88,43 @@ def test_a_job_survives_its_bytes() -> None:
     assert decode_job(encode_job(full)) == full
 
 
+def test_a_job_with_a_weighted_set_survives_its_bytes() -> None:
+    parts = tuple(
+        WeightedRef(
+            AdapterRef(f"tenants/acme/adapters/{name}/revisions/sha256:{name}", f"sha256:{name}", 8, 100), weight
+        )
+        for name, weight in (("a", 0.5), ("b", -1.25))
+    )
+    weighted = job("acme/1", adapter=AdapterRef("sha256:ab", "sha256:ab", 16, 200, parts))
+    assert decode_job(encode_job(weighted)) == weighted
+    assert weighted.rank == 16
+
+
 async def test_claims_come_in_the_order_of_arrival(queue: JobQueue) -> None:
     for name in ("a", "b", "c"):
         await queue.enqueue(job(name))
     assert await claim(queue, rows=2) == ["a", "b"]
     assert await claim(queue) == ["c"]
     assert await claim(queue) == []
+
+
+async def test_a_claim_tells_which_adapters_wait_most(queue: JobQueue) -> None:
+    refs = {
+        name: AdapterRef(f"tenants/acme/adapters/{name}/revisions/sha256:{name}", f"sha256:{name}", 8, 100)
+        for name in "abcdef"
+    }
+    for number, name in enumerate("abcbccdefff"):
+        await queue.enqueue(job(f"{number}", adapter=refs[name]))
+    await queue.enqueue(job("plain"))
+    await queue.enqueue(job("large", adapter=replace(refs["a"], rank=ROOMY.max_rank + 1)))
+    await queue.enqueue(job("other", adapter=refs["a"], base_digest="sha256:1"))
+    claimed = await queue.claim("sha256:0", replace(ROOMY, rows=1))
+    assert [one.job_id for one in claimed.jobs] == ["0"]
+    assert claimed.wanted == [Wanted(refs[name], "acme") for name in "cfbd"]
+    full = await queue.claim("sha256:0", replace(ROOMY, rows=0))
+    assert (full.jobs, full.waiting, full.wanted) == ([], 13, claimed.wanted)
+    rest = await queue.claim("sha256:0", replace(ROOMY, rows=20, rows_limit=20))
+    assert (len(rest.jobs), rest.waiting, rest.wanted) == (11, 2, [])
 
 
 async def test_a_redispatched_job_goes_first_and_replaces_its_older_attempt(queue: JobQueue) -> None:
@@ -227,6 +269,7 @@ def worker(worker_id: str) -> WorkerState:
         base_digest="sha256:0",
         adapters=("sha256:1", "sha256:2"),
         host="here",
+        tiers=AdapterTiers(**{name: at for at, name in enumerate(AdapterTiers.__dataclass_fields__, 1)}),
         **numbers,
     )
 

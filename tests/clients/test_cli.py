@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pty
 import signal
 import subprocess
 import sys
@@ -102,6 +103,7 @@ def test_a_failure_leaves_nothing_else_on_stderr() -> None:
         (["models", "push", "hash:?vocap=9", "--store", NOBODY], ["vocap"]),
         (["generate", "hi", "--tenant", "a\tb"], ["tenant"]),
         (["generate", "hi", "--top-k", "-1"], ["sampling.top_k"]),
+        (["generate", "hi", "--adapter", "a=much"], ["--adapter", "a=much", "not a number"]),
         (["generate"], ["PROMPT", "loraplex generate --help"]),
         (["generate", "hi", "--temprature", "1"], ["--temprature"]),
         (["nothing"], ["nothing", "loraplex --help"]),
@@ -129,6 +131,23 @@ def test_generate_streams_text(run: Run, server: Any, answer: list[Any]) -> None
     assert list(spec.stopping.stop) == ["a", "b"]
     assert not spec.HasField("sampling")
     assert server.service.tenants == ["acme"]
+
+
+def test_generate_with_several_adapters(run: Run, server: Any, answer: list[Any]) -> None:
+    revision = "tenants/acme/adapters/{}/revisions/sha256:00"
+    for name, weight in (("pirate", 0.5), ("polite", -1.0)):
+        answer[-1].summary.adapters.add(adapter=revision.format(name), weight=weight)
+    server.service.script = answer
+    done = run(
+        "generate", "x", "-a", "pirate=0.5", "--adapter", "polite=-1", "-a", "a@b", "--json", "--router", server.address
+    )
+    said = json.loads(done.stdout)
+    assert [(one["revision"], one["weight"]) for one in said["adapters"]] == [
+        (revision.format("pirate"), 0.5), (revision.format("polite"), -1.0),
+    ]  # fmt: skip
+    spec = server.service.requests[0].spec
+    assert [(one.adapter, one.weight) for one in spec.adapters] == [("pirate", 0.5), ("polite", -1.0), ("a@b", 1.0)]
+    assert not spec.adapter
 
 
 def test_generate_json(run: Run, server: Any, answer: list[Any]) -> None:
@@ -211,6 +230,67 @@ def test_workers(run: Run, server: Any) -> None:
     (worker,) = json.loads(run("workers", "--json", "--router", server.address).stdout)
     assert worker["blocks"] == {"total": 100, "free": 60, "cached": 30, "referenced": 10}
     assert worker["adapters"] == ["sha256:00"]
+
+
+def test_adapters_top(run: Run, server: Any) -> None:
+    tiers = cluster_pb2.AdapterTiers(
+        fetching=1, loading=2, hits=30, misses=4, swaps=3, device_bytes=3 << 20, host_bytes=5 << 19,
+        disk_bytes=7 << 20, disk_bytes_limit=100 << 20, disk_adapters=6, disk_hits=8, disk_misses=9,
+    )  # fmt: skip
+    slots = cluster_pb2.AdapterSlots(total=8, used=3, pinned=1)
+    server.service.workers = [cluster_pb2.Worker(worker_id="w-1", adapter_slots=slots, adapter_tiers=tiers)]
+    for flags in ([], ["--once"]):
+        header, row = run("adapters", "top", *flags, "--router", server.address).stdout.splitlines()
+        assert dict(zip(header.split("\t"), row.split("\t"), strict=True)) == {
+            "worker": "w-1",
+            "resident": "3/8",
+            "pinned": "1",
+            "loading": "2",
+            "fetching": "1",
+            "hits": "30",
+            "misses": "4",
+            "swaps": "3",
+            "device MiB": "3.0",
+            "host MiB": "2.5",
+            "disk MiB": "7.0/100.0",
+            "on disk": "6",
+            "disk hits": "8",
+            "disk misses": "9",
+        }
+    (worker,) = json.loads(run("adapters", "top", "--json", "--router", server.address).stdout)
+    assert worker["adapter_tiers"]["disk_bytes_limit"] == 100 << 20
+    assert run("adapters", "top", "--once", "--router", NOBODY).returncode == 2
+
+
+def test_adapters_top_follows_the_workers_until_it_is_interrupted(server: Any) -> None:
+    slots = [cluster_pb2.AdapterSlots(total=8, used=used) for used in (3, 5)]
+    server.service.workers = [cluster_pb2.Worker(worker_id="w-1", adapter_slots=slots[0])]
+    leader, follower = pty.openpty()
+    environ = {**_environ(), "TERM": "xterm", "COLUMNS": "200"}
+    command = _command("adapters", "top", "--router", server.address)
+    with subprocess.Popen(command, stdin=follower, stdout=follower, stderr=follower, env=environ) as process:
+        os.close(follower)
+        _read_until(leader, b"3/8")
+        server.service.workers = [cluster_pb2.Worker(worker_id="w-1", adapter_slots=slots[1])]
+        _read_until(leader, b"5/8")
+        process.send_signal(signal.SIGINT)
+        _read_until(leader, b"")
+    os.close(leader)
+    assert process.returncode == 130
+
+
+def _read_until(terminal: int, wanted: bytes) -> None:
+    """Read what a command writes to its terminal until that comes; empty: until it has left."""
+    read = b""
+    while not wanted or wanted not in read:
+        try:
+            piece = os.read(terminal, 1 << 16)
+        except OSError:  # nobody has the other end any more
+            piece = b""
+        if not piece:
+            assert not wanted, f"{wanted!r} never came: {read!r}"
+            return
+        read += piece
 
 
 def test_adapters_and_models(run: Run, store_address: str, adapter_directory: Path) -> None:

@@ -48,7 +48,7 @@ def test_whole_answer(server: Any, answer: list[Any], generate: GenerateBy) -> N
     assert generation.usage == lx.Usage(prompt_tokens=4, cached_tokens=2, completion_tokens=3)
     assert generation.timings == lx.Timings(queue_s=0.5, adapter_s=0.25, ttft_s=1.0, decode_s=2.0)
     assert generation.adapter_revision == "tenants/acme/adapters/pirate/revisions/sha256:00"
-    assert (generation.continuations, generation.request_id) == (1, "r-1")
+    assert (generation.continuations, generation.request_id, generation.adapters) == (1, "r-1", ())
     assert server.service.tenants == ["acme"]
 
 

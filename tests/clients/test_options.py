@@ -97,6 +97,11 @@ def test_a_lone_stop_string_is_not_its_letters() -> None:
     assert list(generate_request("hi", {"stop": "END"}).spec.stopping.stop) == ["END"]
 
 
+def test_adapters_as_pairs_keep_their_order() -> None:
+    spec = generate_request("hi", {"adapters": [("b", -0.5), ("a", 2)]}).spec
+    assert [(one.adapter, one.weight) for one in spec.adapters] == [("b", -0.5), ("a", 2.0)]
+
+
 def test_ids_instead_of_text() -> None:
     assert list(generate_request(None, {"token_ids": (1, 2)}).spec.token_ids.ids) == [1, 2]
     assert generate_request(None, {"token_ids": ()}).spec.WhichOneof("input") == "token_ids"
@@ -114,6 +119,8 @@ def test_ids_instead_of_text() -> None:
         ("a", {"stop_token_ids": ["x"]}, "stopping.stop_token_ids"),
         ("a", {"logit_bias": {"x": 1.0}}, "sampling.logit_bias"),
         ("\ud800", {}, "prompt"),
+        ("a", {"adapters": {"x": "much"}}, "adapters"),
+        ("a", {"adapters": ["x", "y"]}, "adapters"),
         (None, {"messages": [{"role": "user", "text": "hi"}]}, "messages"),
         (None, {"messages": ["hi"]}, "messages"),
     ],

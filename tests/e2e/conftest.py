@@ -19,6 +19,7 @@ from artifacts.base_model import read_base_model
 from broker.connection import connect
 from clients.cli.models import registered
 from deploy.local.cluster import ClusterSettings, LocalCluster
+from tests.faulty_store import FaultyStore
 
 TENANT = "acme"
 
@@ -51,16 +52,27 @@ StartCluster = Callable[..., AbstractAsyncContextManager[Cluster]]
 
 @pytest.fixture
 def start_cluster(tmp_path: Path) -> StartCluster:
-    """Starts a cluster: `start_cluster(model, adapters={name: directory}, workers=2, worker_flags=(...))`."""
+    """Starts a cluster: `start_cluster(model, adapters={name: directory}, workers=2, worker_flags=(...))`.
+
+    With `faulty` its workers see the store through that.
+    """
 
     @asynccontextmanager
     async def start(
-        model: str, adapters: Mapping[str, Path], workers: int = 1, worker_flags: tuple[str, ...] = ()
+        model: str,
+        adapters: Mapping[str, Path],
+        workers: int = 1,
+        worker_flags: tuple[str, ...] = (),
+        faulty: FaultyStore | None = None,
     ) -> AsyncIterator[Cluster]:
+        if faulty is not None:
+            worker_flags = ("--store", await faulty.start(), *worker_flags)
         settings = ClusterSettings(
             model, workers=workers, port=0, store_port=0, data_dir=tmp_path / "cluster", worker_flags=worker_flags
         )
         async with LocalCluster(settings) as local:
+            if faulty is not None:
+                faulty.target = local.store
             digests = {}
             async with AsyncStoreClient(local.store, TENANT) as store:
                 base = await asyncio.to_thread(read_base_model, model)
@@ -72,6 +84,8 @@ def start_cluster(tmp_path: Path) -> StartCluster:
             async with AsyncClient(local.router, TENANT) as client:
                 yield Cluster(local, client, redis, digests)
             await redis.aclose()
+        if faulty is not None:
+            await faulty.stop()
 
     return start
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,13 +18,22 @@ if TYPE_CHECKING:
 
 
 @pytest.fixture
-def make_engine(one_thread: None) -> Iterator[Callable[..., TorchEngine]]:
+def ahead() -> bool:
+    """Whether make_engine's engines step ahead; a module whose tests hold in both modes has a fixture of its own."""
+    return False
+
+
+@pytest.fixture
+def make_engine(one_thread: None, ahead: bool) -> Iterator[Callable[..., TorchEngine]]:
     """Call with (directory, **settings): an engine of the CPU in float32, closed after the test."""
     from worker.engine import build_engine
 
     engines = []
 
     def make(directory: Path, **settings: Any) -> TorchEngine:
+        settings.setdefault("ahead", ahead)
+        # What a step computes is not to depend on the clock.
+        settings.setdefault("paced", False)
         engine = build_engine(str(directory), "cpu", settings.pop("dtype", "float32"), **settings)
         engines.append(engine)
         return engine
@@ -70,40 +79,84 @@ def run_until_idle_fixture() -> Callable[..., dict[str, list[Output]]]:
 
 
 class GatedLoads:
-    """A real adapter cache whose loads end when the test says so. An adapter is its digest; those in `broken` fail."""
+    """A real adapter cache whose loads end when the test says so. An adapter is its digest; those in `broken` fail.
 
-    def __init__(self, slots: int, broken: frozenset[str] = frozenset()) -> None:
+    An adapter has as many bytes as `sizes` says, or one.
+    """
+
+    stages = False
+
+    def __init__(
+        self,
+        slots: int,
+        broken: frozenset[str] = frozenset(),
+        *,
+        host_bytes: int = 1 << 20,
+        sizes: Mapping[str, int] | None = None,
+        **options: Any,
+    ) -> None:
         self.broken = broken
-        # What lies in each slot, as `install` left it.
+        self.sizes = sizes or {}
+        # What lies in each slot, as `install` left it, and how often each adapter was read from its files.
         self.installed: dict[int, str] = {}
-        self._gate = threading.Semaphore(0)
-        self._news = threading.Semaphore(0)
-        self.cache = AdapterCache(slots, self._prepare, self._install, self._news.release)
+        self.reads: Counter[str] = Counter()
+        self._under_way: dict[str, Callable[[], str]] = {}
+        self._ended: list[tuple[str, str | Exception]] = []
+        self.most = 2
+        self.cache = AdapterCache(slots, self, self, host_bytes, **options)
 
-    def loading(self) -> bool:
-        """Whether the loader thread has anything in hand."""
-        return len(self.cache._loading) > self.cache._results.qsize()
+    # Loads
 
-    def finish_load(self) -> None:
-        """Let the oldest load end, and wait until it has."""
-        before = self.cache._results.qsize()
-        self._gate.release()
-        while self.cache._results.qsize() == before:
-            assert self._news.acquire(timeout=10), "the loader thread does not answer"
+    def start(self, digest: str, work: Callable[[], str]) -> None:
+        """See worker.lora.loading.Loads."""
+        assert digest not in self._under_way, "one flight per adapter"
+        self._under_way[digest] = work
+
+    def has_ended(self) -> bool:
+        """See worker.lora.loading.Loads."""
+        return bool(self._ended)
+
+    def ended(self) -> list[tuple[str, str | Exception]]:
+        """See worker.lora.loading.Loads."""
+        ended, self._ended = self._ended, []
+        return ended
 
     def close(self) -> None:
-        """End the loader thread."""
-        self._gate.release(1000)
-        self.cache.close()
+        """See worker.lora.loading.Loads."""
 
-    def _prepare(self, source: AdapterSource) -> str:
-        self._gate.acquire()
+    def loading(self) -> list[str]:
+        """What is under way, oldest first."""
+        return list(self._under_way)
+
+    def finish_load(self, digest: str = "") -> None:
+        """Let a load end; the oldest, if none is named."""
+        digest = digest or next(iter(self._under_way))
+        work = self._under_way.pop(digest)
+        try:
+            self._ended.append((digest, work()))
+        except Exception as error:
+            self._ended.append((digest, error))
+
+    # AdapterMemory
+
+    def read(self, source: AdapterSource) -> str:
+        """See worker.lora.loading.AdapterMemory."""
+        self.reads[source.digest] += 1
         if source.digest in self.broken:
             raise OSError(f"{source.directory} is broken")
         return source.digest
 
-    def _install(self, prepared: str, slot: int) -> None:
+    def stage(self, prepared: str) -> str:
+        """See worker.lora.loading.AdapterMemory."""
+        return prepared
+
+    def install(self, prepared: str, slot: int) -> None:
+        """See worker.lora.loading.AdapterMemory."""
         self.installed[slot] = prepared
+
+    def size(self, prepared: str) -> int:
+        """See worker.lora.loading.AdapterMemory."""
+        return self.sizes.get(prepared, 1)
 
 
 @pytest.fixture(scope="session")

@@ -6,7 +6,7 @@ import random
 
 import pytest
 from hypothesis import settings
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 from hypothesis.strategies import integers, sampled_from
 
 from worker.scheduling.blocks import BlockIntegrityError, BlockManager
@@ -25,14 +25,18 @@ def new_sequence(ids: tuple[int, ...], tenant: str = "acme", adapter: str = "", 
 def compute(blocks: BlockManager, sequence: Sequence) -> None:
     """As a step does: everything pending, then known to the prefix cache."""
     sequence.computed = len(sequence.ids)
-    blocks.register(sequence)
+    blocks.register(sequence, sequence.computed)
 
 
 class BlockWalk(RuleBasedStateMachine):
     """Random sequences over few ids, so that prefixes meet; `content` is what a KV cache would hold."""
 
+    operations = 0
+
     def __init__(self) -> None:
         super().__init__()
+        # What balances is checked once before the first operation.
+        type(self).operations -= 1
         self.blocks = BlockManager(BLOCKS, BLOCK_SIZE)
         self.held: list[Sequence] = []
         # (block, offset) -> all that keys and values at this place depend on.
@@ -74,7 +78,7 @@ class BlockWalk(RuleBasedStateMachine):
             assert not others, "a shared block is written"
             self.content[block, position % BLOCK_SIZE] = self.entry(sequence, position)
         sequence.computed = end
-        self.blocks.register(sequence)
+        self.blocks.register(sequence, end)
 
     @rule(pick=integers(0, 1 << 16), token=sampled_from([1, 2]))
     def append(self, pick: int, token: int) -> None:
@@ -93,6 +97,7 @@ class BlockWalk(RuleBasedStateMachine):
 
     @invariant()
     def accounts_balance(self) -> None:
+        type(self).operations += 1
         self.blocks.check(self.held)
         assert min(self.blocks.free, self.blocks.cached, self.blocks.referenced) >= 0
         assert self.blocks.free + self.blocks.cached + self.blocks.referenced == BLOCKS
@@ -111,8 +116,11 @@ class BlockWalk(RuleBasedStateMachine):
         assert self.blocks.referenced == 0
 
 
-BlockWalk.TestCase.settings = settings(max_examples=60, stateful_step_count=60, deadline=None, derandomize=True)
-TestBlockWalk = BlockWalk.TestCase
+def test_random_walks() -> None:
+    # A walk has a little less than 60 operations.
+    settled = settings(max_examples=100, stateful_step_count=60, deadline=None, derandomize=True, database=None)
+    run_state_machine_as_test(BlockWalk, settings=settled)
+    assert BlockWalk.operations >= 5_000
 
 
 def test_a_second_sequence_shares_the_full_blocks_of_the_first() -> None:

@@ -29,6 +29,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
+@pytest.fixture(params=[False, True], ids=["plain", "ahead"])
+def ahead(request: pytest.FixtureRequest) -> bool:
+    """All that is tested here holds in both modes."""
+    return bool(request.param)
+
+
 def with_buffers(engine: Any) -> Any:
     """Let an engine's plain decode steps go through padded buffers, as they do on CUDA."""
     engine._runner._buffers = DecodeBuffers(engine.limits.rows, engine.limits.max_tokens, engine._runner._cache, CPU)

@@ -19,6 +19,12 @@ CRAMPED = {"rows": 6, "kv_blocks": 26, "block_size": 4, "step_tokens": 16, "adap
 ROOMY = {"rows": 16, "kv_blocks": 400, "block_size": 8, "adapter_slots": 3, "max_rank": 16}
 
 
+@pytest.fixture(params=[False, True], ids=["plain", "ahead"])
+def ahead(request: pytest.FixtureRequest) -> bool:
+    """All that is tested here holds in both modes."""
+    return bool(request.param)
+
+
 def uneven_requests(tiny: Any, count: int, seed: int) -> list[NewSequence]:
     chance = random.Random(seed)
     adapters = [None, *tiny.adapters]
@@ -149,7 +155,7 @@ def test_the_models_end_token_ends_an_answer(
     assert ids(outputs["b"]) == endless.answer(prompt, 20, "plain")
 
 
-def test_aborted_sequences_leave_nothing_behind(tiny_llama: Any, make_engine: Callable[..., Any]) -> None:
+def test_aborted_sequences_leave_nothing_behind(tiny_llama: Any, make_engine: Callable[..., Any], ahead: bool) -> None:
     engine = make_engine(tiny_llama.directory, **CRAMPED)
     requests = uneven_requests(tiny_llama, count=8, seed=3)
     for request in requests:
@@ -160,6 +166,9 @@ def test_aborted_sequences_leave_nothing_behind(tiny_llama: Any, make_engine: Ca
         engine.abort(request.sequence_id)
     engine.abort("unknown")
     stats = engine.stats()
+    # Of a step that is in flight nothing is left to tell.
+    assert engine.has_work() == ahead
+    assert engine.step() == []
     assert not engine.has_work()
     assert (stats.rows_running, stats.rows_waiting, stats.blocks_referenced, stats.slots_pinned) == (0, 0, 0, 0)
 

@@ -18,6 +18,12 @@ SETTINGS = {"rows": 8, "kv_blocks": 40, "block_size": 8, "adapter_slots": 4, "ma
 PROMPT = (5, 6, 7, 8, 9)
 
 
+@pytest.fixture(params=[False, True], ids=["plain", "ahead"])
+def ahead(request: pytest.FixtureRequest) -> bool:
+    """All that is tested here holds in both modes."""
+    return bool(request.param)
+
+
 def ids(outputs: list[Output]) -> tuple[int, ...]:
     return tuple(token for output in outputs for token in output.token_ids)
 
@@ -43,7 +49,7 @@ def huge_adapter(tiny_llama: Any, save_adapter: Callable[..., None], tmp_path: P
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(tiny_llama.directory)
-    save_adapter(model, tmp_path / "huge", seed=1, scale=1e20, r=8, target_modules=["q_proj", "v_proj", "up_proj"])
+    save_adapter(model, tmp_path / "huge", seed=1, scale=1e19, r=8, target_modules=["q_proj", "v_proj", "up_proj"])
     return AdapterSource("digest of huge", str(tmp_path / "huge"))
 
 

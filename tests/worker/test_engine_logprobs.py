@@ -22,6 +22,12 @@ CRAMPED = ROOMY | {"rows": 4, "kv_blocks": 30, "step_tokens": 11}
 NOISY = Sampling(temperature=0.9, top_p=0.9, repetition_penalty=1.3, logit_bias=((50, 4.0),), seed=5)
 
 
+@pytest.fixture(params=[False, True], ids=["plain", "ahead"])
+def ahead(request: pytest.FixtureRequest) -> bool:
+    """All that is tested here holds in both modes."""
+    return bool(request.param)
+
+
 def ids(outputs: list[Output]) -> tuple[int, ...]:
     return tuple(token for output in outputs for token in output.token_ids)
 
@@ -140,9 +146,9 @@ def test_a_row_whose_logprobs_raise_ends_alone(
     run_until_idle: Callable[..., Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from worker.sampling.logprobs import token_logprobs
+    from worker.sampling.logprobs import PendingLogprobs, token_logprobs
 
-    def raises_for_13(logits: torch.Tensor, tokens: Sequence[int], alternatives: Sequence[int]) -> list[TokenLogprobs]:
+    def raises_for_13(logits: torch.Tensor, tokens: torch.Tensor, alternatives: Sequence[int]) -> PendingLogprobs:
         if 13 in alternatives:
             raise ArithmeticError("unlucky")
         return token_logprobs(logits, tokens, alternatives)

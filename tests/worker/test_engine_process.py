@@ -42,6 +42,7 @@ CONFIGURE = Configure(
     kv_blocks=64,
     block_size=4,
     adapter_slots=2,
+    host_adapter_bytes=0,
     max_rank=8,
     step_tokens=16,
     threads=0,

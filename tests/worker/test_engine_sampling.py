@@ -25,6 +25,12 @@ SAMPLINGS = [
 ]
 
 
+@pytest.fixture(params=[False, True], ids=["plain", "ahead"])
+def ahead(request: pytest.FixtureRequest) -> bool:
+    """All that is tested here holds in both modes."""
+    return bool(request.param)
+
+
 def ids(outputs: list[Output]) -> tuple[int, ...]:
     return tuple(token for output in outputs for token in output.token_ids)
 

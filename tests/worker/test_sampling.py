@@ -7,11 +7,20 @@ import math
 import pytest
 import torch
 
+from worker.sampling import sampler
 from worker.sampling.noise import gumbel_noise, row_key
-from worker.sampling.sampler import Draw, sample
+from worker.sampling.sampler import Draw
 from worker.scheduling.contract import Sampling
 
 pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def sample(logits: torch.Tensor, draws: list[Draw]) -> list[int]:
+    """The ids, which are the same whether or not the host may look at how far the likeliest tokens reach."""
+    ids: list[int] = sampler.sample(logits, draws).tolist()
+    some = slice(200)
+    assert sampler.sample(logits[some], draws[some], wait=False).tolist() == ids[some]
+    return ids
 
 
 def draws(count: int, **fields: float) -> list[Draw]:
@@ -22,7 +31,7 @@ def draws(count: int, **fields: float) -> list[Draw]:
 def frequencies(logits: torch.Tensor, count: int, **fields: float) -> torch.Tensor:
     """How often each id is drawn in `count` draws from logits [vocab]."""
     ids = sample(logits.expand(count, -1).clone(), draws(count, **fields))
-    assert None not in ids
+    assert min(ids) >= 0
     return torch.bincount(torch.tensor(ids), minlength=len(logits)) / count
 
 
@@ -135,7 +144,7 @@ def test_rows_that_are_not_numbers_are_told_apart() -> None:
     rows[3, 4] = math.inf
     for fields in ({}, {"temperature": 1.0}, {"temperature": 1.0, "top_k": 2}, {"temperature": 1.0, "top_p": 0.5}):
         ids = sample(rows.clone(), draws(5, **fields))
-        assert [token is None for token in ids] == [False, True, False, True, True]
+        assert [token < 0 for token in ids] == [False, True, False, True, True]
 
 
 def test_nothing_to_sample() -> None:

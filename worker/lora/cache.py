@@ -1,234 +1,251 @@
-"""Adapters in numbered device slots: loaded beside the batch, evicted when least recently used, never while pinned.
+"""Adapters in three tiers: files, host memory, device slots; brought in beside the batch.
 
-               loader thread                        step thread, in poll
- request ──▶ wanted ──▶ loading ──▶ prepared ──▶ resident: fresh ──pin──▶ pinned ──unpin──▶ idle ──▶ evicted
-                          prepare()            install(prepared, slot)
+              loader thread                     loader thread (CUDA)        step thread, in poll
+ request ──▶ wanted ──▶ loading ──▶ host tier, held ──▶ staging ──▶ staged ──▶ resident ──pin──▶ pinned ──unpin──▶ idle
+                         read()                          stage()      install(), within the swap budget         │
+                                    host tier, kept while its budget allows ◀────────── evicted ◀───────────────┘
 
-A fresh adapter stays until it was pinned once or nobody waits for it: so each load serves someone. While one waits and
-all slots are pinned for long, one slot drains: it takes no new pins, so that a stream of requests for resident
-adapters can't keep all others out.
+Which adapter is next, and who goes for it, follows from who waits for what: worker.scheduling.demand, slots.py.
 """
 
 from __future__ import annotations
 
-import queue
-import threading
-from collections import OrderedDict
-from collections.abc import Callable
-from dataclasses import dataclass
+from functools import partial
+from itertools import islice
 from typing import Generic, TypeVar
 
+from worker.lora.host_tier import HostTier
+from worker.lora.loading import AdapterMemory, Loads
+from worker.lora.slots import DeviceSlots
+from worker.lora.swap_budget import SwapBudget
 from worker.scheduling.contract import AdapterSource
-from worker.scheduling.residency import Arrivals
+from worker.scheduling.demand import WINDOW, Demand, Urgency
+from worker.scheduling.residency import Arrivals, TierStats
 
 P = TypeVar("P")
 
-# Loaded or loading, but in no slot yet: bounds the host memory of a queue of adapters.
+# So many may wait for a slot whatever the host budget says, and so many on the device: bounds what is held twice.
 AHEAD = 2
-# Polls, which are steps, that a prepared adapter waits for a pinned slot before one drains.
-PATIENCE_POLLS = 64
-
-
-@dataclass(slots=True)
-class _Resident:
-    slot: int
-    pins: int = 0
-    fresh: bool = True
 
 
 class AdapterCache(Generic[P]):
-    """Keeps adapters in slots 0 to slots - 1; see worker.scheduling.residency.Residency.
-
-    `prepare` runs in the loader thread (reads files, casts); `install` on the thread that polls, between steps. What
-    either raises fails that adapter alone. `on_prepared` is called from the loader thread when poll has news.
-    """
+    """Keeps adapters in slots 0 to slots - 1; see worker.scheduling.residency.Residency."""
 
     def __init__(
         self,
         slots: int,
-        prepare: Callable[[AdapterSource], P],
-        install: Callable[[P, int], None],
-        on_prepared: Callable[[], None],
+        memory: AdapterMemory[P],
+        loads: Loads[P],
+        host_bytes: int,
+        budget: SwapBudget | None = None,
     ) -> None:
-        self._prepare = prepare
-        self._install = install
-        self._on_prepared = on_prepared
-        self._free = list(range(slots - 1, -1, -1))
-        # Least recently used first.
-        self._resident: OrderedDict[str, _Resident] = OrderedDict()
-        self._digests: tuple[str, ...] = ()
-        self._pinned = 0
+        self.demand = Demand()
+        self._memory = memory
+        self._loads = loads
+        self._host: HostTier[P] = HostTier(host_bytes, memory.size)
+        self._slots = DeviceSlots(slots, self.demand)
+        self._budget = budget or SwapBudget()
         self._wanted: dict[str, AdapterSource] = {}
-        # Whether somebody still waits for what the loader has in hand.
+        self._oldest_next = False
+        # Whether somebody still waits for what is being read.
         self._loading: dict[str, bool] = {}
-        self._prepared: dict[str, P] = {}
-        self._draining: str | None = None
-        self._starved_polls = 0
-        self._jobs: queue.SimpleQueue[AdapterSource | None] = queue.SimpleQueue()
-        self._results: queue.SimpleQueue[tuple[str, P | Exception]] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._load, name="adapter-loader", daemon=True)
-        self._thread.start()
+        self._largest = 0
+        # On its way to the device: None until it is there.
+        self._staged: dict[str, P | None] = {}
+        # What the next poll returns.
+        self._arrived: list[str] = []
+        self._failed: list[tuple[str, Exception]] = []
 
     def request(self, source: AdapterSource) -> None:
-        """Have it loaded; poll tells when it is there. Nothing happens where that is under way already."""
+        """Have it brought in; poll tells when it is there. Nothing happens where that is under way already."""
         digest = source.digest
         if digest in self._loading:
             self._loading[digest] = True
-        elif digest not in self._prepared:
+        elif self._host.hold(digest):
+            self.demand.lacks_slot(digest)
+        else:
             self._wanted[digest] = source
             self._feed()
 
     def withdraw(self, digest: str) -> None:
-        """Nobody waits for it any more: what is not in a slot yet is dropped."""
+        """Nobody waits for it any more: it is not read, or only to be kept in host memory."""
         self._drop_request(digest)
-        resident = self._resident.get(digest)
-        if resident:
-            resident.fresh = False
         self._feed()
 
     def slot_of(self, digest: str) -> int | None:
         """Its slot, or None where it can't be pinned now: not resident, or draining."""
-        resident = self._resident.get(digest)
-        return None if resident is None or digest == self._draining else resident.slot
+        return self._slots.slot_of(digest)
 
     def pin(self, digest: str) -> int:
         """Keep it in its slot until as many unpins. Raises KeyError where it is not resident."""
-        resident = self._resident[digest]
-        self._resident.move_to_end(digest)
-        self._pinned += not resident.pins
-        resident.pins += 1
-        resident.fresh = False
-        return resident.slot
+        return self._slots.pin(digest)
 
     def unpin(self, digest: str) -> None:
         """Undo one pin. Raises ValueError where there is none."""
-        resident = self._resident[digest]
-        if not resident.pins:
-            raise ValueError(f"adapter {digest} is not pinned")
-        self._resident.move_to_end(digest)
-        resident.pins -= 1
-        self._pinned -= not resident.pins
+        self._slots.unpin(digest)
+        self._host.touch(digest)
 
-    def poll(self) -> Arrivals:
-        """Put what has been loaded into free slots, or in place of the least recently used that nobody needs."""
-        arrived: list[str] = []
-        failed: list[tuple[str, Exception]] = []
-        while not self._results.empty():
-            digest, result = self._results.get()
-            if not self._loading.pop(digest):
-                continue
-            if isinstance(result, Exception):
-                failed.append((digest, result))
-            else:
-                self._prepared[digest] = result
-        if self._prepared or self._draining:
-            self._install_prepared(arrived, failed)
+    def poll(self, *, busy: bool = False) -> Arrivals:
+        """Put what has been loaded into slots, the most urgent first; `busy`: sequences run, which that delays."""
+        self._slots.now += 1
+        self._budget.begin(busy=busy)
+        if self._loads.has_ended():
+            for digest, result in self._loads.ended():
+                self._take(digest, result)
+        if self.demand.lacking or self._slots.draining:
+            self._install_waiting()
         self._feed()
-        return Arrivals(tuple(arrived), tuple(failed))
+        arrivals = Arrivals(tuple(self._arrived), tuple(self._failed))
+        self._arrived, self._failed = [], []
+        return arrivals
 
     def has_work(self) -> bool:
-        """Whether poll would do anything now."""
-        return not self._results.empty() or (
-            bool(self._prepared) and (bool(self._free) or self._evictable() is not None)
-        )
+        """Whether poll would do anything now; asked while nothing runs, so that no budget counts."""
+        if self._loads.has_ended():
+            return True
+        # A slot that has drained goes to whom it drained for, or takes pins again.
+        drained = any(self._slots.idle(digest) for digest in self._slots.draining)
+        if drained and None not in self._staged.values():
+            return True
+        return any(map(self._can_move, islice(self.demand.lacking, WINDOW))) and self._slots.has_room()
 
     @property
     def used(self) -> int:
         """Slots with an adapter."""
-        return len(self._resident)
+        return self._slots.used
 
     @property
     def pinned(self) -> int:
         """Slots that are pinned."""
-        return self._pinned
+        return self._slots.pinned
 
     @property
     def resident(self) -> tuple[str, ...]:
         """Digests of the adapters in the slots."""
-        return self._digests
+        return self._slots.digests
+
+    @property
+    def tiers(self) -> TierStats:
+        """What the tiers hold now."""
+        return TierStats(self._slots.swaps, len(self._loading), self._host.bytes, self._slots.bytes)
 
     def close(self) -> None:
-        """End the loader thread, after what it has in hand."""
-        self._wanted.clear()
-        self._jobs.put(None)
-        self._thread.join()
-
-    def _load(self) -> None:
-        while (source := self._jobs.get()) is not None:
-            result: P | Exception
-            try:
-                result = self._prepare(source)
-            except Exception as error:  # any: it belongs to this adapter alone
-                result = error
-            self._results.put((source.digest, result))
-            self._on_prepared()
+        """End the loads, after what is under way."""
+        self._loads.close()
 
     def _feed(self) -> None:
-        while self._wanted and len(self._loading) + len(self._prepared) < AHEAD:
-            digest = next(iter(self._wanted))
-            self._loading[digest] = True
-            self._jobs.put(self._wanted.pop(digest))
-
-    def _drop_request(self, digest: str) -> bool:
-        if digest in self._loading:
-            was_wanted, self._loading[digest] = self._loading[digest], False
-            return was_wanted
-        return self._wanted.pop(digest, None) is not None or self._prepared.pop(digest, None) is not None
-
-    def _install_prepared(self, arrived: list[str], failed: list[tuple[str, Exception]]) -> None:
-        # In the order of the requests: the first one that finds no slot keeps those behind it waiting.
-        for digest in list(self._prepared):
-            if digest in self._resident:
-                # It drained when it was asked for, and all that were in front have their slots now.
-                self._draining = None
-                del self._prepared[digest]
-                arrived.append(digest)
-                continue
-            slot = self._make_room()
-            if slot is None:
-                self._be_patient()
+        # Slow files must not keep adapters from the device that are in memory already.
+        most = self._loads.most - self._memory.stages
+        while self._wanted and len(self._loading) < most and self._host_has_room():
+            # What is still on its way to the device for somebody who left is read again once it is there.
+            window = [digest for digest in islice(self._wanted, WINDOW) if digest not in self._staged]
+            if not window:
                 return
-            self._starved_polls = 0
-            self._put(digest, slot, arrived, failed)
-        self._starved_polls = 0
-        self._stop_draining(arrived)
+            # In turn the one for which most wait and the one that was asked for first: nobody waits for ever.
+            digest = window[0] if self._oldest_next else max(window, key=self.demand.waiting_for)
+            self._oldest_next = not self._oldest_next
+            self._loading[digest] = True
+            self._loads.start(digest, partial(self._memory.read, self._wanted.pop(digest)))
 
-    def _put(self, digest: str, slot: int, arrived: list[str], failed: list[tuple[str, Exception]]) -> None:
-        prepared = self._prepared.pop(digest)
-        try:
-            self._install(prepared, slot)
-        except Exception as error:  # any: it belongs to this adapter alone
-            self._free.append(slot)
-            failed.append((digest, error))
+    def _host_has_room(self) -> bool:
+        ahead = len(self._loading) + 1
+        if self._host.held_count + ahead <= AHEAD:
+            return True
+        # A reservation of the largest so far for each load: it ends with the load, whatever comes of that.
+        return self._host.held_bytes + ahead * self._largest <= self._host.budget
+
+    def _take(self, digest: str, result: P | Exception) -> None:
+        if digest in self._loading:
+            wanted = self._loading.pop(digest)
+            if not isinstance(result, Exception):
+                self._largest = max(self._largest, self._memory.size(result))
+                if wanted:
+                    self._host.hold(digest, result)
+                    self.demand.lacks_slot(digest)
+                else:
+                    self._host.put(digest, result)
+                return
         else:
-            self._resident[digest] = _Resident(slot)
-            arrived.append(digest)
-        self._digests = tuple(self._resident)
-
-    def _make_room(self) -> int | None:
-        if self._free:
-            return self._free.pop()
-        digest = self._evictable()
-        if digest is None:
-            return None
-        if digest == self._draining:
-            self._draining = None
-        return self._resident.pop(digest).slot
-
-    def _evictable(self) -> str | None:
-        idle = (digest for digest, resident in self._resident.items() if not resident.pins and not resident.fresh)
-        return next(idle, None)
-
-    def _be_patient(self) -> None:
-        self._starved_polls += 1
-        if self._starved_polls < PATIENCE_POLLS or self._draining is not None:
+            wanted = self._host.held(digest) is not None
+            if wanted and not isinstance(result, Exception):
+                self._staged[digest] = result
+                return
+            self._staged.pop(digest, None)
+        if not wanted or not isinstance(result, Exception):
             return
-        pinned = [(resident.pins, digest) for digest, resident in self._resident.items() if resident.pins]
-        if pinned:
-            self._draining = min(pinned)[1]
+        self._host.release(digest)
+        if digest in self._slots:  # it drains; who came for it meanwhile can have it as it is
+            self._slots.draining.pop(digest, None)
+            self._arrived.append(digest)
+        else:
+            self._failed.append((digest, result))
 
-    def _stop_draining(self, arrived: list[str]) -> None:
-        draining, self._draining = self._draining, None
-        # Who came while it drained has asked for it to be loaded again: it is still there.
-        if draining is not None and self._drop_request(draining):
-            arrived.append(draining)
+    def _install_waiting(self) -> None:
+        starved: list[str] = []
+        first = room = True
+        for digest in self.demand.order():
+            urgency = self.demand.urgency(digest)
+            if digest in self._slots:  # it drains, for one that comes first or may wait longer
+                if urgency is Urgency.OVERDUE and not starved:
+                    self._spare(digest)
+                continue
+            if urgency is Urgency.CALM and not room:
+                break
+            prepared = self._ready(digest, first=first)
+            first = False
+            allowed = self._budget.allows() or urgency is Urgency.OVERDUE
+            slot = self._slots.take(digest) if prepared is not None and allowed else None
+            if prepared is not None and slot is not None:
+                self._put(digest, prepared, slot)
+                continue
+            room = room and prepared is None
+            if urgency is not Urgency.CALM and not self._slots.has_room():
+                starved.append(digest)
+        for digest in self._slots.drain(starved):
+            self._spare(digest)
+
+    def _ready(self, digest: str, *, first: bool) -> P | None:
+        """What can be installed now; starts to stage it where that is needed."""
+        if not self._memory.stages:
+            return self._host.held(digest)
+        if digest not in self._staged:
+            held = self._host.held(digest)
+            # The first one always may: it must not wait for a place of those that wait for a slot.
+            if held is not None and (first or len(self._staged) < AHEAD):
+                self._staged[digest] = None
+                self._loads.start(digest, partial(self._memory.stage, held))
+        return self._staged.get(digest)
+
+    def _can_move(self, digest: str) -> bool:
+        if digest in self._slots:
+            return False
+        if not self._memory.stages or self._staged.get(digest) is not None:
+            return True
+        return digest not in self._staged and len(self._staged) < AHEAD
+
+    def _put(self, digest: str, prepared: P, slot: int) -> None:
+        try:
+            with self._budget.spending():
+                self._memory.install(prepared, slot)
+        except Exception as error:  # any: it belongs to this adapter alone
+            self._slots.give_back(slot)
+            self._failed.append((digest, error))
+        else:
+            self._slots.put(digest, slot, self._memory.size(prepared))
+            self._arrived.append(digest)
+        self._drop_request(digest)
+
+    def _spare(self, digest: str) -> None:
+        """A slot that drained takes pins again."""
+        self._slots.draining.pop(digest, None)
+        if self.demand.parked(digest):
+            self._drop_request(digest)
+            self._arrived.append(digest)
+
+    def _drop_request(self, digest: str) -> None:
+        self._wanted.pop(digest, None)
+        if digest in self._loading:
+            self._loading[digest] = False
+        if self._staged.get(digest) is not None:
+            del self._staged[digest]
+        self._host.release(digest)

@@ -2,12 +2,13 @@
 
 Each layer holds its adapters in slots at fixed addresses. The rows of a step are sorted by slot, in two parts:
 
-    decode rows, few adapters   y[rows] += (x[rows] A^T) B for each adapter, from its slot
-    decode rows, more adapters  the panel: their A's one below the other, and so the B's, as one product for all rows,
-                                a row's columns of the other adapters zeroed in between
-    prefill chunks              y[rows] += (x[rows] A^T) B for each adapter, from its slot
+    decode rows     the panel: their adapters' A's one below the other, and so the B's, as one product for all rows, a
+                    row's columns of the other adapters zeroed in between
+    prefill chunks  y[rows] += (x[rows] A^T) B for each adapter, from its slot
 
-Rows without an adapter are left alone, bit for bit where nothing else shares a part with them. Work for a step is
+Layers that are called with the same input (q, k, v; gate, up) share the first product of the panel, once it is packed.
+
+Rows without an adapter are left alone, bit for bit. Work for a step is
 O(its adapters), whatever is resident.
 """
 
@@ -19,18 +20,18 @@ from itertools import groupby
 import torch
 from torch import Tensor, nn
 
-from worker.lora.linear import LoraLinear, LoraStep, Pack
+from worker.lora.linear import LoraLinear, LoraStep, Pack, SharedShrink
 from worker.lora.panel import Columns, PanelLayout
+from worker.lora.siblings import sibling_groups
 from worker.lora.weights import AdapterWeights
+from worker.staging import upload
 
-# Up to so many adapters among the decode rows one product each is faster than the panel.
-_SEGMENTS_WITHOUT_PANEL = 2
 # The panel's columns of one adapter are a multiple of this.
 _COLUMN_UNIT = 8
 # Packing costs about as much as it saves in a few steps: it waits until the panel has not changed for so many, and then
-# takes so many columns of layers a step.
+# takes so many columns of groups of layers a step.
 _CALM_STEPS = 4
-_COLUMNS_PACKED_A_STEP = 2048
+_COLUMNS_PACKED_A_STEP = 1536
 # No slot has this number, and no row either.
 _NO_OWNER = -2
 
@@ -45,17 +46,19 @@ class LoraLayers:
         slots: int,
         max_rank: int,
         device: torch.device,
+        dtype: torch.dtype,
         pack: Pack | None = None,
     ) -> None:
         self._slots = slots
         self._max_rank = max_rank
         self._device = device
+        self._dtype = dtype
         self._pack = pack
         self._step = LoraStep()
         self._layout = PanelLayout()
         self._owner = torch.empty(0, dtype=torch.int64, device=device)
         self._capacity = 0
-        self._unpacked: list[LoraLinear] = []
+        self._unpacked: list[list[LoraLinear]] = []
         self._calm_steps = 0
         # Rank of the adapter in each slot.
         self._ranks = [0] * slots
@@ -66,6 +69,7 @@ class LoraLayers:
             layer = LoraLinear(getattr(owner, child), in_features, out_features, self._step)
             setattr(owner, child, layer)
             self._layers[name] = layer
+        self._groups = [[self._layers[name] for name in names] for names in sibling_groups(self._layers)]
 
     def install(self, weights: AdapterWeights, slot: int) -> None:
         """Put an adapter into a slot, in place of what was there. No row of a running step may use the slot."""
@@ -80,24 +84,27 @@ class LoraLayers:
         `rows` are (slot or -1, tokens), the first `decodes` of them with one token, each part sorted by slot.
         """
         step = self._step
-        segments = _segments(rows[:decodes], 0)
-        step.panel_rows, step.foreign = 0, None
-        if len(segments) > _SEGMENTS_WITHOUT_PANEL:
-            step.panel_rows = decodes
-            step.foreign = self._foreign_columns([slot for slot, _ in rows[:decodes]])
-            segments = []
-        step.segments = segments + _segments(rows[decodes:], decodes)
+        step.own_by_layers = {}
+        step.panel_rows = step.own = None
+        slots = [slot for slot, _ in rows[:decodes] if slot >= 0]
+        if slots:
+            # Sorted by slot: those without an adapter come first.
+            step.panel_rows = slice(decodes - len(slots), decodes)
+            step.own = self._own_columns(slots)
+        step.segments = _segments(rows[decodes:], decodes)
+        step.adapted = bool(slots or step.segments)
+        step.only_panel = len(slots) == len(rows)
 
-    def _foreign_columns(self, row_slots: list[int]) -> Tensor:
-        widths = {slot: self._column_width(slot) for slot in row_slots if slot >= 0}
+    def _own_columns(self, row_slots: list[int]) -> Tensor:
+        widths = {slot: self._column_width(slot) for slot in row_slots}
         width = self._layout.width
         fresh = self._layout.arrange(widths)
         if fresh or self._layout.width != width:
             self._fill_panel(fresh)
         elif self._unpacked:
             self._pack_some()
-        slots = torch.tensor(row_slots, device=self._device)
-        return slots[:, None] != self._owner[None]
+        slots = upload(row_slots, self._device, torch.int64)
+        return (slots[:, None] == self._owner[None]).to(self._dtype)
 
     def _column_width(self, slot: int) -> int:
         return min(self._max_rank, -(-self._ranks[slot] // _COLUMN_UNIT) * _COLUMN_UNIT)
@@ -113,15 +120,21 @@ class LoraLayers:
         for layer in self._layers.values():
             layer.fill_panel(fresh, places, width, self._capacity)
         self._calm_steps = 0
-        self._unpacked = list(self._layers.values()) if self._pack else []
+        self._unpacked = list(self._groups) if self._pack else []
 
     def _pack_some(self) -> None:
         self._calm_steps += 1
         if self._pack is None or self._calm_steps <= _CALM_STEPS:
             return
-        for layer in self._unpacked[-max(1, _COLUMNS_PACKED_A_STEP // self._layout.width) :]:
-            layer.pack_panel(self._pack)
-            self._unpacked.pop()
+        for _ in range(max(1, _COLUMNS_PACKED_A_STEP // self._layout.width)):
+            if self._unpacked:
+                self._pack_group(self._unpacked.pop(), self._pack)
+
+    @staticmethod
+    def _pack_group(group: Sequence[LoraLinear], pack: Pack) -> None:
+        layers = [layer for layer in group if layer.panel is not None]
+        if layers:
+            SharedShrink(layers, pack)
 
 
 def _segments(rows: Sequence[tuple[int, int]], first: int) -> list[tuple[int, int, int]]:

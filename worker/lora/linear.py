@@ -2,17 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
+import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from worker.lora.panel import Columns
 from worker.lora.weights import LoraPair
 
-# A weight [out, in] that has been prepared for products: x [rows, in] to [rows, out].
-Product = Callable[[Tensor], Tensor]
+
+class Product(Protocol):
+    """A weight [out, in] that has been prepared for products: x [rows, in] to [rows, out]."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """The product."""
+
+    def times(self, x: Tensor, factor: Tensor) -> Tensor:
+        """The product, times `factor` number by number."""
+
+    def plus(self, x: Tensor, term: Tensor) -> Tensor:
+        """The product plus `term`."""
+
+
 Pack = Callable[[Tensor], Product]
 
 
@@ -20,13 +34,26 @@ Pack = Callable[[Tensor], Product]
 class LoraStep:
     """What the layers need to know of a step; all of them look at the same one.
 
-    `segments` are (slot, first row, last row + 1). With a panel, the rows before `panel_rows` go through it, and
-    `foreign` [panel_rows, width] marks the columns that are not the row's adapter's.
+    `segments` are (slot, first row, last row + 1). The rows [first, stop) of `panel_rows` go through the panel; `own`
+    [stop - first, width] is 1 in the columns of the row's adapter and 0 in the others, `own_by_layers` the same side by
+    side for groups of several layers.
     """
 
     segments: list[tuple[int, int, int]] = field(default_factory=list)
-    panel_rows: int = 0
-    foreign: Tensor | None = None
+    panel_rows: slice | None = None
+    # Whether any row has an adapter, and whether all rows go through the panel.
+    adapted: bool = False
+    only_panel: bool = False
+    own: Tensor | None = None
+    own_by_layers: dict[int, Tensor] = field(default_factory=dict)
+
+    def own_for(self, layers: int) -> Tensor:
+        """`own`, `layers` times side by side."""
+        own = self.own_by_layers.get(layers)
+        if own is None:
+            assert self.own is not None, "own_for is for steps with a panel"
+            own = self.own_by_layers[layers] = self.own.repeat(1, layers)
+        return own
 
 
 class LoraLinear(nn.Module):
@@ -43,23 +70,25 @@ class LoraLinear(nn.Module):
         self.b: Tensor | None = None
         self.pairs: list[LoraPair | None] = []
         self.panel: LoraPair | None = None
-        self.packed_panel: tuple[Product, Product] | None = None
+        # While its panel is packed: its group's, and its own half of the product.
+        self.shrink: SharedShrink | None = None
+        self.expand: Product | None = None
         self._panel_store: LoraPair | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         """The base layer's output plus each row's adapter's: [..., in_features] to [..., out_features]."""
         y: Tensor = self.base(x)
         step = self.step
-        if self.a is None or not (step.segments or step.panel_rows):
+        if self.a is None or not step.adapted:
             return y
-        rows, out = x.reshape(-1, self.in_features), y.view(-1, self.out_features)
-        if step.foreign is not None and self.panel is not None:
-            self._add_panel(rows[: step.panel_rows], out[: step.panel_rows], self.panel, step.foreign)
+        rows, out = x.view(-1, self.in_features), y.view(-1, self.out_features)
+        if step.panel_rows is not None and self.panel is not None:
+            out = self._with_panel(x, rows, out, self.panel, step.panel_rows)
         for slot, first, stop in step.segments:
             pair = self.pairs[slot]
             if pair is not None:
                 out[first:stop].addmm_(linear(rows[first:stop], pair.a), pair.b)
-        return y
+        return out.view(y.shape)
 
     def install(self, slot: int, pair: LoraPair | None, slots: int, max_rank: int) -> None:
         """Put a pair in a slot, in place of what was there; None: the adapter does not change this layer."""
@@ -104,17 +133,42 @@ class LoraLinear(nn.Module):
             store.a[first:stop], store.b[first:stop] = 0, 0
         used = any(self.pairs[place.slot] is not None for place in places)
         self.panel = LoraPair(store.a[:width], store.b[:width]) if used else None
-        self.packed_panel = None
+        self.shrink = self.expand = None
 
-    def pack_panel(self, pack: Pack) -> None:
-        """Make the panel's products faster, until it changes."""
-        if self.panel is not None:
-            self.packed_panel = (pack(self.panel.a), pack(self.panel.b.t()))
+    def _with_panel(self, x: Tensor, rows: Tensor, out: Tensor, panel: LoraPair, at: slice) -> Tensor:
+        step = self.step
+        if self.shrink is None or self.expand is None:
+            assert step.own is not None, "a step with panel rows has `own`"
+            out[at].addmm_(linear(rows[at], panel.a).mul_(step.own), panel.b)
+            return out
+        if step.only_panel:
+            return self.expand.plus(self.shrink.of(self, x, rows), out)
+        out[at] = self.expand.plus(self.shrink.of(self, x, rows[at]), out[at])
+        return out
 
-    def _add_panel(self, rows: Tensor, out: Tensor, panel: LoraPair, foreign: Tensor) -> None:
-        # Filled, not multiplied: another adapter's column may have overflowed for this row.
-        if self.packed_panel is None:
-            out.addmm_(linear(rows, panel.a).masked_fill_(foreign, 0), panel.b)
-        else:
-            shrink, expand = self.packed_panel
-            out.add_(expand(shrink(rows).masked_fill_(foreign, 0)))
+
+class SharedShrink:
+    """The packed A's of layers that are called with the same input, side by side: one product serves them all."""
+
+    def __init__(self, layers: Sequence[LoraLinear], pack: Pack) -> None:
+        """Of the layers with a panel; packs their B's too."""
+        panels = [(layer, layer.panel) for layer in layers if layer.panel is not None]
+        self._step = panels[0][0].step
+        self._widths = [len(panel.a) for _, panel in panels]
+        self._shrink = pack(torch.cat([panel.a for _, panel in panels]))
+        self._place = {layer: index for index, (layer, _) in enumerate(panels)}
+        self._x: Tensor | None = None
+        self._shrunk: tuple[Tensor, ...] = ()
+        for layer, panel in panels:
+            layer.shrink, layer.expand = self, pack(panel.b.t().contiguous())
+
+    def of(self, layer: LoraLinear, x: Tensor, rows: Tensor) -> Tensor:
+        """The layer's share of the product with `rows`, which are of x: [rows, width], 0 in the others' columns."""
+        # The same object: a layer that was called with something else meanwhile is not mistaken.
+        if self._x is not x:
+            shrunk = self._shrink.times(rows, self._step.own_for(len(self._place)))
+            self._x, self._shrunk = x, shrunk.split_with_sizes(self._widths, 1)
+        place = self._place[layer]
+        if place == len(self._place) - 1:
+            self._x = None
+        return self._shrunk[place]

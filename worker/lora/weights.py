@@ -1,4 +1,4 @@
-"""Reads one adapter from a directory in peft's layout, checked against the model and ready to be put in a slot."""
+"""Reads adapters from directories in peft's layout, checked against the model and ready to be put in a slot."""
 
 from __future__ import annotations
 
@@ -15,9 +15,12 @@ from artifacts.errors import ArtifactError, MismatchError
 from artifacts.peft_config import PeftConfig, parse_peft_config
 from artifacts.revision import CONFIG_FILE, WEIGHTS_FILE, LoraShape, lora_tensors
 from artifacts.safetensors_header import read_header
+from worker.scheduling.contract import AdapterSource
 
 _DTYPES = frozenset({"F32", "F16", "BF16"})
 _PREFIX = "base_model.model."
+# No trained weight is near it; products with it do not overflow for any input that a model could go on with.
+_LARGEST = 1e20
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,14 +39,43 @@ class AdapterWeights:
     rank: int
 
 
+def read_source(
+    source: AdapterSource,
+    linears: Mapping[str, tuple[int, int]],
+    max_rank: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> AdapterWeights:
+    """An adapter, or a weighted set of them as one: A's and B's side by side, so that its ranks are the sums.
+
+    That is peft's add_weighted_adapter with combination_type "cat" (lora/model.py), whose new adapter is the sum of
+    weight * scaling * B A. Raises as read_adapter does.
+    """
+    adapters = [read_adapter(part.directory, linears, max_rank, dtype, device, part.weight) for part in source.summands]
+    if len(adapters) == 1:
+        return adapters[0]
+    pairs: dict[str, LoraPair] = {}
+    for module in dict.fromkeys(module for adapter in adapters for module in adapter.pairs):
+        parts = [adapter.pairs[module] for adapter in adapters if module in adapter.pairs]
+        pair = LoraPair(torch.cat([part.a for part in parts]), torch.cat([part.b for part in parts]))
+        if len(pair.a) > max_rank:
+            raise MismatchError(
+                "adapters", f"their ranks at {module} add up to {len(pair.a)}; this engine takes {max_rank}"
+            )
+        pairs[module] = pair
+    return AdapterWeights(pairs, max(len(pair.a) for pair in pairs.values()))
+
+
 def read_adapter(
     directory: str,
     linears: Mapping[str, tuple[int, int]],
     max_rank: int,
     dtype: torch.dtype,
     device: torch.device,
+    weight: float = 1.0,
 ) -> AdapterWeights:
-    """Read and convert; `linears` are the model's (in_features, out_features) by module name.
+    """Read and convert; `linears` are the model's (in_features, out_features) by module name, `weight` is a factor of
+    the whole.
 
     Raises ArtifactError for broken files, MismatchError where the adapter does not go with the model or `max_rank`.
     """
@@ -68,7 +100,7 @@ def read_adapter(
     for module, shape in shapes.items():
         a = tensors.pop(f"{_PREFIX}{module}.lora_A.weight")
         b = tensors.pop(f"{_PREFIX}{module}.lora_B.weight")
-        pairs[module] = _pair(module, a, b, config.scaling_of(module, shape.rank), dtype, device)
+        pairs[module] = _pair(module, a, b, weight * config.scaling_of(module, shape.rank), dtype, device)
     return AdapterWeights(pairs, max(shape.rank for shape in shapes.values()))
 
 
@@ -96,9 +128,11 @@ def _pair(module: str, a: Tensor, b: Tensor, scaling: float, dtype: torch.dtype,
     pair = LoraPair(
         a.to(device, dtype, copy=True).contiguous(), (b.to(device).float() * scaling).to(dtype).t().contiguous()
     )
-    # Rows of other adapters pass by these numbers too (see layers.py): 0 * inf would reach them.
-    if not (pair.a.isfinite().all() and pair.b.isfinite().all()):
+    # Rows of other adapters pass by these numbers too, and what comes out is multiplied by 0 (see layers.py): it must
+    # be finite. NaN is no more than anything.
+    if not (pair.a.abs().amax() <= _LARGEST and pair.b.abs().amax() <= _LARGEST):
         raise ArtifactError(
-            WEIGHTS_FILE, f"{module} has values that are not finite in {str(dtype).removeprefix('torch.')}"
+            WEIGHTS_FILE,
+            f"{module} has values that are not finite, or beyond {_LARGEST:g}, in {str(dtype).removeprefix('torch.')}",
         )
     return pair

@@ -19,6 +19,7 @@ from worker.model.inputs import StepInputs
 from worker.model.kv_cache import KvCache
 from worker.model.torch_attention import DecodeGroup, TorchPlan
 from worker.scheduling.batch import Row
+from worker.staging import upload
 
 
 class DecodeBuffers:
@@ -35,7 +36,10 @@ class DecodeBuffers:
         self._wanted = torch.arange(rows, device=device)
 
     def fill(self, rows: Sequence[Row]) -> int:
-        """Lay out decode rows, and clear the blocks that they begin to fill; returns the size they are padded to."""
+        """Lay out decode rows, and clear the blocks that they begin to fill; returns the size they are padded to.
+
+        Ids that are placeholders are left 0. A step that still reads the buffers is not disturbed: see staging.py.
+        """
         cache, size = self._cache, next(size for size in self.sizes if size >= len(rows))
         blocks = [row.start // cache.block_size + 1 for row in rows]
         tokens = np.zeros((3, size), dtype=np.int64)
@@ -45,14 +49,20 @@ class DecodeBuffers:
         begun = []
         for index, (row, count) in enumerate(zip(rows, blocks, strict=True)):
             table, offset = row.sequence.block_table, row.start % cache.block_size
-            tokens[:, index] = row.sequence.ids[row.start], row.start, table[count - 1] * cache.block_size + offset
+            token = 0 if row.last_is_placeholder else row.sequence.ids[row.start]
+            tokens[:, index] = token, row.start, table[count - 1] * cache.block_size + offset
             tables[index, :count] = table[:count]
             if offset == 0:
                 begun.append(table[count - 1])
         cache.clear(begun)
-        self._tokens[:, :size].copy_(torch.from_numpy(tokens))
-        self._tables[:size, : tables.shape[1]].copy_(torch.from_numpy(tables))
+        self._tokens[:, :size].copy_(upload(tokens, self._tokens.device))
+        self._tables[:size, : tables.shape[1]].copy_(upload(tables, self._tables.device))
         return size
+
+    @property
+    def input_ids(self) -> torch.Tensor:
+        """The ids [rows] of the step to come."""
+        return self._tokens[0]
 
     def inputs(self, size: int) -> StepInputs:
         """The step of that size: views of the buffers, the same ones every time."""

@@ -11,6 +11,7 @@ from worker.model.attention import AttentionPlan, AttentionStep
 from worker.model.kv_cache import KvCache
 from worker.model.torch_attention import torch_plan
 from worker.scheduling.batch import Batch
+from worker.staging import upload
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +28,7 @@ class StepInputs:
 
 
 def step_inputs(batch: Batch, cache: KvCache, device: torch.device) -> StepInputs:
-    """Lay out a batch, and clear the blocks that it begins to fill."""
+    """Lay out a batch, and clear the blocks that it begins to fill. Ids that are placeholders are left 0."""
     ids: list[int] = []
     positions: list[int] = []
     slots: list[int] = []
@@ -37,6 +38,8 @@ def step_inputs(batch: Batch, cache: KvCache, device: torch.device) -> StepInput
     for row in batch.rows:
         table, end = row.sequence.block_table, row.start + row.count
         ids += row.sequence.ids[row.start : end]
+        if row.last_is_placeholder:
+            ids.append(0)
         wanted += [len(positions) + position - row.start for position in row.prompt_positions]
         positions += range(row.start, end)
         slots += [table[position // size] * size + position % size for position in range(row.start, end)]
@@ -46,9 +49,9 @@ def step_inputs(batch: Batch, cache: KvCache, device: torch.device) -> StepInput
         if row.samples:
             wanted.append(len(ids) - 1)
     cache.clear(begun)
-    flat = torch.tensor([ids, positions, slots], device=device)
+    flat = upload([ids, positions, slots], device)
     attention = AttentionStep(cache, flat[2], attention_plan(batch, cache, device))
-    return StepInputs(flat[None, 0], flat[None, 1], torch.tensor(wanted, dtype=torch.int64, device=device), attention)
+    return StepInputs(flat[None, 0], flat[None, 1], upload(wanted, device, torch.int64), attention)
 
 
 def attention_plan(batch: Batch, cache: KvCache, device: torch.device) -> AttentionPlan:

@@ -1,4 +1,4 @@
-"""How much memory is left for weights and KV blocks."""
+"""How much memory is left for weights and KV blocks, and whether it was too little."""
 
 from __future__ import annotations
 
@@ -13,6 +13,14 @@ def available_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     return min(_host_bytes(), _control_group_bytes())
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether torch or Python has raised this for want of memory; torch's CPU allocator has no class for it."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    text = str(error)
+    return isinstance(error, RuntimeError) and ("can't allocate memory" in text or "not enough memory" in text)
 
 
 def _host_bytes() -> int:

@@ -1,14 +1,18 @@
 """Linear layers with weights packed for the CPU: two to three times as fast as nn.Linear for a few rows.
 
-The two mkldnn operators behind it are internal to torch (inductor's freezing uses them). They are called here and
+The mkldnn operators behind it are internal to torch (inductor's freezing uses them). They are called here and
 nowhere else, and only after a check at start-up that they give what nn.Linear gives; otherwise nn.Linear stays. In
 float32 a row's product does not depend on how many rows stand beside it, which nn.Linear's does.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
+
+from worker.lora.siblings import sibling_groups
 
 # Largest difference from nn.Linear, relative to the largest output, that rounding explains.
 _TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
@@ -28,6 +32,16 @@ class PackedWeight:
         out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, self._bias, "none", [], "")
         return out
 
+    def times(self, x: Tensor, factor: Tensor) -> Tensor:
+        """The product, times `factor` number by number, in one pass."""
+        out: Tensor = torch.ops.mkldnn._linear_pointwise.binary(x, factor, self._packed, self._bias, "mul")
+        return out
+
+    def plus(self, x: Tensor, term: Tensor) -> Tensor:
+        """The product plus `term`, in one pass."""
+        out: Tensor = torch.ops.mkldnn._linear_pointwise.binary(x, term, self._packed, self._bias, "add")
+        return out
+
 
 class PackedLinear(nn.Module):
     """A linear layer over a packed weight: [..., in_features] to [..., out_features]."""
@@ -35,12 +49,48 @@ class PackedLinear(nn.Module):
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
         self.in_features = linear.in_features
-        self.out_features = linear.out_features
         self.weight = PackedWeight(linear.weight, linear.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """The product, plus the bias where there is one."""
-        return self.weight(x.reshape(-1, self.in_features)).view(*x.shape[:-1], self.out_features)
+        y = self.weight(x.reshape(-1, self.in_features))
+        return y.view(*x.shape[:-1], y.shape[-1])
+
+
+class PackedSiblings:
+    """Linear layers that are called with the same input, as one product: fewer calls, and no small ones."""
+
+    def __init__(self, linears: Sequence[nn.Linear]) -> None:
+        bias = torch.cat([linear.bias for linear in linears]) if linears[0].bias is not None else None
+        self._product = PackedWeight(torch.cat([linear.weight for linear in linears]), bias)
+        self._features = [linear.out_features for linear in linears]
+        self._x: Tensor | None = None
+        self._parts: tuple[Tensor, ...] = ()
+
+    def part(self, index: int, x: Tensor) -> Tensor:
+        """What the layer of that index gives for x [..., in_features]: a view of the whole product."""
+        # The same object: a layer that was called with something else meanwhile is not mistaken.
+        if self._x is not x:
+            y = self._product(x.reshape(-1, x.shape[-1]))
+            self._x, self._parts = x, y.view(*x.shape[:-1], -1).split_with_sizes(self._features, -1)
+        part = self._parts[index]
+        if index == len(self._features) - 1:
+            # Nobody else will ask: a long prompt's numbers need not stay.
+            self._x, self._parts = None, ()
+        return part
+
+
+class PackedSibling(nn.Module):
+    """One of the layers of PackedSiblings."""
+
+    def __init__(self, siblings: PackedSiblings, index: int) -> None:
+        super().__init__()
+        self._siblings = siblings
+        self._index = index
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The product, plus the bias where there is one."""
+        return self._siblings.part(self._index, x)
 
 
 def pack_linears(model: nn.Module) -> None:
@@ -49,9 +99,16 @@ def pack_linears(model: nn.Module) -> None:
     A weight that another module uses too (tied embeddings) stays there as well. Only where packing_works.
     """
     for module in list(model.modules()):
-        for name, child in module.named_children():
-            if type(child) is nn.Linear:
-                setattr(module, name, PackedLinear(child))
+        linears = {name: child for name, child in module.named_children() if type(child) is nn.Linear}
+        for names in sibling_groups(linears):
+            group = [linears[name] for name in names]
+            if len({(linear.in_features, linear.bias is None) for linear in group}) == 1 < len(group):
+                siblings = PackedSiblings(group)
+                for index, name in enumerate(names):
+                    setattr(module, name, PackedSibling(siblings, index))
+            else:
+                for name, linear in zip(names, group, strict=True):
+                    setattr(module, name, PackedLinear(linear))
 
 
 def packing_works(dtype: torch.dtype) -> bool:
@@ -68,8 +125,14 @@ def packing_works(dtype: torch.dtype) -> bool:
             for rows in (1, 7, 40):
                 x = torch.randn(rows, 80, generator=generator).to(dtype)
                 expected = linear(x).float()
-                if (packed(x).float() - expected).abs().max() > _TOLERANCE[dtype] * expected.abs().max():
-                    return False
+                term = torch.randn(rows, out_features, generator=generator).to(dtype)
+                for result, wanted in (
+                    (packed(x), expected),
+                    (packed.weight.times(x, term), expected * term),
+                    (packed.weight.plus(x, term), expected + term),
+                ):
+                    if (result.float() - wanted).abs().max() > _TOLERANCE[dtype] * wanted.abs().max():
+                        return False
     except (AttributeError, RuntimeError, NotImplementedError):
         return False
     return True

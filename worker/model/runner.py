@@ -1,4 +1,9 @@
-"""Runs one step of the scheduler's batch through the model."""
+"""Launches the scheduler's batches, one after the other, into the model.
+
+A launch gives the device all of a step and returns. The next one may come before anybody has looked at what this one
+sampled: ids that are placeholders are taken, on the device, from the launch before. All that a launch reads from the
+host, and the buffers that it overwrites, are safe from the next one by the order of one stream: see worker/staging.py.
+"""
 
 from __future__ import annotations
 
@@ -12,16 +17,24 @@ from worker.model.decode_buffers import DecodeBuffers
 from worker.model.inputs import StepInputs, step_inputs
 from worker.model.kv_cache import KvCache
 from worker.model.loader import LoadedModel
-from worker.sampling.step import Sampled, sample_step
+from worker.sampling.step import InFlight, launch_sampling
 from worker.scheduling.batch import Batch
+from worker.staging import upload
 
 
 class Runner:
     """A model, its KV cache and its adapters' slots; from one thread."""
 
-    def __init__(self, loaded: LoadedModel, cache: KvCache, lora: LoraLayers, rows: int, max_tokens: int) -> None:
-        """On CUDA this captures the decode steps of up to `rows` rows of up to `max_tokens` positions."""
+    def __init__(
+        self, loaded: LoadedModel, cache: KvCache, lora: LoraLayers, rows: int, max_tokens: int, *, ahead: bool
+    ) -> None:
+        """On CUDA this captures the decode steps of up to `rows` rows of up to `max_tokens` positions.
+
+        `ahead`: a step is launched before the one before it is collected, so that no launch may wait for the device.
+        """
         self._module = loaded.module
+        self._ahead = ahead
+        self._last: InFlight | None = None
         self._device = loaded.device
         self._cache = cache
         self._lora = lora
@@ -36,14 +49,32 @@ class Runner:
                 self._graphs = capture_decodes(self._buffers, self._forward)
 
     @torch.inference_mode()
-    def run(self, batch: Batch) -> Sampled:
-        """Compute the rows' keys, values and next ids."""
+    def launch(self, batch: Batch) -> InFlight:
+        """Compute the rows' keys, values and next ids. What it raises for want of memory leaves nothing behind."""
         self._lora.begin_step([(row.sequence.adapter_slot, row.count) for row in batch.rows], batch.decodes)
         if self._buffers is not None and _is_plain_decode(batch):
             logits = self._decode(self._buffers, batch)
         else:
-            logits = self._forward(step_inputs(batch, self._cache, self._device))
-        return sample_step(logits, batch)
+            inputs = step_inputs(batch, self._cache, self._device)
+            self._put_sampled_ids(inputs.input_ids[0], batch)
+            logits = self._forward(inputs)
+        self._last = launch_sampling(logits, batch, wait=not self._ahead)
+        return self._last
+
+    def _put_sampled_ids(self, input_ids: Tensor, batch: Batch) -> None:
+        """Write what the last launch sampled where input_ids [tokens] have placeholders."""
+        places = []
+        end = 0
+        for row in batch.rows:
+            end += row.count
+            if row.last_is_placeholder:
+                places.append((end - 1, row.sequence))
+        if not places or self._last is None:
+            return
+        index_of = {row.sequence: index for index, row in enumerate(self._last.rows)}
+        to, of = upload([[place for place, _ in places], [index_of[one] for _, one in places]], self._device).unbind()
+        # -1, where logits were no numbers, is no token; what the step makes of such a row is dropped.
+        input_ids.index_copy_(0, to, self._last.ids.index_select(0, of).clamp_(min=0))
 
     def _forward(self, inputs: StepInputs) -> Tensor:
         with attention_step(inputs.attention):
@@ -58,6 +89,7 @@ class Runner:
 
     def _decode(self, buffers: DecodeBuffers, batch: Batch) -> Tensor:
         size = buffers.fill(batch.rows)
+        self._put_sampled_ids(buffers.input_ids, batch)
         logits = self._forward(buffers.inputs(size)) if self._graphs is None else self._graphs.replay(size)
         return logits[: len(batch.rows)]
 

@@ -9,12 +9,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from worker.kernel_call import KernelCall
 from worker.model.attention import LayerCall
 from worker.model.kernels.decode import decode_calls
 from worker.model.kernels.prefill import prefill_call, tiles_of
-from worker.model.kernels.tiles import KernelCall
 from worker.model.kv_cache import KvCache
 from worker.scheduling.batch import Batch, Row
+from worker.staging import upload
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +68,7 @@ class TritonPlan:
     @staticmethod
     def _tiles(chunks: Chunks, group: int, device: torch.device) -> Tensor:
         if group not in chunks.tiles:
-            chunks.tiles[group] = torch.tensor(tiles_of(chunks.spans, group), dtype=torch.int32, device=device)
+            chunks.tiles[group] = upload(tiles_of(chunks.spans, group), device, torch.int32)
         return chunks.tiles[group]
 
 
@@ -76,7 +77,7 @@ def triton_plan(batch: Batch, cache: KvCache, device: torch.device) -> TritonPla
     rows, longer = batch.rows[: batch.decodes], batch.rows[batch.decodes :]
     decodes = chunks = None
     if rows:
-        positions = torch.tensor([row.start for row in rows], device=device)
+        positions = upload([row.start for row in rows], device)
         decodes = DecodeRows(_tables(rows, cache, device), positions)
     if longer:
         spans, first = [], len(rows)
@@ -92,4 +93,4 @@ def _tables(rows: Sequence[Row], cache: KvCache, device: torch.device) -> Tensor
     tables = np.full((len(rows), max(blocks)), cache.scratch_block, dtype=np.int32)
     for line, row, count in zip(tables, rows, blocks, strict=True):
         line[:count] = row.sequence.block_table[:count]
-    return torch.from_numpy(tables).to(device)
+    return upload(tables, device)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from worker.scheduling.contract import Sampling
+from worker.staging import upload
 
 # float32 holds a penalty between these, and a logit multiplied or divided by it.
 _SMALLEST, _LARGEST = 1e-30, 1e30
@@ -26,7 +27,7 @@ class Adjustments:
 
     def __init__(self, sampling: Sampling, prompt_length: int) -> None:
         self.penalties = (sampling.repetition_penalty, sampling.frequency_penalty, sampling.presence_penalty)
-        self._penalizes = self.penalties != (1.0, 0.0, 0.0)
+        self._penalizes = sampling.penalizes
         self.bias_ids = np.array([token for token, _ in sampling.logit_bias], dtype=np.int64)
         self.bias = np.array([bias for _, bias in sampling.logit_bias], dtype=np.float32)
         self.ids = array("q")
@@ -61,16 +62,15 @@ def adjust(scores: Tensor, rows: Sequence[Adjustments | None], banned: Sequence[
         _penalize(scores, penalized)
     pairs = [(row, token) for row, ids in enumerate(banned) for token in ids]
     if pairs:
-        index = torch.tensor(pairs, device=scores.device)
+        index = upload(pairs, scores.device)
         scores[index[:, 0], index[:, 1]] = float("-inf")
 
 
 def _penalize(scores: Tensor, rows: Sequence[tuple[int, Adjustments]]) -> None:
     where = _places(scores, [(row, np.asarray(one.ids)) for row, one in rows])
     counts = _tensor([np.asarray(one.counts) for _, one in rows], scores)
-    sizes = torch.tensor([len(one.ids) for _, one in rows], device=scores.device)
-    penalties = torch.tensor([one.penalties for _, one in rows], dtype=torch.float64, device=scores.device)
-    repetition, frequency, presence = penalties.repeat_interleave(sizes, dim=0).unbind(1)
+    penalties = np.repeat([one.penalties for _, one in rows], [len(one.ids) for _, one in rows], axis=0)
+    repetition, frequency, presence = upload(penalties, scores.device).unbind(1)
     repetition = repetition.clamp(_SMALLEST, _LARGEST).float()
     values = scores[where]
     values = torch.where(values < 0, values * repetition, values / repetition)
@@ -81,8 +81,8 @@ def _places(scores: Tensor, rows: Sequence[tuple[int, np.ndarray]]) -> tuple[Ten
     """Index of the given ids in the given rows of scores."""
     numbers = np.repeat([row for row, _ in rows], [len(ids) for _, ids in rows])
     ids = np.concatenate([ids for _, ids in rows])
-    return torch.from_numpy(numbers).to(scores.device), torch.from_numpy(ids).to(scores.device)
+    return upload(numbers, scores.device), upload(ids, scores.device)
 
 
 def _tensor(parts: Sequence[np.ndarray], like: Tensor) -> Tensor:
-    return torch.from_numpy(np.concatenate(parts)).to(like)
+    return upload(np.concatenate(parts), like.device).to(like.dtype)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from worker.scheduling.contract import Sampling
+from worker.staging import upload
 
 _OFF = float("-inf")
 
@@ -21,9 +22,9 @@ def border(scores: Tensor, values: Tensor, samplings: Sequence[Sampling]) -> tup
     of the largest's probability (Nguyen et al. 2024). What equals the smallest that is kept is kept too.
     """
     vocab, width = scores.shape[-1], values.shape[-1]
-    top_k = torch.tensor([min(one.top_k or vocab, vocab) for one in samplings], device=scores.device)[:, None]
+    top_k = upload([min(one.top_k or vocab, vocab) for one in samplings], scores.device)[:, None]
     # Above what any sum reaches where it is off: rounding must not cut the tail.
-    top_p = torch.tensor([one.top_p if one.top_p < 1 else 2.0 for one in samplings], device=scores.device)[:, None]
+    top_p = upload([one.top_p if one.top_p < 1 else 2.0 for one in samplings], scores.device)[:, None]
     min_p = [math.log(one.min_p) if one.min_p > 0 else _OFF for one in samplings]
     ranks = torch.arange(width, device=scores.device)
     among_k = values.masked_fill(ranks >= top_k, _OFF)
@@ -33,7 +34,7 @@ def border(scores: Tensor, values: Tensor, samplings: Sequence[Sampling]) -> tup
     before = (among_k - total).exp_().cumsum(-1).roll(1, -1)
     before[:, 0] = 0
     keep = ((before < top_p) & (ranks < top_k)).sum(-1, keepdim=True)
-    smallest = values.gather(-1, keep - 1).maximum(values[:, :1] + torch.tensor(min_p, device=scores.device)[:, None])
+    smallest = values.gather(-1, keep - 1).maximum(values[:, :1] + upload(min_p, scores.device)[:, None])
     if width == vocab:
         return smallest, torch.ones(len(samplings), dtype=torch.bool, device=scores.device)
     known = (top_k <= width) | (top_k == vocab)
@@ -47,7 +48,7 @@ def typical(scores: Tensor, samplings: Sequence[Sampling], width: int) -> tuple[
     Kept are the tokens whose information is closest to the entropy, the first ones that together reach typical_p of
     the probability (Meister et al. 2022, locally typical sampling); and what is as close as the last of them.
     """
-    mass = torch.tensor([one.typical_p if one.typical_p < 1 else 2.0 for one in samplings], device=scores.device)
+    mass = upload([one.typical_p if one.typical_p < 1 else 2.0 for one in samplings], scores.device)
     logprobs = scores.log_softmax(-1)
     probabilities = logprobs.exp()
     entropy = -(logprobs * probabilities).nansum(-1, keepdim=True)

@@ -18,6 +18,7 @@ from worker.sampling.adjustments import Adjustments, adjust
 from worker.sampling.limits import border, typical
 from worker.sampling.noise import gumbel_noise, row_key
 from worker.scheduling.contract import Sampling
+from worker.staging import upload
 
 # So many tokens are looked at for a small top_k, and for any other limit; for a row for which those are not enough (a
 # flat distribution and a high top_p) so many times more, until they are.
@@ -48,10 +49,11 @@ class _Look:
     typical: bool = False
 
 
-def sample(logits: Tensor, draws: Sequence[Draw]) -> list[int | None]:
-    """The chosen token id of each row of logits [rows, vocab]; None where a row's logits are not numbers.
+def sample(logits: Tensor, draws: Sequence[Draw], *, wait: bool = True) -> Tensor:
+    """The chosen token id of each row of logits [rows, vocab], int64; -1 where a row's logits are not numbers.
 
-    A row's result does not depend on the others; `logits` stay as they are.
+    A row's result does not depend on the others; `logits` stay as they are. Without `wait` the host never waits for the
+    device: at the cost of sorting all tokens where limits cut, since it can't be told whether the likeliest are enough.
     """
     best, chosen = logits.max(dim=-1)
     # NaN wins every max; where all is -inf there is nothing to choose from either.
@@ -63,7 +65,7 @@ def sample(logits: Tensor, draws: Sequence[Draw]) -> list[int | None]:
         if not draw.sampling.temperature > 0 and (draw.adjustments or draw.banned_ids)
     ]
     if random or adjusted:
-        index = torch.tensor(random + adjusted, device=logits.device)
+        index = upload(random + adjusted, logits.device)
         some = [draws[row] for row in random + adjusted]
         scores = logits[index].float()
         adjust(scores, [draw.adjustments for draw in some], [draw.banned_ids for draw in some])
@@ -73,27 +75,30 @@ def sample(logits: Tensor, draws: Sequence[Draw]) -> list[int | None]:
             # A row that is no numbers must not raise, nor cost the others their draw.
             count = len(random)
             # Subtracting the largest first: a tiny temperature must not make infinities of what is finite.
-            picked[:count] = _sample_random(scores[:count].sub_(best[:count, None]), some[:count])
+            picked[:count] = _sample_random(scores[:count].sub_(best[:count, None]), some[:count], wait)
         chosen[index] = picked
-    return [token if ok else None for token, ok in zip(chosen.tolist(), usable.tolist(), strict=True)]
+    return chosen.masked_fill(~usable, -1)
 
 
-def _sample_random(scores: Tensor, draws: Sequence[Draw]) -> Tensor:
+def _sample_random(scores: Tensor, draws: Sequence[Draw], wait: bool) -> Tensor:
     """Draw from scores [rows, vocab] whose largest is 0; changes them."""
     device, vocab = scores.device, scores.shape[-1]
-    temperature = torch.tensor([max(draw.sampling.temperature, _COLDEST) for draw in draws], device=device)
+    temperature = upload([max(draw.sampling.temperature, _COLDEST) for draw in draws], device)
     scores.div_(temperature[:, None])
     keys = [row_key(draw.sampling.seed, draw.choice, draw.position) for draw in draws]
-    keys_tensor = torch.tensor(keys, dtype=torch.int32, device=device)
+    keys_tensor = upload(keys, device, torch.int32)
     chosen = torch.empty(len(draws), dtype=torch.int64, device=device)
     by_look: dict[_Look, list[int]] = {}
     for row, draw in enumerate(draws):
-        by_look.setdefault(_look(draw.sampling, vocab), []).append(row)
+        look = _look(draw.sampling, vocab)
+        by_look.setdefault(look if wait or not look.width else replace(look, width=vocab), []).append(row)
     while by_look:
         look, rows = by_look.popitem()
-        index = torch.tensor(rows, device=device)
+        index = upload(rows, device)
         ids, decided = _draw_among(scores[index], [draws[row].sampling for row in rows], keys_tensor[index], look)
         chosen[index] = ids
+        if look.width in (0, vocab):
+            continue
         undecided = [row for row, done in zip(rows, decided.tolist(), strict=True) if not done]
         if undecided:
             wider = replace(look, width=min(look.width * _WIDER, vocab))

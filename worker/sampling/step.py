@@ -1,22 +1,25 @@
 """What a step's logits give: the next id of every row that samples, and the log probabilities that were asked for.
 
-A row's fault, NaN logits or an exception, ends that row alone.
+All of it is launched at once, on the device, and looked at later: the next step may overwrite the logits, and take the
+ids as its inputs, before the host knows them. A row's fault, NaN logits or an exception, ends that row alone.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import TypeVar
 
+import torch
 from torch import Tensor
 
 from worker.sampling.adjustments import Adjustments
-from worker.sampling.logprobs import token_logprobs
+from worker.sampling.logprobs import PendingLogprobs, token_logprobs
 from worker.sampling.sampler import Draw, sample
 from worker.scheduling.batch import Batch, Row
 from worker.scheduling.contract import Failure, TokenLogprobs
+from worker.staging import download, mark, upload
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -27,37 +30,73 @@ _SAMPLING_FAILED = Failure("INTERNAL", "SAMPLING_FAILED", "the next token could 
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """One id for each row that samples, in order; of the sequences in `failures` it means nothing.
+    """One id for each row that samples, in order; of the rows in `failures` it means nothing.
 
     `logprobs` has an entry for each id, or none at all where no row asks for them.
     """
 
     ids: list[int]
-    failures: dict[str, Failure]
+    failures: dict[Row, Failure]
     logprobs: list[TokenLogprobs | None]
 
 
-def sample_step(logits: Tensor, batch: Batch) -> Sampled:
+@dataclass(slots=True)
+class InFlight:
+    """A step that has been launched. `rows` are those of its batch that sample, `ids` [rows] what, on the device."""
+
+    batch: Batch
+    rows: list[Row]
+    ids: Tensor
+    failures: dict[Row, Failure]
+    host_ids: Tensor
+    prompts: list[tuple[Row, PendingLogprobs]]
+    logprobs: list[tuple[list[int], PendingLogprobs]]
+    done: torch.cuda.Event | None = field(default=None)
+
+    def collect(self) -> Sampled:
+        """Wait for this step, not for what was launched after it. What it tells of prompts is kept in the sequences."""
+        if self.done is not None:
+            self.done.synchronize()
+        ids = self.host_ids.tolist()
+        for row, token in zip(self.rows, ids, strict=True):
+            if token < 0:
+                self.failures.setdefault(row, _NAN_LOGITS)
+        for row, tell in self.prompts:
+            if row.live:
+                row.sequence.prompt_logprobs += tell()
+        told: list[TokenLogprobs | None] = [None] * len(ids) if self.logprobs else []
+        for places, tell in self.logprobs:
+            for place, one in zip(places, tell(), strict=True):
+                told[place] = one
+        return Sampled(ids, self.failures, told)
+
+
+def launch_sampling(logits: Tensor, batch: Batch, *, wait: bool) -> InFlight:
     """Choose from logits [wanted, vocab], in the order of the rows: their prompt positions, then the one that samples.
 
-    What the prompt positions tell is kept in the rows' sequences.
+    Without `wait` the host never waits for the device.
     """
-    failures: dict[str, Failure] = {}
+    failures: dict[Row, Failure] = {}
     rows = [row for row in batch.rows if row.samples]
+    prompts: list[tuple[Row, PendingLogprobs]] = []
     if len(rows) < len(logits):
-        logits = _take_prompts(logits, batch, failures)
-    chosen = _each_alone(lambda index, few: sample(logits[index], [_draw(row) for row in few]), rows, failures)
-    for row, token in zip(rows, chosen, strict=True):
-        if token is None:
-            failures.setdefault(row.sequence.sequence_id, _NAN_LOGITS)
-    ids = [token or 0 for token in chosen]
-    return Sampled(ids, failures, _logprobs(logits, rows, ids, failures))
+        logits, prompts = _take_prompts(logits, batch, failures)
+    ids = logits.new_full((len(rows),), -1, dtype=torch.int64)
+    for part, chosen in _each_alone(
+        lambda part: sample(logits[part], [_draw(row) for row in rows[part]], wait=wait), rows, failures
+    ):
+        ids[part] = chosen
+    logprobs = _logprobs(logits, rows, ids, failures)
+    return InFlight(batch, rows, ids, failures, download(ids), prompts, logprobs, mark(logits.device))
 
 
-def _take_prompts(logits: Tensor, batch: Batch, failures: dict[str, Failure]) -> Tensor:
-    """Keep what the logits tell of prompts; those of the rows that sample are left [rows, vocab]."""
+def _take_prompts(
+    logits: Tensor, batch: Batch, failures: dict[Row, Failure]
+) -> tuple[Tensor, list[tuple[Row, PendingLogprobs]]]:
+    """The logits of the rows that sample [rows, vocab], and what the others tell of prompts."""
     at = 0
     samples = []
+    told = []
     for row in batch.rows:
         positions = row.prompt_positions
         if positions:
@@ -65,54 +104,54 @@ def _take_prompts(logits: Tensor, batch: Batch, failures: dict[str, Failure]) ->
             following = sequence.ids[positions.start + 1 : positions.stop + 1]
             counts = [sequence.spec.prompt_logprobs or 0] * len(positions)
             try:
-                sequence.prompt_logprobs += token_logprobs(part, following, counts)
+                told.append((row, token_logprobs(part, upload(following, logits.device), counts)))
             except Exception:
                 _fail(row, failures)
             at += len(positions)
         if row.samples:
             samples.append(at)
             at += 1
-    return logits[samples]
+    return logits[upload(samples, logits.device, torch.int64)], told
 
 
 def _logprobs(
-    logits: Tensor, rows: list[Row], ids: list[int], failures: dict[str, Failure]
-) -> list[TokenLogprobs | None]:
+    logits: Tensor, rows: Sequence[Row], ids: Tensor, failures: dict[Row, Failure]
+) -> list[tuple[list[int], PendingLogprobs]]:
     asking = [index for index, row in enumerate(rows) if row.sequence.spec.logprobs is not None]
     if not asking:
         return []
-    told: list[TokenLogprobs | None] = [None] * len(rows)
 
-    def tell(part: slice, few: list[Row]) -> list[TokenLogprobs | None]:
-        counts = [row.sequence.spec.logprobs or 0 for row in few]
-        return [*token_logprobs(logits[asking[part]], [ids[index] for index in asking[part]], counts)]
+    def tell(part: slice) -> PendingLogprobs:
+        index = upload(asking[part], ids.device)
+        counts = [rows[place].sequence.spec.logprobs or 0 for place in asking[part]]
+        return token_logprobs(logits[index], ids[index].clamp(min=0), counts)
 
-    for index, one in zip(asking, _each_alone(tell, [rows[index] for index in asking], failures), strict=True):
-        told[index] = one
-    return told
+    told = _each_alone(tell, [rows[place] for place in asking], failures)
+    return [(asking[part], pending) for part, pending in told]
 
 
 def _each_alone(
-    choose: Callable[[slice, list[Row]], list[_T | None]], rows: list[Row], failures: dict[str, Failure]
-) -> list[_T | None]:
-    """`choose` of all rows at once; where that raises, of each row, so that only the one at fault ends."""
+    launch: Callable[[slice], _T], rows: Sequence[Row], failures: dict[Row, Failure]
+) -> list[tuple[slice, _T]]:
+    """`launch` of all rows at once; where that raises, of each row, so that only the one at fault ends."""
+    everything = slice(0, len(rows))
     try:
-        return choose(slice(0, len(rows)), rows)
+        return [(everything, launch(everything))]
     except Exception:
         _log.exception("sampling a batch failed; each row is sampled alone")
-    results: list[_T | None] = []
+    results = []
     for index, row in enumerate(rows):
+        part = slice(index, index + 1)
         try:
-            results += choose(slice(index, index + 1), [row])
+            results.append((part, launch(part)))
         except Exception:
             _fail(row, failures)
-            results.append(None)
     return results
 
 
-def _fail(row: Row, failures: dict[str, Failure]) -> None:
+def _fail(row: Row, failures: dict[Row, Failure]) -> None:
     _log.exception("sampling failed for sequence %s", row.sequence.sequence_id)
-    failures[row.sequence.sequence_id] = _SAMPLING_FAILED
+    failures[row] = _SAMPLING_FAILED
 
 
 def _draw(row: Row) -> Draw:
@@ -124,4 +163,4 @@ def _draw(row: Row) -> Draw:
             spec.sampling, sequence.prompt_length
         )
         adjustments.catch_up(sequence.ids)
-    return Draw(spec.sampling, spec.choice, row.start + row.count, sequence.banned_ids(), adjustments)
+    return Draw(spec.sampling, spec.choice, row.start + row.count, sequence.banned_ids(row.answered), adjustments)

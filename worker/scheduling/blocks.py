@@ -81,9 +81,9 @@ class BlockManager:
         sequence.block_table.append(self._take())
         return True
 
-    def register(self, sequence: Sequence) -> None:
-        """Make the blocks that it has filled known to the prefix cache."""
-        full = sequence.computed // self.block_size
+    def register(self, sequence: Sequence, tokens: int) -> None:
+        """Make the blocks that its first `tokens` ids fill known to the prefix cache; these have been computed."""
+        full = tokens // self.block_size
         keys = sequence.full_block_keys(full, self.block_size)
         for index in range(sequence.registered, full):
             block = sequence.block_table[index]

@@ -40,10 +40,14 @@ class Sampling:
     logit_bias: tuple[tuple[int, float], ...] = ()
 
     @property
+    def penalizes(self) -> bool:
+        """Whether the choice of a token looks at the ids before it."""
+        return (self.repetition_penalty, self.frequency_penalty, self.presence_penalty) != (1.0, 0.0, 0.0)
+
+    @property
     def adjusts_logits(self) -> bool:
         """Whether it changes the logits themselves, so that greedy answers change too."""
-        penalties = (self.repetition_penalty, self.frequency_penalty, self.presence_penalty)
-        return penalties != (1.0, 0.0, 0.0) or bool(self.logit_bias)
+        return self.penalizes or bool(self.logit_bias)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,11 +61,30 @@ class Stopping:
 
 
 @dataclass(frozen=True, slots=True)
-class AdapterSource:
-    """An adapter revision whose verified files lie in a local directory, in peft's layout."""
+class AdapterPart:
+    """An adapter revision and the factor of what it adds to the base model; its files lie in `directory`."""
 
     digest: str
     directory: str
+    weight: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterSource:
+    """An adapter revision whose verified files lie in a local directory, in peft's layout.
+
+    Or a weighted set of revisions, which has `parts`, no directory, and a digest over its parts' digests and weights:
+    to the engine it is one adapter.
+    """
+
+    digest: str
+    directory: str = ""
+    parts: tuple[AdapterPart, ...] = ()
+
+    @property
+    def summands(self) -> tuple[AdapterPart, ...]:
+        """What is added up: the parts of a set, or itself."""
+        return self.parts or (AdapterPart(self.digest, self.directory),)
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +186,16 @@ class EngineStats:
     slots_pinned: int
     # Digests of the resident adapters.
     adapters: tuple[str, ...]
+    # Sequences that found their adapter in a slot when they came, and those that did not, since the start.
+    adapter_hits: int
+    adapter_misses: int
+    # Adapters that had to leave their slot for another, since the start.
+    adapter_swaps: int
+    # Adapters that are being read now.
+    adapters_loading: int
+    # Bytes of adapters as stored.
+    adapter_host_bytes: int
+    adapter_device_bytes: int
 
 
 class Engine(Protocol):

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from worker.scheduling.contract import AdapterSource
+from worker.scheduling.demand import Demand
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,11 +17,25 @@ class Arrivals:
     failed: tuple[tuple[str, Exception], ...]
 
 
+@dataclass(frozen=True, slots=True)
+class TierStats:
+    """What the tiers hold now. Bytes are counted as stored; `swaps` are adapters that had to leave their slot."""
+
+    swaps: int
+    loading: int
+    host_bytes: int
+    device_bytes: int
+
+
 class Residency(Protocol):
     """A cache of adapters in numbered slots. All calls come from the step thread."""
 
+    @property
+    def demand(self) -> Demand:
+        """What the waiting sequences want; the scheduler keeps it, the cache goes by it."""
+
     def request(self, source: AdapterSource) -> None:
-        """Have it loaded; poll tells when it is there. Nothing happens where that is under way already."""
+        """Have it brought in; poll tells when it is there. Nothing happens where that is under way already."""
 
     def withdraw(self, digest: str) -> None:
         """Nobody waits for it any more."""
@@ -34,8 +49,8 @@ class Residency(Protocol):
     def unpin(self, digest: str) -> None:
         """Undo one pin."""
 
-    def poll(self) -> Arrivals:
-        """Put what has been loaded into slots."""
+    def poll(self, *, busy: bool) -> Arrivals:
+        """Put what has been loaded into slots; `busy`: sequences run, whose tokens that delays."""
 
     def has_work(self) -> bool:
         """Whether poll would do anything now."""
@@ -51,3 +66,7 @@ class Residency(Protocol):
     @property
     def resident(self) -> tuple[str, ...]:
         """Digests of the adapters in the slots."""
+
+    @property
+    def tiers(self) -> TierStats:
+        """What the tiers hold now."""

@@ -7,17 +7,19 @@ One step of an engine:
     if batch:
         sampled = run the model on batch.rows       one id for each row with `samples`, in order
         outputs += scheduler.commit(batch, sampled)
+
+One that steps ahead schedules the next batch before it commits this one, whose ids are placeholders meanwhile (see
+sequence.py). Batches are committed in the order in which they were scheduled; one that could not be run is revoked.
 """
 
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Ids
 from itertools import zip_longest
 from operator import attrgetter
 
-from artifacts.errors import ArtifactError, MismatchError
 from worker.scheduling.batch import Batch, Row
 from worker.scheduling.blocks import BlockIntegrityError, BlockManager
 from worker.scheduling.contract import (
@@ -30,6 +32,8 @@ from worker.scheduling.contract import (
     SequenceRefusedError,
     TokenLogprobs,
 )
+from worker.scheduling.outputs import OUT_OF_MEMORY, adapter_failure, output_of
+from worker.scheduling.pace import Pace, Room
 from worker.scheduling.residency import Residency
 from worker.scheduling.sequence import Sequence
 from worker.scheduling.validate import check_sequence
@@ -42,11 +46,17 @@ _by_slot = attrgetter("sequence.adapter_slot")
 class Scheduler:
     """Continuous batching: first come first served with priorities, preemption by recomputing. One thread.
 
-    A step's work is O(batch), whatever waits. `step_tokens` bounds the tokens of a step; `limits.rows` at least.
+    A step's work is O(batch), whatever waits. `step_tokens` bounds the tokens of a step; `limits.rows` at least. With a
+    pace its chunks get what that allows of them.
     """
 
     def __init__(
-        self, limits: EngineLimits, end_token_ids: Iterable[int], step_tokens: int, residency: Residency
+        self,
+        limits: EngineLimits,
+        end_token_ids: Iterable[int],
+        step_tokens: int,
+        residency: Residency,
+        pace: Pace | None = None,
     ) -> None:
         self.limits = limits
         # A row that prefills leaves at most rows - 1 decodes: with so many tokens it always advances.
@@ -54,9 +64,13 @@ class Scheduler:
         self.blocks = BlockManager(limits.blocks, limits.block_size)
         self._end_ids = frozenset(end_token_ids)
         self._residency = residency
+        self._pace = pace
         self._sequences: dict[str, Sequence] = {}
         # In order of rank: the last one is the first to be preempted.
         self._running: list[Sequence] = []
+        # How many run, and how many tokens of chunks a step takes: less after a step for which memory was not enough.
+        self._most_running = limits.rows
+        self._most_chunk_tokens = limits.rows * limits.max_tokens
         self._waiting = WaitingSequences(residency)
         self._complete: list[Output] = []
         self._arrivals = 0
@@ -71,7 +85,7 @@ class Scheduler:
         self._arrivals += 1
         finish = sequence.finish()
         if finish:
-            self._complete.append(self._output(sequence, (), finish))
+            self._complete.append(output_of(sequence, (), finish))
             return
         self._sequences[spec.sequence_id] = sequence
         self._waiting.enter(sequence)
@@ -89,7 +103,7 @@ class Scheduler:
             sequence = self._sequences.get(sequence_id)
             if sequence:
                 self._end(sequence)
-                outputs.append(self._output(sequence, (), FinishKind.FAILED, failure))
+                outputs.append(output_of(sequence, (), FinishKind.FAILED, failure))
         return outputs
 
     def has_work(self) -> bool:
@@ -99,34 +113,39 @@ class Scheduler:
     def poll(self) -> list[Output]:
         """Let in adapters that have been loaded; ends the sequences of those that could not be."""
         outputs, self._complete = self._complete, []
-        arrivals = self._residency.poll()
+        arrivals = self._residency.poll(busy=bool(self._running))
         for digest in arrivals.arrived:
             self._waiting.arrived(digest)
         for digest, error in arrivals.failed:
             ids = [sequence.sequence_id for sequence in self._waiting.parked_for(digest)]
-            outputs += self.fail(ids, _adapter_failure(digest, error))
+            outputs += self.fail(ids, adapter_failure(digest, error))
         return outputs
 
     def schedule(self) -> Batch | None:
         """The rows of the next step, with blocks for all of them; None where no sequence can run."""
         singles: list[Row] = []
         prefilling: list[Sequence] = []
+        decodes: list[int] = []
         index = 0
         # From the first in rank on; preemption takes from the end.
         while index < len(self._running):
             sequence = self._running[index]
             index += 1
             computed = sequence.computed
-            if len(sequence.ids) - computed > 1:
+            if sequence.waits_for_ids:
+                decodes.append(computed)
+                continue
+            if sequence.length - computed > 1:
                 prefilling.append(sequence)
             elif computed < len(sequence.block_table) * self.limits.block_size or self._extend(sequence):
-                singles.append(Row(sequence, computed, 1, True))
-        budget = self.step_tokens - len(singles)
+                singles.append(_row(sequence, 1))
+                decodes.append(computed)
+        room = self._room(decodes, len(singles), len(prefilling))
         chunks: list[Row] = []
         for sequence in prefilling:
-            if budget:
-                budget -= self._plan_chunk(sequence, budget, singles, chunks)
-        self._admit(budget, singles, chunks)
+            if room.any:
+                _plan_chunk(sequence, room, singles, chunks)
+        self._admit(room, singles, chunks)
         if not singles and not chunks:
             return None
         singles.sort(key=_by_slot)
@@ -134,10 +153,17 @@ class Scheduler:
         tokens = len(singles) + sum(row.count for row in chunks)
         return Batch((*singles, *chunks), len(singles), tokens)
 
-    def commit(self, batch: Batch, sampled: Ids[int], logprobs: Iterable[TokenLogprobs | None] = ()) -> list[Output]:
-        """Take what a step has computed: one id for each row with `samples`, in order. Rows that ended are skipped.
+    def commit(
+        self,
+        batch: Batch,
+        sampled: Ids[int],
+        logprobs: Iterable[TokenLogprobs | None] = (),
+        failures: Mapping[Row, Failure] | None = None,
+    ) -> list[Output]:
+        """Take what a step has computed: one id for each row with `samples`, in order.
 
-        `logprobs` are of the same rows; they may be left out where nobody asks for them.
+        `logprobs` are of the same rows; they may be left out where nobody asks for them. The sequences of `failures`
+        end. Rows of sequences that were stopped since are skipped.
         """
         self._steps += 1
         block_size = self.limits.block_size
@@ -146,23 +172,48 @@ class Scheduler:
         for row in batch.rows:
             sequence = row.sequence
             token, logprob = next(ids) if row.samples else (None, None)
-            if not sequence.running:
+            if not row.live:
                 continue
-            computed = sequence.computed = row.start + row.count
+            if failures and row in failures:
+                outputs += self.fail([sequence.sequence_id], failures[row])
+                continue
+            computed = row.start + row.count
             if computed // block_size > sequence.registered:
-                self.blocks.register(sequence)
+                self.blocks.register(sequence, computed)
             if token is None:
                 continue
+            sequence.placeholders -= 1
             sequence.ids.append(token)
             sequence.answered += 1
             finish = sequence.finish()
             if finish:
                 self._end(sequence)
-            outputs.append(self._output(sequence, (token,), finish, logprobs=(logprob,) if logprob else ()))
+            outputs.append(output_of(sequence, (token,), finish, logprobs=(logprob,) if logprob else ()))
         return outputs
+
+    def revoke(self, batch: Batch) -> list[Output]:
+        """Undo the scheduling of the last batch, for which memory was not enough: the next one is smaller.
+
+        Where chunks were most of it, they are halved from now on; else the last in rank is preempted, and its place is
+        not taken; one that was alone fails. Every sequence that ends lifts these ceilings again, step by step.
+        """
+        for row in batch.rows:
+            row.sequence.computed = row.start
+            row.sequence.placeholders -= row.samples
+        chunk_tokens = batch.tokens - batch.decodes
+        if chunk_tokens > batch.decodes:
+            self._most_chunk_tokens = chunk_tokens // 2
+            return []
+        last = max((row.sequence for row in batch.rows), key=_by_rank)
+        if len(batch.rows) == 1:
+            return self.fail([last.sequence_id], OUT_OF_MEMORY)
+        self._preempt(last)
+        self._most_running = len(self._running)
+        return []
 
     def stats(self) -> EngineStats:
         """What is held now."""
+        tiers = self._residency.tiers
         return EngineStats(
             steps=self._steps,
             rows_running=len(self._running),
@@ -173,22 +224,28 @@ class Scheduler:
             slots_used=self._residency.used,
             slots_pinned=self._residency.pinned,
             adapters=self._residency.resident,
+            adapter_hits=self._waiting.hits,
+            adapter_misses=self._waiting.misses,
+            adapter_swaps=tiers.swaps,
+            adapters_loading=tiers.loading,
+            adapter_host_bytes=tiers.host_bytes,
+            adapter_device_bytes=tiers.device_bytes,
         )
 
     def check(self) -> None:
         """Raise BlockIntegrityError unless exactly the running sequences hold blocks. Takes time O(blocks)."""
         self.blocks.check(self._running)
 
-    def _plan_chunk(self, sequence: Sequence, budget: int, singles: list[Row], chunks: list[Row]) -> int:
-        left = len(sequence.ids) - sequence.computed
-        count = min(left, budget)
-        row = Row(sequence, sequence.computed, count, count == left)
-        (singles if count == 1 else chunks).append(row)
-        return count
+    def _room(self, decodes: list[int], singles: int, prefilling: int) -> Room:
+        tokens = min(self.step_tokens - singles, self._most_chunk_tokens)
+        if self._pace is None:
+            return Room(tokens)
+        admissible = min(self._waiting.ready, self._most_running - len(self._running))
+        return self._pace.room(tokens, decodes, prefilling + max(0, admissible))
 
-    def _admit(self, budget: int, singles: list[Row], chunks: list[Row]) -> None:
+    def _admit(self, room: Room, singles: list[Row], chunks: list[Row]) -> None:
         tries = self.limits.rows
-        while budget and len(self._running) < self.limits.rows:
+        while room.any and len(self._running) < self._most_running:
             sequence = self._waiting.head(tries)
             # Nobody overtakes one that waits for blocks, or a long prompt might wait for ever.
             if sequence is None or not self.blocks.allocate(sequence):
@@ -198,22 +255,27 @@ class Scheduler:
             if sequence.cached_tokens is None:
                 sequence.cached_tokens = sequence.computed
             insort(self._running, sequence, key=_by_rank)
-            budget -= self._plan_chunk(sequence, budget, singles, chunks)
+            _plan_chunk(sequence, room, singles, chunks)
 
     def _extend(self, sequence: Sequence) -> bool:
         """One more block for a running sequence, if need be from those after it in rank; else it is preempted."""
         while not self.blocks.extend(sequence):
             last = self._running[-1]
-            self._stop_running(last)
-            self._waiting.enter(last)
+            self._preempt(last)
             if last is sequence:
                 return False
         return True
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self._stop_running(sequence)
+        self._waiting.enter(sequence)
 
     def _stop_running(self, sequence: Sequence) -> None:
         self._running.remove(sequence)
         self.blocks.release(sequence)
         sequence.running = False
+        sequence.placeholders = 0
+        sequence.epoch += 1
         sequence.adapter_slot = -1
         if sequence.spec.adapter:
             self._residency.unpin(sequence.spec.adapter.digest)
@@ -221,40 +283,25 @@ class Scheduler:
     def _end(self, sequence: Sequence) -> None:
         if sequence.running:
             self._stop_running(sequence)
+            self._most_running = min(self._most_running + 1, self.limits.rows)
+            self._most_chunk_tokens = min(2 * self._most_chunk_tokens, self.limits.rows * self.limits.max_tokens)
         else:
             self._waiting.leave(sequence)
         del self._sequences[sequence.sequence_id]
         if not self._sequences and self.blocks.referenced:
             raise BlockIntegrityError(f"{self.blocks.referenced} blocks are referenced by no sequence")
 
-    def _output(
-        self,
-        sequence: Sequence,
-        token_ids: tuple[int, ...],
-        finish: FinishKind | None,
-        failure: Failure | None = None,
-        logprobs: tuple[TokenLogprobs, ...] = (),
-    ) -> Output:
-        first = not sequence.reported
-        sequence.reported = True
-        return Output(
-            sequence.sequence_id,
-            sequence.answered - len(token_ids),
-            token_ids,
-            finish,
-            failure,
-            adapter_ms=sequence.adapter_ms if first else None,
-            cached_tokens=(sequence.cached_tokens or 0) if first else None,
-            logprobs=logprobs,
-            # Of a sequence that ends before its first token they are incomplete.
-            prompt_logprobs=tuple(sequence.prompt_logprobs) if first and token_ids else (),
-        )
+
+def _plan_chunk(sequence: Sequence, room: Room, singles: list[Row], chunks: list[Row]) -> None:
+    count = room.take(sequence.computed, sequence.length - sequence.computed)
+    if count:
+        (singles if count == 1 else chunks).append(_row(sequence, count))
 
 
-def _adapter_failure(digest: str, error: Exception) -> Failure:
-    code = "INTERNAL"
-    if isinstance(error, MismatchError):
-        code = "FAILED_PRECONDITION"
-    elif isinstance(error, ArtifactError):
-        code = "INVALID_ARGUMENT"
-    return Failure(code, "ADAPTER_UNLOADABLE", f"adapter {digest}: {error}", field="adapter")
+def _row(sequence: Sequence, count: int) -> Row:
+    """The sequence's next `count` ids, from now on computed, and a placeholder where the next one is sampled."""
+    start = sequence.computed
+    sequence.computed = start + count
+    samples = sequence.computed == sequence.length
+    sequence.placeholders += samples
+    return Row(sequence, start, count, samples, sequence.epoch)

@@ -1,7 +1,11 @@
 """A sequence inside the engine: its ids, what of them lies in the KV cache, and where.
 
-ids    prompt ids │ emitted ids of earlier attempts │ ids of this attempt
-       ◀──── computed: their keys and values are in the blocks of block_table ────▶│◀ pending ▶
+ids    prompt ids │ emitted ids of earlier attempts │ ids of this attempt │ placeholders
+       ◀─ computed: a step that was scheduled puts their keys and values into block_table ─▶│◀─ pending ─▶
+
+A placeholder stands for the id that a scheduled step samples. It becomes an id when that step is committed, so that the
+next one can be scheduled before. A sequence that is stopped loses its placeholders and what is computed, and its epoch
+is another: what its scheduled steps give is not looked at any more.
 """
 
 from __future__ import annotations
@@ -30,10 +34,13 @@ class Sequence:
         "computed",
         "end_ids",
         "engine_state",
+        "epoch",
         "ids",
         "max_tokens",
         "min_tokens",
         "parked_at",
+        "penalized",
+        "placeholders",
         "prompt_length",
         "prompt_logprobs",
         "rank",
@@ -59,8 +66,14 @@ class Sequence:
         # The model's end tokens; none of them end a sequence that ignores them.
         self.end_ids = frozenset[int]() if spec.stopping.ignore_eos else end_token_ids
         self.stop_ids = frozenset(spec.stopping.stop_token_ids)
-        # How many of `ids` have their keys and values in the cache.
+        # The next id depends on those before it, all of which must be known.
+        self.penalized = spec.sampling.penalizes
+        # How many ids that steps sample come after `ids`.
+        self.placeholders = 0
+        # How many ids, and then placeholders, have their keys and values in the cache once what is scheduled has run.
         self.computed = 0
+        # How often it has been stopped.
+        self.epoch = 0
         # Block i holds the positions from i * block_size.
         self.block_table: list[int] = []
         # Keys of the full blocks from the first on, computed when first needed; see blocks.py.
@@ -81,6 +94,19 @@ class Sequence:
         self.engine_state: Any = None
 
     @property
+    def length(self) -> int:
+        """How many ids it has, placeholders among them."""
+        return len(self.ids) + self.placeholders
+
+    @property
+    def waits_for_ids(self) -> bool:
+        """Whether what is scheduled must be committed before more is.
+
+        Either its last token may be among the placeholders, or the next one depends on what they will be.
+        """
+        return self.placeholders > 0 and (self.penalized or self.answered + self.placeholders >= self.max_tokens)
+
+    @property
     def missing_prompt_logprobs(self) -> range:
         """Positions whose logits must still be computed, sampled from or not: each tells of the next prompt token."""
         if self.spec.prompt_logprobs is None:
@@ -94,9 +120,9 @@ class Sequence:
         # The last id's logits give the next token.
         return missing.start if missing else len(self.ids) - 1
 
-    def banned_ids(self) -> frozenset[int]:
-        """Ids that may not be sampled next: what would end the answer before `min_tokens`."""
-        if self.answered >= self.min_tokens:
+    def banned_ids(self, answered: int) -> frozenset[int]:
+        """Ids that may not be sampled after `answered` tokens: what would end the answer before `min_tokens`."""
+        if answered >= self.min_tokens:
             return frozenset()
         return self.end_ids | self.stop_ids
 

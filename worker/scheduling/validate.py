@@ -5,7 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
-from worker.scheduling.contract import EngineLimits, NewSequence, Sampling, SequenceRefusedError, Stopping
+from worker.scheduling.contract import (
+    AdapterSource,
+    EngineLimits,
+    NewSequence,
+    Sampling,
+    SequenceRefusedError,
+    Stopping,
+)
 
 MAX_STOP_TOKEN_IDS = 64
 MAX_PRIORITY = 100
@@ -34,10 +41,8 @@ def check_sequence(sequence: NewSequence, limits: EngineLimits) -> None:
         raise SequenceRefusedError(
             "priority", f"must lie between -{MAX_PRIORITY} and {MAX_PRIORITY}, is {sequence.priority}"
         )
-    if sequence.adapter and not sequence.adapter.digest:
-        raise SequenceRefusedError("adapter.digest", "must not be empty")
-    if sequence.adapter and not limits.adapter_slots:
-        raise SequenceRefusedError("adapter", "this engine has no adapter slots")
+    if sequence.adapter:
+        _check_adapter(sequence.adapter, limits)
 
 
 def _check_ids(field: str, ids: Iterable[int], vocab_size: int) -> None:
@@ -45,6 +50,16 @@ def _check_ids(field: str, ids: Iterable[int], vocab_size: int) -> None:
     if ids and not (min(ids) >= 0 and max(ids) < vocab_size):
         bad = next(token for token in ids if not 0 <= token < vocab_size)
         raise SequenceRefusedError(field, f"{bad} is not a token id of this model, which has ids 0 to {vocab_size - 1}")
+
+
+def _check_adapter(adapter: AdapterSource, limits: EngineLimits) -> None:
+    if not adapter.digest:
+        raise SequenceRefusedError("adapter.digest", "must not be empty")
+    if not limits.adapter_slots:
+        raise SequenceRefusedError("adapter", "this engine has no adapter slots")
+    for part in adapter.parts:
+        if not math.isfinite(part.weight) or not part.weight:
+            raise SequenceRefusedError("adapter.parts", f"a weight must be finite and not 0, is {part.weight}")
 
 
 def _check_sampling(sampling: Sampling) -> None:

@@ -60,6 +60,8 @@ class Timings:
 class Generation:
     """A finished request. `adapter_revision` is the immutable revision that served it, empty for the base model.
 
+    Of several adapters it is the digest of the set; `adapters` then has their revisions, each with its weight.
+
     `continuations` counts how often the work went on elsewhere after a loss.
     """
 
@@ -71,6 +73,7 @@ class Generation:
     request_id: str
     # Of every prompt token but the first, where they were asked for.
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    adapters: tuple[tuple[str, float], ...] = ()
 
     @property
     def text(self) -> str:
@@ -188,6 +191,7 @@ class Fold:
             continuations=summary.continuations,
             request_id=summary.request_id,
             prompt_logprobs=self._prompt_logprobs,
+            adapters=tuple((one.adapter, one.weight) for one in summary.adapters),
         )
         return Piece("", (), len(whole.token_ids), finished=whole)
 

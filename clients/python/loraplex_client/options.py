@@ -23,8 +23,8 @@ class GenerateOptions(TypedDict, total=False):
 
     # `support`, `support@canary`, `tenants/acme/adapters/support`, ...; none: the plain base model
     adapter_id: str | None
-    # a weighted sum of adapters instead of one
-    adapters: Mapping[str, float] | None
+    # instead of one adapter: the weighted sum of several, as {name: weight} or (name, weight) pairs
+    adapters: Mapping[str, float] | Sequence[tuple[str, float]] | None
     # the base model; may be left out where the router serves one
     model: str | None
     # unique within the tenant
@@ -103,9 +103,7 @@ def generate_request(prompt: str | None, options: GenerateOptions) -> inference_
         if name == "messages":
             spec.chat.CopyFrom(chat_of(value))
         elif name == "adapters":
-            spec.adapters.extend(
-                inference_pb2.WeightedAdapter(adapter=adapter, weight=weight) for adapter, weight in value.items()
-            )
+            spec.adapters.extend(_weighted(value))
         elif name in _PATHS:
             _place(spec, _PATHS[name], value)
         else:
@@ -121,6 +119,14 @@ def chat_of(messages: ChatMessages) -> inference_pb2.Chat:
         raise InvalidRequestError(
             f"messages: each must be a mapping of role and content: {error}", field="messages"
         ) from error
+
+
+def _weighted(adapters: Mapping[str, float] | Sequence[tuple[str, float]]) -> list[inference_pb2.WeightedAdapter]:
+    pairs = adapters.items() if isinstance(adapters, Mapping) else adapters
+    try:
+        return [inference_pb2.WeightedAdapter(adapter=name, weight=weight) for name, weight in pairs]
+    except (TypeError, ValueError) as error:
+        raise InvalidRequestError(f"adapters: each must be a name and a weight: {error}", field="adapters") from error
 
 
 def _place(spec: inference_pb2.GenerateSpec, path: str, value: Any) -> None:

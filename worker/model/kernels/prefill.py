@@ -19,8 +19,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from worker.kernel_call import KernelCall
 from worker.model.attention import LayerCall
-from worker.model.kernels.tiles import LOG2_E, KernelCall, attend_range, position_tile, tile_of
+from worker.model.kernels.tiles import LOG2_E, attend_range, position_tile, tile_of
 from worker.model.kv_cache import KvCache
 
 _LANES = 64

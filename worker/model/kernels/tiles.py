@@ -9,10 +9,6 @@ base 2, of scores that are multiplied by log2(e).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
-
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -20,22 +16,6 @@ from torch import Tensor
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 # A product on tensor cores has at least so many rows and columns.
 _LEAST_TILE = 16
-
-
-@dataclass(frozen=True, slots=True)
-class KernelCall:
-    """One launch: `arguments` and compile-time `constants` by parameter name."""
-
-    kernel: Any
-    grid: tuple[int, ...]
-    arguments: Mapping[str, Any]
-    constants: Mapping[str, Any]
-    warps: int
-    stages: int
-
-    def launch(self) -> None:
-        """Put it on the current stream."""
-        self.kernel[self.grid](**self.arguments, **self.constants, num_warps=self.warps, num_stages=self.stages)
 
 
 def tile_of(size: int) -> int:

@@ -1,0 +1,61 @@
+"""The bare engine that is timed, in this process: it needs the engine half of the worker and nothing else."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from bench.limit import recorded_steps
+from bench.rounds import Timed
+from bench.workload import Request, answered_tokens
+from worker.engine import TorchEngine, build_engine
+from worker.scheduling.contract import AdapterSource, NewSequence, Output, Stopping
+
+
+class BareEngine:
+    """An engine with at most `rows` sequences in a batch; `settings` are more of build_engine's."""
+
+    def __init__(self, model: Path, adapters: Sequence[Path], rows: int, device: str = "cpu", **settings: Any) -> None:
+        self._engine: TorchEngine = build_engine(str(model), device, "bfloat16", rows=rows, **settings)
+        self._adapters = [AdapterSource(directory.name, str(directory)) for directory in adapters]
+
+    def run(self, requests: Sequence[Request]) -> Timed:
+        """Answer all of them; they arrive at once."""
+        with recorded_steps() as steps:
+            start = time.perf_counter()
+            self.add(requests)
+            answered = 0
+            while answered < len(requests):
+                answered += sum(output.finish is not None for output in self.step())
+            seconds = time.perf_counter() - start
+        return Timed(answered_tokens(requests), seconds, tuple(steps))
+
+    def add(self, requests: Sequence[Request]) -> None:
+        """Take requests; they are called by their places, "0" and so on."""
+        for index, request in enumerate(requests):
+            self._engine.add(self._sequence(f"{index}", request))
+
+    def step(self) -> list[Output]:
+        """One step. Raises RuntimeError where a sequence failed."""
+        outputs = self._engine.step()
+        for output in outputs:
+            if output.failure:
+                raise RuntimeError(f"the engine failed: {output.failure.message}")
+        return outputs
+
+    def abort(self, requests: Sequence[Request]) -> None:
+        """Forget what was added and has not ended; returns when no step is under way."""
+        for index in range(len(requests)):
+            self._engine.abort(f"{index}")
+        while self._engine.has_work():
+            self.step()
+
+    def close(self) -> None:
+        """End its threads."""
+        self._engine.close()
+
+    def _sequence(self, name: str, request: Request) -> NewSequence:
+        adapter = None if request.adapter is None else self._adapters[request.adapter]
+        return NewSequence(name, request.prompt_ids, adapter=adapter, stopping=Stopping(request.tokens))

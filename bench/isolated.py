@@ -1,0 +1,80 @@
+"""Each case in a process of its own: one that starts threads, or keeps many, must not slow the others' down.
+
+(With more OpenMP threads in a process than cores, libgomp stops to let any of them spin: every operator of every model
+in that process then takes longer.)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from multiprocessing.connection import Connection
+from types import TracebackType
+from typing import Protocol, Self
+
+from bench.rounds import Timed
+from bench.workload import Request
+
+
+class Answers(Protocol):
+    """Ours or a peer."""
+
+    def run(self, requests: Sequence[Request]) -> Timed:
+        """Answer all of them."""
+
+
+class Isolated:
+    """What `make` gives, a context manager, entered and run in another process, which waits without a sound between."""
+
+    def __init__(self, make: Callable[[], AbstractContextManager[Answers]]) -> None:
+        """`make` must be picklable."""
+        self._make = make
+
+    def __enter__(self) -> Self:
+        """Returns when it is ready. Raises RuntimeError where it can't be made."""
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(self._make, theirs), daemon=True)
+        self._process.start()
+        theirs.close()
+        self._result()
+        return self
+
+    def run(self, requests: Sequence[Request]) -> Timed:
+        """Answer all of them there. Raises RuntimeError where that fails."""
+        self._pipe.send(requests)
+        timed = self._result()
+        assert timed is not None, "a run is timed"
+        return timed
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        """End the process."""
+        with contextlib.suppress(BrokenPipeError):
+            self._pipe.send(None)
+        self._process.join()
+        self._pipe.close()
+
+    def _result(self) -> Timed | None:
+        try:
+            result: Timed | str | None = self._pipe.recv()
+        except EOFError:
+            self._process.join()
+            result = f"its process ended with {self._process.exitcode}"
+        if isinstance(result, str):
+            raise RuntimeError(result)
+        return result
+
+
+def _serve(make: Callable[[], AbstractContextManager[Answers]], pipe: Connection) -> None:
+    try:
+        with make() as answers:
+            pipe.send(None)
+            while (requests := pipe.recv()) is not None:
+                pipe.send(answers.run(requests))
+    except EOFError:
+        pass  # the benchmark was interrupted
+    except Exception as error:
+        pipe.send(f"{type(error).__name__}: {error}")
+        raise

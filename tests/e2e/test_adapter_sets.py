@@ -1,0 +1,119 @@
+"""Several adapters in one request, through the whole cluster."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from loraplex_client import FailedPreconditionError, Generation, InvalidRequestError, LoraplexError, NotFoundError
+
+from artifacts.digests import weighted_digest
+from worker.hash_engine import expected_ids
+from worker.scheduling.contract import Stopping
+
+StartCluster = Callable[..., AbstractAsyncContextManager[Any]]
+MODEL = "hash:?vocab=32000&seed=1"
+PROMPT, TOKENS = "several adapters", 24
+
+
+async def test_a_set_is_an_adapter_of_its_own(start_cluster: StartCluster, hash_adapters: Mapping[str, Path]) -> None:
+    async with start_cluster(MODEL, hash_adapters, workers=2) as cluster:
+
+        async def ask(adapters: Any) -> Generation:
+            answer: Generation = await cluster.client.generate(PROMPT, adapters=adapters, max_new_tokens=TOKENS)
+            return answer
+
+        def truth(digest: str) -> tuple[int, ...]:
+            prompt = tuple(PROMPT.encode())
+            return expected_ids(MODEL, prompt, adapter_digest=digest, stopping=Stopping(max_tokens=TOKENS))
+
+        sets: list[list[tuple[str, float]]] = [
+            [("a", 0.5), ("b", 0.5)],
+            [("a", 0.5), ("b", -0.5)],
+            [("a", 0.5)],
+            [("a", 0.1), ("b", 0.7), ("c", -2.0)],
+            [("a@live", 1.0), ("tenants/acme/adapters/c", 3.0)],
+        ]
+        seen = {truth(""), *(truth(digest) for digest in cluster.digests.values())}
+        for some, answer in zip(sets, await asyncio.gather(*map(ask, sets)), strict=True):
+            named = [(name.partition("@")[0].rpartition("/")[2], weight) for name, weight in some]
+            digest = weighted_digest((cluster.digests[name], weight) for name, weight in named)
+            assert answer.token_ids == truth(digest)
+            assert answer.adapter_revision == digest
+            assert [revision for revision, _ in answer.adapters] == [
+                f"tenants/acme/adapters/{name}/revisions/{cluster.digests[name]}" for name, _ in named
+            ]
+            assert [weight for _, weight in answer.adapters] == pytest.approx([weight for _, weight in named])
+            assert answer.token_ids not in seen
+            seen.add(answer.token_ids)
+        turned = await ask({"b": 0.5, "a": 0.5})
+        assert turned.token_ids == truth(weighted_digest([(cluster.digests["a"], 0.5), (cluster.digests["b"], 0.5)]))
+        assert [weight for _, weight in turned.adapters] == [0.5, 0.5]
+        whole = await ask({"b": 1.0})
+        assert (whole.token_ids, whole.adapters) == (truth(cluster.digests["b"]), ())
+        assert whole.adapter_revision.endswith(cluster.digests["b"])
+
+
+async def test_what_is_no_set_is_refused_by_its_field(
+    start_cluster: StartCluster, hash_adapters: Mapping[str, Path]
+) -> None:
+    async with start_cluster(MODEL, hash_adapters, worker_flags=("--max-rank", "16")) as cluster:
+
+        async def refusal(**options: Any) -> LoraplexError:
+            with pytest.raises(LoraplexError) as caught:
+                await cluster.client.generate("x", max_new_tokens=1, **options)
+            return caught.value
+
+        async def is_invalid(field: str, message: str, **options: Any) -> None:
+            error = await refusal(**options)
+            assert isinstance(error, InvalidRequestError), error
+            assert (error.field, message in str(error)) == (field, True), error
+
+        await is_invalid("adapters", "either", adapter_id="a", adapters={"b": 1.0})
+        await is_invalid("adapters", "9 adapters; at most 8", adapters={f"a{number}": 1.0 for number in range(9)})
+        await is_invalid("adapters[1].weight", "0", adapters=[("a", 1.0), ("b", 0.0)])
+        await is_invalid("adapters[0].weight", "nan", adapters=[("a", float("nan"))])
+        await is_invalid("adapters[0].weight", "inf", adapters=[("a", float("inf"))])
+        await is_invalid("adapters[1].adapter", "twice", adapters=[("a", 1.0), ("a", 2.0)])
+        await is_invalid("adapters[1]", "same", adapters=[("a", 1.0), ("a@live", 2.0)])
+        await is_invalid("adapters[0].adapter", "empty", adapters=[("", 1.0)])
+        await is_invalid("adapters[1]", "A B", adapters=[("a", 1.0), ("A B", 1.0)])
+
+        # As of one adapter: whether there is none, or it is another's, in the same words.
+        for name in ("nowhere", "tenants/globex/adapters/a"):
+            missing = await refusal(adapters=[("a", 1.0), (name, 1.0)])
+            assert isinstance(missing, NotFoundError)
+            assert str(missing) == str(await refusal(adapter_id=name))
+
+        # Each of the three has rank 8.
+        error = await refusal(adapters={"a": 1.0, "b": 1.0, "c": 1.0})
+        assert isinstance(error, FailedPreconditionError), error
+        assert "adapters: ranks 8 + 8 + 8 = 24; the workers take at most 16" in str(error)
+        await cluster.client.generate("x", max_new_tokens=1, adapters={"a": 1.0, "b": 1.0})
+
+
+@pytest.mark.model
+async def test_a_sum_of_real_adapters_is_pefts(start_cluster: StartCluster, tiny_llama: Any) -> None:
+    """In one batch with its parts; the sum is never merged into anything."""
+    weights = {"plain": 0.75, "patterned": -1.5}
+    tiny_llama.peft.add_weighted_adapter([*weights], [*weights.values()], "their sum", combination_type="cat")
+    try:
+        flags = ("--dtype", "float32", "--threads", "1", "--rows", "8", "--kv-blocks", "80", "--block-size", "8")
+        async with start_cluster(str(tiny_llama.directory), tiny_llama.adapters, worker_flags=flags) as cluster:
+
+            async def ask(number: int, **options: Any) -> tuple[tuple[int, ...], str | None]:
+                prompt = tuple(3 + (number * 41 + at * 11) % 300 for at in range(3 + number * 5))
+                answer = await cluster.client.generate(token_ids=prompt, max_new_tokens=16, **options)
+                name = "their sum" if "adapters" in options else options["adapter_id"]
+                assert answer.token_ids == tiny_llama.answer(prompt, 16, name)
+                return answer.token_ids, name
+
+            kinds: list[dict[str, Any]] = [{"adapters": weights}, {"adapter_id": "plain"}, {"adapter_id": "patterned"}]
+            answers = await asyncio.gather(*(ask(number, **kinds[number % 3]) for number in range(9)))
+            assert len({ids[:6] for ids, _ in answers}) == len(answers), "the answers are not diverse"
+    finally:
+        tiny_llama.peft.delete_adapter("their sum")

@@ -1,0 +1,211 @@
+"""The exactness matrix: for every kind of adapter that is served, the logits and the greedy tokens are peft's own.
+
+All adapters of a model in one batch, beside rows without one; prompts in chunks beside decodes.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from adapter_store.validate import validate_adapter
+from artifacts.base_model import read_base_model
+from artifacts.errors import ArtifactError
+from artifacts.safetensors_header import read_header
+from tests.worker.peft_oracle import VOCAB, PeftOracle
+from worker.lora.weights import read_adapter
+from worker.model.loader import load_model
+
+pytestmark = [pytest.mark.model, pytest.mark.usefixtures("one_thread")]
+
+ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+# Every field that is served, and ranks 1 to 256, in the shape of Llama and with Qwen's biases.
+SPLIT: dict[str, dict[str, Any]] = {
+    "rank 1": {"r": 1, "lora_alpha": 2, "target_modules": ["q_proj", "down_proj"]},
+    "rank 3, alpha 1": {"r": 3, "lora_alpha": 1, "target_modules": ATTENTION},
+    "rank 8": {"r": 8, "lora_alpha": 16, "target_modules": "all-linear"},
+    "rank 64": {"r": 64, "lora_alpha": 100, "target_modules": ["gate_proj", "up_proj", "v_proj"]},
+    "rank 256": {"r": 256, "lora_alpha": 48, "target_modules": ["k_proj", "down_proj", "o_proj"]},
+    "fractional alpha": {"r": 5, "lora_alpha": 2.5, "target_modules": ["up_proj"]},
+    "rank_pattern": {
+        "r": 4, "lora_alpha": 6, "target_modules": ["q_proj", "v_proj", "down_proj"],
+        "rank_pattern": {"v_proj": 2, r"layers\.1\.mlp\.down_proj": 12, "^model.layers.0.self_attn.q_proj": 31},
+    },
+    "alpha_pattern": {
+        "r": 4, "lora_alpha": 6, "target_modules": ["q_proj", "v_proj", "down_proj"],
+        "alpha_pattern": {"down_proj": 24, "layers.0.self_attn.q_proj": 3}, "rank_pattern": {"mlp.down_proj": 9},
+    },
+    "rslora": {"r": 16, "lora_alpha": 8, "use_rslora": True, "target_modules": ["o_proj", "up_proj", "gate_proj"]},
+    "rslora with patterns": {
+        "r": 8, "lora_alpha": 4, "use_rslora": True, "target_modules": ATTENTION,
+        "rank_pattern": {"q_proj": 25}, "alpha_pattern": {"o_proj": 1},
+    },
+    "regex": {"r": 6, "lora_alpha": 9, "target_modules": r".*layers\.[02]\..*(up|k)_proj"},
+    "layers_to_transform": {"r": 7, "lora_alpha": 14, "target_modules": ATTENTION, "layers_to_transform": [1]},
+    "layers_pattern": {
+        "r": 2, "lora_alpha": 8, "target_modules": ["down_proj"], "layers_to_transform": [0, 2],
+        "layers_pattern": "layers",
+    },
+    "exclude_modules": {
+        "r": 8, "lora_alpha": 8, "target_modules": "all-linear", "exclude_modules": ["v_proj", "up_proj"],
+    },
+    "trained otherwise": {
+        "r": 4, "lora_alpha": 8, "target_modules": ATTENTION, "lora_dropout": 0.3, "init_lora_weights": "gaussian",
+    },
+}  # fmt: skip
+
+
+def fused(attention: list[str], mlp: list[str], **more: Any) -> dict[str, dict[str, Any]]:
+    """A few kinds for a model whose projections are fused, or stored the other way round."""
+    kinds: dict[str, dict[str, Any]] = {
+        "projections": {"r": 6, "lora_alpha": 12, "target_modules": attention},
+        "mlp, rslora": {"r": 16, "lora_alpha": 6, "use_rslora": True, "target_modules": mlp},
+        "all-linear": {"r": 8, "lora_alpha": 8, "target_modules": "all-linear"},
+        "patterns": {
+            "r": 4, "lora_alpha": 8, "target_modules": [*attention, *mlp],
+            "rank_pattern": {attention[0]: 40, f"1.*{mlp[-1]}": 1}, "alpha_pattern": {mlp[0]: 16},
+        },
+    }  # fmt: skip
+    return {name: kind | more for name, kind in kinds.items()}
+
+
+CASES: dict[str, dict[str, dict[str, Any]]] = {
+    "llama": SPLIT,
+    "qwen2": {name: SPLIT[name] for name in ("rank 1", "rank 8", "rank 256", "rank_pattern", "rslora")},
+    "gpt2": fused(["c_attn", "attn.c_proj"], ["c_fc", "mlp.c_proj"], fan_in_fan_out=True),
+    "phi3": fused(["qkv_proj", "o_proj"], ["gate_up_proj", "down_proj"]),
+    "gpt_neox": fused(["query_key_value", "attention.dense"], ["dense_h_to_4h", "dense_4h_to_h"]),
+}
+
+
+@pytest.fixture(scope="module")
+def oracles(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], PeftOracle]:
+    """Call with a model type: its model and adapters, made once."""
+    made: dict[str, PeftOracle] = {}
+
+    def oracle(model_type: str) -> PeftOracle:
+        if model_type not in made:
+            made[model_type] = PeftOracle(model_type, tmp_path_factory.mktemp(model_type), CASES[model_type])
+        return made[model_type]
+
+    return oracle
+
+
+def check_batch(oracle: PeftOracle, engine: Any, run_until_idle: Callable[..., Any], seed: int) -> None:
+    chance = random.Random(seed)
+    rows = [*oracle.adapters, None, *chance.choices([*oracle.adapters, None], k=4)]
+    requests = {
+        f"{number}: {name}": oracle.request(
+            f"{number}: {name}", chance.choices(range(VOCAB), k=chance.choice([2, 9, 21])), chance.randint(8, 14), name
+        )
+        for number, name in enumerate(rows)
+    }
+    outputs = run_until_idle(engine, {0: list(requests.values())})
+    answers = {}
+    for name, (key, request) in zip(rows, requests.items(), strict=True):
+        answers[key] = oracle.check(request, outputs[key], name)
+    assert len({ids[:6] for ids in answers.values()}) >= len(rows) - 2, f"answers are to be diverse: {answers}"
+
+
+@pytest.mark.parametrize("model_type", CASES)
+def test_logits_and_tokens_are_pefts(
+    model_type: str,
+    oracles: Callable[[str], PeftOracle],
+    make_engine: Callable[..., Any],
+    run_until_idle: Callable[..., Any],
+) -> None:
+    oracle = oracles(model_type)
+    slots = len(oracle.adapters)
+    engine = make_engine(
+        oracle.directory, rows=slots + 5, kv_blocks=400, block_size=4, adapter_slots=slots, max_rank=256, step_tokens=48
+    )
+    check_batch(oracle, engine, run_until_idle, seed=3)
+
+
+def test_unpacked_weights_and_fewer_slots_than_adapters_change_nothing(
+    oracles: Callable[[str], PeftOracle],
+    make_engine: Callable[..., Any],
+    run_until_idle: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A slot that held rank 256 is given to rank 1, and so on."""
+    monkeypatch.setattr("worker.engine.packing_works", lambda _dtype: False)
+    oracle = oracles("llama")
+    engine = make_engine(
+        oracle.directory, rows=6, kv_blocks=400, block_size=4, adapter_slots=3, max_rank=256, step_tokens=32
+    )
+    check_batch(oracle, engine, run_until_idle, seed=4)
+
+
+@pytest.mark.parametrize("model_type", CASES)
+def test_every_adapter_changes_the_models_answer_and_every_tensor_is_consumed(
+    model_type: str, oracles: Callable[[str], PeftOracle]
+) -> None:
+    oracle = oracles(model_type)
+    linears = load_model(str(oracle.directory)).linears
+    prompt = tuple(range(3, 12))
+    plain = oracle._logits(prompt, None)
+    for name, directory in oracle.adapters.items():
+        read = read_adapter(str(directory), linears, 256, torch.float32, torch.device("cpu"))
+        assert 2 * len(read.pairs) == len(read_header(directory / "adapter_model.safetensors")), name
+        changed = (oracle._logits(prompt, name) - plain).abs().max() / plain.abs().max()
+        assert changed > 0.05, f"{name} changes the logits by {changed:.1e} only"
+
+
+# Saved by peft itself; what the refusal must name.
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "DoRA": ({"use_dora": True}, "use_dora"),
+    "biases of the base": ({"bias": "all"}, "bias"),
+    "biases of B": ({"lora_bias": True}, "lora_bias"),
+    "a trained head": ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+    "trained tokens": ({"trainable_token_indices": [3]}, "trainable_token_indices"),
+    "the head": ({"target_modules": ["q_proj", "lm_head"]}, "lm_head"),
+    "the embeddings": ({"target_modules": ["q_proj", "embed_tokens"]}, "embed_tokens"),
+    "replicated layers": ({"layer_replication": [[0, 2], [1, 3]]}, "layer_replication"),
+    "parameters": ({"target_parameters": ["mlp.down_proj.weight"]}, "target_parameters"),
+    "rank 257": ({"r": 257}, "257"),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_is_not_served_is_refused_by_name_by_store_and_worker(
+    kind: str, oracles: Callable[[str], PeftOracle], tmp_path: Path
+) -> None:
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    oracle = oracles("llama")
+    fields, named = REFUSED[kind]
+    auto: Any = AutoModelForCausalLM
+    arguments: dict[str, Any] = {"r": 4, "target_modules": ["q_proj"]} | fields
+    config = LoraConfig(task_type="CAUSAL_LM", **arguments)
+    get_peft_model(auto.from_pretrained(oracle.directory), config).save_pretrained(str(tmp_path))
+    with pytest.raises(ArtifactError, match=named) as by_store:
+        validate_adapter(tmp_path, read_base_model(str(oracle.directory)))
+    with pytest.raises(ArtifactError, match=named) as by_worker:
+        read_adapter(str(tmp_path), load_model(str(oracle.directory)).linears, 256, torch.float32, torch.device("cpu"))
+    if named in fields:  # a field of the configuration: both say the same
+        assert by_store.value.subject == by_worker.value.subject == named
+
+
+@pytest.mark.parametrize("suffix", ["lora_magnitude_vector", "lora_B.bias", "lora_embedding_A", "base_layer.weight"])
+def test_a_tensor_that_nobody_consumes_is_named(
+    suffix: str, oracles: Callable[[str], PeftOracle], tmp_path: Path
+) -> None:
+    oracle = oracles("llama")
+    shutil.copy(oracle.adapters["rank 8"] / "adapter_config.json", tmp_path)
+    stray = f"base_model.model.model.layers.0.self_attn.q_proj.{suffix}"
+    tensors = load_file(oracle.adapters["rank 8"] / "adapter_model.safetensors")
+    save_file(tensors | {stray: torch.ones(8, 8)}, tmp_path / "adapter_model.safetensors")
+    with pytest.raises(ArtifactError, match=re.escape(stray)):
+        validate_adapter(tmp_path, read_base_model(str(oracle.directory)))
+    with pytest.raises(ArtifactError, match=re.escape(stray)):
+        read_adapter(str(tmp_path), load_model(str(oracle.directory)).linears, 256, torch.float32, torch.device("cpu"))

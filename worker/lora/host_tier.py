@@ -1,0 +1,69 @@
+"""Adapters in host memory, ready for the device: least recently used first out, within a budget in bytes."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+P = TypeVar("P")
+
+
+class HostTier(Generic[P]):
+    """Prepared adapters by digest. Held ones stay: `bytes` is at most the budget, or `held_bytes` if that is more."""
+
+    def __init__(self, budget: int, size: Callable[[P], int]) -> None:
+        self.budget = budget
+        self._size = size
+        self._held: dict[str, P] = {}
+        # Nobody waits for these; least recently used first.
+        self._kept: OrderedDict[str, P] = OrderedDict()
+        self.bytes = 0
+        self.held_bytes = 0
+
+    def __contains__(self, digest: str) -> bool:
+        return digest in self._held or digest in self._kept
+
+    def held(self, digest: str) -> P | None:
+        """An adapter that is held, or None."""
+        return self._held.get(digest)
+
+    @property
+    def held_count(self) -> int:
+        """How many are held."""
+        return len(self._held)
+
+    def put(self, digest: str, prepared: P) -> None:
+        """Take one that is not here; kept while the budget allows."""
+        self._kept[digest] = prepared
+        self.bytes += self._size(prepared)
+        self._trim()
+
+    def hold(self, digest: str, prepared: P | None = None) -> bool:
+        """Keep it whatever comes; `prepared` brings one that is not here. False where it is not here."""
+        if prepared is not None:
+            self.bytes += self._size(prepared)
+        elif (prepared := self._kept.pop(digest, None)) is None:
+            return digest in self._held
+        self._held[digest] = prepared
+        self.held_bytes += self._size(prepared)
+        self._trim()
+        return True
+
+    def release(self, digest: str) -> None:
+        """Undo hold: the most recently used of those that may go. Nothing happens where it is not held."""
+        prepared = self._held.pop(digest, None)
+        if prepared is not None:
+            self.held_bytes -= self._size(prepared)
+            self._kept[digest] = prepared
+            self._trim()
+
+    def touch(self, digest: str) -> None:
+        """It was in use until now."""
+        if digest in self._kept:
+            self._kept.move_to_end(digest)
+
+    def _trim(self) -> None:
+        while self.bytes > self.budget and self._kept:
+            _, prepared = self._kept.popitem(last=False)
+            self.bytes -= self._size(prepared)
