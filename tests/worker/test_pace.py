@@ -138,7 +138,7 @@ def test_steps_with_and_without_chunks_alternate_never_without_reason(machine: M
     run = machine(SMALL)
     run.decode(8, 50)
     tokens = run.tokens(run.prefill(4000))
-    assert sum(tokens) >= 4000 - 1
+    assert sum(tokens) >= 4000 - 1  # the last token of a prompt, alone, is a row as a decode is
     bare = [index for index, count in enumerate(tokens) if not count]
     # Those that measure the decodes, and the last, whose token counts as a decode.
     assert 1 <= len(bare) <= len(tokens) / 30 + 1
@@ -154,9 +154,9 @@ def test_hiccups_and_noise_do_not_upset_it(machine: MachineOf) -> None:
     run.prefill(4000, "first")
     first = run.prefill(4000)
     seconds = sorted(run.seconds(first))
-    # All but a few within what is promised, and none far from it: the hiccups are not the scheduler's.
-    assert seconds[int(0.98 * len(seconds))] <= MOST_STRETCH * calm
-    assert seconds[-1] <= 1.3 * MOST_STRETCH * calm
+    # Nearly all within what is promised, and none far from it: the hiccups are not the scheduler's.
+    assert seconds[int(0.95 * len(seconds))] <= MOST_STRETCH * calm
+    assert seconds[-1] <= 1.5 * MOST_STRETCH * calm
     assert seconds[len(seconds) // 2] >= 1.4 * calm
 
 
@@ -191,7 +191,7 @@ def test_a_wrong_first_guess_is_forgotten(machine: MachineOf) -> None:
         one.speed = SMALL
         one.decode(8, 50)
     firsts = [one.prefill(2000) for one in (run, right)]
-    after, expected = (sum(one.tokens(first)[:30]) for one, first in zip((run, right), firsts, strict=True))
+    after, expected = (sum(one.tokens(first)[10:40]) for one, first in zip((run, right), firsts, strict=True))
     assert after > 0.7 * expected
 
 
@@ -242,17 +242,19 @@ def test_many_that_wait_get_more_than_few_that_decode(machine: MachineOf) -> Non
     assert run.seconds(first)[-1] <= MOST_STRETCH * calm
 
 
-def test_short_prompts_beside_decodes_of_a_large_model_are_not_cut(machine: MachineOf) -> None:
-    run = machine(LARGE, rows=8)
+@pytest.mark.parametrize("speed", [LARGE, replace(LARGE, token=1.8e-3)], ids=["fits", "takes three steps' time"])
+def test_short_prompts_beside_decodes_of_a_large_model_are_not_cut(machine: MachineOf, speed: Speed) -> None:
+    run = machine(speed, rows=8)
     run.decode(7, 50)
     run.prefill(64, "first")
     for number in range(20):
         assert run.tokens(run.prefill(64, f"prompt-{number}")) == [64]
+    assert max(run.seconds(0)) <= MOST_STEP_S
 
 
 def test_without_a_pace_a_step_takes_all_its_tokens() -> None:
     room = Room(20)
-    assert [room.take(0, 12), room.any, room.take(500, 12), room.any] == [12, True, 8, False]
+    assert [room.take(0, 12, begins=True), room.any, room.take(500, 12, begins=False), room.any] == [12, True, 8, False]
 
 
 @pytest.mark.parametrize(

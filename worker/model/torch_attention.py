@@ -21,6 +21,10 @@ from worker.scheduling.batch import Batch, Row
 
 # Decode rows are gathered together as long as padding to the longest at most doubles a row.
 _GROUP_SPREAD = 2
+# Measured: scaled_dot_product_attention is the fastest for so few queries of a key head, and for so many scores of a
+# head (tokens x positions) that they do not stay in a cache; between them, two products are up to twice as fast.
+_FEW_QUERIES = 32
+_MANY_SCORES = 1 << 18
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +62,7 @@ class TorchPlan:
     groups: tuple[DecodeGroup, ...]
     chunks: tuple[Chunk, ...]
     # Additive masks, made by the first layer that needs them.
-    masks: dict[tuple[int, int | None], Tensor] = field(default_factory=dict)
+    masks: dict[tuple[int, int | None, int], Tensor] = field(default_factory=dict)
 
     def attend(self, call: LayerCall, cache: KvCache) -> Tensor:
         """See AttentionPlan."""
@@ -79,11 +83,11 @@ class TorchPlan:
         q = call.query[: self.decodes] if group.rows is None else call.query.index_select(0, group.rows)
         rows, heads, dim = q.shape
         keys, values = cache.gather_blocks(call.layer, group.table, rows)
-        mask = self.masks.get((index, call.window))
+        mask = self.masks.get((index, call.window, 1))
         if mask is None:
             positions = torch.arange(group.length, device=q.device)
             mask = _additive(_visible(positions[None], group.positions[:, None], call.window), q.dtype)[:, None, None]
-            self.masks[index, call.window] = mask
+            self.masks[index, call.window, 1] = mask
         # The query heads that share a key head stand where a sequence's tokens stand otherwise: keys are not repeated.
         kv_heads = keys.shape[2]
         shared = q.reshape(rows, kv_heads, heads // kv_heads, dim)
@@ -97,28 +101,43 @@ class TorchPlan:
     def _attend_chunk(self, index: int, call: LayerCall, cache: KvCache) -> Tensor:
         chunk = self.chunks[index]
         q, keys, values = (tensor[chunk.first : chunk.stop] for tensor in (call.query, call.key, call.value))
-        end = chunk.start + chunk.stop - chunk.first
+        tokens, heads, dim = q.shape
+        end = chunk.start + tokens
         plain = call.softcap is None and call.sinks is None
-        mask = None
         if chunk.table is not None:
             keys, values = (blocks[0, :end] for blocks in cache.gather_blocks(call.layer, chunk.table, 1))
-        if chunk.table is not None or not plain or (call.window is not None and call.window < end):
-            # Chunks are told from groups in the keys of `masks` by the sign.
-            mask = self.masks.get((-1 - index, call.window))
-            if mask is None:
-                positions = torch.arange(end, device=q.device)
-                mask = _additive(_visible(positions[None], positions[chunk.start :, None], call.window), q.dtype)
-                self.masks[-1 - index, call.window] = mask
-        q, keys, values = (tensor.transpose(0, 1)[None] for tensor in (q, keys, values))
-        if plain or mask is None:
+        elif plain and (call.window is None or call.window >= end):
+            q, keys, values = (tensor.transpose(0, 1)[None] for tensor in (q, keys, values))
+            out = scaled_dot_product_attention(q, keys, values, is_causal=True, scale=call.scaling, enable_gqa=True)
+            return out[0].transpose(0, 1)
+        # The query heads that share a key head stand one below the other, as if they were more tokens of one head.
+        kv_heads = keys.shape[1]
+        shared = heads // kv_heads
+        packed = q.view(tokens, kv_heads, shared, dim).permute(1, 2, 0, 3).reshape(kv_heads, shared * tokens, dim)
+        keys, values = keys.transpose(0, 1), values.transpose(0, 1)
+        mask = self._chunk_mask(index, end, call, shared)
+        if not plain:
+            sinks = None if call.sinks is None else call.sinks.view(kv_heads, -1).repeat_interleave(tokens, 1)
+            out = _by_definition(packed[None], keys[None], values[None], mask, call, sinks)[0]
+        elif shared * tokens <= _FEW_QUERIES or tokens * end > _MANY_SCORES:
             out = scaled_dot_product_attention(
-                q, keys, values, attn_mask=mask, is_causal=mask is None, scale=call.scaling, enable_gqa=True
-            )
+                packed[None], keys[None], values[None], attn_mask=mask, scale=call.scaling
+            )[0]
         else:
-            shared = q.shape[1] // keys.shape[1]
-            keys, values = keys.repeat_interleave(shared, 1), values.repeat_interleave(shared, 1)
-            out = _by_definition(q, keys, values, mask, call, None if call.sinks is None else call.sinks[:, None])
-        return out[0].transpose(0, 1)
+            scores = torch.baddbmm(mask.expand(kv_heads, -1, -1), packed, keys.transpose(1, 2), alpha=call.scaling)
+            out = torch.bmm(scores.softmax(-1), values)
+        return out.view(kv_heads, shared, tokens, -1).permute(2, 0, 1, 3).reshape(tokens, heads, -1)
+
+    def _chunk_mask(self, index: int, end: int, call: LayerCall, shared: int) -> Tensor:
+        """[shared * tokens, end]."""
+        # Chunks are told from groups in the keys of `masks` by the sign.
+        key = (-1 - index, call.window, shared)
+        mask = self.masks.get(key)
+        if mask is None:
+            positions = torch.arange(end, device=call.query.device)
+            visible = _visible(positions[None], positions[self.chunks[index].start :, None], call.window)
+            mask = self.masks[key] = _additive(visible, call.query.dtype).repeat(shared, 1)
+        return mask
 
 
 def torch_plan(batch: Batch, cache: KvCache, device: torch.device) -> TorchPlan:

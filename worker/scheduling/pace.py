@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 from collections.abc import Sequence as Ids
-from math import exp, log
+from math import exp, log, sqrt
 from operator import mul
 from statistics import median
 
@@ -25,7 +25,10 @@ from worker.scheduling.batch import Batch, Row
 # Among decodes a step aims at so many times as long as one without a prompt. The promise is 2.5 (docs/benchmarks.md);
 # the distance is for noise. A smaller aim does not make gaps smaller: a long prompt then takes so many more steps that
 # its decodes, which grow meanwhile, take what was won.
-_STRETCH = 2.2
+_STRETCH = 2.1
+# So many times as long it may be where a prompt that begins is done with in it: one longer gap, and then one more row
+# that makes tokens, rather than several stretched ones. 64 tokens take a large model on a CPU three steps' time.
+_WHOLE_STRETCH = 5.0
 # Chunks get at least so many times what a step's decodes take, though these take longer than they did.
 _LEAST_SHARE = 0.5
 # Steps are reckoned to stay below this, because 0.5 s is what liveness allows.
@@ -47,15 +50,15 @@ _REMEMBERED_STEPS = 15
 _LEAST_REMAINDER = 0.1
 # What a step is taken to last, though the clock did not move.
 _SHORTEST_S = 1e-6
-# The logarithm of how much longer a step takes than was reckoned counts for no more than this: it is a hiccup of the
-# machine, or else seen again.
+# The logarithm of how much longer or shorter a step takes than was reckoned counts for no more than this: it is a
+# hiccup of the machine, or else seen again.
 _MOST_ERROR = log(2)
-# Decodes that were so far off are measured again in the next step.
-_SURPRISE = log(1.4)
+# Decodes that were so far off are measured again in the next step, so many times at most.
+_SURPRISE, _MOST_MEASURED = log(1.4), 4
 # Variances of the costs' logarithms: of all together and of each alone, at first and what a step adds; what an error
-# adds, times its square, so that all is learned again from a machine that has changed; and of a step's time.
+# adds, times its square, so that all is learned again from a machine that has changed; of a step's time; and at most.
 _SCALE_VARIANCE, _SHAPE_VARIANCE, _SCALE_DRIFT, _SHAPE_DRIFT = 1.0, 1.0, 1e-3, 1e-4
-_ERROR_DRIFT, _NOISE_VARIANCE = 0.1, 0.02
+_ERROR_DRIFT, _NOISE_VARIANCE, _MOST_VARIANCE = 0.1, 0.02, 2.0
 
 # Of what a first step took: its own part, a row, a position seen. And for a chunk: its own part, a token, a position
 # that a token sees, a position that is read for all of the chunk's tokens. Measured on CPUs, 28 M to 0.4 B parameters.
@@ -70,8 +73,9 @@ class Pace:
         self._decodes = _Costs(_DECODE_SHAPE)
         self._chunks = _Costs(_CHUNK_SHAPE)
         self._decode_steps: deque[float] = deque(maxlen=_REMEMBERED_STEPS)
-        # Steps since one without a chunk.
+        # Steps since one without a chunk; and of these how many were to measure, one after the other.
         self._unmeasured = 0
+        self._measured = 0
 
     def observe(self, batch: Batch, seconds: float) -> None:
         """A step with this batch has taken so long."""
@@ -93,52 +97,67 @@ class Pace:
         if not self._chunks.known:
             tokens = min(tokens, _FIRST_TOKENS)
         if not decodes:
-            return Room(tokens, self._chunks, _LONGEST_STEP_S, _LONGEST_STEP_S)
+            return Room(tokens, self._chunks, _LONGEST_STEP_S, _LONGEST_STEP_S, _LONGEST_STEP_S)
         if not prompts:
             return Room(0)
-        if not self._decode_steps or self._unmeasured >= _UNMEASURED_STEPS:
+        if not self._decode_steps or (self._unmeasured >= _UNMEASURED_STEPS and self._measured < _MOST_MEASURED):
             self._unmeasured = 0
+            self._measured += 1
             return Room(0)
-        self._unmeasured += 1
+        self._unmeasured = self._unmeasured % _UNMEASURED_STEPS + 1
+        self._measured = 0
         now = self._decodes.seconds(_decode_load(decodes))
         # Rows that wait for their prefill make no tokens: each of several may take as long as a step of decodes.
         stretch = max(_STRETCH, 1.0 + prompts)
-        spare = max(stretch * min(median(self._decode_steps), now) - now, _LEAST_SHARE * now)
-        return Room(tokens, self._chunks, spare, _LONGEST_STEP_S - now)
+        usual = min(median(self._decode_steps), now)
+        spare = max(stretch * usual - now, _LEAST_SHARE * now)
+        longest = _LONGEST_STEP_S - now
+        return Room(tokens, self._chunks, spare, min(max(spare, _WHOLE_STRETCH * usual - now), longest), longest)
 
 
 class Room:
     """What is left of a step for chunks: `tokens`, and, where costs are given, seconds.
 
-    The first chunk may take more than these seconds, up to `longest`, where too few of them were for its tokens.
+    A prompt that begins and ends in it may take `whole` seconds. The first chunk may take more than `seconds`, up to
+    `longest`, where too few of them were for its tokens.
     """
 
-    def __init__(self, tokens: int, costs: _Costs | None = None, seconds: float = 0.0, longest: float = 0.0) -> None:
+    def __init__(
+        self, tokens: int, costs: _Costs | None = None, seconds: float = 0.0, whole: float = 0.0, longest: float = 0.0
+    ) -> None:
         self._tokens = max(0, tokens)
         self._costs = costs
         self._seconds = seconds
+        self._whole = whole
         self._longest = longest
         self._begun = False
 
     @property
     def any(self) -> bool:
-        """Whether a chunk from position 0 would get anything."""
+        """Whether a chunk might get anything."""
         if self._tokens == 0 or self._costs is None or not self._begun:
             return self._tokens > 0
-        return self._costs.seconds(_load(0, _GRAIN, own=False)) <= self._seconds
+        return self._costs.seconds(_load(0, _GRAIN, own=False)) <= max(self._seconds, self._whole)
 
-    def take(self, start: int, wanted: int) -> int:
-        """How many tokens of a sequence are computed from position `start` on. 0 only where another goes before."""
+    def take(self, start: int, wanted: int, *, begins: bool) -> int:
+        """How many tokens of a sequence are computed from position `start` on; `begins`: none of them were before.
+
+        0 only where another goes before it; nobody gets anything after it.
+        """
         most = min(wanted, self._tokens)
-        count = most if self._costs is None else self._fitting(self._costs, start, most, wanted)
-        self._tokens -= count
+        count = most if self._costs is None else self._fitting(self._costs, start, wanted, most, begins=begins)
+        self._tokens -= count or self._tokens
         if self._costs and count:
-            self._seconds -= self._costs.seconds(_load(start, count, own=not self._begun))
+            seconds = self._costs.seconds(_load(start, count, own=not self._begun))
+            self._seconds -= seconds
+            self._whole -= seconds
             self._begun = True
         return count
 
-    def _fitting(self, costs: _Costs, start: int, most: int, wanted: int) -> int:
-        seconds = self._seconds
+    def _fitting(self, costs: _Costs, start: int, wanted: int, most: int, *, begins: bool) -> int:
+        if begins and most == wanted and costs.seconds(_load(start, wanted, own=not self._begun)) <= self._whole:
+            return wanted
+        seconds = min(self._seconds, self._longest)
         if not self._begun:
             own = costs.seconds((1.0, 0.0, 0.0, 0.0))
             seconds = min(max(seconds, _LEAST_USE * own), self._longest)
@@ -201,18 +220,19 @@ class _Costs:
         parts = [unit * amount / expected for unit, amount in zip(self._units, load, strict=True)]
         towards = [sum(map(mul, line, parts)) for line in self._covariance]
         variance = sum(map(mul, towards, parts)) + _NOISE_VARIANCE
-        self.error = min(log(seconds / expected), _MOST_ERROR)
+        self.error = max(-_MOST_ERROR, min(log(seconds / expected), _MOST_ERROR))
         self._units = [
             unit * exp(self.error / variance * share) for unit, share in zip(self._units, towards, strict=True)
         ]
+        drift = _SCALE_DRIFT + _ERROR_DRIFT * self.error**2
         for i, line in enumerate(self._covariance):
             for j, value in enumerate(line):
-                line[j] = value - towards[i] * towards[j] / variance
-        if max(line[i] for i, line in enumerate(self._covariance)) < _SHAPE_VARIANCE:
-            # Not for ever: what steps do not tell would become so uncertain that one of them changes it altogether.
-            for i, line in enumerate(self._covariance):
-                for j in range(len(line)):
-                    line[j] += _SCALE_DRIFT + _ERROR_DRIFT * self.error**2 + _SHAPE_DRIFT * (i == j)
+                line[j] = value - towards[i] * towards[j] / variance + drift + _SHAPE_DRIFT * (i == j)
+        # What steps do not tell gets no more uncertain than this, or the first that does would change it altogether.
+        shrink = [min(1.0, sqrt(_MOST_VARIANCE / line[i])) for i, line in enumerate(self._covariance)]
+        for i, line in enumerate(self._covariance):
+            for j in range(len(line)):
+                line[j] *= shrink[i] * shrink[j]
 
 
 def _decode_load(positions: Ids[int]) -> tuple[float, ...]:

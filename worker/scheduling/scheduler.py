@@ -293,7 +293,8 @@ class Scheduler:
 
 
 def _plan_chunk(sequence: Sequence, room: Room, singles: list[Row], chunks: list[Row]) -> None:
-    count = room.take(sequence.computed, sequence.length - sequence.computed)
+    begins = sequence.computed == (sequence.cached_tokens or 0)
+    count = room.take(sequence.computed, sequence.length - sequence.computed, begins=begins)
     if count:
         (singles if count == 1 else chunks).append(_row(sequence, count))
 
