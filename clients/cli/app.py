@@ -6,6 +6,7 @@ import typer
 
 from clients.cli import adapters, models
 from clients.cli.generate import generate
+from clients.cli.loadtest import loadtest
 from clients.cli.plan import plan
 from clients.cli.up import up
 from clients.cli.workers import workers
@@ -27,3 +28,4 @@ app.add_typer(adapters.app, name="adapters")
 app.add_typer(models.app, name="models")
 app.command()(workers)
 app.command()(plan)
+app.command()(loadtest)

@@ -1,0 +1,248 @@
+"""`loraplex loadtest`: load a cluster as its clients will, and report what they saw."""
+
+from __future__ import annotations
+
+import contextlib
+import shlex
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from clients.cli.options import ROUTER, TENANT, RouterOption, TenantOption
+from clients.cli.terminal import CommandError, err, print_error, print_json, print_rows
+
+if TYPE_CHECKING:
+    from clients.loadtest.conditions import Condition
+    from clients.loadtest.plan import Plan
+    from clients.loadtest.runs import Done
+
+Repeated = list[str] | None
+
+
+def loadtest(  # noqa: PLR0913, PLR0917  # one parameter a flag
+    file: Annotated[
+        Path | None, typer.Argument(metavar="[FILE]", help="A load-test file (TOML). Flags win over what it says.")
+    ] = None,
+    rate: Annotated[
+        float | None, typer.Option(metavar="PER_S", help="Open loop: a Poisson process of so many requests a second.")
+    ] = None,
+    concurrency: Annotated[int | None, typer.Option(metavar="N", help="Closed loop: so many requests at once.")] = None,
+    requests: Annotated[int | None, typer.Option(metavar="N", help="End after so many requests.")] = None,
+    duration: Annotated[float | None, typer.Option(metavar="S", help="End after so many seconds.")] = None,
+    adapter: Annotated[
+        Repeated, typer.Option("--adapter", "-a", metavar="NAME", help="Ask for this adapter. Repeated: all alike.")
+    ] = None,
+    prompt_tokens: Annotated[int | None, typer.Option(metavar="N", help="Of each prompt; 64 if not given.")] = None,
+    answer_tokens: Annotated[int | None, typer.Option(metavar="N", help="Of each answer; 64 if not given.")] = None,
+    sweep: Annotated[
+        str, typer.Option(metavar="N,N,...", help="A run for each of these concurrencies, or rates.")
+    ] = "",
+    slo: Annotated[
+        Repeated, typer.Option(metavar="SLO", help="What a request must keep to count as good: ttft<500ms. Repeated.")
+    ] = None,
+    fail_if: Annotated[
+        Repeated,
+        typer.Option(metavar="CONDITION", help="Exit 1 if this holds in any run: ttft.p99>500ms, error_share>1%."),
+    ] = None,
+    seed: Annotated[int | None, typer.Option(metavar="N", help="The same seed draws the same requests.")] = None,
+    processes: Annotated[int | None, typer.Option(metavar="N", help="Generator processes that share each run.")] = None,
+    router: RouterOption = ROUTER,
+    tenant: TenantOption = TENANT,
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Where the report goes.")] = Path("loadtest"),
+    compare: Annotated[
+        tuple[Path, Path] | None,
+        typer.Option(metavar="A.json B.json", help="Run nothing; print what changed from one report to the other."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+) -> None:
+    """Load a cluster and write what its clients saw: DIR/report.html, report.json and requests.csv.
+
+    [bold]loraplex loadtest --rate 20 --duration 30 --answer-tokens 128 --slo 'ttft<500ms'[/]
+    """
+    with _bad_input():
+        if compare is not None:
+            _compare(*compare, as_json=as_json)
+            return
+        flags = {
+            "requests": requests,
+            "duration_s": duration,
+            "adapters": {"names": adapter} if adapter else None,
+            "prompt_tokens": prompt_tokens,
+            "answer_tokens": answer_tokens,
+            "slo": slo or None,
+            "seed": seed,
+            "processes": processes,
+        }
+        conditions = _conditions(fail_if or [])
+        plan = _plan(file, flags, _arrivals(rate, concurrency), _numbers(sweep), tenant)
+    done = _run(plan, router)
+    _finish(plan, router, done, conditions, out, as_json=as_json)
+
+
+@contextlib.contextmanager
+def _bad_input() -> Iterator[None]:
+    """What the plan, the flags or a report's file has wrong is the user's to mend: exit 2."""
+    from clients.loadtest.table import PlanError
+
+    try:
+        yield
+    except PlanError as error:
+        raise CommandError(str(error)) from error
+
+
+def _arrivals(rate: float | None, concurrency: int | None) -> dict[str, Any] | None:
+    if rate is not None and concurrency is not None:
+        raise CommandError("--rate is an open loop and --concurrency a closed one: give one of them")
+    if rate is not None:
+        return {"kind": "poisson", "rate_per_s": rate}
+    return None if concurrency is None else {"kind": "closed", "concurrency": concurrency}
+
+
+def _numbers(text: str) -> list[float]:
+    try:
+        return [float(part) for part in text.split(",")] if text else []
+    except ValueError:
+        raise CommandError(f"--sweep: {text!r} is not a list of numbers such as 1,2,4,8") from None
+
+
+def _plan(
+    file: Path | None,
+    flags: Mapping[str, Any],
+    arrivals: dict[str, Any] | None,
+    sweep: Sequence[float],
+    tenant: str,
+) -> Plan:
+    """The file's plan with the flags laid over it."""
+    from clients.loadtest.plan_file import load_toml, read_plan
+
+    values = load_toml(file) if file is not None else {}
+    given = {key: value for key, value in flags.items() if value is not None}
+    if "requests" in given or "duration_s" in given:  # one replaces the other, with its warm-up
+        for key in ("requests", "duration_s", "warm_up_requests", "warm_up_s"):
+            values.pop(key, None)
+    values |= given
+    if arrivals is not None:
+        values["arrivals"] = arrivals
+        values.pop("sweep", None)
+    if "arrivals" not in values and not sweep:
+        raise CommandError("nothing to run: give a load-test file, --rate or --concurrency")
+    if sweep:
+        values.setdefault("arrivals", {"kind": "closed", "concurrency": 1})
+        closed = isinstance(values["arrivals"], dict) and values["arrivals"].get("kind") == "closed"
+        values["sweep"] = {"concurrency" if closed else "rate_per_s": list(sweep)}
+    if "requests" not in values and "duration_s" not in values and file is None:
+        values["duration_s"] = 10.0
+    return read_plan(values, str(file or "flags"), file.parent if file else Path(), tenant=tenant)
+
+
+def _run(plan: Plan, router: str) -> Done:
+    from clients.cli.failures import explained
+    from clients.cli.loadtest_screen import Screen
+    from clients.loadtest.fleet import GeneratorDiedError
+    from clients.loadtest.runs import prompt_pool, run_all
+
+    with explained("router", router):
+        pool = prompt_pool(plan, router)
+    try:
+        with Screen() as screen:
+            return run_all(plan, router, pool, screen.show)
+    except GeneratorDiedError as error:
+        raise CommandError(str(error), 1) from error
+
+
+def _finish(plan: Plan, router: str, done: Done, conditions: Sequence[Condition], out: Path, *, as_json: bool) -> None:
+    """Write and print the report; exit 1 where a condition holds or the test did not go to its end."""
+    from clients.loadtest.report import PAGE_NAME, whole_report, write
+
+    command = shlex.join(["loraplex", *sys.argv[1:]])
+    report = whole_report(plan, router, command, done.runs)
+    write(out, report, done.samples, plan)
+    if as_json:
+        print_json(report)
+    else:
+        _print(done.runs)
+    for run in done.runs:
+        for line in run["warnings"]:
+            err().print(f"warning: {run['label']}: {line}", style="yellow", markup=False, soft_wrap=True)
+    err().print(f"report: {out / PAGE_NAME}", style="dim", markup=False, soft_wrap=True)
+    failed = [
+        f"{run['label']}: {condition.describe(run)}, which fails {condition.text}"
+        for run in done.runs
+        for condition in conditions
+        if condition.holds(run)
+    ]
+    for line in failed:
+        print_error(line)
+    last = done.runs[-1]
+    if last["ended_early"] == "interrupted":
+        raise typer.Exit(130)
+    if last["ended_early"]:
+        raise CommandError(f"{last['label']}: {last['ended_early']}; {last['accounting']['never_sent']} never sent", 1)
+    if failed:
+        raise typer.Exit(1)
+
+
+def _conditions(texts: Sequence[str]) -> list[Condition]:
+    from clients.loadtest.conditions import parse_condition
+
+    return [parse_condition(text) for text in texts]
+
+
+def _print(runs: Sequence[Mapping[str, Any]]) -> None:
+    from clients.loadtest.page import milliseconds, percent
+
+    columns = [("ttft", "p50"), ("ttft", "p99"), ("itl", "p50"), ("itl", "p99"), ("latency", "p50"), ("latency", "p99")]
+    heads = ("run", "requests", "errors", "requests/s", "tokens/s", "goodput", "cold")
+    print_rows(
+        (*heads, *(f"{'TTFT' if name == 'ttft' else 'ITL' if name == 'itl' else name} {p}" for name, p in columns)),
+        [
+            (
+                run["label"],
+                run["figures"]["requests"],
+                run["figures"]["errors"],
+                f"{run['figures']['requests_per_s']:.2f}",
+                f"{run['figures']['tokens_per_s']:.0f}",
+                percent(run["figures"]["goodput_share"]),
+                run["figures"]["cold"],
+                *(milliseconds(run["times"][name][p]) for name, p in columns),
+            )
+            for run in runs
+        ],
+    )
+
+
+def _compare(first: Path, second: Path, *, as_json: bool) -> None:
+    from clients.loadtest.compare import compare
+    from clients.loadtest.report import read_report
+
+    rows = compare(read_report(first), read_report(second))
+    if as_json:
+        print_json(rows)
+        return
+    words = {True: "better", False: "worse", None: ""}
+    print_rows(
+        ("run", "value", "A", "B", "change", ""),
+        [
+            (
+                row["run"],
+                row["value"],
+                _value(row["value"], row["a"]),
+                _value(row["value"], row["b"]),
+                "-" if row["change"] is None else f"{row['change'] * 100:+.1f}%",
+                words[row["better"]],
+            )
+            for row in rows
+        ],
+    )
+
+
+def _value(name: str, value: float | None) -> str:
+    """A time with its unit, a share in percent, a rate as it is."""
+    from clients.loadtest.page import milliseconds, percent
+
+    if "." in name:
+        return f"{milliseconds(value)} ms"
+    return percent(value) if name.endswith("_share") else f"{value or 0.0:.2f}"

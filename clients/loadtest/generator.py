@@ -1,0 +1,216 @@
+"""One generator process: it sends its share of a run's requests, every n-th, and measures what that costs it."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import math
+import time
+from array import array
+from collections import Counter, deque
+from collections.abc import Coroutine, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import loraplex_client as lx
+
+from clients.loadtest.arrivals import Closed, Open, arrival_times
+from clients.loadtest.plan import Plan
+from clients.loadtest.samples import STOPPED, Outcome, Recorder, Samples
+from clients.loadtest.sender import Sender
+from clients.loadtest.workload import Request, Workload
+
+# A run ends when for so long nothing has come but failures to connect.
+GIVE_UP_S = 5.0
+# Of a closed loop's client that was refused, where the server does not say how long to wait.
+_PAUSE_S = 0.1
+_PROBE_S = 0.02
+_RECENT = 512
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where a process stands; counts since the start of the run, `recent_*` of the last requests and messages."""
+
+    at_s: float
+    sent: int
+    running: int
+    tokens: int
+    statuses: dict[str, int]
+    recent_ttft_s: tuple[float, ...]
+    recent_gap_s: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Share:
+    """What a process hands in. `delays_s`: how much later than asked for its event loop woke, sampled all along."""
+
+    samples: Samples
+    cpu_s: float
+    wall_s: float
+    delays_s: array[float]
+    never_sent: int
+    # When it gave up on a cluster that no longer answered; nan if it did not.
+    gave_up_s: float
+
+
+class Generator:
+    """Runs the `number`-th of `count` shares of a plan."""
+
+    def __init__(self, plan: Plan, workload: Workload, sender: Sender, number: int, count: int) -> None:
+        self._plan = plan
+        self._workload = workload
+        self._sender = sender
+        self._number = number
+        self._count = count
+        self._recorder = Recorder()
+        self._stopping = False
+        self._arriving: asyncio.Task[None] | None = None
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._running: dict[int, Outcome] = {}
+        self._sent = 0
+        self._due = 0
+        self._tokens = 0
+        self._statuses: Counter[str] = Counter()
+        self._recent_ttft_s: deque[float] = deque(maxlen=_RECENT)
+        self._recent_gap_s: deque[float] = deque(maxlen=_RECENT)
+        self._unreachable_since_s = float("nan")
+        self._gave_up_s = float("nan")
+
+    async def run(self) -> Share:
+        """Send everything; returns when every request has ended."""
+        await asyncio.sleep(max(0.0, -self._sender.now_s()))
+        cpu_s, wall_s = time.process_time(), time.monotonic()
+        delays_s = array("d")
+        probe = asyncio.create_task(_probe(delays_s))
+        arrivals = self._plan.arrivals
+        self._arriving = asyncio.create_task(
+            self._closed(arrivals) if isinstance(arrivals, Closed) else self._open(arrivals)
+        )
+        await asyncio.gather(self._arriving, return_exceptions=True)
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        probe.cancel()
+        for outcome in list(self._running.values()):  # cancelled before they had begun
+            outcome.status, outcome.end_s = STOPPED, self._sender.now_s()
+            outcome.sent_s = outcome.end_s
+            self._record(outcome)
+        if not self._arriving.cancelled():
+            self._arriving.result()
+        return Share(
+            self._recorder.samples(),
+            time.process_time() - cpu_s,
+            time.monotonic() - wall_s,
+            delays_s,
+            max(0, self._due - self._sent),
+            self._gave_up_s,
+        )
+
+    def stop(self) -> None:
+        """End it now: nothing more is sent, what runs is cancelled; `run` then returns."""
+        self._send_no_more()
+        for task in self._tasks:
+            task.cancel()
+
+    def _send_no_more(self) -> None:
+        self._stopping = True
+        if self._arriving is not None:
+            self._arriving.cancel()
+
+    def progress(self) -> Progress:
+        """Where it stands."""
+        return Progress(
+            self._sender.now_s(),
+            self._sent,
+            self._sent - self._statuses.total(),
+            self._tokens,
+            dict(self._statuses),
+            tuple(self._recent_ttft_s),
+            tuple(self._recent_gap_s),
+        )
+
+    async def _open(self, arrivals: Open) -> None:
+        """Each at its time, however many run."""
+        times = arrival_times(arrivals, self._plan.extent, self._plan.seed)
+        mine = range(self._number, len(times), self._count)
+        self._due = len(mine)
+        for index in mine:
+            request = self._workload.request(index)
+            options = self._sender.prepare(request)
+            due_s = float(times[index])
+            wait_s = due_s - self._sender.now_s()
+            # Late ones are sent at once, but what has come in meanwhile is read in between.
+            await asyncio.sleep(max(0.0, wait_s))
+            self._spawn(self._one(request, options, self._begin(request, due_s)))
+
+    async def _closed(self, arrivals: Closed) -> None:
+        sharing = min(self._count, arrivals.concurrency)  # a process without a client has no requests either
+        if self._number >= sharing:
+            return
+        indices: Iterator[int] = itertools.count(self._number, sharing)
+        if self._plan.extent.total_requests is not None:
+            mine = range(self._number, self._plan.extent.total_requests, sharing)
+            self._due, indices = len(mine), iter(mine)
+        for _ in range(self._number, arrivals.concurrency, sharing):
+            self._spawn(self._client(indices))
+
+    async def _client(self, indices: Iterator[int]) -> None:
+        """One client of a closed loop: its next request follows its last one."""
+        total_s = self._plan.extent.total_s or float("inf")
+        while not self._stopping and self._sender.now_s() < total_s:
+            index = next(indices, None)
+            if index is None:
+                return
+            request = self._workload.request(index)
+            options = self._sender.prepare(request)
+            error = await self._one(request, options, self._begin(request, self._sender.now_s()))
+            if isinstance(error, lx.UnavailableError | lx.ResourceExhaustedError):
+                await asyncio.sleep(error.retry_after_s or _PAUSE_S)
+
+    def _spawn(self, work: Coroutine[Any, Any, Any]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _begin(self, request: Request, intended_s: float) -> Outcome:
+        self._sent += 1
+        adapter = -1 if request.adapter is None else request.adapter
+        # Timers are a millisecond coarse: one that is sent early began early.
+        outcome = Outcome(request.index, request.tenant, adapter, min(intended_s, self._sender.now_s()), math.nan)
+        self._running[request.index] = outcome
+        return outcome
+
+    async def _one(self, request: Request, options: lx.GenerateOptions, outcome: Outcome) -> lx.LoraplexError | None:
+        outcome.sent_s = self._sender.now_s()
+        try:
+            error = await self._sender.send(request, options, outcome)
+        finally:
+            self._record(outcome)
+        self._watch(outcome, error)
+        return error
+
+    def _record(self, outcome: Outcome) -> None:
+        del self._running[outcome.index]
+        self._recorder.add(outcome)
+        self._statuses[outcome.status] += 1
+        self._tokens += outcome.tokens
+        if outcome.messages:
+            self._recent_ttft_s.append(outcome.first_s - outcome.intended_s)
+            self._recent_gap_s.extend(outcome.gaps_s)
+
+    def _watch(self, outcome: Outcome, error: lx.LoraplexError | None) -> None:
+        """Give up on a cluster that is gone: when nobody has been there for so long, not even to refuse."""
+        if not isinstance(error, lx.UnavailableError) or error.reason or outcome.messages:
+            self._unreachable_since_s = float("nan")
+        elif math.isnan(self._unreachable_since_s):
+            self._unreachable_since_s = outcome.end_s
+        elif outcome.end_s - self._unreachable_since_s > GIVE_UP_S and not self._stopping:
+            self._gave_up_s = outcome.end_s
+            self._send_no_more()
+
+
+async def _probe(delays_s: array[float]) -> None:
+    """Until cancelled, note how late the event loop is: what waits for it is read that much too late."""
+    while True:
+        began_s = time.monotonic()
+        await asyncio.sleep(_PROBE_S)
+        delays_s.append(max(0.0, time.monotonic() - began_s - _PROBE_S))

@@ -1,0 +1,214 @@
+"""From samples to figures. Percentiles are exact and by nearest rank: each is a time that somebody really waited.
+
+Which requests count for what: the warm-up for nothing. ttft and itl: all that got tokens, however they ended. latency
+and tpot: those that ended well. In an open loop ttft and latency begin when the request should have been sent, which
+corrects for coordinated omission (Tene, "How NOT to Measure Latency"); `*_from_send` are there to compare.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from clients.loadtest.arrivals import Closed
+from clients.loadtest.plan import Plan
+from clients.loadtest.samples import LEFT, OK, Column, Mask, Samples
+from clients.loadtest.timeline import streams, timeline
+
+# An adapter that is on the device costs a request some microseconds; one that is not costs a load.
+COLD_S = 0.001
+# Bounds of the histograms: 10 us to 1,000 s, eight to each power of ten.
+BOUNDS_S = np.power(10.0, np.arange(-40, 25) / 8)
+
+_THOUSANDTHS = {"p50": 500, "p90": 900, "p95": 950, "p99": 990, "p99.9": 999}
+
+
+def spread(values: Column) -> dict[str, float | None]:
+    """Count, mean, extremes and percentiles; None where there are no values."""
+    count = len(values)
+    found: dict[str, float | None] = {"count": count}
+    if not count:
+        return found | dict.fromkeys(("mean", "min", "max", *_THOUSANDTHS))
+    found |= {"mean": float(values.mean()), "min": float(values.min()), "max": float(values.max())}
+    ordered = np.sort(values)
+    # In thousandths, so that the rank of p99.9 of 1,000 values is 999 and not, by a rounding, 1,000.
+    ranks = {name: -(-thousandths * count // 1000) for name, thousandths in _THOUSANDTHS.items()}
+    return found | {name: float(ordered[rank - 1]) for name, rank in ranks.items()}
+
+
+def histogram(values: Column) -> dict[str, list[float]]:
+    """`counts[i]` values lie from `bounds_s[i]` up to `bounds_s[i + 1]`; what lies outside is in the outermost ones."""
+    counts, _ = np.histogram(np.clip(values, BOUNDS_S[0], BOUNDS_S[-1]), BOUNDS_S)
+    filled = np.flatnonzero(counts)
+    if not len(filled):
+        return {"bounds_s": [], "counts": []}
+    first, last = int(filled[0]), int(filled[-1])
+    return {"bounds_s": BOUNDS_S[first : last + 2].tolist(), "counts": counts[first : last + 1].tolist()}
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The requests of a run after its warm-up, and the times that they make."""
+
+    samples: Samples
+    begin_s: float
+    end_s: float
+
+    @property
+    def elapsed_s(self) -> float:
+        """From when the first of them was due until the last one's end."""
+        return max(self.end_s - self.begin_s, 1e-9)
+
+    def times(self) -> dict[str, Column]:
+        """The samples of each time, in seconds."""
+        samples = self.samples
+        begun, whole = samples.column("messages") > 0, samples.with_status(OK)
+        several = whole & (samples.column("tokens") > 1)
+        intended, sent = samples.column("intended_s"), samples.column("sent_s")
+        first, last, end = (samples.column(name) for name in ("first_s", "last_s", "end_s"))
+        return {
+            "ttft": (first - intended)[begun],
+            "itl": samples.gaps,
+            "tpot": ((last - first) / np.maximum(samples.column("tokens") - 1, 1))[several],
+            "latency": (end - intended)[whole],
+            "ttft_from_send": (first - sent)[begun],
+            "latency_from_send": (end - sent)[whole],
+            "queue": samples.column("queue_s")[whole],
+            "adapter": samples.column("adapter_s")[whole & (samples.column("adapter") >= 0)],
+        }
+
+    def good(self, plan: Plan) -> Mask:
+        """Which ended well and met every SLO of their tenant."""
+        samples = self.samples
+        first, intended = samples.column("first_s"), samples.column("intended_s")
+        of_request = {
+            "ttft": first - intended,
+            "itl": samples.column("longest_gap_s"),
+            "tpot": (samples.column("last_s") - first) / np.maximum(samples.column("tokens") - 1, 1),
+            "latency": samples.column("end_s") - intended,
+        }
+        good = samples.with_status(OK)
+        for number, tenant in enumerate(plan.tenants):
+            others = samples.column("tenant") != number
+            for slo in tenant.slos:
+                good &= others | (of_request[slo.metric] <= slo.limit_s)
+        return good
+
+
+def measured(plan: Plan, samples: Samples) -> Measured:
+    """Leave the warm-up away."""
+    extent = plan.extent
+    warm = (samples.column("index") < extent.warm_up_requests) | (samples.column("intended_s") < extent.warm_up_s)
+    rest = samples.where(~warm)
+    if not len(rest):
+        return Measured(rest, 0.0, 0.0)
+    return Measured(rest, float(rest.column("intended_s").min()), float(rest.column("end_s").max()))
+
+
+def figures(plan: Plan, run: Measured) -> dict[str, Any]:
+    """Rates per second of the elapsed time, shares of the requests, sums."""
+    samples, count = run.samples, len(run.samples)
+    ok, left = samples.with_status(OK), samples.with_status(LEFT)
+    errors, good = count - int(ok.sum()) - int(left.sum()), int(run.good(plan).sum())
+    with_adapter = ok & (samples.column("adapter") >= 0)
+    cold = with_adapter & (samples.column("adapter_s") > COLD_S)
+    tokens, messages = samples.column("tokens").sum(), samples.column("messages").sum()
+    return {
+        "elapsed_s": run.elapsed_s if count else 0.0,
+        "requests": count,
+        "ok": int(ok.sum()),
+        "cancelled": int(left.sum()),
+        "errors": errors,
+        "error_share": _ratio(errors, count),
+        "requests_per_s": int(ok.sum()) / run.elapsed_s,
+        "tokens_per_s": float(tokens) / run.elapsed_s,
+        "goodput_per_s": good / run.elapsed_s,
+        "goodput_share": _ratio(good, count),
+        "cold": int(cold.sum()),
+        "cold_share": _ratio(int(cold.sum()), int(with_adapter.sum())),
+        "tokens": int(tokens),
+        "tokens_per_message": _ratio(float(tokens), float(messages)),
+        "prompt_tokens": int(samples.column("prompt_tokens").sum()),
+        "cached_tokens": int(samples.column("cached_tokens").sum()),
+        "continuations": int(samples.column("continuations").sum()),
+    }
+
+
+def statuses(samples: Samples) -> dict[str, int]:
+    """How many ended how, the most frequent first."""
+    numbers, counts = np.unique(samples.column("status").astype(np.int64), return_counts=True)
+    found = {samples.statuses[number]: int(count) for number, count in zip(numbers, counts, strict=True)}
+    return dict(sorted(found.items(), key=lambda item: -item[1]))
+
+
+def by_tenant(plan: Plan, run: Measured) -> list[dict[str, Any]]:
+    """Each tenant's figures and times, with its shares of what was asked and of what was delivered."""
+    tenant, tokens = run.samples.column("tenant"), run.samples.column("tokens")
+    rows = []
+    for number, one in enumerate(plan.tenants):
+        mask = tenant == number
+        part = Measured(run.samples.where(mask), run.begin_s, run.end_s)
+        rows.append(
+            {
+                "tenant": one.name,
+                "request_share": _ratio(int(mask.sum()), len(run.samples)),
+                "token_share": _ratio(float(tokens[mask].sum()), float(tokens.sum())),
+                "figures": figures(plan, part),
+                "times": {name: spread(values) for name, values in part.times().items()},
+                "statuses": statuses(part.samples),
+            }
+        )
+    return rows
+
+
+def by_adapter(adapters: list[tuple[str, str]], plan: Plan, run: Measured) -> list[dict[str, Any]]:
+    """Each (tenant, adapter) that was asked for, the most asked for first; the base model as adapter None."""
+    samples = run.samples
+    order = np.argsort(samples.column("adapter"), kind="stable")
+    numbers, starts = np.unique(samples.column("adapter")[order], return_index=True)
+    rows = []
+    for number, members in zip(numbers.astype(np.int64), np.split(order, starts[1:]), strict=True):
+        part = Measured(samples.take(members), run.begin_s, run.end_s)
+        tenant, adapter = adapters[number] if number >= 0 else (None, None)
+        told = figures(plan, part)
+        times = part.times()
+        rows.append(
+            {
+                "tenant": tenant,
+                "adapter": adapter,
+                **{name: told[name] for name in ("requests", "ok", "errors", "cold", "tokens")},
+                "ttft": spread(times["ttft"]),
+                "itl": spread(times["itl"]),
+                "latency": spread(times["latency"]),
+            }
+        )
+    return sorted(rows, key=lambda row: -row["requests"])
+
+
+def loop_kind(plan: Plan) -> str:
+    """`open` or `closed`."""
+    return "closed" if isinstance(plan.arrivals, Closed) else "open"
+
+
+def _ratio(part: float, whole: float) -> float | None:
+    return part / whole if whole else None
+
+
+def summarise(plan: Plan, samples: Samples, adapters: list[tuple[str, str]]) -> Mapping[str, Any]:
+    """Everything that a report says about one run's requests, as JSON values."""
+    run = measured(plan, samples)
+    times = run.times()
+    return {
+        "loop": loop_kind(plan),
+        "figures": figures(plan, run),
+        "statuses": statuses(run.samples),
+        "times": {name: spread(values) for name, values in times.items()},
+        "histograms": {name: histogram(times[name]) for name in ("ttft", "itl", "tpot", "latency")},
+        "timeline": timeline(run.samples, run.begin_s, run.end_s) if len(run.samples) else {},
+        "tenants": by_tenant(plan, run),
+        "adapters": by_adapter(adapters, plan, run),
+        "streams": streams(run.samples, adapters, plan),
+    }
