@@ -15,7 +15,7 @@ from pathlib import Path
 from bench.report import progress
 from bench.tables import rewrite
 
-NAMES = ("engine", "interference")
+NAMES = ("engine", "lora_layer", "adapters", "interference", "fairness")
 _PAGE = Path(__file__).parents[1] / "docs" / "benchmarks.md"
 
 

@@ -1,10 +1,20 @@
 """Every Redis key on one page. All keys of a cell share a hash tag, so that scripts run on one shard.
 
 key                          type    what
-lp:{MODEL/CELL}:waiting      zset    ids of the jobs that wait, in the order of claims
-lp:{MODEL/CELL}:arrivals     string  counter that numbers arrivals
+lp:{MODEL/CELL}:waiting      zset    ids of the jobs that wait, by deadline
+lp:{MODEL/CELL}:again        zset    those of them that were dispatched again, by arrival
+lp:{MODEL/CELL}:queue:TENANT zset    a tenant's others, in the order of claims: priority, deadline, arrival
 lp:{MODEL/CELL}:job:ID       hash    a waiting job: body, attempt, what a claim must know of it
+lp:{MODEL/CELL}:arrivals     string  counter that numbers arrivals
+lp:{MODEL/CELL}:tenants      zset    tenants that have a queue, by their counters of service
+lp:{MODEL/CELL}:idle         zset    the counters of tenants that have none, so far as above the lowest
+lp:{MODEL/CELL}:floor        string  the counter of the last tenant that had a queue
+lp:{MODEL/CELL}:bytes        hash    bytes that wait, in all and by tenant, and the work of each tenant's
+lp:{MODEL/CELL}:charged:ID   hash    a claimed job: what its tenant has been charged; expires
+lp:{MODEL/CELL}:pace         hash    how much work a second is claimed while work waits
+lp:{MODEL/CELL}:room:WORKER  string  free rows after a worker's last claim; expires
 lp:{MODEL/CELL}:wake         list    one entry wakes one idle worker
+lp:{MODEL/CELL}:wake:WORKER  list    the same for this one
 lp:{MODEL/CELL}:workers      set     worker incarnations that may live
 lp:{MODEL/CELL}:worker:INC   string  a live incarnation's state; its time to live is the liveness
 """
@@ -28,18 +38,17 @@ class Keys:
 
     @property
     def waiting(self) -> str:
-        """Ids of waiting jobs, lowest score first."""
+        """Ids of waiting jobs; the score is the deadline in ms of Redis's clock, or infinity."""
         return self.prefix + "waiting"
-
-    @property
-    def arrivals(self) -> str:
-        """The arrivals' counter."""
-        return self.prefix + "arrivals"
 
     @property
     def wake(self) -> str:
         """The list that idle workers block on."""
         return self.prefix + "wake"
+
+    def wake_of(self, worker_id: str) -> str:
+        """The list that this worker blocks on besides."""
+        return f"{self.wake}:{worker_id}"
 
     @property
     def workers(self) -> str:

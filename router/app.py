@@ -14,9 +14,10 @@ from router.cluster import ClusterService
 from router.dispatch import Dispatcher
 from router.generation import Generation
 from router.models import WATCH_S, Models
+from router.placement import Placer
 from router.relay import RelayService
 from router.service import InferenceService
-from router.settings import Settings
+from router.settings import Settings, read_weights
 from router.store_client import StoreClient
 from rpc.server import Server, stop_signal
 
@@ -28,8 +29,9 @@ async def run(settings: Settings) -> None:
     stop = stop_signal()
     redis = await connect(settings.redis_url)
     store = StoreClient(settings.store)
-    models = Models(store, redis, settings.cell, settings.waiting_limit)
-    dispatcher = Dispatcher(models.queue_of)
+    models = Models(store, redis, settings.cell, settings.queue_limits)
+    placer = Placer(models.serving, read_weights(settings.tenant_weights), settings.adapter_mib_tokens)
+    dispatcher = Dispatcher(models.queue_of, placer.place)
     relay_service = RelayService(dispatcher)
     public, relay = Server(), Server()
     watching: asyncio.Task[None] | None = None

@@ -7,6 +7,7 @@ import math
 from loraplex.inference.v1 import inference_pb2 as pb
 
 from broker.messages import SamplingParams
+from broker.terms import PRIORITY_LIMIT
 from router.request import (
     ChatMessage,
     Delta,
@@ -40,7 +41,6 @@ _UNBUILT: dict[str, object] = {
     "regex": None,
     "grammar": None,
     "choices": None,
-    "priority": 0,
 }
 _UNBUILT_OUTPUT: dict[str, object] = {"echo": False}
 
@@ -55,6 +55,8 @@ def read_request(spec: pb.GenerateSpec, tenant: str) -> Request:
     if interval > STREAM_INTERVAL:
         raise InvalidField("output.stream_interval", f"{interval}; at most {STREAM_INTERVAL}")
     n, best_of = _choices(spec.output)
+    if abs(spec.priority) > PRIORITY_LIMIT:
+        raise InvalidField("priority", f"{spec.priority} is not between -{PRIORITY_LIMIT} and {PRIORITY_LIMIT}")
     return Request(
         tenant=tenant,
         prompt=prompt,
@@ -74,6 +76,7 @@ def read_request(spec: pb.GenerateSpec, tenant: str) -> Request:
         prompt_logprobs=_logprobs("output.prompt_logprobs", spec.output.prompt_logprobs)
         if spec.output.HasField("prompt_logprobs")
         else None,
+        priority=spec.priority,
     )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
 from collections.abc import Set as AbstractSet
@@ -16,9 +17,10 @@ from typing import Any
 
 from broker.connection import REDIS_DOWN
 from broker.messages import Job
-from broker.queue import JobQueue, QueueFullError
+from broker.queue import DeadlineUnattainableError, JobQueue, QueueFullError
+from broker.terms import Placement
 from router.track import Frame, Link, Track
-from rpc.errors import AlreadyExists, Exhausted, Unavailable
+from rpc.errors import AlreadyExists, DeadlinePassed, Exhausted, Unavailable
 
 log = logging.getLogger(__name__)
 
@@ -30,13 +32,16 @@ CLAIM_GRACE_S = 1.0
 MISSING_S = 1.0
 WATCH_S = 0.25
 RETRY_S = 0.2
+# When a client that was refused is to come back: about, so that they do not all come at once.
+FULL_RETRY_S = 1.0
 
 
 class Dispatcher:
     """The jobs that this router owns."""
 
-    def __init__(self, queue_of: Callable[[str], JobQueue]) -> None:
+    def __init__(self, queue_of: Callable[[str], JobQueue], place: Callable[[Job], Placement]) -> None:
         self._queue_of = queue_of
+        self._place = place
         self._tracks: dict[str, Track] = {}
         # Tenant and request id of each.
         self._requests: set[tuple[str, str]] = set()
@@ -63,18 +68,26 @@ class Dispatcher:
         self._requests.add(request)
         track = self._tracks[job.job_id] = Track(job)
         try:
-            try:
-                await self._queue_of(job.model).enqueue(job)
-            except QueueFullError as error:
-                raise Exhausted("queue", f"the queue is full: {error}", retry_after_s=1.0) from error
-            except REDIS_DOWN as error:
-                log.warning("job %s: the queue does not answer: %r", job.job_id, error)
-                raise Unavailable("the queue does not answer", reason="QUEUE_DOWN") from error
+            await self._admit(job)
             yield track
         finally:
             self._requests.discard(request)
             del self._tracks[job.job_id]
             self._spawn(self._release(track))
+
+    async def _admit(self, job: Job) -> None:
+        try:
+            await self._queue_of(job.model).enqueue(job, self._place(job))
+        except QueueFullError as error:
+            whose = f"tenants/{error.whose}/queue" if error.whose else "queue"
+            after_s = random.uniform(0.5, 1.5) * FULL_RETRY_S
+            raise Exhausted(whose, f"the queue is full: {error}", retry_after_s=after_s, reason="QUEUE_FULL") from error
+        except DeadlineUnattainableError as error:
+            message, after_s = f"the deadline can't be met: {error}", random.uniform(0.5, 1.0) * error.wait_ms / 1e3
+            raise Exhausted("deadline", message, retry_after_s=after_s, reason="DEADLINE_UNATTAINABLE") from error
+        except REDIS_DOWN as error:
+            log.warning("job %s: the queue does not answer: %r", job.job_id, error)
+            raise Unavailable("the queue does not answer", reason="QUEUE_DOWN") from error
 
     async def _release(self, track: Track) -> None:
         job, link = track.job, track.link
@@ -172,6 +185,9 @@ class Dispatcher:
     # Recovery
 
     def _redispatch(self, track: Track) -> None:
+        if track.late:
+            track.fail(DeadlinePassed("the deadline passed before the answer's end"))
+            return
         track.next_attempt()
         if not track.dispatching:
             track.dispatching = True
@@ -183,7 +199,7 @@ class Dispatcher:
             while self._tracks.get(job_id) is track and enqueued < track.job.attempt:
                 job = track.job
                 try:
-                    await self._queue_of(job.model).enqueue(job)
+                    await self._queue_of(job.model).enqueue(job, self._place(job))
                     enqueued = job.attempt
                 except (*REDIS_DOWN, QueueFullError) as error:
                     log.warning("job %s attempt %d waits for the queue: %s", job_id, job.attempt, error)

@@ -79,6 +79,7 @@ class Generation:
             # The best are chosen by them.
             logprobs=0 if request.logprobs is None and request.best_of > request.n else request.logprobs,
             prompt_logprobs=request.prompt_logprobs,
+            priority=request.priority,
             stopping=StoppingParams(
                 max_tokens=max_tokens,
                 min_tokens=stopping.min_tokens,

@@ -14,6 +14,7 @@ from broker.keys import Keys
 from broker.liveness import TTL_MS, Liveness
 from broker.messages import WorkerPhase, WorkerState
 from broker.queue import JobQueue
+from broker.terms import QueueLimits
 from router.dispatch import Dispatcher
 from router.store_client import Manifest, StoreClient
 from router.text import Text, text_of
@@ -37,11 +38,11 @@ class ServedModel:
 class Models:
     """Follows the store's registrations and the workers' liveness."""
 
-    def __init__(self, store: StoreClient, redis: Redis, cell: str, waiting_limit: int) -> None:
+    def __init__(self, store: StoreClient, redis: Redis, cell: str, limits: QueueLimits) -> None:
         self._store = store
         self._redis = redis
         self._cell = cell
-        self._waiting_limit = waiting_limit
+        self._limits = limits
         self._served: dict[str, ServedModel] = {}
         # Digests of models whose files are of no use.
         self._refused: set[str] = set()
@@ -129,7 +130,7 @@ class Models:
             self._refused.add(manifest.digest)
             return
         keys = Keys(name, self._cell)
-        queue = JobQueue(self._redis, keys, waiting_limit=self._waiting_limit)
+        queue = JobQueue(self._redis, keys, limits=self._limits)
         self._served[name] = ServedModel(manifest, text, queue, Liveness(self._redis, keys))
         log.info("serves base model %s (%s)", name, manifest.digest)
 

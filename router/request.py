@@ -60,6 +60,8 @@ class Request:
     best_of: int = 1
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    # Among the tenant's own requests; higher goes first.
+    priority: int = 0
 
 
 class FinishReason(StrEnum):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
+from broker.terms import QueueLimits
 from rpc.auth import check_exposure
 from rpc.settings import REDIS_URL_HELP, REDIS_URL_VARIABLE, setting
 
@@ -20,17 +22,47 @@ class Settings:
     relay_port: int = setting("the port to listen on for workers; 0: the system chooses", 0)
     relay_advertise: str = setting("HOST that workers reach this router's relay at; empty: the relay host", "")
     cell: str = setting("the cell of the queue", "main")
-    waiting_limit: int = setting("how many jobs may wait in the queue", 10_000)
+    waiting_limit: int = setting("how many jobs may wait in a model's queue", 10_000)
+    waiting_bytes: int = setting("how many bytes these may take", 1 << 30)
+    tenant_waiting_limit: int = setting("how many jobs of one tenant may wait in a model's queue", 5_000)
+    tenant_waiting_bytes: int = setting("how many bytes these may take", 1 << 28)
+    tenant_weights: str = setting("shares of tenants beside the others' 1, such as acme=3,globex=0.5", "")
+    adapter_mib_tokens: float = setting("prompt tokens that a MiB of an adapter's load is charged as", 10.0)
     drain_s: float = setting("seconds that running streams get when the router is told to stop", 5.0)
     insecure_tenants: bool = setting(
         "allow listening beyond this machine although the tenant is taken from a header that anyone can write", False
     )
 
     def __post_init__(self) -> None:
-        """Raises ValueError on an address that would expose the tenants, or that workers could not call back."""
+        """Raises ValueError on a value that means nothing, and on an address that exposes tenants or nobody reaches."""
         check_exposure(self.host, self.insecure_tenants)
+        for name in ("waiting_limit", "waiting_bytes", "tenant_waiting_limit", "tenant_waiting_bytes"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"--{name.replace('_', '-')} {getattr(self, name)}: at least 1")
+        if not 0 <= self.adapter_mib_tokens < math.inf:
+            raise ValueError(f"--adapter-mib-tokens {self.adapter_mib_tokens}: 0 or more")
+        read_weights(self.tenant_weights)
         if not self.relay_advertise and self.relay_host in {"0.0.0.0", "::", "[::]"}:
             raise ValueError(
                 f"--relay-host {self.relay_host}: no address that workers could call back; "
                 "say with --relay-advertise under which host name they reach this router"
             )
+
+    @property
+    def queue_limits(self) -> QueueLimits:
+        """What may wait in a model's queue."""
+        return QueueLimits(self.waiting_limit, self.waiting_bytes, self.tenant_waiting_limit, self.tenant_waiting_bytes)
+
+
+def read_weights(text: str) -> dict[str, float]:
+    """Weights by tenant. Raises ValueError."""
+    weights: dict[str, float] = {}
+    for pair in filter(None, text.split(",")):
+        tenant, _, weight = pair.partition("=")
+        try:
+            weights[tenant] = float(weight)
+        except ValueError:
+            weights[tenant] = math.nan
+        if not tenant or not 0 < weights[tenant] < math.inf:
+            raise ValueError(f"--tenant-weights {pair!r}: write TENANT=WEIGHT, the weight above 0")
+    return weights

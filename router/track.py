@@ -119,6 +119,11 @@ class Track:
         return self.failure is not None or all(choice.ended for choice in self.choices)
 
     @property
+    def late(self) -> bool:
+        """Whether its deadline has passed."""
+        return self._deadline is not None and time.monotonic() >= self._deadline
+
+    @property
     def finished_by_worker(self) -> bool:
         """Whether its worker ended all of it, and so holds nothing but what an ack frees."""
         return self.failure is not None or all(choice.finish is not None for choice in self.choices)

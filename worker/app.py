@@ -77,9 +77,9 @@ class Incarnation:
         self._settings = settings
         self._base = base
         self._fetcher = fetcher
-        self._queue = JobQueue(redis, keys)
-        self._liveness = Liveness(redis, keys)
         self._worker_id = settings.worker_id or f"{socket.gethostname()}-{os.getpid()}"
+        self._queue = JobQueue(redis, keys, worker_id=self._worker_id)
+        self._liveness = Liveness(redis, keys)
         self._id = secrets.token_hex(8)
         self._phase = WorkerPhase.SERVING
         self.served = False
@@ -193,6 +193,7 @@ class Incarnation:
         )
         try:
             await self._liveness.beat(state)
+            await intake.usage.report()
         except REDIS_DOWN as error:
             log.warning("Redis does not answer: %s", error)
 

@@ -156,6 +156,6 @@ def sequence_of(held: HeldChoice, adapter: AdapterSource | None) -> NewSequence:
         stopping=Stopping(
             job.stopping.max_tokens, job.stopping.min_tokens, job.stopping.stop_token_ids, job.stopping.ignore_eos
         ),
+        # Its priority has done its work in the claim: in an engine it would put it before other tenants' sequences.
         tenant=job.tenant,
-        priority=job.priority,
     )

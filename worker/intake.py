@@ -22,12 +22,15 @@ from worker.link import Abort, Add, Ready, Refused, Stepped
 from worker.relay_client import RelayClients
 from worker.scheduling.contract import Failure
 from worker.supervisor import EngineProcess
+from worker.usage import UsageLog
 
 log = logging.getLogger(__name__)
 
 # An idle worker looks at the queue this often even when nobody wakes it, and a full one at what it may prefetch.
 IDLE_S = 1.0
 LOOK_S = 1.0
+# A worker that could not take what waits looks again so soon: something it can take may have come.
+FIT_S = 0.1
 # A job that has waited so long for its adapter lends its row.
 LATE_S = 0.5
 # After no answer from Redis.
@@ -43,6 +46,7 @@ class Intake:
         self._queue = queue
         self._fetcher = fetcher
         self.held = HeldJobs()
+        self.usage = UsageLog(self.held, queue)
         self._relay: RelayClients | None = None
         self._changed = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -71,19 +75,21 @@ class Intake:
             if full and await self._changes_within(LOOK_S):
                 continue
             try:
+                await self.usage.report_ended()
                 # Of a full worker a claim only tells what waits.
                 claimed = await self._queue.claim(self._base_digest, capacity)
-                if not full and not claimed.jobs and not claimed.waiting:
-                    await self._queue.wait_for_work(IDLE_S)
+                if not full and not claimed.jobs and not (claimed.waiting and self.held.running):
+                    # At once when somebody enqueues; what is held for another worker may be had a little later.
+                    await self._queue.wait_for_work(claimed.hold_ms / 1e3 or IDLE_S)
             except REDIS_DOWN as error:
                 log.warning("the queue does not answer: %s", error)
                 await asyncio.sleep(PAUSE_S)
                 continue
             self._accept(claimed.jobs)
             self._fetcher.prefetch(claimed.wanted)
-            if not full and not claimed.jobs and claimed.waiting:
+            if not full and not claimed.jobs and claimed.waiting and self.held.running:
                 # What waits does not fit now: it will when something here has ended, or somebody else takes it.
-                await self._changes_within(IDLE_S)
+                await self._changes_within(claimed.hold_ms / 1e3 or FIT_S)
 
     def _capacity(self) -> Capacity:
         running, limit = self.held.running, self.limits.rows
@@ -187,6 +193,7 @@ class Intake:
         """The router has all of it."""
         held = self.held.pop(job_id, attempt)
         if held is not None:
+            self.usage.ended(held)
             self._stop(held)  # one choice that failed ends its siblings
         self._changed.set()
 
@@ -195,6 +202,7 @@ class Intake:
         held = self.held.pop(job_id, attempt)
         if held is None:
             return
+        self.usage.ended(held)
         self._stop(held)
         self._changed.set()
 

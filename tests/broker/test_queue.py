@@ -24,6 +24,7 @@ from broker.messages import (
     WorkerState,
 )
 from broker.queue import JobQueue, QueueFullError
+from broker.terms import QueueLimits, Usage
 
 KEYS = Keys("tiny", "main")
 ROOMY = Capacity(rows=8, rows_limit=8, tokens=10_000, max_tokens=4096, max_rank=64)
@@ -45,7 +46,7 @@ def job(job_id: str, **changes: object) -> Job:
 
 @pytest.fixture
 def queue(redis: Redis) -> JobQueue:
-    return JobQueue(redis, KEYS, waiting_limit=100)
+    return JobQueue(redis, KEYS)
 
 
 async def claim(queue: JobQueue, **changes: object) -> list[str]:
@@ -54,7 +55,8 @@ async def claim(queue: JobQueue, **changes: object) -> list[str]:
 
 
 async def left_behind(redis: Redis) -> set[str]:
-    return {key.decode() for key in await redis.keys("*") if isinstance(key, bytes)} - {KEYS.arrivals, KEYS.wake}
+    kept = {KEYS.prefix + name for name in ("arrivals", "wake", "floor", "idle")}
+    return {key.decode() for key in await redis.keys("*") if isinstance(key, bytes)} - kept
 
 
 def test_a_job_survives_its_bytes() -> None:
@@ -153,12 +155,6 @@ async def test_what_does_not_fit_is_passed_over_and_stays(queue: JobQueue) -> No
     assert await claim(queue, max_rank=128) == ["long", "wide", "crowded"]
 
 
-async def test_nobody_passes_the_first_in_line_for_ever(queue: JobQueue) -> None:
-    await queue.enqueue(job("big", prompt_ids=tuple(range(50))))
-    await queue.enqueue(job("small"))
-    assert await claim(queue, tokens=20) == ["big"]
-
-
 async def test_a_body_that_can_not_be_read_costs_nobody_else(redis: Redis, queue: JobQueue) -> None:
     for name in ("a", "broken", "c"):
         await queue.enqueue(job(name))
@@ -193,6 +189,8 @@ async def test_finish_is_idempotent_and_leaves_nothing(redis: Redis, queue: JobQ
     await queue.finish("waits", 1)
     await queue.enqueue(job("runs"))
     assert await claim(queue) == ["runs"]
+    await queue.charge([Usage("runs", 1, 4, ended=True)])
+    await queue.charge([Usage("runs", 1, 4, ended=True)])
     await queue.finish("runs", 1)
     assert await left_behind(redis) == set()
 
@@ -203,20 +201,46 @@ async def test_finishing_an_older_attempt_leaves_the_newer_one(queue: JobQueue) 
     assert await claim(queue) == ["a"]
 
 
-async def test_a_job_past_its_deadline_is_never_claimed(redis: Redis, queue: JobQueue) -> None:
-    await queue.enqueue(job("late", deadline_ms=60_000))
-    assert 0 < await redis.pttl(KEYS.job("late")) <= 60_000
-    await redis.delete(KEYS.job("late"))  # as its end would
+async def test_what_lost_its_keys_is_dropped(redis: Redis, queue: JobQueue) -> None:
+    for name in ("a", "b", "again"):
+        await queue.enqueue(job(name, attempt=2 if name == "again" else 1))
+        await redis.delete(KEYS.job(name))
+    await queue.enqueue(job("c", tenant="beta"))
+    await redis.delete(KEYS.prefix + "queue:beta", KEYS.prefix + "bytes")
     assert await claim(queue) == []
-    assert await left_behind(redis) == set()
+    assert await left_behind(redis) <= {KEYS.job("c"), KEYS.waiting}
+    await queue.finish("c", 1)
+    await queue.enqueue(job("c", tenant="beta", attempt=2))
+    assert await claim(queue) == ["c"]
 
 
 async def test_a_full_queue_refuses_first_attempts_only(redis: Redis) -> None:
-    queue = JobQueue(redis, KEYS, waiting_limit=1)
+    queue = JobQueue(redis, KEYS, limits=QueueLimits(jobs=2, tenant_jobs=1))
     await queue.enqueue(job("a"))
-    with pytest.raises(QueueFullError, match="1 jobs are waiting"):
+    with pytest.raises(QueueFullError, match="1 jobs may wait of acme") as refused:
         await queue.enqueue(job("b"))
+    assert refused.value.whose == "acme"
+    await queue.enqueue(job("b", tenant="beta"))
+    with pytest.raises(QueueFullError, match="2 jobs may wait") as refused:
+        await queue.enqueue(job("c", tenant="carol"))
+    assert refused.value.whose == ""
     await queue.enqueue(job("c", attempt=2))
+
+
+async def test_a_queue_is_bounded_in_bytes_and_what_leaves_counts_no_more(redis: Redis) -> None:
+    size = len(encode_job(job("a")))
+    queue = JobQueue(redis, KEYS, limits=QueueLimits(bytes=3 * size, tenant_bytes=2 * size))
+    await queue.enqueue(job("a"))
+    await queue.enqueue(job("b"))
+    with pytest.raises(QueueFullError, match=f"{2 * size} bytes may wait of acme"):
+        await queue.enqueue(job("c"))
+    await queue.enqueue(job("c", tenant="abcd"))
+    with pytest.raises(QueueFullError, match=f"{3 * size} bytes may wait"):
+        await queue.enqueue(job("d", tenant="efgh"))
+    await queue.finish("a", 1)
+    await queue.enqueue(job("d"))
+    assert sorted(await claim(queue)) == ["b", "c", "d"]
+    assert await redis.exists(KEYS.prefix + "bytes") == 0
 
 
 async def test_out_of_memory_refuses_new_jobs_but_not_claims(redis: Redis, queue: JobQueue) -> None:

@@ -12,6 +12,7 @@ from redis.asyncio import Redis
 from broker.keys import Keys
 from broker.messages import Capacity, Job, StoppingParams
 from broker.queue import JobQueue
+from broker.terms import Placement
 from router.dispatch import Dispatcher
 from router.track import Frame, Track, WorkerFinish
 from rpc.errors import AlreadyExists, Internal
@@ -65,7 +66,7 @@ def queue(redis: Redis) -> JobQueue:
 
 @pytest.fixture
 def dispatcher(queue: JobQueue) -> Dispatcher:
-    return Dispatcher(lambda model: queue)
+    return Dispatcher(lambda model: queue, lambda job: Placement())
 
 
 async def claim(queue: JobQueue) -> Job:

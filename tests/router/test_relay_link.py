@@ -13,6 +13,7 @@ from redis.asyncio import Redis
 from broker.keys import Keys
 from broker.messages import Job, StoppingParams
 from broker.queue import JobQueue
+from broker.terms import Placement
 from router import dispatch
 from router.dispatch import Dispatcher
 from router.relay import RelayService
@@ -95,7 +96,7 @@ class Orders:
 @asynccontextmanager
 async def router_with_proxy(redis: Redis) -> AsyncIterator[tuple[Dispatcher, Proxy, str]]:
     queue = JobQueue(redis, Keys("tiny", "main"))
-    dispatcher, server = Dispatcher(lambda _: queue), Server()
+    dispatcher, server = Dispatcher(lambda _: queue, lambda _: Placement()), Server()
     service = RelayService(dispatcher)
     relay_pb2_grpc.add_RelayServiceServicer_to_server(service, server.grpc)
     proxy = Proxy(server.bind("127.0.0.1", 0))

@@ -1,0 +1,38 @@
+"""How a job is to wait: its tenant's weight, the workers that its adapter prefers, what loading that is charged as."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from broker.messages import Job, WorkerState
+from broker.rendezvous import WorkerLoad, preferred
+from broker.terms import Placement
+
+MIB = 1 << 20
+
+
+class Placer:
+    """Places jobs among the workers that serve their model."""
+
+    def __init__(
+        self,
+        serving: Callable[[str], Sequence[WorkerState]],
+        weights: Mapping[str, float],
+        adapter_mib_tokens: float,
+    ) -> None:
+        self._serving = serving
+        self._weights = weights
+        self._adapter_mib_tokens = adapter_mib_tokens
+
+    def place(self, job: Job) -> Placement:
+        """Where and how a job is to wait."""
+        weight = self._weights.get(job.tenant, 1.0)
+        if job.adapter is None:
+            return Placement(weight)
+        able = [
+            WorkerLoad(state.worker_id, state.rows_running + state.rows_waiting, state.rows_limit)
+            for state in self._serving(job.model)
+            if state.max_rank >= job.rank and state.max_tokens >= job.tokens
+        ]
+        load_tokens = job.adapter.weight_bytes / MIB * self._adapter_mib_tokens
+        return Placement(weight, preferred(job.adapter.digest, able), load_tokens)

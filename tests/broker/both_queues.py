@@ -1,0 +1,143 @@
+"""A queue on Redis and its twin in Python, driven alike: whatever they decide must be the same."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from redis.asyncio import Redis
+
+from broker.codec import decode_wanted
+from broker.keys import Keys
+from broker.messages import AdapterRef, Capacity, Job, StoppingParams
+from broker.policy import Cell
+from broker.queue import DeadlineUnattainableError, JobQueue, QueueFullError
+from broker.terms import Claimed, Placement, QueueLimits, Usage
+from tests.broker.conftest import CLOCK, START_MS
+
+KEYS = Keys("tiny", "main")
+BASE = "sha256:0"
+
+
+def make_job(
+    job_id: str,
+    tenant: str,
+    *,
+    prompt: int = 4,
+    max_tokens: int = 8,
+    adapter: str = "",
+    rank: int = 8,
+    base: str = BASE,
+    attempt: int = 1,
+    n: int = 1,
+    priority: int = 0,
+    deadline_ms: int = 0,
+) -> Job:
+    """A job of `prompt` tokens."""
+    return Job(
+        job_id=job_id,
+        tenant=tenant,
+        model="tiny",
+        base_digest=base,
+        reply_to="here",
+        prompt_ids=tuple(range(prompt)),
+        stopping=StoppingParams(max_tokens),
+        seed=1,
+        attempt=attempt,
+        n=n,
+        priority=priority,
+        deadline_ms=deadline_ms,
+        adapter=AdapterRef(f"r/{adapter}", adapter, rank, 1000) if adapter else None,
+    )
+
+
+@dataclass
+class BothQueues:
+    """Both; every method compares what they say."""
+
+    redis: Redis
+    limits: QueueLimits = field(default_factory=QueueLimits)
+    now_ms: int = START_MS
+
+    def __post_init__(self) -> None:
+        self.twin = Cell(self.limits)
+        self._queues: dict[str, JobQueue] = {}
+
+    def _queue(self, worker: str = "") -> JobQueue:
+        if worker not in self._queues:
+            self._queues[worker] = JobQueue(self.redis, KEYS, limits=self.limits, worker_id=worker)
+        return self._queues[worker]
+
+    async def start(self) -> None:
+        """Empty the database and set its clock."""
+        await self.redis.flushall()
+        await self.advance(0)
+
+    async def advance(self, ms: int) -> None:
+        """Let time pass."""
+        self.now_ms += ms
+        await self.redis.set(CLOCK, self.now_ms)
+
+    async def enqueue(self, job: Job, placement: Placement | None = None) -> str:
+        """Empty, or why it was refused: a bound, or `late`."""
+        placement = placement or Placement()
+        refusal = self.twin.enqueue(job, placement, self.now_ms)
+        why = refusal.why if refusal else ""
+        told, wait_ms = "", 0
+        try:
+            await self._queue().enqueue(job, placement)
+        except QueueFullError as error:
+            told = str(error)
+        except DeadlineUnattainableError as error:
+            told, wait_ms = "late", error.wait_ms
+        if why not in ("", "late"):
+            whose = f" of {job.tenant}" if why.startswith("tenant") else ""
+            unit = "bytes" if why.endswith("bytes") else "jobs"
+            assert told == f"{getattr(self.limits, why)} {unit} may wait{whose}"
+        else:
+            assert (told, wait_ms) == (why, refusal.wait_ms if refusal else 0)
+        return why
+
+    async def claim(self, worker: str, capacity: Capacity) -> Claimed:
+        """What the worker gets."""
+        claimed = await self._queue(worker).claim(BASE, capacity)
+        decided = self.twin.claim(worker, BASE, capacity, self.now_ms)
+        assert decided.job_ids == tuple(job.job_id for job in claimed.jobs)
+        assert (decided.waiting, decided.hold_ms) == (claimed.waiting, claimed.hold_ms)
+        assert [decode_wanted(wanted) for wanted in decided.wanted] == claimed.wanted
+        return claimed
+
+    async def charge(self, *reports: Usage) -> None:
+        """Report what jobs have made."""
+        self.twin.charge(reports)
+        await self._queue().charge(reports)
+
+    async def finish(self, job_id: str, attempt: int) -> None:
+        """A job ended."""
+        self.twin.finish(job_id, attempt)
+        await self._queue().finish(job_id, attempt)
+
+    async def lose(self, worker: str) -> None:
+        """A worker has not claimed for long."""
+        self.twin.lose(worker)
+        await self.redis.delete(f"{KEYS.prefix}room:{worker}")
+
+    async def counter(self, tenant: str) -> float:
+        """A tenant's counter."""
+        scores = [await self.redis.zscore(KEYS.prefix + name, tenant) for name in ("tenants", "idle")]
+        known = [score for score in scores if score is not None]
+        twin = self.twin.counter(tenant)
+        if known:
+            assert known == [twin]
+        return twin
+
+    async def names(self) -> set[str]:
+        """Redis's keys, without the cell's prefix."""
+        keys = await self.redis.keys("*")
+        return {key.decode().removeprefix(KEYS.prefix) for key in keys if isinstance(key, bytes)}
+
+    async def check(self, tenants: Sequence[str]) -> None:
+        """Compare what is not in the answers."""
+        for tenant in tenants:
+            await self.counter(tenant)
+        assert await self.redis.zcard(KEYS.waiting) == len(self.twin.waiting)

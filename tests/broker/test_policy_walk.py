@@ -1,0 +1,166 @@
+"""Random walks over the scripts and their twin: the same decisions, and what must hold of every one of them."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import Coroutine, Iterator
+from typing import Any, TypeVar
+
+import pytest
+from hypothesis import settings
+from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_as_test
+from hypothesis.strategies import integers
+from redis.asyncio import Redis
+
+from broker.connection import connect
+from broker.messages import Capacity
+from broker.terms import Placement, QueueLimits, Usage
+from tests.broker.both_queues import BASE, BothQueues, make_job
+from tests.broker.conftest import CLOCK
+
+TENANTS = ("a", "b", "c", "d")
+WORKERS = ("w1", "w2", "w3")
+ADAPTERS = ("", "", "sha256:x", "sha256:y", "sha256:z")
+WEIGHTS = {"a": 1.0, "b": 3.0, "c": 0.7, "d": 1.0}
+# One for each walk in turn.
+LIMITS = (
+    QueueLimits(jobs=25),
+    QueueLimits(bytes=2_500),
+    QueueLimits(tenant_jobs=8),
+    QueueLimits(tenant_bytes=1_000),
+)
+T = TypeVar("T")
+
+
+class Walk(RuleBasedStateMachine):
+    """One cell, three workers, four tenants."""
+
+    runner: asyncio.Runner
+    redis: Redis
+    # What has happened in all walks together.
+    happened: Counter[str]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.both = BothQueues(self.redis, LIMITS[self.happened["walks"] % len(LIMITS)])
+        self.happened["walks"] += 1
+        self.run(self.both.start())
+        self.count = 0
+        # Job ids that were let in, with their attempts; those that are claimed, and what they have made.
+        self.waiting: dict[str, int] = {}
+        self.running: dict[tuple[str, int], int] = {}
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Drive the queue on Redis; hypothesis knows no coroutines."""
+        return self.runner.run(work)
+
+    @rule(seed=integers(0, 1 << 32))
+    def some(self, seed: int) -> None:
+        """Some operations; hypothesis chooses how many times, and with which seeds."""
+        chance = random.Random(seed)
+        operations = (self.enqueue, self.claim, self.dispatch_again, self.charge, self.finish, self.advance, self.lose)
+        for _ in range(25):
+            (operation,) = chance.choices(operations, weights=(12, 6, 1, 3, 1, 2, 0.3))
+            operation(chance)
+            self.run(self.both.check(TENANTS))
+
+    def enqueue(self, chance: random.Random) -> None:
+        self.count += 1
+        tenant, adapter = chance.choice(TENANTS), chance.choice(ADAPTERS)
+        job = make_job(
+            f"{tenant}/{self.count}",
+            tenant,
+            prompt=chance.choice((1, 5, 40)),
+            adapter=adapter,
+            rank=chance.choice((8, 8, 8, 64)),
+            n=chance.choice((1, 1, 1, 3, 6)),
+            priority=chance.choice((0, 0, 5, -100)),
+            deadline_ms=chance.choice((0, 0, 400, 5_000)),
+            base=chance.choice((BASE, BASE, BASE, BASE, "sha256:9")),
+        )
+        prefer = chance.choice(((), ("w1",), ("w2", "w1"), ("w3", "w2"))) if adapter else ()
+        refused = self.run(self.both.enqueue(job, Placement(WEIGHTS[tenant], prefer, 20.5)))
+        self.happened[refused or "queued"] += 1
+        if not refused:
+            self.waiting[job.job_id] = 1
+
+    def dispatch_again(self, chance: random.Random) -> None:
+        known = [*self.running, *self.waiting.items()]
+        if known:
+            job_id = chance.choice(known)[0]
+            attempt = max(attempt for other, attempt in known if other == job_id)
+            job = make_job(job_id, job_id[0], adapter=chance.choice(ADAPTERS), attempt=attempt + 1)
+            assert not self.run(self.both.enqueue(job, Placement(WEIGHTS[job_id[0]])))
+            self.waiting[job_id] = attempt + 1
+
+    def claim(self, chance: random.Random) -> None:
+        worker, rows, max_rank = chance.choice(WORKERS), chance.randint(0, 4), chance.choice((8, 64, 64))
+        resident = chance.choice(((), ("sha256:x",), ("sha256:y", "sha256:z")))
+        capacity = Capacity(rows, 4, chance.choice((0, 10, 100)), 60, max_rank, resident)
+        claimed = self.run(self.both.claim(worker, capacity))
+        assert sum(min(job.rows, 4) for job in claimed.jobs) <= rows
+        self.happened["held"] += claimed.hold_ms > 0
+        self.happened["wanted"] += bool(claimed.wanted)
+        waiting = map(self.both.twin.waiting.get, self.waiting)
+        self.happened["reserved"] += any(one.reserved == worker for one in waiting if one is not None)
+        for job in claimed.jobs:
+            assert self.waiting.pop(job.job_id) == job.attempt, "handed out twice, or an older attempt"
+            assert job.rank <= max_rank
+            assert job.base_digest == BASE
+            self.happened["again" if job.attempt > 1 else "claimed"] += 1
+            self.running[job.job_id, job.attempt] = 0
+
+    def charge(self, chance: random.Random) -> None:
+        if self.running:
+            key = chance.choice(sorted(self.running))
+            self.running[key] += chance.choice((0, 0, 1, 8))
+            report = Usage(*key, self.running[key], ended=chance.random() < 0.5, ran=self.running[key] > 0)
+            for _ in range(chance.choice((1, 2))):
+                self.run(self.both.charge(report))
+            self.happened["refunded"] += report.ended and not report.ran
+            if report.ended:
+                del self.running[key]
+
+    def finish(self, chance: random.Random) -> None:
+        if self.waiting:
+            job_id = chance.choice(sorted(self.waiting))
+            self.run(self.both.finish(job_id, self.waiting.pop(job_id)))
+
+    def advance(self, chance: random.Random) -> None:
+        self.run(self.both.advance(chance.choice((1, 30, 60, 600, 3_000))))
+
+    def lose(self, chance: random.Random) -> None:
+        self.run(self.both.lose(chance.choice(WORKERS)))
+
+    def teardown(self) -> None:
+        """Once everything has ended nothing is left of it."""
+        for job_id, attempt in self.waiting.items():
+            self.run(self.both.finish(job_id, attempt))
+        for key, made in self.running.items():
+            self.run(self.both.charge(Usage(*key, made, ended=True)))
+        left = self.run(self.both.names())
+        kept = ("arrivals", "floor", "idle", "wake", "room:", "pace", CLOCK)
+        stale = {name for name in left if not name.startswith((*kept, "charged:"))}
+        assert stale == set()
+
+
+@pytest.fixture
+def runner(valkey_url: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[asyncio.Runner]:
+    """A loop beside hypothesis, with a client."""
+    monkeypatch.setattr("broker.lua.NOW", f"\nlocal now = tonumber(redis.call('GET', '{CLOCK}'))\n")
+    with asyncio.Runner() as runner:
+        Walk.runner, Walk.redis, Walk.happened = runner, runner.run(connect(valkey_url)), Counter()
+        yield runner
+        runner.run(Walk.redis.aclose())
+
+
+def test_the_scripts_and_their_twin_decide_alike(runner: asyncio.Runner) -> None:
+    run_state_machine_as_test(
+        Walk, settings=settings(max_examples=15, stateful_step_count=10, derandomize=True, deadline=None, database=None)
+    )
+    print(Walk.happened)
+    for event in ("queued", "claimed", "again", "held", "wanted", "reserved", "late", "refunded",
+                  "jobs", "bytes", "tenant_jobs", "tenant_bytes"):  # fmt: skip
+        assert Walk.happened[event], f"no walk has shown {event}"

@@ -1,0 +1,107 @@
+"""Adapters and the workers that they prefer: hashing, its bound on load, a cluster of 100 workers in virtual time."""
+
+from __future__ import annotations
+
+import heapq
+import random
+from collections import OrderedDict
+
+from broker.messages import Capacity
+from broker.policy import Cell
+from broker.rendezvous import PREFERRED, WorkerLoad, preferred
+from broker.terms import Placement
+from tests.broker.both_queues import BASE, make_job
+
+WORKERS, ROWS, SLOTS, ADAPTERS, LOAD = 100, 32, 32, 2_000, 0.7
+
+
+def idle(count: int) -> list[WorkerLoad]:
+    return [WorkerLoad(f"w{number}", 0, ROWS) for number in range(count)]
+
+
+def test_a_worker_that_goes_moves_only_its_own_adapters() -> None:
+    digests = [f"sha256:{number}" for number in range(2_000)]
+    before = {digest: preferred(digest, idle(20)) for digest in digests}
+    after = {digest: preferred(digest, idle(19)) for digest in digests}
+    assert all(len(workers) == len(set(workers)) == PREFERRED for workers in before.values())
+    for digest, workers in before.items():
+        stay = tuple(worker for worker in workers if worker != "w19")
+        assert after[digest][: len(stay)] == stay
+    counts = [sum(workers[0] == worker.worker_id for workers in before.values()) for worker in idle(20)]
+    assert min(counts) > 60
+    assert max(counts) < 140
+
+
+def test_an_overloaded_worker_is_not_preferred() -> None:
+    first, second, third = preferred("sha256:1", idle(3))
+    loads = [WorkerLoad(first, ROWS, ROWS), WorkerLoad(second, 0, ROWS), WorkerLoad(third, ROWS // 2, ROWS)]
+    assert preferred("sha256:1", loads) == (second, third)
+
+
+class Cluster:
+    """Workers with caches of adapters, in virtual milliseconds. `prefers`: whether jobs prefer workers."""
+
+    def __init__(self, *, prefers: bool, seed: int) -> None:
+        self.cell = Cell()
+        self.chance = random.Random(seed)
+        self.prefers = prefers
+        self.used = dict.fromkeys((f"w{number}" for number in range(WORKERS)), 0)
+        self.caches: dict[str, OrderedDict[str, None]] = {worker: OrderedDict() for worker in self.used}
+        self.ends: list[tuple[float, int, str]] = []
+        self.jobs: dict[str, str] = {}
+        self.hits = self.claims = 0
+        for worker in self.used:
+            self.claim(worker, 0)
+
+    def run(self, jobs: int, warm: int) -> float:
+        """The share of jobs after the first `warm` that found their adapter where they ran."""
+        now = 0.0
+        for number in range(jobs):
+            if number == warm:
+                self.hits = self.claims = 0
+            now += self.chance.expovariate(WORKERS * ROWS * LOAD / 1_000)
+            while self.ends and self.ends[0][0] <= now:
+                at, _, worker = heapq.heappop(self.ends)
+                self.used[worker] -= 1
+                self.claim(worker, at)
+            self.arrive(number, now)
+        assert self.claims > 0.9 * (jobs - warm)
+        return self.hits / self.claims
+
+    def arrive(self, number: int, now: float) -> None:
+        # Some adapters are much more in demand than others.
+        adapter = f"sha256:{int(ADAPTERS * self.chance.random() ** 2)}"
+        loads = [WorkerLoad(worker, used, ROWS) for worker, used in self.used.items()]
+        prefer = preferred(adapter, loads) if self.prefers else ()
+        job = make_job(f"{number}", f"t{number % 50}", adapter=adapter)
+        self.jobs[job.job_id] = adapter
+        self.cell.enqueue(job, Placement(1, prefer), int(now))
+        free = [worker for worker, used in self.used.items() if used < ROWS]
+        woken = next((worker for worker in prefer if self.used[worker] < ROWS), None)
+        if woken or free:
+            self.claim(woken or self.chance.choice(free), now)
+
+    def claim(self, worker: str, now: float) -> None:
+        cache = self.caches[worker]
+        capacity = Capacity(ROWS - self.used[worker], ROWS, 10_000, 4096, 64, tuple(cache))
+        for job_id in self.cell.claim(worker, BASE, capacity, int(now)).job_ids:
+            adapter = self.jobs.pop(job_id)
+            self.claims += 1
+            self.hits += adapter in cache
+            cache[adapter] = None
+            cache.move_to_end(adapter)
+            if len(cache) > SLOTS:
+                cache.popitem(last=False)
+            self.used[worker] += 1
+            heapq.heappush(self.ends, (now + self.chance.expovariate(1 / 1_000), int(job_id), worker))
+            self.cell.finish(job_id, 1)
+
+
+def test_jobs_meet_their_adapters_on_a_cluster_of_100_workers() -> None:
+    seed = 4
+    print(f"seed {seed}")
+    first_free = Cluster(prefers=False, seed=seed).run(7_000, warm=5_000)
+    preferring = Cluster(prefers=True, seed=seed).run(14_000, warm=12_000)
+    print(f"hits: first free worker {first_free:.1%}, preferred {preferring:.1%}")
+    assert first_free < 0.2
+    assert preferring >= 0.9

@@ -1,0 +1,58 @@
+"""What a worker reports of its jobs reaches their tenants' counters, once."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from redis.asyncio import Redis
+
+from broker.keys import Keys
+from broker.messages import Capacity, Job, StoppingParams
+from broker.queue import JobQueue
+from broker.terms import OUTPUT_WEIGHT
+from worker.held import HeldJobs
+from worker.usage import UsageLog
+
+KEYS = Keys("tiny", "main")
+
+
+async def test_held_and_ended_jobs_are_charged_though_redis_fails_meanwhile(
+    redis: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    queue, held = JobQueue(redis, KEYS, worker_id="w"), HeldJobs()
+    usage = UsageLog(held, queue)
+    for name in ("a", "b", "unrun"):
+        await queue.enqueue(Job(name, "acme", "tiny", "sha256:0", "here", (1, 2, 3), StoppingParams(9), 1, n=2))
+    await queue.enqueue(Job("waits", "acme", "tiny", "sha256:0", "here", (1,), StoppingParams(9), 1))
+    jobs = (await queue.claim("sha256:0", Capacity(6, 6, 1000, 100, 8))).jobs
+    a, b, unrun = (held.add(job) for job in jobs)
+
+    async def counter() -> float | None:
+        return await redis.zscore(KEYS.prefix + "tenants", "acme")
+
+    assert await counter() == 9
+    for one in (a, b):
+        for choice in one.running:
+            choice.in_engine = True
+            choice.ids += [7, 8]
+    await usage.report()
+    await usage.report()
+    assert await counter() == 9 + OUTPUT_WEIGHT * 8
+    a.choices[1].ids.append(9)
+    for one in (a, unrun):
+        held.pop(one.job.job_id, 1)
+        usage.ended(one)
+    with monkeypatch.context() as patch:
+        patch.setattr(queue, "charge", _down)
+        with pytest.raises(ConnectionError):
+            await usage.report()
+    await usage.report_ended()
+    # What never ran is given back.
+    assert await counter() == 9 + OUTPUT_WEIGHT * 9 - 3
+    await asyncio.gather(usage.report_ended(), usage.report())
+    assert await counter() == 9 + OUTPUT_WEIGHT * 9 - 3
+
+
+async def _down(reports: object) -> None:
+    raise ConnectionError("down")

@@ -1,0 +1,40 @@
+"""Tells the queue what this worker's jobs have made, for their tenants' counters."""
+
+from __future__ import annotations
+
+from broker.queue import JobQueue
+from broker.terms import Usage
+from worker.held import HeldJob, HeldJobs
+
+
+class UsageLog:
+    """Reports are counts since the attempt's start: one that comes twice does no harm. Redis may be down."""
+
+    def __init__(self, held: HeldJobs, queue: JobQueue) -> None:
+        self._held = held
+        self._queue = queue
+        self._ended: list[Usage] = []
+
+    def ended(self, held: HeldJob) -> None:
+        """A job is held no more."""
+        self._ended.append(_usage(held, ended=True))
+
+    async def report_ended(self) -> None:
+        """The last report of each job that is held no more."""
+        ended, self._ended = self._ended, []
+        try:
+            await self._queue.charge(ended)
+        except BaseException:
+            self._ended = ended + self._ended
+            raise
+
+    async def report(self) -> None:
+        """These, and what the others have made so far."""
+        await self.report_ended()
+        await self._queue.charge([_usage(held, ended=False) for held in self._held.all()])
+
+
+def _usage(held: HeldJob, *, ended: bool) -> Usage:
+    tokens = sum(len(choice.ids) for choice in held.choices.values())
+    ran = any(choice.in_engine for choice in held.choices.values())
+    return Usage(held.job.job_id, held.job.attempt, tokens, ended=ended, ran=ran)
