@@ -12,10 +12,13 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from multiprocessing.connection import Connection
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Generic, Protocol, Self, TypeVar
 
 from bench.rounds import Timed
 from bench.workload import Request
+
+Asked_contra = TypeVar("Asked_contra", contravariant=True)
+Result_co = TypeVar("Result_co", covariant=True)
 
 
 class Answers(Protocol):
@@ -25,10 +28,17 @@ class Answers(Protocol):
         """Answer all of them."""
 
 
-class Isolated:
+class Runs(Protocol[Asked_contra, Result_co]):
+    """What can be isolated; what it is asked, and what it returns, must be picklable, and the latter no string."""
+
+    def run(self, requests: Asked_contra) -> Result_co:
+        """Do what is asked."""
+
+
+class Isolated(Generic[Asked_contra, Result_co]):
     """What `make` gives, a context manager, entered and run in another process, which waits without a sound between."""
 
-    def __init__(self, make: Callable[[], AbstractContextManager[Answers]]) -> None:
+    def __init__(self, make: Callable[[], AbstractContextManager[Runs[Asked_contra, Result_co]]]) -> None:
         """`make` must be picklable."""
         self._make = make
 
@@ -42,12 +52,12 @@ class Isolated:
         self._result()
         return self
 
-    def run(self, requests: Sequence[Request]) -> Timed:
-        """Answer all of them there. Raises RuntimeError where that fails."""
+    def run(self, requests: Asked_contra) -> Result_co:
+        """Do what is asked there. Raises RuntimeError where that fails."""
         self._pipe.send(requests)
-        timed = self._result()
-        assert timed is not None, "a run is timed"
-        return timed
+        result = self._result()
+        assert result is not None, "a run has a result"
+        return result
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         """End the process."""
@@ -56,9 +66,9 @@ class Isolated:
         self._process.join()
         self._pipe.close()
 
-    def _result(self) -> Timed | None:
+    def _result(self) -> Result_co | None:
         try:
-            result: Timed | str | None = self._pipe.recv()
+            result: Result_co | str | None = self._pipe.recv()
         except EOFError:
             self._process.join()
             result = f"its process ended with {self._process.exitcode}"
@@ -67,7 +77,7 @@ class Isolated:
         return result
 
 
-def _serve(make: Callable[[], AbstractContextManager[Answers]], pipe: Connection) -> None:
+def _serve(make: Callable[[], AbstractContextManager[Runs[Asked_contra, Result_co]]], pipe: Connection) -> None:
     try:
         with make() as answers:
             pipe.send(None)

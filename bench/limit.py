@@ -5,12 +5,12 @@ limit of a run = sum over its steps of max(bytes that the step must read / bandw
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 from bench.ceilings import Ceilings
-from bench.models import ModelShape
+from bench.models import ALL_LINEARS, ModelShape
 from worker.scheduling.batch import Batch
 from worker.scheduling.scheduler import Scheduler
 
@@ -66,26 +66,32 @@ def step_of(batch: Batch) -> Step:
     )
 
 
-def limit_s(steps: Iterable[Step], shape: ModelShape, rank: int, ceilings: Ceilings) -> float:
-    """Seconds that these steps take at least, in bfloat16."""
+def limit_s(
+    steps: Iterable[Step],
+    shape: ModelShape,
+    rank: float,
+    ceilings: Ceilings,
+    linears: Collection[str] = ALL_LINEARS,
+) -> float:
+    """Seconds that these steps take at least, in bfloat16; the adapters have a mean rank and change these layers."""
+    adapter = shape.adapter_parameters(rank, linears)
     return sum(
         max(
-            _bytes(step, shape, rank) / ceilings.bytes_per_s, _operations(step, shape, rank) / ceilings.operations_per_s
+            _bytes(step, shape, adapter) / ceilings.bytes_per_s,
+            _operations(step, shape, adapter) / ceilings.operations_per_s,
         )
         for step in steps
     )
 
 
-def _bytes(step: Step, shape: ModelShape, rank: int) -> int:
-    weights = shape.linear_parameters + (shape.head_parameters if step.samples else 0)
-    weights += step.adapters * shape.adapter_parameters(rank)
+def _bytes(step: Step, shape: ModelShape, adapter: float) -> float:
+    weights = shape.linear_parameters + (shape.head_parameters if step.samples else 0) + step.adapters * adapter
     keys_and_values = 2 * shape.layers * shape.kv_heads * shape.head_dim * step.kept
     return _WEIGHT_BYTES * (weights + keys_and_values)
 
 
-def _operations(step: Step, shape: ModelShape, rank: int) -> int:
-    products = step.tokens * shape.linear_parameters + step.samples * shape.head_parameters
-    products += step.adapted * shape.adapter_parameters(rank)
+def _operations(step: Step, shape: ModelShape, adapter: float) -> float:
+    products = step.tokens * shape.linear_parameters + step.samples * shape.head_parameters + step.adapted * adapter
     # Queries with keys, and the weights with values.
     attention = 2 * shape.layers * shape.heads * shape.head_dim * step.seen
     return 2 * (products + attention)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -68,9 +68,9 @@ class ModelShape:
         """Weights of all layers, the head and the embeddings; norms are not counted."""
         return self.linear_parameters + self.head_parameters * (1 if self.tied else 2)
 
-    def adapter_parameters(self, rank: int) -> int:
-        """Weights of one adapter on all linear layers."""
-        return self.layers * sum(rank * (inputs + outputs) for inputs, outputs in self.linear_shapes.values())
+    def adapter_parameters(self, rank: float, linears: Collection[str] = ALL_LINEARS) -> float:
+        """Weights of one adapter on these linear layers; of a mean rank, the mean weights."""
+        return self.layers * rank * sum(sum(self.linear_shapes[linear]) for linear in linears)
 
     def config(self) -> PreTrainedConfig:
         """The transformers config. It has no end token, so that every answer has the length it is asked for."""
@@ -109,8 +109,10 @@ def save_model(shape: ModelShape, directory: Path, seed: int = 0, device: str = 
     return directory
 
 
-def save_adapter(shape: ModelShape, rank: int, directory: Path, seed: int) -> Path:
-    """Write an adapter on all linear layers in peft's layout, in bfloat16 with a B that is not zero; returns it."""
+def save_adapter(
+    shape: ModelShape, rank: int, directory: Path, seed: int, linears: Collection[str] = ALL_LINEARS
+) -> Path:
+    """Write an adapter on these linear layers in peft's layout, in bfloat16 with a B that is not zero; returns it."""
     directory.mkdir(parents=True)
     config = {
         "peft_type": "LORA",
@@ -118,19 +120,22 @@ def save_adapter(shape: ModelShape, rank: int, directory: Path, seed: int) -> Pa
         "base_model_name_or_path": shape.name,
         "r": rank,
         "lora_alpha": rank,
-        "target_modules": list(ALL_LINEARS),
+        "target_modules": list(linears),
         "bias": "none",
         "inference_mode": True,
     }
     (directory / CONFIG_FILE).write_text(json.dumps(config, indent=2, sort_keys=True))
     generator = torch.Generator().manual_seed(seed)
-    save_file(dict(_adapter_tensors(shape, rank, generator)), directory / WEIGHTS_FILE)
+    save_file(dict(_adapter_tensors(shape, rank, generator, linears)), directory / WEIGHTS_FILE)
     return directory
 
 
-def _adapter_tensors(shape: ModelShape, rank: int, generator: torch.Generator) -> Iterator[tuple[str, torch.Tensor]]:
+def _adapter_tensors(
+    shape: ModelShape, rank: int, generator: torch.Generator, linears: Collection[str]
+) -> Iterator[tuple[str, torch.Tensor]]:
     for layer in range(shape.layers):
-        for linear, (inputs, outputs) in shape.linear_shapes.items():
+        for linear in linears:
+            inputs, outputs = shape.linear_shapes[linear]
             part = "mlp" if linear in ("gate_proj", "up_proj", "down_proj") else "self_attn"
             name = f"base_model.model.model.layers.{layer}.{part}.{linear}"
             for side, size in (("lora_A", (rank, inputs)), ("lora_B", (outputs, rank))):

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from loraplex_client import AsyncClient, AsyncStoreClient
+from loraplex_client import AsyncClient, AsyncStoreClient, Piece
 
 from artifacts.base_model import read_base_model
 from bench.rounds import Timed
@@ -51,6 +51,10 @@ class ServedCluster:
         """Answer all of them; they arrive at once, each as a stream of its own."""
         return self._runner.run(self._run(requests))
 
+    def first_token_s(self, request: Request) -> float:
+        """Seconds from a lone request to its first token, here at the client."""
+        return self._runner.run(self._first_token_s(request))
+
     async def _start(self) -> None:
         async with AsyncExitStack() as starting:
             flags = ("--rows", str(self._rows), "--dtype", "bfloat16")
@@ -70,12 +74,20 @@ class ServedCluster:
         answered = await asyncio.gather(*(self._answer(request) for request in requests))
         return Timed(sum(answered), time.perf_counter() - start)
 
-    async def _answer(self, request: Request) -> int:
+    async def _first_token_s(self, request: Request) -> float:
+        start = time.perf_counter()
+        times = [time.perf_counter() - start async for piece in self._stream(request) if piece.token_ids]
+        return times[0]
+
+    def _stream(self, request: Request) -> AsyncIterator[Piece]:
         adapter = None if request.adapter is None else self._adapters[request.adapter].name
-        tokens = 0
-        async for piece in self._client.generate_stream(
+        return self._client.generate_stream(
             token_ids=request.prompt_ids, adapter_id=adapter, max_new_tokens=request.tokens
-        ):
+        )
+
+    async def _answer(self, request: Request) -> int:
+        tokens = 0
+        async for piece in self._stream(request):
             tokens += len(piece.token_ids)
         if tokens != request.tokens:
             raise RuntimeError(f"the cluster answered {tokens} tokens of {request.tokens}")

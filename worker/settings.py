@@ -28,7 +28,7 @@ class Settings:
     host_adapter_bytes: int = setting("bytes of adapters kept in host memory; 0: an eighth of what is available", 0)
     max_rank: int = setting("the largest rank of an adapter", 64)
     step_tokens: int = setting("tokens that one step may compute", 512)
-    threads: int = setting("CPU threads of the engine; 0: torch's choice", 0)
+    threads: int = setting("CPU threads of the engine; 0: one for a small model, else as torch chooses", 0)
     cache_dir: str = setting("where this worker alone keeps adapters on disk; empty: a temporary directory", "")
     disk_adapter_bytes: int = setting(
         "bytes of adapters kept on disk; 0: 10 GB, or half of what is free where that is less", 0

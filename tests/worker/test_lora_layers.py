@@ -162,3 +162,27 @@ def test_a_smaller_rank_clears_what_the_larger_left(checked: Checked) -> None:
     checked.install(2, {"inner.second": 9})
     for _ in range(12):
         checked.check([0, 1, 2, 4])
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_strips_give_what_the_rows_are_alone(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Adapters that are all as wide, each with its own rows only; joined by others and swapped between the steps."""
+    monkeypatch.setattr("worker.lora.layers._STRIPS_FROM", 1)
+    print("seed", seed)
+    chance = random.Random(seed)
+    checked = Checked()
+    for slot in range(SLOTS):
+        checked.install(slot, {"first": chance.randint(9, 16), "inner.second": chance.randint(1, 16)})
+    checked.install(3, {"first": 12})
+    checked.install(5, {"inner.second": 9})
+    used = 0
+    for _ in range(40):
+        if chance.random() < 0.3:
+            checked.install(chance.randrange(SLOTS), {"first": chance.randint(9, 16), "inner.second": 4}, scale=0.2)
+        slots = chance.sample(range(-1, SLOTS), 8)
+        checked.check([chance.choice(slots) for _ in range(chance.randint(1, 16))], [(chance.choice(slots), 3)])
+        used += checked.layers._step.strips is not None
+    assert used > 20
+    # One with far more rows than the others would be padded too much.
+    checked.check([1] * 30 + [2, 4, 6, 7, 8, 9])
+    assert checked.layers._step.strips is None

@@ -4,6 +4,7 @@ Each layer holds its adapters in slots at fixed addresses. The rows of a step ar
 
     decode rows     the panel: their adapters' A's one below the other, and so the B's, as one product for all rows, a
                     row's columns of the other adapters zeroed in between
+                    or, where most of that product would be zeroed, a product for each adapter with its own rows
     prefill chunks  y[rows] += (x[rows] A^T) B for each adapter, from its slot
 
 Layers that are called with the same input (q, k, v; gate, up) share the first product of the panel, once it is packed.
@@ -14,13 +15,14 @@ O(its adapters), whatever is resident.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 
 import torch
 from torch import Tensor, nn
 
-from worker.lora.linear import LoraLinear, LoraStep, Pack, SharedShrink
+from worker.lora.linear import LoraLinear, LoraStep, Pack, SharedShrink, Strips
 from worker.lora.panel import Columns, PanelLayout
 from worker.lora.siblings import sibling_groups
 from worker.lora.weights import AdapterWeights
@@ -32,6 +34,11 @@ _COLUMN_UNIT = 8
 # takes so many columns of groups of layers a step.
 _CALM_STEPS = 4
 _COLUMNS_PACKED_A_STEP = 1536
+# From so many rows times columns on, each adapter gets only its own rows: measured, that is where it begins to be
+# faster than one packed product for all, though it never needs to be packed.
+_STRIPS_FROM = 8192
+# ... unless so many times as many rows would be computed, because one adapter has far more rows than others.
+_MOST_PADDED = 4
 # No slot has this number, and no row either.
 _NO_OWNER = -2
 
@@ -85,24 +92,46 @@ class LoraLayers:
         """
         step = self._step
         step.own_by_layers = {}
-        step.panel_rows = step.own = None
+        step.panel_rows = step.own = step.strips = None
         slots = [slot for slot, _ in rows[:decodes] if slot >= 0]
         if slots:
             # Sorted by slot: those without an adapter come first.
             step.panel_rows = slice(decodes - len(slots), decodes)
-            step.own = self._own_columns(slots)
+            self._arrange(slots)
+            step.strips = self._strips(slots)
+            if step.strips is None:
+                step.own = self._own_columns(slots)
+                self._pack_some()
         step.segments = _segments(rows[decodes:], decodes)
         step.adapted = bool(slots or step.segments)
         step.only_panel = len(slots) == len(rows)
 
-    def _own_columns(self, row_slots: list[int]) -> Tensor:
+    def _arrange(self, row_slots: list[int]) -> None:
         widths = {slot: self._column_width(slot) for slot in row_slots}
         width = self._layout.width
         fresh = self._layout.arrange(widths)
         if fresh or self._layout.width != width:
             self._fill_panel(fresh)
-        elif self._unpacked:
-            self._pack_some()
+
+    def _strips(self, row_slots: list[int]) -> Strips | None:
+        """None where one product for all rows is faster, or where the panel's adapters are not all as wide."""
+        width = self._layout.strip_width
+        if width is None or len(row_slots) * self._layout.width < _STRIPS_FROM:
+            return None
+        count, most = self._layout.width // width, max(Counter(row_slots).values())
+        if most * count > _MOST_PADDED * len(row_slots):
+            return None
+        pad = [0] * (count * most)
+        back: list[int] = []
+        for row, slot in enumerate(row_slots):
+            same = row and row_slots[row - 1] == slot
+            back.append(back[-1] + 1 if same else self._layout[slot].offset // width * most)
+            pad[back[-1]] = row
+        return Strips(
+            count, width, most, torch.tensor(pad, device=self._device), torch.tensor(back, device=self._device)
+        )
+
+    def _own_columns(self, row_slots: list[int]) -> Tensor:
         slots = upload(row_slots, self._device, torch.int64)
         return (slots[:, None] == self._owner[None]).to(self._dtype)
 
@@ -119,12 +148,12 @@ class LoraLayers:
         self._owner = owner.to(self._device)
         for layer in self._layers.values():
             layer.fill_panel(fresh, places, width, self._capacity)
-        self._calm_steps = 0
+        self._calm_steps = -1
         self._unpacked = list(self._groups) if self._pack else []
 
     def _pack_some(self) -> None:
         self._calm_steps += 1
-        if self._pack is None or self._calm_steps <= _CALM_STEPS:
+        if self._pack is None or not self._unpacked or self._calm_steps <= _CALM_STEPS:
             return
         for _ in range(max(1, _COLUMNS_PACKED_A_STEP // self._layout.width)):
             if self._unpacked:

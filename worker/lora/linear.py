@@ -30,13 +30,35 @@ class Product(Protocol):
 Pack = Callable[[Tensor], Product]
 
 
+@dataclass(frozen=True, slots=True)
+class Strips:
+    """The panel as one strip of `width` columns for each of `count` adapters, all as wide, and each with its own rows.
+
+    `pad` [count * most] are the panel's rows, strip after strip, any where a strip has fewer than `most`; `back` [rows]
+    is where each row stands in that.
+    """
+
+    count: int
+    width: int
+    most: int
+    pad: Tensor
+    back: Tensor
+
+    def of(self, rows: Tensor, panel: LoraPair) -> Tensor:
+        """What the adapters add for x [rows, in_features]: [rows, out_features]. The panel is read where it lies."""
+        padded = rows.index_select(0, self.pad).view(self.count, self.most, -1)
+        shrunk = torch.bmm(padded, panel.a.view(self.count, self.width, -1).transpose(1, 2))
+        added = torch.bmm(shrunk, panel.b.view(self.count, self.width, -1))
+        return added.view(self.count * self.most, -1).index_select(0, self.back)
+
+
 @dataclass(slots=True)
 class LoraStep:
     """What the layers need to know of a step; all of them look at the same one.
 
     `segments` are (slot, first row, last row + 1). The rows [first, stop) of `panel_rows` go through the panel; `own`
     [stop - first, width] is 1 in the columns of the row's adapter and 0 in the others, `own_by_layers` the same side by
-    side for groups of several layers.
+    side for groups of several layers. With `strips` the panel is used in that way.
     """
 
     segments: list[tuple[int, int, int]] = field(default_factory=list)
@@ -45,13 +67,16 @@ class LoraStep:
     adapted: bool = False
     only_panel: bool = False
     own: Tensor | None = None
+    strips: Strips | None = None
     own_by_layers: dict[int, Tensor] = field(default_factory=dict)
 
     def own_for(self, layers: int) -> Tensor:
         """`own`, `layers` times side by side."""
+        assert self.own is not None, "own_for is for steps with a panel"
+        if layers == 1:
+            return self.own
         own = self.own_by_layers.get(layers)
         if own is None:
-            assert self.own is not None, "own_for is for steps with a panel"
             own = self.own_by_layers[layers] = self.own.repeat(1, layers)
         return own
 
@@ -137,6 +162,9 @@ class LoraLinear(nn.Module):
 
     def _with_panel(self, x: Tensor, rows: Tensor, out: Tensor, panel: LoraPair, at: slice) -> Tensor:
         step = self.step
+        if step.strips is not None:
+            out[at] += step.strips.of(rows[at], panel)
+            return out
         if self.shrink is None or self.expand is None:
             assert step.own is not None, "a step with panel rows has `own`"
             out[at].addmm_(linear(rows[at], panel.a).mul_(step.own), panel.b)
@@ -164,6 +192,8 @@ class SharedShrink:
 
     def of(self, layer: LoraLinear, x: Tensor, rows: Tensor) -> Tensor:
         """The layer's share of the product with `rows`, which are of x: [rows, width], 0 in the others' columns."""
+        if len(self._place) == 1:
+            return self._shrink.times(rows, self._step.own_for(1))
         # The same object: a layer that was called with something else meanwhile is not mistaken.
         if self._x is not x:
             shrunk = self._shrink.times(rows, self._step.own_for(len(self._place)))

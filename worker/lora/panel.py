@@ -39,6 +39,12 @@ class PanelLayout:
     def __getitem__(self, slot: int) -> Columns:
         return self._by_slot[slot]
 
+    @property
+    def strip_width(self) -> int | None:
+        """The width that all columns have in common, or None."""
+        widths = {place.width for place in self._places}
+        return widths.pop() if len(widths) == 1 else None
+
     def arrange(self, widths: Mapping[int, int]) -> list[Columns]:
         """Place the slots of a step, each with its width in columns; returns the columns to be filled."""
         fresh = []

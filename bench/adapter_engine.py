@@ -1,0 +1,178 @@
+"""The bare engine with far more adapters than slots, and what bench.adapters asks of it.
+
+It runs scenarios, which are picklable and get the engine: AdapterEngine.run(Saturated(...)).
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from bench.limit import Step, recorded_steps
+from bench.trace import Arrival, Trace, draw
+from bench.workload import Request
+from worker.engine import build_engine
+from worker.scheduling.contract import AdapterSource, EngineStats, NewSequence, Output, Stopping
+
+R = TypeVar("R")
+
+
+class AdapterEngine:
+    """An engine in bfloat16; adapter i's files lie in directory i mod their number, under a digest of its own."""
+
+    def __init__(self, model: Path, directories: Sequence[Path], vocabulary: int, **settings: Any) -> None:
+        """`settings` are build_engine's."""
+        self._loaded = threading.Event()
+        self._engine = build_engine(str(model), "cpu", "bfloat16", on_loaded=self._loaded.set, **settings)
+        self._directories = directories
+        self.vocabulary = vocabulary
+        self._names = 0
+        self._live: set[str] = set()
+
+    def run(self, requests: Callable[[AdapterEngine], R]) -> R:
+        """Run a scenario."""
+        try:
+            return requests(self)
+        finally:
+            self.abort()
+
+    def add(self, request: Request, *, unknown: bool = False) -> str:
+        """Take a request and return its name; `unknown`: its adapter's digest is new, so that its files are read."""
+        self._names += 1
+        name = f"{self._names}"
+        adapter = None
+        if request.adapter is not None:
+            directory = self._directories[request.adapter % len(self._directories)]
+            adapter = AdapterSource(f"new-{name}" if unknown else f"a{request.adapter}", str(directory))
+        self._engine.add(
+            NewSequence(name, request.prompt_ids, adapter=adapter, stopping=Stopping(request.tokens), tenant=name)
+        )
+        self._live.add(name)
+        return name
+
+    def step(self, until: float | None = None) -> list[Output]:
+        """One step, after waiting for an adapter if only that is left to do; at the latest at `until` (perf_counter).
+
+        Raises RuntimeError where a sequence failed.
+        """
+        while not self._engine.has_work():
+            left = None if until is None else until - time.perf_counter()
+            if left is not None and left <= 0:
+                return []
+            self._loaded.wait(left)
+            self._loaded.clear()
+        outputs = self._engine.step()
+        for output in outputs:
+            if output.failure:
+                raise RuntimeError(f"the engine failed: {output.failure.message}")
+            if output.finish:
+                self._live.discard(output.sequence_id)
+        return outputs
+
+    def abort(self) -> None:
+        """Forget all that has not ended."""
+        for name in self._live:
+            self._engine.abort(name)
+        self._live.clear()
+        while self._engine.has_work():
+            self._engine.step()
+
+    def first_token_s(self, request: Request, *, unknown: bool = False) -> float:
+        """Seconds from a lone request to its first token."""
+        start = time.perf_counter()
+        name = self.add(request, unknown=unknown)
+        while not any(output.sequence_id == name and output.token_ids for output in self.step()):
+            pass
+        taken = time.perf_counter() - start
+        self.abort()
+        return taken
+
+    @property
+    def stats(self) -> EngineStats:
+        """What it holds now."""
+        return self._engine.stats()
+
+    def close(self) -> None:
+        """End its threads."""
+        self._engine.close()
+
+
+@dataclass(frozen=True)
+class Saturation:
+    """What came of Saturated; `steps` are those of its time."""
+
+    requests: int
+    tokens: int
+    seconds: float
+    swaps: int
+    steps: tuple[Step, ...]
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Its throughput."""
+        return self.tokens / self.seconds
+
+
+@dataclass(frozen=True)
+class Saturated:
+    """A closed loop over a trace with so many requests in flight, until all but the last `in_flight` have ended."""
+
+    trace: Trace
+    prompts: int
+    in_flight: int
+
+    def __call__(self, engine: AdapterEngine) -> Saturation:
+        """Run it."""
+        waiting = deque(arrival.request for arrival in draw(self.trace, engine.vocabulary, self.prompts))
+        ends = len(waiting) - self.in_flight
+        swaps = engine.stats.adapter_swaps
+        ended = tokens = 0
+        with recorded_steps() as steps:
+            start = time.perf_counter()
+            for _ in range(self.in_flight):
+                engine.add(waiting.popleft())
+            while ended < ends:
+                for output in engine.step():
+                    tokens += len(output.token_ids)
+                    if output.finish:
+                        ended += 1
+                        if waiting:
+                            engine.add(waiting.popleft())
+            seconds = time.perf_counter() - start
+        return Saturation(ended, tokens, seconds, engine.stats.adapter_swaps - swaps, tuple(steps))
+
+
+@dataclass(frozen=True)
+class FirstTokens:
+    """An open loop: the trace's requests at its times. Returns seconds to the first token, of all after `warm_up`."""
+
+    trace: Trace
+    prompts: int
+    warm_up: int
+
+    def __call__(self, engine: AdapterEngine) -> list[float]:
+        """Run it."""
+        coming = deque(draw(self.trace, engine.vocabulary, self.prompts))
+        names: dict[str, Arrival] = {}
+        taken: dict[str, float] = {}
+        start = time.perf_counter()
+        while len(taken) < self.trace.requests:
+            while coming and start + coming[0].at_s <= time.perf_counter():
+                arrival = coming.popleft()
+                names[engine.add(arrival.request)] = arrival
+            for output in engine.step(until=start + coming[0].at_s if coming else None):
+                if output.token_ids and output.sequence_id not in taken:
+                    # From when it was to come: what a step of that moment delays counts.
+                    taken[output.sequence_id] = time.perf_counter() - start - names[output.sequence_id].at_s
+        return [taken[name] for name in list(names)[self.warm_up :]]
+
+
+def resident_bytes() -> int:
+    """Of this process's memory, what lies in RAM; from /proc, so on Linux alone."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * 4096

@@ -1,0 +1,128 @@
+"""Scenarios of bench.adapters about single loads: beside decodes, for a lone request, and ten thousand in a row."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from bench.adapter_engine import AdapterEngine, resident_bytes
+from bench.trace import random_ids
+from bench.workload import Request
+
+# Short: what is looked at is the adapter's load, not the prompt's prefill beside the decodes.
+_ARRIVAL_TOKENS = 8
+_EVERY_S = 0.1
+_IN_FLIGHT = 64
+
+
+class Loads(Enum):
+    """What arrives beside decodes: nothing, or ten short requests a second whose adapters are there, or are new."""
+
+    NONE = "nothing arrives"
+    WARM = "10 requests a second"
+    COLD = "10 new adapters a second"
+
+
+@dataclass(frozen=True)
+class DecodingGaps:
+    """Sequences that decode, each with its own adapter; returns the seconds between their tokens."""
+
+    loads: Loads
+    seconds: float
+    decodes: int
+    seed: int
+
+    def __call__(self, engine: AdapterEngine) -> list[float]:
+        """Run it."""
+        chance = random.Random(f"{self.seed} {self.loads}")
+        watched = {engine.add(_request(chance, engine, 8, 8000, adapter)): 0.0 for adapter in range(self.decodes)}
+        # Adapters of warm arrivals, and the decodes' first steps.
+        for adapter in range(self.decodes, self.decodes + 4):
+            engine.add(_request(chance, engine, _ARRIVAL_TOKENS, _ARRIVAL_TOKENS, adapter))
+        for _ in range(60):
+            engine.step()
+        gaps: list[float] = []
+        start = time.perf_counter()
+        arrived = 0
+        while (now := time.perf_counter()) < start + self.seconds:
+            if self.loads is not Loads.NONE and now >= start + arrived * _EVERY_S:
+                request = _request(chance, engine, _ARRIVAL_TOKENS, _ARRIVAL_TOKENS, self.decodes + arrived % 4)
+                engine.add(request, unknown=self.loads is Loads.COLD)
+                arrived += 1
+            outputs = engine.step()
+            now = time.perf_counter()
+            for output in outputs:
+                before = watched.get(output.sequence_id)
+                if before is not None:
+                    if before:
+                        gaps.append(now - before)
+                    watched[output.sequence_id] = now
+        return gaps
+
+
+@dataclass(frozen=True)
+class LoneFirstTokens:
+    """A request of 64 tokens on an idle engine, so many times; seconds to the first token, by where the adapter is.
+
+    Each time with the next of the last `cycle` of `adapters`, more than there are slots: first it is in host memory,
+    then in its slot.
+    """
+
+    repeats: int
+    adapters: int
+    cycle: int
+
+    def __call__(self, engine: AdapterEngine) -> dict[str, list[float]]:
+        """Run it."""
+        chance = random.Random(self.repeats)
+        cycle = min(self.cycle, self.adapters)
+        taken: dict[str, list[float]] = {"in host memory": [], "in a slot": []}
+        # Once around before: so each is in host memory, and has left its slot when its turn comes.
+        for turn in range(cycle + self.repeats):
+            for seconds in taken.values():
+                one = engine.first_token_s(_request(chance, engine, 64, 1, self.adapters - cycle + turn % cycle))
+                if turn >= cycle:
+                    seconds.append(one)
+        return taken
+
+
+@dataclass(frozen=True)
+class Swapping:
+    """Requests for random ones of `adapters`, far more than slots, until so many were swapped; returns the growth of
+    the process's memory over the time, in MB. `warm_up` swaps go before: they fill the tiers and grow buffers.
+    """
+
+    swaps: int
+    warm_up: int
+    adapters: int
+
+    def __call__(self, engine: AdapterEngine) -> float:
+        """Run it."""
+        chance = random.Random(1)
+
+        def swap(count: int) -> None:
+            until = engine.stats.adapter_swaps + count
+            in_flight = 0
+            while engine.stats.adapter_swaps < until:
+                for _ in range(_IN_FLIGHT - in_flight):
+                    engine.add(_request(chance, engine, _ARRIVAL_TOKENS, 1, chance.randrange(self.adapters)))
+                in_flight = _IN_FLIGHT - sum(output.finish is not None for output in engine.step())
+            engine.abort()
+
+        swap(self.warm_up)
+        before = resident_bytes()
+        swap(self.swaps)
+        return (resident_bytes() - before) / 1e6
+
+
+def percentile(values: Sequence[float], percent: int) -> float:
+    """The value that so many percent of them do not exceed."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, len(ordered) * percent // 100)]
+
+
+def _request(chance: random.Random, engine: AdapterEngine, prompt: int, tokens: int, adapter: int) -> Request:
+    return Request(random_ids(chance, prompt, engine.vocabulary), tokens, adapter)
