@@ -19,7 +19,7 @@ from router.relay import RelayService
 from router.service import InferenceService
 from router.settings import Settings, read_weights
 from router.store_client import StoreClient
-from rpc.server import Server, stop_signal
+from rpc.server import RELAY_MESSAGE_BYTES, Server, stop_signal
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ async def run(settings: Settings) -> None:
     placer = Placer(models.serving, read_weights(settings.tenant_weights), settings.adapter_mib_tokens)
     dispatcher = Dispatcher(models.queue_of, placer.place)
     relay_service = RelayService(dispatcher)
-    public, relay = Server(), Server()
+    public, relay = Server(), Server(message_bytes=RELAY_MESSAGE_BYTES)
     watching: asyncio.Task[None] | None = None
     try:
         relay_port = relay.bind(settings.relay_host, settings.relay_port)
@@ -48,6 +48,8 @@ async def run(settings: Settings) -> None:
         print(f"ready router={settings.host}:{port}", flush=True)
         watching = asyncio.create_task(_watch(public, models, dispatcher))
         await asyncio.wait({watching, asyncio.create_task(stop.wait())}, return_when=asyncio.FIRST_COMPLETED)
+        if watching.done():
+            watching.result()  # it watches for ever: this raises what ended it, and the process fails
     finally:
         # Streams may end, and be recovered until then; then the relay, which they need; then what both stand on.
         await public.stop(settings.drain_s)

@@ -68,7 +68,10 @@ class Dispatcher:
         self._requests.add(request)
         track = self._tracks[job.job_id] = Track(job)
         try:
+            # Nobody is to miss it meanwhile and dispatch it a second time, past the queue's limits.
+            track.dispatching = True
             await self._admit(job)
+            track.dispatching = False
             yield track
         finally:
             self._requests.discard(request)

@@ -13,7 +13,7 @@ from loraplex.adapters.v1 import adapters_pb2_grpc
 from broker.messages import AdapterRef
 from rpc.auth import TENANT_KEY
 from rpc.errors import CallError, InvalidField, NotFound, Unavailable
-from rpc.server import CHANNEL_OPTIONS
+from rpc.server import channel_options
 
 # How old an answer to a name may be.
 NAME_TTL_S = 1.0
@@ -46,7 +46,7 @@ class StoreClient:
 
     def __init__(self, address: str) -> None:
         self._address = address
-        self._channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+        self._channel = grpc.aio.insecure_channel(address, options=channel_options())
         self._stub = adapters_pb2_grpc.AdapterServiceStub(self._channel)
         self._names: dict[tuple[str, str], tuple[float, ResolvedAdapter]] = {}
         self._flights: dict[tuple[str, str], asyncio.Task[ResolvedAdapter]] = {}

@@ -16,19 +16,29 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from rpc.status import StatusInterceptor
 
 MESSAGE_BYTES = 4 * 1024 * 1024
+# Between a worker and a router: what one step made of all jobs, a long prompt's log probabilities among it, must pass.
+RELAY_MESSAGE_BYTES = 256 * 1024 * 1024
 
 # Client and server must agree on keepalive, or the server answers GOAWAY too_many_pings.
 KEEPALIVE_MS = 10_000
-CHANNEL_OPTIONS: list[tuple[str, Any]] = [
+_KEEPALIVE: list[tuple[str, Any]] = [
     ("grpc.keepalive_time_ms", KEEPALIVE_MS),
     ("grpc.keepalive_timeout_ms", 5_000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
-    ("grpc.max_receive_message_length", MESSAGE_BYTES),
-    ("grpc.max_send_message_length", MESSAGE_BYTES),
 ]
-SERVER_OPTIONS: list[tuple[str, Any]] = [
-    *CHANNEL_OPTIONS,
+
+
+def channel_options(message_bytes: int = MESSAGE_BYTES) -> list[tuple[str, Any]]:
+    """For channels to our servers, and for these, with messages of up to so many bytes."""
+    return [
+        *_KEEPALIVE,
+        ("grpc.max_receive_message_length", message_bytes),
+        ("grpc.max_send_message_length", message_bytes),
+    ]
+
+
+_SERVER_OPTIONS: list[tuple[str, Any]] = [
     ("grpc.http2.min_recv_ping_interval_without_data_ms", KEEPALIVE_MS // 2),
     ("grpc.http2.max_ping_strikes", 0),
     ("grpc.so_reuseport", 0),
@@ -42,9 +52,14 @@ class PortInUse(Exception):
 class Server:
     """A grpc.aio server with the project's options and a health service."""
 
-    def __init__(self, *, interceptors: Sequence[grpc.aio.ServerInterceptor] = ()) -> None:
+    def __init__(
+        self, *, interceptors: Sequence[grpc.aio.ServerInterceptor] = (), message_bytes: int = MESSAGE_BYTES
+    ) -> None:
         # The status interceptor is outermost, so that it also sees what the others raise.
-        self.grpc = grpc.aio.server(options=SERVER_OPTIONS, interceptors=(StatusInterceptor(), *interceptors))
+        self.grpc = grpc.aio.server(
+            options=[*channel_options(message_bytes), *_SERVER_OPTIONS],
+            interceptors=(StatusInterceptor(), *interceptors),
+        )
         self._health = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.grpc)
 

@@ -12,7 +12,7 @@ import grpc
 from loraplex.adapters.v1 import adapters_pb2 as pb
 from loraplex.adapters.v1 import adapters_pb2_grpc
 
-from rpc.server import CHANNEL_OPTIONS, Server
+from rpc.server import Server, channel_options
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -73,7 +73,7 @@ class FaultyStore:
         """The real store's answer."""
         if not self.target:
             await context.abort(grpc.StatusCode.UNAVAILABLE, "the store is not up yet")
-        async with grpc.aio.insecure_channel(self.target, options=CHANNEL_OPTIONS) as channel:
+        async with grpc.aio.insecure_channel(self.target, options=channel_options()) as channel:
             try:
                 answer = await adapters_pb2_grpc.AdapterServiceStub(channel).GetBaseModel(request)
             except grpc.aio.AioRpcError as error:
@@ -99,7 +99,7 @@ class FaultyStore:
             case Fault.GATED:
                 await self.gate.wait()
         metadata = [(key, value) for key, value in context.invocation_metadata() or () if key == "x-loraplex-tenant"]
-        async with grpc.aio.insecure_channel(self.target, options=CHANNEL_OPTIONS) as channel:
+        async with grpc.aio.insecure_channel(self.target, options=channel_options()) as channel:
             stub = adapters_pb2_grpc.AdapterServiceStub(channel)
             async for part in stub.DownloadRevision(request, metadata=metadata):
                 if part.HasField("chunk"):

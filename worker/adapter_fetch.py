@@ -16,13 +16,14 @@ import logging
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import grpc
 from loraplex.adapters.v1 import adapters_pb2_grpc
 
 from broker.messages import AdapterRef, Wanted
-from rpc.server import CHANNEL_OPTIONS
+from rpc.server import channel_options
 from worker.adapter_disk import DiskTier, Stored, TooLargeError
 from worker.adapter_download import CONFIG_BYTES, FetchFailedError, Patience, digest_on_disk, download
 from worker.scheduling.contract import Failure
@@ -38,7 +39,7 @@ DOWNLOADS = 64
 PREFETCHES = 2
 # A store that is back must be found again soon.
 _OPTIONS = [
-    *CHANNEL_OPTIONS,
+    *channel_options(),
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1_000),
@@ -125,6 +126,8 @@ class AdapterFetcher:
             if flight is None:
                 flight = _Flight(ref.revision, asyncio.get_running_loop().create_task(self._land(ref, tenant)))
                 self._flights[ref.digest] = flight
+                # At once, before a waiter wakes: one that tries again must not join a flight that has ended.
+                flight.task.add_done_callback(partial(self._ended, ref.digest, flight))
             try:
                 return await self._join(flight, ref.digest)
             except FetchFailedError:
@@ -141,8 +144,14 @@ class AdapterFetcher:
             flight.waiters -= 1
             if not flight.waiters:
                 flight.task.cancel()
-                if self._flights.get(digest) is flight:
-                    del self._flights[digest]
+                self._landed(digest, flight)
+
+    def _ended(self, digest: str, flight: _Flight, _: asyncio.Task[Path]) -> None:
+        self._landed(digest, flight)
+
+    def _landed(self, digest: str, flight: _Flight) -> None:
+        if self._flights.get(digest) is flight:
+            del self._flights[digest]
 
     def _failure(self, ref: AdapterRef) -> FetchFailedError | None:
         until, failed = self._failed.get(ref.revision, (0.0, None))

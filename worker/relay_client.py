@@ -19,7 +19,7 @@ import grpc
 from loraplex.relay.v1 import relay_pb2 as pb
 from loraplex.relay.v1 import relay_pb2_grpc
 
-from rpc.server import CHANNEL_OPTIONS
+from rpc.server import RELAY_MESSAGE_BYTES, channel_options
 from worker.frames import attempt_of, next_frame
 from worker.held import HeldChoice, HeldJob, HeldJobs
 
@@ -244,7 +244,7 @@ class _Link:
 
 # A router that is gone for a moment must be found again soon.
 _OPTIONS = [
-    *CHANNEL_OPTIONS,
+    *channel_options(RELAY_MESSAGE_BYTES),
     ("grpc.initial_reconnect_backoff_ms", 50),
     ("grpc.min_reconnect_backoff_ms", 50),
     ("grpc.max_reconnect_backoff_ms", 500),

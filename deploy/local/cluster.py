@@ -30,7 +30,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from deploy.local import valkey
 from deploy.local.process import READY, LaunchError, Process
-from rpc.server import CHANNEL_OPTIONS
+from rpc.server import channel_options
 
 __all__ = ["ClusterSettings", "LaunchError", "LocalCluster"]
 
@@ -239,7 +239,7 @@ class LocalCluster:
             await self._router_serving(address)
 
     async def _router_serving(self, address: str) -> None:
-        async with grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
+        async with grpc.aio.insecure_channel(address, options=channel_options()) as channel:
             watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
             try:
                 async for response in watch:

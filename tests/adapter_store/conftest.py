@@ -19,7 +19,7 @@ from safetensors.numpy import save
 from adapter_store.app import Store
 from adapter_store.settings import StoreSettings
 from artifacts.base_model import BaseModel, ModuleShape, read_base_model
-from rpc.server import CHANNEL_OPTIONS
+from rpc.server import channel_options
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
@@ -30,7 +30,7 @@ class Client:
     """The store's methods as one tenant or another calls them."""
 
     def __init__(self, address: str) -> None:
-        self._channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+        self._channel = grpc.aio.insecure_channel(address, options=channel_options())
         self.stub: Any = pb_grpc.AdapterServiceStub(self._channel)
 
     async def close(self) -> None:

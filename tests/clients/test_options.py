@@ -138,4 +138,4 @@ def test_unknown_option() -> None:
 
 
 def test_keepalive_is_the_servers() -> None:
-    assert server.CHANNEL_OPTIONS == CHANNEL_OPTIONS
+    assert server.channel_options() == CHANNEL_OPTIONS

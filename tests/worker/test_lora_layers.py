@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from worker.lora.layers import LoraLayers
+from worker.lora.linear import LoraLinear
 from worker.lora.weights import AdapterWeights, LoraPair
 from worker.model.packed import PackedWeight, packing_works
 
@@ -186,3 +187,33 @@ def test_strips_give_what_the_rows_are_alone(seed: int, monkeypatch: pytest.Monk
     # One with far more rows than the others would be padded too much.
     checked.check([1] * 30 + [2, 4, 6, 7, 8, 9])
     assert checked.layers._step.strips is None
+
+
+def test_a_panel_that_could_not_be_filled_is_filled_anew(checked: Checked, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For want of memory, between two layers: the columns of one that left must not answer for the newcomer."""
+    checked.check([0, 1, 2, 4])
+    fill = LoraLinear.fill_panel
+
+    def fails(layer: LoraLinear, *columns: Any) -> None:
+        if layer.out_features == LINEARS["inner.second"][1]:
+            raise MemoryError
+        fill(layer, *columns)
+
+    monkeypatch.setattr(LoraLinear, "fill_panel", fails)
+    with pytest.raises(MemoryError):
+        checked.check([1, 2, 4, 8])
+    monkeypatch.undo()
+    for _ in range(12):
+        checked.check([1, 2, 4, 8])
+
+
+def test_a_float16_column_that_overflows_is_not_felt() -> None:
+    layers = LoraLayers(pipe := Pipe().half().requires_grad_(False), LINEARS, 2, 8, torch.device("cpu"), torch.float16)
+    for slot, scale in ((0, 6e4), (1, 0.1)):
+        pair = LoraPair(torch.full((8, 24), scale).half(), torch.full((8, 40), 0.1).half())
+        layers.install(AdapterWeights({"first": pair}, 8), slot)
+    x = torch.ones(1, 2, 24).half()
+    layers.begin_step([(0, 1), (1, 1)], 2)
+    out = pipe(x)[0]
+    assert not out[0].isfinite().all()
+    assert out[1].isfinite().all()

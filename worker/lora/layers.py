@@ -111,7 +111,12 @@ class LoraLayers:
         width = self._layout.width
         fresh = self._layout.arrange(widths)
         if fresh or self._layout.width != width:
-            self._fill_panel(fresh)
+            try:
+                self._fill_panel(fresh)
+            except BaseException:
+                # For want of memory, say: some layers have the columns that the layout tells of and some have not.
+                self._layout, self._capacity = PanelLayout(), 0
+                raise
 
     def _strips(self, row_slots: list[int]) -> Strips | None:
         """None where one product for all rows is faster, or where the panel's adapters are not all as wide."""

@@ -106,7 +106,7 @@ class LoraLinear(nn.Module):
         step = self.step
         if self.a is None or not step.adapted:
             return y
-        rows, out = x.view(-1, self.in_features), y.view(-1, self.out_features)
+        rows, out = x.reshape(-1, self.in_features), y.view(-1, self.out_features)
         if step.panel_rows is not None and self.panel is not None:
             out = self._with_panel(x, rows, out, self.panel, step.panel_rows)
         for slot, first, stop in step.segments:
@@ -122,9 +122,10 @@ class LoraLinear(nn.Module):
                 return
             # Not zeroed: on the CPU memory is then taken when it is written, for the ranks that adapters have. Nothing
             # behind a pair's own rank is ever read.
-            self.a = pair.a.new_empty(slots, max_rank, self.in_features)
-            self.b = pair.b.new_empty(slots, max_rank, self.out_features)
-            self.pairs = [None] * slots
+            a = pair.a.new_empty(slots, max_rank, self.in_features)
+            b = pair.b.new_empty(slots, max_rank, self.out_features)
+            # Both or none: memory may not be enough.
+            self.pairs, self.a, self.b = [None] * slots, a, b
         self.pairs[slot] = None
         if pair is not None:
             rank = len(pair.a)
@@ -167,7 +168,8 @@ class LoraLinear(nn.Module):
             return out
         if self.shrink is None or self.expand is None:
             assert step.own is not None, "a step with panel rows has `own`"
-            out[at].addmm_(linear(rows[at], panel.a).mul_(step.own), panel.b)
+            # Filled, not multiplied: in float16 another adapter's column may have overflowed for this row.
+            out[at].addmm_(linear(rows[at], panel.a).masked_fill_(step.own == 0, 0), panel.b)
             return out
         if step.only_panel:
             return self.expand.plus(self.shrink.of(self, x, rows), out)
@@ -187,6 +189,7 @@ class SharedShrink:
         self._place = {layer: index for index, (layer, _) in enumerate(panels)}
         self._x: Tensor | None = None
         self._shrunk: tuple[Tensor, ...] = ()
+        self._asked = 0
         for layer, panel in panels:
             layer.shrink, layer.expand = self, pack(panel.b.t().contiguous())
 
@@ -197,8 +200,9 @@ class SharedShrink:
         # The same object: a layer that was called with something else meanwhile is not mistaken.
         if self._x is not x:
             shrunk = self._shrink.times(rows, self._step.own_for(len(self._place)))
-            self._x, self._shrunk = x, shrunk.split_with_sizes(self._widths, 1)
-        place = self._place[layer]
-        if place == len(self._place) - 1:
-            self._x = None
-        return self._shrunk[place]
+            self._x, self._shrunk, self._asked = x, shrunk.split_with_sizes(self._widths, 1), 0
+        part = self._shrunk[self._place[layer]]
+        self._asked += 1
+        if self._asked == len(self._place):
+            self._x, self._shrunk = None, ()
+        return part

@@ -129,8 +129,8 @@ def _pair(module: str, a: Tensor, b: Tensor, scaling: float, dtype: torch.dtype,
         a.to(device, dtype, copy=True).contiguous(), (b.to(device).float() * scaling).to(dtype).t().contiguous()
     )
     # Rows of other adapters pass by these numbers too, and what comes out is multiplied by 0 (see layers.py): it must
-    # be finite. NaN is no more than anything.
-    if not (pair.a.abs().amax() <= _LARGEST and pair.b.abs().amax() <= _LARGEST):
+    # be finite. NaN is no more than anything. (Compared as Python's numbers: in float16 the bound itself is infinite.)
+    if not max(pair.a.abs().amax().item(), pair.b.abs().amax().item()) <= _LARGEST:
         raise ArtifactError(
             WEIGHTS_FILE,
             f"{module} has values that are not finite, or beyond {_LARGEST:g}, in {str(dtype).removeprefix('torch.')}",

@@ -7,6 +7,9 @@ from pathlib import Path
 
 import torch
 
+# What the host's allocator, CUDA's calls, cuBLAS and Triton say, each in its own words.
+_OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "out of memory", "ALLOC_FAILED")
+
 
 def available_bytes(device: torch.device) -> int:
     """Bytes that may still be taken on the device; on the CPU inside the limit of the control group."""
@@ -20,7 +23,7 @@ def is_out_of_memory(error: Exception) -> bool:
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     text = str(error)
-    return isinstance(error, RuntimeError) and ("can't allocate memory" in text or "not enough memory" in text)
+    return isinstance(error, RuntimeError) and any(sign in text for sign in _OUT_OF_MEMORY)
 
 
 def _host_bytes() -> int:

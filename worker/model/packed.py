@@ -66,15 +66,18 @@ class PackedSiblings:
         self._features = [linear.out_features for linear in linears]
         self._x: Tensor | None = None
         self._parts: tuple[Tensor, ...] = ()
+        self._asked = 0
 
     def part(self, index: int, x: Tensor) -> Tensor:
         """What the layer of that index gives for x [..., in_features]: a view of the whole product."""
         # The same object: a layer that was called with something else meanwhile is not mistaken.
         if self._x is not x:
             y = self._product(x.reshape(-1, x.shape[-1]))
-            self._x, self._parts = x, y.view(*x.shape[:-1], -1).split_with_sizes(self._features, -1)
+            self._x, self._asked = x, 0
+            self._parts = y.view(*x.shape[:-1], -1).split_with_sizes(self._features, -1)
         part = self._parts[index]
-        if index == len(self._features) - 1:
+        self._asked += 1
+        if self._asked == len(self._features):
             # Nobody else will ask: a long prompt's numbers need not stay.
             self._x, self._parts = None, ()
         return part

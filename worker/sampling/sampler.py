@@ -26,7 +26,7 @@ _FEW = 128
 _LIKELY = 1024
 _WIDER = 8
 # What float32 can divide the difference of two logits by.
-_COLDEST = 1e-30
+_COLDEST, _HOTTEST = 1e-30, 1e30
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ def sample(logits: Tensor, draws: Sequence[Draw], *, wait: bool = True) -> Tenso
 def _sample_random(scores: Tensor, draws: Sequence[Draw], wait: bool) -> Tensor:
     """Draw from scores [rows, vocab] whose largest is 0; changes them."""
     device, vocab = scores.device, scores.shape[-1]
-    temperature = upload([max(draw.sampling.temperature, _COLDEST) for draw in draws], device)
+    temperature = upload([min(max(draw.sampling.temperature, _COLDEST), _HOTTEST) for draw in draws], device)
     scores.div_(temperature[:, None])
     keys = [row_key(draw.sampling.seed, draw.choice, draw.position) for draw in draws]
     keys_tensor = upload(keys, device, torch.int32)
