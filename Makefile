@@ -38,8 +38,9 @@ run: $(STAMP) ## Start a cluster on this machine and show answers of the model a
 		--workers $(WORKERS) --device $(DEVICE) --dtype $(DTYPE) \
 		--port $(PORT) --store-port $(STORE_PORT) $(if $(ONCE),--once)
 
+# A process for each core; more than four would only wait for each other's clusters.
 test: $(STAMP) ## Run every test
-	$(BIN)/pytest
+	$(BIN)/pytest -n auto --maxprocesses 4 --dist worksteal
 
 # With the first Python whose torch finds a device: the machine's own, which may be offline and without the other rooms'
 # needs, so nothing is installed and the conftest of the whole suite is left out.

@@ -44,7 +44,9 @@ class Isolated(Generic[Asked_contra, Result_co]):
 
     def __enter__(self) -> Self:
         """Returns when it is ready. Raises RuntimeError where it can't be made."""
-        context = multiprocessing.get_context("spawn")
+        # Forked from one that has imported what they all need, and has started no thread.
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["torch", "transformers.generation", "peft", "worker.engine"])
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(self._make, theirs), daemon=True)
         self._process.start()

@@ -71,8 +71,8 @@ class Method(Protocol):
         """The layer's base output plus what the adapters make of x [rows, features]; may write to the former."""
 
 
-class LoopOverRows:
-    """Row by row: two small products each."""
+class _RememberedRows:
+    """What a method needs that looks at the rows in every layer."""
 
     def __init__(self, adapters: Adapters, bases: Sequence[GivenOutput]) -> None:
         self._adapters = adapters
@@ -82,6 +82,10 @@ class LoopOverRows:
     def prepare(self, rows: Sequence[int]) -> None:
         """See Method."""
         self._rows = rows
+
+
+class LoopOverRows(_RememberedRows):
+    """Row by row: two small products each."""
 
     def apply(self, layer: int, x: Tensor) -> Tensor:
         """See Method."""
@@ -115,17 +119,8 @@ class Gathered:
         return y
 
 
-class PeftsWay:
+class PeftsWay(_RememberedRows):
     """A loop over the batch's adapters, each with its rows: peft 0.21, lora/layer.py, _mixed_batch_forward."""
-
-    def __init__(self, adapters: Adapters, bases: Sequence[GivenOutput]) -> None:
-        self._adapters = adapters
-        self._bases = bases
-        self._rows: Sequence[int] = ()
-
-    def prepare(self, rows: Sequence[int]) -> None:
-        """See Method."""
-        self._rows = rows
 
     def apply(self, layer: int, x: Tensor) -> Tensor:
         """See Method. Which rows are whose is looked up in every layer, as there."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,8 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from clients.cli.loadtest_tables import print_comparison, print_runs
 from clients.cli.options import ROUTER, TENANT, RouterOption, TenantOption
-from clients.cli.terminal import CommandError, err, print_error, print_json, print_rows
+from clients.cli.terminal import CommandError, err, print_error, print_json
 
 if TYPE_CHECKING:
     from clients.loadtest.conditions import Condition
@@ -64,8 +66,17 @@ def loadtest(  # noqa: PLR0913, PLR0917  # one parameter a flag
     """
     with _bad_input():
         if compare is not None:
-            _compare(*compare, as_json=as_json)
+            print_comparison(*compare, as_json=as_json)
             return
+        _refuse_nothing(
+            {
+                "--requests": requests,
+                "--duration": duration,
+                "--rate": rate,
+                "--concurrency": concurrency,
+                "--processes": processes,
+            }
+        )
         flags = {
             "requests": requests,
             "duration_s": duration,
@@ -91,6 +102,12 @@ def _bad_input() -> Iterator[None]:
         yield
     except PlanError as error:
         raise CommandError(str(error)) from error
+
+
+def _refuse_nothing(flags: Mapping[str, float | None]) -> None:
+    for flag, value in flags.items():
+        if value is not None and not 0 < value < math.inf:
+            raise CommandError(f"{flag}: {value:g} must be a number greater than 0")
 
 
 def _arrivals(rate: float | None, concurrency: int | None) -> dict[str, Any] | None:
@@ -163,7 +180,7 @@ def _finish(plan: Plan, router: str, done: Done, conditions: Sequence[Condition]
     if as_json:
         print_json(report)
     else:
-        _print(done.runs)
+        print_runs(done.runs)
     for run in done.runs:
         for line in run["warnings"]:
             err().print(f"warning: {run['label']}: {line}", style="yellow", markup=False, soft_wrap=True)
@@ -189,60 +206,3 @@ def _conditions(texts: Sequence[str]) -> list[Condition]:
     from clients.loadtest.conditions import parse_condition
 
     return [parse_condition(text) for text in texts]
-
-
-def _print(runs: Sequence[Mapping[str, Any]]) -> None:
-    from clients.loadtest.page import milliseconds, percent
-
-    columns = [("ttft", "p50"), ("ttft", "p99"), ("itl", "p50"), ("itl", "p99"), ("latency", "p50"), ("latency", "p99")]
-    heads = ("run", "requests", "errors", "requests/s", "tokens/s", "goodput", "cold")
-    print_rows(
-        (*heads, *(f"{'TTFT' if name == 'ttft' else 'ITL' if name == 'itl' else name} {p}" for name, p in columns)),
-        [
-            (
-                run["label"],
-                run["figures"]["requests"],
-                run["figures"]["errors"],
-                f"{run['figures']['requests_per_s']:.2f}",
-                f"{run['figures']['tokens_per_s']:.0f}",
-                percent(run["figures"]["goodput_share"]),
-                run["figures"]["cold"],
-                *(milliseconds(run["times"][name][p]) for name, p in columns),
-            )
-            for run in runs
-        ],
-    )
-
-
-def _compare(first: Path, second: Path, *, as_json: bool) -> None:
-    from clients.loadtest.compare import compare
-    from clients.loadtest.report import read_report
-
-    rows = compare(read_report(first), read_report(second))
-    if as_json:
-        print_json(rows)
-        return
-    words = {True: "better", False: "worse", None: ""}
-    print_rows(
-        ("run", "value", "A", "B", "change", ""),
-        [
-            (
-                row["run"],
-                row["value"],
-                _value(row["value"], row["a"]),
-                _value(row["value"], row["b"]),
-                "-" if row["change"] is None else f"{row['change'] * 100:+.1f}%",
-                words[row["better"]],
-            )
-            for row in rows
-        ],
-    )
-
-
-def _value(name: str, value: float | None) -> str:
-    """A time with its unit, a share in percent, a rate as it is."""
-    from clients.loadtest.page import milliseconds, percent
-
-    if "." in name:
-        return f"{milliseconds(value)} ms"
-    return percent(value) if name.endswith("_share") else f"{value or 0.0:.2f}"
