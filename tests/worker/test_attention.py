@@ -123,6 +123,17 @@ def test_chunks_beside_decodes(window: int | None, block_size: int) -> None:
     oracle.step([(c, 1)], window)
 
 
+@pytest.mark.parametrize("window", [None, 3, 64, 100, 333])
+def test_long_chunks(window: int | None) -> None:
+    """Longer than a block of queries, one more and one less; from the beginning and later; few tokens over many."""
+    torch.manual_seed(5)
+    oracle = Oracle(blocks=400)
+    a, b = oracle.sequence("a", 560), oracle.sequence("b", 400)
+    for count in (150, 64, 65, 63, 7, 8, 1, 130, 2):
+        oracle.step([(a, count), (b, 1)], window)
+    oracle.step([(b, 300)], window)
+
+
 @pytest.mark.parametrize("window", [None, 5])
 @pytest.mark.parametrize("softcap", [None, 0.7])
 @pytest.mark.parametrize("sinks", [False, True])
