@@ -1,7 +1,7 @@
 # One gate, the same at home and in CI: `make lint` and `make test`.
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup run test gpu bench lint format clean
+.PHONY: help setup run test chaos cancels gpu bench lint format clean
 
 BIN := .venv/bin
 STAMP := .venv/.installed
@@ -20,11 +20,21 @@ PORT ?= 50051
 STORE_PORT ?= 50052
 ONCE ?=
 
+# Of `make chaos` and `make cancels`.
+REQUESTS ?= 10000
+KILLS ?= 200
+SEED ?= 1
+OVERLAP ?=
+JSON ?=
+CANCELS ?= 100000
+
 help: ## Print this list
 	@awk -F ': .*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 	@echo
 	@echo "  make run takes MODEL=DIR ADAPTERS=DIR WORKERS=$(WORKERS) DEVICE=$(DEVICE) DTYPE=$(DTYPE) PORT=$(PORT)"
 	@echo "  STORE_PORT=$(STORE_PORT), and ONCE=1 to exit after the answers"
+	@echo "  make chaos takes REQUESTS=$(REQUESTS) KILLS=$(KILLS) SEED=$(SEED) JSON=FILE, and OVERLAP=1 for several faults at once;"
+	@echo "  make cancels takes CANCELS=$(CANCELS)"
 
 setup: $(STAMP) ## Install into .venv and generate the stubs; a second time nothing
 
@@ -41,6 +51,13 @@ run: $(STAMP) ## Start a cluster on this machine and show answers of the model a
 # A process for each core; more than four would only wait for each other's clusters.
 test: $(STAMP) ## Run every test
 	$(BIN)/pytest -n auto --maxprocesses 4 --dist worksteal
+
+chaos: $(STAMP) ## Kill, stop and cut off every part under load; check every token
+	$(BIN)/python -m tests.chaos --requests $(REQUESTS) --kills $(KILLS) --seed $(SEED) \
+		$(if $(OVERLAP),--overlap) $(if $(JSON),--json "$(JSON)")
+
+cancels: $(STAMP) ## Cancel CANCELS requests at random moments; nothing of them may be left
+	CANCELS=$(CANCELS) $(BIN)/pytest tests/e2e/test_cancels.py
 
 # With the first Python whose torch finds a device: the machine's own, which may be offline and without the other rooms'
 # needs, so nothing is installed and the conftest of the whole suite is left out.

@@ -13,14 +13,16 @@ from adapter_store.storage import DataDirectoryError
 from rpc.server import PortInUse
 from rpc.settings import SettingsError, read_settings
 from telemetry.logging import set_up_logging
+from telemetry.metrics import MetricsPortError
 
 
 def main() -> int:
     """The process's exit status."""
-    set_up_logging("adapter_store")
     try:
-        uvloop.run(serve(read_settings(StoreSettings, "adapter-store", sys.argv[1:], os.environ)))
-    except (SettingsError, DataDirectoryError, PortInUse) as error:
+        settings = read_settings(StoreSettings, "adapter-store", sys.argv[1:], os.environ)
+        set_up_logging("adapter_store", settings.log_format, settings.log_level)
+        uvloop.run(serve(settings))
+    except (SettingsError, DataDirectoryError, MetricsPortError, PortInUse) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0

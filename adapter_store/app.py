@@ -10,12 +10,15 @@ from loraplex.adapters.v1 import adapters_pb2_grpc as pb_grpc
 from adapter_store.bases import BaseModels
 from adapter_store.catalog import Catalog
 from adapter_store.database import Database
+from adapter_store.metrics import StoreMetrics
 from adapter_store.receive import Receiver
 from adapter_store.service import AdapterService
 from adapter_store.settings import StoreSettings
 from adapter_store.storage import DataDirectory
 from rpc.auth import tenant_of
+from rpc.metrics import CallMeter
 from rpc.server import Server, stop_signal
+from telemetry.metrics import serve_metrics
 
 log = logging.getLogger(__name__)
 
@@ -28,6 +31,7 @@ class Store:
 
     def __init__(self, settings: StoreSettings) -> None:
         self._settings = settings
+        self.metrics = StoreMetrics()
         self.port = 0
 
     async def start(self) -> None:
@@ -36,8 +40,8 @@ class Store:
         try:
             catalog, bases = Catalog(self._database, self._data), BaseModels(self._database, self._data)
             receiver = Receiver(self._data, catalog, bases, self._settings.max_adapter_bytes)
-            self._server = Server()
-            service = AdapterService(catalog, bases, receiver, tenant_of)
+            self._server = Server(interceptors=[CallMeter(*self.metrics.calls)])
+            service = AdapterService(catalog, bases, receiver, tenant_of, self.metrics)
             pb_grpc.add_AdapterServiceServicer_to_server(service, self._server.grpc)
             self.port = self._server.bind(self._settings.host, self._settings.port)
             await self._server.start()
@@ -68,11 +72,16 @@ class Store:
 
 
 async def serve(settings: StoreSettings) -> None:
-    """Run a store until SIGTERM or SIGINT. Raises DataDirectoryError, PortInUse."""
+    """Run a store until SIGTERM or SIGINT. Raises DataDirectoryError, MetricsPortError, PortInUse."""
     stop = stop_signal()
     store = Store(settings)
-    await store.start()
-    print(f"ready store={settings.host}:{store.port}", flush=True)
-    await stop.wait()
-    log.info("draining")
-    await store.stop()
+    metrics_server = serve_metrics(store.metrics, settings.host, settings.metrics_port)
+    try:
+        await store.start()
+        print(f"ready store={settings.host}:{store.port}{store.metrics.ready_word}", flush=True)
+        await stop.wait()
+        log.info("draining")
+        await store.stop()
+    finally:
+        if metrics_server is not None:
+            metrics_server.close()

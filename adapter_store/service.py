@@ -14,6 +14,7 @@ from loraplex.adapters.v1 import adapters_pb2_grpc as pb_grpc
 from adapter_store.bases import BaseModels
 from adapter_store.catalog import Catalog
 from adapter_store.convert import adapter_to_pb, base_to_pb, masked, refusals, revision_to_pb
+from adapter_store.metrics import StoreMetrics
 from adapter_store.pages import decode_token, encode_token, fit_page, page_size
 from adapter_store.receive import Receiver, check_owner
 from adapter_store.transfer import outgoing
@@ -40,8 +41,14 @@ class AdapterService(pb_grpc.AdapterServiceServicer):
     """The store's methods. `tenant_of` names the caller of a call, or raises Unauthenticated."""
 
     def __init__(
-        self, catalog: Catalog, bases: BaseModels, receiver: Receiver, tenant_of: Callable[[Context], str]
+        self,
+        catalog: Catalog,
+        bases: BaseModels,
+        receiver: Receiver,
+        tenant_of: Callable[[Context], str],
+        metrics: StoreMetrics,
     ) -> None:
+        self._metrics = metrics
         self._catalog = catalog
         self._bases = bases
         self._receiver = receiver
@@ -52,7 +59,9 @@ class AdapterService(pb_grpc.AdapterServiceServicer):
     ) -> pb.UploadRevisionResponse:
         """Keep a revision once all of it is valid, and move its alias."""
         async with self._receiver.revision(request_iterator, self._tenant_of(context)) as (new, upload):
+            self._metrics.received.inc(sum(upload.sizes.values()))
             adapter, revision, created = await asyncio.to_thread(self._catalog.publish, new, upload)
+        self._metrics.published.inc(created)
         log.info("%s %s", "published" if created else "already there:", revision.name)
         return pb.UploadRevisionResponse(
             adapter=adapter_to_pb(adapter), revision=revision_to_pb(revision), created=created
@@ -77,6 +86,7 @@ class AdapterService(pb_grpc.AdapterServiceServicer):
         async with outgoing(self._catalog.open_revision, name, "revision") as (revision, pieces):
             yield pb.DownloadRevisionResponse(revision=revision_to_pb(revision))
             async for file, piece in pieces:
+                self._metrics.sent.inc(len(piece))
                 yield pb.DownloadRevisionResponse(chunk=pb.FileChunk(name=file, data=piece))
 
     async def GetAdapter(self, request: pb.GetAdapterRequest, context: Context) -> pb.GetAdapterResponse:
@@ -140,6 +150,7 @@ class AdapterService(pb_grpc.AdapterServiceServicer):
     ) -> pb.RegisterBaseModelResponse:
         """Keep a base model's manifest and small files."""
         async with self._receiver.base_model(request_iterator) as (new, upload):
+            self._metrics.received.inc(sum(upload.sizes.values()))
             base = await asyncio.to_thread(self._bases.register, new, upload)
         log.info("registered base model %s, %s", base.manifest.name, base.manifest.digest)
         return pb.RegisterBaseModelResponse(model=base_to_pb(base))
@@ -156,6 +167,7 @@ class AdapterService(pb_grpc.AdapterServiceServicer):
         async with outgoing(self._bases.open, request.name, "base model") as (base, pieces):
             yield pb.DownloadBaseModelResponse(model=base_to_pb(base))
             async for file, piece in pieces:
+                self._metrics.sent.inc(len(piece))
                 yield pb.DownloadBaseModelResponse(chunk=pb.FileChunk(name=file, data=piece))
 
     async def ListBaseModels(self, request: pb.ListBaseModelsRequest, context: Context) -> pb.ListBaseModelsResponse:

@@ -7,6 +7,8 @@ from pathlib import Path
 
 from rpc.auth import check_exposure
 from rpc.settings import setting
+from telemetry.logging import FORMAT_HELP, FORMAT_VARIABLE, LEVEL_HELP, LEVEL_VARIABLE, check_logging
+from telemetry.metrics import PORT_HELP
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,6 +19,9 @@ class StoreSettings:
     host: str = setting("address to listen on", "127.0.0.1")
     port: int = setting("port to listen on, 0 for one that the system chooses", 50052)
     max_adapter_bytes: int = setting("largest safetensors file accepted", 4 * 1024**3)
+    metrics_port: int = setting(PORT_HELP, 0)
+    log_format: str = setting(FORMAT_HELP, "text", variable=FORMAT_VARIABLE)
+    log_level: str = setting(LEVEL_HELP, "info", variable=LEVEL_VARIABLE)
     insecure_tenants: bool = setting("listen beyond loopback although callers name their tenant unproved", False)
 
     def __post_init__(self) -> None:
@@ -24,4 +29,5 @@ class StoreSettings:
             raise ValueError(f"--port: {self.port} is not a port")
         if self.max_adapter_bytes < 1:
             raise ValueError(f"--max-adapter-bytes: {self.max_adapter_bytes} is not a size")
+        check_logging(self.log_format, self.log_level)
         check_exposure(self.host, self.insecure_tenants)

@@ -12,7 +12,7 @@ import numpy as np
 from artifacts.base_model import HASH_ARCHITECTURE, BaseModel, ModuleShape
 from artifacts.errors import ArtifactError, MismatchError
 from artifacts.peft_config import CONFIG_FILE, MAX_RANK, PeftConfig, parse_peft_config
-from artifacts.revision import WEIGHTS_FILE, LoraShape, lora_tensors
+from artifacts.revision import WEIGHTS_FILE, LoraShape, base_copies, lora_tensors
 from artifacts.safetensors_header import TensorInfo, read_header
 
 # By dtype: an unsigned type of its size, and the exponent's bits, which are all set in infinities and NaNs alone.
@@ -30,10 +30,16 @@ def validate_adapter(directory: Path, base: BaseModel) -> int:
         return _rank_if_readable(config_bytes)
     config = parse_peft_config(config_bytes)
     header = read_header(directory / WEIGHTS_FILE)
-    shapes = lora_tensors(header)
+    shapes = lora_tensors(header, use_dora=config.use_dora)
     modules = {module.name: module for module in base.modules}
     for name, shape in shapes.items():
         _check_module(name, shape, modules.get(name), config, base.name)
+    for name, parameter in base_copies(header).items():
+        # Workers, which have the weights, compare them.
+        own = modules.get(parameter.rpartition(".")[0])
+        shapes_of_own = () if own is None else (sorted((own.in_features, own.out_features)), [own.out_features])
+        if sorted(header[name].shape) not in shapes_of_own:
+            raise MismatchError(WEIGHTS_FILE, f"tensor {name} has not the shape of {base.name}'s own {parameter}")
     for name, tensor in header.items():
         if tensor.dtype not in _EXPONENTS:
             raise MismatchError(WEIGHTS_FILE, f"tensor {name} is {tensor.dtype}; F32, F16 and BF16 are served")

@@ -11,15 +11,14 @@ from typing import Any
 from artifacts.checkpoint import Checkpoint, read_checkpoint, read_small_file
 from artifacts.digests import sha256_json
 from artifacts.errors import ArtifactError
-from artifacts.families import FAMILIES, Family
+from artifacts.families import FAMILIES, HEAD, HEAD_WEIGHTS, Family, is_embedding, is_head, is_inner
 from artifacts.hash_model import is_hash_spec, parse_hash_model
 from artifacts.json_object import parse_object
 from artifacts.kv_shape import config_count
 from artifacts.names import check_base_name
 
 HASH_ARCHITECTURE = "hash"
-# Two-dimensional weights that are no linear layers, or the output head, by the last part of their modules' names.
-_EMBEDDINGS_AND_HEADS = frozenset({"embed_tokens", "embed_positions", "embed_in", "wte", "wpe", "lm_head", "embed_out"})
+_POSITIONS = ("embed_positions", "wpe")
 _ROUTERS = ("gate", "router", "router.layer")
 _LAYER_NUMBER = re.compile(r"\.(?:layers|h)\.(\d+)\.")
 _CONFIG = "config.json"
@@ -37,7 +36,10 @@ _SMALL_FILES = (
 
 @dataclass(frozen=True, slots=True, order=True)
 class ModuleShape:
-    """A linear layer by its name in the model, such as model.layers.0.self_attn.q_proj."""
+    """A linear layer by its name in the model, such as model.layers.0.self_attn.q_proj.
+
+    Or the token embeddings, from vocabulary to features; the output head is there also where it uses their weight.
+    """
 
     name: str
     in_features: int
@@ -103,24 +105,27 @@ def _read_directory(directory: Path, name: str) -> BaseModel:
 
 
 def _modules(checkpoint: Checkpoint, family: Family, layers: int) -> tuple[ModuleShape, ...]:
-    """The linear layers, named as transformers names them once it has loaded the checkpoint."""
+    """What adapters can change, named as transformers names it once it has loaded the checkpoint."""
     found = []
     has_prefix = any(name.startswith(f"{family.prefix}.") for name in checkpoint.tensors)
     for tensor_name, (_, tensor) in checkpoint.tensors.items():
-        name = tensor_name.removesuffix(".weight")
+        name = HEAD if tensor_name in HEAD_WEIGHTS else tensor_name.removesuffix(".weight")
         if name == tensor_name or len(tensor.shape) != 2 or not _is_linear(name, family, layers):
             continue
-        shape = tensor.shape if family.input_first else tensor.shape[::-1]
-        found.append(ModuleShape(name if has_prefix else f"{family.prefix}.{name}", *shape))
-    if not found:
+        as_stored = is_embedding(name) or (family.input_first and not is_head(name))
+        shape = tensor.shape if as_stored else tensor.shape[::-1]
+        found.append(ModuleShape(name if has_prefix or is_head(name) else f"{family.prefix}.{name}", *shape))
+    if not any(is_inner(module.name) for module in found):
         raise ArtifactError("model", "has no linear layers that adapters could change")
+    if not any(is_head(module.name) for module in found):  # it uses the embeddings' weight
+        found += [ModuleShape(HEAD, one.out_features, one.in_features) for one in found if is_embedding(one.name)]
     return tuple(sorted(found))
 
 
 def _is_linear(name: str, family: Family, layers: int) -> bool:
     last = name.rpartition(".")[2]
     # Norms of queries and keys may have a weight for each head.
-    if last in _EMBEDDINGS_AND_HEADS or last.endswith("norm"):
+    if last in _POSITIONS or last.endswith("norm"):
         return False
     # Layers for predicting several tokens at once, which transformers leaves in the file.
     number = _LAYER_NUMBER.search(f".{name}.")

@@ -8,6 +8,26 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+# The token embeddings, by the last part of their modules' names; the output head, which checkpoints may call otherwise.
+_EMBEDDINGS = frozenset({"embed_tokens", "embed_in", "wte"})
+HEAD = "lm_head"
+HEAD_WEIGHTS = frozenset({"lm_head.weight", "embed_out.weight"})
+
+
+def is_embedding(module: str) -> bool:
+    """Whether a module of this name is a model's token embeddings."""
+    return module.rpartition(".")[2] in _EMBEDDINGS
+
+
+def is_head(module: str) -> bool:
+    """Whether a module of this name is the output head."""
+    return module == HEAD
+
+
+def is_inner(module: str) -> bool:
+    """Whether it is neither."""
+    return not (is_embedding(module) or is_head(module))
+
 
 @dataclass(frozen=True, slots=True)
 class Family:

@@ -19,7 +19,8 @@ _LARGEST = 2**31 - 1
 @dataclass(frozen=True, slots=True)
 class HashModel:
     """`vocab` and `context` in tokens; `step_ms` is how long a step takes; an answer ends by itself after `end_after`
-    tokens, never when 0.
+    tokens, never when 0. A step that has the token `die_on` among its inputs kills the engine process: for tests of
+    what becomes of requests that do so.
     """
 
     vocab: int = 32_000
@@ -27,6 +28,7 @@ class HashModel:
     seed: int = 0
     end_after: int = 0
     context: int = 32_768
+    die_on: int | None = None
 
     @property
     def end_token_ids(self) -> tuple[int, ...]:
@@ -35,7 +37,7 @@ class HashModel:
 
     @property
     def digest(self) -> str:
-        """Over what decides the tokens; `step_ms` does not."""
+        """Over what decides the tokens; `step_ms` and `die_on` do not."""
         manifest = {
             "architecture": "hash",
             "vocab": self.vocab,
@@ -61,7 +63,7 @@ def parse_hash_model(spec: str) -> HashModel:
         pairs = parse_qsl(part, keep_blank_values=True)
         key, value = pairs[0] if pairs else ("", "")
         if key in values or key not in HashModel.__dataclass_fields__:
-            what = "is given twice" if key in values else "is not one of vocab, step_ms, seed, end_after, context"
+            what = "is given twice" if key in values else f"is not one of {', '.join(HashModel.__dataclass_fields__)}"
             raise ArtifactError("model", f"{spec!r}: {key!r} {what}")
         values[key] = value
     return HashModel(
@@ -70,6 +72,7 @@ def parse_hash_model(spec: str) -> HashModel:
         seed=_whole(spec, values, "seed", 0, 0),
         end_after=_whole(spec, values, "end_after", 0, 0),
         context=_whole(spec, values, "context", HashModel().context, 2),
+        die_on=_whole(spec, values, "die_on", 0, 0) if "die_on" in values else None,
     )
 
 

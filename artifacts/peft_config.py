@@ -23,6 +23,7 @@ _SERVED = {
     "rank_pattern",
     "alpha_pattern",
     "use_rslora",
+    "use_dora",
     "fan_in_fan_out",
     "base_model_name_or_path",
 }
@@ -52,7 +53,6 @@ WHY_REFUSED = {
     "target_parameters": "LoRA on bare parameters, such as those of experts, is not served; target modules",
     "trainable_token_indices": "trained token embeddings are not served; train LoRA on linear layers alone",
     "use_bdlora": "block-diagonal LoRA is not served; train plain LoRA",
-    "use_dora": "DoRA is not served; train plain LoRA, or merge it and serve a base model of its own",
     "use_qalora": "QALoRA pools its inputs; train plain LoRA",
     "velora_config": "VeLoRA is not known to leave a plain LoRA adapter; train without it",
 }
@@ -67,6 +67,7 @@ class PeftConfig:
     rank_pattern: NamePatterns
     alpha_pattern: NamePatterns
     use_rslora: bool
+    use_dora: bool
     fan_in_fan_out: bool
     base_model: str
 
@@ -102,6 +103,7 @@ def parse_peft_config(data: bytes) -> PeftConfig:
         rank_pattern=_patterns(config, "rank_pattern", _rank),
         alpha_pattern=_patterns(config, "alpha_pattern", _number),
         use_rslora=_flag(config, "use_rslora"),
+        use_dora=_flag(config, "use_dora"),
         fan_in_fan_out=_flag(config, "fan_in_fan_out"),
         base_model=str(config.get("base_model_name_or_path") or ""),
     )

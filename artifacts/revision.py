@@ -7,20 +7,26 @@ from typing import Any, NamedTuple
 
 from artifacts.digests import sha256_bytes, sha256_json
 from artifacts.errors import ArtifactError
+from artifacts.families import is_embedding, is_head
 from artifacts.json_object import parse_object
 from artifacts.peft_config import CONFIG_FILE
 from artifacts.safetensors_header import TensorInfo
 
 WEIGHTS_FILE = "adapter_model.safetensors"
-__all__ = ["CONFIG_FILE", "WEIGHTS_FILE", "LoraShape", "lora_tensors", "revision_digest"]
+__all__ = ["CONFIG_FILE", "WEIGHTS_FILE", "LoraShape", "base_copies", "lora_tensors", "revision_digest", "tensor_names"]
 
 _FORMAT = 1
 _PREFIX = "base_model.model."
-_SUFFIXES = {"A": ".lora_A.weight", "B": ".lora_B.weight"}
+_MAGNITUDE = "magnitude"
+_SUFFIXES = {"A": ".lora_A.weight", "B": ".lora_B.weight", _MAGNITUDE: ".lora_magnitude_vector"}
+_EMBEDDING_SUFFIXES = {"A": ".lora_embedding_A", "B": ".lora_embedding_B", _MAGNITUDE: ".lora_magnitude_vector"}
 
 
 class LoraShape(NamedTuple):
-    """The sizes of one module's pair: A is (rank, in_features), B is (out_features, rank)."""
+    """The sizes of one module's pair: A is (rank, in_features), B is (out_features, rank).
+
+    Token embeddings have as many in_features as there are tokens.
+    """
 
     rank: int
     in_features: int
@@ -45,28 +51,69 @@ def revision_digest(config: bytes, weights_sha256: str) -> str:
     return sha256_json(manifest | {"config": parsed})
 
 
-def lora_tensors(header: Mapping[str, TensorInfo]) -> dict[str, LoraShape]:
-    """The adapted modules of a checkpoint's header, by their name in the base model. Raises ArtifactError naming the
-    tensor that is neither a module's lora_A nor lora_B, or lacks its partner, or has a shape that does not fit it.
+def lora_tensors(header: Mapping[str, TensorInfo], *, use_dora: bool = False) -> dict[str, LoraShape]:
+    """The adapted modules of a checkpoint's header, by their name in the base model.
+
+    With `use_dora` each must have a magnitude vector. What `base_copies` tells of is left out. Raises ArtifactError
+    naming the tensor that is none of a module's, or lacks its partner, or has a shape that does not fit it.
     """
-    pairs: dict[str, dict[str, TensorInfo]] = {}
+    parts: dict[str, dict[str, TensorInfo]] = {}
+    copies = base_copies(header)
     for name, tensor in header.items():
-        part = next((part for part, suffix in _SUFFIXES.items() if name.endswith(suffix)), None)
-        if part is None or not name.startswith(_PREFIX):
+        if name in copies:
+            continue
+        module, part = _place(name)
+        if part is None or (part == _MAGNITUDE and not use_dora):
             raise ArtifactError(WEIGHTS_FILE, f"tensor {name} is not a LoRA weight that is served")
-        if len(tensor.shape) != 2 or 0 in tensor.shape:
-            raise ArtifactError(WEIGHTS_FILE, f"tensor {name} has the shape {list(tensor.shape)}; two sizes are needed")
-        pairs.setdefault(name[len(_PREFIX) : -len(_SUFFIXES[part])], {})[part] = tensor
-    if not pairs:
+        if len(tensor.shape) != (1 if part == _MAGNITUDE else 2) or 0 in tensor.shape:
+            sizes = "one size is" if part == _MAGNITUDE else "two sizes are"
+            raise ArtifactError(WEIGHTS_FILE, f"tensor {name} has the shape {list(tensor.shape)}; {sizes} needed")
+        parts.setdefault(module, {})[part] = tensor
+    if not parts:
         raise ArtifactError(WEIGHTS_FILE, "has no LoRA tensors")
-    return {module: _shape(module, pair) for module, pair in pairs.items()}
+    return {module: _shape(module, found, use_dora=use_dora) for module, found in parts.items()}
 
 
-def _shape(module: str, pair: Mapping[str, TensorInfo]) -> LoraShape:
-    for part, suffix in _SUFFIXES.items():
-        if part not in pair:
-            raise ArtifactError(WEIGHTS_FILE, f"tensor {_PREFIX}{module}{suffix} is missing")
-    (rank, in_features), (out_features, rank_of_b) = pair["A"].shape, pair["B"].shape
+def base_copies(header: Mapping[str, TensorInfo]) -> dict[str, str]:
+    """Tensors that repeat the base's own embeddings or output head, by name, each with its parameter's name there.
+
+    peft saves them beside an adapter of these modules, and reads them in place of the base's: so they have to be equal.
+    """
+    copies = {}
+    for name in header:
+        module, _, kind = name.removeprefix(_PREFIX).rpartition(".base_layer.")
+        if name.startswith(_PREFIX) and kind in ("weight", "bias") and (is_embedding(module) or is_head(module)):
+            copies[name] = f"{module}.{kind}"
+    return copies
+
+
+def tensor_names(module: str) -> dict[str, str]:
+    """The names of a module's tensors in a checkpoint: A, B, and magnitude."""
+    return {part: f"{_PREFIX}{module}{suffix}" for part, suffix in _suffixes(module).items()}
+
+
+def _suffixes(module: str) -> Mapping[str, str]:
+    return _EMBEDDING_SUFFIXES if is_embedding(module) else _SUFFIXES
+
+
+def _place(name: str) -> tuple[str, str | None]:
+    """The module that a tensor belongs to, and as what; None where it is nothing that is served."""
+    for suffixes in (_SUFFIXES, _EMBEDDING_SUFFIXES):
+        for part, suffix in suffixes.items():
+            module = name.removeprefix(_PREFIX).removesuffix(suffix)
+            if name == f"{_PREFIX}{module}{suffix}" and _suffixes(module) is suffixes:
+                return module, part
+    return name, None
+
+
+def _shape(module: str, found: Mapping[str, TensorInfo], *, use_dora: bool) -> LoraShape:
+    for part, name in tensor_names(module).items():
+        if part not in found and (part != _MAGNITUDE or use_dora):
+            raise ArtifactError(WEIGHTS_FILE, f"tensor {name} is missing")
+    (rank, in_features), (out_features, rank_of_b) = found["A"].shape, found["B"].shape
     if rank != rank_of_b:
         raise ArtifactError(WEIGHTS_FILE, f"{module}: lora_A has rank {rank}, lora_B {rank_of_b}")
+    if use_dora and found[_MAGNITUDE].shape != (out_features,):
+        length = found[_MAGNITUDE].shape[0]
+        raise ArtifactError(WEIGHTS_FILE, f"{module}: lora_magnitude_vector has {length} numbers for {out_features}")
     return LoraShape(rank, in_features, out_features)

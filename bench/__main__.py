@@ -1,4 +1,4 @@
-"""Runs every benchmark, each in a process of its own, and rewrites the tables of docs/benchmarks.md.
+"""Runs every benchmark, each in a process of its own, and rewrites the tables of docs/benchmarks.md and scaling.md.
 
 python -m bench [--quick]        --quick: only to see that they run; the page stays as it is
 """
@@ -15,7 +15,9 @@ from pathlib import Path
 from bench.report import progress
 from bench.tables import rewrite
 
-NAMES = ("engine", "lora_layer", "adapters", "interference", "fairness")
+NAMES = ("engine", "lora_layer", "adapters", "interference", "fairness", "relay")
+# These write pages of their own.
+_OTHERS = ("scaling",)
 _PAGE = Path(__file__).parents[1] / "docs" / "benchmarks.md"
 
 
@@ -28,13 +30,13 @@ def main() -> int:
     arguments = parser.parse_args()
     failed = []
     with tempfile.TemporaryDirectory(prefix="loraplex-bench-") as directory:
-        for name in NAMES:
+        for name in (*NAMES, *_OTHERS):
             progress(f"bench.{name}")
             file = Path(directory) / f"{name}.json"
             flags = ["--json", str(file), *(["--quick"] if arguments.quick else [])]
             if subprocess.run([sys.executable, "-m", f"bench.{name}", *flags], check=False).returncode:
                 failed.append(name)
-            elif not arguments.quick:
+            elif not arguments.quick and name in NAMES:
                 _PAGE.write_text(rewrite(_PAGE.read_text(), json.loads(file.read_text())))
     if failed:
         progress(f"failed: {', '.join(failed)}")

@@ -1,31 +1,34 @@
 """The claim: which waiting jobs a worker gets, in one atomic script. `broker.policy` decides the same in Python.
 
 Re-dispatched jobs first. Then always the tenant with the lowest counter, which what it gets raises: of its jobs the
-next by priority, deadline, arrival. What doesn't fit is passed over, within windows: the work is O(window + rows).
+next by priority, deadline, arrival. What doesn't fit is passed over, within windows: a scan's work is O(window + rows).
 """
 
 from __future__ import annotations
 
 from broker import terms
+from broker.lua import UNPACK
 
-# ARGV: prefix, worker, base digest, free rows, all rows, free tokens, most tokens, largest rank, tenants to skip,
-# and the adapters on its device. Answers {waiting, bodies, wanted, hold_ms, tenants to skip next time}.
+# ARGV: prefix, worker, base digest, free rows, all rows, free tokens, most tokens, largest rank, which scan of this
+# worker's it is, tenants to skip, and the adapters on its device.
+# Answers {waiting, bodies, wanted, hold_ms, tenants to skip next, whether there is no reason for another scan}.
 CLAIM = f"""
 local worker, base = ARGV[2], ARGV[3]
 local rows, rows_limit, free = tonumber(ARGV[4]), tonumber(ARGV[5]), tonumber(ARGV[6])
-local most_tokens, most_rank, skip = tonumber(ARGV[7]), tonumber(ARGV[8]), tonumber(ARGV[9])
+local most_tokens, most_rank, turn, skip = tonumber(ARGV[7]), tonumber(ARGV[8]), tonumber(ARGV[9]), tonumber(ARGV[10])
 local resident = {{}}
-for i = 10, #ARGV do resident[ARGV[i]] = true end
-local bodies, work, hold_ms, saturated, first = {{}}, 0, 0, false, skip == 0
-local passes, ahead, rooms = {terms.PASS_WINDOW}, {terms.AHEAD_WINDOW}, {{}}
+for i = 11, #ARGV do resident[ARGV[i]] = true end
+local bodies, work, hold_ms, saturated, first, deeper = {{}}, 0, 0, false, skip == 0, false
+local passes, ahead, rooms, routers = {terms.PASS_WINDOW}, {terms.AHEAD_WINDOW}, {{}}, {{}}
 local wanted, counts, order = {{}}, {{}}, {{}}
+local gone, gone_keys = {{}}, {{}}
 
 -- How long it still waits for a worker that its adapter prefers and that has room.
-local function held_for_ms(job)
-  if job.adapter == '' or tonumber(job.attempt) > 1 or resident[job.adapter] then return 0 end
-  local left = job.queued + {terms.HOLD_MS} - now
+local function held_for_ms(adapter, attempt, queued, prefer)
+  if adapter == '' or attempt > 1 or resident[adapter] then return 0 end
+  local left = queued + {terms.HOLD_MS} - now
   if left <= 0 then return 0 end
-  for other in string.gmatch(job.prefer, '[^\\n]+') do
+  for other in string.gmatch(prefer, '[^\\n]+') do
     if other == worker then return 0 end
     rooms[other] = rooms[other] or room_of(other)
     if rooms[other] > 0 then return left end
@@ -42,49 +45,61 @@ local function want(adapter)
   counts[adapter] = counts[adapter] + 1
 end
 
--- What it costs the tenant. A job that was claimed before has been charged.
-local function charge_claim(id, job)
-  local key, cost = P .. 'charged:' .. id, 0
-  if job.attempt == '1' then
-    if redis.call('EXISTS', key) == 1 then return end
-    cost = {terms.PROMPT_WEIGHT} * tonumber(job.prompt) / tonumber(job.weight)
-    local load = resident[job.adapter] and 0 or tonumber(job.load) / tonumber(job.weight)
-    charge(job.tenant, cost + load)
+-- What the tenant whose turn it is pays for a job. One that was claimed before has been charged.
+local function charge_claim(id, tenant, weight, attempt, prompt, load)
+  local key, again = P .. 'charged:' .. id, attempt > 1
+  local cost = again and 0 or {terms.PROMPT_WEIGHT} * prompt / weight
+  local charged = cmsgpack.pack(tenant.name, weight, attempt, 0, cost)
+  if again then
+    redis.call('SET', key, charged, 'PX', {terms.CHARGED_MS})
+  elseif redis.call('SET', key, charged, 'PX', {terms.CHARGED_MS}, 'NX') then
+    tenant.counter = tenant.counter + (cost + load / weight)
+    redis.call('ZADD', TENANTS, exact(tenant.counter), tenant.name)
   end
-  redis.call('HSET', key, 'tenant', job.tenant, 'weight', job.weight, 'attempt', job.attempt, 'tokens', 0,
-    'prompt', exact(cost))
-  redis.call('PEXPIRE', key, {terms.CHARGED_MS})
 end
 
--- True: the job left the queue; false: it was passed over; nil: nothing is known of it.
-local function look(id)
+local function lives(router)
+  if routers[router] == nil then routers[router] = router_lives(router) end
+  return routers[router]
+end
+
+local function drop(id, key, ...)
+  gone[#gone + 1], gone_keys[#gone_keys + 1] = id, key
+  unqueue(...)
+end
+
+-- Looks at the next job of a tenant, or at one that was dispatched again. True: it left the queue for this worker;
+-- false: it was passed over; nil: it is gone, or nothing is known of it.
+local function look(id, tenant)
   local key = P .. 'job:' .. id
   local values = redis.call('HMGET', key, 'facts', 'reserved', 'reserved_until')
   if not values[1] then
-    forget(id)
+    redis.call('ZREM', WAITING, id)
     return nil
   end
-  local job, reserved = cmsgpack.unpack(values[1]), values[2]
-  if job.deadline > 0 and job.deadline <= now then
-    forget(id)
-    return true
+  {UNPACK}(values[1])
+  if job_deadline > 0 and job_deadline <= now or not lives(job_router) then
+    drop(id, key, job_tenant, job_place, job_size, job_attempt, job_work)
+    return nil
   end
-  if tonumber(job.tokens) > most_tokens or tonumber(job.rank) > most_rank or job.base ~= base then return false end
+  if job_tokens > most_tokens or job_rank > most_rank or job_base ~= base then return false end
+  local reserved = values[2]
   if reserved and reserved ~= worker and tonumber(values[3]) > now then return false end
-  local held = held_for_ms(job)
+  local held = held_for_ms(job_adapter, job_attempt, job_queued, job_prefer)
   if held > 0 then
     if hold_ms == 0 or held < hold_ms then hold_ms = held end
     return false
   end
-  local need = math.min(tonumber(job.rows), rows_limit)
-  local overdue = (first or reserved == worker) and now - job.queued >= {terms.PATIENCE_MS}
+  local need = math.min(job_rows, rows_limit)
+  local overdue = (first or reserved == worker) and now - job_queued >= {terms.PATIENCE_MS}
   first = false
-  if need <= rows and (tonumber(job.prefill) <= free or overdue) then
-    rows, free, work = rows - need, free - tonumber(job.prefill), work + job.work
+  if need <= rows and (job_prefill <= free or overdue) then
+    rows, free, work = rows - need, free - job_prefill, work + job_work
     bodies[#bodies + 1] = redis.call('HGET', key, 'body')
-    -- Before it is forgotten: a tenant without waiting jobs keeps what it was charged.
-    charge_claim(id, job)
-    forget(id)
+    -- Before it is gone: a tenant without waiting jobs keeps what it was charged.
+    charge_claim(id, tenant or {{name = job_tenant}}, job_weight, job_attempt, job_prompt,
+      resident[job_adapter] and 0 or job_load)
+    drop(id, key, job_tenant, job_place, job_size, job_attempt, job_work)
     return true
   end
   saturated = true
@@ -103,43 +118,71 @@ local function may_look()
   return ahead >= 0
 end
 
+-- Where this scan goes on in a queue of which it has seen the first half of the window.
+local function turn_to(length, window)
+  deeper = true
+  return window / 2 + turn * window / 2 % (length - window / 2)
+end
+
 local late = redis.call('ZRANGEBYSCORE', WAITING, '-inf', now, 'LIMIT', 0, {terms.SWEEP_LIMIT})
 for _, id in ipairs(late) do forget(id) end
-for _, id in ipairs(redis.call('ZRANGE', AGAIN, 0, {terms.AGAIN_WINDOW - 1})) do
+local length, half = redis.call('ZCARD', AGAIN), {terms.AGAIN_WINDOW} / 2
+local again = redis.call('ZRANGE', AGAIN, 0, length > 2 * half and half - 1 or 2 * half - 1)
+if length > 2 * half then
+  local place = turn_to(length, 2 * half)
+  for _, id in ipairs(redis.call('ZRANGE', AGAIN, place, place + half - 1)) do again[#again + 1] = id end
+end
+for _, id in ipairs(again) do
   if not may_look() then break end
   if look(id) == nil then redis.call('ZREM', AGAIN, id) end
 end
 
--- The tenants with the lowest counters. Once all of these are beyond the next one, the next claim goes on.
-local near, walked = {{}}, 0
+-- The tenants with the lowest counters, in order. Once all of these are beyond the next one, the next scan goes on.
+local near, walked, at = {{}}, 0, 1
 local found = redis.call('ZRANGE', TENANTS, skip, skip + {terms.TENANTS_WINDOW - 1}, 'WITHSCORES')
-for i = 1, #found, 2 do near[#near + 1] = {{name = found[i], counter = tonumber(found[i + 1]), passed = 0}} end
+for i = 1, #found, 2 do
+  near[#near + 1] = {{name = found[i], counter = tonumber(found[i + 1]), number = i, passed = 0, place = 0}}
+end
 local beyond = #near == {terms.TENANTS_WINDOW} and near[#near].counter or math.huge
-while true do
-  local tenant
-  for _, one in ipairs(near) do
-    if one.passed and (not tenant or one.counter < tenant.counter) then tenant = one end
-  end
-  if not tenant or tenant.counter > beyond or not may_look() then break end
+local function before(one, other)
+  return one.counter < other.counter or one.counter == other.counter and one.number < other.number
+end
+while near[at] and near[at].counter <= beyond and may_look() do
+  local tenant = near[at]
   local queue = P .. 'queue:' .. tenant.name
   tenant.left = tenant.left or redis.call('ZCARD', queue)
-  local place = redis.call('ZRANGE', queue, tenant.passed, tenant.passed)[1]
-  local taken = place and look(string.sub(place, 36))
+  local place = redis.call('ZRANGE', queue, tenant.place, tenant.place)[1]
+  local taken = place and look(string.sub(place, 36), tenant)
+  if not taken then passes = passes - 1 end
   if taken == false then
-    tenant.passed = tenant.passed + 1
-    passes = passes - 1
+    tenant.passed, tenant.place = tenant.passed + 1, tenant.place + 1
+    if tenant.passed == {terms.TENANT_WINDOW} / 2 and tenant.left > {terms.TENANT_WINDOW} then
+      tenant.place = turn_to(tenant.left, {terms.TENANT_WINDOW})
+    end
   else
     -- Nothing is known of a job whose keys somebody has deleted.
-    if taken == nil and place then redis.call('ZREM', queue, place) end
-    if taken == nil and redis.call('EXISTS', queue) == 0 then leave(tenant.name) end
+    local lost = not place or not taken and redis.call('ZREM', queue, place) == 1
+    if lost and redis.call('EXISTS', queue) == 0 then leave(tenant.name) end
     tenant.left = tenant.left - 1
-    tenant.counter = tonumber(redis.call('ZSCORE', TENANTS, tenant.name) or 0)
   end
-  if tenant.passed >= {terms.TENANT_WINDOW} or tenant.passed >= tenant.left then
-    tenant.passed = nil
-    walked = walked + 1
+  if not place or tenant.passed >= {terms.TENANT_WINDOW} or tenant.place >= tenant.left then
+    at = at + 1
+    if tenant.left > 0 then walked = walked + 1 end
+  else
+    -- It goes behind those that have less now; of equals the earlier one stays before the other.
+    local to = at
+    while near[to + 1] and before(near[to + 1], tenant) do
+      near[to] = near[to + 1]
+      to = to + 1
+    end
+    near[to] = tenant
   end
 end
+if #gone > 0 then
+  redis.call('ZREM', WAITING, unpack(gone))
+  redis.call('DEL', unpack(gone_keys))
+end
+settle()
 
 local waiting = redis.call('ZCARD', WAITING)
 if rows < 1 then saturated = true end
@@ -170,7 +213,7 @@ table.sort(wanted, function(a, b)
   return order[a] < order[b]
 end)
 while #wanted > {terms.WANTED_LIMIT} do table.remove(wanted) end
-local more = 0
-if #bodies == 0 and rows > 0 and (beyond < math.huge or passes < 1) then more = skip + math.max(walked, 1) end
-return {{waiting, bodies, wanted, hold_ms, more}}
+local more = passes < 1 or beyond < math.huge
+local done = #bodies > 0 or rows < 1 or not (more or deeper)
+return {{waiting, bodies, wanted, hold_ms, more and skip + walked or 0, done and 1 or 0}}
 """

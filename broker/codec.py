@@ -9,6 +9,7 @@ from loraplex.queue.v1 import queue_pb2
 from broker.messages import (
     AdapterRef,
     AdapterTiers,
+    DeadJob,
     Job,
     SamplingParams,
     StoppingParams,
@@ -52,6 +53,7 @@ def encode_job(job: Job) -> bytes:
         logprobs=job.logprobs,
         prompt_logprobs=job.prompt_logprobs,
         done=job.done,
+        traceparent=job.traceparent,
     )
     if job.adapter:
         message.adapter.CopyFrom(_write_adapter(job.adapter))
@@ -87,20 +89,33 @@ def decode_job(data: bytes) -> Job:
         logprobs=message.logprobs if message.HasField("logprobs") else None,
         prompt_logprobs=message.prompt_logprobs if message.HasField("prompt_logprobs") else None,
         done=tuple(message.done),
+        traceparent=message.traceparent,
     )
 
 
-def encode_wanted(job: Job) -> bytes:
-    """What a worker needs to fetch a job's adapter beforehand; nothing where it has none."""
-    if job.adapter is None:
-        return b""
-    return queue_pb2.Wanted(adapter=_write_adapter(job.adapter), tenant=job.tenant).SerializeToString()
+def encode_wanted(wanted: Wanted) -> bytes:
+    """What a worker needs to fetch an adapter before a job comes that uses it."""
+    return queue_pb2.Wanted(adapter=_write_adapter(wanted.adapter), tenant=wanted.tenant).SerializeToString()
 
 
 def decode_wanted(data: bytes) -> Wanted:
     """What `encode_wanted` wrote. Raises google.protobuf.message.DecodeError."""
     message = queue_pb2.Wanted.FromString(data)
     return Wanted(_read_adapter(message.adapter), message.tenant)
+
+
+_DEAD_FIELDS = tuple(DeadJob.__dataclass_fields__)
+
+
+def encode_dead_job(dead: DeadJob) -> bytes:
+    """A dead letter's bytes; both sides name the fields alike."""
+    return queue_pb2.DeadJob(**{name: getattr(dead, name) for name in _DEAD_FIELDS}).SerializeToString()
+
+
+def decode_dead_job(data: bytes) -> DeadJob:
+    """What `encode_dead_job` wrote. Raises google.protobuf.message.DecodeError."""
+    message = queue_pb2.DeadJob.FromString(data)
+    return DeadJob(**{name: getattr(message, name) for name in _DEAD_FIELDS})
 
 
 def _write_adapter(ref: AdapterRef) -> queue_pb2.AdapterRef:

@@ -1,19 +1,52 @@
-"""Connecting to Redis or Valkey, and saying clearly when that does not work."""
+"""Connecting to Redis or Valkey, and saying clearly when that does not work.
+
+redis://[USER:PASSWORD@]HOST:PORT/DB   rediss:// the same over TLS   unix://PATH
+redis+sentinel://[USER:PASSWORD@]HOST:PORT[,HOST:PORT...]/SERVICE[/DB]   the primary that the sentinels name
+redis+cluster://[USER:PASSWORD@]HOST:PORT   with rediss in either, over TLS
+"""
 
 from __future__ import annotations
 
+import asyncio
 import re
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from typing import Any, cast
+from urllib.parse import parse_qs, urlsplit, urlunsplit
 
-from redis.asyncio import BlockingConnectionPool, Redis
+from redis.asyncio import BlockingConnectionPool, Redis, RedisCluster
+from redis.asyncio.connection import (
+    URL_QUERY_ARGUMENT_PARSERS,
+    AbstractConnection,
+    Connection,
+    SSLConnection,
+    UnixDomainSocketConnection,
+    parse_url,
+)
 from redis.asyncio.retry import Retry
-from redis.backoff import ExponentialBackoff
+from redis.asyncio.sentinel import Sentinel, SentinelConnectionPool
+from redis.backoff import ExponentialWithJitterBackoff, NoBackoff
 from redis.exceptions import ConnectionError as RedisConnectionError
-from redis.exceptions import RedisError
+from redis.exceptions import ReadOnlyError, RedisClusterException, RedisError
+from redis.exceptions import TimeoutError as RedisTimeoutError
 
 # What a server looks like that is lost, slow, or refuses to work for now (a replica, a full disk).
-REDIS_DOWN = (RedisError, OSError)
+REDIS_DOWN = (RedisError, RedisClusterException, OSError)
 
 CONNECTIONS = 16
+CONNECT_S = 2.0
+# A server that says nothing for so long is lost: more than any BLPOP waits. And the most that a call may take with all
+# that comes before its answer: a server that hangs lets its callers connect, again and again.
+ANSWER_S = 3.0
+CALL_S = 4.0
+_SCHEMES = (
+    "redis",
+    "rediss",
+    "unix",
+    *(f"{one}+{kind}" for one in ("redis", "rediss") for kind in ("sentinel", "cluster")),
+)
+_SENTINEL_PORT = 26_379
+_TLS_FILES = {"ssl_ca_certs", "ssl_certfile", "ssl_keyfile", "ssl_cert_reqs"}
 
 
 class RedisUnreachableError(Exception):
@@ -23,29 +56,162 @@ class RedisUnreachableError(Exception):
 async def connect(url: str) -> Redis:
     """A client (bytes in, bytes out) whose server answered. Raises RedisUnreachableError."""
     try:
-        # Callers wait for a connection rather than open hundreds at once. The read timeout is above any BLPOP's wait.
-        pool = BlockingConnectionPool.from_url(
-            url,
-            max_connections=CONNECTIONS,
-            timeout=5.0,
-            socket_timeout=5.0,
-            socket_connect_timeout=2.0,
-            retry=Retry(ExponentialBackoff(cap=0.2, base=0.02), retries=3),
-            retry_on_error=[RedisConnectionError],
-        )
-        client = Redis.from_pool(pool)
+        client = _client(url)
     except ValueError as error:
         raise RedisUnreachableError(f"--redis-url {_shown(url)}: {error}") from error
     try:
         info = await client.info("server")
-    except (RedisError, OSError) as error:
+    except REDIS_DOWN as error:
         await client.aclose()
-        raise RedisUnreachableError(f"--redis-url {_shown(url)}: no answer ({error}); is the server up?") from error
+        why = str(error).partition(" : ")[0]  # sentinels are told with all their settings
+        raise RedisUnreachableError(f"--redis-url {_shown(url)}: no answer ({why}); is the server up?") from error
     version = str(info["redis_version"])
     if int(version.split(".", maxsplit=1)[0]) < 7:
         await client.aclose()
         raise RedisUnreachableError(f"--redis-url {_shown(url)}: version {version} is too old; 7.0 or newer is needed")
     return client
+
+
+def _client(url: str) -> Redis:
+    """Raises ValueError."""
+    parts = urlsplit(url)
+    unknown = sorted(set(parse_qs(parts.query)) - set(URL_QUERY_ARGUMENT_PARSERS) - _TLS_FILES)
+    if unknown:
+        raise ValueError(f"unknown option {unknown[0]}")
+    if parts.scheme not in _SCHEMES:
+        raise ValueError(f"{parts.scheme}:// is none of {'://, '.join(_SCHEMES)}://")
+    scheme, _, kind = parts.scheme.partition("+")
+    if kind == "sentinel":
+        return _sentinel(url)
+    options: dict[str, Any] = dict(parse_url(urlunsplit(parts._replace(scheme=scheme))))
+    if kind == "cluster":
+        return _cluster(options)
+    made = options.pop("connection_class", Connection)
+    pool = _Pool(connection_class=_FOLLOWING[made], **{**_waits(), **options})
+    return _Redis.from_pool(pool)
+
+
+def _waits() -> dict[str, Any]:
+    # A timeout is not tried again: that would keep its caller waiting for a server that hangs, several times as long.
+    retry = Retry(ExponentialWithJitterBackoff(cap=0.2, base=0.02), 3, supported_errors=(RedisConnectionError,))
+    return {"socket_timeout": ANSWER_S, "socket_connect_timeout": CONNECT_S, "retry": retry}
+
+
+class _Redis(Redis):
+    """Its calls end in time."""
+
+    async def execute_command(self, *arguments: Any, **options: Any) -> Any:
+        async with _within_time():
+            return await super().execute_command(*arguments, **options)  # type: ignore[no-untyped-call]  # theirs
+
+
+@asynccontextmanager
+async def _within_time() -> AsyncIterator[None]:
+    try:
+        async with asyncio.timeout(CALL_S):
+            yield
+    except TimeoutError as error:
+        raise RedisTimeoutError(f"no answer in {CALL_S:g} s") from error
+
+
+class _Pool(BlockingConnectionPool):
+    """Callers wait for a connection rather than open hundreds at once."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**{"max_connections": CONNECTIONS, "timeout": CALL_S, **options})
+
+
+class _FollowsPrimary(AbstractConnection):
+    """A primary that became a replica is left: its address may lead to the new one now."""
+
+    async def read_response(self, *arguments: Any, **options: Any) -> Any:
+        try:
+            return await super().read_response(*arguments, **options)
+        except ReadOnlyError as error:
+            await self.disconnect()
+            raise RedisConnectionError("the server is a replica now") from error
+
+    async def send_packed_command(self, *arguments: Any, **options: Any) -> None:
+        """The library sends inside asyncio.wait_for; that of Python 3.11 loses a cancellation that comes meanwhile."""
+        task = asyncio.current_task()
+        asked = task.cancelling() if task else 0
+        await super().send_packed_command(*arguments, **options)
+        if task and task.cancelling() > asked:
+            await self.disconnect(nowait=True)
+            raise asyncio.CancelledError
+
+
+class _FollowsPrimaryTCP(_FollowsPrimary, Connection):
+    """Over TCP."""
+
+
+class _FollowsPrimaryTLS(_FollowsPrimary, SSLConnection):
+    """Over TLS."""
+
+
+class _FollowsPrimaryLocally(_FollowsPrimary, UnixDomainSocketConnection):
+    """Over a Unix socket."""
+
+
+_FOLLOWING: Mapping[type, type] = {
+    Connection: _FollowsPrimaryTCP,
+    SSLConnection: _FollowsPrimaryTLS,
+    UnixDomainSocketConnection: _FollowsPrimaryLocally,
+}
+
+
+class _SentinelPool(SentinelConnectionPool, _Pool):
+    """The same for a primary that sentinels name; these connections follow it by themselves."""
+
+
+def _sentinel(url: str) -> Redis:
+    parts = urlsplit(url)
+    credentials, _, hosts = parts.netloc.rpartition("@")
+    addresses = [_address(address) for address in hosts.split(",")]
+    _, service, database = (f"{parts.path}/0".split("/", 3))[:3] if parts.path.strip("/") else ("", "", "")
+    if not service:
+        raise ValueError("name the service that the sentinels watch: redis+sentinel://HOST:PORT/SERVICE")
+    scheme = parts.scheme.partition("+")[0]
+    server = f"{credentials}@unknown" if credentials else "unknown"
+    options: dict[str, Any] = dict(parse_url(urlunsplit((scheme, server, f"/{database}", parts.query, ""))))
+    options.pop("host", None)
+    tls = {"ssl": True} if options.pop("connection_class", None) is SSLConnection else {}
+    names = {name: value for name, value in options.items() if name.startswith("ssl_")}
+    # There are others to ask.
+    once = Retry(NoBackoff(), 0)
+    to_sentinels = {**names, **tls, "socket_timeout": 1.0, "socket_connect_timeout": 1.0, "retry": once}
+    options = {**_waits(), **options, **tls, "connection_pool_class": _SentinelPool, "redis_class": _Redis}
+    sentinels: Any = Sentinel(addresses, sentinel_kwargs=to_sentinels)  # type: ignore[no-untyped-call]  # theirs
+    return cast(Redis, sentinels.master_for(service, **options))
+
+
+def _address(text: str) -> tuple[str, int]:
+    host, colon, port = text.rpartition(":")
+    if not colon:
+        host, port = text, str(_SENTINEL_PORT)
+    if not host or not port.isdecimal():
+        raise ValueError(f"{text!r}: write HOST:PORT")
+    return host.strip("[]"), int(port)
+
+
+class _Cluster(RedisCluster):
+    """A cluster's pools refuse whom they have no connection for: here callers wait as with one server."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**{"max_connections": 2 * CONNECTIONS, **options})
+        self._places = asyncio.Semaphore(CONNECTIONS)
+
+    async def execute_command(self, *arguments: Any, **options: Any) -> Any:
+        async with _within_time(), self._places:
+            return await super().execute_command(*arguments, **options)
+
+
+def _cluster(options: dict[str, Any]) -> Redis:
+    tls = options.pop("connection_class", None) is SSLConnection
+    if options.pop("db", 0):
+        raise ValueError("a cluster has database 0 alone")
+    # It takes the same commands, and all keys of a cell lie in one slot.
+    return cast(Redis, _Cluster(**{**_waits(), **options, "ssl": tls}))
 
 
 def _shown(url: str) -> str:

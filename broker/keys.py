@@ -10,13 +10,18 @@ lp:{MODEL/CELL}:tenants      zset    tenants that have a queue, by their counter
 lp:{MODEL/CELL}:idle         zset    the counters of tenants that have none, so far as above the lowest
 lp:{MODEL/CELL}:floor        string  the counter of the last tenant that had a queue
 lp:{MODEL/CELL}:bytes        hash    bytes that wait, in all and by tenant, and the work of each tenant's
-lp:{MODEL/CELL}:charged:ID   hash    a claimed job: what its tenant has been charged; expires
+lp:{MODEL/CELL}:charged:ID   string  a claimed job: what its tenant has been charged; expires
 lp:{MODEL/CELL}:pace         hash    how much work a second is claimed while work waits
 lp:{MODEL/CELL}:room:WORKER  string  free rows after a worker's last claim; expires
 lp:{MODEL/CELL}:wake         list    one entry wakes one idle worker
 lp:{MODEL/CELL}:wake:WORKER  list    the same for this one
-lp:{MODEL/CELL}:workers      set     worker incarnations that may live
+lp:{MODEL/CELL}:dead         list    the last jobs that were ended because they killed engines, the newest first
+lp:{MODEL/CELL}:pins         hash    the adapters that every worker keeps on its device, by digest
+lp:{MODEL/CELL}:workers      hash    worker incarnations that may live, and which worker's they are
+lp:{MODEL/CELL}:commands:INC list    what operators ask of an incarnation; expires
 lp:{MODEL/CELL}:worker:INC   string  a live incarnation's state; its time to live is the liveness
+lp:{MODEL/CELL}:routers      zset    routers, by when they are taken for dead
+lp:{MODEL/CELL}:born         string  when this data began
 """
 
 from __future__ import annotations
@@ -51,13 +56,27 @@ class Keys:
         return f"{self.wake}:{worker_id}"
 
     @property
+    def dead(self) -> str:
+        """The dead letters."""
+        return self.prefix + "dead"
+
+    @property
+    def pins(self) -> str:
+        """The adapters that every worker keeps."""
+        return self.prefix + "pins"
+
+    @property
     def workers(self) -> str:
-        """Incarnations of workers that may live."""
+        """Incarnations of workers that may live, with their workers."""
         return self.prefix + "workers"
 
     def job(self, job_id: str) -> str:
         """A waiting job."""
         return f"{self.prefix}job:{job_id}"
+
+    def commands(self, incarnation: str) -> str:
+        """What operators ask of an incarnation."""
+        return f"{self.prefix}commands:{incarnation}"
 
     def worker(self, incarnation: str) -> str:
         """An incarnation's liveness."""

@@ -1,65 +1,97 @@
-"""Who lives: a key per worker that dies with its beats. Time is Redis's own."""
+"""Who lives: a key per worker that dies with its beats, a score per router. Time is Redis's own."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 from google.protobuf.message import DecodeError
 from redis.asyncio import Redis
 
 from broker.codec import decode_worker, encode_worker
 from broker.keys import Keys
+from broker.lua import script
 from broker.messages import WorkerState
 
 BEAT_MS = 500
 TTL_MS = 3_000
 
-# KEYS: workers, worker. ARGV: incarnation, state, ttl
-_BEAT = """#!lua flags=allow-oom
-redis.call('SADD', KEYS[1], ARGV[1])
-redis.call('SET', KEYS[2], ARGV[2], 'PX', ARGV[3])
-return 1
+# ARGV: prefix, incarnation, worker, state, ttl
+_BEAT = """
+redis.call('HSET', P .. 'workers', ARGV[2], ARGV[3])
+redis.call('SET', P .. 'worker:' .. ARGV[2], ARGV[4], 'PX', ARGV[5])
 """
 
-# KEYS: workers. ARGV: worker prefix
-_LIVING = """#!lua flags=allow-oom
-local states = {}
-for _, id in ipairs(redis.call('SMEMBERS', KEYS[1])) do
-  local state = redis.call('GET', ARGV[1] .. id)
-  if state then states[#states + 1] = state else redis.call('SREM', KEYS[1], id) end
-end
-return states
+# ARGV: prefix, incarnation
+_REMOVE = """
+local worker = redis.call('HGET', P .. 'workers', ARGV[2])
+redis.call('DEL', P .. 'worker:' .. ARGV[2])
+redis.call('HDEL', P .. 'workers', ARGV[2])
+if worker then no_room(worker) end
 """
+
+# ARGV: prefix, the router that lives or ''. Answers {the server's run and the birth of the data, states}.
+_LOOK = """
+if ARGV[2] ~= '' then router_beats(ARGV[2]) end
+local states, living, lapsed = {}, {}, {}
+local known = redis.call('HGETALL', P .. 'workers')
+for i = 1, #known, 2 do
+  local state = redis.call('GET', P .. 'worker:' .. known[i])
+  if state then
+    states[#states + 1] = state
+    living[known[i + 1]] = true
+  else
+    redis.call('HDEL', P .. 'workers', known[i])
+    lapsed[#lapsed + 1] = known[i + 1]
+  end
+end
+for _, worker in ipairs(lapsed) do
+  if not living[worker] then no_room(worker) end
+end
+redis.call('SET', P .. 'born', now, 'NX')
+local run = string.match(redis.call('INFO', 'server'), 'run_id:(%x+)')
+return {run .. ' ' .. redis.call('GET', P .. 'born'), states}
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Census:
+    """The workers that live now, by id. `server` changes with a restart, a failover and the loss of all data."""
+
+    server: str
+    workers: list[WorkerState]
 
 
 class Liveness:
-    """The workers of one cell."""
+    """The workers and routers of one cell."""
 
     def __init__(self, redis: Redis, keys: Keys) -> None:
-        self._redis = redis
         self._keys = keys
-        self._beat = redis.register_script(_BEAT)
-        self._living = redis.register_script(_LIVING)
+        self._beat = redis.register_script(script(_BEAT, drains=True))
+        self._remove = redis.register_script(script(_REMOVE, drains=True))
+        self._look = redis.register_script(script(_LOOK, drains=True))
 
     async def beat(self, state: WorkerState) -> None:
         """Say that a worker lives, for the next TTL_MS."""
-        keys = self._keys
         await self._beat(
-            keys=[keys.workers, keys.worker(state.incarnation)],
-            args=[state.incarnation, encode_worker(state), TTL_MS],
+            keys=[self._keys.workers],
+            args=[self._keys.prefix, state.incarnation, state.worker_id, encode_worker(state), TTL_MS],
         )
 
     async def remove(self, incarnation: str) -> None:
-        """Say at once that an incarnation lives no more."""
-        async with self._redis.pipeline(transaction=True) as pipe:
-            pipe.delete(self._keys.worker(incarnation))
-            pipe.srem(self._keys.workers, incarnation)
-            await pipe.execute()
+        """Say at once that an incarnation lives no more; nothing waits for its worker."""
+        await self._remove(keys=[self._keys.workers], args=[self._keys.prefix, incarnation])
+
+    async def look(self, router: str = "") -> Census:
+        """Who lives; a router says with it that itself does."""
+        server, states = await self._look(keys=[self._keys.workers], args=[self._keys.prefix, router])
+        workers: list[WorkerState] = []
+        for data in states:
+            try:
+                workers.append(decode_worker(data))
+            except DecodeError:  # another version's; it is not ours to use
+                continue
+        return Census(server.decode(), sorted(workers, key=lambda state: state.worker_id))
 
     async def living(self) -> list[WorkerState]:
         """The workers that live now, by id."""
-        states: list[WorkerState] = []
-        for data in await self._living(keys=[self._keys.workers], args=[self._keys.worker("")]):
-            try:
-                states.append(decode_worker(data))
-            except DecodeError:  # another version's; it is not ours to use
-                continue
-        return sorted(states, key=lambda state: state.worker_id)
+        return (await self.look()).workers

@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+# So many engines may die with a job newly in their batch before it has to run alone.
+STRIKES_LIMIT = 2
+
 
 @dataclass(frozen=True, slots=True)
 class AdapterRef:
@@ -36,7 +39,7 @@ class WeightedRef:
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """The adapter of a job that waits, and who asks for it."""
+    """An adapter that a worker may fetch though no job here needs it yet, and who asks for it."""
 
     adapter: AdapterRef
     tenant: str
@@ -95,6 +98,8 @@ class Job:
     prompt_logprobs: int | None = None
     # Choices that need no more work, though their siblings do.
     done: tuple[int, ...] = ()
+    # The W3C trace context of its request's span; empty: it is not traced.
+    traceparent: str = ""
 
     @property
     def tokens(self) -> int:
@@ -116,6 +121,31 @@ class Job:
     def rank(self) -> int:
         """The largest rank of its adapter; 0 without one."""
         return self.adapter.rank if self.adapter else 0
+
+    @property
+    def suspect(self) -> bool:
+        """Whether it is to run alone on its worker: it may be what kills the engines."""
+        return self.strikes >= STRIKES_LIMIT
+
+
+@dataclass(frozen=True, slots=True)
+class DeadJob:
+    """What is kept of a job that killed its workers' engines: no prompt, no output."""
+
+    job_id: str
+    request_id: str
+    tenant: str
+    model: str
+    # The revision's full name, or a weighted set's digest; empty for the base model.
+    adapter_revision: str
+    prompt_tokens: int
+    # Of all choices.
+    completion_tokens: int
+    attempts: int
+    # UPPER_SNAKE_CASE, as the client was told.
+    reason: str
+    # Milliseconds since 1970, by the router's clock.
+    died_at_ms: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,14 +7,16 @@ by itself: whoever lets a worker die says so with `lose`.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from broker import terms
 from broker.messages import Capacity, Job
+from broker.routers import Routers
 from broker.terms import Entry, Placement, QueueLimits, Usage
 from broker.waiting import WaitingJob, WaitingJobs
-from broker.walk import Walk
+from broker.walk import Round, Walk
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +62,10 @@ class Cell:
         self._charged: dict[str, _Charged] = {}
         # Free rows after each worker's last claim.
         self._rooms: dict[str, int] = {}
+        self._routers = Routers()
+        # How many scans each worker made, and how many tenants its last claim passed over without finding anything.
+        self._turns: Counter[str] = Counter()
+        self._skips: dict[str, int] = {}
         self._pace: _Pace | None = None
         self._arrivals = 0
 
@@ -69,6 +75,7 @@ class Cell:
 
     def enqueue(self, job: Job, placement: Placement, now_ms: int) -> Refusal | None:
         """Put a job in; a newer attempt takes an older one's place. First attempts alone are refused."""
+        self.router_beats(job.reply_to, now_ms)
         held = self.waiting.get(job.job_id)
         if held is not None and held.entry.attempt >= job.attempt:
             return None
@@ -115,18 +122,28 @@ class Cell:
 
     def claim(self, worker: str, base_digest: str, capacity: Capacity, now_ms: int) -> Decision:
         """Take the next jobs that suit a worker."""
-        skip, hold_ms, wanted = 0, 0, tuple[bytes, ...]()
-        while True:
+        hold_ms, wanted, taken = 0, tuple[bytes, ...](), tuple[str, ...]()
+        skip: int | None = 0
+        for scan in range(terms.SCANS_LIMIT):
             for late in self.waiting.expired(now_ms, terms.SWEEP_LIMIT):
                 self.waiting.forget(late)
-            walk = Walk(self.waiting, worker, base_digest, capacity, self._rooms, now_ms, skip)
+            one = Round(worker, base_digest, capacity, now_ms, self._turns[worker], skip or 0)
+            walk = Walk(self.waiting, self._routers, self._rooms, one)
             skip = walk.run(self._charge_claim)
+            self._turns[worker] += 1
             self._measure(walk, now_ms)
             self._rooms[worker] = max(walk.rows, 0)
             hold_ms = min(hold_ms or walk.hold_ms, walk.hold_ms or hold_ms)
-            wanted = wanted or walk.most_wanted()
-            if not skip:
-                return Decision(tuple(walk.taken), len(self.waiting), wanted, hold_ms)
+            wanted, taken = wanted or walk.most_wanted(), tuple(walk.taken)
+            if skip is None:
+                break
+            skip = max(skip, self._skips.get(worker, 0)) if scan == 0 else skip
+        self._skips[worker] = skip or 0
+        return Decision(taken, len(self.waiting), wanted, hold_ms)
+
+    def router_beats(self, router: str, now_ms: int) -> None:
+        """A router lives; an enqueue says so too. What waits for one that does not is dropped."""
+        self._routers.beats(router, now_ms)
 
     def lose(self, worker: str) -> None:
         """A worker has not claimed for long: nothing is held for it."""

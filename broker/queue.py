@@ -16,11 +16,15 @@ from redis.asyncio import Redis
 from redis.exceptions import OutOfMemoryError
 
 from broker import terms
+from broker.arrivals import ENQUEUE
 from broker.claims import CLAIM
 from broker.codec import decode_job, decode_wanted
+from broker.commands import CommandQueue
+from broker.dead import DeadLetters
 from broker.keys import Keys
 from broker.lua import script
 from broker.messages import Capacity, Job
+from broker.pins import PinnedAdapters
 from broker.terms import Claimed, Entry, Placement, QueueLimits, Usage
 
 log = logging.getLogger(__name__)
@@ -31,6 +35,7 @@ T = TypeVar("T")
 WAKE_LIMIT = 64
 # A script holds up everybody else.
 CHARGES_AT_ONCE = 64
+LOOKS_AT_ONCE = 256
 
 
 class QueueFullError(Exception):
@@ -49,81 +54,23 @@ class DeadlineUnattainableError(Exception):
         self.wait_ms = wait_ms
 
 
-# ARGV: prefix, id, priority, deadline_ms, the four limits, wake limit, and the entry's fields with their values.
-_ENQUEUE = f"""
-local id, priority, deadline_ms = ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4])
-local entry = {{}}
-for i = 10, #ARGV, 2 do entry[ARGV[i]] = ARGV[i + 1] end
-local key, queue, first = P .. 'job:' .. id, P .. 'queue:' .. entry.tenant, entry.attempt == '1'
-local held = redis.call('HGET', key, 'attempt')
-if held and tonumber(held) >= tonumber(entry.attempt) then return {{'known'}} end
-if held then forget(id) end
-local size, deadline, place = #entry.body, deadline_ms > 0 and now + deadline_ms or 0, id
-local work = {terms.PROMPT_WEIGHT} * entry.prompt + {terms.OUTPUT_WEIGHT} * (entry.tokens - entry.prompt)
-if first then
-  local bytes = redis.call('HMGET', BYTES, 'all', 'of:' .. entry.tenant, 'work:' .. entry.tenant)
-  local count = redis.call('ZCARD', queue)
-  if redis.call('ZCARD', WAITING) >= tonumber(ARGV[5]) then return {{'full', 'jobs', ''}} end
-  if tonumber(bytes[1] or 0) + size > tonumber(ARGV[6]) then return {{'full', 'bytes', ''}} end
-  if count >= tonumber(ARGV[7]) then return {{'full', 'tenant_jobs', entry.tenant}} end
-  if tonumber(bytes[2] or 0) + size > tonumber(ARGV[8]) then return {{'full', 'tenant_bytes', entry.tenant}} end
-  -- Members of one score lie in the order of their bytes: priority, deadline, arrival.
-  place = string.format('%03d%015d%016d:', {terms.PRIORITY_LIMIT} - priority,
-    deadline > 0 and deadline or 999999999999999, redis.call('INCR', P .. 'arrivals')) .. id
-  local pace = redis.call('HMGET', PACE, 'since', 'work', 'pace')
-  local best, measured_ms = tonumber(pace[3] or 0), now - tonumber(pace[1] or now)
-  if measured_ms >= {terms.PACE_LEAST_MS} then best = math.max(best, tonumber(pace[2]) / measured_ms) end
-  if deadline > 0 and best > 0 and count > 0 then
-    -- As though the whole cell worked for this tenant.
-    local ahead = redis.call('ZLEXCOUNT', queue, '-', '(' .. place)
-    local wait_ms = ahead * tonumber(bytes[3] or 0) / count / best
-    if wait_ms > {terms.DOUBT} * deadline_ms then return {{'late', math.floor(wait_ms)}} end
-  end
-end
-redis.call('HSET', key, 'body', entry.body, 'wanted', entry.wanted, 'tenant', entry.tenant, 'attempt', entry.attempt,
-  'place', place, 'size', size, 'work', work)
--- What a claim looks at, in one piece.
-entry.body, entry.wanted = nil, nil
-entry.queued, entry.deadline, entry.work = now, deadline, work
-redis.call('HSET', key, 'facts', cmsgpack.pack(entry))
-redis.call('ZADD', WAITING, deadline > 0 and deadline or '+inf', id)
-count(entry.tenant, size, work)
-if first then
-  redis.call('ZADD', queue, 0, place)
-  enter(entry.tenant)
-else
-  redis.call('ZADD', AGAIN, redis.call('INCR', P .. 'arrivals'), id)
-end
--- Wakes the worker for which it would be held, or anybody.
-local wake = WAKE
-for other in string.gmatch(first and entry.prefer or '', '[^\\n]+') do
-  if room_of(other) > 0 then
-    wake = WAKE .. ':' .. other
-    break
-  end
-end
-if redis.call('LLEN', wake) < tonumber(ARGV[9]) then redis.call('LPUSH', wake, 1) end
-if wake ~= WAKE then redis.call('PEXPIRE', wake, {terms.ROOM_MS}) end
-return {{'queued'}}
-"""
-
 # ARGV: prefix, then of each report: id, attempt, tokens, whether it ended, whether it ran.
 # Only what is more than the last report of that attempt is charged.
 _CHARGE = f"""
 for i = 2, #ARGV, 5 do
   local key = P .. 'charged:' .. ARGV[i]
-  local known = redis.call('HMGET', key, 'tenant', 'weight', 'attempt', 'tokens', 'prompt')
-  if known[1] and tonumber(known[3]) == tonumber(ARGV[i + 1]) then
-    local made = tonumber(ARGV[i + 2]) - tonumber(known[4])
-    if made > 0 then
-      charge(known[1], {terms.OUTPUT_WEIGHT} * made / tonumber(known[2]))
-      redis.call('HSET', key, 'tokens', ARGV[i + 2])
-    end
+  local known = redis.call('GET', key)
+  local tenant, weight, attempt, tokens, prompt
+  if known then tenant, weight, attempt, tokens, prompt = cmsgpack.unpack(known) end
+  if attempt == tonumber(ARGV[i + 1]) then
+    local made = tonumber(ARGV[i + 2]) - tokens
+    if made > 0 then charge(tenant, {terms.OUTPUT_WEIGHT} * made / weight) end
     if ARGV[i + 3] == '1' then
-      if ARGV[i + 4] == '0' then charge(known[1], -tonumber(known[5])) end
+      if ARGV[i + 4] == '0' then charge(tenant, -prompt) end
       redis.call('DEL', key)
     else
-      redis.call('PEXPIRE', key, {terms.CHARGED_MS})
+      tokens = tokens + math.max(made, 0)
+      redis.call('SET', key, cmsgpack.pack(tenant, weight, attempt, tokens, prompt), 'PX', {terms.CHARGED_MS})
     end
   end
 end
@@ -133,9 +80,26 @@ end
 _FINISH = """
 local held = redis.call('HGET', P .. 'job:' .. ARGV[2], 'attempt')
 if not held or tonumber(held) <= tonumber(ARGV[3]) then forget(ARGV[2]) end
-local charged = redis.call('HGET', P .. 'charged:' .. ARGV[2], 'attempt')
-if charged and tonumber(charged) <= tonumber(ARGV[3]) then redis.call('DEL', P .. 'charged:' .. ARGV[2]) end
+settle()
+local charged = redis.call('GET', P .. 'charged:' .. ARGV[2])
+if charged then
+  local _, _, attempt = cmsgpack.unpack(charged)
+  if attempt <= tonumber(ARGV[3]) then redis.call('DEL', P .. 'charged:' .. ARGV[2]) end
+end
 """
+
+# ARGV: prefix, then of each job: id, attempt
+_WAITING = """
+local waits = {}
+for i = 2, #ARGV, 2 do
+  local attempt = redis.call('HGET', P .. 'job:' .. ARGV[i], 'attempt')
+  waits[#waits + 1] = attempt and tonumber(attempt) >= tonumber(ARGV[i + 1]) and 1 or 0
+end
+return waits
+"""
+
+# ARGV: prefix, worker
+_WITHDRAW = "no_room(ARGV[2])"
 
 
 class JobQueue:
@@ -144,12 +108,19 @@ class JobQueue:
     def __init__(self, redis: Redis, keys: Keys, *, limits: QueueLimits | None = None, worker_id: str = "") -> None:
         self._redis = redis
         self.keys = keys
+        self.dead = DeadLetters(redis, keys)
+        self.commands = CommandQueue(redis, keys)
+        self.pins = PinnedAdapters(redis, keys)
         self._limits = limits or QueueLimits()
         self._worker_id = worker_id
-        self._enqueue = redis.register_script(script(_ENQUEUE))
+        # How many scans there were, and how many tenants the last claim has passed over without finding anything.
+        self._turn, self._skip = 0, 0
+        self._enqueue = redis.register_script(script(ENQUEUE))
         self._claim = redis.register_script(script(CLAIM, drains=True))
         self._charge = redis.register_script(script(_CHARGE, drains=True))
         self._finish = redis.register_script(script(_FINISH, drains=True))
+        self._waiting = redis.register_script(script(_WAITING))
+        self._withdraw = redis.register_script(script(_WITHDRAW, drains=True))
 
     async def enqueue(self, job: Job, placement: Placement | None = None) -> None:
         """Put a job in; a newer attempt takes an older one's place.
@@ -173,17 +144,22 @@ class JobQueue:
     async def claim(self, base_digest: str, capacity: Capacity) -> Claimed:
         """Take the next jobs of a base model that suit a worker, up to its free rows: they are its own from now on."""
         room = (capacity.rows, capacity.rows_limit, capacity.tokens, capacity.max_tokens, capacity.max_rank)
-        skip, hold_ms = 0, 0
+        skip, hold_ms, waiting = 0, 0, 0
         ahead: list[bytes] = []
-        while True:
-            waiting, bodies, wanted, held_ms, skip = await self._claim(
+        bodies: list[bytes] = []
+        for scan in range(terms.SCANS_LIMIT):
+            waiting, bodies, wanted, held_ms, skip, done = await self._claim(
                 keys=[self.keys.waiting],
-                args=[self.keys.prefix, self._worker_id, base_digest, *room, skip, *capacity.adapters],
+                args=[self.keys.prefix, self._worker_id, base_digest, *room, self._turn, skip, *capacity.adapters],
             )
+            self._turn += 1
             hold_ms = min(hold_ms or held_ms, held_ms or hold_ms)
             ahead = ahead or wanted
-            if not skip:  # else nobody so far has a job that it can take
+            if done:
+                skip = 0
                 break
+            skip = max(skip, self._skip) if scan == 0 else skip
+        self._skip = skip
         # What can't be read its router dispatches again, for a worker that can read it.
         return Claimed(_readable(bodies, decode_job), int(waiting), _readable(ahead, decode_wanted), hold_ms)
 
@@ -195,14 +171,24 @@ class JobQueue:
                 arguments += [one.job_id, one.attempt, one.tokens, int(one.ended), int(one.ran)]
             await self._charge(keys=[self.keys.waiting], args=arguments)
 
+    async def withdraw(self) -> None:
+        """Claim no more: nothing is to wait for it."""
+        await self._withdraw(keys=[self.keys.waiting], args=[self.keys.prefix, self._worker_id])
+
     async def finish(self, job_id: str, attempt: int) -> None:
         """Forget a job that waits, up to this attempt. Idempotent."""
         await self._finish(keys=[self.keys.waiting], args=[self.keys.prefix, job_id, attempt])
 
-    async def waiting(self, job_ids: Sequence[str]) -> list[bool]:
-        """Which of these jobs still wait; the others were claimed, or lost, or their deadline passed."""
-        scores = await self._redis.zmscore(self.keys.waiting, list(job_ids))
-        return [score is not None for score in scores]
+    async def waiting(self, jobs: Sequence[tuple[str, int]]) -> list[bool]:
+        """Which of these still wait, by id and attempt; the others were claimed, or lost, or their deadline passed.
+
+        Of a job that Redis knows by an older attempt alone nothing waits that its router would take.
+        """
+        waits: list[bool] = []
+        for at in range(0, len(jobs), LOOKS_AT_ONCE):
+            arguments = [self.keys.prefix, *(part for one in jobs[at : at + LOOKS_AT_ONCE] for part in one)]
+            waits += map(bool, await self._waiting(keys=[self.keys.waiting], args=arguments))
+        return waits
 
     async def wait_for_work(self, timeout_s: float) -> bool:
         """Block until there may be work; False when the time passed without a wake-up."""

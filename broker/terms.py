@@ -10,12 +10,15 @@ from broker.messages import Job, Wanted
 # What a token costs its tenant's counter (as in Sheng et al., Fairness in Serving Large Language Models, 2024).
 PROMPT_WEIGHT = 1
 OUTPUT_WEIGHT = 2
-# How many tenants a claim looks at, and how many jobs that it can't take it passes over, in all and of one tenant.
+# How many tenants a scan looks at, and how many jobs that it can't take it passes over, in all and of one tenant.
 TENANTS_WINDOW = 32
 PASS_WINDOW = 64
 TENANT_WINDOW = 16
-# How many re-dispatched jobs a claim looks at.
+# How many re-dispatched jobs a scan looks at.
 AGAIN_WINDOW = 64
+# What lies beyond its window a queue shows in turns: the first half is the queue's first jobs, the second half goes on
+# with every scan. A claim that found nothing scans again, so many times at most; the next claim goes on from there.
+SCANS_LIMIT = 8
 # How many more, once no row is free, whose adapters are worth fetching beforehand, and how many adapters it names.
 AHEAD_WINDOW = 16
 WANTED_LIMIT = 4
@@ -26,7 +29,10 @@ HOLD_MS = 50
 PATIENCE_MS = 500
 RESERVE_MS = 3_000
 # What a worker said of its free rows counts so long; each claims at least once a second.
-ROOM_MS = 3_000
+ROOM_MS = 1_500
+# So long a router lives after it said so; where none has said so for QUIET_MS, all are taken to live.
+ROUTER_MS = 3_000
+QUIET_MS = 1_500
 # A job's charges are remembered so long after the last report of it.
 CHARGED_MS = 15_000
 # Over how long the pace of claims is measured while work waits; from when on it tells something; and how many times
@@ -38,6 +44,8 @@ DOUBT = 2
 SWEEP_LIMIT = 64
 
 PRIORITY_LIMIT = 100
+# What a job takes that is to run alone: more than any worker has, so all of one's.
+ALL_ROWS = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +109,8 @@ class Entry:
     adapter: str
     load: float
     prefer: str
+    # Whose it is.
+    router: str
     wanted: bytes
     body: bytes
 
@@ -116,11 +126,12 @@ class Entry:
             prefill=job.prefill_tokens,
             prompt=len(job.prompt_ids),
             rank=job.rank,
-            rows=job.rows,
+            rows=ALL_ROWS if job.suspect else job.rows,
             base=job.base_digest,
             adapter=job.adapter.digest if job.adapter else "",
             load=placement.load_tokens,
             prefer="\n".join(placement.prefer),
-            wanted=encode_wanted(job),
+            router=job.reply_to,
+            wanted=encode_wanted(Wanted(job.adapter, job.tenant)) if job.adapter else b"",
             body=encode_job(job),
         )

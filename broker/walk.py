@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Protocol
 
 from broker import terms
 from broker.messages import Capacity
+from broker.routers import Routers
 from broker.terms import Entry
-from broker.waiting import WaitingJob, WaitingJobs
+from broker.waiting import Place, WaitingJob, WaitingJobs
 
 
 class ChargeClaim(Protocol):
@@ -23,43 +25,52 @@ class _Tenant:
         self.counter = counter
         self.name = name
         self.passed = 0
+        # Of the job that comes next.
+        self.place = 0
         self.done = False
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """One scan: for whom and when, `turn` is its number among this worker's, `skip` how many tenants to pass over."""
+
+    worker: str
+    base_digest: str
+    capacity: Capacity
+    now_ms: int
+    turn: int
+    skip: int
 
 
 class Walk:
     """Takes what suits, and passes over the rest. `rows` are those still free."""
 
-    def __init__(
-        self,
-        waiting: WaitingJobs,
-        worker: str,
-        base_digest: str,
-        capacity: Capacity,
-        rooms: Mapping[str, int],
-        now_ms: int,
-        skip: int,
-    ) -> None:
+    def __init__(self, waiting: WaitingJobs, routers: Routers, rooms: Mapping[str, int], scan: Round) -> None:
         self._waiting = waiting
-        self._worker = worker
-        self._base = base_digest
-        self._capacity = capacity
-        self._resident = frozenset(capacity.adapters)
+        self._routers = routers
         self._rooms = rooms
-        self._now_ms = now_ms
-        self._skip = skip
-        self._first = skip == 0
-        self._free = capacity.tokens
+        self._worker = scan.worker
+        self._base = scan.base_digest
+        self._capacity = scan.capacity
+        self._resident = frozenset(scan.capacity.adapters)
+        self._now_ms = scan.now_ms
+        self._turn = scan.turn
+        self._skip = scan.skip
+        self._first = scan.skip == 0
+        self._free = scan.capacity.tokens
         self._passes, self._ahead = terms.PASS_WINDOW, terms.AHEAD_WINDOW
+        # Whether a queue is longer than its window.
+        self._deeper = False
         self._wanted: dict[bytes, int] = {}
-        self.rows = capacity.rows
+        self.rows = scan.capacity.rows
         self.taken: list[str] = []
         self.work = 0
         self.hold_ms = 0
         self.saturated = False
 
-    def run(self, charge: ChargeClaim) -> int:
-        """Walk. Answers how many tenants the next walk is to skip, where this one found nothing within its windows."""
-        for _, job_id in self._waiting.again[: terms.AGAIN_WINDOW]:
+    def run(self, charge: ChargeClaim) -> int | None:
+        """Walk. Answers how many tenants the next scan is to skip; None: there is no reason for one."""
+        for _, job_id in self._again():
             if not self._may_look():
                 break
             self._look(job_id, charge)
@@ -73,19 +84,41 @@ class Walk:
             tenant = min(open_ones, key=lambda one: one.counter, default=None)
             if tenant is None or tenant.counter > beyond or not self._may_look():
                 break
-            queue = self._waiting.queue(tenant.name)
-            if not self._look(queue[tenant.passed][1], charge):
-                tenant.passed += 1
-                self._passes -= 1
-            tenant.counter = counters.of(tenant.name)
-            if tenant.passed >= terms.TENANT_WINDOW or tenant.passed >= len(self._waiting.queue(tenant.name)):
-                tenant.done = True
-                walked += 1
+            self._serve(tenant, charge)
+            walked += tenant.done and bool(self._waiting.queue(tenant.name))
         if self.rows < 1:
             self.saturated = True
-        if not self.taken and self.rows > 0 and (beyond < math.inf or self._passes < 1):
-            return self._skip + max(walked, 1)
-        return 0
+        more = self._passes < 1 or beyond < math.inf
+        if self.taken or self.rows < 1 or not (more or self._deeper):
+            return None
+        return self._skip + walked if more else 0
+
+    def _again(self) -> list[tuple[Place, str]]:
+        """The jobs that were dispatched again, as far as this scan sees them."""
+        again, window = self._waiting.again, terms.AGAIN_WINDOW
+        if len(again) <= window:
+            return list(again)
+        place = self._turn_to(len(again), window)
+        return again[: window // 2] + again[place : place + window // 2]
+
+    def _serve(self, tenant: _Tenant, charge: ChargeClaim) -> None:
+        """Look at a tenant's next job."""
+        taken = self._look(self._waiting.queue(tenant.name)[tenant.place][1], charge)
+        left, window = len(self._waiting.queue(tenant.name)), terms.TENANT_WINDOW
+        if not taken:
+            self._passes -= 1
+        if taken is False:
+            tenant.passed += 1
+            tenant.place += 1
+            if tenant.passed == window // 2 and left > window:
+                tenant.place = self._turn_to(left, window)
+        tenant.counter = self._waiting.counters.of(tenant.name)
+        tenant.done = tenant.passed >= window or tenant.place >= left
+
+    def _turn_to(self, length: int, window: int) -> int:
+        """Where this scan goes on in a queue of which it has seen the first half of the window."""
+        self._deeper = True
+        return window // 2 + self._turn * window // 2 % (length - window // 2)
 
     def most_wanted(self) -> tuple[bytes, ...]:
         """The adapters that most of those wait for that did not fit."""
@@ -97,13 +130,13 @@ class Walk:
         self._ahead -= 1
         return self._ahead >= 0
 
-    def _look(self, job_id: str, charge: ChargeClaim) -> bool:
-        """Whether the job left the queue; else it was passed over."""
+    def _look(self, job_id: str, charge: ChargeClaim) -> bool | None:
+        """Whether the job left the queue for this worker; False: it was passed over; None: it is gone."""
         one = self._waiting.get(job_id)
         assert one is not None, "a queue has only jobs that wait"
-        if one.deadline_ms <= self._now_ms:
+        if one.deadline_ms <= self._now_ms or not self._routers.lives(one.entry.router, self._now_ms):
             self._waiting.forget(job_id)
-            return True
+            return None
         if not self._suits(one):
             return False
         entry, need = one.entry, min(one.entry.rows, self._capacity.rows_limit)

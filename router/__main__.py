@@ -13,15 +13,16 @@ from router.settings import Settings
 from rpc.server import PortInUse
 from rpc.settings import SettingsError, read_settings
 from telemetry.logging import set_up_logging
+from telemetry.metrics import MetricsPortError
 
 
 def main() -> int:
     """Run until told to stop; 2 when it can't start."""
-    set_up_logging("router")
     try:
         settings = read_settings(Settings, "router", sys.argv[1:], os.environ)
+        set_up_logging("router", settings.log_format, settings.log_level)
         uvloop.run(run(settings))
-    except (SettingsError, PortInUse, RedisUnreachableError) as error:
+    except (SettingsError, PortInUse, MetricsPortError, RedisUnreachableError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0

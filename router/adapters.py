@@ -12,20 +12,18 @@ from router.store_client import Manifest, ResolvedAdapter, StoreClient
 from rpc.errors import InvalidField, Mismatch
 
 
-async def resolve_adapters(
-    request: Request, model: Manifest, max_rank: int | None, store: StoreClient
-) -> AdapterRef | None:
-    """The job's adapter; None for the plain base model. `max_rank` is what some worker takes, None if that is unknown.
-
-    Raises NotFound, InvalidField, Mismatch or Unavailable.
-    """
+async def resolve_adapters(request: Request, model: Manifest, store: StoreClient) -> AdapterRef | None:
+    """The job's adapter; None for the plain base model. Raises NotFound, InvalidField, Mismatch or Unavailable."""
     if request.adapters:
-        ref = await _weighted_set(request.tenant, request.adapters, model, store)
-    elif request.adapter:
-        ref = _checked(await store.resolve(request.tenant, request.adapter), model)
-    else:
-        return None
-    if max_rank is not None and ref.rank > max_rank:
+        return await _weighted_set(request.tenant, request.adapters, model, store)
+    if request.adapter:
+        return _checked(await store.resolve(request.tenant, request.adapter), model)
+    return None
+
+
+def check_rank(ref: AdapterRef | None, max_rank: int | None) -> None:
+    """Raise Mismatch where no worker takes the adapter. `max_rank` is what some worker takes, None if unknown."""
+    if ref is not None and max_rank is not None and ref.rank > max_rank:
         rank = f"rank {ref.rank}"
         if ref.parts:
             rank = f"ranks {' + '.join(str(part.adapter.rank) for part in ref.parts)} = {ref.rank}"
@@ -34,7 +32,6 @@ async def resolve_adapters(
             f"{rank}; the workers take at most {max_rank}",
             reason="RANK_TOO_BIG",
         )
-    return ref
 
 
 async def _weighted_set(

@@ -9,15 +9,15 @@ text cut where the stop string begins.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+import msgspec
 
 from router.request import Delta, Finished, FinishReason, TokenLogprobs
 from router.text import TextStream
 from router.track import WorkerFinish
 
 
-@dataclass(frozen=True, slots=True)
-class _Held:
+class _Held(msgspec.Struct, frozen=True):
     """A token that is not delivered yet; without an id it is only text."""
 
     token_id: int | None
@@ -26,16 +26,20 @@ class _Held:
 
 
 class Answer:
-    """One choice of one request."""
+    """One choice of one request. Of its tokens the client has the first `received` already, with their text."""
 
-    def __init__(self, stream: TextStream, stop: Sequence[str], stream_interval: int, choice: int = 0) -> None:
+    def __init__(
+        self, stream: TextStream, stop: Sequence[str], stream_interval: int, choice: int = 0, received: int = 0
+    ) -> None:
         self._choice = choice
+        self._received = received
         self._stream = stream
         self._stop = tuple(stop)
         self._interval = stream_interval
         # Tokens not yet delivered, each with its text; together `_held_text`.
         self._held: list[_Held] = []
         self._held_text = ""
+        # Tokens that the client has with what has been returned so far.
         self.delivered = 0
 
     def push(
@@ -56,10 +60,10 @@ class Answer:
         if finish is None:
             if len(self._held) < self._interval:
                 return None, None
-            return self._release(self._safe_length(), self._interval), None
+            return self._release(self._safe_length(), self._interval, ended=False), None
         if stopped := self._flush(self._stream.flush()):
             return stopped
-        return self._release(len(self._held_text), 1), _finished(finish, ids, self._choice)
+        return self._release(len(self._held_text), 1, ended=True), _finished(finish, ids, self._choice)
 
     def _flush(self, text: str) -> tuple[Delta | None, Finished] | None:
         """Text that comes after the last token; it goes with that."""
@@ -106,7 +110,7 @@ class Answer:
                     break
         return length
 
-    def _release(self, safe: int, least: int) -> Delta | None:
+    def _release(self, safe: int, least: int, *, ended: bool) -> Delta | None:
         """Deliver the tokens whose text ends within `safe` characters, if there are at least so many."""
         count, end = 0, 0
         for held in self._held:
@@ -114,6 +118,9 @@ class Answer:
                 break
             end += len(held.text)
             count += 1
+        # What has no text yet belongs to the next that has; a stop string that begins there cuts it, however it came.
+        while self._stop and not ended and count and not self._held[count - 1].text:
+            count -= 1
         if count < least:
             return None
         delta = self._delta(self._held[:count], self._held_text[:end])
@@ -121,13 +128,16 @@ class Answer:
         return delta
 
     def _delta(self, tokens: Sequence[_Held], text: str) -> Delta | None:
-        ids = tuple(held.token_id for held in tokens if held.token_id is not None)
+        count = sum(held.token_id is not None for held in tokens)
+        known = min(count, max(0, self._received - self.delivered))
+        text = text[sum(len(held.text) for held in tokens[:known]) :]
+        ids = tuple(held.token_id for held in tokens[known:] if held.token_id is not None)
+        offset = self.delivered + known
+        self.delivered += count
         if not ids and not text:
             return None
-        logprobs = tuple(held.logprobs for held in tokens if held.logprobs is not None)
-        delta = Delta(self.delivered, ids, text, self._choice, logprobs)
-        self.delivered += len(ids)
-        return delta
+        logprobs = tuple(held.logprobs for held in tokens[known:] if held.logprobs is not None)
+        return Delta(offset, ids, text, self._choice, logprobs)
 
 
 def _finished(finish: WorkerFinish, ids: Sequence[int], choice: int) -> Finished:

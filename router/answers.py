@@ -2,28 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 
 from router.answer import Answer
 from router.request import Delta, Event, Finished, PromptLogprobs, Request, TokenLogprobs
+from router.resume import Received
 from router.text import Text
 from router.track import Track
+from rpc.errors import Aborted
 
 
 class Answers:
-    """Reads a track's tokens into the events that its client gets."""
+    """Reads a track's tokens into the events that its client gets: all, or what comes after what it has `received`."""
 
-    def __init__(self, request: Request, text: Text, track: Track) -> None:
+    def __init__(
+        self, request: Request, text: Text, track: Track, received: Mapping[int, Received] | None = None
+    ) -> None:
         self._request = request
         self._track = track
+        self._resumed = received is not None
+        self._received = received or {}
+        self._ranks = request.best_of > request.n
+        # Ranked answers are no candidate's before all have ended: of the candidates themselves nobody has anything.
+        known = {} if self._ranks else self._received
+        self._opened = frozenset(range(track.job.n)) - {index for index, one in known.items() if one.finished}
+        self._closed_tokens = sum(len(one.token_ids) for one in known.values() if one.finished)
         self._answers = [
             Answer(
                 text.stream(track.job.prompt_ids, skip_special_tokens=request.skip_special_tokens),
                 request.stopping.stop,
                 request.stream_interval,
                 choice,
+                len(known.get(choice, Received()).token_ids),
             )
             for choice in range(track.job.n)
         ]
@@ -31,15 +43,16 @@ class Answers:
     @property
     def tokens(self) -> int:
         """Tokens of all candidates, without those that a stop string cut."""
-        return sum(answer.delivered for answer in self._answers)
+        return self._closed_tokens + sum(self._answers[index].delivered for index in self._opened)
 
     def events(self) -> AsyncGenerator[Event]:
         """Deltas and ends of the answers. Raises what ended the job."""
-        return self._best() if self._request.best_of > self._request.n else self._as_they_come()
+        return self._best() if self._ranks else self._as_they_come()
 
     async def _as_they_come(self) -> AsyncGenerator[Event]:
-        open_choices = set(range(len(self._answers)))
-        prompt_is_due = self._request.prompt_logprobs is not None
+        open_choices = set(self._opened)
+        # A client that resumes has had a first message, and this is the first.
+        prompt_is_due = self._request.prompt_logprobs is not None and not self._resumed
         async with aclosing(self._track.arrivals()) as turns:
             async for turn in turns:
                 if prompt_is_due:
@@ -72,8 +85,12 @@ class Answers:
         ranked = sorted(candidates, key=_Candidate.mean_logprob, reverse=True)
         for choice, candidate in enumerate(ranked[: self._request.n]):
             logprobs = candidate.logprobs if self._request.logprobs is not None else ()
-            yield Delta(0, candidate.token_ids, candidate.text, choice, logprobs)
-            if candidate.finished is not None:
+            known = self._received.get(choice, Received())
+            if not known.token_ids:
+                yield Delta(0, candidate.token_ids, candidate.text, choice, logprobs)
+            elif known.token_ids != candidate.token_ids:  # close to a tie, and computed in another batch
+                raise Aborted("the candidates rank otherwise than they did for the lost stream", reason="RANKS_DIFFER")
+            if candidate.finished is not None and not known.finished:
                 yield replace(candidate.finished, choice=choice)
 
 

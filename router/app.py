@@ -4,55 +4,82 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 
 from loraplex.cluster.v1 import cluster_pb2_grpc
 from loraplex.inference.v1 import inference_pb2_grpc
 from loraplex.relay.v1 import relay_pb2_grpc
 
-from broker.connection import connect
+from broker.startup import connect_once_up
+from router.adapter_orders import AdapterOrders
 from router.cluster import ClusterService
 from router.dispatch import Dispatcher
+from router.gauges import follow_gauges
 from router.generation import Generation
+from router.metrics import RouterMetrics
 from router.models import WATCH_S, Models
 from router.placement import Placer
 from router.relay import RelayService
+from router.resume import Tickets
 from router.service import InferenceService
 from router.settings import Settings, read_weights
 from router.store_client import StoreClient
-from rpc.server import RELAY_MESSAGE_BYTES, Server, stop_signal
+from router.watch import Watcher
+from rpc.metrics import CallMeter
+from rpc.server import Server, relay_options, stop_signal, unless_stopped
+from telemetry.metrics import serve_metrics
+from telemetry.tracing import set_up_tracing
 
 log = logging.getLogger(__name__)
+
+# How long calls get to take the word that they end.
+HAND_OVER_S = 1.0
 
 
 async def run(settings: Settings) -> None:
     """Serve until SIGTERM or SIGINT. Raises PortInUse or RedisUnreachableError before it serves."""
     stop = stop_signal()
-    redis = await connect(settings.redis_url)
+    metrics, spans = RouterMetrics(), set_up_tracing("router", os.environ)
+    metrics_server = serve_metrics(metrics, settings.host, settings.metrics_port)
+    redis = await unless_stopped(stop, connect_once_up(settings.redis_url))
+    if redis is None:
+        return
     store = StoreClient(settings.store)
     models = Models(store, redis, settings.cell, settings.queue_limits)
     placer = Placer(models.serving, read_weights(settings.tenant_weights), settings.adapter_mib_tokens)
-    dispatcher = Dispatcher(models.queue_of, placer.place)
-    relay_service = RelayService(dispatcher)
-    public, relay = Server(), Server(message_bytes=RELAY_MESSAGE_BYTES)
+    dispatcher = Dispatcher(models.queue_of, placer.place, metrics)
+    relay_service = RelayService(dispatcher, metrics)
+    public, relay = (
+        Server(interceptors=[CallMeter(*metrics.calls, ("Generate", "Resume"))]),
+        Server(options=relay_options()),
+    )
+    if not settings.resume_key:
+        log.info("no resume key: streams of this router go on elsewhere only if all routers are given one")
     watching: asyncio.Task[None] | None = None
+    generation: Generation | None = None
     try:
         relay_port = relay.bind(settings.relay_host, settings.relay_port)
         reply_to = f"{settings.relay_advertise or settings.relay_host}:{relay_port}"
-        generation = Generation(models, store, dispatcher, reply_to)
-        inference_pb2_grpc.add_InferenceServiceServicer_to_server(InferenceService(generation, models), public.grpc)
-        cluster_pb2_grpc.add_ClusterServiceServicer_to_server(ClusterService(models, dispatcher), public.grpc)
+        models.announce(reply_to)
+        generation = Generation(
+            models, store, dispatcher, reply_to, Tickets(settings.resume_key), client_stall_s=settings.client_stall_s
+        )
+        service = InferenceService(generation, models, Watcher(metrics, spans, models))
+        inference_pb2_grpc.add_InferenceServiceServicer_to_server(service, public.grpc)
+        cluster = ClusterService(models, dispatcher, metrics, AdapterOrders(models, store))
+        cluster_pb2_grpc.add_ClusterServiceServicer_to_server(cluster, public.grpc)
         relay_pb2_grpc.add_RelayServiceServicer_to_server(relay_service, relay.grpc)
         port = public.bind(settings.host, settings.port)
         await relay.start()
         await public.start()
-        print(f"ready router={settings.host}:{port}", flush=True)
-        watching = asyncio.create_task(_watch(public, models, dispatcher))
+        print(f"ready router={settings.host}:{port}{metrics.ready_word}", flush=True)
+        watching = asyncio.create_task(_watch(public, models, dispatcher, metrics, generation))
         await asyncio.wait({watching, asyncio.create_task(stop.wait())}, return_when=asyncio.FIRST_COMPLETED)
         if watching.done():
             watching.result()  # it watches for ever: this raises what ended it, and the process fails
     finally:
         # Streams may end, and be recovered until then; then the relay, which they need; then what both stand on.
-        await public.stop(settings.drain_s)
+        await _drain(public, generation, settings.drain_s)
         if watching is not None:
             watching.cancel()
             await asyncio.gather(watching, return_exceptions=True)
@@ -61,14 +88,30 @@ async def run(settings: Settings) -> None:
         await relay.stop(1.0)
         await store.close()
         await redis.aclose()
+        if metrics_server is not None:
+            metrics_server.close()
+        await asyncio.to_thread(spans.close)
 
 
-async def _watch(public: Server, models: Models, dispatcher: Dispatcher) -> None:
+async def _drain(public: Server, generation: Generation | None, drain_s: float) -> None:
+    """Take no new calls; what still runs after `drain_s` is told to go on elsewhere."""
+    stopping = asyncio.create_task(public.stop(drain_s + HAND_OVER_S))
+    await asyncio.wait({stopping}, timeout=drain_s)
+    if generation is not None:
+        generation.drain()
+    await stopping
+
+
+async def _watch(
+    public: Server, models: Models, dispatcher: Dispatcher, metrics: RouterMetrics, generation: Generation
+) -> None:
     """Forever: follow store and workers, dispatch again what was lost, and tell the truth as health."""
     async with asyncio.TaskGroup() as tasks:  # one that fails ends the router: all of them are needed
         tasks.create_task(dispatcher.watch())
         tasks.create_task(models.follow_store())
+        tasks.create_task(generation.slow_clients.watch())
         tasks.create_task(_follow_workers(public, models, dispatcher))
+        tasks.create_task(follow_gauges(metrics, models, dispatcher))
 
 
 async def _follow_workers(public: Server, models: Models, dispatcher: Dispatcher) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 
 from loraplex.inference.v1 import inference_pb2 as pb
@@ -14,6 +15,7 @@ from router.request import (
     Event,
     Finished,
     FinishReason,
+    Message,
     Prompt,
     PromptLogprobs,
     Request,
@@ -77,6 +79,7 @@ def read_request(spec: pb.GenerateSpec, tenant: str) -> Request:
         if spec.output.HasField("prompt_logprobs")
         else None,
         priority=spec.priority,
+        fingerprint=hashlib.sha256(spec.SerializeToString(deterministic=True)).hexdigest(),
     )
 
 
@@ -200,8 +203,14 @@ _REASONS = {
 }
 
 
-def write_event(event: Event) -> pb.GenerateEvent:
-    """An event's message."""
+def write_message(message: Message) -> pb.GenerateEvent:
+    """A message of the stream."""
+    event = _write_event(message.event)
+    event.resume_token = message.resume_token
+    return event
+
+
+def _write_event(event: Event) -> pb.GenerateEvent:
     match event:
         case Delta():
             delta = pb.Delta(choice=event.choice, offset=event.offset, token_ids=event.token_ids, text=event.text)

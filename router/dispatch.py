@@ -12,15 +12,19 @@ import random
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
 from collections.abc import Set as AbstractSet
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 from broker.connection import REDIS_DOWN
 from broker.messages import Job
 from broker.queue import DeadlineUnattainableError, JobQueue, QueueFullError
 from broker.terms import Placement
+from router.errands import Errands
+from router.metrics import LOST, RETURNED, UNCLAIMED, RouterMetrics
 from router.track import Frame, Link, Track
-from rpc.errors import AlreadyExists, DeadlinePassed, Exhausted, Unavailable
+from router.turns import Turns
+from rpc.errors import DeadlinePassed, Exhausted, Internal, Unavailable
+from telemetry.logging import fields
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +35,10 @@ CLAIM_GRACE_S = 1.0
 # So long a worker's key must have been away: two beats.
 MISSING_S = 1.0
 WATCH_S = 0.25
-RETRY_S = 0.2
+# So long a router's end waits for what is still to be told to Redis.
+SETTLE_S = 5.0
+# What a client is told whose request kills the engines.
+POISON = "POISON_REQUEST"
 # When a client that was refused is to come back: about, so that they do not all come at once.
 FULL_RETRY_S = 1.0
 
@@ -39,15 +46,21 @@ FULL_RETRY_S = 1.0
 class Dispatcher:
     """The jobs that this router owns."""
 
-    def __init__(self, queue_of: Callable[[str], JobQueue], place: Callable[[Job], Placement]) -> None:
+    def __init__(
+        self,
+        queue_of: Callable[[str], JobQueue],
+        place: Callable[[Job], Placement],
+        metrics: RouterMetrics | None = None,
+    ) -> None:
         self._queue_of = queue_of
         self._place = place
+        self._metrics = metrics or RouterMetrics()
         self._tracks: dict[str, Track] = {}
-        # Tenant and request id of each.
-        self._requests: set[tuple[str, str]] = set()
         # Since when an incarnation that has jobs of ours has not been among the living.
         self._missing: dict[str, float] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        self._errands = Errands(queue_of, place, self._owns)
+        self._turns = Turns()
         # The live link of each incarnation.
         self._links: dict[str, Link] = {}
 
@@ -56,31 +69,32 @@ class Dispatcher:
         """The jobs that run or wait now."""
         return tuple(self._tracks.values())
 
+    def _owns(self, track: Track) -> bool:
+        return self._tracks.get(track.job.job_id) is track
+
     @asynccontextmanager
     async def track(self, job: Job) -> AsyncIterator[Track]:
         """Dispatch a job; on leaving, whatever the reason, nothing of it is left queued or running.
 
-        Raises AlreadyExists, Exhausted or Unavailable.
+        Raises Exhausted or Unavailable.
         """
-        request = (job.tenant, job.request_id)
-        if request in self._requests:
-            raise AlreadyExists(f"request_id {job.request_id} is running", reason="REQUEST_ID_RUNNING")
-        self._requests.add(request)
-        track = self._tracks[job.job_id] = Track(job)
+        track = self._tracks[job.job_id] = Track(job, self._turns)
         try:
             # Nobody is to miss it meanwhile and dispatch it a second time, past the queue's limits.
             track.dispatching = True
             await self._admit(job)
             track.dispatching = False
+            if track.job.attempt > job.attempt:  # a worker had it and lost it before we knew that it was in
+                self._errands.enqueue(track)
             yield track
         finally:
-            self._requests.discard(request)
             del self._tracks[job.job_id]
-            self._spawn(self._release(track))
+            self._release(track)
 
     async def _admit(self, job: Job) -> None:
         try:
-            await self._queue_of(job.model).enqueue(job, self._place(job))
+            with self._metrics.enqueue_time.time():
+                await self._queue_of(job.model).enqueue(job, self._place(job))
         except QueueFullError as error:
             whose = f"tenants/{error.whose}/queue" if error.whose else "queue"
             after_s = random.uniform(0.5, 1.5) * FULL_RETRY_S
@@ -89,19 +103,14 @@ class Dispatcher:
             message, after_s = f"the deadline can't be met: {error}", random.uniform(0.5, 1.0) * error.wait_ms / 1e3
             raise Exhausted("deadline", message, retry_after_s=after_s, reason="DEADLINE_UNATTAINABLE") from error
         except REDIS_DOWN as error:
-            log.warning("job %s: the queue does not answer: %r", job.job_id, error)
+            log.warning("the queue does not answer: %r", error, extra=fields(job_id=job.job_id))
             raise Unavailable("the queue does not answer", reason="QUEUE_DOWN") from error
 
-    async def _release(self, track: Track) -> None:
-        job, link = track.job, track.link
-        if link is not None:
-            if not track.finished_by_worker:
-                link.cancel(job.job_id, job.attempt)
-            return
-        try:
-            await self._queue_of(job.model).finish(job.job_id, job.attempt)
-        except REDIS_DOWN:  # a worker that claims it is told to stop it
-            log.warning("job %s: the queue did not answer its end", job.job_id)
+    def _release(self, track: Track) -> None:
+        if track.link is None:
+            self._errands.finish(track.job)
+        elif not track.finished_by_worker:
+            track.link.cancel(track.job.job_id, track.job.attempt)
 
     # What the relay tells
 
@@ -118,6 +127,7 @@ class Dispatcher:
         held = {job_id for job_id, _ in holds}
         for track in self._bound_to({link.incarnation}):
             if track.job.job_id not in held:
+                self._metrics.redispatches.labels(LOST).inc()
                 self._redispatch(track)
 
     def link_down(self, link: Link) -> None:
@@ -145,6 +155,8 @@ class Dispatcher:
     def _go_on(self, lost: AbstractSet[str]) -> None:
         tracks = self._bound_to(lost)
         if tracks:
+            self._metrics.workers_lost.inc(len({track.link.incarnation for track in tracks if track.link}))
+            self._metrics.redispatches.labels(LOST).inc(len(tracks))
             log.warning("lost: worker incarnations %s; %d jobs go on elsewhere", ", ".join(sorted(lost)), len(tracks))
         for track in tracks:
             self._redispatch(track)
@@ -170,15 +182,19 @@ class Dispatcher:
         """Tokens, or the end, of a job."""
         track = self._claimed(link, frame.job_id, frame.attempt)
         if track is None:
+            self._metrics.stale.inc()
             return
         if frame.choice >= len(track.choices):
             log.warning("worker %s: job %s has no choice %d", link.worker_id, frame.job_id, frame.choice)
+        elif frame.returned:
+            # With a gap it goes on from what is here: that costs a little work and no wait.
+            track.accept(frame)
+            link.ack(frame.job_id, frame.attempt)
+            self._returned(track, struck=frame.struck)
         elif not track.accept(frame):
+            self._metrics.rewinds.inc()
             emitted = track.choices[frame.choice].emitted
             link.rewind(frame.job_id, frame.attempt, frame.choice, len(emitted))
-        elif frame.returned:
-            link.ack(frame.job_id, frame.attempt)
-            self._redispatch(track)
         elif frame.failure is not None:
             track.fail(frame.failure)
             link.ack(frame.job_id, frame.attempt)
@@ -187,31 +203,26 @@ class Dispatcher:
 
     # Recovery
 
-    def _redispatch(self, track: Track) -> None:
+    def _returned(self, track: Track, *, struck: bool) -> None:
+        """A worker gave the job back: it goes on elsewhere, unless it killed an engine that had nothing else."""
+        if not (struck and track.job.suspect):
+            self._metrics.redispatches.labels(RETURNED).inc()
+            self._redispatch(track, struck=struck)
+            return
+        self._metrics.poisoned.inc()
+        deaths = track.job.strikes + 1
+        known = fields(job_id=track.job.job_id, tenant=track.job.tenant)
+        log.error("a job ends: %d engines died of it, the last one while it was alone", deaths, extra=known)
+        track.fail(Internal(f"{deaths} engines died of this request, the last one while it ran alone", reason=POISON))
+        self._errands.bury(track, POISON)
+
+    def _redispatch(self, track: Track, *, struck: bool = False) -> None:
         if track.late:
             track.fail(DeadlinePassed("the deadline passed before the answer's end"))
             return
-        track.next_attempt()
+        track.next_attempt(struck=struck)
         if not track.dispatching:
-            track.dispatching = True
-            self._spawn(self._enqueue_again(track))
-
-    async def _enqueue_again(self, track: Track) -> None:
-        job_id, enqueued = track.job.job_id, 0
-        try:
-            while self._tracks.get(job_id) is track and enqueued < track.job.attempt:
-                job = track.job
-                try:
-                    await self._queue_of(job.model).enqueue(job, self._place(job))
-                    enqueued = job.attempt
-                except (*REDIS_DOWN, QueueFullError) as error:
-                    log.warning("job %s attempt %d waits for the queue: %s", job_id, job.attempt, error)
-                    await asyncio.sleep(RETRY_S)
-        finally:
-            track.dispatching = False
-            track.missing_since = None
-        if self._tracks.get(job_id) is not track:  # it ended meanwhile
-            await self._release(track)
+            self._errands.enqueue(track)
 
     async def watch(self) -> None:
         """Forever: dispatch again what left the queue and never showed up at a worker."""
@@ -223,20 +234,24 @@ class Dispatcher:
                     unbound.setdefault(track.job.model, []).append(track)
             for model, tracks in unbound.items():
                 try:
-                    waiting = await self._queue_of(model).waiting([track.job.job_id for track in tracks])
+                    waiting = await self._queue_of(model).waiting([(t.job.job_id, t.job.attempt) for t in tracks])
+                    self._check_missing(tracks, waiting)
                 except REDIS_DOWN:
                     continue
-                self._check_missing(tracks, waiting)
+                except Exception:  # the next look may go well, and other jobs need it
+                    log.exception("the jobs of %s could not be looked after", model)
 
     def _check_missing(self, tracks: Sequence[Track], waiting: Sequence[bool]) -> None:
         now = time.monotonic()
         for track, waits in zip(tracks, waiting, strict=True):
-            if waits or track.link is not None or self._tracks.get(track.job.job_id) is not track:
+            if waits or track.link is not None or track.dispatching or not self._owns(track):
                 track.missing_since = None
             elif track.missing_since is None:
                 track.missing_since = now
             elif now - track.missing_since >= CLAIM_GRACE_S:
-                log.warning("job %s attempt %d was claimed and never bound", track.job.job_id, track.job.attempt)
+                known = fields(job_id=track.job.job_id, attempt=track.job.attempt)
+                log.warning("a job was claimed and never bound", extra=known)
+                self._metrics.redispatches.labels(UNCLAIMED).inc()
                 self._redispatch(track)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
@@ -245,6 +260,9 @@ class Dispatcher:
         task.add_done_callback(self._tasks.discard)
 
     async def settle(self) -> None:
-        """Wait until what was begun in the background is done."""
-        while self._tasks:
-            await asyncio.gather(*self._tasks, return_exceptions=True)
+        """Wait until what was begun in the background is done, SETTLE_S at most: Redis may be gone for good."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(SETTLE_S):
+                while self._tasks:
+                    await asyncio.gather(*self._tasks, return_exceptions=True)
+                await self._errands.settle()

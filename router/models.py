@@ -11,7 +11,7 @@ from redis.asyncio import Redis
 
 from broker.connection import REDIS_DOWN
 from broker.keys import Keys
-from broker.liveness import TTL_MS, Liveness
+from broker.liveness import TTL_MS, Census, Liveness
 from broker.messages import WorkerPhase, WorkerState
 from broker.queue import JobQueue
 from broker.terms import QueueLimits
@@ -23,6 +23,9 @@ from rpc.errors import CallError, InvalidField, NotFound, Unavailable
 log = logging.getLogger(__name__)
 
 WATCH_S = 0.5
+# A Redis that does not answer in this time is hung; and is away when it has not answered for a worker's time to live.
+ANSWER_S = 1.0
+AWAY_S = TTL_MS / 1e3
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,12 @@ class Models:
         # Digests of models whose files are of no use.
         self._refused: set[str] = set()
         self._workers: dict[str, list[WorkerState]] = {}
+        # What workers reach this router's relay at; empty until it listens.
+        self._reply_to = ""
+        # Which server and data each model's last census came from.
+        self._servers: dict[str, str] = {}
+        # Whether Redis did not answer when it was last asked, and when it last did.
+        self._away, self._answered_at = False, time.monotonic()
         # After an outage of Redis nobody lapses until a full TTL has passed.
         self._no_lapse_before = 0.0
         self._told = ""
@@ -90,24 +99,49 @@ class Models:
 
     def waits_for(self) -> str:
         """What is missing before work can be served; empty: nothing."""
+        if time.monotonic() - self._answered_at >= AWAY_S:
+            return "Redis to answer"
         if not self._served:
             return "a base model to be registered (loraplex models push)"
         if not any(self.serving(name) for name in self._served):
             return "a worker that serves " + " or ".join(sorted(self._served))
         return ""
 
+    def announce(self, reply_to: str) -> None:
+        """The router lives at that address from now on: what waits for it is kept."""
+        self._reply_to = reply_to
+
     async def follow_workers(self, dispatcher: Dispatcher) -> None:
         """One look at who lives; the dispatcher is told."""
         try:
-            for model in self.served:
-                self._workers[model.manifest.name] = await model.liveness.living()
-        except REDIS_DOWN as error:
+            async with asyncio.timeout(ANSWER_S):
+                for model in self.served:
+                    self._count(model.manifest.name, await model.liveness.look(self._reply_to))
+        except REDIS_DOWN as error:  # a timeout is one of them
             self._no_lapse_before = time.monotonic() + TTL_MS / 1e3
-            self._say(f"Redis does not answer: {error}")
+            if not self._away:
+                log.warning("Redis does not answer: %s", str(error) or type(error).__name__)
+            self._away = True
             return
+        self._answered_at = time.monotonic()
+        if self._away:
+            log.info("Redis answers again")
+        self._away = False
         if time.monotonic() >= self._no_lapse_before:
             states = [state for states in self._workers.values() for state in states]
             dispatcher.living({state.incarnation for state in states})
+
+    def _count(self, name: str, census: Census) -> None:
+        """Take a census. Another server, or one without its data, may not know who lives: nobody lapses for now."""
+        if self._servers.get(name, census.server) != census.server:
+            log.warning("Redis has restarted, failed over or lost its data: nobody lapses for %g s", TTL_MS / 1e3)
+            self._no_lapse_before = time.monotonic() + TTL_MS / 1e3
+        self._servers[name] = census.server
+        workers = census.workers
+        if time.monotonic() < self._no_lapse_before:
+            seen = {state.incarnation for state in workers}
+            workers = [*workers, *(state for state in self.workers(name) if state.incarnation not in seen)]
+        self._workers[name] = workers
 
     async def follow_store(self) -> None:
         """Forever: serve what is registered."""

@@ -12,6 +12,7 @@ from loraplex.relay.v1 import relay_pb2 as pb
 from loraplex.relay.v1 import relay_pb2_grpc
 
 from router.dispatch import Dispatcher
+from router.metrics import RouterMetrics
 from router.request import TokenLogprobs
 from router.track import Frame, WorkerFinish
 from rpc.errors import (
@@ -64,8 +65,9 @@ class WorkerLink:
 class RelayService(relay_pb2_grpc.RelayServiceServicer):
     """Turns the workers' messages to calls of the dispatcher."""
 
-    def __init__(self, dispatcher: Dispatcher) -> None:
+    def __init__(self, dispatcher: Dispatcher, metrics: RouterMetrics | None = None) -> None:
         self._dispatcher = dispatcher
+        self._metrics = metrics or RouterMetrics()
         self._links: set[WorkerLink] = set()
 
     def close(self) -> None:
@@ -84,6 +86,7 @@ class RelayService(relay_pb2_grpc.RelayServiceServicer):
         self._dispatcher.link_up(link, [(held.job_id, held.attempt) for held in hello.hello.holds])
         reader = asyncio.create_task(self._read(link, request_iterator))
         self._links.add(link)
+        self._metrics.links.set(len(self._links))
         try:
             yield pb.ConnectResponse(welcome=pb.Welcome())
             async for message in link.messages():
@@ -91,6 +94,7 @@ class RelayService(relay_pb2_grpc.RelayServiceServicer):
         finally:
             reader.cancel()
             self._links.discard(link)
+            self._metrics.links.set(len(self._links))
             self._dispatcher.link_down(link)
 
     async def _read(self, link: WorkerLink, requests: AsyncIterator[pb.ConnectRequest]) -> None:
@@ -98,6 +102,8 @@ class RelayService(relay_pb2_grpc.RelayServiceServicer):
             async for request in requests:
                 match request.WhichOneof("message"):
                     case "frames":
+                        self._metrics.messages.inc()
+                        self._metrics.frames.inc(len(request.frames.frames))
                         for frame in request.frames.frames:
                             self._dispatcher.frame(link, _frame(frame))
                     case "claims":
@@ -116,10 +122,13 @@ _FINISHES = {
     pb.FINISH_KIND_END: WorkerFinish.END,
     pb.FINISH_KIND_STOP_TOKEN: WorkerFinish.STOP_TOKEN,
 }
+_NO_FINISH = pb.Finish()
 
 
 def _frame(frame: pb.Frame) -> Frame:
-    failed = frame.finish.kind == pb.FINISH_KIND_FAILED
+    # Nearly all frames have neither a beginning nor an end, and every look into a message makes an object.
+    finish = frame.finish if frame.HasField("finish") else _NO_FINISH
+    first = frame.first if frame.HasField("first") else None
     return Frame(
         job_id=frame.job_id,
         attempt=frame.attempt,
@@ -127,12 +136,13 @@ def _frame(frame: pb.Frame) -> Frame:
         token_ids=tuple(frame.token_ids),
         choice=frame.choice,
         logprobs=tuple(map(_logprobs, frame.logprobs)),
-        finish=_FINISHES.get(frame.finish.kind),
-        failure=_failure(frame.finish.failure) if failed else None,
-        returned=frame.finish.kind == pb.FINISH_KIND_RETURNED,
-        adapter_ms=frame.first.adapter_ms if frame.HasField("first") else None,
-        cached_tokens=frame.first.cached_tokens if frame.HasField("first") else None,
-        prompt_logprobs=tuple(map(_logprobs, frame.first.prompt_logprobs)),
+        finish=_FINISHES.get(finish.kind),
+        failure=_failure(finish.failure) if finish.kind == pb.FINISH_KIND_FAILED else None,
+        returned=finish.kind == pb.FINISH_KIND_RETURNED,
+        struck=finish.struck,
+        adapter_ms=first.adapter_ms if first else None,
+        cached_tokens=first.cached_tokens if first else None,
+        prompt_logprobs=tuple(map(_logprobs, first.prompt_logprobs)) if first else (),
     )
 
 

@@ -62,6 +62,10 @@ class Request:
     prompt_logprobs: int | None = None
     # Among the tenant's own requests; higher goes first.
     priority: int = 0
+    # A hash of all that the client sent: two of one fingerprint are the same request.
+    fingerprint: str = ""
+    # The W3C trace context of its span; empty: it is not traced.
+    traceparent: str = ""
 
 
 class FinishReason(StrEnum):
@@ -127,3 +131,11 @@ class Summary:
 
 
 Event = PromptLogprobs | Delta | Finished | Summary
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """What a client gets at once; the first of a stream has the resume token."""
+
+    event: Event
+    resume_token: str = ""

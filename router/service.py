@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -10,12 +10,14 @@ import grpc
 from loraplex.inference.v1 import inference_pb2 as pb
 from loraplex.inference.v1 import inference_pb2_grpc
 
-from router.convert import read_prompt, read_request, write_event
+from router.convert import read_prompt, read_request, write_message
 from router.generation import Generation
 from router.models import Models
+from router.resume import Received
 from router.text import encode_prompt
+from router.watch import Watcher
 from rpc.auth import tenant_of
-from rpc.errors import InvalidField, NotBuilt
+from rpc.errors import InvalidField
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -23,21 +25,30 @@ Context = grpc.aio.ServicerContext[Any, Any]
 class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
     """loraplex.inference.v1.InferenceService."""
 
-    def __init__(self, generation: Generation, models: Models) -> None:
+    def __init__(self, generation: Generation, models: Models, watcher: Watcher) -> None:
         self._generation = generation
         self._models = models
+        self._watcher = watcher
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> AsyncIterator[pb.GenerateResponse]:
         """Generate an answer, streamed."""
         call = read_request(request.spec, tenant_of(context))
-        async with aclosing(self._generation.run(call, context.time_remaining())) as events:
-            async for event in events:
-                yield pb.GenerateResponse(event=write_event(event))
+        with self._watcher.watch(call, context) as watch:
+            async with aclosing(self._generation.run(watch.request, context.time_remaining())) as messages:
+                async for message in messages:
+                    watch.sent(message.event)
+                    yield pb.GenerateResponse(event=write_message(message))
 
     async def Resume(self, request: pb.ResumeRequest, context: Context) -> AsyncIterator[pb.ResumeResponse]:
-        """Not built yet."""
-        raise NotBuilt("Resume")
-        yield pb.ResumeResponse()  # makes it the generator that grpc expects
+        """Go on with an answer whose stream was lost, wherever that was."""
+        call = read_request(request.spec, tenant_of(context))
+        received = _read_received(request.received, call.n)
+        with self._watcher.watch(call, context) as watch:
+            going_on = self._generation.resume(watch.request, request.resume_token, received, context.time_remaining())
+            async with aclosing(going_on) as messages:
+                async for message in messages:
+                    watch.sent(message.event)
+                    yield pb.ResumeResponse(event=write_message(message))
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
         """A prompt's ids, as Generate would feed them."""
@@ -65,3 +76,15 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
                 for m in self._models.served
             ]
         )
+
+
+def _read_received(received: Sequence[pb.ReceivedTokens], n: int) -> dict[int, Received]:
+    """What a client has of each of `n` choices. Raises InvalidField."""
+    read: dict[int, Received] = {}
+    for index, one in enumerate(received):
+        if one.choice >= n:
+            raise InvalidField(f"received[{index}].choice", f"{one.choice}; the request has {n}")
+        if one.choice in read:
+            raise InvalidField(f"received[{index}].choice", f"{one.choice} is there twice")
+        read[one.choice] = Received(tuple(one.token_ids), one.finished)
+    return read

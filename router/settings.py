@@ -6,8 +6,11 @@ import math
 from dataclasses import dataclass
 
 from broker.terms import QueueLimits
+from router.resume import KEY_CHARACTERS
 from rpc.auth import check_exposure
 from rpc.settings import REDIS_URL_HELP, REDIS_URL_VARIABLE, setting
+from telemetry.logging import FORMAT_HELP, FORMAT_VARIABLE, LEVEL_HELP, LEVEL_VARIABLE, check_logging
+from telemetry.metrics import PORT_HELP
 
 
 @dataclass(frozen=True)
@@ -28,7 +31,18 @@ class Settings:
     tenant_waiting_bytes: int = setting("how many bytes these may take", 1 << 28)
     tenant_weights: str = setting("shares of tenants beside the others' 1, such as acme=3,globex=0.5", "")
     adapter_mib_tokens: float = setting("prompt tokens that a MiB of an adapter's load is charged as", 10.0)
+    client_stall_s: float = setting(
+        "seconds that a client may leave what is there for it unread; then its request is dropped", 10.0
+    )
     drain_s: float = setting("seconds that running streams get when the router is told to stop", 5.0)
+    resume_key: str = setting(
+        "a secret that all routers share, so that one's streams can be resumed on another, better given as the "
+        "variable than as the flag; empty: a random one of this process's own",
+        "",
+    )
+    metrics_port: int = setting(PORT_HELP, 0)
+    log_format: str = setting(FORMAT_HELP, "text", variable=FORMAT_VARIABLE)
+    log_level: str = setting(LEVEL_HELP, "info", variable=LEVEL_VARIABLE)
     insecure_tenants: bool = setting(
         "allow listening beyond this machine although the tenant is taken from a header that anyone can write", False
     )
@@ -36,12 +50,17 @@ class Settings:
     def __post_init__(self) -> None:
         """Raises ValueError on a value that means nothing, and on an address that exposes tenants or nobody reaches."""
         check_exposure(self.host, self.insecure_tenants)
+        check_logging(self.log_format, self.log_level)
+        if not self.client_stall_s > 0:
+            raise ValueError(f"--client-stall-s {self.client_stall_s}: more than 0")
         for name in ("waiting_limit", "waiting_bytes", "tenant_waiting_limit", "tenant_waiting_bytes"):
             if getattr(self, name) < 1:
                 raise ValueError(f"--{name.replace('_', '-')} {getattr(self, name)}: at least 1")
         if not 0 <= self.adapter_mib_tokens < math.inf:
             raise ValueError(f"--adapter-mib-tokens {self.adapter_mib_tokens}: 0 or more")
         read_weights(self.tenant_weights)
+        if 0 < len(self.resume_key) < KEY_CHARACTERS:
+            raise ValueError(f"--resume-key: {len(self.resume_key)} characters; at least {KEY_CHARACTERS}")
         if not self.relay_advertise and self.relay_host in {"0.0.0.0", "::", "[::]"}:
             raise ValueError(
                 f"--relay-host {self.relay_host}: no address that workers could call back; "

@@ -19,6 +19,12 @@ from rpc.server import channel_options
 NAME_TTL_S = 1.0
 CALL_S = 5.0
 NAMES_KEPT = 10_000
+# A store that comes back is found within half a second.
+_OPTIONS = [
+    *channel_options(),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 500),
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +52,7 @@ class StoreClient:
 
     def __init__(self, address: str) -> None:
         self._address = address
-        self._channel = grpc.aio.insecure_channel(address, options=channel_options())
+        self._channel = grpc.aio.insecure_channel(address, options=_OPTIONS)
         self._stub = adapters_pb2_grpc.AdapterServiceStub(self._channel)
         self._names: dict[tuple[str, str], tuple[float, ResolvedAdapter]] = {}
         self._flights: dict[tuple[str, str], asyncio.Task[ResolvedAdapter]] = {}
@@ -75,9 +81,10 @@ class StoreClient:
             self._names[key] = (time.monotonic(), flight.result())
 
     async def _ask(self, tenant: str, name: str) -> ResolvedAdapter:
-        request = pb.GetAdapterRequest(name=name)
+        request, metadata = pb.GetAdapterRequest(name=name), ((TENANT_KEY, tenant),)
         try:
-            answer = await self._stub.GetAdapter(request, timeout=CALL_S, metadata=((TENANT_KEY, tenant),))
+            # A store that is started again is waited for: no request is to fail of that.
+            answer = await self._stub.GetAdapter(request, timeout=CALL_S, metadata=metadata, wait_for_ready=True)
         except grpc.aio.AioRpcError as error:
             raise self._translate(error, "adapter", name) from error
         revision = answer.revision

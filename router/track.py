@@ -14,8 +14,11 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Protocol
 
+import msgspec
+
 from broker.messages import Job
 from router.request import TokenLogprobs
+from router.turns import Turns
 from rpc.errors import CallError
 
 
@@ -43,9 +46,11 @@ class Link(Protocol):
         """The worker is to send again from this offset of a choice."""
 
 
-@dataclass(frozen=True, slots=True)
-class Frame:
-    """Tokens of one job as a worker sends them. `failure` ends the job; `returned` gives it back."""
+class Frame(msgspec.Struct, frozen=True):  # one is made for each token: a dataclass takes seven times as long
+    """Tokens of one job as a worker sends them. `failure` ends the job; `returned` gives it back.
+
+    `struck`: since the worker's engine died, perhaps of this job.
+    """
 
     job_id: str
     attempt: int
@@ -56,6 +61,7 @@ class Frame:
     finish: WorkerFinish | None = None
     failure: CallError | None = None
     returned: bool = False
+    struck: bool = False
     adapter_ms: float | None = None
     cached_tokens: int | None = None
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
@@ -90,12 +96,20 @@ class Arrival:
     finish: WorkerFinish | None
 
 
+@dataclass(slots=True)
+class _Seat:
+    """Whose turn it is to read; with an error, no longer."""
+
+    error: CallError | None = None
+
+
 class Track:
     """A job's state, and the queue between the relay and the one reader of its tokens."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Job, turns: Turns | None = None) -> None:
         self.job = job
-        self.choices = [Choice() for _ in range(job.n)]
+        self._turns = turns or Turns()
+        self.choices = [_choice(job, index) for index in range(job.n)]
         self.link: Link | None = None
         self.failure: CallError | None = None
         self.continuations = 0
@@ -112,6 +126,7 @@ class Track:
         # Choices with something to read.
         self._news: set[int] = set()
         self._arrived = asyncio.Event()
+        self._seat = _Seat()
 
     @property
     def ended(self) -> bool:
@@ -139,14 +154,17 @@ class Track:
             self.link = link
             self.missing_since = None
             self.claimed_at = self.claimed_at or time.monotonic()
+            for index, choice in enumerate(self.choices):
+                if choice.ended and index not in self.job.done:  # while it waited
+                    link.cancel(self.job.job_id, self.job.attempt, index)
             return True
         if self.link.incarnation != link.incarnation:
             return False
         self.link = link
         return True
 
-    def next_attempt(self) -> Job:
-        """Unbind, and mint the attempt that goes on from the last id."""
+    def next_attempt(self, *, struck: bool = False) -> Job:
+        """Unbind, and mint the attempt that goes on from the last id; `struck` counts a strike."""
         self.link = None
         self.missing_since = None
         self.continuations += 1
@@ -156,6 +174,7 @@ class Track:
         self.job = replace(
             self.job,
             attempt=self.job.attempt + 1,
+            strikes=self.job.strikes + struck,
             emitted={index: tuple(choice.emitted) for index, choice in enumerate(self.choices) if not choice.ended},
             done=tuple(index for index, choice in enumerate(self.choices) if choice.ended),
             deadline_ms=left_ms,
@@ -169,7 +188,7 @@ class Track:
             return True
         if frame.offset > len(choice.emitted):
             return False
-        known = len(choice.emitted) - frame.offset
+        first, known = not choice.emitted, len(choice.emitted) - frame.offset
         choice.emitted.extend(frame.token_ids[known:])
         choice.logprobs.extend(frame.logprobs[known:])
         choice.finish = frame.finish
@@ -180,7 +199,7 @@ class Track:
         if frame.prompt_logprobs:
             self.prompt_logprobs = frame.prompt_logprobs
         self._news.add(frame.choice)
-        self._arrived.set()
+        self._turns.ready(self._arrived, urgent=first or frame.finish is not None)
         return True
 
     def close(self, index: int) -> None:
@@ -196,13 +215,31 @@ class Track:
         self.failure = failure
         self._arrived.set()
 
+    def turn_away(self, error: CallError) -> None:
+        """End the reader's `arrivals` with an error. The job goes on; the next reader gets all of it."""
+        self._seat.error = error
+        self._seat = _Seat()
+        for index, choice in enumerate(self.choices):
+            choice.read = 0
+            if choice.emitted or choice.finish is not None:
+                self._news.add(index)
+        self._arrived.set()
+
+    def limit(self, deadline_s: float | None) -> None:
+        """The time that is left from now on; None: any."""
+        self._deadline = None if deadline_s is None else time.monotonic() + deadline_s
+
     async def arrivals(self) -> AsyncGenerator[list[Arrival]]:
         """All that has come since the last turn, so that a slow moment makes fewer, larger messages.
 
         Ends when every choice has ended; raises the failure that ended the job.
         """
+        seat = self._seat
         while True:
-            await self._arrived.wait()
+            if seat.error is None:
+                await self._arrived.wait()
+            if seat.error is not None:
+                raise seat.error
             self._arrived.clear()
             news = [self._take(index) for index in sorted(self._news)]
             self._news.clear()
@@ -218,3 +255,11 @@ class Track:
         arrival = Arrival(index, choice.emitted[choice.read :], choice.logprobs[choice.read :], choice.finish)
         choice.read = len(choice.emitted)
         return arrival
+
+
+def _choice(job: Job, index: int) -> Choice:
+    """A choice as the job begins with it: what a client that resumes has of it, to be read like what comes."""
+    ids = job.emitted.get(index, ())
+    # Its client has the log probabilities; these only keep the places of those that come.
+    unknown = [TokenLogprobs(0.0)] * len(ids) if job.logprobs is not None else []
+    return Choice(list(ids), unknown, closed=index in job.done)

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Coroutine, Sequence
+from typing import Any, TypeVar
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from rpc.status import StatusInterceptor
+
+T = TypeVar("T")
 
 MESSAGE_BYTES = 4 * 1024 * 1024
 # Between a worker and a router: what one step made of all jobs, a long prompt's log probabilities among it, must pass.
@@ -21,25 +23,37 @@ RELAY_MESSAGE_BYTES = 256 * 1024 * 1024
 
 # Client and server must agree on keepalive, or the server answers GOAWAY too_many_pings.
 KEEPALIVE_MS = 10_000
-_KEEPALIVE: list[tuple[str, Any]] = [
-    ("grpc.keepalive_time_ms", KEEPALIVE_MS),
-    ("grpc.keepalive_timeout_ms", 5_000),
-    ("grpc.keepalive_permit_without_calls", 1),
-    ("grpc.http2.max_pings_without_data", 0),
-]
+KEEPALIVE_TIMEOUT_MS = 5_000
+# The relay's: who is cut off in either direction is to be noticed by both ends before a client's patience ends.
+RELAY_KEEPALIVE_MS = 1_000
+RELAY_KEEPALIVE_TIMEOUT_MS = 2_000
 
 
 def channel_options(message_bytes: int = MESSAGE_BYTES) -> list[tuple[str, Any]]:
     """For channels to our servers, and for these, with messages of up to so many bytes."""
+    return _options(message_bytes, KEEPALIVE_MS, KEEPALIVE_TIMEOUT_MS)
+
+
+def relay_options() -> list[tuple[str, Any]]:
+    """The same for the links between workers and routers: an end that hears nothing for 3 s is gone."""
+    return _options(RELAY_MESSAGE_BYTES, RELAY_KEEPALIVE_MS, RELAY_KEEPALIVE_TIMEOUT_MS)
+
+
+def _options(message_bytes: int, keepalive_ms: int, timeout_ms: int) -> list[tuple[str, Any]]:
     return [
-        *_KEEPALIVE,
+        ("grpc.keepalive_time_ms", keepalive_ms),
+        ("grpc.keepalive_timeout_ms", timeout_ms),
+        # What ends the connection is this one: keepalive's own was seen not to.
+        ("grpc.http2.ping_timeout_ms", timeout_ms),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.max_pings_without_data", 0),
         ("grpc.max_receive_message_length", message_bytes),
         ("grpc.max_send_message_length", message_bytes),
     ]
 
 
 _SERVER_OPTIONS: list[tuple[str, Any]] = [
-    ("grpc.http2.min_recv_ping_interval_without_data_ms", KEEPALIVE_MS // 2),
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", RELAY_KEEPALIVE_MS // 2),
     ("grpc.http2.max_ping_strikes", 0),
     ("grpc.so_reuseport", 0),
 ]
@@ -53,11 +67,14 @@ class Server:
     """A grpc.aio server with the project's options and a health service."""
 
     def __init__(
-        self, *, interceptors: Sequence[grpc.aio.ServerInterceptor] = (), message_bytes: int = MESSAGE_BYTES
+        self,
+        *,
+        interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
+        options: Sequence[tuple[str, Any]] | None = None,
     ) -> None:
         # The status interceptor is outermost, so that it also sees what the others raise.
         self.grpc = grpc.aio.server(
-            options=[*channel_options(message_bytes), *_SERVER_OPTIONS],
+            options=[*(channel_options() if options is None else options), *_SERVER_OPTIONS],
             interceptors=(StatusInterceptor(), *interceptors),
         )
         self._health = health.aio.HealthServicer()
@@ -90,9 +107,29 @@ class Server:
 
 
 def stop_signal() -> asyncio.Event:
-    """An event that is set by the first SIGTERM or SIGINT. Call it inside the running loop."""
+    """An event that is set by the first SIGTERM or SIGINT; the second ends the process. Call it inside the loop."""
     event = asyncio.Event()
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, event.set)
+    numbers = (signal.SIGTERM, signal.SIGINT)
+
+    def stop() -> None:
+        event.set()
+        for number in numbers:
+            loop.remove_signal_handler(number)
+            signal.signal(number, signal.SIG_DFL)
+
+    for number in numbers:
+        loop.add_signal_handler(number, stop)
     return event
+
+
+async def unless_stopped(stop: asyncio.Event, work: Coroutine[Any, Any, T]) -> T | None:
+    """The result of `work`; None, and the work cancelled, when `stop` is set before."""
+    working, stopping = asyncio.create_task(work), asyncio.create_task(stop.wait())
+    try:
+        await asyncio.wait({working, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        return working.result() if working.done() else None
+    finally:
+        for task in (working, stopping):
+            task.cancel()
+        await asyncio.gather(working, stopping, return_exceptions=True)

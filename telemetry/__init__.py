@@ -1,1 +1,1 @@
-"""Logging set-up; metrics and traces will join it."""
+"""What every process tells of itself: set-up of logs, metrics and traces."""

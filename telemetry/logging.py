@@ -1,15 +1,91 @@
-"""Logging for a process: one line an event on stderr, never a prompt or an output."""
+"""Logging for a process: one line an event on stderr, plain or JSON, never a prompt or an output.
+
+What a line is about comes as fields beside its words: `log.info("request ended", extra=fields(request_id="r-1"))`.
+"""
 
 from __future__ import annotations
 
+import json
 import logging
 import sys
+import time
+from collections.abc import Mapping
+from typing import Any
+
+FORMATS = ("text", "json")
+LEVELS = ("debug", "info", "warning", "error")
+# What all processes of a host share.
+FORMAT_VARIABLE, LEVEL_VARIABLE = "LORAPLEX_LOG_FORMAT", "LORAPLEX_LOG_LEVEL"
+FORMAT_HELP = f"how log lines are written: text or json; also {FORMAT_VARIABLE}"
+LEVEL_HELP = f"the least that is logged: {', '.join(LEVELS)}; also {LEVEL_VARIABLE}"
+
+_FIELDS = "loraplex_fields"
 
 
-def set_up_logging(process: str, level: str = "INFO") -> None:
-    """Log to stderr as `time level process logger: message`. Raises ValueError on an unknown level."""
+def fields(**values: Any) -> dict[str, Any]:
+    """For `extra=` of a logging call: names and values that the line carries."""
+    return {_FIELDS: values}
+
+
+def check_logging(log_format: str, log_level: str) -> None:
+    """Raises ValueError on what no process can log as."""
+    if log_format not in FORMATS:
+        raise ValueError(f"--log-format {log_format}: not one of {', '.join(FORMATS)}")
+    if log_level not in LEVELS:
+        raise ValueError(f"--log-level {log_level}: not one of {', '.join(LEVELS)}")
+
+
+def set_up_logging(process: str, log_format: str = "text", log_level: str = "info") -> None:
+    """Log to stderr. Raises ValueError on an unknown format or level."""
+    check_logging(log_format, log_level)
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter(f"%(asctime)s %(levelname)s {process} %(name)s: %(message)s"))
+    handler.setFormatter(_JsonLines(process) if log_format == "json" else _TextLines(process))
     root = logging.getLogger()
     root.handlers[:] = [handler]
-    root.setLevel(level.upper())
+    root.setLevel(log_level.upper())
+
+
+def logging_of(environ: Mapping[str, str]) -> dict[str, str]:
+    """A child's own `log_format` and `log_level`, as `environment_of` has given them to it."""
+    given = {"log_format": environ.get(FORMAT_VARIABLE), "log_level": environ.get(LEVEL_VARIABLE)}
+    return {name: value for name, value in given.items() if value}
+
+
+def environment_of(log_format: str, log_level: str) -> Mapping[str, str]:
+    """The variables that make a child process log alike."""
+    return {FORMAT_VARIABLE: log_format, LEVEL_VARIABLE: log_level}
+
+
+class _TextLines(logging.Formatter):
+    """`time level process logger: message name=value ...`."""
+
+    def __init__(self, process: str) -> None:
+        super().__init__(f"%(asctime)s %(levelname)s {process} %(name)s: %(message)s")
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # logging's own name
+        """The line without a traceback."""
+        values = getattr(record, _FIELDS, {})
+        return super().formatMessage(record) + "".join(f" {name}={value}" for name, value in values.items())
+
+
+class _JsonLines(logging.Formatter):
+    """One JSON object a line, a traceback among its values."""
+
+    def __init__(self, process: str) -> None:
+        super().__init__()
+        self._process = process
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The object. `time` is UTC."""
+        at = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
+        line: dict[str, Any] = {
+            "time": f"{at}.{int(record.msecs):03d}Z",
+            "level": record.levelname.lower(),
+            "process": self._process,
+            "logger": record.name,
+            "message": record.getMessage(),
+            **getattr(record, _FIELDS, {}),
+        }
+        if record.exc_info:
+            line["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(line, default=str, ensure_ascii=False)

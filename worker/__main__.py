@@ -25,15 +25,19 @@ def _work(argv: list[str]) -> int:
     import uvloop
 
     from broker.connection import RedisUnreachableError
-    from telemetry.logging import set_up_logging
+    from rpc.server import PortInUse
+    from telemetry.logging import environment_of, set_up_logging
+    from telemetry.metrics import MetricsPortError
     from worker.app import run
     from worker.settings import Settings
     from worker.supervisor import EngineUnusableError
 
-    set_up_logging("worker")
+    settings = read_settings(Settings, "worker", argv, os.environ)
+    set_up_logging("worker", settings.log_format, settings.log_level)
+    os.environ.update(environment_of(settings.log_format, settings.log_level))  # for the engine process
     try:
-        uvloop.run(run(read_settings(Settings, "worker", argv, os.environ)))
-    except (RedisUnreachableError, EngineUnusableError) as error:
+        uvloop.run(run(settings))
+    except (PortInUse, MetricsPortError, RedisUnreachableError, EngineUnusableError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0

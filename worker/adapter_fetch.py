@@ -26,6 +26,7 @@ from broker.messages import AdapterRef, Wanted
 from rpc.server import channel_options
 from worker.adapter_disk import DiskTier, Stored, TooLargeError
 from worker.adapter_download import CONFIG_BYTES, FetchFailedError, Patience, digest_on_disk, download
+from worker.metrics import WorkerMetrics
 from worker.scheduling.contract import Failure
 
 __all__ = ["AdapterFetcher", "FetchFailedError", "FetchStats", "Hold"]
@@ -68,7 +69,10 @@ class _Flight:
 class AdapterFetcher:
     """Gets revisions from the store to the disk tier."""
 
-    def __init__(self, store_address: str, disk: DiskTier, patience: Patience) -> None:
+    def __init__(
+        self, store_address: str, disk: DiskTier, patience: Patience, metrics: WorkerMetrics | None = None
+    ) -> None:
+        self._metrics = metrics or WorkerMetrics()
         self._disk = disk
         self._patience = patience
         self._channel = grpc.aio.insecure_channel(store_address, options=_OPTIONS)
@@ -164,6 +168,7 @@ class AdapterFetcher:
                 return found.path
             return (await self._download(ref, tenant)).path
         except FetchFailedError as error:
+            self._metrics.fetches.labels(error.failure.reason.lower()).inc()
             log.warning("%s", error)
             now = time.monotonic()
             self._failed = {revision: failed for revision, failed in self._failed.items() if failed[0] > now}
@@ -185,7 +190,10 @@ class AdapterFetcher:
         try:
             # The reservation may have to wait until jobs end, and counts as part of the whole.
             async with asyncio.timeout(self._patience.whole_s), self._disk.room(_room_of(ref)) as room, self._downloads:
-                size = await download(self.store, ref, tenant, room.path, self._patience)
+                with self._metrics.fetch_time.time():
+                    size = await download(self.store, ref, tenant, room.path, self._patience)
+                self._metrics.fetches.labels("ok").inc()
+                self._metrics.fetch_bytes.inc(size)
                 return self._disk.keep(room, ref.digest, size)
         except TooLargeError as error:
             message = f"{ref.revision}: {error} on a worker's disk"

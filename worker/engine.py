@@ -13,21 +13,24 @@ from collections.abc import Callable
 
 import torch
 
+from worker.lora.adapter_layers import AdapterLayers
 from worker.lora.adapter_memory import PackedAdapter, TorchAdapterMemory
-from worker.lora.cache import AdapterCache
 from worker.lora.cores import keep_to_one_core
 from worker.lora.layers import LoraLayers
 from worker.lora.loading import LoaderThreads
+from worker.lora.operated_cache import OperatedCache
 from worker.lora.weights import read_source
 from worker.model.errors import ModelUnusableError
 from worker.model.kv_cache import KvCache, fitting_blocks
 from worker.model.loader import LoadedModel, load_model
-from worker.model.memory import available_bytes, is_out_of_memory
+from worker.model.memory import available_bytes
+from worker.model.model_layers import ModelLayers
 from worker.model.packed import PackedWeight, pack_linears, packing_works
 from worker.model.runner import Runner
+from worker.out_of_memory import is_out_of_memory
 from worker.sampling.step import InFlight
 from worker.scheduling.batch import Batch
-from worker.scheduling.contract import EngineLimits, EngineStats, NewSequence, Output
+from worker.scheduling.contract import AdapterSource, EngineLimits, EngineStats, NewSequence, Output
 from worker.scheduling.pace import Pace, StepTimer
 from worker.scheduling.scheduler import Scheduler
 
@@ -57,7 +60,7 @@ class TorchEngine:
         limits: EngineLimits,
         scheduler: Scheduler,
         runner: Runner,
-        adapters: AdapterCache[PackedAdapter],
+        adapters: OperatedCache[PackedAdapter],
         pace: Pace | None,
         *,
         ahead: bool,
@@ -83,6 +86,18 @@ class TorchEngine:
     def abort(self, sequence_id: str) -> None:
         """Forget a sequence and free all it holds, at once; unknown ids are ignored."""
         self._scheduler.abort(sequence_id)
+
+    def warm(self, adapter: AdapterSource) -> None:
+        """Bring an adapter into a slot as soon as nobody who waits needs it."""
+        self._adapters.warm(adapter)
+
+    def pin(self, adapter: AdapterSource) -> None:
+        """The same, and it stays there. Raises ValueError where no slot would be left for others."""
+        self._adapters.keep(adapter)
+
+    def unpin(self, digest: str) -> None:
+        """It may leave again."""
+        self._adapters.let_go(digest)
 
     def has_work(self) -> bool:
         """Whether a step would do anything now (a sequence that waits for its adapter is no work)."""
@@ -154,19 +169,11 @@ def build_engine(  # noqa: PLR0913 - one for each of the worker's settings
     """
     loaded = load_model(model, device, dtype)
     small = sum(parameter.numel() for parameter in loaded.module.parameters()) < _ONE_CORE_PARAMETERS
-    packs = loaded.device.type == "cpu" and packing_works(loaded.dtype)
-    if packs:
-        pack_linears(loaded.module)
-    lora = LoraLayers(
-        loaded.module,
-        loaded.linears,
-        adapter_slots,
-        max_rank,
-        loaded.device,
-        loaded.dtype,
-        PackedWeight if packs else None,
-    )
-    blocks = kv_blocks or _fitting_blocks(loaded, rows, block_size, adapter_slots * max_rank)
+    # The kernels on CUDA know nothing of embeddings and the output head.
+    adaptable = {**loaded.linears, **(loaded.ends if loaded.device.type == "cpu" else {})}
+    base = ModelLayers(loaded)
+    lora = adapter_layers(loaded, adapter_slots, max_rank, rows)
+    blocks = kv_blocks or _fitting_blocks(loaded, rows, block_size)
     limits = EngineLimits(
         rows=rows,
         max_tokens=min(loaded.context_length, blocks * block_size),
@@ -180,10 +187,10 @@ def build_engine(  # noqa: PLR0913 - one for each of the worker's settings
     cache = KvCache(
         kv.layers, kv.kv_heads, kv.key_dim, blocks, block_size, loaded.dtype, loaded.device, value_dim=kv.value_dim
     )
-    adapters = AdapterCache[PackedAdapter](
+    adapters = OperatedCache[PackedAdapter](
         adapter_slots,
         TorchAdapterMemory(
-            lambda source: read_source(source, loaded.linears, max_rank, loaded.dtype, torch.device("cpu")),
+            lambda source: read_source(source, adaptable, max_rank, loaded.dtype, torch.device("cpu"), base),
             lora.install,
             loaded.device,
         ),
@@ -199,12 +206,30 @@ def build_engine(  # noqa: PLR0913 - one for each of the worker's settings
     return TorchEngine(limits, scheduler, runner, adapters, pace, ahead=ahead)
 
 
-def _fitting_blocks(loaded: LoadedModel, rows: int, block_size: int, adapter_ranks: int) -> int:
+def adapter_layers(loaded: LoadedModel, slots: int, max_rank: int, rows: int) -> AdapterLayers:
+    """Replace the model's linear layers by adaptable ones, as the device wants them. Raises ModelUnusableError."""
+    module, device, dtype = loaded.module, loaded.device, loaded.dtype
+    if device.type == "cpu":
+        packs = packing_works(dtype)
+        if packs:
+            pack_linears(module)
+        pack = PackedWeight if packs else None
+        return LoraLayers(module, loaded.linears, slots, max_rank, device, dtype, pack, loaded.ends)
+    from worker.lora.cuda_layers import CudaLayers  # Triton is there only with CUDA
+
+    # Triton launches on the thread's current device.
+    torch.cuda.set_device(device)
+    try:
+        return CudaLayers(module, loaded.linears, slots, max_rank, rows, device, dtype)
+    except torch.OutOfMemoryError:
+        raise ModelUnusableError(
+            f"{slots} adapter slots of rank {max_rank} do not fit in the memory of {device}; use fewer, or a lower rank"
+        ) from None
+
+
+def _fitting_blocks(loaded: LoadedModel, rows: int, block_size: int) -> int:
+    # What adapters take is taken already on CUDA; on the CPU a slot takes memory when it is written.
     available = available_bytes(loaded.device)
-    if loaded.device.type == "cuda":
-        # On the CPU a slot takes memory when it is written, and then what its adapter takes.
-        features = sum(in_features + out_features for in_features, out_features in loaded.linears.values())
-        available -= adapter_ranks * features * loaded.dtype.itemsize
     blocks = fitting_blocks(available, loaded.kv_token_bytes, block_size, rows, loaded.context_length, loaded.device)
     if blocks < 1:
         raise ModelUnusableError(

@@ -11,15 +11,30 @@ from __future__ import annotations
 import argparse
 import ctypes
 import logging
+import os
 import signal
 import socket
 import sys
 
 from artifacts.errors import ArtifactError
 from artifacts.hash_model import is_hash_spec, parse_hash_model
-from telemetry.logging import set_up_logging
+from telemetry.logging import logging_of, set_up_logging
 from worker.hash_engine import HashEngine, hash_limits
-from worker.link import Abort, Add, Configure, EngineEnd, Ready, Refused, Stepped, ToEngine, Unusable
+from worker.link import (
+    Abort,
+    Add,
+    Configure,
+    EngineEnd,
+    Pin,
+    PinRefused,
+    Ready,
+    Refused,
+    Stepped,
+    ToEngine,
+    Unpin,
+    Unusable,
+    Warm,
+)
 from worker.model.errors import ModelUnusableError
 from worker.scheduling.contract import Engine, EngineStats, SequenceRefusedError
 
@@ -35,9 +50,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m worker.engine_process", description=__doc__.splitlines()[0])
     parser.add_argument("--fd", type=int, required=True, help="the inherited socket")
     fd = parser.parse_args().fd
-    set_up_logging("engine")
-    # Ctrl-C goes to the whole group of processes; the I/O process drains first.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    set_up_logging("engine", **logging_of(os.environ))
+    # A terminal or a supervisor may signal the whole group of processes: the I/O process drains, which needs us; we
+    # end with our link.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
     _die_with_parent()
     try:
         return run(EngineEnd(socket.socket(fileno=fd)))
@@ -101,6 +118,15 @@ def _apply(engine: Engine, end: EngineEnd, message: ToEngine) -> None:
         case Abort(sequence_ids):
             for sequence_id in sequence_ids:
                 engine.abort(sequence_id)
+        case Warm(adapter):
+            engine.warm(adapter)
+        case Pin(adapter):
+            try:
+                engine.pin(adapter)
+            except ValueError as error:
+                end.send(PinRefused(adapter.digest, str(error)))
+        case Unpin(digest):
+            engine.unpin(digest)
         case Configure():
             raise TypeError("an engine is configured once")
 

@@ -45,6 +45,7 @@ def next_frame(held: HeldChoice) -> pb.Frame:
         frame.finish.failure.CopyFrom(_failure(held.ending.failure))
     else:
         frame.finish.kind = pb.FINISH_KIND_RETURNED
+        frame.finish.struck = held.ending.struck
     return frame
 
 

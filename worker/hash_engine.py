@@ -7,6 +7,8 @@ they must be.
 from __future__ import annotations
 
 import hashlib
+import os
+import signal
 import time
 from array import array
 from collections.abc import Callable, Collection, Iterable
@@ -16,8 +18,9 @@ from typing import Protocol
 
 from artifacts.hash_model import HashModel, parse_hash_model
 from artifacts.revision import CONFIG_FILE, WEIGHTS_FILE
-from worker.lora.cache import AdapterCache
 from worker.lora.loading import LoaderThreads
+from worker.lora.operated_cache import OperatedCache
+from worker.scheduling.batch import Batch
 from worker.scheduling.contract import (
     AdapterSource,
     EngineLimits,
@@ -55,7 +58,7 @@ class HashEngine:
         self._model = model
         self._limits = limits
         self._step_s = model.step_ms / 1000
-        self._adapters = AdapterCache[int](
+        self._adapters = OperatedCache[int](
             limits.adapter_slots, HashAdapterMemory(), LoaderThreads(on_loaded), host_adapter_bytes or _HOST_BYTES
         )
         self._scheduler = Scheduler(limits, model.end_token_ids, step_tokens, self._adapters)
@@ -73,6 +76,18 @@ class HashEngine:
         """Forget a sequence; unknown ids are ignored."""
         self._scheduler.abort(sequence_id)
 
+    def warm(self, adapter: AdapterSource) -> None:
+        """Bring an adapter into a slot as soon as nobody who waits needs it."""
+        self._adapters.warm(adapter)
+
+    def pin(self, adapter: AdapterSource) -> None:
+        """The same, and it stays there. Raises ValueError where no slot would be left for others."""
+        self._adapters.keep(adapter)
+
+    def unpin(self, digest: str) -> None:
+        """It may leave again."""
+        self._adapters.let_go(digest)
+
     def has_work(self) -> bool:
         """Whether a step would do anything now."""
         return self._scheduler.has_work()
@@ -83,6 +98,8 @@ class HashEngine:
         outputs = self._scheduler.poll()
         batch = self._scheduler.schedule()
         if batch:
+            if self._model.die_on is not None:
+                _die_on(self._model.die_on, batch)
             sampled = [self._next(row.sequence) for row in batch.rows if row.samples]
             outputs += self._scheduler.commit(batch, [token for token, _ in sampled], [told for _, told in sampled])
             if self._step_s:
@@ -114,6 +131,12 @@ class HashEngine:
             sequence.prompt_logprobs.append(_logprobs(self._model, known, known, sequence.spec.prompt_logprobs or 0))
         state.update(_id_bytes((token,)))
         return token, told
+
+
+def _die_on(token: int, batch: Batch) -> None:
+    """What a fault of a model's kernel does: the process is gone, and tells nobody why."""
+    if any(token in row.sequence.ids[row.start : row.start + row.count] for row in batch.rows):
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def hash_limits(

@@ -22,10 +22,19 @@ from worker.scheduling.contract import (
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """How an answer ends here. Neither kind nor failure: it is given back, to go on elsewhere."""
+    """How an answer ends here. Neither kind nor failure: it is given back, to go on elsewhere.
+
+    `struck`: given back since the engine died, perhaps of it.
+    """
 
     kind: FinishKind | None = None
     failure: Failure | None = None
+    struck: bool = False
+
+    @property
+    def returned(self) -> bool:
+        """Whether the job is given back."""
+        return self.kind is None and self.failure is None
 
 
 @dataclass(slots=True, eq=False)
@@ -43,6 +52,14 @@ class HeldChoice:
     # How many of `ids` have been handed to the link.
     sent: int = 0
     in_engine: bool = False
+    # When it was handed to the engine, and of that time how long it waited for its adapter; when its first and its last
+    # token came, and the steps that made them.
+    added_at: float | None = None
+    load_ms: float = 0.0
+    first_at: float | None = None
+    last_at: float = 0.0
+    first_step: int = 0
+    last_step: int = 0
 
     @property
     def start(self) -> int:
@@ -54,12 +71,16 @@ class HeldChoice:
         """Its name in the engine."""
         return f"{self.job.attempt}/{self.choice}/{self.job.job_id}"
 
-    def record(self, output: Output) -> None:
-        """Keep what a step made of it."""
+    def record(self, output: Output, at_s: float = 0.0, step: int = 0) -> None:
+        """Keep what a step, which came at this time of the monotonic clock, made of it."""
         if not self.ids:
-            self.adapter_ms += output.adapter_ms or 0.0
+            self.load_ms = output.adapter_ms or 0.0
+            self.adapter_ms += self.load_ms
+            if output.token_ids:
+                self.first_at, self.first_step = at_s, step
             self.cached_tokens = output.cached_tokens or 0
             self.prompt_logprobs = output.prompt_logprobs
+        self.last_at, self.last_step = at_s, step
         self.ids.extend(output.token_ids)
         self.logprobs.extend(output.logprobs)
         if output.finish is not None:
@@ -79,9 +100,47 @@ class HeldJob:
     choices: dict[int, HeldChoice]
     hold: Hold | None = None
     claimed_at: float = field(default_factory=time.monotonic)
+    # When its adapter was on the disk; None: it has none, or never was.
+    fetched_at: float | None = None
     # What gets it into the engine; None once it is there.
     entering: asyncio.Task[None] | None = None
     source: AdapterSource | None = None
+    # Of answers that were stopped on their own.
+    _dropped_tokens: int = 0
+    _dropped_ran: bool = False
+
+    @property
+    def tokens(self) -> int:
+        """Ids made here, of all answers, those that were stopped as well."""
+        return self._dropped_tokens + sum(len(choice.ids) for choice in self.choices.values())
+
+    @property
+    def ran(self) -> bool:
+        """Whether any of it has been handed to the engine."""
+        return self._dropped_ran or any(choice.in_engine for choice in self.choices.values())
+
+    @property
+    def struck(self) -> bool:
+        """Whether the engine, if it died now, may have died of it: an answer that no step has given a token yet.
+
+        A step that computes a part of its prompt clears nobody: what kills may lie in the next part. One that runs
+        alone is never cleared.
+        """
+        handed = [choice for choice in self.running if choice.in_engine]
+        return bool(handed) and (self.job.suspect or any(not choice.ids for choice in handed))
+
+    @property
+    def returned(self) -> list[HeldChoice]:
+        """Choices that say that the job is given back."""
+        return [choice for choice in self.choices.values() if choice.ending is not None and choice.ending.returned]
+
+    def drop(self, choice: int) -> HeldChoice | None:
+        """Hold one of its answers no longer; None: it does not."""
+        stopped = self.choices.pop(choice, None)
+        if stopped is not None:
+            self._dropped_tokens += len(stopped.ids)
+            self._dropped_ran = self._dropped_ran or stopped.in_engine
+        return stopped
 
     @property
     def running(self) -> list[HeldChoice]:

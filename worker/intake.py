@@ -10,21 +10,26 @@ import contextlib
 import logging
 import time
 from collections.abc import Coroutine, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from broker.connection import REDIS_DOWN
-from broker.messages import Capacity, Job
+from broker.messages import AdapterRef, Capacity, Job
 from broker.queue import JobQueue
-from worker.adapter_fetch import AdapterFetcher, FetchFailedError
+from broker.terms import Claimed
+from telemetry.logging import fields
+from worker.adapter_fetch import AdapterFetcher, FetchFailedError, FetchStats, Hold
 from worker.adapter_source import fetch_source
+from worker.chronicle import Chronicle
 from worker.held import Ending, HeldChoice, HeldJob, HeldJobs, sequence_of
 from worker.link import Abort, Add, Ready, Refused, Stepped
 from worker.relay_client import RelayClients
-from worker.scheduling.contract import Failure
+from worker.scheduling.contract import AdapterSource, Failure
 from worker.supervisor import EngineProcess
 from worker.usage import UsageLog
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 # An idle worker looks at the queue this often even when nobody wakes it, and a full one at what it may prefetch.
 IDLE_S = 1.0
@@ -33,6 +38,10 @@ LOOK_S = 1.0
 FIT_S = 0.1
 # A job that has waited so long for its adapter lends its row.
 LATE_S = 0.5
+# An adapter that another worker had is to be had again: so long, and so often, an answer that has begun asks for it.
+BEGUN_FETCH_S = 15.0
+FETCH_AGAIN_S = 0.25
+_MAY_PASS = frozenset({"UNAVAILABLE", "DATA_LOSS"})
 # After no answer from Redis.
 PAUSE_S = 0.1
 
@@ -40,23 +49,37 @@ PAUSE_S = 0.1
 class Intake:
     """One incarnation's jobs, from claim to the router's ack."""
 
-    def __init__(self, base_digest: str, engine: EngineProcess, queue: JobQueue, fetcher: AdapterFetcher) -> None:
+    def __init__(
+        self,
+        base_digest: str,
+        engine: EngineProcess,
+        queue: JobQueue,
+        fetcher: AdapterFetcher,
+        chronicle: Chronicle,
+    ) -> None:
         self._base_digest = base_digest
         self._engine = engine
         self._queue = queue
         self._fetcher = fetcher
+        self._chronicle = chronicle
         self.held = HeldJobs()
         self.usage = UsageLog(self.held, queue)
         self._relay: RelayClients | None = None
         self._changed = asyncio.Event()
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._closed = False
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._claiming: asyncio.Task[Claimed] | None = None
+        self._engine_lost = False
 
     def use(self, relay: RelayClients, ready: Ready) -> None:
         """Where tokens go, and what the engine can take; before anything is claimed."""
         self._relay = relay
         self.limits = ready.limits
         self.stats = ready.stats
+
+    @property
+    def disk(self) -> FetchStats:
+        """The adapters on disk."""
+        return self._fetcher.stats
 
     @property
     def relay(self) -> RelayClients:
@@ -76,8 +99,11 @@ class Intake:
                 continue
             try:
                 await self.usage.report_ended()
-                # Of a full worker a claim only tells what waits.
-                claimed = await self._queue.claim(self._base_digest, capacity)
+                # Of a full worker a claim only tells what waits. What the queue has given away comes in, though we
+                # are told to stop meanwhile.
+                self._claiming = self._spawn(self._claim(capacity))
+                self._claiming.add_done_callback(_heard)
+                claimed = await asyncio.shield(self._claiming)
                 if not full and not claimed.jobs and not (claimed.waiting and self.held.running):
                     # At once when somebody enqueues; what is held for another worker may be had a little later.
                     await self._queue.wait_for_work(claimed.hold_ms / 1e3 or IDLE_S)
@@ -85,11 +111,24 @@ class Intake:
                 log.warning("the queue does not answer: %s", error)
                 await asyncio.sleep(PAUSE_S)
                 continue
-            self._accept(claimed.jobs)
             self._fetcher.prefetch(claimed.wanted)
             if not full and not claimed.jobs and claimed.waiting and self.held.running:
                 # What waits does not fit now: it will when something here has ended, or somebody else takes it.
                 await self._changes_within(claimed.hold_ms / 1e3 or FIT_S)
+
+    async def _claim(self, capacity: Capacity) -> Claimed:
+        metrics = self._chronicle.metrics
+        metrics.claims.inc()
+        with metrics.claim_time.time():
+            claimed = await self._queue.claim(self._base_digest, capacity)
+        metrics.claimed.inc(len(claimed.jobs))
+        self._accept(claimed.jobs)
+        return claimed
+
+    async def claimed(self) -> None:
+        """Wait for what is being claimed; call it when `claim` was cancelled."""
+        if self._claiming is not None:
+            await asyncio.wait({self._claiming})
 
     def _capacity(self) -> Capacity:
         running, limit = self.held.running, self.limits.rows
@@ -98,8 +137,11 @@ class Intake:
         late_at = time.monotonic() - LATE_S
         late = sum(len(held.running) for held in self.held.all() if held.entering and held.claimed_at < late_at)
         free = (self.stats.blocks_free + self.stats.blocks_cached) * self.limits.block_size
+        rows = min(limit + late, 2 * limit) - len(running)
+        if running:  # a job that is to run alone takes all rows: these are not all
+            rows = min(rows, max(1, limit - 1))
         return Capacity(
-            rows=min(limit + late, 2 * limit) - len(running),
+            rows=0 if self._engine.stalled or any(choice.job.suspect for choice in running) else rows,
             rows_limit=limit,
             # A long prompt may always come in when nothing else is here.
             tokens=max(0, free - entering) if running else self.limits.max_tokens,
@@ -110,8 +152,10 @@ class Intake:
 
     async def _changes_within(self, most_s: float) -> bool:
         """Wait for room; whether there is more than at the last `clear`."""
+        # Not wait_for: in Python 3.11 that loses a cancellation which comes together with the event.
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._changed.wait(), most_s)
+            async with asyncio.timeout(most_s):
+                await self._changed.wait()
         return self._changed.is_set()
 
     def _accept(self, jobs: Sequence[Job]) -> None:
@@ -121,6 +165,9 @@ class Intake:
                 continue
             held = self.held.add(job)
             self.relay.claimed(held)
+            if self._engine_lost:
+                self.give_back(held)
+                continue
             held.entering = self._spawn(self._enter(held))
 
     async def _enter(self, held: HeldJob) -> None:
@@ -132,26 +179,48 @@ class Intake:
         if job.adapter is not None:
             try:
                 held.hold = self._fetcher.hold()
-                held.source = await fetch_source(held.hold, job.adapter, job.tenant)
+                held.source = await self._fetch(held.hold, job.adapter, job)
             except FetchFailedError as error:
                 self._end(held.running[0], Ending(failure=error.failure))
                 return
             except Exception:
-                log.exception("job %s: its adapter could not be fetched", job.job_id)
+                log.exception("an adapter could not be fetched", extra=fields(job_id=job.job_id))
                 failure = Failure("INTERNAL", "FETCH_FAILED", f"{job.adapter.revision} could not be fetched", "adapter")
                 self._end(held.running[0], Ending(failure=failure))
                 return
+            held.fetched_at = time.monotonic()
             for choice in held.running:
-                choice.adapter_ms = (time.monotonic() - began) * 1e3
+                choice.adapter_ms = (held.fetched_at - began) * 1e3
+        if job.suspect:
+            await self._alone(held)
         held.entering = None
         # The first alone: once it has a token, the others find the prompt in the prefix cache.
         self._add(held, held.running[:1])
 
+    async def _fetch(self, hold: Hold, adapter: AdapterRef, job: Job) -> AdapterSource:
+        """Its adapter on the disk. Raises FetchFailedError: for an answer that has begun not at the first failure."""
+        until = time.monotonic() + (BEGUN_FETCH_S if any(job.emitted.values()) else 0.0)
+        while True:
+            try:
+                return await fetch_source(hold, adapter, job.tenant)
+            except FetchFailedError as error:
+                if error.failure.code not in _MAY_PASS or time.monotonic() >= until:
+                    raise
+            await asyncio.sleep(FETCH_AGAIN_S)
+
+    async def _alone(self, held: HeldJob) -> None:
+        """Wait until nothing else runs; meanwhile nothing is claimed."""
+        while any(choice.job is not held.job for choice in self.held.running):
+            self._changed.clear()
+            await self._changed.wait()
+
     def _add(self, held: HeldJob, choices: Sequence[HeldChoice]) -> None:
         if choices:
+            now = time.monotonic()
+            if not any(choice.in_engine for choice in self.held.running):  # else it owes a sign already
+                self._engine.expect()
             for choice in choices:
-                choice.in_engine = True
-            self._engine.expect()
+                choice.in_engine, choice.added_at = True, now
             self._engine.send(Add([sequence_of(choice, held.source) for choice in choices]))
 
     # What the engine says
@@ -159,10 +228,11 @@ class Intake:
     def stepped(self, message: Stepped) -> None:
         """Record and relay what a step made."""
         self.stats = message.stats
+        now = self._chronicle.stepped(message.outputs, message.stats)
         for output in message.outputs:
             choice = self.held.of_sequence(output.sequence_id)
             if choice is not None and choice.ending is None:  # else it was cancelled meanwhile
-                choice.record(output)
+                choice.record(output, now, message.stats.steps)
                 self.relay.progressed(choice)
                 if choice.job.n > 1:
                     self._add_siblings(choice.job)
@@ -194,6 +264,7 @@ class Intake:
         held = self.held.pop(job_id, attempt)
         if held is not None:
             self.usage.ended(held)
+            self._chronicle.ended(held)
             self._stop(held)  # one choice that failed ends its siblings
         self._changed.set()
 
@@ -203,13 +274,14 @@ class Intake:
         if held is None:
             return
         self.usage.ended(held)
+        self._chronicle.ended(held)
         self._stop(held)
         self._changed.set()
 
     def cancel_choice(self, job_id: str, attempt: int, choice: int) -> None:
         """Stop one answer of a job; the others go on."""
         held = self.held.get(job_id, attempt)
-        stopped = held.choices.pop(choice, None) if held is not None else None
+        stopped = held.drop(choice) if held is not None else None
         if held is None or stopped is None:
             return
         if stopped.in_engine and stopped.ending is None:
@@ -234,19 +306,29 @@ class Intake:
 
     # The end
 
-    async def drain(self, drain_s: float) -> None:
-        """Let what runs end for `drain_s`, then give the rest back, to go on elsewhere."""
-        try:
-            async with asyncio.timeout(drain_s):
-                while self.held.running:
+    async def empties_within(self, most_s: float) -> bool:
+        """Wait until nothing is held, which is when the routers have all of it; whether that is so."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(most_s):
+                while self.held.all():
                     self._changed.clear()
                     await self._changed.wait()
-        except TimeoutError:
-            pass
+        return not self.held.all()
+
+    def give_back(self, held: HeldJob, *, struck: bool = False) -> None:
+        """Stop a job here, to go on elsewhere."""
+        self._stop(held)
+        running, ending = held.running, Ending(struck=struck)
+        for choice in running:
+            choice.ending = ending
+        for choice in running[:1]:  # one says it for the whole job
+            self._end(choice, ending)
+
+    def engine_lost(self) -> None:
+        """Give everything back at once, and what is still claimed, each with whether the engine may have died of it."""
+        self._engine_lost = True
         for held in self.held.all():
-            self._stop(held)
-            for choice in held.running[:1]:  # one says it for the whole job
-                self._end(choice, Ending())
+            self.give_back(held, struck=held.struck)
 
     async def close(self) -> None:
         """End what is under way."""
@@ -256,8 +338,14 @@ class Intake:
         for held in self.held.all():  # the engine is gone or will be
             self._stop(held)
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    def _spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
+
+
+def _heard(claiming: asyncio.Task[Claimed]) -> None:
+    """Whoever waited for a claim may have been told to stop: then asyncio is not to complain of its error."""
+    if not claiming.cancelled():
+        claiming.exception()

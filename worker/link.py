@@ -1,8 +1,8 @@
 """The messages between a worker's two processes, over a socket pair: length (4 bytes, little endian), msgpack.
 
 I/O process                        engine process
-    │  Configure, Add, Abort  ──▶      │
-    │  ◀── Ready | Unusable, then Stepped, Refused
+    │  Configure, then Add, Abort; Warm, Pin, Unpin  ──▶
+    │  ◀── Ready | Unusable, then Stepped, Refused, PinRefused
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-from worker.scheduling.contract import EngineLimits, EngineStats, NewSequence, Output
+from worker.scheduling.contract import AdapterSource, EngineLimits, EngineStats, NewSequence, Output
 
 _LENGTH = struct.Struct("<I")
 
@@ -50,6 +50,31 @@ class Abort(msgspec.Struct, frozen=True, tag=True):
     sequence_ids: list[str]
 
 
+class Warm(msgspec.Struct, frozen=True, tag=True):
+    """Bring an adapter into a slot, as soon as one is free or has an adapter that nobody waits for."""
+
+    adapter: AdapterSource
+
+
+class Pin(msgspec.Struct, frozen=True, tag=True):
+    """The same, and never evict it."""
+
+    adapter: AdapterSource
+
+
+class Unpin(msgspec.Struct, frozen=True, tag=True):
+    """It may be evicted again; unknown digests are ignored."""
+
+    digest: str
+
+
+class PinRefused(msgspec.Struct, frozen=True, tag=True):
+    """An adapter that the engine does not pin."""
+
+    digest: str
+    message: str
+
+
 class Ready(msgspec.Struct, frozen=True, tag=True):
     """The model is loaded; this is what it can take."""
 
@@ -78,8 +103,8 @@ class Stepped(msgspec.Struct, frozen=True, tag=True):
     stats: EngineStats
 
 
-ToEngine = Configure | Add | Abort
-FromEngine = Ready | Unusable | Refused | Stepped
+ToEngine = Configure | Add | Abort | Warm | Pin | Unpin
+FromEngine = Ready | Unusable | Refused | PinRefused | Stepped
 
 _encoder = msgspec.msgpack.Encoder()
 to_engine_decoder = msgspec.msgpack.Decoder(ToEngine)

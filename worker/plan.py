@@ -16,6 +16,7 @@ from typing import Any
 from artifacts.base_model import BaseModel, read_base_model
 from artifacts.checkpoint import read_checkpoint
 from artifacts.errors import ArtifactError
+from artifacts.families import is_inner
 from artifacts.kv_shape import kv_shape
 from rpc.settings import setting
 
@@ -140,7 +141,7 @@ def as_lines(result: Plan) -> str:
 
 def _features(base: BaseModel) -> int:
     """Numbers that one rank of an adapter on every linear layer has."""
-    return sum(module.in_features + module.out_features for module in base.modules)
+    return sum(module.in_features + module.out_features for module in base.modules if is_inner(module.name))
 
 
 def _dtype(wanted: str, config: Mapping[str, Any], stored: str) -> str:

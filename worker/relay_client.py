@@ -3,14 +3,14 @@
 A link sends what its jobs have made since it last could: a slow moment makes fewer, larger messages and queues nothing.
 An answer's first ids and its end go at once; the rest is paced where sending takes cores that the engine computes on.
 One that breaks is opened again; its hello says what this worker still holds, and the router's rewinds say from where to
-send again, so nothing needs to be kept for a link that is down. After GONE_S without one, its jobs are dropped.
+send again, so nothing needs to be kept for a link that is down. After GONE_S without one, its jobs are dropped. One
+that hears nothing breaks too, within seconds (rpc.server.relay_options).
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import time
 from collections.abc import AsyncIterator, Callable
 from typing import Protocol
@@ -19,9 +19,11 @@ import grpc
 from loraplex.relay.v1 import relay_pb2 as pb
 from loraplex.relay.v1 import relay_pb2_grpc
 
-from rpc.server import RELAY_MESSAGE_BYTES, channel_options
+from rpc.server import relay_options
 from worker.frames import attempt_of, next_frame
 from worker.held import HeldChoice, HeldJob, HeldJobs
+from worker.metrics import WorkerMetrics
+from worker.relay_pace import Pace
 
 log = logging.getLogger(__name__)
 
@@ -52,13 +54,21 @@ class RelayClients:
     """
 
     def __init__(
-        self, worker_id: str, incarnation: str, held: HeldJobs, orders: Orders, *, pace_s: float = 0.0
+        self,
+        worker_id: str,
+        incarnation: str,
+        held: HeldJobs,
+        orders: Orders,
+        *,
+        pace_s: float = 0.0,
+        metrics: WorkerMetrics | None = None,
     ) -> None:
         self._worker_id = worker_id
         self._incarnation = incarnation
         self._held = held
         self._orders = orders
         self._pace_s = pace_s
+        self._metrics = metrics or WorkerMetrics()
         self._links: dict[str, _Link] = {}
 
     def claimed(self, held: HeldJob) -> None:
@@ -73,51 +83,20 @@ class RelayClients:
         link = self._links.get(address)
         if link is None:
             hello = pb.Hello(worker_id=self._worker_id, incarnation=self._incarnation)
-            pace = _Pace(self._pace_s)
-            link = self._links[address] = _Link(address, hello, self._held, self._orders, pace, self._forget)
+            pace = Pace(self._pace_s)
+            link = self._links[address] = _Link(
+                address, hello, self._held, self._orders, pace, self._forget, self._metrics
+            )
         return link
 
-    def _forget(self, address: str) -> None:
-        self._links.pop(address, None)
+    def _forget(self, address: str, link: _Link) -> None:
+        if self._links.get(address) is link:
+            del self._links[address]
 
     async def close(self, flush_s: float) -> None:
         """End every link, after what was still to be sent."""
         links = list(self._links.values())
         await asyncio.gather(*(link.close(flush_s) for link in links))
-
-
-class _Pace:
-    """When the next frames may go: `due` is set at once for what is urgent, else `pace_s` after the last ones."""
-
-    def __init__(self, pace_s: float) -> None:
-        self._pace_s = pace_s
-        self._timer: asyncio.TimerHandle | None = None
-        self._sent_at = -math.inf
-        self.due = asyncio.Event()
-
-    def want(self, *, urgent: bool) -> None:
-        """There is something to send."""
-        loop, at = asyncio.get_running_loop(), self._sent_at + self._pace_s
-        if urgent or at <= loop.time():
-            self.due.set()
-        elif self._timer is None:
-            self._timer = loop.call_at(at, self._passed)
-
-    def sent(self) -> None:
-        """All frames were just taken."""
-        self.stop()
-        self.due.clear()
-        self._sent_at = asyncio.get_running_loop().time()
-
-    def stop(self) -> None:
-        """End the timer."""
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-
-    def _passed(self) -> None:
-        self._timer = None
-        self.due.set()
 
 
 class _Link:
@@ -129,19 +108,23 @@ class _Link:
         hello: pb.Hello,
         held: HeldJobs,
         orders: Orders,
-        pace: _Pace,
-        forget: Callable[[str], None],
+        pace: Pace,
+        forget: Callable[[str, _Link], None],
+        metrics: WorkerMetrics,
     ) -> None:
         self._address = address
         self._hello = hello
         self._held = held
         self._orders = orders
         self._forget = forget
+        self._metrics = metrics
         # What the next messages tell; a link that is down has nothing to remember.
         self._claims: list[HeldJob] = []
         self._progress: dict[str, HeldChoice] = {}
         self._pace = pace
         self._closing = False
+        # Whether it was we who could not go on with a stream.
+        self._failed = False
         self._stream = object()
         self._task = asyncio.create_task(self._run())
 
@@ -156,6 +139,13 @@ class _Link:
         self._pace.want(urgent=choice.sent == 0 or choice.ending is not None)
 
     async def _run(self) -> None:
+        try:
+            await self._keep_up()
+        finally:  # whatever ended it: what comes later must open another
+            self._pace.stop()
+            self._forget(self._address, self)
+
+    async def _keep_up(self) -> None:
         lost_at = time.monotonic()
         async with grpc.aio.insecure_channel(self._address, options=_OPTIONS) as channel:
             stub = relay_pb2_grpc.RelayServiceStub(channel)
@@ -166,16 +156,15 @@ class _Link:
                 if not holds or time.monotonic() - lost_at > GONE_S:
                     break
                 await asyncio.sleep(RETRY_S)
-            self._pace.stop()
             # Before anything is awaited: a job that comes now must open a link of its own.
-            self._forget(self._address)
+            self._forget(self._address, self)
             if holds:
                 log.warning("router %s is out of reach; %d jobs are dropped", self._address, len(holds))
                 self._orders.router_gone(self._address)
 
     async def _serve(self, stub: relay_pb2_grpc.RelayServiceAsyncStub) -> bool:
-        """One stream, until it ends; whether the router was reached."""
-        reached = False
+        """One stream, until it ends; whether the router was reached, and nothing of ours failed."""
+        reached, self._failed = False, False
         call = stub.Connect(self._requests())
         try:
             async for response in call:
@@ -183,19 +172,40 @@ class _Link:
                 self._obey(response)
         except grpc.aio.AioRpcError as error:
             log.info("router %s: link lost (%s)", self._address, error.code().name)
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise
+            # The call was cancelled, not we: so it ends when its requests fail.
+            log.info("router %s: link lost (cancelled)", self._address)
+        except Exception:
+            log.exception("router %s: its messages could not be read", self._address)
+            self._failed = True
         finally:
             call.cancel()
-        return reached
+        return reached and not self._failed
 
     async def _requests(self) -> AsyncIterator[pb.ConnectRequest]:
+        try:
+            async for request in self._messages():
+                yield request
+        except Exception:  # grpc keeps it to itself
+            log.exception("router %s: messages to it could not be made", self._address)
+            self._failed = True
+            raise
+
+    async def _messages(self) -> AsyncIterator[pb.ConnectRequest]:
         # A broken call goes on asking its requests for a while: what it took would be lost.
         mine = self._stream = object()
-        # The hello tells all that came before it.
+        # The hello tells all that came before it, but for the jobs that are given back.
+        holds = self._held.of_router(self._address)
         self._claims.clear()
-        self._progress.clear()
+        self._progress = {choice.sequence_id: choice for held in holds for choice in held.returned}
+        if self._progress:
+            self._pace.due.set()
         hello = pb.Hello()
         hello.CopyFrom(self._hello)
-        hello.holds.extend(attempt_of(held) for held in self._held.of_router(self._address))
+        hello.holds.extend(attempt_of(held) for held in holds)
         yield pb.ConnectRequest(hello=hello)
         while self._stream is mine:
             if self._claims:
@@ -204,6 +214,8 @@ class _Link:
             elif self._progress and (self._closing or self._pace.due.is_set()):
                 self._pace.sent()
                 progress, self._progress = self._progress, {}
+                self._metrics.messages.inc()
+                self._metrics.frames.inc(len(progress))
                 yield pb.ConnectRequest(
                     frames=pb.FrameBatch(frames=[next_frame(choice) for choice in progress.values()])
                 )
@@ -244,8 +256,9 @@ class _Link:
 
 # A router that is gone for a moment must be found again soon.
 _OPTIONS = [
-    *channel_options(RELAY_MESSAGE_BYTES),
+    *relay_options(),
     ("grpc.initial_reconnect_backoff_ms", 50),
-    ("grpc.min_reconnect_backoff_ms", 50),
+    # This is how long one attempt may take, not how long the next one waits.
+    ("grpc.min_reconnect_backoff_ms", 1_000),
     ("grpc.max_reconnect_backoff_ms", 500),
 ]

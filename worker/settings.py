@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from rpc.settings import REDIS_URL_HELP, REDIS_URL_VARIABLE, setting
+from telemetry.logging import FORMAT_HELP, FORMAT_VARIABLE, LEVEL_HELP, LEVEL_VARIABLE, check_logging
+from telemetry.metrics import PORT_HELP
 
 DEVICES = ("cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -36,11 +39,21 @@ class Settings:
     fetch_s: float = setting("seconds that the store gets to send an adapter", 300.0)
     fetch_silent_s: float = setting("seconds without a piece (1 MiB) from the store that end the fetch", 10.0)
     cell: str = setting("the cell of the queue", "main")
-    drain_s: float = setting("seconds that running answers get when the worker is told to stop", 5.0)
-    stall_s: float = setting("seconds without a step, though there is work, after which the engine is replaced", 30.0)
+    health_host: str = setting("the address to answer grpc.health.v1, and to serve metrics, on", "127.0.0.1")
+    health_port: int = setting("the port to answer it on; 0: the system chooses", 0)
+    metrics_port: int = setting(PORT_HELP, 0)
+    log_format: str = setting(FORMAT_HELP, "text", variable=FORMAT_VARIABLE)
+    log_level: str = setting(LEVEL_HELP, "info", variable=LEVEL_VARIABLE)
+    drain_s: float = setting(
+        "seconds that running answers get when the worker is told to stop; in the last ones the rest is handed over",
+        5.0,
+    )
+    stall_s: float = setting("seconds without a sign of the engine after which this worker is out of service", 1.25)
+    replace_s: float = setting("seconds without a sign of the engine after which another is started", 5.0)
 
     def __post_init__(self) -> None:
         """Raises ValueError on a value that no engine can work with."""
+        check_logging(self.log_format, self.log_level)
         if self.device.split(":", maxsplit=1)[0] not in DEVICES:
             raise ValueError(f"--device {self.device}: not one of {', '.join(DEVICES)}")
         if self.dtype not in DTYPES:
@@ -58,6 +71,10 @@ class Settings:
         ):
             if getattr(self, name) < least:
                 raise ValueError(f"--{name.replace('_', '-')} {getattr(self, name)}: at least {least}")
-        for name in ("fetch_s", "fetch_silent_s"):
+        if not 0 <= self.drain_s < math.inf:
+            raise ValueError(f"--drain-s {self.drain_s}: 0 or more")
+        if not self.replace_s >= self.stall_s:
+            raise ValueError(f"--replace-s {self.replace_s}: at least --stall-s, which is {self.stall_s}")
+        for name in ("fetch_s", "fetch_silent_s", "stall_s"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"--{name.replace('_', '-')} {getattr(self, name)}: more than 0")

@@ -1,6 +1,6 @@
 """The engine process as its I/O process sees it: start, messages, death and stall.
 
-A death shows at once (its socket closes, waitpid); a stall is work without a message for `stall_s`.
+A death shows at once (its socket closes, waitpid); a stall is silence, which worker.stall watches.
 """
 
 from __future__ import annotations
@@ -39,6 +39,9 @@ class EngineProcess:
         self._writer = writer
         self._splitter = Splitter()
         self._heard_at = time.monotonic()
+        self._expected = False
+        # Whether it is out of service, since it does not step (worker.stall).
+        self.stalled = False
 
     @classmethod
     async def start(cls, configure: Configure) -> EngineProcess:
@@ -94,7 +97,7 @@ class EngineProcess:
             if not data:
                 code = await self._process.wait()
                 raise EngineLostError(f"the engine process {self.pid} ended ({_exit(code)})")
-            self._heard_at = time.monotonic()
+            self._heard_at, self._expected = time.monotonic(), False
             for body in self._splitter.feed(data):
                 yield from_engine_decoder.decode(body)
 
@@ -103,8 +106,9 @@ class EngineProcess:
         return time.monotonic() - self._heard_at
 
     def expect(self) -> None:
-        """Work was just sent: silence counts from now."""
-        self._heard_at = time.monotonic()
+        """It is to be given time: silence counts from now, once for each sign of it."""
+        if not self._expected:
+            self._heard_at, self._expected = time.monotonic(), True
 
     def kill(self) -> None:
         """End it at once; `messages` then raises."""

@@ -35,6 +35,4 @@ class UsageLog:
 
 
 def _usage(held: HeldJob, *, ended: bool) -> Usage:
-    tokens = sum(len(choice.ids) for choice in held.choices.values())
-    ran = any(choice.in_engine for choice in held.choices.values())
-    return Usage(held.job.job_id, held.job.attempt, tokens, ended=ended, ran=ran)
+    return Usage(held.job.job_id, held.job.attempt, held.tokens, ended=ended, ran=held.ran)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from clients.cli.adapter_orders import NameArgument, pin, unpin, warm
 from clients.cli.options import STORE, TENANT, JsonOption, StoreOption, TenantOption
 from clients.cli.terminal import err, out, print_fields, print_json, print_rows
 from clients.cli.top import top
@@ -19,10 +20,9 @@ if TYPE_CHECKING:
     from loraplex_client.adapters import Progress
 
 app = typer.Typer(
-    no_args_is_help=True, help="Push, list, show and delete a tenant's adapters; watch where the workers keep them."
+    no_args_is_help=True,
+    help="Push, list, show and delete a tenant's adapters; see and say where the workers keep them.",
 )
-
-NameArgument = Annotated[str, typer.Argument(metavar="NAME", help="NAME, or tenants/TENANT/adapters/NAME.")]
 
 
 @contextmanager
@@ -116,7 +116,8 @@ def delete(name: NameArgument, tenant: TenantOption = TENANT, store: StoreOption
     out().print(f"deleted {name}", markup=False)
 
 
-app.command()(top)
+for command in (top, warm, pin, unpin):
+    app.command()(command)
 
 
 @contextmanager

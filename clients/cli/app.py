@@ -5,16 +5,19 @@ from __future__ import annotations
 import typer
 
 from clients.cli import adapters, models
+from clients.cli.cluster_top import top
+from clients.cli.drain import drain
 from clients.cli.generate import generate
+from clients.cli.jobs import jobs
 from clients.cli.loadtest import loadtest
 from clients.cli.plan import plan
+from clients.cli.queues import queues
 from clients.cli.up import up
 from clients.cli.workers import workers
 
 app = typer.Typer(
     name="loraplex",
     no_args_is_help=True,
-    add_completion=False,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
     help="One base language model, thousands of tenants' LoRA adapters, one cluster.\n\n"
@@ -26,6 +29,10 @@ app.command()(up)
 app.command()(generate)
 app.add_typer(adapters.app, name="adapters")
 app.add_typer(models.app, name="models")
+app.command()(top)
 app.command()(workers)
+app.command()(queues)
+app.command()(jobs)
+app.command()(drain)
 app.command()(plan)
 app.command()(loadtest)

@@ -9,7 +9,13 @@ from typing import Annotated
 import typer
 
 RouterOption = Annotated[
-    str, typer.Option("--router", metavar="HOST:PORT", envvar="LORAPLEX_ADDRESS", help="Where the router listens.")
+    str,
+    typer.Option(
+        "--router",
+        metavar="HOST:PORT[,...]",
+        envvar="LORAPLEX_ADDRESS",
+        help="Where the router listens, or several routers: what one loses goes on at another.",
+    ),
 ]
 StoreOption = Annotated[
     str,

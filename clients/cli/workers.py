@@ -56,7 +56,7 @@ class WorkerList:
         from clients.cli.failures import explained
 
         with explained("router", self._router):
-            return [_worker_json(worker) for worker in self._connection.run(_list_workers())]
+            return [worker_json(worker) for worker in self._connection.run(_list_workers())]
 
 
 def _list_workers() -> Script[list[cluster_pb2.Worker]]:
@@ -67,7 +67,7 @@ def _list_workers() -> Script[list[cluster_pb2.Worker]]:
     return list(response.workers)
 
 
-def _worker_json(worker: cluster_pb2.Worker) -> dict[str, Any]:
+def worker_json(worker: cluster_pb2.Worker) -> dict[str, Any]:
     """Every field under its own name; the phase as a word."""
     from loraplex.cluster.v1 import cluster_pb2
 

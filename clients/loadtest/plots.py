@@ -21,7 +21,7 @@ def sweep(runs: Sequence[Mapping[str, Any]]) -> Iterator[Plot]:
     for metric, percentile in (("latency", "p50"), ("latency", "p99"), ("ttft", "p50"), ("ttft", "p99")):
         times = [run["times"][metric][percentile] * 1e3 for run in done]
         label = f"{'TTFT' if metric == 'ttft' else metric} {percentile}"
-        found.append(Series(label, list(zip(speed, times, strict=True)), names=names if percentile == "p99" else ()))
+        found.append(Series(label, list(zip(speed, times, strict=True)), names=names if label == "latency p99" else ()))
     y = logarithmic("milliseconds", [value for one in found for _, value in one.points])
     yield "Latency against throughput", lines(linear("tokens/s", speed), y, found, dots=True)
     kind = "requests at once" if done[0]["loop"] == "closed" else "requests/s"
@@ -67,7 +67,10 @@ def _timeline(timeline: Mapping[str, Sequence[float]]) -> Iterator[Plot]:
     x = Axis("seconds", 0.0, at[-1])
     rates = {"sent/s": "sent_per_s", "ended/s": "ended_per_s", "errors/s": "errors_per_s", "running": "running"}
     series = [Series(name, list(zip(at, timeline[key], strict=True))) for name, key in rates.items()]
-    yield "Requests over time", lines(x, linear("requests", [v for one in series for _, v in one.points]), series)
+    yield (
+        "Requests over time",
+        lines(x, linear("requests, or requests/s", [v for one in series for _, v in one.points]), series),
+    )
     ttft = [value * 1e3 for value in timeline["ttft_p50_s"]]
     yield (
         "Messages and TTFT over time",

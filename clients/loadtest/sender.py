@@ -38,7 +38,8 @@ class Sender:
     """Sends a workload's requests to one router; `start_s` is the run's start on the monotonic clock."""
 
     def __init__(self, router: str, workload: Workload, pool: Sequence[int], *, model: str, timeout_s: float) -> None:
-        self._clients = [lx.AsyncClient(router, tenant.name) for tenant in workload.tenants]
+        # A stream that is lost moves to another router at once; what a dead cluster loses is an error soon.
+        self._clients = [lx.AsyncClient(router, tenant.name, resume_attempts=3) for tenant in workload.tenants]
         self._workload = workload
         self._pool = pool
         self._model = model or None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html import escape
 
 WIDTH, HEIGHT = 640, 300
@@ -13,12 +13,13 @@ _LEFT, _RIGHT, _TOP, _BOTTOM = 62, 62, 14, 44
 
 @dataclass(frozen=True)
 class Axis:
-    """From `low` to `high`, in `label`'s unit; on a `log` axis both are above 0."""
+    """From `low` to `high`, in `label`'s unit; on a `log` axis both are above 0. `whole`: it counts things."""
 
     label: str
     low: float
     high: float
     log: bool = False
+    whole: bool = False
 
     def at(self, value: float) -> float:
         """Where a value lies, 0 to 1."""
@@ -36,6 +37,8 @@ class Axis:
         rough = (self.high - self.low) / 5
         power = 10.0 ** math.floor(math.log10(rough))
         step = next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= rough * 0.999)
+        if self.whole:
+            step = float(math.ceil(step))
         first, last = math.ceil(self.low / step - 1e-9), math.floor(self.high / step + 1e-9)
         return [number * step for number in range(first, last + 1)]
 
@@ -85,7 +88,7 @@ def lines(x: Axis, y: Axis, series: Sequence[Series], right: Axis | None = None,
 
 def bars(x: Axis, bounds: Sequence[float], counts: Sequence[float], marks: Sequence[tuple[str, float]]) -> str:
     """A histogram with named vertical lines."""
-    y = linear("count", counts)
+    y = replace(linear("count", counts), whole=True)
     parts = [_frame(x, y, None)]
     for number, count in enumerate(counts):
         begin, end = _x(x.at(bounds[number])), _x(x.at(bounds[number + 1]))

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import secrets
 import shutil
 import signal
 import socket
@@ -74,10 +75,13 @@ class LocalCluster:
         self.settings = settings
         self.processes: dict[str, Process] = {}
         self.redis_url = settings.redis_url
+        self._resume_key = secrets.token_hex(32)
         # HOST:PORT, once the context is open.
         self.store = ""
         self.router = ""
         self.routers: tuple[str, ...] = ()
+        # How each was run.
+        self._commands: dict[str, tuple[list[str], dict[str, str] | None]] = {}
         self._expected_to_end: set[str] = set()
         self._started_workers = 0
         self._replacing: set[asyncio.Task[str]] = set()
@@ -128,10 +132,21 @@ class LocalCluster:
         await self._spawn_room(name, [*flags, "--store", self.store, *settings.worker_flags])
         return name
 
-    def kill(self, name: str, number: signal.Signals = signal.SIGKILL) -> None:
-        """Signal one process on purpose: its end is not a failure of the cluster."""
+    def kill(self, name: str, number: signal.Signals = signal.SIGKILL, *, group: bool = False) -> None:
+        """Signal one process on purpose, or its whole group: its end is not a failure of the cluster."""
         self._expected_to_end.add(name)
-        self.processes[name].send_signal(number)
+        self.processes[name].send_signal(number, group=group)
+
+    async def restart(self, name: str) -> None:
+        """Run a router, the store or Valkey again that was killed, where it listened; returns when it listens."""
+        await self.processes[name].exited
+        argv, environ = self._commands[name]
+        if name != "valkey" and "--port" in argv:
+            address = (await self.processes[name].wait_ready())[name.partition("-")[0]]
+            argv[argv.index("--port") + 1] = address.rpartition(":")[2]
+        self._expected_to_end.discard(name)
+        await self._spawn(name, argv, environ)
+        await self.unless_failed(self.processes[name].wait_ready())
 
     async def _start(self) -> None:
         settings = self.settings
@@ -187,17 +202,24 @@ class LocalCluster:
         # A URL may hold a password, and every user of the machine can read command lines.
         if room != "store":
             environ[f"LORAPLEX_{room.upper()}_REDIS_URL"] = self.redis_url
+        if room == "router":
+            environ.setdefault("LORAPLEX_ROUTER_RESUME_KEY", self._resume_key)
         await self._spawn(name, [sys.executable, "-m", _MODULES[room], *flags], environ)
 
     async def _spawn(self, name: str, argv: list[str], environ: dict[str, str] | None = None) -> None:
         log_path = self.data_dir / "logs" / f"{name}.log"
         ready = valkey.READY if name == "valkey" else READY
+        self._commands[name] = (argv, environ)
         process = await Process.start(name, argv, log_path=log_path, environ=environ, ready=ready)
         self.processes[name] = process
         process.exited.add_done_callback(lambda _: self._on_exit(process))
 
     def _on_exit(self, process: Process) -> None:
         if process.name in self._expected_to_end:
+            return
+        if process.name.startswith("worker-") and process.exited.result() == 0:
+            log.info("%s was drained", process.name)
+            self._expected_to_end.add(process.name)
             return
         # It served: its streams go on with another. One that dies again and again is no use.
         if process.name.startswith("worker-") and process.is_ready and self._may_replace():

@@ -94,10 +94,13 @@ class Process:
             return LaunchError(f"{self.name} was killed by {signal.Signals(-code).name}")
         return LaunchError(f"{self.name} exited with status {code}" + (f": {words}" if words else ""))
 
-    def send_signal(self, number: signal.Signals) -> None:
-        """Signal it; nothing happens when it has ended."""
+    def send_signal(self, number: signal.Signals, *, group: bool = False) -> None:
+        """Signal it, or its whole group; nothing happens when it has ended."""
         with suppress(ProcessLookupError):
-            self._child.send_signal(number)
+            if group and not self.exited.done():
+                os.killpg(self.pid, number)
+            else:
+                self._child.send_signal(number)
 
     async def stop(self, grace_s: float) -> None:
         """SIGTERM, `grace_s` to end, then SIGKILL; returns when it has ended."""

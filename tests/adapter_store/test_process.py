@@ -43,7 +43,7 @@ async def running(data: Path) -> AsyncIterator[tuple[Process, str]]:
         assert process.stdout is not None
         line = (await process.stdout.readline()).decode()
         assert line.startswith("ready store=127.0.0.1:"), line
-        yield process, line.strip().removeprefix("ready store=")
+        yield process, line.split()[1].removeprefix("store=")
     finally:
         if process.returncode is None:
             process.kill()

@@ -85,16 +85,17 @@ async def test_validate_checks_and_keeps_nothing(client: Client, tiny_base: Base
     revision = (await validate(good)).revision
     assert revision.digest == revision_digest(good[CONFIG_FILE], sha256_bytes(good[WEIGHTS_FILE]))
     assert (revision.rank, revision.base_digest) == (2, tiny_base.digest)
-    with pytest.raises(grpc.aio.AioRpcError, match="use_dora"):
-        await validate(adapter_files(use_dora=True))
+    with pytest.raises(grpc.aio.AioRpcError, match="lora_bias"):
+        await validate(adapter_files(lora_bias=True))
     assert not (await client.call("ListAdapters", pb.ListAdaptersRequest())).adapters
 
 
 @pytest.mark.parametrize(
     ("config", "code", "message"),
     [
-        ({"use_dora": True}, "FAILED_PRECONDITION", "use_dora: DoRA"),
+        ({"lora_bias": True}, "FAILED_PRECONDITION", "lora_bias: biases"),
         ({"modules_to_save": ["lm_head"]}, "FAILED_PRECONDITION", "modules_to_save: "),
+        ({"use_dora": True}, "INVALID_ARGUMENT", "adapter_model.safetensors: tensor base_model.model.model.layers.0."),
         ({"r": 3}, "INVALID_ARGUMENT", "adapter_model.safetensors: model.layers.0.self_attn.q_proj has rank 2, but"),
         ({"r": "two"}, "INVALID_ARGUMENT", "r: 'two' is not a rank"),
     ],

@@ -18,6 +18,8 @@ def test_the_manifest_of_a_directory(model_directory: Path) -> None:
     assert (base.name, base.architecture, base.context_length, base.vocab_size) == ("tiny-llama", "llama", 64, 32)
     assert base.end_token_ids == (2,)
     assert base.modules == (
+        ModuleShape("lm_head", in_features=8, out_features=32),
+        ModuleShape("model.embed_tokens", in_features=32, out_features=8),
         ModuleShape("model.layers.0.self_attn.k_proj", in_features=8, out_features=4),
         ModuleShape("model.layers.0.self_attn.q_proj", in_features=8, out_features=8),
     )
@@ -139,7 +141,8 @@ def test_gpt2_stores_its_weights_turned_and_some_checkpoints_lack_the_prefix(tmp
         "ln_f.weight": (8,),
     }
     found = modules_of(tmp_path, GPT2, {prefix + name: shape for name, shape in shapes.items()})
-    assert found == {"transformer.h.0.attn.c_attn": (8, 24)}
+    # The head uses the weight of the embeddings.
+    assert found == {"transformer.h.0.attn.c_attn": (8, 24), "transformer.wte": (32, 8), "lm_head": (8, 32)}
     assert read_base_model(str(tmp_path)).context_length == 64
 
 

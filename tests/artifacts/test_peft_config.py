@@ -81,7 +81,6 @@ def test_accepts_what_changes_nothing_or_is_served(changes: dict[str, Any]) -> N
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("use_dora", True),
         ("bias", "all"),
         ("bias", "lora_only"),
         ("bias", None),

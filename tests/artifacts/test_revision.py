@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from artifacts.digests import is_digest, sha256_bytes
 from artifacts.errors import ArtifactError
-from artifacts.revision import lora_tensors, revision_digest
+from artifacts.revision import base_copies, lora_tensors, revision_digest
 from artifacts.safetensors_header import TensorInfo
 
 WEIGHTS = sha256_bytes(b"weights")
@@ -65,13 +65,41 @@ def test_tensors_belong_to_modules_of_the_base() -> None:
     assert lora_tensors(header) == {"model.layers.0.self_attn.q_proj": (4, 8, 16)}
 
 
+def test_dora_wants_a_magnitude_for_every_output() -> None:
+    header = {f"{PREFIX}.lora_B.weight": tensor(16, 4), f"{PREFIX}.lora_A.weight": tensor(4, 8)}
+    with pytest.raises(ArtifactError, match="lora_magnitude_vector is missing"):
+        lora_tensors(header, use_dora=True)
+    magnitude = f"{PREFIX}.lora_magnitude_vector"
+    assert len(lora_tensors(header | {magnitude: tensor(16)}, use_dora=True)) == 1
+    with pytest.raises(ArtifactError, match="has 8 numbers for 16"):
+        lora_tensors(header | {magnitude: tensor(8)}, use_dora=True)
+    with pytest.raises(ArtifactError, match="one size is needed"):
+        lora_tensors(header | {magnitude: tensor(16, 1)}, use_dora=True)
+
+
+def test_embeddings_and_head_come_with_copies_of_the_bases_own() -> None:
+    end = "base_model.model.model.embed_tokens"
+    copies = {
+        f"{end}.base_layer.weight": tensor(32, 8),
+        "base_model.model.lm_head.base_layer.weight": tensor(32, 8),
+        "base_model.model.lm_head.base_layer.bias": tensor(32),
+    }
+    header = {f"{end}.lora_embedding_A": tensor(4, 32), f"{end}.lora_embedding_B": tensor(8, 4)} | copies
+    assert lora_tensors(header) == {"model.embed_tokens": (4, 32, 8)}
+    assert list(base_copies(header).values()) == ["model.embed_tokens.weight", "lm_head.weight", "lm_head.bias"]
+    assert base_copies(header).keys() == copies.keys()
+
+
 @pytest.mark.parametrize(
     ("header", "message"),
     [
         ({}, "has no LoRA tensors"),
         ({f"{PREFIX}.weight": tensor(4, 8)}, "q_proj.weight is not a LoRA weight"),
         ({f"{PREFIX}.lora_magnitude_vector": tensor(8)}, "lora_magnitude_vector is not a LoRA weight"),
-        ({"base_model.model.model.embed_tokens.lora_embedding_A": tensor(4, 8)}, "lora_embedding_A is not a LoRA"),
+        ({"base_model.model.model.embed_tokens.lora_embedding_A": tensor(4, 8)}, "lora_embedding_B is missing"),
+        ({"base_model.model.model.embed_tokens.lora_A.weight": tensor(4, 8)}, "lora_A.weight is not a LoRA weight"),
+        ({f"{PREFIX}.lora_embedding_A": tensor(4, 8)}, "lora_embedding_A is not a LoRA weight"),
+        ({f"{PREFIX}.base_layer.weight": tensor(4, 8)}, "base_layer.weight is not a LoRA weight"),
         ({f"{PREFIX}.lora_A.default.weight": tensor(4, 8)}, "default.weight is not a LoRA weight"),
         ({"model.q_proj.lora_A.weight": tensor(4, 8)}, "model.q_proj.lora_A.weight is not a LoRA weight"),
         ({f"{PREFIX}.lora_A.weight": tensor(4, 8)}, "q_proj.lora_B.weight is missing"),

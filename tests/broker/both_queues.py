@@ -9,6 +9,7 @@ from redis.asyncio import Redis
 
 from broker.codec import decode_wanted
 from broker.keys import Keys
+from broker.liveness import Liveness
 from broker.messages import AdapterRef, Capacity, Job, StoppingParams
 from broker.policy import Cell
 from broker.queue import DeadlineUnattainableError, JobQueue, QueueFullError
@@ -32,6 +33,7 @@ def make_job(
     n: int = 1,
     priority: int = 0,
     deadline_ms: int = 0,
+    router: str = "here",
 ) -> Job:
     """A job of `prompt` tokens."""
     return Job(
@@ -39,7 +41,7 @@ def make_job(
         tenant=tenant,
         model="tiny",
         base_digest=base,
-        reply_to="here",
+        reply_to=router,
         prompt_ids=tuple(range(prompt)),
         stopping=StoppingParams(max_tokens),
         seed=1,
@@ -62,6 +64,7 @@ class BothQueues:
     def __post_init__(self) -> None:
         self.twin = Cell(self.limits)
         self._queues: dict[str, JobQueue] = {}
+        self._liveness = Liveness(self.redis, KEYS)
 
     def _queue(self, worker: str = "") -> JobQueue:
         if worker not in self._queues:
@@ -121,6 +124,11 @@ class BothQueues:
         """A worker has not claimed for long."""
         self.twin.lose(worker)
         await self.redis.delete(f"{KEYS.prefix}room:{worker}")
+
+    async def router_beats(self, router: str) -> None:
+        """A router says that it lives."""
+        self.twin.router_beats(router, self.now_ms)
+        await self._liveness.look(router)
 
     async def counter(self, tenant: str) -> float:
         """A tenant's counter."""

@@ -1,10 +1,31 @@
-"""A server that can't be used is told in one line, without its password."""
+"""Which URLs lead to a server, and that one which can't be used is told in one line, without its password."""
 
 from __future__ import annotations
 
-import pytest
+import asyncio
+import re
+import socket
+from collections.abc import AsyncIterator
+from pathlib import Path
 
-from broker.connection import RedisUnreachableError, connect
+import pytest
+from redis.asyncio import Redis
+from redis.exceptions import RedisError
+
+from broker.commands import DRAIN, CommandQueue
+from broker.connection import CONNECTIONS, REDIS_DOWN, RedisUnreachableError, connect
+from broker.keys import Keys
+from broker.liveness import Liveness
+from broker.messages import Capacity
+from broker.queue import JobQueue
+from deploy.local import valkey
+from deploy.local.process import Process
+from tests.broker.both_queues import BASE, make_job
+from tests.valkey_server import MovingAddress, ValkeyServer
+
+SENTINEL_READY = re.compile(r"\+monitor master")
+KEYS = Keys("tiny", "main")
+ROOMY = Capacity(rows=8, rows_limit=8, tokens=10_000, max_tokens=4096, max_rank=64)
 
 
 @pytest.mark.parametrize(
@@ -12,12 +33,168 @@ from broker.connection import RedisUnreachableError, connect
     [
         ("redis://user:s3cret@127.0.0.1:1/0", "redis://user:***@127.0.0.1:1/0: no answer"),
         ("redis://:s3cret@127.0.0.1:1", "redis://:***@127.0.0.1:1: no answer"),
-        ("http://user:s3cret@127.0.0.1", "http://user:***@127.0.0.1: "),
+        ("rediss://user:s3cret@127.0.0.1:1", "rediss://user:***@127.0.0.1:1: no answer"),
+        ("redis+cluster://user:s3cret@127.0.0.1:1", "redis+cluster://user:***@127.0.0.1:1: no answer"),
+        (
+            "redis+sentinel://u:s3cret@127.0.0.1:1,127.0.0.1:2/main",
+            "redis+sentinel://u:***@127.0.0.1:1,127.0.0.1:2/main",
+        ),
+        ("http://user:s3cret@127.0.0.1", "http:// is none of redis://, rediss://, unix://, redis+sentinel://"),
+        ("redis+other://user:s3cret@127.0.0.1", "redis+other:// is none of redis://"),
+        ("unix+cluster:///s3cret", "unix+cluster:// is none of redis://"),
+        ("redis+sentinel://user:s3cret@127.0.0.1:1", "name the service that the sentinels watch"),
+        ("redis+sentinel://user:s3cret@a:b/main", "'a:b': write HOST:PORT"),
+        ("redis+cluster://user:s3cret@127.0.0.1/3", "a cluster has database 0 alone"),
+        ("redis://user:s3cret@127.0.0.1/?socket_timout=3", "unknown option socket_timout"),
     ],
 )
-async def test_a_server_that_does_not_answer_is_named_without_its_password(url: str, shown: str) -> None:
+async def test_a_server_that_can_not_be_used_is_told_in_one_line(url: str, shown: str) -> None:
     with pytest.raises(RedisUnreachableError) as caught:
         await connect(url)
+    assert str(caught.value).startswith("--redis-url ")
     assert shown in str(caught.value)
-    assert "s3cret" not in str(caught.value)
+    assert "s3cret" not in str(caught.value).replace("///s3cret", "")
     assert "\n" not in str(caught.value)
+
+
+async def use(url: str) -> None:
+    """Everything that a router and a worker do with a server, more of it at once than there are connections."""
+    async with await connect(url) as client:
+        queue = JobQueue(client, KEYS, worker_id="w")
+        await asyncio.gather(*(queue.enqueue(make_job(f"{number}", "a")) for number in range(4 * CONNECTIONS)))
+        assert await queue.wait_for_work(30)
+        assert (await queue.claim(BASE, ROOMY)).waiting == 4 * CONNECTIONS - 8
+        assert await queue.count_waiting() == 4 * CONNECTIONS - 8
+        commands = CommandQueue(client, KEYS)
+        await commands.send("incarnation", DRAIN)
+        assert await commands.next("incarnation", 30) is DRAIN
+        assert await Liveness(client, KEYS).living() == []
+        assert await queue.dead.list() == []
+
+
+async def test_a_user_with_a_password(redis: Redis, valkey_url: str) -> None:
+    await redis.acl_setuser("loraplex", enabled=True, passwords=["+p@ss"], keys=["lp:*"], categories=["+@all"])
+    try:
+        await use(valkey_url.replace("unix://", "unix://loraplex:p%40ss@"))
+        with pytest.raises(RedisUnreachableError, match=r"unix://loraplex:\*\*\*@.*invalid username-password"):
+            await connect(valkey_url.replace("unix://", "unix://loraplex:other@"))
+    finally:
+        await redis.acl_deluser("loraplex")
+
+
+def free_port() -> int:
+    with socket.socket() as chosen:
+        chosen.bind(("127.0.0.1", 0))
+        return int(chosen.getsockname()[1])
+
+
+@pytest.fixture
+async def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("v")
+
+
+async def test_a_cluster(directory: Path) -> None:
+    server = ValkeyServer(directory, "--cluster-enabled", "yes", "--cluster-port", str(free_port()))
+    await server.start()
+    try:
+        async with await server.client() as client:
+            await client.execute_command("CLUSTER ADDSLOTSRANGE", 0, 16383)  # type: ignore[no-untyped-call]  # theirs
+
+            async def is_up() -> bool:
+                try:
+                    return bool(await client.set("up", 1))
+                except RedisError:
+                    return False
+
+            while not await is_up():  # noqa: ASYNC110 — it tells nobody
+                await asyncio.sleep(0.02)
+        await use(f"redis+cluster://127.0.0.1:{server.port}")
+    finally:
+        await server.kill()
+
+
+@pytest.fixture
+async def pair(directory: Path) -> AsyncIterator[tuple[ValkeyServer, ValkeyServer]]:
+    """A primary and its replica."""
+    servers = ValkeyServer(directory / "1"), ValkeyServer(directory / "2")
+    for server in servers:
+        await server.start()
+    await servers[1].follow(servers[0])
+    yield servers
+    for server in servers:
+        await server.kill()
+
+
+async def answers(client: Redis, key: str) -> None:
+    """Wait until a write goes through."""
+    async with asyncio.timeout(60):
+        while True:
+            try:
+                await client.set(key, 1)
+                return
+            except REDIS_DOWN:
+                await asyncio.sleep(0.05)
+
+
+async def test_sentinels_tell_the_primary_before_and_after_a_failover(
+    directory: Path, pair: tuple[ValkeyServer, ValkeyServer]
+) -> None:
+    primary, replica = pair
+    port, config = free_port(), directory / "sentinel.conf"
+    config.write_text(
+        f"port {port}\nbind 127.0.0.1\nsentinel monitor main 127.0.0.1 {primary.port} 1\n"
+        "sentinel down-after-milliseconds main 300\nsentinel failover-timeout main 1000\n"
+    )
+    command = [valkey.command(directory)[0], str(config), "--sentinel"]
+    sentinel = await Process.start("sentinel", command, log_path=directory / "log", ready=SENTINEL_READY)
+    try:
+        await sentinel.wait_ready()
+        url = f"redis+sentinel://127.0.0.1:1,127.0.0.1:{port}/main"
+        await use(url)
+        async with (
+            await connect(url) as client,
+            Redis(port=port) as told,
+        ):
+            async with asyncio.timeout(60):  # it learns of the replica from the primary, by and by
+                while not await told.sentinel_slaves("main"):  # noqa: ASYNC110 — nor does it say so
+                    await asyncio.sleep(0.1)
+            await primary.kill()
+            await answers(client, "after")
+        async with await replica.client() as client:
+            assert await client.exists("after")
+    finally:
+        await sentinel.kill()
+
+
+async def test_a_primary_that_became_a_replica_is_left(
+    directory: Path, pair: tuple[ValkeyServer, ValkeyServer]
+) -> None:
+    primary, replica = pair
+    address = MovingAddress(directory / "at")
+    address.lead_to(primary)
+    async with await connect(address.url) as client:
+        await client.set("before", 1)
+        await replica.lead()
+        await primary.follow(replica)
+        address.lead_to(replica)
+        await client.set("after", 1)  # the connection stands; its server takes no writes any more
+    async with await replica.client() as client:
+        assert await client.exists("after")
+
+
+async def test_a_call_to_a_server_that_hangs_ends(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("broker.connection.ANSWER_S", 0.3)
+    monkeypatch.setattr("broker.connection.CALL_S", 0.4)
+    server = ValkeyServer(directory)
+    await server.start()
+    try:
+        async with await server.client() as client:
+            server.hang()
+            # With connections that stand, and with those that it never greets.
+            for _ in range(2):
+                with pytest.raises(REDIS_DOWN):
+                    await client.ping()
+            server.wake()
+            await answers(client, "after")
+    finally:
+        await server.kill()

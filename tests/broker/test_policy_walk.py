@@ -22,6 +22,7 @@ from tests.broker.conftest import CLOCK
 
 TENANTS = ("a", "b", "c", "d")
 WORKERS = ("w1", "w2", "w3")
+ROUTERS = ("r1", "r2")
 ADAPTERS = ("", "", "sha256:x", "sha256:y", "sha256:z")
 WEIGHTS = {"a": 1.0, "b": 3.0, "c": 0.7, "d": 1.0}
 # One for each walk in turn.
@@ -79,6 +80,7 @@ class Walk(RuleBasedStateMachine):
             priority=chance.choice((0, 0, 5, -100)),
             deadline_ms=chance.choice((0, 0, 400, 5_000)),
             base=chance.choice((BASE, BASE, BASE, BASE, "sha256:9")),
+            router=chance.choice(ROUTERS),
         )
         prefer = chance.choice(((), ("w1",), ("w2", "w1"), ("w3", "w2"))) if adapter else ()
         refused = self.run(self.both.enqueue(job, Placement(WEIGHTS[tenant], prefer, 20.5)))
@@ -99,8 +101,10 @@ class Walk(RuleBasedStateMachine):
         worker, rows, max_rank = chance.choice(WORKERS), chance.randint(0, 4), chance.choice((8, 64, 64))
         resident = chance.choice(((), ("sha256:x",), ("sha256:y", "sha256:z")))
         capacity = Capacity(rows, 4, chance.choice((0, 10, 100)), 60, max_rank, resident)
+        before = len(self.both.twin.waiting)
         claimed = self.run(self.both.claim(worker, capacity))
         assert sum(min(job.rows, 4) for job in claimed.jobs) <= rows
+        self.happened["dropped"] += before - len(claimed.jobs) - claimed.waiting
         self.happened["held"] += claimed.hold_ms > 0
         self.happened["wanted"] += bool(claimed.wanted)
         waiting = map(self.both.twin.waiting.get, self.waiting)
@@ -134,6 +138,9 @@ class Walk(RuleBasedStateMachine):
     def lose(self, chance: random.Random) -> None:
         self.run(self.both.lose(chance.choice(WORKERS)))
 
+    def beat(self, chance: random.Random) -> None:
+        self.run(self.both.router_beats(chance.choice(ROUTERS)))
+
     def teardown(self) -> None:
         """Once everything has ended nothing is left of it."""
         for job_id, attempt in self.waiting.items():
@@ -141,15 +148,14 @@ class Walk(RuleBasedStateMachine):
         for key, made in self.running.items():
             self.run(self.both.charge(Usage(*key, made, ended=True)))
         left = self.run(self.both.names())
-        kept = ("arrivals", "floor", "idle", "wake", "room:", "pace", CLOCK)
+        kept = ("arrivals", "floor", "idle", "wake", "room:", "pace", "routers", "born", CLOCK)
         stale = {name for name in left if not name.startswith((*kept, "charged:"))}
         assert stale == set()
 
 
 @pytest.fixture
-def runner(valkey_url: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[asyncio.Runner]:
+def runner(valkey_url: str, still: None) -> Iterator[asyncio.Runner]:
     """A loop beside hypothesis, with a client."""
-    monkeypatch.setattr("broker.lua.NOW", f"\nlocal now = tonumber(redis.call('GET', '{CLOCK}'))\n")
     with asyncio.Runner() as runner:
         Walk.runner, Walk.redis, Walk.happened = runner, runner.run(connect(valkey_url)), Counter()
         yield runner
@@ -161,6 +167,6 @@ def test_the_scripts_and_their_twin_decide_alike(runner: asyncio.Runner) -> None
         Walk, settings=settings(max_examples=15, stateful_step_count=10, derandomize=True, deadline=None, database=None)
     )
     print(Walk.happened)
-    for event in ("queued", "claimed", "again", "held", "wanted", "reserved", "late", "refunded",
+    for event in ("queued", "claimed", "again", "held", "wanted", "reserved", "late", "refunded", "dropped",
                   "jobs", "bytes", "tenant_jobs", "tenant_bytes"):  # fmt: skip
         assert Walk.happened[event], f"no walk has shown {event}"

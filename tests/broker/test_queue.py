@@ -8,20 +8,16 @@ from dataclasses import replace
 import pytest
 from redis.asyncio import Redis
 
-from broker.codec import decode_job, decode_worker, encode_job, encode_worker
+from broker.codec import decode_job, encode_job
 from broker.keys import Keys
-from broker.liveness import TTL_MS, Liveness
 from broker.messages import (
     AdapterRef,
-    AdapterTiers,
     Capacity,
     Job,
     SamplingParams,
     StoppingParams,
     Wanted,
     WeightedRef,
-    WorkerPhase,
-    WorkerState,
 )
 from broker.queue import JobQueue, QueueFullError
 from broker.terms import QueueLimits, Usage
@@ -55,7 +51,7 @@ async def claim(queue: JobQueue, **changes: object) -> list[str]:
 
 
 async def left_behind(redis: Redis) -> set[str]:
-    kept = {KEYS.prefix + name for name in ("arrivals", "wake", "floor", "idle")}
+    kept = {KEYS.prefix + name for name in ("arrivals", "wake", "floor", "idle", "routers")}
     return {key.decode() for key in await redis.keys("*") if isinstance(key, bytes)} - kept
 
 
@@ -259,7 +255,9 @@ async def test_waiting_tells_who_still_waits(queue: JobQueue) -> None:
     await queue.enqueue(job("a"))
     await queue.enqueue(job("b"))
     await claim(queue, rows=1)
-    assert await queue.waiting(["a", "b", "c"]) == [False, True, False]
+    assert await queue.waiting([("a", 1), ("b", 1), ("b", 2), ("c", 1)]) == [False, True, False, False]
+    await queue.enqueue(job("b", attempt=2))
+    assert await queue.waiting([("b", 1), ("b", 2)]) == [True, True]
     assert await queue.count_waiting() == 1
 
 
@@ -281,35 +279,3 @@ async def test_scripts_survive_a_server_that_forgot_them(redis: Redis, queue: Jo
     await queue.enqueue(job("a"))
     await redis.script_flush()
     assert await claim(queue) == ["a"]
-
-
-def worker(worker_id: str) -> WorkerState:
-    numbers = dict.fromkeys((name for name, kind in WorkerState.__annotations__.items() if kind == "int"), 3)
-    return WorkerState(
-        worker_id=worker_id,
-        incarnation=f"{worker_id}-inc",
-        phase=WorkerPhase.SERVING,
-        model="tiny",
-        base_digest="sha256:0",
-        adapters=("sha256:1", "sha256:2"),
-        host="here",
-        tiers=AdapterTiers(**{name: at for at, name in enumerate(AdapterTiers.__dataclass_fields__, 1)}),
-        **numbers,
-    )
-
-
-async def test_workers_live_as_long_as_they_beat(redis: Redis) -> None:
-    liveness = Liveness(redis, KEYS)
-    for name in ("w2", "w1"):
-        await liveness.beat(worker(name))
-    assert await liveness.living() == [worker("w1"), worker("w2")]
-    assert 0 < await redis.pttl(KEYS.worker("w1-inc")) <= TTL_MS
-    await liveness.remove("w1-inc")
-    assert [state.worker_id for state in await liveness.living()] == ["w2"]
-    await redis.delete(KEYS.worker("w2-inc"))  # as its time to live would
-    assert await liveness.living() == []
-    assert await redis.scard(KEYS.workers) == 0
-
-
-def test_a_worker_state_survives_its_bytes() -> None:
-    assert decode_worker(encode_worker(worker("w"))) == worker("w")

@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import pytest
 from loraplex.cluster.v1 import cluster_pb2
 from loraplex.inference.v1 import inference_pb2, inference_pb2_grpc
 
-from rpc.errors import CallError, NotBuilt
+from rpc.errors import CallError
 from rpc.server import Server
 
 HANG = "hang"
@@ -27,10 +28,13 @@ WAIT_S = 20.0
 
 
 class ScriptedService(inference_pb2_grpc.InferenceServiceServicer):
-    """Answers Generate by its script; keeps what it was asked, and notes when a caller went away."""
+    """Answers Generate and Resume by its scripts; keeps what it was asked, and notes when a caller went away."""
 
     def __init__(self) -> None:
         self.script: list[Step] = []
+        # Instead, one for each call of Generate.
+        self.scripts: list[list[Step]] = []
+        self.resume_script: list[Step] = []
         self.requests: list[Any] = []
         self.tenants: list[str] = []
         self.deadlines_s: list[float | None] = []
@@ -46,8 +50,19 @@ class ScriptedService(inference_pb2_grpc.InferenceServiceServicer):
         self, request: inference_pb2.GenerateRequest, context: Any
     ) -> AsyncIterator[inference_pb2.GenerateResponse]:
         self._note(request, context)
+        async for event in self._play(self.scripts.pop(0) if self.scripts else self.script):
+            yield inference_pb2.GenerateResponse(event=event)
+
+    async def Resume(
+        self, request: inference_pb2.ResumeRequest, context: Any
+    ) -> AsyncIterator[inference_pb2.ResumeResponse]:
+        self._note(request, context)
+        async for event in self._play(self.resume_script):
+            yield inference_pb2.ResumeResponse(event=event)
+
+    async def _play(self, script: list[Step]) -> AsyncIterator[inference_pb2.GenerateEvent]:
         try:
-            for step in self.script:
+            for step in script:
                 if isinstance(step, CallError):
                     raise step
                 if isinstance(step, threading.Event):
@@ -55,14 +70,10 @@ class ScriptedService(inference_pb2_grpc.InferenceServiceServicer):
                 elif isinstance(step, str):
                     await asyncio.Event().wait()
                 else:
-                    yield inference_pb2.GenerateResponse(event=step)
+                    yield step
         except (asyncio.CancelledError, GeneratorExit):
             self.cancelled.set()
             raise
-
-    async def Resume(self, request: Any, context: Any) -> AsyncIterator[Any]:
-        raise NotBuilt("Resume")
-        yield
 
     async def Tokenize(self, request: inference_pb2.TokenizeRequest, context: Any) -> inference_pb2.TokenizeResponse:
         self._note(request, context)
@@ -128,6 +139,19 @@ class Scripted(ServerThread):
 
 @pytest.fixture
 def server() -> Iterator[Scripted]:
+    with serving() as scripted:
+        yield scripted
+
+
+@pytest.fixture
+def other_server() -> Iterator[Scripted]:
+    with serving() as scripted:
+        yield scripted
+
+
+@contextmanager
+def serving() -> Iterator[Scripted]:
+    """A scripted server."""
     scripted = Scripted()
 
     def add(grpc_server: Any) -> None:
@@ -177,7 +201,7 @@ def store_address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
             assert process.stdout is not None
             ready = process.stdout.readline()
             assert ready.startswith("ready store=")
-            yield ready.strip().removeprefix("ready store=")
+            yield ready.split()[1].removeprefix("store=")
         finally:
             process.terminate()
 

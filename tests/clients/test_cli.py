@@ -152,7 +152,7 @@ def test_generate_with_several_adapters(run: Run, server: Any, answer: list[Any]
 
 def test_generate_json(run: Run, server: Any, answer: list[Any]) -> None:
     server.service.script = answer
-    done = run("generate", "hello", "--json", "--router", server.address)
+    done = run("generate", "hello", "--json", "--router", f"127.0.0.1:1,{server.address}")
     assert done.returncode == 0
     said = json.loads(done.stdout)
     assert said["text"] == " Ahoy"

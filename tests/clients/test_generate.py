@@ -20,13 +20,13 @@ GenerateBy = Callable[..., lx.Generation]
 
 
 def _generate(address: str, prompt: str | None = "hello", **options: Any) -> lx.Generation:
-    with lx.Client(address, tenant="acme") as client:
+    with lx.Client(address, tenant="acme", resume_attempts=0) as client:
         return client.generate(prompt, **options)
 
 
 def _generate_async(address: str, prompt: str | None = "hello", **options: Any) -> lx.Generation:
     async def run() -> lx.Generation:
-        async with lx.AsyncClient(address, tenant="acme") as client:
+        async with lx.AsyncClient(address, tenant="acme", resume_attempts=0) as client:
             return await client.generate(prompt, **options)
 
     return asyncio.run(run())
@@ -244,7 +244,7 @@ async def test_cancelling_the_task_cancels(server: Any, answer: list[Any]) -> No
 
 async def test_a_server_that_stops_is_not_a_cancelled_task(server: Any, answer: list[Any]) -> None:
     server.service.script = [answer[0], HANG]
-    async with lx.AsyncClient(server.address) as client:
+    async with lx.AsyncClient(server.address, resume_attempts=0) as client:
         stream = client.generate_stream("hello")
         await anext(stream)
         stopping = asyncio.create_task(asyncio.to_thread(server.shut_down))

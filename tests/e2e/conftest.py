@@ -7,6 +7,7 @@ import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import grpc
@@ -50,57 +51,70 @@ class Cluster:
 StartCluster = Callable[..., AbstractAsyncContextManager[Cluster]]
 
 
+@asynccontextmanager
+async def running_cluster(
+    directory: Path,
+    model: str,
+    adapters: Mapping[str, Path],
+    workers: int = 1,
+    worker_flags: tuple[str, ...] = (),
+    faulty: FaultyStore | None = None,
+    routers: int = 1,
+    redis_url: str = "",
+) -> AsyncIterator[Cluster]:
+    """A cluster in `directory`, whose client calls the first router. With `faulty` its workers see the store so."""
+    if faulty is not None:
+        worker_flags = ("--store", await faulty.start(), *worker_flags)
+    settings = ClusterSettings(
+        model,
+        workers=workers,
+        routers=routers,
+        port=0,
+        store_port=0,
+        redis_url=redis_url,
+        data_dir=directory,
+        worker_flags=worker_flags,
+    )
+    async with LocalCluster(settings) as local:
+        if faulty is not None:
+            faulty.target = local.store
+        digests = {}
+        async with AsyncStoreClient(local.store, TENANT) as store:
+            base = await asyncio.to_thread(read_base_model, model)
+            await store.register_model(registered(base), base.files)
+            for name, files in adapters.items():
+                digests[name] = (await store.push(files, name)).revision.digest
+        await local.wait_serving()
+        redis = await connect(local.redis_url)
+        async with AsyncClient(local.router, TENANT) as client:
+            yield Cluster(local, client, redis, digests)
+        await redis.aclose()
+    if faulty is not None:
+        await faulty.stop()
+
+
 @pytest.fixture
 def start_cluster(tmp_path: Path) -> StartCluster:
-    """Starts a cluster: `start_cluster(model, adapters={name: directory}, workers=2, worker_flags=(...))`.
+    """Starts a cluster: `start_cluster(model, adapters={name: directory}, workers=2, worker_flags=(...))`."""
+    return partial(running_cluster, tmp_path / "cluster")
 
-    With `faulty` its workers see the store through that.
-    """
 
-    @asynccontextmanager
-    async def start(
-        model: str,
-        adapters: Mapping[str, Path],
-        workers: int = 1,
-        worker_flags: tuple[str, ...] = (),
-        faulty: FaultyStore | None = None,
-    ) -> AsyncIterator[Cluster]:
-        if faulty is not None:
-            worker_flags = ("--store", await faulty.start(), *worker_flags)
-        settings = ClusterSettings(
-            model, workers=workers, port=0, store_port=0, data_dir=tmp_path / "cluster", worker_flags=worker_flags
-        )
-        async with LocalCluster(settings) as local:
-            if faulty is not None:
-                faulty.target = local.store
-            digests = {}
-            async with AsyncStoreClient(local.store, TENANT) as store:
-                base = await asyncio.to_thread(read_base_model, model)
-                await store.register_model(registered(base), base.files)
-                for name, directory in adapters.items():
-                    digests[name] = (await store.push(directory, name)).revision.digest
-            await local.wait_serving()
-            redis = await connect(local.redis_url)
-            async with AsyncClient(local.router, TENANT) as client:
-                yield Cluster(local, client, redis, digests)
-            await redis.aclose()
-        if faulty is not None:
-            await faulty.stop()
-
-    return start
+def write_hash_adapters(directory: Path) -> Mapping[str, Path]:
+    """Three adapters that the hash model accepts: it takes any bytes."""
+    directories = {}
+    for name in ("a", "b", "c"):
+        files = directories[name] = directory / name
+        files.mkdir(parents=True)
+        config = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": ["q_proj"]}
+        (files / "adapter_config.json").write_text(json.dumps(config))
+        (files / "adapter_model.safetensors").write_bytes(f"weights of {name}".encode())
+    return directories
 
 
 @pytest.fixture
 def hash_adapters(tmp_path: Path) -> Mapping[str, Path]:
     """Three adapters that the hash model accepts: it takes any bytes."""
-    directories = {}
-    for name in ("a", "b", "c"):
-        directory = directories[name] = tmp_path / "adapters" / name
-        directory.mkdir(parents=True)
-        config = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": ["q_proj"]}
-        (directory / "adapter_config.json").write_text(json.dumps(config))
-        (directory / "adapter_model.safetensors").write_bytes(f"weights of {name}".encode())
-    return directories
+    return write_hash_adapters(tmp_path / "adapters")
 
 
 @pytest.fixture

@@ -2,32 +2,19 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
+from tests.worker.triton_runs import result_of
+
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device")
 
-ROOT = Path(__file__).parents[2]
 # Sums of a few hundred products of numbers around 1, in each type.
 TOLERANCES = {"float32": 2e-5, "float16": 4e-3, "bfloat16": 3e-2}
 
 
 def test_kernels_compute_what_torch_computes() -> None:
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "tests/worker/attention_cases.py"), "cuda"],
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    differences = json.loads(done.stdout)
+    differences = result_of("attention_cases.py", "cuda")
     for name, tolerance in TOLERANCES.items():
         assert differences[name].pop("alone") == 0
         assert len(differences[name]) == 29

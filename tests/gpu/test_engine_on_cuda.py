@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from tests.worker.peft_oracle import VOCAB, PeftOracle
 from worker.engine import TorchEngine, build_engine
-from worker.scheduling.contract import NewSequence
+from worker.model.cuda_graphs import DecodeGraphs
+from worker.scheduling.contract import NewSequence, Output
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device")
 
@@ -61,14 +64,27 @@ def answers(engine: TorchEngine, sequences: list[NewSequence]) -> dict[str, tupl
 
 @pytest.mark.parametrize("adapters", [(None,), (None, "plain", "patterned", "rslora")])
 def test_cuda_gives_the_ids_of_transformers(
-    tiny: Any, adapters: tuple[str | None, ...], make_engine: Callable[..., TorchEngine]
+    tiny: Any,
+    adapters: tuple[str | None, ...],
+    make_engine: Callable[..., TorchEngine],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    replayed: set[bool] = set()
+    replay = DecodeGraphs.replay
+
+    def watched(graphs: DecodeGraphs, size: int, *, adapted: bool) -> torch.Tensor:
+        replayed.add(adapted)
+        return replay(graphs, size, adapted=adapted)
+
+    monkeypatch.setattr(DecodeGraphs, "replay", watched)
     sequences = requests(tiny, adapters)
     expected = {sequence.sequence_id: tiny.expected(sequence) for sequence in sequences}
     assert len(set(expected.values())) == len(sequences)
     engine = make_engine(tiny, "float32", **CRAMPED)
     assert engine._runner._graphs is not None, "decode steps were to be captured"
     assert answers(engine, sequences) == expected
+    # With adapters among the rows as well as without.
+    assert replayed == ({False, True} if any(adapters) else {False})
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
@@ -77,3 +93,42 @@ def test_half_precision_runs_to_the_end(tiny: Any, dtype: str, make_engine: Call
     ids = answers(make_engine(tiny, dtype, rows=16, adapter_slots=3, max_rank=16), sequences)
     assert all(ids.values())
     assert len({token for some in ids.values() for token in some}) > 20
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen2", "gpt2"])
+def test_logits_and_tokens_on_cuda_are_pefts(
+    model_type: str, tmp_path: Path, make_engine: Callable[..., TorchEngine]
+) -> None:
+    """Plain adapters and DoRA in one batch: float32 sums in another order, to 1e-4 of the largest logit."""
+    fan_in = {"fan_in_fan_out": True} if model_type == "gpt2" else {}
+    configs: dict[str, dict[str, Any]] = {
+        "plain": {"r": 8, "lora_alpha": 16, "target_modules": "all-linear"} | fan_in,
+        "rooted": {"r": 16, "lora_alpha": 4, "use_rslora": True, "target_modules": "all-linear"} | fan_in,
+        "DoRA": {"r": 5, "lora_alpha": 8, "use_dora": True, "target_modules": "all-linear"} | fan_in,
+    }
+    oracle = PeftOracle(model_type, tmp_path, configs)
+    chance = random.Random(4)
+    rows = [*configs, None] * 2
+    sequences = {
+        f"{number}: {name}": oracle.request(f"{number}: {name}", chance.choices(range(VOCAB), k=9), 10, name)
+        for number, name in enumerate(rows)
+    }
+    outputs: dict[str, list[Output]] = {key: [] for key in sequences}
+    engine = make_engine(oracle, "float32", rows=8, adapter_slots=2, max_rank=16)
+    for sequence in sequences.values():
+        engine.add(sequence)
+    while not all(some and some[-1].finish for some in outputs.values()):
+        for output in engine.step():
+            outputs[output.sequence_id].append(output)
+    for name, (key, sequence) in zip(rows, sequences.items(), strict=True):
+        oracle.check(sequence, outputs[key], name)
+
+
+def test_slots_are_taken_before_kv_blocks_are_counted(tiny: Any, make_engine: Callable[..., TorchEngine]) -> None:
+    """And not when the first adapter comes, to memory that the KV cache has."""
+    engine = make_engine(tiny, "float32", rows=2, adapter_slots=4, max_rank=64)
+    before = torch.cuda.memory_allocated()
+    groups = engine._runner._lora.lora._groups.values()  # type: ignore[attr-defined]
+    assert sum(group.a.nbytes + group.b.nbytes for group in groups) < before
+    answers(engine, requests(tiny, ("plain",))[:2])
+    assert torch.cuda.memory_allocated() - before < 1 << 22

@@ -2,37 +2,24 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
+from tests.worker.triton_runs import result_of
 from worker.lora.weights import AdapterWeights, LoraPair
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device")
 
-ROOT = Path(__file__).parents[2]
 # Of the largest number expected; the sums between the two products are rounded to the adapter's type.
 TOLERANCES = {"float32": 5e-6, "float16": 4e-3, "bfloat16": 3e-2}
 ROWS, SLOTS, FEATURES, WIDTHS = 12, 6, 1500, {"q": 96, "k": 40, "v": 300}
 
 
 def test_kernels_compute_what_a_loop_computes() -> None:
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "tests/worker/lora_cases.py"), "cuda"],
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    differences = json.loads(done.stdout)
+    differences = result_of("lora_cases.py", "cuda")
     for name, tolerance in TOLERANCES.items():
         assert (differences[name].pop("alone"), differences[name].pop("swapped")) == (0, 0)
         assert len(differences[name]) == 27

@@ -9,54 +9,12 @@ from contextlib import aclosing
 import pytest
 from redis.asyncio import Redis
 
-from broker.keys import Keys
-from broker.messages import Capacity, Job, StoppingParams
 from broker.queue import JobQueue
 from broker.terms import Placement
 from router.dispatch import Dispatcher
 from router.track import Frame, Track, WorkerFinish
-from rpc.errors import AlreadyExists, Internal
-
-KEYS = Keys("tiny", "main")
-ROOMY = Capacity(rows=8, rows_limit=8, tokens=10_000, max_tokens=4096, max_rank=64)
-
-
-class RecordingLink:
-    """A worker's link; `told` is what the router sent."""
-
-    def __init__(self, name: str) -> None:
-        self.worker_id = name
-        self.incarnation = f"{name}-1"
-        self.told: list[tuple[str | int, ...]] = []
-
-    def ack(self, job_id: str, attempt: int) -> None:
-        self.told.append(("ack", job_id, attempt))
-
-    def cancel(self, job_id: str, attempt: int, choice: int | None = None) -> None:
-        self.told.append(("cancel", job_id, attempt) if choice is None else ("cancel", job_id, attempt, choice))
-
-    def rewind(self, job_id: str, attempt: int, choice: int, offset: int) -> None:
-        self.told.append(("rewind", job_id, attempt, choice, offset))
-
-
-def job(job_id: str = "j", max_tokens: int = 100) -> Job:
-    return Job(
-        job_id=job_id,
-        request_id=job_id,
-        tenant="acme",
-        model="tiny",
-        base_digest="sha256:0",
-        reply_to="here",
-        prompt_ids=(1, 2),
-        stopping=StoppingParams(max_tokens=max_tokens),
-        seed=1,
-    )
-
-
-def frame(
-    offset: int, *ids: int, attempt: int = 1, finish: WorkerFinish | None = None, returned: bool = False
-) -> Frame:
-    return Frame("j", attempt, offset, ids, finish=finish, returned=returned)
+from rpc.errors import Internal
+from tests.router.recording_link import KEYS, RecordingLink, claim, frame, job
 
 
 @pytest.fixture
@@ -67,13 +25,6 @@ def queue(redis: Redis) -> JobQueue:
 @pytest.fixture
 def dispatcher(queue: JobQueue) -> Dispatcher:
     return Dispatcher(lambda model: queue, lambda job: Placement())
-
-
-async def claim(queue: JobQueue) -> Job:
-    """The next job, once there is one."""
-    while not (jobs := (await queue.claim("sha256:0", ROOMY)).jobs):
-        await queue.wait_for_work(timeout_s=1)
-    return jobs[0]
 
 
 async def look_until_lost(dispatcher: Dispatcher) -> None:
@@ -221,13 +172,6 @@ async def test_a_failure_ends_the_reader_with_it(dispatcher: Dispatcher) -> None
         with pytest.raises(Internal, match="NaN"):
             await read(track)
     assert link.told == [("ack", "j", 1)]
-
-
-async def test_a_running_request_id_is_taken(dispatcher: Dispatcher) -> None:
-    async with dispatcher.track(job()):
-        with pytest.raises(AlreadyExists):
-            async with dispatcher.track(job()):
-                pass
 
 
 async def test_ids_come_once_and_in_order_whatever_the_workers_do(dispatcher: Dispatcher, queue: JobQueue) -> None:

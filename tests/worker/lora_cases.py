@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from worker.lora.cuda_lora import CudaLora
+from worker.lora.dora import Rescale
 from worker.lora.weights import AdapterWeights, LoraPair
 
 Rows = tuple[tuple[int, int], ...]
@@ -31,8 +32,8 @@ RANKS = (8, 16, 1, 5, 16, 12, 3, 16)
 class Case:
     """Rows (slot, tokens); where `padded` is set, as the step of one token a row that a graph holds.
 
-    `ranks` are those of the slots. Each adapter leaves out the module that stands at its slot's place in the group
-    "qkv", the fourth none.
+    `ranks` are those of the slots, of which every third has a DoRA. Each adapter leaves out the module that stands at
+    its slot's place in the group "qkv", the fourth none.
     """
 
     rows: Rows
@@ -85,6 +86,8 @@ class Numbers:
             # What is not an adapter's must not matter, whatever it is.
             group.a.fill_(math.nan)
             group.b.fill_(math.nan)
+            group.rescales.gain.fill_(math.nan)
+            group.rescales.shift.fill_(math.nan)
         self.held = [self._install(slot, rank) for slot, rank in enumerate(case.ranks)]
         tokens = max(case.padded, sum(tokens for _, tokens in case.rows))
         self.x = {name: self._normal(tokens, self.linears[modules[0]][0]) for name, modules in GROUPS.items()}
@@ -99,7 +102,11 @@ class Numbers:
     def _install(self, slot: int, rank: int) -> AdapterWeights:
         left_out = "qkv-"[slot % 4]
         pairs = {
-            module: LoraPair(self._normal(rank, inputs) / inputs**0.5, self._normal(rank, width) / rank**0.5)
+            module: LoraPair(
+                self._normal(rank, inputs) / inputs**0.5,
+                self._normal(rank, width) / rank**0.5,
+                Rescale(*self._normal(2, width)) if slot % 3 == 1 else None,
+            )
             for module, (inputs, width) in self.linears.items()
             if module != left_out
         }
@@ -128,6 +135,9 @@ class Numbers:
                 pair = self.held[slot].pairs.get(module) if slot >= 0 else None
                 if pair is not None:
                     a, b = pair.a.float().cpu(), pair.b.float().cpu()
+                    if pair.rescale is not None:
+                        gain, shift = pair.rescale.gain.float().cpu(), pair.rescale.shift.float().cpu()
+                        out[row, at : at + width] += out[row, at : at + width] * gain + shift
                     out[row, at : at + width] += self.x[name][row].float().cpu() @ a.t() @ b
                 at += width
         return out

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from artifacts.revision import WEIGHTS_FILE
+from artifacts.revision import WEIGHTS_FILE, base_copies
 from artifacts.safetensors_header import read_header
 from worker.scheduling.contract import AdapterSource, NewSequence, Output, Stopping
 
@@ -33,15 +33,26 @@ SHAPE: dict[str, Any] = {
 class PeftOracle:
     """One saved model, and peft's adapters of it by name, saved as peft saves them."""
 
-    def __init__(self, model_type: str, directory: Path, configs: Mapping[str, Mapping[str, Any]], seed: int = 0):
-        """Make and save them. An adapter's name must be no part of a module's: peft would not save all of it."""
+    def __init__(
+        self,
+        model_type: str,
+        directory: Path,
+        configs: Mapping[str, Mapping[str, Any]],
+        seed: int = 0,
+        shape: Mapping[str, Any] | None = None,
+    ):
+        """Make and save them; `shape` changes fields of SHAPE.
+
+        An adapter's name must be no part of a module's: peft would not save all of it.
+        """
         from peft import LoraConfig, get_peft_model
         from transformers import AutoConfig, AutoModelForCausalLM
 
         auto: Any = AutoModelForCausalLM
         torch.manual_seed(seed)
+        sizes = SHAPE | dict(shape or {})
         known = set(AutoConfig.for_model(model_type).to_dict()) | set(AutoConfig.for_model(model_type).attribute_map)
-        config = AutoConfig.for_model(model_type, **{name: one for name, one in SHAPE.items() if name in known})
+        config = AutoConfig.for_model(model_type, **{name: one for name, one in sizes.items() if name in known})
         model = auto.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
         generator = torch.Generator().manual_seed(seed)
         for name, parameter in model.named_parameters():
@@ -63,13 +74,17 @@ class PeftOracle:
                 self.peft.add_adapter(name, lora)
         # peft begins with a B of zeros: nothing would be compared.
         for name, parameter in self.peft.named_parameters():
-            if "lora_" in name:
-                parameter.data.copy_(torch.randn(parameter.shape, generator=generator) * 0.25)
+            values = torch.randn(parameter.shape, generator=generator)
+            if "lora_magnitude" in name:
+                parameter.data *= 1 + 0.3 * values
+            elif "lora_" in name:
+                parameter.data.copy_(values * 0.25)
         self.peft.eval().save_pretrained(directory)
         self.adapters = {name: directory / name for name in configs}
         for name, path in self.adapters.items():
-            made = [one for one, _ in self.peft.named_parameters() if one.endswith(f".{name}.weight")]
-            assert len(made) == len(read_header(path / WEIGHTS_FILE)) > 0, f"peft has not saved all of {name}"
+            made = [one for one, _ in self.peft.named_parameters() if one.removesuffix(".weight").endswith(f".{name}")]
+            header = read_header(path / WEIGHTS_FILE)
+            assert len(made) == len(header) - len(base_copies(header)) > 0, f"peft has not saved all of {name}"
 
     def request(
         self, name: str, prompt: Iterable[int], tokens: int, source: AdapterSource | str | None = None
@@ -85,16 +100,23 @@ class PeftOracle:
         """Assert that an engine's whole answer is peft's with this adapter, logits and greedy ids; the ids."""
         ids = tuple(token for output in outputs for token in output.token_ids)
         assert len(ids) == request.stopping.max_tokens, outputs[-1].failure
+        told = [one for output in outputs for one in (*output.prompt_logprobs, *output.logprobs)]
+        logprobs = [[logprob for _, logprob in sorted(one.alternatives)] for one in told]
+        self.check_answer(request, ids, logprobs, adapter)
+        return ids
+
+    def check_answer(
+        self, request: NewSequence, ids: tuple[int, ...], logprobs: Sequence[Sequence[float]], adapter: str | None
+    ) -> None:
+        """The same of an answer's ids and the log probabilities of all ids, in their order, at each position."""
         logits = self._logits((*request.prompt_ids, *ids[:-1]), adapter)
         greedy = logits[len(request.prompt_ids) - 1 :]
         best = greedy.topk(2).values
         assert (best[:, 0] - best[:, 1]).min() > MARGIN, f"{request.sequence_id}: peft's best two logits are too close"
         assert ids == tuple(greedy.argmax(-1).tolist()), f"{request.sequence_id}: other tokens than peft's"
-        told = [one for output in outputs for one in (*output.prompt_logprobs, *output.logprobs)]
-        ours = torch.tensor([[logprob for _, logprob in sorted(one.alternatives)] for one in told])
-        error = (ours - logits.log_softmax(-1)).abs().max() / logits.abs().max()
+        logits = logits if request.prompt_logprobs is not None else greedy
+        error = (torch.tensor(logprobs) - logits.log_softmax(-1)).abs().max() / logits.abs().max()
         assert error <= TOLERANCE, f"{request.sequence_id}: {error:.1e} of the largest logit"
-        return ids
 
     @torch.inference_mode()
     def _logits(self, ids: tuple[int, ...], adapter: str | None) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from worker.lora.adapter_memory import TorchAdapterMemory, pack
+from worker.lora.dora import Rescale
 from worker.lora.weights import AdapterWeights, LoraPair
 from worker.scheduling.contract import AdapterSource
 
@@ -18,6 +19,7 @@ def weights(dtype: torch.dtype) -> AdapterWeights:
         f"layer {rank}": LoraPair(
             torch.randn(rank, 5, generator=generator).to(dtype),
             torch.randn(7, rank, generator=generator).to(dtype).t(),
+            Rescale(*torch.randn(2, 7, generator=generator).to(dtype)) if rank == 3 else None,
         )
         for rank in (1, 3, 8)
     }
@@ -31,7 +33,7 @@ def test_a_packed_adapter_is_the_same_in_one_piece() -> None:
         assert packed.weights.rank == 8
         assert packed.weights.pairs.keys() == original.pairs.keys()
         for name, pair in original.pairs.items():
-            for ours, theirs in ((packed.weights.pairs[name].a, pair.a), (packed.weights.pairs[name].b, pair.b)):
+            for ours, theirs in zip(packed.weights.pairs[name].tensors, pair.tensors, strict=True):
                 assert torch.equal(ours, theirs)
                 assert ours.is_contiguous()
                 assert ours.untyped_storage().data_ptr() == packed.memory.data_ptr()
@@ -41,7 +43,7 @@ def test_a_packed_adapter_is_the_same_in_one_piece() -> None:
 def test_its_size_is_what_it_takes() -> None:
     memory = TorchAdapterMemory(lambda _: weights(torch.float32), lambda _weights, _slot: None, CPU)
     prepared = memory.read(AdapterSource("a", "/"))
-    tensors = [tensor for pair in prepared.weights.pairs.values() for tensor in (pair.a, pair.b)]
+    tensors = [tensor for pair in prepared.weights.pairs.values() for tensor in pair.tensors]
     assert not memory.stages
     assert memory.size(prepared) == prepared.memory.untyped_storage().nbytes()
     assert sum(tensor.nbytes for tensor in tensors) <= memory.size(prepared)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,8 @@ from artifacts.digests import weighted_digest
 from artifacts.errors import MismatchError
 from tests.worker.peft_oracle import VOCAB, PeftOracle
 from worker.lora.weights import read_source
+from worker.model.loader import load_model
+from worker.model.model_layers import ModelLayers
 from worker.scheduling.contract import AdapterPart, AdapterSource, FinishKind, NewSequence
 
 pytestmark = [pytest.mark.model, pytest.mark.usefixtures("one_thread")]
@@ -125,6 +128,16 @@ def test_other_weights_of_the_same_adapters_share_no_block(
             cached.append(outputs[0].cached_tokens)
             assert outputs[-1].finish is FinishKind.LENGTH
     assert cached == [0, 0, 12, 12]
+
+
+def test_a_dora_adapter_is_no_part_of_a_set(oracle: PeftOracle, tmp_path: Path) -> None:
+    """What it changes depends on the base's weight as it is; peft would give the sum other magnitudes."""
+    dora = PeftOracle("llama", tmp_path, {"DoRA": CONFIGS["wide"] | {"use_dora": True}}, seed=7)
+    base = load_model(str(dora.directory))
+    parts = tuple(AdapterPart(name, str(one.adapters[name]), 0.5) for name, one in (("wide", oracle), ("DoRA", dora)))
+    for source in (AdapterSource("set", parts=parts), AdapterSource("set of one", parts=parts[1:])):
+        with pytest.raises(MismatchError, match="adapters: one of them is a DoRA adapter"):
+            read_source(source, base.linears, 16, torch.float32, torch.device("cpu"), ModelLayers(base))
 
 
 def test_ranks_that_add_up_to_too_much_fail_by_name(oracle: PeftOracle) -> None:

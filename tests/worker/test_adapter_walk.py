@@ -190,7 +190,7 @@ class Walk:
         cache = self.cache
         left = [self.waits, self.running, self.loads.loading(), cache._wanted, cache._loading, cache._staged]
         assert list(map(len, left)) == [0] * len(left)
-        assert (cache._host.held_count, cache.pinned, cache.has_work()) == (0, 0, False)
+        assert (cache._host.held_bytes, cache.pinned, cache.has_work()) == (0, 0, False)
         assert self.cache.demand._waiting == self.cache.demand._parked == self.cache.demand._carried == {}
 
 

@@ -182,7 +182,8 @@ def test_a_family_answers_as_transformers_does(
     tiny = make_tiny(model_type, tmp_path, save_adapter)
     assert len({token for ids in tiny.answers for token in ids}) >= 10, "answers are to be diverse"
     manifest, loaded = read_base_model(str(tiny.directory)), load_model(str(tiny.directory))
-    assert {one.name: (one.in_features, one.out_features) for one in manifest.modules} == dict(loaded.linears)
+    adaptable = {one.name: (one.in_features, one.out_features) for one in manifest.modules}
+    assert adaptable == {**loaded.linears, **loaded.ends}
     assert (manifest.architecture, manifest.context_length, manifest.vocab_size) == (model_type, 128, VOCAB)
     assert kv_shape(json.loads(manifest.files["config.json"])) == loaded.kv
 
@@ -211,6 +212,6 @@ def test_gpt2_checkpoints_without_the_prefix_are_the_same_model(tmp_path: Path) 
     save_file({name.removeprefix("transformer."): one for name, one in weights.items()}, tmp_path / "model.safetensors")
     loaded = load_model(str(tmp_path))
     assert loaded.linears == whole.linears
-    assert set(loaded.linears) == {one.name for one in read_base_model(str(tmp_path)).modules}
+    assert {*loaded.linears, *loaded.ends} == {one.name for one in read_base_model(str(tmp_path)).modules}
     for (name, one), other in zip(loaded.module.state_dict().items(), whole.module.state_dict().values(), strict=True):
         assert one.equal(other), name

@@ -55,8 +55,7 @@ def test_padded_decodes_give_the_same_ids(
     lengths = [1, 4, 9, 30, 17, 2, 12]
     prompts = [[chance.randrange(3, 320) for _ in range(length)] for length in lengths]
     requests = [tiny.request(f"r{index}", prompt, 6 + 4 * index) for index, prompt in enumerate(prompts)]
-    # Beside adapters the step is not a plain decode.
-    requests.append(tiny.request("adapted", [7, 8, 9], 5, "plain"))
+    requests += [tiny.request(name, [7, 8, 9], 5, name) for name in ("plain", "rslora")]
     engine = with_buffers(make_engine(tiny.directory, rows=7, kv_blocks=40, block_size=4, max_rank=16))
     sizes: list[int] = []
     inputs = DecodeBuffers.inputs
@@ -77,7 +76,7 @@ def test_a_decode_step_never_waits_for_the_device(tiny: Any, make_engine: Callab
     """An operator whose result the host looks at, or whose shape depends on values, can't be captured."""
     engine = with_buffers(make_engine(tiny.directory, rows=4))
     runner = engine._runner
-    runner._lora.begin_step([], 0)
+    runner._begin_empty(4, adapted=False)
     inputs = runner._buffers.inputs(4)
     with torch.inference_mode(), Recorder() as recorder:
         runner._forward(inputs)

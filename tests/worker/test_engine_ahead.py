@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from worker.model.memory import is_out_of_memory
 from worker.model.runner import Runner
+from worker.out_of_memory import is_out_of_memory
 from worker.sampling.step import InFlight, Sampled
 from worker.scheduling.batch import Batch
 from worker.scheduling.contract import FinishKind, NewSequence, Output, Sampling, Stopping

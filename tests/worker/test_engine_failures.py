@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from worker.sampling import sampler, step
 from worker.scheduling.contract import AdapterSource, Failure, FinishKind, NewSequence, Output, Sampling, Stopping
 
 pytestmark = pytest.mark.model
@@ -87,10 +89,10 @@ def broken_adapters(tiny_llama: Any, tiny_qwen2: Any, make_tiny: Callable[..., A
     """By what is wrong with them."""
     deeper = make_tiny("llama", num_hidden_layers=4)
     wider = make_tiny("llama", intermediate_size=128)
-    missing_file, dora, cut = (shutil.copytree(tiny_llama.adapters["plain"], tmp_path / name) for name in "abc")
+    missing_file, biased, cut = (shutil.copytree(tiny_llama.adapters["plain"], tmp_path / name) for name in "abc")
     (missing_file / "adapter_model.safetensors").unlink()
-    config = json.loads((dora / "adapter_config.json").read_text())
-    (dora / "adapter_config.json").write_text(json.dumps(config | {"use_dora": True}))
+    config = json.loads((biased / "adapter_config.json").read_text())
+    (biased / "adapter_config.json").write_text(json.dumps(config | {"lora_bias": True}))
     data = (cut / "adapter_model.safetensors").read_bytes()
     (cut / "adapter_model.safetensors").write_bytes(data[:-100])
     return {
@@ -98,7 +100,7 @@ def broken_adapters(tiny_llama: Any, tiny_qwen2: Any, make_tiny: Callable[..., A
         "96 in the model": wider.adapters["plain"],
         "has rank 16; this engine takes 8": tiny_llama.adapters["rslora"],
         "adapter_model.safetensors": missing_file,
-        "use_dora": dora,
+        "lora_bias": biased,
         "cut short": cut,
     }
 
@@ -146,3 +148,24 @@ def test_a_row_whose_sampling_raises_ends_alone(
     assert_undisturbed(tiny_llama, outputs)
     assert outputs["lucky"][-1].finish is not FinishKind.FAILED
     assert failure(outputs["unlucky"]).reason == "SAMPLING_FAILED"
+
+
+def test_sampling_that_runs_out_of_memory_makes_the_step_smaller_and_ends_nobody(
+    tiny_llama: Any,
+    make_engine: Callable[..., Any],
+    run_until_idle: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    times, sample = 0, sampler.sample
+
+    def sample_few(logits: torch.Tensor, draws: Any, *, wait: bool) -> torch.Tensor:
+        nonlocal times
+        if len(logits) > 2:
+            times += 1
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return sample(logits, draws, wait=wait)
+
+    monkeypatch.setattr(step, "sample", sample_few)
+    engine = make_engine(tiny_llama.directory, **SETTINGS)
+    assert_undisturbed(tiny_llama, run_until_idle(engine, {0: company(tiny_llama)}))
+    assert times > 0

@@ -22,12 +22,16 @@ from worker.link import (
     Add,
     Configure,
     FromEngine,
+    Pin,
+    PinRefused,
     Ready,
     Refused,
     Splitter,
     Stepped,
     ToEngine,
+    Unpin,
     Unusable,
+    Warm,
     encode,
     from_engine_decoder,
 )
@@ -136,6 +140,25 @@ def adapters(tmp_path: Path) -> list[AdapterSource]:
         (directory / "adapter_model.safetensors").write_bytes(b"any")
         sources.append(AdapterSource(f"sha256:{name}", str(directory)))
     return sources
+
+
+def test_operators_pin_and_warm_adapters(engine: EngineProcess, adapters: list[AdapterSource]) -> None:
+    """Of two slots one may be pinned: the others take turns in the second."""
+    engine.start()
+    pinned, *others = adapters
+    engine.send(Pin(pinned))
+    engine.until(lambda: engine.stats is not None and engine.stats.adapters == (pinned.digest,))
+    engine.send(Pin(others[0]))
+    assert engine.receive(PinRefused).digest == others[0].digest
+    for number in range(4):
+        engine.finish(NewSequence(str(number), (7, 8), adapter=others[number % 2], stopping=Stopping(3)))
+    assert engine.stats is not None
+    assert pinned.digest in engine.stats.adapters
+    assert engine.stats.adapter_swaps == 3
+    engine.send(Unpin(pinned.digest))
+    engine.send(Warm(others[0]))
+    digests = {adapter.digest for adapter in others}
+    engine.until(lambda: engine.stats is not None and set(engine.stats.adapters) == digests)
 
 
 def test_answers_with_adapters_are_the_oracles(engine: EngineProcess, adapters: list[AdapterSource]) -> None:

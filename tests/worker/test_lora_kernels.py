@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,29 +10,17 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.worker.triton_runs import compiled_for_sm_90, result_of
 from worker.lora.weights import AdapterWeights, LoraPair
 
 pytest.importorskip("triton", reason="Triton is for Linux")
 
-ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
-# Of an sm_90 device, for one program.
-SHARED_BYTES = 227 * 1024
 TOLERANCES = {"float32": 3e-6, "float16": 3e-3}
-TYPES = {torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.int32: "*i32"}
 
 
 def test_kernels_compute_what_a_loop_computes() -> None:
-    # A process of its own: nothing else here may find Triton interpreted.
-    done = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("lora_cases.py")), "cpu"],
-        env=os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    differences = json.loads(done.stdout)
+    differences = result_of("lora_cases.py", "cpu")
     assert [len(differences[name]) for name in TOLERANCES] == [29, 8]
     for name, tolerance in TOLERANCES.items():
         assert (differences[name].pop("alone"), differences[name].pop("swapped")) == (0, 0)
@@ -59,16 +43,15 @@ def test_kernels_compile_for_sm_90(
 ) -> None:  # fmt: skip
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     for call in launches(in_features, widths, max_rank, dtype):
-        compiled = compile_for_sm_90(call)
-        assert compiled.asm["cubin"]
-        assert compiled.metadata.shared <= SHARED_BYTES
+        compiled = compiled_for_sm_90(call)
         if in_features % 16 == 0:
-            # What is read and written in bulk moves 16 bytes at a time; three numbers of the tile and the rank do not.
+            # What is read and written in bulk moves 16 bytes at a time; three numbers of the tile and the rank do not,
+            # nor do a DoRA's gains and shifts, a number or two for each thread.
             ptx = compiled.asm["ptx"]
             copies = re.findall(r"cp\.async\.c[ag]\.shared\.global \[[^]]+\], \[[^]]+\], (0x\w+)", ptx)
             assert copies.count("0x10") >= 4
-            assert len(re.findall(r"ld\.global\.b32", ptx)) <= 4
-            assert "ld.global.b16" not in ptx
+            assert len(re.findall(r"ld\.global\.b32", ptx)) <= 6
+            assert len(re.findall(r"ld\.global\.b16", ptx)) <= 2
             assert "st.global.b16" not in ptx
 
 
@@ -83,26 +66,6 @@ def launches(in_features: int, widths: tuple[int, ...], max_rank: int, dtype: to
     decode = lora.calls(x[:32], y[:32], "group")
     lora.begin_step([(0, 60), (1, 4)])
     return [*decode, *lora.calls(x, y, "group")]
-
-
-def compile_for_sm_90(call: Any) -> Any:
-    """A launch's kernel, compiled as a launch on the device would compile it."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    signature, attributes = {}, {}
-    for index, name in enumerate(call.kernel.arg_names):
-        value = call.arguments.get(name)
-        signature[name] = "constexpr" if value is None else TYPES[value.dtype] if isinstance(value, Tensor) else "i32"
-        # Addresses and sizes that are multiples of 16 are known to be.
-        if isinstance(value, Tensor) or (value is not None and value % 16 == 0 and name != "rows"):
-            attributes[index,] = [["tt.divisibility", 16]]
-    return triton.compile(
-        ASTSource(call.kernel, signature, dict(call.constants), attributes),
-        target=GPUTarget("cuda", 90, 32),
-        options={"num_warps": call.warps, "num_stages": call.stages},
-    )
 
 
 def test_a_decode_steps_launches_depend_on_its_padded_size_alone() -> None:

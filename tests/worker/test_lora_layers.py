@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from worker.lora.dora import Rescale
 from worker.lora.layers import LoraLayers
 from worker.lora.linear import LoraLinear
 from worker.lora.weights import AdapterWeights, LoraPair
@@ -59,9 +60,13 @@ class Checked:
         self.layers = LoraLayers(self.pipe, LINEARS, SLOTS, MAX_RANK, torch.device("cpu"), torch.float32, pack)
         self.held: dict[int, AdapterWeights] = {}
 
-    def install(self, slot: int, ranks: dict[str, int], scale: float = 0.3) -> None:
+    def install(self, slot: int, ranks: dict[str, int], scale: float = 0.3, *, dora: bool = False) -> None:
         pairs = {
-            name: LoraPair(torch.randn(rank, LINEARS[name][0]) * scale, torch.randn(rank, LINEARS[name][1]) * scale)
+            name: LoraPair(
+                torch.randn(rank, LINEARS[name][0]) * scale,
+                torch.randn(rank, LINEARS[name][1]) * scale,
+                Rescale(*torch.randn(2, LINEARS[name][1])) if dora else None,
+            )
             for name, rank in ranks.items()
         }
         weights = AdapterWeights(pairs, max(ranks.values()))
@@ -83,6 +88,9 @@ class Checked:
         for name, base in zip(LINEARS, self.base, strict=True):
             y = base(x)
             if name in pairs:
+                change = pairs[name].rescale
+                if change is not None:
+                    y = y + y * change.gain + change.shift
                 y = y + x @ pairs[name].a.t() @ pairs[name].b
             x = torch.relu(y) if name == "first" else y
         return x
@@ -96,6 +104,8 @@ def checked(request: pytest.FixtureRequest) -> Checked:
     # Adapters that change one of the two layers only.
     checked.install(3, {"first": 4})
     checked.install(5, {"inner.second": 9})
+    checked.install(8, {"first": 8, "inner.second": 8}, dora=True)
+    checked.install(9, {"inner.second": 2}, dora=True)
     return checked
 
 
@@ -107,6 +117,7 @@ MIXES: dict[str, tuple[list[int], list[tuple[int, int]]]] = {
     "some none": ([-1, -1, 0, 2, 2, 3, 9], []),
     "one layer each": ([3, 5, 3, 5, -1, 0], []),
     "only other layers": ([3, 3, -1, 7], []),
+    "DoRA": ([-1, 0, 8, 8, 9], [(-1, 2), (8, 3), (9, 4), (10, 2)]),
     "chunks": ([], [(-1, 3), (0, 4), (2, 7), (2, 2), (5, 1)]),
     "decodes and chunks": ([-1, 0, 1, 2, 3], [(-1, 6), (1, 4), (11, 9)]),
 }
@@ -128,7 +139,8 @@ def test_walk_over_steps_and_installs(pack: Callable[[Tensor], Any] | None, seed
     for _ in range(250):
         if len(checked.held) < 3 or chance.random() < 0.06:
             names = chance.choice([["first"], ["inner.second"], ["first", "inner.second"]])
-            checked.install(chance.randrange(SLOTS), {name: chance.randint(1, MAX_RANK) for name in names})
+            ranks = {name: chance.randint(1, MAX_RANK) for name in names}
+            checked.install(chance.randrange(SLOTS), ranks, dora=chance.random() < 0.3)
         if len(population) < 2 or chance.random() < 0.15:
             population = chance.sample([-1, *checked.held], min(len(checked.held), chance.choice([1, 3, 5, 9])))
         decodes = [chance.choice(population) for _ in range(chance.randint(0, 10))]
@@ -140,7 +152,7 @@ def test_walk_over_steps_and_installs(pack: Callable[[Tensor], Any] | None, seed
 def test_rows_without_an_adapter_keep_the_base_layers_bits(checked: Checked) -> None:
     x = torch.randn(1, 6, 24)
     expected = checked.base[1](torch.relu(checked.base[0](x)))
-    checked.layers.begin_step([(-1, 1), (-1, 1), (0, 1), (1, 1), (2, 1), (4, 1)], 6)
+    checked.layers.begin_step([(-1, 1), (-1, 1), (0, 1), (1, 1), (2, 1), (8, 1)], 6)
     assert torch.equal(checked.pipe(x)[0, :2], expected[0, :2])
 
 

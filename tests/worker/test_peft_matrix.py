@@ -9,6 +9,7 @@ import random
 import re
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,13 @@ from safetensors.torch import load_file, save_file
 
 from adapter_store.validate import validate_adapter
 from artifacts.base_model import read_base_model
-from artifacts.errors import ArtifactError
+from artifacts.errors import ArtifactError, MismatchError
+from artifacts.revision import CONFIG_FILE, WEIGHTS_FILE, base_copies
 from artifacts.safetensors_header import read_header
 from tests.worker.peft_oracle import VOCAB, PeftOracle
 from worker.lora.weights import read_adapter
 from worker.model.loader import load_model
+from worker.model.model_layers import ModelLayers
 
 pytestmark = [pytest.mark.model, pytest.mark.usefixtures("one_thread")]
 
@@ -61,6 +64,22 @@ SPLIT: dict[str, dict[str, Any]] = {
         "r": 4, "lora_alpha": 8, "target_modules": ATTENTION, "lora_dropout": 0.3, "init_lora_weights": "gaussian",
     },
 }  # fmt: skip
+# Of which a model's own kind adds the names of its embeddings and output head.
+BEYOND: dict[str, dict[str, Any]] = {
+    "DoRA": {"r": 8, "lora_alpha": 16, "use_dora": True, "target_modules": "all-linear"},
+    "DoRA of a few": {
+        "r": 4, "lora_alpha": 8, "use_dora": True, "use_rslora": True, "target_modules": ["v_proj", "down_proj"],
+        "rank_pattern": {"v_proj": 20}, "alpha_pattern": {"down_proj": 2},
+    },
+    "output": {"r": 6, "lora_alpha": 12, "target_modules": ["lm_head"]},
+    "input": {"r": 5, "lora_alpha": 10, "target_modules": ["embed_tokens", "o_proj"]},
+    "both ends": {
+        "r": 3, "lora_alpha": 8, "use_rslora": True, "target_modules": ["embed_tokens", "lm_head", "up_proj"],
+    },
+    "DoRA of both ends": {
+        "r": 4, "lora_alpha": 6, "use_dora": True, "target_modules": ["embed_tokens", "lm_head", "k_proj"],
+    },
+}  # fmt: skip
 
 
 def fused(attention: list[str], mlp: list[str], **more: Any) -> dict[str, dict[str, Any]]:
@@ -74,15 +93,22 @@ def fused(attention: list[str], mlp: list[str], **more: Any) -> dict[str, dict[s
             "rank_pattern": {attention[0]: 40, f"1.*{mlp[-1]}": 1}, "alpha_pattern": {mlp[0]: 16},
         },
     }  # fmt: skip
+    kinds["DoRA"] = {"r": 5, "lora_alpha": 7, "use_dora": True, "target_modules": [*attention, *mlp]}
     return {name: kind | more for name, kind in kinds.items()}
 
 
 CASES: dict[str, dict[str, dict[str, Any]]] = {
-    "llama": SPLIT,
-    "qwen2": {name: SPLIT[name] for name in ("rank 1", "rank 8", "rank 256", "rank_pattern", "rslora")},
+    "llama": SPLIT | BEYOND,
+    "qwen2": {name: SPLIT[name] for name in ("rank 1", "rank 8", "rank 256", "rank_pattern", "rslora")} | BEYOND,
     "gpt2": fused(["c_attn", "attn.c_proj"], ["c_fc", "mlp.c_proj"], fan_in_fan_out=True),
     "phi3": fused(["qkv_proj", "o_proj"], ["gate_up_proj", "down_proj"]),
     "gpt_neox": fused(["query_key_value", "attention.dense"], ["dense_h_to_4h", "dense_4h_to_h"]),
+}
+# With one weight for both ends; and with embeddings that are scaled.
+TIED: dict[str, list[str]] = {
+    "qwen2": ["embed_tokens", "lm_head"],
+    "gpt2": ["wte", "lm_head"],
+    "gemma3_text": ["embed_tokens"],
 }
 
 
@@ -150,25 +176,86 @@ def test_every_adapter_changes_the_models_answer_and_every_tensor_is_consumed(
     model_type: str, oracles: Callable[[str], PeftOracle]
 ) -> None:
     oracle = oracles(model_type)
-    linears = load_model(str(oracle.directory)).linears
+    base = load_model(str(oracle.directory))
+    shapes, layers = {**base.linears, **base.ends}, ModelLayers(base)
     prompt = tuple(range(3, 12))
     plain = oracle._logits(prompt, None)
     for name, directory in oracle.adapters.items():
-        read = read_adapter(str(directory), linears, 256, torch.float32, torch.device("cpu"))
-        assert 2 * len(read.pairs) == len(read_header(directory / "adapter_model.safetensors")), name
+        read = read_adapter(str(directory), shapes, 256, torch.float32, torch.device("cpu"), base=layers)
+        header = read_header(directory / WEIGHTS_FILE)
+        of_dora = sum(pair.rescale is not None for pair in read.pairs.values())
+        assert of_dora == ("DoRA" in name) * len(read.pairs)
+        assert 2 * len(read.pairs) + of_dora + len(base_copies(header)) == len(header), name
+        validate_adapter(directory, read_base_model(str(oracle.directory)))
         changed = (oracle._logits(prompt, name) - plain).abs().max() / plain.abs().max()
         assert changed > 0.05, f"{name} changes the logits by {changed:.1e} only"
 
 
+@pytest.mark.parametrize("model_type", TIED)
+def test_adapters_of_both_ends_of_a_model_are_pefts(
+    model_type: str, tmp_path: Path, make_engine: Callable[..., Any], run_until_idle: Callable[..., Any]
+) -> None:
+    """Also where only a few rows get logits: prompts in chunks, half of them without log probabilities."""
+    ends = TIED[model_type]
+    fan_in = {"fan_in_fan_out": True} if model_type == "gpt2" else {}
+    kinds: dict[str, dict[str, Any]] = {
+        f"the {number}": {"r": 4 + number, "lora_alpha": 9, "target_modules": [end]} for number, end in enumerate(ends)
+    }
+    kinds["all of them"] = {"r": 3, "lora_alpha": 5, "target_modules": ends}
+    kinds["DoRA"] = {"r": 2, "lora_alpha": 3, "target_modules": ends, "use_dora": True}
+    kinds = {name: kind | fan_in for name, kind in kinds.items()}
+    oracle = PeftOracle(model_type, tmp_path, kinds, shape={"tie_word_embeddings": True, "head_dim": 16})
+    engine = make_engine(
+        oracle.directory, rows=8, kv_blocks=100, block_size=4, adapter_slots=3, max_rank=8, step_tokens=12
+    )
+    chance = random.Random(6)
+    requests = {}
+    for number, name in enumerate([*kinds, None] * 2):
+        request = oracle.request(str(number), chance.choices(range(VOCAB), k=chance.choice([1, 7, 26])), 9, name)
+        requests[name, number] = replace(request, prompt_logprobs=None) if number % 3 else request
+    outputs = run_until_idle(engine, {0: list(requests.values())})
+    answers = {oracle.check(one, outputs[one.sequence_id], name) for (name, _), one in requests.items()}
+    # Tied, a tiny model is prone to repeat a token.
+    assert len(answers) > len(kinds), f"answers are to be diverse: {answers}"
+
+
+@pytest.mark.parametrize("end", ["embed_tokens", "lm_head"])
+def test_a_copy_of_the_models_own_weight_must_be_that(
+    end: str, oracles: Callable[[str], PeftOracle], tmp_path: Path
+) -> None:
+    """Peft saves one beside an adapter of these, and puts it in the place of the model's."""
+    oracle = oracles("llama")
+    shutil.copy(oracle.adapters["both ends"] / CONFIG_FILE, tmp_path)
+    tensors = load_file(oracle.adapters["both ends"] / WEIGHTS_FILE)
+    (copy,) = (name for name in tensors if f"{end}.base_layer" in name)
+    tensors[copy][3, 5] += 1
+    save_file(tensors, tmp_path / WEIGHTS_FILE)
+    base = load_model(str(oracle.directory))
+    with pytest.raises(MismatchError, match=rf"{re.escape(copy)} is not the model's own"):
+        read_adapter(
+            str(tmp_path), {**base.linears, **base.ends}, 8, torch.float32, torch.device("cpu"), base=ModelLayers(base)
+        )
+    tensors[copy] = tensors[copy][1:].contiguous()
+    save_file(tensors, tmp_path / WEIGHTS_FILE)
+    with pytest.raises(MismatchError, match=rf"{re.escape(copy)} has not the shape of"):
+        validate_adapter(tmp_path, read_base_model(str(oracle.directory)))
+
+
+def test_where_both_ends_can_not_be_adapted_they_are_refused_by_name(oracles: Callable[[str], PeftOracle]) -> None:
+    """As on CUDA."""
+    oracle = oracles("llama")
+    linears = load_model(str(oracle.directory)).linears
+    for name, named in (("output", "lm_head"), ("input", "embed_tokens")):
+        with pytest.raises(MismatchError, match=f"{named}.* on this"):
+            read_adapter(str(oracle.adapters[name]), linears, 256, torch.float32, torch.device("cpu"))
+
+
 # Saved by peft itself; what the refusal must name.
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "DoRA": ({"use_dora": True}, "use_dora"),
     "biases of the base": ({"bias": "all"}, "bias"),
     "biases of B": ({"lora_bias": True}, "lora_bias"),
     "a trained head": ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
     "trained tokens": ({"trainable_token_indices": [3]}, "trainable_token_indices"),
-    "the head": ({"target_modules": ["q_proj", "lm_head"]}, "lm_head"),
-    "the embeddings": ({"target_modules": ["q_proj", "embed_tokens"]}, "embed_tokens"),
     "replicated layers": ({"layer_replication": [[0, 2], [1, 3]]}, "layer_replication"),
     "parameters": ({"target_parameters": ["mlp.down_proj.weight"]}, "target_parameters"),
     "rank 257": ({"r": 257}, "257"),

@@ -2,46 +2,23 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
+from tests.worker.triton_runs import compiled_for_sm_90, result_of
 from worker.model.attention import LayerCall
 from worker.model.kv_cache import KvCache
 
 pytest.importorskip("triton", reason="Triton is for Linux")
 
-ROOT = Path(__file__).parents[2]
-# Of an sm_90 device, for one program.
-SHARED_BYTES = 227 * 1024
 TOLERANCES = {"float32": 5e-6, "float16": 3e-3}
-TYPES = {
-    torch.float32: "*fp32",
-    torch.float16: "*fp16",
-    torch.bfloat16: "*bf16",
-    torch.int32: "*i32",
-    torch.int64: "*i64",
-}
 
 
 def test_kernels_compute_what_torch_computes() -> None:
-    # A process of its own: nothing else here may find Triton interpreted.
-    done = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("attention_cases.py")), "cpu"],
-        env=os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    differences = json.loads(done.stdout)
+    differences = result_of("attention_cases.py", "cpu")
     assert [len(differences[name]) for name in TOLERANCES] == [30, 7]
     for name, tolerance in TOLERANCES.items():
         assert differences[name].pop("alone") == 0
@@ -62,23 +39,9 @@ def test_kernels_compile_for_sm_90(
     heads: int, kv_heads: int, dim: int, dtype: torch.dtype, score: dict[str, Any],
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     for call in launches(heads, kv_heads, dim, dtype, score):
-        constants = dict(call.constants) | {name: None for name, value in call.arguments.items() if value is None}
-        signature = {
-            name: "constexpr" if name in constants else kind(call.arguments[name]) for name in call.kernel.arg_names
-        }
-        compiled = triton.compile(
-            ASTSource(call.kernel, signature, constants),
-            target=GPUTarget("cuda", 90, 32),
-            options={"num_warps": call.warps, "num_stages": call.stages},
-        )
-        assert compiled.asm["cubin"]
-        assert compiled.metadata.shared <= SHARED_BYTES
+        compiled_for_sm_90(call)
 
 
 def launches(heads: int, kv_heads: int, dim: int, dtype: torch.dtype, score: dict[str, Any]) -> list[Any]:
@@ -92,10 +55,3 @@ def launches(heads: int, kv_heads: int, dim: int, dtype: torch.dtype, score: dic
     sinks = torch.zeros(heads, dtype=dtype) if score.get("sinks") else None
     call = LayerCall(0, query, new, new, dim**-0.5, score.get("window"), score.get("softcap"), sinks)
     return list(plan.kernels(call, cache, torch.empty_like(query)))
-
-
-def kind(value: Any) -> str:
-    """An argument's type, as Triton's signatures spell it."""
-    if isinstance(value, Tensor):
-        return TYPES[value.dtype]
-    return "fp32" if isinstance(value, float) else "i32"

@@ -54,5 +54,26 @@ async def test_held_and_ended_jobs_are_charged_though_redis_fails_meanwhile(
     assert await counter() == 9 + OUTPUT_WEIGHT * 9 - 3
 
 
+async def test_what_a_stopped_answer_has_made_is_charged_too(redis: Redis) -> None:
+    queue, held = JobQueue(redis, KEYS, worker_id="w"), HeldJobs()
+    usage = UsageLog(held, queue)
+    for name in ("a", "waits"):
+        await queue.enqueue(Job(name, "acme", "tiny", "sha256:0", "here", (1, 2, 3), StoppingParams(9), 1, n=2))
+    (job,) = (await queue.claim("sha256:0", Capacity(2, 2, 1000, 100, 8))).jobs
+    one = held.add(job)
+    first = one.choices[0]
+    first.in_engine = True
+    first.ids += [7, 8]
+    assert one.drop(0) is first
+    assert one.drop(0) is None
+    await usage.report()
+    assert await redis.zscore(KEYS.prefix + "tenants", "acme") == 3 + OUTPUT_WEIGHT * 2
+    one.drop(1)  # before it was handed to the engine
+    held.pop(job.job_id, 1)
+    usage.ended(one)
+    await usage.report_ended()
+    assert await redis.zscore(KEYS.prefix + "tenants", "acme") == 3 + OUTPUT_WEIGHT * 2
+
+
 async def _down(reports: object) -> None:
     raise ConnectionError("down")

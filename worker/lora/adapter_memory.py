@@ -7,12 +7,13 @@ launched before, so that none sees a slot change. On the CPU a slot is filled fr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from worker.lora.dora import Rescale
 from worker.lora.weights import AdapterWeights, LoraPair
 from worker.scheduling.contract import AdapterSource
 
@@ -70,11 +71,11 @@ class TorchAdapterMemory:
 
 def pack(weights: AdapterWeights, *, pinned: bool = False) -> PackedAdapter:
     """The same adapter in one piece of host memory."""
-    total = sum(_padded(tensor) for pair in weights.pairs.values() for tensor in (pair.a, pair.b))
+    total = sum(_padded(tensor) for pair in weights.pairs.values() for tensor in pair.tensors)
     packed_weights = _views(weights, memory := torch.empty(total, dtype=torch.uint8, pin_memory=pinned))
     for module, pair in weights.pairs.items():
-        packed_weights.pairs[module].a.copy_(pair.a)
-        packed_weights.pairs[module].b.copy_(pair.b)
+        for place, tensor in zip(packed_weights.pairs[module].tensors, pair.tensors, strict=True):
+            place.copy_(tensor)
     return PackedAdapter(packed_weights, memory)
 
 
@@ -88,8 +89,11 @@ def _views(like: AdapterWeights, memory: Tensor) -> AdapterWeights:
         offset += _padded(tensor)
         return piece
 
-    pairs: Mapping[str, LoraPair] = {name: LoraPair(view(pair.a), view(pair.b)) for name, pair in like.pairs.items()}
-    return AdapterWeights(pairs, like.rank)
+    def views(pair: LoraPair) -> LoraPair:
+        a, b, change = view(pair.a), view(pair.b), pair.rescale
+        return LoraPair(a, b, None if change is None else Rescale(view(change.gain), view(change.shift)))
+
+    return AdapterWeights({name: views(pair) for name, pair in like.pairs.items()}, like.rank)
 
 
 def _padded(tensor: Tensor) -> int:

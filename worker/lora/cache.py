@@ -92,8 +92,8 @@ class AdapterCache(Generic[P]):
         if self._loads.has_ended():
             for digest, result in self._loads.ended():
                 self._take(digest, result)
-        if self.demand.lacking or self._slots.draining:
-            self._install_waiting()
+        if (lacking := self._lacking()) or self._slots.draining:
+            self._install_waiting(lacking)
         self._feed()
         arrivals = Arrivals(tuple(self._arrived), tuple(self._failed))
         self._arrived, self._failed = [], []
@@ -104,10 +104,9 @@ class AdapterCache(Generic[P]):
         if self._loads.has_ended():
             return True
         # A slot that has drained goes to whom it drained for, or takes pins again.
-        drained = any(self._slots.idle(digest) for digest in self._slots.draining)
-        if drained and None not in self._staged.values():
+        if any(map(self._slots.idle, self._slots.draining)) and None not in self._staged.values():
             return True
-        return any(map(self._can_move, islice(self.demand.lacking, WINDOW))) and self._slots.has_room()
+        return any(map(self._can_move, self._lacking())) and self._slots.has_room()
 
     @property
     def used(self) -> int:
@@ -127,7 +126,7 @@ class AdapterCache(Generic[P]):
     @property
     def tiers(self) -> TierStats:
         """What the tiers hold now."""
-        return TierStats(self._slots.swaps, len(self._loading), self._host.bytes, self._slots.bytes)
+        return TierStats(self._slots.loads, self._slots.swaps, len(self._loading), self._host.bytes, self._slots.bytes)
 
     def close(self) -> None:
         """End the loads, after what is under way."""
@@ -136,7 +135,10 @@ class AdapterCache(Generic[P]):
     def _feed(self) -> None:
         # Slow files must not keep adapters from the device that are in memory already.
         most = self._loads.most - self._memory.stages
-        while self._wanted and len(self._loading) < most and self._host_has_room():
+        while self._wanted and (ahead := len(self._loading) + 1) <= most:
+            # A reservation of the largest so far for each load: it ends with the load, whatever comes of that.
+            if not self._host.has_room_for(ahead, self._largest, AHEAD):
+                return
             # What is still on its way to the device for somebody who left is read again once it is there.
             window = [digest for digest in islice(self._wanted, WINDOW) if digest not in self._staged]
             if not window:
@@ -146,13 +148,6 @@ class AdapterCache(Generic[P]):
             self._oldest_next = not self._oldest_next
             self._loading[digest] = True
             self._loads.start(digest, partial(self._memory.read, self._wanted.pop(digest)))
-
-    def _host_has_room(self) -> bool:
-        ahead = len(self._loading) + 1
-        if self._host.held_count + ahead <= AHEAD:
-            return True
-        # A reservation of the largest so far for each load: it ends with the load, whatever comes of that.
-        return self._host.held_bytes + ahead * self._largest <= self._host.budget
 
     def _take(self, digest: str, result: P | Exception) -> None:
         if digest in self._loading:
@@ -180,10 +175,14 @@ class AdapterCache(Generic[P]):
         else:
             self._failed.append((digest, result))
 
-    def _install_waiting(self) -> None:
+    def _lacking(self) -> list[str]:
+        """Adapters that lack only a slot, the most urgent first."""
+        return list(self.demand.order())
+
+    def _install_waiting(self, lacking: list[str]) -> None:
         starved: list[str] = []
         first = room = True
-        for digest in self.demand.order():
+        for digest in lacking:
             urgency = self.demand.urgency(digest)
             if digest in self._slots:  # it drains, for one that comes first or may wait longer
                 if urgency is Urgency.OVERDUE and not starved:

@@ -42,7 +42,7 @@ class CudaLora:
         """`groups` are the modules of each group by the group's name, in the order of their columns in its output.
 
         `linears` are (in_features, out_features) by module name; `rows` is the most that begin_decode is called with.
-        Takes slots * max_rank * (in_features of each module + out_features) numbers.
+        Takes slots * max_rank * (in_features of each module + out_features) numbers, and a few more.
         """
         self._device = device
         self._modules = dict(groups)
@@ -72,11 +72,11 @@ class CudaLora:
         for name, group in self._groups.items():
             for index, module in enumerate(self._modules[name]):
                 pair = weights.pairs.get(module)
-                ranks.append(0 if pair is None else len(pair.a))
+                rank = 0 if pair is None else len(pair.a)
+                ranks.append(rank if pair is None or pair.rescale is None else -rank)
                 if pair is not None:
-                    place = group.place(slot, index, len(pair.a))
-                    places += (place.a, place.b)
-                    tensors += (pair.a, pair.b)
+                    tensors += pair.tensors
+                    places += group.place(slot, index, rank).tensors[: len(pair.tensors)]
         # A few launches for all of them, where one each would keep the host from the next step for milliseconds.
         if places:
             torch._foreach_copy_(places, tensors, non_blocking=True)

@@ -28,10 +28,9 @@ class HostTier(Generic[P]):
         """An adapter that is held, or None."""
         return self._held.get(digest)
 
-    @property
-    def held_count(self) -> int:
-        """How many are held."""
-        return len(self._held)
+    def has_room_for(self, more: int, size: int, least: int) -> bool:
+        """Whether so many more of this size may be held: within the budget, or up to `least` in any case."""
+        return len(self._held) + more <= least or self.held_bytes + more * size <= self.budget
 
     def put(self, digest: str, prepared: P) -> None:
         """Take one that is not here; kept while the budget allows."""

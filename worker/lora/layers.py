@@ -18,11 +18,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import groupby
+from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
 
-from worker.lora.linear import LoraLinear, LoraStep, Pack, SharedShrink, Strips
+from worker.lora.adapted import AdaptedLayer, LoraEmbedding, LoraStep, Pack, Strips
+from worker.lora.linear import LoraLinear, SharedShrink
 from worker.lora.panel import Columns, PanelLayout
 from worker.lora.siblings import sibling_groups
 from worker.lora.weights import AdapterWeights
@@ -55,56 +57,83 @@ class LoraLayers:
         device: torch.device,
         dtype: torch.dtype,
         pack: Pack | None = None,
+        ends: Mapping[str, tuple[int, int]] = MappingProxyType({}),
     ) -> None:
+        """`linears` and `ends` are (in_features, out_features) by name: the layers between, and embeddings and head."""
         self._slots = slots
         self._max_rank = max_rank
         self._device = device
         self._dtype = dtype
         self._pack = pack
         self._step = LoraStep()
+        # The embeddings see all rows of a step, the head those whose logits are wanted: one adapter after the other.
+        self._embedding_step = LoraStep()
+        self._head_step = LoraStep()
         self._layout = PanelLayout()
         self._owner = torch.empty(0, dtype=torch.int64, device=device)
         self._capacity = 0
         self._unpacked: list[list[LoraLinear]] = []
         self._calm_steps = 0
-        # Rank of the adapter in each slot.
+        # Rank of the adapter in each slot, and whether it is a DoRA.
         self._ranks = [0] * slots
-        self._layers: dict[str, LoraLinear] = {}
-        for name, (in_features, out_features) in linears.items():
+        self._rescales = [False] * slots
+        self._layers = {name: LoraLinear(model.get_submodule(name), *linears[name], self._step) for name in linears}
+        self._ends: dict[str, AdaptedLayer] = {}
+        for name, shape in ends.items():
+            base = model.get_submodule(name)
+            if isinstance(base, nn.Embedding):
+                self._ends[name] = LoraEmbedding(base, *shape, self._embedding_step)
+            else:
+                self._ends[name] = LoraLinear(base, *shape, self._head_step)
+        for name, layer in (self._layers | self._ends).items():
             parent, _, child = name.rpartition(".")
-            owner = model.get_submodule(parent)
-            layer = LoraLinear(getattr(owner, child), in_features, out_features, self._step)
-            setattr(owner, child, layer)
-            self._layers[name] = layer
+            setattr(model.get_submodule(parent), child, layer)
         self._groups = [[self._layers[name] for name in names] for names in sibling_groups(self._layers)]
 
     def install(self, weights: AdapterWeights, slot: int) -> None:
         """Put an adapter into a slot, in place of what was there. No row of a running step may use the slot."""
         self._layout.forget(slot)
         self._ranks[slot] = weights.rank
-        for name, layer in self._layers.items():
+        self._rescales[slot] = any(pair.rescale for pair in weights.pairs.values())
+        for name, layer in (self._layers | self._ends).items():
             layer.install(slot, weights.pairs.get(name), self._slots, self._max_rank)
 
-    def begin_step(self, rows: Sequence[tuple[int, int]], decodes: int) -> None:
-        """Set what the layers do until the next call.
-
-        `rows` are (slot or -1, tokens), the first `decodes` of them with one token, each part sorted by slot.
-        """
+    def begin_step(self, rows: Sequence[tuple[int, int]], decodes: int, wanted: Sequence[int] = ()) -> None:
+        """See worker.lora.adapter_layers."""
         step = self._step
         step.own_by_layers = {}
-        step.panel_rows = step.own = step.strips = None
+        step.panel_rows = step.own = step.others = step.strips = step.rescaled = None
         slots = [slot for slot, _ in rows[:decodes] if slot >= 0]
         if slots:
-            # Sorted by slot: those without an adapter come first.
-            step.panel_rows = slice(decodes - len(slots), decodes)
+            # Sorted by slot: they are together.
+            first = next(index for index, (slot, _) in enumerate(rows) if slot >= 0)
+            step.panel_rows = slice(first, first + len(slots))
             self._arrange(slots)
+            step.rescaled = self._rescaled(slots, first)
             step.strips = self._strips(slots)
             if step.strips is None:
-                step.own = self._own_columns(slots)
+                columns = upload(slots, self._device, torch.int64)[:, None] == self._owner[None]
+                step.own, step.others = columns.to(self._dtype), ~columns
                 self._pack_some()
         step.segments = _segments(rows[decodes:], decodes)
         step.adapted = bool(slots or step.segments)
         step.only_panel = len(slots) == len(rows)
+        if self._ends:
+            self._embedding_step.segments = _segments(rows, 0)
+            with_logits = [(slot, count) for (slot, _), count in zip(rows, wanted, strict=True)]
+            self._head_step.segments = _segments(with_logits, 0)
+            self._head_step.adapted = bool(self._head_step.segments)
+
+    def begin_decode(self, row_slots: Sequence[int], padded: int) -> None:
+        """See worker.lora.adapter_layers."""
+        self.begin_step([(slot, 1) for slot in (*row_slots, *[-1] * (padded - len(row_slots)))], padded, [1] * padded)
+
+    def _rescaled(self, row_slots: list[int], first: int) -> tuple[Tensor, Tensor] | None:
+        found = [(first + row, slot) for row, slot in enumerate(row_slots) if self._rescales[slot]]
+        if not found:
+            return None
+        rows, slots = upload(list(zip(*found, strict=True)), self._device, torch.int64).unbind()
+        return rows, slots
 
     def _arrange(self, row_slots: list[int]) -> None:
         widths = {slot: self._column_width(slot) for slot in row_slots}
@@ -133,12 +162,8 @@ class LoraLayers:
             back.append(back[-1] + 1 if same else self._layout[slot].offset // width * most)
             pad[back[-1]] = row
         return Strips(
-            count, width, most, torch.tensor(pad, device=self._device), torch.tensor(back, device=self._device)
+            count, width, most, upload(pad, self._device, torch.int64), upload(back, self._device, torch.int64)
         )
-
-    def _own_columns(self, row_slots: list[int]) -> Tensor:
-        slots = upload(row_slots, self._device, torch.int64)
-        return (slots[:, None] == self._owner[None]).to(self._dtype)
 
     def _column_width(self, slot: int) -> int:
         return min(self._max_rank, -(-self._ranks[slot] // _COLUMN_UNIT) * _COLUMN_UNIT)
@@ -175,7 +200,7 @@ def _segments(rows: Sequence[tuple[int, int]], first: int) -> list[tuple[int, in
     segments = []
     for slot, group in groupby(rows, key=lambda row: row[0]):
         stop = first + sum(tokens for _, tokens in group)
-        if slot >= 0:
+        if slot >= 0 and stop > first:
             segments.append((slot, first, stop))
         first = stop
     return segments

@@ -2,98 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Protocol
+from collections.abc import Collection, Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
+from worker.lora.adapted import AdaptedLayer, LoraStep, Pack, Product
 from worker.lora.panel import Columns
 from worker.lora.weights import LoraPair
 
 
-class Product(Protocol):
-    """A weight [out, in] that has been prepared for products: x [rows, in] to [rows, out]."""
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """The product."""
-
-    def times(self, x: Tensor, factor: Tensor) -> Tensor:
-        """The product, times `factor` number by number."""
-
-    def plus(self, x: Tensor, term: Tensor) -> Tensor:
-        """The product plus `term`."""
-
-
-Pack = Callable[[Tensor], Product]
-
-
-@dataclass(frozen=True, slots=True)
-class Strips:
-    """The panel as one strip of `width` columns for each of `count` adapters, all as wide, and each with its own rows.
-
-    `pad` [count * most] are the panel's rows, strip after strip, any where a strip has fewer than `most`; `back` [rows]
-    is where each row stands in that.
-    """
-
-    count: int
-    width: int
-    most: int
-    pad: Tensor
-    back: Tensor
-
-    def of(self, rows: Tensor, panel: LoraPair) -> Tensor:
-        """What the adapters add for x [rows, in_features]: [rows, out_features]. The panel is read where it lies."""
-        padded = rows.index_select(0, self.pad).view(self.count, self.most, -1)
-        shrunk = torch.bmm(padded, panel.a.view(self.count, self.width, -1).transpose(1, 2))
-        added = torch.bmm(shrunk, panel.b.view(self.count, self.width, -1))
-        return added.view(self.count * self.most, -1).index_select(0, self.back)
-
-
-@dataclass(slots=True)
-class LoraStep:
-    """What the layers need to know of a step; all of them look at the same one.
-
-    `segments` are (slot, first row, last row + 1). The rows [first, stop) of `panel_rows` go through the panel; `own`
-    [stop - first, width] is 1 in the columns of the row's adapter and 0 in the others, `own_by_layers` the same side by
-    side for groups of several layers. With `strips` the panel is used in that way.
-    """
-
-    segments: list[tuple[int, int, int]] = field(default_factory=list)
-    panel_rows: slice | None = None
-    # Whether any row has an adapter, and whether all rows go through the panel.
-    adapted: bool = False
-    only_panel: bool = False
-    own: Tensor | None = None
-    strips: Strips | None = None
-    own_by_layers: dict[int, Tensor] = field(default_factory=dict)
-
-    def own_for(self, layers: int) -> Tensor:
-        """`own`, `layers` times side by side."""
-        assert self.own is not None, "own_for is for steps with a panel"
-        if layers == 1:
-            return self.own
-        own = self.own_by_layers.get(layers)
-        if own is None:
-            own = self.own_by_layers[layers] = self.own.repeat(1, layers)
-        return own
-
-
-class LoraLinear(nn.Module):
+class LoraLinear(AdaptedLayer):
     """A linear layer, and the slots with what adapters add to it."""
 
     def __init__(self, base: nn.Module, in_features: int, out_features: int, step: LoraStep) -> None:
-        super().__init__()
-        self.base = base
-        self.in_features = in_features
-        self.out_features = out_features
-        self.step = step
-        # Until an adapter changes this layer it costs nothing.
-        self.a: Tensor | None = None
-        self.b: Tensor | None = None
-        self.pairs: list[LoraPair | None] = []
+        super().__init__(base, in_features, out_features, step)
         self.panel: LoraPair | None = None
         # While its panel is packed: its group's, and its own half of the product.
         self.shrink: SharedShrink | None = None
@@ -108,31 +32,16 @@ class LoraLinear(nn.Module):
             return y
         rows, out = x.reshape(-1, self.in_features), y.view(-1, self.out_features)
         if step.panel_rows is not None and self.panel is not None:
+            if step.rescaled is not None and self.rescales is not None:
+                at, slots = step.rescaled
+                own, gain, shift = out[at], self.rescales.gain[slots], self.rescales.shift[slots]
+                out.index_copy_(0, at, own.addcmul(own, gain).add_(shift))
             out = self._with_panel(x, rows, out, self.panel, step.panel_rows)
         for slot, first, stop in step.segments:
             pair = self.pairs[slot]
             if pair is not None:
-                out[first:stop].addmm_(linear(rows[first:stop], pair.a), pair.b)
+                self.add_segment(out[first:stop], linear(rows[first:stop], pair.a), pair)
         return out.view(y.shape)
-
-    def install(self, slot: int, pair: LoraPair | None, slots: int, max_rank: int) -> None:
-        """Put a pair in a slot, in place of what was there; None: the adapter does not change this layer."""
-        if self.a is None or self.b is None:
-            if pair is None:
-                return
-            # Not zeroed: on the CPU memory is then taken when it is written, for the ranks that adapters have. Nothing
-            # behind a pair's own rank is ever read.
-            a = pair.a.new_empty(slots, max_rank, self.in_features)
-            b = pair.b.new_empty(slots, max_rank, self.out_features)
-            # Both or none: memory may not be enough.
-            self.pairs, self.a, self.b = [None] * slots, a, b
-        self.pairs[slot] = None
-        if pair is not None:
-            rank = len(pair.a)
-            held = LoraPair(self.a[slot, :rank], self.b[slot, :rank])
-            held.a.copy_(pair.a)
-            held.b.copy_(pair.b)
-            self.pairs[slot] = held
 
     def fill_panel(self, fresh: Iterable[Columns], places: Collection[Columns], width: int, capacity: int) -> None:
         """Copy slots into their columns of the panel; it then has `width` columns, in a store of `capacity`.
@@ -167,9 +76,9 @@ class LoraLinear(nn.Module):
             out[at] += step.strips.of(rows[at], panel)
             return out
         if self.shrink is None or self.expand is None:
-            assert step.own is not None, "a step with panel rows has `own`"
+            assert step.others is not None, "a step with panel rows has `others`"
             # Filled, not multiplied: in float16 another adapter's column may have overflowed for this row.
-            out[at].addmm_(linear(rows[at], panel.a).masked_fill_(step.own == 0, 0), panel.b)
+            out[at].addmm_(linear(rows[at], panel.a).masked_fill_(step.others, 0), panel.b)
             return out
         if step.only_panel:
             return self.expand.plus(self.shrink.of(self, x, rows), out)

@@ -1,8 +1,11 @@
-"""Linear layers that models call one after the other with the same input."""
+"""Linear layers that models call one after the other with the same input, computed as one product."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+from torch import Tensor, nn
 
 _SHARING = (
     frozenset({"q_proj", "k_proj", "v_proj"}),
@@ -20,3 +23,69 @@ def sibling_groups(names: Iterable[str]) -> list[list[str]]:
         sharing = next((names for names in _SHARING if child in names), frozenset({child}))
         groups.setdefault((parent, sharing), []).append(name)
     return list(groups.values())
+
+
+def joinable(linears: Sequence[nn.Linear]) -> bool:
+    """Whether these layers can be one product: as many inputs, and all or none with a bias."""
+    return len({(linear.in_features, linear.bias is None) for linear in linears}) == 1
+
+
+def join(linears: Sequence[nn.Linear]) -> nn.Linear:
+    """Layers that are `joinable` as one, with their outputs side by side; one alone is returned as it is."""
+    if len(linears) == 1:
+        return linears[0]
+    has_bias = linears[0].bias is not None
+    width = sum(linear.out_features for linear in linears)
+    joined = nn.Linear(linears[0].in_features, width, bias=has_bias, device="meta")
+    weights: list[Tensor] = [linear.weight for linear in linears]
+    joined.weight = nn.Parameter(torch.cat(weights), requires_grad=False)
+    if has_bias:
+        biases: list[Tensor] = [linear.bias for linear in linears]
+        joined.bias = nn.Parameter(torch.cat(biases), requires_grad=False)
+    return joined
+
+
+class SharedProduct:
+    """What layers that are called with the same input give, `widths` features each: computed for the first that asks.
+
+    `product` makes [..., in_features] into [..., sum of the widths]; `base` is the same without adapters.
+    """
+
+    def __init__(
+        self,
+        product: Callable[[Tensor], Tensor],
+        widths: Sequence[int],
+        base: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
+        self._product = product
+        self.base = base or product
+        self.widths = tuple(widths)
+        self._x: Tensor | None = None
+        self._parts: tuple[Tensor, ...] = ()
+        self._asked = 0
+
+    def part(self, index: int, x: Tensor) -> Tensor:
+        """What the layer of that index gives for x: a view of the whole product."""
+        # The same object: a layer that was called with something else meanwhile is not mistaken.
+        if self._x is not x:
+            parts = self._product(x).split_with_sizes(self.widths, -1)
+            self._x, self._parts, self._asked = x, parts, 0
+        part = self._parts[index]
+        self._asked += 1
+        if self._asked == len(self.widths):
+            # Nobody else will ask: a long prompt's numbers need not stay.
+            self._x, self._parts = None, ()
+        return part
+
+
+class SharedLinear(nn.Module):
+    """One of the layers of a SharedProduct."""
+
+    def __init__(self, shared: SharedProduct, index: int) -> None:
+        super().__init__()
+        self.shared = shared
+        self.index = index
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Its part of the product."""
+        return self.shared.part(self.index, x)

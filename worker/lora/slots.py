@@ -3,6 +3,7 @@
     nobody waits for it            goes first, least recently used of them
     later sequences wait for it    goes for a starved one, after its minimum residence
     pinned                         stays. A few slots drain while some are starved: they take no new pins
+    kept by an operator            stays
 
 A slot may go to another adapter as soon as it is unpinned, though a step that was launched ahead may still read it: on
 the device the copy into it comes behind that step on the same stream, and on the CPU a launched step has run.
@@ -41,8 +42,12 @@ class DeviceSlots:
         # Unpinned, least recently used first.
         self._idle: OrderedDict[str, None] = OrderedDict()
         self.draining: dict[str, None] = {}
+        # By an operator, whether they are there or not.
+        self.kept: dict[str, None] = {}
+        self._most_kept = count - 1
         self.now = 0
         self.swaps = 0
+        self.loads = 0
         self.bytes = 0
         self.digests: tuple[str, ...] = ()
 
@@ -56,8 +61,8 @@ class DeviceSlots:
 
     @property
     def pinned(self) -> int:
-        """Slots that are pinned."""
-        return len(self._resident) - len(self._idle)
+        """Slots that are pinned, or kept by an operator."""
+        return len(self._resident) - len(self._idle) + sum(digest in self._idle for digest in self.kept)
 
     def slot_of(self, digest: str) -> int | None:
         """Its slot, or None where it can't be pinned now: not resident, or draining."""
@@ -79,6 +84,12 @@ class DeviceSlots:
         resident.pins -= 1
         if not resident.pins:
             self._idle[digest] = None
+
+    def keep(self, digest: str) -> None:
+        """Never evict it, once it is there. Raises ValueError where no slot would be left for others."""
+        if digest not in self.kept and len(self.kept) >= self._most_kept:
+            raise ValueError(f"{len(self.kept)} adapters are pinned; one of {self._most_kept + 1} slots is for others")
+        self.kept[digest] = None
 
     def idle(self, digest: str) -> bool:
         """Whether it is in a slot and not pinned."""
@@ -107,6 +118,7 @@ class DeviceSlots:
         """It was copied into a slot that `take` gave."""
         self._resident[digest] = _Resident(slot, size, self.now)
         self._idle[digest] = None
+        self.loads += 1
         self.bytes += size
         self.digests = tuple(self._resident)
 
@@ -134,7 +146,7 @@ class DeviceSlots:
         return spared
 
     def _unwanted(self) -> str | None:
-        return next((digest for digest in self._idle if not self._demand.waiting_for(digest)), None)
+        return next((one for one in self._idle if one not in self.kept and not self._demand.waiting_for(one)), None)
 
     def _yielding(self, digest: str) -> str | None:
         if self._demand.urgency(digest) is Urgency.CALM:
@@ -148,6 +160,8 @@ class DeviceSlots:
 
     def _yields(self, resident: str, starved: str) -> bool:
         """Whether a resident adapter for which others may wait goes for a starved one."""
+        if resident in self.kept:
+            return False
         if self._demand.urgency(starved) is not Urgency.OVERDUE and (
             self._demand.urgency(resident) is Urgency.OVERDUE
             or self.now - self._resident[resident].installed_at < MINIMUM_RESIDENCE

@@ -12,9 +12,12 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from artifacts.errors import ArtifactError, MismatchError
+from artifacts.families import is_embedding
 from artifacts.peft_config import PeftConfig, parse_peft_config
-from artifacts.revision import CONFIG_FILE, WEIGHTS_FILE, LoraShape, lora_tensors
+from artifacts.revision import CONFIG_FILE, WEIGHTS_FILE, LoraShape, base_copies, lora_tensors, tensor_names
 from artifacts.safetensors_header import read_header
+from worker.lora.base_layers import BaseLayers
+from worker.lora.dora import Rescale, rescale
 from worker.scheduling.contract import AdapterSource
 
 _DTYPES = frozenset({"F32", "F16", "BF16"})
@@ -25,10 +28,19 @@ _LARGEST = 1e20
 
 @dataclass(frozen=True, slots=True)
 class LoraPair:
-    """One module's product x A^T B: a [rank, in_features], b [rank, out_features] with the scaling folded in."""
+    """One module's product x A^T B: a [rank, in_features], b [rank, out_features] with the scaling folded in.
+
+    Of token embeddings x is 1 at the token's place. `rescale` is there with DoRA.
+    """
 
     a: Tensor
     b: Tensor
+    rescale: Rescale | None = None
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All that has to be stored."""
+        return (self.a, self.b) if self.rescale is None else (self.a, self.b, self.rescale.gain, self.rescale.shift)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,13 +57,18 @@ def read_source(
     max_rank: int,
     dtype: torch.dtype,
     device: torch.device,
+    base: BaseLayers | None = None,
 ) -> AdapterWeights:
     """An adapter, or a weighted set of them as one: A's and B's side by side, so that its ranks are the sums.
 
     That is peft's add_weighted_adapter with combination_type "cat" (lora/model.py), whose new adapter is the sum of
     weight * scaling * B A. Raises as read_adapter does.
     """
-    adapters = [read_adapter(part.directory, linears, max_rank, dtype, device, part.weight) for part in source.summands]
+    adapters = [
+        read_adapter(part.directory, linears, max_rank, dtype, device, part.weight, base) for part in source.summands
+    ]
+    if source.parts and any(pair.rescale for adapter in adapters for pair in adapter.pairs.values()):
+        raise MismatchError("adapters", "one of them is a DoRA adapter, whose change of the base is no sum of others")
     if len(adapters) == 1:
         return adapters[0]
     pairs: dict[str, LoraPair] = {}
@@ -73,17 +90,20 @@ def read_adapter(
     dtype: torch.dtype,
     device: torch.device,
     weight: float = 1.0,
+    base: BaseLayers | None = None,
 ) -> AdapterWeights:
-    """Read and convert; `linears` are the model's (in_features, out_features) by module name, `weight` is a factor of
-    the whole.
+    """Read and convert; `linears` are what the model can have changed, (in_features, out_features) by module name.
 
-    Raises ArtifactError for broken files, MismatchError where the adapter does not go with the model or `max_rank`.
+    `weight` is a factor of the whole. Without `base` no DoRA and no copies of the base's weights are taken. Raises
+    ArtifactError for broken files, MismatchError where the adapter does not go with the model or `max_rank`.
     """
     path = Path(directory)
     try:
         config = parse_peft_config((path / CONFIG_FILE).read_bytes())
         header = read_header(path / WEIGHTS_FILE)
-        shapes = lora_tensors(header)
+        shapes = lora_tensors(header, use_dora=config.use_dora)
+        if config.use_dora and base is None:
+            raise MismatchError("use_dora", "DoRA cannot be read without the base model's weights")
         for name, info in header.items():
             if info.dtype not in _DTYPES:
                 raise MismatchError(
@@ -96,11 +116,20 @@ def read_adapter(
         raise ArtifactError(str(path), f"cannot be read: {error}") from error
     except safetensors.SafetensorError as error:
         raise ArtifactError(WEIGHTS_FILE, f"cannot be read: {error}") from error
+    for name, parameter in base_copies(header).items():
+        if base is None or not base.repeats(parameter, tensors[name]):
+            raise MismatchError(WEIGHTS_FILE, f"tensor {name} is not the model's own {parameter}")
     pairs = {}
     for module, shape in shapes.items():
-        a = tensors.pop(f"{_PREFIX}{module}.lora_A.weight")
-        b = tensors.pop(f"{_PREFIX}{module}.lora_B.weight")
-        pairs[module] = _pair(module, a, b, weight * config.scaling_of(module, shape.rank), dtype, device)
+        names = tensor_names(module)
+        a, b = tensors[names["A"]], tensors[names["B"]].float() * (weight * config.scaling_of(module, shape.rank))
+        change = None
+        if config.use_dora and base is not None:
+            change = rescale(base, module, a, b, tensors[names["magnitude"]])
+            b *= 1 + change.gain[:, None]
+        if base is not None and is_embedding(module):
+            b *= base.output_scale(module)
+        pairs[module] = _pair(module, a, b, change, dtype, device)
     return AdapterWeights(pairs, max(shape.rank for shape in shapes.values()))
 
 
@@ -108,7 +137,7 @@ def _check_module(
     module: str, shape: LoraShape, config: PeftConfig, linears: Mapping[str, tuple[int, int]], max_rank: int
 ) -> None:
     if module not in linears:
-        raise MismatchError(WEIGHTS_FILE, f"the model has no linear layer {module} that an adapter can change")
+        raise MismatchError(WEIGHTS_FILE, f"the model has no layer {module} that an adapter can change on this device")
     if (shape.in_features, shape.out_features) != linears[module]:
         raise MismatchError(
             WEIGHTS_FILE,
@@ -123,14 +152,18 @@ def _check_module(
         raise MismatchError(WEIGHTS_FILE, f"{module} has rank {shape.rank}; this engine takes {max_rank}")
 
 
-def _pair(module: str, a: Tensor, b: Tensor, scaling: float, dtype: torch.dtype, device: torch.device) -> LoraPair:
+def _pair(
+    module: str, a: Tensor, b: Tensor, change: Rescale | None, dtype: torch.dtype, device: torch.device
+) -> LoraPair:
     # Copies in any case: what stays mapped would be read from disk between two steps.
     pair = LoraPair(
-        a.to(device, dtype, copy=True).contiguous(), (b.to(device).float() * scaling).to(dtype).t().contiguous()
+        a.to(device, dtype, copy=True).contiguous(),
+        b.to(device, dtype).t().contiguous(),
+        None if change is None else Rescale(change.gain.to(device, dtype), change.shift.to(device, dtype)),
     )
     # Rows of other adapters pass by these numbers too, and what comes out is multiplied by 0 (see layers.py): it must
     # be finite. NaN is no more than anything. (Compared as Python's numbers: in float16 the bound itself is infinite.)
-    if not max(pair.a.abs().amax().item(), pair.b.abs().amax().item()) <= _LARGEST:
+    if not all(tensor.abs().amax().item() <= _LARGEST for tensor in pair.tensors):
         raise ArtifactError(
             WEIGHTS_FILE,
             f"{module} has values that are not finite, or beyond {_LARGEST:g}, in {str(dtype).removeprefix('torch.')}",

@@ -36,7 +36,8 @@ _HEADER_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 class LoadedModel:
     """A model ready to run, and what the rest of the engine must know of it.
 
-    `linears` are the layers that an adapter may change, all but the output head: (in_features, out_features) by name.
+    `linears` are the layers that an adapter may change, `ends` the token embeddings and the output head: of each
+    (in_features, out_features) by name.
     """
 
     module: Any
@@ -47,6 +48,8 @@ class LoadedModel:
     vocab_size: int
     kv: KvShape
     linears: Mapping[str, tuple[int, int]]
+    ends: Mapping[str, tuple[int, int]]
+    directory: Path
 
     @property
     def kv_token_bytes(self) -> int:
@@ -80,7 +83,9 @@ def load_model(path: str, device: str = "cpu", dtype: str = "auto") -> LoadedMod
         context_length=manifest.context_length,
         vocab_size=manifest.vocab_size,
         kv=kv_shape(module.config.to_dict()),
-        linears=_adaptable(module),
+        linears=_linears(module),
+        ends=_ends(module),
+        directory=directory,
     )
 
 
@@ -95,13 +100,20 @@ def _use_plain_linears(module: Any) -> None:
                 setattr(parent, name, linear)
 
 
-def _adaptable(module: Any) -> dict[str, tuple[int, int]]:
+def _linears(module: Any) -> dict[str, tuple[int, int]]:
     head = module.get_output_embeddings()
     return {
         name: (child.in_features, child.out_features)
         for name, child in module.named_modules()
         if type(child) is nn.Linear and child is not head
     }
+
+
+def _ends(module: Any) -> dict[str, tuple[int, int]]:
+    embedding, head = module.get_input_embeddings(), module.get_output_embeddings()
+    names = {child: name for name, child in module.named_modules()}
+    ends = {names[embedding]: (embedding.num_embeddings, embedding.embedding_dim)}
+    return ends | ({names[head]: (head.in_features, head.out_features)} if type(head) is nn.Linear else {})
 
 
 def _device(name: str) -> torch.device:

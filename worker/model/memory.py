@@ -1,4 +1,4 @@
-"""How much memory is left for weights and KV blocks, and whether it was too little."""
+"""How much memory is left for weights and KV blocks."""
 
 from __future__ import annotations
 
@@ -7,23 +7,12 @@ from pathlib import Path
 
 import torch
 
-# What the host's allocator, CUDA's calls, cuBLAS and Triton say, each in its own words.
-_OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "out of memory", "ALLOC_FAILED")
-
 
 def available_bytes(device: torch.device) -> int:
     """Bytes that may still be taken on the device; on the CPU inside the limit of the control group."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     return min(_host_bytes(), _control_group_bytes())
-
-
-def is_out_of_memory(error: Exception) -> bool:
-    """Whether torch or Python has raised this for want of memory; torch's CPU allocator has no class for it."""
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
-        return True
-    text = str(error)
-    return isinstance(error, RuntimeError) and any(sign in text for sign in _OUT_OF_MEMORY)
 
 
 def _host_bytes() -> int:

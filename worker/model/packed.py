@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from worker.lora.siblings import sibling_groups
+from worker.lora.siblings import SharedLinear, SharedProduct, join, joinable, sibling_groups
 
 # Largest difference from nn.Linear, relative to the largest output, that rounding explains.
 _TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
@@ -57,45 +57,6 @@ class PackedLinear(nn.Module):
         return y.view(*x.shape[:-1], y.shape[-1])
 
 
-class PackedSiblings:
-    """Linear layers that are called with the same input, as one product: fewer calls, and no small ones."""
-
-    def __init__(self, linears: Sequence[nn.Linear]) -> None:
-        bias = torch.cat([linear.bias for linear in linears]) if linears[0].bias is not None else None
-        self._product = PackedWeight(torch.cat([linear.weight for linear in linears]), bias)
-        self._features = [linear.out_features for linear in linears]
-        self._x: Tensor | None = None
-        self._parts: tuple[Tensor, ...] = ()
-        self._asked = 0
-
-    def part(self, index: int, x: Tensor) -> Tensor:
-        """What the layer of that index gives for x [..., in_features]: a view of the whole product."""
-        # The same object: a layer that was called with something else meanwhile is not mistaken.
-        if self._x is not x:
-            y = self._product(x.reshape(-1, x.shape[-1]))
-            self._x, self._asked = x, 0
-            self._parts = y.view(*x.shape[:-1], -1).split_with_sizes(self._features, -1)
-        part = self._parts[index]
-        self._asked += 1
-        if self._asked == len(self._features):
-            # Nobody else will ask: a long prompt's numbers need not stay.
-            self._x, self._parts = None, ()
-        return part
-
-
-class PackedSibling(nn.Module):
-    """One of the layers of PackedSiblings."""
-
-    def __init__(self, siblings: PackedSiblings, index: int) -> None:
-        super().__init__()
-        self._siblings = siblings
-        self._index = index
-
-    def forward(self, x: Tensor) -> Tensor:
-        """The product, plus the bias where there is one."""
-        return self._siblings.part(self._index, x)
-
-
 def pack_linears(model: nn.Module) -> None:
     """Replace every nn.Linear of a CPU model, one by one, so that the weights are never held twice.
 
@@ -105,13 +66,18 @@ def pack_linears(model: nn.Module) -> None:
         linears = {name: child for name, child in module.named_children() if type(child) is nn.Linear}
         for names in sibling_groups(linears):
             group = [linears[name] for name in names]
-            if len({(linear.in_features, linear.bias is None) for linear in group}) == 1 < len(group):
-                siblings = PackedSiblings(group)
+            if len(group) > 1 and joinable(group):
+                shared = _packed_siblings(group)
                 for index, name in enumerate(names):
-                    setattr(module, name, PackedSibling(siblings, index))
+                    setattr(module, name, SharedLinear(shared, index))
             else:
                 for name, linear in zip(names, group, strict=True):
                     setattr(module, name, PackedLinear(linear))
+
+
+def _packed_siblings(linears: Sequence[nn.Linear]) -> SharedProduct:
+    """Layers that are called with the same input, as one product: fewer calls, and no small ones."""
+    return SharedProduct(PackedLinear(join(linears)), [linear.out_features for linear in linears])
 
 
 def packing_works(dtype: torch.dtype) -> bool:

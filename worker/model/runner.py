@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from worker.lora.layers import LoraLayers
+from worker.lora.adapter_layers import AdapterLayers
 from worker.model.attention import attention_step
 from worker.model.cuda_graphs import DecodeGraphs, capture_decodes
 from worker.model.decode_buffers import DecodeBuffers
@@ -26,7 +26,7 @@ class Runner:
     """A model, its KV cache and its adapters' slots; from one thread."""
 
     def __init__(
-        self, loaded: LoadedModel, cache: KvCache, lora: LoraLayers, rows: int, max_tokens: int, *, ahead: bool
+        self, loaded: LoadedModel, cache: KvCache, lora: AdapterLayers, rows: int, max_tokens: int, *, ahead: bool
     ) -> None:
         """On CUDA this captures the decode steps of up to `rows` rows of up to `max_tokens` positions.
 
@@ -41,20 +41,21 @@ class Runner:
         self._buffers: DecodeBuffers | None = None
         self._graphs: DecodeGraphs | None = None
         if loaded.device.type == "cuda":
-            # Triton launches on the thread's current device.
-            torch.cuda.set_device(loaded.device)
             self._buffers = DecodeBuffers(rows, max_tokens, cache, loaded.device)
-            lora.begin_step([], 0)
             with torch.inference_mode():
-                self._graphs = capture_decodes(self._buffers, self._forward)
+                self._graphs = capture_decodes(self._buffers, self._forward, self._begin_empty)
 
     @torch.inference_mode()
     def launch(self, batch: Batch) -> InFlight:
         """Compute the rows' keys, values and next ids. What it raises for want of memory leaves nothing behind."""
-        self._lora.begin_step([(row.sequence.adapter_slot, row.count) for row in batch.rows], batch.decodes)
-        if self._buffers is not None and _is_plain_decode(batch):
+        if self._buffers is not None and _is_decode(batch):
             logits = self._decode(self._buffers, batch)
         else:
+            self._lora.begin_step(
+                [(row.sequence.adapter_slot, row.count) for row in batch.rows],
+                batch.decodes,
+                [len(row.prompt_positions) + row.samples for row in batch.rows],
+            )
             inputs = step_inputs(batch, self._cache, self._device)
             self._put_sampled_ids(inputs.input_ids[0], batch)
             logits = self._forward(inputs)
@@ -90,12 +91,26 @@ class Runner:
     def _decode(self, buffers: DecodeBuffers, batch: Batch) -> Tensor:
         size = buffers.fill(batch.rows)
         self._put_sampled_ids(buffers.input_ids, batch)
-        logits = self._forward(buffers.inputs(size)) if self._graphs is None else self._graphs.replay(size)
+        slots = [row.sequence.adapter_slot for row in batch.rows]
+        adapted = max(slots) >= 0
+        if adapted:
+            self._lora.begin_decode(slots, size)
+        else:
+            self._begin_empty(size, adapted=False)
+        if self._graphs is not None:
+            logits = self._graphs.replay(size, adapted=adapted)
+        else:
+            logits = self._forward(buffers.inputs(size))
         return logits[: len(batch.rows)]
 
+    def _begin_empty(self, size: int, adapted: bool) -> None:
+        """A decode step of rows without adapters, through the adapters' kernels or past them."""
+        if adapted:
+            self._lora.begin_decode([], size)
+        else:
+            self._lora.begin_step([], 0)
 
-def _is_plain_decode(batch: Batch) -> bool:
-    """Whether every row is one token with the logits of the next, without an adapter."""
-    return batch.decodes == len(batch.rows) and all(
-        row.samples and not row.prompt_positions and row.sequence.adapter_slot < 0 for row in batch.rows
-    )
+
+def _is_decode(batch: Batch) -> bool:
+    """Whether every row is one token with the logits of the next."""
+    return batch.decodes == len(batch.rows) and all(row.samples and not row.prompt_positions for row in batch.rows)

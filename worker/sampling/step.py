@@ -1,7 +1,8 @@
 """What a step's logits give: the next id of every row that samples, and the log probabilities that were asked for.
 
 All of it is launched at once, on the device, and looked at later: the next step may overwrite the logits, and take the
-ids as its inputs, before the host knows them. A row's fault, NaN logits or an exception, ends that row alone.
+ids as its inputs, before the host knows them. A row's fault, NaN logits or an exception, ends that row alone; want of
+memory is no row's fault, and is raised.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from worker.out_of_memory import is_out_of_memory
 from worker.sampling.adjustments import Adjustments
 from worker.sampling.logprobs import PendingLogprobs, token_logprobs
 from worker.sampling.sampler import Draw, sample
@@ -105,8 +107,8 @@ def _take_prompts(
             counts = [sequence.spec.prompt_logprobs or 0] * len(positions)
             try:
                 told.append((row, token_logprobs(part, upload(following, logits.device), counts)))
-            except Exception:
-                _fail(row, failures)
+            except Exception as error:
+                _fail(row, error, failures)
             at += len(positions)
         if row.samples:
             samples.append(at)
@@ -133,23 +135,31 @@ def _logprobs(
 def _each_alone(
     launch: Callable[[slice], _T], rows: Sequence[Row], failures: dict[Row, Failure]
 ) -> list[tuple[slice, _T]]:
-    """`launch` of all rows at once; where that raises, of each row, so that only the one at fault ends."""
+    """`launch` of all rows at once; where that raises, of each row, so that only the one at fault ends.
+
+    Raises what is about memory.
+    """
     everything = slice(0, len(rows))
     try:
         return [(everything, launch(everything))]
-    except Exception:
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
         _log.exception("sampling a batch failed; each row is sampled alone")
     results = []
     for index, row in enumerate(rows):
         part = slice(index, index + 1)
         try:
             results.append((part, launch(part)))
-        except Exception:
-            _fail(row, failures)
+        except Exception as error:
+            _fail(row, error, failures)
     return results
 
 
-def _fail(row: Row, failures: dict[Row, Failure]) -> None:
+def _fail(row: Row, error: Exception, failures: dict[Row, Failure]) -> None:
+    """The row is at fault, unless there is too little memory: then raises the error."""
+    if is_out_of_memory(error):
+        raise error
     _log.exception("sampling failed for sequence %s", row.sequence.sequence_id)
     failures[row] = _SAMPLING_FAILED
 

@@ -189,13 +189,20 @@ class EngineStats:
     # Sequences that found their adapter in a slot when they came, and those that did not, since the start.
     adapter_hits: int
     adapter_misses: int
-    # Adapters that had to leave their slot for another, since the start.
+    # Adapters that came into a slot, and those that had to leave theirs for another, since the start.
+    adapter_loads: int
     adapter_swaps: int
     # Adapters that are being read now.
     adapters_loading: int
     # Bytes of adapters as stored.
     adapter_host_bytes: int
     adapter_device_bytes: int
+    # Since the start: sequences that had to give their blocks back; tokens that steps computed; tokens that sequences
+    # came with, and how many of these the prefix cache had.
+    preemptions: int
+    computed_tokens: int
+    prefix_queries: int
+    prefix_hits: int
 
 
 class Engine(Protocol):
@@ -210,6 +217,15 @@ class Engine(Protocol):
 
     def abort(self, sequence_id: str) -> None:
         """Forget a sequence and free all it holds, at once; unknown ids are ignored."""
+
+    def warm(self, adapter: AdapterSource) -> None:
+        """Bring an adapter into a slot as soon as nobody who waits needs it."""
+
+    def pin(self, adapter: AdapterSource) -> None:
+        """The same, and it stays there. Raises ValueError where no slot would be left for others."""
+
+    def unpin(self, digest: str) -> None:
+        """It may leave again; unknown ones are ignored."""
 
     def has_work(self) -> bool:
         """Whether a step would do anything now (a sequence that waits for its adapter is no work)."""

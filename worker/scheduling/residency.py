@@ -21,6 +21,8 @@ class Arrivals:
 class TierStats:
     """What the tiers hold now. Bytes are counted as stored; `swaps` are adapters that had to leave their slot."""
 
+    # Adapters that came into a slot.
+    loads: int
     swaps: int
     loading: int
     host_bytes: int

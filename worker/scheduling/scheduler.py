@@ -75,6 +75,7 @@ class Scheduler:
         self._complete: list[Output] = []
         self._arrivals = 0
         self._steps = 0
+        self._preemptions = self._computed_tokens = self._prefix_queries = self._prefix_hits = 0
 
     def add(self, spec: NewSequence) -> None:
         """Take a sequence; asks for its adapter where it is not resident. Raises SequenceRefusedError."""
@@ -166,6 +167,7 @@ class Scheduler:
         end. Rows of sequences that were stopped since are skipped.
         """
         self._steps += 1
+        self._computed_tokens += batch.tokens
         block_size = self.limits.block_size
         outputs = []
         ids = zip_longest(sampled, logprobs)
@@ -226,10 +228,15 @@ class Scheduler:
             adapters=self._residency.resident,
             adapter_hits=self._waiting.hits,
             adapter_misses=self._waiting.misses,
+            adapter_loads=tiers.loads,
             adapter_swaps=tiers.swaps,
             adapters_loading=tiers.loading,
             adapter_host_bytes=tiers.host_bytes,
             adapter_device_bytes=tiers.device_bytes,
+            preemptions=self._preemptions,
+            computed_tokens=self._computed_tokens,
+            prefix_queries=self._prefix_queries,
+            prefix_hits=self._prefix_hits,
         )
 
     def check(self) -> None:
@@ -254,6 +261,8 @@ class Scheduler:
             sequence.running = True
             if sequence.cached_tokens is None:
                 sequence.cached_tokens = sequence.computed
+                self._prefix_queries += len(sequence.ids)
+                self._prefix_hits += sequence.computed
             insort(self._running, sequence, key=_by_rank)
             _plan_chunk(sequence, room, singles, chunks)
 
@@ -267,6 +276,7 @@ class Scheduler:
         return True
 
     def _preempt(self, sequence: Sequence) -> None:
+        self._preemptions += 1
         self._stop_running(sequence)
         self._waiting.enter(sequence)
 

@@ -10,9 +10,11 @@ from loraplex.adapters.v1 import adapters_pb2, adapters_pb2_grpc
 from loraplex.inference.v1 import inference_pb2_grpc
 
 from loraplex_client import adapters, calls
+from loraplex_client.addresses import read_addresses
 from loraplex_client.connection import AsyncConnection
 from loraplex_client.generation import Generation
 from loraplex_client.options import ChatMessages, GenerateOptions, generate_request
+from loraplex_client.recovery import RESUME_ATTEMPTS
 from loraplex_client.resources import Adapter, BaseModel, Pushed, Revision
 from loraplex_client.stream import AsyncGenerationStream
 
@@ -20,8 +22,10 @@ from loraplex_client.stream import AsyncGenerationStream
 class AsyncStoreClient:
     """StoreClient on the running event loop."""
 
-    def __init__(self, address: str, tenant: str = "default", *, timeout_s: float | None = None) -> None:
-        self.address = address
+    def __init__(
+        self, address: str | Sequence[str], tenant: str = "default", *, timeout_s: float | None = None
+    ) -> None:
+        self.address = ",".join(read_addresses(address))
         self.tenant = tenant
         self._connection = AsyncConnection(
             address, adapters_pb2_grpc.AdapterServiceStub, tenant=tenant, timeout_s=timeout_s
@@ -77,11 +81,21 @@ class AsyncClient:
     """Client on the running event loop."""
 
     def __init__(
-        self, address: str, tenant: str = "default", *, timeout_s: float | None = None, store: str | None = None
+        self,
+        address: str | Sequence[str],
+        tenant: str = "default",
+        *,
+        timeout_s: float | None = None,
+        store: str | None = None,
+        resume_attempts: int = RESUME_ATTEMPTS,
     ) -> None:
-        self.address = address
+        self.address = ",".join(read_addresses(address))
         self._connection = AsyncConnection(
-            address, inference_pb2_grpc.InferenceServiceStub, tenant=tenant, timeout_s=timeout_s
+            address,
+            inference_pb2_grpc.InferenceServiceStub,
+            tenant=tenant,
+            timeout_s=timeout_s,
+            resume_attempts=resume_attempts,
         )
         self._store = None if store is None else AsyncStoreClient(store, tenant, timeout_s=timeout_s)
 

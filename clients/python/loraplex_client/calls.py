@@ -45,6 +45,11 @@ class Call:
         """What broke on our side while the request was being sent."""
         return self.request.failure if isinstance(self.request, Upload) else None
 
+    @property
+    def may_repeat(self) -> bool:
+        """Whether it can be sent once more: an upload's requests are gone, and what came has been taken."""
+        return not isinstance(self.request, Upload) and self.take is None
+
 
 Script: TypeAlias = Generator[Call, Any, R]
 

@@ -10,9 +10,11 @@ from loraplex.adapters.v1 import adapters_pb2, adapters_pb2_grpc
 from loraplex.inference.v1 import inference_pb2_grpc
 
 from loraplex_client import adapters, calls
+from loraplex_client.addresses import read_addresses
 from loraplex_client.connection import Connection
 from loraplex_client.generation import Generation
 from loraplex_client.options import ChatMessages, GenerateOptions, generate_request
+from loraplex_client.recovery import RESUME_ATTEMPTS
 from loraplex_client.resources import Adapter, BaseModel, Pushed, Revision
 from loraplex_client.stream import GenerationStream
 
@@ -23,8 +25,10 @@ class StoreClient:
     Every method raises LoraplexError. `timeout_s` bounds each call; none by default.
     """
 
-    def __init__(self, address: str, tenant: str = "default", *, timeout_s: float | None = None) -> None:
-        self.address = address
+    def __init__(
+        self, address: str | Sequence[str], tenant: str = "default", *, timeout_s: float | None = None
+    ) -> None:
+        self.address = ",".join(read_addresses(address))
         self.tenant = tenant
         self._connection = Connection(address, adapters_pb2_grpc.AdapterServiceStub, tenant=tenant, timeout_s=timeout_s)
 
@@ -88,17 +92,30 @@ class StoreClient:
 
 
 class Client:
-    """Generates with a tenant's adapters, at the router's `address`. May be shared by threads.
+    """Generates with a tenant's adapters, at the router's `address`, or at several routers'. May be shared by threads.
 
+    `address` is `HOST:PORT`, several with commas between them, or a sequence; each is called in turn, and one that
+    fails is left out for a while. A stream whose router is lost goes on at another, every token once; after
+    `resume_attempts` in vain, one after another, it raises what the last one met (0: at once).
     `timeout_s` is the deadline of each call, none by default. `store` is the adapter store's address, for `.store`.
     """
 
     def __init__(
-        self, address: str, tenant: str = "default", *, timeout_s: float | None = None, store: str | None = None
+        self,
+        address: str | Sequence[str],
+        tenant: str = "default",
+        *,
+        timeout_s: float | None = None,
+        store: str | None = None,
+        resume_attempts: int = RESUME_ATTEMPTS,
     ) -> None:
-        self.address = address
+        self.address = ",".join(read_addresses(address))
         self._connection = Connection(
-            address, inference_pb2_grpc.InferenceServiceStub, tenant=tenant, timeout_s=timeout_s
+            address,
+            inference_pb2_grpc.InferenceServiceStub,
+            tenant=tenant,
+            timeout_s=timeout_s,
+            resume_attempts=resume_attempts,
         )
         self._store = None if store is None else StoreClient(store, tenant, timeout_s=timeout_s)
 

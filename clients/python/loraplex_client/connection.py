@@ -1,18 +1,22 @@
-"""The transports: one channel to one service of one address, made when it is first used, sync or grpc.aio."""
+"""The transports: channels to one service, one for each address, made when it is first used, sync or grpc.aio."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import grpc
 from loraplex.inference.v1 import inference_pb2
 
+from loraplex_client.addresses import Rotation, read_addresses
 from loraplex_client.calls import Call, Script
-from loraplex_client.errors import InvalidRequestError, error_of
+from loraplex_client.errors import InvalidRequestError, LoraplexError, UnavailableError, error_of
+from loraplex_client.recovery import RESUME_ATTEMPTS, Attempt, Recovery
 from loraplex_client.stream import AsyncGenerationStream, GenerationStream
+from loraplex_client.tracing import trace_metadata
 
 R = TypeVar("R")
 
@@ -23,6 +27,7 @@ TENANT_KEY = "x-loraplex-tenant"
 CHANNEL_OPTIONS: list[tuple[str, Any]] = [
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.http2.ping_timeout_ms", 5_000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.max_receive_message_length", 4 * 1024 * 1024),
@@ -30,33 +35,99 @@ CHANNEL_OPTIONS: list[tuple[str, Any]] = [
 ]
 
 
+# What fails with UNAVAILABLE before its first message is tried again by gRPC itself; a name that stands for several
+# hosts is one address with all of them. https://github.com/grpc/proposal/blob/master/A6-client-retries.md
+SERVICE_CONFIG = {
+    "loadBalancingConfig": [{"round_robin": {}}],
+    "methodConfig": [
+        {
+            "name": [{"service": "loraplex.inference.v1.InferenceService"}],
+            "retryPolicy": {
+                "maxAttempts": 3,
+                "initialBackoff": "0.05s",
+                "maxBackoff": "0.5s",
+                "backoffMultiplier": 2,
+                "retryableStatusCodes": ["UNAVAILABLE"],
+            },
+        }
+    ],
+}
+# A server that comes back is found soon.
+_CLIENT_OPTIONS: list[tuple[str, Any]] = [
+    ("grpc.service_config", json.dumps(SERVICE_CONFIG)),
+    ("grpc.initial_reconnect_backoff_ms", 200),
+    ("grpc.max_reconnect_backoff_ms", 500),
+]
+
+
 class _Endpoint:
     """Who is called, as whom, and for how long at most."""
 
-    def __init__(self, address: str, stub: Callable[[Any], Any], tenant: str, timeout_s: float | None) -> None:
+    def __init__(
+        self,
+        address: str | Sequence[str],
+        stub: Callable[[Any], Any],
+        *,
+        tenant: str,
+        timeout_s: float | None = None,
+        resume_attempts: int = RESUME_ATTEMPTS,
+    ) -> None:
         if not (tenant.isascii() and tenant.isprintable()):
             raise InvalidRequestError(f"tenant: {tenant!r} is not a name", field="tenant")
-        self.address = address
+        self._rotation = Rotation(read_addresses(address))
         self._make_stub = stub
         self._metadata = ((TENANT_KEY, tenant),)
         self._timeout_s = timeout_s
-        self._channel: Any = None
-        self._stub: Any = None
+        self._resume_attempts = resume_attempts
+        self._channels: dict[str, Any] = {}
+        self._stubs: dict[str, Any] = {}
+        self._lock = threading.Lock()
+        self.closings = 0
 
-    def _start(self, call: Call, timeout_s: float | None = None) -> Any:
-        """Begin the RPC on the stub; a given `timeout_s` wins over the connection's."""
-        timeout = self._timeout_s if timeout_s is None else timeout_s
-        return getattr(self._stub, call.method)(call.request, timeout=timeout, metadata=self._metadata)
+    def start(self, attempt: Attempt) -> Any:
+        """Begin the RPC."""
+        method = getattr(self._stub(attempt.address), attempt.call.method)
+        return method(attempt.call.request, timeout=attempt.timeout_s, metadata=(*self._metadata, *trace_metadata()))
+
+    def _stub(self, address: str) -> Any:
+        with self._lock:
+            if address not in self._stubs:
+                self._channels[address] = self._channel(address, [*CHANNEL_OPTIONS, *_CLIENT_OPTIONS])
+                self._stubs[address] = self._make_stub(self._channels[address])
+            return self._stubs[address]
+
+    def _channel(self, address: str, options: list[tuple[str, Any]]) -> Any:
+        raise NotImplementedError
+
+    def _recovery(self, request: inference_pb2.GenerateRequest, timeout_s: float | None) -> Recovery:
+        timeout_s = self._timeout_s if timeout_s is None else timeout_s
+        return Recovery(request, self._rotation, timeout_s, self._resume_attempts)
+
+    def _attempt(self, call: Call, tried: list[str]) -> Attempt:
+        """A unary call, or one that is not resumed, at an address that has not been tried."""
+        tried.append(self._rotation.pick(tried))
+        return Attempt(tried[-1], call, self._timeout_s)
+
+    def _failed(self, call: Call, tried: Sequence[str], error: grpc.RpcError) -> LoraplexError | None:
+        """What the call ends with; None where another address is to be tried."""
+        failure = error_of(error, tried[-1])
+        if isinstance(failure, UnavailableError):
+            self._rotation.failed(tried[-1])
+            if call.may_repeat and len(tried) < len(self._rotation.addresses):
+                return None
+        return failure
+
+    def _forget(self) -> list[Any]:
+        """The channels, to be closed; the next call opens others."""
+        with self._lock:
+            channels = list(self._channels.values())
+            self._channels, self._stubs = {}, {}
+            self.closings += 1
+        return channels
 
 
 class Connection(_Endpoint):
     """Runs calls and blocks. May be shared by threads."""
-
-    def __init__(
-        self, address: str, stub: Callable[[Any], Any], *, tenant: str, timeout_s: float | None = None
-    ) -> None:
-        super().__init__(address, stub, tenant, timeout_s)
-        self._lock = threading.Lock()
 
     def run(self, script: Script[R]) -> R:
         """Answer every call of the script; what it returns. Raises LoraplexError."""
@@ -72,45 +143,39 @@ class Connection(_Endpoint):
 
     def stream(self, request: inference_pb2.GenerateRequest, timeout_s: float | None) -> GenerationStream:
         """Start a generation."""
-        self._open()
-        return GenerationStream(self._start(Call("Generate", request), timeout_s), self.address)
+        return GenerationStream(self, self._recovery(request, timeout_s))
 
     def close(self) -> None:
-        """Cancel what runs and close the channel; the next call opens another."""
-        with self._lock:
-            if self._channel is not None:
-                self._channel.close()
-            self._channel = None
+        """Cancel what runs and close the channels; the next call opens others."""
+        for channel in self._forget():
+            channel.close()
 
-    def _open(self) -> None:
-        with self._lock:
-            if self._channel is None:
-                self._channel = grpc.insecure_channel(self.address, options=CHANNEL_OPTIONS)
-                self._stub = self._make_stub(self._channel)
+    def _channel(self, address: str, options: list[tuple[str, Any]]) -> Any:
+        return grpc.insecure_channel(address, options=options)
 
     def _call(self, call: Call) -> Any:
-        self._open()
-        try:
-            answer = self._start(call)
-            if call.take is None:
-                return answer
+        tried: list[str] = []
+        while True:
             try:
-                for message in answer:
-                    call.take(message)
-            finally:
-                answer.cancel()
-        except grpc.RpcError as error:
-            raise call.failure or error_of(error, self.address) from error
+                return self._ask(call, self._attempt(call, tried))
+            except grpc.RpcError as error:
+                if failure := call.failure or self._failed(call, tried, error):
+                    raise failure from error
+
+    def _ask(self, call: Call, attempt: Attempt) -> Any:
+        answer = self.start(attempt)
+        if call.take is None:
+            return answer
+        try:
+            for message in answer:
+                call.take(message)
+        finally:
+            answer.cancel()
         return None
 
 
 class AsyncConnection(_Endpoint):
     """Runs calls on the running event loop."""
-
-    def __init__(
-        self, address: str, stub: Callable[[Any], Any], *, tenant: str, timeout_s: float | None = None
-    ) -> None:
-        super().__init__(address, stub, tenant, timeout_s)
 
     async def run(self, script: Script[R]) -> R:
         """Answer every call of the script; what it returns. Raises LoraplexError."""
@@ -126,36 +191,37 @@ class AsyncConnection(_Endpoint):
 
     def stream(self, request: inference_pb2.GenerateRequest, timeout_s: float | None) -> AsyncGenerationStream:
         """Start a generation."""
-        self._open()
-        return AsyncGenerationStream(self._start(Call("Generate", request), timeout_s), self.address)
+        return AsyncGenerationStream(self, self._recovery(request, timeout_s))
 
     async def close(self) -> None:
-        """Cancel what runs and close the channel; the next call opens another."""
-        channel, self._channel = self._channel, None
-        if channel is not None:
+        """Cancel what runs and close the channels; the next call opens others."""
+        for channel in self._forget():
             await channel.close()
 
-    def _open(self) -> None:
-        if self._channel is None:
-            self._channel = grpc.aio.insecure_channel(self.address, options=CHANNEL_OPTIONS)
-            self._stub = self._make_stub(self._channel)
+    def _channel(self, address: str, options: list[tuple[str, Any]]) -> Any:
+        return grpc.aio.insecure_channel(address, options=options)
 
     async def _call(self, call: Call) -> Any:
-        self._open()
-        try:
-            answer = self._start(call)
-            if call.take is None:
-                return await answer
+        tried: list[str] = []
+        while True:
             try:
-                async for message in answer:
-                    call.take(message)
-            finally:
-                answer.cancel()
-        except (grpc.RpcError, asyncio.CancelledError) as error:
-            # grpc.aio reports a request iterator that raised as a cancelled call
-            if call.failure is not None:
-                raise call.failure from error
-            if isinstance(error, grpc.RpcError):
-                raise error_of(error, self.address) from error
-            raise
+                return await self._ask(call, self._attempt(call, tried))
+            except (grpc.RpcError, asyncio.CancelledError) as error:
+                # grpc.aio reports a request iterator that raised as a cancelled call
+                if call.failure is not None:
+                    raise call.failure from error
+                if not isinstance(error, grpc.RpcError):
+                    raise
+                if failure := self._failed(call, tried, error):
+                    raise failure from error
+
+    async def _ask(self, call: Call, attempt: Attempt) -> Any:
+        answer = self.start(attempt)
+        if call.take is None:
+            return await answer
+        try:
+            async for message in answer:
+                call.take(message)
+        finally:
+            answer.cancel()
         return None

@@ -145,6 +145,20 @@ class Fold:
         self._choices: dict[int, _Growing] = {}
         self._complete = False
         self._prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+        # Whether the events come from a second stream by now, which may repeat what the first one has brought.
+        self.resumed = False
+
+    @property
+    def begun(self) -> bool:
+        """Whether anything has come."""
+        return bool(self._choices)
+
+    def received(self) -> list[inference_pb2.ReceivedTokens]:
+        """What has come of each choice."""
+        return [
+            inference_pb2.ReceivedTokens(choice=choice, token_ids=growing.token_ids, finished=growing.end is not None)
+            for choice, growing in sorted(self._choices.items())
+        ]
 
     def take(self, event: inference_pb2.GenerateEvent) -> Piece | None:
         """The piece that this event makes, if it makes one."""
@@ -168,8 +182,10 @@ class Fold:
     def _growing(self, choice: int) -> _Growing:
         return self._choices.setdefault(choice, _Growing())
 
-    def _grow(self, delta: inference_pb2.Delta) -> Piece:
+    def _grow(self, delta: inference_pb2.Delta) -> Piece | None:
         growing = self._growing(delta.choice)
+        if self.resumed and delta.token_ids and delta.offset + len(delta.token_ids) <= len(growing.token_ids):
+            return None
         if delta.offset != len(growing.token_ids):
             raise InternalError(f"the stream goes on at token {delta.offset} after {len(growing.token_ids)} tokens")
         logprobs = tuple(map(_logprobs, delta.logprobs))

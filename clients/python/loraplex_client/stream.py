@@ -1,68 +1,106 @@
-"""A running generation: an iterator of pieces, sync or async. Leaving it early cancels the work on the server."""
+"""A running generation: an iterator of pieces, sync or async. Leaving it early cancels the work on the server.
+
+A stream that is lost goes on with another call (see loraplex_client.recovery); who iterates sees a pause.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import threading
 from collections.abc import AsyncIterator, Iterator
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import grpc
-from loraplex.inference.v1 import inference_pb2
 
 from loraplex_client.errors import CancelledError, LoraplexError, error_of
-from loraplex_client.generation import Fold, Generation, Piece
+from loraplex_client.generation import Generation, Piece
+from loraplex_client.recovery import Attempt, Recovery
+
+
+class Starter(Protocol):
+    """Where a stream's calls go. `closings` counts how often it was closed: what ran then is not to be resumed."""
+
+    closings: int
+
+    def start(self, attempt: Attempt) -> Any:
+        """Begin the RPC."""
 
 
 class _Running:
-    """The RPC, the fold of its events, and whether the caller has left it."""
+    """The RPC of the moment, what has come so far, and whether the caller has left it."""
 
-    def __init__(self, rpc: Any, address: str) -> None:
-        self._rpc = rpc
-        self._address = address
-        self._fold = Fold()
+    def __init__(self, starter: Starter, recovery: Recovery) -> None:
+        self._starter = starter
+        self._recovery = recovery
+        self._closings = starter.closings
         self._left = False
-        self._whole: Generation | None = None
+        self._start()
 
-    def _take(self, response: inference_pb2.GenerateResponse) -> Piece | None:
-        piece = self._fold.take(response.event)
-        if piece is not None and piece.finished is not None:
-            self._whole = piece.finished
-        return piece
+    def _start(self) -> None:
+        if self._starter.closings != self._closings:
+            raise CancelledError("the client was closed")
+        self._attempt = self._recovery.attempt()
+        self._rpc = self._starter.start(self._attempt)
+
+    def _lost(self, error: grpc.RpcError) -> float:
+        """Seconds to wait before the next attempt. Raises LoraplexError where the stream is over."""
+        failure = error_of(error, self._attempt.address)
+        if self._starter.closings != self._closings:
+            raise failure from error
+        try:
+            return self._recovery.lost(failure)
+        except LoraplexError:
+            raise failure from error
 
     def _leave(self) -> None:
         self._left = True
         self._rpc.cancel()
 
     def _result(self) -> Generation:
-        if self._whole is None:
+        if self._recovery.whole is None:
             raise CancelledError("the stream was left before its end")
-        return self._whole
+        return self._recovery.whole
 
     def __del__(self) -> None:
         # A `break` drops the last reference: this is what makes it cancel at once.
-        if hasattr(self, "_left"):
+        if hasattr(self, "_rpc"):
             self._leave()
 
 
 class GenerationStream(_Running, Iterator[Piece]):
     """Pieces as they come; break, `close`, leaving a `with`, an exception or its deletion cancels what is left."""
 
+    def __init__(self, starter: Starter, recovery: Recovery) -> None:
+        self._leaving = threading.Event()
+        super().__init__(starter, recovery)
+
     def __next__(self) -> Piece:
         """The next piece. Raises LoraplexError."""
         try:
-            for response in self._rpc:
-                piece = self._take(response)
-                if piece is not None:
-                    return piece
-            self._fold.end()
-        except grpc.RpcError as error:
-            if self._left:
-                raise StopIteration from None
-            raise error_of(error, self._address) from error
+            while not self._left:
+                try:
+                    return self._read()
+                except grpc.RpcError as error:
+                    if self._left:
+                        break
+                    self._leaving.wait(self._lost(error))
+                if not self._left:
+                    self._start()
+        except StopIteration:
+            raise
         except BaseException:  # KeyboardInterrupt too
             self._leave()
             raise
+        raise StopIteration
+
+    def _read(self) -> Piece:
+        for response in self._rpc:
+            piece = self._recovery.take(response.event)
+            if piece is not None:
+                return piece
+        self._recovery.end()
         raise StopIteration
 
     def result(self) -> Generation:
@@ -74,6 +112,7 @@ class GenerationStream(_Running, Iterator[Piece]):
     def close(self) -> None:
         """Cancel what is left of it; the iteration then just ends."""
         self._leave()
+        self._leaving.set()
 
     def __enter__(self) -> Self:
         return self
@@ -85,17 +124,22 @@ class GenerationStream(_Running, Iterator[Piece]):
 class AsyncGenerationStream(_Running, AsyncIterator[Piece]):
     """Pieces as they come; break, `aclose`, leaving an `async with` or a cancelled task cancels what is left."""
 
+    def __init__(self, starter: Starter, recovery: Recovery) -> None:
+        self._leaving = asyncio.Event()
+        super().__init__(starter, recovery)
+
     async def __anext__(self) -> Piece:
         """The next piece. Raises LoraplexError."""
         try:
-            async for response in self._rpc:
-                piece = self._take(response)
-                if piece is not None:
-                    return piece
-            if not self._left:
-                self._fold.end()
-        except grpc.RpcError as error:
-            raise error_of(error, self._address) from error
+            while not self._left:
+                try:
+                    return await self._read()
+                except grpc.RpcError as error:
+                    pause_s = self._lost(error)
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._leaving.wait(), pause_s)
+                if not self._left:
+                    self._start()
         except asyncio.CancelledError:
             if self._left and not _task_is_cancelled():
                 raise StopAsyncIteration from None
@@ -104,6 +148,15 @@ class AsyncGenerationStream(_Running, AsyncIterator[Piece]):
         except LoraplexError:
             self._leave()
             raise
+        raise StopAsyncIteration
+
+    async def _read(self) -> Piece:
+        async for response in self._rpc:
+            piece = self._recovery.take(response.event)
+            if piece is not None:
+                return piece
+        if not self._left:
+            self._recovery.end()
         raise StopAsyncIteration
 
     async def result(self) -> Generation:
@@ -115,6 +168,7 @@ class AsyncGenerationStream(_Running, AsyncIterator[Piece]):
     async def aclose(self) -> None:
         """Cancel what is left of it; the iteration then just ends."""
         self._leave()
+        self._leaving.set()
 
     async def __aenter__(self) -> Self:
         return self

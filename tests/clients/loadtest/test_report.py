@@ -6,6 +6,7 @@ import copy
 import json
 import re
 from array import array
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -153,6 +154,8 @@ def test_the_generator_warns_of_itself() -> None:
 def test_axes_name_round_values() -> None:
     assert linear("s", [0.0, 93.0]).ticks() == [0, 25, 50, 75, 100]
     assert logarithmic("ms", [1.0, 900.0]).ticks() == pytest.approx([1, 2, 5, 10, 20, 50, 100, 200, 500, 1000])
+    assert replace(linear("count", [11.0]), whole=True).ticks() == [0, 3, 6, 9]
+    assert replace(linear("count", [1.0]), whole=True).ticks() == [0, 1]
     for values in ([], [0.0], [1e-9], [5.0, 5.0], [3.0, 4.0]):
         for axis in (linear("s", values), logarithmic("s", values)):
             ticks = axis.ticks()

@@ -2,7 +2,8 @@
 
     columns    │ q_proj: block 0 │ 1 │ ... │ k_proj: 0 │ ...     one program: a tile of rows of one slot, a block
 
-Rows in no tile, and modules that their adapter does not change, keep their bits.
+What the base layers gave is rescaled first where the adapter is a DoRA. Rows in no tile, and modules that their
+adapter does not change, keep their bits.
 """
 
 # ruff: noqa: N803, PLR0913, PLR0917 - kernels take every size as an argument, and compile-time ones in capitals
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from worker.kernel_call import KernelCall
 from worker.lora.kernels.groups import LOW, MAX_MODULES, SlotGroup, Tiles
+from worker.lora.kernels.shrink import rows_of_tile
 
 # So that a tile's float32 sums fit in registers.
 _LOW_COLUMNS, _HIGH_COLUMNS = 256, 128
@@ -27,6 +29,8 @@ def expand_rows(  # type: ignore[no-untyped-def]
     y,
     sums,
     b,
+    gains,
+    shifts,
     tiles,
     ranks,
     rows,
@@ -53,14 +57,11 @@ def expand_rows(  # type: ignore[no-untyped-def]
     first_column = tl.program_id(1) * COLUMNS
     if first_column >= width:
         return
-    rank = tl.load(ranks + slot * MODULES + module)
+    signed_rank = tl.load(ranks + slot * MODULES + module)
+    rank = tl.abs(signed_rank)
     if rank == 0:
         return
-    first_row = tl.load(tile + 1).to(tl.int64)
-    count = tl.load(tile + 2)
-    lanes = tl.arange(0, HEIGHT)
-    live = lanes < count
-    row_index = first_row + lanes
+    row_index, live = rows_of_tile(tile, HEIGHT)
     in_module = first_column + tl.arange(0, COLUMNS)
     inside = in_module < width
     first_of_module = tl.where(module > 0, width_0, 0) + tl.where(module > 1, width_1, 0)
@@ -80,7 +81,13 @@ def expand_rows(  # type: ignore[no-untyped-def]
             weights + rank_index[:, None] * width, mask=(rank_index < rank)[:, None] & inside[None, :], other=0.0
         )
         delta = tl.dot(shrunk.to(part.dtype), part, delta, input_precision="ieee")
-    tl.store(outputs, (base.to(tl.float32) + delta).to(y.dtype.element_ty), mask=mask)
+    total = base.to(tl.float32)
+    if signed_rank < 0:
+        places = slot * (width_0 + width_1 + width_2) + (first_of_module + in_module)[None, :]
+        gain = tl.load(gains + places, mask=inside[None, :], other=0.0)
+        shift = tl.load(shifts + places, mask=inside[None, :], other=0.0)
+        total += total * gain.to(tl.float32) + shift.to(tl.float32)
+    tl.store(outputs, (total + delta).to(y.dtype.element_ty), mask=mask)
 
 
 def expand_call(y: Tensor, sums: Tensor, group: SlotGroup, tiles: Tiles) -> KernelCall:
@@ -94,7 +101,8 @@ def expand_call(y: Tensor, sums: Tensor, group: SlotGroup, tiles: Tiles) -> Kern
         expand_rows,
         (len(tiles), -(-max(widths) // columns), len(group.widths)),
         {
-            "y": y, "sums": sums, "b": group.b, "tiles": tiles.table, "ranks": group.ranks, "rows": y.shape[0],
+            "y": y, "sums": sums, "b": group.b, "gains": group.rescales.gain,
+            "shifts": group.rescales.shift, "tiles": tiles.table, "ranks": group.ranks, "rows": y.shape[0],
             "y_stride": y.stride(0), "slot_stride": group.b.stride(0),
             "width_0": widths[0], "width_1": widths[1], "width_2": widths[2],
         },

@@ -1,6 +1,7 @@
 """The adapters of modules that share their input, in slots at fixed addresses; and which rows of a step use which.
 
 a [slots, modules, max_rank, in_features]     b [slots, max_rank * width of each module]     ranks [slots, modules]
+rescales, two of [slots, width of each module]: DoRA's gains and shifts, of pairs whose rank is negative in `ranks`
 
 A pair is contiguous in both, so that an adapter is installed with few launches, and read 16 bytes at a time.
 """
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from worker.lora.dora import Rescale
 from worker.lora.weights import LoraPair
 
 MAX_MODULES = 3
@@ -46,6 +48,7 @@ class SlotGroup:
         # Not cleared: nothing behind a pair's own rank is read.
         self.a = torch.empty(slots, len(widths), max_rank, in_features, dtype=dtype, device=device)
         self.b = torch.empty(slots, max_rank * sum(widths), dtype=dtype, device=device)
+        self.rescales = Rescale(*torch.empty(2, slots, sum(widths), dtype=dtype, device=device))
         self.ranks = torch.zeros(slots, len(widths), dtype=torch.int32, device=device)
 
     @property
@@ -73,8 +76,13 @@ class SlotGroup:
 
     def place(self, slot: int, module: int, rank: int) -> LoraPair:
         """Where a module's pair of such a rank belongs: contiguous views."""
-        first, width = self.max_rank * sum(self.widths[:module]), self.widths[module]
-        return LoraPair(self.a[slot, module, :rank], self.b[slot, first : first + rank * width].view(rank, width))
+        column, width = sum(self.widths[:module]), self.widths[module]
+        first, columns = self.max_rank * column, slice(column, column + width)
+        return LoraPair(
+            self.a[slot, module, :rank],
+            self.b[slot, first : first + rank * width].view(rank, width),
+            Rescale(self.rescales.gain[slot, columns], self.rescales.shift[slot, columns]),
+        )
 
 
 @dataclass(frozen=True, slots=True)

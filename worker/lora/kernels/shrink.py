@@ -23,6 +23,13 @@ from worker.lora.kernels.groups import LOW, SlotGroup, Tiles
 _FEATURE_BYTES = 256
 
 
+@triton.jit
+def rows_of_tile(tile, HEIGHT: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The rows of a line of Tiles.table: their indices, and which of them there are."""
+    lanes = tl.arange(0, HEIGHT)
+    return tl.load(tile + 1).to(tl.int64) + lanes, lanes < tl.load(tile + 2)
+
+
 # A program for each number of rows would have to be compiled while somebody waits.
 @triton.jit(do_not_specialize=["rows"])
 def shrink_rows(  # type: ignore[no-untyped-def]
@@ -51,16 +58,12 @@ def shrink_rows(  # type: ignore[no-untyped-def]
     rank_tiles: tl.constexpr = RANK_SPACE // RANKS
     module = tl.program_id(1) // rank_tiles
     first_rank = tl.program_id(1) % rank_tiles * RANKS
-    rank = tl.load(ranks + slot * MODULES + module)
+    rank = tl.abs(tl.load(ranks + slot * MODULES + module))
     if first_rank >= rank:
         return
-    first_row = tl.load(tile + 1).to(tl.int64)
-    count = tl.load(tile + 2)
-    lanes = tl.arange(0, HEIGHT)
-    live = lanes < count
+    row_index, live = rows_of_tile(tile, HEIGHT)
     rank_index = first_rank + tl.arange(0, RANKS)
     used = rank_index < rank
-    row_index = first_row + lanes
     inputs = x + row_index[:, None] * x_stride
     weights = a + slot * slot_stride + (module * MAX_RANK + rank_index).to(tl.int64)[None, :] * in_features
     sums = tl.zeros([HEIGHT, RANKS], tl.float32)

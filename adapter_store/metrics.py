@@ -1,0 +1,16 @@
+"""What the adapter store counts. Names and meanings for people: docs/metrics.md, which a test holds to this file."""
+
+from __future__ import annotations
+
+from telemetry.metrics import Meters
+
+
+class StoreMetrics(Meters):
+    """One store's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = self.rpc_calls()
+        self.sent = self.counter("store_sent_bytes", "Bytes of files that were sent.")
+        self.received = self.counter("store_received_bytes", "Bytes of files that came.")
+        self.published = self.counter("store_revisions_published", "Revisions that were uploaded and kept.")

@@ -1,0 +1,181 @@
+"""Runs the load tests of examples/loadtest on the shipped model, and makes the pictures of docs/plots.
+
+    python -m bench.pictures [--quick]       --quick: short runs, to see that it works; not the pictures to keep
+
+The plots are the load tester's own; the screenshots are its report's, wide, dark and narrow; `loadtest-top.svg` is
+`loraplex top` while the last of them runs. Needs a Chromium on PATH.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import csv
+import io
+import json
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+from loraplex_client import AsyncStoreClient
+from rich.console import Console
+
+from artifacts.base_model import read_base_model
+from bench.report import progress
+from bench.screenshots import NoBrowserError, find_browser, screenshot
+from clients.cli.adapter_tree import find_adapters
+from clients.cli.cluster import ClusterReader, Interval
+from clients.cli.cluster_top import view
+from clients.cli.models import registered
+from clients.cli.options import TENANT
+from clients.loadtest.page import css
+from clients.loadtest.svg import Series, linear, lines, standalone
+from deploy.local.cluster import ClusterSettings, LocalCluster
+
+_ROOT = Path(__file__).parents[1]
+PLOTS = _ROOT / "docs" / "plots"
+EXAMPLES = _ROOT / "examples"
+# Of a kept picture.
+MOST_BYTES = 300_000
+# When the cluster is looked at, after its load test began, and between two looks.
+_TOP_S = 8.0
+_BETWEEN_S = 2.0
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """A load-test file; `plots` are kept under their names, as (the report's plot, the kept one)."""
+
+    file: str
+    plots: Sequence[tuple[str, str]] = ()
+    quick: Sequence[str] = ()
+    flags: Sequence[str] = ()
+    # Of its report's directory.
+    name: str = ""
+
+
+EXPERIMENTS = (
+    Experiment(
+        "throughput.toml",
+        (
+            ("sweep-latency-against-throughput", "latency-against-throughput"),
+            ("sweep-time-per-token-and-throughput-over-requests-at-once", "time-per-token"),
+        ),
+        ("--duration", "1"),
+    ),
+    Experiment("one-stream.toml", (("run-1-one-stream", "one-stream"),)),
+    Experiment("three-streams.toml", (("run-1-the-first-streams", "three-streams"),)),
+    Experiment("three-adapters.toml", (("run-1-the-first-streams", "three-adapters"),)),
+    Experiment("one-stream.toml", flags=("--answer-tokens", "990"), name="long-stream"),
+    Experiment("without-cache.toml"),
+)
+_SHOWN = Experiment("tenants.toml", quick=("--duration", "12"))
+
+
+def main() -> int:
+    """Exit code: 0; 2 without a browser."""
+    parser = argparse.ArgumentParser(prog="python -m bench.pictures", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="short runs, to see that it works")
+    quick = parser.parse_args().quick
+    try:
+        browser = find_browser()
+        with tempfile.TemporaryDirectory(prefix="loraplex-pictures-") as directory:
+            asyncio.run(_make(Path(directory), quick=quick))
+            _draw(browser, Path(directory))
+    except NoBrowserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+async def _make(directory: Path, *, quick: bool) -> None:
+    PLOTS.mkdir(parents=True, exist_ok=True)
+    model = str(EXAMPLES / "model")
+    # What the report says of its command is to hold on any machine.
+    (directory / "examples").symlink_to(EXAMPLES)
+    # Else its name is the host's.
+    settings = ClusterSettings(model, port=0, store_port=0, worker_flags=("--worker-id", "worker-1"))
+    async with LocalCluster(settings) as cluster:
+        base = await asyncio.to_thread(read_base_model, model)
+        async with AsyncStoreClient(cluster.store, TENANT) as store:
+            await store.register_model(registered(base), base.files)
+        for adapter in find_adapters(EXAMPLES / "adapters"):
+            async with AsyncStoreClient(cluster.store, adapter.tenant) as store:
+                await store.push(adapter.directory, adapter.name)
+        await cluster.wait_serving()
+        for experiment in EXPERIMENTS:
+            await _run(experiment, cluster.router, directory, quick=quick)
+            for plot, kept in experiment.plots:
+                shutil.copyfile(_out(directory, experiment) / "plots" / f"{plot}.svg", PLOTS / f"loadtest-{kept}.svg")
+        _compare_caches(directory)
+        running = asyncio.create_task(_run(_SHOWN, cluster.router, directory, quick=quick))
+        await asyncio.sleep(_TOP_S)
+        await asyncio.to_thread(_show_top, cluster.router)
+        await running
+
+
+async def _run(experiment: Experiment, router: str, directory: Path, *, quick: bool) -> None:
+    """The load test as a user runs it. Raises RuntimeError where it fails."""
+    progress(f"loraplex loadtest examples/loadtest/{experiment.file}")
+    flags = [f"examples/loadtest/{experiment.file}", "--router", router, "--out", _out(directory, experiment).name]
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "clients.cli", "loadtest", *flags, *experiment.flags,
+        *(experiment.quick if quick else ()),
+        stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE, cwd=directory,
+    )  # fmt: skip
+    _, stderr = await process.communicate()
+    if process.returncode:
+        raise RuntimeError(f"{experiment.file}: {stderr.decode()}")
+
+
+def _out(directory: Path, experiment: Experiment) -> Path:
+    return directory / (experiment.name or Path(experiment.file).stem)
+
+
+def _compare_caches(directory: Path) -> None:
+    """Time per token over the tokens before it: gaps of one stream, and requests that compute all of them again."""
+    with (directory / "without-cache" / "requests.csv").open(newline="") as file:
+        rows = [row for row in csv.DictReader(file) if row["status"] == "OK"]
+    without = [(float(row["prompt_tokens"]), (float(row["first_s"]) - float(row["sent_s"])) * 1e3) for row in rows]
+    (run,) = json.loads((directory / "long-stream" / "report.json").read_text())["runs"]
+    times, tokens = run["streams"][0]["messages_s"], run["figures"]["tokens"]
+    # A busy machine makes messages of several tokens.
+    each = tokens / len(times)
+    cached = [(8 + at * each, (later - earlier) / each * 1e3) for at, (earlier, later) in enumerate(pairwise(times))]
+    found = [Series("without a cache", without), Series("with it", cached)]
+    plot = lines(
+        linear("tokens before it", [at for at, _ in without]),
+        linear("milliseconds for a token", [value for one in found for _, value in one.points]),
+        found,
+    )
+    (PLOTS / "loadtest-kv-cache.svg").write_text(standalone(plot, css()), encoding="utf-8")
+
+
+def _show_top(router: str) -> None:
+    """What a terminal shows, between two looks."""
+    reader = ClusterReader(router, TENANT)
+    before = reader.look()
+    time.sleep(_BETWEEN_S)
+    console = Console(record=True, width=118, file=io.StringIO(), force_terminal=True)
+    console.print(view(router, Interval(reader.look(), before)))
+    picture = console.export_svg(title="loraplex top")
+    (PLOTS / "loadtest-top.svg").write_text(picture, encoding="utf-8")
+
+
+def _draw(browser: str, directory: Path) -> None:
+    """The report of the last load test."""
+    page = _out(directory, _SHOWN) / "report.html"
+    for name, width, dark in (("report", 1280, False), ("report-dark", 1280, True), ("report-narrow", 430, False)):
+        picture = PLOTS / f"loadtest-{name}.png"
+        screenshot(browser, page, picture, width=width, dark=dark, most=0 if name == "report" else 2400)
+        if picture.stat().st_size > MOST_BYTES:
+            raise NoBrowserError(f"{picture} has {picture.stat().st_size:,} bytes; at most {MOST_BYTES:,} are kept")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

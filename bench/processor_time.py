@@ -1,0 +1,59 @@
+"""Processor time of the processes of a cluster, from /proc (Linux alone has it)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+_PROC = Path("/proc")
+# In /proc/PID/stat, counted behind the name's closing bracket: parent, user time, system time.
+_PARENT, _USER, _SYSTEM = 1, 11, 12
+ENGINE = "worker's engine"
+_ENGINE_MODULE = b"worker.engine_process"
+
+
+def processor_s(roots: Mapping[str, int]) -> dict[str, float]:
+    """Seconds used so far by each of these processes and its children; engines of workers count on their own.
+
+    Empty where the system does not tell.
+    """
+    if not (_PROC / "self" / "stat").exists():
+        return {}
+    table = {int(path.name): fields for path in _PROC.glob("[0-9]*") if (fields := _stat(path)) is not None}
+    children: dict[int, list[int]] = {}
+    for pid, fields in table.items():
+        children.setdefault(int(fields[_PARENT]), []).append(pid)
+    used: dict[str, float] = {}
+    for name, root in roots.items():
+        for pid in _tree(root, children):
+            if pid in table:
+                whose = ENGINE if pid != root and _ENGINE_MODULE in _command(pid) else name
+                used[whose] = used.get(whose, 0.0) + _seconds(table[pid])
+    return used
+
+
+def _tree(root: int, children: Mapping[int, Iterable[int]]) -> list[int]:
+    found = [root]
+    for pid in found:  # grows while it is read
+        # The children of this very process are other rooms'.
+        found += children.get(pid, ()) if pid != os.getpid() else ()
+    return found
+
+
+def _stat(path: Path) -> list[str] | None:
+    try:
+        return (path / "stat").read_text().rpartition(")")[2].split()
+    except OSError:  # it has ended
+        return None
+
+
+def _command(pid: int) -> bytes:
+    try:
+        return (_PROC / str(pid) / "cmdline").read_bytes()
+    except OSError:
+        return b""
+
+
+def _seconds(fields: list[str]) -> float:
+    return (int(fields[_USER]) + int(fields[_SYSTEM])) / os.sysconf("SC_CLK_TCK")

@@ -1,0 +1,233 @@
+"""What the cluster costs beside its engine: `python -m bench.relay [--quick] [--json FILE]`.
+
+The hash model: client, router, Redis, store and one worker as processes of this machine. Lone requests and a saturated
+worker over an engine that takes no time; then the same with a step of 5 ms, with 64 streams and with 256.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import time
+from collections.abc import AsyncIterator, Iterable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import asdict, dataclass
+from statistics import median, quantiles
+from typing import Any
+
+import uvloop
+from loraplex_client import AsyncClient, AsyncStoreClient
+
+from artifacts.base_model import read_base_model
+from bench.command import run_command
+from bench.processor_time import processor_s
+from bench.report import Aim, Report, progress
+from clients.cli.models import registered
+from deploy.local.cluster import ClusterSettings, LocalCluster
+
+AIMS = {
+    "ttft_overhead_ms": Aim(at_most=1.5),
+    "ttft_overhead_p99_ms": Aim(at_most=5),
+    "ttft_overhead_64_ms": Aim(at_most=3),
+    "relay_tokens_per_s": Aim(at_least=40_000),
+    "step_5ms_of_possible": Aim(at_least=0.75),
+}
+TENANT = "bench"
+PROMPT = tuple(range(32))
+STEP_MS = 5.0
+_BLOCK = 16
+_ROOMS = ("router", "worker", "valkey", "store")
+
+
+@dataclass(frozen=True)
+class Setup:
+    """`alone`: requests one after the other; `probes`: those beside 64 streams; `seconds`: how long streams count."""
+
+    alone: int
+    probes: int
+    seconds: float
+    warm_s: float
+    few: int = 64
+    many: int = 256
+    # Of a stream; another follows it.
+    tokens: int = 2000
+
+
+FULL = Setup(alone=500, probes=200, seconds=8.0, warm_s=1.5)
+QUICK = Setup(alone=50, probes=20, seconds=1.0, warm_s=0.5)
+
+
+@dataclass(frozen=True)
+class Flow:
+    """Streams that ran side by side for a while; `processor_us` a token, by process."""
+
+    name: str
+    streams: int
+    step_ms: float
+    tokens: int
+    seconds: float
+    processor_us: Mapping[str, float]
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Its throughput."""
+        return self.tokens / self.seconds
+
+
+def main() -> None:
+    """Run it as the arguments say."""
+    run_command("relay", __doc__ or "", lambda quick: measure(QUICK if quick else FULL, quick))
+
+
+def measure(setup: Setup, quick: bool) -> Report:
+    """Both clusters in turn."""
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return report(setup, quick, runner.run(without_steps(setup)), runner.run(with_steps(setup)))
+
+
+def report(
+    setup: Setup, quick: bool, fast: tuple[list[float], Flow], stepping: tuple[list[float], Flow, Flow]
+) -> Report:
+    """What came of a cluster whose engine takes no time, and of one with steps."""
+    (alone_ms, saturated), (beside_ms, few, many) = fast, stepping
+    times = {"alone, no step": alone_ms, f"beside {setup.few} streams, 5 ms steps": beside_ms}
+    return Report(
+        name="relay",
+        command="python -m bench.relay" + (" --quick" if quick else ""),
+        quick=quick,
+        setup=asdict(setup) | {"prompt": len(PROMPT), "step_ms": STEP_MS},
+        rows=[*(_ttft_row(name, ms) for name, ms in times.items()), *map(_flow_row, (saturated, few, many))],
+        ratios={
+            "ttft_overhead_ms": median(alone_ms),
+            "ttft_overhead_p99_ms": _p99(alone_ms),
+            # Its own step, and half of the one that runs when it comes.
+            "ttft_overhead_64_ms": median(beside_ms) - 1.5 * STEP_MS,
+            "relay_tokens_per_s": saturated.tokens_per_s,
+            "step_5ms_of_possible": many.tokens_per_s / (setup.many / STEP_MS * 1e3),
+        },
+        aims=AIMS,
+    )
+
+
+async def without_steps(setup: Setup) -> tuple[list[float], Flow]:
+    """Milliseconds to the first token of lone requests, then all that it can do."""
+    async with _cluster(setup, 0.0) as load:
+        progress("lone requests")
+        await load.ttfts_ms(setup.alone // 5, 0.0)
+        alone = await load.ttfts_ms(setup.alone, 0.0)
+        progress(f"{setup.many} streams, saturated")
+        return alone, await load.flow("saturated", setup.many)
+
+
+async def with_steps(setup: Setup) -> tuple[list[float], Flow, Flow]:
+    """Milliseconds to the first token beside others, then few streams and many."""
+    async with _cluster(setup, STEP_MS) as load:
+        progress(f"requests beside {setup.few} streams")
+        async with load.streams(setup.few):
+            await asyncio.sleep(setup.warm_s)
+            beside = await load.ttfts_ms(setup.probes, 2 * STEP_MS)
+        few = await load.flow(f"{setup.few} streams", setup.few)
+        progress(f"{setup.many} streams")
+        return beside, few, await load.flow(f"{setup.many} streams", setup.many)
+
+
+class Load:
+    """A client and its streams. `received` counts tokens of all of them."""
+
+    def __init__(self, setup: Setup, step_ms: float, client: AsyncClient, pids: Mapping[str, int]) -> None:
+        self._setup = setup
+        self._step_ms = step_ms
+        self._client = client
+        self._pids = pids
+        self._chance = random.Random(42)
+        self.received = 0
+
+    async def ttfts_ms(self, count: int, pause_ms: float) -> list[float]:
+        """Milliseconds to the first token of requests one after the other, with random pauses around `pause_ms`."""
+        times = []
+        for _ in range(count):
+            start = time.perf_counter()
+            async with self._client.generate_stream(token_ids=PROMPT, max_new_tokens=1) as stream:
+                came = [time.perf_counter() - start async for piece in stream if piece.token_ids]
+            times.append(came[0] * 1e3)
+            # At any moment of a step.
+            await asyncio.sleep(self._chance.uniform(0.0, 2.0) * pause_ms / 1e3)
+        return times
+
+    async def flow(self, name: str, streams: int) -> Flow:
+        """Count what streams give side by side, once all of them run."""
+        setup = self._setup
+        async with self.streams(streams):
+            await asyncio.sleep(setup.warm_s)
+            began, used, received = time.perf_counter(), processor_s(self._pids), self.received
+            await asyncio.sleep(setup.seconds)
+            seconds, now, tokens = time.perf_counter() - began, processor_s(self._pids), self.received - received
+        if not tokens:
+            raise RuntimeError(f"{name}: no token in {seconds:.1f} s")
+        us = {whose: (after - used.get(whose, 0.0)) / tokens * 1e6 for whose, after in now.items()}
+        return Flow(name, streams, self._step_ms, tokens, seconds, us)
+
+    @asynccontextmanager
+    async def streams(self, count: int) -> AsyncIterator[None]:
+        """So many streams, all running; cancelled at the end. Raises what ended one of them before."""
+        started = [asyncio.Event() for _ in range(count)]
+        tasks = [asyncio.create_task(self._read(event)) for event in started]
+        starting = asyncio.create_task(_all(started))
+        try:
+            await asyncio.wait({starting, *tasks}, return_when=asyncio.FIRST_COMPLETED)
+            yield
+            for task in tasks:
+                if task.done():
+                    task.result()
+        finally:
+            for task in (starting, *tasks):
+                task.cancel()
+            await asyncio.gather(starting, *tasks, return_exceptions=True)
+
+    async def _read(self, started: asyncio.Event) -> None:
+        while True:
+            stream = self._client.generate_stream(token_ids=PROMPT, max_new_tokens=self._setup.tokens)
+            async with stream:
+                async for piece in stream:
+                    self.received += len(piece.token_ids)
+                    started.set()
+
+
+async def _all(events: Iterable[asyncio.Event]) -> None:
+    for event in events:
+        await event.wait()
+
+
+@asynccontextmanager
+async def _cluster(setup: Setup, step_ms: float) -> AsyncIterator[Load]:
+    model = f"hash:?vocab=32000&seed=1&step_ms={step_ms:g}"
+    rows = setup.many + setup.few
+    blocks = rows * (len(PROMPT) + setup.tokens) // _BLOCK
+    flags = ("--rows", str(rows), "--kv-blocks", str(blocks), "--step-tokens", "1024")
+    async with LocalCluster(ClusterSettings(model, port=0, store_port=0, worker_flags=flags)) as cluster:
+        async with AsyncStoreClient(cluster.store, TENANT) as store:
+            base = await asyncio.to_thread(read_base_model, model)
+            await store.register_model(registered(base), base.files)
+        await cluster.wait_serving()
+        pids = {name.partition("-")[0]: process.pid for name, process in cluster.processes.items()}
+        async with AsyncClient(cluster.router, TENANT) as client:
+            yield Load(setup, step_ms, client, {"client": os.getpid()} | {room: pids[room] for room in _ROOMS})
+
+
+def _p99(values: list[float]) -> float:
+    return quantiles(values, n=100, method="inclusive")[98]
+
+
+def _ttft_row(name: str, times: list[float]) -> dict[str, Any]:
+    return {"case": name, "requests": len(times), "ttft p50 ms": median(times), "ttft p99 ms": _p99(times)}
+
+
+def _flow_row(flow: Flow) -> dict[str, Any]:
+    steps = f"{flow.step_ms:g} ms steps" if flow.step_ms else "no step"
+    used = {f"{whose} us/token": us for whose, us in flow.processor_us.items() if whose != "store"}
+    return {"case": f"{flow.name}, {steps}", "tokens/s": flow.tokens_per_s, **used}
+
+
+if __name__ == "__main__":
+    main()

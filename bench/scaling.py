@@ -1,0 +1,225 @@
+"""How the cluster grows: `python -m bench.scaling [--quick] [--json FILE]`.
+
+Clusters of up to 1,000 workers and 100,000 adapters in virtual time: how often a job meets its adapter, how long it
+waits, how service is shared, and how often workers claim; and on a real Valkey what a claim costs, from which follows
+how many workers one cell serves. A full run rewrites docs/scaling.md and its plots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from statistics import median, quantiles
+from typing import Any
+
+from bench.command import run_command
+from bench.plots import PLOTS, Panel, draw
+from bench.report import Aim, Report, progress
+from bench.scaling_cluster import BEAT_MS, Result, Scale, VirtualCluster
+from bench.scaling_redis import CHARGE, CLAIM, EMPTY_CLAIM, ENQUEUE, WAITING, measure_costs
+from bench.tables import rewrite
+
+AIMS = {
+    "hit_rate_100_workers": Aim(at_least=0.9),
+    "first_free_hit_rate_100_workers": Aim(),
+    "hit_rate_when_full": Aim(),
+    "quiet_p99_wait_ms_beside_loud": Aim(at_most=500),
+    "loud_over_others_service": Aim(at_most=1.1),
+    "claims_per_s_of_a_redis_core": Aim(),
+    "jobs_per_s_of_one_cell": Aim(),
+    "workers_of_one_cell": Aim(),
+}
+PAGE = Path(__file__).parents[1] / "docs" / "scaling.md"
+# Of a core a cell's Redis should use no more, so that a burst finds room.
+_CORE_SHARE = 0.7
+# As router.dispatch and router.models.
+_WATCHES_PER_S, _LOOKS_PER_S, ROUTERS = 4, 2, 4
+
+
+@dataclass(frozen=True)
+class Setup:
+    """`workers`: the sizes, with so many adapters and jobs for each worker; `calls`: of each script that is timed.
+
+    Beyond 100 workers, where every second costs most, half as many jobs for each.
+    """
+
+    workers: Sequence[int]
+    jobs: int
+    adapters: int
+    skewed_adapters: int
+    loads: Sequence[float]
+    calls: int
+    # Workers of the runs that are about load; workers and jobs of those that are about fairness.
+    middle: int = 100
+    few: int = 20
+    flood: int = 24_000
+
+
+FULL = Setup(
+    workers=(10, 30, 100, 300, 1000),
+    jobs=200,
+    adapters=20,
+    skewed_adapters=100,
+    loads=(0.5, 0.7, 0.8, 0.9, 0.95),
+    calls=3000,
+)
+QUICK = Setup(
+    workers=(10, 20),
+    jobs=80,
+    adapters=20,
+    skewed_adapters=100,
+    loads=(0.5, 0.9),
+    calls=200,
+    middle=20,
+    few=5,
+    flood=3_000,
+)
+_UNIFORM, _SKEWED, _FIRST_FREE = "rendezvous, uniform", "rendezvous, skewed", "first free worker, uniform"
+_SKEW = 0.3
+
+
+@dataclass(frozen=True)
+class Run:
+    """One virtual cluster, by what it shows."""
+
+    name: str
+    scale: Scale
+    result: Result
+
+    def wait_ms(self, quantile: int, tenants: Sequence[str] = ()) -> float:
+        """Percent `quantile` of the waits, of all tenants or of some."""
+        waits = [
+            wait for tenant, waits in self.result.waits_ms.items() if not tenants or tenant in tenants for wait in waits
+        ]
+        return quantiles(waits, n=100, method="inclusive")[quantile - 1]
+
+
+def main() -> None:
+    """Run it as the arguments say; a full run rewrites the page and the plots."""
+    report = run_command("scaling", __doc__ or "", lambda quick: measure(QUICK if quick else FULL, quick))
+    if not report.quick:
+        PAGE.write_text(rewrite(PAGE.read_text(), report.to_json()))
+
+
+def measure(setup: Setup, quick: bool) -> Report:
+    """All clusters, and the scripts on a real server."""
+    sizes = [run for workers in setup.workers for run in _size(setup, workers)]
+    loads = [_run(f"load {load:g}", replace(_scale(setup, setup.middle), load=load)) for load in setup.loads]
+    ten = replace(_scale(setup, setup.few), jobs=setup.flood, loud=0.5, tenants=10)
+    # Of the ten the quiet ones want less than their share, or all more.
+    loud = _run("one of ten tenants sends half, load 1.1", replace(ten, load=1.1))
+    flood = _run("one of ten tenants sends half, load 3", replace(ten, load=3.0))
+    progress("the scripts on a real server")
+    costs = measure_costs(setup.calls)
+    by_size = {run.scale.workers: run for run in sizes if run.name == _UNIFORM}
+    share = {workers: _core_share(run, costs) for workers, run in by_size.items()}
+    if not quick:
+        _plot(sizes, loads, share)
+    at_100 = {run.name: run for run in sizes if run.scale.workers == max(s for s in setup.workers if s <= 100)}
+    quiet = [f"t{number}" for number in range(1, loud.scale.tenants)]
+    largest = max(share)
+    return Report(
+        name="scaling",
+        command="python -m bench.scaling" + (" --quick" if quick else ""),
+        quick=quick,
+        setup=asdict(setup),
+        rows=[
+            *map(_row, (*sizes, *loads, loud, flood)),
+            *({"run": f"Redis: {name}", "us": us} for name, us in costs.items()),
+            *({"run": f"Redis at {workers} workers", "cores": used} for workers, used in share.items()),
+        ],
+        ratios={
+            "hit_rate_100_workers": at_100[_UNIFORM].result.hit_rate,
+            "first_free_hit_rate_100_workers": at_100[_FIRST_FREE].result.hit_rate,
+            "hit_rate_when_full": loads[-1].result.hit_rate,
+            "quiet_p99_wait_ms_beside_loud": loud.wait_ms(99, quiet),
+            "loud_over_others_service": flood.result.served["t0"] / median(flood.result.served[one] for one in quiet),
+            "claims_per_s_of_a_redis_core": 1e6 / costs[CLAIM],
+            "jobs_per_s_of_one_cell": _CORE_SHARE / share[largest] * _row(by_size[largest])["jobs/s"],
+            "workers_of_one_cell": _CORE_SHARE / share[largest] * largest,
+        },
+        aims=AIMS,
+    )
+
+
+def _scale(setup: Setup, workers: int) -> Scale:
+    jobs = setup.jobs if workers <= 100 else setup.jobs // 2
+    return Scale(workers=workers, adapters=setup.adapters * workers, jobs=jobs * workers)
+
+
+def _size(setup: Setup, workers: int) -> list[Run]:
+    scale = _scale(setup, workers)
+    skewed = replace(scale, adapters=setup.skewed_adapters * workers, skew=_SKEW)
+    return [
+        _run(_UNIFORM, scale),
+        _run(_SKEWED, skewed),
+        _run(_FIRST_FREE, replace(scale, rendezvous=False)),
+    ]
+
+
+def _run(name: str, scale: Scale) -> Run:
+    progress(f"{name}: {scale.workers} workers, {scale.adapters} adapters, {scale.jobs} jobs")
+    return Run(name, scale, VirtualCluster(scale).run())
+
+
+def _core_share(run: Run, costs: Mapping[str, float]) -> float:
+    """Cores of a Redis that a cluster of this size takes: claims, enqueues, beats with their charges, looks."""
+    result, scale = run.result, run.scale
+    full = result.claims - result.empty_claims
+    # Each job is enqueued and charged once more at its end; every worker reports with each beat.
+    jobs_us = full * (costs[CLAIM] + costs[ENQUEUE] + costs[CHARGE] / 16) + result.empty_claims * costs[EMPTY_CLAIM]
+    beats_us = scale.workers * 1e3 / BEAT_MS * costs[CHARGE]
+    looks_us = ROUTERS * (_WATCHES_PER_S + _LOOKS_PER_S) * costs[WAITING]
+    return (jobs_us / result.seconds + beats_us + looks_us) / 1e6
+
+
+def _row(run: Run) -> dict[str, Any]:
+    scale, result = run.scale, run.result
+    return {
+        "run": run.name,
+        "workers": scale.workers,
+        "adapters": scale.adapters,
+        "hit rate": result.hit_rate,
+        "wait p50 ms": run.wait_ms(50),
+        "wait p99 ms": run.wait_ms(99),
+        "jobs/s": scale.jobs / 2 / result.seconds,
+        "claims/s": result.claims / result.seconds,
+        "of them empty": result.empty_claims / result.claims,
+    }
+
+
+def _plot(sizes: Sequence[Run], loads: Sequence[Run], share: Mapping[int, float]) -> None:
+    def line(name: str, value: str) -> list[tuple[float, float]]:
+        return [(run.scale.workers, _row(run)[value]) for run in sizes if run.name == name]
+
+    names = (_UNIFORM, _SKEWED, _FIRST_FREE)
+    hits = Panel(
+        "adapter there when claimed",
+        "workers",
+        "hit rate",
+        {name: line(name, "hit rate") for name in names},
+        logarithmic=False,
+    )
+    waits = Panel(
+        "wait in the queue, p99",
+        "workers",
+        "ms",
+        {name: line(name, "wait p99 ms") for name in names},
+        logarithmic=False,
+    )
+    draw([hits, waits], PLOTS / "scaling_adapters.svg")
+    claims = Panel("claims", "workers", "claims/s", {"claims/s": line(_UNIFORM, "claims/s")})
+    cores = Panel("one cell's Redis", "workers", "cores", {"cores": list(share.items())})
+    wait = Panel(
+        "wait at 100 workers, p99",
+        "load",
+        "ms",
+        {"p99": [(run.scale.load, run.wait_ms(99)) for run in loads]},
+        logarithmic=False,
+    )
+    draw([claims, cores, wait], PLOTS / "scaling_redis.svg")
+
+
+if __name__ == "__main__":
+    main()

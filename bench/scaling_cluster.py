@@ -1,0 +1,240 @@
+"""A large cluster in virtual time: the queue's policy (broker.policy), the router's placement, workers as counters.
+
+A worker is rows, slots of a least-recently-used cache of adapters, and the claims that worker.intake makes: when it is
+woken, when one of its jobs has ended, after a hold, and once a second when it idles.
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+from collections import OrderedDict, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Literal
+
+from broker.messages import AdapterRef, Capacity, Job, StoppingParams
+from broker.policy import Cell
+from broker.rendezvous import WorkerLoad, preferred
+from broker.terms import OUTPUT_WEIGHT, PROMPT_WEIGHT, ROOM_MS, Placement, QueueLimits, Usage
+
+BASE = "sha256:0"
+_NO_LIMITS = QueueLimits(jobs=1 << 40, bytes=1 << 50, tenant_jobs=1 << 40, tenant_bytes=1 << 50)
+# As worker.intake and broker.liveness have them.
+_IDLE_MS, BEAT_MS = 1_000, 500
+_Event = Literal["arrival", "end", "look", "beat", "watch"]
+
+
+@dataclass(frozen=True)
+class Scale:
+    """`load`: of what all rows together can do; `skew`: adapter floor(n * u ** (1 / skew)), 1 is uniform.
+
+    `loud`: the share of the requests that the first of the tenants sends; the others share the rest alike.
+    """
+
+    workers: int
+    adapters: int
+    jobs: int
+    rendezvous: bool = True
+    load: float = 0.7
+    skew: float = 1.0
+    tenants: int = 100
+    loud: float = 0.01
+    rows: int = 32
+    slots: int = 32
+    prompt: int = 64
+    # An answer has 1 to 199 tokens, 100 on average.
+    answer: int = 100
+    token_ms: float = 20.0
+    load_ms: float = 150.0
+
+
+@dataclass
+class Result:
+    """`waits_ms` from arrival to claim by tenant, of the second half; `served` in charged tokens by tenant."""
+
+    seconds: float = 0.0
+    claims: int = 0
+    empty_claims: int = 0
+    hits: int = 0
+    misses: int = 0
+    # Adapters that no worker had ever had.
+    firsts: int = 0
+    waits_ms: defaultdict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    served: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+
+    @property
+    def hit_rate(self) -> float:
+        """Claimed jobs whose adapter was there, of those whose adapter some worker had had before."""
+        return self.hits / max(1, self.hits + self.misses)
+
+
+class _Worker:
+    def __init__(self, worker_id: str, slots: int) -> None:
+        self.worker_id = worker_id
+        self.slots = slots
+        self.running: dict[str, float] = {}
+        self.adapters: OrderedDict[str, None] = OrderedDict()
+        # A later look makes an earlier one void.
+        self.look_at = 0.0
+        self.claimed_at = 0.0
+
+    def use(self, digest: str) -> bool:
+        """Whether it was there; it is now."""
+        there = digest in self.adapters
+        self.adapters[digest] = None
+        self.adapters.move_to_end(digest)
+        if len(self.adapters) > self.slots:
+            self.adapters.popitem(last=False)
+        return there
+
+
+class VirtualCluster:
+    """One run."""
+
+    def __init__(self, scale: Scale, seed: int = 42) -> None:
+        self._scale = scale
+        self._chance = random.Random(seed)
+        self._cell = Cell(_NO_LIMITS)
+        self._workers = {f"w{number}": _Worker(f"w{number}", scale.slots) for number in range(scale.workers)}
+        self._rooms = list(self._workers.values())
+        self._jobs: dict[str, tuple[Job, float]] = {}
+        self._refs = [AdapterRef(f"a{n}", f"sha256:{n:064x}", 16, 1 << 20) for n in range(scale.adapters)]
+        self._events: list[tuple[float, int, _Event, str]] = []
+        self._known: set[str] = set()
+        self._order = count()
+        self._now_ms = 0.0
+        self._loads: list[WorkerLoad] = []
+        self._arrived = 0
+        self.result = Result()
+
+    def run(self) -> Result:
+        """Until the last request has arrived; the first half warms the caches."""
+        scale = self._scale
+        job_ms = scale.answer * scale.token_ms
+        gap_ms = job_ms / (scale.load * scale.rows * scale.workers)
+        for worker in self._workers.values():
+            self._at(self._chance.uniform(0, _IDLE_MS), "look", worker.worker_id)
+            self._at(self._chance.uniform(0, BEAT_MS), "beat", worker.worker_id)
+        self._watch()
+        self._at(0.0, "arrival", "")
+        half_ms = 0.0
+        while self._arrived < scale.jobs:
+            self._now_ms, _, event, which = heapq.heappop(self._events)
+            match event:
+                case "arrival":
+                    if self._arrived == scale.jobs // 2:
+                        half_ms, self.result = self._now_ms, Result()
+                    self._arrive()
+                    self._at(self._now_ms + self._chance.expovariate(1 / gap_ms), "arrival", "")
+                case "end":
+                    worker_id, _, job_id = which.partition("/")
+                    self._end(self._workers[worker_id], job_id)
+                case "look":
+                    self._look(self._workers[which])
+                case "beat":
+                    self._beat(self._workers[which])
+                case "watch":
+                    self._watch()
+        self.result.seconds = (self._now_ms - half_ms) / 1e3
+        return self.result
+
+    def _at(self, at_ms: float, event: _Event, which: str) -> None:
+        heapq.heappush(self._events, (at_ms, next(self._order), event, which))
+
+    def _arrive(self) -> None:
+        scale, chance = self._scale, self._chance
+        self._arrived += 1
+        loud = chance.random() < scale.loud
+        ref = self._refs[int(scale.adapters * chance.random() ** (1 / scale.skew))]
+        job = Job(
+            job_id=str(self._arrived),
+            tenant="t0" if loud else f"t{chance.randrange(1, scale.tenants)}",
+            model="model",
+            base_digest=BASE,
+            reply_to="router",
+            prompt_ids=(1,) * scale.prompt,
+            stopping=StoppingParams(chance.randint(1, 2 * scale.answer - 1)),
+            seed=1,
+            adapter=ref,
+        )
+        placement = Placement(prefer=preferred(ref.digest, self._loads)) if scale.rendezvous else Placement()
+        self._jobs[job.job_id] = job, self._now_ms
+        self._cell.enqueue(job, placement, int(self._now_ms))
+        self._wake(placement.prefer)
+
+    def _watch(self) -> None:
+        """What routers know of the workers' loads until their next look."""
+        self._loads = [WorkerLoad(one.worker_id, len(one.running), self._scale.rows) for one in self._rooms]
+        self._at(self._now_ms + BEAT_MS, "watch", "")
+
+    def _wake(self, prefer: Sequence[str]) -> None:
+        """As the script: the first preferred worker with room; or any that idles."""
+        for worker_id in prefer:
+            if self._room(self._workers[worker_id]):
+                self._claim(self._workers[worker_id])
+                return
+        for _ in range(8):  # a blocked worker is any of them; one of a few tries has room unless nearly all are full
+            worker = self._chance.choice(self._rooms)
+            if self._room(worker):
+                self._claim(worker)
+                return
+
+    def _room(self, worker: _Worker) -> int:
+        return self._scale.rows - len(worker.running)
+
+    def _look(self, worker: _Worker) -> None:
+        if worker.look_at <= self._now_ms:
+            self._claim(worker)
+
+    def _claim(self, worker: _Worker) -> None:
+        scale, room = self._scale, self._room(worker)
+        if room < 1:
+            worker.look_at = self._now_ms + _IDLE_MS
+            self._at(worker.look_at, "look", worker.worker_id)
+            return
+        adapters = tuple(worker.adapters)
+        capacity = Capacity(room, scale.rows, 1 << 20, 1 << 20, 64, adapters)
+        worker.claimed_at = self._now_ms
+        decision = self._cell.claim(worker.worker_id, BASE, capacity, int(self._now_ms))
+        self.result.claims += 1
+        self.result.empty_claims += not decision.job_ids
+        for job_id in decision.job_ids:
+            self._start(worker, job_id)
+        if decision.job_ids and room > len(decision.job_ids):  # it asks again until nothing comes
+            worker.look_at = self._now_ms
+        else:
+            worker.look_at = self._now_ms + (decision.hold_ms or _IDLE_MS)
+        self._at(worker.look_at, "look", worker.worker_id)
+
+    def _start(self, worker: _Worker, job_id: str) -> None:
+        (job, arrived_ms), scale, result = self._jobs[job_id], self._scale, self.result
+        assert job.adapter is not None
+        there = worker.use(job.adapter.digest)
+        known = job.adapter.digest in self._known
+        self._known.add(job.adapter.digest)
+        result.hits += there
+        result.misses += known and not there
+        result.firsts += not known
+        result.waits_ms[job.tenant].append(self._now_ms - arrived_ms)
+        result.served[job.tenant] += PROMPT_WEIGHT * scale.prompt + OUTPUT_WEIGHT * job.stopping.max_tokens
+        worker.running[job_id] = self._now_ms
+        runs_ms = job.stopping.max_tokens * scale.token_ms + (0.0 if there else scale.load_ms)
+        self._at(self._now_ms + runs_ms, "end", f"{worker.worker_id}/{job_id}")
+
+    def _end(self, worker: _Worker, job_id: str) -> None:
+        job, _ = self._jobs.pop(job_id)
+        del worker.running[job_id]
+        self._cell.charge([Usage(job_id, 1, job.stopping.max_tokens, ended=True)])
+        self._claim(worker)
+
+    def _beat(self, worker: _Worker) -> None:
+        scale = self._scale
+        reports = [
+            Usage(job_id, 1, int((self._now_ms - since) / scale.token_ms)) for job_id, since in worker.running.items()
+        ]
+        self._cell.charge(reports)
+        if self._now_ms - worker.claimed_at > ROOM_MS:
+            self._cell.lose(worker.worker_id)
+        self._at(self._now_ms + BEAT_MS, "beat", worker.worker_id)

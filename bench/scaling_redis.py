@@ -1,0 +1,113 @@
+"""What the queue's scripts cost a Redis: its own processor time a call, on a real server over its socket."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import subprocess
+import tempfile
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+from redis.asyncio import Redis
+
+from bench.scaling_cluster import BASE
+from broker.connection import connect
+from broker.keys import Keys
+from broker.messages import AdapterRef, Capacity, Job, StoppingParams
+from broker.queue import JobQueue
+from broker.terms import Placement, QueueLimits, Usage
+from deploy.local import valkey
+
+# What waits while it is measured, of how many tenants, and the adapters that a claiming worker names.
+_WAITING, _TENANTS, _ADAPTERS = 1_000, 100, 32
+_LIMITS = QueueLimits(jobs=1 << 30, tenant_jobs=1 << 30)
+ENQUEUE, CLAIM, EMPTY_CLAIM, CHARGE, WAITING = (
+    "enqueue",
+    "claim of a job",
+    "claim of none",
+    "charge of 16",
+    "16 waiting?",
+)
+
+
+def measure_costs(calls: int) -> dict[str, float]:
+    """Microseconds of the server's processor a call, by operation."""
+    with tempfile.TemporaryDirectory(prefix="lp-") as name:
+        directory = Path(name)
+        server = subprocess.Popen(valkey.command(directory), stdout=subprocess.PIPE, text=True)
+        assert server.stdout is not None
+        try:
+            if not any(valkey.READY.search(line) for line in server.stdout):
+                raise RuntimeError("Valkey ended before it was ready")
+            return asyncio.run(_measure(valkey.socket_url(directory), calls))
+        finally:
+            server.send_signal(signal.SIGTERM)
+            server.wait()
+            server.stdout.close()
+
+
+async def _measure(url: str, calls: int) -> dict[str, float]:
+    redis = await connect(url)
+    queue = JobQueue(redis, Keys("model", "main"), limits=_LIMITS, worker_id="w1")
+    held = tuple(f"sha256:{number:064x}" for number in range(_ADAPTERS))
+    one, all_rows = Capacity(1, 32, 1 << 20, 1 << 20, 64, held), Capacity(32, 32, 1 << 20, 1 << 20, 64, held)
+    placement = Placement(prefer=("w1", "w2", "w3"), load_tokens=10.0)
+    number = 0
+
+    async def enqueue() -> None:
+        nonlocal number
+        number += 1
+        await queue.enqueue(_job(number), placement)
+
+    async def claim() -> None:
+        claimed = await queue.claim(BASE, one)
+        if len(claimed.jobs) != 1:
+            raise RuntimeError("a claim took no job")
+
+    async def claim_none() -> None:
+        await queue.claim(BASE, all_rows)
+
+    async def charge() -> None:
+        await queue.charge([Usage(f"j{number - back}", 1, 10) for back in range(16)])
+
+    async def look() -> None:
+        await queue.waiting([(f"j{number - back}", 1) for back in range(16)])
+
+    for _ in range(_WAITING):
+        await enqueue()
+    costs = {ENQUEUE: await _cost(redis, calls, enqueue), CLAIM: await _cost(redis, calls, claim)}
+    costs[WAITING] = await _cost(redis, calls, look)
+    costs[CHARGE] = await _cost(redis, calls, charge)
+    while (await queue.claim(BASE, all_rows)).jobs:
+        pass
+    costs[EMPTY_CLAIM] = await _cost(redis, calls, claim_none)
+    await redis.aclose()
+    return costs
+
+
+async def _cost(redis: Redis, calls: int, call: Callable[[], Awaitable[None]]) -> float:
+    before = await _used_s(redis)
+    for _ in range(calls):
+        await call()
+    return (await _used_s(redis) - before) / calls * 1e6
+
+
+async def _used_s(redis: Redis) -> float:
+    info = await redis.info("cpu")
+    return float(info["used_cpu_user"]) + float(info["used_cpu_sys"])
+
+
+def _job(number: int) -> Job:
+    adapter = AdapterRef(f"tenants/t/adapters/a{number}", f"sha256:{number % 64:064x}", 16, 1 << 20)
+    return Job(
+        job_id=f"j{number}",
+        tenant=f"t{number % _TENANTS}",
+        model="model",
+        base_digest=BASE,
+        reply_to="127.0.0.1:50000",
+        prompt_ids=tuple(range(256)),
+        stopping=StoppingParams(128),
+        seed=number,
+        adapter=adapter,
+    )

@@ -1,0 +1,74 @@
+"""Pages as pictures: a headless Chromium, found on PATH."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
+# Nothing of the user's, and nothing over the network.
+_FLAGS = (
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--hide-scrollbars",
+)
+_DARK = "--blink-settings=preferredColorScheme=0"
+# Taller than any of our pages; what is empty below is cut off.
+_TALLEST = 12_000
+TIMEOUT_S = 120.0
+
+
+class NoBrowserError(Exception):
+    """Nothing on PATH can draw a page, or it did not; one line."""
+
+
+def find_browser() -> str:
+    """Its path. Raises NoBrowserError."""
+    for name in NAMES:
+        found = shutil.which(name)
+        if found is not None:
+            return found
+    raise NoBrowserError(f"no browser for the screenshots: none of {', '.join(NAMES)} is on PATH")
+
+
+def screenshot(browser: str, page: Path, picture: Path, *, width: int, dark: bool = False, most: int = 0) -> None:
+    """Draw a file's page, `width` pixels wide, as a PNG of at most 64 colours; `most`: pixels of its height.
+
+    Raises NoBrowserError.
+    """
+    from PIL import Image
+
+    with tempfile.TemporaryDirectory(prefix="loraplex-browser-") as directory:
+        raw = Path(directory) / "page.png"
+        flags = [*_FLAGS, *([_DARK] if dark else []), f"--user-data-dir={directory}/profile"]
+        command = [browser, *flags, f"--window-size={width},{_TALLEST}", f"--screenshot={raw}", page.resolve().as_uri()]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+        except subprocess.TimeoutExpired as error:
+            raise NoBrowserError(f"{browser} did not draw {page} in {TIMEOUT_S:g} s") from error
+        if not raw.exists():
+            last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
+            raise NoBrowserError(f"{browser} did not draw {page}: {last}")
+        with Image.open(raw) as image:
+            drawn = image.convert("RGB")
+    height = _used_height(drawn)
+    cut = drawn.crop((0, 0, drawn.width, min(height, most) if most else height))
+    cut.quantize(64, dither=Image.Dither.NONE).save(picture, optimize=True)
+
+
+def _used_height(image: object) -> int:
+    """The height without what is empty below."""
+    from PIL import Image, ImageChops
+
+    assert isinstance(image, Image.Image)
+    ground = Image.new("RGB", image.size, image.getpixel((0, image.height - 1)))
+    box = ImageChops.difference(image, ground).getbbox()
+    return min(image.height, box[3] + 24) if box else image.height

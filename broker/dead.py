@@ -1,0 +1,57 @@
+"""The dead letters of one cell: the last jobs that were ended because they killed their workers' engines."""
+
+from __future__ import annotations
+
+import logging
+
+from google.protobuf.message import DecodeError
+from redis.asyncio import Redis
+
+from broker.codec import decode_dead_job, encode_dead_job
+from broker.keys import Keys
+from broker.messages import DeadJob
+
+log = logging.getLogger(__name__)
+
+DEAD_LIMIT = 1_000
+DEAD_BYTES = 1 << 20
+
+# KEYS: dead. ARGV: record, most records, most bytes. The oldest go where there are too many or too large ones.
+_ADD = """#!lua
+if redis.call('LINDEX', KEYS[1], 0) == ARGV[1] then return 0 end
+redis.call('LPUSH', KEYS[1], ARGV[1])
+local left, most = tonumber(ARGV[3]), tonumber(ARGV[2])
+for place, record in ipairs(redis.call('LRANGE', KEYS[1], 0, most)) do
+  left = left - #record
+  if place > 1 and (place > most or left < 0) then
+    redis.call('LTRIM', KEYS[1], 0, place - 2)
+    break
+  end
+end
+return 1
+"""
+
+
+class DeadLetters:
+    """A list in Redis, bounded in count and bytes."""
+
+    def __init__(self, redis: Redis, keys: Keys, *, limit: int = DEAD_LIMIT, bytes_limit: int = DEAD_BYTES) -> None:
+        self._redis = redis
+        self._key = keys.dead
+        self._limits = (limit, bytes_limit)
+        self._add = redis.register_script(_ADD)
+
+    async def add(self, dead: DeadJob) -> None:
+        """Keep one; the same one twice in a row, a call that was retried, is kept once."""
+        await self._add(keys=[self._key], args=[encode_dead_job(dead), *self._limits])
+
+    async def list(self) -> list[DeadJob]:
+        """All that are kept, the newest first."""
+        found: list[DeadJob] = []
+        for data in await self._redis.lrange(self._key, 0, -1):
+            assert isinstance(data, bytes), "connect() makes clients of bytes"
+            try:
+                found.append(decode_dead_job(data))
+            except DecodeError:  # another version's
+                log.warning("a dead letter of %d bytes can't be read", len(data))
+        return found

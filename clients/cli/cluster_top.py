@@ -1,0 +1,185 @@
+"""`loraplex top`: the cluster at work, live: workers, queues, adapters, rates and latencies."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from clients.cli.cluster import ClusterReader, Interval, Snapshot
+from clients.cli.options import ROUTER, TENANT, JsonOption, RouterOption, TenantOption
+from clients.cli.terminal import out, print_fields, print_json, print_rows, printable, table_of
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+REFRESH_S = 1.0
+ADAPTERS_SHOWN = 12
+_BAR = 12
+
+_WORKERS = ("worker", "phase", "model", "rows", "waiting", "KV cache", "adapters", "loading", "steps/s")
+_QUEUES = ("model", "waiting", "running")
+_LATENCIES = ("milliseconds", "p50", "p90", "p99")
+_ADAPTERS = ("tenant", "adapter", "requests/s", "tokens/s", "TTFT ms", "requests")
+
+
+def top(
+    router: RouterOption = ROUTER,
+    tenant: TenantOption = TENANT,
+    once: Annotated[bool, typer.Option("--once", help="Print one look and end, as in a pipe.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """The cluster at work, live; Ctrl-C ends it.
+
+    Workers and queues are the whole cluster's; rates, latencies and adapters are the asked router's. One look alone
+    tells them since that router's start.
+    """
+    reader = ClusterReader(router, tenant)
+    if as_json:
+        print_json(reader.look().to_json())
+    elif once or not out().is_terminal:
+        _print(Interval(reader.look(), None))
+    else:
+        _live(reader)
+
+
+def _live(reader: ClusterReader) -> None:
+    """Until Ctrl-C, or until the router is gone."""
+    from rich.live import Live
+
+    before: Snapshot | None = None
+    now = reader.look()
+    with Live(view(reader.router, Interval(now, None)), console=out(), auto_refresh=False) as live:
+        while True:
+            time.sleep(REFRESH_S)
+            before, now = now, reader.look()
+            live.update(view(reader.router, Interval(now, before)), refresh=True)
+
+
+def view(router: str, interval: Interval) -> RenderableType:
+    """All of it for a terminal."""
+    from rich.console import Group
+    from rich.text import Text
+
+    parts: list[RenderableType] = [_head(router, interval), _latencies(interval)]
+    parts.append(table_of(_WORKERS, [_worker(worker, interval, bars=True) for worker in interval.now.workers]))
+    if not interval.now.workers:
+        parts.append(Text("  no worker lives", style="yellow"))
+    parts.append(table_of(_QUEUES, [_queue(queue) for queue in interval.now.queues]))
+    adapters = interval.adapters()
+    parts.append(table_of(_ADAPTERS, [_adapter(one, interval) for one in adapters[:ADAPTERS_SHOWN]]))
+    if len(adapters) > ADAPTERS_SHOWN:
+        parts.append(Text(f"  and {len(adapters) - ADAPTERS_SHOWN} more", style="dim"))
+    return Group(*parts)
+
+
+def _print(interval: Interval) -> None:
+    """Tables one after the other; in a pipe an empty line between them."""
+    print_fields(_figures(interval))
+    for headers, rows in (
+        (_LATENCIES, _latency_rows(interval)),
+        (_WORKERS, [_worker(worker, interval, bars=False) for worker in interval.now.workers]),
+        (_QUEUES, [_queue(queue) for queue in interval.now.queues]),
+        (_ADAPTERS, [_adapter(one, interval) for one in interval.adapters()]),
+    ):
+        out().print()
+        print_rows(headers, rows)
+
+
+def _figures(interval: Interval) -> list[tuple[str, str]]:
+    traffic, seconds = interval.now.traffic, interval.seconds
+    ended = interval.requests()
+    answered = ended.pop("OK", 0)
+    figures = [
+        ("open", f"{traffic.open}"),
+        ("requests/s", f"{answered / seconds:.1f}"),
+        ("tokens/s", f"{interval.count('completion_tokens') / seconds:.0f}"),
+        ("prompt tokens/s", f"{interval.count('prompt_tokens') / seconds:.0f}"),
+    ]
+    figures += [(f"{code}/s", f"{count / seconds:.1f}") for code, count in sorted(ended.items()) if count]
+    # These are rare: since the router's start.
+    return [*figures, ("workers lost", f"{traffic.workers_lost}"), ("redispatches", f"{traffic.redispatches}")]
+
+
+def _head(router: str, interval: Interval) -> RenderableType:
+    from rich.text import Text
+
+    line = Text(f"router {router}", style="bold")
+    line.append(f"  up {_age(interval.now.traffic.uptime)}", style="dim")
+    if interval.since_start:
+        line.append("  rates since its start", style="dim")
+    line.append("\n")
+    for name, value in _figures(interval):
+        line.append(f"{value} ", style="bold red" if name.isupper() else "bold")
+        line.append(f"{printable(name)}   ", style="dim")
+    return line
+
+
+def _latencies(interval: Interval) -> RenderableType:
+    return table_of(_LATENCIES, _latency_rows(interval))
+
+
+def _latency_rows(interval: Interval) -> list[tuple[object, ...]]:
+    rows: list[tuple[object, ...]] = []
+    for name, field in (
+        ("TTFT", "time_to_first_token"),
+        ("ITL", "inter_token_latency"),
+        ("in the queue", "queue_time"),
+    ):
+        rows.append((name, *(_ms(interval.quantile(field, share)) for share in (0.5, 0.9, 0.99))))
+    return rows
+
+
+def _worker(worker: Any, interval: Interval, *, bars: bool) -> tuple[object, ...]:
+    blocks, slots = worker["blocks"], worker["adapter_slots"]
+    steps = interval.steps_per_s(worker)
+    rows, cache = (worker["rows_running"], worker["rows_limit"]), (blocks["referenced"], blocks["total"])
+    return (
+        worker["worker_id"],
+        worker["phase"],
+        worker["model"],
+        (f"{_bar(*rows)} " if bars else "") + f"{rows[0]}/{rows[1]}",
+        worker["rows_waiting"],
+        (f"{_bar(*cache)} " if bars else "") + _percent(*cache),
+        f"{slots['used']}/{slots['total']}",
+        worker["adapter_tiers"]["loading"] + worker["adapter_tiers"]["fetching"],
+        "-" if steps is None else f"{steps:.0f}",
+    )
+
+
+def _queue(queue: Any) -> tuple[object, ...]:
+    return (queue["model"], queue["waiting"], queue["running"])
+
+
+def _adapter(one: dict[str, Any], interval: Interval) -> tuple[object, ...]:
+    return (
+        one["tenant"],
+        one["adapter"] or "base model",
+        f"{one['requests'] / interval.seconds:.1f}",
+        f"{one['tokens'] / interval.seconds:.0f}",
+        _ms(one["ttft_s"]),
+        one["all_requests"],
+    )
+
+
+def _bar(part: int, whole: int) -> str:
+    """As far as it is full."""
+    full = min(_BAR, -(-_BAR * part // whole)) if whole else 0
+    return "█" * full + "░" * (_BAR - full)
+
+
+def _percent(part: int, whole: int) -> str:
+    return f"{100 * part / whole:.0f}%" if whole else "-"
+
+
+def _ms(seconds: float | None) -> str:
+    if seconds is None:
+        return "-"
+    return f"{seconds * 1e3:.1f}" if seconds < 0.1 else f"{seconds * 1e3:.0f}"
+
+
+def _age(seconds: float) -> str:
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{rest} s"

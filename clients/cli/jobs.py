@@ -1,0 +1,130 @@
+"""`loraplex jobs`: what runs and waits at a router, and the jobs that were ended because they killed engines."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from clients.cli.options import ROUTER, TENANT, JsonOption, RouterOption, TenantOption
+from clients.cli.terminal import print_json, print_rows
+
+if TYPE_CHECKING:
+    from loraplex.cluster.v1 import cluster_pb2
+    from loraplex_client.calls import Script
+
+
+class Which(StrEnum):
+    """The jobs to show."""
+
+    OPEN = "open"
+    DEAD = "dead"
+
+
+WhichArgument = Annotated[
+    Which,
+    typer.Argument(
+        help="open: what runs or waits now, of this router; dead: the last ones that killed engines, of all."
+    ),
+]
+
+
+def jobs(
+    which: WhichArgument = Which.OPEN,
+    router: RouterOption = ROUTER,
+    tenant: TenantOption = TENANT,
+    as_json: JsonOption = False,
+) -> None:
+    """The jobs of a router that run or wait; `dead`: those that were ended because they killed engines."""
+    found = _fetch(router, tenant, which)
+    if as_json:
+        print_json(found)
+    elif which is Which.OPEN:
+        _print_open(found)
+    else:
+        _print_dead(found)
+
+
+def _print_open(found: list[dict[str, Any]]) -> None:
+    print_rows(
+        ("job", "tenant", "model", "adapter", "worker", "attempt", "strikes", "prompt", "answer", "age s"),
+        (
+            (
+                job["job_id"],
+                job["tenant"],
+                job["model"],
+                _short(job["adapter_revision"]),
+                job["worker_id"] or "(waits)",
+                job["attempt"],
+                job["strikes"],
+                job["prompt_tokens"],
+                job["completion_tokens"],
+                f"{job['age']:.1f}",
+            )
+            for job in found
+        ),
+    )
+
+
+def _print_dead(found: list[dict[str, Any]]) -> None:
+    print_rows(
+        ("job", "tenant", "model", "adapter", "attempts", "prompt", "answer", "reason", "died at"),
+        (
+            (
+                job["job_id"],
+                job["tenant"],
+                job["model"],
+                _short(job["adapter_revision"]),
+                job["attempts"],
+                job["prompt_tokens"],
+                job["completion_tokens"],
+                job["reason"],
+                job["died_at"],
+            )
+            for job in found
+        ),
+    )
+
+
+def _short(revision: str) -> str:
+    """An adapter's name with the beginning of its digest, which is what tells revisions apart."""
+    if not revision:
+        return "(base)"
+    name, _, digest = revision.rpartition("/revisions/")
+    return f"{name.removeprefix('tenants/')}@{digest[:15]}" if name else revision[:15]
+
+
+def _fetch(router: str, tenant: str, which: Which) -> list[dict[str, Any]]:
+    """Each as JSON. Raises CommandError."""
+    from loraplex.cluster.v1 import cluster_pb2_grpc
+    from loraplex_client.connection import Connection
+
+    from clients.cli.failures import explained
+
+    with explained("router", router):
+        connection = Connection(router, cluster_pb2_grpc.ClusterServiceStub, tenant=tenant)
+        if which is Which.OPEN:
+            return [_plain(job) for job in connection.run(_list_jobs())]
+        return [_plain(job) | {"died_at": job.died_at.ToJsonString()} for job in connection.run(_list_dead_jobs())]
+
+
+def _list_jobs() -> Script[list[cluster_pb2.Job]]:
+    from loraplex.cluster.v1 import cluster_pb2
+    from loraplex_client.calls import Call
+
+    response = yield Call("ListJobs", cluster_pb2.ListJobsRequest())
+    return list(response.jobs)
+
+
+def _list_dead_jobs() -> Script[list[cluster_pb2.DeadJob]]:
+    from loraplex.cluster.v1 import cluster_pb2
+    from loraplex_client.calls import Call
+
+    response = yield Call("ListDeadJobs", cluster_pb2.ListDeadJobsRequest())
+    return list(response.jobs)
+
+
+def _plain(message: cluster_pb2.Job | cluster_pb2.DeadJob) -> dict[str, Any]:
+    """Every field under its own name."""
+    return {field.name: getattr(message, field.name) for field in message.DESCRIPTOR.fields}

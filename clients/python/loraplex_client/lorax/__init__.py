@@ -1,0 +1,28 @@
+"""What programs written for LoRAX's Python client call: change the import and the address, and they run.
+
+    from loraplex_client.lorax import Client          # was: from lorax import Client
+
+    client = Client("http://127.0.0.1:50051", headers={"x-loraplex-tenant": "acme"})
+    print(client.generate("Dear customer,", adapter_id="support", max_new_tokens=64).generated_text)
+    for response in client.generate_stream("Dear customer,", adapter_id="support"):
+        if not response.token.special:
+            print(response.token.text, end="")
+
+The tenant is the header's, `default` without one; other headers and cookies go nowhere. `adapter_id` is a name in the
+adapter store, whatever `adapter_source` says. What is asked for and not served (`watermark`, `truncate`,
+`response_format`, `merged_adapters`, `decoder_input_details`) is refused by its name.
+"""
+
+from loraplex_client.lorax.clients import AsyncClient, Client
+from loraplex_client.lorax.types import Details, FinishReason, Response, StreamDetails, StreamResponse, Token
+
+__all__ = [
+    "AsyncClient",
+    "Client",
+    "Details",
+    "FinishReason",
+    "Response",
+    "StreamDetails",
+    "StreamResponse",
+    "Token",
+]

@@ -1,0 +1,233 @@
+"""LoRAX's two clients over Loraplex's."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator, Mapping
+from dataclasses import replace
+from typing import Any, Unpack, cast
+from urllib.parse import urlsplit
+
+from loraplex_client import aio, client
+from loraplex_client.connection import TENANT_KEY
+from loraplex_client.errors import InvalidRequestError
+from loraplex_client.generation import FinishReason as End
+from loraplex_client.generation import Generation, Piece, TokenLogprobs
+from loraplex_client.lorax.types import (
+    AlternativeToken,
+    Details,
+    FinishReason,
+    Parameters,
+    Response,
+    StreamDetails,
+    StreamResponse,
+    Token,
+)
+from loraplex_client.options import GenerateOptions
+
+ADAPTER_SOURCES = ("hub", "local", "s3", "pbase")
+DEFAULT_TOKENS = 20
+TIMEOUT_S = 60
+_NOT_SERVED = ("truncate", "watermark", "response_format", "merged_adapters", "decoder_input_details")
+_REASONS = {
+    End.LENGTH: FinishReason.Length,
+    End.END: FinishReason.EndOfSequenceToken,
+    End.STOP: FinishReason.StopSequence,
+}
+
+
+class Client:
+    """LoRAX's Client: `base_url` is http://HOST:PORT of a router, or several with commas; `timeout` in seconds."""
+
+    def __init__(
+        self,
+        base_url: str,
+        headers: Mapping[str, str] | None = None,
+        cookies: Mapping[str, str] | None = None,
+        timeout: float = TIMEOUT_S,
+    ) -> None:
+        self._client = client.Client(_addresses(base_url), _tenant(headers), timeout_s=timeout)
+
+    def generate(
+        self,
+        prompt: str,
+        adapter_id: str | None = None,
+        adapter_source: str | None = None,
+        **parameters: Unpack[Parameters],
+    ) -> Response:
+        """The whole answer. Raises LoraplexError."""
+        ask = _Ask(prompt, adapter_id, adapter_source, parameters)
+        with self._client.generate_stream(prompt, **ask.options) as stream:
+            return ask.whole([response for piece in stream for response in ask.take(piece)])
+
+    def generate_stream(
+        self,
+        prompt: str,
+        adapter_id: str | None = None,
+        adapter_source: str | None = None,
+        **parameters: Unpack[Parameters],
+    ) -> Iterator[StreamResponse]:
+        """The answer token by token. Raises LoraplexError."""
+        ask = _Ask(prompt, adapter_id, adapter_source, parameters)
+        with self._client.generate_stream(prompt, **ask.options) as stream:
+            for piece in stream:
+                yield from ask.take(piece)
+
+
+class AsyncClient:
+    """LoRAX's AsyncClient. As there, nothing has to be closed, and every event loop may use it."""
+
+    def __init__(
+        self,
+        base_url: str,
+        headers: Mapping[str, str] | None = None,
+        cookies: Mapping[str, str] | None = None,
+        timeout: float = TIMEOUT_S,
+    ) -> None:
+        self._arguments: dict[str, Any] = {
+            "address": _addresses(base_url),
+            "tenant": _tenant(headers),
+            "timeout_s": timeout,
+        }
+        self._client: tuple[asyncio.AbstractEventLoop, aio.AsyncClient] | None = None
+
+    async def generate(
+        self,
+        prompt: str,
+        adapter_id: str | None = None,
+        adapter_source: str | None = None,
+        **parameters: Unpack[Parameters],
+    ) -> Response:
+        """The whole answer. Raises LoraplexError."""
+        ask = _Ask(prompt, adapter_id, adapter_source, parameters)
+        async with self._of_this_loop().generate_stream(prompt, **ask.options) as stream:
+            return ask.whole([response async for piece in stream for response in ask.take(piece)])
+
+    async def generate_stream(
+        self,
+        prompt: str,
+        adapter_id: str | None = None,
+        adapter_source: str | None = None,
+        **parameters: Unpack[Parameters],
+    ) -> AsyncIterator[StreamResponse]:
+        """The answer token by token. Raises LoraplexError."""
+        ask = _Ask(prompt, adapter_id, adapter_source, parameters)
+        async with self._of_this_loop().generate_stream(prompt, **ask.options) as stream:
+            async for piece in stream:
+                for response in ask.take(piece):
+                    yield response
+
+    def _of_this_loop(self) -> aio.AsyncClient:
+        loop = asyncio.get_running_loop()
+        if self._client is None or self._client[0] is not loop:
+            self._client = (loop, aio.AsyncClient(**self._arguments))
+        return self._client[1]
+
+
+class _Ask:
+    """One request: its options, and the responses that the pieces of its stream make."""
+
+    def __init__(self, prompt: str, adapter_id: str | None, adapter_source: str | None, parameters: Parameters) -> None:
+        if adapter_source is not None and adapter_source not in ADAPTER_SOURCES:
+            known = ", ".join(ADAPTER_SOURCES)
+            raise InvalidRequestError(f"adapter_source: {adapter_source!r} is none of {known}", field="adapter_source")
+        given: dict[str, Any] = {name: value for name, value in parameters.items() if value is not None}
+        for name, value in given.items():
+            if name not in Parameters.__annotations__:
+                raise TypeError(f"unexpected keyword argument {name!r}")
+            if name in _NOT_SERVED and value:
+                raise InvalidRequestError(f"{name}: not served", field=name)
+        self._prefix = prompt if given.get("return_full_text") else ""
+        self._seed: int | None = given.get("seed")
+        self._with_details = bool(given.get("details", True))
+        self._most = int(given.get("max_new_tokens", DEFAULT_TOKENS))
+        self.options = _options(given, adapter_id, self._most)
+        self._count = 0
+        self._held: Token | None = None
+
+    def take(self, piece: Piece) -> Iterator[StreamResponse]:
+        """The responses that a piece makes.
+
+        The last token brings the whole text, and which one is the last may be known only with the end: one without
+        text, as an end token is, waits for what comes next, and so does the last that may come. Others go on at once.
+        """
+        if piece.finished is not None:
+            yield from self._last(piece.finished)
+            return
+        for index, token_id in enumerate(piece.token_ids):
+            if self._held is not None:
+                yield StreamResponse(self._held)
+            told = piece.logprobs[index] if piece.logprobs else TokenLogprobs(0.0, ())
+            # Of several tokens that came at once, the first has the text of all: the last may be an end token.
+            text = "" if index else piece.text
+            others = tuple(AlternativeToken(other, logprob) for other, logprob in told.alternatives)
+            self._held = Token(token_id, text, told.logprob, special=False, alternative_tokens=others or None)
+            self._count += 1
+            if text and self._count < self._most:
+                yield StreamResponse(self._held)
+                self._held = None
+        if piece.text and not piece.token_ids:  # that of earlier tokens, which came late
+            held = self._held or Token(-1, "", 0.0, special=False)
+            self._held = replace(held, text=held.text + piece.text)
+
+    def _last(self, whole: Generation) -> Iterator[StreamResponse]:
+        token = self._held or Token(-1, "", 0.0, special=True)
+        if isinstance(whole.stop, str):
+            if self._held is not None:
+                yield StreamResponse(self._held)
+            token = Token(-1, whole.stop, 0.0, special=False)
+        elif whole.finish_reason is End.END:
+            token = replace(token, special=True)
+        yield StreamResponse(token, self._text(whole), StreamDetails(*self._figures(whole)))
+
+    def whole(self, responses: list[StreamResponse]) -> Response:
+        """The answer in one, of the responses that would have been streamed."""
+        last = responses[-1]
+        assert last.generated_text is not None, "a stream ends with its text or raises"
+        assert last.details is not None
+        if not self._with_details:
+            return Response(last.generated_text)
+        tokens = tuple(response.token for response in responses if response.token.id >= 0)
+        figures = last.details
+        return Response(
+            last.generated_text,
+            Details(figures.finish_reason, figures.prompt_tokens, figures.generated_tokens, figures.seed, tokens),
+        )
+
+    def _text(self, whole: Generation) -> str:
+        # LoRAX delivers the stop string, Loraplex ends before it.
+        return self._prefix + whole.text + (whole.stop if isinstance(whole.stop, str) else "")
+
+    def _figures(self, whole: Generation) -> tuple[FinishReason, int, int, int | None]:
+        return _REASONS[whole.finish_reason], whole.usage.prompt_tokens, len(whole.token_ids), self._seed
+
+
+def _options(given: Mapping[str, Any], adapter_id: str | None, most: int) -> GenerateOptions:
+    options: dict[str, Any] = {
+        name: given[name]
+        for name in ("best_of", "repetition_penalty", "frequency_penalty", "presence_penalty", "seed")
+        if name in given
+    }
+    options |= {"adapter_id": adapter_id, "max_new_tokens": most, "stop": list(given.get("stop_sequences", ()))}
+    options |= {"ignore_eos": given.get("ignore_eos_token"), "logprobs": given.get("return_k_alternatives", 0)}
+    shapes = {name: given[name] for name in ("top_k", "top_p", "typical_p") if name in given}
+    temperature = float(given.get("temperature", 1.0))
+    if given.get("do_sample") or shapes or temperature != 1.0:
+        options |= {"temperature": temperature, **shapes}
+    return cast(GenerateOptions, options)
+
+
+def _addresses(base_url: str) -> str:
+    """HOST:PORT of http://HOST:PORT/; of each, where there are several."""
+    found = []
+    for one in base_url.split(","):
+        parts = urlsplit(one.strip() if "://" in one else f"http://{one.strip()}")
+        if parts.scheme != "http" or not parts.netloc:
+            raise InvalidRequestError(f"base_url: {one!r} is not http://HOST:PORT of a router", field="base_url")
+        found.append(parts.netloc)
+    return ",".join(found)
+
+
+def _tenant(headers: Mapping[str, str] | None) -> str:
+    named = {name.lower(): value for name, value in (headers or {}).items()}
+    return named.get(TENANT_KEY, "default")

@@ -1,0 +1,57 @@
+"""What a router counts and times. Names and meanings for people: docs/metrics.md, which a test holds to this file."""
+
+from __future__ import annotations
+
+from telemetry.metrics import LONG_S, SHORT_S, TOKENS, BoundedNames, Meters
+
+# What makes a job be dispatched again.
+LOST, RETURNED, UNCLAIMED = "lost", "returned", "unclaimed"
+
+
+class RouterMetrics(Meters):
+    """One router's. Times are of the monotonic clock of this process, in seconds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        model = ("model",)
+        self.requests = self.counter("requests", "Generate and Resume calls that ended, by gRPC status.", ("code",))
+        self.success = self.counter("request_success", "Answers that ended well.", ("model", "finished_reason"))
+        self.prompt_tokens = self.counter("prompt_tokens", "Prompt tokens of answered requests.", model)
+        self.cached_tokens = self.counter("prompt_tokens_cached", "Of these, found in a prefix cache.", model)
+        self.generation_tokens = self.counter("generation_tokens", "Tokens delivered to clients.", model)
+        self.ttft = self.histogram("time_to_first_token_seconds", "From the call to its first tokens.", LONG_S, model)
+        self.itl = self.histogram("inter_token_latency_seconds", "Between an answer's messages.", SHORT_S, model)
+        self.tpot = self.histogram(
+            "request_time_per_output_token_seconds", "A request's mean time per token after the first.", SHORT_S, model
+        )
+        self.e2e = self.histogram("e2e_request_latency_seconds", "From the call to its end.", LONG_S, model)
+        self.queue_time = self.histogram("request_queue_time_seconds", "Until a worker claimed it.", LONG_S, model)
+        self.prompt_length = self.histogram("request_prompt_tokens", "Prompt tokens of a request.", TOKENS, model)
+        self.answer_length = self.histogram(
+            "request_generation_tokens", "Tokens of a request's answers.", TOKENS, model
+        )
+        of = ("tenant", "adapter")
+        self.tenant_requests = self.counter("tenant_requests", "Requests that ended well.", of)
+        self.tenant_failures = self.counter("tenant_request_failures", "Requests that did not.", ("tenant", "code"))
+        self.tenant_prompt_tokens = self.counter("tenant_prompt_tokens", "Prompt tokens of these requests.", of)
+        self.tenant_generation_tokens = self.counter("tenant_generation_tokens", "Tokens delivered to them.", of)
+        self.tenant_ttft = self.counter("tenant_time_to_first_token_seconds", "The sum of their times.", of)
+        self.redispatches = self.counter("redispatches", "Attempts after the first, by what made them.", ("cause",))
+        self.workers_lost = self.counter("workers_lost", "Worker incarnations that were lost with jobs of ours.")
+        self.poisoned = self.counter("jobs_poisoned", "Jobs that were ended because they killed engines.")
+        self.enqueue_time = self.histogram("enqueue_seconds", "To put a job into the queue.", SHORT_S)
+        self.frames = self.counter("relay_frames_received", "Frames that came from workers.")
+        self.messages = self.counter("relay_messages_received", "Messages that these came in.")
+        self.rewinds = self.counter("relay_rewinds", "Frames with a gap before them, which were asked for again.")
+        self.stale = self.counter(
+            "relay_frames_refused", "Frames of an attempt, or from a worker, that is not current."
+        )
+        self.calls = self.rpc_calls()
+        # Kept up by router.gauges.
+        self.open_requests = self.gauge("requests_open", "This router's requests, queued or running.", ("state",))
+        self.waiting = self.gauge("queue_jobs_waiting", "Jobs in a model's queue, of all routers.", model)
+        self.workers = self.gauge("workers", "Live workers, by phase.", ("model", "phase"))
+        self.links = self.gauge("relay_links", "Workers whose relay stream is open.")
+        for cause in (LOST, RETURNED, UNCLAIMED):
+            self.redispatches.labels(cause)
+        self.tenants, self.adapters = BoundedNames(), BoundedNames()

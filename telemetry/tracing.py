@@ -1,0 +1,121 @@
+"""Traces: OpenTelemetry spans, sent over OTLP. Off, and free, unless the standard environment asks for them.
+
+OTEL_EXPORTER_OTLP_ENDPOINT (or ..._TRACES_ENDPOINT), or OTEL_TRACES_EXPORTER=otlp, turns them on; OTEL_SERVICE_NAME,
+OTEL_RESOURCE_ATTRIBUTES, OTEL_TRACES_SAMPLER, OTEL_BSP_* and the exporter's own variables mean what they mean elsewhere
+(https://opentelemetry.io/docs/specs/otel/configuration/sdk-environment-variables/). A context travels as W3C's
+traceparent: in gRPC metadata, and in a job through Redis.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+
+from opentelemetry.context import Context
+from opentelemetry.trace import Span, SpanKind, Status, StatusCode, Tracer, set_span_in_context
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+TRACEPARENT = "traceparent"
+# So long a process that stops tries to send its last spans.
+CLOSE_S = 1.0
+Attributes = Mapping[str, str | bool | int | float | tuple[str, ...]]
+
+_propagator = TraceContextTextMapPropagator()
+
+
+def asked_for(environ: Mapping[str, str]) -> bool:
+    """Whether the environment wants traces."""
+    if environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
+        return False
+    exporters = environ.get("OTEL_TRACES_EXPORTER", "").strip()
+    if exporters:
+        return "otlp" in (name.strip() for name in exporters.split(","))
+    return bool(environ.get("OTEL_EXPORTER_OTLP_ENDPOINT") or environ.get("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"))
+
+
+class Spans:
+    """Makes one process's spans. Times are of the monotonic clock; `on` is False where nobody wants any."""
+
+    def __init__(self, tracer: Tracer | None = None, close: Callable[[], None] = lambda: None) -> None:
+        self._tracer = tracer
+        self.on = tracer is not None
+        # Sends what is still to be sent; blocks for CLOSE_S at most.
+        self.close = close
+        self._epoch_ns = time.time_ns() - time.monotonic_ns()
+
+    def begin(
+        self, name: str, parent: str | Span, attributes: Attributes, *, kind: SpanKind, at_s: float | None = None
+    ) -> Span | None:
+        """A span that `end` ends, beneath another one or a traceparent (empty: a trace of its own)."""
+        if self._tracer is None:
+            return None
+        began_ns = self._ns(time.monotonic() if at_s is None else at_s)
+        return self._tracer.start_span(
+            name, _context(parent), kind=kind, attributes=dict(attributes), start_time=began_ns
+        )
+
+    def end(self, span: Span, *, error: str = "", at_s: float | None = None) -> None:
+        """It is over; `error`: what went wrong."""
+        if error:
+            span.set_status(Status(StatusCode.ERROR, error))
+        span.end(self._ns(time.monotonic() if at_s is None else at_s))
+
+    def record(self, name: str, parent: Span, began_s: float, ended_s: float, attributes: Attributes) -> None:
+        """A span beneath another one, of what is over."""
+        span = self.begin(name, parent, attributes, kind=SpanKind.INTERNAL, at_s=began_s)
+        if span is not None:
+            self.end(span, at_s=max(began_s, ended_s))
+
+    def _ns(self, at_s: float) -> int:
+        return self._epoch_ns + round(at_s * 1e9)
+
+
+def set_up_tracing(process: str, environ: Mapping[str, str]) -> Spans:
+    """The process's spans, sent in batches from a thread; `close` sends the last ones."""
+    if not asked_for(environ):
+        return Spans()
+    # The SDK takes a fifth of a second to import.
+    from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
+    from opentelemetry.sdk.resources import Resource
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
+    resource = Resource.create({})
+    if not (environ.get("OTEL_SERVICE_NAME") or "service.name" in environ.get("OTEL_RESOURCE_ATTRIBUTES", "")):
+        resource = resource.merge(Resource({"service.name": f"loraplex-{process}"}))
+    exporter = OTLPSpanExporter()
+    provider = TracerProvider(resource=resource, shutdown_on_exit=False)
+    provider.add_span_processor(BatchSpanProcessor(exporter))
+
+    def close() -> None:
+        # A collector that does not answer would be tried for ten seconds.
+        ending = threading.Thread(target=provider.shutdown, daemon=True)
+        ending.start()
+        ending.join(CLOSE_S)
+        if ending.is_alive():
+            exporter.shutdown()
+            ending.join(CLOSE_S)
+
+    return Spans(provider.get_tracer("loraplex"), close)
+
+
+def traceparent_of(span: Span | None) -> str:
+    """What another process needs to put its spans beneath this one; empty without one."""
+    carrier: dict[str, str] = {}
+    if span is not None:
+        _propagator.inject(carrier, set_span_in_context(span))
+    return carrier.get(TRACEPARENT, "")
+
+
+def traceparent_in(metadata: Iterable[tuple[str, str | bytes]] | None) -> str:
+    """A caller's, from a call's metadata; empty where there is none. What is none is ignored when it is used."""
+    found = (value for key, value in metadata or () if key == TRACEPARENT)
+    value = next(found, "")
+    return value if isinstance(value, str) else ""
+
+
+def _context(parent: str | Span) -> Context:
+    if isinstance(parent, Span):
+        return set_span_in_context(parent, Context())
+    return _propagator.extract({TRACEPARENT: parent}, Context())

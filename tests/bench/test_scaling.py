@@ -1,0 +1,53 @@
+"""bench.scaling with few workers: its tables are complete, and the policy does what it is for."""
+
+from __future__ import annotations
+
+import math
+
+from bench.scaling import AIMS, PAGE, Setup, measure
+from bench.scaling_cluster import Scale, VirtualCluster
+from bench.tables import rewrite
+
+SMALL = Setup(
+    workers=(3, 5), jobs=30, adapters=20, skewed_adapters=50, loads=(0.5, 0.9), calls=20, middle=5, few=2, flood=300
+)
+
+
+def test_every_run_and_ratio_is_there_and_has_a_place_on_the_page() -> None:
+    written = measure(SMALL, quick=True).to_json()
+    runs = [(row["run"], row["workers"]) for row in written["rows"] if "workers" in row]
+    assert runs == [
+        *(
+            (run, workers)
+            for workers in (3, 5)
+            for run in ("rendezvous, uniform", "rendezvous, skewed", "first free worker, uniform")
+        ),
+        ("load 0.5", 5),
+        ("load 0.9", 5),
+        ("one of ten tenants sends half, load 1.1", 2),
+        ("one of ten tenants sends half, load 3", 2),
+    ]
+    assert len([row for row in written["rows"] if row.get("us", 0) > 0]) == 5
+    assert written["ratios"].keys() == written["aims"].keys() == AIMS.keys()
+    assert all(math.isfinite(value) for value in written["ratios"].values())
+    assert "rendezvous, skewed" in rewrite(PAGE.read_text(), written)
+
+
+def test_jobs_meet_their_adapters_where_rendezvous_sends_them() -> None:
+    hit_rates = {
+        rendezvous: VirtualCluster(Scale(10, adapters=200, jobs=1_500, rendezvous=rendezvous)).run().hit_rate
+        for rendezvous in (True, False)
+    }
+    assert hit_rates[True] > 0.8
+    assert hit_rates[False] < 0.4
+
+
+def test_tenants_that_want_more_than_there_is_get_the_same() -> None:
+    result = VirtualCluster(Scale(1, adapters=10, jobs=3_000, load=3.0, tenants=4, loud=0.5)).run()
+    others = [result.served[f"t{number}"] for number in range(1, 4)]
+    assert 0.8 < result.served["t0"] / (sum(others) / 3) < 1.25
+
+
+def test_a_run_is_the_same_again() -> None:
+    scale = Scale(3, adapters=30, jobs=200)
+    assert VirtualCluster(scale).run() == VirtualCluster(scale).run()

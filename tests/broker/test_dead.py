@@ -1,0 +1,93 @@
+"""Jobs that kill engines: a suspect gets a worker of its own, and a dead letter is kept of it, within bounds."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from redis.asyncio import Redis
+
+from broker.dead import DeadLetters
+from broker.keys import Keys
+from broker.messages import STRIKES_LIMIT, Capacity, DeadJob
+from broker.terms import PATIENCE_MS
+from tests.broker.both_queues import BothQueues, make_job
+from tests.broker.conftest import Clock
+
+KEYS = Keys("tiny", "main")
+IDLE = Capacity(rows=4, rows_limit=4, tokens=1000, max_tokens=1000, max_rank=8)
+
+
+def dead_job(number: int, *, request_id: str = "r") -> DeadJob:
+    return DeadJob(
+        job_id=f"acme/{number}",
+        request_id=request_id,
+        tenant="acme",
+        model="tiny",
+        adapter_revision="tenants/acme/adapters/a/revisions/sha256:00",
+        prompt_tokens=7,
+        completion_tokens=3,
+        attempts=4,
+        reason="POISON_REQUEST",
+        died_at_ms=1_700_000_000_000 + number,
+    )
+
+
+async def test_a_suspect_takes_all_rows_of_a_worker_that_has_nothing_else(clock: Clock) -> None:
+    both = BothQueues(clock.redis)
+    await both.start()
+    suspect = replace(make_job("suspect", "acme", attempt=3), strikes=STRIKES_LIMIT)
+    await both.enqueue(suspect)
+    await both.enqueue(make_job("other", "acme"))
+    busy = await both.claim("busy", replace(IDLE, rows=3))
+    assert [job.job_id for job in busy.jobs] == ["other"]
+    await both.enqueue(make_job("later", "acme"))
+    idle = await both.claim("idle", IDLE)
+    assert idle.jobs == [suspect]
+    assert [job.job_id for job in (await both.claim("busy", replace(IDLE, rows=2))).jobs] == ["later"]
+
+
+async def test_a_worker_makes_room_for_a_suspect_that_nobody_has_room_for(clock: Clock) -> None:
+    both = BothQueues(clock.redis)
+    await both.start()
+    await both.enqueue(replace(make_job("suspect", "acme", attempt=3), strikes=STRIKES_LIMIT))
+    await both.advance(PATIENCE_MS)
+    assert not (await both.claim("w", replace(IDLE, rows=2))).jobs  # but it is reserved from now on
+    await both.enqueue(make_job("other", "acme"))
+    assert not (await both.claim("w", replace(IDLE, rows=3))).jobs
+    assert [job.job_id for job in (await both.claim("w", IDLE)).jobs] == ["suspect"]
+
+
+async def test_one_strike_changes_nothing(clock: Clock) -> None:
+    both = BothQueues(clock.redis)
+    await both.start()
+    await both.enqueue(replace(make_job("struck", "acme", attempt=2), strikes=1))
+    assert [job.job_id for job in (await both.claim("w", replace(IDLE, rows=1))).jobs] == ["struck"]
+
+
+async def test_dead_letters_come_back_whole_and_the_newest_first(redis: Redis) -> None:
+    dead = DeadLetters(redis, KEYS)
+    assert await dead.list() == []
+    for number in range(3):
+        await dead.add(dead_job(number))
+    await dead.add(dead_job(2))  # a call whose answer was lost
+    assert await dead.list() == [dead_job(2), dead_job(1), dead_job(0)]
+
+
+async def test_dead_letters_are_bounded_in_count_and_bytes(redis: Redis) -> None:
+    few = DeadLetters(redis, KEYS, limit=5)
+    for number in range(12):
+        await few.add(dead_job(number))
+    assert await few.list() == [dead_job(number) for number in range(11, 6, -1)]
+    small = DeadLetters(redis, KEYS, bytes_limit=1_000)
+    for number in range(20):
+        await small.add(dead_job(number, request_id="r" * 100))
+    kept = [len(data) for data in await redis.lrange(KEYS.dead, 0, -1)]
+    assert 900 - max(kept) < sum(kept) <= 1_000
+    assert (await small.list())[0] == dead_job(19, request_id="r" * 100)
+
+
+async def test_a_letter_that_cannot_be_read_hides_no_other(redis: Redis) -> None:
+    dead = DeadLetters(redis, KEYS)
+    await dead.add(dead_job(1))
+    await redis.lpush(KEYS.dead, b"\xff\xff")
+    assert await dead.list() == [dead_job(1)]

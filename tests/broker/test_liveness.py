@@ -1,0 +1,100 @@
+"""Who lives, as Redis tells: workers by their keys, the room of those that are gone, and a server that is another."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from redis.asyncio import Redis
+
+from broker.codec import decode_worker, encode_worker
+from broker.keys import Keys
+from broker.liveness import TTL_MS, Liveness
+from broker.messages import AdapterTiers, Capacity, WorkerPhase, WorkerState
+from broker.queue import JobQueue
+from broker.terms import Placement
+from tests.broker.both_queues import make_job
+from tests.broker.conftest import Clock
+
+KEYS = Keys("tiny", "main")
+ROOMY = Capacity(rows=8, rows_limit=8, tokens=10_000, max_tokens=4096, max_rank=64)
+
+
+def worker(worker_id: str) -> WorkerState:
+    numbers = dict.fromkeys((name for name, kind in WorkerState.__annotations__.items() if kind == "int"), 3)
+    return WorkerState(
+        worker_id=worker_id,
+        incarnation=f"{worker_id}-inc",
+        phase=WorkerPhase.SERVING,
+        model="tiny",
+        base_digest="sha256:0",
+        adapters=("sha256:1", "sha256:2"),
+        host="here",
+        tiers=AdapterTiers(**{name: at for at, name in enumerate(AdapterTiers.__dataclass_fields__, 1)}),
+        **numbers,
+    )
+
+
+@pytest.fixture
+def liveness(redis: Redis, clock: Clock) -> Liveness:
+    return Liveness(redis, KEYS)
+
+
+async def test_workers_live_as_long_as_they_beat(redis: Redis, liveness: Liveness) -> None:
+    for name in ("w2", "w1"):
+        await liveness.beat(worker(name))
+    assert await liveness.living() == [worker("w1"), worker("w2")]
+    assert 0 < await redis.pttl(KEYS.worker("w1-inc")) <= TTL_MS
+    await liveness.remove("w1-inc")
+    assert [state.worker_id for state in await liveness.living()] == ["w2"]
+    await redis.delete(KEYS.worker("w2-inc"))  # as its time to live would
+    assert await liveness.living() == []
+    assert await redis.hlen(KEYS.workers) == 0
+
+
+@pytest.mark.parametrize("lapses", [False, True])
+async def test_nothing_waits_for_a_worker_that_is_gone(redis: Redis, liveness: Liveness, lapses: bool) -> None:
+    """Its room goes with it, and what it was told of work somebody else is told."""
+    queues = {name: JobQueue(redis, KEYS, worker_id=name) for name in ("w1", "w2")}
+    for name, queue in queues.items():
+        await liveness.beat(worker(name))
+        await queue.claim("sha256:0", ROOMY)
+    job = make_job("j", "a", adapter="sha256:x")
+    await JobQueue(redis, KEYS).enqueue(job, Placement(prefer=("w1",)))
+    other = asyncio.create_task(queues["w2"].wait_for_work(30))
+    assert (await queues["w2"].claim("sha256:0", ROOMY)).hold_ms > 0
+    if lapses:
+        await redis.delete(KEYS.worker("w1-inc"))
+        await liveness.look()
+    else:
+        await liveness.remove("w1-inc")
+    assert await other
+    assert [one.job_id for one in (await queues["w2"].claim("sha256:0", ROOMY)).jobs] == ["j"]
+    # It is not held for it any more.
+    await JobQueue(redis, KEYS).enqueue(make_job("k", "a", adapter="sha256:x"), Placement(prefer=("w1",)))
+    assert await queues["w2"].wait_for_work(30)
+    claimed = await queues["w2"].claim("sha256:0", ROOMY)
+    assert [one.job_id for one in claimed.jobs] == ["k"]
+
+
+async def test_an_incarnation_that_ends_after_the_next_one_began_takes_no_room(
+    redis: Redis, liveness: Liveness
+) -> None:
+    queue = JobQueue(redis, KEYS, worker_id="w")
+    await redis.hset(KEYS.workers, "older", "w")  # its key has lapsed
+    await liveness.beat(worker("w"))
+    await queue.claim("sha256:0", ROOMY)
+    assert [state.incarnation for state in await liveness.living()] == ["w-inc"]
+    assert await redis.get(f"{KEYS.prefix}room:w") == b"8"
+
+
+async def test_a_server_that_lost_its_data_is_another_one(redis: Redis, clock: Clock, liveness: Liveness) -> None:
+    first = await liveness.look()
+    assert (await liveness.look()).server == first.server
+    await redis.flushall()
+    await clock.advance(1)
+    assert (await liveness.look()).server != first.server
+
+
+def test_a_worker_state_survives_its_bytes() -> None:
+    assert decode_worker(encode_worker(worker("w"))) == worker("w")

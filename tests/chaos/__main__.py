@@ -1,0 +1,13 @@
+"""`python -m tests.chaos --help`."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+if __name__ == "__main__":
+    # gRPC reads it when it is imported, and says something of every process that is started.
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
+    from tests.chaos.command import main
+
+    sys.exit(main())

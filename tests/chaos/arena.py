@@ -1,0 +1,93 @@
+"""Where faults strike: the cluster, its clients, and who suffers from something already."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+
+import grpc
+
+from tests.chaos.cluster import ChaosCluster
+from tests.chaos.driver import Driver
+from tests.chaos.plan import PlannedFault
+from tests.chaos.processes import runs_under
+
+
+@dataclass
+class Strike:
+    """A fault that has happened: what it hit, and what proves it. `proof` may still be empty until it is mended."""
+
+    victim: str
+    began: float
+    hit: list[int]
+    proof: str = ""
+
+
+@dataclass(frozen=True)
+class Victim:
+    """A worker with the streams that it has."""
+
+    name: str
+    pid: int
+    engine_pid: int
+    streams: list[int]
+
+
+@dataclass
+class Arena:
+    """The cluster, its clients, and who suffers from something already."""
+
+    cluster: ChaosCluster
+    driver: Driver
+    # By which fault.
+    busy: dict[str, int] = field(default_factory=dict)
+
+    async def take(self, names: list[str], planned: PlannedFault) -> str:
+        """One of them, once it has no other fault; it is this one's until `release`."""
+        while True:
+            free = sorted(set(names) - self.busy.keys())
+            if free:
+                name = free[int(planned.pick * len(free))]
+                self.busy[name] = planned.number
+                return name
+            await asyncio.sleep(0.05)
+
+    def release(self, planned: PlannedFault) -> None:
+        """The fault has been mended."""
+        self.busy = {name: number for name, number in self.busy.items() if number != planned.number}
+
+    async def take_router(self, planned: PlannedFault) -> tuple[str, list[int]]:
+        """A router that has streams, and these."""
+        async with asyncio.timeout(20):
+            while True:
+                await self.driver.until_streaming(1)
+                on = {name: self.driver.on(door.address) for name, door in self.cluster.doors.items()}
+                able = [name for name, streams in on.items() if streams and name not in self.busy]
+                if able:
+                    name = await self.take(able, planned)
+                    return name, on[name]
+                await self.driver.allow_more(4)
+                await asyncio.sleep(0.02)
+
+    async def take_worker(self, planned: PlannedFault) -> Victim:
+        """A worker that has streams."""
+        async with asyncio.timeout(20):
+            while True:
+                await self.driver.until_streaming(1)
+                try:
+                    known = await self.cluster.workers()
+                except grpc.aio.AioRpcError:  # another fault's doing
+                    known = {}
+                on: dict[str, list[int]] = {}
+                for job in await self.cluster.jobs():
+                    number = int(job.request_id.partition(".")[0])
+                    if job.worker_id and number in self.driver.streaming:
+                        on.setdefault(job.worker_id, []).append(number)
+                pids = {name: self.cluster.processes[name].pid for name in self.cluster.running_workers()}
+                # What a worker said of itself may be half a second old, and its engine another by now.
+                able = [n for n in on if n in pids and n in known and runs_under(pids[n], known[n].engine_pid)]
+                if set(able) - self.busy.keys():
+                    name = await self.take(able, planned)
+                    return Victim(name, pids[name], known[name].engine_pid, on[name])
+                await self.driver.allow_more(4)
+                await asyncio.sleep(0.02)

@@ -1,0 +1,177 @@
+"""The offline check of a history: every answer is computed again, and every difference has a name."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from tests.chaos.history import Answer, Begun, Fault, Left, Line, Request, Told
+from tests.chaos.oracle import next_token, truth
+
+
+@dataclass
+class Verdict:
+    """Counts of tokens, but `requests`, `completed` and `refused`, which count requests and calls.
+
+    `gaps`: by kind of fault the longest silence, in seconds, of each stream that such a fault hit.
+    """
+
+    requests: int = 0
+    completed: int = 0
+    refused: int = 0
+    lost: int = 0
+    duplicated: int = 0
+    reordered: int = 0
+    wrong_adapter: int = 0
+    stale_attempt_delivered: int = 0
+    # Everything else that an answer differs in: text, reason, log probabilities, a token of nobody's.
+    other: int = 0
+    faults: Counter[str] = field(default_factory=Counter)
+    planned: dict[str, int] = field(default_factory=dict)
+    gaps: dict[str, list[float]] = field(default_factory=dict)
+    left: Left | None = None
+    findings: list[str] = field(default_factory=list)
+
+    @property
+    def not_fired(self) -> list[str]:
+        """Kinds of which fewer happened than were planned."""
+        return [kind for kind, count in self.planned.items() if self.faults[kind] < count]
+
+    @property
+    def leaks(self) -> int:
+        """Blocks, pins and keys that an idle cluster still held; at least 1 when nobody looked."""
+        return self.left.blocks + self.left.pins + len(self.left.redis_keys) if self.left else 1
+
+    @property
+    def holds(self) -> bool:
+        """Whether the promise was kept, and all that was planned was tried."""
+        wrong = self.lost + self.duplicated + self.reordered + self.wrong_adapter + self.stale_attempt_delivered
+        whole = self.completed == self.requests > 0
+        return whole and not (wrong or self.other or self.leaks or self.not_fired or self.findings)
+
+
+def check(lines: Iterable[Line]) -> Verdict:
+    """Check a whole history; the first line is its Begun."""
+    verdict, begun = Verdict(), None
+    requests: dict[int, Told] = {}
+    faults: list[Fault] = []
+    for line in lines:
+        match line:
+            case Begun():
+                begun = line
+            case Told():
+                if line.request.number in requests:
+                    verdict.findings.append(f"request {line.request.number} has two outcomes")
+                requests[line.request.number] = line
+            case Fault():
+                faults.append(line)
+            case Left():
+                verdict.left = line
+    if begun is None:
+        raise ValueError("the history has no beginning")
+    verdict.planned = begun.planned
+    verdict.requests = max(begun.requests, len(requests))
+    for number in range(begun.requests):
+        if number not in requests:
+            verdict.findings.append(f"request {number} has no outcome")
+    digests = sorted({told.request.revision.digest for told in requests.values()})
+    for told in requests.values():
+        _check_request(verdict, begun.model, told, digests)
+    for fault in faults:
+        _check_fault(verdict, fault, requests)
+    return verdict
+
+
+def _check_fault(verdict: Verdict, fault: Fault, requests: dict[int, Told]) -> None:
+    if fault.proof:
+        verdict.faults[fault.kind] += 1
+    if fault.error:
+        verdict.findings.append(f"fault {fault.number} ({fault.kind} of {fault.victim}): {fault.error}")
+    for number in fault.hit:
+        if number in requests and requests[number].ended > fault.began:
+            verdict.gaps.setdefault(fault.kind, []).append(_gap(requests[number], fault))
+
+
+def _gap(told: Told, fault: Fault) -> float:
+    """The longest silence of a stream that ended after the fault had struck, and began before it was mended."""
+    times = sorted({delta.at for delta in told.deltas} | {told.ended})
+    near = ((a, b) for a, b in pairwise(times) if b >= fault.began and a <= fault.mended)
+    return max((b - a for a, b in near), default=0.0)
+
+
+def _check_request(verdict: Verdict, model: str, told: Told, digests: Sequence[str]) -> None:
+    request, number = told.request, told.request.number
+    verdict.refused += sum(told.refused.values())
+    verdict.completed += told.completed
+    if not told.completed:
+        verdict.findings.append(f"request {number} failed: {told.error}")
+    elif told.revision.rpartition("/")[2] != request.revision.digest:
+        verdict.other += 1
+        verdict.findings.append(f"request {number} was answered by {told.revision}")
+    _check_wire(verdict, told)
+    for choice in range(request.n):
+        answer = told.answers.get(choice, Answer())
+        expected = truth(model, request, choice)
+        if tuple(answer.token_ids) != expected.token_ids:
+            counts = _compare(model, request, choice, answer.token_ids, expected.token_ids, digests)
+            for name, count in counts.items():
+                setattr(verdict, name, getattr(verdict, name) + count)
+            verdict.findings.append(f"request {number} choice {choice}: {dict(counts)}")
+        elif (answer.text, answer.reason, answer.stop) != (expected.text, expected.reason, expected.stop):
+            verdict.other += 1
+            verdict.findings.append(f"request {number} choice {choice}: its text or its end is another")
+        elif request.logprobs is not None and answer.likeliest != answer.token_ids:
+            verdict.other += 1
+            verdict.findings.append(f"request {number} choice {choice}: its log probabilities are not its tokens'")
+
+
+def _check_wire(verdict: Verdict, told: Told) -> None:
+    """No call may bring what its client has, nor anything after the next call has begun."""
+    newest, have = 0, Counter[tuple[int, int]]()
+    for delta in told.deltas:
+        number = told.request.number
+        if delta.call < newest:
+            verdict.stale_attempt_delivered += len(delta.token_ids)
+            verdict.findings.append(f"request {number}: call {delta.call} brought tokens after call {newest} had")
+            continue
+        newest = max(newest, delta.call)
+        place = (delta.call, delta.choice)
+        if place not in have:
+            have[place] = told.calls[delta.call].received.get(delta.choice, 0)
+        again = have[place] - delta.offset
+        if again > 0:
+            verdict.duplicated += min(again, len(delta.token_ids))
+            verdict.findings.append(f"request {number}: call {delta.call} brought {again} tokens again")
+        elif again < 0:
+            verdict.lost -= again
+            verdict.findings.append(f"request {number}: call {delta.call} left out {-again} tokens")
+        have[place] = delta.offset + len(delta.token_ids)
+
+
+def _compare(
+    model: str, request: Request, choice: int, got: Sequence[int], wanted: Sequence[int], digests: Sequence[str]
+) -> Counter[str]:
+    """What became of the tokens of one answer."""
+    counts = Counter[str]()
+    places: dict[int, list[int]] = {}
+    for place, token in enumerate(wanted):
+        places.setdefault(token, []).append(place)
+    seen: set[int] = set()
+    last = -1
+    for at, token in enumerate(got):
+        free = [place for place in places.get(token, ()) if place not in seen]
+        if not places.get(token):
+            others = (digest for digest in digests if digest != request.revision.digest)
+            foreign = any(next_token(model, request, choice, other, got[:at]) == token for other in others)
+            counts["wrong_adapter" if foreign else "other"] += 1
+        elif not free:
+            counts["duplicated"] += 1
+        else:
+            place = next((place for place in free if place > last), free[0])
+            counts["reordered"] += place < last
+            seen.add(place)
+            last = max(last, place)
+    counts["lost"] = len(wanted) - len(seen)
+    return +counts

@@ -1,0 +1,196 @@
+"""The cluster under chaos: every process of it reaches the others over links of its own.
+
+router-N ─ redis link ─▶ Valkey ◀─ redis link ─ worker-N         clients ─ client link ─▶ router-N
+                             worker-N ─ grpc link ─▶ relays of the routers, the store
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+from loraplex.cluster.v1 import cluster_pb2, cluster_pb2_grpc
+from loraplex_client import AsyncStoreClient
+from redis.asyncio import Redis
+
+from artifacts.base_model import read_base_model
+from clients.cli.models import registered
+from deploy.local.cluster import ClusterSettings, LocalCluster
+from tests.chaos.history import Left, Revision
+from tests.chaos.links import Link
+from tests.chaos.plan import ADAPTERS, MODEL, TENANTS
+from tests.chaos.valkeys import Valkeys
+from tests.faulty_store import FaultyStore
+
+ROUTERS = 2
+WORKERS = 4
+# So long a router has to tell what it knows.
+ASK_S = 5.0
+# Few rows: every worker has work. The bytes of an adapter have to come while a store fault lasts.
+_WORKER_FLAGS = ("--rows", "12", "--fetch-silent-s", "5", "--drain-s", "0.5")
+# Keys of a cell that are there without any job, by the word after the tag; the others must go, or expire.
+_LASTING = {"born", "routers", "workers", "worker", "arrivals", "floor", "idle", "pace", "wake", "dead", "commands"}
+
+
+@dataclass(frozen=True)
+class Links:
+    """The ways of one process to the others."""
+
+    redis: Link
+    grpc: Link
+
+
+class ChaosCluster(LocalCluster):
+    """A LocalCluster whose routers and workers are spawned behind links; `links` by process, `doors` by router."""
+
+    def __init__(self, settings: ClusterSettings, valkeys: Valkeys, store: FaultyStore) -> None:
+        super().__init__(settings)
+        self.valkeys = valkeys
+        self.faulty_store = store
+        self.links: dict[str, Links] = {}
+        self.doors: dict[str, Link] = {}
+
+    async def _spawn(self, name: str, argv: list[str], environ: dict[str, str] | None = None) -> None:
+        room = name.partition("-")[0]
+        if environ is not None and room in {"router", "worker"}:
+            links = self.links.get(name)
+            if links is None:
+                links = self.links[name] = Links(
+                    await Link(self.valkeys.primary.socket).start(), await Link(None).start()
+                )
+                self.valkeys.clients.append(links.redis)
+            dropped = {"no_proxy", "NO_PROXY", "no_grpc_proxy"}
+            environ = {key: value for key, value in environ.items() if key not in dropped}
+            environ[f"LORAPLEX_{room.upper()}_REDIS_URL"] = f"redis://{links.redis.address}"
+            environ["grpc_proxy"] = f"http://{links.grpc.address}"
+            if room == "worker":
+                argv = [*argv, "--worker-id", name]
+        await super()._spawn(name, argv, environ)
+
+    def _may_replace(self) -> bool:
+        """A worker that dies of itself is a finding, and ends the run."""
+        return False
+
+    async def open_doors(self) -> None:
+        """The links that clients come by; once the routers listen."""
+        for number, address in enumerate(self.routers, start=1):
+            self.doors[f"router-{number}"] = await Link(address).start()
+
+    async def close_links(self) -> None:
+        """All of them."""
+        links = [link for pair in self.links.values() for link in (pair.redis, pair.grpc)]
+        await asyncio.gather(*(link.stop() for link in (*links, *self.doors.values())))
+
+    def running_workers(self) -> list[str]:
+        """Names of the workers that were started and not killed."""
+        return [process.name for process in self._workers()]
+
+    async def workers(self) -> dict[str, cluster_pb2.Worker]:
+        """Those that a router lists, by name."""
+        return await list_workers(self.routers[0])
+
+    async def jobs(self) -> list[cluster_pb2.Job]:
+        """The jobs of all routers that answer."""
+        answers = await asyncio.gather(*(self._jobs(address) for address in self.routers))
+        return [job for answer in answers for job in answer]
+
+    async def _jobs(self, address: str) -> list[cluster_pb2.Job]:
+        async with grpc.aio.insecure_channel(address) as channel:
+            stub = cluster_pb2_grpc.ClusterServiceStub(channel)
+            try:
+                return list((await stub.ListJobs(cluster_pb2.ListJobsRequest(), timeout=ASK_S)).jobs)
+            except grpc.aio.AioRpcError:  # it was killed
+                return []
+
+    async def push(self, tenant: str, name: str) -> Revision:
+        """Put an adapter into the store."""
+        return await push_adapter(self.store, self.data_dir / "pushed", tenant, name)
+
+    async def left(self) -> Left:
+        """What is held now."""
+        return await what_is_left((await self.workers()).values(), self.valkeys.primary.client)
+
+
+async def push_adapter(store: str, directory: Path, tenant: str, name: str) -> Revision:
+    """Put an adapter into the store at this address; the hash model takes any bytes."""
+    files = directory / tenant / name
+    files.mkdir(parents=True)
+    config = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": ["q_proj"]}
+    (files / "adapter_config.json").write_text(json.dumps(config))
+    (files / "adapter_model.safetensors").write_bytes(f"weights of {tenant} {name}".encode())
+    async with AsyncStoreClient(store, tenant) as client:
+        return Revision(tenant, name, (await client.push(files, name)).revision.digest)
+
+
+async def register_model(store: str) -> None:
+    """Tell the store at this address of the model."""
+    async with AsyncStoreClient(store, TENANTS[0]) as client:
+        base = read_base_model(MODEL)
+        await client.register_model(registered(base), base.files)
+
+
+async def what_is_left(workers: Iterable[cluster_pb2.Worker], redis: Redis) -> Left:
+    """What these workers and Redis hold; with no request there is nothing."""
+    keys: list[str] = []
+    async for key in redis.scan_iter("lp:*"):
+        word = key.decode().partition("}:")[2].partition(":")[0]
+        if word == "bytes":
+            if any(float(value) for value in await redis.hvals(key)):
+                keys.append(key.decode())
+        elif word not in _LASTING and await redis.ttl(key) == -1:
+            keys.append(key.decode())
+    states = tuple(workers)
+    return Left(
+        blocks=sum(worker.blocks.referenced for worker in states),
+        pins=sum(worker.adapter_slots.pinned + worker.rows_running + worker.rows_waiting for worker in states),
+        redis_keys=sorted(keys),
+    )
+
+
+async def list_workers(router: str) -> dict[str, cluster_pb2.Worker]:
+    """The live workers that the router at this address lists, by name."""
+    async with grpc.aio.insecure_channel(router) as channel:
+        stub = cluster_pb2_grpc.ClusterServiceStub(channel)
+        answer = await stub.ListWorkers(cluster_pb2.ListWorkersRequest(), timeout=ASK_S)
+        return {worker.worker_id: worker for worker in answer.workers}
+
+
+@asynccontextmanager
+async def chaos_cluster(directory: Path) -> AsyncIterator[tuple[ChaosCluster, list[Revision]]]:
+    """The cluster, serving, and what its tenants may ask for: three adapters each, and the base model."""
+    async with _faulty_store() as (store, store_address), Valkeys() as valkeys:
+        settings = ClusterSettings(
+            MODEL,
+            workers=WORKERS,
+            routers=ROUTERS,
+            port=0,
+            store_port=0,
+            data_dir=directory,
+            redis_url=f"unix://{valkeys.primary.socket}",
+            worker_flags=("--store", store_address, *_WORKER_FLAGS),
+        )
+        cluster = ChaosCluster(settings, valkeys, store)
+        try:
+            async with cluster:
+                store.target = cluster.store
+                await cluster.open_doors()
+                await register_model(cluster.store)
+                revisions = [await cluster.push(tenant, name) for tenant in TENANTS for name in ADAPTERS]
+                await cluster.wait_serving()
+                yield cluster, [*revisions, Revision(TENANTS[0])]
+        finally:
+            await cluster.close_links()
+
+
+@asynccontextmanager
+async def _faulty_store() -> AsyncIterator[tuple[FaultyStore, str]]:
+    store = FaultyStore()
+    try:
+        yield store, await store.start()
+    finally:
+        await store.stop()

@@ -1,0 +1,187 @@
+"""The clients: they send the plan's requests, and what comes of each is written down."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from loraplex_client import LoraplexError, Piece, UnavailableError
+from loraplex_client.errors import DataLossError, ResourceExhaustedError
+
+from tests.chaos.history import Answer, History, Request, Revision, Told
+from tests.chaos.plan import TENANTS, Plan, make_request
+from tests.chaos.tapped_client import TappedClient
+
+# A request that has no outcome after so long has lost its tokens.
+PATIENCE_S = 60.0
+RETRY_S = 0.2
+# What a request of which nothing has come yet may end with, to be sent again: nobody serves now, the queue is full, the
+# store lies.
+_REFUSALS = (UnavailableError, ResourceExhaustedError, DataLossError)
+
+
+class Driver:
+    """Keeps `plan.in_flight` requests running, as long as `allow` says that there may be more."""
+
+    def __init__(self, plan: Plan, addresses: Sequence[str], revisions: Sequence[Revision], history: History) -> None:
+        self._plan = plan
+        self._addresses = tuple(addresses)
+        self._revisions = tuple(revisions)
+        self._history = history
+        self._began = time.monotonic()
+        self._next = 0
+        self._allowed = 0
+        self._last = False
+        # The next requests are for these.
+        self.cold: deque[Revision] = deque()
+        self.live: dict[int, Told] = {}
+        # Whose every message somebody waits for.
+        self._watched: set[int] = set()
+        self._changed = asyncio.Condition()
+
+    @property
+    def now(self) -> float:
+        """Seconds since the beginning."""
+        return time.monotonic() - self._began
+
+    @property
+    def streaming(self) -> list[int]:
+        """The requests that have brought tokens and still run."""
+        return [number for number, told in self.live.items() if told.deltas]
+
+    async def allow(self, count: int) -> None:
+        """So many requests, counted from the first, may be sent by now."""
+        self._allowed = max(self._allowed, count)
+        await self._notify()
+
+    async def allow_more(self, count: int) -> None:
+        """So many more than were sent."""
+        await self.allow(self._next + count)
+
+    async def finish(self) -> None:
+        """No request comes beyond those that are planned or allowed."""
+        self._last = True
+        await self.allow(self._plan.requests)
+
+    async def until_streaming(self, count: int) -> None:
+        """Wait until so many requests have brought tokens and still run."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: len(self.streaming) >= count)
+
+    async def until_moved(self, numbers: Sequence[int]) -> None:
+        """Wait until each of these requests has brought something from now on, or has ended."""
+        before = {number: len(self.live[number].deltas) for number in numbers if number in self.live}
+        self._watched |= before.keys()
+        try:
+            async with self._changed:
+                await self._changed.wait_for(
+                    lambda: all(n not in self.live or len(self.live[n].deltas) > seen for n, seen in before.items())
+                )
+        finally:
+            self._watched -= before.keys()
+
+    def on(self, address: str) -> list[int]:
+        """The streams whose newest call goes to this address."""
+        return [number for number in self.streaming if self.live[number].calls[-1].address == address]
+
+    async def run(self) -> None:
+        """Send everything; returns when every request has its outcome."""
+        clients = {tenant: TappedClient(self._addresses, tenant, lambda: self.now) for tenant in TENANTS}
+        try:
+            async with asyncio.TaskGroup() as group:
+                for _ in range(self._plan.in_flight):
+                    group.create_task(self._serve(clients))
+        finally:
+            for client in clients.values():
+                await client.close()
+
+    async def _serve(self, clients: Mapping[str, TappedClient]) -> None:
+        while (number := await self._take()) is not None:
+            revisions = (self.cold.popleft(),) if self.cold else self._revisions
+            request = make_request(self._plan.seed, number, revisions)
+            await self._ask(clients[request.revision.tenant], request)
+
+    async def _take(self) -> int | None:
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._last or self._next < self._allowed)
+            if self._next >= self._allowed:
+                return None
+            self._next += 1
+            return self._next - 1
+
+    async def _ask(self, client: TappedClient, request: Request) -> None:
+        told = self.live[request.number] = Told(request, [], [], {}, {}, 0.0)
+        until, turn = time.monotonic() + PATIENCE_S, 0
+        while True:
+            turn += 1
+            refused = await self._attempt(client, told, f"{request.number}.{turn}", until)
+            if not refused:
+                break
+            told.refused[refused] = told.refused.get(refused, 0) + 1
+            told.calls.clear()
+            await asyncio.sleep(RETRY_S)
+        told.ended = self.now
+        del self.live[request.number]
+        self._history.append(told)
+        await self._notify()
+
+    async def _attempt(self, client: TappedClient, told: Told, request_id: str, until: float) -> str:
+        """One stream to its outcome, which is in `told`; if it was refused, why, and there is none."""
+        client.told[request_id] = told
+        try:
+            async with (
+                asyncio.timeout(until - time.monotonic()),
+                client.generate_stream(told.request.prompt, request_id=request_id, **_options(told.request)) as stream,
+            ):
+                async for piece in stream:
+                    _take_piece(told, piece)
+                    if len(told.deltas) == 1 or told.request.number in self._watched:
+                        await self._notify()
+            told.error = "" if told.completed else "the stream ended before its end"
+        except TimeoutError:
+            told.error = f"no outcome in {PATIENCE_S:g} s"
+        except LoraplexError as error:
+            message = f"{type(error).__name__} {error.reason}: {error}"
+            if isinstance(error, _REFUSALS) and not told.deltas:
+                return message
+            told.error = message
+        finally:
+            del client.told[request_id]
+        return ""
+
+    async def _notify(self) -> None:
+        async with self._changed:
+            self._changed.notify_all()
+
+
+def _options(request: Request) -> dict[str, Any]:
+    options: dict[str, Any] = {
+        "adapter_id": request.revision.name or None,
+        "max_new_tokens": request.max_tokens,
+        "n": request.n,
+        "stop": list(request.stop),
+        "stop_token_ids": list(request.stop_token_ids),
+        "logprobs": request.logprobs,
+        "stream_interval": request.stream_interval,
+        **request.sampling,
+    }
+    return {name: value for name, value in options.items() if value not in (None, [])}
+
+
+def _take_piece(told: Told, piece: Piece) -> None:
+    if piece.finished is not None:
+        for choice, whole in enumerate(piece.finished.choices):
+            answer = told.answers.setdefault(choice, Answer())
+            answer.reason, answer.stop = whole.finish_reason.value, whole.stop
+        told.continuations, told.revision = piece.finished.continuations, piece.finished.adapter_revision
+        told.completed = True
+        return
+    answer = told.answers.setdefault(piece.choice, Answer())
+    answer.token_ids += piece.token_ids
+    answer.text += piece.text
+    if piece.logprobs:
+        answer.likeliest = answer.likeliest or []
+        answer.likeliest += [one.alternatives[0][0] for one in piece.logprobs]

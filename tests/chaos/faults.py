@@ -1,0 +1,196 @@
+"""What each kind of fault does, and how it is known that it happened."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+
+from tests.chaos.arena import Arena, Strike, Victim
+from tests.chaos.links import Link, Way
+from tests.chaos.plan import TENANTS, Kind, PlannedFault
+from tests.chaos.processes import gone, signal_process, stopped
+from tests.faulty_store import Fault as StoreFault
+
+Striker = Callable[[Arena, PlannedFault], AbstractAsyncContextManager[Strike]]
+
+
+@asynccontextmanager
+async def _worker_kill(arena: Arena, planned: PlannedFault) -> AsyncIterator[Strike]:
+    """The I/O process, and its engine with it."""
+    victim = await arena.take_worker(planned)
+    strike = Strike(victim.name, arena.driver.now, victim.streams)
+    arena.cluster.kill(victim.name)
+    code = await arena.cluster.processes[victim.name].exited
+    await _until(lambda: gone(victim.engine_pid))
+    strike.proof = f"process {victim.pid} ended with {code}, its engine {victim.engine_pid} is gone"
+    yield strike
+    await arena.cluster.start_worker()
+
+
+@asynccontextmanager
+async def _engine_kill(arena: Arena, planned: PlannedFault) -> AsyncIterator[Strike]:
+    victim = await arena.take_worker(planned)
+    strike = Strike(victim.name, arena.driver.now, victim.streams)
+    signal_process(victim.engine_pid, signal.SIGKILL)
+    await _until(lambda: gone(victim.engine_pid))
+    strike.proof = f"process {victim.engine_pid} is gone"
+    yield strike
+
+
+@asynccontextmanager
+async def _worker_hang(arena: Arena, planned: PlannedFault) -> AsyncIterator[Strike]:
+    """The whole worker stands still as a machine does, or its I/O process alone."""
+    victim = await arena.take_worker(planned)
+    pids = [victim.pid, victim.engine_pid] if planned.hold < 0.5 else [victim.pid]
+    async with _standing_still(arena, victim, pids) as strike:
+        yield strike
+        await asyncio.sleep(4.0 + planned.hold)
+
+
+@asynccontextmanager
+async def _engine_hang(arena: Arena, planned: PlannedFault) -> AsyncIterator[Strike]:
+    """Its worker may have replaced it before it wakes."""
+    victim = await arena.take_worker(planned)
+    async with _standing_still(arena, victim, [victim.engine_pid]) as strike:
+        yield strike
+        await asyncio.sleep(3.5 + 3.0 * planned.hold)
+
+
+@asynccontextmanager
+async def _standing_still(arena: Arena, victim: Victim, pids: list[int]) -> AsyncIterator[Strike]:
+    strike = Strike(victim.name, arena.driver.now, victim.streams)
+    try:
+        for pid in pids:
+            os.kill(pid, signal.SIGSTOP)
+        await _until(lambda: all(stopped(pid) for pid in pids))
+        strike.proof = f"processes {pids} stood still"
+        yield strike
+    finally:
+        for pid in pids:
+            signal_process(pid, signal.SIGCONT)
+
+
+@asynccontextmanager
+async def _router_kill(arena: Arena, planned: PlannedFault) -> AsyncIterator[Strike]:
+    name, hit = await arena.take_router(planned)
+    strike = Strike(name, arena.driver.now, hit)
+    arena.cluster.kill(name)
+    code = await arena.cluster.processes[name].exited
+    strike.proof = f"process {arena.cluster.processes[name].pid} ended with {code}"
+    yield strike
+    await asyncio.sleep(planned.hold)
+    await arena.cluster.restart(name)
+
+
+def _redis(what: str) -> Striker:
+    @asynccontextmanager
+    async def strike(arena: Arena, planned: PlannedFault) -> AsyncIterator[Strike]:
+        valkeys = arena.cluster.valkeys
+        struck = Strike(await arena.take(["redis"], planned), arena.driver.now, arena.driver.streaming)
+        struck.proof = await getattr(valkeys, what)()
+        yield struck
+
+    return strike
+
+
+def _link(disturb: Callable[[Link, PlannedFault], int | None], lasts_s: float) -> Striker:
+    """All that reaches a host, or one of its links; `disturb` tells how many connections it broke, or nothing."""
+
+    @asynccontextmanager
+    async def strike(arena: Arena, planned: PlannedFault) -> AsyncIterator[Strike]:
+        struck, links = await _take_links(arena, planned)
+        struck.began = arena.driver.now
+        disturbed = [link.disturbed for link in links]
+        try:
+            broken = [disturb(link, planned) for link in links]
+            if None not in broken:
+                struck.proof = _broken(sum(count or 0 for count in broken))
+            yield struck
+            await asyncio.sleep((0.3 + 0.7 * planned.hold) * lasts_s)
+            held = sum(link.disturbed for link in links) - sum(disturbed)
+            if not struck.proof and held:
+                struck.proof = f"{held} pieces came late"
+        finally:
+            for link in links:
+                link.heal()
+
+    return strike
+
+
+def _broken(count: int) -> str:
+    return f"{count} connections were broken" if count else ""
+
+
+async def _take_links(arena: Arena, planned: PlannedFault) -> tuple[Strike, list[Link]]:
+    where = int(planned.pick * 5 * 7) % 5
+    if where < 2:
+        name, hit = await arena.take_router(planned)
+        link, what = (arena.cluster.links[name].redis, "Redis") if where else (arena.cluster.doors[name], "its clients")
+        return Strike(f"{name} from {what}", 0.0, hit), [link]
+    victim = await arena.take_worker(planned)
+    pair = arena.cluster.links[victim.name]
+    links, what = {
+        2: ([pair.grpc], "routers and store"),
+        3: ([pair.redis], "Redis"),
+        4: ([pair.grpc, pair.redis], "everybody"),
+    }[where]
+    return Strike(f"{victim.name} from {what}", 0.0, victim.streams), links
+
+
+def _hold(link: Link, planned: PlannedFault) -> None:
+    link.hold(Way.UP if planned.hold < 0.5 else Way.DOWN)
+
+
+def _delay(link: Link, planned: PlannedFault) -> None:
+    link.delay(0.05 + 0.15 * planned.hold)
+
+
+def _store(fault: StoreFault) -> Striker:
+    """A new adapter, which no worker has, while the store is slow or sends other bytes; other streams go on."""
+
+    @asynccontextmanager
+    async def strike(arena: Arena, planned: PlannedFault) -> AsyncIterator[Strike]:
+        store, driver = arena.cluster.faulty_store, arena.driver
+        name = f"cold-{planned.number}"
+        store.faults[name] = fault
+        revision = await arena.cluster.push(TENANTS[planned.number % 2], name)
+        struck = Strike(await arena.take(["store"], planned), driver.now, driver.streaming)
+        try:
+            driver.cold.extend([revision] * 3)
+            await driver.allow_more(4)
+            await store.asked(name)
+            struck.proof = f"{name} was asked for while {fault}"
+            yield struck
+            await asyncio.sleep(0.5 + planned.hold)
+        finally:
+            store.gate.set()
+            store.gate = asyncio.Event()
+            del store.faults[name]
+
+    return strike
+
+
+async def _until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not condition():  # noqa: ASYNC110 — another process's state has no event
+            await asyncio.sleep(0.001)
+
+
+STRIKERS: dict[Kind, Striker] = {
+    Kind.WORKER_KILL: _worker_kill,
+    Kind.ENGINE_KILL: _engine_kill,
+    Kind.WORKER_HANG: _worker_hang,
+    Kind.ENGINE_HANG: _engine_hang,
+    Kind.ROUTER_KILL: _router_kill,
+    Kind.REDIS_RESTART: _redis("restart"),
+    Kind.REDIS_WIPE: _redis("wipe"),
+    Kind.REDIS_FAILOVER: _redis("failover"),
+    Kind.LINK_CUT: _link(lambda link, planned: link.cut(), 2.0),
+    Kind.LINK_ONE_WAY: _link(_hold, 4.0),
+    Kind.LINK_DELAY: _link(_delay, 2.0),
+    Kind.STORE_SLOW: _store(StoreFault.GATED),
+    Kind.STORE_LIES: _store(StoreFault.GARBLED),
+}

@@ -1,0 +1,149 @@
+"""What a chaos run wrote down: one JSON line for its beginning, for each request, each fault, and what was left.
+
+Times are seconds since the beginning, by one clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+import msgspec
+
+
+class Revision(msgspec.Struct, frozen=True):
+    """An adapter that is in the store; without a name it is the plain base model."""
+
+    tenant: str
+    name: str = ""
+    digest: str = ""
+
+
+class Request(msgspec.Struct, frozen=True):
+    """What a client asks for, all of it: the answer is a function of it."""
+
+    number: int
+    revision: Revision
+    prompt: str
+    max_tokens: int
+    n: int = 1
+    # Fields of worker.scheduling.contract.Sampling, seed included.
+    sampling: dict[str, float | int] = {}
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    logprobs: int | None = None
+    stream_interval: int = 1
+
+
+class Begun(msgspec.Struct, frozen=True, tag=True):
+    """The first line. `planned` faults by kind."""
+
+    model: str
+    seed: int
+    requests: int
+    planned: dict[str, int]
+    overlap: bool = False
+
+
+class Call(msgspec.Struct, tag=True):
+    """One RPC of a request: Generate, or a Resume. `error` is the status it ended with."""
+
+    at: float
+    method: str
+    address: str
+    # Tokens of each choice that the client said it had.
+    received: dict[int, int] = {}
+    error: str = ""
+
+
+class Delta(msgspec.Struct, frozen=True, array_like=True):
+    """A message with tokens as it came from the wire; `call` counts the request's RPCs from 0."""
+
+    at: float
+    call: int
+    choice: int
+    offset: int
+    token_ids: tuple[int, ...]
+
+
+class Answer(msgspec.Struct):
+    """What the application got of one choice, in the order in which it came. `likeliest`: a token for each logprob."""
+
+    token_ids: list[int] = []
+    text: str = ""
+    reason: str = ""
+    stop: str | int | None = None
+    likeliest: list[int] | None = None
+
+
+class Told(msgspec.Struct, tag=True):
+    """One request from its first call to its outcome: completed, or what it failed with."""
+
+    request: Request
+    calls: list[Call]
+    deltas: list[Delta]
+    answers: dict[int, Answer]
+    # Calls that were answered with an error before anything came, and were made again.
+    refused: dict[str, int]
+    ended: float
+    completed: bool = False
+    error: str = ""
+    continuations: int = 0
+    revision: str = ""
+
+
+class Fault(msgspec.Struct, tag=True):
+    """One fault. `proof` says what shows that it happened; empty: it did not."""
+
+    number: int
+    kind: str
+    victim: str
+    # From the moment it struck to the moment it was mended.
+    began: float
+    mended: float
+    # Requests that had tokens, and whose worker, router or link it was.
+    hit: list[int]
+    proof: str = ""
+    error: str = ""
+
+
+class Left(msgspec.Struct, frozen=True, tag=True):
+    """What an idle cluster still held."""
+
+    blocks: int
+    pins: int
+    redis_keys: list[str]
+
+
+Line = Begun | Told | Fault | Left
+_decoder = msgspec.json.Decoder(Line)
+
+
+class History:
+    """Appends lines to a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file: BinaryIO = path.open("ab")
+
+    def append(self, line: Line) -> None:
+        """Write it, at once."""
+        self._file.write(msgspec.json.encode(line) + b"\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Nothing comes any more."""
+        self._file.close()
+
+
+def read_history(path: Path) -> Iterator[Line]:
+    """The lines of a file."""
+    with path.open("rb") as file:
+        yield from read_lines(file)
+
+
+def read_lines(lines: Iterable[bytes]) -> Iterator[Line]:
+    """The lines of a history. Raises msgspec.DecodeError."""
+    for line in lines:
+        yield _decoder.decode(line)

@@ -1,0 +1,131 @@
+"""What a run does, all of it from one seed: its requests, and its schedule of faults."""
+
+from __future__ import annotations
+
+import random
+import string
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from tests.chaos.history import Request, Revision
+from tests.chaos.oracle import text_of, truth
+
+MODEL = "hash:?vocab=32000&seed=1&step_ms=5"
+TENANTS = ("acme", "globex")
+ADAPTERS = ("a", "b", "c")
+
+
+class Kind(StrEnum):
+    """The faults."""
+
+    WORKER_KILL = "worker_kill"
+    ENGINE_KILL = "engine_kill"
+    WORKER_HANG = "worker_hang"
+    ENGINE_HANG = "engine_hang"
+    ROUTER_KILL = "router_kill"
+    REDIS_RESTART = "redis_restart"
+    REDIS_WIPE = "redis_wipe"
+    REDIS_FAILOVER = "redis_failover"
+    LINK_CUT = "link_cut"
+    LINK_ONE_WAY = "link_one_way"
+    LINK_DELAY = "link_delay"
+    STORE_SLOW = "store_slow"
+    STORE_LIES = "store_lies"
+
+
+# So often each comes in a round of a long schedule.
+_OFTEN = {Kind.WORKER_KILL: 3, Kind.ENGINE_KILL: 3, Kind.WORKER_HANG: 2, Kind.ROUTER_KILL: 2}
+
+
+@dataclass(frozen=True)
+class PlannedFault:
+    """One fault: `pick` chooses the victim among those there are, `hold` in [0, 1) how long it lasts, `wait_s` when."""
+
+    number: int
+    kind: Kind
+    pick: float
+    hold: float
+    wait_s: float
+
+
+@dataclass(frozen=True)
+class Plan:
+    """`in_flight` requests at once; the faults one after the other, each with room for the work to go on, or not."""
+
+    requests: int
+    seed: int
+    faults: tuple[PlannedFault, ...]
+    overlap: bool = False
+    in_flight: int = 16
+
+    @property
+    def planned(self) -> dict[str, int]:
+        """How many faults of each kind."""
+        counts = Counter(fault.kind for fault in self.faults)
+        return {kind.value: counts[kind] for kind in Kind}
+
+
+def make_plan(requests: int, faults: int, seed: int, *, overlap: bool = False, kinds: Sequence[Kind] = ()) -> Plan:
+    """The plan of a seed. With `kinds` only these, each as often as the others."""
+    rng = random.Random(f"faults {seed}")
+    schedule: list[Kind] = []
+    first = list(kinds or Kind)
+    later = list(kinds) or [kind for kind in Kind for _ in range(_OFTEN.get(kind, 1))]
+    while len(schedule) < faults:
+        kinds_of_round = later if len(schedule) >= len(first) else first
+        schedule += rng.sample(kinds_of_round, len(kinds_of_round))
+    planned = [
+        PlannedFault(number, kind, rng.random(), rng.random(), rng.uniform(0.0, 0.4))
+        for number, kind in enumerate(schedule[:faults])
+    ]
+    return Plan(requests, seed, tuple(planned), overlap)
+
+
+def make_request(seed: int, number: int, revisions: Sequence[Revision]) -> Request:
+    """Request `number` of a seed, for one of these revisions."""
+    rng = random.Random(f"request {seed} {number}")
+    letters = string.ascii_lowercase + " "
+    request = Request(
+        number=number,
+        revision=rng.choice(revisions),
+        prompt=f"{number} " + "".join(rng.choices(letters, k=rng.randint(1, 60))),
+        max_tokens=rng.randint(20, 200),
+        n=rng.choices((1, 2, 3), (75, 20, 5))[0],
+        sampling=_sampling(rng),
+        logprobs=rng.choice((1, 3)) if rng.random() < 0.2 else None,
+        stream_interval=rng.choice((2, 5)) if rng.random() < 0.1 else 1,
+    )
+    return _with_stop(rng, request)
+
+
+def _sampling(rng: random.Random) -> dict[str, float | int]:
+    sampling: dict[str, float | int] = {}
+    if rng.random() < 0.6:
+        sampling = {"temperature": rng.uniform(0.1, 2.0), "seed": rng.getrandbits(63)}
+        sampling["top_p"] = rng.uniform(0.1, 1.0)
+        if rng.random() < 0.5:
+            sampling["top_k"] = rng.randint(1, 100)
+    if rng.random() < 0.3:
+        sampling |= {"repetition_penalty": rng.uniform(0.5, 2.0), "frequency_penalty": rng.uniform(-2.0, 2.0)}
+    return sampling
+
+
+def _with_stop(rng: random.Random, request: Request) -> Request:
+    """Three in ten have a stop string or a stop token that one of their choices comes to."""
+    kind = rng.random()
+    if kind > 0.3:
+        return request
+    ids = truth(MODEL, request, rng.randrange(request.n)).uncut
+    at = rng.randrange(5, len(ids) - 2)
+    if kind > 0.2:
+        return _replace(request, stop_token_ids=(ids[at],))
+    # One that begins in the middle of a token holds back what is before it; its beginning is delivered.
+    whole = "".join(map(text_of, ids[at : at + rng.choice((1, 2, 3))]))
+    return _replace(request, stop=(whole[rng.choice((0, 0, 2)) :] or whole,))
+
+
+def _replace(request: Request, **changes: object) -> Request:
+    fields = {name: getattr(request, name) for name in request.__struct_fields__}
+    return Request(**{**fields, **changes})

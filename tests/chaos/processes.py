@@ -1,0 +1,39 @@
+"""What the system says of a process, so that it is known what a signal did (Linux)."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+
+def runs_under(parent: int, pid: int) -> bool:
+    """Whether a process runs, and is that parent's: a number may belong to another by now."""
+    fields = _stat(pid)
+    return bool(fields) and fields[0] not in {"Z", "X", "T"} and int(fields[1]) == parent
+
+
+def stopped(pid: int) -> bool:
+    """Whether a process stands still."""
+    return _stat(pid)[:1] in (["T"], ["t"])
+
+
+def gone(pid: int) -> bool:
+    """Whether a process has ended."""
+    return _stat(pid)[:1] in ([], ["Z"], ["X"])
+
+
+def signal_process(pid: int, number: signal.Signals) -> None:
+    """Signal a process that may have ended."""
+    try:
+        os.kill(pid, number)
+    except ProcessLookupError:
+        return
+
+
+def _stat(pid: int) -> list[str]:
+    """State, parent and so on; empty: there is no such process."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return []

@@ -1,0 +1,113 @@
+"""A run: the cluster, its clients, and one fault after the other (or several at once), all into a history."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from pathlib import Path
+
+from tests.chaos.arena import Arena
+from tests.chaos.cluster import WORKERS, ChaosCluster, chaos_cluster
+from tests.chaos.driver import Driver
+from tests.chaos.faults import STRIKERS
+from tests.chaos.history import Begun, Fault, History, Left
+from tests.chaos.plan import MODEL, Plan, PlannedFault
+
+log = logging.getLogger(__name__)
+
+# So long the cluster has to be whole again after a fault was mended, and to be idle after the last request.
+RECOVERY_S = 45.0
+# How many faults last at once, where they may overlap.
+OVERLAPPING = 3
+
+
+async def run(plan: Plan, directory: Path, history: Path) -> None:
+    """Run the plan; everything that happens is appended to `history`."""
+    told = History(history)
+    told.append(Begun(MODEL, plan.seed, plan.requests, plan.planned, plan.overlap))
+    try:
+        async with chaos_cluster(directory) as (cluster, revisions):
+            driver = Driver(plan, [door.address for door in cluster.doors.values()], revisions, told)
+            await cluster.unless_failed(_strike_and_send(plan, Arena(cluster, driver), told))
+            told.append(await _left(cluster))
+    finally:
+        told.close()
+
+
+async def _strike_and_send(plan: Plan, arena: Arena, history: History) -> None:
+    async with asyncio.TaskGroup() as group:
+        group.create_task(arena.driver.run())
+        group.create_task(_strike_all(plan, arena, history))
+
+
+async def _strike_all(plan: Plan, arena: Arena, history: History) -> None:
+    room = asyncio.Semaphore(OVERLAPPING if plan.overlap else 1)
+
+    async def one(planned: PlannedFault) -> None:
+        try:
+            history.append(await _strike(arena, planned, alone=not plan.overlap))
+        finally:
+            room.release()
+
+    async with asyncio.TaskGroup() as group:
+        for planned in plan.faults:
+            await room.acquire()
+            # This fault's share of the requests, and those of the ones before it.
+            share = plan.requests * (planned.number + 1) // (len(plan.faults) + 1)
+            await arena.driver.allow(max(share, plan.in_flight))
+            await arena.driver.allow_more(2)
+            await arena.driver.until_streaming(min(plan.in_flight // 2, 2))
+            await asyncio.sleep(planned.wait_s)
+            group.create_task(one(planned))
+    await arena.driver.finish()
+
+
+async def _strike(arena: Arena, planned: PlannedFault, *, alone: bool) -> Fault:
+    """One fault from its beginning to the cluster's recovery."""
+    told = Fault(planned.number, planned.kind.value, "", 0.0, 0.0, [])
+    try:
+        async with STRIKERS[planned.kind](arena, planned) as strike:
+            pass  # until it has been mended
+        told.victim, told.began, told.hit, told.proof = strike.victim, strike.began, strike.hit, strike.proof
+        told.mended = arena.driver.now
+        async with asyncio.timeout(RECOVERY_S):
+            await arena.driver.until_moved(told.hit)
+            if alone:
+                await _whole(arena.cluster)
+    except TimeoutError:
+        told.error = f"no recovery in {RECOVERY_S:g} s" if told.proof else "it could not happen"
+    except Exception as error:
+        log.exception("fault %d", planned.number)
+        told.error = f"{type(error).__name__}: {error}"
+    finally:
+        arena.release(planned)
+    log.info("%s of %s: %s %s", told.kind, told.victim, told.proof, told.error)
+    return told
+
+
+async def _whole(cluster: ChaosCluster) -> None:
+    """Wait until every process that is to serve does, and is known to."""
+    await cluster.wait_serving(RECOVERY_S)
+    while True:
+        try:
+            if len(await cluster.workers()) == WORKERS:
+                return
+        except Exception as error:  # a router that has just started, or Redis
+            log.debug("not whole yet: %s", error)
+        await asyncio.sleep(0.05)
+
+
+async def _left(cluster: ChaosCluster) -> Left:
+    """What an idle cluster holds: nothing, or what it still does when there was time enough."""
+    left = Left(0, 0, ["nobody could look"])
+    try:
+        async with asyncio.timeout(RECOVERY_S):
+            await _whole(cluster)
+            while True:
+                left = await cluster.left()
+                if not (left.blocks or left.pins or left.redis_keys):
+                    break
+                await asyncio.sleep(0.2)  # workers report twice a second
+    except TimeoutError:
+        log.warning("not idle: %s", left)
+    return left

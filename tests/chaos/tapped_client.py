@@ -1,0 +1,71 @@
+"""The SDK's client, with every message written down as it comes from the wire, before the SDK makes sense of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Self
+
+import grpc
+from loraplex.inference.v1 import inference_pb2, inference_pb2_grpc
+from loraplex_client import AsyncClient
+from loraplex_client.connection import AsyncConnection
+from loraplex_client.recovery import Attempt
+
+from tests.chaos.history import Call, Delta, Told
+
+
+class TappedClient(AsyncClient):
+    """Calls of a request id that is in `told` are written down there. `now` gives seconds."""
+
+    def __init__(self, addresses: Sequence[str], tenant: str, now: Callable[[], float]) -> None:
+        super().__init__(addresses, tenant)
+        self.told: dict[str, Told] = {}
+        self._connection = _TappedConnection(addresses, tenant, self.told, now)
+
+
+class _TappedConnection(AsyncConnection):
+    def __init__(self, addresses: Sequence[str], tenant: str, told: dict[str, Told], now: Callable[[], float]) -> None:
+        super().__init__(addresses, inference_pb2_grpc.InferenceServiceStub, tenant=tenant)
+        self._told = told
+        self._now = now
+
+    def start(self, attempt: Attempt) -> Any:
+        """The RPC, tapped."""
+        request: inference_pb2.GenerateRequest | inference_pb2.ResumeRequest = attempt.call.request
+        told = self._told[request.spec.request_id]
+        call = Call(self._now(), attempt.call.method, attempt.address)
+        if isinstance(request, inference_pb2.ResumeRequest):
+            call.received = {one.choice: len(one.token_ids) for one in request.received}
+        told.calls.append(call)
+        return _TappedCall(super().start(attempt), told, len(told.calls) - 1, self._now)
+
+
+class _TappedCall:
+    """A running RPC that notes what passes."""
+
+    def __init__(self, rpc: Any, told: Told, number: int, now: Callable[[], float]) -> None:
+        self._rpc = rpc
+        self._messages = aiter(rpc)
+        self._told = told
+        self._number = number
+        self._now = now
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Any:
+        try:
+            response = await anext(self._messages)
+        except grpc.aio.AioRpcError as error:
+            self._told.calls[self._number].error = f"{error.code().name}: {error.details()}"
+            raise
+        if response.event.HasField("delta"):
+            delta = response.event.delta
+            self._told.deltas.append(
+                Delta(self._now(), self._number, delta.choice, delta.offset, tuple(delta.token_ids))
+            )
+        return response
+
+    def cancel(self) -> bool:
+        """As the RPC's."""
+        return bool(self._rpc.cancel())

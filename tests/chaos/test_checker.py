@@ -1,0 +1,212 @@
+"""The checker finds what it is there for: forged histories, each with one thing wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.chaos.checker import Verdict, check
+from tests.chaos.history import (
+    Answer,
+    Begun,
+    Call,
+    Delta,
+    Fault,
+    History,
+    Left,
+    Line,
+    Request,
+    Revision,
+    Told,
+    read_history,
+)
+from tests.chaos.oracle import next_token, truth
+from tests.chaos.plan import MODEL, Kind, make_plan, make_request
+from tests.chaos.report import as_json, missed_aims
+
+REVISIONS = (Revision("acme", "a", "sha256:a"), Revision("acme", "b", "sha256:b"))
+NOTHING_LEFT = Left(0, 0, [])
+
+
+def forged(change: Callable[[Told], None] = lambda told: None, *, request: Request | None = None) -> Told:
+    """The history of a request that was answered over two calls, changed."""
+    request = request or Request(0, REVISIONS[0], "prompt", 40, n=2, logprobs=1)
+    told = Told(request, [Call(0.0, "Generate", "r1"), Call(1.0, "Resume", "r2")], [], {}, {}, ended=3.0)
+    for choice in range(request.n):
+        expected = truth(MODEL, request, choice)
+        ids = expected.token_ids
+        told.calls[1].received[choice] = len(ids) // 2
+        for at in range(len(ids)):
+            second = at >= len(ids) // 2
+            told.deltas.append(Delta(1.5 * second + at / 1e3, int(second), choice, at, ids[at : at + 1]))
+        likeliest = list(ids) if request.logprobs is not None else None
+        told.answers[choice] = Answer(list(ids), expected.text, expected.reason, expected.stop, likeliest)
+    told.deltas.sort(key=lambda delta: delta.at)
+    told.completed, told.revision = True, f"tenants/acme/adapters/a/revisions/{request.revision.digest}"
+    change(told)
+    return told
+
+
+def verdict_of(
+    *told: Told, faults: tuple[Fault, ...] = (), planned: int = 0, left: Left | None = NOTHING_LEFT
+) -> Verdict:
+    other = forged(request=Request(len(told), REVISIONS[1], "another", 30))
+    lines: list[Line] = [Begun(MODEL, 1, len(told) + 1, {"worker_kill": planned}), *told, other, *faults]
+    return check([*lines, left] if left else lines)
+
+
+def counts(verdict: Verdict) -> dict[str, int]:
+    names = ("lost", "duplicated", "reordered", "wrong_adapter", "stale_attempt_delivered", "other")
+    return {name: count for name in names if (count := getattr(verdict, name))}
+
+
+def test_a_history_without_fault_holds() -> None:
+    verdict = verdict_of(forged())
+    assert verdict.holds, verdict.findings
+    assert (verdict.requests, verdict.completed, counts(verdict)) == (2, 2, {})
+
+
+def lose(told: Told) -> None:
+    del told.answers[1].token_ids[7]
+
+
+def repeat(told: Told) -> None:
+    ids = told.answers[1].token_ids
+    ids[9:9] = ids[6:9]
+
+
+def swap(told: Told) -> None:
+    ids = told.answers[0].token_ids
+    ids[3], ids[4] = ids[4], ids[3]
+
+
+def foreign(told: Told) -> None:
+    ids = told.answers[0].token_ids
+    ids[5] = next_token(MODEL, told.request, 0, REVISIONS[1].digest, ids[:5])
+
+
+def nobodys(told: Told) -> None:
+    ids = told.answers[0].token_ids
+    ids[5] = next(token for token in range(256, 32_000) if token not in ids)
+
+
+def fail(told: Told) -> None:
+    told.completed, told.error = False, "UNAVAILABLE"
+    told.answers[0].token_ids = told.answers[0].token_ids[:10]
+
+
+def retext(told: Told) -> None:
+    told.answers[1].text += "x"
+
+
+def misplace_logprobs(told: Told) -> None:
+    assert told.answers[0].likeliest
+    told.answers[0].likeliest.reverse()
+
+
+def send_again(told: Told) -> None:
+    """The second call brings two tokens that the client said it had; the SDK would leave them out."""
+    told.calls[1].received[0] += 2
+
+
+def zombie(told: Told) -> None:
+    last = told.deltas[-1]
+    told.deltas.append(Delta(2.9, 0, last.choice, last.offset + 1, (5, 6)))
+
+
+def leave_out(told: Told) -> None:
+    told.deltas = [delta for delta in told.deltas if (delta.choice, delta.offset) != (0, 3)]
+
+
+def another_revision(told: Told) -> None:
+    told.revision = f"tenants/acme/adapters/b/revisions/{REVISIONS[1].digest}"
+
+
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [
+        (lose, {"lost": 1}),
+        (repeat, {"duplicated": 3}),
+        (swap, {"reordered": 1}),
+        (foreign, {"lost": 1, "wrong_adapter": 1}),
+        (nobodys, {"lost": 1, "other": 1}),
+        (fail, {"lost": 30}),
+        (retext, {"other": 1}),
+        (misplace_logprobs, {"other": 1}),
+        (send_again, {"duplicated": 1}),
+        (zombie, {"stale_attempt_delivered": 2}),
+        (leave_out, {"lost": 1}),
+        (another_revision, {"other": 1}),
+    ],
+)
+def test_what_is_wrong_is_found_and_named(change: Callable[[Told], None], found: dict[str, int]) -> None:
+    verdict = verdict_of(forged(change))
+    assert not verdict.holds
+    assert counts(verdict) == found
+    assert verdict.findings
+
+
+def test_a_request_without_an_outcome_is_found() -> None:
+    verdict = check([Begun(MODEL, 1, 2, {}), forged(), NOTHING_LEFT])
+    assert verdict.findings == ["request 1 has no outcome"]
+    assert not verdict.holds
+    twice = verdict_of(forged(), forged())
+    assert "request 0 has two outcomes" in twice.findings
+
+
+def test_a_fault_that_did_not_fire_is_found() -> None:
+    fired = Fault(0, "worker_kill", "worker-1", 0.5, 2.0, [0], proof="process 1 ended with -9")
+    assert verdict_of(forged(), faults=(fired,), planned=1).holds
+    silent = Fault(1, "worker_kill", "worker-1", 0.5, 2.0, [], error="it could not happen")
+    verdict = verdict_of(forged(), faults=(fired, silent), planned=2)
+    assert verdict.not_fired == ["worker_kill"]
+    assert not verdict.holds
+    assert not verdict_of(forged(), faults=(fired,), planned=2).holds
+
+
+def test_leaks_are_found() -> None:
+    for left in (Left(1, 0, []), Left(0, 1, []), Left(0, 0, ["lp:{hash/main}:job:1"]), None):
+        verdict = verdict_of(forged(), left=left)
+        assert verdict.leaks == 1
+        assert not verdict.holds
+
+
+def test_gaps_are_of_the_streams_that_a_fault_hit() -> None:
+    fault = Fault(0, "worker_kill", "worker-1", 0.5, 0.9, [0], proof="gone")
+    verdict = verdict_of(forged(), faults=(fault,), planned=1)
+    # From the last token of the first call, the 20th, to the first of the second.
+    assert verdict.gaps == {"worker_kill": [pytest.approx(1.5 + 0.020 - 0.019)]}
+    told = as_json(verdict)
+    assert told["token_gap_ms"] == {"worker_kill": {"p50": 1501.0, "p99": 1501.0}}
+    assert told["faults"] == {"worker_kill": 1}
+    assert told["leaked"] == {"blocks": 0, "pins": 0, "redis_keys": 0}
+    assert missed_aims(verdict) == ["p99 of the gap at a worker_kill: 1501 ms, at most 1000 wanted"]
+
+
+def test_a_history_reads_as_it_was_written(tmp_path: Path) -> None:
+    history = History(tmp_path / "history.jsonl")
+    lines: list[Line] = [Begun(MODEL, 1, 1, {}), forged(), Fault(0, "x", "y", 0.0, 1.0, [0]), NOTHING_LEFT]
+    for line in lines:
+        history.append(line)
+    history.close()
+    assert list(read_history(history.path)) == lines
+
+
+def test_a_seed_plans_the_same_again_and_every_kind_of_fault_and_request() -> None:
+    plan = make_plan(1000, 40, seed=3)
+    assert make_plan(1000, 40, seed=3) == plan
+    assert make_plan(1000, 40, seed=4) != plan
+    assert all(plan.planned[kind] > 0 for kind in Kind)
+    assert set(make_plan(100, len(Kind), seed=5).planned.values()) == {1}
+    requests = [make_request(3, number, REVISIONS) for number in range(300)]
+    assert requests == [make_request(3, number, REVISIONS) for number in range(300)]
+    assert {request.n for request in requests} == {1, 2, 3}
+    ends = {truth(MODEL, request, choice).reason for request in requests for choice in range(request.n)}
+    assert ends == {"length", "stop"}
+    cut = [truth(MODEL, request, c) for request in requests if request.stop for c in range(request.n)]
+    assert any(one.text and "".join(f"<{i}>" for i in one.token_ids) != one.text for one in cut)
+    for request in requests:
+        assert request.revision in REVISIONS
+        assert 20 <= request.max_tokens <= 200

@@ -1,0 +1,144 @@
+"""A primary and its replica, and what can happen to them."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+import tempfile
+from pathlib import Path
+from typing import Self
+
+from redis.asyncio import Redis
+
+from broker.connection import connect
+from deploy.local import valkey
+from deploy.local.process import Process
+from tests.chaos.links import Link
+
+DUMP = "dump.rdb"
+# The primary's work of so long is gone with a restart or a failover.
+LAG_S = 0.15
+# Written before what is to be kept, and before what is to be lost.
+EARLIER, LATER = "chaos:earlier", "chaos:later"
+
+
+class Server:
+    """One Valkey on a Unix socket, and on a port for its replica."""
+
+    def __init__(self, directory: Path, port: int) -> None:
+        self.directory = directory
+        self.port = port
+
+    @property
+    def socket(self) -> str:
+        """Where clients reach it."""
+        return str(self.directory / "valkey.sock")
+
+    async def start(self, replica_of: Link | None = None) -> None:
+        """Run it; a replica has its primary behind a link."""
+        self.directory.mkdir(exist_ok=True)
+        command = [*valkey.command(self.directory), "--port", str(self.port), "--bind", "127.0.0.1"]
+        command += ["--dbfilename", DUMP, "--repl-diskless-sync-delay", "0"]
+        if replica_of is not None:
+            command += ["--replicaof", *replica_of.address.split(":")]
+        log = self.directory / "log"
+        self.process = await Process.start(self.directory.name, command, log_path=log, ready=valkey.READY)
+        await self.process.wait_ready()
+        self.client: Redis = await connect(f"unix://{self.socket}")
+
+    async def kill(self) -> str:
+        """Kill it; the proof that it is gone."""
+        self.process.send_signal(signal.SIGKILL)
+        code = await self.process.exited
+        await self.process.kill()
+        await self.client.aclose()
+        return f"{self.directory.name} (process {self.process.pid}) ended with {code}"
+
+
+class Valkeys:
+    """The two servers; every link in `clients` leads to the primary."""
+
+    def __init__(self) -> None:
+        # Of its own: a socket's path has to be short.
+        self._temporary = tempfile.TemporaryDirectory(prefix="lp-")
+        self._made = 0
+        self.clients: list[Link] = []
+
+    async def __aenter__(self) -> Self:
+        self.primary, self.replica = self._make(), self._make()
+        await self.primary.start()
+        self._replication = await Link(f"127.0.0.1:{self.primary.port}").start()
+        await self._replicate()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for server in (self.primary, self.replica):
+            if not server.process.exited.done():
+                await server.kill()
+        await self._replication.stop()
+        self._temporary.cleanup()
+
+    async def restart(self) -> str:
+        """Kill the primary and start it with what it had a moment before; what was written since is gone."""
+        await self.primary.client.set(EARLIER, 1)
+        await self.primary.client.save()
+        await self.primary.client.set(LATER, 1)
+        await asyncio.sleep(LAG_S)
+        proof = await self.primary.kill()
+        await self.primary.start()
+        return await self._proof(proof, kept=1)
+
+    async def wipe(self) -> str:
+        """Kill the primary and start it with nothing."""
+        await self.primary.client.set(EARLIER, 1)
+        proof = await self.primary.kill()
+        await asyncio.to_thread((self.primary.directory / DUMP).unlink, missing_ok=True)
+        await self.primary.start()
+        return await self._proof(proof, kept=0)
+
+    async def failover(self) -> str:
+        """Kill the primary; the replica, which has missed its last moments, takes its place and gets one of its own."""
+        await self._replicated_mark()
+        self._replication.cut()
+        await self.primary.client.set(LATER, 1)
+        await asyncio.sleep(LAG_S)
+        proof = await self.primary.kill()
+        await self.replica.client.replicaof("NO", "ONE")
+        self.primary, self.replica = self.replica, self._make()
+        for link in self.clients:
+            link.target = self.primary.socket
+        self._replication.target = f"127.0.0.1:{self.primary.port}"
+        self._replication.heal()
+        await self._replicate()
+        return await self._proof(proof, kept=1)
+
+    async def _proof(self, died: str, kept: int) -> str:
+        """That it died, if the server of now has what it is to have, and nothing else."""
+        has = [await self.primary.client.exists(key) for key in (EARLIER, LATER)]
+        await self.primary.client.delete(EARLIER)
+        return died if has == [kept, 0] else ""
+
+    async def _replicated_mark(self) -> None:
+        """Write EARLIER to the replica too, which may still be reading what a restart or a wipe has left."""
+        # WAIT is about what its own connection has written.
+        async with asyncio.timeout(20), self.primary.client.client() as one_connection:
+            while True:
+                await one_connection.set(EARLIER, 1)
+                if await one_connection.wait(1, 100):
+                    return
+
+    async def _replicate(self) -> None:
+        await self.replica.start(self._replication)
+        async with asyncio.timeout(20):
+            while True:
+                if (await self.replica.client.info("replication"))["master_link_status"] == "up":
+                    break
+                await asyncio.sleep(0.05)
+
+    def _make(self) -> Server:
+        self._made += 1
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        return Server(Path(self._temporary.name) / f"valkey-{self._made}", port)

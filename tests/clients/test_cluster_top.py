@@ -1,0 +1,120 @@
+"""What `loraplex top` reckons from two looks at a cluster, and what it shows."""
+
+from __future__ import annotations
+
+import io
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from loraplex.cluster.v1 import cluster_pb2 as pb
+from rich.console import Console
+
+from clients.cli.cluster import Interval, Snapshot
+from clients.cli.cluster_top import view
+from clients.cli.workers import worker_json
+
+BOUNDS = (0.1, 0.2, 0.4)
+
+
+def spread(*counts: int) -> pb.Distribution:
+    return pb.Distribution(bounds=BOUNDS, counts=counts)
+
+
+def look(
+    uptime: float, ok: int, tokens: int, counts: tuple[int, ...], steps: int = 0, incarnation: str = "x"
+) -> Snapshot:
+    worker = pb.Worker(
+        worker_id="w-1",
+        incarnation=incarnation,
+        phase=pb.WORKER_PHASE_SERVING,
+        model="tiny",
+        rows_running=3,
+        rows_limit=4,
+        blocks=pb.Blocks(total=10, free=5, referenced=5),
+        adapter_slots=pb.AdapterSlots(total=8, used=2),
+        steps=steps,
+    )
+    traffic = pb.GetTrafficResponse(
+        uptime=uptime,
+        open=3,
+        requests={"OK": ok, "NOT_FOUND": 2},
+        completion_tokens=tokens,
+        time_to_first_token=spread(*counts),
+        adapters=[
+            pb.AdapterTraffic(
+                tenant="acme", adapter="acme/a", requests=ok, completion_tokens=tokens, time_to_first_token=ok
+            ),
+            pb.AdapterTraffic(tenant="acme", requests=1, completion_tokens=1, time_to_first_token=0.5),
+        ],
+    )  # fmt: skip
+    return Snapshot([worker_json(worker)], [{"model": "tiny", "waiting": 7, "running": 3}], traffic)
+
+
+def text_of(interval: Interval) -> str:
+    console = Console(file=io.StringIO(), width=140, force_terminal=False)
+    console.print(view("here:1", interval))
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def test_two_looks_give_rates_and_latencies_of_the_time_between() -> None:
+    interval = Interval(look(12.0, 60, 500, (5, 13, 2, 0), steps=250), look(10.0, 40, 300, (5, 3, 2, 0), steps=50))
+    assert not interval.since_start
+    assert interval.seconds == 2.0
+    assert interval.requests() == {"OK": 20, "NOT_FOUND": 0}
+    assert interval.count("completion_tokens") == 200
+    # ten values, all in the second bucket
+    assert interval.quantile("time_to_first_token", 0.5) == pytest.approx(0.15)
+    assert interval.quantile("time_to_first_token", 1.0) == pytest.approx(0.2)
+    assert interval.quantile("queue_time", 0.5) is None
+    assert interval.steps_per_s(interval.now.workers[0]) == 100
+    busiest, idle = interval.adapters()
+    assert (busiest["requests"], busiest["tokens"], busiest["ttft_s"]) == (20, 200, 1.0)
+    assert (idle["requests"], idle["ttft_s"], idle["all_requests"]) == (0, None, 1)
+
+
+def test_one_look_and_a_router_that_started_again_count_from_its_start() -> None:
+    for before in (None, look(100.0, 900, 900, (9, 9, 9, 9), steps=900)):
+        interval = Interval(look(10.0, 40, 300, (0, 0, 0, 4)), before)
+        assert interval.since_start
+        assert (interval.seconds, interval.count("completion_tokens")) == (10.0, 300)
+        assert interval.requests() == {"OK": 40, "NOT_FOUND": 2}
+        # nobody knows how far beyond the last bound
+        assert interval.quantile("time_to_first_token", 0.5) == BOUNDS[-1]
+        assert interval.steps_per_s(interval.now.workers[0]) is None
+
+
+def test_an_engine_that_started_again_has_no_rate_yet() -> None:
+    interval = Interval(look(12.0, 1, 1, (1, 0, 0, 0), 5, "y"), look(10.0, 1, 1, (1, 0, 0, 0), 500, "x"))
+    assert interval.steps_per_s(interval.now.workers[0]) is None
+
+
+def test_the_view_has_all_of_it() -> None:
+    shown = text_of(Interval(look(12.0, 60, 500, (5, 13, 2, 0), 250), look(10.0, 40, 300, (5, 3, 2, 0), 50)))
+    for part in ("router here:1", "10.0 requests/s", "100 tokens/s", "█████████░░░ 3/4", "██████░░░░░░ 50%", "acme/a"):
+        assert part in shown
+    assert "since its start" not in shown
+    assert "NOT_FOUND" not in shown
+    alone = text_of(Interval(look(10.0, 40, 300, (1, 0, 0, 0)), None))
+    assert "since its start" in alone
+    assert "0.2 NOT_FOUND/s" in alone
+
+
+def test_the_whole_of_it_is_json() -> None:
+    value: dict[str, Any] = look(10.0, 40, 300, (1, 2, 3, 4)).to_json()
+    assert value["traffic"]["requests"] == {"OK": 40, "NOT_FOUND": 2}
+    assert value["traffic"]["time_to_first_token"]["counts"] == [1, 2, 3, 4]
+    assert value["traffic"]["adapters"][1]["adapter"] == ""
+    assert value["workers"][0]["phase"] == "serving"
+    assert value["queues"] == [{"model": "tiny", "waiting": 7, "running": 3}]
+
+
+def test_a_shell_can_complete_commands() -> None:
+    asked = {"_LORAPLEX_COMPLETE": "complete_bash", "COMP_WORDS": "loraplex work", "COMP_CWORD": "1"}
+    done = subprocess.run(
+        [sys.executable, "-m", "clients.cli"], env={**os.environ, **asked}, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == ["workers"]

@@ -1,0 +1,262 @@
+"""A stream whose router is lost goes on at another, or at the same one later; and where that ends."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import loraplex_client as lx
+import pytest
+from loraplex.inference.v1 import inference_pb2
+from loraplex_client.addresses import Rotation, read_addresses
+from loraplex_client.options import generate_request
+from loraplex_client.recovery import Recovery
+
+from rpc import errors
+
+HANG = "hang"
+GONE = errors.Unavailable("the router is shutting down", retry_after_s=0.0, reason="ROUTER_DRAINING")
+
+Event = inference_pb2.GenerateEvent
+
+
+def delta(offset: int, *ids: int, token: str = "", text: str = "") -> Event:
+    text = text or "".join(map(chr, ids))
+    return Event(resume_token=token, delta=inference_pb2.Delta(offset=offset, token_ids=ids, text=text))
+
+
+END = Event(finished=inference_pb2.Finished(reason=inference_pb2.FINISH_REASON_LENGTH))
+SUMMARY = Event(summary=inference_pb2.Summary(continuations=1))
+
+
+def _pieces(addresses: list[str], **options: Any) -> list[lx.Piece]:
+    with lx.Client(addresses, tenant="acme", **options) as client:
+        return list(client.generate_stream("hello", request_id="r"))
+
+
+def _pieces_async(addresses: list[str], **options: Any) -> list[lx.Piece]:
+    async def run() -> list[lx.Piece]:
+        async with lx.AsyncClient(addresses, tenant="acme", **options) as client:
+            return [piece async for piece in client.generate_stream("hello", request_id="r")]
+
+    return asyncio.run(run())
+
+
+PiecesBy = Callable[..., list[lx.Piece]]
+
+
+@pytest.fixture(params=[_pieces, _pieces_async], ids=["sync", "async"])
+def pieces(request: pytest.FixtureRequest) -> PiecesBy:
+    """All pieces of a stream, with either client."""
+    by: PiecesBy = request.param
+    return by
+
+
+def text_of(pieces: list[lx.Piece]) -> str:
+    assert pieces[-1].finished is not None
+    assert pieces[-1].finished.text == "".join(piece.text for piece in pieces)
+    assert [piece.offset for piece in pieces] == [
+        sum(len(one.token_ids) for one in pieces[:index]) for index in range(len(pieces))
+    ]
+    return pieces[-1].finished.text
+
+
+def test_a_lost_stream_goes_on_at_the_other_router(server: Any, other_server: Any, pieces: PiecesBy) -> None:
+    server.service.script = [delta(0, 97, 98, token="first"), delta(2, 99), GONE]
+    # What comes twice is told once.
+    other_server.service.resume_script = [delta(2, 99, token="second"), delta(3, 100), GONE]
+    server.service.resume_script = [delta(4, 101, token="third"), END, SUMMARY]
+    assert text_of(pieces([server.address, other_server.address])) == "abcde"
+    (resumed,) = other_server.service.requests
+    spec = generate_request("hello", {"request_id": "r"}).spec
+    received = [inference_pb2.ReceivedTokens(choice=0, token_ids=[97, 98, 99])]
+    assert resumed == inference_pb2.ResumeRequest(spec=spec, resume_token="first", received=received)
+    assert other_server.service.tenants == ["acme"]
+    again = server.service.requests[1]
+    assert again.resume_token == "second"
+    assert list(again.received[0].token_ids) == [97, 98, 99, 100]
+
+
+def test_choices_that_have_ended_stay_so(server: Any, pieces: PiecesBy) -> None:
+    second = Event(delta=inference_pb2.Delta(choice=1, offset=0, token_ids=[120], text="x"))
+    end = Event(finished=inference_pb2.Finished(choice=1, reason=inference_pb2.FINISH_REASON_END))
+    server.service.script = [delta(0, 97, token="first"), second, end, GONE]
+    server.service.resume_script = [delta(1, 98), END, SUMMARY]
+    whole = pieces([server.address])[-1].finished
+    assert whole is not None
+    assert [choice.text for choice in whole.choices] == ["ab", "x"]
+    assert [choice.finish_reason for choice in whole.choices] == [lx.FinishReason.LENGTH, lx.FinishReason.END]
+    assert [(one.choice, one.finished) for one in server.service.requests[1].received] == [(0, False), (1, True)]
+
+
+def test_a_call_that_nobody_has_begun_to_answer_is_made_elsewhere(server: Any, pieces: PiecesBy) -> None:
+    server.service.script = [delta(0, 97, token="first"), END, SUMMARY]
+    for addresses in (["127.0.0.1:1", server.address], [server.address, "127.0.0.1:1"]):
+        assert text_of(pieces(addresses)) == "a"
+
+
+def test_grpc_tries_again_before_the_first_message(server: Any, pieces: PiecesBy) -> None:
+    refusal = errors.Unavailable("no worker", reason="NO_WORKER")
+    server.service.scripts = [[refusal], [refusal], [delta(0, 97, token="first"), END, SUMMARY]]
+    assert text_of(pieces([server.address])) == "a"
+    assert [request.spec.request_id for request in server.service.requests] == ["r"] * 3
+
+
+def test_other_calls_go_to_whoever_answers(server: Any) -> None:
+    for _ in range(2):
+        with lx.Client(f"127.0.0.1:1, {server.address}") as client:
+            assert client.tokenize("hi") == (104, 105)
+
+
+@pytest.mark.parametrize("timeout_s", [None, 0.3])
+def test_leaving_ends_the_wait_for_a_router(server: Any, timeout_s: float | None) -> None:
+    """Between two attempts there is nothing to cancel: closing must still end the iteration, and a deadline too."""
+    server.service.script = [delta(0, 97, token="first"), errors.Unavailable("gone", retry_after_s=3600.0)]
+    with lx.Client(server.address) as client:
+        stream = client.generate_stream("hello", timeout_s=timeout_s)
+        assert next(stream).text == "a"
+        if timeout_s is not None:  # a pause that is longer than the time left is not made
+            with pytest.raises(lx.UnavailableError):
+                next(stream)
+            return
+        rest: list[lx.Piece] = []
+        reading = threading.Thread(target=lambda: rest.extend(stream))
+        reading.start()
+        stream.close()
+        reading.join()
+        assert rest == []
+
+
+async def test_closing_ends_the_wait_of_another_task(server: Any) -> None:
+    server.service.script = [delta(0, 97, token="first"), errors.Unavailable("gone", retry_after_s=3600.0)]
+    async with lx.AsyncClient(server.address) as client:
+        stream = client.generate_stream("hello")
+        await anext(stream)
+        waiting = asyncio.create_task(stream.result())
+        await asyncio.sleep(0)
+        await stream.aclose()
+        with pytest.raises(lx.CancelledError):
+            await waiting
+
+
+def test_closing_the_client_ends_its_streams_for_good(server: Any) -> None:
+    server.service.script = [delta(0, 97, token="first"), HANG]
+    server.service.resume_script = [delta(1, 98), END, SUMMARY]
+    with lx.Client(server.address) as client:
+        stream = client.generate_stream("hello")
+        next(stream)
+        client.close()
+        with pytest.raises(lx.CancelledError):
+            next(stream)
+    assert len(server.service.requests) == 1
+
+
+def recovery(addresses: str = "a:1", timeout_s: float | None = None, attempts: int = 3) -> Recovery:
+    request = generate_request("hello", {})
+    return Recovery(request, Rotation(read_addresses(addresses)), timeout_s, attempts, lambda least, most: most)
+
+
+def test_attempts_are_bounded_and_slow_down() -> None:
+    stream = recovery(attempts=6)
+    stream.attempt()
+    stream.take(delta(0, 97, token="first"))
+    pauses = []
+    error = lx.UnavailableError("gone", reason="NO_WORKER")
+    for _ in range(6):
+        pauses.append(stream.lost(error))
+        stream.attempt()
+    with pytest.raises(lx.UnavailableError) as raised:
+        stream.lost(error)
+    assert raised.value is error
+    assert pauses == [0.1, 0.2, 0.4, 0.8, 1.6, 3.0]
+
+
+@pytest.mark.parametrize(("addresses", "calls"), [("a:1", 1), ("a:1,b:1", 6)])
+def test_a_call_that_nobody_begins_to_answer_ends_soon(addresses: str, calls: int) -> None:
+    stream = recovery(addresses, attempts=10)
+    tried, pauses = [stream.attempt().address], []
+    error = lx.UnavailableError("gone")
+    for _ in range(calls - 1):
+        pauses.append(stream.lost(error))
+        tried.append(stream.attempt().address)
+    with pytest.raises(lx.UnavailableError):
+        stream.lost(error)
+    assert tried == (["a:1", "b:1"] * 3)[:calls]
+    assert pauses == [0.0, 0.1, 0.2, 0.4, 0.8][: calls - 1]
+
+
+def test_progress_starts_the_count_again() -> None:
+    stream = recovery(attempts=1)
+    for offset in range(5):
+        attempt = stream.attempt()
+        assert attempt.call.method == ("Resume" if offset else "Generate")
+        stream.take(delta(offset, 97, token="token"))
+        assert stream.lost(lx.UnavailableError("gone")) == 0.1
+
+
+def test_others_are_tried_at_once_and_the_server_s_word_is_kept() -> None:
+    stream = recovery("a:1,b:1,c:1", attempts=10)
+    first = stream.attempt().address
+    stream.take(delta(0, 97, token="first"))
+    tried = [first]
+    for _ in range(2):
+        assert stream.lost(lx.UnavailableError("gone")) == 0.0
+        tried.append(stream.attempt().address)
+    assert sorted(tried) == ["a:1", "b:1", "c:1"]
+    assert stream.lost(lx.UnavailableError("gone", retry_after_s=2.0)) == 2.5
+    stream.attempt()
+    assert stream.lost(lx.ResourceExhaustedError("full", reason="QUEUE_FULL", retry_after_s=4.0)) == 5.0
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        lx.AbortedError("taken over", reason="TAKEN_OVER"),
+        lx.InternalError("poison", reason="POISON"),
+        lx.DeadlineExceededError("late"),
+        lx.ResourceExhaustedError("too slow", reason="CLIENT_TOO_SLOW", retry_after_s=1.0),
+        lx.NotFoundError("no such revision"),
+    ],
+)
+def test_what_no_other_router_would_answer_otherwise_is_raised(error: lx.LoraplexError) -> None:
+    stream = recovery()
+    stream.attempt()
+    stream.take(delta(0, 97, token="first"))
+    with pytest.raises(type(error)):
+        stream.lost(error)
+
+
+def test_a_broken_connection_is_a_loss_whatever_it_is_called() -> None:
+    for error in (lx.CancelledError("by the server"), lx.InternalError("RST_STREAM"), lx.LoraplexError("unknown")):
+        stream = recovery()
+        stream.attempt()
+        stream.take(delta(0, 97, token="first"))
+        assert stream.lost(error) == 0.1
+
+
+def test_without_a_token_nothing_is_resumed() -> None:
+    stream = recovery("a:1,b:1")
+    stream.attempt()
+    stream.take(delta(0, 97))
+    with pytest.raises(lx.UnavailableError):
+        stream.lost(lx.UnavailableError("gone"))
+
+
+def test_an_address_that_failed_is_left_out_for_a_while() -> None:
+    rotation = Rotation(["a", "b", "c"])
+    assert [rotation.pick() for _ in range(4)] == ["a", "b", "c", "a"]
+    rotation.failed("b")
+    assert [rotation.pick() for _ in range(3)] == ["c", "a", "c"]
+    rotation.answered("b")
+    assert "b" in [rotation.pick() for _ in range(3)]
+    assert rotation.pick(["a", "c"]) == "b"
+
+
+@pytest.mark.parametrize("given", ["", "a:1,", ",", []])
+def test_addresses_that_are_none(given: Any) -> None:
+    for cls in (lx.Client, lx.AsyncClient):
+        with pytest.raises(lx.InvalidRequestError) as refused:
+            cls(given)
+        assert refused.value.field == "address"

@@ -1,0 +1,117 @@
+"""A real model in float32 whose engine is killed at a certain token: every answer is the undisturbed one."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+import pytest_asyncio
+from loraplex.cluster.v1 import cluster_pb2, cluster_pb2_grpc
+from loraplex_client import AsyncGenerationStream, Choice, Generation
+
+from tests.e2e.conftest import Cluster, running_cluster
+
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.model]
+Eventually = Callable[[Callable[[], Awaitable[bool]]], Awaitable[None]]
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+ADAPTERS = {path.name: path for path in sorted((EXAMPLES / "adapters").glob("*/*"))}
+TOKENS = 56
+FLAGS = ("--dtype", "float32", "--threads", "1", "--rows", "8", "--kv-blocks", "64")
+DRAWN = {"temperature": 0.8, "top_p": 0.95, "top_k": 200, "repetition_penalty": 1.2, "frequency_penalty": 0.4}
+ASKS: tuple[dict[str, Any], ...] = (
+    {"prompt": "The function returns", "adapter_id": "shout", **DRAWN, "seed": 11, "logprobs": 2},
+    {"prompt": "A list of", "adapter_id": "json", **DRAWN, "seed": 12, "n": 2},
+    {"prompt": "Open the file", "adapter_id": "pirate", "temperature": 1.0, "presence_penalty": 0.7, "seed": 13},
+    {"prompt": "Return", "repetition_penalty": 1.3, "frequency_penalty": 0.5},
+)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cluster]:
+    directory = tmp_path_factory.mktemp("kill") / "cluster"
+    async with running_cluster(directory, str(EXAMPLES / "model"), ADAPTERS, workers=2, worker_flags=FLAGS) as running:
+        yield running
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def undisturbed(cluster: Cluster) -> list[tuple[dict[str, Any], Generation]]:
+    """The requests, each with its answer; all but the last end at a stop string that lies near the end of it."""
+    pairs = []
+    for ask in ASKS:
+        options = {**ask, "max_new_tokens": TOKENS, "ignore_eos": True}
+        answer = await cluster.client.generate(**options)
+        if ask is not ASKS[-1]:
+            options["stop"] = [_late(answer.text)]
+            answer = await cluster.client.generate(**options)
+            assert answer.stop == options["stop"][0]
+        assert len(answer.token_ids) > 35
+        pairs.append((options, answer))
+    assert len({answer.token_ids for _, answer in pairs}) == len(ASKS)
+    return pairs
+
+
+def _late(text: str) -> str:
+    """A string that the text comes to for the first time shortly before its end."""
+    return next(stop for at in range(len(text) - 12, 0, -1) if text.find(stop := text[at : at + 8]) == at)
+
+
+async def engine_of(cluster: Cluster, request_id: str) -> int:
+    """The process of the engine that a request is bound to."""
+    async with grpc.aio.insecure_channel(cluster.local.router) as channel:
+        stub = cluster_pb2_grpc.ClusterServiceStub(channel)
+        while True:
+            jobs = (await stub.ListJobs(cluster_pb2.ListJobsRequest())).jobs
+            for job in jobs:
+                if job.request_id == request_id and job.worker_id:
+                    return {worker.worker_id: worker.engine_pid for worker in await cluster.workers()}[job.worker_id]
+            await asyncio.sleep(0.001)
+
+
+async def read(stream: AsyncGenerationStream, k: int, reached: asyncio.Event) -> Generation:
+    count = 0
+    async for piece in stream:
+        count += len(piece.token_ids)
+        if count >= k:
+            reached.set()
+        if piece.finished:
+            return piece.finished
+    raise AssertionError("no end")
+
+
+def told(choice: Choice) -> tuple[Any, ...]:
+    """What must be the same. Another batch rounds otherwise: of the log probabilities only whose they are."""
+    likeliest = [one.alternatives[0][0] for one in choice.logprobs]
+    return choice.token_ids, choice.text, choice.finish_reason, choice.stop, likeliest
+
+
+@pytest.mark.parametrize("k", [1, 7, 31])
+async def test_the_answers_are_the_undisturbed_run_s(
+    cluster: Cluster, undisturbed: list[tuple[dict[str, Any], Generation]], eventually: Eventually, k: int
+) -> None:
+    async def both_serve() -> bool:
+        return len(await cluster.workers()) == 2
+
+    await eventually(both_serve)
+    reached = asyncio.Event()
+    first, *rest = [
+        cluster.client.generate_stream(**options, request_id=f"{k} {number}")
+        for number, (options, _) in enumerate(undisturbed)
+    ]
+    reading = [asyncio.create_task(read(first, k, reached))]
+    reading += [asyncio.create_task(read(stream, TOKENS, asyncio.Event())) for stream in rest]
+    async with asyncio.timeout(60):
+        victim = await engine_of(cluster, f"{k} 0")
+        await reached.wait()
+        os.kill(victim, signal.SIGKILL)
+        answers = await asyncio.gather(*reading)
+    assert answers[0].continuations > 0, "its engine lived"
+    for answer, (_, truth) in zip(answers, undisturbed, strict=True):
+        assert [told(choice) for choice in answer.choices] == [told(choice) for choice in truth.choices]
+    await eventually(cluster.idle)

@@ -1,0 +1,105 @@
+"""Requests that kill every engine they meet end alone, are kept as dead letters, and take nobody with them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import Awaitable, Callable
+from contextlib import AbstractAsyncContextManager
+from typing import Any
+
+import pytest
+from loraplex_client import AsyncGenerationStream, InternalError
+
+from worker.hash_engine import expected_ids
+from worker.scheduling.contract import Sampling, Stopping
+
+StartCluster = Callable[..., AbstractAsyncContextManager[Any]]
+Eventually = Callable[[Callable[[], Awaitable[bool]]], Awaitable[None]]
+
+TOKENS = 300
+PLAIN = "hash:?vocab=32000&seed=1&step_ms=5"
+# The fifth token of its own answer: the engine dies of it in mid-stream.
+LATE_POISON = "ends badly"
+DEADLY = expected_ids(PLAIN, list(LATE_POISON.encode()))[4]
+DRAWN = {"temperature": 0.9, "top_k": 50, "seed": 7, "repetition_penalty": 1.2, "frequency_penalty": 0.5, "n": 2}
+
+
+async def told(router: str, *arguments: str) -> str:
+    """What `loraplex jobs` prints."""
+    command = [sys.executable, "-m", "clients.cli", "jobs", *arguments, "--router", router]
+    process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
+    out, _ = await process.communicate()
+    assert process.returncode == 0
+    return out.decode()
+
+
+async def jobs(router: str, *arguments: str) -> Any:
+    """The same as JSON."""
+    return json.loads(await told(router, *arguments, "--json"))
+
+
+async def read(stream: AsyncGenerationStream, got: list[int]) -> None:
+    """All that comes."""
+    async for piece in stream:
+        got += piece.token_ids
+
+
+async def test_poison_ends_alone_and_everybody_else_is_served_exactly(
+    start_cluster: StartCluster, eventually: Eventually
+) -> None:
+    flags = ("--rows", "10")  # too few for all innocents: both workers have some
+    async with start_cluster(f"{PLAIN}&die_on={DEADLY}", {}, workers=2, worker_flags=flags) as cluster:
+        client = cluster.client
+        prompts = [f"innocent {number}" for number in range(8)]
+        sampling = Sampling(**{name: value for name, value in DRAWN.items() if name != "n"})  # type: ignore[arg-type]
+        options: dict[str, Any] = {"sampling": sampling, "stopping": Stopping(max_tokens=TOKENS)}
+        truths = [
+            [expected_ids(PLAIN, list(prompt.encode()), choice=choice, **options) for choice in range(2)]
+            for prompt in prompts
+        ]
+        assert all(DEADLY not in ids for truth in truths for ids in truth)
+        streams = [client.generate_stream(prompt, max_new_tokens=TOKENS, **DRAWN) for prompt in prompts]
+        for stream in streams:
+            await anext(stream)
+
+        async def poisoned(**options: Any) -> list[int]:
+            """What a request gets that ends INTERNAL."""
+            got: list[int] = []
+            with pytest.raises(InternalError) as caught:
+                await read(client.generate_stream(max_new_tokens=TOKENS, **options), got)
+            assert caught.value.reason == "POISON_REQUEST"
+            return got
+
+        at_once, late, *wholes = await asyncio.gather(
+            poisoned(token_ids=[1, 2, DEADLY], request_id="at-once"),
+            poisoned(prompt=LATE_POISON, request_id="late"),
+            *(stream.result() for stream in streams),
+        )
+        assert at_once == []
+        assert late == list(expected_ids(PLAIN, list(LATE_POISON.encode())))[:5]
+        for truth, whole in zip(truths, wholes, strict=True):
+            assert [choice.token_ids for choice in whole.choices] == truth
+        assert sum(whole.continuations for whole in wholes) > 0, "no innocent was on an engine that died"
+
+        newest_first = await jobs(cluster.local.router, "dead")
+        assert newest_first == sorted(newest_first, key=lambda job: job["died_at"], reverse=True)
+        dead = {job["request_id"]: job for job in newest_first}
+        assert set(dead) == {"at-once", "late"}
+        assert {job["reason"] for job in dead.values()} == {"POISON_REQUEST"}
+        assert {job["tenant"] for job in dead.values()} == {"acme"}
+        assert [dead[name]["completion_tokens"] for name in ("at-once", "late")] == [0, 5]
+        assert min(job["attempts"] for job in newest_first) >= 3
+        header, *rows = (await told(cluster.local.router, "dead")).splitlines()
+        cells = [dict(zip(header.split("\t"), row.split("\t"), strict=True)) for row in rows]
+        assert sorted(row["answer"] for row in cells) == ["0", "5"]
+        assert [row["job"] for row in cells] == [job["job_id"] for job in newest_first]
+        assert await jobs(cluster.local.router) == []
+        await eventually(cluster.idle)
+        async with client.generate_stream("still here", max_new_tokens=4000) as stream:
+            await anext(stream)
+            (running,) = await jobs(cluster.local.router)
+            assert (running["tenant"], running["model"], running["strikes"]) == ("acme", "hash", 0)
+            header, row = (await told(cluster.local.router)).splitlines()
+            assert dict(zip(header.split("\t"), row.split("\t"), strict=True))["worker"] == running["worker_id"]

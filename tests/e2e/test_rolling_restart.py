@@ -1,0 +1,95 @@
+"""Every process but Redis is stopped and started again under load, one after the other: no request fails."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Callable, Mapping
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from loraplex_client import AsyncClient
+
+from worker.hash_engine import expected_ids
+from worker.scheduling.contract import Stopping
+
+StartCluster = Callable[..., AbstractAsyncContextManager[Any]]
+MODEL = "hash:?vocab=32000&seed=1&step_ms=5"
+CLIENTS = 8
+# Some end while their worker or router drains, and some move.
+LENGTHS = (20, 60, 300)
+
+
+class Load:
+    """Clients that ask one request after the other until told to stop; every answer is looked at."""
+
+    def __init__(self, client: AsyncClient, digests: Mapping[str, str]) -> None:
+        self._client = client
+        self._digests = digests
+        self._stop = False
+        self._answered = asyncio.Condition()
+        self.answers = 0
+        self.continuations = 0
+        self.tasks = [asyncio.create_task(self._ask_on_and_on(number)) for number in range(CLIENTS)]
+
+    async def _ask_on_and_on(self, number: int) -> None:
+        turn = 0
+        while not self._stop:
+            turn += 1
+            prompt, name, length = f"client {number} turn {turn}", "abc"[turn % 3], LENGTHS[(number + turn) % 3]
+            whole = await self._client.generate(prompt, adapter_id=name, max_new_tokens=length)
+            stopping = Stopping(max_tokens=length)
+            truth = expected_ids(MODEL, list(prompt.encode()), adapter_digest=self._digests[name], stopping=stopping)
+            assert list(whole.token_ids) == list(truth)
+            async with self._answered:
+                self.answers += 1
+                self.continuations += whole.continuations
+                self._answered.notify_all()
+
+    async def more(self, count: int) -> None:
+        """Wait for so many more answers. Raises what a client got instead of one."""
+        target = self.answers + count
+
+        async def wait() -> None:
+            async with self._answered:
+                await self._answered.wait_for(lambda: self.answers >= target)
+
+        waiting = asyncio.create_task(wait())
+        async with asyncio.timeout(60):
+            done, _ = await asyncio.wait({waiting, *self.tasks}, return_when=asyncio.FIRST_COMPLETED)
+        waiting.cancel()
+        for task in done:
+            task.result()
+
+    async def end(self) -> None:
+        """Let the last requests end."""
+        self._stop = True
+        await asyncio.gather(*self.tasks)
+
+
+async def test_a_rolling_restart_of_everything_fails_no_request(
+    start_cluster: StartCluster, hash_adapters: Mapping[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LORAPLEX_ROUTER_DRAIN_S", "0.5")
+    flags = ("--rows", "16", "--drain-s", "0.5")
+    async with start_cluster(MODEL, hash_adapters, workers=2, routers=2, worker_flags=flags) as cluster:
+        local = cluster.local
+        async with AsyncClient(",".join(local.routers), "acme") as client:
+            load = Load(client, cluster.digests)
+            await load.more(CLIENTS)
+            successors = [await local.start_worker() for _ in range(2)]
+            for name in ("router-1", "router-2", "store"):
+                local.kill(name, signal.SIGTERM)
+                assert await local.processes[name].exited == 0
+                await local.restart(name)
+                await local.wait_serving()
+            for name, successor in zip(("worker-1", "worker-2"), successors, strict=True):
+                assert local.processes[successor].is_ready
+                local.kill(name, signal.SIGTERM)
+                assert await local.processes[name].exited == 0
+            await load.more(CLIENTS)
+            await load.end()
+        print(f"{load.answers} answers, {load.continuations} continuations")
+        assert load.continuations > 0

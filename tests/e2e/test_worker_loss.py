@@ -1,0 +1,121 @@
+"""Workers that are lost in every way while they have work: each stream gets the ids of an undisturbed run."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import pytest_asyncio
+from loraplex.cluster.v1 import cluster_pb2
+from loraplex_client import AsyncGenerationStream, Generation
+
+from tests.e2e.conftest import Cluster, running_cluster
+from worker.hash_engine import expected_ids
+from worker.scheduling.contract import Sampling, Stopping
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+Eventually = Callable[[Callable[[], Awaitable[bool]]], Awaitable[None]]
+
+MODEL = "hash:?vocab=32000&seed=1&step_ms=5"
+TOKENS = 160
+# Not all fit on one worker: both have some.
+FLAGS = ("--rows", "10", "--stall-s", "1", "--replace-s", "2")
+SAMPLINGS = (
+    Sampling(),
+    Sampling(temperature=0.8, top_p=0.9, top_k=40, seed=11),
+    Sampling(repetition_penalty=1.2, frequency_penalty=0.5, presence_penalty=-0.5),
+    Sampling(temperature=1.0, min_p=0.1, seed=12, frequency_penalty=0.25, logit_bias=((7, 1.5),)),
+)
+
+
+@dataclass
+class Ask:
+    """A request and the ids of its choices; with a stop string it ends before the token that it reads as."""
+
+    stream: AsyncGenerationStream
+    truth: list[tuple[int, ...]]
+    stop: str | None
+
+    async def starts(self) -> None:
+        """Wait for its first tokens."""
+        await anext(self.stream)
+
+    async def whole(self) -> Generation:
+        """The answer, which must be the oracle's."""
+        answer = await self.stream.result()
+        assert [choice.token_ids for choice in answer.choices] == self.truth
+        assert answer.choices[0].stop == self.stop
+        return answer
+
+
+def ask(cluster: Cluster, number: int, salt: str) -> Ask:
+    sampling, n = SAMPLINGS[number % len(SAMPLINGS)], 1 + number % 2
+    prompt = f"{salt} {number}"
+    truth = [
+        expected_ids(MODEL, list(prompt.encode()), sampling=sampling, stopping=Stopping(max_tokens=TOKENS), choice=c)
+        for c in range(n)
+    ]
+    stop = None
+    if number % 3 == 0:  # it ends the first choice alone, late
+        # New there, and no byte, which reads as itself.
+        at = next(i for i in range(TOKENS - 20, TOKENS) if truth[0][i] >= 256 and truth[0][i] not in truth[0][:i])
+        stop, truth[0] = f"<{truth[0][at]}>", truth[0][:at]
+    plain: dict[str, Any] = {name: getattr(sampling, name) for name in Sampling.__dataclass_fields__}
+    options = plain | {"logit_bias": dict(sampling.logit_bias), "n": n, "stop": [stop] if stop else []}
+    return Ask(cluster.client.generate_stream(prompt, max_new_tokens=TOKENS, **options), truth, stop)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cluster]:
+    directory = tmp_path_factory.mktemp("loss") / "cluster"
+    async with running_cluster(directory, MODEL, {}, workers=2, worker_flags=FLAGS) as running:
+        yield running
+
+
+def kill_engine(worker: cluster_pb2.Worker) -> None:
+    os.kill(worker.engine_pid, signal.SIGKILL)
+
+
+def kill_worker(worker: cluster_pb2.Worker) -> None:
+    os.kill(worker.pid, signal.SIGKILL)
+
+
+def stop_engine(worker: cluster_pb2.Worker) -> None:
+    """A step that never ends."""
+    os.kill(worker.engine_pid, signal.SIGSTOP)
+
+
+def stop_worker(worker: cluster_pb2.Worker) -> None:
+    """Nothing of it answers, though its connections stay."""
+    os.kill(worker.pid, signal.SIGSTOP)
+
+
+@pytest.mark.parametrize("lose", [kill_engine, kill_worker, stop_engine, stop_worker])
+async def test_a_worker_that_is_lost_changes_no_id(
+    cluster: Cluster, eventually: Eventually, lose: Callable[[cluster_pb2.Worker], None]
+) -> None:
+    async def both_serve() -> bool:
+        states = await cluster.workers()
+        return [state.phase for state in states] == [cluster_pb2.WORKER_PHASE_SERVING] * 2
+
+    await eventually(both_serve)
+    asks = [ask(cluster, number, lose.__name__) for number in range(12)]
+    await asyncio.gather(*(one.starts() for one in asks))
+    victim = max(await cluster.workers(), key=lambda state: state.rows_running)
+    lose(victim)
+    try:
+        wholes = await asyncio.gather(*(one.whole() for one in asks))
+    finally:
+        if lose is stop_worker:
+            os.kill(victim.pid, signal.SIGCONT)
+    assert sum(whole.continuations for whole in wholes) > 0, "the lost worker held nothing"
+    # One that wakes up later has no jobs any more, and works again.
+    await eventually(both_serve)
+    await eventually(cluster.idle)
+    again = [ask(cluster, number, f"after {lose.__name__}") for number in range(12)]
+    await asyncio.gather(*(one.whole() for one in again))

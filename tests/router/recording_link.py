@@ -1,0 +1,63 @@
+"""What tests of the dispatcher share: links that record what they get, jobs, frames, claims."""
+
+from __future__ import annotations
+
+from broker.keys import Keys
+from broker.messages import Capacity, Job, StoppingParams
+from broker.queue import JobQueue
+from router.track import Frame, WorkerFinish
+
+KEYS = Keys("tiny", "main")
+ROOMY = Capacity(rows=8, rows_limit=8, tokens=10_000, max_tokens=4096, max_rank=64)
+
+
+class RecordingLink:
+    """A worker's link; `told` is what the router sent."""
+
+    def __init__(self, name: str) -> None:
+        self.worker_id = name
+        self.incarnation = f"{name}-1"
+        self.told: list[tuple[str | int, ...]] = []
+
+    def ack(self, job_id: str, attempt: int) -> None:
+        self.told.append(("ack", job_id, attempt))
+
+    def cancel(self, job_id: str, attempt: int, choice: int | None = None) -> None:
+        self.told.append(("cancel", job_id, attempt) if choice is None else ("cancel", job_id, attempt, choice))
+
+    def rewind(self, job_id: str, attempt: int, choice: int, offset: int) -> None:
+        self.told.append(("rewind", job_id, attempt, choice, offset))
+
+
+def job(job_id: str = "j", max_tokens: int = 100, n: int = 1) -> Job:
+    return Job(
+        job_id=job_id,
+        request_id=job_id,
+        tenant="acme",
+        model="tiny",
+        base_digest="sha256:0",
+        reply_to="here",
+        prompt_ids=(1, 2),
+        stopping=StoppingParams(max_tokens=max_tokens),
+        seed=1,
+        n=n,
+    )
+
+
+def frame(
+    offset: int,
+    *ids: int,
+    attempt: int = 1,
+    finish: WorkerFinish | None = None,
+    returned: bool = False,
+    struck: bool = False,
+    job_id: str = "j",
+) -> Frame:
+    return Frame(job_id, attempt, offset, ids, finish=finish, returned=returned, struck=struck)
+
+
+async def claim(queue: JobQueue) -> Job:
+    """The next job, once there is one."""
+    while not (jobs := (await queue.claim("sha256:0", ROOMY)).jobs):
+        await queue.wait_for_work(timeout_s=1)
+    return jobs[0]

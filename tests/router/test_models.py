@@ -1,0 +1,153 @@
+"""Nobody lapses early: whom the router takes for living while Redis is away, and after it has lost what it knew."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from collections.abc import Set as AbstractSet
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from redis.asyncio import Redis
+
+from artifacts.base_model import read_base_model
+from broker.keys import Keys
+from broker.liveness import Liveness
+from broker.queue import JobQueue
+from broker.terms import Placement, QueueLimits
+from router.dispatch import Dispatcher
+from router.models import Models
+from router.store_client import Manifest
+from tests.broker.test_liveness import worker
+from tests.valkey_server import ValkeyServer
+
+BASE = read_base_model("hash:?", "tiny")
+KEYS = Keys("tiny", "main")
+
+
+class OneModel:
+    """A store in which one model is registered."""
+
+    async def models(self) -> dict[str, str]:
+        return {BASE.name: BASE.digest}
+
+    async def manifest(self, name: str) -> Manifest:
+        return Manifest(name, BASE.digest, BASE.architecture, BASE.context_length, BASE.vocab_size, dict(BASE.files))
+
+
+class ToldDispatcher(Dispatcher):
+    """`told`: each time, who lives."""
+
+    told: list[set[str]]
+
+    def living(self, incarnations: AbstractSet[str]) -> None:
+        self.told.append(set(incarnations))
+
+
+class Router:
+    """The part of a router that follows the workers, one look at a time."""
+
+    def __init__(self, models: Models, queue: JobQueue) -> None:
+        self.models = models
+        self._dispatcher = ToldDispatcher(lambda model: queue, lambda job: Placement())
+        self.told = self._dispatcher.told = []
+
+    async def look(self) -> list[str]:
+        """Ids of the workers that live, to the router's knowledge."""
+        await self.models.follow_workers(self._dispatcher)
+        return [state.worker_id for state in self.models.workers("tiny")]
+
+
+async def following(redis: Redis) -> Router:
+    store: Any = OneModel()
+    models = Models(store, redis, "main", QueueLimits())
+    models.announce("127.0.0.1:1")
+    serving = asyncio.create_task(models.follow_store())
+    while not models.served:  # noqa: ASYNC110 — it tells nobody
+        await asyncio.sleep(0.01)
+    serving.cancel()
+    return Router(models, JobQueue(redis, KEYS))
+
+
+@pytest.fixture
+async def server(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[ValkeyServer]:
+    server = ValkeyServer(tmp_path_factory.mktemp("v"))
+    await server.start()
+    yield server
+    await server.kill()
+
+
+class Later:
+    """The router's clock, so many seconds later than now."""
+
+    def __init__(self, ahead_s: float) -> None:
+        self._ahead_s = ahead_s
+
+    def monotonic(self) -> float:
+        return time.monotonic() + self._ahead_s
+
+
+def serves(name: str) -> Any:
+    return replace(worker(name), model="tiny", base_digest=BASE.digest)
+
+
+@pytest.mark.parametrize("loss", ["loses its data", "restarts empty"])
+async def test_a_redis_that_knows_nobody_ends_nobody(
+    server: ValkeyServer, loss: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with await server.client() as redis:
+        router, liveness = await following(redis), Liveness(redis, KEYS)
+        for name in ("w1", "w2"):
+            await liveness.beat(serves(name))
+        assert await router.look() == ["w1", "w2"]
+        assert router.told == [{"w1-inc", "w2-inc"}]
+        if loss == "restarts empty":
+            await server.restart(keeps=False)
+        else:
+            await redis.flushall()
+        await liveness.beat(serves("w2"))
+        # A time to live has to pass first.
+        assert sorted(await router.look()) == ["w1", "w2"]
+        assert not router.models.waits_for()
+        assert len(router.told) == 1
+        monkeypatch.setattr("router.models.time", Later(10))
+        assert await router.look() == ["w2"]
+        assert router.told[1:] == [{"w2-inc"}]
+
+
+async def test_a_redis_that_does_not_answer_ends_nobody_and_is_told(
+    server: ValkeyServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("router.models.ANSWER_S", 0.1)
+    async with await server.client() as redis:
+        router, liveness = await following(redis), Liveness(redis, KEYS)
+        await liveness.beat(serves("w1"))
+        assert await router.look() == ["w1"]
+        server.hang()
+        assert await router.look() == ["w1"]
+        assert not router.models.waits_for()
+        monkeypatch.setattr("router.models.time", Later(10))
+        assert await router.look() == ["w1"]
+        assert router.models.waits_for() == "Redis to answer"
+        server.wake()
+        monkeypatch.setattr("router.models.ANSWER_S", 5.0)
+        await redis.delete(KEYS.worker("w1-inc"))  # as its time to live would, meanwhile
+        assert await router.look() == ["w1"]
+        assert not router.models.waits_for()
+        assert len(router.told) == 1
+        monkeypatch.setattr("router.models.time", Later(20))
+        assert await router.look() == []
+        assert "a worker that serves tiny" in router.models.waits_for()
+        assert router.told[1:] == [set()]
+
+
+async def test_a_worker_that_is_removed_is_gone_at_the_next_look(redis: Redis) -> None:
+    router, liveness = await following(redis), Liveness(redis, KEYS)
+    await liveness.beat(serves("w1"))
+    assert await router.look() == ["w1"]
+    assert not router.models.waits_for()
+    await liveness.remove("w1-inc")
+    assert await router.look() == []
+    assert "a worker that serves tiny" in router.models.waits_for()

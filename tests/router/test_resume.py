@@ -1,0 +1,253 @@
+"""Resume tokens, and answers that go on from any of their messages as if nothing had happened."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import random
+from collections.abc import Sequence
+from contextlib import aclosing
+from dataclasses import replace
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from broker.messages import AdapterRef, Job, StoppingParams, WeightedRef
+from router.answers import Answers
+from router.request import Delta, Event, Finished, PromptLogprobs, Request, Stopping, TokenLogprobs
+from router.resume import Began, Received, Ticket, Tickets
+from router.text import HashText, Text, TokenizerText
+from router.track import Frame, Track, WorkerFinish
+from rpc.errors import Aborted, InvalidField
+
+KEY = "a key of sixteen characters"
+PART = AdapterRef("tenants/acme/adapters/a/revisions/sha256:1", "sha256:1", 8, 1000)
+SET = AdapterRef("sha256:2", "sha256:2", 16, 2000, (WeightedRef(PART, 0.1), WeightedRef(PART, -1.5)))
+TICKET = Ticket(
+    request_id="r",
+    fingerprint="f" * 64,
+    model="tiny",
+    base_digest="sha256:0",
+    adapter=PART,
+    seed=2**64 - 1,
+    max_tokens=7,
+    began=Began(3, 0.1, 0.2, 0.3, 1e9),
+    resumes=2,
+)
+
+
+@pytest.mark.parametrize("adapter", [None, PART, SET])
+def test_a_token_holds_its_ticket(adapter: AdapterRef | None) -> None:
+    ticket = replace(TICKET, adapter=adapter)
+    assert Tickets(KEY).open(Tickets(KEY).seal(ticket, "acme"), "acme") == ticket
+
+
+def test_a_token_of_another_key_tenant_or_hand_is_none() -> None:
+    token = Tickets(KEY).seal(TICKET, "acme")
+    signed = base64.urlsafe_b64decode(token)
+    richer = base64.urlsafe_b64encode(signed.replace(b'"n":7', b'"n":9')).decode()
+    assert richer != token
+    forged = [richer, token[:-4], token + "AAAA", "", "é", "\0", "a" * 100_000, token[:20]]
+    for tickets, tenant, given in (
+        (Tickets(KEY + "!"), "acme", token),
+        (Tickets(), "acme", token),
+        (Tickets(KEY), "globex", token),
+        *((Tickets(KEY), "acme", one) for one in forged),
+    ):
+        with pytest.raises(InvalidField) as refused:
+            tickets.open(given, tenant)
+        assert refused.value.field == "resume_token"
+
+
+def test_every_bit_of_a_token_counts() -> None:
+    tickets = Tickets(KEY)
+    signed = bytearray(base64.urlsafe_b64decode(tickets.seal(TICKET, "acme")))
+    for index in range(len(signed)):
+        signed[index] ^= 1 << index % 8
+        with pytest.raises(InvalidField):
+            tickets.open(base64.urlsafe_b64encode(signed).decode(), "acme")
+        signed[index] ^= 1 << index % 8
+    tickets.open(base64.urlsafe_b64encode(signed).decode(), "acme")
+
+
+@pytest.fixture(scope="module")
+def bytes_text() -> TokenizerText:
+    """Tokens of a byte or two: characters are cut in the middle again and again."""
+    sample = "naïve café 日本語 🦊🦊 — fox. "
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=270, special_tokens=["<end>"], initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator([sample * 3], trainer)
+    return TokenizerText({"tokenizer.json": tokenizer.to_str().encode()})
+
+
+class Client:
+    """What a client has after some events."""
+
+    def __init__(self, n: int) -> None:
+        self.ids: list[list[int]] = [[] for _ in range(n)]
+        self.text = [""] * n
+        self.logprobs: list[list[TokenLogprobs]] = [[] for _ in range(n)]
+        self.ends: list[Finished | None] = [None] * n
+        self.prompt_logprobs = 0
+
+    def take(self, events: Sequence[Event]) -> Client:
+        for event in events:
+            match event:
+                case Delta():
+                    assert event.offset == len(self.ids[event.choice])
+                    self.ids[event.choice] += event.token_ids
+                    self.text[event.choice] += event.text
+                    self.logprobs[event.choice] += event.logprobs
+                case Finished():
+                    assert self.ends[event.choice] is None
+                    self.ends[event.choice] = event
+                case PromptLogprobs():
+                    self.prompt_logprobs += 1
+        return self
+
+    def received(self) -> dict[int, Received]:
+        return {choice: Received(tuple(ids), self.ends[choice] is not None) for choice, ids in enumerate(self.ids)}
+
+    def told(self) -> tuple[object, ...]:
+        return self.ids, self.text, self.logprobs, self.ends, self.prompt_logprobs
+
+
+Answer = tuple[tuple[int, ...], WorkerFinish]
+
+
+def logprobs_of(ids: Sequence[int], start: int) -> tuple[TokenLogprobs, ...]:
+    return tuple(TokenLogprobs(-float(token_id) - (start + index) / 1000) for index, token_id in enumerate(ids))
+
+
+async def play(
+    request: Request, text: Text, job: Job, answers: Sequence[Answer], rng: random.Random, had: Client | None = None
+) -> list[Event]:
+    """The events that a client gets of these answers, which come in frames of random length; of one that resumes,
+    the worker makes what comes after what the client had.
+    """
+    received = had.received() if had else None
+    known = received or {}
+    job = replace(
+        job,
+        emitted={i: one.token_ids for i, one in known.items() if one.token_ids and not one.finished},
+        done=tuple(i for i, one in known.items() if one.finished),
+    )
+    track = Track(job)
+    made = {i: len(job.emitted.get(i, ())) for i in range(job.n) if i not in job.done}
+
+    async def work() -> None:
+        while made:
+            choice = rng.choice(sorted(made))
+            ids, finish = answers[choice]
+            start = made[choice]
+            end = min(len(ids), start + rng.randrange(1, 4))
+            part, last = ids[start:end], end == len(ids)
+            track.accept(Frame("j", 1, start, part, choice, logprobs_of(part, start), finish if last else None))
+            made[choice] = end
+            if last or track.choices[choice].ended:
+                del made[choice]
+            if rng.random() < 0.7:
+                await asyncio.sleep(0)
+
+    working = asyncio.create_task(work())
+    async with aclosing(Answers(request, text, track, received).events()) as events:
+        got = [event async for event in events]
+    await working
+    return got
+
+
+@pytest.mark.parametrize("kind", ["hash", "bytes"])
+async def test_an_answer_goes_on_from_any_of_its_messages(kind: str, bytes_text: TokenizerText) -> None:
+    seed = 11
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    text: Text = HashText(512) if kind == "hash" else bytes_text
+    stopped = cuts = 0
+    for _ in range(400):
+        n = rng.choice((1, 1, 3))
+        finishes = [rng.choice(list(WorkerFinish)) for _ in range(n)]
+        letters = (97, 98, 99) if kind == "hash" else range(1, 270)
+        answers = [(tuple(rng.choices(letters, k=rng.randrange(1, 25))), finish) for finish in finishes]
+        whole = text.decode(answers[0][0], skip_special_tokens=True)
+        at = rng.randrange(len(whole)) if whole else 0
+        stop = tuple(filter(None, {whole[at : at + rng.randrange(1, 5)], rng.choice(("ca", "bbb", ""))}))
+        request = Request(
+            "acme",
+            "x",
+            "prompt",
+            n=n,
+            best_of=n,
+            stopping=Stopping(stop=stop),
+            stream_interval=rng.choice((1, 1, 4)),
+            prompt_logprobs=rng.choice((None, 0)),
+        )
+        job = Job("j", "acme", "tiny", "sha256:0", "here", (1, 2), StoppingParams(100), 1, n=n, logprobs=0)
+        events = await play(request, text, job, answers, rng)
+        truth = Client(n).take(events)
+        stopped += sum(end is not None and end.stop_string is not None for end in truth.ends)
+        assert truth.prompt_logprobs == (request.prompt_logprobs is not None)
+        for cut in {1, rng.randrange(1, len(events) + 1), len(events)}:
+            client = Client(n).take(events[:cut])
+            if all(client.ends):  # only the summary is missing
+                continue
+            cuts += 1
+            # A router can be lost again at once.
+            resumed = await play(request, text, job, answers, rng, client)
+            again = rng.randrange(len(resumed) + 1)
+            client.take(resumed[:again])
+            if not all(client.ends):
+                client.take(await play(request, text, job, answers, rng, client))
+            assert client.told() == truth.told(), (answers, stop, cut, again)
+    assert stopped > 50
+    assert cuts > 100
+
+
+async def test_a_reader_that_is_turned_away_leaves_everything_to_the_next() -> None:
+    job = Job("j", "acme", "tiny", "sha256:0", "here", (1, 2), StoppingParams(100), 1)
+    track = Track(job)
+    request = Request("acme", "x", "prompt", prompt_logprobs=0)
+
+    def answers() -> Answers:
+        return Answers(request, HashText(512), track)
+
+    async with aclosing(answers().events()) as older:
+        track.accept(Frame("j", 1, 0, (97, 98), prompt_logprobs=(TokenLogprobs(-1.0),)))
+        assert await anext(older) == PromptLogprobs((TokenLogprobs(-1.0),))
+        assert await anext(older) == Delta(0, (97, 98), "ab")
+        waiting = asyncio.ensure_future(anext(older))
+        await asyncio.sleep(0)
+        track.turn_away(Aborted("taken over", reason="TAKEN_OVER"))
+        async with aclosing(answers().events()) as newer:
+            assert await anext(newer) == PromptLogprobs((TokenLogprobs(-1.0),))
+            assert await anext(newer) == Delta(0, (97, 98), "ab")
+            with pytest.raises(Aborted):
+                await waiting
+            track.accept(Frame("j", 1, 2, (99,), finish=WorkerFinish.LENGTH))
+            assert [type(event) for event in [event async for event in newer]] == [Delta, Finished]
+
+
+async def test_the_best_of_more_are_computed_again_and_told_once() -> None:
+    request = Request("acme", "x", "prompt", n=2, best_of=3)
+    job = Job("j", "acme", "tiny", "sha256:0", "here", (1, 2), StoppingParams(100), 1, n=3, logprobs=0)
+    answers = [((letter,) * 3, WorkerFinish.LENGTH) for letter in (99, 97, 98)]
+
+    async def best(received: dict[int, Received] | None) -> list[Event]:
+        track = Track(job)
+        for choice, (ids, finish) in enumerate(answers):
+            track.accept(Frame("j", 1, 0, ids, choice, logprobs_of(ids, 0), finish))
+        async with aclosing(Answers(request, HashText(512), track, received).events()) as events:
+            return [event async for event in events]
+
+    whole = await best(None)
+    assert [event.text for event in whole if isinstance(event, Delta)] == ["aaa", "bbb"]
+    for cut in range(len(whole) + 1):
+        client = Client(2).take(whole[:cut])
+        received = {choice: one for choice, one in client.received().items() if one.token_ids}
+        assert client.take(await best(received)).told() == Client(2).take(whole).told()
+    with pytest.raises(Aborted, match="rank otherwise"):
+        await best({0: Received((1, 2, 3))})

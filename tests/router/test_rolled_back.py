@@ -1,0 +1,52 @@
+"""A Redis that a failover rolled back: an older attempt there stands in no newer one's way, and reaches nobody."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from redis.asyncio import Redis
+
+from broker.queue import JobQueue
+from broker.terms import Placement
+from router import dispatch
+from router.dispatch import Dispatcher
+from tests.router.recording_link import KEYS, RecordingLink, claim, frame, job
+
+
+async def test_the_older_attempt_that_a_replica_still_has(redis: Redis, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "CLAIM_GRACE_S", 0.05)
+    monkeypatch.setattr(dispatch, "WATCH_S", 0.01)
+    queue = JobQueue(redis, KEYS)
+    dispatcher = Dispatcher(lambda model: queue, lambda job: Placement())
+    first, second, last = RecordingLink("w1"), RecordingLink("w2"), RecordingLink("w3")
+    async with dispatcher.track(job()) as track:
+        older = await claim(queue)
+        dispatcher.claims(first, [("j", 1)])
+        dispatcher.frame(first, frame(0, 5, 6))
+        dispatcher.frame(first, frame(2, returned=True))
+        async with asyncio.timeout(20):
+            while not await queue.count_waiting():  # noqa: ASYNC110 — Redis tells nobody
+                await asyncio.sleep(0.01)
+        # The failover: of all this the replica has attempt 1, which waits.
+        await redis.flushall()
+        await queue.enqueue(older)
+        watching = asyncio.create_task(dispatcher.watch())
+        try:
+            async with asyncio.timeout(20):
+                while await queue.waiting([("j", 2)]) == [False]:  # noqa: ASYNC110 — as above
+                    await asyncio.sleep(0.01)
+        finally:
+            watching.cancel()
+        again = await claim(queue)
+        assert (again.attempt, again.emitted) == (3, {0: (5, 6)})
+        assert await queue.count_waiting() == 0
+        # Somebody had claimed the older one meanwhile.
+        dispatcher.claims(second, [("j", 1)])
+        dispatcher.frame(second, frame(0, 5, 6, 7))
+        assert second.told == [("cancel", "j", 1), ("cancel", "j", 1)]
+        dispatcher.claims(last, [("j", 3)])
+        dispatcher.frame(last, frame(2, 8, attempt=3))
+        assert track.choices[0].emitted == [5, 6, 8]
+    await dispatcher.settle()
+    assert await redis.exists(KEYS.job("j")) == 0

@@ -1,0 +1,156 @@
+"""A worker's engine process: the real hash engine and scheduler, whose steps and adapter loads take virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from random import Random
+
+from artifacts.hash_model import parse_hash_model
+from tests.simulation.loop import NODE, Node
+from worker.engine_process import BEAT_S
+from worker.hash_engine import HashEngine, hash_limits
+from worker.link import Abort, Add, Configure, FromEngine, Ready, Refused, Stepped, ToEngine
+from worker.scheduling.contract import SequenceRefusedError
+from worker.supervisor import EngineLostError
+
+STEP_S = 0.02
+_LOAD_S = (0.005, 0.08)
+_MESSAGE_S = 0.0001
+
+
+class VirtualLoads:
+    """Adapter loads that take virtual time; see worker.lora.loading.Loads."""
+
+    most = 4
+    chance = Random(0)
+
+    def __init__(self, on_ended: Callable[[], None]) -> None:
+        self._on_ended = on_ended
+        self._results: list[tuple[str, int | Exception]] = []
+
+    def start(self, digest: str, work: Callable[[], int]) -> None:
+        """See Loads."""
+        asyncio.get_running_loop().call_later(self.chance.uniform(*_LOAD_S), self._end, digest, work)
+
+    def _end(self, digest: str, work: Callable[[], int]) -> None:
+        self._results.append((digest, work()))
+        self._on_ended()
+
+    def has_ended(self) -> bool:
+        """See Loads."""
+        return bool(self._results)
+
+    def ended(self) -> list[tuple[str, int | Exception]]:
+        """See Loads."""
+        results, self._results = self._results, []
+        return results
+
+    def close(self) -> None:
+        """See Loads."""
+
+
+class SimulatedEngine:
+    """What worker.supervisor.EngineProcess is to an incarnation. `node` is the engine's own process."""
+
+    pid = 0
+
+    def __init__(self, configure: Configure) -> None:
+        parent = NODE.get()
+        assert parent is not None, "only workers start engines"
+        self.node = Node(f"{parent.name}'s engine")
+        self._heard_at, self._expected = asyncio.get_running_loop().time(), False
+        self.stalled = False
+        self._inbox: list[ToEngine] = []
+        self._woken = asyncio.Event()
+        self._outbox: asyncio.Queue[FromEngine | None] = asyncio.Queue()
+        model = parse_hash_model(configure.model)
+        limits = hash_limits(
+            model,
+            rows=configure.rows,
+            kv_blocks=configure.kv_blocks,
+            block_size=configure.block_size,
+            adapter_slots=configure.adapter_slots,
+            max_rank=configure.max_rank,
+        )
+        self.engine = HashEngine(model, limits, configure.step_tokens, self._woken.set)
+        self.node.start(self._run())
+
+    async def _run(self) -> None:
+        engine, stats, beat = self.engine, self.engine.stats(), False
+        self._outbox.put_nowait(Ready(engine.limits, stats))
+        while True:
+            self._woken.clear()
+            messages, self._inbox = self._inbox, []
+            for message in messages:
+                self._apply(message)
+            if engine.has_work():
+                await asyncio.sleep(STEP_S)
+            outputs, now = engine.step(), engine.stats()
+            if outputs or beat or now != stats:
+                self._tell(Stepped(outputs, now))
+                stats = now
+            beat = False
+            if not engine.has_work() and not self._inbox:
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._woken.wait(), BEAT_S)
+                beat = not self._inbox
+
+    def _apply(self, message: ToEngine) -> None:
+        match message:
+            case Add(sequences):
+                for sequence in sequences:
+                    try:
+                        self.engine.add(sequence)
+                    except SequenceRefusedError as error:
+                        self._tell(Refused(sequence.sequence_id, error.field, error.message))
+            case Abort(sequence_ids):
+                for sequence_id in sequence_ids:
+                    self.engine.abort(sequence_id)
+
+    def _tell(self, message: FromEngine) -> None:
+        asyncio.get_running_loop().call_later(_MESSAGE_S, self._outbox.put_nowait, message)
+
+    # What the supervisor does
+
+    async def ready(self) -> Ready:
+        """See EngineProcess."""
+        async for message in self.messages():
+            if isinstance(message, Ready):
+                return message
+        raise AssertionError
+
+    def send(self, message: ToEngine) -> None:
+        """See EngineProcess."""
+        if not self.node.dead:
+            self._inbox.append(message)
+            self.node.call(self._woken.set)
+
+    async def messages(self) -> AsyncIterator[FromEngine]:
+        """See EngineProcess."""
+        while True:
+            message = await self._outbox.get()
+            if message is None:
+                raise EngineLostError("the engine process ended")
+            self._heard_at, self._expected = asyncio.get_running_loop().time(), False
+            yield message
+
+    def silent_s(self) -> float:
+        """See EngineProcess."""
+        return asyncio.get_running_loop().time() - self._heard_at
+
+    def expect(self) -> None:
+        """See EngineProcess."""
+        if not self._expected:
+            self._heard_at, self._expected = asyncio.get_running_loop().time(), True
+
+    def kill(self) -> None:
+        """See EngineProcess."""
+        if not self.node.dead:
+            self.node.kill()
+            self._outbox.put_nowait(None)
+
+    async def stop(self) -> None:
+        """See EngineProcess."""
+        self.kill()

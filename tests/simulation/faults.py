@@ -1,0 +1,182 @@
+"""What goes wrong in a run: drawn from its seed, each fault with its time, its victim and its length."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from random import Random
+
+from tests.simulation.network import Network
+from tests.simulation.redis import SimulatedRedis
+from tests.simulation.router import SimulatedRouter
+from tests.simulation.worker import SimulatedWorker
+
+
+class Kind(StrEnum):
+    """What happens."""
+
+    WORKER_KILL = "worker killed"
+    WORKER_GONE = "worker's machine gone"
+    WORKER_HANG = "worker stopped and woken"
+    WORKER_DRAIN = "worker drained"
+    ENGINE_KILL = "engine killed"
+    ENGINE_HANG = "engine hangs"
+    ROUTER_KILL = "router killed"
+    ROUTER_HANG = "router stopped and woken"
+    LINK_CUT = "link cut"
+    LINK_HELD = "link silent"
+    LINK_HALF_HELD = "link silent in one direction"
+    REDIS_DOWN = "Redis down"
+    REDIS_HANG = "Redis stopped and woken"
+    REDIS_WIPE = "Redis wiped"
+    REDIS_ROLL_BACK = "Redis rolled back"
+
+
+# What takes away what the queue remembers of service.
+FORGETTING = frozenset({Kind.REDIS_WIPE, Kind.REDIS_ROLL_BACK})
+_LOOK_S = 0.05
+_LENGTHS_S = (0.05, 0.15, 0.5, 1.5, 4.0, 7.0)
+
+
+@dataclass(frozen=True)
+class Fault:
+    """`worker` and `router` are numbers; a fault of a link is between the two."""
+
+    kind: Kind
+    at_s: float
+    length_s: float
+    worker: int
+    router: int
+
+    def __str__(self) -> str:
+        return f"{self.at_s:6.2f} s: {self.kind} for {self.length_s:g} s (worker {self.worker}, router {self.router})"
+
+
+def draw_faults(chance: Random, count: int, until_s: float, workers: int, routers: int) -> list[Fault]:
+    """`count` faults in the order of their times."""
+    faults = [
+        Fault(
+            chance.choice(list(Kind)),
+            chance.uniform(0.1, until_s),
+            chance.choice(_LENGTHS_S) * chance.uniform(0.8, 1.2),
+            chance.randrange(workers),
+            chance.randrange(routers),
+        )
+        for _ in range(count)
+    ]
+    return sorted(faults, key=lambda fault: fault.at_s)
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """What faults happen to."""
+
+    workers: Sequence[SimulatedWorker]
+    routers: Sequence[SimulatedRouter]
+    redis: SimulatedRedis
+    network: Network
+
+
+async def happen(fault: Fault, cluster: Cluster) -> bool:
+    """One fault, from its beginning until all is well again; False where its victim was none just then."""
+    await asyncio.sleep(fault.at_s)
+    worker, router = cluster.workers[fault.worker], cluster.routers[fault.router]
+    match fault.kind:
+        case Kind.WORKER_KILL | Kind.WORKER_GONE | Kind.WORKER_HANG | Kind.WORKER_DRAIN:
+            return await _worker(fault, worker)
+        case Kind.ENGINE_KILL | Kind.ENGINE_HANG:
+            return await _engine(fault, worker)
+        case Kind.ROUTER_KILL | Kind.ROUTER_HANG:
+            return await _router(fault, router)
+        case Kind.LINK_CUT | Kind.LINK_HELD | Kind.LINK_HALF_HELD:
+            await _link(fault, worker, router, cluster.network)
+        case _:
+            await _redis(fault, cluster.redis)
+    return True
+
+
+async def _worker(fault: Fault, worker: SimulatedWorker) -> bool:
+    if worker.node.frozen or worker.running.done():
+        return False  # another fault has it
+    node = worker.node
+    if fault.kind is Kind.WORKER_HANG:
+        worker.freeze()
+        await asyncio.sleep(fault.length_s)
+        if worker.node is node:
+            worker.wake()
+        return True
+    if fault.kind is Kind.WORKER_DRAIN:
+        worker.drain()
+        # It may be killed while it drains; then whoever did that starts it again.
+        while not worker.running.done() and worker.node is node and not node.dead:  # noqa: ASYNC110
+            await asyncio.sleep(_LOOK_S)
+        if worker.node is not node or node.dead:
+            return True
+    else:
+        worker.kill(silently=fault.kind is Kind.WORKER_GONE)
+    await asyncio.sleep(fault.length_s)
+    if worker.node is node:  # of two that drained it one starts it again
+        worker.start()
+    return True
+
+
+async def _engine(fault: Fault, worker: SimulatedWorker) -> bool:
+    engine = worker.engine
+    if engine is None or engine.node.frozen or worker.node.frozen:
+        return False
+    if fault.kind is Kind.ENGINE_KILL:
+        engine.kill()
+        return True
+    engine.node.frozen = True
+    await asyncio.sleep(fault.length_s)
+    if not worker.node.frozen:
+        engine.node.wake()
+    return True
+
+
+async def _router(fault: Fault, router: SimulatedRouter) -> bool:
+    if router.node.frozen:
+        return False
+    if fault.kind is Kind.ROUTER_KILL:
+        router.kill()
+        await asyncio.sleep(fault.length_s)
+        router.start()
+        return True
+    node = router.node
+    node.frozen = True
+    await asyncio.sleep(fault.length_s)
+    if router.node is node:
+        node.wake()
+    return True
+
+
+async def _link(fault: Fault, worker: SimulatedWorker, router: SimulatedRouter, network: Network) -> None:
+    ends = (worker.node, router.node)
+    if fault.kind is Kind.LINK_CUT:
+        network.cut(*ends)
+    else:
+        network.hold(*ends)
+        if fault.kind is Kind.LINK_HELD:
+            network.hold(*reversed(ends))
+    await asyncio.sleep(fault.length_s)
+    network.heal(*ends)
+
+
+async def _redis(fault: Fault, redis: SimulatedRedis) -> None:
+    match fault.kind:
+        case Kind.REDIS_WIPE:
+            redis.wipe()
+        case Kind.REDIS_DOWN:
+            redis.down = True
+            await asyncio.sleep(fault.length_s)
+            redis.restart()
+        case Kind.REDIS_HANG:
+            redis.node.frozen = True
+            await asyncio.sleep(fault.length_s)
+            redis.node.wake()
+        case _:
+            redis.save()
+            await asyncio.sleep(fault.length_s)
+            redis.roll_back()

@@ -1,0 +1,174 @@
+"""An event loop whose time is virtual, and whose tasks belong to nodes that can be frozen, woken and killed.
+
+Nothing waits: when nothing is ready, time jumps to the next timer. A node is a process of the simulated cluster; a
+frozen one is what SIGSTOP makes of it: its callbacks pile up and run when it wakes, its timers long overdue.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+import selectors
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Coroutine, Iterable, Iterator
+from contextvars import ContextVar, copy_context
+from random import Random
+from typing import Any, TypeVar
+from unittest import mock
+
+T = TypeVar("T")
+
+_ROOMS = frozenset({"router", "worker"})
+# The node that the running code belongs to; None: the world around it.
+NODE: ContextVar[Node | None] = ContextVar("NODE", default=None)
+
+
+class NothingHappensError(Exception):
+    """No callback and no timer is left, though somebody waits."""
+
+
+class Node:
+    """A process: what runs in it, and whether it runs."""
+
+    def __init__(self, name: str, owner: object = None) -> None:
+        self.name = name
+        self.owner = owner
+        self.frozen = False
+        self.dead = False
+        _running_loop().nodes.append(self)
+        self._parked: list[asyncio.Handle] = []
+
+    def start(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        """Run something in this process."""
+        context = copy_context()
+        context.run(NODE.set, self)
+        return asyncio.get_running_loop().create_task(work, context=context)
+
+    def call(self, function: Callable[[], object]) -> None:
+        """Call something in this process, once it runs."""
+        context = copy_context()
+        context.run(NODE.set, self)
+        asyncio.get_running_loop().call_soon(function, context=context)
+
+    def park(self, handle: asyncio.Handle) -> None:
+        """Keep what would run now."""
+        self._parked.append(handle)
+
+    def kill(self) -> None:
+        """It never runs again."""
+        self.frozen = self.dead = True
+
+    def wake(self) -> None:
+        """Go on; what piled up runs first."""
+        if self.dead:
+            return
+        self.release()
+
+    def release(self) -> None:
+        """Let run what piled up."""
+        self.frozen = False
+        parked, self._parked = self._parked, []
+        _running_loop().ready.extend(parked)
+
+
+class _Ready(deque[asyncio.Handle]):
+    """The loop's queue of callbacks, but for those of frozen nodes."""
+
+    def append(self, handle: asyncio.Handle) -> None:
+        node = handle._context.get(NODE)  # type: ignore[attr-defined]  # what call_soon was given
+        if node is not None and node.frozen:
+            node.park(handle)
+        else:
+            super().append(handle)
+
+
+class _Jump(selectors.SelectSelector):
+    """Where the loop would wait for sockets, its time jumps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0.0
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        if timeout is None:
+            raise NothingHappensError
+        self.now += max(0.0, timeout)
+        return []
+
+
+class VirtualLoop(asyncio.SelectorEventLoop):
+    """Time begins at 0 and is what `time` says."""
+
+    def __init__(self) -> None:
+        self._jump = _Jump()
+        super().__init__(self._jump)
+        # The one part of the base class that is not its interface: every callback passes through it.
+        self.ready = self._ready = _Ready()
+        self.nodes: list[Node] = []
+
+    def time(self) -> float:
+        """Seconds since the beginning."""
+        return self._jump.now
+
+    def exhume(self) -> None:
+        """Let all nodes run."""
+        for node in self.nodes:
+            node.release()
+
+    def run_in_executor(self, executor: Any, function: Callable[..., T], *args: Any) -> asyncio.Future[T]:  # type: ignore[override]
+        """At once: threads have no place in virtual time."""
+        done: asyncio.Future[T] = self.create_future()
+        done.set_result(function(*args))
+        return done
+
+
+def _running_loop() -> VirtualLoop:
+    loop = asyncio.get_running_loop()
+    assert isinstance(loop, VirtualLoop)
+    return loop
+
+
+@contextlib.contextmanager
+def virtual_time(chance: Random) -> Iterator[VirtualLoop]:
+    """A loop; meanwhile the process's clock is the loop's, and names that are drawn at random follow from `chance`."""
+    loop = VirtualLoop()
+    with (
+        mock.patch.object(time, "monotonic", loop.time),
+        mock.patch.object(secrets, "token_hex", lambda size=32: chance.randbytes(size).hex()),
+    ):
+        try:
+            yield loop
+        finally:
+            _end_all(loop)
+            loop.close()
+
+
+@contextlib.contextmanager
+def replaced(originals: Iterable[tuple[object, object]]) -> Iterator[None]:
+    """Other objects in the place of some, under whatever name the rooms' modules have imported them."""
+    with contextlib.ExitStack() as stack:
+        for original, other in originals:
+            found = [
+                (module, name)
+                for path, module in tuple(sys.modules.items())
+                if path.partition(".")[0] in _ROOMS
+                for name, value in tuple(vars(module).items())
+                if value is original and getattr(original, "__module__", "") != path
+            ]
+            assert found, f"nobody imports {original}"
+            for module, name in found:
+                stack.enter_context(mock.patch.object(module, name, other))
+        yield
+
+
+def _end_all(loop: VirtualLoop) -> None:
+    """Wake even the dead, so that every task ends as tasks do: nobody looks any more."""
+    loop.call_soon(loop.exhume)
+    while tasks := asyncio.all_tasks(loop):
+        for task in tasks:
+            task.cancel()
+        loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+    loop.run_until_complete(loop.shutdown_asyncgens())

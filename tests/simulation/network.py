@@ -1,0 +1,160 @@
+"""The network between nodes: streams whose bytes arrive in order, each message after a delay of its own.
+
+What comes over different streams overtakes each other. A direction between two nodes can be held (packets vanish,
+nobody is told, all is there once it heals), a link cut (streams break, none opens).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from contextvars import Context
+from random import Random
+from typing import Any, TypeAlias
+
+import grpc
+
+from tests.simulation.loop import Node
+
+Handlers: TypeAlias = "dict[str, grpc.RpcMethodHandler[Any, Any]]"
+
+_FAST_S, _SLOW_S = (0.0002, 0.002), (0.005, 0.06)
+_SLOW_CHANCE = 0.05
+_APART_S = 1e-6
+# rpc.server.relay_options: a ping each second, two seconds to answer it.
+_LOOK_S, _SILENT_S = 0.25, 3.0
+_OUTSIDE = Context()
+
+
+class Network:
+    """Who listens where, and which streams are open."""
+
+    def __init__(self, chance: Random) -> None:
+        self._chance = chance
+        self._servers: dict[str, tuple[Node, Handlers]] = {}
+        self._held: set[tuple[Node, Node]] = set()
+        self._cut: set[frozenset[Node]] = set()
+        # In their order, which a set would not keep.
+        self.streams: dict[Stream, None] = {}
+
+    def listen(self, address: str, node: Node) -> Handlers:
+        """Where the handlers of a node's server belong, by method."""
+        handlers: Handlers = {}
+        self._servers[address] = (node, handlers)
+        return handlers
+
+    def delay_s(self) -> float:
+        """Of one message."""
+        return self._chance.uniform(*(_SLOW_S if self._chance.random() < _SLOW_CHANCE else _FAST_S))
+
+    def find(self, address: str) -> tuple[Node, Handlers] | None:
+        """Who listens there."""
+        return self._servers.get(address)
+
+    def is_held(self, source: Node, target: Node) -> bool:
+        """Whether what one sends to the other is under way for ever."""
+        return (source, target) in self._held
+
+    def is_cut(self, one: Node, other: Node) -> bool:
+        """Whether they can't reach each other, and know it."""
+        return frozenset((one, other)) in self._cut
+
+    def hold(self, source: Node, target: Node) -> None:
+        """Nothing arrives any more in this direction."""
+        self._held.add((source, target))
+
+    def cut(self, one: Node, other: Node) -> None:
+        """Break what is open between them."""
+        self._cut.add(frozenset((one, other)))
+        for stream in tuple(self.streams):
+            if {stream.client, stream.server} == {one, other}:
+                stream.break_off()
+
+    def heal(self, one: Node, other: Node) -> None:
+        """All is well between them again; what was held arrives."""
+        self._cut.discard(frozenset((one, other)))
+        self._held -= {(one, other), (other, one)}
+        for stream in tuple(self.streams):
+            stream.flush()
+
+    async def watch(self) -> None:
+        """For ever: break streams of which one end has not heard anything for long, as keepalives do."""
+        silent: dict[Stream, int] = {}
+        while True:
+            await asyncio.sleep(_LOOK_S)
+            silent = {stream: silent.get(stream, 0) + 1 for stream in self.streams if self._is_silent(stream)}
+            for stream, looks in silent.items():
+                if looks * _LOOK_S >= _SILENT_S:
+                    stream.break_off()
+
+    def _is_silent(self, stream: Stream) -> bool:
+        ends = (stream.client, stream.server)
+        return any(end.frozen for end in ends) or self.is_held(*ends) or self.is_held(*reversed(ends))
+
+    def lost(self, node: Node) -> None:
+        """A process ended: its peers see their streams break."""
+        for stream in tuple(self.streams):
+            if node in (stream.client, stream.server):
+                stream.break_off()
+
+
+class _Pipe:
+    """One direction of a stream. Bytes arrive; None: it broke."""
+
+    def __init__(self, network: Network, source: Node, target: Node) -> None:
+        self._network = network
+        self._source = source
+        self._target = target
+        self._last_at = 0.0
+        self._kept: list[bytes | None] = []
+        self.arrived: asyncio.Queue[bytes | None] = asyncio.Queue()
+
+    def send(self, data: bytes | None) -> None:
+        loop = asyncio.get_running_loop()
+        # Timers of one time run in any order.
+        self._last_at = max(self._last_at + _APART_S, loop.time() + self._network.delay_s())
+        # Not in the sender's context: what is under way arrives though the sender is frozen.
+        loop.call_at(self._last_at, self._arrive, data, context=_OUTSIDE)
+
+    def _arrive(self, data: bytes | None) -> None:
+        if data is not None and self._network.is_held(self._source, self._target):
+            self._kept.append(data)
+        else:
+            self.arrived.put_nowait(data)
+
+    def flush(self) -> None:
+        if not self._network.is_held(self._source, self._target):
+            kept, self._kept = self._kept, []
+            for data in kept:
+                self.arrived.put_nowait(data)
+
+
+class Stream:
+    """One open call."""
+
+    def __init__(self, network: Network, client: Node, server: Node) -> None:
+        self.client = client
+        self.server = server
+        self._network = network
+        self.up = _Pipe(network, client, server)
+        self.down = _Pipe(network, server, client)
+        self.broken = False
+        self.serving: asyncio.Task[None] | None = None
+        network.streams[self] = None
+
+    def break_off(self) -> None:
+        """Both ends learn of it, each after a while."""
+        if self.broken:
+            return
+        self.broken = True
+        self._network.streams.pop(self, None)
+        self.up.send(None)
+        self.down.send(None)
+
+    def flush(self) -> None:
+        """Let through what was held."""
+        self.up.flush()
+        self.down.flush()
+
+    def end(self) -> None:
+        """It ended in order."""
+        self._network.streams.pop(self, None)

@@ -1,0 +1,178 @@
+"""What the cluster's processes have of Redis: the classes of the broker, over a simulated server."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from broker.codec import decode_job, decode_wanted
+from broker.commands import Command
+from broker.keys import Keys
+from broker.liveness import TTL_MS, Census
+from broker.messages import Capacity, DeadJob, Job, Wanted, WorkerState
+from broker.policy import Refusal
+from broker.queue import DeadlineUnattainableError, QueueFullError
+from broker.terms import ROOM_MS, Claimed, Placement, QueueLimits, Usage
+from tests.simulation.redis import SimulatedRedis
+
+
+class SimulatedQueue:
+    """What broker.queue.JobQueue is to its callers."""
+
+    def __init__(
+        self, redis: SimulatedRedis, keys: Keys, *, limits: QueueLimits | None = None, worker_id: str = ""
+    ) -> None:
+        self.keys = keys
+        self.dead = SimulatedDeadLetters(redis)
+        self.commands = SimulatedCommands(redis)
+        self.pins = NoPins()
+        self._redis = redis
+        self._worker_id = worker_id
+
+    async def enqueue(self, job: Job, placement: Placement | None = None) -> None:
+        """See JobQueue."""
+        redis = self._redis
+        refusal = await redis.call(lambda: self._enqueue(job, placement or Placement()))
+        redis.wake_all()
+        if refusal is not None and refusal.why == "late":
+            raise DeadlineUnattainableError(refusal.wait_ms)
+        if refusal is not None:
+            raise QueueFullError(refusal.why)
+
+    def _enqueue(self, job: Job, placement: Placement) -> Refusal | None:
+        data = self._redis.data
+        refusal = data.cell.enqueue(job, placement, self._redis.now_ms)
+        one = data.cell.waiting.get(job.job_id)
+        if one is not None and one.entry.attempt == job.attempt:
+            data.bodies[job.job_id] = one.entry.body
+            self._redis.enqueued(job)
+        return refusal
+
+    async def claim(self, base_digest: str, capacity: Capacity) -> Claimed:
+        """See JobQueue."""
+        return await self._redis.call(lambda: self._claim(base_digest, capacity))
+
+    def _claim(self, base_digest: str, capacity: Capacity) -> Claimed:
+        data, now_ms = self._redis.data, self._redis.now_ms
+        for worker, at_ms in tuple(data.claimed_ms.items()):
+            if now_ms - at_ms > ROOM_MS:
+                data.cell.lose(worker)
+                del data.claimed_ms[worker]
+        data.claimed_ms[self._worker_id] = now_ms
+        decision = data.cell.claim(self._worker_id, base_digest, capacity, now_ms)
+        jobs = [decode_job(data.bodies.pop(job_id)) for job_id in decision.job_ids]
+        for job in jobs:
+            self._redis.claimed(job)
+        return Claimed(jobs, decision.waiting, [decode_wanted(one) for one in decision.wanted], decision.hold_ms)
+
+    async def charge(self, reports: Sequence[Usage]) -> None:
+        """See JobQueue."""
+        if reports:
+            await self._redis.call(lambda: self._redis.data.cell.charge(reports))
+
+    async def withdraw(self) -> None:
+        """See JobQueue."""
+        await self._redis.call(lambda: self._redis.data.cell.lose(self._worker_id))
+        self._redis.wake_all()
+
+    async def finish(self, job_id: str, attempt: int) -> None:
+        """See JobQueue."""
+        await self._redis.call(lambda: self._redis.data.cell.finish(job_id, attempt))
+
+    async def waiting(self, jobs: Sequence[tuple[str, int]]) -> list[bool]:
+        """See JobQueue."""
+        return await self._redis.call(lambda: [self._waits(*job) for job in jobs])
+
+    def _waits(self, job_id: str, attempt: int) -> bool:
+        one = self._redis.data.cell.waiting.get(job_id)
+        return one is not None and one.entry.attempt >= attempt
+
+    async def wait_for_work(self, timeout_s: float) -> bool:
+        """See JobQueue."""
+        return await self._redis.work_within(timeout_s)
+
+    async def count_waiting(self) -> int:
+        """See JobQueue."""
+        return await self._redis.call(lambda: len(self._redis.data.cell.waiting))
+
+
+class SimulatedDeadLetters:
+    """What broker.dead.DeadLetters is to its callers."""
+
+    def __init__(self, redis: SimulatedRedis) -> None:
+        self._redis = redis
+
+    async def add(self, dead: DeadJob) -> None:
+        """See DeadLetters."""
+        await self._redis.call(lambda: self._redis.data.dead.insert(0, dead))
+
+    async def list(self) -> list[DeadJob]:
+        """See DeadLetters."""
+        return await self._redis.call(lambda: list(self._redis.data.dead))
+
+
+class SimulatedLiveness:
+    """What broker.liveness.Liveness is to its callers."""
+
+    def __init__(self, redis: SimulatedRedis, keys: Keys) -> None:
+        self._redis = redis
+
+    async def beat(self, state: WorkerState) -> None:
+        """See Liveness."""
+        redis = self._redis
+        await redis.call(lambda: redis.data.living.update({state.incarnation: (redis.now_ms + TTL_MS, state)}))
+
+    async def remove(self, incarnation: str) -> None:
+        """See Liveness."""
+        await self._redis.call(lambda: self._remove(incarnation))
+
+    def _remove(self, incarnation: str) -> None:
+        data = self._redis.data
+        _, state = data.living.pop(incarnation, (0, None))
+        if state is not None:
+            data.cell.lose(state.worker_id)
+
+    async def look(self, router: str = "") -> Census:
+        """See Liveness."""
+        return await self._redis.call(lambda: self._look(router))
+
+    def _look(self, router: str) -> Census:
+        redis, data = self._redis, self._redis.data
+        if router:
+            data.cell.router_beats(router, redis.now_ms)
+        lapsed = [state for until_ms, state in data.living.values() if until_ms <= redis.now_ms]
+        for state in lapsed:
+            del data.living[state.incarnation]
+        states = [state for _, state in data.living.values()]
+        for worker_id in {state.worker_id for state in lapsed} - {state.worker_id for state in states}:
+            data.cell.lose(worker_id)
+        return Census(f"{redis.run} {data.born}", sorted(states, key=lambda state: state.worker_id))
+
+    async def living(self) -> list[WorkerState]:
+        """See Liveness."""
+        return (await self.look()).workers
+
+
+class SimulatedCommands:
+    """What broker.commands.CommandQueue is to its callers."""
+
+    def __init__(self, redis: SimulatedRedis) -> None:
+        self._redis = redis
+
+    async def send(self, incarnation: str, command: Command) -> None:
+        """See CommandQueue."""
+        await self._redis.call(lambda: self._redis.data.commands.setdefault(incarnation, []).append(command))
+
+    async def next(self, incarnation: str, timeout_s: float) -> Command | None:
+        """See CommandQueue."""
+        await asyncio.sleep(timeout_s)
+        told = await self._redis.call(lambda: self._redis.data.commands.get(incarnation))
+        return told.pop(0) if told else None
+
+
+class NoPins:
+    """What broker.pins.PinnedAdapters is to workers; nobody pins anything here."""
+
+    async def list(self) -> list[Wanted]:
+        """See PinnedAdapters."""
+        return []

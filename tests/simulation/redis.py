@@ -1,0 +1,125 @@
+"""Redis as the cluster sees it: the queue's policy (broker.policy), who lives, and all that can happen to a server.
+
+Calls take time, wait while the server is stopped, and fail while it is down; an answer may be lost though the call was
+carried out, which clients then repeat as the real ones do. Everybody who waits for work is woken by every job: which of
+them the scripts wake is for tests of the scripts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import copy
+from collections.abc import Callable
+from random import Random
+from typing import TypeVar
+
+from redis.exceptions import ConnectionError as RedisConnectionError
+
+from broker.commands import Command
+from broker.messages import DeadJob, Job, WorkerState
+from broker.policy import Cell
+from broker.terms import QueueLimits, Usage
+from tests.simulation.loop import Node
+from tests.simulation.network import Network
+
+T = TypeVar("T")
+
+# As broker.connection.
+_RETRIES = 3
+_RETRY_S = 0.05
+
+
+class _Data:
+    """What a server holds; all of it can be wiped, or rolled back."""
+
+    def __init__(self, limits: QueueLimits, born: int = 0) -> None:
+        self.cell = Cell(limits)
+        self.born = born
+        self.bodies: dict[str, bytes] = {}
+        # Until when, by incarnation.
+        self.living: dict[str, tuple[int, WorkerState]] = {}
+        self.claimed_ms: dict[str, int] = {}
+        self.commands: dict[str, list[Command]] = {}
+        self.dead: list[DeadJob] = []
+
+
+class SimulatedRedis:
+    """One server. `node` is its process: frozen, it answers later; `enqueued` is told of every attempt that comes."""
+
+    def __init__(self, chance: Random, network: Network, limits: QueueLimits | None = None) -> None:
+        self.node = Node("redis")
+        self.down = False
+        # Which start of which server it is.
+        self.run = 0
+        self.enqueued: Callable[[Job], None] = lambda job: None
+        self.claimed: Callable[[Job], None] = lambda job: None
+        self.made: Callable[[Usage], None] = lambda report: None
+        self._limits = limits or QueueLimits()
+        self._chance = chance
+        self._network = network
+        self._saved: _Data | None = None
+        self._woken = asyncio.Event()
+        self.data = _Data(self._limits)
+
+    @property
+    def now_ms(self) -> int:
+        """Its own clock."""
+        return 1_700_000_000_000 + round(asyncio.get_running_loop().time() * 1e3)
+
+    def wipe(self) -> None:
+        """All data gone."""
+        self.data = _Data(self._limits, self.now_ms)
+
+    def restart(self) -> None:
+        """It is back, with its data."""
+        self.down = False
+        self.run += 1
+
+    def save(self) -> None:
+        """What a replica has that lags from now on."""
+        self._saved = copy.deepcopy(self.data)
+
+    def roll_back(self) -> None:
+        """A failover to that replica."""
+        if self._saved is not None:
+            self.data, self._saved = self._saved, None
+        self.run += 1
+
+    async def call(self, work: Callable[[], T]) -> T:
+        """Carry something out at the server. Raises RedisConnectionError."""
+        for retry in range(_RETRIES + 1):
+            try:
+                return await self._try(work)
+            except RedisConnectionError:
+                if retry == _RETRIES:
+                    raise
+                await asyncio.sleep(_RETRY_S * 2**retry)
+        raise AssertionError
+
+    async def _try(self, work: Callable[[], T]) -> T:
+        await asyncio.sleep(self._network.delay_s())
+        if self.down:
+            raise RedisConnectionError("refused")
+        result = await self.node.start(self._carry_out(work))
+        await asyncio.sleep(self._network.delay_s())
+        if self.down:
+            raise RedisConnectionError("the answer was lost")
+        return result
+
+    async def _carry_out(self, work: Callable[[], T]) -> T:
+        return work()
+
+    def wake_all(self) -> None:
+        """There may be work."""
+        self._woken.set()
+        self._woken = asyncio.Event()
+
+    async def work_within(self, timeout_s: float) -> bool:
+        """Whether there may be work."""
+        if self.down:
+            raise RedisConnectionError("refused")
+        woken = self._woken
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(woken.wait(), timeout_s)
+        return woken.is_set()

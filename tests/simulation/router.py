@@ -1,0 +1,141 @@
+"""A router: the real models, dispatcher, relay service and generation, over a simulated queue, store and network."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from typing import Any
+
+from loraplex.relay.v1 import relay_pb2_grpc
+
+from artifacts.base_model import BaseModel
+from broker.messages import AdapterRef
+from broker.terms import QueueLimits
+from router.dispatch import Dispatcher
+from router.generation import Generation
+from router.models import WATCH_S, Models
+from router.placement import Placer
+from router.relay import RelayService
+from router.request import Message, Request
+from router.resume import Received, Tickets
+from router.store_client import Manifest, ResolvedAdapter
+from router.track import Frame, Link, Track
+from rpc.errors import NotFound
+from tests.simulation.channels import Registrar
+from tests.simulation.loop import Node
+from tests.simulation.network import Network
+from tests.simulation.redis import SimulatedRedis
+
+# An adapter's load as tokens, as the default settings have it.
+_MIB_TOKENS = 10.0
+Accepted = Callable[[Link, Frame, int], None]
+
+
+class BrokenError(Exception):
+    """What a client sees of a router that is gone."""
+
+
+class SimulatedStore:
+    """What router.store_client.StoreClient is to a router: one base model, and adapters by name."""
+
+    def __init__(self, base: BaseModel, adapters: Mapping[str, AdapterRef]) -> None:
+        self._base = base
+        self._adapters = adapters
+
+    async def models(self) -> dict[str, str]:
+        """See StoreClient."""
+        return {self._base.name: self._base.digest}
+
+    async def manifest(self, name: str) -> Manifest:
+        """See StoreClient."""
+        base = self._base
+        return Manifest(base.name, base.digest, base.architecture, base.context_length, base.vocab_size, {})
+
+    async def resolve(self, tenant: str, name: str) -> ResolvedAdapter:
+        """See StoreClient."""
+        if name not in self._adapters:
+            raise NotFound("adapter", name)
+        return ResolvedAdapter(self._adapters[name], self._base.digest)
+
+
+class WatchedDispatcher(Dispatcher):
+    """A dispatcher that tells which frames changed what a client will get, and by how many tokens."""
+
+    accepted: Accepted
+
+    def frame(self, link: Link, frame: Frame) -> None:
+        """See Dispatcher."""
+        track = next((track for track in self.tracks if track.job.job_id == frame.job_id), None)
+        before = _seen(track)
+        super().frame(link, frame)
+        after = _seen(track)
+        if after != before:
+            self.accepted(link, frame, after[0] - before[0])
+
+
+def _seen(track: Track | None) -> tuple[int, tuple[bool, ...], bool]:
+    if track is None:
+        return 0, (), False
+    ended = tuple(choice.finish is not None for choice in track.choices)
+    return track.emitted_tokens, ended, track.failure is not None
+
+
+class SimulatedRouter:
+    """A router's machine."""
+
+    def __init__(
+        self, name: str, store: SimulatedStore, redis: SimulatedRedis, network: Network, accepted: Accepted
+    ) -> None:
+        self.name = name
+        self._store: Any = store
+        self._redis: Any = redis
+        self._network = network
+        self._accepted = accepted
+        self.start()
+
+    def start(self) -> None:
+        """A new process."""
+        self.node = Node(self.name)
+        # Of the clients whose streams are open; in their order, which a set would not keep.
+        self.calls: dict[asyncio.Queue[Any], None] = {}
+        self.models = Models(self._store, self._redis, "main", QueueLimits())
+        self.models.announce(self.name)
+        placer = Placer(self.models.serving, {}, _MIB_TOKENS)
+        self.dispatcher = WatchedDispatcher(self.models.queue_of, placer.place)
+        self.dispatcher.accepted = self._accepted
+        relay: Any = Registrar(self._network.listen(self.name, self.node))
+        relay_pb2_grpc.add_RelayServiceServicer_to_server(RelayService(self.dispatcher), relay)
+        tickets = Tickets("the key that all routers share")
+        self.generation = Generation(self.models, self._store, self.dispatcher, self.name, tickets)
+        for_ever = (
+            self.models.follow_store(),
+            self._follow_workers(),
+            self.dispatcher.watch(),
+            self.generation.slow_clients.watch(),
+        )
+        self._following = [self.node.start(work) for work in for_ever]
+
+    async def _follow_workers(self) -> None:
+        # As router.app, but for its health.
+        while True:
+            await self.models.follow_workers(self.dispatcher)
+            await asyncio.sleep(WATCH_S)
+
+    def messages(
+        self, request: Request, token: str, received: Mapping[int, Received], deadline_s: float | None
+    ) -> AsyncGenerator[Message]:
+        """What a call of Generate, or with a token of Resume, answers."""
+        if token:
+            return self.generation.resume(request, token, received, deadline_s)
+        return self.generation.run(request, deadline_s)
+
+    def failed(self) -> Sequence[asyncio.Task[None]]:
+        """Tasks that must run for ever and did not."""
+        return [task for task in self._following if task.done()]
+
+    def kill(self) -> None:
+        """SIGKILL."""
+        self.node.kill()
+        self._network.lost(self.node)
+        for inbox in self.calls:
+            inbox.put_nowait(BrokenError())

@@ -1,0 +1,254 @@
+"""One run: a cluster, its clients and its faults, all drawn from one seed; and what was wrong with it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import io
+import logging
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+from typing import Any
+from unittest import mock
+
+import grpc
+
+from artifacts.base_model import read_base_model
+from artifacts.revision import CONFIG_FILE, WEIGHTS_FILE
+from broker.liveness import Liveness
+from broker.messages import Job
+from broker.queue import JobQueue
+from broker.terms import OUTPUT_WEIGHT, PROMPT_WEIGHT
+from router.track import Frame, Link
+from tests.simulation import engine
+from tests.simulation.channels import Channels
+from tests.simulation.clients import End, Story, ask
+from tests.simulation.faults import FORGETTING, Cluster, Fault, Kind, happen
+from tests.simulation.invariants import Attempts, Shares
+from tests.simulation.loop import replaced, virtual_time
+from tests.simulation.network import Network
+from tests.simulation.queue import SimulatedLiveness, SimulatedQueue
+from tests.simulation.redis import SimulatedRedis
+from tests.simulation.router import SimulatedRouter, SimulatedStore
+from tests.simulation.scenario import MODEL, Scenario, draw
+from tests.simulation.worker import SimulatedFetcher, SimulatedWorker, start_engine
+from worker.lora.loading import LoaderThreads
+from worker.settings import Settings
+from worker.supervisor import EngineProcess
+
+# A request that has not ended by then never does; and so long after the last one everything must be free.
+PATIENCE_S, QUIET_S = 120.0, 8.0
+_REPLACED = (
+    (JobQueue, SimulatedQueue),
+    (Liveness, SimulatedLiveness),
+    (LoaderThreads, engine.VirtualLoads),
+)
+
+
+@dataclass
+class Outcome:
+    """`wrong` is empty where every invariant held. `trace` is the same for the same seed."""
+
+    scenario: Scenario
+    wrong: list[str] = field(default_factory=list)
+    ends: dict[End, int] = field(default_factory=dict)
+    tokens: int = 0
+    attempts: int = 0
+    resumes: int = 0
+    seconds: float = 0.0
+    difference: float = 0.0
+    trace: list[str] = field(default_factory=list)
+    fired: list[Kind] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        faults = "".join(f"\n    {fault}" for fault in self.scenario.faults)
+        return f"seed {self.scenario.seed}:{faults}" + "".join(f"\n  - {line}" for line in self.wrong)
+
+
+def simulate(seed: int) -> Outcome:
+    """Run a seed."""
+    chance, scenario = Random(seed), draw(seed)
+    with _exceptions_logged() as logged:
+        with tempfile.TemporaryDirectory() as name, contextlib.redirect_stdout(io.StringIO()):
+            directory = Path(name)
+            for file in (CONFIG_FILE, WEIGHTS_FILE):
+                (directory / file).write_bytes(b"{}")
+            network = Network(chance)
+            with (
+                replaced(_REPLACED),
+                mock.patch.object(EngineProcess, "start", start_engine),
+                mock.patch.object(grpc.aio, "insecure_channel", Channels(network)),
+                virtual_time(chance) as loop,
+            ):
+                loop.set_exception_handler(lambda _, context: logged.append(_told(context)))
+                outcome = loop.run_until_complete(_run(scenario, chance, network, directory))
+                # What ends the run may well end in errors.
+                outcome.wrong += logged
+        return outcome
+
+
+@contextlib.contextmanager
+def _exceptions_logged() -> Iterator[list[str]]:
+    """What the product writes into its log as its own fault; the rest is not even made."""
+    root, handler = logging.getLogger(), _Exceptions()
+    root.addHandler(handler)
+    logging.disable(logging.WARNING)
+    try:
+        yield handler.found
+    finally:
+        logging.disable(logging.NOTSET)
+        root.removeHandler(handler)
+
+
+def _told(context: Mapping[str, Any]) -> str:
+    """What asyncio says of an error that nobody handles."""
+    return f"{context['message']}: {context.get('exception')!r} in {context.get('task') or context.get('future')}"
+
+
+class _Exceptions(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.exc_info and record.exc_info[1] is not None:
+            line = f"logged by {record.name}: {record.getMessage()}: {record.exc_info[1]!r}"
+            if line not in self.found:
+                self.found.append(line)
+
+
+async def _run(scenario: Scenario, chance: Random, network: Network, directory: Path) -> Outcome:
+    return await _Run(scenario, chance, network, directory).run()
+
+
+async def _all_ended(tasks: list[asyncio.Task[None]]) -> None:
+    await asyncio.gather(*tasks)
+
+
+class _Run:
+    def __init__(self, scenario: Scenario, chance: Random, network: Network, directory: Path) -> None:
+        engine.VirtualLoads.chance = chance
+        self._scenario = scenario
+        self._network = network
+        self._outcome = Outcome(scenario)
+        self._redis = SimulatedRedis(chance, network)
+        self._attempts = Attempts()
+        self._shares = Shares(self._redis, {"one": 1.0, "two": 1.0, "three": 1.0})
+        self._redis.enqueued, self._redis.claimed = self._enqueued, self._claimed
+        base = read_base_model(MODEL)
+        store = SimulatedStore(base, scenario.adapters)
+        self._routers = [
+            SimulatedRouter(f"router-{number}", store, self._redis, network, self._accepted)
+            for number in range(scenario.routers)
+        ]
+        self._workers = [
+            SimulatedWorker(
+                f"worker-{number}",
+                Settings(
+                    model=MODEL,
+                    store="",
+                    redis_url="",
+                    worker_id=f"worker-{number}",
+                    rows=scenario.rows,
+                    kv_blocks=scenario.kv_blocks,
+                    adapter_slots=2,
+                    step_tokens=64,
+                    drain_s=1.0,
+                ),
+                self._redis,
+                network,
+                SimulatedFetcher(chance, base, directory),
+            )
+            for number in range(scenario.workers)
+        ]
+
+    async def run(self) -> Outcome:
+        """All of it."""
+        loop, outcome, scenario = asyncio.get_running_loop(), self._outcome, self._scenario
+        stories = [Story(plan) for plan in scenario.plans]
+        cluster = Cluster(self._workers, self._routers, self._redis, self._network)
+        faults = [asyncio.create_task(self._fault(fault, cluster)) for fault in scenario.faults]
+        watching = [asyncio.create_task(self._network.watch()), asyncio.create_task(self._watch_processes())]
+        asking = [asyncio.create_task(ask(story, self._routers, self._network)) for story in stories]
+        all_ended = asyncio.create_task(_all_ended([*asking, *faults]))
+        await asyncio.wait({all_ended, *watching}, timeout=PATIENCE_S, return_when=asyncio.FIRST_COMPLETED)
+        outcome.seconds = loop.time()
+        for ended in (task for task in (all_ended, *watching) if task.done()):
+            ended.result()
+        await asyncio.sleep(QUIET_S)
+        for number, story in enumerate(stories):
+            outcome.wrong += [f"request {number}: {line}" for line in story.check()]
+            outcome.trace.append(f"{story.ends} {story.ids} {story.resumes}")
+            for end in story.ends:
+                outcome.ends[end] = outcome.ends.get(end, 0) + 1
+        outcome.tokens = sum(story.tokens for story in stories)
+        outcome.resumes = sum(story.resumes for story in stories)
+        outcome.attempts, outcome.difference = self._attempts.attempts, self._shares.difference
+        outcome.wrong += self._attempts.faults + self._unfair() + self._left()
+        return outcome
+
+    async def _watch_processes(self) -> None:
+        """For ever: a process that fails is a bug."""
+        while True:
+            await asyncio.sleep(1.0)
+            for task in (
+                *(worker.running for worker in self._workers),
+                *(t for r in self._routers for t in r.failed()),
+            ):
+                if task.done():
+                    task.result()
+
+    async def _fault(self, fault: Fault, cluster: Cluster) -> None:
+        if await happen(fault, cluster):
+            self._outcome.fired.append(fault.kind)
+        if fault.kind in FORGETTING:
+            self._shares.forget()
+
+    def _enqueued(self, job: Job) -> None:
+        self._outcome.trace.append(f"{asyncio.get_running_loop().time():.6f} {job.job_id} {job.attempt}")
+        self._attempts.enqueued(job)
+        self._shares.look()
+
+    def _claimed(self, job: Job) -> None:
+        self._shares.claimed(job)
+
+    def _accepted(self, link: Link, frame: Frame, tokens: int) -> None:
+        self._attempts.accepted(link, frame)
+        self._shares.made(frame.job_id.partition("/")[0], tokens)
+
+    def _unfair(self) -> list[str]:
+        """As Sheng et al. bound it; in place of the memory all that runs, and as much that has ended since the last
+        report of it.
+        """
+        scenario, plans = self._scenario, self._scenario.plans
+        if not scenario.backlog or scenario.faults:
+            return []
+        longest = max(len(plan.request.prompt) for plan in plans)
+        answer = max(len(plan.expected[0]) for plan in plans)
+        uncharged = 2 * scenario.workers * scenario.rows * answer
+        bound = 2 * max(PROMPT_WEIGHT * longest, OUTPUT_WEIGHT * uncharged)
+        found = self._shares.difference
+        return [f"the service of two tenants differs by {found:g}, bound {bound}"] if found > bound else []
+
+    def _left(self) -> list[str]:
+        """What is still held though nobody asks for anything."""
+        left = []
+        waiting = len(self._redis.data.cell.waiting)
+        if waiting:
+            left.append(f"{waiting} jobs wait in the queue")
+        for router in self._routers:
+            if list(router.dispatcher.tracks):
+                left.append(f"{router.name} has {len(list(router.dispatcher.tracks))} tracks")
+            left += [f"{router.name}: {task} has ended" for task in router.failed()]
+        for worker in self._workers:
+            stats = worker.engine.engine.stats() if worker.engine else None
+            if worker.running.done():
+                left.append(f"{worker.name} has ended: {worker.running}")
+            if stats is None or stats.rows_running + stats.rows_waiting + stats.blocks_referenced + stats.slots_pinned:
+                left.append(f"{worker.name} still holds {stats}")
+            if worker.fetcher.pins:
+                left.append(f"{worker.name} still pins {worker.fetcher.pins} adapters")
+        return left

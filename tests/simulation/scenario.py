@@ -1,0 +1,105 @@
+"""What a seed means: the cluster, its clients' requests with the model's answers to them, and its faults."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from random import Random
+
+from artifacts.digests import sha256_json
+from broker.messages import AdapterRef, SamplingParams
+from router.request import Request, Stopping
+from tests.simulation.clients import Plan
+from tests.simulation.faults import Fault, draw_faults
+from worker.hash_engine import expected_ids
+from worker.scheduling import contract
+
+MODEL = "hash:?vocab=1000&seed=1&context=256"
+# Of a backlog's requests the first tenant's.
+_FIRST, _BACKLOG = 25, 40
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """What a seed means."""
+
+    seed: int
+    workers: int
+    routers: int
+    rows: int
+    kv_blocks: int
+    adapters: Mapping[str, AdapterRef]
+    plans: tuple[Plan, ...]
+    faults: tuple[Fault, ...]
+    # All requests come at once, from two tenants, so that their shares can be compared.
+    backlog: bool
+
+
+def draw(seed: int) -> Scenario:
+    """The scenario of a seed; every fourth is a backlog."""
+    chance, backlog = Random(f"scenario {seed}"), seed % 4 == 3
+    workers, routers = (chance.randint(1, 2), 1) if backlog else (chance.randint(1, 4), chance.randint(1, 2))
+    adapters = {
+        name: AdapterRef(f"tenants/one/adapters/{name}@1", sha256_json(name), 8, 100_000) for name in ("a", "b", "c")
+    }
+    plans = [_plan(chance, number, routers, adapters, backlog=backlog) for number in range(_BACKLOG if backlog else 12)]
+    count = chance.choice((0, 0, 1)) if backlog else chance.choice((0, 1, 1, 2, 2, 3, 4, 6))
+    return Scenario(
+        seed=seed,
+        workers=workers,
+        routers=routers,
+        rows=2 if backlog else chance.choice((2, 4, 8)),
+        kv_blocks=chance.choice((20, 40, 100)),
+        adapters=adapters,
+        plans=tuple(plans),
+        faults=tuple(draw_faults(chance, count, 3.0, workers, routers)),
+        backlog=backlog,
+    )
+
+
+def _plan(chance: Random, number: int, routers: int, adapters: Mapping[str, AdapterRef], *, backlog: bool) -> Plan:
+    prompt = tuple(chance.randrange(1000) for _ in range(chance.randint(1, 60)))
+    adapter = chance.choice(("", *adapters))
+    n = 1 if backlog else chance.choice((1, 1, 1, 3))
+    warm = chance.random() < 0.3
+    sampling = SamplingParams(temperature=0.5, top_k=5, repetition_penalty=1.5) if warm else SamplingParams()
+    most = chance.randint(1, 12) if backlog else chance.choice((1, 5, 20, 60))
+    request = Request(
+        # Of a backlog the first tenant's come before all others.
+        tenant="two" if backlog and number >= _FIRST else "one" if backlog else ("one", "two", "three")[number % 3],
+        prompt=prompt,
+        prompt_field="token_ids",
+        request_id=f"r{number}",
+        fingerprint=f"f{number}",
+        adapter=adapter,
+        sampling=sampling,
+        seed=number,
+        stopping=Stopping(max_tokens=most),
+        n=n,
+        best_of=n,
+        priority=chance.choice((0, 0, 5)),
+    )
+    shaped = contract.Sampling(
+        temperature=sampling.temperature,
+        top_k=sampling.top_k,
+        repetition_penalty=sampling.repetition_penalty,
+        seed=number,
+    )
+    return Plan(
+        request,
+        tuple(
+            expected_ids(
+                MODEL,
+                prompt,
+                adapter_digest=adapters[adapter].digest if adapter else "",
+                sampling=shaped,
+                stopping=contract.Stopping(max_tokens=most),
+                choice=choice,
+            )
+            for choice in range(n)
+        ),
+        start_s=1.0 + (number * 0.001 if backlog else chance.uniform(0.0, 3.0)),
+        router=chance.randrange(routers),
+        cancel_after=None if backlog or chance.random() < 0.85 else chance.randint(0, most),
+        deadline_s=None if backlog or chance.random() < 0.9 else chance.uniform(0.05, 6.0),
+    )

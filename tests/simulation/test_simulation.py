@@ -1,0 +1,95 @@
+"""Seeds of the whole cluster in virtual time: invariants hold, the same seed runs the same, broken code is found."""
+
+from __future__ import annotations
+
+import inspect
+from collections import Counter
+
+import pytest
+
+from broker.commands import CommandQueue
+from broker.counters import Counters
+from broker.dead import DeadLetters
+from broker.liveness import Liveness
+from broker.queue import JobQueue
+from router.dispatch import Dispatcher
+from router.track import Link, Track
+from tests.simulation.clients import End
+from tests.simulation.faults import Kind
+from tests.simulation.queue import SimulatedCommands, SimulatedDeadLetters, SimulatedLiveness, SimulatedQueue
+from tests.simulation.run import Outcome, simulate
+from tests.simulation.told import tell
+
+SEEDS = 80
+# Every seed beyond these that ever failed. 136 and 190: a router and a queue of different versions; 6021: the error of
+# a claim for which a worker whose engine had died no longer waited.
+FAILED = (136, 190, 6021)
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> list[Outcome]:
+    return [simulate(seed) for seed in range(SEEDS)]
+
+
+def test_every_invariant_holds(outcomes: list[Outcome]) -> None:
+    assert not [str(outcome) for outcome in outcomes if outcome.wrong]
+
+
+def test_the_runs_are_no_idle_ones(outcomes: list[Outcome]) -> None:
+    ends = sum((Counter(outcome.ends) for outcome in outcomes), Counter[End]())
+    fired = Counter(kind for outcome in outcomes for kind in outcome.fired)
+    requests = sum(len(outcome.scenario.plans) for outcome in outcomes)
+    assert sum(ends.values()) == requests
+    assert ends[End.COMPLETED] > requests / 2
+    assert ends[End.CANCELLED]
+    assert ends[End.LATE]
+    assert set(fired) == set(Kind)
+    assert sum(outcome.attempts for outcome in outcomes) > requests
+    assert any(outcome.resumes for outcome in outcomes)
+    assert any(outcome.difference for outcome in outcomes if outcome.scenario.backlog)
+
+
+@pytest.mark.parametrize("seed", FAILED)
+def test_what_failed_once_holds(seed: int) -> None:
+    assert not tell(seed).wrong
+
+
+def test_a_seed_is_the_same_again() -> None:
+    seed = next(seed for seed in range(SEEDS) if simulate(seed).fired)
+    assert simulate(seed).trace == simulate(seed).trace
+
+
+def test_frames_of_older_attempts_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def anybody_has_it(self: Dispatcher, link: Link, job_id: str, attempt: int) -> Track | None:
+        track = next((track for track in self.tracks if track.job.job_id == job_id), None)
+        if track is not None:
+            track.link = link
+        return track
+
+    monkeypatch.setattr(Dispatcher, "_claimed", anybody_has_it)
+    # Links that were cut for long, and workers that stood still.
+    seeds = (24, 29, 109, 128, 152, 201, 213, 222)
+    assert any("a frame was taken though" in line for seed in seeds for line in simulate(seed).wrong)
+
+
+def test_shares_that_are_not_fair_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Counters, "charge", lambda self, tenant, tokens: None)
+    backlogs = (seed for seed in range(SEEDS) if seed % 4 == 3)
+    assert any("the service of two tenants" in line for seed in backlogs for line in simulate(seed).wrong)
+
+
+@pytest.mark.parametrize(
+    ("real", "simulated"),
+    [
+        (JobQueue, SimulatedQueue),
+        (Liveness, SimulatedLiveness),
+        (CommandQueue, SimulatedCommands),
+        (DeadLetters, SimulatedDeadLetters),
+    ],
+)
+def test_what_is_simulated_has_the_methods_of_the_real_one(real: type, simulated: type) -> None:
+    def methods(kind: type) -> dict[str, inspect.Signature]:
+        found = inspect.getmembers(kind, inspect.isfunction)
+        return {name: inspect.signature(method) for name, method in found if not name.startswith("_")}
+
+    assert methods(simulated) == methods(real)

@@ -1,0 +1,170 @@
+"""A worker: the real incarnation (intake, relay, presence, drain) over a simulated engine, queue and network."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from pathlib import Path
+from random import Random
+from typing import Any, cast
+
+from loraplex.adapters.v1 import adapters_pb2 as pb
+
+from artifacts.base_model import BaseModel, read_base_model
+from broker.messages import AdapterRef, Wanted
+from telemetry.tracing import Spans
+from tests.simulation.engine import SimulatedEngine
+from tests.simulation.loop import NODE, Node
+from tests.simulation.network import Network
+from tests.simulation.redis import SimulatedRedis
+from worker.adapter_fetch import FetchStats
+from worker.chronicle import Chronicle
+from worker.incarnation import Incarnation
+from worker.link import Configure
+from worker.metrics import WorkerMetrics
+from worker.settings import Settings
+from worker.supervisor import EngineLostError
+
+_RESTART_S = 0.1
+_FETCH_S = (0.0, 0.15)
+
+
+class _Store:
+    """The one question of the store's stub that an incarnation has."""
+
+    def __init__(self, base: BaseModel) -> None:
+        self._base = base
+
+    async def GetBaseModel(self, request: pb.GetBaseModelRequest, **_: object) -> pb.GetBaseModelResponse:
+        """Always the same model."""
+        return pb.GetBaseModelResponse(model=pb.BaseModel(name=self._base.name, digest=self._base.digest))
+
+
+class SimulatedFetcher:
+    """What worker.adapter_fetch.AdapterFetcher is to an intake: every revision is the same files, after a while."""
+
+    def __init__(self, chance: Random, base: BaseModel, directory: Path) -> None:
+        self.store = _Store(base)
+        self._chance = chance
+        self._directory = directory
+        self.pins = 0
+
+    @property
+    def stats(self) -> FetchStats:
+        """See AdapterFetcher."""
+        return FetchStats(0, 0, 0, 0, 0, 0)
+
+    def hold(self) -> SimulatedHold:
+        """See AdapterFetcher."""
+        return SimulatedHold(self)
+
+    def prefetch(self, wanted: Iterable[Wanted]) -> None:
+        """See AdapterFetcher; there is nothing that could come earlier."""
+
+    async def get(self) -> Path:
+        """The files."""
+        await asyncio.sleep(self._chance.uniform(*_FETCH_S))
+        return self._directory
+
+
+class SimulatedHold:
+    """What worker.adapter_fetch.Hold is to an intake."""
+
+    def __init__(self, fetcher: SimulatedFetcher) -> None:
+        self._fetcher = fetcher
+        self._pins = 0
+
+    async def fetch(self, ref: AdapterRef, tenant: str) -> Path:
+        """See Hold."""
+        self._pins += 1
+        self._fetcher.pins += 1
+        return await self._fetcher.get()
+
+    def release(self) -> None:
+        """See Hold."""
+        self._fetcher.pins -= self._pins
+        self._pins = 0
+
+
+class SimulatedHealth:
+    """What worker.health.WorkerHealth is to an incarnation."""
+
+    address = "health"
+    serving = False
+
+    async def serves(self) -> None:
+        """See WorkerHealth."""
+        self.serving = True
+
+    async def serves_not(self) -> None:
+        """See WorkerHealth."""
+        self.serving = False
+
+
+class SimulatedWorker:
+    """A worker's machine. Processes die and are started again; `node` is the present one."""
+
+    def __init__(
+        self, name: str, settings: Settings, redis: SimulatedRedis, network: Network, fetcher: SimulatedFetcher
+    ) -> None:
+        self.name = name
+        self._settings = settings
+        self._base = read_base_model(settings.model)
+        self._redis = redis
+        self._network = network
+        self.fetcher = fetcher
+        self.health = SimulatedHealth()
+        self._chronicle = Chronicle(WorkerMetrics(), Spans(), name)
+        self.engine: SimulatedEngine | None = None
+        self.start()
+
+    def start(self) -> None:
+        """A new process."""
+        self.node = Node(self.name, self)
+        self.fetcher.pins = 0
+        self._stop = asyncio.Event()
+        self.running = self.node.start(self._run())
+
+    async def _run(self) -> None:
+        # As worker.app.run, without what reads files and binds ports.
+        while not self._stop.is_set():
+            redis, fetcher, health = cast(Any, (self._redis, self.fetcher, self.health))
+            incarnation = Incarnation(self._settings, self._base, redis, fetcher, health, self._chronicle)
+            try:
+                await incarnation.run(self._stop)
+            except EngineLostError:
+                await asyncio.sleep(_RESTART_S)
+
+    def kill(self, *, silently: bool = False) -> None:
+        """SIGKILL; or the whole machine is gone, and no peer is told."""
+        self.node.kill()
+        if self.engine is not None:
+            self.engine.node.kill()
+        if not silently:
+            self._network.lost(self.node)
+
+    def freeze(self) -> None:
+        """SIGSTOP of both processes."""
+        self.node.frozen = True
+        if self.engine is not None:
+            self.engine.node.frozen = True
+
+    def wake(self) -> None:
+        """SIGCONT."""
+        self.node.wake()
+        if self.engine is not None:
+            self.engine.node.wake()
+
+    def drain(self) -> None:
+        """SIGTERM."""
+        self.node.call(self._stop.set)
+
+
+async def start_engine(configure: Configure) -> SimulatedEngine:
+    """What EngineProcess.start does, in the worker whose code is running."""
+    node = NODE.get()
+    assert node is not None, "only workers start engines"
+    worker = node.owner
+    assert isinstance(worker, SimulatedWorker)
+    worker.engine = SimulatedEngine(configure)
+    return worker.engine

@@ -1,0 +1,36 @@
+"""docs/metrics.md has every metric, and no other."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from adapter_store.metrics import StoreMetrics
+from router.metrics import RouterMetrics
+from telemetry.metrics import Meters
+from worker.metrics import WorkerMetrics
+
+PAGE = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text(encoding="utf-8")
+ROW = re.compile(r"^\| `(loraplex_\w+)` \| (\w+) \| ([\w, ]*)\|", re.MULTILINE)
+
+
+def documented(section: str) -> dict[str, str]:
+    """Kinds by name."""
+    text = PAGE.split(f"\n## {section}\n")[1].split("\n## ")[0]
+    rows = [(name, kind) for name, kind, _ in ROW.findall(text)]
+    assert len(rows) == len(dict(rows)) == text.count("\n| `")
+    return dict(rows)
+
+
+@pytest.mark.parametrize(
+    ("section", "process"), [("Router", RouterMetrics), ("Worker", WorkerMetrics), ("Adapter store", StoreMetrics)]
+)
+def test_every_metric_is_in_the_docs_and_every_one_in_the_docs_exists(section: str, process: type[Meters]) -> None:
+    found = {
+        family.name + ("_total" if family.type == "counter" else ""): family.type
+        for family in process().registry.collect()
+    }
+    assert len(found) > 3
+    assert documented(section) == found

@@ -1,0 +1,113 @@
+"""What every process does alike: when traces are on, what log lines look like, where metrics are served."""
+
+from __future__ import annotations
+
+import json
+import logging
+import socket
+from collections.abc import Iterator
+
+import pytest
+
+from telemetry.logging import environment_of, fields, logging_of, set_up_logging
+from telemetry.metrics import NO_METRICS, OTHER, BoundedNames, Meters, MetricsPortError, serve_metrics
+from telemetry.tracing import Spans, asked_for, set_up_tracing, traceparent_in, traceparent_of
+
+
+@pytest.fixture
+def root_logger() -> Iterator[logging.Logger]:
+    """The root logger, as it was afterwards."""
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield root
+    root.handlers[:] = handlers
+    root.setLevel(level)
+
+
+@pytest.mark.parametrize(
+    ("environ", "wanted"),
+    [
+        ({}, False),
+        ({"OTEL_SERVICE_NAME": "mine"}, False),
+        ({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:4317"}, True),
+        ({"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "http://127.0.0.1:4317"}, True),
+        ({"OTEL_TRACES_EXPORTER": "otlp"}, True),
+        ({"OTEL_TRACES_EXPORTER": "console, otlp"}, True),
+        ({"OTEL_TRACES_EXPORTER": "none", "OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:4317"}, False),
+        ({"OTEL_SDK_DISABLED": "TRUE", "OTEL_TRACES_EXPORTER": "otlp"}, False),
+    ],
+)
+def test_the_standard_environment_turns_traces_on(environ: dict[str, str], wanted: bool) -> None:
+    assert asked_for(environ) == wanted
+
+
+def test_without_it_there_is_nothing() -> None:
+    spans = set_up_tracing("router", {})
+    assert not spans.on
+    assert isinstance(spans, Spans)
+    assert traceparent_of(None) == ""
+    assert traceparent_in(None) == ""
+    assert traceparent_in([("traceparent", b"bytes")]) == ""
+    assert traceparent_in([("a", "b"), ("traceparent", "00-1-2-01")]) == "00-1-2-01"
+
+
+def test_a_line_is_an_object_with_its_fields(root_logger: logging.Logger, capsys: pytest.CaptureFixture[str]) -> None:
+    set_up_logging("router", "json", "debug")
+    log = logging.getLogger("somewhere")
+    log.debug("a %s ended\nwell", "request", extra=fields(request_id="r-1", s=0.5))
+    try:
+        raise ValueError("broken")
+    except ValueError:
+        log.exception("it failed")
+    first, second = (json.loads(line) for line in capsys.readouterr().err.splitlines())
+    assert first.pop("time").endswith("Z")
+    assert first == {
+        "level": "debug",
+        "process": "router",
+        "logger": "somewhere",
+        "message": "a request ended\nwell",
+        "request_id": "r-1",
+        "s": 0.5,
+    }
+    assert "ValueError: broken" in second["traceback"]
+
+
+def test_a_plain_line_has_them_too_and_lower_levels_are_silent(
+    root_logger: logging.Logger, capsys: pytest.CaptureFixture[str]
+) -> None:
+    set_up_logging("worker", "text", "warning")
+    log = logging.getLogger("somewhere")
+    log.info("nothing", extra=fields(request_id="r-1"))
+    log.warning("slow", extra=fields(request_id="r-2", code="OK"))
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.endswith("WARNING worker somewhere: slow request_id=r-2 code=OK")
+
+
+def test_bad_log_settings_are_refused_and_good_ones_reach_a_child() -> None:
+    with pytest.raises(ValueError, match="--log-format xml: not one of text, json"):
+        set_up_logging("router", "xml")
+    with pytest.raises(ValueError, match="--log-level loud: not one of debug"):
+        set_up_logging("router", "text", "loud")
+    assert logging_of(environment_of("json", "debug")) == {"log_format": "json", "log_level": "debug"}
+    assert logging_of({}) == {}
+
+
+def test_names_beyond_the_limit_share_one() -> None:
+    names = BoundedNames(2)
+    assert [names.bounded(name) for name in ("a", "b", "c", "a", "d")] == ["a", "b", OTHER, "a", OTHER]
+
+
+def test_a_taken_port_is_one_line_and_none_is_none() -> None:
+    assert serve_metrics(Meters(), "127.0.0.1", NO_METRICS) is None
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(MetricsPortError, match=f"--metrics-port: cannot listen on 127.0.0.1:{port}: "):
+            serve_metrics(Meters(), "127.0.0.1", port)
+    meters = Meters()
+    server = serve_metrics(meters, "127.0.0.1", 0)
+    assert server is not None
+    address = meters.ready_word.removeprefix(" metrics=")
+    server.close()
+    host, port_text = address.rsplit(":", 1)
+    with socket.create_server((host, int(port_text))):  # it is free again
+        pass

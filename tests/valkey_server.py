@@ -1,0 +1,104 @@
+"""A real Valkey of a test's own, at an address that stays the same whatever happens to it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import signal
+import socket
+from pathlib import Path
+
+from redis.asyncio import Redis
+
+from broker.connection import connect
+from deploy.local import valkey
+from deploy.local.process import Process
+
+
+class ValkeyServer:
+    """One server in `directory`, which must be short enough for a socket's path."""
+
+    def __init__(self, directory: Path, *flags: str) -> None:
+        self._directory = directory
+        self._flags = flags
+        self._process: Process | None = None
+        self.url = valkey.socket_url(directory)
+        with socket.socket() as chosen:  # replicas need a port
+            chosen.bind(("127.0.0.1", 0))
+            self.port = int(chosen.getsockname()[1])
+
+    async def start(self) -> None:
+        """Run it, until `kill`."""
+        self._directory.mkdir(parents=True, exist_ok=True)
+        flags = ["--bind", "127.0.0.1", "--port", str(self.port), "--repl-diskless-sync-delay", "0"]
+        flags += self._flags
+        command = [*valkey.command(self._directory), *flags]
+        log_path = self._directory / "valkey.log"
+        self._process = await Process.start("valkey", command, log_path=log_path, ready=valkey.READY)
+        await self._process.wait_ready()
+
+    @property
+    def process(self) -> Process:
+        """While it runs."""
+        assert self._process is not None, "start() comes first"
+        return self._process
+
+    async def client(self) -> Redis:
+        """A client of this server, wherever its address leads."""
+        return await connect(self.url)
+
+    async def kill(self) -> None:
+        """SIGKILL; returns when it has ended."""
+        if self._process is not None:
+            self._process.send_signal(signal.SIGCONT)
+            await self._process.kill()
+            self._process = None
+
+    async def restart(self, *, keeps: bool) -> None:
+        """Kill it and run it again, with its data or empty."""
+        dump = self._directory / "dump.rdb"
+        dump.unlink(missing_ok=True)
+        if keeps:
+            async with await self.client() as client:
+                await client.save()
+        await self.kill()
+        await self.start()
+
+    def hang(self) -> None:
+        """It answers nobody, though connections stay."""
+        self.process.send_signal(signal.SIGSTOP)
+
+    def wake(self) -> None:
+        """It goes on."""
+        self.process.send_signal(signal.SIGCONT)
+
+    async def follow(self, primary: ValkeyServer) -> None:
+        """Be its replica; returns when all that it has is here."""
+        async with await self.client() as here, await primary.client() as there:
+            await here.replicaof("127.0.0.1", str(primary.port))
+            mark = secrets.token_bytes(8)
+            await there.set("test:mark", mark)
+            async with asyncio.timeout(30):
+                while await here.get("test:mark") != mark:  # noqa: ASYNC110 — nobody tells
+                    await asyncio.sleep(0.02)
+
+    async def lead(self) -> None:
+        """Be a primary of its own, with what has come by now."""
+        async with await self.client() as here:
+            await here.replicaof("NO", "ONE")
+
+
+class MovingAddress:
+    """A socket's path that leads to one server, and after a failover to another."""
+
+    def __init__(self, directory: Path) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        self._link = directory / "valkey.sock"
+        self.url = valkey.socket_url(directory)
+
+    def lead_to(self, server: ValkeyServer) -> None:
+        """Whoever connects from now on meets this one."""
+        fresh = self._link.with_suffix(".new")
+        fresh.symlink_to(server.url.removeprefix("unix://"))
+        os.replace(fresh, self._link)
