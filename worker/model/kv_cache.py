@@ -50,6 +50,8 @@ class KvCache:
         # For each layer keys and values [slots, kv_heads, dim], and the same memory as [blocks + 1, ...].
         self.slots = [(keys.flatten(0, 1), values.flatten(0, 1)) for keys, values in pools]
         self.by_block = [(keys.flatten(1), values.flatten(1)) for keys, values in pools]
+        # Where blocks are gathered, layer after layer: new memory for each would be cold, and page faults.
+        self._gathered = tuple(pool.new_empty(0, pool[0, 0].numel()) for pool in (self._keys, self._values))
 
     def clear(self, blocks: Sequence[int]) -> None:
         """Zero these blocks in every layer.
@@ -63,11 +65,19 @@ class KvCache:
             self._values.index_fill_(1, index, 0)
 
     def gather_blocks(self, layer: int, table: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of `rows` sequences' blocks, table [rows * n]: each [rows, n * block_size, heads, dim]."""
-        keys, values = self.by_block[layer]
+        """Keys and values of `rows` sequences' blocks, table [rows * n]: each [rows, n * block_size, heads, dim].
+
+        They are good until the next call.
+        """
+        if len(table) > len(self._gathered[0]):
+            self._gathered = tuple(store.new_empty(len(table), store.shape[1]) for store in self._gathered)
+        keys, values = (
+            torch.index_select(pool, 0, table, out=store[: len(table)])
+            for pool, store in zip(self.by_block[layer], self._gathered, strict=True)
+        )
         return (
-            keys.index_select(0, table).view(rows, -1, *self._keys.shape[-2:]),
-            values.index_select(0, table).view(rows, -1, *self._values.shape[-2:]),
+            keys.view(rows, -1, *self._keys.shape[-2:]),
+            values.view(rows, -1, *self._values.shape[-2:]),
         )
 
 
