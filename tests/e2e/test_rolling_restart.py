@@ -19,7 +19,7 @@ StartCluster = Callable[..., AbstractAsyncContextManager[Any]]
 MODEL = "hash:?vocab=32000&seed=1&step_ms=5"
 CLIENTS = 8
 # Some end while their worker or router drains, and some move.
-LENGTHS = (20, 60, 300)
+LENGTHS = (20, 60, 600)
 
 
 class Load:
