@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from worker.lora import strips
 from worker.lora.dora import Rescale
 from worker.lora.layers import LoraLayers
 from worker.lora.linear import LoraLinear
@@ -177,10 +178,13 @@ def test_a_smaller_rank_clears_what_the_larger_left(checked: Checked) -> None:
         checked.check([0, 1, 2, 4])
 
 
+@pytest.mark.parametrize("copied_up_to", [0, 10_000], ids=["in place", "copied"])
 @pytest.mark.parametrize("seed", range(3))
-def test_strips_give_what_the_rows_are_alone(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_strips_give_what_the_rows_are_alone(seed: int, copied_up_to: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Adapters that are all as wide, each with its own rows only; joined by others and swapped between the steps."""
-    monkeypatch.setattr("worker.lora.layers._STRIPS_FROM", 1)
+    monkeypatch.setattr("worker.lora.strips._COPIED_UP_TO", copied_up_to)
+    monkeypatch.setattr("worker.lora.strips._FROM_NUMBERS", 1)
+    monkeypatch.setitem(strips._FROM_ROWS, 16, 0)
     print("seed", seed)
     chance = random.Random(seed)
     checked = Checked()
@@ -188,14 +192,17 @@ def test_strips_give_what_the_rows_are_alone(seed: int, monkeypatch: pytest.Monk
         checked.install(slot, {"first": chance.randint(9, 16), "inner.second": chance.randint(1, 16)})
     checked.install(3, {"first": 12})
     checked.install(5, {"inner.second": 9})
-    used = 0
+    used = in_place = 0
     for _ in range(40):
         if chance.random() < 0.3:
             checked.install(chance.randrange(SLOTS), {"first": chance.randint(9, 16), "inner.second": 4}, scale=0.2)
         slots = chance.sample(range(-1, SLOTS), 8)
         checked.check([chance.choice(slots) for _ in range(chance.randint(1, 16))], [(chance.choice(slots), 3)])
-        used += checked.layers._step.strips is not None
+        step = checked.layers._step
+        used += step.strips is not None
+        in_place += step.strips is not None and step.strips.in_place is not None
     assert used > 20
+    assert in_place > 5
     # One with far more rows than the others would be padded too much.
     checked.check([1] * 30 + [2, 4, 6, 7, 8, 9])
     assert checked.layers._step.strips is None

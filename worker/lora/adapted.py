@@ -10,45 +10,24 @@ import torch
 from torch import Tensor, nn
 
 from worker.lora.dora import Rescale
+from worker.lora.strips import Strips
 from worker.lora.weights import LoraPair
 
 
 class Product(Protocol):
-    """A weight [out, in] that has been prepared for products: x [rows, in] to [rows, out]."""
+    """A weight [out, in] that has been prepared for products: x [..., in] to [..., out]."""
 
     def __call__(self, x: Tensor) -> Tensor:
         """The product."""
 
     def times(self, x: Tensor, factor: Tensor) -> Tensor:
-        """The product, times `factor` number by number."""
+        """The product, times `factor` [rows, out] number by number."""
 
     def plus(self, x: Tensor, term: Tensor) -> Tensor:
-        """The product plus `term`."""
+        """The product plus `term`, which has its shape."""
 
 
 Pack = Callable[[Tensor], Product]
-
-
-@dataclass(frozen=True, slots=True)
-class Strips:
-    """The panel as one strip of `width` columns for each of `count` adapters, all as wide, and each with its own rows.
-
-    `pad` [count * most] are the panel's rows, strip after strip, any where a strip has fewer than `most`; `back` [rows]
-    is where each row stands in that.
-    """
-
-    count: int
-    width: int
-    most: int
-    pad: Tensor
-    back: Tensor
-
-    def of(self, rows: Tensor, panel: LoraPair) -> Tensor:
-        """What the adapters add for x [rows, in_features]: [rows, out_features]. The panel is read where it lies."""
-        padded = rows.index_select(0, self.pad).view(self.count, self.most, -1)
-        shrunk = torch.bmm(padded, panel.a.view(self.count, self.width, -1).transpose(1, 2))
-        added = torch.bmm(shrunk, panel.b.view(self.count, self.width, -1))
-        return added.view(self.count * self.most, -1).index_select(0, self.back)
 
 
 @dataclass(slots=True)
@@ -58,14 +37,15 @@ class LoraStep:
     `segments` are (slot, first row, last row + 1). The rows [first, stop) of `panel_rows` go through the panel; `own`
     [stop - first, width] is 1 in the columns of the row's adapter and 0 in the others, where `others` is true;
     `own_by_layers` is the same side by side for groups of several layers. With `strips` the panel is used in that way.
-    `rescaled` are those of the panel's rows whose adapter is a DoRA, and their slots.
+    `rescaled` are those of the panel's rows whose adapter is a DoRA, and their slots. With `whole` the packed panel
+    takes all rows of the step, and there is nothing else to do.
     """
 
     segments: list[tuple[int, int, int]] = field(default_factory=list)
     panel_rows: slice | None = None
-    # Whether any row has an adapter, and whether all rows go through the panel.
+    # Whether any row has an adapter.
     adapted: bool = False
-    only_panel: bool = False
+    whole: bool = False
     own: Tensor | None = None
     others: Tensor | None = None
     strips: Strips | None = None

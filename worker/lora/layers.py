@@ -4,18 +4,18 @@ Each layer holds its adapters in slots at fixed addresses. The rows of a step ar
 
     decode rows     the panel: their adapters' A's one below the other, and so the B's, as one product for all rows, a
                     row's columns of the other adapters zeroed in between
-                    or, where most of that product would be zeroed, a product for each adapter with its own rows
+                    or, where most of that product would be zeroed, a product for each adapter with its own rows:
+                    strips
     prefill chunks  y[rows] += (x[rows] A^T) B for each adapter, from its slot
 
 Layers that are called with the same input (q, k, v; gate, up) share the first product of the panel, once it is packed.
 
-Rows without an adapter are left alone, bit for bit. Work for a step is
-O(its adapters), whatever is resident.
+Rows without an adapter keep their numbers, bit for bit (but for the sign of a zero). Work for a step is O(its
+adapters), whatever is resident.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 from types import MappingProxyType
@@ -23,10 +23,11 @@ from types import MappingProxyType
 import torch
 from torch import Tensor, nn
 
-from worker.lora.adapted import AdaptedLayer, LoraEmbedding, LoraStep, Pack, Strips
+from worker.lora.adapted import AdaptedLayer, LoraEmbedding, LoraStep, Pack
 from worker.lora.linear import LoraLinear, SharedShrink
 from worker.lora.panel import Columns, PanelLayout
 from worker.lora.siblings import sibling_groups
+from worker.lora.strips import Strips, strips_of
 from worker.lora.weights import AdapterWeights
 from worker.staging import upload
 
@@ -36,11 +37,9 @@ _COLUMN_UNIT = 8
 # takes so many columns of groups of layers a step.
 _CALM_STEPS = 4
 _COLUMNS_PACKED_A_STEP = 1536
-# From so many rows times columns on, each adapter gets only its own rows: measured, that is where it begins to be
-# faster than one packed product for all, though it never needs to be packed.
-_STRIPS_FROM = 8192
-# ... unless so many times as many rows would be computed, because one adapter has far more rows than others.
-_MOST_PADDED = 4
+# Up to so many rows times columns, rows without an adapter take part in the panel, all their columns zeroed: measured,
+# to take the others out and put them back costs more.
+_WHOLE_UP_TO = 512
 # No slot has this number, and no row either.
 _NO_OWNER = -2
 
@@ -103,21 +102,10 @@ class LoraLayers:
         step = self._step
         step.own_by_layers = {}
         step.panel_rows = step.own = step.others = step.strips = step.rescaled = None
-        slots = [slot for slot, _ in rows[:decodes] if slot >= 0]
-        if slots:
-            # Sorted by slot: they are together.
-            first = next(index for index, (slot, _) in enumerate(rows) if slot >= 0)
-            step.panel_rows = slice(first, first + len(slots))
-            self._arrange(slots)
-            step.rescaled = self._rescaled(slots, first)
-            step.strips = self._strips(slots)
-            if step.strips is None:
-                columns = upload(slots, self._device, torch.int64)[:, None] == self._owner[None]
-                step.own, step.others = columns.to(self._dtype), ~columns
-                self._pack_some()
+        step.whole = False
+        self._begin_panel([slot for slot, _ in rows[:decodes]], decodes == len(rows))
         step.segments = _segments(rows[decodes:], decodes)
-        step.adapted = bool(slots or step.segments)
-        step.only_panel = len(slots) == len(rows)
+        step.adapted = bool(step.panel_rows or step.segments)
         if self._ends:
             self._embedding_step.segments = _segments(rows, 0)
             with_logits = [(slot, count) for (slot, _), count in zip(rows, wanted, strict=True)]
@@ -127,6 +115,25 @@ class LoraLayers:
     def begin_decode(self, row_slots: Sequence[int], padded: int) -> None:
         """See worker.lora.adapter_layers."""
         self.begin_step([(slot, 1) for slot in (*row_slots, *[-1] * (padded - len(row_slots)))], padded, [1] * padded)
+
+    def _begin_panel(self, decodes: list[int], alone: bool) -> None:
+        """Of the slots of decode rows, sorted; `alone`: there are no other rows."""
+        step, slots = self._step, [slot for slot in decodes if slot >= 0]
+        if not slots:
+            return
+        # Those without an adapter come first.
+        first = len(decodes) - len(slots)
+        self._arrange(slots)
+        step.rescaled = self._rescaled(slots, first)
+        step.strips = self._strips(slots)
+        if step.strips is None:
+            if alone and len(decodes) * self._layout.width <= _WHOLE_UP_TO:
+                slots, first = decodes, 0
+            columns = upload(slots, self._device, torch.int64)[:, None] == self._owner[None]
+            step.own, step.others = columns.to(self._dtype), ~columns
+            step.whole = alone and not first and step.rescaled is None
+            self._pack_some()
+        step.panel_rows = slice(first, len(decodes))
 
     def _rescaled(self, row_slots: list[int], first: int) -> tuple[Tensor, Tensor] | None:
         found = [(first + row, slot) for row, slot in enumerate(row_slots) if self._rescales[slot]]
@@ -150,20 +157,10 @@ class LoraLayers:
     def _strips(self, row_slots: list[int]) -> Strips | None:
         """None where one product for all rows is faster, or where the panel's adapters are not all as wide."""
         width = self._layout.strip_width
-        if width is None or len(row_slots) * self._layout.width < _STRIPS_FROM:
+        if width is None:
             return None
-        count, most = self._layout.width // width, max(Counter(row_slots).values())
-        if most * count > _MOST_PADDED * len(row_slots):
-            return None
-        pad = [0] * (count * most)
-        back: list[int] = []
-        for row, slot in enumerate(row_slots):
-            same = row and row_slots[row - 1] == slot
-            back.append(back[-1] + 1 if same else self._layout[slot].offset // width * most)
-            pad[back[-1]] = row
-        return Strips(
-            count, width, most, upload(pad, self._device, torch.int64), upload(back, self._device, torch.int64)
-        )
+        strips = {slot: self._layout[slot].offset // width for slot in row_slots}
+        return strips_of(row_slots, strips, self._layout.width // width, width, self._device)
 
     def _column_width(self, slot: int) -> int:
         return min(self._max_rank, -(-self._ranks[slot] // _COLUMN_UNIT) * _COLUMN_UNIT)

@@ -30,18 +30,22 @@ class LoraLinear(AdaptedLayer):
         step = self.step
         if self.a is None or not step.adapted:
             return y
+        if step.whole and self.shrink is not None and self.expand is not None:
+            # For a few rows every call of torch counts, even one that makes a view.
+            return self.expand.plus(self.shrink.of(self, x, x), y)
         rows, out = x.reshape(-1, self.in_features), y.view(-1, self.out_features)
         if step.panel_rows is not None and self.panel is not None:
             if step.rescaled is not None and self.rescales is not None:
                 at, slots = step.rescaled
                 own, gain, shift = out[at], self.rescales.gain[slots], self.rescales.shift[slots]
                 out.index_copy_(0, at, own.addcmul(own, gain).add_(shift))
-            out = self._with_panel(x, rows, out, self.panel, step.panel_rows)
+            first, stop = step.panel_rows.start, step.panel_rows.stop
+            self._add_panel(x, rows[first:stop], out[first:stop], self.panel)
         for slot, first, stop in step.segments:
             pair = self.pairs[slot]
             if pair is not None:
                 self.add_segment(out[first:stop], linear(rows[first:stop], pair.a), pair)
-        return out.view(y.shape)
+        return y
 
     def fill_panel(self, fresh: Iterable[Columns], places: Collection[Columns], width: int, capacity: int) -> None:
         """Copy slots into their columns of the panel; it then has `width` columns, in a store of `capacity`.
@@ -70,20 +74,17 @@ class LoraLinear(AdaptedLayer):
         self.panel = LoraPair(store.a[:width], store.b[:width]) if used else None
         self.shrink = self.expand = None
 
-    def _with_panel(self, x: Tensor, rows: Tensor, out: Tensor, panel: LoraPair, at: slice) -> Tensor:
+    def _add_panel(self, x: Tensor, rows: Tensor, out: Tensor, panel: LoraPair) -> None:
+        """Change `out`, of the step's panel rows; `rows` are those rows of x."""
         step = self.step
         if step.strips is not None:
-            out[at] += step.strips.of(rows[at], panel)
-            return out
-        if self.shrink is None or self.expand is None:
+            step.strips.add(out, rows, panel)
+        elif self.shrink is None or self.expand is None:
             assert step.others is not None, "a step with panel rows has `others`"
             # Filled, not multiplied: in float16 another adapter's column may have overflowed for this row.
-            out[at].addmm_(linear(rows[at], panel.a).masked_fill_(step.others, 0), panel.b)
-            return out
-        if step.only_panel:
-            return self.expand.plus(self.shrink.of(self, x, rows), out)
-        out[at] = self.expand.plus(self.shrink.of(self, x, rows[at]), out[at])
-        return out
+            out.addmm_(linear(rows, panel.a).masked_fill_(step.others, 0), panel.b)
+        else:
+            out.copy_(self.expand.plus(self.shrink.of(self, x, rows), out))
 
 
 class SharedShrink:
@@ -103,13 +104,13 @@ class SharedShrink:
             layer.shrink, layer.expand = self, pack(panel.b.t().contiguous())
 
     def of(self, layer: LoraLinear, x: Tensor, rows: Tensor) -> Tensor:
-        """The layer's share of the product with `rows`, which are of x: [rows, width], 0 in the others' columns."""
+        """The layer's share of the product with `rows`, which are of x: [..., width], 0 in the others' columns."""
         if len(self._place) == 1:
             return self._shrink.times(rows, self._step.own_for(1))
         # The same object: a layer that was called with something else meanwhile is not mistaken.
         if self._x is not x:
             shrunk = self._shrink.times(rows, self._step.own_for(len(self._place)))
-            self._x, self._shrunk, self._asked = x, shrunk.split_with_sizes(self._widths, 1), 0
+            self._x, self._shrunk, self._asked = x, shrunk.split_with_sizes(self._widths, -1), 0
         part = self._shrunk[self._place[layer]]
         self._asked += 1
         if self._asked == len(self._place):

@@ -21,7 +21,7 @@ _ROWS_HINT = 32
 
 
 class PackedWeight:
-    """A weight [out_features, in_features], packed; called with x [rows, in_features] it gives [rows, out_features]."""
+    """A weight [out_features, in_features], packed; called with x [..., in_features] it gives [..., out_features]."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), _ROWS_HINT)
@@ -33,7 +33,7 @@ class PackedWeight:
         return out
 
     def times(self, x: Tensor, factor: Tensor) -> Tensor:
-        """The product, times `factor` number by number, in one pass."""
+        """The product, times `factor` [rows, out_features] number by number, in one pass."""
         out: Tensor = torch.ops.mkldnn._linear_pointwise.binary(x, factor, self._packed, self._bias, "mul")
         return out
 
@@ -99,6 +99,8 @@ def packing_works(dtype: torch.dtype) -> bool:
                     (packed(x), expected),
                     (packed.weight.times(x, term), expected * term),
                     (packed.weight.plus(x, term), expected + term),
+                    (packed.weight.times(x[None], term)[0], expected * term),
+                    (packed.weight.plus(x[None], term[None])[0], expected + term),
                 ):
                     if (result.float() - wanted).abs().max() > _TOLERANCE[dtype] * wanted.abs().max():
                         return False
