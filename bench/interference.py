@@ -6,6 +6,7 @@ any of the 8 while the prompt is prefilled stands against their median gap befor
 
 from __future__ import annotations
 
+import gc
 import random
 import tempfile
 import time
@@ -67,6 +68,8 @@ def measure(setup: Setup, quick: bool) -> Report:
     with tempfile.TemporaryDirectory(prefix="loraplex-bench-") as directory:
         model = save_model(setup.shape, Path(directory) / setup.shape.name)
         engine = build_engine(str(model), dtype="bfloat16", rows=setup.decodes + 1)
+        gc.collect()
+        gc.freeze()  # as the engine's process does
         try:
             # The first one warms up: it meets memory that was never written.
             repeats = [_interfere(engine, setup, seed) for seed in range(setup.repeats + 1)][1:]

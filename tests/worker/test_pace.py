@@ -130,7 +130,7 @@ def test_a_long_prompt_stretches_gaps_by_no_more_than_is_promised(machine: Machi
         first = run.prefill(4000, f"prompt-{number}")
         assert max(run.seconds(first)) <= MOST_STRETCH * calm
         # The time that there is gets used: other steps would be too many.
-        assert median(run.seconds(first)) >= 1.7 * calm
+        assert median(run.seconds(first)) >= 1.4 * calm
     assert max(run.seconds(0)) <= MOST_STEP_S
 
 
@@ -223,7 +223,7 @@ def test_a_chunk_that_costs_much_by_itself_is_not_a_tiny_one(machine: MachineOf)
     first = run.prefill(4000)
     # The gap is over what is aimed at for any chunk; then it is worth it.
     assert calm + GRAPHED.chunk > MOST_STRETCH * calm
-    assert median(run.tokens(first)) >= 24
+    assert median(run.tokens(first)) >= 12
     assert max(run.seconds(first)) <= 2 * (calm + GRAPHED.chunk)
 
 

@@ -17,7 +17,6 @@ import torch
 from worker.model.attention import AttentionPlan, AttentionStep
 from worker.model.inputs import StepInputs
 from worker.model.kv_cache import KvCache
-from worker.model.torch_attention import DecodeGroup, TorchPlan
 from worker.scheduling.batch import Row
 from worker.staging import upload
 
@@ -36,7 +35,7 @@ class DecodeBuffers:
         self._wanted = torch.arange(rows, device=device)
 
     def fill(self, rows: Sequence[Row]) -> int:
-        """Lay out decode rows, and clear the blocks that they begin to fill; returns the size they are padded to.
+        """Lay out decode rows; returns the size they are padded to.
 
         Ids that are placeholders are left 0. A step that still reads the buffers is not disturbed: see staging.py.
         """
@@ -46,15 +45,11 @@ class DecodeBuffers:
         tokens[2] = cache.scratch_block * cache.block_size
         # What an earlier step left beyond these columns is beyond the rows' positions: it is not seen.
         tables = np.full((size, max(blocks)), cache.scratch_block, dtype=np.int32)
-        begun = []
         for index, (row, count) in enumerate(zip(rows, blocks, strict=True)):
             table, offset = row.sequence.block_table, row.start % cache.block_size
             token = 0 if row.last_is_placeholder else row.sequence.ids[row.start]
             tokens[:, index] = token, row.start, table[count - 1] * cache.block_size + offset
             tables[index, :count] = table[:count]
-            if offset == 0:
-                begun.append(table[count - 1])
-        cache.clear(begun)
         self._tokens[:, :size].copy_(upload(tokens, self._tokens.device))
         self._tables[:size, : tables.shape[1]].copy_(upload(tables, self._tables.device))
         return size
@@ -76,8 +71,9 @@ class DecodeBuffers:
             from worker.model.triton_attention import DecodeRows, TritonPlan  # Triton is there only with CUDA
 
             return TritonPlan(DecodeRows(tables, positions), None)
-        length = tables.shape[1] * self._cache.block_size
-        return TorchPlan(size, (DecodeGroup(None, tables.reshape(-1), positions, length),), ())
+        from worker.model.cpu_attention import decode_plan  # and numba only where the CPU computes
+
+        return decode_plan(tables.tolist(), positions.tolist(), self._cache)
 
 
 def padded_sizes(rows: int) -> tuple[int, ...]:

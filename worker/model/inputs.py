@@ -9,7 +9,6 @@ from torch import Tensor
 
 from worker.model.attention import AttentionPlan, AttentionStep
 from worker.model.kv_cache import KvCache
-from worker.model.torch_attention import torch_plan
 from worker.scheduling.batch import Batch
 from worker.staging import upload
 
@@ -28,12 +27,11 @@ class StepInputs:
 
 
 def step_inputs(batch: Batch, cache: KvCache, device: torch.device) -> StepInputs:
-    """Lay out a batch, and clear the blocks that it begins to fill. Ids that are placeholders are left 0."""
+    """Lay out a batch. Ids that are placeholders are left 0."""
     ids: list[int] = []
     positions: list[int] = []
     slots: list[int] = []
     wanted: list[int] = []
-    begun: list[int] = []
     size = cache.block_size
     for row in batch.rows:
         table, end = row.sequence.block_table, row.start + row.count
@@ -43,12 +41,8 @@ def step_inputs(batch: Batch, cache: KvCache, device: torch.device) -> StepInput
         wanted += [len(positions) + position - row.start for position in row.prompt_positions]
         positions += range(row.start, end)
         slots += [table[position // size] * size + position % size for position in range(row.start, end)]
-        # The last block, where its first position is new and its last one is not there yet.
-        if end % size and end - end % size >= row.start:
-            begun.append(table[end // size])
         if row.samples:
             wanted.append(len(ids) - 1)
-    cache.clear(begun)
     flat = upload([ids, positions, slots], device)
     attention = AttentionStep(cache, flat[2], attention_plan(batch, cache, device))
     return StepInputs(flat[None, 0], flat[None, 1], upload(wanted, device, torch.int64), attention)
@@ -60,4 +54,6 @@ def attention_plan(batch: Batch, cache: KvCache, device: torch.device) -> Attent
         from worker.model.triton_attention import triton_plan  # Triton is there only with CUDA
 
         return triton_plan(batch, cache, device)
-    return torch_plan(batch, cache, device)
+    from worker.model.cpu_attention import cpu_plan  # numba is there only where the CPU computes
+
+    return cpu_plan(batch, cache)

@@ -7,8 +7,6 @@ keys, values [layers, blocks + 1, block_size, kv_heads, dim]      slot = block *
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -39,33 +37,21 @@ class KvCache:
         self.blocks = blocks
         self.block_size = block_size
         self.scratch_block = blocks
-        # Not zeroed: on the CPU memory is then taken when a block is first written. What is read of a block has been
-        # written, or cleared when its sequence began it.
+        # Not zeroed: on the CPU memory is then taken when a block is first written. What nobody wrote is not read.
         self._keys, self._values = (
             torch.empty(layers, blocks + 1, block_size, kv_heads, dim, dtype=dtype, device=device)
             for dim in (head_dim, value_dim or head_dim)
         )
-        self.clear([self.scratch_block])
         pools = list(zip(self._keys, self._values, strict=True))
         # For each layer keys and values [slots, kv_heads, dim], and the same memory as [blocks + 1, ...].
         self.slots = [(keys.flatten(0, 1), values.flatten(0, 1)) for keys, values in pools]
         self.by_block = [(keys.flatten(1), values.flatten(1)) for keys, values in pools]
         # Where blocks are gathered, layer after layer: new memory for each would be cold, and page faults.
         self._gathered = tuple(pool.new_empty(0, pool[0, 0].numel()) for pool in (self._keys, self._values))
+        self._workspace = torch.empty(0)
 
-    def clear(self, blocks: Sequence[int]) -> None:
-        """Zero these blocks in every layer.
-
-        Attention in torch gathers whole blocks and masks what is not the sequence's; a NaN that an earlier owner left
-        behind would get past the mask (0 * NaN). The kernels on CUDA never read it: there nothing is done.
-        """
-        if blocks and self._keys.device.type == "cpu":
-            index = torch.tensor(blocks, device=self._keys.device)
-            self._keys.index_fill_(1, index, 0)
-            self._values.index_fill_(1, index, 0)
-
-    def gather_blocks(self, layer: int, table: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of `rows` sequences' blocks, table [rows * n]: each [rows, n * block_size, heads, dim].
+    def gather_blocks(self, layer: int, table: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of a sequence's blocks, table [n]: each [n * block_size, heads, dim].
 
         They are good until the next call.
         """
@@ -75,10 +61,13 @@ class KvCache:
             torch.index_select(pool, 0, table, out=store[: len(table)])
             for pool, store in zip(self.by_block[layer], self._gathered, strict=True)
         )
-        return (
-            keys.view(rows, -1, *self._keys.shape[-2:]),
-            values.view(rows, -1, *self._values.shape[-2:]),
-        )
+        return keys.view(-1, *self._keys.shape[-2:]), values.view(-1, *self._values.shape[-2:])
+
+    def workspace(self, floats: int) -> Tensor:
+        """Memory for a kernel on the CPU, float32 [at least so many], with anything in it. Good until the next call."""
+        if len(self._workspace) < floats:
+            self._workspace = torch.empty(floats)
+        return self._workspace
 
 
 def fitting_blocks(

@@ -44,6 +44,14 @@ class Runner:
             self._buffers = DecodeBuffers(rows, max_tokens, cache, loaded.device)
             with torch.inference_mode():
                 self._graphs = capture_decodes(self._buffers, self._forward, self._begin_empty)
+        else:
+            self._compile()
+
+    @torch.inference_mode()
+    def _compile(self) -> None:
+        """Compute a token for nobody: what is compiled for this model is, before anybody waits for it."""
+        self._begin_empty(1, adapted=False)
+        self._forward(DecodeBuffers(1, 1, self._cache, self._device).inputs(1))
 
     @torch.inference_mode()
     def launch(self, batch: Batch) -> InFlight:

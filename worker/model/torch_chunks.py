@@ -16,6 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from worker.model.attention import LayerCall
 from worker.model.attention_definition import additive, by_definition, visible
 from worker.model.kv_cache import KvCache
+from worker.scheduling.batch import Row
 
 # Tokens of a block. Measured: 32 to 128 are alike, fewer and more are slower.
 _BLOCK_TOKENS = 64
@@ -45,7 +46,7 @@ class Chunk:
         tokens, heads, dim = q.shape
         end = self.start + tokens
         if self.table is not None:
-            keys, values = (blocks[0, :end] for blocks in cache.gather_blocks(call.layer, self.table, 1))
+            keys, values = (blocks[:end] for blocks in cache.gather_blocks(call.layer, self.table))
         # The query heads that share a key head stand one below the other, as if they were more tokens of one head.
         kv_heads = keys.shape[1]
         shared = heads // kv_heads
@@ -94,3 +95,12 @@ class Chunk:
             queries = torch.arange(self.start + first, end, device=device)[None]
             mask = self.masks[first, low, call.window] = additive(visible(keys, queries, call.window), call.query.dtype)
         return mask
+
+
+def chunk_of(row: Row, first: int, cache: KvCache) -> Chunk:
+    """A row as a chunk that begins at token `first` of the flat batch."""
+    past = None
+    if row.start:
+        blocks = -(-(row.start + row.count) // cache.block_size)
+        past = torch.tensor(row.sequence.block_table[:blocks])
+    return Chunk(first, first + row.count, row.start, past)

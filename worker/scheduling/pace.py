@@ -22,26 +22,27 @@ from statistics import median
 
 from worker.scheduling.batch import Batch, Row
 
-# Among decodes a step aims at so many times as long as one without a prompt. The promise is 2.5 (docs/benchmarks.md);
-# the distance is for noise. A smaller aim does not make gaps smaller: a long prompt then takes so many more steps that
-# its decodes, which grow meanwhile, take what was won.
-_STRETCH = 2.1
+# Among decodes a step aims at so many times as long as one without a prompt, and one more for every other prompt. The
+# promise is 2.5 (docs/benchmarks.md); the distance is for noise: of hundreds of steps one takes half as long again.
+_STRETCH = 1.75
 # So many times as long it may be where a prompt that begins is done with in it: one longer gap, and then one more row
 # that makes tokens, rather than several stretched ones. 64 tokens take a large model on a CPU three steps' time.
 _WHOLE_STRETCH = 5.0
 # Chunks get at least so many times what a step's decodes take, though these take longer than they did.
-_LEAST_SHARE = 0.5
+_LEAST_SHARE = 0.35
 # Steps are reckoned to stay below this, because 0.5 s is what liveness allows.
 _LONGEST_STEP_S = 0.4
 # How many tokens the first chunks of all get, while nothing is known.
 _FIRST_TOKENS = 64
 # A step's chunks get at least so many times what it costs that there is one, or decodes would wait for next to no
 # prefill: on CUDA a step with a chunk is no longer one graph, and alone that may be more than the aim.
-_LEAST_USE = 2.0
+_LEAST_USE = 1.5
 # A step's first chunk is at least this, so that a prompt always advances. Longer ones are multiples of it: mkldnn makes
-# a kernel for every number of tokens that it meets, which costs the first step that has it 1 to 2 ms.
+# a kernel for every number of tokens that it meets, which costs the first step that has it 1 to 2 ms. From 32 tokens
+# on a chunk's attention is products of matrices, which in multiples of 16 are up to twice as fast.
 _GRAIN = 4
 _UNROUNDED = 16
+_LONG, _LONG_GRAIN = 32, 16
 # So many steps with decodes, one after the other, may have a chunk; then one has none and tells what decodes take.
 _UNMEASURED_STEPS = 32
 # Of how many decodes' own steps the median is what decodes are used to.
@@ -107,8 +108,8 @@ class Pace:
         self._unmeasured = self._unmeasured % _UNMEASURED_STEPS + 1
         self._measured = 0
         now = self._decodes.seconds(_decode_load(decodes))
-        # Rows that wait for their prefill make no tokens: each of several may take as long as a step of decodes.
-        stretch = max(_STRETCH, 1.0 + prompts)
+        # Rows that wait for their prefill make no tokens: each but one may take as long as a step of decodes.
+        stretch = _STRETCH + prompts - 1
         usual = min(median(self._decode_steps), now)
         spare = max(stretch * usual - now, _LEAST_SHARE * now)
         longest = _LONGEST_STEP_S - now
@@ -168,7 +169,7 @@ class Room:
                 low = middle
             else:
                 high = middle - 1
-        count = low if low == wanted or low < _UNROUNDED else low - low % _GRAIN
+        count = low if low == wanted or low < _UNROUNDED else low - low % (_GRAIN if low < _LONG else _LONG_GRAIN)
         return count if self._begun else max(count, min(_GRAIN, most))
 
 
