@@ -19,8 +19,8 @@ _LARGEST = 2**31 - 1
 @dataclass(frozen=True, slots=True)
 class HashModel:
     """`vocab` and `context` in tokens; `step_ms` is how long a step takes; an answer ends by itself after `end_after`
-    tokens, never when 0. A step that has the token `die_on` among its inputs kills the engine process: for tests of
-    what becomes of requests that do so.
+    tokens, never when 0. A step that has the token `die_on` among its inputs kills the engine process, one with
+    `hang_on` never ends: for tests of what becomes of requests that do so.
     """
 
     vocab: int = 32_000
@@ -29,6 +29,7 @@ class HashModel:
     end_after: int = 0
     context: int = 32_768
     die_on: int | None = None
+    hang_on: int | None = None
 
     @property
     def end_token_ids(self) -> tuple[int, ...]:
@@ -37,7 +38,7 @@ class HashModel:
 
     @property
     def digest(self) -> str:
-        """Over what decides the tokens; `step_ms` and `die_on` do not."""
+        """Over what decides the tokens; `step_ms`, `die_on` and `hang_on` do not."""
         manifest = {
             "architecture": "hash",
             "vocab": self.vocab,
@@ -72,7 +73,8 @@ def parse_hash_model(spec: str) -> HashModel:
         seed=_whole(spec, values, "seed", 0, 0),
         end_after=_whole(spec, values, "end_after", 0, 0),
         context=_whole(spec, values, "context", HashModel().context, 2),
-        die_on=_whole(spec, values, "die_on", 0, 0) if "die_on" in values else None,
+        die_on=_token(spec, values, "die_on"),
+        hang_on=_token(spec, values, "hang_on"),
     )
 
 
@@ -81,6 +83,10 @@ def _whole(spec: str, values: dict[str, str], key: str, default: int, least: int
     if not (text.isascii() and text.isdigit() and len(text) <= 10 and least <= int(text) <= _LARGEST):
         raise ArtifactError("model", f"{spec!r}: {key} must be a whole number from {least} to {_LARGEST}")
     return int(text)
+
+
+def _token(spec: str, values: dict[str, str], key: str) -> int | None:
+    return _whole(spec, values, key, 0, 0) if key in values else None
 
 
 def _milliseconds(spec: str, values: dict[str, str]) -> float:

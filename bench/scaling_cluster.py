@@ -202,7 +202,7 @@ class VirtualCluster:
         self.result.empty_claims += not decision.job_ids
         for job_id in decision.job_ids:
             self._start(worker, job_id)
-        if decision.job_ids and room > len(decision.job_ids):  # it asks again until nothing comes
+        if decision.job_ids and decision.waiting and room > len(decision.job_ids):  # it asks again until nothing comes
             worker.look_at = self._now_ms
         else:
             worker.look_at = self._now_ms + (decision.hold_ms or _IDLE_MS)

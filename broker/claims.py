@@ -8,16 +8,21 @@ from __future__ import annotations
 
 from broker import terms
 from broker.lua import UNPACK
+from broker.usage import CHARGE_REPORTS
 
 # ARGV: prefix, worker, base digest, free rows, all rows, free tokens, most tokens, largest rank, which scan of this
-# worker's it is, tenants to skip, and the adapters on its device.
+# worker's it is, tenants to skip, how many reports of what its jobs have made, these (see broker.usage), and the
+# adapters on its device.
 # Answers {waiting, bodies, wanted, hold_ms, tenants to skip next, whether there is no reason for another scan}.
 CLAIM = f"""
+{CHARGE_REPORTS}
 local worker, base = ARGV[2], ARGV[3]
 local rows, rows_limit, free = tonumber(ARGV[4]), tonumber(ARGV[5]), tonumber(ARGV[6])
 local most_tokens, most_rank, turn, skip = tonumber(ARGV[7]), tonumber(ARGV[8]), tonumber(ARGV[9]), tonumber(ARGV[10])
+-- They count for whose turn it is.
+local reports_end = 11 + charge_reports(12, tonumber(ARGV[11]))
 local resident = {{}}
-for i = 11, #ARGV do resident[ARGV[i]] = true end
+for i = reports_end + 1, #ARGV do resident[ARGV[i]] = true end
 local bodies, work, hold_ms, saturated, first, deeper = {{}}, 0, 0, false, skip == 0, false
 local passes, ahead, rooms, routers = {terms.PASS_WINDOW}, {terms.AHEAD_WINDOW}, {{}}, {{}}
 local wanted, counts, order = {{}}, {{}}, {{}}

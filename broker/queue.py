@@ -26,6 +26,7 @@ from broker.lua import script
 from broker.messages import Capacity, Job
 from broker.pins import PinnedAdapters
 from broker.terms import Claimed, Entry, Placement, QueueLimits, Usage
+from broker.usage import CHARGE, report_arguments
 
 log = logging.getLogger(__name__)
 
@@ -53,28 +54,6 @@ class DeadlineUnattainableError(Exception):
         super().__init__(f"about {wait_ms / 1e3:.0f} s until its turn")
         self.wait_ms = wait_ms
 
-
-# ARGV: prefix, then of each report: id, attempt, tokens, whether it ended, whether it ran.
-# Only what is more than the last report of that attempt is charged.
-_CHARGE = f"""
-for i = 2, #ARGV, 5 do
-  local key = P .. 'charged:' .. ARGV[i]
-  local known = redis.call('GET', key)
-  local tenant, weight, attempt, tokens, prompt
-  if known then tenant, weight, attempt, tokens, prompt = cmsgpack.unpack(known) end
-  if attempt == tonumber(ARGV[i + 1]) then
-    local made = tonumber(ARGV[i + 2]) - tokens
-    if made > 0 then charge(tenant, {terms.OUTPUT_WEIGHT} * made / weight) end
-    if ARGV[i + 3] == '1' then
-      if ARGV[i + 4] == '0' then charge(tenant, -prompt) end
-      redis.call('DEL', key)
-    else
-      tokens = tokens + math.max(made, 0)
-      redis.call('SET', key, cmsgpack.pack(tenant, weight, attempt, tokens, prompt), 'PX', {terms.CHARGED_MS})
-    end
-  end
-end
-"""
 
 # ARGV: prefix, id, attempt
 _FINISH = """
@@ -117,7 +96,7 @@ class JobQueue:
         self._turn, self._skip = 0, 0
         self._enqueue = redis.register_script(script(ENQUEUE))
         self._claim = redis.register_script(script(CLAIM, drains=True))
-        self._charge = redis.register_script(script(_CHARGE, drains=True))
+        self._charge = redis.register_script(script(CHARGE, drains=True))
         self._finish = redis.register_script(script(_FINISH, drains=True))
         self._waiting = redis.register_script(script(_WAITING))
         self._withdraw = redis.register_script(script(_WITHDRAW, drains=True))
@@ -141,8 +120,14 @@ class JobQueue:
         if answer[0] == b"full":
             raise _full(answer[1].decode(), answer[2].decode(), limits)
 
-    async def claim(self, base_digest: str, capacity: Capacity) -> Claimed:
-        """Take the next jobs of a base model that suit a worker, up to its free rows: they are its own from now on."""
+    async def claim(self, base_digest: str, capacity: Capacity, reports: Sequence[Usage] = ()) -> Claimed:
+        """Take the next jobs of a base model that suit a worker, up to its free rows: they are its own from now on.
+
+        `reports` are charged before, as `charge` does it, so that they count for whose turn it is.
+        """
+        await self.charge(reports[:-CHARGES_AT_ONCE])
+        told = report_arguments(reports[-CHARGES_AT_ONCE:])
+        who = (self.keys.prefix, self._worker_id, base_digest)
         room = (capacity.rows, capacity.rows_limit, capacity.tokens, capacity.max_tokens, capacity.max_rank)
         skip, hold_ms, waiting = 0, 0, 0
         ahead: list[bytes] = []
@@ -150,9 +135,10 @@ class JobQueue:
         for scan in range(terms.SCANS_LIMIT):
             waiting, bodies, wanted, held_ms, skip, done = await self._claim(
                 keys=[self.keys.waiting],
-                args=[self.keys.prefix, self._worker_id, base_digest, *room, self._turn, skip, *capacity.adapters],
+                args=[*who, *room, self._turn, skip, *told, *capacity.adapters],
             )
             self._turn += 1
+            told = report_arguments(())
             hold_ms = min(hold_ms or held_ms, held_ms or hold_ms)
             ahead = ahead or wanted
             if done:
@@ -166,10 +152,8 @@ class JobQueue:
     async def charge(self, reports: Sequence[Usage]) -> None:
         """Charge tenants what their jobs made since the last report. Idempotent by job, attempt and count."""
         for at in range(0, len(reports), CHARGES_AT_ONCE):
-            arguments: list[str | int] = [self.keys.prefix]
-            for one in reports[at : at + CHARGES_AT_ONCE]:
-                arguments += [one.job_id, one.attempt, one.tokens, int(one.ended), int(one.ran)]
-            await self._charge(keys=[self.keys.waiting], args=arguments)
+            arguments = report_arguments(reports[at : at + CHARGES_AT_ONCE])
+            await self._charge(keys=[self.keys.waiting], args=[self.keys.prefix, *arguments])
 
     async def withdraw(self) -> None:
         """Claim no more: nothing is to wait for it."""

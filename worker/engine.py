@@ -159,13 +159,14 @@ def build_engine(  # noqa: PLR0913 - one for each of the worker's settings
     ahead: bool | None = None,
     paced: bool = True,
     on_loaded: Callable[[], None] = lambda: None,
+    on_begun: Callable[[str], None] = lambda sequence_id: None,
 ) -> TorchEngine:
     """Load a model directory and build an engine around it; zero blocks, bytes or threads: as fits.
 
     `ahead`: schedule one step ahead; unless said, on CUDA, since on the CPU the host computes and nothing is gained.
     `paced`: chunks are as long as measured time allows (pace.py); else a step's rows do not depend on the clock.
-    `on_loaded` is called from another thread when an adapter has been read and a step would let it in. Raises
-    ModelUnusableError.
+    `on_loaded` is called from another thread when an adapter has been read and a step would let it in; `on_begun`
+    before the first step of a sequence. Raises ModelUnusableError.
     """
     loaded = load_model(model, device, dtype)
     small = sum(parameter.numel() for parameter in loaded.module.parameters()) < _ONE_CORE_PARAMETERS
@@ -199,7 +200,7 @@ def build_engine(  # noqa: PLR0913 - one for each of the worker's settings
     )
     torch.set_num_threads(threads or (1 if small else _CORES))
     pace = Pace() if paced else None
-    scheduler = Scheduler(limits, loaded.end_token_ids, step_tokens, adapters, pace)
+    scheduler = Scheduler(limits, loaded.end_token_ids, step_tokens, adapters, pace, on_begun)
     if ahead is None:
         ahead = loaded.device.type == "cuda"
     runner = Runner(loaded, cache, lora, rows, limits.max_tokens, ahead=ahead)

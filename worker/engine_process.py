@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import gc
 import logging
 import os
 import signal
@@ -23,6 +24,7 @@ from worker.hash_engine import HashEngine, hash_limits
 from worker.link import (
     Abort,
     Add,
+    Begun,
     Configure,
     EngineEnd,
     Pin,
@@ -82,6 +84,9 @@ def run(end: EngineEnd) -> int:
         return 2
     try:
         stats = engine.stats()
+        # What is loaded stays: looking through it again and again for garbage makes steps late.
+        gc.collect()
+        gc.freeze()
         end.send(Ready(engine.limits, stats))
         serve(engine, end, rest, stats)
     finally:
@@ -153,6 +158,7 @@ def _build(configure: Configure, end: EngineEnd) -> Engine:
         step_tokens=configure.step_tokens,
         threads=configure.threads,
         on_loaded=end.wake,
+        on_begun=lambda sequence_id: end.send(Begun(sequence_id)),
     )
 
 
@@ -169,7 +175,14 @@ def _build_hash_engine(configure: Configure, end: EngineEnd) -> HashEngine:
         adapter_slots=configure.adapter_slots,
         max_rank=configure.max_rank,
     )
-    return HashEngine(model, limits, configure.step_tokens, end.wake, host_adapter_bytes=configure.host_adapter_bytes)
+    return HashEngine(
+        model,
+        limits,
+        configure.step_tokens,
+        end.wake,
+        host_adapter_bytes=configure.host_adapter_bytes,
+        on_begun=lambda sequence_id: end.send(Begun(sequence_id)),
+    )
 
 
 def _die_with_parent() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 import signal
+import threading
 import time
 from array import array
 from collections.abc import Callable, Collection, Iterable
@@ -44,7 +45,9 @@ class _Hash(Protocol):
 
 
 class HashEngine:
-    """The hash model as an Engine. `on_loaded` is called from another thread when an adapter has been loaded."""
+    """The hash model as an Engine. `on_loaded` is called from another thread when an adapter has been loaded;
+    `on_begun` before the first step of a sequence.
+    """
 
     def __init__(
         self,
@@ -54,6 +57,7 @@ class HashEngine:
         on_loaded: Callable[[], None] = lambda: None,
         *,
         host_adapter_bytes: int = 0,
+        on_begun: Callable[[str], None] = lambda sequence_id: None,
     ) -> None:
         self._model = model
         self._limits = limits
@@ -61,7 +65,7 @@ class HashEngine:
         self._adapters = OperatedCache[int](
             limits.adapter_slots, HashAdapterMemory(), LoaderThreads(on_loaded), host_adapter_bytes or _HOST_BYTES
         )
-        self._scheduler = Scheduler(limits, model.end_token_ids, step_tokens, self._adapters)
+        self._scheduler = Scheduler(limits, model.end_token_ids, step_tokens, self._adapters, on_begun=on_begun)
 
     @property
     def limits(self) -> EngineLimits:
@@ -98,8 +102,7 @@ class HashEngine:
         outputs = self._scheduler.poll()
         batch = self._scheduler.schedule()
         if batch:
-            if self._model.die_on is not None:
-                _die_on(self._model.die_on, batch)
+            _go_wrong(self._model, batch)
             sampled = [self._next(row.sequence) for row in batch.rows if row.samples]
             outputs += self._scheduler.commit(batch, [token for token, _ in sampled], [told for _, told in sampled])
             if self._step_s:
@@ -133,10 +136,16 @@ class HashEngine:
         return token, told
 
 
-def _die_on(token: int, batch: Batch) -> None:
-    """What a fault of a model's kernel does: the process is gone, and tells nobody why."""
-    if any(token in row.sequence.ids[row.start : row.start + row.count] for row in batch.rows):
+def _go_wrong(model: HashModel, batch: Batch) -> None:
+    """What a fault of a model's kernel does: the process is gone, or its step never ends, and it tells nobody why."""
+    if model.die_on is not None and _has(batch, model.die_on):
         os.kill(os.getpid(), signal.SIGKILL)
+    if model.hang_on is not None and _has(batch, model.hang_on):
+        threading.Event().wait()
+
+
+def _has(batch: Batch, token: int) -> bool:
+    return any(token in row.sequence.ids[row.start : row.start + row.count] for row in batch.rows)
 
 
 def hash_limits(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from broker.messages import Job
@@ -52,6 +53,9 @@ class HeldChoice:
     # How many of `ids` have been handed to the link.
     sent: int = 0
     in_engine: bool = False
+    # Which of all sequences that the engine was handed it is, from 1 on, and whether the engine has begun it.
+    place: int = 0
+    begun: bool = False
     # When it was handed to the engine, and of that time how long it waited for its adapter; when its first and its last
     # token came, and the steps that made them.
     added_at: float | None = None
@@ -119,15 +123,17 @@ class HeldJob:
         """Whether any of it has been handed to the engine."""
         return self._dropped_ran or any(choice.in_engine for choice in self.choices.values())
 
-    @property
-    def struck(self) -> bool:
+    def struck(self, taken: int, resident: Collection[str]) -> bool:
         """Whether the engine, if it died now, may have died of it: an answer that no step has given a token yet.
 
         A step that computes a part of its prompt clears nobody: what kills may lie in the next part. One that runs
-        alone is never cleared.
+        alone is never cleared. One that waits in the engine is no cause: it is among the `taken` sequences that the
+        engine has told of, has not begun, and needs no adapter to be loaded, since that is `resident`.
         """
-        handed = [choice for choice in self.running if choice.in_engine]
-        return bool(handed) and (self.job.suspect or any(not choice.ids for choice in handed))
+        loads = self.source is not None and self.source.digest not in resident
+        handed = (choice for choice in self.running if choice.in_engine)
+        touched = (choice for choice in handed if choice.begun or choice.place > taken or loads)
+        return any(self.job.suspect or not choice.ids for choice in touched)
 
     @property
     def returned(self) -> list[HeldChoice]:

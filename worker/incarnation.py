@@ -26,7 +26,7 @@ from worker.chronicle import Chronicle
 from worker.drain import drain
 from worker.health import WorkerHealth
 from worker.intake import Intake
-from worker.link import Configure, PinRefused, Ready, Refused, Stepped
+from worker.link import Begun, Configure, PinRefused, Ready, Refused, Stepped
 from worker.orders import Orders
 from worker.presence import Presence
 from worker.registration import wait_until_registered
@@ -107,7 +107,7 @@ class Incarnation:
 
         presence = Presence(self._id, self._liveness, self._health, state, intake.usage.report)
         listening = asyncio.create_task(_listen(engine, intake, orders))
-        watching = asyncio.create_task(watch_steps(engine, presence, settings.stall_s, settings.replace_s))
+        watching = asyncio.create_task(watch_steps(engine, presence, intake, settings.stall_s, settings.replace_s))
         claiming: asyncio.Task[None] | None = None
         others: list[asyncio.Task[None]] = []
         try:
@@ -163,6 +163,8 @@ async def _listen(engine: EngineProcess, intake: Intake, orders: Orders) -> None
             case Stepped():
                 intake.stepped(message)
                 orders.resident(message.stats.adapters)
+            case Begun():
+                intake.begun(message)
             case Refused():
                 intake.refused(message)
             case PinRefused():

@@ -21,7 +21,7 @@ from worker.adapter_fetch import AdapterFetcher, FetchFailedError, FetchStats, H
 from worker.adapter_source import fetch_source
 from worker.chronicle import Chronicle
 from worker.held import Ending, HeldChoice, HeldJob, HeldJobs, sequence_of
-from worker.link import Abort, Add, Ready, Refused, Stepped
+from worker.link import Abort, Add, Begun, Ready, Refused, Stepped
 from worker.relay_client import RelayClients
 from worker.scheduling.contract import AdapterSource, Failure
 from worker.supervisor import EngineProcess
@@ -69,6 +69,8 @@ class Intake:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._claiming: asyncio.Task[Claimed] | None = None
         self._engine_lost = False
+        # Sequences that the engine was handed, and those of them that it did not take.
+        self._handed = self._refused = 0
 
     def use(self, relay: RelayClients, ready: Ready) -> None:
         """Where tokens go, and what the engine can take; before anything is claimed."""
@@ -98,13 +100,12 @@ class Intake:
             if full and await self._changes_within(LOOK_S):
                 continue
             try:
-                await self.usage.report_ended()
                 # Of a full worker a claim only tells what waits. What the queue has given away comes in, though we
                 # are told to stop meanwhile.
                 self._claiming = self._spawn(self._claim(capacity))
                 self._claiming.add_done_callback(_heard)
                 claimed = await asyncio.shield(self._claiming)
-                if not full and not claimed.jobs and not (claimed.waiting and self.held.running):
+                if self._is_idle(full, claimed):
                     # At once when somebody enqueues; what is held for another worker may be had a little later.
                     await self._queue.wait_for_work(claimed.hold_ms / 1e3 or IDLE_S)
             except REDIS_DOWN as error:
@@ -119,11 +120,17 @@ class Intake:
     async def _claim(self, capacity: Capacity) -> Claimed:
         metrics = self._chronicle.metrics
         metrics.claims.inc()
-        with metrics.claim_time.time():
-            claimed = await self._queue.claim(self._base_digest, capacity)
+        with metrics.claim_time.time(), self.usage.last_reports() as reports:
+            claimed = await self._queue.claim(self._base_digest, capacity, reports)
         metrics.claimed.inc(len(claimed.jobs))
         self._accept(claimed.jobs)
         return claimed
+
+    def _is_idle(self, full: bool, claimed: Claimed) -> bool:
+        """Whether there is room, and nothing waits that another claim could take into it now."""
+        if not claimed.waiting:  # another claim would only say so again
+            return not full and self._capacity().rows > 0
+        return not full and not claimed.jobs and not self.held.running
 
     async def claimed(self) -> None:
         """Wait for what is being claimed; call it when `claim` was cancelled."""
@@ -165,10 +172,17 @@ class Intake:
                 continue
             held = self.held.add(job)
             self.relay.claimed(held)
-            if self._engine_lost:
+            if self._engine_lost or self._engine.stalled:
                 self.give_back(held)
                 continue
+            if self._may_enter(job):
+                self._add(held, held.running[:1])
+                continue
             held.entering = self._spawn(self._enter(held))
+
+    def _may_enter(self, job: Job) -> bool:
+        """Whether there is nothing that it must wait for."""
+        return job.adapter is None and not job.suspect and job.base_digest == self._base_digest
 
     async def _enter(self, held: HeldJob) -> None:
         job, began = held.job, time.monotonic()
@@ -220,7 +234,8 @@ class Intake:
             if not any(choice.in_engine for choice in self.held.running):  # else it owes a sign already
                 self._engine.expect()
             for choice in choices:
-                choice.in_engine, choice.added_at = True, now
+                self._handed += 1
+                choice.in_engine, choice.added_at, choice.place = True, now, self._handed
             self._engine.send(Add([sequence_of(choice, held.source) for choice in choices]))
 
     # What the engine says
@@ -245,8 +260,15 @@ class Intake:
         if held is not None:
             self._add(held, [choice for choice in held.running if not choice.in_engine])
 
+    def begun(self, message: Begun) -> None:
+        """The engine is about to compute the first of a sequence."""
+        choice = self.held.of_sequence(message.sequence_id)
+        if choice is not None:
+            choice.begun = True
+
     def refused(self, message: Refused) -> None:
         """The engine did not take a sequence."""
+        self._refused += 1
         choice = self.held.of_sequence(message.sequence_id)
         if choice is not None:
             failure = Failure("INVALID_ARGUMENT", "REFUSED_BY_WORKER", message.message, message.field)
@@ -327,8 +349,21 @@ class Intake:
     def engine_lost(self) -> None:
         """Give everything back at once, and what is still claimed, each with whether the engine may have died of it."""
         self._engine_lost = True
+        self._give_all_back()
+
+    def engine_stalled(self) -> None:
+        """The same, as long as the engine is stalled: its step may be one that never ends."""
+        self._give_all_back()
+
+    def _give_all_back(self) -> None:
+        taken, resident = self.stats.sequences_taken + self._refused, frozenset(self.stats.adapters)
         for held in self.held.all():
-            self.give_back(held, struck=held.struck)
+            self.give_back(held, struck=held.struck(taken, resident))
+
+    @property
+    def runs_suspect(self) -> bool:
+        """Whether the engine has a job that runs alone."""
+        return any(choice.in_engine and choice.job.suspect for choice in self.held.running)
 
     async def close(self) -> None:
         """End what is under way."""

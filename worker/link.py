@@ -2,7 +2,7 @@
 
 I/O process                        engine process
     │  Configure, then Add, Abort; Warm, Pin, Unpin  ──▶
-    │  ◀── Ready | Unusable, then Stepped, Refused, PinRefused
+    │  ◀── Ready | Unusable, then Begun, Stepped, Refused, PinRefused
 """
 
 from __future__ import annotations
@@ -96,6 +96,12 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
     message: str
 
 
+class Begun(msgspec.Struct, frozen=True, tag=True):
+    """The next step is the first one that looks at this sequence: should the engine die, it may have died of it."""
+
+    sequence_id: str
+
+
 class Stepped(msgspec.Struct, frozen=True, tag=True):
     """A step's outputs, or what changed without one (an abort). An idle engine sends one now and then: it lives."""
 
@@ -104,7 +110,7 @@ class Stepped(msgspec.Struct, frozen=True, tag=True):
 
 
 ToEngine = Configure | Add | Abort | Warm | Pin | Unpin
-FromEngine = Ready | Unusable | Refused | PinRefused | Stepped
+FromEngine = Ready | Unusable | Refused | PinRefused | Begun | Stepped
 
 _encoder = msgspec.msgpack.Encoder()
 to_engine_decoder = msgspec.msgpack.Decoder(ToEngine)

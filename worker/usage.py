@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
 from broker.queue import JobQueue
 from broker.terms import Usage
 from worker.held import HeldJob, HeldJobs
@@ -19,18 +22,20 @@ class UsageLog:
         """A job is held no more."""
         self._ended.append(_usage(held, ended=True))
 
-    async def report_ended(self) -> None:
-        """The last report of each job that is held no more."""
+    @contextmanager
+    def last_reports(self) -> Iterator[Sequence[Usage]]:
+        """Those of jobs that are held no more, to be told to the queue inside; an error there keeps them."""
         ended, self._ended = self._ended, []
         try:
-            await self._queue.charge(ended)
+            yield ended
         except BaseException:
             self._ended = ended + self._ended
             raise
 
     async def report(self) -> None:
         """These, and what the others have made so far."""
-        await self.report_ended()
+        with self.last_reports() as ended:
+            await self._queue.charge(ended)
         await self._queue.charge([_usage(held, ended=False) for held in self._held.all()])
 
 

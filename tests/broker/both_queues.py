@@ -101,9 +101,10 @@ class BothQueues:
             assert (told, wait_ms) == (why, refusal.wait_ms if refusal else 0)
         return why
 
-    async def claim(self, worker: str, capacity: Capacity) -> Claimed:
-        """What the worker gets."""
-        claimed = await self._queue(worker).claim(BASE, capacity)
+    async def claim(self, worker: str, capacity: Capacity, *reports: Usage) -> Claimed:
+        """What the worker gets, which reports what jobs have made."""
+        claimed = await self._queue(worker).claim(BASE, capacity, reports)
+        self.twin.charge(reports)
         decided = self.twin.claim(worker, BASE, capacity, self.now_ms)
         assert decided.job_ids == tuple(job.job_id for job in claimed.jobs)
         assert (decided.waiting, decided.hold_ms) == (claimed.waiting, claimed.hold_ms)

@@ -10,7 +10,8 @@ from redis.asyncio import Redis
 
 from broker import terms
 from broker.messages import Capacity
-from broker.terms import Placement, QueueLimits, Usage
+from broker.queue import CHARGES_AT_ONCE
+from broker.terms import OUTPUT_WEIGHT, Placement, QueueLimits, Usage
 from tests.broker.both_queues import BothQueues, make_job
 from tests.broker.conftest import Clock
 
@@ -85,6 +86,20 @@ async def test_charges_count_once_whatever_is_repeated(both: BothQueues) -> None
     for _ in range(2):
         await both.charge(Usage("j", 2, 3, ended=True))
         assert await both.counter("a") == 29
+
+
+async def test_what_ended_counts_for_whose_turn_the_next_claim_is(both: BothQueues) -> None:
+    names = [f"a{index}" for index in range(CHARGES_AT_ONCE + 6)]
+    for name in (*names, "a-next"):
+        await both.enqueue(make_job(name, "a", prompt=1))
+    for name in ("b0", "b-next"):
+        await both.enqueue(make_job(name, "b", prompt=1_000))
+    assert set(await claim(both, replace(ROOMY, rows=len(names) + 1))) == {*names, "b0"}
+    assert await both.counter("a") < await both.counter("b")
+    # More than one script takes; without them it were a's turn.
+    reports = [Usage(name, 1, 1_000 if name == "a0" else 1, ended=True) for name in names]
+    assert [job.job_id for job in (await both.claim("w", ONE, *reports)).jobs] == ["b-next"]
+    assert await both.counter("a") == len(names) + OUTPUT_WEIGHT * (1_000 + len(names) - 1)
 
 
 async def test_a_worker_that_holds_the_adapter_costs_nothing_for_it(both: BothQueues) -> None:

@@ -101,8 +101,10 @@ class Walk(RuleBasedStateMachine):
         worker, rows, max_rank = chance.choice(WORKERS), chance.randint(0, 4), chance.choice((8, 64, 64))
         resident = chance.choice(((), ("sha256:x",), ("sha256:y", "sha256:z")))
         capacity = Capacity(rows, 4, chance.choice((0, 10, 100)), 60, max_rank, resident)
+        reports = self._reports(chance) if chance.random() < 0.5 else ()
+        self.happened["reported"] += any(report.tokens for report in reports)
         before = len(self.both.twin.waiting)
-        claimed = self.run(self.both.claim(worker, capacity))
+        claimed = self.run(self.both.claim(worker, capacity, *reports))
         assert sum(min(job.rows, 4) for job in claimed.jobs) <= rows
         self.happened["dropped"] += before - len(claimed.jobs) - claimed.waiting
         self.happened["held"] += claimed.hold_ms > 0
@@ -117,15 +119,20 @@ class Walk(RuleBasedStateMachine):
             self.running[job.job_id, job.attempt] = 0
 
     def charge(self, chance: random.Random) -> None:
-        if self.running:
-            key = chance.choice(sorted(self.running))
-            self.running[key] += chance.choice((0, 0, 1, 8))
-            report = Usage(*key, self.running[key], ended=chance.random() < 0.5, ran=self.running[key] > 0)
-            for _ in range(chance.choice((1, 2))):
-                self.run(self.both.charge(report))
-            self.happened["refunded"] += report.ended and not report.ran
-            if report.ended:
-                del self.running[key]
+        reports = self._reports(chance)
+        for _ in range(chance.choice((1, 2))):
+            self.run(self.both.charge(*reports))
+
+    def _reports(self, chance: random.Random) -> tuple[Usage, ...]:
+        if not self.running:
+            return ()
+        key = chance.choice(sorted(self.running))
+        self.running[key] += chance.choice((0, 0, 1, 8))
+        report = Usage(*key, self.running[key], ended=chance.random() < 0.5, ran=self.running[key] > 0)
+        self.happened["refunded"] += report.ended and not report.ran
+        if report.ended:
+            del self.running[key]
+        return (report,)
 
     def finish(self, chance: random.Random) -> None:
         if self.waiting:
@@ -167,6 +174,6 @@ def test_the_scripts_and_their_twin_decide_alike(runner: asyncio.Runner) -> None
         Walk, settings=settings(max_examples=15, stateful_step_count=10, derandomize=True, deadline=None, database=None)
     )
     print(Walk.happened)
-    for event in ("queued", "claimed", "again", "held", "wanted", "reserved", "late", "refunded", "dropped",
+    for event in ("queued", "claimed", "again", "reported", "held", "wanted", "reserved", "late", "refunded", "dropped",
                   "jobs", "bytes", "tenant_jobs", "tenant_bytes"):  # fmt: skip
         assert Walk.happened[event], f"no walk has shown {event}"

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Self
 
 from redis.asyncio import Redis
+from redis.exceptions import ResponseError
 
 from broker.connection import connect
 from deploy.local import valkey
@@ -82,7 +83,7 @@ class Valkeys:
     async def restart(self) -> str:
         """Kill the primary and start it with what it had a moment before; what was written since is gone."""
         await self.primary.client.set(EARLIER, 1)
-        await self.primary.client.save()
+        await self._save()
         await self.primary.client.set(LATER, 1)
         await asyncio.sleep(LAG_S)
         proof = await self.primary.kill()
@@ -112,6 +113,19 @@ class Valkeys:
         self._replication.heal()
         await self._replicate()
         return await self._proof(proof, kept=1)
+
+    async def _save(self) -> None:
+        """Write all to the disk, which it refuses while it does so for a new replica."""
+        async with asyncio.timeout(20):
+            while True:
+                try:
+                    await self.primary.client.save()
+                except ResponseError as error:
+                    if "in progress" not in str(error):
+                        raise
+                    await asyncio.sleep(0.02)
+                else:
+                    return
 
     async def _proof(self, died: str, kept: int) -> str:
         """That it died, if the server of now has what it is to have, and nothing else."""

@@ -1,4 +1,4 @@
-"""Requests that kill every engine they meet end alone, are kept as dead letters, and take nobody with them."""
+"""Requests that kill or hang every engine they meet end alone, are kept as dead letters, and take nobody with them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 import pytest
-from loraplex_client import AsyncGenerationStream, InternalError
+from loraplex_client import AsyncClient, AsyncGenerationStream, InternalError
 
 from worker.hash_engine import expected_ids
 from worker.scheduling.contract import Sampling, Stopping
@@ -46,6 +46,15 @@ async def read(stream: AsyncGenerationStream, got: list[int]) -> None:
         got += piece.token_ids
 
 
+async def poisoned(client: AsyncClient, **options: Any) -> list[int]:
+    """What a request gets that ends INTERNAL."""
+    got: list[int] = []
+    with pytest.raises(InternalError) as caught:
+        await read(client.generate_stream(max_new_tokens=TOKENS, **options), got)
+    assert caught.value.reason == "POISON_REQUEST"
+    return got
+
+
 async def test_poison_ends_alone_and_everybody_else_is_served_exactly(
     start_cluster: StartCluster, eventually: Eventually
 ) -> None:
@@ -64,17 +73,9 @@ async def test_poison_ends_alone_and_everybody_else_is_served_exactly(
         for stream in streams:
             await anext(stream)
 
-        async def poisoned(**options: Any) -> list[int]:
-            """What a request gets that ends INTERNAL."""
-            got: list[int] = []
-            with pytest.raises(InternalError) as caught:
-                await read(client.generate_stream(max_new_tokens=TOKENS, **options), got)
-            assert caught.value.reason == "POISON_REQUEST"
-            return got
-
         at_once, late, *wholes = await asyncio.gather(
-            poisoned(token_ids=[1, 2, DEADLY], request_id="at-once"),
-            poisoned(prompt=LATE_POISON, request_id="late"),
+            poisoned(client, token_ids=[1, 2, DEADLY], request_id="at-once"),
+            poisoned(client, prompt=LATE_POISON, request_id="late"),
             *(stream.result() for stream in streams),
         )
         assert at_once == []
@@ -103,3 +104,33 @@ async def test_poison_ends_alone_and_everybody_else_is_served_exactly(
             assert (running["tenant"], running["model"], running["strikes"]) == ("acme", "hash", 0)
             header, row = (await told(cluster.local.router)).splitlines()
             assert dict(zip(header.split("\t"), row.split("\t"), strict=True))["worker"] == running["worker_id"]
+
+
+async def test_what_hangs_the_engines_ends_alone_too(start_cluster: StartCluster, eventually: Eventually) -> None:
+    # Too few rows for two of them to have all innocents.
+    flags = ("--rows", "4", "--stall-s", "1", "--replace-s", "3")
+    async with start_cluster(f"{PLAIN}&hang_on={DEADLY}", {}, workers=3, worker_flags=flags) as cluster:
+        client = cluster.client
+        prompts = [f"bystander {number}" for number in range(9)]
+        truths = [expected_ids(PLAIN, list(p.encode()), stopping=Stopping(max_tokens=TOKENS)) for p in prompts]
+        assert all(DEADLY not in truth for truth in truths)
+        streams = [client.generate_stream(prompt, max_new_tokens=TOKENS) for prompt in prompts]
+        for stream in streams:
+            await anext(stream)
+        engines = {worker.engine_pid for worker in await cluster.workers()}
+        async with asyncio.timeout(60):
+            nothing, *wholes = await asyncio.gather(
+                poisoned(client, token_ids=[1, 2, DEADLY], request_id="hangs"), *(stream.result() for stream in streams)
+            )
+        assert nothing == []
+        assert [whole.token_ids for whole in wholes] == truths
+        assert sum(whole.continuations for whole in wholes) > 0, "no innocent was on an engine that hung"
+        (dead,) = await jobs(cluster.local.router, "dead")
+        assert (dead["request_id"], dead["reason"], dead["attempts"]) == ("hangs", "POISON_REQUEST", 3)
+
+        async def replaced() -> bool:
+            """Whether all workers are back, each with an engine that no poison has met."""
+            return len({worker.engine_pid for worker in await cluster.workers()} - engines) == 3
+
+        await eventually(replaced)
+        await eventually(cluster.idle)

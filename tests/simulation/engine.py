@@ -11,7 +11,7 @@ from artifacts.hash_model import parse_hash_model
 from tests.simulation.loop import NODE, Node
 from worker.engine_process import BEAT_S
 from worker.hash_engine import HashEngine, hash_limits
-from worker.link import Abort, Add, Configure, FromEngine, Ready, Refused, Stepped, ToEngine
+from worker.link import Abort, Add, Begun, Configure, FromEngine, Ready, Refused, Stepped, ToEngine
 from worker.scheduling.contract import SequenceRefusedError
 from worker.supervisor import EngineLostError
 
@@ -74,7 +74,9 @@ class SimulatedEngine:
             adapter_slots=configure.adapter_slots,
             max_rank=configure.max_rank,
         )
-        self.engine = HashEngine(model, limits, configure.step_tokens, self._woken.set)
+        self.engine = HashEngine(
+            model, limits, configure.step_tokens, self._woken.set, on_begun=lambda name: self._tell(Begun(name))
+        )
         self.node.start(self._run())
 
     async def _run(self) -> None:

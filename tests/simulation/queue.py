@@ -48,12 +48,13 @@ class SimulatedQueue:
             self._redis.enqueued(job)
         return refusal
 
-    async def claim(self, base_digest: str, capacity: Capacity) -> Claimed:
+    async def claim(self, base_digest: str, capacity: Capacity, reports: Sequence[Usage] = ()) -> Claimed:
         """See JobQueue."""
-        return await self._redis.call(lambda: self._claim(base_digest, capacity))
+        return await self._redis.call(lambda: self._claim(base_digest, capacity, reports))
 
-    def _claim(self, base_digest: str, capacity: Capacity) -> Claimed:
+    def _claim(self, base_digest: str, capacity: Capacity, reports: Sequence[Usage]) -> Claimed:
         data, now_ms = self._redis.data, self._redis.now_ms
+        data.cell.charge(reports)
         for worker, at_ms in tuple(data.claimed_ms.items()):
             if now_ms - at_ms > ROOM_MS:
                 data.cell.lose(worker)

@@ -20,6 +20,7 @@ from worker.hash_engine import expected_ids
 from worker.link import (
     Abort,
     Add,
+    Begun,
     Configure,
     FromEngine,
     Pin,
@@ -75,7 +76,7 @@ class EngineProcess:
         self.socket.sendall(encode(message))
 
     def receive(self, kind: type[M]) -> M:
-        """The next message, which is of this kind or a beat before it."""
+        """The next message of this kind; before it come beats and beginnings."""
         while True:
             while not self._inbox:
                 data = self.socket.recv(1 << 16)
@@ -84,8 +85,7 @@ class EngineProcess:
             message = self._inbox.pop(0)
             if isinstance(message, kind):
                 return message
-            assert isinstance(message, Stepped), message
-            assert not message.outputs
+            assert isinstance(message, Begun) or (isinstance(message, Stepped) and not message.outputs), message
 
     def start(self, configure: Configure = CONFIGURE) -> Ready:
         self.send(configure)

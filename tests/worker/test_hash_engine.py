@@ -222,3 +222,22 @@ def test_an_adapter_whose_files_are_missing_fails_alone(running: RunningEngine, 
     assert "adapter_model.safetensors" in failed.failure.message
     for digest in ("sha256:b", "sha256:c"):
         assert answers[digest][0] == expected_ids(SPEC, PROMPT, adapter_digest=digest, stopping=Stopping(max_tokens=5))
+
+
+def test_a_sequence_is_told_of_once_before_its_first_step() -> None:
+    model = parse_hash_model("hash:")
+    begun: list[str] = []
+    limits = hash_limits(model, rows=1, kv_blocks=0, block_size=16, adapter_slots=1, max_rank=8)
+    engine = HashEngine(model, limits, 16, on_begun=begun.append)
+    for token, name in enumerate(("first", "second")):
+        engine.add(NewSequence(name, (token,) * 40, stopping=Stopping(max_tokens=2)))
+    assert (begun, engine.stats().sequences_taken) == ([], 2)
+    told: list[tuple[list[str], list[str]]] = []
+    while engine.has_work():
+        outputs = [output.sequence_id for output in engine.step()]
+        told.append((list(begun), outputs))
+    engine.close()
+    # The prompts are three chunks; the second sequence gets the row of the first.
+    first, second = ["first"], ["first", "second"]
+    assert told[:4] == [(first, []), (first, []), (first, ["first"]), (first, ["first"])]
+    assert told[4:] == [(second, []), (second, []), (second, ["second"]), (second, ["second"])]

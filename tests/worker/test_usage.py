@@ -47,10 +47,12 @@ async def test_held_and_ended_jobs_are_charged_though_redis_fails_meanwhile(
         patch.setattr(queue, "charge", _down)
         with pytest.raises(ConnectionError):
             await usage.report()
-    await usage.report_ended()
+    with usage.last_reports() as reports:  # as a claim tells them
+        assert [(one.job_id, one.ran) for one in reports] == [("a", True), ("unrun", False)]
+        assert (await queue.claim("sha256:0", Capacity(0, 6, 1000, 100, 8), reports)).waiting == 1
     # What never ran is given back.
     assert await counter() == 9 + OUTPUT_WEIGHT * 9 - 3
-    await asyncio.gather(usage.report_ended(), usage.report())
+    await asyncio.gather(usage.report(), usage.report())
     assert await counter() == 9 + OUTPUT_WEIGHT * 9 - 3
 
 
@@ -71,7 +73,7 @@ async def test_what_a_stopped_answer_has_made_is_charged_too(redis: Redis) -> No
     one.drop(1)  # before it was handed to the engine
     held.pop(job.job_id, 1)
     usage.ended(one)
-    await usage.report_ended()
+    await usage.report()
     assert await redis.zscore(KEYS.prefix + "tenants", "acme") == 3 + OUTPUT_WEIGHT * 2
 
 

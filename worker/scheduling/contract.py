@@ -197,6 +197,8 @@ class EngineStats:
     # Bytes of adapters as stored.
     adapter_host_bytes: int
     adapter_device_bytes: int
+    # Sequences that came, since the start, those that were complete on arrival as well.
+    sequences_taken: int
     # Since the start: sequences that had to give their blocks back; tokens that steps computed; tokens that sequences
     # came with, and how many of these the prefix cache had.
     preemptions: int

@@ -15,7 +15,7 @@ sequence.py). Batches are committed in the order in which they were scheduled; o
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Ids
 from itertools import zip_longest
 from operator import attrgetter
@@ -47,7 +47,7 @@ class Scheduler:
     """Continuous batching: first come first served with priorities, preemption by recomputing. One thread.
 
     A step's work is O(batch), whatever waits. `step_tokens` bounds the tokens of a step; `limits.rows` at least. With a
-    pace its chunks get what that allows of them.
+    pace its chunks get what that allows of them. `on_begun` is told of a sequence before anything is computed of it.
     """
 
     def __init__(
@@ -57,6 +57,7 @@ class Scheduler:
         step_tokens: int,
         residency: Residency,
         pace: Pace | None = None,
+        on_begun: Callable[[str], None] = lambda sequence_id: None,
     ) -> None:
         self.limits = limits
         # A row that prefills leaves at most rows - 1 decodes: with so many tokens it always advances.
@@ -65,6 +66,7 @@ class Scheduler:
         self._end_ids = frozenset(end_token_ids)
         self._residency = residency
         self._pace = pace
+        self._on_begun = on_begun
         self._sequences: dict[str, Sequence] = {}
         # In order of rank: the last one is the first to be preempted.
         self._running: list[Sequence] = []
@@ -226,6 +228,7 @@ class Scheduler:
             slots_used=self._residency.used,
             slots_pinned=self._residency.pinned,
             adapters=self._residency.resident,
+            sequences_taken=self._arrivals,
             adapter_hits=self._waiting.hits,
             adapter_misses=self._waiting.misses,
             adapter_loads=tiers.loads,
@@ -254,8 +257,13 @@ class Scheduler:
         tries = self.limits.rows
         while room.any and len(self._running) < self._most_running:
             sequence = self._waiting.head(tries)
+            if sequence is None:
+                return
+            if not sequence.begun:
+                sequence.begun = True
+                self._on_begun(sequence.sequence_id)
             # Nobody overtakes one that waits for blocks, or a long prompt might wait for ever.
-            if sequence is None or not self.blocks.allocate(sequence):
+            if not self.blocks.allocate(sequence):
                 return
             self._waiting.take_head()
             sequence.running = True

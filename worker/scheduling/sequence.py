@@ -28,6 +28,7 @@ class Sequence:
         "adapter_ms",
         "adapter_slot",
         "answered",
+        "begun",
         "block_keys",
         "block_table",
         "cached_tokens",
@@ -83,6 +84,8 @@ class Sequence:
         # The slot of its adapter while it runs; -1: the plain base model.
         self.adapter_slot = -1
         self.running = False
+        # Whether a step has looked at it.
+        self.begun = False
         # Whether an output has told of it; the first one carries the wait and the cache hits.
         self.reported = False
         self.cached_tokens: int | None = None
