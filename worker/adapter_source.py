@@ -3,15 +3,34 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 from artifacts.digests import weighted_digest
 from broker.messages import AdapterRef
 from worker.adapter_fetch import FetchFailedError, Hold
 from worker.scheduling.contract import AdapterPart, AdapterSource, Failure
 
+# So often what may pass is tried again.
+FETCH_AGAIN_S = 0.25
+_MAY_PASS = frozenset({"UNAVAILABLE", "DATA_LOSS"})
 
-async def fetch_source(hold: Hold, ref: AdapterRef, tenant: str) -> AdapterSource:
-    """Fetch what is not there yet, all parts of a set at once. Raises FetchFailedError."""
+
+async def fetch_source(hold: Hold, ref: AdapterRef, tenant: str, *, again_s: float = 0.0) -> AdapterSource:
+    """Fetch what is not there yet, all parts of a set at once. Raises FetchFailedError.
+
+    For `again_s` seconds not at a failure that may pass.
+    """
+    until = time.monotonic() + again_s
+    while True:
+        try:
+            return await _fetch_source(hold, ref, tenant)
+        except FetchFailedError as error:
+            if error.failure.code not in _MAY_PASS or time.monotonic() >= until:
+                raise
+        await asyncio.sleep(FETCH_AGAIN_S)
+
+
+async def _fetch_source(hold: Hold, ref: AdapterRef, tenant: str) -> AdapterSource:
     if not ref.parts:
         return AdapterSource(ref.digest, str(await hold.fetch(ref, tenant)))
     # A set's digest keys KV blocks and the slot, as a revision's does: it is checked as the bytes of one are.

@@ -112,7 +112,7 @@ class Incarnation:
         others: list[asyncio.Task[None]] = []
         try:
             await presence.serve()
-            claiming = asyncio.create_task(intake.claim())
+            claiming = asyncio.create_task(intake.claims.run())
             others.append(asyncio.create_task(presence.beat()))
             others.append(asyncio.create_task(orders.obey(self._id, stop)))
             self.served = True
@@ -142,7 +142,7 @@ class Incarnation:
         intake.engine_lost()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(FLUSH_S):
-                await intake.claimed()
+                await intake.claims.settle()
                 await intake.empties_within(FLUSH_S)
 
     async def _stop_claiming(self, claiming: asyncio.Task[None], intake: Intake) -> None:
@@ -150,7 +150,7 @@ class Incarnation:
         await _cancel(claiming)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(LEAVE_S):
-                await intake.claimed()
+                await intake.claims.settle()
                 try:
                     await self._queue.withdraw()
                 except REDIS_DOWN as error:

@@ -10,40 +10,26 @@ import contextlib
 import logging
 import time
 from collections.abc import Coroutine, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
-from broker.connection import REDIS_DOWN
-from broker.messages import AdapterRef, Capacity, Job
+from broker.messages import Job
 from broker.queue import JobQueue
-from broker.terms import Claimed
 from telemetry.logging import fields
-from worker.adapter_fetch import AdapterFetcher, FetchFailedError, FetchStats, Hold
+from worker.adapter_fetch import AdapterFetcher, FetchFailedError, FetchStats
 from worker.adapter_source import fetch_source
 from worker.chronicle import Chronicle
+from worker.claims import Claims
 from worker.held import Ending, HeldChoice, HeldJob, HeldJobs, sequence_of
 from worker.link import Abort, Add, Begun, Ready, Refused, Stepped
 from worker.relay_client import RelayClients
-from worker.scheduling.contract import AdapterSource, Failure
+from worker.scheduling.contract import EngineLimits, EngineStats, Failure
 from worker.supervisor import EngineProcess
 from worker.usage import UsageLog
 
 log = logging.getLogger(__name__)
 
-T = TypeVar("T")
-
-# An idle worker looks at the queue this often even when nobody wakes it, and a full one at what it may prefetch.
-IDLE_S = 1.0
-LOOK_S = 1.0
-# A worker that could not take what waits looks again so soon: something it can take may have come.
-FIT_S = 0.1
-# A job that has waited so long for its adapter lends its row.
-LATE_S = 0.5
-# An adapter that another worker had is to be had again: so long, and so often, an answer that has begun asks for it.
+# An adapter that another worker had is to be had again: so long an answer that has begun asks for it.
 BEGUN_FETCH_S = 15.0
-FETCH_AGAIN_S = 0.25
-_MAY_PASS = frozenset({"UNAVAILABLE", "DATA_LOSS"})
-# After no answer from Redis.
-PAUSE_S = 0.1
 
 
 class Intake:
@@ -59,15 +45,15 @@ class Intake:
     ) -> None:
         self._base_digest = base_digest
         self._engine = engine
-        self._queue = queue
         self._fetcher = fetcher
         self._chronicle = chronicle
         self.held = HeldJobs()
         self.usage = UsageLog(self.held, queue)
         self._relay: RelayClients | None = None
-        self._changed = asyncio.Event()
-        self._tasks: set[asyncio.Task[Any]] = set()
-        self._claiming: asyncio.Task[Claimed] | None = None
+        self.claims = Claims(
+            base_digest, queue, self.held, self.usage, engine, self._accept, fetcher.prefetch, chronicle.metrics
+        )
+        self._tasks: set[asyncio.Task[None]] = set()
         self._engine_lost = False
         # Sequences that the engine was handed, and those of them that it did not take.
         self._handed = self._refused = 0
@@ -75,8 +61,17 @@ class Intake:
     def use(self, relay: RelayClients, ready: Ready) -> None:
         """Where tokens go, and what the engine can take; before anything is claimed."""
         self._relay = relay
-        self.limits = ready.limits
-        self.stats = ready.stats
+        self.claims.use(ready)
+
+    @property
+    def limits(self) -> EngineLimits:
+        """What the engine can take."""
+        return self.claims.limits
+
+    @property
+    def stats(self) -> EngineStats:
+        """What the engine said last."""
+        return self.claims.stats
 
     @property
     def disk(self) -> FetchStats:
@@ -88,82 +83,6 @@ class Intake:
         """The links to the routers."""
         assert self._relay is not None, "use() comes first"
         return self._relay
-
-    # Claims
-
-    async def claim(self) -> None:
-        """Forever: claim whatever there is room for."""
-        while True:
-            self._changed.clear()
-            capacity = self._capacity()
-            full = capacity.rows <= 0
-            if full and await self._changes_within(LOOK_S):
-                continue
-            try:
-                # Of a full worker a claim only tells what waits. What the queue has given away comes in, though we
-                # are told to stop meanwhile.
-                self._claiming = self._spawn(self._claim(capacity))
-                self._claiming.add_done_callback(_heard)
-                claimed = await asyncio.shield(self._claiming)
-                if self._is_idle(full, claimed):
-                    # At once when somebody enqueues; what is held for another worker may be had a little later.
-                    await self._queue.wait_for_work(claimed.hold_ms / 1e3 or IDLE_S)
-            except REDIS_DOWN as error:
-                log.warning("the queue does not answer: %s", error)
-                await asyncio.sleep(PAUSE_S)
-                continue
-            self._fetcher.prefetch(claimed.wanted)
-            if not full and not claimed.jobs and claimed.waiting and self.held.running:
-                # What waits does not fit now: it will when something here has ended, or somebody else takes it.
-                await self._changes_within(claimed.hold_ms / 1e3 or FIT_S)
-
-    async def _claim(self, capacity: Capacity) -> Claimed:
-        metrics = self._chronicle.metrics
-        metrics.claims.inc()
-        with metrics.claim_time.time(), self.usage.last_reports() as reports:
-            claimed = await self._queue.claim(self._base_digest, capacity, reports)
-        metrics.claimed.inc(len(claimed.jobs))
-        self._accept(claimed.jobs)
-        return claimed
-
-    def _is_idle(self, full: bool, claimed: Claimed) -> bool:
-        """Whether there is room, and nothing waits that another claim could take into it now."""
-        if not claimed.waiting:  # another claim would only say so again
-            return not full and self._capacity().rows > 0
-        return not full and not claimed.jobs and not self.held.running
-
-    async def claimed(self) -> None:
-        """Wait for what is being claimed; call it when `claim` was cancelled."""
-        if self._claiming is not None:
-            await asyncio.wait({self._claiming})
-
-    def _capacity(self) -> Capacity:
-        running, limit = self.held.running, self.limits.rows
-        entering = sum(held.job.prefill_tokens for held in self.held.all() if held.entering is not None)
-        # The rows of those whose adapter is slow to come are lent to others, once.
-        late_at = time.monotonic() - LATE_S
-        late = sum(len(held.running) for held in self.held.all() if held.entering and held.claimed_at < late_at)
-        free = (self.stats.blocks_free + self.stats.blocks_cached) * self.limits.block_size
-        rows = min(limit + late, 2 * limit) - len(running)
-        if running:  # a job that is to run alone takes all rows: these are not all
-            rows = min(rows, max(1, limit - 1))
-        return Capacity(
-            rows=0 if self._engine.stalled or any(choice.job.suspect for choice in running) else rows,
-            rows_limit=limit,
-            # A long prompt may always come in when nothing else is here.
-            tokens=max(0, free - entering) if running else self.limits.max_tokens,
-            max_tokens=self.limits.max_tokens,
-            max_rank=self.limits.max_rank,
-            adapters=self.stats.adapters,
-        )
-
-    async def _changes_within(self, most_s: float) -> bool:
-        """Wait for room; whether there is more than at the last `clear`."""
-        # Not wait_for: in Python 3.11 that loses a cancellation which comes together with the event.
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(most_s):
-                await self._changed.wait()
-        return self._changed.is_set()
 
     def _accept(self, jobs: Sequence[Job]) -> None:
         """Hold claimed jobs: their routers are told before anything else happens."""
@@ -193,7 +112,7 @@ class Intake:
         if job.adapter is not None:
             try:
                 held.hold = self._fetcher.hold()
-                held.source = await self._fetch(held.hold, job.adapter, job)
+                held.source = await fetch_source(held.hold, job.adapter, job.tenant, again_s=_patience_s(job))
             except FetchFailedError as error:
                 self._end(held.running[0], Ending(failure=error.failure))
                 return
@@ -211,22 +130,10 @@ class Intake:
         # The first alone: once it has a token, the others find the prompt in the prefix cache.
         self._add(held, held.running[:1])
 
-    async def _fetch(self, hold: Hold, adapter: AdapterRef, job: Job) -> AdapterSource:
-        """Its adapter on the disk. Raises FetchFailedError: for an answer that has begun not at the first failure."""
-        until = time.monotonic() + (BEGUN_FETCH_S if any(job.emitted.values()) else 0.0)
-        while True:
-            try:
-                return await fetch_source(hold, adapter, job.tenant)
-            except FetchFailedError as error:
-                if error.failure.code not in _MAY_PASS or time.monotonic() >= until:
-                    raise
-            await asyncio.sleep(FETCH_AGAIN_S)
-
     async def _alone(self, held: HeldJob) -> None:
         """Wait until nothing else runs; meanwhile nothing is claimed."""
         while any(choice.job is not held.job for choice in self.held.running):
-            self._changed.clear()
-            await self._changed.wait()
+            await self.claims.change()
 
     def _add(self, held: HeldJob, choices: Sequence[HeldChoice]) -> None:
         if choices:
@@ -242,7 +149,7 @@ class Intake:
 
     def stepped(self, message: Stepped) -> None:
         """Record and relay what a step made."""
-        self.stats = message.stats
+        self.claims.stats = message.stats
         now = self._chronicle.stepped(message.outputs, message.stats)
         for output in message.outputs:
             choice = self.held.of_sequence(output.sequence_id)
@@ -253,7 +160,7 @@ class Intake:
                     self._add_siblings(choice.job)
         # A step in which nothing ended has made no room.
         if not message.outputs or any(output.finish for output in message.outputs):
-            self._changed.set()
+            self.claims.changed()
 
     def _add_siblings(self, job: Job) -> None:
         held = self.held.get(job.job_id, job.attempt)
@@ -277,7 +184,7 @@ class Intake:
     def _end(self, choice: HeldChoice, ending: Ending) -> None:
         choice.ending = ending
         self.relay.progressed(choice)
-        self._changed.set()
+        self.claims.changed()
 
     # What the routers say (see worker.relay_client.Orders)
 
@@ -288,7 +195,7 @@ class Intake:
             self.usage.ended(held)
             self._chronicle.ended(held)
             self._stop(held)  # one choice that failed ends its siblings
-        self._changed.set()
+        self.claims.changed()
 
     def cancel(self, job_id: str, attempt: int) -> None:
         """Stop it wherever it is, and forget it."""
@@ -298,7 +205,7 @@ class Intake:
         self.usage.ended(held)
         self._chronicle.ended(held)
         self._stop(held)
-        self._changed.set()
+        self.claims.changed()
 
     def cancel_choice(self, job_id: str, attempt: int, choice: int) -> None:
         """Stop one answer of a job; the others go on."""
@@ -310,7 +217,7 @@ class Intake:
             self._engine.send(Abort([stopped.sequence_id]))
         if held.entering is None and not any(sibling.in_engine for sibling in held.running):
             self._add(held, held.running)  # it was the one that the others waited for
-        self._changed.set()
+        self.claims.changed()
 
     def _stop(self, held: HeldJob) -> None:
         if held.entering is not None:
@@ -333,8 +240,7 @@ class Intake:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(most_s):
                 while self.held.all():
-                    self._changed.clear()
-                    await self._changed.wait()
+                    await self.claims.change()
         return not self.held.all()
 
     def give_back(self, held: HeldJob, *, struck: bool = False) -> None:
@@ -367,20 +273,20 @@ class Intake:
 
     async def close(self) -> None:
         """End what is under way."""
+        await self.claims.close()
         for task in tuple(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         for held in self.held.all():  # the engine is gone or will be
             self._stop(held)
 
-    def _spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
 
 
-def _heard(claiming: asyncio.Task[Claimed]) -> None:
-    """Whoever waited for a claim may have been told to stop: then asyncio is not to complain of its error."""
-    if not claiming.cancelled():
-        claiming.exception()
+def _patience_s(job: Job) -> float:
+    """How long a job asks for an adapter that is not to be had: not at all, unless its answer has begun."""
+    return BEGUN_FETCH_S if any(job.emitted.values()) else 0.0

@@ -19,8 +19,13 @@ if TYPE_CHECKING:
 class Source(Protocol):
     """What the engine of this incarnation last said, and the adapters on disk."""
 
-    limits: EngineLimits
-    stats: EngineStats
+    @property
+    def limits(self) -> EngineLimits:
+        """What the engine can take."""
+
+    @property
+    def stats(self) -> EngineStats:
+        """What the engine holds."""
 
     @property
     def disk(self) -> FetchStats:

@@ -125,7 +125,7 @@ async def running(router: Router, redis: Redis, disk: Path, model: str = MODEL) 
         relay = RelayClients("w", "w-1", intake.held, intake)
         worker = Worker(engine, intake, queue, address)
         intake.use(relay, await engine.ready())
-        tasks = [asyncio.create_task(worker.listen()), asyncio.create_task(intake.claim())]
+        tasks = [asyncio.create_task(worker.listen()), asyncio.create_task(intake.claims.run())]
         try:
             yield worker
         finally:
