@@ -12,7 +12,7 @@ from torch import Tensor
 
 from worker.model.attention import LayerCall
 from worker.model.kv_cache import KvCache
-from worker.model.torch_attention import torch_plan
+from worker.model.torch_chunks import chunk_of
 from worker.scheduling.batch import Batch, Row
 from worker.scheduling.contract import NewSequence
 from worker.scheduling.sequence import Sequence
@@ -98,7 +98,11 @@ class Numbers:
         k, v = (tensor[new] for tensor in self.exact.slots[0])
         sinks = self.sinks if self.case.sinks else None
         call = LayerCall(0, self.query, k, v, 0.3, self.case.window, self.case.softcap, sinks)
-        return torch_plan(self.batch, self.exact).attend(call, self.exact)
+        out, first = torch.empty(self.batch.tokens, self.case.heads, self.case.value_dim), 0
+        for row in self.batch.rows:
+            chunk_of(row, first, self.exact).attend(call, self.exact, out[first : first + row.count])
+            first += row.count
+        return out
 
     def call(self, tokens: int) -> LayerCall:
         """The kernels' attention of the first tokens. Their keys and values are to come from the cache."""

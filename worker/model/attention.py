@@ -6,7 +6,7 @@ that the runner sets before the forward pass. (Not in forward's keyword argument
 
     flat batch   │ decode rows, one token each │ chunk │ chunk │ ...
 
-How the step's tokens attend is its plan's: torch_attention.py on the CPU, triton_attention.py on CUDA.
+How the step's tokens attend is its plan's: cpu_attention.py on the CPU, triton_attention.py on CUDA.
 """
 
 from __future__ import annotations

@@ -27,7 +27,6 @@ from worker.scheduling.batch import Batch
 
 # With more, products of matrices are faster: tokens, whatever they see, or tokens times what the last one sees.
 _FEW_TOKENS, _FEW_PAIRS = 31, 16_000
-
 # Of so many tasks, about equal, none keeps the others waiting for long.
 _TASKS_PER_THREAD = 2
 

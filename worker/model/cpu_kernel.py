@@ -70,7 +70,7 @@ def parameters(shared: int, key_dim: int, value_dim: int, kind: str) -> np.dtype
 
 
 def compiled(dtype: np.dtype[Any]) -> Any:
-    """The kernel for such parameters: its `address` is a C function of a pointer to them. Takes about a second, once.
+    """The kernel for such parameters: its `address` is a C function of a pointer to them. Takes two seconds, once.
 
     `counters` are two zeros: threads that call it with the same parameters share the tasks.
     """
