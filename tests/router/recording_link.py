@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import aclosing
+
 from broker.keys import Keys
 from broker.messages import Capacity, Job, StoppingParams
 from broker.queue import JobQueue
-from router.track import Frame, WorkerFinish
+from router.track import Frame, Track, WorkerFinish
 
 KEYS = Keys("tiny", "main")
 ROOMY = Capacity(rows=8, rows_limit=8, tokens=10_000, max_tokens=4096, max_rank=64)
@@ -61,3 +63,13 @@ async def claim(queue: JobQueue) -> Job:
     while not (jobs := (await queue.claim("sha256:0", ROOMY)).jobs):
         await queue.wait_for_work(timeout_s=1)
     return jobs[0]
+
+
+async def read(track: Track) -> list[int]:
+    """All ids until the end."""
+    got: list[int] = []
+    async with aclosing(track.arrivals()) as arrivals:
+        async for turn in arrivals:
+            for arrival in turn:
+                got += arrival.token_ids
+    return got

@@ -4,27 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import random
-from contextlib import aclosing
 
 import pytest
 from redis.asyncio import Redis
 
 from broker.queue import JobQueue
-from broker.terms import Placement
 from router.dispatch import Dispatcher
-from router.track import Frame, Track, WorkerFinish
+from router.track import Frame, WorkerFinish
 from rpc.errors import Internal
-from tests.router.recording_link import KEYS, RecordingLink, claim, frame, job
-
-
-@pytest.fixture
-def queue(redis: Redis) -> JobQueue:
-    return JobQueue(redis, KEYS)
-
-
-@pytest.fixture
-def dispatcher(queue: JobQueue) -> Dispatcher:
-    return Dispatcher(lambda model: queue, lambda job: Placement())
+from tests.router.recording_link import KEYS, RecordingLink, claim, frame, job, read
 
 
 async def look_until_lost(dispatcher: Dispatcher) -> None:
@@ -33,16 +21,6 @@ async def look_until_lost(dispatcher: Dispatcher) -> None:
         while any(track.job.attempt == 1 for track in dispatcher.tracks):
             dispatcher.living(set())
             await asyncio.sleep(0.1)
-
-
-async def read(track: Track) -> list[int]:
-    """All ids until the end."""
-    got: list[int] = []
-    async with aclosing(track.arrivals()) as arrivals:
-        async for turn in arrivals:
-            for arrival in turn:
-                got += arrival.token_ids
-    return got
 
 
 async def test_a_job_runs_on_the_worker_that_claimed_it(dispatcher: Dispatcher, queue: JobQueue) -> None:

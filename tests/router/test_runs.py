@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from contextlib import AsyncExitStack, aclosing
+from contextlib import AsyncExitStack
 from dataclasses import replace
 
 import pytest
@@ -17,9 +17,9 @@ from router.dispatch import Dispatcher
 from router.request import Request
 from router.resume import Began, Received, Resumption, Ticket
 from router.runs import Run, Runs
-from router.track import Frame, Track, WorkerFinish
+from router.track import Frame, WorkerFinish
 from rpc.errors import Aborted, AlreadyExists, Exhausted, Unavailable
-from tests.router.recording_link import KEYS, RecordingLink, job
+from tests.router.recording_link import KEYS, RecordingLink, job, read
 
 REQUEST = Request("acme", "x", "prompt", request_id="j", fingerprint="one")
 BEGAN = Began(0, 0.0, 0.0, 0.0, 0.0)
@@ -44,15 +44,6 @@ class Jobs:
         return replace(job(), job_id=f"j{self.made}")
 
 
-async def ids_of(track: Track) -> list[int]:
-    got: list[int] = []
-    async with aclosing(track.arrivals()) as turns:
-        async for turn in turns:
-            for arrival in turn:
-                got += arrival.token_ids
-    return got
-
-
 async def test_the_last_of_many_calls_reads_what_is_computed_once(dispatcher: Dispatcher) -> None:
     runs, jobs = Runs(dispatcher), Jobs()
     link = RecordingLink("w")
@@ -60,7 +51,7 @@ async def test_the_last_of_many_calls_reads_what_is_computed_once(dispatcher: Di
     async def call() -> list[int]:
         async with runs.read(REQUEST, None, jobs) as run:
             dispatcher.frame(link, Frame(run.track.job.job_id, 1, 0, (5, 6)))
-            return await ids_of(run.track)
+            return await read(run.track)
 
     # All at once: the later ones wait until the first has been admitted.
     calls = [asyncio.create_task(call()) for _ in range(4)]
@@ -85,7 +76,7 @@ async def test_another_body_or_tenant_is_another_request(dispatcher: Dispatcher)
             assert other.track is not run.track
         # The first one never noticed.
         dispatcher.frame(RecordingLink("w"), Frame("j1", 1, 0, (5,), finish=WorkerFinish.END))
-        assert await ids_of(run.track) == [5]
+        assert await read(run.track) == [5]
     async with runs.read(replace(REQUEST, fingerprint="two"), None, jobs):
         pass
     await dispatcher.settle()
@@ -157,7 +148,7 @@ async def test_a_drain_ends_every_call(dispatcher: Dispatcher) -> None:
     async def call() -> list[int]:
         async with runs.read(REQUEST, None, jobs) as run:
             entered.set()
-            return await ids_of(run.track)
+            return await read(run.track)
 
     running = asyncio.create_task(call())
     await entered.wait()

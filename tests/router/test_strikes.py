@@ -6,25 +6,13 @@ import asyncio
 import time
 
 import pytest
-from redis.asyncio import Redis
 
 from broker.messages import DeadJob, Job
 from broker.queue import JobQueue
-from broker.terms import Placement
 from router.dispatch import Dispatcher
 from router.track import Track, WorkerFinish
 from rpc.errors import Internal
-from tests.router.recording_link import KEYS, ROOMY, RecordingLink, claim, frame, job
-
-
-@pytest.fixture
-def queue(redis: Redis) -> JobQueue:
-    return JobQueue(redis, KEYS)
-
-
-@pytest.fixture
-def dispatcher(queue: JobQueue) -> Dispatcher:
-    return Dispatcher(lambda model: queue, lambda job: Placement())
+from tests.router.recording_link import ROOMY, RecordingLink, claim, frame, job
 
 
 async def lose(dispatcher: Dispatcher, queue: JobQueue, *, struck: bool) -> Job:
