@@ -11,9 +11,10 @@ from numba import cfunc
 from torch import Tensor
 
 from tests.worker.attention_batches import CPU, Case, Numbers, cases
-from worker.model import cpu_kernel, torch_threads
+from worker.cpu import threads
+from worker.model import cpu_kernel
+from worker.model.attention_vectors import heads_at_once
 from worker.model.cpu_attention import CpuPlan, cpu_plan
-from worker.model.cpu_vectors import heads_at_once
 from worker.scheduling.batch import Batch
 
 CASES = dict(cases())
@@ -80,7 +81,7 @@ def test_large_scores_do_not_overflow() -> None:
 def test_a_torch_without_openmp_computes_the_same_in_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     numbers = Numbers(Case(chunks=((0, 9),)), CPU, torch.float32)
     expected = by_kernel(numbers)
-    monkeypatch.setattr(torch_threads, "_parallel", lambda: None)
+    monkeypatch.setattr(threads, "_parallel", lambda: None)
     assert torch.equal(by_kernel(numbers), expected)
 
 
@@ -99,5 +100,5 @@ def test_where_nothing_can_be_kept_it_is_compiled_all_the_same(monkeypatch: pyte
             raise RuntimeError("cannot cache function: no locator available")
         return cfunc(signature)
 
-    monkeypatch.setattr("worker.model.cpu_kernel.cfunc", nowhere)
+    monkeypatch.setattr("worker.cpu.kernels.cfunc", nowhere)
     assert cpu_kernel.compiled(cpu_kernel.parameters(1, 8, 8, "float32")).address

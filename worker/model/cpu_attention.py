@@ -17,10 +17,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from worker.model import torch_threads
+from worker.cpu import threads
 from worker.model.attention import LayerCall
+from worker.model.attention_vectors import heads_at_once
 from worker.model.cpu_kernel import compiled, parameters, scratch_floats
-from worker.model.cpu_vectors import heads_at_once
 from worker.model.kv_cache import KvCache
 from worker.model.torch_chunks import Chunk, chunk_of
 from worker.scheduling.batch import Batch
@@ -76,7 +76,7 @@ class CpuPlan:
             *(addresses[0], len(self.tasks), addresses[1], addresses[2], scratch.data_ptr(), floats * 4),
             *(kv_heads, shared, kernel.group, key_dim, value_dim, call.scaling, call.softcap or 0.0),
         )
-        torch_threads.run(kernel.address, given)
+        threads.run(kernel.address, given)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,69 +16,37 @@ All is computed in float32. A softcap and sinks are as in worker/model/attention
 
 from __future__ import annotations
 
-from hashlib import sha256
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numba import carray, cfunc, njit, types
-from numba.np.numpy_support import from_dtype
+from numba import carray, njit
 
-from worker.model import cpu_vectors
-from worker.model.cpu_vectors import (
-    KINDS,
-    dots,
-    floats_at,
-    integers_at,
-    narrow,
-    power_of_two,
-    take,
-    weigh,
-    weigh_four,
-    widen,
-)
+from worker.cpu import kernels
+from worker.cpu.vectors import KINDS, floats_at, integers_at, take
+from worker.model import attention_vectors
+from worker.model.attention_vectors import dots, narrow, power_of_two, weigh, weigh_four, widen
 
 # Integers of a task: its first token in the flat batch, how many, the position of the first, where its block table
 # begins in `tables`, its first key head, how many, and the positions that a row of scores has room for.
 TASK = 7
-# numba keeps what it compiled of this file, and would not see that another one, which it uses, has changed.
-_VECTORS = "vectors " + sha256(Path(cpu_vectors.__file__).read_bytes()).hexdigest()[:16]
+_INTEGERS = (
+    "query query_token query_head out out_token out_head keys values key_bytes value_bytes block_size sinks window "
+    "tasks task_count tables counters scratch scratch_bytes kv_heads shared group key_dim value_dim"
+)
 
 
 def parameters(shared: int, key_dim: int, value_dim: int, kind: str) -> np.dtype[Any]:
     """What the kernel is given: addresses, and strides in bytes; `shared` query heads have the same key head.
 
-    0 as the address of `sinks` (float32 [heads]), as `window` and as `softcap` means none. The lengths of the last
-    fields are what the kernel is compiled for; nobody looks at what is in them.
+    0 as the address of `sinks` (float32 [heads]), as `window` and as `softcap` means none.
     """
-    whole = (
-        "query query_token query_head out out_token out_head keys values key_bytes value_bytes block_size sinks window "
-        "tasks task_count tables counters scratch scratch_bytes kv_heads shared group key_dim value_dim"
-    )
-    lengths = {
-        "of_shared": shared,
-        "of_key_dim": key_dim,
-        "of_value_dim": value_dim,
-        "of_kind": KINDS[kind],
-        _VECTORS: 1,
-    }
-    return np.dtype(
-        [(name, "i8") for name in whole.split()]
-        + [("scaling", "f4"), ("softcap", "f4")]
-        + [(name, "i1", (length,)) for name, length in lengths.items()]
-    )
+    made_for = {"of_shared": shared, "of_key_dim": key_dim, "of_value_dim": value_dim, "of_kind": KINDS[kind]}
+    return kernels.parameters(_INTEGERS.split(), ["scaling", "softcap"], made_for, attention_vectors)
 
 
-def compiled(dtype: np.dtype[Any]) -> Any:
-    """The kernel for such parameters: its `address` is a C function of a pointer to them. Takes two seconds, once.
-
-    `counters` are two zeros: threads that call it with the same parameters share the tasks.
-    """
-    signature = types.void(types.CPointer(from_dtype(dtype)))
-    try:
-        return cfunc(signature, cache=True)(_attend)
-    except RuntimeError:  # nowhere to keep it
-        return cfunc(signature)(_attend)
+def compiled(given: np.dtype[Any]) -> Any:
+    """The kernel for such parameters. `counters` are two zeros: threads called with the same ones share the tasks."""
+    return kernels.compiled(_attend, given)
 
 
 def scratch_floats(key_dim: int, value_dim: int) -> int:
@@ -229,10 +197,10 @@ def _run(p, at, task, scratch):
 
 def _attend(p):
     at = carray(p, 1)[0]
-    scratch = at.scratch + take(at.counters + 8) * at.scratch_bytes
+    scratch = at.scratch + take(at.counters + 8, 1) * at.scratch_bytes
     tasks = carray(integers_at(at.tasks), (at.task_count, TASK))
     while True:
-        index = take(at.counters)
+        index = take(at.counters, 1)
         if index >= at.task_count:
             return
         line = tasks[index]

@@ -1,0 +1,145 @@
+"""Pieces of kernels as LLVM's vector instructions, which numba makes of no loop over addresses.
+
+Functions of `b` write code for the builder b. The intrinsics are called from compiled code: numba calls them with the
+types of what they are given, and they write the code for it. What a kernel is made for it knows from the type of its
+parameters: the lengths of fields that nobody looks into (see `length`).
+"""
+
+# numba looks at the functions' names and bytecode; it needs no annotations, and has no types for mypy to check.
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, misc"
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+# How numbers lie in memory.
+KINDS = {"float32": 1, "bfloat16": 2, "float16": 3}
+LANES = 16
+FAST = ("fast",)
+F32, I32, I64 = ir.FloatType(), ir.IntType(32), ir.IntType(64)
+_I16 = ir.IntType(16)
+
+
+def length(parameters: Any, name: str) -> int:
+    """The length of a field, from the type of a pointer to parameters."""
+    return int(parameters.dtype.fields[name].type.shape[0])
+
+
+def bytes_of(kind: int) -> int:
+    """Of one number of a kind."""
+    return 4 if kind == KINDS["float32"] else 2
+
+
+def integer(number: int) -> Any:
+    """A constant of 64 bits."""
+    return ir.Constant(I64, number)
+
+
+def vector(of: Any, lanes: int) -> Any:
+    """The type of so many of them."""
+    return ir.VectorType(of, lanes)
+
+
+def load(b: Any, address: Any, offset: int, of: Any, align: int) -> Any:
+    """What lies at an address; offset and align in bytes."""
+    loaded = b.load(_at(b, address, offset, of))
+    loaded.align = align
+    return loaded
+
+
+def store(b: Any, value: Any, address: Any, offset: int, align: int) -> None:
+    """Put a value to an address; offset and align in bytes."""
+    b.store(value, _at(b, address, offset, value.type)).align = align
+
+
+def floats(b: Any, address: Any, first: int, lanes: int) -> Any:
+    """So many float32 from the `first`."""
+    return load(b, address, 4 * first, vector(F32, lanes), 4)
+
+
+def widened(b: Any, kind: int, address: Any, first: int, lanes: int) -> Any:
+    """Numbers of a kind as float32."""
+    if kind == KINDS["float32"]:
+        return floats(b, address, first, lanes)
+    if kind == KINDS["float16"]:
+        return b.fpext(load(b, address, 2 * first, vector(ir.HalfType(), lanes), 2), vector(F32, lanes))
+    halves = b.zext(load(b, address, 2 * first, vector(_I16, lanes), 2), vector(I32, lanes))
+    return b.bitcast(b.shl(halves, _all(16, lanes)), vector(F32, lanes))
+
+
+def narrowed(b: Any, kind: int, wide: Any, lanes: int) -> Any:
+    """Float32 as numbers of a kind, rounded to the nearest, ties to even."""
+    if kind == KINDS["float32"]:
+        return wide
+    if kind == KINDS["float16"]:
+        return b.fptrunc(wide, vector(ir.HalfType(), lanes))
+    bits = b.bitcast(wide, vector(I32, lanes))
+    odd = b.and_(b.lshr(bits, _all(16, lanes)), _all(1, lanes))
+    rounded = b.add(bits, b.add(odd, _all(0x7FFF, lanes)))
+    return b.trunc(b.lshr(rounded, _all(16, lanes)), vector(_I16, lanes))
+
+
+def spread(b: Any, number: Any, lanes: int) -> Any:
+    """A float32 in every lane."""
+    one = b.insert_element(ir.Constant(vector(F32, lanes), ir.Undefined), number, ir.Constant(I32, 0))
+    return b.shuffle_vector(one, one, _all(0, lanes))
+
+
+def sum_of(b: Any, wide: Any, lanes: int) -> Any:
+    """The sum of the lanes."""
+    while lanes > 1:
+        lanes //= 2
+        halves = [
+            b.shuffle_vector(wide, wide, ir.Constant(vector(I32, lanes), list(range(at, at + lanes))))
+            for at in (0, lanes)
+        ]
+        wide = b.fadd(*halves, flags=FAST)
+    return b.extract_element(wide, ir.Constant(I32, 0))
+
+
+def _at(b: Any, address: Any, offset: int, of: Any) -> Any:
+    return b.inttoptr(b.add(address, integer(offset)), of.as_pointer())
+
+
+def _all(number: int, lanes: int) -> Any:
+    return ir.Constant(vector(I32, lanes), [number] * lanes)
+
+
+@intrinsic
+def take(typingctx, counter, count):
+    """The next `count` of a counter's numbers, which nobody else gets: the first of them."""
+
+    def generate(context, b, signature, arguments):
+        return b.atomic_rmw("add", b.inttoptr(arguments[0], I64.as_pointer()), arguments[1], "seq_cst")
+
+    return types.int64(counter, types.int64), generate
+
+
+@intrinsic
+def look_at(typingctx, counter):
+    """How far a counter is that others may be changing; what they wrote before they did is seen."""
+
+    def generate(context, b, signature, arguments):
+        return b.load_atomic(b.inttoptr(arguments[0], I64.as_pointer()), "seq_cst", 8)
+
+    return types.int64(counter), generate
+
+
+def _pointer_to(what: types.Type) -> Any:
+    @intrinsic
+    def pointer(typingctx, address):
+        """An address as a pointer, for carray."""
+
+        def generate(context, b, signature, arguments):
+            return b.inttoptr(arguments[0], context.get_value_type(types.CPointer(what)))
+
+        return types.CPointer(what)(address), generate
+
+    return pointer
+
+
+floats_at, integers_at = _pointer_to(types.float32), _pointer_to(types.int64)
