@@ -14,14 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import grouped_mm, linear
 
-from worker.lora.layers import LoraLayers
+from worker.lora.cpu_layers import CpuLayers
 from worker.lora.weights import AdapterWeights, LoraPair
-from worker.model.packed import PackedWeight, packing_works
 
 DTYPE = torch.bfloat16
 NONE = -1
-# So many steps with the same adapters: after them their panel is packed.
-_SETTLING_STEPS = 96
 
 
 class Adapters:
@@ -157,38 +154,26 @@ class Grouped:
 
 
 class Ours:
-    """The engine's own layers, every adapter in a slot; `prepare` runs steps until nothing more is packed."""
+    """The engine's own layers, every adapter in a slot."""
 
     def __init__(self, adapters: Adapters, bases: Sequence[GivenOutput]) -> None:
         self._adapters = adapters
         model = nn.ModuleList(nn.ModuleDict({"linear": base}) for base in bases)
         self._names = [f"{layer}.linear" for layer in range(len(bases))]
-        self._lora = LoraLayers(
-            model,
-            dict.fromkeys(self._names, (adapters.features, adapters.features)),
-            len(adapters.ranks),
-            max(adapters.ranks),
-            torch.device("cpu"),
-            DTYPE,
-            PackedWeight if packing_works(DTYPE) else None,
-        )
+        shapes = dict.fromkeys(self._names, (adapters.features, adapters.features))
+        self._lora = CpuLayers(model, shapes, len(adapters.ranks), max(adapters.ranks), DTYPE)
         self._linears = [model.get_submodule(name) for name in self._names]
         for adapter in range(len(adapters.ranks)):
             self.install(adapter)
 
     def prepare(self, rows: Sequence[int]) -> None:
-        """See Method."""
-        for _ in range(_SETTLING_STEPS):
-            self.begin_step(rows)
+        """See Method: what the engine does before a step of decode rows."""
+        self._lora.begin_step([(slot, 1) for slot in rows])
 
     def install(self, adapter: int) -> None:
         """Put an adapter in its slot, as if another had been there."""
         pairs = {name: self._adapters.pair(layer, adapter) for layer, name in enumerate(self._names)}
         self._lora.install(AdapterWeights(pairs, self._adapters.ranks[adapter]), adapter)
-
-    def begin_step(self, rows: Sequence[int]) -> None:
-        """What the engine does before a step of decode rows."""
-        self._lora.begin_step([(slot, 1) for slot in rows], len(rows))
 
     def apply(self, layer: int, x: Tensor) -> Tensor:
         """See Method."""

@@ -16,7 +16,7 @@ import torch
 from worker.lora.adapter_layers import AdapterLayers
 from worker.lora.adapter_memory import PackedAdapter, TorchAdapterMemory
 from worker.lora.cores import keep_to_one_core
-from worker.lora.layers import LoraLayers
+from worker.lora.cpu_layers import CpuLayers
 from worker.lora.loading import LoaderThreads
 from worker.lora.operated_cache import OperatedCache
 from worker.lora.weights import read_source
@@ -25,7 +25,7 @@ from worker.model.kv_cache import KvCache, fitting_blocks
 from worker.model.loader import LoadedModel, load_model
 from worker.model.memory import available_bytes
 from worker.model.model_layers import ModelLayers
-from worker.model.packed import PackedWeight, pack_linears, packing_works
+from worker.model.packed import pack_linears, packing_works
 from worker.model.runner import Runner
 from worker.out_of_memory import is_out_of_memory
 from worker.sampling.step import InFlight
@@ -211,11 +211,9 @@ def adapter_layers(loaded: LoadedModel, slots: int, max_rank: int, rows: int) ->
     """Replace the model's linear layers by adaptable ones, as the device wants them. Raises ModelUnusableError."""
     module, device, dtype = loaded.module, loaded.device, loaded.dtype
     if device.type == "cpu":
-        packs = packing_works(dtype)
-        if packs:
+        if packing_works(dtype):
             pack_linears(module)
-        pack = PackedWeight if packs else None
-        return LoraLayers(module, loaded.linears, slots, max_rank, device, dtype, pack, loaded.ends)
+        return CpuLayers(module, loaded.linears, slots, max_rank, dtype, loaded.ends)
     from worker.lora.cuda_layers import CudaLayers  # Triton is there only with CUDA
 
     # Triton launches on the thread's current device.

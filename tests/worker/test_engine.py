@@ -67,7 +67,7 @@ def test_the_oracles_answers_are_worth_comparing(tiny: Any) -> None:
 def test_a_roomy_batch_decodes_every_adapter_side_by_side(
     tiny: Any, make_engine: Callable[..., Any], run_until_idle: Callable[..., Any]
 ) -> None:
-    """Long enough for the panel of adapters to be packed, with all of them in every step."""
+    """Long enough for all of them to be in a step together."""
     requests = uneven_requests(tiny, count=13, seed=9)
     engine = make_engine(tiny.directory, **ROOMY)
     outputs = run_until_idle(engine, {0: requests})

@@ -3,31 +3,19 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from worker.lora import strips
+from worker.lora.cpu_layers import CpuLayers
 from worker.lora.dora import Rescale
-from worker.lora.layers import LoraLayers
-from worker.lora.linear import LoraLinear
 from worker.lora.weights import AdapterWeights, LoraPair
-from worker.model.packed import PackedWeight, packing_works
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 SLOTS, MAX_RANK = 12, 16
 LINEARS = {"first": (24, 40), "inner.second": (40, 8)}
-PACKS = [
-    pytest.param(None, id="plain"),
-    pytest.param(
-        PackedWeight, id="packed",
-        marks=pytest.mark.skipif(not packing_works(torch.float32), reason="packed weights do not work on this machine"),
-    ),
-]  # fmt: skip
 
 
 class Inner(nn.Module):
@@ -54,11 +42,11 @@ class Pipe(nn.Module):
 class Checked:
     """The layers, and beside them what each slot should do."""
 
-    def __init__(self, pack: Callable[[Tensor], Any] | None = None) -> None:
+    def __init__(self) -> None:
         torch.manual_seed(0)
         self.pipe = Pipe().requires_grad_(False)
         self.base = [self.pipe.first, self.pipe.inner.second]
-        self.layers = LoraLayers(self.pipe, LINEARS, SLOTS, MAX_RANK, torch.device("cpu"), torch.float32, pack)
+        self.layers = CpuLayers(self.pipe, LINEARS, SLOTS, MAX_RANK, torch.float32)
         self.held: dict[int, AdapterWeights] = {}
 
     def install(self, slot: int, ranks: dict[str, int], scale: float = 0.3, *, dora: bool = False) -> None:
@@ -79,7 +67,7 @@ class Checked:
         rows = [(slot, 1) for slot in sorted(decodes)] + sorted(chunks)
         slots = [slot for slot, tokens in rows for _ in range(tokens)]
         x = torch.randn(1, len(slots), 24)
-        self.layers.begin_step(rows, len(decodes))
+        self.layers.begin_step(rows)
         out = self.pipe(x)[0]
         for row, slot in enumerate(slots):
             torch.testing.assert_close(out[row], self._alone(x[0, row], slot), rtol=1e-5, atol=1e-5)
@@ -97,9 +85,9 @@ class Checked:
         return x
 
 
-@pytest.fixture(params=PACKS)
-def checked(request: pytest.FixtureRequest) -> Checked:
-    checked = Checked(request.param)
+@pytest.fixture
+def checked() -> Checked:
+    checked = Checked()
     for slot in range(SLOTS):
         checked.install(slot, {"first": [16, 8, 3, 1][slot % 4], "inner.second": [2, 16, 5, 16][slot % 4]})
     # Adapters that change one of the two layers only.
@@ -127,16 +115,13 @@ MIXES: dict[str, tuple[list[int], list[tuple[int, int]]]] = {
 @pytest.mark.parametrize("mix", MIXES)
 def test_every_mix_is_what_the_rows_are_alone(checked: Checked, mix: str) -> None:
     decodes, chunks = MIXES[mix]
-    # Often enough that the panel is packed, where it may be.
-    for _ in range(12):
-        checked.check(decodes, chunks)
+    checked.check(decodes, chunks)
 
 
 @pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("pack", PACKS)
-def test_walk_over_steps_and_installs(pack: Callable[[Tensor], Any] | None, seed: int) -> None:
+def test_walk_over_steps_and_installs(seed: int) -> None:
     chance = random.Random(seed)
-    checked, population = Checked(pack), [-1]
+    checked, population = Checked(), [-1]
     for _ in range(250):
         if len(checked.held) < 3 or chance.random() < 0.06:
             names = chance.choice([["first"], ["inner.second"], ["first", "inner.second"]])
@@ -153,19 +138,18 @@ def test_walk_over_steps_and_installs(pack: Callable[[Tensor], Any] | None, seed
 def test_rows_without_an_adapter_keep_the_base_layers_bits(checked: Checked) -> None:
     x = torch.randn(1, 6, 24)
     expected = checked.base[1](torch.relu(checked.base[0](x)))
-    checked.layers.begin_step([(-1, 1), (-1, 1), (0, 1), (1, 1), (2, 1), (8, 1)], 6)
+    checked.layers.begin_step([(-1, 1), (-1, 1), (0, 1), (1, 1), (2, 1), (8, 1)])
     assert torch.equal(checked.pipe(x)[0, :2], expected[0, :2])
 
 
 def test_another_rows_adapter_that_overflows_is_not_felt(checked: Checked) -> None:
     checked.install(6, {"first": 16, "inner.second": 16}, scale=1e18)
     x = torch.randn(1, 5, 24)
-    for _ in range(12):
-        checked.layers.begin_step([(slot, 1) for slot in (-1, 0, 1, 2, 6)], 5)
-        out = checked.pipe(x)[0]
-        assert not out[4].isfinite().all()
-        for row, slot in enumerate((-1, 0, 1, 2)):
-            torch.testing.assert_close(out[row], checked._alone(x[0, row], slot), rtol=1e-5, atol=1e-5)
+    checked.layers.begin_step([(slot, 1) for slot in (-1, 0, 1, 2, 6)])
+    out = checked.pipe(x)[0]
+    assert not out[4].isfinite().all()
+    for row, slot in enumerate((-1, 0, 1, 2)):
+        torch.testing.assert_close(out[row], checked._alone(x[0, row], slot), rtol=1e-5, atol=1e-5)
 
 
 def test_a_smaller_rank_clears_what_the_larger_left(checked: Checked) -> None:
@@ -174,65 +158,16 @@ def test_a_smaller_rank_clears_what_the_larger_left(checked: Checked) -> None:
     checked.check([0, 1, 2, 4])
     checked.install(1, {"first": 1})
     checked.install(2, {"inner.second": 9})
-    for _ in range(12):
-        checked.check([0, 1, 2, 4])
-
-
-@pytest.mark.parametrize("copied_up_to", [0, 10_000], ids=["in place", "copied"])
-@pytest.mark.parametrize("seed", range(3))
-def test_strips_give_what_the_rows_are_alone(seed: int, copied_up_to: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Adapters that are all as wide, each with its own rows only; joined by others and swapped between the steps."""
-    monkeypatch.setattr("worker.lora.strips._COPIED_UP_TO", copied_up_to)
-    monkeypatch.setattr("worker.lora.strips._FROM_NUMBERS", 1)
-    monkeypatch.setitem(strips._FROM_ROWS, 16, 0)
-    print("seed", seed)
-    chance = random.Random(seed)
-    checked = Checked()
-    for slot in range(SLOTS):
-        checked.install(slot, {"first": chance.randint(9, 16), "inner.second": chance.randint(1, 16)})
-    checked.install(3, {"first": 12})
-    checked.install(5, {"inner.second": 9})
-    used = in_place = 0
-    for _ in range(40):
-        if chance.random() < 0.3:
-            checked.install(chance.randrange(SLOTS), {"first": chance.randint(9, 16), "inner.second": 4}, scale=0.2)
-        slots = chance.sample(range(-1, SLOTS), 8)
-        checked.check([chance.choice(slots) for _ in range(chance.randint(1, 16))], [(chance.choice(slots), 3)])
-        step = checked.layers._step
-        used += step.strips is not None
-        in_place += step.strips is not None and step.strips.in_place is not None
-    assert used > 20
-    assert in_place > 5
-    # One with far more rows than the others would be padded too much.
-    checked.check([1] * 30 + [2, 4, 6, 7, 8, 9])
-    assert checked.layers._step.strips is None
-
-
-def test_a_panel_that_could_not_be_filled_is_filled_anew(checked: Checked, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For want of memory, between two layers: the columns of one that left must not answer for the newcomer."""
     checked.check([0, 1, 2, 4])
-    fill = LoraLinear.fill_panel
-
-    def fails(layer: LoraLinear, *columns: Any) -> None:
-        if layer.out_features == LINEARS["inner.second"][1]:
-            raise MemoryError
-        fill(layer, *columns)
-
-    monkeypatch.setattr(LoraLinear, "fill_panel", fails)
-    with pytest.raises(MemoryError):
-        checked.check([1, 2, 4, 8])
-    monkeypatch.undo()
-    for _ in range(12):
-        checked.check([1, 2, 4, 8])
 
 
 def test_a_float16_column_that_overflows_is_not_felt() -> None:
-    layers = LoraLayers(pipe := Pipe().half().requires_grad_(False), LINEARS, 2, 8, torch.device("cpu"), torch.float16)
+    layers = CpuLayers(pipe := Pipe().half().requires_grad_(False), LINEARS, 2, 8, torch.float16)
     for slot, scale in ((0, 6e4), (1, 0.1)):
         pair = LoraPair(torch.full((8, 24), scale).half(), torch.full((8, 40), 0.1).half())
         layers.install(AdapterWeights({"first": pair}, 8), slot)
     x = torch.ones(1, 2, 24).half()
-    layers.begin_step([(0, 1), (1, 1)], 2)
+    layers.begin_step([(0, 1), (1, 1)])
     out = pipe(x)[0]
     assert not out[0].isfinite().all()
     assert out[1].isfinite().all()

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from worker.lora.cuda_lora import CudaLora
 from worker.lora.kernels.groups import MAX_MODULES
-from worker.lora.siblings import SharedLinear, SharedProduct, join, joinable, sibling_groups
+from worker.lora.siblings import SharedProduct, join, joinable, replace, sibling_groups
 from worker.lora.weights import AdapterWeights
 
 
@@ -35,7 +35,9 @@ class CudaLayers:
         groups = {names[0]: names for names in _groups(model, linears)}
         self.lora = CudaLora(linears, groups, slots, max_rank, rows, dtype, device)
         for name, members in groups.items():
-            _replace(model, members, _Adapted(join(_linears(model, members)), self.lora, name))
+            product = _Adapted(join(_linears(model, members)), self.lora, name)
+            widths = [layer.out_features for layer in _linears(model, members)]
+            replace(model, members, SharedProduct(product, widths, product.linear))
         self.lora.warm_up()
         if device.type == "cuda":
             # Of the weights that were joined: torch would keep their memory, and who measures what is free not see it.
@@ -45,7 +47,7 @@ class CudaLayers:
         """See AdapterLayers."""
         self.lora.install(weights, slot)
 
-    def begin_step(self, rows: Sequence[tuple[int, int]], decodes: int, wanted: Sequence[int] = ()) -> None:
+    def begin_step(self, rows: Sequence[tuple[int, int]], wanted: Sequence[int] = ()) -> None:
         """See AdapterLayers."""
         self.lora.begin_step(rows)
 
@@ -80,10 +82,3 @@ def _groups(model: nn.Module, linears: Mapping[str, tuple[int, int]]) -> list[li
 def _linears(model: nn.Module, names: Sequence[str]) -> list[nn.Linear]:
     layers = [model.get_submodule(name) for name in names]
     return [layer for layer in layers if isinstance(layer, nn.Linear)]
-
-
-def _replace(model: nn.Module, names: Sequence[str], product: _Adapted) -> None:
-    shared = SharedProduct(product, [layer.out_features for layer in _linears(model, names)], product.linear)
-    for index, name in enumerate(names):
-        parent, _, child = name.rpartition(".")
-        setattr(model.get_submodule(parent), child, SharedLinear(shared, index))

@@ -45,6 +45,22 @@ def join(linears: Sequence[nn.Linear]) -> nn.Linear:
     return joined
 
 
+def computed_together(model: nn.Module, names: Sequence[str]) -> list[list[str]]:
+    """The names of siblings, those together that are one product already."""
+    groups: dict[object, list[str]] = {}
+    for name in names:
+        layer = model.get_submodule(name)
+        groups.setdefault(layer.shared if isinstance(layer, SharedLinear) else layer, []).append(name)
+    return list(groups.values())
+
+
+def replace(model: nn.Module, names: Sequence[str], shared: SharedProduct) -> None:
+    """Put the parts of a product in the places of these layers, in their order."""
+    for index, name in enumerate(names):
+        parent, _, child = name.rpartition(".")
+        setattr(model.get_submodule(parent), child, SharedLinear(shared, index))
+
+
 class SharedProduct:
     """What layers that are called with the same input give, `widths` features each: computed for the first that asks.
 
@@ -66,6 +82,8 @@ class SharedProduct:
 
     def part(self, index: int, x: Tensor) -> Tensor:
         """What the layer of that index gives for x: a view of the whole product."""
+        if len(self.widths) == 1:
+            return self._product(x)
         # The same object: a layer that was called with something else meanwhile is not mistaken.
         if self._x is not x:
             parts = self._product(x).split_with_sizes(self.widths, -1)

@@ -30,7 +30,7 @@ _LARGEST = 1e20
 class LoraPair:
     """One module's product x A^T B: a [rank, in_features], b [rank, out_features] with the scaling folded in.
 
-    Of token embeddings x is 1 at the token's place. `rescale` is there with DoRA.
+    All contiguous. Of token embeddings x is 1 at the token's place. `rescale` is there with DoRA.
     """
 
     a: Tensor
@@ -161,8 +161,8 @@ def _pair(
         b.to(device, dtype).t().contiguous(),
         None if change is None else Rescale(change.gain.to(device, dtype), change.shift.to(device, dtype)),
     )
-    # Rows of other adapters pass by these numbers too, and what comes out is multiplied by 0 (see layers.py): it must
-    # be finite. NaN is no more than anything. (Compared as Python's numbers: in float16 the bound itself is infinite.)
+    # Its tokens would be none. (NaN is no more than anything; compared as Python's numbers, because in float16 the
+    # bound itself is infinite.)
     if not all(tensor.abs().amax().item() <= _LARGEST for tensor in pair.tensors):
         raise ArtifactError(
             WEIGHTS_FILE,

@@ -11,10 +11,9 @@ from torch.nn.functional import linear
 
 from artifacts.checkpoint import read_checkpoint
 from artifacts.families import HEAD_WEIGHTS
-from worker.lora.adapted import AdaptedLayer
+from worker.lora.cpu_layers import CpuEmbedding
 from worker.lora.siblings import SharedLinear
 from worker.model.loader import LoadedModel
-from worker.model.packed import PackedLinear
 
 _PIECE_ROWS = 4096
 
@@ -55,12 +54,8 @@ class ModelLayers:
         if isinstance(layer, nn.Linear):
             return linear(a, layer.weight).float().cpu()
         # Not through the sibling's own call: it keeps what the step that runs has computed.
-        y: Tensor
-        if isinstance(layer, SharedLinear):
-            y = layer.shared.base(a).split_with_sizes(layer.shared.widths, -1)[layer.index]
-        else:
-            assert isinstance(layer, PackedLinear)
-            y = layer(a)
+        assert isinstance(layer, SharedLinear)
+        y = layer.shared.base(a).split_with_sizes(layer.shared.widths, -1)[layer.index]
         bias = self.bias(module)
         return y.float().cpu() if bias is None else y.float().cpu() - bias
 
@@ -92,7 +87,7 @@ class ModelLayers:
 
     def _own(self, module: str) -> nn.Module:
         layer = self._loaded.module.get_submodule(module)
-        return layer.base if isinstance(layer, AdaptedLayer) else layer
+        return layer.base if isinstance(layer, CpuEmbedding) else layer
 
 
 def _squares(weight: Tensor) -> Tensor:

@@ -32,16 +32,6 @@ class PackedWeight:
         out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, self._bias, "none", [], "")
         return out
 
-    def times(self, x: Tensor, factor: Tensor) -> Tensor:
-        """The product, times `factor` [rows, out_features] number by number, in one pass."""
-        out: Tensor = torch.ops.mkldnn._linear_pointwise.binary(x, factor, self._packed, self._bias, "mul")
-        return out
-
-    def plus(self, x: Tensor, term: Tensor) -> Tensor:
-        """The product plus `term`, in one pass."""
-        out: Tensor = torch.ops.mkldnn._linear_pointwise.binary(x, term, self._packed, self._bias, "add")
-        return out
-
 
 class PackedLinear(nn.Module):
     """A linear layer over a packed weight: [..., in_features] to [..., out_features]."""
@@ -94,16 +84,8 @@ def packing_works(dtype: torch.dtype) -> bool:
             for rows in (1, 7, 40):
                 x = torch.randn(rows, 80, generator=generator).to(dtype)
                 expected = linear(x).float()
-                term = torch.randn(rows, out_features, generator=generator).to(dtype)
-                for result, wanted in (
-                    (packed(x), expected),
-                    (packed.weight.times(x, term), expected * term),
-                    (packed.weight.plus(x, term), expected + term),
-                    (packed.weight.times(x[None], term)[0], expected * term),
-                    (packed.weight.plus(x[None], term[None])[0], expected + term),
-                ):
-                    if (result.float() - wanted).abs().max() > _TOLERANCE[dtype] * wanted.abs().max():
-                        return False
+                if (packed(x).float() - expected).abs().max() > _TOLERANCE[dtype] * expected.abs().max():
+                    return False
     except (AttributeError, RuntimeError, NotImplementedError):
         return False
     return True

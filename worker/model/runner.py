@@ -61,7 +61,6 @@ class Runner:
         else:
             self._lora.begin_step(
                 [(row.sequence.adapter_slot, row.count) for row in batch.rows],
-                batch.decodes,
                 [len(row.prompt_positions) + row.samples for row in batch.rows],
             )
             inputs = step_inputs(batch, self._cache, self._device)
@@ -116,7 +115,7 @@ class Runner:
         if adapted:
             self._lora.begin_decode([], size)
         else:
-            self._lora.begin_step([], 0)
+            self._lora.begin_step([])
 
 
 def _is_decode(batch: Batch) -> bool:

@@ -1,0 +1,147 @@
+"""Layers with the same input and an adapter for every row, on the CPU: their base's product, and what is added to it.
+
+    rows of a step, sorted by slot    │ slot 3 │ slot 3, a prompt │ slot 5 │ slot 7 │ none │
+    few in a row with one adapter       kernel                      kernel   kernel
+    many                                         x A^T B in torch
+
+Nothing is copied into a slot: it is a line in a table that says where the adapter lies in host memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from struct import Struct
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn.functional import linear
+
+from worker.cpu import threads
+from worker.lora.cpu_kernel import COUNTERS, PAIR, SEGMENT, compiled, scratch_floats
+from worker.lora.weights import LoraPair
+
+# With more rows of one adapter products of matrices are faster.
+_FEW_ROWS = 16
+# Of so many tasks none keeps a thread waiting for long.
+_TASKS_PER_THREAD = 2
+_GIVEN = Struct("=17q")
+
+
+@dataclass(slots=True)
+class CpuStep:
+    """What the layers that see the same rows need to know of a step.
+
+    `segments` are (slot, first row, last row + 1) of the rows with adapters, `short` [n, 3] and `long` those with few
+    and with many rows; a short one's work in a layer is cut into `parts`.
+    """
+
+    segments: list[tuple[int, int, int]] = field(default_factory=list)
+    short: NDArray[np.int64] = field(default_factory=lambda: np.empty((0, SEGMENT), np.int64))
+    long: list[tuple[int, int, int]] = field(default_factory=list)
+    parts: int = 1
+    counters: NDArray[np.int64] = field(default_factory=lambda: np.zeros(COUNTERS, np.int64))
+    # float32, with anything in it: for whichever group is computed.
+    scratch: Tensor = field(default_factory=lambda: torch.empty(0))
+
+    def begin(self, rows: Sequence[tuple[int, int]], first: int = 0) -> None:
+        """Set the rows of the next step: (slot or -1, tokens), sorted by slot in each of its halves."""
+        self.segments = []
+        for slot, group in groupby(rows, key=lambda row: row[0]):
+            stop = first + sum(tokens for _, tokens in group)
+            if slot >= 0 and stop > first:
+                self.segments.append((slot, first, stop))
+            first = stop
+        short = [one for one in self.segments if one[2] - one[1] <= _FEW_ROWS]
+        self.long = [one for one in self.segments if one[2] - one[1] > _FEW_ROWS]
+        self.short = np.array(short, np.int64).reshape(-1, SEGMENT)
+        self.parts = max(1, -(-_TASKS_PER_THREAD * torch.get_num_threads() // max(1, len(short))))
+
+    def room(self, floats: int) -> int:
+        """The address of so many float32, good until the next call."""
+        if len(self.scratch) < floats:
+            self.scratch = torch.empty(floats)
+        return self.scratch.data_ptr()
+
+
+class CpuGroup:
+    """Layers with the same input, of which `base` makes all outputs side by side; and their adapters."""
+
+    def __init__(
+        self,
+        base: Callable[[Tensor], Tensor],
+        in_features: int,
+        widths: Sequence[int],
+        slots: int,
+        max_rank: int,
+        dtype: torch.dtype,
+        step: CpuStep,
+    ) -> None:
+        """`widths` are the layers' out_features; compiles the kernel."""
+        self.base = base
+        self.in_features = in_features
+        self.width = sum(widths)
+        self._step = step
+        self._max_rank = max_rank
+        ends = np.cumsum([0, *widths])
+        self._parts = list(zip(ends[:-1].tolist(), ends[1:].tolist(), strict=True))
+        self._number_bytes = dtype.itemsize
+        self._kernel = compiled(str(dtype).removeprefix("torch."))
+        self._columns = np.array([[first, stop - first] for first, stop in self._parts], np.int64)
+        self._room = scratch_floats(in_features, max(widths))
+        # What the table tells of, by slot and layer; it keeps that from being freed.
+        self._pairs: list[list[LoraPair | None]] = [[None] * len(widths) for _ in range(slots)]
+        self._table = np.zeros((slots, len(widths), PAIR), np.int64)
+        self._used: set[int] = set()
+
+    def install(self, slot: int, pairs: Sequence[LoraPair | None]) -> None:
+        """Put a pair for each layer in a slot, in place of what was there; None: the adapter does not change it."""
+        self._table[slot] = [_line(pair) for pair in pairs]
+        self._pairs[slot] = list(pairs)
+        (self._used.add if any(pairs) else self._used.discard)(slot)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """The base's output plus each row's adapter's: [..., in_features] to [..., sum of the widths]."""
+        y = self.base(x)
+        step = self._step
+        if not (self._used and step.segments):
+            return y
+        rows, out = x.reshape(-1, self.in_features).contiguous(), y.view(-1, self.width)
+        if len(step.short):
+            self._add_short(rows, out)
+        for slot, first, stop in step.long:
+            for (begin, end), pair in zip(self._parts, self._pairs[slot], strict=True):
+                if pair is not None:
+                    add_pair(out[first:stop, begin:end], linear(rows[first:stop], pair.a), pair)
+        return y
+
+    def _add_short(self, rows: Tensor, out: Tensor) -> None:
+        step, layers, size = self._step, len(self._columns), self._number_bytes
+        shrunk = len(rows) * layers * self._max_rank
+        room = step.room(shrunk + torch.get_num_threads() * self._room)
+        step.counters[:] = 0
+        given = _GIVEN.pack(
+            *(rows.data_ptr(), rows.stride(0) * size, self.in_features, out.data_ptr(), out.stride(0) * size),
+            *(self._table.ctypes.data, self._columns.ctypes.data, layers),
+            *(step.short.ctypes.data, len(step.short), step.parts, step.counters.ctypes.data),
+            *(room, self._max_rank, room + shrunk * 4, self._room * 4, size),
+        )
+        threads.run(self._kernel.address, given)
+
+
+def add_pair(out: Tensor, shrunk: Tensor, pair: LoraPair) -> None:
+    """Change the base's output [rows, out_features] of rows of one adapter; `shrunk` [rows, rank] is x A^T."""
+    if pair.rescale is not None:
+        out.addcmul_(out, pair.rescale.gain).add_(pair.rescale.shift)
+    out.addmm_(shrunk, pair.b)
+
+
+def _line(pair: LoraPair | None) -> tuple[int, ...]:
+    if pair is None:
+        return (0,) * PAIR
+    change = pair.rescale
+    gain, shift = (0, 0) if change is None else (change.gain.data_ptr(), change.shift.data_ptr())
+    return pair.a.data_ptr(), pair.b.data_ptr(), len(pair.a), gain, shift

@@ -1,0 +1,168 @@
+"""LoRA for the rows of a step on the CPU: each with its own adapter, straight from where the adapters lie.
+
+torch's products of a few rows and ranks spend most of their time on being called, and gathering the adapters of a step
+would read and write all of what is read again afterwards. Here every number of an adapter is read once for every four
+of its rows, by one call for each group of layers with the same input:
+
+    for each task (rows of one adapter, layer of the group, part of the ranks), by whichever thread is free:
+        shrunk[row, layer, rank] = x[row] . A[rank]
+    when all of them are done, for each task (rows of one adapter, layer of the group, part of the columns):
+        y[row, columns] += sum over ranks of shrunk[row, layer, rank] * B[rank, columns]
+
+All is computed in float32 and rounded once. What a row gets does not depend on the rows of other adapters.
+"""
+
+# numba compiles these functions from their bytecode: it needs no annotations, and has no types for mypy to check.
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, misc"
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+from numba import carray, njit
+
+from worker.cpu import kernels
+from worker.cpu.vectors import KINDS, LANES, floats_at, integers_at, look_at, take
+from worker.lora import lora_vectors
+from worker.lora.lora_vectors import (
+    ROWS,
+    add,
+    dots,
+    dots_of_rows,
+    dots_of_rows_two,
+    rescale_and_add,
+    weigh,
+    weigh_four,
+    weigh_rows,
+    weigh_rows_four,
+    widen,
+)
+
+# Integers of a slot's share of a layer: where A [rank, in_features] and B [rank, out_features] are, the rank, and where
+# gain and shift [out_features] are, 0 for none (see dora.py). `slots` are [slots, layers] of these.
+PAIR = 5
+# Of a layer: its first column in y, and how many.
+COLUMNS = 2
+# Of rows in a row with the same adapter: its slot, the first one, and the one behind the last.
+SEGMENT = 3
+COUNTERS = 4
+_SHRINKS, _SHRUNK, _EXPANDS, _THREADS = 0, 8, 16, 24
+
+_INTEGERS = (
+    "x x_bytes in_features y y_bytes slots layers layer_count segments segment_count parts counters shrunk max_rank "
+    "scratch scratch_bytes number_bytes"
+)
+
+
+@cache
+def compiled(kind: str) -> Any:
+    """The kernel for numbers of a kind. `counters` are zeros: threads called with the same ones share the tasks."""
+    given = kernels.parameters(_INTEGERS.split(), [], {"of_kind": KINDS[kind]}, lora_vectors)
+    return kernels.compiled(_apply, given)
+
+
+def scratch_floats(in_features: int, out_features: int) -> int:
+    """What a thread needs of its own: some rows of x, and then of the sums that are added to y."""
+    return ROWS * max(in_features, out_features)
+
+
+@njit(fastmath=True, error_model="numpy")
+def _shrink(p, at, pair, layer, segment, part, scratch):
+    a, _, rank, _, _ = pair
+    _, row, stop = segment
+    count, stride = at.in_features, at.in_features * 4
+    low, high = rank * part // at.parts, rank * (part + 1) // at.parts
+    shrunk_stride = at.layer_count * at.max_rank * 4
+    while row < stop and low < high:
+        rows = ROWS if row + ROWS <= stop else 1
+        for index in range(rows):
+            widen(p, scratch + index * stride, at.x + (row + index) * at.x_bytes, count)
+        out = at.shrunk + row * shrunk_stride + layer * at.max_rank * 4
+        k = low
+        while k < high:
+            weights = a + k * count * at.number_bytes
+            if rows == 1:
+                dots(p, scratch, weights, count, out + k * 4, shrunk_stride)
+            elif k + 2 <= high:
+                dots_of_rows_two(p, scratch, weights, count, out + k * 4, shrunk_stride)
+                k += 1
+            else:
+                dots_of_rows(p, scratch, weights, count, out + k * 4, shrunk_stride)
+            k += 1
+        row += rows
+
+
+@njit(fastmath=True, error_model="numpy")
+def _expand(p, at, pair, layer, columns, segment, part, scratch):
+    _, b, rank, gain, shift = pair
+    first, width = columns
+    _, row, stop = segment
+    vectors = (width + LANES - 1) // LANES
+    low = min(width, vectors * part // at.parts * LANES)
+    count, size = min(width, vectors * (part + 1) // at.parts * LANES) - low, at.number_bytes
+    stride, weights_stride, factors_stride = count * 4, width * size, at.layer_count * at.max_rank * 4
+    while row < stop and count > 0:
+        rows = ROWS if row + ROWS <= stop else 1
+        zeros = carray(floats_at(scratch), (rows * count,))
+        for index in range(len(zeros)):
+            zeros[index] = np.float32(0.0)
+        factors = at.shrunk + row * factors_stride + layer * at.max_rank * 4
+        k = 0
+        while k < rank:
+            weights, of_rank = b + k * weights_stride + low * size, factors + k * 4
+            if rows == 1 and k + 4 <= rank:
+                weigh_four(p, scratch, of_rank, factors_stride, weights, weights_stride, count)
+                k += 3
+            elif rows == 1:
+                weigh(p, scratch, of_rank, factors_stride, weights, weights_stride, count)
+            elif k + 4 <= rank:
+                weigh_rows_four(p, scratch, of_rank, factors_stride, weights, weights_stride, count)
+                k += 3
+            else:
+                weigh_rows(p, scratch, of_rank, factors_stride, weights, weights_stride, count)
+            k += 1
+        for index in range(rows):
+            out, sums = at.y + (row + index) * at.y_bytes + (first + low) * size, scratch + index * stride
+            if gain:
+                rescale_and_add(p, out, sums, gain + low * size, shift + low * size, count)
+            else:
+                add(p, out, sums, gain, shift, count)
+        row += rows
+
+
+@njit(fastmath=True, error_model="numpy")
+def _task(at, index):
+    """A task's part, its layer, and what concerns it: the slot's pair there, the layer's columns, the segment."""
+    part, index = index % at.parts, index // at.parts
+    layer = index % at.layer_count
+    line = carray(integers_at(at.segments), (at.segment_count, SEGMENT))[index // at.layer_count]
+    of_layer = carray(integers_at(at.layers), (at.layer_count, COLUMNS))[layer]
+    held = carray(integers_at(at.slots + (line[0] * at.layer_count + layer) * PAIR * 8), (PAIR,))
+    pair = (held[0], held[1], held[2], held[3], held[4])
+    return part, layer, pair, (of_layer[0], of_layer[1]), (line[0], line[1], line[2])
+
+
+def _apply(p):
+    at = carray(p, 1)[0]
+    counters = at.counters
+    scratch = at.scratch + take(counters + _THREADS, 1) * at.scratch_bytes
+    tasks = at.segment_count * at.layer_count * at.parts
+    while True:
+        index = take(counters + _SHRINKS, 1)
+        if index >= tasks:
+            break
+        part, layer, pair, columns, segment = _task(at, index)
+        _shrink(p, at, pair, layer, segment, part, scratch)
+        take(counters + _SHRUNK, 1)
+    # Others may still be at it, not for long.
+    while look_at(counters + _SHRUNK) < tasks:
+        pass
+    while True:
+        index = take(counters + _EXPANDS, 1)
+        if index >= tasks:
+            return
+        part, layer, pair, columns, segment = _task(at, index)
+        if pair[2]:
+            _expand(p, at, pair, layer, columns, segment, part, scratch)

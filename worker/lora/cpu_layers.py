@@ -1,0 +1,100 @@
+"""The model's adaptable layers on the CPU: those with the same input together, every row with its own adapter.
+
+    x ──▶ q, k and v's weights, one product ──▶ y [rows, q | k | v] ──▶ CpuGroup adds to y ──▶ views of y
+
+Rows without an adapter keep their numbers, bit for bit. Work for a step is O(its adapters), whatever is resident.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+
+import torch
+from torch import Tensor, nn
+
+from worker.lora.cpu_group import CpuGroup, CpuStep, add_pair
+from worker.lora.siblings import SharedLinear, SharedProduct, computed_together, replace, sibling_groups
+from worker.lora.weights import AdapterWeights, LoraPair
+
+
+class CpuLayers:
+    """See worker.lora.adapter_layers. What is installed stays where it is: its tensors are kept, not copied."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        linears: Mapping[str, tuple[int, int]],
+        slots: int,
+        max_rank: int,
+        dtype: torch.dtype,
+        ends: Mapping[str, tuple[int, int]] = MappingProxyType({}),
+    ) -> None:
+        """`linears` and `ends` are (in_features, out_features) by name: the layers between, and embeddings and head.
+
+        Compiles the kernel.
+        """
+        self._step = CpuStep()
+        # The embeddings see all rows of a step as they are, the head those whose logits are wanted.
+        self._embedding_step = CpuStep()
+        self._head_step = CpuStep()
+        self._embeddings: dict[str, CpuEmbedding] = {}
+        self._groups: list[tuple[Sequence[str], CpuGroup]] = []
+
+        def add_group(names: Sequence[str], shapes: Mapping[str, tuple[int, int]], step: CpuStep) -> None:
+            widths = [shapes[name][1] for name in names]
+            layers = [model.get_submodule(name) for name in names]
+            base = layers[0].shared.base if isinstance(layers[0], SharedLinear) else layers[0]
+            group = CpuGroup(base, shapes[names[0]][0], widths, slots, max_rank, dtype, step)
+            replace(model, names, SharedProduct(group, widths, base))
+            self._groups.append((names, group))
+
+        for names in sibling_groups(linears):
+            for together in computed_together(model, names):
+                add_group(together, linears, self._step)
+        self._has_ends = bool(ends)
+        for name in ends:
+            base = model.get_submodule(name)
+            if isinstance(base, nn.Embedding):
+                self._embeddings[name] = CpuEmbedding(base, slots, self._embedding_step)
+                model.set_submodule(name, self._embeddings[name])
+            else:
+                add_group([name], ends, self._head_step)
+
+    def install(self, weights: AdapterWeights, slot: int) -> None:
+        """See AdapterLayers."""
+        for names, group in self._groups:
+            group.install(slot, [weights.pairs.get(name) for name in names])
+        for name, embedding in self._embeddings.items():
+            embedding.pairs[slot] = weights.pairs.get(name)
+
+    def begin_step(self, rows: Sequence[tuple[int, int]], wanted: Sequence[int] = ()) -> None:
+        """See AdapterLayers."""
+        self._step.begin(rows)
+        if self._has_ends:
+            self._embedding_step.begin(rows)
+            self._head_step.begin([(slot, count) for (slot, _), count in zip(rows, wanted, strict=True)])
+
+    def begin_decode(self, row_slots: Sequence[int], padded: int) -> None:
+        """See AdapterLayers."""
+        self.begin_step([(slot, 1) for slot in (*row_slots, *[-1] * (padded - len(row_slots)))], [1] * padded)
+
+
+class CpuEmbedding(nn.Module):
+    """Token embeddings: a row of A^T for each token, times B."""
+
+    def __init__(self, base: nn.Embedding, slots: int, step: CpuStep) -> None:
+        super().__init__()
+        self.base = base
+        self.pairs: list[LoraPair | None] = [None] * slots
+        self._step = step
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """The base's rows plus each adapter's: [...] to [..., features]."""
+        y: Tensor = self.base(ids)
+        out, flat = y.view(-1, y.shape[-1]), ids.reshape(-1)
+        for slot, first, stop in self._step.segments:
+            pair = self.pairs[slot]
+            if pair is not None:
+                add_pair(out[first:stop], pair.a.index_select(1, flat[first:stop]).t(), pair)
+        return y
