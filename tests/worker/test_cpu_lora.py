@@ -91,7 +91,7 @@ MIXES = {
     "distinct": [-1, 0, 1, 2, 3, 4, 5],
     "identical": [4] * 4,
     "five of one, seven of another": [1] * 5 + [2] * 7,
-    "as many as the kernel takes": [0] * 16 + [4] * 3,
+    "as many as the kernel takes": [0] * 96 + [4] * 3,
     "none between": [-1, -1, 0, 0, 0, 5, 5],
 }
 
@@ -106,8 +106,8 @@ def test_every_row_gets_what_its_adapter_makes_of_it(mix: str, dtype: torch.dtyp
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 def test_more_rows_than_the_kernel_takes_are_products_of_torch(dtype: torch.dtype) -> None:
     group = Group(dtype, RANKS, dora=True)
-    group.check([0] * 16 + [2] * 17 + [4] * 3, roundings=4)
-    assert [stop - first for _, first, stop in group.step.long] == [17]
+    group.check([0] * 96 + [2] * 97 + [4] * 3, roundings=4)
+    assert [stop - first for _, first, stop in group.step.long] == [97]
 
 
 def test_a_row_without_an_adapter_keeps_its_bits() -> None:

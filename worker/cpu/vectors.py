@@ -29,6 +29,12 @@ def length(parameters: Any, name: str) -> int:
     return int(parameters.dtype.fields[name].type.shape[0])
 
 
+def integer_of(b: Any, parameters: Any, pointer: Any, name: str) -> Any:
+    """A 64-bit field of what a pointer to parameters points to."""
+    offset = int(parameters.dtype.fields[name].offset)
+    return load(b, b.ptrtoint(pointer, I64), offset, I64, 1)
+
+
 def bytes_of(kind: int) -> int:
     """Of one number of a kind."""
     return 4 if kind == KINDS["float32"] else 2

@@ -25,10 +25,10 @@ from worker.lora.cpu_kernel import COUNTERS, PAIR, SEGMENT, compiled, scratch_fl
 from worker.lora.weights import LoraPair
 
 # With more rows of one adapter products of matrices are faster.
-_FEW_ROWS = 16
+_FEW_ROWS = 96
 # Of so many tasks none keeps a thread waiting for long.
 _TASKS_PER_THREAD = 2
-_GIVEN = Struct("=17q")
+_GIVEN = Struct("=18q")
 
 
 @dataclass(slots=True)
@@ -127,7 +127,7 @@ class CpuGroup:
             *(rows.data_ptr(), rows.stride(0) * size, self.in_features, out.data_ptr(), out.stride(0) * size),
             *(self._table.ctypes.data, self._columns.ctypes.data, layers),
             *(step.short.ctypes.data, len(step.short), step.parts, step.counters.ctypes.data),
-            *(room, self._max_rank, room + shrunk * 4, self._room * 4, size),
+            *(room, layers * self._max_rank * 4, self._max_rank, room + shrunk * 4, self._room * 4, size),
         )
         threads.run(self._kernel.address, given)
 

@@ -20,26 +20,26 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-import numpy as np
 from numba import carray, njit
 
 from worker.cpu import kernels
-from worker.cpu.vectors import KINDS, LANES, floats_at, integers_at, look_at, take
+from worker.cpu.vectors import KINDS, LANES, integers_at, look_at, take
 from worker.lora import lora_vectors
 from worker.lora.lora_vectors import (
     ROWS,
     add,
     dots,
-    dots_of_rows,
-    dots_of_rows_two,
+    dots_four,
+    dots_rows,
+    dots_rows_four,
     rescale_and_add,
     weigh,
-    weigh_four,
     weigh_rows,
-    weigh_rows_four,
     widen,
 )
 
+# So many columns of B, of ranks that people use, stay in the nearest cache while many rows need them.
+_BLOCK = 512
 # Integers of a slot's share of a layer: where A [rank, in_features] and B [rank, out_features] are, the rank, and where
 # gain and shift [out_features] are, 0 for none (see dora.py). `slots` are [slots, layers] of these.
 PAIR = 5
@@ -51,8 +51,8 @@ COUNTERS = 4
 _SHRINKS, _SHRUNK, _EXPANDS, _THREADS = 0, 8, 16, 24
 
 _INTEGERS = (
-    "x x_bytes in_features y y_bytes slots layers layer_count segments segment_count parts counters shrunk max_rank "
-    "scratch scratch_bytes number_bytes"
+    "x x_bytes in_features y y_bytes slots layers layer_count segments segment_count parts counters shrunk "
+    "shrunk_bytes max_rank scratch scratch_bytes number_bytes"
 )
 
 
@@ -72,64 +72,55 @@ def scratch_floats(in_features: int, out_features: int) -> int:
 def _shrink(p, at, pair, layer, segment, part, scratch):
     a, _, rank, _, _ = pair
     _, row, stop = segment
-    count, stride = at.in_features, at.in_features * 4
+    count = at.in_features
     low, high = rank * part // at.parts, rank * (part + 1) // at.parts
-    shrunk_stride = at.layer_count * at.max_rank * 4
     while row < stop and low < high:
         rows = ROWS if row + ROWS <= stop else 1
         for index in range(rows):
-            widen(p, scratch + index * stride, at.x + (row + index) * at.x_bytes, count)
-        out = at.shrunk + row * shrunk_stride + layer * at.max_rank * 4
+            widen(p, scratch + index * count * 4, at.x + (row + index) * at.x_bytes, count)
+        out = at.shrunk + row * at.shrunk_bytes + layer * at.max_rank * 4
         k = low
         while k < high:
-            weights = a + k * count * at.number_bytes
-            if rows == 1:
-                dots(p, scratch, weights, count, out + k * 4, shrunk_stride)
-            elif k + 2 <= high:
-                dots_of_rows_two(p, scratch, weights, count, out + k * 4, shrunk_stride)
-                k += 1
+            ranks = 4 if k + 4 <= high else 1
+            weights, of_rank = a + k * count * at.number_bytes, out + k * 4
+            if rows == 1 and ranks == 1:
+                dots(p, scratch, weights, count, of_rank)
+            elif rows == 1:
+                dots_four(p, scratch, weights, count, of_rank)
+            elif ranks == 1:
+                dots_rows(p, scratch, weights, count, of_rank)
             else:
-                dots_of_rows(p, scratch, weights, count, out + k * 4, shrunk_stride)
-            k += 1
+                dots_rows_four(p, scratch, weights, count, of_rank)
+            k += ranks
         row += rows
 
 
 @njit(fastmath=True, error_model="numpy")
 def _expand(p, at, pair, layer, columns, segment, part, scratch):
     _, b, rank, gain, shift = pair
-    first, width = columns
-    _, row, stop = segment
-    vectors = (width + LANES - 1) // LANES
-    low = min(width, vectors * part // at.parts * LANES)
-    count, size = min(width, vectors * (part + 1) // at.parts * LANES) - low, at.number_bytes
-    stride, weights_stride, factors_stride = count * 4, width * size, at.layer_count * at.max_rank * 4
-    while row < stop and count > 0:
-        rows = ROWS if row + ROWS <= stop else 1
-        zeros = carray(floats_at(scratch), (rows * count,))
-        for index in range(len(zeros)):
-            zeros[index] = np.float32(0.0)
-        factors = at.shrunk + row * factors_stride + layer * at.max_rank * 4
-        k = 0
-        while k < rank:
-            weights, of_rank = b + k * weights_stride + low * size, factors + k * 4
-            if rows == 1 and k + 4 <= rank:
-                weigh_four(p, scratch, of_rank, factors_stride, weights, weights_stride, count)
-                k += 3
-            elif rows == 1:
-                weigh(p, scratch, of_rank, factors_stride, weights, weights_stride, count)
-            elif k + 4 <= rank:
-                weigh_rows_four(p, scratch, of_rank, factors_stride, weights, weights_stride, count)
-                k += 3
+    begin, width = columns
+    _, first, stop = segment
+    vectors, size = (width + LANES - 1) // LANES, at.number_bytes
+    low, high = min(width, vectors * part // at.parts * LANES), min(width, vectors * (part + 1) // at.parts * LANES)
+    block = _BLOCK if stop - first >= 2 * ROWS else width
+    while low < high:
+        count = min(block, high - low)
+        row = first
+        while row < stop:
+            rows = ROWS if row + ROWS <= stop else 1
+            factors = at.shrunk + row * at.shrunk_bytes + layer * at.max_rank * 4
+            if rows == 1:
+                weigh(p, scratch, factors, rank, b + low * size, width * size, count)
             else:
-                weigh_rows(p, scratch, of_rank, factors_stride, weights, weights_stride, count)
-            k += 1
-        for index in range(rows):
-            out, sums = at.y + (row + index) * at.y_bytes + (first + low) * size, scratch + index * stride
-            if gain:
-                rescale_and_add(p, out, sums, gain + low * size, shift + low * size, count)
-            else:
-                add(p, out, sums, gain, shift, count)
-        row += rows
+                weigh_rows(p, scratch, factors, rank, b + low * size, width * size, count)
+            for index in range(rows):
+                out, sums = at.y + (row + index) * at.y_bytes + (begin + low) * size, scratch + index * count * 4
+                if gain:
+                    rescale_and_add(p, out, sums, gain + low * size, shift + low * size, count)
+                else:
+                    add(p, out, sums, gain, shift, count)
+            row += rows
+        low += count
 
 
 @njit(fastmath=True, error_model="numpy")

@@ -10,6 +10,7 @@ kind that the kernel is made for. Strides are in bytes, lengths in numbers.
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import chain
 from typing import Any
 
 from llvmlite import ir
@@ -25,6 +26,7 @@ from worker.cpu.vectors import (
     bytes_of,
     floats,
     integer,
+    integer_of,
     length,
     load,
     narrowed,
@@ -35,8 +37,6 @@ from worker.cpu.vectors import (
     widened,
 )
 
-# A dot product is so many sums of vectors at the same time: one alone would wait for itself.
-_CHAINS = 2
 # A product and the sum that it goes into may be one instruction; nothing is put in another order, so that a row's
 # numbers are the same however many rows are computed with it.
 _FUSED = ("contract",)
@@ -67,86 +67,85 @@ def _offset(b: Any, address: Any, index: Any, size: int) -> Any:
 
 def _dots(rows: int, ranks: int) -> Any:
     @intrinsic
-    def dots(typingctx, parameters, x, weights, count, out, out_stride):
+    def dots(typingctx, parameters, x, weights, count, out):
         """out[row, rank] = x[row] . weights[rank], for so many rows and ranks, all but out's rows side by side."""
         kind = length(parameters, "of_kind")
 
         def generate(context, b, signature, arguments):
-            _, x, weights, count, out, out_stride = arguments
+            p, x, weights, count, out = arguments
             of_x = _lines(b, x, _bytes(b, count, 4), rows)
             of_weights = _lines(b, weights, _bytes(b, count, bytes_of(kind)), ranks)
+            of_out = _lines(b, out, integer_of(b, parameters, p, "shrunk_bytes"), rows)
 
             def zeros(lanes):
                 return cgutils.alloca_once_value(b, ir.Constant(vector(F32, lanes), [0.0] * lanes))
 
-            # Sums in vectors, one chain of additions for each; and of the numbers that fill no vector.
+            # A sum in a vector for each, and one of the numbers that fill no vector.
             pairs = [(row, rank) for row in range(rows) for rank in range(ranks)]
-            sums = {pair: [zeros(LANES) for _ in range(_CHAINS)] for pair in pairs}
-            rest = {pair: [zeros(1)] for pair in pairs}
+            sums = {(pair, lanes): zeros(lanes) for pair in pairs for lanes in (LANES, 1)}
 
-            def body(index, lanes, vectors):
-                for part in range(vectors):
-                    first = part * lanes
-                    xs = [floats(b, _offset(b, line, index, 4), first, lanes) for line in of_x]
-                    ws = [
-                        widened(b, kind, _offset(b, line, index, bytes_of(kind)), first, lanes) for line in of_weights
-                    ]
-                    for pair in pairs:
-                        place = (sums if lanes == LANES else rest)[pair][part]
-                        product = b.fmul(xs[pair[0]], ws[pair[1]], flags=_FUSED)
-                        b.store(b.fadd(b.load(place), product, flags=_FUSED), place)
+            def body(index, lanes, _):
+                xs = [floats(b, _offset(b, line, index, 4), 0, lanes) for line in of_x]
+                ws = [widened(b, kind, _offset(b, line, index, bytes_of(kind)), 0, lanes) for line in of_weights]
+                for pair in pairs:
+                    place = sums[pair, lanes]
+                    product = b.fmul(xs[pair[0]], ws[pair[1]], flags=_FUSED)
+                    b.store(b.fadd(b.load(place), product, flags=_FUSED), place)
 
-            _each(b, count, body, _CHAINS)
+            _each(b, count, body)
             for row, rank in pairs:
-                total = b.load(sums[row, rank][0])
-                for place in sums[row, rank][1:]:
-                    total = b.fadd(total, b.load(place), flags=_FUSED)
-                last = b.extract_element(b.load(rest[row, rank][0]), ir.Constant(I32, 0))
-                total = b.fadd(sum_of(b, total, LANES), last, flags=_FUSED)
-                store(b, total, b.add(out, b.mul(out_stride, integer(row))), 4 * rank, 4)
+                whole, rest = (b.load(sums[(row, rank), lanes]) for lanes in (LANES, 1))
+                last = b.extract_element(rest, ir.Constant(I32, 0))
+                total = b.fadd(sum_of(b, whole, LANES), last, flags=_FUSED)
+                store(b, total, of_out[row], 4 * rank, 4)
             return context.get_dummy_value()
 
-        return types.void(parameters, x, weights, count, out, out_stride), generate
+        return types.void(parameters, x, weights, count, out), generate
 
     return dots
 
 
-def _weigh(rows: int, ranks: int) -> Any:
+def _weigh(rows: int, vectors: int) -> Any:
     @intrinsic
-    def weigh(typingctx, parameters, sums, factors, factors_stride, weights, weights_stride, count):
-        """sums[row] += sum over ranks of factors[row, rank] * weights[rank]; the rows of sums lie side by side."""
+    def weigh(typingctx, parameters, sums, factors, ranks, weights, weights_stride, count):
+        """sums[row] = sum over ranks of factors[row, rank] * weights[rank], for so many rows, sums' side by side."""
         kind = length(parameters, "of_kind")
 
         def generate(context, b, signature, arguments):
-            _, sums, factors, factors_stride, weights, weights_stride, count = arguments
-            of_sums, of_weights = _lines(b, sums, _bytes(b, count, 4), rows), _lines(b, weights, weights_stride, ranks)
-            by_row = [
-                [load(b, line, 4 * rank, F32, 4) for rank in range(ranks)]
-                for line in _lines(b, factors, factors_stride, rows)
-            ]
+            p, sums, factors, ranks, weights, weights_stride, count = arguments
+            of_sums = _lines(b, sums, _bytes(b, count, 4), rows)
+            of_factors = _lines(b, factors, integer_of(b, parameters, p, "shrunk_bytes"), rows)
 
-            def body(index, lanes, _):
-                ws = [widened(b, kind, _offset(b, line, index, bytes_of(kind)), 0, lanes) for line in of_weights]
-                for line, factors_of_row in zip(of_sums, by_row, strict=True):
-                    place = _offset(b, line, index, 4)
-                    total = floats(b, place, 0, lanes)
-                    for factor, piece in zip(factors_of_row, ws, strict=True):
-                        total = b.fadd(total, b.fmul(spread(b, factor, lanes), piece, flags=_FUSED), flags=_FUSED)
-                    store(b, total, place, 0, 4)
+            def body(index, lanes, vectors):
+                parts = [part * lanes for part in range(vectors)]
+                zeros = ir.Constant(vector(F32, lanes), [0.0] * lanes)
+                totals = [[cgutils.alloca_once_value(b, zeros) for _ in parts] for _ in of_sums]
+                for place in chain(*totals):
+                    b.store(zeros, place)
+                first = _offset(b, weights, index, bytes_of(kind))
+                with cgutils.for_range_slice(b, integer(0), ranks, integer(1), I64) as (rank, _):
+                    line = b.add(first, b.mul(rank, weights_stride))
+                    ws = [widened(b, kind, line, part, lanes) for part in parts]
+                    for places, of_row in zip(totals, of_factors, strict=True):
+                        factor = spread(b, load(b, _offset(b, of_row, rank, 4), 0, F32, 4), lanes)
+                        for place, piece in zip(places, ws, strict=True):
+                            b.store(b.fadd(b.load(place), b.fmul(factor, piece, flags=_FUSED), flags=_FUSED), place)
+                for places, of_row in zip(totals, of_sums, strict=True):
+                    for place, part in zip(places, parts, strict=True):
+                        store(b, b.load(place), _offset(b, of_row, index, 4), 4 * part, 4)
 
-            _each(b, count, body)
+            _each(b, count, body, vectors)
             return context.get_dummy_value()
 
-        return types.void(parameters, sums, factors, factors_stride, weights, weights_stride, count), generate
+        return types.void(parameters, sums, factors, ranks, weights, weights_stride, count), generate
 
     return weigh
 
 
 # So many rows of one adapter share what is read of it.
 ROWS = 4
-dots, dots_of_rows, dots_of_rows_two = _dots(1, 1), _dots(ROWS, 1), _dots(ROWS, 2)
-weigh, weigh_four = _weigh(1, 1), _weigh(1, 4)
-weigh_rows, weigh_rows_four = _weigh(ROWS, 1), _weigh(ROWS, 4)
+dots, dots_four, dots_rows, dots_rows_four = _dots(1, 1), _dots(1, 4), _dots(ROWS, 1), _dots(ROWS, 4)
+weigh, weigh_rows = _weigh(1, 24), _weigh(ROWS, 4)
 
 
 @intrinsic
