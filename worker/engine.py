@@ -227,7 +227,7 @@ def adapter_layers(loaded: LoadedModel, slots: int, max_rank: int, rows: int) ->
 
 
 def _fitting_blocks(loaded: LoadedModel, rows: int, block_size: int) -> int:
-    # What adapters take is taken already on CUDA; on the CPU a slot takes memory when it is written.
+    # What adapters take is taken already on CUDA; on the CPU a slot takes none of its own.
     available = available_bytes(loaded.device)
     blocks = fitting_blocks(available, loaded.kv_token_bytes, block_size, rows, loaded.context_length, loaded.device)
     if blocks < 1:

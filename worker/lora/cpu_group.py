@@ -36,7 +36,8 @@ class CpuStep:
     """What the layers that see the same rows need to know of a step.
 
     `segments` are (slot, first row, last row + 1) of the rows with adapters, `short` [n, 3] and `long` those with few
-    and with many rows; a short one's work in a layer is cut into `parts`.
+    and with many rows; a short one's work in a layer is cut into `parts`. `addresses` are those of `short` and of the
+    kernel's counters.
     """
 
     segments: list[tuple[int, int, int]] = field(default_factory=list)
@@ -44,6 +45,7 @@ class CpuStep:
     long: list[tuple[int, int, int]] = field(default_factory=list)
     parts: int = 1
     counters: NDArray[np.int64] = field(default_factory=lambda: np.zeros(COUNTERS, np.int64))
+    addresses: tuple[int, int] = (0, 0)
     # float32, with anything in it: for whichever group is computed.
     scratch: Tensor = field(default_factory=lambda: torch.empty(0))
 
@@ -58,6 +60,7 @@ class CpuStep:
         short = [one for one in self.segments if one[2] - one[1] <= _FEW_ROWS]
         self.long = [one for one in self.segments if one[2] - one[1] > _FEW_ROWS]
         self.short = np.array(short, np.int64).reshape(-1, SEGMENT)
+        self.addresses = self.short.ctypes.data, self.counters.ctypes.data
         self.parts = max(1, -(-_TASKS_PER_THREAD * torch.get_num_threads() // max(1, len(short))))
 
     def room(self, floats: int) -> int:
@@ -80,7 +83,7 @@ class CpuGroup:
         dtype: torch.dtype,
         step: CpuStep,
     ) -> None:
-        """`widths` are the layers' out_features; compiles the kernel."""
+        """`widths` are the layers' out_features; what `base` gives is contiguous. Compiles the kernel."""
         self.base = base
         self.in_features = in_features
         self.width = sum(widths)
@@ -95,6 +98,7 @@ class CpuGroup:
         # What the table tells of, by slot and layer; it keeps that from being freed.
         self._pairs: list[list[LoraPair | None]] = [[None] * len(widths) for _ in range(slots)]
         self._table = np.zeros((slots, len(widths), PAIR), np.int64)
+        self._addresses = self._table.ctypes.data, self._columns.ctypes.data
         self._used: set[int] = set()
 
     def install(self, slot: int, pairs: Sequence[LoraPair | None]) -> None:
@@ -109,24 +113,24 @@ class CpuGroup:
         step = self._step
         if not (self._used and step.segments):
             return y
-        rows, out = x.reshape(-1, self.in_features).contiguous(), y.view(-1, self.width)
+        x = x.contiguous()
         if len(step.short):
-            self._add_short(rows, out)
+            self._add_short(x, y)
+        rows, out = x.view(-1, self.in_features), y.view(-1, self.width)
         for slot, first, stop in step.long:
             for (begin, end), pair in zip(self._parts, self._pairs[slot], strict=True):
                 if pair is not None:
                     add_pair(out[first:stop, begin:end], linear(rows[first:stop], pair.a), pair)
         return y
 
-    def _add_short(self, rows: Tensor, out: Tensor) -> None:
-        step, layers, size = self._step, len(self._columns), self._number_bytes
-        shrunk = len(rows) * layers * self._max_rank
+    def _add_short(self, x: Tensor, y: Tensor) -> None:
+        step, layers, size = self._step, len(self._parts), self._number_bytes
+        shrunk = x.numel() // self.in_features * layers * self._max_rank
         room = step.room(shrunk + torch.get_num_threads() * self._room)
         step.counters[:] = 0
         given = _GIVEN.pack(
-            *(rows.data_ptr(), rows.stride(0) * size, self.in_features, out.data_ptr(), out.stride(0) * size),
-            *(self._table.ctypes.data, self._columns.ctypes.data, layers),
-            *(step.short.ctypes.data, len(step.short), step.parts, step.counters.ctypes.data),
+            *(x.data_ptr(), self.in_features * size, self.in_features, y.data_ptr(), self.width * size),
+            *(*self._addresses, layers, step.addresses[0], len(step.short), step.parts, step.addresses[1]),
             *(room, layers * self._max_rank * 4, self._max_rank, room + shrunk * 4, self._room * 4, size),
         )
         threads.run(self._kernel.address, given)

@@ -7,7 +7,7 @@ Rows without an adapter keep their numbers, bit for bit. Work for a step is O(it
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
 import torch
@@ -43,8 +43,11 @@ class CpuLayers:
 
         def add_group(names: Sequence[str], shapes: Mapping[str, tuple[int, int]], step: CpuStep) -> None:
             widths = [shapes[name][1] for name in names]
-            layers = [model.get_submodule(name) for name in names]
-            base = layers[0].shared.base if isinstance(layers[0], SharedLinear) else layers[0]
+            layer = model.get_submodule(names[0])
+            base: Callable[[Tensor], Tensor] = layer
+            if isinstance(layer, SharedLinear):
+                assert layer.shared.widths == tuple(widths), "all parts of a product can be adapted"
+                base = layer.shared.base
             group = CpuGroup(base, shapes[names[0]][0], widths, slots, max_rank, dtype, step)
             replace(model, names, SharedProduct(group, widths, base))
             self._groups.append((names, group))
