@@ -16,7 +16,6 @@ import torch
 from worker.lora.adapter_layers import AdapterLayers
 from worker.lora.adapter_memory import PackedAdapter, TorchAdapterMemory
 from worker.lora.cores import keep_to_one_core
-from worker.lora.cpu_layers import CpuLayers
 from worker.lora.loading import LoaderThreads
 from worker.lora.operated_cache import OperatedCache
 from worker.lora.weights import read_source
@@ -213,6 +212,8 @@ def adapter_layers(loaded: LoadedModel, slots: int, max_rank: int, rows: int) ->
     if device.type == "cpu":
         if packing_works(dtype):
             pack_linears(module)
+        from worker.lora.cpu_layers import CpuLayers  # numba is there only where the CPU computes
+
         return CpuLayers(module, loaded.linears, slots, max_rank, dtype, loaded.ends)
     from worker.lora.cuda_layers import CudaLayers  # Triton is there only with CUDA
 

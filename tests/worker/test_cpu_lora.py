@@ -16,8 +16,8 @@ from worker.lora.dora import Rescale
 from worker.lora.weights import LoraPair
 
 SLOTS, MAX_RANK = 6, 256
-# Layers side by side: no width is a multiple of the vectors'.
-IN_FEATURES, WIDTHS = 150, (67, 33, 200)
+# Layers side by side: no width is a multiple of the vectors'; the last is more than a block, also in parts.
+IN_FEATURES, WIDTHS = 150, (67, 33, 2310)
 # Relative to outputs of about 1: rounded once at the end, whatever stands between.
 TOLERANCE = {torch.float32: 4e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}
 
@@ -54,9 +54,10 @@ class Group:
         change = Rescale(*(self.random(2, width) / 4).to(self.dtype)) if dora else None
         return LoraPair(a.to(self.dtype), b.to(self.dtype), change)
 
-    def result(self, slots: Sequence[int], x: Tensor, y: Tensor) -> Tensor:
+    def result(self, slots: Sequence[int], x: Tensor, y: Tensor, prompt: tuple[int, int] | None = None) -> Tensor:
+        """Of one row for each slot, and behind them a prompt's (slot, rows)."""
         self.y = y
-        self.step.begin([(slot, 1) for slot in slots])
+        self.step.begin([(slot, 1) for slot in slots] + ([prompt] if prompt else []))
         return self.group(x)
 
     def expected(self, slots: Sequence[int], x: Tensor, y: Tensor) -> Tensor:
@@ -126,6 +127,23 @@ def test_company_changes_no_bit(dtype: torch.dtype) -> None:
     together = group.result([0, 0, 0, 0, 0, 1, 2, 3, 4], x, y)
     for row, slot in ((0, 0), (3, 0), (4, 0), (6, 2), (8, 4)):
         assert torch.equal(group.result([slot], x[row : row + 1], y[row : row + 1])[0], together[row])
+
+
+def test_a_prompt_of_its_adapter_changes_no_bit_of_a_decode() -> None:
+    group = Group(torch.bfloat16, RANKS)
+    x, y = group.inputs(202)
+    together = group.result([0, 4], x, y, prompt=(4, 200))
+    assert group.step.long == [(4, 2, 202)]
+    assert torch.equal(group.result([0, 4], x[:2], y[:2]), together[:2])
+
+
+@pytest.mark.parametrize("given", ["another number of rows", "another dtype"])
+def test_what_is_not_the_steps_is_refused_and_not_written_over(given: str) -> None:
+    group = Group(torch.float32, RANKS)
+    x, y = group.inputs(3)
+    x, y = (x[:2], y[:2]) if given == "another number of rows" else (x.half(), y.half())
+    with pytest.raises(AssertionError):
+        group.result([0, 1, 2], x, y)
 
 
 def test_a_torch_without_openmp_computes_the_same_in_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from worker.lora.cpu_layers import CpuLayers
 from worker.lora.dora import Rescale
 from worker.lora.weights import AdapterWeights, LoraPair
+from worker.model.packed import pack_linears, packing_works
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -152,13 +153,49 @@ def test_another_rows_adapter_that_overflows_is_not_felt(checked: Checked) -> No
         torch.testing.assert_close(out[row], checked._alone(x[0, row], slot), rtol=1e-5, atol=1e-5)
 
 
-def test_a_smaller_rank_clears_what_the_larger_left(checked: Checked) -> None:
-    for slot in (0, 1, 2, 4):
-        checked.install(slot, {"first": 16, "inner.second": 16})
-    checked.check([0, 1, 2, 4])
-    checked.install(1, {"first": 1})
-    checked.install(2, {"inner.second": 9})
-    checked.check([0, 1, 2, 4])
+class Siblings(nn.Module):
+    """Three layers with one input, called as models call them, and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q_proj, self.k_proj, self.v_proj = nn.Linear(24, 40), nn.Linear(24, 8), nn.Linear(24, 8)
+        self.lm_head = nn.Linear(56, 10, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.lm_head(
+            torch.cat([layer(x) for layer in (self.q_proj, self.k_proj, self.v_proj)], -1)[:, ::2]
+        )
+        return out
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_siblings_are_one_group_once_they_are_one_product(packed: bool) -> None:
+    if packed and not packing_works(torch.float32):
+        pytest.skip("packed weights do not work on this machine")
+    torch.manual_seed(0)
+    model, plain = Siblings().requires_grad_(False), Siblings().requires_grad_(False)
+    plain.load_state_dict(model.state_dict())
+    if packed:
+        pack_linears(model)
+    linears = {"q_proj": (24, 40), "k_proj": (24, 8), "v_proj": (24, 8)}
+    ends = {"lm_head": (56, 10)}
+    layers = CpuLayers(model, linears, 2, 8, torch.float32, ends)
+    assert len(layers._groups) == (2 if packed else 4)
+    pairs = {
+        name: LoraPair(torch.randn(3, shape[0]), torch.randn(3, shape[1])) for name, shape in (linears | ends).items()
+    }
+    layers.install(AdapterWeights(pairs, 3), 1)
+    # The head sees every other row: those with logits.
+    layers.begin_step([(-1, 1), (-1, 1), (1, 1), (1, 1)], [1, 0, 1, 0])
+    x = torch.randn(1, 4, 24)
+    result, expected = model(x)[0], plain(x)[0]
+    assert torch.equal(result[0], expected[0]) or packed
+    torch.testing.assert_close(result[0], expected[0], rtol=1e-5, atol=1e-5)
+    for name, weight in plain.named_parameters():
+        if name.endswith(".weight"):
+            pair = pairs[name.removesuffix(".weight")]
+            weight.add_(pair.b.t() @ pair.a)
+    torch.testing.assert_close(result[1], plain(x)[0][1], rtol=1e-4, atol=1e-4)
 
 
 def test_a_float16_column_that_overflows_is_not_felt() -> None:

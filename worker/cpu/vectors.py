@@ -14,6 +14,7 @@ from typing import Any
 
 from llvmlite import ir
 from numba import types
+from numba.core import cgutils
 from numba.extending import intrinsic
 
 # How numbers lie in memory.
@@ -133,6 +134,17 @@ def look_at(typingctx, counter):
         return b.load_atomic(b.inttoptr(arguments[0], I64.as_pointer()), "seq_cst", 8)
 
     return types.int64(counter), generate
+
+
+@intrinsic
+def give_way(typingctx):
+    """Let another thread have this one's core, if one waits for it: POSIX's sched_yield."""
+
+    def generate(context, b, signature, arguments):
+        b.call(cgutils.get_or_insert_function(b.module, ir.FunctionType(I32, []), "sched_yield"), [])
+        return context.get_dummy_value()
+
+    return types.void(), generate
 
 
 def _pointer_to(what: types.Type) -> Any:

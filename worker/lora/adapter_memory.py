@@ -2,7 +2,8 @@
 
 On CUDA the piece is pinned and copied in one go on a stream of its own, by a loader thread that alone waits for it:
 steps go on meanwhile. Into a slot it is then copied on the device, on the steps' own stream: behind whatever step was
-launched before, so that none sees a slot change. On the CPU a slot is filled from host memory at once.
+launched before, so that none sees a slot change. On the CPU a slot tells where in host memory the piece is,
+and keeps it there.
 """
 
 from __future__ import annotations

@@ -22,6 +22,7 @@ from torch.nn.functional import linear
 
 from worker.cpu import threads
 from worker.lora.cpu_kernel import COUNTERS, PAIR, SEGMENT, compiled, scratch_floats
+from worker.lora.embedding import add_pair
 from worker.lora.weights import LoraPair
 
 # With more rows of one adapter products of matrices are faster.
@@ -35,11 +36,12 @@ _GIVEN = Struct("=18q")
 class CpuStep:
     """What the layers that see the same rows need to know of a step.
 
-    `segments` are (slot, first row, last row + 1) of the rows with adapters, `short` [n, 3] and `long` those with few
-    and with many rows; a short one's work in a layer is cut into `parts`. `addresses` are those of `short` and of the
-    kernel's counters.
+    It has so many `tokens`. `segments` are (slot, first row, last row + 1) of the rows with adapters, `short` [n, 3]
+    and `long` those with few and with many rows; a short one's work in a layer is cut into `parts`. `addresses` are
+    those of `short` and of the kernel's counters.
     """
 
+    tokens: int = 0
     segments: list[tuple[int, int, int]] = field(default_factory=list)
     short: NDArray[np.int64] = field(default_factory=lambda: np.empty((0, SEGMENT), np.int64))
     long: list[tuple[int, int, int]] = field(default_factory=list)
@@ -47,16 +49,19 @@ class CpuStep:
     counters: NDArray[np.int64] = field(default_factory=lambda: np.zeros(COUNTERS, np.int64))
     addresses: tuple[int, int] = (0, 0)
     # float32, with anything in it: for whichever group is computed.
-    scratch: Tensor = field(default_factory=lambda: torch.empty(0))
+    scratch: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.float32))
 
-    def begin(self, rows: Sequence[tuple[int, int]], first: int = 0) -> None:
-        """Set the rows of the next step: (slot or -1, tokens), sorted by slot in each of its halves."""
+    def begin(self, rows: Sequence[tuple[int, int]]) -> None:
+        """Set the rows of the next step: (slot or -1, tokens), those with one token and the others sorted by slot."""
         self.segments = []
-        for slot, group in groupby(rows, key=lambda row: row[0]):
+        first = 0
+        # A decode's numbers are not to depend on whether a prompt of its adapter stands beside it.
+        for (slot, _), group in groupby(rows, key=lambda row: (row[0], row[1] > 1)):
             stop = first + sum(tokens for _, tokens in group)
             if slot >= 0 and stop > first:
                 self.segments.append((slot, first, stop))
             first = stop
+        self.tokens = first
         short = [one for one in self.segments if one[2] - one[1] <= _FEW_ROWS]
         self.long = [one for one in self.segments if one[2] - one[1] > _FEW_ROWS]
         self.short = np.array(short, np.int64).reshape(-1, SEGMENT)
@@ -66,7 +71,7 @@ class CpuStep:
     def room(self, floats: int) -> int:
         """The address of so many float32, good until the next call."""
         if len(self.scratch) < floats:
-            self.scratch = torch.empty(floats)
+            self.scratch = torch.empty(floats, dtype=torch.float32)
         return self.scratch.data_ptr()
 
 
@@ -91,7 +96,7 @@ class CpuGroup:
         self._max_rank = max_rank
         ends = np.cumsum([0, *widths])
         self._parts = list(zip(ends[:-1].tolist(), ends[1:].tolist(), strict=True))
-        self._number_bytes = dtype.itemsize
+        self._dtype = dtype
         self._kernel = compiled(str(dtype).removeprefix("torch."))
         self._columns = np.array([[first, stop - first] for first, stop in self._parts], np.int64)
         self._room = scratch_floats(in_features, max(widths))
@@ -103,6 +108,7 @@ class CpuGroup:
 
     def install(self, slot: int, pairs: Sequence[LoraPair | None]) -> None:
         """Put a pair for each layer in a slot, in place of what was there; None: the adapter does not change it."""
+        assert all(pair is None or len(pair.a) <= self._max_rank for pair in pairs), "ranks that there is room for"
         self._table[slot] = [_line(pair) for pair in pairs]
         self._pairs[slot] = list(pairs)
         (self._used.add if any(pairs) else self._used.discard)(slot)
@@ -124,8 +130,11 @@ class CpuGroup:
         return y
 
     def _add_short(self, x: Tensor, y: Tensor) -> None:
-        step, layers, size = self._step, len(self._parts), self._number_bytes
-        shrunk = x.numel() // self.in_features * layers * self._max_rank
+        step, layers, size = self._step, len(self._parts), self._dtype.itemsize
+        # What the kernel takes for granted: it would write beyond them.
+        assert (x.numel(), y.numel()) == (step.tokens * self.in_features, step.tokens * self.width), "the step's rows"
+        assert x.dtype == y.dtype == self._dtype, "numbers of the kernel's kind"
+        shrunk = step.tokens * layers * self._max_rank
         room = step.room(shrunk + torch.get_num_threads() * self._room)
         step.counters[:] = 0
         given = _GIVEN.pack(
@@ -134,13 +143,6 @@ class CpuGroup:
             *(room, layers * self._max_rank * 4, self._max_rank, room + shrunk * 4, self._room * 4, size),
         )
         threads.run(self._kernel.address, given)
-
-
-def add_pair(out: Tensor, shrunk: Tensor, pair: LoraPair) -> None:
-    """Change the base's output [rows, out_features] of rows of one adapter; `shrunk` [rows, rank] is x A^T."""
-    if pair.rescale is not None:
-        out.addcmul_(out, pair.rescale.gain).add_(pair.rescale.shift)
-    out.addmm_(shrunk, pair.b)
 
 
 def _line(pair: LoraPair | None) -> tuple[int, ...]:

@@ -23,7 +23,7 @@ from typing import Any
 from numba import carray, njit
 
 from worker.cpu import kernels
-from worker.cpu.vectors import KINDS, LANES, integers_at, look_at, take
+from worker.cpu.vectors import KINDS, LANES, give_way, integers_at, look_at, take
 from worker.lora import lora_vectors
 from worker.lora.lora_vectors import (
     ROWS,
@@ -49,6 +49,8 @@ COLUMNS = 2
 SEGMENT = 3
 COUNTERS = 4
 _SHRINKS, _SHRUNK, _EXPANDS, _THREADS = 0, 8, 16, 24
+# Some tens of microseconds.
+_LOOKS = 20_000
 
 _INTEGERS = (
     "x x_bytes in_features y y_bytes slots layers layer_count segments segment_count parts counters shrunk "
@@ -59,8 +61,7 @@ _INTEGERS = (
 @cache
 def compiled(kind: str) -> Any:
     """The kernel for numbers of a kind. `counters` are zeros: threads called with the same ones share the tasks."""
-    given = kernels.parameters(_INTEGERS.split(), [], {"of_kind": KINDS[kind]}, lora_vectors)
-    return kernels.compiled(_apply, given)
+    return kernels.compiled(_apply, kernels.parameters(_INTEGERS.split(), [], {"of_kind": KINDS[kind]}), lora_vectors)
 
 
 def scratch_floats(in_features: int, out_features: int) -> int:
@@ -147,9 +148,12 @@ def _apply(p):
         part, layer, pair, columns, segment = _task(at, index)
         _shrink(p, at, pair, layer, segment, part, scratch)
         take(counters + _SHRUNK, 1)
-    # Others may still be at it, not for long.
+    # Others may still be at it: not for long, unless they have lost their core.
+    looks = 0
     while look_at(counters + _SHRUNK) < tasks:
-        pass
+        looks += 1
+        if looks > _LOOKS:
+            give_way()
     while True:
         index = take(counters + _EXPANDS, 1)
         if index >= tasks:

@@ -13,9 +13,10 @@ from types import MappingProxyType
 import torch
 from torch import Tensor, nn
 
-from worker.lora.cpu_group import CpuGroup, CpuStep, add_pair
+from worker.lora.cpu_group import CpuGroup, CpuStep
+from worker.lora.embedding import CpuEmbedding
 from worker.lora.siblings import SharedLinear, SharedProduct, computed_together, replace, sibling_groups
-from worker.lora.weights import AdapterWeights, LoraPair
+from worker.lora.weights import AdapterWeights
 
 
 class CpuLayers:
@@ -43,11 +44,12 @@ class CpuLayers:
 
         def add_group(names: Sequence[str], shapes: Mapping[str, tuple[int, int]], step: CpuStep) -> None:
             widths = [shapes[name][1] for name in names]
-            layer = model.get_submodule(names[0])
-            base: Callable[[Tensor], Tensor] = layer
-            if isinstance(layer, SharedLinear):
-                assert layer.shared.widths == tuple(widths), "all parts of a product can be adapted"
-                base = layer.shared.base
+            layers = [model.get_submodule(name) for name in names]
+            base: Callable[[Tensor], Tensor] = layers[0]
+            if isinstance(layers[0], SharedLinear):
+                parts = [layer.index for layer in layers if isinstance(layer, SharedLinear)]
+                assert parts == list(range(len(layers[0].shared.widths))), "a product's parts, all and in their order"
+                base = layers[0].shared.base
             group = CpuGroup(base, shapes[names[0]][0], widths, slots, max_rank, dtype, step)
             replace(model, names, SharedProduct(group, widths, base))
             self._groups.append((names, group))
@@ -81,23 +83,3 @@ class CpuLayers:
     def begin_decode(self, row_slots: Sequence[int], padded: int) -> None:
         """See AdapterLayers."""
         self.begin_step([(slot, 1) for slot in (*row_slots, *[-1] * (padded - len(row_slots)))], [1] * padded)
-
-
-class CpuEmbedding(nn.Module):
-    """Token embeddings: a row of A^T for each token, times B."""
-
-    def __init__(self, base: nn.Embedding, slots: int, step: CpuStep) -> None:
-        super().__init__()
-        self.base = base
-        self.pairs: list[LoraPair | None] = [None] * slots
-        self._step = step
-
-    def forward(self, ids: Tensor) -> Tensor:
-        """The base's rows plus each adapter's: [...] to [..., features]."""
-        y: Tensor = self.base(ids)
-        out, flat = y.view(-1, y.shape[-1]), ids.reshape(-1)
-        for slot, first, stop in self._step.segments:
-            pair = self.pairs[slot]
-            if pair is not None:
-                add_pair(out[first:stop], pair.a.index_select(1, flat[first:stop]).t(), pair)
-        return y

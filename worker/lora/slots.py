@@ -115,7 +115,7 @@ class DeviceSlots:
         return resident.slot
 
     def put(self, digest: str, slot: int, size: int) -> None:
-        """It was copied into a slot that `take` gave."""
+        """It came into a slot that `take` gave."""
         self._resident[digest] = _Resident(slot, size, self.now)
         self._idle[digest] = None
         self.loads += 1

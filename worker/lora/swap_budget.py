@@ -1,4 +1,4 @@
-"""How much of the running sequences' time copying adapters into slots may take."""
+"""How much of the running sequences' time bringing adapters into slots may take: copies, on CUDA."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-# In the long run, copying takes at most so much time for each second of steps ...
+# In the long run, it takes at most so much time for each second of steps ...
 SHARE = 0.5
 # ... and between two steps at most so much of a step, or one adapter.
 STALL_SHARE = 0.2

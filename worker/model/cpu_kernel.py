@@ -41,12 +41,12 @@ def parameters(shared: int, key_dim: int, value_dim: int, kind: str) -> np.dtype
     0 as the address of `sinks` (float32 [heads]), as `window` and as `softcap` means none.
     """
     made_for = {"of_shared": shared, "of_key_dim": key_dim, "of_value_dim": value_dim, "of_kind": KINDS[kind]}
-    return kernels.parameters(_INTEGERS.split(), ["scaling", "softcap"], made_for, attention_vectors)
+    return kernels.parameters(_INTEGERS.split(), ["scaling", "softcap"], made_for)
 
 
 def compiled(given: np.dtype[Any]) -> Any:
     """The kernel for such parameters. `counters` are two zeros: threads called with the same ones share the tasks."""
-    return kernels.compiled(_attend, given)
+    return kernels.compiled(_attend, given, attention_vectors)
 
 
 def scratch_floats(key_dim: int, value_dim: int) -> int:

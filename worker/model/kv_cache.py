@@ -48,7 +48,7 @@ class KvCache:
         self.by_block = [(keys.flatten(1), values.flatten(1)) for keys, values in pools]
         # Where blocks are gathered, layer after layer: new memory for each would be cold, and page faults.
         self._gathered = tuple(pool.new_empty(0, pool[0, 0].numel()) for pool in (self._keys, self._values))
-        self._workspace = torch.empty(0)
+        self._workspace = torch.empty(0, dtype=torch.float32)
 
     def gather_blocks(self, layer: int, table: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of a sequence's blocks, table [n]: each [n * block_size, heads, dim].
@@ -66,7 +66,7 @@ class KvCache:
     def workspace(self, floats: int) -> Tensor:
         """Memory for a kernel on the CPU, float32 [at least so many], with anything in it. Good until the next call."""
         if len(self._workspace) < floats:
-            self._workspace = torch.empty(floats)
+            self._workspace = torch.empty(floats, dtype=torch.float32)
         return self._workspace
 
 

@@ -11,7 +11,7 @@ from torch.nn.functional import linear
 
 from artifacts.checkpoint import read_checkpoint
 from artifacts.families import HEAD_WEIGHTS
-from worker.lora.cpu_layers import CpuEmbedding
+from worker.lora.embedding import CpuEmbedding
 from worker.lora.siblings import SharedLinear
 from worker.model.loader import LoadedModel
 
