@@ -18,17 +18,22 @@ from bench.trace import Arrival, Trace, draw
 from bench.workload import Request
 from worker.engine import build_engine
 from worker.scheduling.contract import AdapterSource, EngineStats, NewSequence, Output, Stopping
+from worker.settling import settle
 
 R = TypeVar("R")
 
 
 class AdapterEngine:
-    """An engine in bfloat16; adapter i's files lie in directory i mod their number, under a digest of its own."""
+    """An engine in bfloat16, in a process of its own, as workers have it.
+
+    Adapter i's files lie in directory i mod their number, under a digest of its own.
+    """
 
     def __init__(self, model: Path, directories: Sequence[Path], vocabulary: int, **settings: Any) -> None:
         """`settings` are build_engine's."""
         self._loaded = threading.Event()
         self._engine = build_engine(str(model), "cpu", "bfloat16", on_loaded=self._loaded.set, **settings)
+        settle()
         self._directories = directories
         self.vocabulary = vocabulary
         self._names = 0

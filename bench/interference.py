@@ -6,7 +6,6 @@ any of the 8 while the prompt is prefilled stands against their median gap befor
 
 from __future__ import annotations
 
-import gc
 import random
 import tempfile
 import time
@@ -21,6 +20,7 @@ from bench.models import LLAMA_28M, ModelShape, save_model
 from bench.report import Aim, Report, progress
 from worker.engine import TorchEngine, build_engine
 from worker.scheduling.contract import NewSequence, Stopping
+from worker.settling import settle
 
 AIMS = {"gap_ratio": Aim(at_most=2.5), "longest_step_s": Aim(at_most=0.5)}
 
@@ -68,8 +68,7 @@ def measure(setup: Setup, quick: bool) -> Report:
     with tempfile.TemporaryDirectory(prefix="loraplex-bench-") as directory:
         model = save_model(setup.shape, Path(directory) / setup.shape.name)
         engine = build_engine(str(model), dtype="bfloat16", rows=setup.decodes + 1)
-        gc.collect()
-        gc.freeze()  # as the engine's process does
+        settle()  # as the engine's process does
         try:
             # The first one warms up: it meets memory that was never written.
             repeats = [_interfere(engine, setup, seed) for seed in range(setup.repeats + 1)][1:]

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import gc
 import logging
 import os
 import signal
@@ -39,6 +38,7 @@ from worker.link import (
 )
 from worker.model.errors import ModelUnusableError
 from worker.scheduling.contract import Engine, EngineStats, SequenceRefusedError
+from worker.settling import settle
 
 log = logging.getLogger(__name__)
 
@@ -84,9 +84,7 @@ def run(end: EngineEnd) -> int:
         return 2
     try:
         stats = engine.stats()
-        # What is loaded stays: looking through it again and again for garbage makes steps late.
-        gc.collect()
-        gc.freeze()
+        settle()
         end.send(Ready(engine.limits, stats))
         serve(engine, end, rest, stats)
     finally:
