@@ -30,10 +30,13 @@ def parse_object(data: bytes, subject: str) -> dict[str, Any]:
 
 
 def _is_shallow(value: Any, levels: int) -> bool:
-    if not isinstance(value, (dict, list)):
-        return True
-    inner = value.values() if isinstance(value, dict) else value
-    return levels > 0 and all(_is_shallow(item, levels - 1) for item in inner)
+    inner = [value]
+    for _ in range(levels):
+        items = (item for one in inner for item in (one.values() if isinstance(one, dict) else one))
+        inner = [item for item in items if isinstance(item, (dict, list))]
+        if not inner:
+            return True
+    return False
 
 
 def _refuse_constant(name: str) -> NoReturn:

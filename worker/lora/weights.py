@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -129,7 +130,8 @@ def read_adapter(
             b *= 1 + change.gain[:, None]
         if base is not None and is_embedding(module):
             b *= base.output_scale(module)
-        pairs[module] = _pair(module, a, b, change, dtype, device)
+        pairs[module] = _pair(a, b, change, dtype, device)
+    _check_numbers(pairs, dtype)
     return AdapterWeights(pairs, max(shape.rank for shape in shapes.values()))
 
 
@@ -152,20 +154,23 @@ def _check_module(
         raise MismatchError(WEIGHTS_FILE, f"{module} has rank {shape.rank}; this engine takes {max_rank}")
 
 
-def _pair(
-    module: str, a: Tensor, b: Tensor, change: Rescale | None, dtype: torch.dtype, device: torch.device
-) -> LoraPair:
+def _pair(a: Tensor, b: Tensor, change: Rescale | None, dtype: torch.dtype, device: torch.device) -> LoraPair:
     # Copies in any case: what stays mapped would be read from disk between two steps.
-    pair = LoraPair(
+    return LoraPair(
         a.to(device, dtype, copy=True).contiguous(),
         b.to(device, dtype).t().contiguous(),
         None if change is None else Rescale(change.gain.to(device, dtype), change.shift.to(device, dtype)),
     )
-    # Its tokens would be none. (NaN is no more than anything; compared as Python's numbers, because in float16 the
-    # bound itself is infinite.)
-    if not all(tensor.abs().amax().item() <= _LARGEST for tensor in pair.tensors):
-        raise ArtifactError(
-            WEIGHTS_FILE,
-            f"{module} has values that are not finite, or beyond {_LARGEST:g}, in {str(dtype).removeprefix('torch.')}",
-        )
-    return pair
+
+
+def _check_numbers(pairs: Mapping[str, LoraPair], dtype: torch.dtype) -> None:
+    modules, tensors = zip(*((module, one) for module, pair in pairs.items() for one in pair.tensors), strict=True)
+    # Tokens made with others would be none. (NaN is no more than anything; compared as Python's numbers, because in
+    # float16 the bound itself is infinite.)
+    for module, largest in zip(modules, torch.stack(torch._foreach_norm(tensors, math.inf)).tolist(), strict=True):
+        if not largest <= _LARGEST:
+            raise ArtifactError(
+                WEIGHTS_FILE,
+                f"{module} has values that are not finite, or beyond {_LARGEST:g}, in "
+                f"{str(dtype).removeprefix('torch.')}",
+            )
