@@ -65,22 +65,24 @@ async def test_killing_a_worker_in_mid_stream_changes_no_token(
 ) -> None:
     flags = (*FLOAT32, "--rows", "4", "--kv-blocks", "200", "--block-size", "8")
     async with start_cluster(str(tiny_llama.directory), tiny_llama.adapters, workers=2, worker_flags=flags) as cluster:
+        # One worker has rows for four: with five streams in their middle both hold some.
         enough = asyncio.Event()
-        seen = 0
+        in_the_middle: set[int] = set()
 
         async def ask(number: int) -> int:
-            nonlocal seen
             got: list[int] = []
             continuations = 0
             options = {"token_ids": prompt(number), "adapter_id": NAMES[number % 4], "max_new_tokens": 120}
             async for piece in cluster.client.generate_stream(**options):
                 assert piece.offset == len(got)
                 got += piece.token_ids
-                seen += 1
-                if seen == 150:
-                    enough.set()
+                if len(got) >= 10:
+                    in_the_middle.add(number)
                 if piece.finished:
+                    in_the_middle.discard(number)
                     continuations = piece.finished.continuations
+                if len(in_the_middle) >= 5:
+                    enough.set()
             assert tuple(got) == tiny_llama.answer(prompt(number), 120, NAMES[number % 4]), number
             return continuations
 
