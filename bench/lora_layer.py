@@ -124,22 +124,21 @@ class _Layers:
         layers = setup.layers[width]
         adapters = Adapters([ranks[index % len(ranks)] for index in range(setup.adapters)], width, layers)
         self._bases = [GivenOutput(torch.empty(0)) for _ in range(layers)]
-        self._others = {name: make(adapters, self._bases) for name, make in _OTHERS.items()}
-        self._ours = Ours(adapters, self._bases)
+        makers = {**_OTHERS, _OURS: Ours}
+        self._methods = {name: make(adapters, self._bases) for name, make in makers.items()}
         self._width = width
         self._repeats = setup.repeats
         self._flushed = torch.zeros(setup.flushed_bytes, dtype=torch.int8)
 
     def times(self, rows: list[int]) -> dict[str, float]:
         """Median microseconds a layer; the methods take turns."""
-        methods: dict[str, Method] = {**self._others, _OURS: self._ours}
         x = torch.randn(len(rows), self._width).to(DTYPE)
         for base in self._bases:
             base.y = torch.zeros(len(rows), self._width, dtype=DTYPE)
         taken: dict[str, list[float]] = {}
         # The first turn warms up.
         for turn in range(self._repeats + 1):
-            for name, method in methods.items():
+            for name, method in self._methods.items():
                 method.prepare(rows)
                 us = self._pass_us(method, x)
                 if turn:

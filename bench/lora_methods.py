@@ -157,23 +157,18 @@ class Ours:
     """The engine's own layers, every adapter in a slot."""
 
     def __init__(self, adapters: Adapters, bases: Sequence[GivenOutput]) -> None:
-        self._adapters = adapters
         model = nn.ModuleList(nn.ModuleDict({"linear": base}) for base in bases)
-        self._names = [f"{layer}.linear" for layer in range(len(bases))]
-        shapes = dict.fromkeys(self._names, (adapters.features, adapters.features))
+        names = [f"{layer}.linear" for layer in range(len(bases))]
+        shapes = dict.fromkeys(names, (adapters.features, adapters.features))
         self._lora = CpuLayers(model, shapes, len(adapters.ranks), max(adapters.ranks), DTYPE)
-        self._linears = [model.get_submodule(name) for name in self._names]
-        for adapter in range(len(adapters.ranks)):
-            self.install(adapter)
+        self._linears = [model.get_submodule(name) for name in names]
+        for adapter, rank in enumerate(adapters.ranks):
+            pairs = {name: adapters.pair(layer, adapter) for layer, name in enumerate(names)}
+            self._lora.install(AdapterWeights(pairs, rank), adapter)
 
     def prepare(self, rows: Sequence[int]) -> None:
         """See Method: what the engine does before a step of decode rows."""
         self._lora.begin_step([(slot, 1) for slot in rows])
-
-    def install(self, adapter: int) -> None:
-        """Put an adapter in its slot, as if another had been there."""
-        pairs = {name: self._adapters.pair(layer, adapter) for layer, name in enumerate(self._names)}
-        self._lora.install(AdapterWeights(pairs, self._adapters.ranks[adapter]), adapter)
 
     def apply(self, layer: int, x: Tensor) -> Tensor:
         """See Method."""

@@ -24,6 +24,17 @@ def ahead() -> bool:
 
 
 @pytest.fixture
+def two_threads() -> Iterator[None]:
+    """Kernels that share out their work."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
 def make_engine(one_thread: None, ahead: bool) -> Iterator[Callable[..., TorchEngine]]:
     """Call with (directory, **settings): an engine of the CPU in float32, closed after the test."""
     from worker.engine import build_engine

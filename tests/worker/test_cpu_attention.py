@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -17,17 +16,11 @@ from worker.model.attention_vectors import heads_at_once
 from worker.model.cpu_attention import CpuPlan, cpu_plan
 from worker.scheduling.batch import Batch
 
+pytestmark = pytest.mark.usefixtures("two_threads")
+
 CASES = dict(cases())
 # Relative to outputs of about 1: what rounding queries, keys and values makes is in the oracle too.
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
-
-
-@pytest.fixture(autouse=True)
-def two_threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
 
 
 def by_kernel(numbers: Numbers, batch: Batch | None = None) -> Tensor:

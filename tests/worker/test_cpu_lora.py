@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -15,19 +15,13 @@ from worker.lora.cpu_group import CpuGroup, CpuStep
 from worker.lora.dora import Rescale
 from worker.lora.weights import LoraPair
 
+pytestmark = pytest.mark.usefixtures("two_threads")
+
 SLOTS, MAX_RANK = 6, 256
 # Layers side by side: no width is a multiple of the vectors'; the last is more than a block, also in parts.
 IN_FEATURES, WIDTHS = 150, (67, 33, 2310)
 # Relative to outputs of about 1: rounded once at the end, whatever stands between.
 TOLERANCE = {torch.float32: 4e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}
-
-
-@pytest.fixture(autouse=True)
-def two_threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
 
 
 class Group:

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from worker.lora.cpu_layers import CpuLayers
 from worker.lora.dora import Rescale
+from worker.lora.siblings import SharedProduct, join, replace
 from worker.lora.weights import AdapterWeights, LoraPair
-from worker.model.packed import pack_linears, packing_works
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -168,19 +168,17 @@ class Siblings(nn.Module):
         return out
 
 
-@pytest.mark.parametrize("packed", [False, True])
-def test_siblings_are_one_group_once_they_are_one_product(packed: bool) -> None:
-    if packed and not packing_works(torch.float32):
-        pytest.skip("packed weights do not work on this machine")
+@pytest.mark.parametrize("joined", [False, True])
+def test_siblings_are_one_group_once_they_are_one_product(joined: bool) -> None:
     torch.manual_seed(0)
     model, plain = Siblings().requires_grad_(False), Siblings().requires_grad_(False)
     plain.load_state_dict(model.state_dict())
-    if packed:
-        pack_linears(model)
     linears = {"q_proj": (24, 40), "k_proj": (24, 8), "v_proj": (24, 8)}
+    if joined:
+        replace(model, list(linears), SharedProduct(join([model.q_proj, model.k_proj, model.v_proj]), [40, 8, 8]))
     ends = {"lm_head": (56, 10)}
     layers = CpuLayers(model, linears, 2, 8, torch.float32, ends)
-    assert len(layers._groups) == (2 if packed else 4)
+    assert len(layers._groups) == (2 if joined else 4)
     pairs = {
         name: LoraPair(torch.randn(3, shape[0]), torch.randn(3, shape[1])) for name, shape in (linears | ends).items()
     }
@@ -189,7 +187,7 @@ def test_siblings_are_one_group_once_they_are_one_product(packed: bool) -> None:
     layers.begin_step([(-1, 1), (-1, 1), (1, 1), (1, 1)], [1, 0, 1, 0])
     x = torch.randn(1, 4, 24)
     result, expected = model(x)[0], plain(x)[0]
-    assert torch.equal(result[0], expected[0]) or packed
+    assert torch.equal(result[0], expected[0]) or joined
     torch.testing.assert_close(result[0], expected[0], rtol=1e-5, atol=1e-5)
     for name, weight in plain.named_parameters():
         if name.endswith(".weight"):

@@ -117,13 +117,13 @@ def _all(number: int, lanes: int) -> Any:
 
 
 @intrinsic
-def take(typingctx, counter, count):
-    """The next `count` of a counter's numbers, which nobody else gets: the first of them."""
+def take(typingctx, counter):
+    """A counter's number, which nobody else gets."""
 
     def generate(context, b, signature, arguments):
-        return b.atomic_rmw("add", b.inttoptr(arguments[0], I64.as_pointer()), arguments[1], "seq_cst")
+        return b.atomic_rmw("add", b.inttoptr(arguments[0], I64.as_pointer()), integer(1), "seq_cst")
 
-    return types.int64(counter, types.int64), generate
+    return types.int64(counter), generate
 
 
 @intrinsic

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from worker.cpu import threads
+from worker.cpu.workspace import Workspace
 from worker.lora.cpu_kernel import COUNTERS, PAIR, SEGMENT, compiled, scratch_floats
 from worker.lora.embedding import add_pair
 from worker.lora.weights import LoraPair
@@ -48,8 +49,8 @@ class CpuStep:
     parts: int = 1
     counters: NDArray[np.int64] = field(default_factory=lambda: np.zeros(COUNTERS, np.int64))
     addresses: tuple[int, int] = (0, 0)
-    # float32, with anything in it: for whichever group is computed.
-    scratch: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.float32))
+    # For whichever group is computed.
+    workspace: Workspace = field(default_factory=Workspace)
 
     def begin(self, rows: Sequence[tuple[int, int]]) -> None:
         """Set the rows of the next step: (slot or -1, tokens), those with one token and the others sorted by slot."""
@@ -67,12 +68,6 @@ class CpuStep:
         self.short = np.array(short, np.int64).reshape(-1, SEGMENT)
         self.addresses = self.short.ctypes.data, self.counters.ctypes.data
         self.parts = max(1, -(-_TASKS_PER_THREAD * torch.get_num_threads() // max(1, len(short))))
-
-    def room(self, floats: int) -> int:
-        """The address of so many float32, good until the next call."""
-        if len(self.scratch) < floats:
-            self.scratch = torch.empty(floats, dtype=torch.float32)
-        return self.scratch.data_ptr()
 
 
 class CpuGroup:
@@ -135,7 +130,7 @@ class CpuGroup:
         assert (x.numel(), y.numel()) == (step.tokens * self.in_features, step.tokens * self.width), "the step's rows"
         assert x.dtype == y.dtype == self._dtype, "numbers of the kernel's kind"
         shrunk = step.tokens * layers * self._max_rank
-        room = step.room(shrunk + torch.get_num_threads() * self._room)
+        room = step.workspace.address(shrunk + torch.get_num_threads() * self._room)
         step.counters[:] = 0
         given = _GIVEN.pack(
             *(x.data_ptr(), self.in_features * size, self.in_features, y.data_ptr(), self.width * size),

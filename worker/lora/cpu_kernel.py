@@ -44,7 +44,7 @@ _BLOCK = 512
 # gain and shift [out_features] are, 0 for none (see dora.py). `slots` are [slots, layers] of these.
 PAIR = 5
 # Of a layer: its first column in y, and how many.
-COLUMNS = 2
+_COLUMNS = 2
 # Of rows in a row with the same adapter: its slot, the first one, and the one behind the last.
 SEGMENT = 3
 COUNTERS = 4
@@ -130,7 +130,7 @@ def _task(at, index):
     part, index = index % at.parts, index // at.parts
     layer = index % at.layer_count
     line = carray(integers_at(at.segments), (at.segment_count, SEGMENT))[index // at.layer_count]
-    of_layer = carray(integers_at(at.layers), (at.layer_count, COLUMNS))[layer]
+    of_layer = carray(integers_at(at.layers), (at.layer_count, _COLUMNS))[layer]
     held = carray(integers_at(at.slots + (line[0] * at.layer_count + layer) * PAIR * 8), (PAIR,))
     pair = (held[0], held[1], held[2], held[3], held[4])
     return part, layer, pair, (of_layer[0], of_layer[1]), (line[0], line[1], line[2])
@@ -139,15 +139,15 @@ def _task(at, index):
 def _apply(p):
     at = carray(p, 1)[0]
     counters = at.counters
-    scratch = at.scratch + take(counters + _THREADS, 1) * at.scratch_bytes
+    scratch = at.scratch + take(counters + _THREADS) * at.scratch_bytes
     tasks = at.segment_count * at.layer_count * at.parts
     while True:
-        index = take(counters + _SHRINKS, 1)
+        index = take(counters + _SHRINKS)
         if index >= tasks:
             break
         part, layer, pair, columns, segment = _task(at, index)
         _shrink(p, at, pair, layer, segment, part, scratch)
-        take(counters + _SHRUNK, 1)
+        take(counters + _SHRUNK)
     # Others may still be at it: not for long, unless they have lost their core.
     looks = 0
     while look_at(counters + _SHRUNK) < tasks:
@@ -155,7 +155,7 @@ def _apply(p):
         if looks > _LOOKS:
             give_way()
     while True:
-        index = take(counters + _EXPANDS, 1)
+        index = take(counters + _EXPANDS)
         if index >= tasks:
             return
         part, layer, pair, columns, segment = _task(at, index)

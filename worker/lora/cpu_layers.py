@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from worker.lora.cpu_group import CpuGroup, CpuStep
 from worker.lora.embedding import CpuEmbedding
-from worker.lora.siblings import SharedLinear, SharedProduct, computed_together, replace, sibling_groups
+from worker.lora.siblings import SharedLinear, SharedProduct, computed_together, replace
 from worker.lora.weights import AdapterWeights
 
 
@@ -36,8 +36,7 @@ class CpuLayers:
         Compiles the kernel.
         """
         self._step = CpuStep()
-        # The embeddings see all rows of a step as they are, the head those whose logits are wanted.
-        self._embedding_step = CpuStep()
+        # The head sees those rows alone whose logits are wanted.
         self._head_step = CpuStep()
         self._embeddings: dict[str, CpuEmbedding] = {}
         self._groups: list[tuple[Sequence[str], CpuGroup]] = []
@@ -54,14 +53,13 @@ class CpuLayers:
             replace(model, names, SharedProduct(group, widths, base))
             self._groups.append((names, group))
 
-        for names in sibling_groups(linears):
-            for together in computed_together(model, names):
-                add_group(together, linears, self._step)
+        for names in computed_together(model, linears):
+            add_group(names, linears, self._step)
         self._has_ends = bool(ends)
         for name in ends:
             base = model.get_submodule(name)
             if isinstance(base, nn.Embedding):
-                self._embeddings[name] = CpuEmbedding(base, slots, self._embedding_step)
+                self._embeddings[name] = CpuEmbedding(base, slots, self._step)
                 model.set_submodule(name, self._embeddings[name])
             else:
                 add_group([name], ends, self._head_step)
@@ -77,7 +75,6 @@ class CpuLayers:
         """See AdapterLayers."""
         self._step.begin(rows)
         if self._has_ends:
-            self._embedding_step.begin(rows)
             self._head_step.begin([(slot, count) for (slot, _), count in zip(rows, wanted, strict=True)])
 
     def begin_decode(self, row_slots: Sequence[int], padded: int) -> None:

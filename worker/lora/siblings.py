@@ -45,8 +45,8 @@ def join(linears: Sequence[nn.Linear]) -> nn.Linear:
     return joined
 
 
-def computed_together(model: nn.Module, names: Sequence[str]) -> list[list[str]]:
-    """The names of siblings, those together that are one product already."""
+def computed_together(model: nn.Module, names: Iterable[str]) -> list[list[str]]:
+    """The names of layers, those together that are one product."""
     groups: dict[object, list[str]] = {}
     for name in names:
         layer = model.get_submodule(name)

@@ -62,7 +62,7 @@ class CpuPlan:
         value_dim = values.shape[2]
         shared = query.shape[1] // kv_heads
         floats = shared * (self.scores + self.rows * scratch_floats(key_dim, value_dim))
-        scratch = cache.workspace(floats * torch.get_num_threads())
+        scratch = cache.workspace.address(floats * torch.get_num_threads())
         sinks = None if call.sinks is None else call.sinks.float().contiguous()
         number = query.element_size()
         kernel = _kernel(shared, key_dim, value_dim, str(query.dtype).removeprefix("torch."))
@@ -73,7 +73,7 @@ class CpuPlan:
             *(out.data_ptr(), out.stride(0) * number, out.stride(1) * number),
             *(keys.data_ptr(), values.data_ptr(), key_dim * number, value_dim * number, cache.block_size),
             *(0 if sinks is None else sinks.data_ptr(), call.window or 0),
-            *(addresses[0], len(self.tasks), addresses[1], addresses[2], scratch.data_ptr(), floats * 4),
+            *(addresses[0], len(self.tasks), addresses[1], addresses[2], scratch, floats * 4),
             *(kv_heads, shared, kernel.group, key_dim, value_dim, call.scaling, call.softcap or 0.0),
         )
         threads.run(kernel.address, given)

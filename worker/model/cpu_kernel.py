@@ -197,10 +197,10 @@ def _run(p, at, task, scratch):
 
 def _attend(p):
     at = carray(p, 1)[0]
-    scratch = at.scratch + take(at.counters + 8, 1) * at.scratch_bytes
+    scratch = at.scratch + take(at.counters + 8) * at.scratch_bytes
     tasks = carray(integers_at(at.tasks), (at.task_count, TASK))
     while True:
-        index = take(at.counters, 1)
+        index = take(at.counters)
         if index >= at.task_count:
             return
         line = tasks[index]

@@ -10,6 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from worker.cpu.workspace import Workspace
+
 # Of what is free after the weights are loaded: the rest is for activations, and on the CPU for everything else there.
 _CPU_SHARE = 0.25
 _CUDA_SHARE = 0.9
@@ -48,7 +50,8 @@ class KvCache:
         self.by_block = [(keys.flatten(1), values.flatten(1)) for keys, values in pools]
         # Where blocks are gathered, layer after layer: new memory for each would be cold, and page faults.
         self._gathered = tuple(pool.new_empty(0, pool[0, 0].numel()) for pool in (self._keys, self._values))
-        self._workspace = torch.empty(0, dtype=torch.float32)
+        # For a kernel on the CPU.
+        self.workspace = Workspace()
 
     def gather_blocks(self, layer: int, table: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of a sequence's blocks, table [n]: each [n * block_size, heads, dim].
@@ -62,12 +65,6 @@ class KvCache:
             for pool, store in zip(self.by_block[layer], self._gathered, strict=True)
         )
         return keys.view(-1, *self._keys.shape[-2:]), values.view(-1, *self._values.shape[-2:])
-
-    def workspace(self, floats: int) -> Tensor:
-        """Memory for a kernel on the CPU, float32 [at least so many], with anything in it. Good until the next call."""
-        if len(self._workspace) < floats:
-            self._workspace = torch.empty(floats, dtype=torch.float32)
-        return self._workspace
 
 
 def fitting_blocks(
