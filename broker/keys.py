@@ -21,7 +21,7 @@ lp:{MODEL/CELL}:workers      hash    worker incarnations that may live, and whic
 lp:{MODEL/CELL}:commands:INC list    what operators ask of an incarnation; expires
 lp:{MODEL/CELL}:worker:INC   string  a live incarnation's state; its time to live is the liveness
 lp:{MODEL/CELL}:routers      zset    routers, by when they are taken for dead
-lp:{MODEL/CELL}:born         string  when this data began
+lp:{MODEL/CELL}:born         string  a name for this data, made when it began
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from dataclasses import dataclass
 
 from google.protobuf.message import DecodeError
@@ -29,7 +30,7 @@ redis.call('HDEL', P .. 'workers', ARGV[2])
 if worker then no_room(worker) end
 """
 
-# ARGV: prefix, the router that lives or ''. Answers {the server's run and the birth of the data, states}.
+# ARGV: prefix, the router that lives or '', a name that no data has yet. Answers {the server's run and data, states}.
 _LOOK = """
 if ARGV[2] ~= '' then router_beats(ARGV[2]) end
 local states, living, lapsed = {}, {}, {}
@@ -47,7 +48,7 @@ end
 for _, worker in ipairs(lapsed) do
   if not living[worker] then no_room(worker) end
 end
-redis.call('SET', P .. 'born', now, 'NX')
+redis.call('SET', P .. 'born', ARGV[3], 'NX')
 local run = string.match(redis.call('INFO', 'server'), 'run_id:(%x+)')
 return {run .. ' ' .. redis.call('GET', P .. 'born'), states}
 """
@@ -83,7 +84,8 @@ class Liveness:
 
     async def look(self, router: str = "") -> Census:
         """Who lives; a router says with it that itself does."""
-        server, states = await self._look(keys=[self._keys.workers], args=[self._keys.prefix, router])
+        args = [self._keys.prefix, router, secrets.token_hex(8)]
+        server, states = await self._look(keys=[self._keys.workers], args=args)
         workers: list[WorkerState] = []
         for data in states:
             try:
