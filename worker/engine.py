@@ -190,9 +190,10 @@ def build_engine(  # noqa: PLR0913 - one for each of the worker's settings
     adapters = OperatedCache[PackedAdapter](
         adapter_slots,
         TorchAdapterMemory(
-            lambda source: read_source(source, adaptable, max_rank, loaded.dtype, torch.device("cpu"), base),
+            lambda source: read_source(source, adaptable, max_rank, base),
             lora.install,
             loaded.device,
+            loaded.dtype,
         ),
         LoaderThreads(on_loaded, prepare=keep_to_one_core),
         host_adapter_bytes or available_bytes(torch.device("cpu")) // _HOST_ADAPTER_SHARE,

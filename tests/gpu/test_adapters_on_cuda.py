@@ -28,7 +28,7 @@ def test_adapters_arrive_whole_while_the_device_is_busy() -> None:
     def install(adapter: AdapterWeights, slot: int) -> None:
         slots[slot].copy_(adapter.pairs["layer"].a)
 
-    memory = TorchAdapterMemory(lambda source: weights(int(source.digest)), install, CUDA)
+    memory = TorchAdapterMemory(lambda source: weights(int(source.digest)), install, CUDA, torch.float32)
     assert memory.stages
     busy = torch.randn(4096, 4096, device=CUDA)
     for number in range(64):

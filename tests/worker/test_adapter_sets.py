@@ -86,7 +86,7 @@ def test_logits_and_tokens_are_those_of_pefts_sum(
 
 @pytest.mark.parametrize("name", SETS)
 def test_the_product_is_the_weighted_sum_of_pefts_deltas(oracle: PeftOracle, name: str) -> None:
-    read = read_source(source_of(oracle, SETS[name]), linears_of(oracle), 40, torch.float32, torch.device("cpu"))
+    read = read_source(source_of(oracle, SETS[name]), linears_of(oracle), 40)
     adapted = 0
     for module_name, module in oracle.peft.get_base_model().named_modules():
         if not hasattr(module, "get_delta_weight"):
@@ -104,10 +104,8 @@ def test_the_product_is_the_weighted_sum_of_pefts_deltas(oracle: PeftOracle, nam
 
 
 def test_a_set_of_one_is_the_adapter_times_its_weight(oracle: PeftOracle) -> None:
-    alone = read_source(
-        AdapterSource("digest", str(oracle.adapters["wide"])), linears_of(oracle), 8, torch.float32, torch.device("cpu")
-    )
-    half = read_source(source_of(oracle, [("wide", -0.5)]), linears_of(oracle), 8, torch.float32, torch.device("cpu"))
+    alone = read_source(AdapterSource("digest", str(oracle.adapters["wide"])), linears_of(oracle), 8)
+    half = read_source(source_of(oracle, [("wide", -0.5)]), linears_of(oracle), 8)
     for module, pair in alone.pairs.items():
         assert torch.equal(half.pairs[module].a, pair.a)
         assert torch.equal(half.pairs[module].b, -0.5 * pair.b)
@@ -137,13 +135,12 @@ def test_a_dora_adapter_is_no_part_of_a_set(oracle: PeftOracle, tmp_path: Path) 
     parts = tuple(AdapterPart(name, str(one.adapters[name]), 0.5) for name, one in (("wide", oracle), ("DoRA", dora)))
     for source in (AdapterSource("set", parts=parts), AdapterSource("set of one", parts=parts[1:])):
         with pytest.raises(MismatchError, match="adapters: one of them is a DoRA adapter"):
-            read_source(source, base.linears, 16, torch.float32, torch.device("cpu"), ModelLayers(base))
+            read_source(source, base.linears, 16, ModelLayers(base))
 
 
 def test_ranks_that_add_up_to_too_much_fail_by_name(oracle: PeftOracle) -> None:
     """Only where they meet: what a router adds up is the most that they could come to."""
     parts = source_of(oracle, [("wide", 1.0), ("rooted", 1.0)])
-    arguments = (torch.float32, torch.device("cpu"))
-    assert read_source(parts, linears_of(oracle), 24, *arguments).rank == 24
+    assert read_source(parts, linears_of(oracle), 24).rank == 24
     with pytest.raises(MismatchError, match=r"adapters: their ranks at .*o_proj add up to 24; this engine takes 20"):
-        read_source(parts, linears_of(oracle), 20, *arguments)
+        read_source(parts, linears_of(oracle), 20)

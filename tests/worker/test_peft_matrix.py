@@ -181,7 +181,7 @@ def test_every_adapter_changes_the_models_answer_and_every_tensor_is_consumed(
     prompt = tuple(range(3, 12))
     plain = oracle._logits(prompt, None)
     for name, directory in oracle.adapters.items():
-        read = read_adapter(str(directory), shapes, 256, torch.float32, torch.device("cpu"), base=layers)
+        read = read_adapter(str(directory), shapes, 256, base=layers)
         header = read_header(directory / WEIGHTS_FILE)
         of_dora = sum(pair.rescale is not None for pair in read.pairs.values())
         assert of_dora == ("DoRA" in name) * len(read.pairs)
@@ -228,13 +228,13 @@ def test_a_copy_of_the_models_own_weight_must_be_that(
     shutil.copy(oracle.adapters["both ends"] / CONFIG_FILE, tmp_path)
     tensors = load_file(oracle.adapters["both ends"] / WEIGHTS_FILE)
     (copy,) = (name for name in tensors if f"{end}.base_layer" in name)
-    tensors[copy][3, 5] += 1
-    save_file(tensors, tmp_path / WEIGHTS_FILE)
     base = load_model(str(oracle.directory))
-    with pytest.raises(MismatchError, match=rf"{re.escape(copy)} is not the model's own"):
-        read_adapter(
-            str(tmp_path), {**base.linears, **base.ends}, 8, torch.float32, torch.device("cpu"), base=ModelLayers(base)
-        )
+    linears = {**base.linears, **base.ends}
+    tensors[copy][3, 5] += 1
+    for other in (tensors[copy], tensors[copy][:0]):
+        save_file(tensors | {copy: other}, tmp_path / WEIGHTS_FILE)
+        with pytest.raises(MismatchError, match=rf"{re.escape(copy)} is not the model's own"):
+            read_adapter(str(tmp_path), linears, 8, base=ModelLayers(base))
     tensors[copy] = tensors[copy][1:].contiguous()
     save_file(tensors, tmp_path / WEIGHTS_FILE)
     with pytest.raises(MismatchError, match=rf"{re.escape(copy)} has not the shape of"):
@@ -247,7 +247,7 @@ def test_where_both_ends_can_not_be_adapted_they_are_refused_by_name(oracles: Ca
     linears = load_model(str(oracle.directory)).linears
     for name, named in (("output", "lm_head"), ("input", "embed_tokens")):
         with pytest.raises(MismatchError, match=f"{named}.* on this"):
-            read_adapter(str(oracle.adapters[name]), linears, 256, torch.float32, torch.device("cpu"))
+            read_adapter(str(oracle.adapters[name]), linears, 256)
 
 
 # Saved by peft itself; what the refusal must name.
@@ -278,7 +278,7 @@ def test_what_is_not_served_is_refused_by_name_by_store_and_worker(
     with pytest.raises(ArtifactError, match=named) as by_store:
         validate_adapter(tmp_path, read_base_model(str(oracle.directory)))
     with pytest.raises(ArtifactError, match=named) as by_worker:
-        read_adapter(str(tmp_path), load_model(str(oracle.directory)).linears, 256, torch.float32, torch.device("cpu"))
+        read_adapter(str(tmp_path), load_model(str(oracle.directory)).linears, 256)
     if named in fields:  # a field of the configuration: both say the same
         assert by_store.value.subject == by_worker.value.subject == named
 
@@ -295,4 +295,4 @@ def test_a_tensor_that_nobody_consumes_is_named(
     with pytest.raises(ArtifactError, match=re.escape(stray)):
         validate_adapter(tmp_path, read_base_model(str(oracle.directory)))
     with pytest.raises(ArtifactError, match=re.escape(stray)):
-        read_adapter(str(tmp_path), load_model(str(oracle.directory)).linears, 256, torch.float32, torch.device("cpu"))
+        read_adapter(str(tmp_path), load_model(str(oracle.directory)).linears, 256)

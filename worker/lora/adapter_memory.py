@@ -1,5 +1,7 @@
 """Adapters of a torch model on their way from files over host memory to the device: one piece of memory each.
 
+What is read is cast straight into that piece, and checked there: as a slot will hold it.
+
 On CUDA the piece is pinned and copied in one go on a stream of its own, by a loader thread that alone waits for it:
 steps go on meanwhile. Into a slot it is then copied on the device, on the steps' own stream: behind whatever step was
 launched before, so that none sees a slot change. On the CPU a slot tells where in host memory the piece is,
@@ -14,17 +16,21 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from artifacts.errors import ArtifactError
+from artifacts.revision import WEIGHTS_FILE
 from worker.lora.dora import Rescale
 from worker.lora.weights import AdapterWeights, LoraPair
 from worker.scheduling.contract import AdapterSource
 
 # Tensors begin at multiples of so many bytes.
 _ALIGNMENT = 64
+# No trained weight is near it; products with it do not overflow for any input that a model could go on with.
+_LARGEST = 1e20
 
 
 @dataclass(frozen=True, slots=True)
 class PackedAdapter:
-    """An adapter whose tensors are views of `memory`, uint8 [bytes]."""
+    """An adapter whose tensors are contiguous views of `memory`, one after the other, all of one dtype."""
 
     weights: AdapterWeights
     memory: Tensor
@@ -38,16 +44,18 @@ class TorchAdapterMemory:
         read: Callable[[AdapterSource], AdapterWeights],
         install: Callable[[AdapterWeights, int], None],
         device: torch.device,
+        dtype: torch.dtype,
     ) -> None:
         self._read = read
         self._install = install
         self._device = device
+        self._dtype = dtype
         self.stages = device.type == "cuda"
         self._stream = torch.cuda.Stream(device) if self.stages else None  # type: ignore[no-untyped-call]  # torch's own
 
     def read(self, source: AdapterSource) -> PackedAdapter:
         """From files to host memory."""
-        return pack(self._read(source), pinned=self.stages)
+        return pack(self._read(source), self._dtype, pinned=self.stages)
 
     def stage(self, prepared: PackedAdapter) -> PackedAdapter:
         """To the device; returns when it is there. The calling thread sleeps, it does not spin."""
@@ -70,25 +78,29 @@ class TorchAdapterMemory:
         return prepared.memory.nbytes
 
 
-def pack(weights: AdapterWeights, *, pinned: bool = False) -> PackedAdapter:
-    """The same adapter in one piece of host memory."""
-    total = sum(_padded(tensor) for pair in weights.pairs.values() for tensor in pair.tensors)
-    packed_weights = _views(weights, memory := torch.empty(total, dtype=torch.uint8, pin_memory=pinned))
-    for module, pair in weights.pairs.items():
-        for place, tensor in zip(packed_weights.pairs[module].tensors, pair.tensors, strict=True):
-            place.copy_(tensor)
-    return PackedAdapter(packed_weights, memory)
+def pack(weights: AdapterWeights, dtype: torch.dtype, *, pinned: bool = False) -> PackedAdapter:
+    """The adapter in one piece of host memory. Raises ArtifactError where it has numbers that can't be used."""
+    numbers = sum(size for tensor in weights.tensors for size in _room(tensor, dtype))
+    memory = torch.zeros(numbers, dtype=dtype, pin_memory=pinned)
+    packed = _views(weights, memory)
+    torch._foreach_copy_(packed.tensors, weights.tensors)
+    if not _usable(memory):
+        modules = (name for name, pair in packed.pairs.items() if not all(map(_usable, pair.tensors)))
+        raise ArtifactError(
+            WEIGHTS_FILE,
+            f"{next(modules)} has values that are not finite, or beyond {_LARGEST:g}, in "
+            f"{str(dtype).removeprefix('torch.')}",
+        )
+    return PackedAdapter(packed, memory)
 
 
 def _views(like: AdapterWeights, memory: Tensor) -> AdapterWeights:
     """Tensors of the same shapes, one after the other in `memory`."""
-    offset = 0
+    sizes = [size for tensor in like.tensors for size in _room(tensor, memory.dtype)]
+    places = iter(memory.split_with_sizes(sizes)[::2])
 
     def view(tensor: Tensor) -> Tensor:
-        nonlocal offset
-        piece = memory[offset : offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-        offset += _padded(tensor)
-        return piece
+        return next(places).view(tensor.shape)
 
     def views(pair: LoraPair) -> LoraPair:
         a, b, change = view(pair.a), view(pair.b), pair.rescale
@@ -97,5 +109,13 @@ def _views(like: AdapterWeights, memory: Tensor) -> AdapterWeights:
     return AdapterWeights({name: views(pair) for name, pair in like.pairs.items()}, like.rank)
 
 
-def _padded(tensor: Tensor) -> int:
-    return -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
+def _room(tensor: Tensor, dtype: torch.dtype) -> tuple[int, int]:
+    """How many numbers it takes, and how many are left out behind it so that the next one is aligned."""
+    return tensor.numel(), -tensor.numel() % (_ALIGNMENT // dtype.itemsize)
+
+
+def _usable(numbers: Tensor) -> bool:
+    """Whether tokens can be made with them."""
+    # As Python's numbers: in float16 the bound itself is infinite. NaN is within no bounds.
+    low, high = (bound.item() for bound in numbers.aminmax())
+    return low >= -_LARGEST and high <= _LARGEST

@@ -1,15 +1,12 @@
-"""Reads adapters from directories in peft's layout, checked against the model and ready to be put in a slot."""
+"""Reads adapters from directories in peft's layout, checked against the model."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import safetensors
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
 from artifacts.errors import ArtifactError, MismatchError
@@ -19,19 +16,15 @@ from artifacts.revision import CONFIG_FILE, WEIGHTS_FILE, LoraShape, base_copies
 from artifacts.safetensors_header import read_header
 from worker.lora.base_layers import BaseLayers
 from worker.lora.dora import Rescale, rescale
+from worker.lora.mapped import DTYPES, map_tensors
 from worker.scheduling.contract import AdapterSource
-
-_DTYPES = frozenset({"F32", "F16", "BF16"})
-_PREFIX = "base_model.model."
-# No trained weight is near it; products with it do not overflow for any input that a model could go on with.
-_LARGEST = 1e20
 
 
 @dataclass(frozen=True, slots=True)
 class LoraPair:
     """One module's product x A^T B: a [rank, in_features], b [rank, out_features] with the scaling folded in.
 
-    All contiguous. Of token embeddings x is 1 at the token's place. `rescale` is there with DoRA.
+    Of token embeddings x is 1 at the token's place. `rescale` is there with DoRA.
     """
 
     a: Tensor
@@ -51,13 +44,16 @@ class AdapterWeights:
     pairs: Mapping[str, LoraPair]
     rank: int
 
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All that has to be stored, module by module."""
+        return [tensor for pair in self.pairs.values() for tensor in pair.tensors]
+
 
 def read_source(
     source: AdapterSource,
     linears: Mapping[str, tuple[int, int]],
     max_rank: int,
-    dtype: torch.dtype,
-    device: torch.device,
     base: BaseLayers | None = None,
 ) -> AdapterWeights:
     """An adapter, or a weighted set of them as one: A's and B's side by side, so that its ranks are the sums.
@@ -65,9 +61,7 @@ def read_source(
     That is peft's add_weighted_adapter with combination_type "cat" (lora/model.py), whose new adapter is the sum of
     weight * scaling * B A. Raises as read_adapter does.
     """
-    adapters = [
-        read_adapter(part.directory, linears, max_rank, dtype, device, part.weight, base) for part in source.summands
-    ]
+    adapters = [read_adapter(part.directory, linears, max_rank, part.weight, base) for part in source.summands]
     if source.parts and any(pair.rescale for adapter in adapters for pair in adapter.pairs.values()):
         raise MismatchError("adapters", "one of them is a DoRA adapter, whose change of the base is no sum of others")
     if len(adapters) == 1:
@@ -88,15 +82,15 @@ def read_adapter(
     directory: str,
     linears: Mapping[str, tuple[int, int]],
     max_rank: int,
-    dtype: torch.dtype,
-    device: torch.device,
     weight: float = 1.0,
     base: BaseLayers | None = None,
 ) -> AdapterWeights:
-    """Read and convert; `linears` are what the model can have changed, (in_features, out_features) by module name.
+    """Read and scale; `linears` are what the model can have changed, (in_features, out_features) by module name.
 
-    `weight` is a factor of the whole. Without `base` no DoRA and no copies of the base's weights are taken. Raises
-    ArtifactError for broken files, MismatchError where the adapter does not go with the model or `max_rank`.
+    Each A stays where it lies in the mapped file, each B is float32 and a transpose; neither is checked for its
+    numbers: adapter_memory.pack does that. `weight` is a factor of the whole. Without `base` no DoRA and no copies of
+    the base's weights are taken. Raises ArtifactError for broken files, MismatchError where the adapter does not go
+    with the model or `max_rank`.
     """
     path = Path(directory)
     try:
@@ -106,33 +100,42 @@ def read_adapter(
         if config.use_dora and base is None:
             raise MismatchError("use_dora", "DoRA cannot be read without the base model's weights")
         for name, info in header.items():
-            if info.dtype not in _DTYPES:
+            if info.dtype not in DTYPES:
                 raise MismatchError(
                     WEIGHTS_FILE, f"tensor {name} has the dtype {info.dtype}; F32, F16 or BF16 are served"
                 )
         for module, shape in shapes.items():
             _check_module(module, shape, config, linears, max_rank)
-        tensors = load_file(path / WEIGHTS_FILE)
+        tensors = map_tensors(path / WEIGHTS_FILE, header)
     except OSError as error:
         raise ArtifactError(str(path), f"cannot be read: {error}") from error
-    except safetensors.SafetensorError as error:
-        raise ArtifactError(WEIGHTS_FILE, f"cannot be read: {error}") from error
     for name, parameter in base_copies(header).items():
         if base is None or not base.repeats(parameter, tensors[name]):
             raise MismatchError(WEIGHTS_FILE, f"tensor {name} is not the model's own {parameter}")
+    return AdapterWeights(_pairs(tensors, shapes, config, weight, base), max(shape.rank for shape in shapes.values()))
+
+
+def _pairs(
+    tensors: Mapping[str, Tensor],
+    shapes: Mapping[str, LoraShape],
+    config: PeftConfig,
+    weight: float,
+    base: BaseLayers | None,
+) -> dict[str, LoraPair]:
+    names = {module: tensor_names(module) for module in shapes}
+    scales = [weight * config.scaling_of(module, shape.rank) for module, shape in shapes.items()]
+    # One call: of a small adapter the calls cost more than the numbers.
+    scaled = torch._foreach_mul([tensors[names[module]["B"]].float() for module in shapes], scales)
     pairs = {}
-    for module, shape in shapes.items():
-        names = tensor_names(module)
-        a, b = tensors[names["A"]], tensors[names["B"]].float() * (weight * config.scaling_of(module, shape.rank))
-        change = None
+    for module, b in zip(shapes, scaled, strict=True):
+        a, change = tensors[names[module]["A"]], None
         if config.use_dora and base is not None:
-            change = rescale(base, module, a, b, tensors[names["magnitude"]])
-            b *= 1 + change.gain[:, None]
+            change = rescale(base, module, a, b, tensors[names[module]["magnitude"]])
+            b.mul_(1 + change.gain[:, None])
         if base is not None and is_embedding(module):
-            b *= base.output_scale(module)
-        pairs[module] = _pair(a, b, change, dtype, device)
-    _check_numbers(pairs, dtype)
-    return AdapterWeights(pairs, max(shape.rank for shape in shapes.values()))
+            b.mul_(base.output_scale(module))
+        pairs[module] = LoraPair(a, b.t(), change)
+    return pairs
 
 
 def _check_module(
@@ -152,25 +155,3 @@ def _check_module(
         )
     if shape.rank > max_rank:
         raise MismatchError(WEIGHTS_FILE, f"{module} has rank {shape.rank}; this engine takes {max_rank}")
-
-
-def _pair(a: Tensor, b: Tensor, change: Rescale | None, dtype: torch.dtype, device: torch.device) -> LoraPair:
-    # Copies in any case: what stays mapped would be read from disk between two steps.
-    return LoraPair(
-        a.to(device, dtype, copy=True).contiguous(),
-        b.to(device, dtype).t().contiguous(),
-        None if change is None else Rescale(change.gain.to(device, dtype), change.shift.to(device, dtype)),
-    )
-
-
-def _check_numbers(pairs: Mapping[str, LoraPair], dtype: torch.dtype) -> None:
-    modules, tensors = zip(*((module, one) for module, pair in pairs.items() for one in pair.tensors), strict=True)
-    # Tokens made with others would be none. (NaN is no more than anything; compared as Python's numbers, because in
-    # float16 the bound itself is infinite.)
-    for module, largest in zip(modules, torch.stack(torch._foreach_norm(tensors, math.inf)).tolist(), strict=True):
-        if not largest <= _LARGEST:
-            raise ArtifactError(
-                WEIGHTS_FILE,
-                f"{module} has values that are not finite, or beyond {_LARGEST:g}, in "
-                f"{str(dtype).removeprefix('torch.')}",
-            )

@@ -1,0 +1,30 @@
+"""The tensors of a safetensors file where they lie in it: of a mapped file only what is read is brought in."""
+
+from __future__ import annotations
+
+import math
+import mmap
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from artifacts.safetensors_header import TensorInfo
+
+DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+def map_tensors(path: Path, header: Mapping[str, TensorInfo]) -> dict[str, Tensor]:
+    """Views of the file, by name; its dtypes are some of DTYPES. They keep it mapped. Raises OSError."""
+    with open(path, "rb") as file:
+        # Private to this process: torch wants memory that may be written, and nobody does.
+        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    return {name: _view(mapped, info) for name, info in header.items()}
+
+
+def _view(mapped: mmap.mmap, info: TensorInfo) -> Tensor:
+    dtype, count = DTYPES[info.dtype], math.prod(info.shape)
+    if not count:
+        return torch.empty(info.shape, dtype=dtype)
+    return torch.frombuffer(mapped, dtype=dtype, count=count, offset=info.start).view(info.shape)
