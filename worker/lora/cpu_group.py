@@ -22,7 +22,7 @@ from torch.nn.functional import linear
 
 from worker.cpu import threads
 from worker.cpu.workspace import Workspace
-from worker.lora.cpu_kernel import COUNTERS, PAIR, SEGMENT, compiled, scratch_floats
+from worker.lora.cpu_kernel import COUNTERS, PAIR, SEGMENT, compiled
 from worker.lora.embedding import add_pair
 from worker.lora.weights import LoraPair
 
@@ -30,7 +30,7 @@ from worker.lora.weights import LoraPair
 _FEW_ROWS = 96
 # Of so many tasks none keeps a thread waiting for long.
 _TASKS_PER_THREAD = 2
-_GIVEN = Struct("=18q")
+_GIVEN = Struct("=16q")
 
 
 @dataclass(slots=True)
@@ -94,7 +94,6 @@ class CpuGroup:
         self._dtype = dtype
         self._kernel = compiled(str(dtype).removeprefix("torch."))
         self._columns = np.array([[first, stop - first] for first, stop in self._parts], np.int64)
-        self._room = scratch_floats(in_features, max(widths))
         # What the table tells of, by slot and layer; it keeps that from being freed.
         self._pairs: list[list[LoraPair | None]] = [[None] * len(widths) for _ in range(slots)]
         self._table = np.zeros((slots, len(widths), PAIR), np.int64)
@@ -129,13 +128,12 @@ class CpuGroup:
         # What the kernel takes for granted: it would write beyond them.
         assert (x.numel(), y.numel()) == (step.tokens * self.in_features, step.tokens * self.width), "the step's rows"
         assert x.dtype == y.dtype == self._dtype, "numbers of the kernel's kind"
-        shrunk = step.tokens * layers * self._max_rank
-        room = step.workspace.address(shrunk + torch.get_num_threads() * self._room)
+        shrunk = step.workspace.address(step.tokens * layers * self._max_rank)
         step.counters[:] = 0
         given = _GIVEN.pack(
             *(x.data_ptr(), self.in_features * size, self.in_features, y.data_ptr(), self.width * size),
             *(*self._addresses, layers, step.addresses[0], len(step.short), step.parts, step.addresses[1]),
-            *(room, layers * self._max_rank * 4, self._max_rank, room + shrunk * 4, self._room * 4, size),
+            *(shrunk, layers * self._max_rank * 4, self._max_rank, size),
         )
         threads.run(self._kernel.address, given)
 

@@ -27,15 +27,14 @@ from worker.cpu.vectors import KINDS, LANES, give_way, integers_at, look_at, tak
 from worker.lora import lora_vectors
 from worker.lora.lora_vectors import (
     ROWS,
-    add,
     dots,
     dots_four,
     dots_rows,
     dots_rows_four,
-    rescale_and_add,
+    rescale,
+    rescale_rows,
     weigh,
     weigh_rows,
-    widen,
 )
 
 # So many columns of B, of ranks that people use, stay in the nearest cache while many rows need them.
@@ -47,14 +46,14 @@ PAIR = 5
 _COLUMNS = 2
 # Of rows in a row with the same adapter: its slot, the first one, and the one behind the last.
 SEGMENT = 3
-COUNTERS = 4
-_SHRINKS, _SHRUNK, _EXPANDS, _THREADS = 0, 8, 16, 24
+COUNTERS = 3
+_SHRINKS, _SHRUNK, _EXPANDS = 0, 8, 16
 # Some tens of microseconds.
 _LOOKS = 20_000
 
 _INTEGERS = (
     "x x_bytes in_features y y_bytes slots layers layer_count segments segment_count parts counters shrunk "
-    "shrunk_bytes max_rank scratch scratch_bytes number_bytes"
+    "shrunk_bytes max_rank number_bytes"
 )
 
 
@@ -64,40 +63,34 @@ def compiled(kind: str) -> Any:
     return kernels.compiled(_apply, kernels.parameters(_INTEGERS.split(), [], {"of_kind": KINDS[kind]}), lora_vectors)
 
 
-def scratch_floats(in_features: int, out_features: int) -> int:
-    """What a thread needs of its own: some rows of x, and then of the sums that are added to y."""
-    return ROWS * max(in_features, out_features)
-
-
 @njit(fastmath=True, error_model="numpy")
-def _shrink(p, at, pair, layer, segment, part, scratch):
+def _shrink(p, at, pair, layer, segment, part):
     a, _, rank, _, _ = pair
     _, row, stop = segment
     count = at.in_features
     low, high = rank * part // at.parts, rank * (part + 1) // at.parts
     while row < stop and low < high:
         rows = ROWS if row + ROWS <= stop else 1
-        for index in range(rows):
-            widen(p, scratch + index * count * 4, at.x + (row + index) * at.x_bytes, count)
+        x = at.x + row * at.x_bytes
         out = at.shrunk + row * at.shrunk_bytes + layer * at.max_rank * 4
         k = low
         while k < high:
             ranks = 4 if k + 4 <= high else 1
             weights, of_rank = a + k * count * at.number_bytes, out + k * 4
             if rows == 1 and ranks == 1:
-                dots(p, scratch, weights, count, of_rank)
+                dots(p, x, weights, count, of_rank)
             elif rows == 1:
-                dots_four(p, scratch, weights, count, of_rank)
+                dots_four(p, x, weights, count, of_rank)
             elif ranks == 1:
-                dots_rows(p, scratch, weights, count, of_rank)
+                dots_rows(p, x, weights, count, of_rank)
             else:
-                dots_rows_four(p, scratch, weights, count, of_rank)
+                dots_rows_four(p, x, weights, count, of_rank)
             k += ranks
         row += rows
 
 
 @njit(fastmath=True, error_model="numpy")
-def _expand(p, at, pair, layer, columns, segment, part, scratch):
+def _expand(p, at, pair, layer, columns, segment, part):
     _, b, rank, gain, shift = pair
     begin, width = columns
     _, first, stop = segment
@@ -106,20 +99,20 @@ def _expand(p, at, pair, layer, columns, segment, part, scratch):
     block = _BLOCK if stop - first >= 2 * ROWS else width
     while low < high:
         count = min(block, high - low)
+        weights, change = (b + low * size, width * size), (gain + low * size, shift + low * size)
         row = first
         while row < stop:
             rows = ROWS if row + ROWS <= stop else 1
             factors = at.shrunk + row * at.shrunk_bytes + layer * at.max_rank * 4
-            if rows == 1:
-                weigh(p, scratch, factors, rank, b + low * size, width * size, count)
+            y = at.y + row * at.y_bytes + (begin + low) * size
+            if rows == 1 and gain:
+                rescale(p, y, factors, rank, weights, change, count)
+            elif rows == 1:
+                weigh(p, y, factors, rank, weights, change, count)
+            elif gain:
+                rescale_rows(p, y, factors, rank, weights, change, count)
             else:
-                weigh_rows(p, scratch, factors, rank, b + low * size, width * size, count)
-            for index in range(rows):
-                out, sums = at.y + (row + index) * at.y_bytes + (begin + low) * size, scratch + index * count * 4
-                if gain:
-                    rescale_and_add(p, out, sums, gain + low * size, shift + low * size, count)
-                else:
-                    add(p, out, sums, gain, shift, count)
+                weigh_rows(p, y, factors, rank, weights, change, count)
             row += rows
         low += count
 
@@ -139,14 +132,13 @@ def _task(at, index):
 def _apply(p):
     at = carray(p, 1)[0]
     counters = at.counters
-    scratch = at.scratch + take(counters + _THREADS) * at.scratch_bytes
     tasks = at.segment_count * at.layer_count * at.parts
     while True:
         index = take(counters + _SHRINKS)
         if index >= tasks:
             break
         part, layer, pair, columns, segment = _task(at, index)
-        _shrink(p, at, pair, layer, segment, part, scratch)
+        _shrink(p, at, pair, layer, segment, part)
         take(counters + _SHRUNK)
     # Others may still be at it: not for long, unless they have lost their core.
     looks = 0
@@ -160,4 +152,4 @@ def _apply(p):
             return
         part, layer, pair, columns, segment = _task(at, index)
         if pair[2]:
-            _expand(p, at, pair, layer, columns, segment, part, scratch)
+            _expand(p, at, pair, layer, columns, segment, part)

@@ -1,7 +1,7 @@
 """Pieces of the CPU's LoRA kernel as vector instructions: products and sums of as many numbers as there are.
 
-See worker.cpu.vectors. Rows of x, sums and what is made of them are float32; weights and outputs are numbers of the
-kind that the kernel is made for. Strides are in bytes, lengths in numbers.
+See worker.cpu.vectors. What is shrunk is float32; rows of x and y, and weights, are numbers of the kind that the kernel
+is made for. Strides are in bytes, lengths in numbers.
 """
 
 # numba looks at the functions' names and bytecode; it needs no annotations, and has no types for mypy to check.
@@ -24,7 +24,6 @@ from worker.cpu.vectors import (
     I64,
     LANES,
     bytes_of,
-    floats,
     integer,
     integer_of,
     length,
@@ -68,13 +67,14 @@ def _offset(b: Any, address: Any, index: Any, size: int) -> Any:
 def _dots(rows: int, ranks: int) -> Any:
     @intrinsic
     def dots(typingctx, parameters, x, weights, count, out):
-        """out[row, rank] = x[row] . weights[rank], for so many rows and ranks, all but out's rows side by side."""
+        """out[row, rank] = x[row] . weights[rank], for so many rows and ranks; weights lie side by side."""
         kind = length(parameters, "of_kind")
+        size = bytes_of(kind)
 
         def generate(context, b, signature, arguments):
             p, x, weights, count, out = arguments
-            of_x = _lines(b, x, _bytes(b, count, 4), rows)
-            of_weights = _lines(b, weights, _bytes(b, count, bytes_of(kind)), ranks)
+            of_x = _lines(b, x, integer_of(b, parameters, p, "x_bytes"), rows)
+            of_weights = _lines(b, weights, _bytes(b, count, size), ranks)
             of_out = _lines(b, out, integer_of(b, parameters, p, "shrunk_bytes"), rows)
 
             def zeros(lanes):
@@ -85,8 +85,8 @@ def _dots(rows: int, ranks: int) -> Any:
             sums = {(pair, lanes): zeros(lanes) for pair in pairs for lanes in (LANES, 1)}
 
             def body(index, lanes, _):
-                xs = [floats(b, _offset(b, line, index, 4), 0, lanes) for line in of_x]
-                ws = [widened(b, kind, _offset(b, line, index, bytes_of(kind)), 0, lanes) for line in of_weights]
+                xs = [widened(b, kind, _offset(b, line, index, size), 0, lanes) for line in of_x]
+                ws = [widened(b, kind, _offset(b, line, index, size), 0, lanes) for line in of_weights]
                 for pair in pairs:
                     place = sums[pair, lanes]
                     product = b.fmul(xs[pair[0]], ws[pair[1]], flags=_FUSED)
@@ -105,24 +105,32 @@ def _dots(rows: int, ranks: int) -> Any:
     return dots
 
 
-def _weigh(rows: int, vectors: int) -> Any:
+def _weigh(rows: int, vectors: int, *, rescaled: bool) -> Any:
     @intrinsic
-    def weigh(typingctx, parameters, sums, factors, ranks, weights, weights_stride, count):
-        """sums[row] = sum over ranks of factors[row, rank] * weights[rank], for so many rows, sums' side by side."""
+    def weigh(typingctx, parameters, y, factors, ranks, weights, change, count):
+        """y[row] += sum over ranks of factors[row, rank] * weights[rank], for so many rows, rounded once.
+
+        `weights` are where the first rank's are, and their stride. `rescaled`: y is multiplied by 1 + gain, and shift
+        added, too; `change` are where these are.
+        """
         kind = length(parameters, "of_kind")
+        size = bytes_of(kind)
 
         def generate(context, b, signature, arguments):
-            p, sums, factors, ranks, weights, weights_stride, count = arguments
-            of_sums = _lines(b, sums, _bytes(b, count, 4), rows)
+            p, y, factors, ranks, weights, change, count = arguments
+            weights, weights_stride, gain, shift = (
+                b.extract_value(two, at) for two in (weights, change) for at in (0, 1)
+            )
+            of_y = _lines(b, y, integer_of(b, parameters, p, "y_bytes"), rows)
             of_factors = _lines(b, factors, integer_of(b, parameters, p, "shrunk_bytes"), rows)
 
             def body(index, lanes, vectors):
                 parts = [part * lanes for part in range(vectors)]
                 zeros = ir.Constant(vector(F32, lanes), [0.0] * lanes)
-                totals = [[cgutils.alloca_once_value(b, zeros) for _ in parts] for _ in of_sums]
+                totals = [[cgutils.alloca_once_value(b, zeros) for _ in parts] for _ in of_y]
                 for place in chain(*totals):
                     b.store(zeros, place)
-                first = _offset(b, weights, index, bytes_of(kind))
+                first = _offset(b, weights, index, size)
                 with cgutils.for_range_slice(b, integer(0), ranks, integer(1), I64) as (rank, _):
                     line = b.add(first, b.mul(rank, weights_stride))
                     ws = [widened(b, kind, line, part, lanes) for part in parts]
@@ -130,14 +138,22 @@ def _weigh(rows: int, vectors: int) -> Any:
                         factor = spread(b, load(b, _offset(b, of_row, rank, 4), 0, F32, 4), lanes)
                         for place, piece in zip(places, ws, strict=True):
                             b.store(b.fadd(b.load(place), b.fmul(factor, piece, flags=_FUSED), flags=_FUSED), place)
-                for places, of_row in zip(totals, of_sums, strict=True):
+                gains, shifts = (_offset(b, one, index, size) for one in (gain, shift))
+                for places, of_row in zip(totals, of_y, strict=True):
+                    here = _offset(b, of_row, index, size)
                     for place, part in zip(places, parts, strict=True):
-                        store(b, b.load(place), _offset(b, of_row, index, 4), 4 * part, 4)
+                        own, total = widened(b, kind, here, part, lanes), b.load(place)
+                        if rescaled:
+                            gained = b.fmul(own, widened(b, kind, gains, part, lanes), flags=_FUSED)
+                            shifted = b.fadd(gained, widened(b, kind, shifts, part, lanes), flags=_FUSED)
+                            total = b.fadd(total, shifted, flags=_FUSED)
+                        value = narrowed(b, kind, b.fadd(own, total, flags=_FUSED), lanes)
+                        store(b, value, here, part * size, size)
 
             _each(b, count, body, vectors)
             return context.get_dummy_value()
 
-        return types.void(parameters, sums, factors, ranks, weights, weights_stride, count), generate
+        return types.void(parameters, y, factors, ranks, weights, change, count), generate
 
     return weigh
 
@@ -145,52 +161,5 @@ def _weigh(rows: int, vectors: int) -> Any:
 # So many rows of one adapter share what is read of it.
 ROWS = 4
 dots, dots_four, dots_rows, dots_rows_four = _dots(1, 1), _dots(1, 4), _dots(ROWS, 1), _dots(ROWS, 4)
-weigh, weigh_rows = _weigh(1, 24), _weigh(ROWS, 4)
-
-
-@intrinsic
-def widen(typingctx, parameters, wide, numbers, count):
-    """So many numbers as float32."""
-    kind = length(parameters, "of_kind")
-
-    def generate(context, b, signature, arguments):
-        _, wide, numbers, count = arguments
-
-        def body(index, lanes, _):
-            piece = widened(b, kind, _offset(b, numbers, index, bytes_of(kind)), 0, lanes)
-            store(b, piece, _offset(b, wide, index, 4), 0, 4)
-
-        _each(b, count, body)
-        return context.get_dummy_value()
-
-    return types.void(parameters, wide, numbers, count), generate
-
-
-def _adding(*, rescaled: bool) -> Any:
-    @intrinsic
-    def added(typingctx, parameters, numbers, wide, gain, shift, count):
-        """Numbers += wide, rounded once; `rescaled` they are first multiplied by 1 + gain, and shift added."""
-        kind = length(parameters, "of_kind")
-        size = bytes_of(kind)
-
-        def generate(context, b, signature, arguments):
-            _, numbers, wide, gain, shift, count = arguments
-
-            def body(index, lanes, _):
-                place = _offset(b, numbers, index, size)
-                own, total = widened(b, kind, place, 0, lanes), floats(b, _offset(b, wide, index, 4), 0, lanes)
-                if rescaled:
-                    gained = b.fmul(own, widened(b, kind, _offset(b, gain, index, size), 0, lanes), flags=_FUSED)
-                    shifted = b.fadd(gained, widened(b, kind, _offset(b, shift, index, size), 0, lanes), flags=_FUSED)
-                    total = b.fadd(total, shifted, flags=_FUSED)
-                store(b, narrowed(b, kind, b.fadd(own, total, flags=_FUSED), lanes), place, 0, size)
-
-            _each(b, count, body)
-            return context.get_dummy_value()
-
-        return types.void(parameters, numbers, wide, gain, shift, count), generate
-
-    return added
-
-
-add, rescale_and_add = _adding(rescaled=False), _adding(rescaled=True)
+weigh, weigh_rows = _weigh(1, 24, rescaled=False), _weigh(ROWS, 4, rescaled=False)
+rescale, rescale_rows = _weigh(1, 24, rescaled=True), _weigh(ROWS, 4, rescaled=True)
