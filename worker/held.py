@@ -20,6 +20,9 @@ from worker.scheduling.contract import (
     TokenLogprobs,
 )
 
+# A token clears a job of an engine's death, but only in so many attempts: some may always give one before they kill.
+CLEARED_ATTEMPTS = 5
+
 
 @dataclass(frozen=True, slots=True)
 class Ending:
@@ -127,13 +130,15 @@ class HeldJob:
         """Whether the engine, if it died now, may have died of it: an answer that no step has given a token yet.
 
         A step that computes a part of its prompt clears nobody: what kills may lie in the next part. One that runs
-        alone is never cleared. One that waits in the engine is no cause: it is among the `taken` sequences that the
-        engine has told of, has not begun, and needs no adapter to be loaded, since that is `resident`.
+        alone is never cleared, nor one that comes for more than the CLEARED_ATTEMPTS. One that waits in the engine is
+        no cause: it is among the `taken` sequences that the engine has told of, has not begun, and needs no adapter to
+        be loaded, since that is `resident`.
         """
         loads = self.source is not None and self.source.digest not in resident
         handed = (choice for choice in self.running if choice.in_engine)
         touched = (choice for choice in handed if choice.begun or choice.place > taken or loads)
-        return any(self.job.suspect or not choice.ids for choice in touched)
+        clears = not self.job.suspect and self.job.attempt <= CLEARED_ATTEMPTS
+        return any(not (choice.ids and clears) for choice in touched)
 
     @property
     def returned(self) -> list[HeldChoice]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
 import sys
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
@@ -12,7 +14,9 @@ from typing import Any
 import pytest
 from loraplex_client import AsyncClient, AsyncGenerationStream, InternalError
 
+from broker.messages import STRIKES_LIMIT
 from worker.hash_engine import expected_ids
+from worker.held import CLEARED_ATTEMPTS
 from worker.scheduling.contract import Sampling, Stopping
 
 StartCluster = Callable[..., AbstractAsyncContextManager[Any]]
@@ -133,4 +137,25 @@ async def test_what_hangs_the_engines_ends_alone_too(start_cluster: StartCluster
             return len({worker.engine_pid for worker in await cluster.workers()} - engines) == 3
 
         await eventually(replaced)
+        await eventually(cluster.idle)
+
+
+async def test_what_always_gives_tokens_before_it_kills_ends_too(
+    start_cluster: StartCluster, eventually: Eventually
+) -> None:
+    """Here a signal kills, as soon as a new engine has given some."""
+    async with start_cluster(PLAIN, {}, workers=1) as cluster:
+        killed: set[int] = set()
+
+        async def answer() -> None:
+            async for _ in cluster.client.generate_stream("gives, then kills", max_new_tokens=4000):
+                for worker in await cluster.workers():
+                    if worker.engine_pid not in killed:
+                        killed.add(worker.engine_pid)
+                        os.kill(worker.engine_pid, signal.SIGKILL)
+
+        with pytest.raises(InternalError) as caught:
+            await answer()
+        assert caught.value.reason == "POISON_REQUEST"
+        assert len(killed) == CLEARED_ATTEMPTS + STRIKES_LIMIT + 1
         await eventually(cluster.idle)

@@ -12,7 +12,7 @@ from redis.asyncio import Redis
 
 from broker.messages import STRIKES_LIMIT, AdapterRef
 from tests.worker.relayed_worker import MODEL, ROWS, Router, job, running
-from worker.held import HeldJobs
+from worker.held import CLEARED_ATTEMPTS, HeldJobs
 from worker.scheduling.contract import AdapterSource, FinishKind, Output
 
 # The rule
@@ -72,6 +72,16 @@ def test_a_suspect_is_never_cleared_while_it_runs() -> None:
     assert held.struck(*NOTHING)
     choice.record(Output(choice.sequence_id, 1, (8,), finish=FinishKind.LENGTH), 0.0, 2)
     assert not held.struck(*NOTHING)
+
+
+@pytest.mark.parametrize("attempt", [1, CLEARED_ATTEMPTS, CLEARED_ATTEMPTS + 1, CLEARED_ATTEMPTS + 9])
+def test_tokens_clear_a_job_only_in_its_first_attempts(attempt: int) -> None:
+    """One that always gives some before it kills would cost an engine for each."""
+    held = HeldJobs().add(replace(job("a"), attempt=attempt))
+    (choice,) = held.running
+    choice.in_engine = choice.begun = True
+    choice.record(Output(choice.sequence_id, 0, (7,)), 0.0, 1)
+    assert held.struck(*NOTHING) is (attempt > CLEARED_ATTEMPTS)
 
 
 # The worker
