@@ -18,8 +18,8 @@ from worker.scheduling.contract import Stopping
 StartCluster = Callable[..., AbstractAsyncContextManager[Any]]
 MODEL = "hash:?vocab=32000&seed=1&step_ms=5"
 CLIENTS = 8
-# Some end while their worker or router drains, and some move.
-LENGTHS = (20, 60, 600)
+# Those of two clients end while their worker or router drains; of the long ones of the others some move.
+SHORT, LONG = (20, 60), 600
 
 
 class Load:
@@ -29,8 +29,9 @@ class Load:
         self._client = client
         self._digests = digests
         self._stop = False
-        self._answered = asyncio.Condition()
+        self._changed = asyncio.Condition()
         self.answers = 0
+        self._long_begun = 0
         self.continuations = 0
         self.tasks = [asyncio.create_task(self._ask_on_and_on(number)) for number in range(CLIENTS)]
 
@@ -38,23 +39,36 @@ class Load:
         turn = 0
         while not self._stop:
             turn += 1
-            prompt, name, length = f"client {number} turn {turn}", "abc"[turn % 3], LENGTHS[(number + turn) % 3]
-            whole = await self._client.generate(prompt, adapter_id=name, max_new_tokens=length)
+            prompt, name = f"client {number} turn {turn}", "abc"[turn % 3]
+            length = SHORT[turn % 2] if number < 2 else LONG
+            stream = self._client.generate_stream(prompt, adapter_id=name, max_new_tokens=length)
+            await anext(stream)
+            async with self._changed:
+                self._long_begun += length == LONG
+                self._changed.notify_all()
+            whole = await stream.result()
             stopping = Stopping(max_tokens=length)
             truth = expected_ids(MODEL, list(prompt.encode()), adapter_digest=self._digests[name], stopping=stopping)
             assert list(whole.token_ids) == list(truth)
-            async with self._answered:
+            async with self._changed:
                 self.answers += 1
                 self.continuations += whole.continuations
-                self._answered.notify_all()
+                self._changed.notify_all()
 
     async def more(self, count: int) -> None:
         """Wait for so many more answers. Raises what a client got instead of one."""
         target = self.answers + count
+        await self._until(lambda: self.answers >= target)
 
+    async def long_begins(self) -> None:
+        """Wait for a long answer's first token. Raises as `more` does."""
+        target = self._long_begun + 1
+        await self._until(lambda: self._long_begun >= target)
+
+    async def _until(self, reached: Callable[[], bool]) -> None:
         async def wait() -> None:
-            async with self._answered:
-                await self._answered.wait_for(lambda: self.answers >= target)
+            async with self._changed:
+                await self._changed.wait_for(reached)
 
         waiting = asyncio.create_task(wait())
         async with asyncio.timeout(60):
@@ -81,12 +95,14 @@ async def test_a_rolling_restart_of_everything_fails_no_request(
             await load.more(CLIENTS)
             successors = [await local.start_worker() for _ in range(2)]
             for name in ("router-1", "router-2", "store"):
+                await load.long_begins()
                 local.kill(name, signal.SIGTERM)
                 assert await local.processes[name].exited == 0
                 await local.restart(name)
                 await local.wait_serving()
             for name, successor in zip(("worker-1", "worker-2"), successors, strict=True):
                 assert local.processes[successor].is_ready
+                await load.long_begins()
                 local.kill(name, signal.SIGTERM)
                 assert await local.processes[name].exited == 0
             await load.more(CLIENTS)
