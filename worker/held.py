@@ -137,8 +137,8 @@ class HeldJob:
         loads = self.source is not None and self.source.digest not in resident
         handed = (choice for choice in self.running if choice.in_engine)
         touched = (choice for choice in handed if choice.begun or choice.place > taken or loads)
-        clears = not self.job.suspect and self.job.attempt <= CLEARED_ATTEMPTS
-        return any(not (choice.ids and clears) for choice in touched)
+        never_cleared = self.job.suspect or self.job.attempt > CLEARED_ATTEMPTS
+        return any(never_cleared or not choice.ids for choice in touched)
 
     @property
     def returned(self) -> list[HeldChoice]:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from artifacts.revision import CONFIG_FILE, WEIGHTS_FILE
+from worker.lora.adapter_memory import pack
 from worker.lora.weights import read_adapter
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -45,6 +46,17 @@ def test_the_product_is_pefts_own_change_of_the_weight(tiny_llama: Any, adapter:
 def test_the_ranks_of_the_patterned_adapter_differ(tiny_llama: Any) -> None:
     weights = read_adapter(str(tiny_llama.adapters["patterned"]), linears(tiny_llama), 16)
     assert {pair.a.shape[0] for pair in weights.pairs.values()} == {2, 4, 12}
+
+
+def test_weights_are_cast_after_they_are_scaled(tiny_llama: Any) -> None:
+    exact = read_adapter(str(tiny_llama.adapters["rslora"]), linears(tiny_llama), 16)
+    cast = pack(exact, torch.bfloat16).weights
+    for name, pair in cast.pairs.items():
+        assert exact.pairs[name].b.dtype == torch.float32
+        assert torch.equal(pair.a, exact.pairs[name].a.bfloat16())
+        assert torch.equal(pair.b, exact.pairs[name].b.bfloat16())
+        assert pair.a.is_contiguous()
+        assert pair.b.is_contiguous()
 
 
 def test_they_are_read_wherever_they_lie_in_the_file(tiny_llama: Any, tmp_path: Path) -> None:

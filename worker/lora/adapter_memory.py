@@ -80,10 +80,10 @@ class TorchAdapterMemory:
 
 def pack(weights: AdapterWeights, dtype: torch.dtype, *, pinned: bool = False) -> PackedAdapter:
     """The adapter in one piece of host memory. Raises ArtifactError where it has numbers that can't be used."""
-    numbers = sum(size for tensor in weights.tensors for size in _room(tensor, dtype))
-    memory = torch.zeros(numbers, dtype=dtype, pin_memory=pinned)
+    tensors = weights.tensors
+    memory = torch.zeros(sum(sum(_room(tensor, dtype)) for tensor in tensors), dtype=dtype, pin_memory=pinned)
     packed = _views(weights, memory)
-    torch._foreach_copy_(packed.tensors, weights.tensors)
+    torch._foreach_copy_(packed.tensors, tensors)
     if not _usable(memory):
         modules = (name for name, pair in packed.pairs.items() if not all(map(_usable, pair.tensors)))
         raise ArtifactError(
