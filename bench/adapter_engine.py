@@ -16,9 +16,9 @@ from typing import Any, TypeVar
 from bench.limit import Step, recorded_steps
 from bench.trace import Arrival, Trace, draw
 from bench.workload import Request
-from worker.engine import build_engine
-from worker.scheduling.contract import AdapterSource, EngineStats, NewSequence, Output, Stopping
-from worker.settling import settle
+from worker.engine.interpreter import settle
+from worker.engine.torch_engine import build_engine
+from worker.engine_api import AdapterSource, EngineStats, NewSequence, Output, Stopping
 
 R = TypeVar("R")
 

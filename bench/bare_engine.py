@@ -10,8 +10,8 @@ from typing import Any
 from bench.limit import recorded_steps
 from bench.rounds import Timed
 from bench.workload import Request, answered_tokens
-from worker.engine import TorchEngine, build_engine
-from worker.scheduling.contract import AdapterSource, NewSequence, Output, Stopping
+from worker.engine.torch_engine import TorchEngine, build_engine
+from worker.engine_api import AdapterSource, NewSequence, Output, Stopping
 
 
 class BareEngine:

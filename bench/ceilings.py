@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from worker.model.packed import PackedWeight, packing_works
+from worker.engine.model.packed import PackedWeight, packing_works
 
 _OUT, _IN = 4864, 896
 # All of them together are far larger than a cache: none of them is still there when its turn comes again.

@@ -1,7 +1,7 @@
 """Fair claims beside first-come-first-served, in virtual time: `python -m bench.fairness [--quick] [--json FILE]`.
 
-The queue is the pure-Python twin of the scripts (broker.policy), the engine the real scheduler with a KV cache of
-10,000 tokens; a step takes 40 ms and 0.1 ms more for each token. The two tenants want more than it can do.
+The queue is the pure-Python twin of the scripts (bench.queue_model.cell), the engine the real scheduler with a KV
+cache of 10,000 tokens; a step takes 40 ms and 0.1 ms more for each token. The two tenants want more than it can do.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from statistics import mean, median, quantiles
 from typing import Any
 
 from bench.command import run_command
+from bench.queue_model.cell import Cell
 from bench.report import Aim, Report, progress
 from broker.messages import Capacity, Job, StoppingParams
-from broker.policy import Cell
 from broker.terms import OUTPUT_WEIGHT, PROMPT_WEIGHT, Placement, QueueLimits, Usage
-from worker.hash_engine import HashAdapterMemory
-from worker.lora.cache import AdapterCache
-from worker.lora.loading import LoaderThreads
-from worker.scheduling.contract import EngineLimits, NewSequence, Output, Stopping
-from worker.scheduling.scheduler import Scheduler
+from worker.engine.adapter_cache.cache import AdapterCache
+from worker.engine.adapter_cache.loading import LoaderThreads
+from worker.engine.hash_engine import HashAdapterMemory
+from worker.engine.scheduling.scheduler import Scheduler
+from worker.engine_api import EngineLimits, NewSequence, Output, Stopping
 
 AIMS = {
     "service_difference_over_bound": Aim(at_most=1),

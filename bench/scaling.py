@@ -33,7 +33,7 @@ AIMS = {
 PAGE = Path(__file__).parents[1] / "docs" / "scaling.md"
 # Of a core a cell's Redis should use no more, so that a burst finds room.
 _CORE_SHARE = 0.7
-# As router.dispatch and router.models.
+# As router.dispatch.dispatcher and router.catalog.models.
 _WATCHES_PER_S, _LOOKS_PER_S, ROUTERS = 4, 2, 4
 
 

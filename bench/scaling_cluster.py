@@ -1,7 +1,8 @@
-"""A large cluster in virtual time: the queue's policy (broker.policy), the router's placement, workers as counters.
+"""A large cluster in virtual time: the queue's policy (bench.queue_model.cell), the router's placement, workers as
+counters.
 
-A worker is rows, slots of a least-recently-used cache of adapters, and the claims that worker.intake makes: when it is
-woken, when one of its jobs has ended, after a hold, and once a second when it idles.
+A worker is rows, slots of a least-recently-used cache of adapters, and the claims that worker.io.jobs.intake makes:
+when it is woken, when one of its jobs has ended, after a hold, and once a second when it idles.
 """
 
 from __future__ import annotations
@@ -14,14 +15,14 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Literal
 
+from bench.queue_model.cell import Cell
 from broker.messages import AdapterRef, Capacity, Job, StoppingParams
-from broker.policy import Cell
 from broker.rendezvous import WorkerLoad, preferred
 from broker.terms import OUTPUT_WEIGHT, PROMPT_WEIGHT, ROOM_MS, Placement, QueueLimits, Usage
 
 BASE = "sha256:0"
 _NO_LIMITS = QueueLimits(jobs=1 << 40, bytes=1 << 50, tenant_jobs=1 << 40, tenant_bytes=1 << 50)
-# As worker.intake and broker.liveness have them.
+# As worker.io.jobs.intake and broker.liveness have them.
 _IDLE_MS, BEAT_MS = 1_000, 500
 _Event = Literal["arrival", "end", "look", "beat", "watch"]
 

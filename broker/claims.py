@@ -1,4 +1,5 @@
-"""The claim: which waiting jobs a worker gets, in one atomic script. `broker.policy` decides the same in Python.
+"""The claim: which waiting jobs a worker gets, in one atomic script. `bench.queue_model.cell` decides the same in
+Python.
 
 Re-dispatched jobs first. Then always the tenant with the lowest counter, which what it gets raises: of its jobs the
 next by priority, deadline, arrival. What doesn't fit is passed over, within windows: a scan's work is O(window + rows).

@@ -11,20 +11,20 @@ from loraplex.inference.v1 import inference_pb2_grpc
 from loraplex.relay.v1 import relay_pb2_grpc
 
 from broker.startup import connect_once_up
-from router.adapter_orders import AdapterOrders
-from router.cluster import ClusterService
-from router.dispatch import Dispatcher
+from router.api.cluster import ClusterService
+from router.api.operator_commands import AdapterOrders
+from router.api.request_telemetry import Watcher
+from router.api.service import InferenceService
+from router.catalog.models import WATCH_S, Models
+from router.catalog.placement import Placer
+from router.catalog.store_client import StoreClient
+from router.dispatch.dispatcher import Dispatcher
+from router.dispatch.relay import RelayService
 from router.gauges import follow_gauges
-from router.generation import Generation
+from router.generation.generation import Generation
+from router.generation.resume import Tickets
 from router.metrics import RouterMetrics
-from router.models import WATCH_S, Models
-from router.placement import Placer
-from router.relay import RelayService
-from router.resume import Tickets
-from router.service import InferenceService
 from router.settings import Settings, read_weights
-from router.store_client import StoreClient
-from router.watch import Watcher
 from rpc.metrics import CallMeter
 from rpc.server import Server, relay_options, stop_signal, unless_stopped
 from telemetry.metrics import serve_metrics

@@ -7,9 +7,9 @@ from collections import Counter
 
 from broker.connection import REDIS_DOWN
 from broker.messages import WorkerPhase
-from router.dispatch import Dispatcher
+from router.catalog.models import Models
+from router.dispatch.dispatcher import Dispatcher
 from router.metrics import RouterMetrics
-from router.models import Models
 
 EVERY_S = 1.0
 

@@ -1,4 +1,4 @@
-"""A request as the router's inside sees it, and what it answers. `router.convert` makes these from the wire."""
+"""A request as the router's inside sees it, and what it answers. `router.api.convert` makes these from the wire."""
 
 from __future__ import annotations
 
@@ -66,6 +66,14 @@ class Request:
     fingerprint: str = ""
     # The W3C trace context of its span; empty: it is not traced.
     traceparent: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Received:
+    """What a client has of one choice; finished: its end too."""
+
+    token_ids: tuple[int, ...] = ()
+    finished: bool = False
 
 
 class FinishReason(StrEnum):

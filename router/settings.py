@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from broker.terms import QueueLimits
-from router.resume import KEY_CHARACTERS
+from router.generation.resume import KEY_CHARACTERS
 from rpc.auth import check_exposure
 from rpc.settings import REDIS_URL_HELP, REDIS_URL_VARIABLE, setting
 from telemetry.logging import FORMAT_HELP, FORMAT_VARIABLE, LEVEL_HELP, LEVEL_VARIABLE, check_logging

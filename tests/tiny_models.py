@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from worker.scheduling.contract import AdapterSource, NewSequence, Stopping
+from worker.engine_api import AdapterSource, NewSequence, Stopping
 
 VOCAB = 320
 ALL_LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]

@@ -1,1 +1,3 @@
-"""The worker: one base model, a batch that never stops, and a cache of adapters. Two processes, see worker.link."""
+"""The worker: an I/O process (`worker.io`) and an engine process (`worker.engine`), which meet in `worker.ipc` and
+`worker.engine_api`.
+"""

@@ -28,9 +28,9 @@ def _work(argv: list[str]) -> int:
     from rpc.server import PortInUse
     from telemetry.logging import environment_of, set_up_logging
     from telemetry.metrics import MetricsPortError
-    from worker.app import run
-    from worker.settings import Settings
-    from worker.supervisor import EngineUnusableError
+    from worker.io.app import run
+    from worker.io.engine_client.process import EngineUnusableError
+    from worker.io.settings import Settings
 
     settings = read_settings(Settings, "worker", argv, os.environ)
     set_up_logging("worker", settings.log_format, settings.log_level)

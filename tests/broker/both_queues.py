@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 
 from redis.asyncio import Redis
 
+from bench.queue_model.cell import Cell
 from broker.codec import decode_wanted
 from broker.keys import Keys
 from broker.liveness import Liveness
 from broker.messages import AdapterRef, Capacity, Job, StoppingParams
-from broker.policy import Cell
 from broker.queue import DeadlineUnattainableError, JobQueue, QueueFullError
 from broker.terms import Claimed, Placement, QueueLimits, Usage
 from tests.broker.conftest import CLOCK, START_MS

@@ -6,8 +6,8 @@ import heapq
 import random
 from collections import OrderedDict
 
+from bench.queue_model.cell import Cell
 from broker.messages import Capacity
-from broker.policy import Cell
 from broker.rendezvous import PREFERRED, WorkerLoad, preferred
 from broker.terms import Placement
 from tests.broker.both_queues import BASE, make_job

@@ -28,7 +28,7 @@ class Request(msgspec.Struct, frozen=True):
     prompt: str
     max_tokens: int
     n: int = 1
-    # Fields of worker.scheduling.contract.Sampling, seed included.
+    # Fields of worker.engine_api.Sampling, seed included.
     sampling: dict[str, float | int] = {}
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()

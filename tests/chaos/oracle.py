@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from router.text import HashText
+from router.text.tokenizer import HashText
 from tests.chaos.history import Request
-from worker.hash_engine import expected_ids
-from worker.scheduling.contract import Sampling, Stopping
+from worker.engine.hash_engine import expected_ids
+from worker.engine_api import Sampling, Stopping
 
 _TEXT = HashText(0)
 

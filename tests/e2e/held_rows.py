@@ -18,8 +18,8 @@ from redis.asyncio import Redis
 
 from tests.e2e.conftest import TENANT, Cluster
 from tests.valkey_server import MovingAddress, ValkeyServer
-from worker.hash_engine import expected_ids
-from worker.scheduling.contract import Stopping
+from worker.engine.hash_engine import expected_ids
+from worker.engine_api import Stopping
 
 SLOW = "hash:?vocab=32000&seed=1&step_ms=5"
 ROWS = 8

@@ -15,8 +15,8 @@ from loraplex_client import LoraplexError
 
 from broker.keys import Keys
 from tests.faulty_store import Fault, FaultyStore
-from worker.hash_engine import expected_ids
-from worker.scheduling.contract import Stopping
+from worker.engine.hash_engine import expected_ids
+from worker.engine_api import Stopping
 
 StartCluster = Callable[..., AbstractAsyncContextManager[Any]]
 Eventually = Callable[[Callable[[], Awaitable[bool]]], Awaitable[None]]

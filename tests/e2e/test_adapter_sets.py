@@ -12,8 +12,8 @@ import pytest
 from loraplex_client import FailedPreconditionError, Generation, InvalidRequestError, LoraplexError, NotFoundError
 
 from artifacts.digests import weighted_digest
-from worker.hash_engine import expected_ids
-from worker.scheduling.contract import Stopping
+from worker.engine.hash_engine import expected_ids
+from worker.engine_api import Stopping
 
 StartCluster = Callable[..., AbstractAsyncContextManager[Any]]
 MODEL = "hash:?vocab=32000&seed=1"

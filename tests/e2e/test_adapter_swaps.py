@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 from loraplex_client import AsyncClient, AsyncStoreClient
 
-from worker.hash_engine import expected_ids
-from worker.scheduling.contract import Stopping
+from worker.engine.hash_engine import expected_ids
+from worker.engine_api import Stopping
 
 StartCluster = Callable[..., AbstractAsyncContextManager[Any]]
 Eventually = Callable[[Callable[[], Awaitable[bool]]], Awaitable[None]]

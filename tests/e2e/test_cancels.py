@@ -12,8 +12,8 @@ from contextlib import AbstractAsyncContextManager, suppress
 from pathlib import Path
 from typing import Any
 
-from worker.hash_engine import expected_ids
-from worker.scheduling.contract import Stopping
+from worker.engine.hash_engine import expected_ids
+from worker.engine_api import Stopping
 
 StartCluster = Callable[..., AbstractAsyncContextManager[Any]]
 Eventually = Callable[[Callable[[], Awaitable[bool]]], Awaitable[None]]

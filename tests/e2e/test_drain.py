@@ -13,8 +13,8 @@ from loraplex.cluster.v1 import cluster_pb2
 from typer.testing import CliRunner
 
 from clients.cli.app import app
-from worker.hash_engine import expected_ids
-from worker.scheduling.contract import Stopping
+from worker.engine.hash_engine import expected_ids
+from worker.engine_api import Stopping
 
 StartCluster = Callable[..., AbstractAsyncContextManager[Any]]
 MODEL = "hash:?vocab=32000&seed=1&step_ms=5"

@@ -10,10 +10,10 @@ from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
-from worker.hash_engine import expected_ids
-from worker.link import Configure
-from worker.scheduling.contract import Stopping
-from worker.supervisor import EngineProcess
+from worker.engine.hash_engine import expected_ids
+from worker.engine_api import Stopping
+from worker.io.engine_client.process import EngineProcess
+from worker.ipc import Configure
 
 StartCluster = Callable[..., AbstractAsyncContextManager[Any]]
 Eventually = Callable[[Callable[[], Awaitable[bool]]], Awaitable[None]]

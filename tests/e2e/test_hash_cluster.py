@@ -27,8 +27,8 @@ from loraplex_client import (
     UnavailableError,
 )
 
-from worker.hash_engine import expected_ids
-from worker.scheduling.contract import Sampling, Stopping
+from worker.engine.hash_engine import expected_ids
+from worker.engine_api import Sampling, Stopping
 
 StartCluster = Callable[..., AbstractAsyncContextManager[Any]]
 Eventually = Callable[[Callable[[], Awaitable[bool]]], Awaitable[None]]

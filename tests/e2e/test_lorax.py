@@ -13,8 +13,8 @@ from loraplex_client.lorax import AsyncClient, Client
 from loraplex_client.lorax.errors import NotFoundError, ValidationError
 from loraplex_client.lorax.types import FinishReason
 
-from worker.hash_engine import expected_ids
-from worker.scheduling.contract import Sampling, Stopping
+from worker.engine.hash_engine import expected_ids
+from worker.engine_api import Sampling, Stopping
 
 StartCluster = Callable[..., AbstractAsyncContextManager[Any]]
 END_AFTER = 30

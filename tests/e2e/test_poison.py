@@ -15,9 +15,9 @@ import pytest
 from loraplex_client import AsyncClient, AsyncGenerationStream, InternalError
 
 from broker.messages import STRIKES_LIMIT
-from worker.hash_engine import expected_ids
-from worker.held import CLEARED_ATTEMPTS
-from worker.scheduling.contract import Sampling, Stopping
+from worker.engine.hash_engine import expected_ids
+from worker.engine_api import Sampling, Stopping
+from worker.io.jobs.local_jobs import CLEARED_ATTEMPTS
 
 StartCluster = Callable[..., AbstractAsyncContextManager[Any]]
 Eventually = Callable[[Callable[[], Awaitable[bool]]], Awaitable[None]]

@@ -15,8 +15,8 @@ from loraplex.cluster.v1 import cluster_pb2
 from loraplex_client import AsyncGenerationStream, Generation
 
 from tests.e2e.conftest import Cluster, running_cluster
-from worker.hash_engine import expected_ids
-from worker.scheduling.contract import Sampling, Stopping
+from worker.engine.hash_engine import expected_ids
+from worker.engine_api import Sampling, Stopping
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 Eventually = Callable[[Callable[[], Awaitable[bool]]], Awaitable[None]]

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.worker.peft_oracle import VOCAB, PeftOracle
-from worker.engine import TorchEngine, build_engine
-from worker.model.cuda_graphs import DecodeGraphs
-from worker.scheduling.contract import NewSequence, Output
+from tests.worker.engine.peft_oracle import VOCAB, PeftOracle
+from worker.engine.model.cuda_graphs import DecodeGraphs
+from worker.engine.torch_engine import TorchEngine, build_engine
+from worker.engine_api import NewSequence, Output
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device")
 

@@ -7,7 +7,7 @@ from redis.asyncio import Redis
 
 from broker.queue import JobQueue
 from broker.terms import Placement
-from router.dispatch import Dispatcher
+from router.dispatch.dispatcher import Dispatcher
 from tests.router.recording_link import KEYS
 
 

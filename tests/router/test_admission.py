@@ -16,9 +16,9 @@ from broker.messages import AdapterRef, Capacity, Job, StoppingParams, WorkerPha
 from broker.queue import JobQueue
 from broker.rendezvous import WorkerLoad, preferred
 from broker.terms import PACE_LEAST_MS, Placement, QueueLimits
-from router.convert import read_request
-from router.dispatch import Dispatcher
-from router.placement import MIB, Placer
+from router.api.convert import read_request
+from router.catalog.placement import MIB, Placer
+from router.dispatch.dispatcher import Dispatcher
 from router.settings import Settings, read_weights
 from rpc.errors import DeadlinePassed, Exhausted, InvalidField
 

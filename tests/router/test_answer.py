@@ -6,10 +6,10 @@ import random
 
 import pytest
 
-from router.answer import Answer
+from router.dispatch.track import WorkerFinish
+from router.output.answer import Answer
 from router.request import Delta, Finished, FinishReason
-from router.text import HashText
-from router.track import WorkerFinish
+from router.text.tokenizer import HashText
 
 
 def answer(*stop: str, interval: int = 1) -> Answer:

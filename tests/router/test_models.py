@@ -17,9 +17,9 @@ from broker.keys import Keys
 from broker.liveness import Liveness
 from broker.queue import JobQueue
 from broker.terms import Placement, QueueLimits
-from router.dispatch import Dispatcher
-from router.models import Models
-from router.store_client import Manifest
+from router.catalog.models import Models
+from router.catalog.store_client import Manifest
+from router.dispatch.dispatcher import Dispatcher
 from tests.broker.test_liveness import worker
 from tests.valkey_server import ValkeyServer
 
@@ -112,7 +112,7 @@ async def test_a_redis_that_knows_nobody_ends_nobody(
         assert sorted(await router.look()) == ["w1", "w2"]
         assert not router.models.waits_for()
         assert len(router.told) == 1
-        monkeypatch.setattr("router.models.time", Later(10))
+        monkeypatch.setattr("router.catalog.models.time", Later(10))
         assert await router.look() == ["w2"]
         assert router.told[1:] == [{"w2-inc"}]
 
@@ -120,7 +120,7 @@ async def test_a_redis_that_knows_nobody_ends_nobody(
 async def test_a_redis_that_does_not_answer_ends_nobody_and_is_told(
     server: ValkeyServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("router.models.ANSWER_S", 0.1)
+    monkeypatch.setattr("router.catalog.models.ANSWER_S", 0.1)
     async with await server.client() as redis:
         router, liveness = await following(redis), Liveness(redis, KEYS)
         await liveness.beat(serves("w1"))
@@ -128,16 +128,16 @@ async def test_a_redis_that_does_not_answer_ends_nobody_and_is_told(
         server.hang()
         assert await router.look() == ["w1"]
         assert not router.models.waits_for()
-        monkeypatch.setattr("router.models.time", Later(10))
+        monkeypatch.setattr("router.catalog.models.time", Later(10))
         assert await router.look() == ["w1"]
         assert router.models.waits_for() == "Redis to answer"
         server.wake()
-        monkeypatch.setattr("router.models.ANSWER_S", 5.0)
+        monkeypatch.setattr("router.catalog.models.ANSWER_S", 5.0)
         await redis.delete(KEYS.worker("w1-inc"))  # as its time to live would, meanwhile
         assert await router.look() == ["w1"]
         assert not router.models.waits_for()
         assert len(router.told) == 1
-        monkeypatch.setattr("router.models.time", Later(20))
+        monkeypatch.setattr("router.catalog.models.time", Later(20))
         assert await router.look() == []
         assert "a worker that serves tiny" in router.models.waits_for()
         assert router.told[1:] == [set()]

@@ -14,14 +14,14 @@ from broker.keys import Keys
 from broker.messages import Job, StoppingParams
 from broker.queue import JobQueue
 from broker.terms import Placement
-from router import dispatch
-from router.dispatch import Dispatcher
-from router.relay import RelayService
-from router.track import Arrival, Track
+from router.dispatch import dispatcher as dispatch
+from router.dispatch.dispatcher import Dispatcher
+from router.dispatch.relay import RelayService
+from router.dispatch.track import Arrival, Track
 from rpc.server import Server
-from worker.held import HeldChoice, HeldJobs
-from worker.relay_client import RelayClients
-from worker.scheduling.contract import FinishKind, Output
+from worker.engine_api import FinishKind, Output
+from worker.io.jobs.local_jobs import HeldChoice, HeldJobs
+from worker.io.relay.links import RelayClients
 
 
 class Proxy:

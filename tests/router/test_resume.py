@@ -13,11 +13,11 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from broker.messages import AdapterRef, Job, StoppingParams, WeightedRef
-from router.answers import Answers
-from router.request import Delta, Event, Finished, PromptLogprobs, Request, Stopping, TokenLogprobs
-from router.resume import Began, Received, Ticket, Tickets
-from router.text import HashText, Text, TokenizerText
-from router.track import Frame, Track, WorkerFinish
+from router.dispatch.track import Frame, Track, WorkerFinish
+from router.generation.resume import Began, Ticket, Tickets
+from router.output.answers import Answers
+from router.request import Delta, Event, Finished, PromptLogprobs, Received, Request, Stopping, TokenLogprobs
+from router.text.tokenizer import HashText, Text, TokenizerText
 from rpc.errors import Aborted, InvalidField
 
 KEY = "a key of sixteen characters"

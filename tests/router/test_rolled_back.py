@@ -9,8 +9,8 @@ from redis.asyncio import Redis
 
 from broker.queue import JobQueue
 from broker.terms import Placement
-from router import dispatch
-from router.dispatch import Dispatcher
+from router.dispatch import dispatcher as dispatch
+from router.dispatch.dispatcher import Dispatcher
 from tests.router.recording_link import KEYS, RecordingLink, claim, frame, job
 
 

@@ -13,11 +13,11 @@ from redis.asyncio import Redis
 from broker.messages import Job
 from broker.queue import JobQueue
 from broker.terms import Placement
-from router.dispatch import Dispatcher
-from router.request import Request
-from router.resume import Began, Received, Resumption, Ticket
-from router.runs import Run, Runs
-from router.track import Frame, WorkerFinish
+from router.dispatch.dispatcher import Dispatcher
+from router.dispatch.track import Frame, WorkerFinish
+from router.generation.resume import Began, Resumption, Ticket
+from router.generation.runs import Run, Runs
+from router.request import Received, Request
 from rpc.errors import Aborted, AlreadyExists, Exhausted, Unavailable
 from tests.router.recording_link import KEYS, RecordingLink, job, read
 

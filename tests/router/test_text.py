@@ -9,7 +9,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from router.request import ChatMessage
-from router.text import HashText, NoText, TokenizerText, encode_prompt, text_of
+from router.text.tokenizer import HashText, NoText, TokenizerText, encode_prompt, text_of
 from rpc.errors import InvalidField
 
 SAMPLE = "The quick brown fox — naïve café 日本語 🦊🦊 jumped over the lazy dog. " * 3

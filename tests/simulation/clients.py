@@ -8,8 +8,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from router.request import Delta, Finished, Message, Request, Summary
-from router.resume import Received
+from router.request import Delta, Finished, Message, Received, Request, Summary
 from rpc.errors import CallError, DeadlinePassed, Exhausted, Unavailable
 from tests.simulation.loop import NODE
 from tests.simulation.network import Network

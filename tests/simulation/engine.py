@@ -9,11 +9,11 @@ from random import Random
 
 from artifacts.hash_model import parse_hash_model
 from tests.simulation.loop import NODE, Node
-from worker.engine_process import BEAT_S
-from worker.hash_engine import HashEngine, hash_limits
-from worker.link import Abort, Add, Begun, Configure, FromEngine, Ready, Refused, Stepped, ToEngine
-from worker.scheduling.contract import SequenceRefusedError
-from worker.supervisor import EngineLostError
+from worker.engine.hash_engine import HashEngine, hash_limits
+from worker.engine.process import BEAT_S
+from worker.engine_api import SequenceRefusedError
+from worker.io.engine_client.process import EngineLostError
+from worker.ipc import Abort, Add, Begun, Configure, FromEngine, Ready, Refused, Stepped, ToEngine
 
 STEP_S = 0.02
 _LOAD_S = (0.005, 0.08)
@@ -21,7 +21,7 @@ _MESSAGE_S = 0.0001
 
 
 class VirtualLoads:
-    """Adapter loads that take virtual time; see worker.lora.loading.Loads."""
+    """Adapter loads that take virtual time; see worker.engine.adapter_cache.loading.Loads."""
 
     most = 4
     chance = Random(0)
@@ -52,7 +52,7 @@ class VirtualLoads:
 
 
 class SimulatedEngine:
-    """What worker.supervisor.EngineProcess is to an incarnation. `node` is the engine's own process."""
+    """What worker.io.engine_client.process.EngineProcess is to an incarnation. `node` is the engine's own process."""
 
     pid = 0
 

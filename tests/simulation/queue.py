@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
+from bench.queue_model.cell import Refusal
 from broker.codec import decode_job, decode_wanted
 from broker.commands import Command
 from broker.keys import Keys
 from broker.liveness import TTL_MS, Census
 from broker.messages import Capacity, DeadJob, Job, Wanted, WorkerState
-from broker.policy import Refusal
 from broker.queue import DeadlineUnattainableError, QueueFullError
 from broker.terms import ROOM_MS, Claimed, Placement, QueueLimits, Usage
 from tests.simulation.redis import SimulatedRedis

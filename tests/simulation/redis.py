@@ -1,4 +1,5 @@
-"""Redis as the cluster sees it: the queue's policy (broker.policy), who lives, and all that can happen to a server.
+"""Redis as the cluster sees it: the queue's policy (bench.queue_model.cell), who lives, and all that can happen to a
+server.
 
 Calls take time, wait while the server is stopped, and fail while it is down; an answer may be lost though the call was
 carried out, which clients then repeat as the real ones do. Everybody who waits for work is woken by every job: which of
@@ -16,9 +17,9 @@ from typing import TypeVar
 
 from redis.exceptions import ConnectionError as RedisConnectionError
 
+from bench.queue_model.cell import Cell
 from broker.commands import Command
 from broker.messages import DeadJob, Job, WorkerState
-from broker.policy import Cell
 from broker.terms import QueueLimits, Usage
 from tests.simulation.loop import Node
 from tests.simulation.network import Network

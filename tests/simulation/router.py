@@ -11,15 +11,15 @@ from loraplex.relay.v1 import relay_pb2_grpc
 from artifacts.base_model import BaseModel
 from broker.messages import AdapterRef
 from broker.terms import QueueLimits
-from router.dispatch import Dispatcher
-from router.generation import Generation
-from router.models import WATCH_S, Models
-from router.placement import Placer
-from router.relay import RelayService
-from router.request import Message, Request
-from router.resume import Received, Tickets
-from router.store_client import Manifest, ResolvedAdapter
-from router.track import Frame, Link, Track
+from router.catalog.models import WATCH_S, Models
+from router.catalog.placement import Placer
+from router.catalog.store_client import Manifest, ResolvedAdapter
+from router.dispatch.dispatcher import Dispatcher
+from router.dispatch.relay import RelayService
+from router.dispatch.track import Frame, Link, Track
+from router.generation.generation import Generation
+from router.generation.resume import Tickets
+from router.request import Message, Received, Request
 from rpc.errors import NotFound
 from tests.simulation.channels import Registrar
 from tests.simulation.loop import Node
@@ -36,7 +36,7 @@ class BrokenError(Exception):
 
 
 class SimulatedStore:
-    """What router.store_client.StoreClient is to a router: one base model, and adapters by name."""
+    """What router.catalog.store_client.StoreClient is to a router: one base model, and adapters by name."""
 
     def __init__(self, base: BaseModel, adapters: Mapping[str, AdapterRef]) -> None:
         self._base = base

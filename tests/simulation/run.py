@@ -22,7 +22,7 @@ from broker.liveness import Liveness
 from broker.messages import Job
 from broker.queue import JobQueue
 from broker.terms import OUTPUT_WEIGHT, PROMPT_WEIGHT
-from router.track import Frame, Link
+from router.dispatch.track import Frame, Link
 from tests.simulation import engine
 from tests.simulation.channels import Channels
 from tests.simulation.clients import End, Story, ask
@@ -35,9 +35,9 @@ from tests.simulation.redis import SimulatedRedis
 from tests.simulation.router import SimulatedRouter, SimulatedStore
 from tests.simulation.scenario import MODEL, Scenario, draw
 from tests.simulation.worker import SimulatedFetcher, SimulatedWorker, start_engine
-from worker.lora.loading import LoaderThreads
-from worker.settings import Settings
-from worker.supervisor import EngineProcess
+from worker.engine.adapter_cache.loading import LoaderThreads
+from worker.io.engine_client.process import EngineProcess
+from worker.io.settings import Settings
 
 # A request that has not ended by then never does; and so long after the last one everything must be free.
 PATIENCE_S, QUIET_S = 120.0, 8.0

@@ -7,13 +7,13 @@ from collections import Counter
 
 import pytest
 
+from bench.queue_model.counters import Counters
 from broker.commands import CommandQueue
-from broker.counters import Counters
 from broker.dead import DeadLetters
 from broker.liveness import Liveness
 from broker.queue import JobQueue
-from router.dispatch import Dispatcher
-from router.track import Link, Track
+from router.dispatch.dispatcher import Dispatcher
+from router.dispatch.track import Link, Track
 from tests.simulation.clients import End
 from tests.simulation.faults import Kind
 from tests.simulation.queue import SimulatedCommands, SimulatedDeadLetters, SimulatedLiveness, SimulatedQueue

@@ -17,13 +17,12 @@ from tests.simulation.engine import SimulatedEngine
 from tests.simulation.loop import NODE, Node
 from tests.simulation.network import Network
 from tests.simulation.redis import SimulatedRedis
-from worker.adapter_fetch import FetchStats
-from worker.chronicle import Chronicle
-from worker.incarnation import Incarnation
-from worker.link import Configure
-from worker.metrics import WorkerMetrics
-from worker.settings import Settings
-from worker.supervisor import EngineLostError
+from worker.io.engine_client.process import EngineLostError
+from worker.io.engine_session import Incarnation
+from worker.io.jobs.telemetry import Chronicle
+from worker.io.metrics import FetchStats, WorkerMetrics
+from worker.io.settings import Settings
+from worker.ipc import Configure
 
 _RESTART_S = 0.1
 _FETCH_S = (0.0, 0.15)
@@ -41,7 +40,7 @@ class _Store:
 
 
 class SimulatedFetcher:
-    """What worker.adapter_fetch.AdapterFetcher is to an intake: every revision is the same files, after a while."""
+    """What worker.io.adapters.fetch.AdapterFetcher is to an intake: every revision is the same files, after a while."""
 
     def __init__(self, chance: Random, base: BaseModel, directory: Path) -> None:
         self.store = _Store(base)
@@ -68,7 +67,7 @@ class SimulatedFetcher:
 
 
 class SimulatedHold:
-    """What worker.adapter_fetch.Hold is to an intake."""
+    """What worker.io.adapters.fetch.Hold is to an intake."""
 
     def __init__(self, fetcher: SimulatedFetcher) -> None:
         self._fetcher = fetcher
@@ -87,7 +86,7 @@ class SimulatedHold:
 
 
 class SimulatedHealth:
-    """What worker.health.WorkerHealth is to an incarnation."""
+    """What worker.io.membership.health.WorkerHealth is to an incarnation."""
 
     address = "health"
     serving = False
@@ -126,7 +125,7 @@ class SimulatedWorker:
         self.running = self.node.start(self._run())
 
     async def _run(self) -> None:
-        # As worker.app.run, without what reads files and binds ports.
+        # As worker.io.app.run, without what reads files and binds ports.
         while not self._stop.is_set():
             redis, fetcher, health = cast(Any, (self._redis, self.fetcher, self.health))
             incarnation = Incarnation(self._settings, self._base, redis, fetcher, health, self._chronicle)

@@ -10,7 +10,7 @@ import pytest
 from adapter_store.metrics import StoreMetrics
 from router.metrics import RouterMetrics
 from telemetry.metrics import Meters
-from worker.metrics import WorkerMetrics
+from worker.io.metrics import WorkerMetrics
 
 PAGE = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text(encoding="utf-8")
 ROW = re.compile(r"^\| `(loraplex_\w+)` \| (\w+) \| ([\w, ]*)\|", re.MULTILINE)

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from worker.lora.cache import AdapterCache
-from worker.scheduling.contract import AdapterSource
+from worker.engine.adapter_cache.cache import AdapterCache
+from worker.engine_api import AdapterSource
 
 if TYPE_CHECKING:
-    from worker.engine import TorchEngine
-    from worker.scheduling.contract import NewSequence, Output
+    from worker.engine.torch_engine import TorchEngine
+    from worker.engine_api import NewSequence, Output
 
 
 @pytest.fixture
@@ -37,7 +37,7 @@ def two_threads() -> Iterator[None]:
 @pytest.fixture
 def make_engine(one_thread: None, ahead: bool) -> Iterator[Callable[..., TorchEngine]]:
     """Call with (directory, **settings): an engine of the CPU in float32, closed after the test."""
-    from worker.engine import build_engine
+    from worker.engine.torch_engine import build_engine
 
     engines = []
 
@@ -119,21 +119,21 @@ class GatedLoads:
     # Loads
 
     def start(self, digest: str, work: Callable[[], str]) -> None:
-        """See worker.lora.loading.Loads."""
+        """See worker.engine.adapter_cache.loading.Loads."""
         assert digest not in self._under_way, "one flight per adapter"
         self._under_way[digest] = work
 
     def has_ended(self) -> bool:
-        """See worker.lora.loading.Loads."""
+        """See worker.engine.adapter_cache.loading.Loads."""
         return bool(self._ended)
 
     def ended(self) -> list[tuple[str, str | Exception]]:
-        """See worker.lora.loading.Loads."""
+        """See worker.engine.adapter_cache.loading.Loads."""
         ended, self._ended = self._ended, []
         return ended
 
     def close(self) -> None:
-        """See worker.lora.loading.Loads."""
+        """See worker.engine.adapter_cache.loading.Loads."""
 
     def loading(self) -> list[str]:
         """What is under way, oldest first."""
@@ -151,22 +151,22 @@ class GatedLoads:
     # AdapterMemory
 
     def read(self, source: AdapterSource) -> str:
-        """See worker.lora.loading.AdapterMemory."""
+        """See worker.engine.adapter_cache.loading.AdapterMemory."""
         self.reads[source.digest] += 1
         if source.digest in self.broken:
             raise OSError(f"{source.directory} is broken")
         return source.digest
 
     def stage(self, prepared: str) -> str:
-        """See worker.lora.loading.AdapterMemory."""
+        """See worker.engine.adapter_cache.loading.AdapterMemory."""
         return prepared
 
     def install(self, prepared: str, slot: int) -> None:
-        """See worker.lora.loading.AdapterMemory."""
+        """See worker.engine.adapter_cache.loading.AdapterMemory."""
         self.installed[slot] = prepared
 
     def size(self, prepared: str) -> int:
-        """See worker.lora.loading.AdapterMemory."""
+        """See worker.engine.adapter_cache.loading.AdapterMemory."""
         return self.sizes.get(prepared, 1)
 
 

@@ -1,0 +1,156 @@
+"""The operators' API: what the cluster is doing."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict
+from typing import Any
+
+import grpc
+from loraplex.cluster.v1 import cluster_pb2 as pb
+from loraplex.cluster.v1 import cluster_pb2_grpc
+
+from broker.commands import DRAIN, Verb
+from broker.connection import REDIS_DOWN
+from broker.messages import DeadJob, WorkerPhase, WorkerState
+from router.api.operator_commands import AdapterOrders
+from router.api.traffic import Traffic
+from router.catalog.models import Models
+from router.dispatch.dispatcher import Dispatcher
+from router.dispatch.track import Track
+from router.metrics import RouterMetrics
+from rpc.auth import tenant_of
+from rpc.errors import InvalidField, NotFound, Unavailable
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+_PHASES = {WorkerPhase.SERVING: pb.WORKER_PHASE_SERVING, WorkerPhase.DRAINING: pb.WORKER_PHASE_DRAINING}
+
+
+class ClusterService(cluster_pb2_grpc.ClusterServiceServicer):
+    """loraplex.cluster.v1.ClusterService."""
+
+    def __init__(self, models: Models, dispatcher: Dispatcher, metrics: RouterMetrics, orders: AdapterOrders) -> None:
+        self._models = models
+        self._orders = orders
+        self._dispatcher = dispatcher
+        self._traffic = Traffic(metrics)
+
+    async def ListWorkers(self, request: pb.ListWorkersRequest, context: Context) -> pb.ListWorkersResponse:
+        """The live workers of all models, as they last said."""
+        states = [state for model in self._models.served for state in await self._models.living(model)]
+        return pb.ListWorkersResponse(workers=[_worker(state) for state in states])
+
+    async def ListQueues(self, request: pb.ListQueuesRequest, context: Context) -> pb.ListQueuesResponse:
+        """How much waits and runs, by model."""
+        queues = []
+        for model in self._models.served:
+            running = sum(state.rows_running for state in await self._models.living(model))
+            try:
+                waiting = await model.queue.count_waiting()
+            except REDIS_DOWN as error:
+                raise Unavailable("Redis does not answer", reason="QUEUE_DOWN") from error
+            queues.append(pb.Queue(model=model.manifest.name, waiting=waiting, running=running))
+        return pb.ListQueuesResponse(queues=queues)
+
+    async def ListJobs(self, request: pb.ListJobsRequest, context: Context) -> pb.ListJobsResponse:
+        """The jobs that this router owns."""
+        return pb.ListJobsResponse(jobs=[_job(track) for track in self._dispatcher.tracks])
+
+    async def ListDeadJobs(self, request: pb.ListDeadJobsRequest, context: Context) -> pb.ListDeadJobsResponse:
+        """The last jobs of all models that were ended because they killed engines, the newest first."""
+        dead: list[DeadJob] = []
+        for model in self._models.served:
+            try:
+                dead += await model.queue.dead.list()
+            except REDIS_DOWN as error:
+                raise Unavailable("Redis does not answer", reason="QUEUE_DOWN") from error
+        dead.sort(key=lambda one: one.died_at_ms, reverse=True)
+        return pb.ListDeadJobsResponse(jobs=map(_dead_job, dead))
+
+    async def GetTraffic(self, request: pb.GetTrafficRequest, context: Context) -> pb.GetTrafficResponse:
+        """What this router has served since its start."""
+        return self._traffic.response(len(tuple(self._dispatcher.tracks)))
+
+    async def DrainWorker(self, request: pb.DrainWorkerRequest, context: Context) -> pb.DrainWorkerResponse:
+        """Tell a worker to stop, as SIGTERM would."""
+        if not request.worker_id:
+            raise InvalidField("worker_id", "name a worker")
+        known = False
+        for model in self._models.served:
+            for state in await self._models.living(model):
+                if state.worker_id == request.worker_id:
+                    known = True
+                    try:
+                        await model.queue.commands.send(state.incarnation, DRAIN)
+                    except REDIS_DOWN as error:
+                        raise Unavailable("Redis does not answer", reason="QUEUE_DOWN") from error
+        if not known:
+            raise NotFound("worker", request.worker_id)
+        return pb.DrainWorkerResponse()
+
+    async def WarmAdapter(self, request: pb.WarmAdapterRequest, context: Context) -> pb.WarmAdapterResponse:
+        """Bring an adapter to the device of every worker of its base, or of one."""
+        await self._orders.give(Verb.WARM, tenant_of(context), request.adapter, request.worker_id)
+        return pb.WarmAdapterResponse()
+
+    async def PinAdapter(self, request: pb.PinAdapterRequest, context: Context) -> pb.PinAdapterResponse:
+        """The same, and it stays there; without a worker's name also on workers that start later."""
+        await self._orders.give(Verb.PIN, tenant_of(context), request.adapter, request.worker_id)
+        return pb.PinAdapterResponse()
+
+    async def UnpinAdapter(self, request: pb.UnpinAdapterRequest, context: Context) -> pb.UnpinAdapterResponse:
+        """It may leave again."""
+        await self._orders.give(Verb.UNPIN, tenant_of(context), request.adapter, request.worker_id)
+        return pb.UnpinAdapterResponse()
+
+
+def _worker(state: WorkerState) -> pb.Worker:
+    return pb.Worker(
+        worker_id=state.worker_id,
+        incarnation=state.incarnation,
+        phase=_PHASES[state.phase],
+        model=state.model,
+        rows_running=state.rows_running,
+        rows_waiting=state.rows_waiting,
+        rows_limit=state.rows_limit,
+        blocks=pb.Blocks(
+            total=state.blocks_total,
+            free=state.blocks_free,
+            cached=state.blocks_cached,
+            referenced=state.blocks_referenced,
+        ),
+        adapter_slots=pb.AdapterSlots(total=state.slots_total, used=state.slots_used, pinned=state.slots_pinned),
+        adapter_tiers=pb.AdapterTiers(**asdict(state.tiers)),
+        adapters=state.adapters,
+        steps=state.steps,
+        host=state.host,
+        pid=state.pid,
+        engine_pid=state.engine_pid,
+    )
+
+
+def _job(track: Track) -> pb.Job:
+    job = track.job
+    return pb.Job(
+        job_id=job.job_id,
+        tenant=job.tenant,
+        adapter_revision=job.adapter.revision if job.adapter else "",
+        attempt=job.attempt,
+        worker_id=track.link.worker_id if track.link else "",
+        prompt_tokens=len(job.prompt_ids),
+        completion_tokens=track.emitted_tokens,
+        request_id=job.request_id,
+        model=job.model,
+        strikes=job.strikes,
+        age=time.monotonic() - track.admitted_at,
+    )
+
+
+def _dead_job(dead: DeadJob) -> pb.DeadJob:
+    """Both sides name the fields alike, but for the time."""
+    fields = asdict(dead)
+    died_at_ms = fields.pop("died_at_ms")
+    message = pb.DeadJob(**fields)
+    message.died_at.FromMilliseconds(died_at_ms)
+    return message

@@ -1,0 +1,84 @@
+"""Operators' orders about adapters: whom they go to, and what is refused before any worker hears of it."""
+
+from __future__ import annotations
+
+from broker.commands import Command, Verb
+from broker.connection import REDIS_DOWN
+from broker.messages import AdapterRef, Wanted, WorkerState
+from router.catalog.adapters import check_rank
+from router.catalog.models import Models, ServedModel
+from router.catalog.store_client import ResolvedAdapter, StoreClient
+from rpc.errors import InvalidField, Mismatch, NotFound, Unavailable
+
+
+class AdapterOrders:
+    """Names become revisions here, as those of requests do."""
+
+    def __init__(self, models: Models, store: StoreClient) -> None:
+        self._models = models
+        self._store = store
+
+    async def give(self, verb: Verb, tenant: str, name: str, worker_id: str) -> None:
+        """Tell one worker, or all of the adapter's base; what is pinned on all is so on those that start later.
+
+        Raises InvalidField, NotFound, Mismatch or Unavailable.
+        """
+        if not name:
+            raise InvalidField("adapter", "name an adapter")
+        resolved = await self._store.resolve(tenant, name)
+        wanted = Wanted(resolved.ref, tenant)
+        try:
+            if verb is not Verb.UNPIN:
+                await self._check(verb, resolved, worker_id)
+            if not worker_id and verb is not Verb.WARM:
+                # Before we look who lives: a worker that starts meanwhile is seen, or sees it itself.
+                for model in self._models_of(resolved):
+                    pins = model.queue.pins
+                    await (pins.add(wanted) if verb is Verb.PIN else pins.remove(wanted.adapter))
+            for model, state in await self._workers(resolved, worker_id):
+                if verb is Verb.UNPIN or resolved.ref.rank <= state.max_rank:
+                    await model.queue.commands.send(state.incarnation, Command(verb, wanted))
+        except REDIS_DOWN as error:
+            raise Unavailable("Redis does not answer", reason="QUEUE_DOWN") from error
+
+    async def _check(self, verb: Verb, resolved: ResolvedAdapter, worker_id: str) -> None:
+        states = [state for _, state in await self._workers(resolved, worker_id)]
+        if verb is Verb.WARM and not states:
+            raise Unavailable("no worker of the adapter's base model lives", reason="NO_WORKER")
+        check_rank(resolved.ref, max((state.max_rank for state in states), default=None))
+        if verb is Verb.PIN and states:
+            most = max(state.slots_total for state in states) - 1
+            for model in self._models_of(resolved):
+                _check_room(resolved.ref, await model.queue.pins.list(), most)
+
+    def _models_of(self, resolved: ResolvedAdapter) -> list[ServedModel]:
+        found = [model for model in self._models.served if model.manifest.digest == resolved.base_digest]
+        if not found:
+            raise Mismatch(resolved.ref.revision, "made for a base model that is not served here", reason="WRONG_BASE")
+        return found
+
+    async def _workers(self, resolved: ResolvedAdapter, worker_id: str) -> list[tuple[ServedModel, WorkerState]]:
+        """Those that live and have the adapter's base; of one name, if it is given."""
+        self._models_of(resolved)
+        living = [(model, state) for model in self._models.served for state in await self._models.living(model)]
+        if worker_id:
+            living = [one for one in living if one[1].worker_id == worker_id]
+            if not living:
+                raise NotFound("worker", worker_id)
+        found = [one for one in living if one[1].base_digest == resolved.base_digest]
+        if worker_id and not found:
+            raise Mismatch(
+                resolved.ref.revision, f"made for another base model than worker {worker_id}'s", reason="WRONG_BASE"
+            )
+        return found
+
+
+def _check_room(ref: AdapterRef, pinned: list[Wanted], most: int) -> None:
+    """Workers would refuse it one by one. `most` is what the one with the most slots keeps."""
+    others = sum(one.adapter.digest != ref.digest for one in pinned)
+    if others >= most:
+        raise Mismatch(
+            ref.revision,
+            f"{others} adapters are pinned on all workers, which keep at most {most}; unpin one",
+            reason="SLOTS_PINNED",
+        )

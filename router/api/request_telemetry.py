@@ -1,0 +1,201 @@
+"""What a request leaves behind: its metrics, its span, and a line in the log where it failed. Never what it said."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from dataclasses import replace
+from types import TracebackType
+from typing import Any, Self
+
+import grpc
+from opentelemetry.trace import Span, SpanKind
+
+from router.catalog.models import Models
+from router.metrics import RouterMetrics
+from router.request import Delta, Event, Finished, Request, Summary
+from rpc.errors import CallError
+from rpc.status import CODES
+from telemetry.logging import fields
+from telemetry.tracing import Attributes, Spans, traceparent_in, traceparent_of
+
+log = logging.getLogger(__name__)
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class Watcher:
+    """Watches one router's requests."""
+
+    def __init__(self, metrics: RouterMetrics, spans: Spans, models: Models) -> None:
+        self.metrics = metrics
+        self.spans = spans
+        self._models = models
+
+    def watch(self, request: Request, context: Context) -> Watch:
+        """To be entered before the request is run, which is then `Watch.request`."""
+        served = [model.manifest.name for model in self._models.served]
+        # What somebody made up is no label.
+        named = [name for name in served if request.model in {name, ""}]
+        return Watch(self, request, named[0] if len(named) == 1 else "", context)
+
+
+class Watch:
+    """One request, from its call to its end. It costs a message one observation, and a request some twenty."""
+
+    def __init__(self, watcher: Watcher, request: Request, model: str, context: Context) -> None:
+        self._metrics, self._spans = watcher.metrics, watcher.spans
+        self._model = model
+        self._context = context
+        self._began = time.monotonic()
+        self._first: float | None = None
+        # When the last message of each choice was sent.
+        self._last: dict[int, float] = {}
+        self._gap = self._metrics.itl.labels(model).observe
+        self._messages = 0
+        self._reasons: list[str] = []
+        self._summary: Summary | None = None
+        self._span: Span | None = None
+        if self._spans.on:
+            parent, name = traceparent_in(context.invocation_metadata()), f"{_operation(request)} {model}".strip()
+            self._span = self._spans.begin(name, parent, _asked(request, model), kind=SpanKind.SERVER, at_s=self._began)
+            request = replace(request, traceparent=traceparent_of(self._span))
+        self.request = request
+
+    def sent(self, event: Event) -> None:
+        """An event that its client gets now."""
+        match event:
+            case Delta():
+                now = time.monotonic()
+                last = self._last.get(event.choice)
+                self._last[event.choice] = now
+                self._messages += 1
+                if last is not None:
+                    self._gap(now - last)
+                elif self._first is None:
+                    self._first = now
+                    self._metrics.ttft.labels(self._model).observe(now - self._began)
+            case Finished():
+                self._reasons.append(event.reason.value)
+            case Summary():
+                self._summary = event
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        ended = time.monotonic()
+        code = "OK" if self._summary is not None else self._code(error)
+        self._metrics.requests.labels(code).inc()
+        if self._summary is not None:
+            self._answered(self._summary, ended)
+        else:
+            tenant = self._metrics.tenants.bounded(self.request.tenant)
+            self._metrics.tenant_failures.labels(tenant, code).inc()
+        if self._span is not None:
+            self._trace(self._span, code, error, ended)
+        self._say(code, error, ended)
+
+    def _code(self, error: BaseException | None) -> str:
+        if isinstance(error, CallError):
+            return CODES[type(error)].name
+        if error is None or isinstance(error, (asyncio.CancelledError, GeneratorExit)):
+            # grpc cancels a call whose deadline has passed.
+            left_s = self._context.time_remaining()
+            return "DEADLINE_EXCEEDED" if left_s is not None and left_s <= 0 else "CANCELLED"
+        return "INTERNAL"
+
+    def _answered(self, summary: Summary, ended: float) -> None:
+        metrics, model = self._metrics, self._model
+        for reason in self._reasons:
+            metrics.success.labels(model, reason).inc()
+        metrics.e2e.labels(model).observe(ended - self._began)
+        metrics.queue_time.labels(model).observe(summary.queue_s)
+        if summary.completion_tokens > 1:
+            metrics.tpot.labels(model).observe(summary.decode_s / (summary.completion_tokens - 1))
+        metrics.prompt_length.labels(model).observe(summary.prompt_tokens)
+        metrics.answer_length.labels(model).observe(summary.completion_tokens)
+        metrics.prompt_tokens.labels(model).inc(summary.prompt_tokens)
+        metrics.cached_tokens.labels(model).inc(summary.cached_tokens)
+        metrics.generation_tokens.labels(model).inc(summary.completion_tokens)
+        whose = (metrics.tenants.bounded(self.request.tenant), metrics.adapters.bounded(adapter_label(summary)))
+        metrics.tenant_requests.labels(*whose).inc()
+        metrics.tenant_prompt_tokens.labels(*whose).inc(summary.prompt_tokens)
+        metrics.tenant_generation_tokens.labels(*whose).inc(summary.completion_tokens)
+        metrics.tenant_ttft.labels(*whose).inc(max(0.0, (self._first or ended) - self._began))
+
+    def _trace(self, span: Span, code: str, error: BaseException | None, ended: float) -> None:
+        """The span's end, with what is known by now beneath it: the wait in the queue, the relay of the tokens."""
+        summary = self._summary
+        if summary is not None:
+            span.set_attributes(_answered(summary, self._reasons))
+            # Of a request that was resumed the wait was another call's.
+            if summary.queue_s <= ended - self._began:
+                self._spans.record("queue", span, self._began, self._began + summary.queue_s, {})
+        if self._first is not None:
+            self._spans.record("relay", span, self._first, ended, {"loraplex.messages": self._messages})
+        span.set_attribute("rpc.response.status_code", code)
+        if code != "OK":
+            span.set_attribute("error.type", error.reason if isinstance(error, CallError) else code)
+        self._spans.end(span, error="" if code == "OK" else code, at_s=ended)
+
+    def _say(self, code: str, error: BaseException | None, ended: float) -> None:
+        level = logging.DEBUG if code in {"OK", "CANCELLED"} else logging.INFO
+        if not log.isEnabledFor(level):
+            return
+        summary = self._summary
+        known: dict[str, Any] = {"code": code, "tenant": self.request.tenant, "s": round(ended - self._began, 4)}
+        if isinstance(error, CallError):
+            known["reason"] = error.reason
+        if summary is not None:
+            known |= {"adapter": adapter_label(summary), "completion_tokens": summary.completion_tokens}
+        request_id = summary.request_id if summary is not None else self.request.request_id
+        log.log(level, "request ended", extra=fields(request_id=request_id, **known))
+
+
+def adapter_label(summary: Summary) -> str:
+    """TENANT/ADAPTER; empty for the base model, `set` for a weighted set."""
+    if summary.adapters:
+        return "set"
+    # tenants/{tenant}/adapters/{adapter}/revisions/{digest}
+    parts = summary.adapter_revision.split("/")
+    return f"{parts[1]}/{parts[3]}" if len(parts) > 3 else ""
+
+
+def _operation(request: Request) -> str:
+    return "chat" if request.prompt_field == "chat" else "text_completion"
+
+
+def _asked(request: Request, model: str) -> Attributes:
+    """https://opentelemetry.io/docs/specs/semconv/gen-ai/gen-ai-spans/; what is no number of theirs is `loraplex.`."""
+    sampling = request.sampling
+    attributes: dict[str, Any] = {
+        "gen_ai.operation.name": _operation(request),
+        "gen_ai.provider.name": "loraplex",
+        "gen_ai.request.model": model,
+        "gen_ai.request.temperature": sampling.temperature,
+        "gen_ai.request.top_p": sampling.top_p,
+        "gen_ai.request.top_k": sampling.top_k,
+        "gen_ai.request.frequency_penalty": sampling.frequency_penalty,
+        "gen_ai.request.presence_penalty": sampling.presence_penalty,
+        "gen_ai.request.choice.count": request.n,
+        "loraplex.tenant": request.tenant,
+    }
+    if request.stopping.max_tokens is not None:
+        attributes["gen_ai.request.max_tokens"] = request.stopping.max_tokens
+    if request.seed is not None:
+        attributes["gen_ai.request.seed"] = request.seed
+    return attributes
+
+
+def _answered(summary: Summary, reasons: list[str]) -> Attributes:
+    return {
+        "gen_ai.response.id": summary.request_id,
+        "gen_ai.response.finish_reasons": tuple(reasons),
+        "gen_ai.usage.input_tokens": summary.prompt_tokens,
+        "gen_ai.usage.output_tokens": summary.completion_tokens,
+        "loraplex.adapter": summary.adapter_revision,
+        "loraplex.prompt_tokens_cached": summary.cached_tokens,
+        "loraplex.continuations": summary.continuations,
+    }

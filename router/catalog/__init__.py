@@ -1,0 +1,1 @@
+"""Which base models, adapters and live workers there are."""

@@ -1,0 +1,65 @@
+"""What a request's adapter, or the weighted set of them, means now: the one revision or set that its job carries."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from artifacts.digests import weighted_digest
+from broker.messages import AdapterRef, WeightedRef
+from router.catalog.store_client import Manifest, ResolvedAdapter, StoreClient
+from router.request import Request, WeightedAdapter
+from rpc.errors import InvalidField, Mismatch
+
+
+async def resolve_adapters(request: Request, model: Manifest, store: StoreClient) -> AdapterRef | None:
+    """The job's adapter; None for the plain base model. Raises NotFound, InvalidField, Mismatch or Unavailable."""
+    if request.adapters:
+        return await _weighted_set(request.tenant, request.adapters, model, store)
+    if request.adapter:
+        return _checked(await store.resolve(request.tenant, request.adapter), model)
+    return None
+
+
+def check_rank(ref: AdapterRef | None, max_rank: int | None) -> None:
+    """Raise Mismatch where no worker takes the adapter. `max_rank` is what some worker takes, None if unknown."""
+    if ref is not None and max_rank is not None and ref.rank > max_rank:
+        rank = f"rank {ref.rank}"
+        if ref.parts:
+            rank = f"ranks {' + '.join(str(part.adapter.rank) for part in ref.parts)} = {ref.rank}"
+        raise Mismatch(
+            "adapters" if ref.parts else ref.revision,
+            f"{rank}; the workers take at most {max_rank}",
+            reason="RANK_TOO_BIG",
+        )
+
+
+async def _weighted_set(
+    tenant: str, wanted: Sequence[WeightedAdapter], model: Manifest, store: StoreClient
+) -> AdapterRef:
+    # All answers are waited for, so that the first in the request that can't be had is the one that is named.
+    found = await asyncio.gather(*(store.resolve(tenant, one.adapter) for one in wanted), return_exceptions=True)
+    parts: dict[str, WeightedRef] = {}
+    for index, (one, resolved) in enumerate(zip(wanted, found, strict=True)):
+        if isinstance(resolved, InvalidField):
+            raise InvalidField(f"adapters[{index}]", resolved.message) from resolved
+        if isinstance(resolved, BaseException):
+            raise resolved
+        ref = _checked(resolved, model)
+        if ref.digest in parts:
+            raise InvalidField(
+                f"adapters[{index}]", f"{one.adapter} is the same as one before it; give it once, with both weights"
+            )
+        parts[ref.digest] = WeightedRef(ref, one.weight)
+    refs = tuple(parts.values())
+    if len(refs) == 1 and refs[0].weight == 1:
+        return refs[0].adapter
+    digest = weighted_digest((part.adapter.digest, part.weight) for part in refs)
+    rank = sum(part.adapter.rank for part in refs)
+    return AdapterRef(digest, digest, rank, sum(part.adapter.weight_bytes for part in refs), refs)
+
+
+def _checked(resolved: ResolvedAdapter, model: Manifest) -> AdapterRef:
+    if resolved.base_digest != model.digest:
+        raise Mismatch(resolved.ref.revision, f"made for another base model than {model.name}", reason="WRONG_BASE")
+    return resolved.ref

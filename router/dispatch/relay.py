@@ -1,0 +1,168 @@
+"""The router's end of the relay: one stream per worker incarnation, frames in; acks, cancels and rewinds out."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+from loraplex.relay.v1 import relay_pb2 as pb
+from loraplex.relay.v1 import relay_pb2_grpc
+
+from router.dispatch.dispatcher import Dispatcher
+from router.dispatch.track import Frame, WorkerFinish
+from router.metrics import RouterMetrics
+from router.request import TokenLogprobs
+from rpc.errors import (
+    CallError,
+    DataLoss,
+    Internal,
+    InvalidField,
+    Mismatch,
+    NotFound,
+    Unavailable,
+)
+
+log = logging.getLogger(__name__)
+
+
+class WorkerLink:
+    """What the router sends to one worker incarnation; see router.dispatch.track.Link."""
+
+    def __init__(self, worker_id: str, incarnation: str) -> None:
+        self.worker_id = worker_id
+        self.incarnation = incarnation
+        self._outbox: asyncio.Queue[pb.ConnectResponse | None] = asyncio.Queue()
+
+    def ack(self, job_id: str, attempt: int) -> None:
+        """See Link."""
+        acks = pb.Acks(jobs=[pb.JobAttempt(job_id=job_id, attempt=attempt)])
+        self._outbox.put_nowait(pb.ConnectResponse(acks=acks))
+
+    def cancel(self, job_id: str, attempt: int, choice: int | None = None) -> None:
+        """See Link."""
+        job = pb.JobAttempt(job_id=job_id, attempt=attempt, choice=choice)
+        self._outbox.put_nowait(pb.ConnectResponse(cancels=pb.Cancels(jobs=[job])))
+
+    def rewind(self, job_id: str, attempt: int, choice: int, offset: int) -> None:
+        """See Link."""
+        position = pb.Position(job_id=job_id, attempt=attempt, choice=choice, offset=offset)
+        rewinds = pb.Rewinds(positions=[position])
+        self._outbox.put_nowait(pb.ConnectResponse(rewinds=rewinds))
+
+    def close(self) -> None:
+        """End the stream."""
+        self._outbox.put_nowait(None)
+
+    async def messages(self) -> AsyncIterator[pb.ConnectResponse]:
+        """What is to be sent, until closed."""
+        while (message := await self._outbox.get()) is not None:
+            yield message
+
+
+class RelayService(relay_pb2_grpc.RelayServiceServicer):
+    """Turns the workers' messages to calls of the dispatcher."""
+
+    def __init__(self, dispatcher: Dispatcher, metrics: RouterMetrics | None = None) -> None:
+        self._dispatcher = dispatcher
+        self._metrics = metrics or RouterMetrics()
+        self._links: set[WorkerLink] = set()
+
+    def close(self) -> None:
+        """End every stream, after what was still to be sent."""
+        for link in self._links:
+            link.close()
+
+    async def Connect(
+        self, request_iterator: AsyncIterator[pb.ConnectRequest], context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[pb.ConnectResponse]:
+        """Serve one worker incarnation until either side ends the stream."""
+        hello = await anext(request_iterator, None)
+        if hello is None or not hello.HasField("hello"):
+            raise InvalidField("hello", "the first message must be a hello")
+        link = WorkerLink(hello.hello.worker_id, hello.hello.incarnation)
+        self._dispatcher.link_up(link, [(held.job_id, held.attempt) for held in hello.hello.holds])
+        reader = asyncio.create_task(self._read(link, request_iterator))
+        self._links.add(link)
+        self._metrics.links.set(len(self._links))
+        try:
+            yield pb.ConnectResponse(welcome=pb.Welcome())
+            async for message in link.messages():
+                yield message
+        finally:
+            reader.cancel()
+            self._links.discard(link)
+            self._metrics.links.set(len(self._links))
+            self._dispatcher.link_down(link)
+
+    async def _read(self, link: WorkerLink, requests: AsyncIterator[pb.ConnectRequest]) -> None:
+        try:
+            async for request in requests:
+                match request.WhichOneof("message"):
+                    case "frames":
+                        self._metrics.messages.inc()
+                        self._metrics.frames.inc(len(request.frames.frames))
+                        for frame in request.frames.frames:
+                            self._dispatcher.frame(link, _frame(frame))
+                    case "claims":
+                        self._dispatcher.claims(link, [(job.job_id, job.attempt) for job in request.claims.jobs])
+        except grpc.aio.UsageError:  # the stream ended under us: how a worker's death looks
+            log.info("worker %s: its relay stream broke", link.worker_id)
+        finally:
+            link.close()
+
+
+_CODES = {code.value[0]: code for code in grpc.StatusCode}
+
+
+_FINISHES = {
+    pb.FINISH_KIND_LENGTH: WorkerFinish.LENGTH,
+    pb.FINISH_KIND_END: WorkerFinish.END,
+    pb.FINISH_KIND_STOP_TOKEN: WorkerFinish.STOP_TOKEN,
+}
+_NO_FINISH = pb.Finish()
+
+
+def _frame(frame: pb.Frame) -> Frame:
+    # Nearly all frames have neither a beginning nor an end, and every look into a message makes an object.
+    finish = frame.finish if frame.HasField("finish") else _NO_FINISH
+    first = frame.first if frame.HasField("first") else None
+    return Frame(
+        job_id=frame.job_id,
+        attempt=frame.attempt,
+        offset=frame.offset,
+        token_ids=tuple(frame.token_ids),
+        choice=frame.choice,
+        logprobs=tuple(map(_logprobs, frame.logprobs)),
+        finish=_FINISHES.get(finish.kind),
+        failure=_failure(finish.failure) if finish.kind == pb.FINISH_KIND_FAILED else None,
+        returned=finish.kind == pb.FINISH_KIND_RETURNED,
+        struck=finish.struck,
+        adapter_ms=first.adapter_ms if first else None,
+        cached_tokens=first.cached_tokens if first else None,
+        prompt_logprobs=tuple(map(_logprobs, first.prompt_logprobs)) if first else (),
+    )
+
+
+def _logprobs(token: pb.TokenLogprobs) -> TokenLogprobs:
+    return TokenLogprobs(token.logprob, tuple(zip(token.token_ids, token.logprobs, strict=True)))
+
+
+def _failure(failure: pb.Failure) -> CallError:
+    """What the job's client is told; an unknown code is the worker's fault."""
+    subject = failure.field or "adapter"
+    message, reason = failure.message, failure.reason or None
+    match _CODES.get(failure.code):
+        case grpc.StatusCode.INVALID_ARGUMENT:
+            return InvalidField(subject, message, reason=reason)
+        case grpc.StatusCode.NOT_FOUND:
+            return NotFound(subject, message)
+        case grpc.StatusCode.FAILED_PRECONDITION:
+            return Mismatch(subject, message, reason=reason)
+        case grpc.StatusCode.UNAVAILABLE:
+            return Unavailable(message, reason=reason)
+        case grpc.StatusCode.DATA_LOSS:
+            return DataLoss(subject, "", message)
+    return Internal(message, reason=reason)

@@ -1,0 +1,1 @@
+"""One request's life: admission, takeover, resumption, its last message."""

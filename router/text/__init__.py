@@ -1,0 +1,1 @@
+"""The base models' tokenizers and chat templates."""

@@ -1,0 +1,196 @@
+"""Text to ids and back, for each base model: its own tokenizer, bytes for the hash model, or none at all.
+
+A long text is tokenized in a thread, so that nobody's tokens wait for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
+
+from router.request import ChatMessage, Prompt
+from router.text.chat import ChatTemplate
+from rpc.errors import InvalidField
+
+THREAD_CHARACTERS = 2_000
+# Ids of the prompt that the answer's first characters may depend on.
+CONTEXT_IDS = 32
+# What the beginning of a character that is cut in the middle decodes to.
+_CUT = "\N{REPLACEMENT CHARACTER}"
+
+
+class TextStream(Protocol):
+    """Turns an answer's ids to text, as they come."""
+
+    def push(self, token_id: int) -> str:
+        """What the token adds; a character cut in the middle waits for its rest."""
+
+    def flush(self) -> str:
+        """What still waits, once no more ids come."""
+
+
+class Text(Protocol):
+    """What a router must know of a model's text."""
+
+    def encode(self, text: str, *, special_tokens: bool) -> list[int]:
+        """The ids of a text; may take long."""
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        """The text of ids."""
+
+    def stream(self, prompt_ids: Sequence[int], *, skip_special_tokens: bool) -> TextStream:
+        """A stream for the answer to a prompt."""
+
+    def render(self, messages: Sequence[ChatMessage]) -> str:
+        """A chat as the model's prompt. Raises InvalidField."""
+
+
+async def encode_prompt(text: Text, prompt: Prompt, field: str) -> tuple[int, ...]:
+    """The ids of a request's prompt. Raises InvalidField, naming `field`."""
+    if isinstance(prompt, str):
+        return await _encode(text, prompt, special_tokens=True)
+    if prompt and isinstance(prompt[0], ChatMessage):
+        messages = [message for message in prompt if isinstance(message, ChatMessage)]
+        rendered = await asyncio.to_thread(text.render, messages)
+        return await _encode(text, rendered, special_tokens=False)
+    return tuple(token_id for token_id in prompt if isinstance(token_id, int))
+
+
+async def _encode(text: Text, prompt: str, *, special_tokens: bool) -> tuple[int, ...]:
+    if len(prompt) > THREAD_CHARACTERS:
+        return tuple(await asyncio.to_thread(text.encode, prompt, special_tokens=special_tokens))
+    return tuple(text.encode(prompt, special_tokens=special_tokens))
+
+
+def text_of(architecture: str, vocab_size: int, files: Mapping[str, bytes]) -> Text:
+    """The text side of a base model, from its manifest. Raises ValueError on a broken tokenizer."""
+    if architecture == "hash":
+        return HashText(vocab_size)
+    if "tokenizer.json" not in files:
+        return NoText()
+    return TokenizerText(files)
+
+
+class TokenizerText:
+    """A model with a tokenizer.json."""
+
+    def __init__(self, files: Mapping[str, bytes]) -> None:
+        try:
+            self._tokenizer = Tokenizer.from_str(files["tokenizer.json"].decode())
+        except Exception as error:  # the library raises bare Exception
+            raise ValueError(f"tokenizer.json: {error}") from error
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self._chat = ChatTemplate.of_files(files)
+
+    def encode(self, text: str, *, special_tokens: bool) -> list[int]:
+        """See Text."""
+        # The batch call is the one that releases the interpreter's lock; offsets are of no use here.
+        (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=special_tokens)
+        return list(encoding.ids)
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        """See Text."""
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens))
+
+    def stream(self, prompt_ids: Sequence[int], *, skip_special_tokens: bool) -> TextStream:
+        """See Text."""
+        return _TokenizerStream(self._tokenizer, list(prompt_ids[-CONTEXT_IDS:]), skip_special_tokens)
+
+    def render(self, messages: Sequence[ChatMessage]) -> str:
+        """See Text."""
+        if self._chat is None:
+            raise InvalidField("chat", "the model has no chat template; send a prompt")
+        return self._chat.render(messages)
+
+
+class _TokenizerStream:
+    def __init__(self, tokenizer: Tokenizer, context: list[int], skip_special_tokens: bool) -> None:
+        self._tokenizer = tokenizer
+        if tokenizer.decode(context, skip_special_tokens=skip_special_tokens).endswith(_CUT):
+            context = []  # the stream would hold it back, and then show it with the answer
+        self._context = context
+        self._skip = skip_special_tokens
+        self._stream = DecodeStream(ids=context, skip_special_tokens=skip_special_tokens)
+        self._ids: list[int] = []
+        self._shown = 0
+        self._waiting = False
+
+    def push(self, token_id: int) -> str:
+        self._ids.append(token_id)
+        piece = self._stream.step(self._tokenizer, token_id)
+        self._waiting = piece is None
+        if piece is None:
+            return ""
+        self._shown += len(piece)
+        return str(piece)
+
+    def flush(self) -> str:
+        if not self._waiting:
+            return ""
+        before = self._tokenizer.decode(self._context, skip_special_tokens=self._skip)
+        whole = self._tokenizer.decode(self._context + self._ids, skip_special_tokens=self._skip)
+        return str(whole[len(before) + self._shown :])
+
+
+class HashText:
+    """The hash model's text: bytes for ids below 256, `<id>` for the others."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+
+    def encode(self, text: str, *, special_tokens: bool) -> list[int]:
+        """See Text; there are no special tokens."""
+        return list(text.encode())
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        """See Text."""
+        return "".join(self.push(token_id) for token_id in ids)
+
+    def stream(self, prompt_ids: Sequence[int], *, skip_special_tokens: bool) -> TextStream:
+        """See Text; the model has no state."""
+        return self
+
+    def push(self, token_id: int) -> str:
+        """See TextStream: one byte reads as its Latin-1 character, so that none waits for another."""
+        return chr(token_id) if token_id < 256 else f"<{token_id}>"
+
+    def flush(self) -> str:
+        """See TextStream."""
+        return ""
+
+    def render(self, messages: Sequence[ChatMessage]) -> str:
+        """See Text."""
+        return "".join(f"{message.role}: {message.content}\n" for message in messages) + "assistant: "
+
+
+class NoText:
+    """A model without a tokenizer: ids in, ids out."""
+
+    def encode(self, text: str, *, special_tokens: bool) -> list[int]:
+        """See Text. Raises InvalidField."""
+        raise InvalidField("prompt", "the model has no tokenizer.json; send token_ids")
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        """See Text."""
+        return ""
+
+    def stream(self, prompt_ids: Sequence[int], *, skip_special_tokens: bool) -> TextStream:
+        """See Text."""
+        return self
+
+    def push(self, token_id: int) -> str:
+        """See TextStream."""
+        return ""
+
+    def flush(self) -> str:
+        """See TextStream."""
+        return ""
+
+    def render(self, messages: Sequence[ChatMessage]) -> str:
+        """See Text. Raises InvalidField."""
+        raise InvalidField("chat", "the model has no tokenizer.json; send token_ids")

@@ -1,0 +1,209 @@
+"""No job is lost in the background: not with many at once, not while Redis is down, not by a fault nobody expected."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from contextlib import AsyncExitStack
+
+import pytest
+from redis.asyncio import Redis
+
+from broker.messages import Capacity, Job
+from broker.queue import JobQueue
+from broker.terms import Placement
+from router.dispatch import dispatcher as dispatch
+from router.dispatch import outbox as errands
+from router.dispatch.dispatcher import Dispatcher
+from router.dispatch.track import WorkerFinish
+from rpc.errors import Internal
+from tests.router.recording_link import KEYS, RecordingLink, claim, frame, job
+
+
+class ShakyQueue(JobQueue):
+    """A real queue, whose calls first raise what `faults` has for them."""
+
+    def __init__(self, redis: Redis) -> None:
+        super().__init__(redis, KEYS)
+        self.faults: dict[str, list[Exception]] = {"enqueue": [], "finish": [], "waiting": []}
+        self.calls: Counter[str] = Counter()
+        self.in_flight = 0
+        self.most_in_flight = 0
+        self.called = asyncio.Condition()
+
+    async def _call(self, name: str) -> None:
+        async with self.called:
+            self.calls[name] += 1
+            self.called.notify_all()
+        if self.faults[name]:
+            raise self.faults[name].pop(0)
+
+    async def enqueue(self, job: Job, placement: Placement | None = None) -> None:
+        await self._call("enqueue")
+        self.in_flight += 1
+        self.most_in_flight = max(self.most_in_flight, self.in_flight)
+        await super().enqueue(job, placement)
+        self.in_flight -= 1
+
+    async def finish(self, job_id: str, attempt: int) -> None:
+        await self._call("finish")
+        await super().finish(job_id, attempt)
+
+    async def waiting(self, job_ids: object) -> list[bool]:
+        await self._call("waiting")
+        return await super().waiting(job_ids)  # type: ignore[arg-type]
+
+    async def was_called(self, name: str, times: int) -> None:
+        """Wait for so many calls."""
+        async with asyncio.timeout(20), self.called:
+            await self.called.wait_for(lambda: self.calls[name] >= times)
+
+
+@pytest.fixture
+def queue(redis: Redis) -> ShakyQueue:
+    return ShakyQueue(redis)
+
+
+@pytest.fixture
+def dispatcher(queue: ShakyQueue, monkeypatch: pytest.MonkeyPatch) -> Dispatcher:
+    monkeypatch.setattr(errands, "RETRY_S", 0.01)
+    return Dispatcher(lambda model: queue, lambda job: Placement())
+
+
+async def test_the_jobs_of_a_lost_worker_go_on_all_but_a_few_at_a_time(
+    dispatcher: Dispatcher, queue: ShakyQueue
+) -> None:
+    count, link = 300, RecordingLink("w")
+    roomy = Capacity(rows=count, rows_limit=count, tokens=10**6, max_tokens=4096, max_rank=64)
+    dispatcher.link_up(link, [])
+    async with AsyncExitStack() as stack:
+        for number in range(count):
+            await stack.enter_async_context(dispatcher.track(job(f"j{number}")))
+        jobs: list[Job] = []
+        while len(jobs) < count:
+            jobs += (await queue.claim("sha256:0", roomy)).jobs
+        dispatcher.claims(link, [(one.job_id, 1) for one in jobs])
+        queue.most_in_flight = 0
+        dispatcher.link_down(link)
+        again: list[Job] = []
+        async with asyncio.timeout(20):
+            while len(again) < count:
+                again += (await queue.claim("sha256:0", roomy)).jobs
+                await queue.wait_for_work(timeout_s=0.05)
+        assert {one.job_id: one.attempt for one in again} == {f"j{number}": 2 for number in range(count)}
+        assert 1 < queue.most_in_flight <= errands.AT_ONCE
+
+
+async def test_a_redis_that_is_down_is_asked_again_until_it_has_the_job(
+    dispatcher: Dispatcher, queue: ShakyQueue
+) -> None:
+    async with dispatcher.track(job()):
+        await claim(queue)
+        queue.faults["enqueue"] = [ConnectionError("down") for _ in range(9)]
+        dispatcher.frame(RecordingLink("w"), frame(0, 5, returned=True))
+        again = await claim(queue)
+        assert (again.attempt, again.emitted) == (2, {0: (5,)})
+        assert queue.calls["enqueue"] == 1 + 9 + 1
+
+
+@pytest.mark.parametrize("faults", [errands.FAULTS_LIMIT - 1, errands.FAULTS_LIMIT])
+async def test_a_fault_that_nobody_expected_strands_no_job(
+    dispatcher: Dispatcher, queue: ShakyQueue, faults: int
+) -> None:
+    async with dispatcher.track(job()) as track:
+        await claim(queue)
+        queue.faults["enqueue"] = [RuntimeError("a bug") for _ in range(faults)]
+        dispatcher.frame(RecordingLink("w"), frame(0, returned=True))
+        if faults < errands.FAULTS_LIMIT:
+            assert (await claim(queue)).attempt == 2
+            return
+        with pytest.raises(Internal) as caught:
+            async for _ in track.arrivals():
+                pass
+        assert caught.value.reason == "DISPATCH_FAILED"
+
+
+async def test_a_fault_of_one_look_does_not_end_the_watch(
+    dispatcher: Dispatcher, queue: ShakyQueue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dispatch, "WATCH_S", 0.01)
+    monkeypatch.setattr(dispatch, "CLAIM_GRACE_S", 0.05)
+    queue.faults["waiting"] = [RuntimeError("a bug"), ConnectionError("down")]
+    watch = asyncio.create_task(dispatcher.watch())
+    async with dispatcher.track(job()):
+        assert (await claim(queue)).attempt == 1  # and its worker dies before it says so
+        assert (await claim(queue)).attempt == 2
+    assert not queue.faults["waiting"]
+    watch.cancel()
+
+
+async def test_a_job_that_ended_leaves_the_queue_though_redis_was_down_at_that_moment(
+    dispatcher: Dispatcher, queue: ShakyQueue
+) -> None:
+    async with dispatcher.track(job()):
+        queue.faults["finish"] = [ConnectionError("down") for _ in range(3)]
+    await queue.was_called("finish", 1)
+    assert await queue.count_waiting() == 1
+    await dispatcher.settle()
+    assert await queue.count_waiting() == 0
+    assert queue.calls["finish"] == 4
+
+
+async def test_the_end_of_a_job_is_told_for_a_bounded_time(
+    dispatcher: Dispatcher, queue: ShakyQueue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(errands, "DRAIN_S", 0.05)
+    async with dispatcher.track(job()):
+        queue.faults["finish"] = [ConnectionError("down") for _ in range(10_000)]
+    await dispatcher.settle()
+    assert 1 <= queue.calls["finish"] < 10_000
+
+
+async def test_a_job_that_ends_while_it_is_enqueued_again_is_not_left_in_the_queue(
+    dispatcher: Dispatcher, queue: ShakyQueue
+) -> None:
+    async with dispatcher.track(job()):
+        await claim(queue)
+        queue.faults["enqueue"] = [ConnectionError("down")]
+        dispatcher.frame(RecordingLink("w"), frame(0, returned=True))
+        await queue.was_called("enqueue", 2)
+    await dispatcher.settle()
+    assert await queue.count_waiting() == 0
+
+
+async def test_a_choice_that_is_closed_while_its_job_waits_is_not_computed(
+    dispatcher: Dispatcher, queue: ShakyQueue
+) -> None:
+    first, second = RecordingLink("first"), RecordingLink("second")
+    async with dispatcher.track(job(n=3)) as track:
+        await claim(queue)
+        dispatcher.frame(first, frame(0, 5, returned=True))
+        await queue.was_called("enqueue", 2)
+        assert track.link is None
+        track.close(1)  # a stop string in what came last
+        again = await claim(queue)
+        assert again.done == ()
+        dispatcher.claims(second, [("j", 2)])
+        assert second.told == [("cancel", "j", 2, 1)]
+        dispatcher.frame(second, frame(1, 6, attempt=2, returned=True))
+        assert (await claim(queue)).done == (1,)
+
+
+async def test_a_job_that_is_given_back_before_its_enqueue_is_answered_goes_on(
+    dispatcher: Dispatcher, queue: ShakyQueue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The worker is quicker than Redis's answer."""
+    link, enqueue = RecordingLink("w"), JobQueue.enqueue
+
+    async def slow(self: JobQueue, one: Job, placement: Placement | None = None) -> None:
+        await enqueue(self, one, placement)
+        if one.attempt == 1:
+            await claim(self)
+            dispatcher.frame(link, frame(0, 5, returned=True))
+
+    monkeypatch.setattr(JobQueue, "enqueue", slow)
+    async with dispatcher.track(job()) as track:
+        again = await claim(queue)
+        assert (again.attempt, again.emitted) == (2, {0: (5,)})
+        dispatcher.frame(link, frame(1, 6, attempt=2, finish=WorkerFinish.END))
+        assert track.ended

@@ -1,0 +1,59 @@
+"""Rounds of readers: what is urgent waits for none; the rest has its turn together, and never waits for ever."""
+
+from __future__ import annotations
+
+import asyncio
+
+from router.dispatch.reader_rounds import Turns
+
+
+async def test_what_is_urgent_is_read_at_once() -> None:
+    turns, reader = Turns(), asyncio.Event()
+    turns.ready(reader, urgent=False)
+    assert not reader.is_set()
+    turns.ready(reader, urgent=True)
+    assert reader.is_set()
+    reader.clear()
+    another = asyncio.Event()
+    turns.ready(another, urgent=False)
+    await another.wait()
+    # Its turn was the urgent one: it has none in the round.
+    assert not reader.is_set()
+
+
+async def test_what_comes_during_a_round_is_read_in_the_next_one_all_at_once() -> None:
+    turns, events = Turns(), [asyncio.Event() for _ in range(3)]
+    come = [0, 0, 0]
+
+    async def source() -> None:
+        for _ in range(300):
+            for index, event in enumerate(events):
+                come[index] += 1
+                turns.ready(event, urgent=False)
+            await asyncio.sleep(0)
+
+    async def reader(index: int) -> int:
+        taken = messages = 0
+        while taken < 300:
+            await events[index].wait()
+            events[index].clear()
+            taken, messages = come[index], messages + 1
+        return messages
+
+    async with asyncio.timeout(30):
+        readers = asyncio.gather(*(reader(index) for index in range(3)))
+        await source()
+        messages = await readers
+    assert come == [300, 300, 300]
+    assert all(1 <= count < 300 for count in messages)
+
+
+async def test_it_goes_on_after_a_pause() -> None:
+    turns, reader = Turns(), asyncio.Event()
+    for _ in range(3):
+        turns.ready(reader, urgent=False)
+        async with asyncio.timeout(30):
+            await reader.wait()
+        reader.clear()
+        while turns._going:  # noqa: ASYNC110 — nobody is told of the end of the rounds
+            await asyncio.sleep(0.001)

@@ -1,0 +1,70 @@
+"""Runs an engine on the CPU with the adapters' kernels interpreted: python cuda_engine_cases.py cpu, cases on stdin.
+
+A case is {"model", "settings", "buffers", "requests"}: with `buffers` decode steps go through padded buffers, as CUDA
+graphs hold them. Prints for each case {"answers": {request: [ids, log probabilities of all ids at each position]},
+"padded": how many steps with adapters went through the buffers}. A program of its own, because TRITON_INTERPRET=1 must
+be set before Triton is first imported.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from worker.engine import torch_engine
+from worker.engine.lora.cuda.layers import CudaLayers
+from worker.engine.model.decode_buffers import DecodeBuffers
+from worker.engine_api import AdapterSource, NewSequence, Stopping
+
+
+def answers(case: dict[str, Any]) -> dict[str, Any]:
+    """What the engine makes of a case."""
+    padded = 0
+
+    class Counting(CudaLayers):
+        """The layers, with padded steps counted."""
+
+        def begin_decode(self, row_slots: Sequence[int], size: int) -> None:
+            nonlocal padded
+            padded += max(row_slots) >= 0
+            super().begin_decode(row_slots, size)
+
+    torch_engine.adapter_layers = lambda loaded, slots, max_rank, rows: Counting(
+        loaded.module, loaded.linears, slots, max_rank, rows, loaded.device, loaded.dtype
+    )
+    engine = torch_engine.build_engine(case["model"], "cpu", "float32", paced=False, **case["settings"])
+    if case["buffers"]:
+        runner = engine._runner
+        runner._buffers = DecodeBuffers(
+            engine.limits.rows, engine.limits.max_tokens, runner._cache, torch.device("cpu")
+        )
+    made: dict[str, tuple[list[int], list[list[float]]]] = {}
+    for name, (prompt, tokens, adapter) in case["requests"].items():
+        source = AdapterSource(adapter, adapter) if adapter else None
+        every = engine.limits.vocab_size
+        engine.add(
+            NewSequence(
+                name, tuple(prompt), adapter=source, stopping=Stopping(tokens), logprobs=every, prompt_logprobs=every
+            )
+        )
+        made[name] = [], []
+    unfinished = set(made)
+    while unfinished:
+        for output in engine.step():
+            ids, logprobs = made[output.sequence_id]
+            ids += output.token_ids
+            for one in (*output.prompt_logprobs, *output.logprobs):
+                logprobs.append([logprob for _, logprob in sorted(one.alternatives)])
+            if output.finish:
+                unfinished.remove(output.sequence_id)
+    engine.close()
+    return {"answers": made, "padded": padded}
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    print(json.dumps([answers(case) for case in json.load(sys.stdin)]))

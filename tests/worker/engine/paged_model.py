@@ -1,0 +1,206 @@
+"""A paged model in a few lines: every token is a hash of all ids before it, so that any mix-up shows."""
+
+from __future__ import annotations
+
+import random
+import zlib
+from typing import Any
+
+from worker.engine.scheduling.batch import Batch
+from worker.engine.scheduling.scheduler import Scheduler
+from worker.engine.scheduling.sequence import Sequence
+from worker.engine_api import (
+    AdapterSource,
+    EngineLimits,
+    Failure,
+    FinishKind,
+    NewSequence,
+    Output,
+    Stopping,
+)
+
+VOCAB = 50
+END = VOCAB - 1
+LIMITS = EngineLimits(rows=4, max_tokens=64, max_rank=8, vocab_size=VOCAB, block_size=4, blocks=24, adapter_slots=2)
+STEP_TOKENS = 12
+
+
+def link(previous: int, token: int) -> int:
+    return zlib.crc32(bytes([token]), previous)
+
+
+def next_token(state: int, banned: frozenset[int]) -> int:
+    token = state % VOCAB
+    while token in banned:
+        token = (token + 1) % VOCAB
+    return token
+
+
+def oracle(spec: NewSequence) -> tuple[tuple[int, ...], FinishKind]:
+    """The whole answer and why it ends, without any scheduling."""
+    stopping = spec.stopping
+    ends = frozenset() if stopping.ignore_eos else frozenset([END])
+    banned = ends | frozenset(stopping.stop_token_ids)
+    state = zlib.crc32(spec.adapter.digest.encode() if spec.adapter else b"")
+    for token in spec.prompt_ids:
+        state = link(state, token)
+    answer: list[int] = []
+    while len(answer) < stopping.max_tokens:
+        early = len(answer) < stopping.min_tokens
+        token = next_token(state, banned if early else frozenset())
+        answer.append(token)
+        state = link(state, token)
+        if not early and token in banned:
+            return tuple(answer), FinishKind.END if token in ends else FinishKind.STOP_TOKEN
+    return tuple(answer), FinishKind.LENGTH
+
+
+class PagedModel:
+    """Keeps in each KV place the hash of all ids up to it, and reads only what lies in a row's blocks.
+
+    `ahead`: each batch is scheduled and run before the one before it is committed, as TorchEngine does it.
+    """
+
+    def __init__(
+        self, loads: Any, limits: EngineLimits = LIMITS, step_tokens: int = STEP_TOKENS, *, ahead: bool = False
+    ) -> None:
+        self.loads = loads
+        self.ahead = ahead
+        self.in_flight: tuple[Batch, list[int]] | None = None
+        # What the last batch that ran has sampled: on a device the next one's placeholders are filled from it.
+        self.sampled: dict[Sequence, int] = {}
+        self.limits = limits
+        self.step_tokens = step_tokens
+        self.scheduler = Scheduler(limits, [END], step_tokens, loads.cache)
+        self.kv: dict[tuple[int, int], int] = {}
+        self.specs: dict[str, NewSequence] = {}
+        self.answers: dict[str, list[int]] = {}
+        self.ended: dict[str, FinishKind] = {}
+        self.failures: dict[str, Failure] = {}
+        self.rows_of_last: dict[str, int] = {}
+
+    def add(self, spec: NewSequence) -> None:
+        self.scheduler.add(spec)
+        self.specs[spec.sequence_id] = spec
+        self.answers[spec.sequence_id] = list(spec.emitted_ids)
+
+    def has_work(self) -> bool:
+        return self.in_flight is not None or self.scheduler.has_work()
+
+    def step(self, *, fits: bool = True) -> list[Output]:
+        """One step; unless it `fits`, memory is not enough to run its batch."""
+        outputs = self.scheduler.poll()
+        batch = self.scheduler.schedule()
+        self.rows_of_last = {row.sequence.sequence_id: row.count for row in batch.rows} if batch else {}
+        launched = None
+        if batch:
+            self.check_batch(batch)
+            if fits:
+                launched = (batch, self.run(batch))
+            else:
+                self.spoil(batch)
+                outputs += self.scheduler.revoke(batch)
+        if self.ahead:
+            launched, self.in_flight = self.in_flight, launched
+        if launched:
+            outputs += self.scheduler.commit(*launched)
+        self.take(outputs)
+        return outputs
+
+    def run(self, batch: Batch) -> list[int]:
+        """One id for each row that samples."""
+        last, self.sampled = self.sampled, {}
+        for row in batch.rows:
+            sequence = row.sequence
+            digest = sequence.spec.adapter.digest if sequence.spec.adapter else ""
+            installed = self.loads.installed.get(sequence.adapter_slot, "")
+            assert installed == digest, "the adapter of another"
+            state = self.read(sequence.block_table, row.start - 1)
+            if row.start == 0:
+                state = zlib.crc32(digest.encode())
+            ids = sequence.ids[row.start : row.start + row.count]
+            if row.last_is_placeholder:
+                ids.append(last[sequence])
+            for position, token in enumerate(ids, row.start):
+                state = link(state, token)
+                size = self.limits.block_size
+                self.kv[sequence.block_table[position // size], position % size] = state
+            if row.samples:
+                self.sampled[sequence] = next_token(state, sequence.banned_ids(row.answered))
+        return list(self.sampled.values())
+
+    def spoil(self, batch: Batch) -> None:
+        """Leave nonsense where the batch would have written."""
+        for row in batch.rows:
+            for position in range(row.start, row.start + row.count):
+                size = self.limits.block_size
+                self.kv[row.sequence.block_table[position // size], position % size] = -1
+
+    def read(self, table: list[int], position: int) -> int:
+        size = self.limits.block_size
+        return self.kv[table[position // size], position % size] if position >= 0 else 0
+
+    def check_batch(self, batch: Batch) -> None:
+        counts = [row.count for row in batch.rows]
+        assert batch.tokens == sum(counts) <= max(self.step_tokens, self.limits.rows)
+        assert len(batch.rows) <= self.limits.rows
+        assert len({row.sequence for row in batch.rows}) == len(batch.rows)
+        assert all(count == 1 for count in counts[: batch.decodes])
+        assert all(count > 1 for count in counts[batch.decodes :])
+        for part in (batch.rows[: batch.decodes], batch.rows[batch.decodes :]):
+            slots = [row.sequence.adapter_slot for row in part]
+            assert slots == sorted(slots)
+        first = self.scheduler._running[0]
+        assert first.waits_for_ids or first in [row.sequence for row in batch.rows], "the first in rank was passed over"
+        for row in batch.rows:
+            sequence = row.sequence
+            assert row.live
+            assert row.samples == (row.start + row.count == sequence.length - row.samples)
+            assert not row.last_is_placeholder or self.ahead
+            assert not (row.last_is_placeholder and sequence.penalized), "the next id depends on one that is not known"
+            assert sequence.answered + sequence.placeholders <= sequence.max_tokens, "more than it may have"
+
+    def take(self, outputs: list[Output]) -> None:
+        for output in outputs:
+            name = output.sequence_id
+            assert name not in self.ended, "an output after the end"
+            answer = self.answers[name]
+            assert output.offset == len(answer)
+            assert (output.cached_tokens is None) == (output.adapter_ms is None)
+            answer.extend(output.token_ids)
+            if output.finish:
+                self.ended[name] = output.finish
+            if output.failure:
+                self.failures[name] = output.failure
+
+    def check(self) -> None:
+        self.scheduler.check()
+        stats = self.scheduler.stats()
+        assert min(stats.blocks_free, stats.blocks_cached, stats.blocks_referenced, stats.rows_waiting) >= 0
+        assert stats.blocks_free + stats.blocks_cached + stats.blocks_referenced == self.limits.blocks
+        assert stats.slots_pinned <= stats.slots_used <= self.limits.adapter_slots
+
+    def run_until_idle(self, steps: int = 5000) -> None:
+        for _ in range(steps):
+            if self.loads.loading():
+                self.loads.finish_load()
+            if not self.has_work():
+                return
+            self.step()
+        raise AssertionError(f"still busy after {steps} steps")
+
+    def assert_idle(self) -> None:
+        stats = self.scheduler.stats()
+        assert (stats.rows_running, stats.rows_waiting, stats.blocks_referenced, stats.slots_pinned) == (0, 0, 0, 0)
+
+    def assert_right(self, name: str) -> None:
+        answer, finish = oracle(self.specs[name])
+        assert (tuple(self.answers[name]), self.ended[name]) == (answer, finish)
+
+
+def spec(name: str, prompt: int = 5, tokens: int = 6, adapter: str = "", **fields: Any) -> NewSequence:
+    """ignore_eos, so that its length is sure; the prompt is made of its name."""
+    ids = tuple(random.Random(name).choices(range(VOCAB), k=prompt))
+    source = AdapterSource(adapter, f"/adapters/{adapter}") if adapter else None
+    fields = {"stopping": Stopping(max_tokens=tokens, ignore_eos=True)} | fields
+    return NewSequence(name, ids, adapter=source, **fields)

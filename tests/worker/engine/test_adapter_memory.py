@@ -1,0 +1,80 @@
+"""An adapter in one piece of memory is the same adapter; `tests/gpu` has the copy to a device."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from artifacts.errors import ArtifactError
+from worker.engine.lora.adapter_memory import TorchAdapterMemory, pack
+from worker.engine.lora.dora import Rescale
+from worker.engine.lora.weights import AdapterWeights, LoraPair
+from worker.engine_api import AdapterSource
+
+CPU = torch.device("cpu")
+
+
+def weights() -> AdapterWeights:
+    """Ranks and widths that leave gaps between the tensors; of the dtypes and strides that reading gives."""
+    generator = torch.Generator().manual_seed(3)
+    pairs = {
+        f"layer {rank}": LoraPair(
+            torch.randn(rank, 5, generator=generator).to(torch.float16 if rank == 8 else torch.float32),
+            torch.randn(7, rank, generator=generator).t(),
+            Rescale(*torch.randn(2, 7, generator=generator)) if rank == 3 else None,
+        )
+        for rank in (1, 3, 8)
+    }
+    return AdapterWeights(pairs, 8)
+
+
+def test_a_packed_adapter_is_the_same_in_one_piece() -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        original = weights()
+        packed = pack(original, dtype)
+        assert packed.weights.rank == 8
+        assert packed.weights.pairs.keys() == original.pairs.keys()
+        for name, pair in original.pairs.items():
+            for ours, theirs in zip(packed.weights.pairs[name].tensors, pair.tensors, strict=True):
+                assert torch.equal(ours, theirs.to(dtype))
+                assert ours.is_contiguous()
+                assert ours.untyped_storage().data_ptr() == packed.memory.data_ptr()
+                assert ours.data_ptr() % 16 == 0
+
+
+def test_its_size_is_what_it_takes() -> None:
+    memory = TorchAdapterMemory(lambda _: weights(), lambda _weights, _slot: None, CPU, torch.float32)
+    prepared = memory.read(AdapterSource("a", "/"))
+    tensors = [tensor for pair in prepared.weights.pairs.values() for tensor in pair.tensors]
+    assert not memory.stages
+    assert memory.size(prepared) == prepared.memory.untyped_storage().nbytes()
+    assert sum(tensor.nbytes for tensor in tensors) <= memory.size(prepared)
+    assert memory.size(prepared) < sum(tensor.nbytes for tensor in tensors) + 64 * len(tensors)
+
+
+def test_it_is_installed_from_where_it_lies() -> None:
+    installed: list[tuple[AdapterWeights, int]] = []
+    memory = TorchAdapterMemory(
+        lambda _: weights(), lambda weights, slot: installed.append((weights, slot)), CPU, torch.float32
+    )
+    prepared = memory.read(AdapterSource("a", "/"))
+    memory.install(prepared, 3)
+    assert installed == [(prepared.weights, 3)]
+
+
+@pytest.mark.parametrize(
+    ("value", "dtype", "named"),
+    [
+        (float("nan"), torch.float32, "not finite.* in float32"),
+        (float("-inf"), torch.bfloat16, "not finite.* in bfloat16"),
+        (-2e20, torch.bfloat16, "beyond 1e\\+20"),
+        (1e5, torch.float16, "not finite.* in float16"),
+    ],
+)
+def test_numbers_that_no_token_can_be_made_with_are_refused(value: float, dtype: torch.dtype, named: str) -> None:
+    """In the dtype that is computed with; 1e5 is more than a float16 holds."""
+    for tensor in range(4):  # A, B, gain, shift
+        adapter = weights()
+        adapter.pairs["layer 3"].tensors[tensor][..., 0] = value
+        with pytest.raises(ArtifactError, match=f"layer 3 .*{named}"):
+            pack(adapter, dtype)

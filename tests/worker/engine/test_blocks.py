@@ -1,0 +1,190 @@
+"""Blocks are free, cached or referenced; sharing never changes what a sequence finds in its table."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import settings
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
+from hypothesis.strategies import integers, sampled_from
+
+from worker.engine.scheduling.blocks import BlockIntegrityError, BlockManager
+from worker.engine.scheduling.sequence import Sequence
+from worker.engine_api import AdapterSource, NewSequence
+
+BLOCKS = 12
+BLOCK_SIZE = 4
+
+
+def new_sequence(ids: tuple[int, ...], tenant: str = "acme", adapter: str = "", arrival: int = 0) -> Sequence:
+    source = AdapterSource(adapter, "") if adapter else None
+    return Sequence(NewSequence(f"s{arrival}", ids, adapter=source, tenant=tenant), arrival, frozenset())
+
+
+def compute(blocks: BlockManager, sequence: Sequence) -> None:
+    """As a step does: everything pending, then known to the prefix cache."""
+    sequence.computed = len(sequence.ids)
+    blocks.register(sequence, sequence.computed)
+
+
+class BlockWalk(RuleBasedStateMachine):
+    """Random sequences over few ids, so that prefixes meet; `content` is what a KV cache would hold."""
+
+    operations = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        # What balances is checked once before the first operation.
+        type(self).operations -= 1
+        self.blocks = BlockManager(BLOCKS, BLOCK_SIZE)
+        self.held: list[Sequence] = []
+        # (block, offset) -> all that keys and values at this place depend on.
+        self.content: dict[tuple[int, int], tuple[object, ...]] = {}
+        self.count = 0
+
+    def entry(self, sequence: Sequence, position: int) -> tuple[object, ...]:
+        return (sequence.spec.tenant, sequence.spec.adapter, *sequence.ids[: position + 1])
+
+    @rule(
+        seed=integers(0, 1 << 16),
+        length=integers(1, 24),
+        tenant=sampled_from(["acme", "globex"]),
+        adapter=sampled_from(["", "a", "b"]),
+    )
+    def allocate(self, seed: int, length: int, tenant: str, adapter: str) -> None:
+        generator = random.Random(seed)
+        ids = tuple(generator.choices([1, 2], [20, 1], k=length))
+        sequence = new_sequence(ids, tenant, adapter, self.count)
+        self.count += 1
+        before = (self.blocks.free, self.blocks.cached)
+        if not self.blocks.allocate(sequence):
+            assert (self.blocks.free, self.blocks.cached) == before
+            assert (sequence.block_table, sequence.computed) == ([], 0)
+            return
+        assert len(sequence.block_table) == self.blocks.needed(length)
+        assert sequence.computed < length
+        self.held.append(sequence)
+
+    @rule(pick=integers(0, 1 << 16), count=integers(1, 8))
+    def compute_chunk(self, pick: int, count: int) -> None:
+        if not self.held:
+            return
+        sequence = self.held[pick % len(self.held)]
+        end = min(sequence.computed + count, len(sequence.ids))
+        for position in range(sequence.computed, end):
+            block = sequence.block_table[position // BLOCK_SIZE]
+            others = [other for other in self.held if other is not sequence and block in other.block_table]
+            assert not others, "a shared block is written"
+            self.content[block, position % BLOCK_SIZE] = self.entry(sequence, position)
+        sequence.computed = end
+        self.blocks.register(sequence, end)
+
+    @rule(pick=integers(0, 1 << 16), token=sampled_from([1, 2]))
+    def append(self, pick: int, token: int) -> None:
+        if not self.held:
+            return
+        sequence = self.held[pick % len(self.held)]
+        if len(sequence.ids) == len(sequence.block_table) * BLOCK_SIZE and not self.blocks.extend(sequence):
+            assert self.blocks.referenced == BLOCKS
+            return
+        sequence.ids.append(token)
+
+    @rule(pick=integers(0, 1 << 16))
+    def release(self, pick: int) -> None:
+        if self.held:
+            self.blocks.release(self.held.pop(pick % len(self.held)))
+
+    @invariant()
+    def accounts_balance(self) -> None:
+        type(self).operations += 1
+        self.blocks.check(self.held)
+        assert min(self.blocks.free, self.blocks.cached, self.blocks.referenced) >= 0
+        assert self.blocks.free + self.blocks.cached + self.blocks.referenced == BLOCKS
+
+    @invariant()
+    def everyone_finds_its_own(self) -> None:
+        for sequence in self.held:
+            for position in range(sequence.computed):
+                place = (sequence.block_table[position // BLOCK_SIZE], position % BLOCK_SIZE)
+                assert self.content[place] == self.entry(sequence, position)
+
+    def teardown(self) -> None:
+        while self.held:
+            self.release(0)
+        self.blocks.check([])
+        assert self.blocks.referenced == 0
+
+
+def test_random_walks() -> None:
+    # A walk has a little less than 60 operations.
+    settled = settings(max_examples=100, stateful_step_count=60, deadline=None, derandomize=True, database=None)
+    run_state_machine_as_test(BlockWalk, settings=settled)
+    assert BlockWalk.operations >= 5_000
+
+
+def test_a_second_sequence_shares_the_full_blocks_of_the_first() -> None:
+    blocks = BlockManager(BLOCKS, BLOCK_SIZE)
+    first, second = new_sequence(tuple(range(10))), new_sequence((*range(8), 99, 98))
+    assert blocks.allocate(first)
+    compute(blocks, first)
+    assert blocks.allocate(second)
+    assert second.block_table[:2] == first.block_table[:2]
+    assert second.block_table[2] != first.block_table[2]
+    assert (second.computed, blocks.referenced) == (8, 4)
+
+
+def test_one_id_is_always_left_to_compute() -> None:
+    blocks = BlockManager(BLOCKS, BLOCK_SIZE)
+    first, second = new_sequence(tuple(range(8))), new_sequence(tuple(range(8)))
+    assert blocks.allocate(first)
+    compute(blocks, first)
+    assert blocks.allocate(second)
+    assert second.computed == 4
+
+
+@pytest.mark.parametrize(("tenant", "adapter"), [("globex", "a"), ("acme", "b"), ("acme", ""), ("", "aacme")])
+def test_other_tenants_and_adapters_share_nothing(tenant: str, adapter: str) -> None:
+    blocks = BlockManager(BLOCKS, BLOCK_SIZE)
+    first, second = new_sequence(tuple(range(10)), "acme", "a"), new_sequence(tuple(range(10)), tenant, adapter)
+    assert blocks.allocate(first)
+    compute(blocks, first)
+    assert blocks.allocate(second)
+    assert second.computed == 0
+    assert not set(first.block_table) & set(second.block_table)
+
+
+def test_cached_blocks_go_least_recently_used_first_and_tails_before_heads() -> None:
+    blocks = BlockManager(6, BLOCK_SIZE)
+    older, newer = new_sequence(tuple(range(12))), new_sequence(tuple(range(50, 62)))
+    for sequence in (older, newer):
+        assert blocks.allocate(sequence)
+        compute(blocks, sequence)
+    for sequence in (older, newer):
+        blocks.release(sequence)
+    assert (blocks.free, blocks.cached) == (0, 6)
+    # One block for a stranger, one behind the newer chain: both are tails of the older one.
+    assert blocks.allocate(new_sequence((7, 7, 7, 7)))
+    newer_again = new_sequence((*range(50, 62), 1))
+    assert blocks.allocate(newer_again)
+    assert newer_again.computed == 12
+    blocks.release(newer_again)
+    older_again = new_sequence(tuple(range(12)))
+    assert blocks.allocate(older_again)
+    assert older_again.computed == 4
+
+
+def test_what_does_not_fit_changes_nothing() -> None:
+    blocks = BlockManager(2, BLOCK_SIZE)
+    assert not blocks.allocate(new_sequence(tuple(range(9))))
+    assert blocks.free == 2
+    sequence = new_sequence(tuple(range(8)))
+    assert blocks.allocate(sequence)
+    assert not blocks.extend(sequence)
+
+
+def test_check_sees_a_forgotten_reference() -> None:
+    blocks = BlockManager(2, BLOCK_SIZE)
+    assert blocks.allocate(new_sequence((1, 2)))
+    with pytest.raises(BlockIntegrityError, match="1 references, 0 in use"):
+        blocks.check([])

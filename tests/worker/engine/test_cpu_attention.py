@@ -1,0 +1,97 @@
+"""The CPU's attention kernel against attention in torch: every case of the other kernels' tests, in three dtypes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from numba import cfunc
+from torch import Tensor
+
+from tests.worker.engine.attention_batches import CPU, Case, Numbers, cases
+from worker.engine.attention.cpu import kernel as cpu_kernel
+from worker.engine.attention.cpu.plan import CpuPlan, cpu_plan
+from worker.engine.attention.cpu.vectors import heads_at_once
+from worker.engine.device.cpu import threads
+from worker.engine.scheduling.batch import Batch
+
+pytestmark = pytest.mark.usefixtures("two_threads")
+
+CASES = dict(cases())
+# Relative to outputs of about 1: what rounding queries, keys and values makes is in the oracle too.
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
+
+
+def by_kernel(numbers: Numbers, batch: Batch | None = None) -> Tensor:
+    batch = batch or numbers.batch
+    plan = cpu_plan(batch, numbers.cache)
+    assert not plan.chunks, "all of it is the kernel's"
+    return plan.attend(numbers.call(batch.tokens), numbers.cache).float()
+
+
+def short(case: Case) -> Case:
+    """With chunks that are the kernel's alone: the others' keys are not in the cache of these cases."""
+    return replace(case, chunks=tuple((start, min(count, 12)) for start, count in case.chunks))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_case_is_what_torch_makes_of_it(name: str) -> None:
+    numbers = Numbers(short(CASES[name]), CPU, torch.float32)
+    torch.testing.assert_close(by_kernel(numbers), numbers.in_torch(), rtol=0, atol=TOLERANCE[torch.float32])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["dim 80", "7 heads, 1 for keys", "window 5, softcap 1.5, sinks True", "splits"])
+def test_halves_are_rounded_once(name: str, dtype: torch.dtype) -> None:
+    numbers = Numbers(short(CASES[name]), CPU, dtype)
+    torch.testing.assert_close(by_kernel(numbers), numbers.in_torch(), rtol=0, atol=TOLERANCE[dtype])
+
+
+def test_more_heads_than_a_product_is_written_out_for() -> None:
+    case = Case(heads=66, kv_heads=1, dim=64, value_dim=64, block_size=16)
+    assert heads_at_once(66, 64) < 66
+    numbers = Numbers(case, CPU, torch.float32)
+    torch.testing.assert_close(by_kernel(numbers), numbers.in_torch(), rtol=0, atol=TOLERANCE[torch.float32])
+
+
+def test_company_changes_no_bit() -> None:
+    """Alone a row is shared out by its heads, in company it is one task."""
+    numbers = Numbers(Case(decodes=(300, 5, 12, 70, 71), chunks=((40, 5),), window=200), CPU, torch.bfloat16)
+    together = by_kernel(numbers)
+    alone = by_kernel(numbers, Batch(numbers.batch.rows[:1], 1, 1))
+    assert torch.equal(alone, together[:1])
+
+
+def test_large_scores_do_not_overflow() -> None:
+    numbers = Numbers(Case(chunks=()), CPU, torch.float32)
+    numbers.query *= 1e4
+    result = by_kernel(numbers)
+    assert result.isfinite().all()
+    torch.testing.assert_close(result, numbers.in_torch(), rtol=1e-5, atol=1e-5)
+
+
+def test_a_torch_without_openmp_computes_the_same_in_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    numbers = Numbers(Case(chunks=((0, 9),)), CPU, torch.float32)
+    expected = by_kernel(numbers)
+    monkeypatch.setattr(threads, "_parallel", lambda: None)
+    assert torch.equal(by_kernel(numbers), expected)
+
+
+def test_every_thread_takes_part_and_every_task_is_done_once() -> None:
+    numbers = Numbers(Case(decodes=tuple(range(200, 264)), chunks=()), CPU, torch.float32)
+    plan: CpuPlan = cpu_plan(numbers.batch, numbers.cache)
+    plan.attend(numbers.call(numbers.batch.tokens), numbers.cache)
+    taken, threads = plan.counters.tolist()
+    assert threads == 2
+    assert taken == len(plan.tasks) + threads, "each thread looks once more and finds nothing"
+
+
+def test_where_nothing_can_be_kept_it_is_compiled_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nowhere(signature: object, cache: bool = False) -> object:
+        if cache:
+            raise RuntimeError("cannot cache function: no locator available")
+        return cfunc(signature)
+
+    monkeypatch.setattr("worker.engine.device.cpu.kernels.cfunc", nowhere)
+    assert cpu_kernel.compiled(cpu_kernel.parameters(1, 8, 8, "float32")).address

@@ -1,0 +1,173 @@
+"""The CPU's LoRA kernel against a float32 loop over rows: three dtypes, ranks to 256, whatever the threads."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from worker.engine.device.cpu import threads
+from worker.engine.lora.cpu.group import CpuGroup, CpuStep
+from worker.engine.lora.dora import Rescale
+from worker.engine.lora.weights import LoraPair
+
+pytestmark = pytest.mark.usefixtures("two_threads")
+
+SLOTS, MAX_RANK = 6, 256
+# Layers side by side: no width is a multiple of the vectors'; the last is more than a block, also in parts.
+IN_FEATURES, WIDTHS = 150, (67, 33, 2310)
+# Relative to outputs of about 1: rounded once at the end, whatever stands between.
+TOLERANCE = {torch.float32: 4e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}
+
+
+class Group:
+    """A group whose base gives numbers that are there already, and the pairs in its slots."""
+
+    def __init__(self, dtype: torch.dtype, ranks: Sequence[Sequence[int]], *, dora: bool = False) -> None:
+        """`ranks` by slot and layer, 0 for layers that the adapter does not change."""
+        self.chance = torch.Generator().manual_seed(0)
+        self.dtype = dtype
+        self.step = CpuStep()
+        self.y = torch.empty(0)
+        self.group = CpuGroup(lambda _: self.y.clone(), IN_FEATURES, WIDTHS, SLOTS, MAX_RANK, dtype, self.step)
+        self.pairs = [[self.pair(rank, width, dora) for rank, width in zip(of, WIDTHS, strict=True)] for of in ranks]
+        for slot, pairs in enumerate(self.pairs):
+            self.group.install(slot, pairs)
+
+    def random(self, *shape: int) -> Tensor:
+        return torch.randn(*shape, generator=self.chance)
+
+    def pair(self, rank: int, width: int, dora: bool) -> LoraPair | None:
+        if not rank:
+            return None
+        a, b = self.random(rank, IN_FEATURES) / IN_FEATURES**0.5, self.random(rank, width) / (4 * rank**0.5)
+        change = Rescale(*(self.random(2, width) / 4).to(self.dtype)) if dora else None
+        return LoraPair(a.to(self.dtype), b.to(self.dtype), change)
+
+    def result(self, slots: Sequence[int], x: Tensor, y: Tensor, prompt: tuple[int, int] | None = None) -> Tensor:
+        """Of one row for each slot, and behind them a prompt's (slot, rows)."""
+        self.y = y
+        self.step.begin([(slot, 1) for slot in slots] + ([prompt] if prompt else []))
+        return self.group(x)
+
+    def expected(self, slots: Sequence[int], x: Tensor, y: Tensor) -> Tensor:
+        """In float32, row by row."""
+        out = y.float()
+        for row, slot in enumerate(slots):
+            first = 0
+            for width, pair in zip(WIDTHS, self.pairs[slot] if slot >= 0 else [None] * len(WIDTHS), strict=True):
+                part = slice(first, first := first + width)
+                if pair is None:
+                    continue
+                own = out[row, part].clone()
+                if pair.rescale is not None:
+                    out[row, part] += own * pair.rescale.gain.float() + pair.rescale.shift.float()
+                out[row, part] += x[row].float() @ pair.a.float().t() @ pair.b.float()
+        return out
+
+    def inputs(self, rows: int) -> tuple[Tensor, Tensor]:
+        return self.random(rows, IN_FEATURES).to(self.dtype), self.random(rows, sum(WIDTHS)).to(self.dtype)
+
+    def check(self, slots: Sequence[int], roundings: int = 1) -> None:
+        x, y = self.inputs(len(slots))
+        result, expected = self.result(slots, x, y).float(), self.expected(slots, x, y)
+        largest = expected.abs().amax(1, keepdim=True).clamp(min=1)
+        assert ((result - expected).abs() <= roundings * TOLERANCE[self.dtype] * largest).all()
+        assert not torch.equal(result, y.float()), "something was added"
+
+
+RANKS = [(16, 16, 16), (1, 5, 2), (0, 256, 3), (8, 0, 0), (64, 7, 30), (0, 0, 0)]
+MIXES = {
+    "one": [0],
+    "distinct": [-1, 0, 1, 2, 3, 4, 5],
+    "identical": [4] * 4,
+    "five of one, seven of another": [1] * 5 + [2] * 7,
+    "as many as the kernel takes": [0] * 96 + [4] * 3,
+    "none between": [-1, -1, 0, 0, 0, 5, 5],
+}
+
+
+@pytest.mark.parametrize("dora", [False, True], ids=["plain", "DoRA"])
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("mix", MIXES)
+def test_every_row_gets_what_its_adapter_makes_of_it(mix: str, dtype: torch.dtype, dora: bool) -> None:
+    Group(dtype, RANKS, dora=dora).check(MIXES[mix])
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_more_rows_than_the_kernel_takes_are_products_of_torch(dtype: torch.dtype) -> None:
+    group = Group(dtype, RANKS, dora=True)
+    group.check([0] * 96 + [2] * 97 + [4] * 3, roundings=4)
+    assert [stop - first for _, first, stop in group.step.long] == [97]
+
+
+def test_a_row_without_an_adapter_keeps_its_bits() -> None:
+    group = Group(torch.bfloat16, RANKS)
+    x, y = group.inputs(4)
+    result = group.result([-1, 0, 3, 5], x, y)
+    assert torch.equal(result[[0, 3]], y[[0, 3]])
+    assert torch.equal(result[2, WIDTHS[0] :], y[2, WIDTHS[0] :]), "layers that the adapter does not change"
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_company_changes_no_bit(dtype: torch.dtype) -> None:
+    """Neither that of other adapters' rows nor that of its own adapter's, nor how a task is cut into parts."""
+    group = Group(dtype, RANKS)
+    x, y = group.inputs(9)
+    together = group.result([0, 0, 0, 0, 0, 1, 2, 3, 4], x, y)
+    for row, slot in ((0, 0), (3, 0), (4, 0), (6, 2), (8, 4)):
+        assert torch.equal(group.result([slot], x[row : row + 1], y[row : row + 1])[0], together[row])
+
+
+def test_a_prompt_of_its_adapter_changes_no_bit_of_a_decode() -> None:
+    group = Group(torch.bfloat16, RANKS)
+    x, y = group.inputs(202)
+    together = group.result([0, 4], x, y, prompt=(4, 200))
+    assert group.step.long == [(4, 2, 202)]
+    assert torch.equal(group.result([0, 4], x[:2], y[:2]), together[:2])
+
+
+@pytest.mark.parametrize("given", ["another number of rows", "another dtype"])
+def test_what_is_not_the_steps_is_refused_and_not_written_over(given: str) -> None:
+    group = Group(torch.float32, RANKS)
+    x, y = group.inputs(3)
+    x, y = (x[:2], y[:2]) if given == "another number of rows" else (x.half(), y.half())
+    with pytest.raises(AssertionError):
+        group.result([0, 1, 2], x, y)
+
+
+def test_a_torch_without_openmp_computes_the_same_in_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    group = Group(torch.float32, RANKS)
+    x, y = group.inputs(3)
+    expected = group.result([0, 1, 2], x, y)
+    monkeypatch.setattr(threads, "_parallel", lambda: None)
+    assert torch.equal(group.result([0, 1, 2], x, y), expected)
+
+
+def test_every_thread_takes_part_and_every_task_is_done_once() -> None:
+    group = Group(torch.float32, RANKS)
+    group.check([0, 1, 2, 3, 4])
+    tasks = 5 * len(WIDTHS) * group.step.parts
+    assert group.step.counters.tolist() == [tasks + 2, tasks, tasks + 2], "each thread looks once more, twice"
+
+
+def test_an_adapter_is_neither_copied_nor_kept_for_longer_than_its_slot() -> None:
+    group = Group(torch.float32, [])
+    pair = LoraPair(torch.ones(1, IN_FEATURES), torch.ones(1, WIDTHS[0]))
+    group.group.install(2, [pair, None, None])
+    x, y = group.inputs(1)
+    before = group.result([2], x, y)
+    pair.b.mul_(2)
+    assert not torch.equal(group.result([2], x, y), before), "it is read where it lies"
+    alive = weakref.ref(pair.a)
+    del pair
+    gc.collect()
+    assert alive() is not None
+    group.group.install(2, [None, None, None])
+    gc.collect()
+    assert alive() is None
+    assert torch.equal(group.result([2], x, y), y)

@@ -1,0 +1,168 @@
+"""Log probabilities of the torch engine against one float32 forward pass of transformers over the whole sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from worker.engine_api import FinishKind, NewSequence, Output, Sampling, Stopping, TokenLogprobs
+
+pytestmark = pytest.mark.model
+
+ROOMY = {"rows": 12, "kv_blocks": 400, "block_size": 4, "adapter_slots": 3, "max_rank": 16}
+# Prompts come in chunks, and running sequences take each other's blocks.
+CRAMPED = ROOMY | {"rows": 4, "kv_blocks": 30, "step_tokens": 11}
+NOISY = Sampling(temperature=0.9, top_p=0.9, repetition_penalty=1.3, logit_bias=((50, 4.0),), seed=5)
+
+
+@pytest.fixture(params=[False, True], ids=["plain", "ahead"])
+def ahead(request: pytest.FixtureRequest) -> bool:
+    """All that is tested here holds in both modes."""
+    return bool(request.param)
+
+
+def ids(outputs: list[Output]) -> tuple[int, ...]:
+    return tuple(token for output in outputs for token in output.token_ids)
+
+
+def true_logprobs(tiny: Any, sequence: Sequence[int], adapter: str | None) -> torch.Tensor:
+    """[positions, vocab]: the distribution of the token after each position."""
+    if adapter is not None:
+        tiny.peft.set_adapter(adapter)
+    plain = tiny.peft.disable_adapter() if adapter is None else nullcontext()
+    with plain, torch.inference_mode():
+        logits: torch.Tensor = tiny.peft(input_ids=torch.tensor([sequence])).logits[0]
+    return logits.log_softmax(-1)
+
+
+def assert_true(told: Sequence[TokenLogprobs], tokens: Sequence[int], truth: torch.Tensor, alternatives: int) -> None:
+    """`truth` [tokens, vocab] has the distribution of each token."""
+    assert len(told) == len(tokens) == len(truth)
+    own = torch.tensor([one.logprob for one in told])
+    torch.testing.assert_close(own, truth[range(len(tokens)), list(tokens)], rtol=0, atol=1e-4)
+    for one, row in zip(told, truth, strict=True):
+        values = torch.tensor([logprob for _, logprob in one.alternatives])
+        torch.testing.assert_close(values, row.topk(alternatives).values, rtol=0, atol=1e-4)
+        torch.testing.assert_close(values, row[[token for token, _ in one.alternatives]], rtol=0, atol=1e-4)
+
+
+def requests_of(tiny: Any) -> list[NewSequence]:
+    return [
+        tiny.request("greedy", range(10, 41), 9, logprobs=3, prompt_logprobs=2),
+        tiny.request("tuned", range(10, 41), 14, "plain", logprobs=0, prompt_logprobs=0, sampling=NOISY),
+        tiny.request("cached", range(10, 41), 20, logprobs=20),
+        tiny.request("noisy", range(30, 67), 12, logprobs=5, prompt_logprobs=20, sampling=NOISY),
+        tiny.request("silent", range(30, 67), 18, sampling=NOISY),
+        tiny.request("short", (7,), 16, logprobs=1, prompt_logprobs=1),
+    ]
+
+
+def check(tiny: Any, request: NewSequence, outputs: list[Output]) -> None:
+    answer = request.emitted_ids + ids(outputs)
+    adapter = Path(request.adapter.directory).name if request.adapter else None
+    truth = true_logprobs(tiny, request.prompt_ids + answer[:-1], adapter)
+    begin = len(request.prompt_ids)
+    told = [one for output in outputs for one in output.logprobs]
+    if request.logprobs is None:
+        assert not told
+    else:
+        assert all(len(output.logprobs) == len(output.token_ids) for output in outputs)
+        new = begin - 1 + len(request.emitted_ids)
+        assert_true(told, ids(outputs), truth[new:], request.logprobs)
+    if request.prompt_logprobs is None:
+        assert not outputs[0].prompt_logprobs
+    else:
+        assert_true(outputs[0].prompt_logprobs, request.prompt_ids[1:], truth[: begin - 1], request.prompt_logprobs)
+    assert not any(output.prompt_logprobs for output in outputs[1:])
+
+
+@pytest.mark.parametrize("settings", [ROOMY, CRAMPED], ids=["roomy", "cramped"])
+def test_logprobs_are_the_models_own(
+    tiny: Any, make_engine: Callable[..., Any], run_until_idle: Callable[..., Any], settings: dict[str, int]
+) -> None:
+    """Whatever was sampled and penalized, chunked and preempted; those who follow find the prompts in the cache."""
+    requests = requests_of(tiny)
+    later = [replace(request, sequence_id=f"later {request.sequence_id}") for request in requests]
+    outputs = run_until_idle(make_engine(tiny.directory, **settings), {0: requests, 12: later})
+    for request in requests + later:
+        check(tiny, request, outputs[request.sequence_id])
+    # Only where nobody asks for the prompt's logprobs.
+    assert outputs["later greedy"][0].cached_tokens == 0
+    if settings is ROOMY:
+        assert outputs["later cached"][0].cached_tokens == 28
+
+
+def test_logprobs_change_no_token(
+    tiny_llama: Any, make_engine: Callable[..., Any], run_until_idle: Callable[..., Any]
+) -> None:
+    asking = requests_of(tiny_llama)
+    silent = [replace(request, logprobs=None, prompt_logprobs=None) for request in asking]
+    answers = [
+        {
+            name: ids(some)
+            for name, some in run_until_idle(make_engine(tiny_llama.directory, **CRAMPED), {0: some}).items()
+        }
+        for some in (asking, silent)
+    ]
+    assert answers[0] == answers[1]
+
+
+def test_a_continuation_tells_of_its_new_tokens_and_of_the_prompt(
+    tiny_llama: Any, make_engine: Callable[..., Any], run_until_idle: Callable[..., Any]
+) -> None:
+    request = tiny_llama.request("a", range(10, 31), 12, logprobs=2, prompt_logprobs=2, emitted_ids=(40, 41, 42, 43))
+    outputs = run_until_idle(make_engine(tiny_llama.directory, **CRAMPED), {0: [request]})
+    check(tiny_llama, request, outputs["a"])
+
+
+def test_a_preempted_prompt_is_told_of_once(tiny_llama: Any, make_engine: Callable[..., Any]) -> None:
+    """Preempted while its prompt was half computed: what was kept is not computed into the list again."""
+    engine = make_engine(tiny_llama.directory, **ROOMY | {"kv_blocks": 24, "rows": 3, "step_tokens": 6})
+    # These grow while the last one prefills in small chunks; the blocks do not hold all three.
+    growing = [tiny_llama.request(f"g{n}", (5 + n, 6), 40, stopping=Stopping(40, ignore_eos=True)) for n in range(2)]
+    request = tiny_llama.request("p", [3 + n % 300 for n in range(70)], 4, prompt_logprobs=1, priority=-1)
+    outputs: dict[str, list[Output]] = {one.sequence_id: [] for one in [*growing, request]}
+    for one in [*growing, request]:
+        engine.add(one)
+    running = []
+    while engine.has_work():
+        for output in engine.step():
+            outputs[output.sequence_id].append(output)
+        running.append(0 if outputs["p"] else engine.stats().rows_running)
+    assert (3, 2) in pairwise(running), "it was to be preempted before its first token"
+    check(tiny_llama, request, outputs["p"])
+
+
+def test_a_row_whose_logprobs_raise_ends_alone(
+    tiny_llama: Any,
+    make_engine: Callable[..., Any],
+    run_until_idle: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from worker.engine.sampling.logprobs import PendingLogprobs, token_logprobs
+
+    def raises_for_13(logits: torch.Tensor, tokens: torch.Tensor, alternatives: Sequence[int]) -> PendingLogprobs:
+        if 13 in alternatives:
+            raise ArithmeticError("unlucky")
+        return token_logprobs(logits, tokens, alternatives)
+
+    monkeypatch.setattr("worker.engine.sampling.step.token_logprobs", raises_for_13)
+    unlucky = [
+        tiny_llama.request("answer", (5, 6), 5, logprobs=13),
+        tiny_llama.request("prompt", (5, 6), 5, prompt_logprobs=13),
+    ]
+    lucky = tiny_llama.request("lucky", (5, 6, 7), 12, logprobs=2, prompt_logprobs=2)
+    outputs = run_until_idle(make_engine(tiny_llama.directory, **ROOMY), {0: [*unlucky, lucky]})
+    check(tiny_llama, lucky, outputs["lucky"])
+    for name in ("answer", "prompt"):
+        (last,) = outputs[name]
+        assert last.finish is FinishKind.FAILED
+        assert last.failure is not None
+        assert last.failure.reason == "SAMPLING_FAILED"

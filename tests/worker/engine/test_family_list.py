@@ -1,0 +1,55 @@
+"""The list of families: what is not on it is refused by name, and docs/models.md shows what is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from artifacts.families import FAMILIES
+from worker.engine.model.architectures import SUPPORTED, WHY_REFUSED, check_architecture
+from worker.engine.model.errors import ModelUnusableError
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (
+            {"architectures": ["Llama4ForCausalLM"]},
+            "Llama4ForCausalLM is not supported: its window or chunks are in the",
+        ),
+        (
+            {"architectures": ["BertLMHeadModel"]},
+            "BertLMHeadModel is not supported; supported are ApertusForCausalLM, ",
+        ),
+        ({"architectures": ["Qwen2MoeForCausalLM"], "use_sliding_window": True}, "use_sliding_window of this Qwen2Moe"),
+        ({"architectures": ["Gemma3ForCausalLM"], "use_bidirectional_attention": True}, "attends in both directions"),
+    ],
+)
+def test_what_would_be_answered_wrongly_is_refused_by_name(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelUnusableError, match=message):
+        check_architecture(config)
+
+
+def test_none_is_both_served_and_refused() -> None:
+    assert not SUPPORTED & set(WHY_REFUSED)
+    assert len(FAMILIES) == len(SUPPORTED) >= 30
+
+
+def test_the_page_has_the_tables() -> None:
+    adapted = {False: "all linear layers", True: "all linear layers but experts and router"}
+    served = [
+        f"| {one.title} | `{one.model_type}` | `{one.architecture}` | {adapted[one.experts]} |"
+        for one in FAMILIES.values()
+    ]
+    refused = [f"| `{name}` | {why} |" for name, why in WHY_REFUSED.items()]
+    root = Path(__file__).parents[2]
+    page = (root / "docs" / "models.md").read_text()
+    assert tables(page) == [served, refused], "write the tables of docs/models.md anew"
+    assert f"{len(FAMILIES)} families" in (root / "README.md").read_text()
+
+
+def tables(page: str) -> list[list[str]]:
+    """The rows of each table, without its two first lines."""
+    return [block.splitlines()[2:] for block in page.split("\n\n") if block.startswith("| ")]

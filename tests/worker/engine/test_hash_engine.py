@@ -1,0 +1,243 @@
+"""The hash engine gives what its oracle says, whatever runs beside it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from artifacts.hash_model import parse_hash_model
+from worker.engine.hash_engine import HashEngine, expected_ids, hash_limits
+from worker.engine_api import AdapterSource, FinishKind, NewSequence, Output, Sampling, Stopping
+
+SPEC = "hash:?vocab=600&seed=3"
+PROMPT = (1, 2, 300)
+NOISE = Sampling(temperature=0.7, top_k=20, top_p=0.9, seed=11)
+# What changes greedy answers too.
+ADJUSTED = [
+    Sampling(repetition_penalty=1.1),
+    Sampling(frequency_penalty=1.1),
+    Sampling(presence_penalty=1.1),
+    Sampling(logit_bias=((3, 1.5),)),
+    Sampling(logit_bias=((4, 1.5),)),
+    Sampling(logit_bias=((3, 1.6),)),
+]
+
+
+class RunningEngine:
+    """A hash engine and all it has put out."""
+
+    def __init__(self, spec: str, blocks: int = 0) -> None:
+        model = parse_hash_model(spec)
+        limits = hash_limits(model, rows=4, kv_blocks=blocks, block_size=4, adapter_slots=2, max_rank=8)
+        self._loaded = threading.Event()
+        self.engine = HashEngine(model, limits, 16, self._loaded.set)
+
+    def answers(self, *sequences: NewSequence) -> dict[str, tuple[tuple[int, ...], Output]]:
+        """The ids and the last output of each."""
+        for sequence in sequences:
+            self.engine.add(sequence)
+        ids: dict[str, list[int]] = {sequence.sequence_id: list(sequence.emitted_ids) for sequence in sequences}
+        last: dict[str, Output] = {}
+        while len(last) < len(ids):
+            self._loaded.clear()
+            if not self.engine.has_work():
+                assert self._loaded.wait(10), "no work and no adapter on its way"
+            for output in self.engine.step():
+                assert output.offset == len(ids[output.sequence_id])
+                ids[output.sequence_id] += output.token_ids
+                if output.finish:
+                    last[output.sequence_id] = output
+        return {name: (tuple(ids[name]), last[name]) for name in ids}
+
+
+@pytest.fixture
+def running() -> Iterator[RunningEngine]:
+    running = RunningEngine(SPEC)
+    yield running
+    running.engine.close()
+
+
+@pytest.fixture
+def adapters(tmp_path: Path) -> list[AdapterSource]:
+    sources = []
+    for name in ("a", "b", "c"):
+        directory = tmp_path / name
+        directory.mkdir()
+        (directory / "adapter_config.json").write_text("{}")
+        (directory / "adapter_model.safetensors").write_bytes(b"any")
+        sources.append(AdapterSource(f"sha256:{name}", str(directory)))
+    return sources
+
+
+def test_everything_that_matters_changes_the_answer() -> None:
+    answers = [
+        expected_ids(SPEC, PROMPT),
+        expected_ids("hash:?vocab=600&seed=4", PROMPT),
+        expected_ids(SPEC, (*PROMPT, 1)),
+        expected_ids(SPEC, PROMPT, adapter_digest="sha256:a"),
+        expected_ids(SPEC, PROMPT, choice=1),
+        expected_ids(SPEC, PROMPT, sampling=NOISE),
+        expected_ids(SPEC, PROMPT, sampling=replace(NOISE, temperature=0.8)),
+        expected_ids(SPEC, PROMPT, sampling=replace(NOISE, top_k=21)),
+        expected_ids(SPEC, PROMPT, sampling=replace(NOISE, top_p=0.91)),
+        expected_ids(SPEC, PROMPT, sampling=replace(NOISE, seed=12)),
+        expected_ids(SPEC, PROMPT, sampling=replace(NOISE, min_p=0.1)),
+        expected_ids(SPEC, PROMPT, sampling=replace(NOISE, typical_p=0.5)),
+        *(expected_ids(SPEC, PROMPT, sampling=sampling) for sampling in ADJUSTED),
+        *(expected_ids(SPEC, PROMPT, sampling=replace(sampling, temperature=0.7)) for sampling in ADJUSTED),
+    ]
+    assert len(set(answers)) == len(answers)
+    assert all(len(set(answer)) > 100 for answer in answers)
+
+
+def test_greedy_answers_do_not_depend_on_what_shapes_the_noise() -> None:
+    for sampling in (Sampling(seed=1), Sampling(top_k=3, top_p=0.5), Sampling(min_p=0.5, typical_p=0.5)):
+        assert expected_ids(SPEC, PROMPT, sampling=sampling) == expected_ids(SPEC, PROMPT)
+
+
+def test_floats_that_crossed_the_wire_mean_the_same() -> None:
+    sent = replace(NOISE, min_p=0.1, repetition_penalty=1.1, logit_bias=((3, 0.3),))
+    wired = replace(
+        sent,
+        temperature=0.699999988079071,
+        top_p=0.8999999761581421,
+        min_p=0.10000000149011612,
+        repetition_penalty=1.100000023841858,
+        logit_bias=((3, 0.30000001192092896),),
+    )
+    assert expected_ids(SPEC, PROMPT, sampling=wired) == expected_ids(SPEC, PROMPT, sampling=sent)
+
+
+def test_logprobs_come_where_they_are_asked_for(running: RunningEngine) -> None:
+    asking = NewSequence("a", PROMPT, stopping=Stopping(max_tokens=6), logprobs=2, prompt_logprobs=1)
+    # The same prompt, some of it cached by now, and some of its answer made elsewhere.
+    whole = expected_ids(SPEC, PROMPT, stopping=asking.stopping)
+    outputs: dict[str, list[Output]] = {}
+    for sequence in (asking, replace(asking, sequence_id="b", emitted_ids=whole[:2]), NewSequence("c", PROMPT)):
+        running.engine.add(sequence)
+        while running.engine.has_work():
+            for output in running.engine.step():
+                outputs.setdefault(output.sequence_id, []).append(output)
+    told = {name: [one for output in some for one in output.logprobs] for name, some in outputs.items()}
+    assert [one.alternatives[0] for one in told["a"]] == [
+        (token, one.logprob) for token, one in zip(whole, told["a"], strict=True)
+    ]
+    assert len({one.logprob for one in told["a"]}) > 1
+    assert told["b"] == told["a"][2:]
+    assert not told["c"]
+    assert [len(outputs[name][0].prompt_logprobs) for name in "abc"] == [2, 2, 0]
+    assert outputs["a"][0].prompt_logprobs == outputs["b"][0].prompt_logprobs
+
+
+def test_a_batch_gives_what_each_gives_alone(running: RunningEngine, adapters: list[AdapterSource]) -> None:
+    sources = [None, *adapters]
+    sequences = [
+        NewSequence(
+            f"s{number}",
+            tuple(range(number + 1)),
+            adapter=sources[number % 4],
+            sampling=NOISE if number % 3 else Sampling(),
+            stopping=Stopping(max_tokens=10 + number),
+            choice=number % 2,
+            tenant=f"t{number % 2}",
+        )
+        for number in range(16)
+    ]
+    answers = running.answers(*sequences)
+    for sequence in sequences:
+        ids, last = answers[sequence.sequence_id]
+        digest = sequence.adapter.digest if sequence.adapter else ""
+        assert last.finish is FinishKind.LENGTH
+        assert ids == expected_ids(
+            SPEC,
+            sequence.prompt_ids,
+            adapter_digest=digest,
+            sampling=sequence.sampling,
+            stopping=sequence.stopping,
+            choice=sequence.choice,
+        )
+    stats = running.engine.stats()
+    assert (stats.blocks_referenced, stats.slots_pinned, stats.slots_used) == (0, 0, 2)
+
+
+@pytest.mark.parametrize("emitted", [1, 7, 19])
+def test_a_continuation_goes_on_as_if_undisturbed(running: RunningEngine, emitted: int) -> None:
+    stopping = Stopping(max_tokens=20)
+    whole = expected_ids(SPEC, PROMPT, stopping=stopping)
+    [(ids, _)] = running.answers(NewSequence("s", PROMPT, whole[:emitted], stopping=stopping)).values()
+    assert ids == whole
+
+
+def test_preemption_changes_no_token() -> None:
+    running = RunningEngine(SPEC, blocks=12)
+    try:
+        sequences = [NewSequence(f"s{n}", (n, n), stopping=Stopping(max_tokens=40)) for n in range(6)]
+        answers = running.answers(*sequences)
+        for sequence in sequences:
+            assert answers[sequence.sequence_id][0] == expected_ids(
+                SPEC, sequence.prompt_ids, stopping=sequence.stopping
+            )
+    finally:
+        running.engine.close()
+
+
+STOP = expected_ids(SPEC, PROMPT)[5]
+
+
+@pytest.mark.parametrize(
+    ("spec", "stopping", "length", "finish"),
+    [
+        ("hash:?vocab=600&seed=3&end_after=9", Stopping(max_tokens=20), 9, FinishKind.END),
+        ("hash:?vocab=600&seed=3&end_after=9", Stopping(max_tokens=8), 8, FinishKind.LENGTH),
+        ("hash:?vocab=600&seed=3&end_after=9", Stopping(max_tokens=20, ignore_eos=True), 20, FinishKind.LENGTH),
+        ("hash:?vocab=600&seed=3&end_after=9", Stopping(max_tokens=20, min_tokens=9), 20, FinishKind.LENGTH),
+        (SPEC, Stopping(max_tokens=20, stop_token_ids=(STOP,)), 6, FinishKind.STOP_TOKEN),
+        (SPEC, Stopping(max_tokens=20, min_tokens=10, stop_token_ids=(STOP,)), 20, FinishKind.LENGTH),
+    ],
+)
+def test_answers_end_where_they_should(spec: str, stopping: Stopping, length: int, finish: FinishKind) -> None:
+    running = RunningEngine(spec)
+    try:
+        [(ids, last)] = running.answers(NewSequence("s", PROMPT, stopping=stopping)).values()
+        assert (len(ids), last.finish) == (length, finish)
+        assert ids == expected_ids(spec, PROMPT, stopping=stopping)
+        if finish is FinishKind.END:
+            assert ids.index(599) == length - 1
+    finally:
+        running.engine.close()
+
+
+def test_an_adapter_whose_files_are_missing_fails_alone(running: RunningEngine, adapters: list[AdapterSource]) -> None:
+    Path(adapters[0].directory, "adapter_model.safetensors").unlink()
+    answers = running.answers(
+        *(NewSequence(source.digest, PROMPT, adapter=source, stopping=Stopping(max_tokens=5)) for source in adapters)
+    )
+    _, failed = answers["sha256:a"]
+    assert failed.failure
+    assert (failed.finish, failed.failure.reason) == (FinishKind.FAILED, "ADAPTER_UNLOADABLE")
+    assert "adapter_model.safetensors" in failed.failure.message
+    for digest in ("sha256:b", "sha256:c"):
+        assert answers[digest][0] == expected_ids(SPEC, PROMPT, adapter_digest=digest, stopping=Stopping(max_tokens=5))
+
+
+def test_a_sequence_is_told_of_once_before_its_first_step() -> None:
+    model = parse_hash_model("hash:")
+    begun: list[str] = []
+    limits = hash_limits(model, rows=1, kv_blocks=0, block_size=16, adapter_slots=1, max_rank=8)
+    engine = HashEngine(model, limits, 16, on_begun=begun.append)
+    for token, name in enumerate(("first", "second")):
+        engine.add(NewSequence(name, (token,) * 40, stopping=Stopping(max_tokens=2)))
+    assert (begun, engine.stats().sequences_taken) == ([], 2)
+    told: list[tuple[list[str], list[str]]] = []
+    while engine.has_work():
+        outputs = [output.sequence_id for output in engine.step()]
+        told.append((list(begun), outputs))
+    engine.close()
+    # The prompts are three chunks; the second sequence gets the row of the first.
+    first, second = ["first"], ["first", "second"]
+    assert told[:4] == [(first, []), (first, []), (first, ["first"]), (first, ["first"])]
+    assert told[4:] == [(second, []), (second, []), (second, ["second"]), (second, ["second"])]

@@ -1,0 +1,189 @@
+"""What is loaded, and what is refused with one line."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from artifacts.kv_shape import KvShape
+from worker.engine.device.memory import available_bytes
+from worker.engine.model import loader, packed
+from worker.engine.model.architectures import SUPPORTED, check_architecture
+from worker.engine.model.errors import ModelUnusableError
+from worker.engine.model.loader import load_model
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture
+def copied(tiny_llama: Any, tmp_path: Path) -> Path:
+    """A model directory that a test may break."""
+    directory = tmp_path / "copied"
+    shutil.copytree(tiny_llama.directory, directory)
+    return directory
+
+
+def change(directory: Path, **fields: Any) -> None:
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | fields))
+
+
+def test_what_the_engine_must_know_of_a_model(tiny_qwen2: Any) -> None:
+    loaded = load_model(str(tiny_qwen2.directory))
+    assert loaded.kv == KvShape(layers=3, kv_heads=2, key_dim=16, value_dim=16)
+    assert (loaded.vocab_size, loaded.context_length, loaded.end_token_ids) == (320, 256, frozenset({2}))
+    assert loaded.dtype is torch.float32
+    assert loaded.kv_token_bytes == 2 * 3 * 2 * 16 * 4
+    assert len(loaded.linears) == 3 * 7
+    assert loaded.linears["model.layers.0.mlp.down_proj"] == (96, 64)
+    assert not any(parameter.requires_grad for parameter in loaded.module.parameters())
+
+
+def test_end_tokens_are_the_generation_configs(copied: Path) -> None:
+    config = json.loads((copied / "generation_config.json").read_text())
+    (copied / "generation_config.json").write_text(json.dumps(config | {"eos_token_id": [5, 9]}))
+    assert load_model(str(copied)).end_token_ids == frozenset({5, 9})
+
+
+@pytest.mark.parametrize(
+    ("wanted", "own", "got"),
+    [
+        ("auto", "bfloat16", torch.bfloat16),
+        ("auto", "float32", torch.float32),
+        ("auto", None, torch.float32),
+        ("bfloat16", "float32", torch.bfloat16),
+        ("float32", "float16", torch.float32),
+    ],
+)
+def test_dtypes(copied: Path, wanted: str, own: str | None, got: torch.dtype) -> None:
+    change(copied, dtype=own)
+    loaded = load_model(str(copied), "cpu", wanted)
+    assert loaded.dtype is got
+    assert {parameter.dtype for parameter in loaded.module.parameters()} == {got}
+
+
+def test_half_precision_becomes_one_that_the_cpu_computes(copied: Path, caplog: pytest.LogCaptureFixture) -> None:
+    change(copied, dtype="float16")
+    assert load_model(str(copied)).dtype in (torch.bfloat16, torch.float32)
+    assert "the model is in float16" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "message"),
+    [
+        ("cpu", "float16", "dtype float16 is for CUDA"),
+        ("cpu", "int8", "dtype 'int8' is not supported"),
+        ("tpu", "auto", "device 'tpu' is not"),
+        ("mps", "auto", "device 'mps' is not supported"),
+        pytest.param(
+            "cuda", "auto", "has no CUDA device",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has one"),
+        ),
+    ],
+)  # fmt: skip
+def test_devices_and_dtypes_that_are_refused(tiny_llama: Any, device: str, dtype: str, message: str) -> None:
+    with pytest.raises(ModelUnusableError, match=message):
+        load_model(str(tiny_llama.directory), device, dtype)
+
+
+def remove(name: str) -> Callable[[Path], None]:
+    return lambda directory: (directory / name).unlink()
+
+
+def write(name: str, text: str) -> Callable[[Path], Any]:
+    return lambda directory: (directory / name).write_text(text)
+
+
+def set_fields(**fields: Any) -> Callable[[Path], None]:
+    return lambda directory: change(directory, **fields)
+
+
+def cut_weights(directory: Path) -> None:
+    data = (directory / "model.safetensors").read_bytes()
+    (directory / "model.safetensors").write_bytes(data[: len(data) // 2])
+
+
+def lose_a_tensor(directory: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(directory / "model.safetensors")
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (shutil.rmtree, "is not a directory"),
+        (remove("config.json"), "config.json"),
+        (write("config.json", "{"), "config.json: is not valid JSON"),
+        (remove("model.safetensors"), "only safetensors weights are served"),
+        (cut_weights, "is cut short"),
+        (lose_a_tensor, "missing keys in the weights: model.layers.1.mlp.up_proj.weight"),
+        (set_fields(intermediate_size=128), "can't be loaded|mismatched keys"),
+        (set_fields(architectures=["MambaForCausalLM"]), "architecture MambaForCausalLM is not supported"),
+        (set_fields(architectures=[], model_type="bloom"), "model_type 'bloom' is not supported"),
+        (set_fields(quantization_config={"quant_method": "awq"}), "quantized checkpoint"),
+        (set_fields(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4}), "rope type 'dynamic'"),
+        (set_fields(rope_scaling={"type": "longrope", "factor": 2.0}), "rope type 'longrope'"),
+    ],
+)
+def test_models_that_are_refused(copied: Path, spoil: Callable[[Path], None], message: str) -> None:
+    spoil(copied)
+    with pytest.raises(ModelUnusableError, match=message) as refused:
+        load_model(str(copied))
+    assert str(copied) in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_too_little_memory(tiny_llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loader, "available_bytes", lambda device: 1000)
+    with pytest.raises(ModelUnusableError, match=r"the weights take .* and 0\.0 GB are available on cpu"):
+        load_model(str(tiny_llama.directory))
+
+
+def test_memory_is_measured() -> None:
+    assert 1 << 20 < available_bytes(torch.device("cpu")) < 1 << 50
+
+
+def test_supported_architectures_and_rope_types_pass() -> None:
+    for name in SUPPORTED:
+        check_architecture({"architectures": [name], "rope_scaling": {"rope_type": "llama3", "factor": 8.0}})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_packed_weights_replace_linears_where_they_work(tiny_qwen2: Any, dtype: torch.dtype) -> None:
+    if not packed.packing_works(dtype):
+        pytest.skip("packed weights do not work on this machine: nn.Linear stays")
+    loaded = load_model(str(tiny_qwen2.directory), "cpu", str(dtype).removeprefix("torch."))
+    head = loaded.module.lm_head
+    x = torch.randn(5, 64).to(dtype)
+    expected = head(x)
+    packed.pack_linears(loaded.module)
+    assert not [module for module in loaded.module.modules() if type(module) is torch.nn.Linear]
+    tolerance = 1e-5 if dtype is torch.float32 else 2e-2
+    torch.testing.assert_close(loaded.module.lm_head(x), expected, rtol=tolerance, atol=tolerance * 10)
+    # Tied: the embedding keeps its tensor.
+    assert loaded.module.model.embed_tokens.weight.shape == (320, 64)
+
+
+@pytest.mark.skipif(not packed.packing_works(torch.float32), reason="packed weights do not work on this machine")
+def test_a_packed_product_does_not_depend_on_the_other_rows() -> None:
+    linear = torch.nn.Linear(64, 96)
+    product = packed.PackedLinear(linear)
+    x = torch.randn(40, 64)
+    together = product(x)
+    for rows in (1, 2, 7, 33):
+        assert torch.equal(product(x[:rows]), together[:rows])
+
+
+def test_where_packing_goes_wrong_nn_linear_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packed.PackedWeight, "__call__", lambda self, x: x.new_zeros(len(x), 96))
+    assert not packed.packing_works(torch.float32)
+    assert not packed.packing_works(torch.float64)

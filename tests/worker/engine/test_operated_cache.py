@@ -1,0 +1,198 @@
+"""What operators ask of the tiers: adapters that are brought in though nobody waits, and kept whoever does."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from worker.engine.adapter_cache.operated_cache import OperatedCache
+from worker.engine.scheduling.adapter_demand import PASSED_OVER_MOST
+from worker.engine.scheduling.sequence import Sequence
+from worker.engine.scheduling.waiting import WaitingSequences
+from worker.engine_api import AdapterSource, NewSequence
+
+SLOTS = 4
+
+
+def source(digest: str) -> AdapterSource:
+    return AdapterSource(digest, f"/adapters/{digest}")
+
+
+@pytest.fixture
+def make_loads(gated_loads: Any) -> Callable[..., Any]:
+    def make(slots: int, *, stages: bool = False, host_bytes: int = 1 << 20) -> Any:
+        loads = gated_loads(slots, frozenset(["broken"]))
+        loads.stages = stages
+        loads.cache = OperatedCache(slots, loads, loads, host_bytes)
+        return loads
+
+    return make
+
+
+def settle(loads: Any) -> tuple[str, ...]:
+    """Finish all loads and poll until there is nothing to do; what arrived."""
+    arrived: tuple[str, ...] = ()
+    for _ in range(40):
+        if not loads.cache.has_work() and not loads.loading():
+            return arrived
+        arrived += loads.cache.poll().arrived
+        while loads.loading():
+            loads.finish_load()
+    raise AssertionError("the tiers do not come to rest")
+
+
+@pytest.mark.parametrize("stages", [False, True])
+def test_a_warm_adapter_is_there_before_anybody_asks(make_loads: Callable[..., Any], stages: bool) -> None:
+    loads = make_loads(3, stages=stages)
+    for digest in ("a", "broken", "b", "c", "d"):
+        loads.cache.warm(source(digest))
+    assert loads.cache.has_work()
+    assert settle(loads) == ("a", "b", "c", "d")
+    # The last one took the place of the first, which nobody had asked for.
+    assert set(loads.cache.resident) == {"b", "c", "d"}
+    assert (loads.cache.pinned, loads.cache.kept, loads.reads.total()) == (0, (), 5)
+
+
+@pytest.mark.parametrize("stages", [False, True])
+def test_a_kept_adapter_stays_whoever_waits(make_loads: Callable[..., Any], stages: bool) -> None:
+    loads = make_loads(2, stages=stages)
+    cache, waiting = loads.cache, WaitingSequences(loads.cache)
+    cache.keep(source("kept"))
+    settle(loads)
+    for number in range(2 * PASSED_OVER_MOST):
+        sequence = Sequence(NewSequence(str(number), (1,), adapter=source(f"other {number % 7}")), number, frozenset())
+        waiting.enter(sequence)
+        for digest in settle(loads):
+            waiting.arrived(digest)
+        assert waiting.head(8) is sequence
+        waiting.take_head()
+        cache.unpin(f"other {number % 7}")
+    assert cache.slot_of("kept") is not None
+    assert loads.reads["kept"] == 1
+    cache.let_go("kept")
+    cache.warm(source("another"))
+    settle(loads)
+    assert "kept" not in cache.resident
+
+
+def test_one_slot_is_left_for_others(make_loads: Callable[..., Any]) -> None:
+    loads = make_loads(3)
+    for digest in ("a", "b", "a"):
+        loads.cache.keep(source(digest))
+    with pytest.raises(ValueError, match="2 adapters are pinned; one of 3 slots is for others"):
+        loads.cache.keep(source("c"))
+    loads.cache.let_go("a")
+    loads.cache.keep(source("c"))
+    settle(loads)
+    assert set(loads.cache.resident) >= {"b", "c"}
+    assert loads.cache.kept == ("b", "c")
+
+
+def test_an_order_waits_for_a_slot_that_nobody_wants(make_loads: Callable[..., Any]) -> None:
+    """And while it does it is not read, nor does it keep those that wait from being read."""
+    loads = make_loads(2)
+    cache, waiting = loads.cache, WaitingSequences(loads.cache)
+    for number, digest in enumerate("ab"):
+        waiting.enter(Sequence(NewSequence(digest, (1,), adapter=source(digest)), number, frozenset()))
+    for digest in settle(loads):
+        waiting.arrived(digest)
+    cache.keep(source("kept"))
+    assert not cache.has_work()
+    cache.poll()
+    assert loads.reads["kept"] == 0
+    assert waiting.head(8) is not None
+    waiting.take_head()
+    cache.unpin("a")
+    assert settle(loads) == ("kept",)
+    assert set(cache.resident) == {"b", "kept"}
+
+
+class Walk:
+    """Sequences come, leave, run and end at random, and so do orders."""
+
+    def __init__(self, loads: Any, seed: int) -> None:
+        self.loads, self.cache, self.chance = loads, loads.cache, random.Random(seed)
+        self.waiting = WaitingSequences(self.cache)
+        self.waits: list[Sequence] = []
+        self.running: list[str] = []
+        self.stayed: set[str] = set()
+        self.asked = 0
+
+    def step(self) -> None:
+        come, go = [self.ask, self.run, self.order, self.load], [self.leave, self.end, self.let_go, self.poll]
+        self.chance.choice([*come, *go, self.poll])()
+        self.stayed = {one for one in self.stayed | set(self.cache.resident) if one in self.cache.kept}
+        assert self.stayed <= set(self.cache.resident), "a kept one was evicted"
+
+    def source(self) -> AdapterSource:
+        return source(self.chance.choice([*"abcdefgh", "broken"]))
+
+    def ask(self) -> None:
+        if len(self.waits) < 12:
+            self.asked += 1
+            spec = NewSequence(str(self.asked), (1,), adapter=self.source())
+            self.waits.append(Sequence(spec, self.asked, frozenset()))
+            self.waiting.enter(self.waits[-1])
+
+    def leave(self) -> None:
+        if self.waits:
+            self.waiting.leave(self.waits.pop(self.chance.randrange(len(self.waits))))
+
+    def run(self) -> None:
+        sequence = self.waiting.head(8)
+        if sequence is not None and sequence.spec.adapter:
+            self.waiting.take_head()
+            self.waits.remove(sequence)
+            self.running.append(sequence.spec.adapter.digest)
+
+    def end(self) -> None:
+        if self.running:
+            self.cache.unpin(self.running.pop(self.chance.randrange(len(self.running))))
+
+    def order(self) -> None:
+        one = self.source()
+        if self.chance.random() < 0.5:
+            self.cache.warm(one)
+        elif len(self.cache.kept) < SLOTS - 1 or one.digest in self.cache.kept:
+            self.cache.keep(one)
+
+    def let_go(self) -> None:
+        self.cache.let_go(self.source().digest)
+
+    def load(self) -> None:
+        if self.loads.loading():
+            self.loads.finish_load(self.chance.choice(self.loads.loading()))
+
+    def poll(self) -> None:
+        arrivals = self.cache.poll()
+        for digest in arrivals.arrived:
+            self.waiting.arrived(digest)
+        for digest, _ in arrivals.failed:
+            for sequence in self.waiting.parked_for(digest):
+                self.waits.remove(sequence)
+                self.waiting.leave(sequence)
+
+    def finish(self) -> None:
+        while self.waits:
+            self.leave()
+        while self.running:
+            self.end()
+        for digest in self.cache.kept:
+            self.cache.let_go(digest)
+        settle(self.loads)
+
+
+@pytest.mark.parametrize("stages", [False, True])
+@pytest.mark.parametrize("seed", range(3))
+def test_orders_beside_sequences_leave_nothing_behind(make_loads: Callable[..., Any], seed: int, stages: bool) -> None:
+    print("seed", seed)
+    walk = Walk(make_loads(SLOTS, stages=stages, host_bytes=3), seed)
+    for _ in range(3000):
+        walk.step()
+    walk.finish()
+    cache = walk.cache
+    assert (cache.pinned, cache._host.held_bytes, cache._under_way, len(cache._staged)) == (0, 0, None, 0)
+    assert cache.tiers.swaps > 50

@@ -1,0 +1,298 @@
+"""The exactness matrix: for every kind of adapter that is served, the logits and the greedy tokens are peft's own.
+
+All adapters of a model in one batch, beside rows without one; prompts in chunks beside decodes.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from adapter_store.validate import validate_adapter
+from artifacts.base_model import read_base_model
+from artifacts.errors import ArtifactError, MismatchError
+from artifacts.revision import CONFIG_FILE, WEIGHTS_FILE, base_copies
+from artifacts.safetensors_header import read_header
+from tests.worker.engine.peft_oracle import VOCAB, PeftOracle
+from worker.engine.lora.weights import read_adapter
+from worker.engine.model.loader import load_model
+from worker.engine.model.model_layers import ModelLayers
+
+pytestmark = [pytest.mark.model, pytest.mark.usefixtures("one_thread")]
+
+ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+# Every field that is served, and ranks 1 to 256, in the shape of Llama and with Qwen's biases.
+SPLIT: dict[str, dict[str, Any]] = {
+    "rank 1": {"r": 1, "lora_alpha": 2, "target_modules": ["q_proj", "down_proj"]},
+    "rank 3, alpha 1": {"r": 3, "lora_alpha": 1, "target_modules": ATTENTION},
+    "rank 8": {"r": 8, "lora_alpha": 16, "target_modules": "all-linear"},
+    "rank 64": {"r": 64, "lora_alpha": 100, "target_modules": ["gate_proj", "up_proj", "v_proj"]},
+    "rank 256": {"r": 256, "lora_alpha": 48, "target_modules": ["k_proj", "down_proj", "o_proj"]},
+    "fractional alpha": {"r": 5, "lora_alpha": 2.5, "target_modules": ["up_proj"]},
+    "rank_pattern": {
+        "r": 4, "lora_alpha": 6, "target_modules": ["q_proj", "v_proj", "down_proj"],
+        "rank_pattern": {"v_proj": 2, r"layers\.1\.mlp\.down_proj": 12, "^model.layers.0.self_attn.q_proj": 31},
+    },
+    "alpha_pattern": {
+        "r": 4, "lora_alpha": 6, "target_modules": ["q_proj", "v_proj", "down_proj"],
+        "alpha_pattern": {"down_proj": 24, "layers.0.self_attn.q_proj": 3}, "rank_pattern": {"mlp.down_proj": 9},
+    },
+    "rslora": {"r": 16, "lora_alpha": 8, "use_rslora": True, "target_modules": ["o_proj", "up_proj", "gate_proj"]},
+    "rslora with patterns": {
+        "r": 8, "lora_alpha": 4, "use_rslora": True, "target_modules": ATTENTION,
+        "rank_pattern": {"q_proj": 25}, "alpha_pattern": {"o_proj": 1},
+    },
+    "regex": {"r": 6, "lora_alpha": 9, "target_modules": r".*layers\.[02]\..*(up|k)_proj"},
+    "layers_to_transform": {"r": 7, "lora_alpha": 14, "target_modules": ATTENTION, "layers_to_transform": [1]},
+    "layers_pattern": {
+        "r": 2, "lora_alpha": 8, "target_modules": ["down_proj"], "layers_to_transform": [0, 2],
+        "layers_pattern": "layers",
+    },
+    "exclude_modules": {
+        "r": 8, "lora_alpha": 8, "target_modules": "all-linear", "exclude_modules": ["v_proj", "up_proj"],
+    },
+    "trained otherwise": {
+        "r": 4, "lora_alpha": 8, "target_modules": ATTENTION, "lora_dropout": 0.3, "init_lora_weights": "gaussian",
+    },
+}  # fmt: skip
+# Of which a model's own kind adds the names of its embeddings and output head.
+BEYOND: dict[str, dict[str, Any]] = {
+    "DoRA": {"r": 8, "lora_alpha": 16, "use_dora": True, "target_modules": "all-linear"},
+    "DoRA of a few": {
+        "r": 4, "lora_alpha": 8, "use_dora": True, "use_rslora": True, "target_modules": ["v_proj", "down_proj"],
+        "rank_pattern": {"v_proj": 20}, "alpha_pattern": {"down_proj": 2},
+    },
+    "output": {"r": 6, "lora_alpha": 12, "target_modules": ["lm_head"]},
+    "input": {"r": 5, "lora_alpha": 10, "target_modules": ["embed_tokens", "o_proj"]},
+    "both ends": {
+        "r": 3, "lora_alpha": 8, "use_rslora": True, "target_modules": ["embed_tokens", "lm_head", "up_proj"],
+    },
+    "DoRA of both ends": {
+        "r": 4, "lora_alpha": 6, "use_dora": True, "target_modules": ["embed_tokens", "lm_head", "k_proj"],
+    },
+}  # fmt: skip
+
+
+def fused(attention: list[str], mlp: list[str], **more: Any) -> dict[str, dict[str, Any]]:
+    """A few kinds for a model whose projections are fused, or stored the other way round."""
+    kinds: dict[str, dict[str, Any]] = {
+        "projections": {"r": 6, "lora_alpha": 12, "target_modules": attention},
+        "mlp, rslora": {"r": 16, "lora_alpha": 6, "use_rslora": True, "target_modules": mlp},
+        "all-linear": {"r": 8, "lora_alpha": 8, "target_modules": "all-linear"},
+        "patterns": {
+            "r": 4, "lora_alpha": 8, "target_modules": [*attention, *mlp],
+            "rank_pattern": {attention[0]: 40, f"1.*{mlp[-1]}": 1}, "alpha_pattern": {mlp[0]: 16},
+        },
+    }  # fmt: skip
+    kinds["DoRA"] = {"r": 5, "lora_alpha": 7, "use_dora": True, "target_modules": [*attention, *mlp]}
+    return {name: kind | more for name, kind in kinds.items()}
+
+
+CASES: dict[str, dict[str, dict[str, Any]]] = {
+    "llama": SPLIT | BEYOND,
+    "qwen2": {name: SPLIT[name] for name in ("rank 1", "rank 8", "rank 256", "rank_pattern", "rslora")} | BEYOND,
+    "gpt2": fused(["c_attn", "attn.c_proj"], ["c_fc", "mlp.c_proj"], fan_in_fan_out=True),
+    "phi3": fused(["qkv_proj", "o_proj"], ["gate_up_proj", "down_proj"]),
+    "gpt_neox": fused(["query_key_value", "attention.dense"], ["dense_h_to_4h", "dense_4h_to_h"]),
+}
+# With one weight for both ends; and with embeddings that are scaled.
+TIED: dict[str, list[str]] = {
+    "qwen2": ["embed_tokens", "lm_head"],
+    "gpt2": ["wte", "lm_head"],
+    "gemma3_text": ["embed_tokens"],
+}
+
+
+@pytest.fixture(scope="module")
+def oracles(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], PeftOracle]:
+    """Call with a model type: its model and adapters, made once."""
+    made: dict[str, PeftOracle] = {}
+
+    def oracle(model_type: str) -> PeftOracle:
+        if model_type not in made:
+            made[model_type] = PeftOracle(model_type, tmp_path_factory.mktemp(model_type), CASES[model_type])
+        return made[model_type]
+
+    return oracle
+
+
+def check_batch(oracle: PeftOracle, engine: Any, run_until_idle: Callable[..., Any], seed: int) -> None:
+    chance = random.Random(seed)
+    rows = [*oracle.adapters, None, *chance.choices([*oracle.adapters, None], k=4)]
+    requests = {
+        f"{number}: {name}": oracle.request(
+            f"{number}: {name}", chance.choices(range(VOCAB), k=chance.choice([2, 9, 21])), chance.randint(8, 14), name
+        )
+        for number, name in enumerate(rows)
+    }
+    outputs = run_until_idle(engine, {0: list(requests.values())})
+    answers = {}
+    for name, (key, request) in zip(rows, requests.items(), strict=True):
+        answers[key] = oracle.check(request, outputs[key], name)
+    assert len({ids[:6] for ids in answers.values()}) >= len(rows) - 2, f"answers are to be diverse: {answers}"
+
+
+@pytest.mark.parametrize("model_type", CASES)
+def test_logits_and_tokens_are_pefts(
+    model_type: str,
+    oracles: Callable[[str], PeftOracle],
+    make_engine: Callable[..., Any],
+    run_until_idle: Callable[..., Any],
+) -> None:
+    oracle = oracles(model_type)
+    slots = len(oracle.adapters)
+    engine = make_engine(
+        oracle.directory, rows=slots + 5, kv_blocks=400, block_size=4, adapter_slots=slots, max_rank=256, step_tokens=48
+    )
+    check_batch(oracle, engine, run_until_idle, seed=3)
+
+
+def test_unpacked_weights_and_fewer_slots_than_adapters_change_nothing(
+    oracles: Callable[[str], PeftOracle],
+    make_engine: Callable[..., Any],
+    run_until_idle: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A slot that held rank 256 is given to rank 1, and so on."""
+    monkeypatch.setattr("worker.engine.torch_engine.packing_works", lambda _dtype: False)
+    oracle = oracles("llama")
+    engine = make_engine(
+        oracle.directory, rows=6, kv_blocks=400, block_size=4, adapter_slots=3, max_rank=256, step_tokens=32
+    )
+    check_batch(oracle, engine, run_until_idle, seed=4)
+
+
+@pytest.mark.parametrize("model_type", CASES)
+def test_every_adapter_changes_the_models_answer_and_every_tensor_is_consumed(
+    model_type: str, oracles: Callable[[str], PeftOracle]
+) -> None:
+    oracle = oracles(model_type)
+    base = load_model(str(oracle.directory))
+    shapes, layers = {**base.linears, **base.ends}, ModelLayers(base)
+    prompt = tuple(range(3, 12))
+    plain = oracle._logits(prompt, None)
+    for name, directory in oracle.adapters.items():
+        read = read_adapter(str(directory), shapes, 256, base=layers)
+        header = read_header(directory / WEIGHTS_FILE)
+        of_dora = sum(pair.rescale is not None for pair in read.pairs.values())
+        assert of_dora == ("DoRA" in name) * len(read.pairs)
+        assert 2 * len(read.pairs) + of_dora + len(base_copies(header)) == len(header), name
+        validate_adapter(directory, read_base_model(str(oracle.directory)))
+        changed = (oracle._logits(prompt, name) - plain).abs().max() / plain.abs().max()
+        assert changed > 0.05, f"{name} changes the logits by {changed:.1e} only"
+
+
+@pytest.mark.parametrize("model_type", TIED)
+def test_adapters_of_both_ends_of_a_model_are_pefts(
+    model_type: str, tmp_path: Path, make_engine: Callable[..., Any], run_until_idle: Callable[..., Any]
+) -> None:
+    """Also where only a few rows get logits: prompts in chunks, half of them without log probabilities."""
+    ends = TIED[model_type]
+    fan_in = {"fan_in_fan_out": True} if model_type == "gpt2" else {}
+    kinds: dict[str, dict[str, Any]] = {
+        f"the {number}": {"r": 4 + number, "lora_alpha": 9, "target_modules": [end]} for number, end in enumerate(ends)
+    }
+    kinds["all of them"] = {"r": 3, "lora_alpha": 5, "target_modules": ends}
+    kinds["DoRA"] = {"r": 2, "lora_alpha": 3, "target_modules": ends, "use_dora": True}
+    kinds = {name: kind | fan_in for name, kind in kinds.items()}
+    oracle = PeftOracle(model_type, tmp_path, kinds, shape={"tie_word_embeddings": True, "head_dim": 16})
+    engine = make_engine(
+        oracle.directory, rows=8, kv_blocks=100, block_size=4, adapter_slots=3, max_rank=8, step_tokens=12
+    )
+    chance = random.Random(6)
+    requests = {}
+    for number, name in enumerate([*kinds, None] * 2):
+        request = oracle.request(str(number), chance.choices(range(VOCAB), k=chance.choice([1, 7, 26])), 9, name)
+        requests[name, number] = replace(request, prompt_logprobs=None) if number % 3 else request
+    outputs = run_until_idle(engine, {0: list(requests.values())})
+    answers = {oracle.check(one, outputs[one.sequence_id], name) for (name, _), one in requests.items()}
+    # Tied, a tiny model is prone to repeat a token.
+    assert len(answers) > len(kinds), f"answers are to be diverse: {answers}"
+
+
+@pytest.mark.parametrize("end", ["embed_tokens", "lm_head"])
+def test_a_copy_of_the_models_own_weight_must_be_that(
+    end: str, oracles: Callable[[str], PeftOracle], tmp_path: Path
+) -> None:
+    """Peft saves one beside an adapter of these, and puts it in the place of the model's."""
+    oracle = oracles("llama")
+    shutil.copy(oracle.adapters["both ends"] / CONFIG_FILE, tmp_path)
+    tensors = load_file(oracle.adapters["both ends"] / WEIGHTS_FILE)
+    (copy,) = (name for name in tensors if f"{end}.base_layer" in name)
+    base = load_model(str(oracle.directory))
+    linears = {**base.linears, **base.ends}
+    tensors[copy][3, 5] += 1
+    for other in (tensors[copy], tensors[copy][:0]):
+        save_file(tensors | {copy: other}, tmp_path / WEIGHTS_FILE)
+        with pytest.raises(MismatchError, match=rf"{re.escape(copy)} is not the model's own"):
+            read_adapter(str(tmp_path), linears, 8, base=ModelLayers(base))
+    tensors[copy] = tensors[copy][1:].contiguous()
+    save_file(tensors, tmp_path / WEIGHTS_FILE)
+    with pytest.raises(MismatchError, match=rf"{re.escape(copy)} has not the shape of"):
+        validate_adapter(tmp_path, read_base_model(str(oracle.directory)))
+
+
+def test_where_both_ends_can_not_be_adapted_they_are_refused_by_name(oracles: Callable[[str], PeftOracle]) -> None:
+    """As on CUDA."""
+    oracle = oracles("llama")
+    linears = load_model(str(oracle.directory)).linears
+    for name, named in (("output", "lm_head"), ("input", "embed_tokens")):
+        with pytest.raises(MismatchError, match=f"{named}.* on this"):
+            read_adapter(str(oracle.adapters[name]), linears, 256)
+
+
+# Saved by peft itself; what the refusal must name.
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "biases of the base": ({"bias": "all"}, "bias"),
+    "biases of B": ({"lora_bias": True}, "lora_bias"),
+    "a trained head": ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+    "trained tokens": ({"trainable_token_indices": [3]}, "trainable_token_indices"),
+    "replicated layers": ({"layer_replication": [[0, 2], [1, 3]]}, "layer_replication"),
+    "parameters": ({"target_parameters": ["mlp.down_proj.weight"]}, "target_parameters"),
+    "rank 257": ({"r": 257}, "257"),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_is_not_served_is_refused_by_name_by_store_and_worker(
+    kind: str, oracles: Callable[[str], PeftOracle], tmp_path: Path
+) -> None:
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    oracle = oracles("llama")
+    fields, named = REFUSED[kind]
+    auto: Any = AutoModelForCausalLM
+    arguments: dict[str, Any] = {"r": 4, "target_modules": ["q_proj"]} | fields
+    config = LoraConfig(task_type="CAUSAL_LM", **arguments)
+    get_peft_model(auto.from_pretrained(oracle.directory), config).save_pretrained(str(tmp_path))
+    with pytest.raises(ArtifactError, match=named) as by_store:
+        validate_adapter(tmp_path, read_base_model(str(oracle.directory)))
+    with pytest.raises(ArtifactError, match=named) as by_worker:
+        read_adapter(str(tmp_path), load_model(str(oracle.directory)).linears, 256)
+    if named in fields:  # a field of the configuration: both say the same
+        assert by_store.value.subject == by_worker.value.subject == named
+
+
+@pytest.mark.parametrize("suffix", ["lora_magnitude_vector", "lora_B.bias", "lora_embedding_A", "base_layer.weight"])
+def test_a_tensor_that_nobody_consumes_is_named(
+    suffix: str, oracles: Callable[[str], PeftOracle], tmp_path: Path
+) -> None:
+    oracle = oracles("llama")
+    shutil.copy(oracle.adapters["rank 8"] / "adapter_config.json", tmp_path)
+    stray = f"base_model.model.model.layers.0.self_attn.q_proj.{suffix}"
+    tensors = load_file(oracle.adapters["rank 8"] / "adapter_model.safetensors")
+    save_file(tensors | {stray: torch.ones(8, 8)}, tmp_path / "adapter_model.safetensors")
+    with pytest.raises(ArtifactError, match=re.escape(stray)):
+        validate_adapter(tmp_path, read_base_model(str(oracle.directory)))
+    with pytest.raises(ArtifactError, match=re.escape(stray)):
+        read_adapter(str(tmp_path), load_model(str(oracle.directory)).linears, 256)

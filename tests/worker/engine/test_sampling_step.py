@@ -1,0 +1,63 @@
+"""Sampling a step: while it is launched nothing may need the device's results, or stepping ahead gains nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from worker.engine.sampling.step import InFlight, launch_sampling
+from worker.engine.scheduling.batch import Batch, Row
+from worker.engine.scheduling.sequence import Sequence
+from worker.engine_api import NewSequence, Sampling, Stopping
+
+VOCAB = 3000
+PROMPT = (1, 2, 3, 2)
+LIMITED = [
+    Sampling(temperature=0.7, top_k=5),
+    Sampling(temperature=0.7, top_p=0.9),
+    Sampling(temperature=1.0, min_p=0.1),
+    Sampling(temperature=1.0, typical_p=0.5),
+]
+ALL = [
+    Sampling(),
+    Sampling(temperature=1.0, seed=3),
+    Sampling(repetition_penalty=1.2, logit_bias=((7, 1.0),)),
+    Sampling(temperature=1.0, top_k=2000, frequency_penalty=0.5),
+    *LIMITED,
+    Sampling(),
+]
+
+
+def batch(samplings: list[Sampling], **fields: Any) -> Batch:
+    """Rows that have just computed their whole prompts; the last one is in the midst of its own."""
+    rows = []
+    for number, sampling in enumerate(samplings):
+        spec = NewSequence(str(number), PROMPT, sampling=sampling, stopping=Stopping(9, 2, (5,)), **fields)
+        rows.append(Row(Sequence(spec, number, frozenset([6])), 0, len(PROMPT), True))
+    rows[-1] = Row(rows[-1].sequence, 0, len(PROMPT) - 1, False)
+    return Batch(tuple(rows), 0, sum(row.count for row in rows))
+
+
+def launch(step: Batch, *, wait: bool) -> InFlight:
+    wanted = sum(len(row.prompt_positions) + row.samples for row in step.rows)
+    logits = torch.randn(wanted, VOCAB, generator=torch.Generator().manual_seed(1))
+    with FakeTensorMode(allow_non_fake_inputs=True) as fake:
+        return launch_sampling(fake.from_tensor(logits), step, wait=wait)
+
+
+def test_launching_needs_no_result(one_thread: None) -> None:
+    """On tensors without numbers, where every look at one raises."""
+    in_flight = launch(batch(ALL, logprobs=3, prompt_logprobs=2), wait=False)
+    assert in_flight.failures == {}
+    assert len(in_flight.rows) == len(ALL) - 1
+    assert len(in_flight.prompts) == len(ALL)
+    assert len(in_flight.logprobs) == 1
+
+
+@pytest.mark.parametrize("sampling", LIMITED)
+def test_a_first_look_needs_one(one_thread: None, sampling: Sampling) -> None:
+    """So that the test above is not vacuous."""
+    assert launch(batch([sampling, Sampling()]), wait=True).failures

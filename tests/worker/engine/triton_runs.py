@@ -1,0 +1,74 @@
+"""Kernels without a GPU, or on one: programs that compare them with a loop, and launches compiled for sm_90."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from worker.engine.device.kernel_call import KernelCall
+
+# Of an sm_90 device, for one program.
+SHARED_BYTES = 227 * 1024
+_ROOT = Path(__file__).parents[2]
+_TYPES = {
+    torch.float32: "*fp32",
+    torch.float16: "*fp16",
+    torch.bfloat16: "*bf16",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+}
+
+
+def result_of(program: str, device: str, cases: Any = None) -> Any:
+    """What a program of this folder prints as JSON: with "cpu" Triton is interpreted there.
+
+    A process of its own: nothing else may find Triton interpreted. It gets the cases as JSON.
+    """
+    done = subprocess.run(
+        [sys.executable, str(Path(__file__).with_name(program)), device],
+        env=os.environ | {"PYTHONPATH": str(_ROOT)} | ({"TRITON_INTERPRET": "1"} if device == "cpu" else {}),
+        input=json.dumps(cases),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def compiled_for_sm_90(call: KernelCall) -> Any:
+    """A launch's kernel, compiled as a launch on the device would compile it; asserts that it fits there."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    constants = dict(call.constants) | {name: None for name, value in call.arguments.items() if value is None}
+    signature, attributes = {}, {}
+    for index, parameter in enumerate(call.kernel.params):
+        value = call.arguments.get(parameter.name)
+        signature[parameter.name] = "constexpr" if parameter.name in constants else _type(value)
+        # Addresses and sizes that are multiples of 16 are known to be.
+        if isinstance(value, Tensor) or (type(value) is int and value % 16 == 0 and not parameter.do_not_specialize):
+            attributes[index,] = [["tt.divisibility", 16]]
+    compiled: Any = triton.compile(
+        ASTSource(call.kernel, signature, constants, attributes),
+        target=GPUTarget("cuda", 90, 32),
+        options={"num_warps": call.warps, "num_stages": call.stages},
+    )
+    assert compiled.asm["cubin"]
+    assert compiled.metadata.shared <= SHARED_BYTES
+    return compiled
+
+
+def _type(value: Any) -> str:
+    """As Triton's signatures spell it."""
+    if isinstance(value, Tensor):
+        return _TYPES[value.dtype]
+    return "fp32" if isinstance(value, float) else "i32"

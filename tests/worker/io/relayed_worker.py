@@ -1,0 +1,140 @@
+"""A worker whose jobs come over a real Valkey and whose frames go to a router of the test's: real engine and relay."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections import defaultdict
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from loraplex.relay.v1 import relay_pb2 as pb
+from loraplex.relay.v1 import relay_pb2_grpc
+from redis.asyncio import Redis
+
+from broker.keys import Keys
+from broker.messages import Job, StoppingParams
+from broker.queue import JobQueue
+from rpc.server import Server, relay_options
+from telemetry.tracing import Spans
+from worker.io.adapters.disk import DiskTier
+from worker.io.adapters.download import Patience
+from worker.io.adapters.fetch import AdapterFetcher
+from worker.io.engine_client.process import EngineLostError, EngineProcess
+from worker.io.jobs.intake import Intake
+from worker.io.jobs.telemetry import Chronicle
+from worker.io.metrics import WorkerMetrics
+from worker.io.relay.links import RelayClients
+from worker.ipc import Begun, Configure, Stepped
+
+KEYS = Keys("hash", "main")
+MODEL = "hash:?vocab=600&step_ms=2"
+ENDLESS = 20_000
+ROWS = 4
+
+
+def job(job_id: str, address: str = "here", *, max_tokens: int = ENDLESS, strikes: int = 0, n: int = 1) -> Job:
+    stopping = StoppingParams(max_tokens=max_tokens)
+    one = Job(job_id, "acme", "hash", "sha256:0", address, (1, 2, 3), stopping, seed=1, n=n)
+    return replace(one, attempt=1 + strikes, strikes=strikes)
+
+
+class Router(relay_pb2_grpc.RelayServiceServicer):
+    """Takes all that a worker sends, and acks what ended."""
+
+    def __init__(self) -> None:
+        # Job ids in the order of what was told of them.
+        self.events: list[tuple[str, str]] = []
+        self.ids: defaultdict[str, list[int]] = defaultdict(list)
+        # Whether a job that was given back was struck.
+        self.returned: dict[str, bool] = {}
+        self._news = asyncio.Condition()
+
+    async def Connect(self, request_iterator: AsyncIterator[pb.ConnectRequest], context: Any) -> Any:
+        yield pb.ConnectResponse(welcome=pb.Welcome())
+        async for request in request_iterator:
+            self.events += [("claimed", one.job_id) for one in (*request.hello.holds, *request.claims.jobs)]
+            acks = [ack for ack in map(self._take, request.frames.frames) if ack is not None]
+            if acks:
+                yield pb.ConnectResponse(acks=pb.Acks(jobs=acks))
+            async with self._news:
+                self._news.notify_all()
+
+    def _take(self, frame: pb.Frame) -> pb.JobAttempt | None:
+        self.ids[frame.job_id] += frame.token_ids
+        if frame.finish.kind == pb.FINISH_KIND_UNSPECIFIED:
+            return None
+        if frame.finish.kind == pb.FINISH_KIND_RETURNED:
+            assert frame.job_id not in self.returned
+            self.returned[frame.job_id] = frame.finish.struck
+        self.events.append(("ended", frame.job_id))
+        return pb.JobAttempt(job_id=frame.job_id, attempt=frame.attempt)
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """Wait until what was sent makes this true."""
+        async with asyncio.timeout(30), self._news:
+            await self._news.wait_for(condition)
+
+
+class Worker:
+    """An intake with its engine, as an incarnation runs them."""
+
+    def __init__(self, engine: EngineProcess, intake: Intake, queue: JobQueue, address: str) -> None:
+        self.engine = engine
+        self.intake = intake
+        self.queue = queue
+        self.address = address
+
+    async def listen(self) -> None:
+        """Until the engine is lost."""
+        try:
+            async for message in self.engine.messages():
+                match message:
+                    case Stepped():
+                        self.intake.stepped(message)
+                    case Begun():
+                        self.intake.begun(message)
+        except EngineLostError:
+            self.intake.engine_lost()
+
+    async def until_held(self, job_id: str, condition: Callable[[], bool] = lambda: True) -> None:
+        """Wait until a job is here."""
+        async with asyncio.timeout(30):
+            # An engine that is stopped tells nothing.
+            while self.intake.held.get(job_id, 1) is None or not condition():  # noqa: ASYNC110
+                await asyncio.sleep(0.005)
+
+
+@asynccontextmanager
+async def running(router: Router, redis: Redis, disk: Path, model: str = MODEL) -> AsyncIterator[Worker]:
+    """A worker whose store never answers."""
+    server = Server(options=relay_options())
+    relay_pb2_grpc.add_RelayServiceServicer_to_server(router, server.grpc)
+    address = f"127.0.0.1:{server.bind('127.0.0.1', 0)}"
+    await server.start()
+    configure = Configure(model, "cpu", "auto", ROWS, 4096, 16, 4, 0, 64, 512, 1)
+    engine = await EngineProcess.start(configure)
+    queue = JobQueue(redis, KEYS, worker_id="w")
+    with socket.create_server(("127.0.0.1", 0)) as store:
+        tier = DiskTier.open(disk, 1 << 30)
+        fetcher = AdapterFetcher(f"127.0.0.1:{store.getsockname()[1]}", tier, Patience(300.0, 300.0))
+        intake = Intake("sha256:0", engine, queue, fetcher, Chronicle(WorkerMetrics(), Spans(), "w"))
+        relay = RelayClients("w", "w-1", intake.held, intake)
+        worker = Worker(engine, intake, queue, address)
+        intake.use(relay, await engine.ready())
+        tasks = [asyncio.create_task(worker.listen()), asyncio.create_task(intake.claims.run())]
+        try:
+            yield worker
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await intake.close()
+            await relay.close(0.0)
+            await engine.stop()
+            await fetcher.close()
+            await tier.close()
+            await server.stop(0)

@@ -1,0 +1,249 @@
+"""Fetching from a real store through one at fault: who gets what, how often the store is asked, what is left."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+from loraplex_client import AsyncStoreClient
+
+from adapter_store.app import Store
+from adapter_store.settings import StoreSettings
+from artifacts.base_model import read_base_model
+from broker.messages import AdapterRef, Wanted
+from clients.cli.models import registered
+from tests.faulty_store import Fault, FaultyStore
+from worker.io.adapters import fetch as adapter_fetch
+from worker.io.adapters.disk import DiskTier
+from worker.io.adapters.download import CONFIG_BYTES, Patience
+from worker.io.adapters.fetch import AdapterFetcher, FetchFailedError, Hold
+
+TENANT = "acme"
+WEIGHTS = "adapter_model.safetensors"
+MOST_S = 20.0
+
+
+class World:
+    """A store with the adapters a to e, what stands before it, and a worker's fetcher."""
+
+    def __init__(self, store: FaultyStore, address: str, refs: dict[str, AdapterRef], directory: Path) -> None:
+        self.store = store
+        self.refs = refs
+        self.directory = directory
+        self._address = address
+        self.budget = 0
+        self.patience = Patience(whole_s=2.0, silent_s=0.5)
+
+    @asynccontextmanager
+    async def worker(self) -> AsyncIterator[AdapterFetcher]:
+        """One life of a worker's I/O process; its disk outlives it. Asserts that it leaves nothing half done."""
+        self.disk = DiskTier.open(self.directory, self.budget)
+        fetcher = AdapterFetcher(self._address, self.disk, self.patience)
+        try:
+            yield fetcher
+        finally:
+            await fetcher.close()
+            await self.disk.close()
+        assert not list(self.directory.glob("partial-*"))
+        assert self.disk.bytes == sum(path.stat().st_size for path in self.directory.glob("sha256-*/*"))
+        assert fetcher.stats.fetching == 0
+
+    def stored(self, name: str) -> Path:
+        return self.directory / self.refs[name].digest.replace(":", "-")
+
+
+@pytest.fixture
+async def world(tmp_path: Path) -> AsyncIterator[World]:
+    real, store = Store(StoreSettings(tmp_path / "store", port=0)), FaultyStore()
+    await real.start()
+    address = await store.start()
+    store.target = f"127.0.0.1:{real.port}"
+    base = read_base_model("hash:?vocab=600")
+    refs = {}
+    async with AsyncStoreClient(store.target, TENANT) as client:
+        await client.register_model(registered(base), base.files)
+        for name in "abcde":
+            revision = (await client.push(adapter(tmp_path / name, name), name)).revision
+            refs[name] = AdapterRef(revision.name, revision.digest, revision.rank, revision.weight_bytes)
+    yield World(store, address, refs, tmp_path / "cache")
+    await store.stop()
+    await real.stop(0)
+
+
+def adapter(directory: Path, name: str) -> Path:
+    """Files that the hash model's store takes."""
+    directory.mkdir()
+    config = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": ["q_proj"]}
+    (directory / "adapter_config.json").write_text(json.dumps(config))
+    (directory / WEIGHTS).write_bytes(name.encode() * 1000)
+    return directory
+
+
+async def failure_of(fetch: Awaitable[Path]) -> tuple[str, str]:
+    """The code and reason that a job would end with."""
+    with pytest.raises(FetchFailedError) as caught:
+        async with asyncio.timeout(MOST_S):
+            await fetch
+    return caught.value.failure.code, caught.value.failure.reason
+
+
+FAILURES = {
+    Fault.TRICKLES: ("UNAVAILABLE", "STORE_TIMEOUT"),
+    Fault.HANGS: ("UNAVAILABLE", "STORE_TIMEOUT"),
+    Fault.GARBLED: ("DATA_LOSS", "DATA_LOSS"),
+    Fault.TOO_LONG: ("DATA_LOSS", "DATA_LOSS"),
+    Fault.BREAKS_OFF: ("UNAVAILABLE", "STORE_DOWN"),
+    Fault.DOWN: ("UNAVAILABLE", "STORE_DOWN"),
+    Fault.MISSING: ("NOT_FOUND", "ADAPTER_GONE"),
+}
+
+
+@pytest.mark.parametrize("fault", FAILURES)
+async def test_a_fault_fails_its_own_jobs_while_others_are_fetched(world: World, fault: Fault) -> None:
+    # Bytes that trickle are no silence: the whole download takes too long.
+    world.patience = Patience(1.5, 1.2) if fault is Fault.TRICKLES else Patience(5.0, 0.3)
+    world.store.faults["a"] = fault
+    async with world.worker() as fetcher:
+        holds = [fetcher.hold() for _ in range(100)]
+        outcomes = [asyncio.create_task(failure_of(hold.fetch(world.refs["a"], TENANT))) for hold in holds]
+        await world.store.asked("a")
+        for name in "bcde":
+            path = await fetcher.hold().fetch(world.refs[name], TENANT)
+            assert (path / WEIGHTS).read_bytes() == name.encode() * 1000
+        assert await asyncio.gather(*outcomes) == [FAILURES[fault]] * 100
+        assert world.store.downloads == dict.fromkeys("abcde", 1)
+        assert fetcher.stats.adapters == 4
+
+
+async def test_a_failure_is_remembered_for_a_moment(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adapter_fetch, "FAILED_S", 3600.0)
+    world.store.faults["a"] = Fault.DOWN
+    async with world.worker() as fetcher:
+        for _ in range(1000):
+            assert await failure_of(fetcher.hold().fetch(world.refs["a"], TENANT)) == FAILURES[Fault.DOWN]
+        assert world.store.downloads["a"] == 1
+    monkeypatch.setattr(adapter_fetch, "FAILED_S", 0.0)
+    async with world.worker() as fetcher:
+        assert await failure_of(fetcher.hold().fetch(world.refs["a"], TENANT)) == FAILURES[Fault.DOWN]
+        world.store.faults.clear()
+        assert (await fetcher.hold().fetch(world.refs["a"], TENANT)).is_dir()
+
+
+async def test_a_flight_is_shared_and_ends_with_its_last_job(world: World) -> None:
+    world.store.faults["a"] = Fault.GATED
+    world.patience = Patience(60.0, 60.0)
+    async with world.worker() as fetcher:
+        fetches = [asyncio.create_task(fetcher.hold().fetch(world.refs["a"], TENANT)) for _ in range(10)]
+        await world.store.asked("a")
+        for fetch in fetches[:9]:
+            fetch.cancel()
+        await asyncio.gather(*fetches[:9], return_exceptions=True)
+        assert fetcher.stats.fetching == 1
+        fetches[9].cancel()
+        await asyncio.gather(fetches[9], return_exceptions=True)
+        assert fetcher.stats.fetching == 0
+        # That was no failure: who comes now is not told one.
+        again = [asyncio.create_task(fetcher.hold().fetch(world.refs["a"], TENANT)) for _ in range(10)]
+        await world.store.asked("a", 2)
+        again[0].cancel()
+        world.store.gate.set()
+        paths = await asyncio.gather(*again[1:])
+        assert set(paths) == {world.stored("a")}
+        assert world.store.downloads["a"] == 2
+
+
+async def test_the_disk_is_found_again_and_what_was_changed_is_not_used(world: World) -> None:
+    async with world.worker() as fetcher:
+        for name in "ab":
+            await fetcher.hold().fetch(world.refs[name], TENANT)
+    (world.stored("b") / WEIGHTS).write_bytes(b"x" * 1000)
+    async with world.worker() as fetcher:
+        fetches = [fetcher.hold().fetch(world.refs[name], TENANT) for name in "aabb"]
+        for path, name in zip(await asyncio.gather(*fetches), "aabb", strict=True):
+            assert (path / WEIGHTS).read_bytes() == name.encode() * 1000
+        assert world.store.downloads == {"a": 1, "b": 2}
+
+
+async def test_one_name_s_end_is_not_the_other_s(world: World, tmp_path: Path) -> None:
+    """The same bytes under two names have one digest, and who may read them is decided by name."""
+    async with AsyncStoreClient(world.store.target, TENANT) as client:
+        revision = (await client.push(tmp_path / "a", "twin")).revision
+    twin = AdapterRef(revision.name, revision.digest, revision.rank, revision.weight_bytes)
+    assert twin.digest == world.refs["a"].digest
+    world.store.faults |= {"a": Fault.MISSING}
+    async with world.worker() as fetcher:
+        gone = asyncio.create_task(failure_of(fetcher.hold().fetch(world.refs["a"], TENANT)))
+        theirs = asyncio.create_task(fetcher.hold().fetch(twin, TENANT))
+        # One more that waits behind the other name: who tries again must not join the flight that has just failed.
+        also_gone = asyncio.create_task(failure_of(fetcher.hold().fetch(world.refs["a"], TENANT)))
+        assert await gone == await also_gone == FAILURES[Fault.MISSING]
+        assert await theirs == world.stored("a")
+        assert world.store.downloads == {"a": 1, "twin": 1}
+
+
+async def test_an_adapter_waits_for_room_until_a_job_ends(world: World) -> None:
+    world.budget = CONFIG_BYTES + 2000  # one, and what another reserves does not fit beside it
+    world.patience = Patience(60.0, 60.0)
+    async with world.worker() as fetcher:
+        first = fetcher.hold()
+        await first.fetch(world.refs["a"], TENANT)
+        waits = asyncio.create_task(fetcher.hold().fetch(world.refs["b"], TENANT))
+        second = fetcher.hold()
+        assert await second.fetch(world.refs["a"], TENANT) == world.stored("a")
+        first.release()
+        await asyncio.sleep(0)
+        assert world.store.downloads["b"] == 0
+        second.release()
+        async with asyncio.timeout(MOST_S):
+            assert await waits == world.stored("b")
+        assert not world.stored("a").exists()
+
+
+async def test_what_no_job_needs_makes_room(world: World) -> None:
+    world.budget = CONFIG_BYTES + 2000
+    async with world.worker() as fetcher:
+        for name in "abab":
+            hold = fetcher.hold()
+            assert await hold.fetch(world.refs[name], TENANT) == world.stored(name)
+            hold.release()
+        assert world.store.downloads == {"a": 2, "b": 2}
+        assert fetcher.stats.adapters == 1
+        large = AdapterRef(world.refs["c"].revision, world.refs["c"].digest, 8, world.budget)
+        assert await failure_of(fetcher.hold().fetch(large, TENANT)) == ("FAILED_PRECONDITION", "ADAPTER_TOO_LARGE")
+
+
+async def test_a_store_that_is_not_there_is_named(world: World, unused_tcp_port: int) -> None:
+    disk = DiskTier.open(world.directory)
+    fetcher = AdapterFetcher(f"127.0.0.1:{unused_tcp_port}", disk, world.patience)
+    code, _ = await failure_of(Hold(fetcher, disk).fetch(world.refs["a"], TENANT))
+    assert (code, disk.bytes) == ("UNAVAILABLE", 0)
+    await fetcher.close()
+    await disk.close()
+
+
+async def test_prefetches_are_few_and_never_beside_a_job_s_own(world: World) -> None:
+    world.store.faults = dict.fromkeys("abcde", Fault.GATED)
+    world.patience = Patience(60.0, 60.0)
+    wanted = [Wanted(world.refs[name], TENANT) for name in "abcde"]
+    async with world.worker() as fetcher:
+        own = asyncio.create_task(fetcher.hold().fetch(world.refs["e"], TENANT))
+        await world.store.asked("e")
+        fetcher.prefetch(wanted)
+        assert fetcher.stats.fetching == 1
+        world.store.gate.set()
+        await own
+        world.store.gate.clear()
+        for _ in range(3):
+            fetcher.prefetch(wanted)
+        await asyncio.gather(world.store.asked("a"), world.store.asked("b"))
+        assert fetcher.stats.fetching == 2
+        # A job that is claimed now joins the flight.
+        joins = asyncio.create_task(fetcher.hold().fetch(world.refs["a"], TENANT))
+        await asyncio.sleep(0)
+        world.store.gate.set()
+        assert await joins == world.stored("a")
+        assert world.store.downloads == {"a": 1, "b": 1, "e": 1}

@@ -1,0 +1,125 @@
+"""What a job leaves behind on its worker, whatever became of it: one outcome, and spans for as far as it came."""
+
+from __future__ import annotations
+
+import pytest
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+from broker.messages import AdapterRef, Job, StoppingParams
+from telemetry.tracing import Spans
+from worker.engine_api import Failure, FinishKind, Output
+from worker.io.jobs.local_jobs import Ending, HeldJob, HeldJobs
+from worker.io.jobs.telemetry import CANCELLED, FAILED, FINISHED, RETURNED, Chronicle
+from worker.io.metrics import WorkerMetrics
+
+TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+TRACEPARENT = f"00-{TRACE}-{SPAN}-01"
+ADAPTER = AdapterRef("tenants/acme/adapters/a/revisions/sha256:00", "sha256:00", 8, 100)
+
+
+class Book:
+    """A chronicle with its metrics and the spans that it made."""
+
+    def __init__(self) -> None:
+        self.exporter = InMemorySpanExporter()
+        provider = TracerProvider(shutdown_on_exit=False)
+        provider.add_span_processor(SimpleSpanProcessor(self.exporter))
+        self.metrics = WorkerMetrics()
+        self.chronicle = Chronicle(self.metrics, Spans(provider.get_tracer("test")), "w-1")
+
+    def spans(self) -> dict[str, ReadableSpan]:
+        return {span.name: span for span in self.exporter.get_finished_spans()}
+
+    def outcomes(self) -> dict[str, float]:
+        (family,) = self.metrics.ended.collect()
+        return {sample.labels["outcome"]: sample.value for sample in family.samples if sample.value}
+
+    def count(self, name: str) -> float | None:
+        return self.metrics.registry.get_sample_value(f"loraplex_{name}")
+
+
+def held(n: int = 1, traceparent: str = TRACEPARENT) -> HeldJob:
+    """A job that was claimed at second 10."""
+    job = Job(
+        job_id="acme/r/1",
+        tenant="acme",
+        model="tiny",
+        base_digest="sha256:0",
+        reply_to="here",
+        prompt_ids=(1, 2),
+        stopping=StoppingParams(max_tokens=3),
+        seed=1,
+        n=n,
+        adapter=ADAPTER,
+        traceparent=traceparent,
+    )
+    found = HeldJobs().add(job)
+    found.claimed_at = 10.0
+    return found
+
+
+def run(job: HeldJob, finish: FinishKind | None) -> None:
+    """Fetch until 11, handed over then, in a slot at 11.5, first token at 12, last one at 14."""
+    job.fetched_at = 11.0
+    for choice in job.choices.values():
+        choice.in_engine, choice.added_at = True, 11.0
+        choice.record(Output(choice.sequence_id, 0, (7,), adapter_ms=500.0, cached_tokens=1), 12.0, 30)
+        choice.record(Output(choice.sequence_id, 1, (8, 9), finish), 14.0, 31)
+
+
+def test_a_finished_job_has_all_of_it() -> None:
+    book, job = Book(), held()
+    run(job, FinishKind.LENGTH)
+    book.chronicle.ended(job)
+    assert book.outcomes() == {FINISHED: 1}
+    spans = book.spans()
+    assert set(spans) == {"attempt", "adapter fetch", "adapter load", "prefill", "decode"}
+    attempt = spans["attempt"]
+    assert attempt.parent is not None
+    assert (format(attempt.context.trace_id, "032x"), format(attempt.parent.span_id, "016x")) == (TRACE, SPAN)
+    seconds = {
+        name: ((span.end_time or 0) - (span.start_time or 0)) / 1e9 for name, span in spans.items() if name != "attempt"
+    }
+    assert seconds == pytest.approx({"adapter fetch": 1.0, "adapter load": 0.5, "prefill": 0.5, "decode": 2.0})
+    assert spans["decode"].attributes is not None
+    assert (spans["decode"].attributes["loraplex.first_step"], spans["decode"].attributes["loraplex.last_step"]) == (
+        30,
+        31,
+    )
+    assert book.count("request_prefill_time_seconds_sum") == pytest.approx(0.5)
+    assert book.count("request_decode_time_seconds_sum") == pytest.approx(2.0)
+    assert book.count("request_adapter_fetch_time_seconds_sum") == pytest.approx(1.0)
+    assert book.count("request_adapter_load_time_seconds_sum") == pytest.approx(0.5)
+
+
+def test_one_that_never_came_in_has_its_attempt_alone() -> None:
+    book, job = Book(), held()
+    job.choices[0].ending = Ending(failure=Failure("UNAVAILABLE", "STORE_TIMEOUT", "late"))
+    book.chronicle.ended(job)
+    assert book.outcomes() == {FAILED: 1}
+    (attempt,) = book.spans().values()
+    assert not attempt.status.is_ok
+    assert book.count("request_prefill_time_seconds_count") == 0
+
+
+def test_given_back_and_cancelled_ones_are_told_apart() -> None:
+    book = Book()
+    returned, cancelled, half = held(), held(), held(n=2)
+    run(returned, None)
+    returned.choices[0].ending = Ending()
+    run(cancelled, None)
+    run(half, FinishKind.LENGTH)
+    half.choices[1].ending = None
+    for job in (returned, cancelled, half):
+        book.chronicle.ended(job)
+    assert book.outcomes() == {RETURNED: 1, CANCELLED: 2}
+
+
+def test_who_is_not_traced_has_no_spans() -> None:
+    book, job = Book(), held(traceparent="")
+    run(job, FinishKind.LENGTH)
+    book.chronicle.ended(job)
+    assert book.spans() == {}
+    assert book.outcomes() == {FINISHED: 1}

@@ -1,0 +1,176 @@
+"""What a worker's link sends and when: counted in messages at a real gRPC server that writes them down."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from loraplex.relay.v1 import relay_pb2 as pb
+from loraplex.relay.v1 import relay_pb2_grpc
+
+from broker.messages import Job, StoppingParams
+from rpc.server import Server
+from worker.engine_api import FinishKind, Output
+from worker.io.jobs.local_jobs import HeldChoice, HeldJobs
+from worker.io.relay.links import RelayClients
+
+# So long that a test which waits for it fails by its own time limit.
+NEVER_S = 3600.0
+
+
+class Recorder(relay_pb2_grpc.RelayServiceServicer):
+    """A router that takes everything; `frames` are those of each message."""
+
+    def __init__(self) -> None:
+        self.frames: list[list[pb.Frame]] = []
+        self.greeted = asyncio.Event()
+        self._news = asyncio.Condition()
+
+    async def Connect(self, request_iterator: AsyncIterator[pb.ConnectRequest], context: Any) -> Any:
+        yield pb.ConnectResponse(welcome=pb.Welcome())
+        async for request in request_iterator:
+            self.greeted.set()  # by the hello
+            if request.HasField("frames"):
+                self.frames.append(list(request.frames.frames))
+                async with self._news:
+                    self._news.notify_all()
+
+    async def messages(self, count: int) -> None:
+        """Wait until so many messages with frames have come."""
+        async with asyncio.timeout(20), self._news:
+            await self._news.wait_for(lambda: len(self.frames) >= count)
+
+    async def received(self, count: int) -> None:
+        """Wait until job a has so many ids here."""
+        async with asyncio.timeout(20), self._news:
+            await self._news.wait_for(lambda: len(self.ids("a")) >= count)
+
+    def ids(self, job_id: str) -> list[int]:
+        """All ids of a job; asserts that each message begins where the one before ended."""
+        got: list[int] = []
+        for frame in (frame for frames in self.frames for frame in frames if frame.job_id == job_id):
+            assert frame.offset == len(got)
+            got += frame.token_ids
+        return got
+
+
+class NoOrders:
+    """The recorder orders nothing."""
+
+    def acked(self, job_id: str, attempt: int) -> None:
+        raise AssertionError
+
+    cancel = acked
+
+    def cancel_choice(self, job_id: str, attempt: int, choice: int) -> None:
+        raise AssertionError
+
+    def router_gone(self, address: str) -> None:
+        raise AssertionError
+
+
+class Line:
+    """A worker's relay with one router, and the jobs that it tells of."""
+
+    def __init__(self, recorder: Recorder, address: str, pace_s: float) -> None:
+        self.router = recorder
+        self._address = address
+        self._held = HeldJobs()
+        self.relay = RelayClients("w", "w-1", self._held, NoOrders(), pace_s=pace_s)
+
+    async def claim(self, job_id: str) -> HeldChoice:
+        """Hold a job of one choice; returns when the link is up."""
+        stopping = StoppingParams(max_tokens=100)
+        held = self._held.add(Job(job_id, "acme", "tiny", "sha256:0", self._address, (1,), stopping, seed=1))
+        self.relay.claimed(held)
+        async with asyncio.timeout(20):
+            await self.router.greeted.wait()
+        return held.choices[0]
+
+    async def close(self) -> None:
+        """End the link, with what it still has to send; nobody acks here, so that it must not hold anything."""
+        for held in self._held.all():
+            self._held.pop(held.job.job_id, held.job.attempt)
+        await self.relay.close(5)
+
+    async def make(self, choice: HeldChoice, count: int, finish: FinishKind | None = None) -> None:
+        """The engine makes `count` ids, one a step, and the link has time to send each."""
+        for step in range(count):
+            at = len(choice.ids)
+            ends = finish if step == count - 1 else None
+            choice.record(Output(choice.sequence_id, at, (1000 + at,), ends))
+            self.relay.progressed(choice)
+            for _ in range(5):
+                await asyncio.sleep(0)
+
+
+@asynccontextmanager
+async def line(pace_s: float) -> AsyncIterator[Line]:
+    recorder, server = Recorder(), Server()
+    relay_pb2_grpc.add_RelayServiceServicer_to_server(recorder, server.grpc)
+    port = server.bind("127.0.0.1", 0)
+    await server.start()
+    one = Line(recorder, f"127.0.0.1:{port}", pace_s)
+    try:
+        yield one
+    finally:
+        await one.close()
+        await server.stop(0)
+
+
+async def test_the_first_id_and_the_end_go_at_once_and_the_rest_together() -> None:
+    async with line(NEVER_S) as one:
+        choice = await one.claim("a")
+        await one.make(choice, 1)
+        await one.router.messages(1)
+        await one.make(choice, 49)
+        assert len(one.router.frames) == 1
+        await one.make(choice, 1, FinishKind.LENGTH)
+        await one.router.messages(2)
+        assert [len(frames[0].token_ids) for frames in one.router.frames] == [1, 50]
+        assert one.router.ids("a") == list(range(1000, 1051))
+        assert one.router.frames[1][0].finish.kind == pb.FINISH_KIND_LENGTH
+
+
+async def test_what_waits_goes_with_another_s_first_id() -> None:
+    async with line(NEVER_S) as one:
+        first = await one.claim("a")
+        await one.make(first, 1)
+        await one.router.messages(1)
+        await one.make(first, 9)
+        second = await one.claim("b")
+        await one.make(second, 1)
+        await one.router.messages(2)
+        assert {frame.job_id: len(frame.token_ids) for frame in one.router.frames[1]} == {"a": 9, "b": 1}
+
+
+async def test_what_is_not_urgent_goes_when_the_pace_allows() -> None:
+    async with line(0.01) as one:
+        choice = await one.claim("a")
+        await one.make(choice, 1)
+        await one.router.messages(1)
+        for _ in range(3):  # nothing begins and nothing ends: the timer alone sends these
+            await one.make(choice, 5)
+            await one.router.received(len(choice.ids))
+        assert one.router.ids("a") == list(range(1000, 1016))
+
+
+async def test_closing_sends_what_waits() -> None:
+    async with line(NEVER_S) as one:
+        choice = await one.claim("a")
+        await one.make(choice, 1)
+        await one.router.messages(1)
+        await one.make(choice, 20)
+        await one.close()
+        assert one.router.ids("a") == list(range(1000, 1021))
+
+
+async def test_without_a_pace_every_step_goes() -> None:
+    async with line(0.0) as one:
+        choice = await one.claim("a")
+        for turn in range(3):
+            await one.make(choice, 1)
+            await one.router.messages(turn + 1)
+        assert [len(frames[0].token_ids) for frames in one.router.frames] == [1, 1, 1]

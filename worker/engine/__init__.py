@@ -1,0 +1,3 @@
+"""The engine process: one base model, a continuously batched loop, a different adapter in every row; runs without the
+other rooms.
+"""

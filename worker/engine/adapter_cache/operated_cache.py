@@ -1,0 +1,90 @@
+"""The tiers with what operators ask of them: adapters brought in though nobody waits for them, and kept.
+
+Orders are carried out one after the other, each once some slot is empty or has an adapter that nobody waits for: no
+sequence waits for one, and at most one adapter is held in memory for them.
+"""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+from worker.engine.adapter_cache.cache import AdapterCache
+from worker.engine.adapter_cache.loading import AdapterMemory, Loads
+from worker.engine.adapter_cache.swap_budget import SwapBudget
+from worker.engine.scheduling.residency import Arrivals
+from worker.engine_api import AdapterSource
+
+P = TypeVar("P")
+
+
+class OperatedCache(AdapterCache[P]):
+    """An AdapterCache that takes orders."""
+
+    def __init__(
+        self,
+        slots: int,
+        memory: AdapterMemory[P],
+        loads: Loads[P],
+        host_bytes: int,
+        budget: SwapBudget | None = None,
+    ) -> None:
+        super().__init__(slots, memory, loads, host_bytes, budget)
+        self._orders: dict[str, AdapterSource] = {}
+        self._under_way: str | None = None
+
+    def warm(self, source: AdapterSource) -> None:
+        """Bring it into a slot when one can be had; one that can't be loaded is forgotten."""
+        if source.digest not in self._slots:
+            self._orders[source.digest] = source
+
+    def keep(self, source: AdapterSource) -> None:
+        """The same, and it stays there. Raises ValueError where no slot would be left for others."""
+        self._slots.keep(source.digest)
+        if source.digest in self._slots.draining:
+            self._spare(source.digest)
+        self.warm(source)
+
+    def let_go(self, digest: str) -> None:
+        """Undo keep: it may leave like any other, and an order that has not been begun is forgotten."""
+        self._slots.kept.pop(digest, None)
+        self._orders.pop(digest, None)
+
+    @property
+    def kept(self) -> tuple[str, ...]:
+        """Digests of those that stay, also of those that are not there yet."""
+        return tuple(self._slots.kept)
+
+    def withdraw(self, digest: str) -> None:
+        """See AdapterCache."""
+        if digest != self._under_way:
+            super().withdraw(digest)
+
+    def poll(self, *, busy: bool = False) -> Arrivals:
+        """See AdapterCache."""
+        while self._under_way is None and self._orders and self._slots.has_room():
+            digest = next(iter(self._orders))
+            source = self._orders.pop(digest)
+            if digest not in self._slots:
+                self._under_way = digest
+                self.request(source)
+        return super().poll(busy=busy)
+
+    def has_work(self) -> bool:
+        """See AdapterCache."""
+        return super().has_work() or (self._under_way is None and bool(self._orders) and self._slots.has_room())
+
+    def _lacking(self) -> list[str]:
+        lacking, ordered = super()._lacking(), self._under_way
+        if ordered is None or self._host.held(ordered) is None or ordered in self.demand.lacking:
+            return lacking
+        return [*lacking, ordered]
+
+    def _take(self, digest: str, result: P | Exception) -> None:
+        super()._take(digest, result)
+        if isinstance(result, Exception) and digest == self._under_way:
+            self._under_way = None
+
+    def _drop_request(self, digest: str) -> None:
+        super()._drop_request(digest)
+        if digest == self._under_way:
+            self._under_way = None

@@ -1,0 +1,172 @@
+"""The device slots: who lies where, who is pinned, and who has to go.
+
+    nobody waits for it            goes first, least recently used of them
+    later sequences wait for it    goes for a starved one, after its minimum residence
+    pinned                         stays. A few slots drain while some are starved: they take no new pins
+    kept by an operator            stays
+
+A slot may go to another adapter as soon as it is unpinned, though a step that was launched ahead may still read it: on
+the device the copy into it comes behind that step on the same stream, and on the CPU a launched step has run.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from worker.engine.scheduling.adapter_demand import Demand, Urgency
+
+# Polls, which are steps, that an adapter for which somebody waits stays at least.
+MINIMUM_RESIDENCE = 16
+# One slot in so many may drain at once.
+_DRAINING_SHARE = 8
+
+
+@dataclass(slots=True)
+class _Resident:
+    slot: int
+    size: int
+    installed_at: int
+    pins: int = 0
+
+
+class DeviceSlots:
+    """Slots 0 to count - 1. `now` counts polls; sizes are in bytes as stored."""
+
+    def __init__(self, count: int, demand: Demand) -> None:
+        self._demand = demand
+        self._free = list(range(count - 1, -1, -1))
+        self._drain_most = max(1, count // _DRAINING_SHARE)
+        self._resident: dict[str, _Resident] = {}
+        # Unpinned, least recently used first.
+        self._idle: OrderedDict[str, None] = OrderedDict()
+        self.draining: dict[str, None] = {}
+        # By an operator, whether they are there or not.
+        self.kept: dict[str, None] = {}
+        self._most_kept = count - 1
+        self.now = 0
+        self.swaps = 0
+        self.loads = 0
+        self.bytes = 0
+        self.digests: tuple[str, ...] = ()
+
+    def __contains__(self, digest: str) -> bool:
+        return digest in self._resident
+
+    @property
+    def used(self) -> int:
+        """Slots with an adapter."""
+        return len(self._resident)
+
+    @property
+    def pinned(self) -> int:
+        """Slots that are pinned, or kept by an operator."""
+        return len(self._resident) - len(self._idle) + sum(digest in self._idle for digest in self.kept)
+
+    def slot_of(self, digest: str) -> int | None:
+        """Its slot, or None where it can't be pinned now: not resident, or draining."""
+        resident = self._resident.get(digest)
+        return None if resident is None or digest in self.draining else resident.slot
+
+    def pin(self, digest: str) -> int:
+        """Keep it in its slot until as many unpins. Raises KeyError where it is not resident."""
+        resident = self._resident[digest]
+        resident.pins += 1
+        self._idle.pop(digest, None)
+        return resident.slot
+
+    def unpin(self, digest: str) -> None:
+        """Undo one pin. Raises ValueError where there is none."""
+        resident = self._resident[digest]
+        if not resident.pins:
+            raise ValueError(f"adapter {digest} is not pinned")
+        resident.pins -= 1
+        if not resident.pins:
+            self._idle[digest] = None
+
+    def keep(self, digest: str) -> None:
+        """Never evict it, once it is there. Raises ValueError where no slot would be left for others."""
+        if digest not in self.kept and len(self.kept) >= self._most_kept:
+            raise ValueError(f"{len(self.kept)} adapters are pinned; one of {self._most_kept + 1} slots is for others")
+        self.kept[digest] = None
+
+    def idle(self, digest: str) -> bool:
+        """Whether it is in a slot and not pinned."""
+        return digest in self._idle
+
+    def has_room(self) -> bool:
+        """Whether any adapter would get a slot now."""
+        return bool(self._free) or self._unwanted() is not None
+
+    def take(self, digest: str) -> int | None:
+        """An empty slot for this adapter, in place of another if need be; None: not now."""
+        if self._free:
+            return self._free.pop()
+        victim = self._unwanted() or self._yielding(digest)
+        if victim is None:
+            return None
+        resident = self._resident.pop(victim)
+        del self._idle[victim]
+        self.draining.pop(victim, None)
+        self.swaps += 1
+        self.bytes -= resident.size
+        self.digests = tuple(self._resident)
+        return resident.slot
+
+    def put(self, digest: str, slot: int, size: int) -> None:
+        """It came into a slot that `take` gave."""
+        self._resident[digest] = _Resident(slot, size, self.now)
+        self._idle[digest] = None
+        self.loads += 1
+        self.bytes += size
+        self.digests = tuple(self._resident)
+
+    def give_back(self, slot: int) -> None:
+        """Nothing came into a slot that `take` gave."""
+        self._free.append(slot)
+
+    def drain(self, starved: Sequence[str]) -> list[str]:
+        """Let slots drain for starved ones that got none; returns who may stay after all."""
+        if not (starved or self.draining):
+            return []
+        wanted = min(len(starved), self._drain_most)
+        spared = list(self.draining)[wanted:]
+        for digest in spared:
+            del self.draining[digest]
+        while len(self.draining) < wanted:
+            candidates = [
+                (resident.pins, digest)
+                for digest, resident in self._resident.items()
+                if resident.pins and digest not in self.draining and self._yields(digest, starved[len(self.draining)])
+            ]
+            if not candidates:
+                break
+            self.draining[min(candidates)[1]] = None
+        return spared
+
+    def _unwanted(self) -> str | None:
+        return next((one for one in self._idle if one not in self.kept and not self._demand.waiting_for(one)), None)
+
+    def _yielding(self, digest: str) -> str | None:
+        if self._demand.urgency(digest) is Urgency.CALM:
+            return None
+        drained = next((idle for idle in self.draining if idle in self._idle), None)
+        if drained is not None:
+            return drained
+        # The one whose waiting sequences came last.
+        yields = [idle for idle in self._idle if self._yields(idle, digest)]
+        return max(yields, key=self._demand.first_rank, default=None)
+
+    def _yields(self, resident: str, starved: str) -> bool:
+        """Whether a resident adapter for which others may wait goes for a starved one."""
+        if resident in self.kept:
+            return False
+        if self._demand.urgency(starved) is not Urgency.OVERDUE and (
+            self._demand.urgency(resident) is Urgency.OVERDUE
+            or self.now - self._resident[resident].installed_at < MINIMUM_RESIDENCE
+        ):
+            return False
+        # Only later ones wait for it: two starved ones can't evict each other for ever.
+        waiting = self._demand.waiting_for(resident)
+        return not waiting or self._demand.first_rank(resident) > self._demand.first_rank(starved)

@@ -1,0 +1,152 @@
+"""Attention on the CPU: rows of a few tokens by a kernel of our own, longer chunks as products of matrices.
+
+flat batch   │ decode rows, one token each │ short chunk │ chunk │ ...
+               cpu_kernel.py                              torch_chunks.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Ids
+from dataclasses import dataclass
+from functools import cache
+from struct import Struct
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from worker.engine.attention.cpu.chunks import Chunk, chunk_of
+from worker.engine.attention.cpu.kernel import compiled, parameters, scratch_floats
+from worker.engine.attention.cpu.vectors import heads_at_once
+from worker.engine.attention.kv_cache import KvCache
+from worker.engine.attention.paged import LayerCall
+from worker.engine.device.cpu import threads
+from worker.engine.scheduling.batch import Batch
+
+# With more, products of matrices are faster: tokens, whatever they see, or tokens times what the last one sees.
+_FEW_TOKENS, _FEW_PAIRS = 31, 16_000
+# Of so many tasks, about equal, none keeps the others waiting for long.
+_TASKS_PER_THREAD = 2
+
+
+@dataclass(frozen=True, slots=True)
+class CpuPlan:
+    """A step's short rows as `tasks` [n, 7] over their block `tables` (see cpu_kernel.py), and its chunks.
+
+    `rows` and `scores` are the most that a task has for one of the query heads that share a key head.
+    """
+
+    tasks: NDArray[np.int64]
+    tables: NDArray[np.int64]
+    counters: NDArray[np.int64]
+    addresses: tuple[int, int, int]
+    rows: int
+    scores: int
+    chunks: tuple[Chunk, ...]
+
+    def attend(self, call: LayerCall, cache: KvCache) -> Tensor:
+        """See AttentionPlan."""
+        query = call.query if call.query.stride(-1) == 1 else call.query.contiguous()
+        out = query.new_empty(*query.shape[:2], call.value.shape[-1])
+        if len(self.tasks):
+            self._attend_short(call, query, cache, out)
+        for chunk in self.chunks:
+            chunk.attend(call, cache, out[chunk.first : chunk.stop])
+        return out
+
+    def _attend_short(self, call: LayerCall, query: Tensor, cache: KvCache, out: Tensor) -> None:
+        keys, values = cache.slots[call.layer]
+        _, kv_heads, key_dim = keys.shape
+        value_dim = values.shape[2]
+        shared = query.shape[1] // kv_heads
+        floats = shared * (self.scores + self.rows * scratch_floats(key_dim, value_dim))
+        scratch = cache.workspace.address(floats * torch.get_num_threads())
+        sinks = None if call.sinks is None else call.sinks.float().contiguous()
+        number = query.element_size()
+        kernel = _kernel(shared, key_dim, value_dim, str(query.dtype).removeprefix("torch."))
+        self.counters[:] = 0
+        addresses = self.addresses
+        given = kernel.given.pack(
+            *(query.data_ptr(), query.stride(0) * number, query.stride(1) * number),
+            *(out.data_ptr(), out.stride(0) * number, out.stride(1) * number),
+            *(keys.data_ptr(), values.data_ptr(), key_dim * number, value_dim * number, cache.block_size),
+            *(0 if sinks is None else sinks.data_ptr(), call.window or 0),
+            *(addresses[0], len(self.tasks), addresses[1], addresses[2], scratch, floats * 4),
+            *(kv_heads, shared, kernel.group, key_dim, value_dim, call.scaling, call.softcap or 0.0),
+        )
+        threads.run(kernel.address, given)
+
+
+@dataclass(frozen=True, slots=True)
+class _Kernel:
+    """`given` packs the parameters; `compiled` keeps what is at `address`."""
+
+    given: Struct
+    group: int
+    address: int
+    compiled: Any
+
+
+@cache
+def _kernel(shared: int, key_dim: int, value_dim: int, kind: str) -> _Kernel:
+    kernel = compiled(parameters(shared, key_dim, value_dim, kind))
+    return _Kernel(Struct("=24q2f"), heads_at_once(shared, key_dim), kernel.address, kernel)
+
+
+@dataclass(frozen=True, slots=True)
+class _Short:
+    """Some tokens of a sequence: where they begin in the flat batch, how many, and the position of the first."""
+
+    first: int
+    count: int
+    start: int
+    blocks: Ids[int]
+
+
+def cpu_plan(batch: Batch, cache: KvCache) -> CpuPlan:
+    """Lay out a batch."""
+    short: list[_Short] = []
+    chunks: list[Chunk] = []
+    first = 0
+    for row in batch.rows:
+        end = row.start + row.count
+        if row.count <= _FEW_TOKENS or row.count * end <= _FEW_PAIRS:
+            blocks = row.sequence.block_table[: -(-end // cache.block_size)]
+            short.append(_Short(first, row.count, row.start, blocks))
+        else:
+            chunks.append(chunk_of(row, first, cache))
+        first += row.count
+    return _plan(short, tuple(chunks), cache)
+
+
+def decode_plan(tables: Ids[Ids[int]], positions: Ids[int], cache: KvCache) -> CpuPlan:
+    """One token for each block table, at these positions."""
+    short = [
+        _Short(index, 1, position, table[: position // cache.block_size + 1])
+        for index, (table, position) in enumerate(zip(tables, positions, strict=True))
+    ]
+    return _plan(short, (), cache)
+
+
+def _plan(short: Ids[_Short], chunks: tuple[Chunk, ...], cache: KvCache) -> CpuPlan:
+    kv_heads = cache.slots[0][0].shape[1]
+    work = [one.count * (one.start + one.count) for one in short]
+    # A row is read from one end to the other, unless the threads would wait for it: then head by head.
+    share = sum(work) / (_TASKS_PER_THREAD * torch.get_num_threads())
+    tasks: list[tuple[int, ...]] = []
+    tables: list[int] = []
+    rows = scores = 0
+    # The largest first, so that no thread is left alone with it in the end.
+    for index in sorted(range(len(short)), key=work.__getitem__, reverse=True):
+        one, heads = short[index], kv_heads if work[index] <= share else 1
+        span = len(one.blocks) * cache.block_size
+        tasks += [
+            (one.first, one.count, one.start, len(tables), head, heads, span) for head in range(0, kv_heads, heads)
+        ]
+        tables += one.blocks
+        rows, scores = max(rows, heads * one.count), max(scores, heads * one.count * span)
+    lines, table, counters = np.array(tasks, np.int64), np.array(tables, np.int64), np.zeros(2, np.int64)
+    addresses = lines.ctypes.data, table.ctypes.data, counters.ctypes.data
+    return CpuPlan(lines, table, counters, addresses, rows, scores, chunks)

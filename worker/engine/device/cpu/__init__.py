@@ -1,0 +1,1 @@
+"""What the compiled CPU kernels share: vector operations, compilation, threads."""

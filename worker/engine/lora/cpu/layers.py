@@ -1,0 +1,82 @@
+"""The model's adaptable layers on the CPU: those with the same input together, every row with its own adapter.
+
+    x ──▶ q, k and v's weights, one product ──▶ y [rows, q | k | v] ──▶ CpuGroup adds to y ──▶ views of y
+
+Rows without an adapter keep their numbers, bit for bit. Work for a step is O(its adapters), whatever is resident.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+
+import torch
+from torch import Tensor, nn
+
+from worker.engine.lora.cpu.group import CpuGroup, CpuStep
+from worker.engine.lora.embedding import CpuEmbedding
+from worker.engine.lora.fused_linears import SharedLinear, SharedProduct, computed_together, replace
+from worker.engine.lora.weights import AdapterWeights
+
+
+class CpuLayers:
+    """See worker.engine.lora.adapter_layers. What is installed stays where it is: its tensors are kept, not copied."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        linears: Mapping[str, tuple[int, int]],
+        slots: int,
+        max_rank: int,
+        dtype: torch.dtype,
+        ends: Mapping[str, tuple[int, int]] = MappingProxyType({}),
+    ) -> None:
+        """`linears` and `ends` are (in_features, out_features) by name: the layers between, and embeddings and head.
+
+        Compiles the kernel.
+        """
+        self._step = CpuStep()
+        # The head sees those rows alone whose logits are wanted.
+        self._head_step = CpuStep()
+        self._embeddings: dict[str, CpuEmbedding] = {}
+        self._groups: list[tuple[Sequence[str], CpuGroup]] = []
+
+        def add_group(names: Sequence[str], shapes: Mapping[str, tuple[int, int]], step: CpuStep) -> None:
+            widths = [shapes[name][1] for name in names]
+            layers = [model.get_submodule(name) for name in names]
+            base: Callable[[Tensor], Tensor] = layers[0]
+            if isinstance(layers[0], SharedLinear):
+                parts = [layer.index for layer in layers if isinstance(layer, SharedLinear)]
+                assert parts == list(range(len(layers[0].shared.widths))), "a product's parts, all and in their order"
+                base = layers[0].shared.base
+            group = CpuGroup(base, shapes[names[0]][0], widths, slots, max_rank, dtype, step)
+            replace(model, names, SharedProduct(group, widths, base))
+            self._groups.append((names, group))
+
+        for names in computed_together(model, linears):
+            add_group(names, linears, self._step)
+        self._has_ends = bool(ends)
+        for name in ends:
+            base = model.get_submodule(name)
+            if isinstance(base, nn.Embedding):
+                self._embeddings[name] = CpuEmbedding(base, slots, self._step)
+                model.set_submodule(name, self._embeddings[name])
+            else:
+                add_group([name], ends, self._head_step)
+
+    def install(self, weights: AdapterWeights, slot: int) -> None:
+        """See AdapterLayers."""
+        for names, group in self._groups:
+            group.install(slot, [weights.pairs.get(name) for name in names])
+        for name, embedding in self._embeddings.items():
+            embedding.pairs[slot] = weights.pairs.get(name)
+
+    def begin_step(self, rows: Sequence[tuple[int, int]], wanted: Sequence[int] = ()) -> None:
+        """See AdapterLayers."""
+        self._step.begin(rows)
+        if self._has_ends:
+            self._head_step.begin([(slot, count) for (slot, _), count in zip(rows, wanted, strict=True)])
+
+    def begin_decode(self, row_slots: Sequence[int], padded: int) -> None:
+        """See AdapterLayers."""
+        self.begin_step([(slot, 1) for slot in (*row_slots, *[-1] * (padded - len(row_slots)))], [1] * padded)

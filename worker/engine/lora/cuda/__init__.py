@@ -1,0 +1,1 @@
+"""LoRA on CUDA: Triton kernels over adapter slots at fixed addresses."""

@@ -1,0 +1,122 @@
+"""LoRA on CUDA: every row's adapter from its slot, two launches for each group of modules.
+
+    lora.begin_decode(slots, padded=8)        before a step of one token a row, captured or not
+    lora.begin_step([(slot, tokens), ...])    before any other
+    lora.apply(x, y, "layers.0.qkv")          in the layers: y += x A^T B, of each row its own
+
+The host never waits for the device. With begin_decode everything that a launch takes is at a fixed address and the grid
+depends on `padded` alone, so that a CUDA graph can hold it: what changes is copied into the table before its replay.
+Imported where there is Triton only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from worker.engine.device.kernel_call import KernelCall
+from worker.engine.device.transfer import upload
+from worker.engine.lora.cuda.kernels.expand import expand_call
+from worker.engine.lora.cuda.kernels.groups import HIGH, LOW, SlotGroup, Tiles, tile_lines
+from worker.engine.lora.cuda.kernels.shrink import shrink_call
+from worker.engine.lora.weights import AdapterWeights
+
+_NO_TILE = (-1, 0, 0)
+
+
+class CudaLora:
+    """All slots of a model's modules, in groups that share their input; from one thread."""
+
+    def __init__(
+        self,
+        linears: Mapping[str, tuple[int, int]],
+        groups: Mapping[str, Sequence[str]],
+        slots: int,
+        max_rank: int,
+        rows: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        """`groups` are the modules of each group by the group's name, in the order of their columns in its output.
+
+        `linears` are (in_features, out_features) by module name; `rows` is the most that begin_decode is called with.
+        Takes slots * max_rank * (in_features of each module + out_features) numbers, and a few more.
+        """
+        self._device = device
+        self._modules = dict(groups)
+        self._groups: dict[str, SlotGroup] = {}
+        for name, modules in groups.items():
+            inputs = {linears[module][0] for module in modules}
+            if len(inputs) != 1:
+                raise ValueError(f"the modules of group {name} take {sorted(inputs)} features, not the same")
+            widths = [linears[module][1] for module in modules]
+            self._groups[name] = SlotGroup(inputs.pop(), widths, slots, max_rank, dtype, device)
+        self._table = torch.full((rows, 3), -1, dtype=torch.int32, device=device)
+        self._tiles = Tiles(self._table[:0], LOW)
+
+    def warm_up(self) -> None:
+        """Compile every kernel, so that no step has to; nothing is computed."""
+        for height in (LOW, HIGH):
+            self._tiles = Tiles(upload([_NO_TILE], self._device, torch.int32), height)
+            for name, group in self._groups.items():
+                self.apply(group.a.new_zeros(1, group.in_features), group.b.new_zeros(1, sum(group.widths)), name)
+        self.begin_step([])
+
+    def install(self, weights: AdapterWeights, slot: int) -> None:
+        """Put an adapter into a slot, in place of what was there, behind what the stream holds already."""
+        places: list[Tensor] = []
+        tensors: list[Tensor] = []
+        ranks: list[int] = []
+        for name, group in self._groups.items():
+            for index, module in enumerate(self._modules[name]):
+                pair = weights.pairs.get(module)
+                rank = 0 if pair is None else len(pair.a)
+                ranks.append(rank if pair is None or pair.rescale is None else -rank)
+                if pair is not None:
+                    tensors += pair.tensors
+                    places += group.place(slot, index, rank).tensors[: len(pair.tensors)]
+        # A few launches for all of them, where one each would keep the host from the next step for milliseconds.
+        if places:
+            torch._foreach_copy_(places, tensors, non_blocking=True)
+        groups = list(self._groups.values())
+        parts = torch.split(upload(ranks, self._device, torch.int32), [len(group.widths) for group in groups])
+        torch._foreach_copy_([group.ranks[slot] for group in groups], list(parts))
+
+    def begin_decode(self, row_slots: Sequence[int], padded: int) -> None:
+        """Set the slots of the next step's rows, sorted, one token each, -1 for none; further rows up to `padded` pad.
+
+        The launches are the same for every call with this `padded`.
+        """
+        lines = tile_lines([(slot, 1) for slot in row_slots], LOW)
+        # A row has at most one tile.
+        lines += [_NO_TILE] * (padded - len(lines))
+        self._table[:padded].copy_(upload(lines, self._device, torch.int32))
+        self._tiles = Tiles(self._table[:padded], LOW)
+
+    def begin_step(self, rows: Sequence[tuple[int, int]]) -> None:
+        """Set what the layers do until the next call: rows are (slot or -1, tokens) in the order of the flat batch.
+
+        Work on the host is O(rows and tiles). Without a row that has an adapter nothing is launched.
+        """
+        height = HIGH if any(slot >= 0 and tokens > LOW for slot, tokens in rows) else LOW
+        lines = tile_lines(rows, height)
+        table = upload(lines, self._device, torch.int32) if lines else self._table[:0]
+        self._tiles = Tiles(table, height)
+
+    def apply(self, x: Tensor, y: Tensor, group: str) -> None:
+        """Add to y [..., width of the group] what the rows' adapters make of x [..., in_features]. y is contiguous."""
+        for call in self.calls(x, y, group):
+            call.launch()
+
+    def calls(self, x: Tensor, y: Tensor, group: str) -> tuple[KernelCall, ...]:
+        """The launches of `apply`, in order."""
+        if not len(self._tiles):
+            return ()
+        slots = self._groups[group]
+        rows, out = x.reshape(-1, slots.in_features), y.view(-1, sum(slots.widths))
+        sums = torch.empty(
+            slots.splits, len(rows), len(slots.widths), slots.rank_space, dtype=torch.float32, device=x.device
+        )
+        return (shrink_call(rows, slots, self._tiles, sums), expand_call(out, sums, slots, self._tiles))

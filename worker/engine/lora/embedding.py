@@ -1,0 +1,39 @@
+"""Token embeddings with an adapter for every row, on the CPU, as torch's operators: no other device has them yet."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import Tensor, nn
+
+from worker.engine.lora.weights import LoraPair
+
+if TYPE_CHECKING:
+    from worker.engine.lora.cpu.group import CpuStep  # numba is there only where the CPU computes
+
+
+class CpuEmbedding(nn.Module):
+    """A row of A^T for each token, times B."""
+
+    def __init__(self, base: nn.Embedding, slots: int, step: CpuStep) -> None:
+        super().__init__()
+        self.base = base
+        self.pairs: list[LoraPair | None] = [None] * slots
+        self._step = step
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """The base's rows plus each adapter's: [...] to [..., features]."""
+        y: Tensor = self.base(ids)
+        out, flat = y.view(-1, y.shape[-1]), ids.reshape(-1)
+        for slot, first, stop in self._step.segments:
+            pair = self.pairs[slot]
+            if pair is not None:
+                add_pair(out[first:stop], pair.a.index_select(1, flat[first:stop]).t(), pair)
+        return y
+
+
+def add_pair(out: Tensor, shrunk: Tensor, pair: LoraPair) -> None:
+    """Change the base's output [rows, out_features] of rows of one adapter; `shrunk` [rows, rank] is x A^T."""
+    if pair.rescale is not None:
+        out.addcmul_(out, pair.rescale.gain).add_(pair.rescale.shift)
+    out.addmm_(shrunk, pair.b)

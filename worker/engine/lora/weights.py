@@ -1,0 +1,157 @@
+"""Reads adapters from directories in peft's layout, checked against the model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from artifacts.errors import ArtifactError, MismatchError
+from artifacts.families import is_embedding
+from artifacts.peft_config import PeftConfig, parse_peft_config
+from artifacts.revision import CONFIG_FILE, WEIGHTS_FILE, LoraShape, base_copies, lora_tensors, tensor_names
+from artifacts.safetensors_header import read_header
+from worker.engine.lora.base_layers import BaseLayers
+from worker.engine.lora.dora import Rescale, rescale
+from worker.engine.lora.mapped import DTYPES, map_tensors
+from worker.engine_api import AdapterSource
+
+
+@dataclass(frozen=True, slots=True)
+class LoraPair:
+    """One module's product x A^T B: a [rank, in_features], b [rank, out_features] with the scaling folded in.
+
+    Of token embeddings x is 1 at the token's place. `rescale` is there with DoRA.
+    """
+
+    a: Tensor
+    b: Tensor
+    rescale: Rescale | None = None
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All that has to be stored."""
+        return (self.a, self.b) if self.rescale is None else (self.a, self.b, self.rescale.gain, self.rescale.shift)
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterWeights:
+    """Pairs by module name; `rank` is the largest of their ranks."""
+
+    pairs: Mapping[str, LoraPair]
+    rank: int
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All that has to be stored, module by module."""
+        return [tensor for pair in self.pairs.values() for tensor in pair.tensors]
+
+
+def read_source(
+    source: AdapterSource,
+    linears: Mapping[str, tuple[int, int]],
+    max_rank: int,
+    base: BaseLayers | None = None,
+) -> AdapterWeights:
+    """An adapter, or a weighted set of them as one: A's and B's side by side, so that its ranks are the sums.
+
+    That is peft's add_weighted_adapter with combination_type "cat" (lora/model.py), whose new adapter is the sum of
+    weight * scaling * B A. Raises as read_adapter does.
+    """
+    adapters = [read_adapter(part.directory, linears, max_rank, part.weight, base) for part in source.summands]
+    if source.parts and any(pair.rescale for adapter in adapters for pair in adapter.pairs.values()):
+        raise MismatchError("adapters", "one of them is a DoRA adapter, whose change of the base is no sum of others")
+    if len(adapters) == 1:
+        return adapters[0]
+    pairs: dict[str, LoraPair] = {}
+    for module in dict.fromkeys(module for adapter in adapters for module in adapter.pairs):
+        parts = [adapter.pairs[module] for adapter in adapters if module in adapter.pairs]
+        pair = LoraPair(torch.cat([part.a for part in parts]), torch.cat([part.b for part in parts]))
+        if len(pair.a) > max_rank:
+            raise MismatchError(
+                "adapters", f"their ranks at {module} add up to {len(pair.a)}; this engine takes {max_rank}"
+            )
+        pairs[module] = pair
+    return AdapterWeights(pairs, max(len(pair.a) for pair in pairs.values()))
+
+
+def read_adapter(
+    directory: str,
+    linears: Mapping[str, tuple[int, int]],
+    max_rank: int,
+    weight: float = 1.0,
+    base: BaseLayers | None = None,
+) -> AdapterWeights:
+    """Read and scale; `linears` are what the model can have changed, (in_features, out_features) by module name.
+
+    Each A stays where it lies in the mapped file, each B is float32 and a transpose; neither is checked for its
+    numbers: adapter_memory.pack does that. `weight` is a factor of the whole. Without `base` no DoRA and no copies of
+    the base's weights are taken. Raises ArtifactError for broken files, MismatchError where the adapter does not go
+    with the model or `max_rank`.
+    """
+    path = Path(directory)
+    try:
+        config = parse_peft_config((path / CONFIG_FILE).read_bytes())
+        header = read_header(path / WEIGHTS_FILE)
+        shapes = lora_tensors(header, use_dora=config.use_dora)
+        if config.use_dora and base is None:
+            raise MismatchError("use_dora", "DoRA cannot be read without the base model's weights")
+        for name, info in header.items():
+            if info.dtype not in DTYPES:
+                raise MismatchError(
+                    WEIGHTS_FILE, f"tensor {name} has the dtype {info.dtype}; F32, F16 or BF16 are served"
+                )
+        for module, shape in shapes.items():
+            _check_module(module, shape, config, linears, max_rank)
+        tensors = map_tensors(path / WEIGHTS_FILE, header)
+    except OSError as error:
+        raise ArtifactError(str(path), f"cannot be read: {error}") from error
+    for name, parameter in base_copies(header).items():
+        if base is None or not base.repeats(parameter, tensors[name]):
+            raise MismatchError(WEIGHTS_FILE, f"tensor {name} is not the model's own {parameter}")
+    return AdapterWeights(_pairs(tensors, shapes, config, weight, base), max(shape.rank for shape in shapes.values()))
+
+
+def _pairs(
+    tensors: Mapping[str, Tensor],
+    shapes: Mapping[str, LoraShape],
+    config: PeftConfig,
+    weight: float,
+    base: BaseLayers | None,
+) -> dict[str, LoraPair]:
+    names = {module: tensor_names(module) for module in shapes}
+    scales = [weight * config.scaling_of(module, shape.rank) for module, shape in shapes.items()]
+    # One call: of a small adapter the calls cost more than the numbers.
+    scaled = torch._foreach_mul([tensors[names[module]["B"]].float() for module in shapes], scales)
+    pairs = {}
+    for module, b in zip(shapes, scaled, strict=True):
+        a, change = tensors[names[module]["A"]], None
+        if config.use_dora and base is not None:
+            change = rescale(base, module, a, b, tensors[names[module]["magnitude"]])
+            b.mul_(1 + change.gain[:, None])
+        if base is not None and is_embedding(module):
+            b.mul_(base.output_scale(module))
+        pairs[module] = LoraPair(a, b.t(), change)
+    return pairs
+
+
+def _check_module(
+    module: str, shape: LoraShape, config: PeftConfig, linears: Mapping[str, tuple[int, int]], max_rank: int
+) -> None:
+    if module not in linears:
+        raise MismatchError(WEIGHTS_FILE, f"the model has no layer {module} that an adapter can change on this device")
+    if (shape.in_features, shape.out_features) != linears[module]:
+        raise MismatchError(
+            WEIGHTS_FILE,
+            f"{module} takes {shape.in_features} and gives {shape.out_features} features, "
+            f"in the model {linears[module][0]} and {linears[module][1]}",
+        )
+    if shape.rank != config.rank_of(module):
+        raise MismatchError(
+            WEIGHTS_FILE, f"{module} has rank {shape.rank}, {CONFIG_FILE} says {config.rank_of(module)}"
+        )
+    if shape.rank > max_rank:
+        raise MismatchError(WEIGHTS_FILE, f"{module} has rank {shape.rank}; this engine takes {max_rank}")

@@ -1,0 +1,1 @@
+"""A transformers model: loading it, laying out a batch, running the forward pass."""

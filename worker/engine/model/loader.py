@@ -1,0 +1,178 @@
+"""Loads a transformers directory: checked first, never from the network, every weight accounted for."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from artifacts.base_model import read_base_model
+from artifacts.checkpoint import read_checkpoint, read_small_file
+from artifacts.errors import ArtifactError
+from artifacts.json_object import parse_object
+from artifacts.kv_shape import KvShape, kv_shape
+from artifacts.safetensors_header import TensorInfo
+from worker.engine.attention import paged as attention
+from worker.engine.device.memory import available_bytes
+from worker.engine.model.architectures import check_architecture
+from worker.engine.model.errors import ModelUnusableError
+from worker.engine.model.packed import packing_works
+
+_log = logging.getLogger(__name__)
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_HEADER_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model ready to run, and what the rest of the engine must know of it.
+
+    `linears` are the layers that an adapter may change, `ends` the token embeddings and the output head: of each
+    (in_features, out_features) by name.
+    """
+
+    module: Any
+    device: torch.device
+    dtype: torch.dtype
+    end_token_ids: frozenset[int]
+    context_length: int
+    vocab_size: int
+    kv: KvShape
+    linears: Mapping[str, tuple[int, int]]
+    ends: Mapping[str, tuple[int, int]]
+    directory: Path
+
+    @property
+    def kv_token_bytes(self) -> int:
+        """Bytes that one token's keys and values take in all layers."""
+        return self.kv.numbers_per_token * self.dtype.itemsize
+
+
+def load_model(path: str, device: str = "cpu", dtype: str = "auto") -> LoadedModel:
+    """Load the model in directory `path`; dtype "auto" is the model's own. Raises ModelUnusableError."""
+    directory = Path(path)
+    if not directory.is_dir():
+        raise ModelUnusableError(f"{directory} is not a directory; a model is a transformers directory")
+    place = _device(device)
+    try:
+        config = parse_object(read_small_file(directory / "config.json"), "config.json")
+        check_architecture(config)
+        manifest = read_base_model(path, name="model")
+        tensors = [tensor for _, tensor in read_checkpoint(directory).tensors.values()]
+    except (ArtifactError, ModelUnusableError) as error:
+        raise ModelUnusableError(f"{directory}: {error}") from None
+    number = _dtype(dtype, config, tensors, place)
+    _check_memory(directory, tensors, place, number)
+    module = _from_pretrained(directory, number)
+    _use_plain_linears(module)
+    module.to(place)
+    return LoadedModel(
+        module=module,
+        device=place,
+        dtype=number,
+        end_token_ids=frozenset(manifest.end_token_ids),
+        context_length=manifest.context_length,
+        vocab_size=manifest.vocab_size,
+        kv=kv_shape(module.config.to_dict()),
+        linears=_linears(module),
+        ends=_ends(module),
+        directory=directory,
+    )
+
+
+def _use_plain_linears(module: Any) -> None:
+    """Replace GPT-2's Conv1D, a linear layer with its weight stored [in, out]: one kind to pack and to adapt."""
+    for parent in list(module.modules()):
+        for name, child in parent.named_children():
+            if type(child) is Conv1D:
+                linear = nn.Linear(child.nx, child.nf, device="meta")
+                linear.weight = nn.Parameter(child.weight.t().contiguous(), requires_grad=False)
+                linear.bias = nn.Parameter(child.bias, requires_grad=False)
+                setattr(parent, name, linear)
+
+
+def _linears(module: Any) -> dict[str, tuple[int, int]]:
+    head = module.get_output_embeddings()
+    return {
+        name: (child.in_features, child.out_features)
+        for name, child in module.named_modules()
+        if type(child) is nn.Linear and child is not head
+    }
+
+
+def _ends(module: Any) -> dict[str, tuple[int, int]]:
+    embedding, head = module.get_input_embeddings(), module.get_output_embeddings()
+    names = {child: name for name, child in module.named_modules()}
+    ends = {names[embedding]: (embedding.num_embeddings, embedding.embedding_dim)}
+    return ends | ({names[head]: (head.in_features, head.out_features)} if type(head) is nn.Linear else {})
+
+
+def _device(name: str) -> torch.device:
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ModelUnusableError(f"device {name!r} is not known; use cpu or cuda") from None
+    if device.type not in ("cpu", "cuda"):
+        raise ModelUnusableError(f"device {name!r} is not supported; use cpu or cuda")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ModelUnusableError(f"device {name!r}: this machine, or this build of torch, has no CUDA device")
+    return device
+
+
+def _dtype(wanted: str, config: Mapping[str, Any], tensors: Sequence[TensorInfo], device: torch.device) -> torch.dtype:
+    name = wanted
+    if wanted == "auto":
+        # The files' own where the config does not say.
+        name = config.get("dtype") or config.get("torch_dtype") or _HEADER_DTYPES.get(tensors[0].dtype, "float32")
+        if name == "float16" and device.type == "cpu":
+            # float16 products are slow or missing on CPUs; bfloat16 has the range, float32 also the precision.
+            name = "bfloat16" if packing_works(torch.bfloat16) else "float32"
+            _log.warning("the model is in float16, which this CPU does not compute well: it runs in %s", name)
+    if name not in _DTYPES:
+        raise ModelUnusableError(f"dtype {name!r} is not supported; use auto, {', '.join(_DTYPES)}")
+    if name == "float16" and device.type == "cpu":
+        raise ModelUnusableError("dtype float16 is for CUDA; use bfloat16 or float32 on the CPU")
+    return _DTYPES[name]
+
+
+def _check_memory(directory: Path, tensors: Sequence[TensorInfo], device: torch.device, dtype: torch.dtype) -> None:
+    needed = sum(math.prod(info.shape) for info in tensors) * dtype.itemsize
+    available = available_bytes(device)
+    if needed > available:
+        raise ModelUnusableError(
+            f"{directory}: the weights take {needed / 1e9:.1f} GB in {str(dtype).removeprefix('torch.')}, "
+            f"and {available / 1e9:.1f} GB are available on {device}"
+        )
+
+
+def _from_pretrained(directory: Path, dtype: torch.dtype) -> Any:
+    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    try:
+        loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
+            directory,
+            dtype=dtype,
+            attn_implementation=attention.NAME,
+            local_files_only=True,
+            use_safetensors=True,
+            output_loading_info=True,
+        )
+    except (OSError, ValueError, RuntimeError, KeyError) as error:
+        raise ModelUnusableError(f"{directory} can't be loaded: {' '.join(str(error).split())}") from error
+    module, info = loaded
+    # transformers would go on with random numbers in their place.
+    for problem in ("missing_keys", "mismatched_keys"):
+        if info[problem]:
+            names = ", ".join(sorted(str(key) for key in info[problem])[:3])
+            raise ModelUnusableError(f"{directory}: {problem.replace('_', ' ')} in the weights: {names}")
+    # With one, GPT-2 looks for padding in every batch, which waits for the device.
+    module.config.pad_token_id = None
+    return module.eval().requires_grad_(False)

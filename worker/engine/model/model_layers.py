@@ -1,0 +1,96 @@
+"""The loaded model's own layers, as reading an adapter asks for them; see worker.engine.lora.base_layers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import safetensors
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from artifacts.checkpoint import read_checkpoint
+from artifacts.families import HEAD_WEIGHTS
+from worker.engine.lora.embedding import CpuEmbedding
+from worker.engine.lora.fused_linears import SharedLinear
+from worker.engine.model.loader import LoadedModel
+
+_PIECE_ROWS = 4096
+
+
+class ModelLayers:
+    """Of a model on any device, as numbers on the CPU.
+
+    Made before its weights are packed, of which it keeps one number for each output of a layer. Neither the products
+    nor the reading change anything that steps use.
+    """
+
+    def __init__(self, loaded: LoadedModel) -> None:
+        self._loaded = loaded
+        self._embeddings: Tensor = loaded.module.get_input_embeddings().weight
+        self._squares: dict[str, Tensor] = {}
+        self._biases: dict[str, Tensor] = {}
+        for name in (*loaded.linears, *loaded.ends):
+            layer = loaded.module.get_submodule(name)
+            # Embeddings stay as they are: they can be asked later.
+            if isinstance(layer, nn.Linear):
+                self._squares[name] = _squares(layer.weight).cpu()
+                if layer.bias is not None:
+                    self._biases[name] = layer.bias.detach().float().cpu()
+
+    def squares(self, module: str) -> Tensor:
+        """See BaseLayers."""
+        if module in self._squares:
+            return self._squares[module]
+        weight: Any = self._own(module).weight
+        return _squares(weight.t()).cpu()
+
+    @torch.inference_mode()
+    def product(self, module: str, a: Tensor) -> Tensor:
+        """See BaseLayers."""
+        layer, a = self._own(module), a.to(self._loaded.device, self._loaded.dtype)
+        if isinstance(layer, nn.Embedding):
+            return (a @ layer.weight).float().cpu()
+        if isinstance(layer, nn.Linear):
+            return linear(a, layer.weight).float().cpu()
+        # Not through the sibling's own call: it keeps what the step that runs has computed.
+        assert isinstance(layer, SharedLinear)
+        y = layer.shared.base(a).split_with_sizes(layer.shared.widths, -1)[layer.index]
+        bias = self.bias(module)
+        return y.float().cpu() if bias is None else y.float().cpu() - bias
+
+    def bias(self, module: str) -> Tensor | None:
+        """See BaseLayers."""
+        return self._biases.get(module)
+
+    def output_scale(self, module: str) -> float:
+        """See BaseLayers."""
+        return float(getattr(self._own(module), "embed_scale", 1.0))
+
+    def repeats(self, parameter: str, values: Tensor) -> bool:
+        """See BaseLayers."""
+        module, _, kind = parameter.rpartition(".")
+        own = self.bias(module) if kind == "bias" else self._weight(module)
+        dtype = self._loaded.dtype
+        return own is not None and torch.equal(own.to("cpu", dtype), values.to(dtype))
+
+    def _weight(self, module: str) -> Tensor:
+        """Of the embeddings as it is; of the head, which may be packed, from its file, if the two are not tied."""
+        layer = self._own(module)
+        files = read_checkpoint(self._loaded.directory).tensors
+        name = next((name for name in HEAD_WEIGHTS if name in files), None)
+        if isinstance(layer, nn.Embedding) or name is None:
+            return self._embeddings
+        with safetensors.safe_open(files[name][0], "pt") as file:
+            weight: Tensor = file.get_tensor(name)
+        return weight
+
+    def _own(self, module: str) -> nn.Module:
+        layer = self._loaded.module.get_submodule(module)
+        return layer.base if isinstance(layer, CpuEmbedding) else layer
+
+
+def _squares(weight: Tensor) -> Tensor:
+    """Row by row. In pieces: a float32 copy is made of each."""
+    pieces = torch.split(weight, _PIECE_ROWS)
+    return torch.cat([torch.linalg.vector_norm(piece, dim=1, dtype=torch.float32).square() for piece in pieces])

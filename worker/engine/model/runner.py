@@ -1,0 +1,124 @@
+"""Launches the scheduler's batches, one after the other, into the model.
+
+A launch gives the device all of a step and returns. The next one may come before anybody has looked at what this one
+sampled: ids that are placeholders are taken, on the device, from the launch before. All that a launch reads from the
+host, and the buffers that it overwrites, are safe from the next one by the order of one stream: see
+worker/engine/device/transfer.py.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from worker.engine.attention.kv_cache import KvCache
+from worker.engine.attention.paged import attention_step
+from worker.engine.device.transfer import upload
+from worker.engine.lora.adapter_layers import AdapterLayers
+from worker.engine.model.cuda_graphs import DecodeGraphs, capture_decodes
+from worker.engine.model.decode_buffers import DecodeBuffers
+from worker.engine.model.inputs import StepInputs, step_inputs
+from worker.engine.model.loader import LoadedModel
+from worker.engine.sampling.step import InFlight, launch_sampling
+from worker.engine.scheduling.batch import Batch
+
+
+class Runner:
+    """A model, its KV cache and its adapters' slots; from one thread."""
+
+    def __init__(
+        self, loaded: LoadedModel, cache: KvCache, lora: AdapterLayers, rows: int, max_tokens: int, *, ahead: bool
+    ) -> None:
+        """On CUDA this captures the decode steps of up to `rows` rows of up to `max_tokens` positions.
+
+        `ahead`: a step is launched before the one before it is collected, so that no launch may wait for the device.
+        """
+        self._module = loaded.module
+        self._ahead = ahead
+        self._last: InFlight | None = None
+        self._device = loaded.device
+        self._cache = cache
+        self._lora = lora
+        self._buffers: DecodeBuffers | None = None
+        self._graphs: DecodeGraphs | None = None
+        if loaded.device.type == "cuda":
+            self._buffers = DecodeBuffers(rows, max_tokens, cache, loaded.device)
+            with torch.inference_mode():
+                self._graphs = capture_decodes(self._buffers, self._forward, self._begin_empty)
+        else:
+            self._compile()
+
+    @torch.inference_mode()
+    def _compile(self) -> None:
+        """Compute a token for nobody: what is compiled for this model is, before anybody waits for it."""
+        self._begin_empty(1, adapted=False)
+        self._forward(DecodeBuffers(1, 1, self._cache, self._device).inputs(1))
+
+    @torch.inference_mode()
+    def launch(self, batch: Batch) -> InFlight:
+        """Compute the rows' keys, values and next ids. What it raises for want of memory leaves nothing behind."""
+        if self._buffers is not None and _is_decode(batch):
+            logits = self._decode(self._buffers, batch)
+        else:
+            self._lora.begin_step(
+                [(row.sequence.adapter_slot, row.count) for row in batch.rows],
+                [len(row.prompt_positions) + row.samples for row in batch.rows],
+            )
+            inputs = step_inputs(batch, self._cache, self._device)
+            self._put_sampled_ids(inputs.input_ids[0], batch)
+            logits = self._forward(inputs)
+        self._last = launch_sampling(logits, batch, wait=not self._ahead)
+        return self._last
+
+    def _put_sampled_ids(self, input_ids: Tensor, batch: Batch) -> None:
+        """Write what the last launch sampled where input_ids [tokens] have placeholders."""
+        places = []
+        end = 0
+        for row in batch.rows:
+            end += row.count
+            if row.last_is_placeholder:
+                places.append((end - 1, row.sequence))
+        if not places or self._last is None:
+            return
+        index_of = {row.sequence: index for index, row in enumerate(self._last.rows)}
+        to, of = upload([[place for place, _ in places], [index_of[one] for _, one in places]], self._device).unbind()
+        # -1, where logits were no numbers, is no token; what the step makes of such a row is dropped.
+        input_ids.index_copy_(0, to, self._last.ids.index_select(0, of).clamp_(min=0))
+
+    def _forward(self, inputs: StepInputs) -> Tensor:
+        with attention_step(inputs.attention):
+            output = self._module(
+                input_ids=inputs.input_ids,
+                position_ids=inputs.position_ids,
+                use_cache=False,
+                logits_to_keep=inputs.wanted,
+            )
+        logits: Tensor = output.logits[0]
+        return logits
+
+    def _decode(self, buffers: DecodeBuffers, batch: Batch) -> Tensor:
+        size = buffers.fill(batch.rows)
+        self._put_sampled_ids(buffers.input_ids, batch)
+        slots = [row.sequence.adapter_slot for row in batch.rows]
+        adapted = max(slots) >= 0
+        if adapted:
+            self._lora.begin_decode(slots, size)
+        else:
+            self._begin_empty(size, adapted=False)
+        if self._graphs is not None:
+            logits = self._graphs.replay(size, adapted=adapted)
+        else:
+            logits = self._forward(buffers.inputs(size))
+        return logits[: len(batch.rows)]
+
+    def _begin_empty(self, size: int, adapted: bool) -> None:
+        """A decode step of rows without adapters, through the adapters' kernels or past them."""
+        if adapted:
+            self._lora.begin_decode([], size)
+        else:
+            self._lora.begin_step([])
+
+
+def _is_decode(batch: Batch) -> bool:
+    """Whether every row is one token with the logits of the next."""
+    return batch.decodes == len(batch.rows) and all(row.samples and not row.prompt_positions for row in batch.rows)

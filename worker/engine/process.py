@@ -1,0 +1,193 @@
+"""The engine process: one thread that takes messages, steps the batch, and sends what came of it.
+
+    python -m worker.engine.process --fd N        N: an inherited stream socket, whose other end speaks worker.ipc
+
+It ends at once when the other end is gone, and fails as a whole (exit code 1) on what no sequence can be blamed for:
+the supervisor starts another, and the routers dispatch its work again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import logging
+import os
+import signal
+import socket
+import sys
+
+from artifacts.errors import ArtifactError
+from artifacts.hash_model import is_hash_spec, parse_hash_model
+from telemetry.logging import logging_of, set_up_logging
+from worker.engine.hash_engine import HashEngine, hash_limits
+from worker.engine.interpreter import settle
+from worker.engine.model.errors import ModelUnusableError
+from worker.engine_api import Engine, EngineStats, SequenceRefusedError
+from worker.ipc import (
+    Abort,
+    Add,
+    Begun,
+    Configure,
+    EngineEnd,
+    Pin,
+    PinRefused,
+    Ready,
+    Refused,
+    Stepped,
+    ToEngine,
+    Unpin,
+    Unusable,
+    Warm,
+)
+
+log = logging.getLogger(__name__)
+
+# So often an engine without work says that it lives.
+BEAT_S = 0.5
+_PR_SET_PDEATHSIG = 1
+
+
+def main() -> int:
+    """Exit code: 0 when the other end is gone, 1 after an error, 2 when the model can't be served."""
+    parser = argparse.ArgumentParser(prog="python -m worker.engine.process", description=__doc__.splitlines()[0])
+    parser.add_argument("--fd", type=int, required=True, help="the inherited socket")
+    fd = parser.parse_args().fd
+    set_up_logging("engine", **logging_of(os.environ))
+    # A terminal or a supervisor may signal the whole group of processes: the I/O process drains, which needs us; we
+    # end with our link.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    _die_with_parent()
+    try:
+        return run(EngineEnd(socket.socket(fileno=fd)))
+    except (BrokenPipeError, ConnectionResetError):
+        return 0
+    except Exception:
+        log.exception("the engine failed")
+        return 1
+
+
+def run(end: EngineEnd) -> int:
+    """Serve one connection from Configure on; returns the exit code."""
+    messages: list[ToEngine] | None = []
+    while messages == []:
+        messages = end.receive(wait_s=BEAT_S)
+    if messages is None:
+        return 0
+    first, *rest = messages
+    if not isinstance(first, Configure):
+        raise TypeError(f"the first message is {type(first).__name__}, not Configure")
+    try:
+        engine = _build(first, end)
+    except ModelUnusableError as error:
+        end.send(Unusable(str(error)))
+        return 2
+    try:
+        stats = engine.stats()
+        settle()
+        end.send(Ready(engine.limits, stats))
+        serve(engine, end, rest, stats)
+    finally:
+        engine.close()
+    return 0
+
+
+def serve(engine: Engine, end: EngineEnd, messages: list[ToEngine] | None, reported: EngineStats) -> None:
+    """The loop, until the other end is gone; waits only while no step would do anything. `reported`: last sent."""
+    beat = False
+    while messages is not None:
+        for message in messages:
+            _apply(engine, end, message)
+        outputs = engine.step() if engine.has_work() else []
+        stats = engine.stats()
+        # Steps count up, so that each one is reported; so are aborts, and adapters that came or went.
+        if outputs or beat or stats != reported:
+            end.send(Stepped(outputs, stats))
+            reported = stats
+        idle = not engine.has_work()
+        messages = end.receive(wait_s=BEAT_S if idle else 0)
+        # A sequence may wait long for its adapter, and nothing else be there to step.
+        beat = idle and not messages
+
+
+def _apply(engine: Engine, end: EngineEnd, message: ToEngine) -> None:
+    match message:
+        case Add(sequences):
+            for sequence in sequences:
+                try:
+                    engine.add(sequence)
+                except SequenceRefusedError as error:
+                    end.send(Refused(sequence.sequence_id, error.field, error.message))
+        case Abort(sequence_ids):
+            for sequence_id in sequence_ids:
+                engine.abort(sequence_id)
+        case Warm(adapter):
+            engine.warm(adapter)
+        case Pin(adapter):
+            try:
+                engine.pin(adapter)
+            except ValueError as error:
+                end.send(PinRefused(adapter.digest, str(error)))
+        case Unpin(digest):
+            engine.unpin(digest)
+        case Configure():
+            raise TypeError("an engine is configured once")
+
+
+def _build(configure: Configure, end: EngineEnd) -> Engine:
+    for name in ("rows", "block_size", "step_tokens"):
+        if getattr(configure, name) < 1:
+            raise ModelUnusableError(f"{name} must be 1 or more, is {getattr(configure, name)}")
+    if is_hash_spec(configure.model):
+        return _build_hash_engine(configure, end)
+    # Torch is imported only where it is used: it takes seconds and hundreds of megabytes.
+    from worker.engine.torch_engine import build_engine
+
+    return build_engine(
+        configure.model,
+        configure.device,
+        configure.dtype,
+        rows=configure.rows,
+        kv_blocks=configure.kv_blocks,
+        block_size=configure.block_size,
+        adapter_slots=configure.adapter_slots,
+        host_adapter_bytes=configure.host_adapter_bytes,
+        max_rank=configure.max_rank,
+        step_tokens=configure.step_tokens,
+        threads=configure.threads,
+        on_loaded=end.wake,
+        on_begun=lambda sequence_id: end.send(Begun(sequence_id)),
+    )
+
+
+def _build_hash_engine(configure: Configure, end: EngineEnd) -> HashEngine:
+    try:
+        model = parse_hash_model(configure.model)
+    except ArtifactError as error:
+        raise ModelUnusableError(str(error)) from error
+    limits = hash_limits(
+        model,
+        rows=configure.rows,
+        kv_blocks=configure.kv_blocks,
+        block_size=configure.block_size,
+        adapter_slots=configure.adapter_slots,
+        max_rank=configure.max_rank,
+    )
+    return HashEngine(
+        model,
+        limits,
+        configure.step_tokens,
+        end.wake,
+        host_adapter_bytes=configure.host_adapter_bytes,
+        on_begun=lambda sequence_id: end.send(Begun(sequence_id)),
+    )
+
+
+def _die_with_parent() -> None:
+    """A parent that was killed can't close the door behind it: Linux ends us then. Elsewhere the socket's end does."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

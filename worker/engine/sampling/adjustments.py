@@ -1,0 +1,88 @@
+"""What a request changes in its logits before anything is drawn: bias, penalties for ids that it has, banned ids.
+
+    logits ──▶ + logit_bias ──▶ repetition_penalty ──▶ frequency and presence penalty ──▶ banned ids to -inf
+
+Repetition (Keskar et al. 2019, CTRL, section 4.1; as transformers has it) looks at prompt and answer, the other two
+(as OpenAI defines them) at the answer alone, ids of earlier attempts included.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Collection, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from worker.engine.device.transfer import upload
+from worker.engine_api import Sampling
+
+# float32 holds a penalty between these, and a logit multiplied or divided by it.
+_SMALLEST, _LARGEST = 1e-30, 1e30
+
+
+class Adjustments:
+    """One sequence's bias, and its ids, each once with its count in the answer: kept from token to token."""
+
+    def __init__(self, sampling: Sampling, prompt_length: int) -> None:
+        self.penalties = (sampling.repetition_penalty, sampling.frequency_penalty, sampling.presence_penalty)
+        self._penalizes = sampling.penalizes
+        self.bias_ids = np.array([token for token, _ in sampling.logit_bias], dtype=np.int64)
+        self.bias = np.array([bias for _, bias in sampling.logit_bias], dtype=np.float32)
+        self.ids = array("q")
+        self.counts = array("i")
+        self._places: dict[int, int] = {}
+        self._prompt_length = prompt_length
+        # The prompt matters to the repetition penalty alone.
+        self._seen = prompt_length if sampling.repetition_penalty == 1.0 else 0
+
+    def catch_up(self, ids: Sequence[int]) -> None:
+        """Count what `ids`, the prompt's and the answer's so far, have more than at the last call."""
+        if not self._penalizes:
+            return
+        for position in range(self._seen, len(ids)):
+            place = self._places.setdefault(ids[position], len(self.ids))
+            if place == len(self.ids):
+                self.ids.append(ids[position])
+                self.counts.append(0)
+            if position >= self._prompt_length:
+                self.counts[place] += 1
+        self._seen = len(ids)
+
+
+def adjust(scores: Tensor, rows: Sequence[Adjustments | None], banned: Sequence[Collection[int]]) -> None:
+    """Change float32 scores [rows, vocab] in place; each row by its own."""
+    biased = [(row, one) for row, one in enumerate(rows) if one and len(one.bias_ids)]
+    if biased:
+        where = _places(scores, [(row, one.bias_ids) for row, one in biased])
+        scores.index_put_(where, _tensor([one.bias for _, one in biased], scores), accumulate=True)
+    penalized = [(row, one) for row, one in enumerate(rows) if one and len(one.ids)]
+    if penalized:
+        _penalize(scores, penalized)
+    pairs = [(row, token) for row, ids in enumerate(banned) for token in ids]
+    if pairs:
+        index = upload(pairs, scores.device)
+        scores[index[:, 0], index[:, 1]] = float("-inf")
+
+
+def _penalize(scores: Tensor, rows: Sequence[tuple[int, Adjustments]]) -> None:
+    where = _places(scores, [(row, np.asarray(one.ids)) for row, one in rows])
+    counts = _tensor([np.asarray(one.counts) for _, one in rows], scores)
+    penalties = np.repeat([one.penalties for _, one in rows], [len(one.ids) for _, one in rows], axis=0)
+    repetition, frequency, presence = upload(penalties, scores.device).unbind(1)
+    repetition = repetition.clamp(_SMALLEST, _LARGEST).float()
+    values = scores[where]
+    values = torch.where(values < 0, values * repetition, values / repetition)
+    scores[where] = values - frequency.float() * counts - presence.float() * (counts > 0)
+
+
+def _places(scores: Tensor, rows: Sequence[tuple[int, np.ndarray]]) -> tuple[Tensor, Tensor]:
+    """Index of the given ids in the given rows of scores."""
+    numbers = np.repeat([row for row, _ in rows], [len(ids) for _, ids in rows])
+    ids = np.concatenate([ids for _, ids in rows])
+    return upload(numbers, scores.device), upload(ids, scores.device)
+
+
+def _tensor(parts: Sequence[np.ndarray], like: Tensor) -> Tensor:
+    return upload(np.concatenate(parts), like.device).to(like.dtype)

@@ -1,0 +1,133 @@
+"""Chooses the next token of every row, each by its own parameters: greedy, or seeded from what its limits leave.
+
+    logits ──▶ adjustments ──▶ greedy: the best
+                          └──▶ / temperature ──▶ limits ──▶ + noise of (seed, choice, position): the best
+
+A batch of plain greedy rows costs one pass over the logits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from worker.engine.device.transfer import upload
+from worker.engine.sampling.adjustments import Adjustments, adjust
+from worker.engine.sampling.limits import border, typical
+from worker.engine.sampling.noise import gumbel_noise, row_key
+from worker.engine_api import Sampling
+
+# So many tokens are looked at for a small top_k, and for any other limit; for a row for which those are not enough (a
+# flat distribution and a high top_p) so many times more, until they are.
+_FEW = 128
+_LIKELY = 1024
+_WIDER = 8
+# What float32 can divide the difference of two logits by.
+_COLDEST, _HOTTEST = 1e-30, 1e30
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """What one row's choice depends on beside its logits. `position` is where the token will stand in its sequence."""
+
+    sampling: Sampling
+    choice: int
+    position: int
+    banned_ids: frozenset[int] = frozenset()
+    adjustments: Adjustments | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Look:
+    """Which limits cut a row's tokens, and how many of the first are looked at to tell where; 0: no limit cuts."""
+
+    width: int
+    likely: bool = False
+    typical: bool = False
+
+
+def sample(logits: Tensor, draws: Sequence[Draw], *, wait: bool = True) -> Tensor:
+    """The chosen token id of each row of logits [rows, vocab], int64; -1 where a row's logits are not numbers.
+
+    A row's result does not depend on the others; `logits` stay as they are. Without `wait` the host never waits for the
+    device: at the cost of sorting all tokens where limits cut, since it can't be told whether the likeliest are enough.
+    """
+    best, chosen = logits.max(dim=-1)
+    # NaN wins every max; where all is -inf there is nothing to choose from either.
+    usable = best.isfinite()
+    random = [row for row, draw in enumerate(draws) if draw.sampling.temperature > 0]
+    adjusted = [
+        row
+        for row, draw in enumerate(draws)
+        if not draw.sampling.temperature > 0 and (draw.adjustments or draw.banned_ids)
+    ]
+    if random or adjusted:
+        index = upload(random + adjusted, logits.device)
+        some = [draws[row] for row in random + adjusted]
+        scores = logits[index].float()
+        adjust(scores, [draw.adjustments for draw in some], [draw.banned_ids for draw in some])
+        best, picked = scores.max(dim=-1)
+        usable[index] &= best.isfinite()
+        if random:
+            # A row that is no numbers must not raise, nor cost the others their draw.
+            count = len(random)
+            # Subtracting the largest first: a tiny temperature must not make infinities of what is finite.
+            picked[:count] = _sample_random(scores[:count].sub_(best[:count, None]), some[:count], wait)
+        chosen[index] = picked
+    return chosen.masked_fill(~usable, -1)
+
+
+def _sample_random(scores: Tensor, draws: Sequence[Draw], wait: bool) -> Tensor:
+    """Draw from scores [rows, vocab] whose largest is 0; changes them."""
+    device, vocab = scores.device, scores.shape[-1]
+    temperature = upload([min(max(draw.sampling.temperature, _COLDEST), _HOTTEST) for draw in draws], device)
+    scores.div_(temperature[:, None])
+    keys = [row_key(draw.sampling.seed, draw.choice, draw.position) for draw in draws]
+    keys_tensor = upload(keys, device, torch.int32)
+    chosen = torch.empty(len(draws), dtype=torch.int64, device=device)
+    by_look: dict[_Look, list[int]] = {}
+    for row, draw in enumerate(draws):
+        look = _look(draw.sampling, vocab)
+        by_look.setdefault(look if wait or not look.width else replace(look, width=vocab), []).append(row)
+    while by_look:
+        look, rows = by_look.popitem()
+        index = upload(rows, device)
+        ids, decided = _draw_among(scores[index], [draws[row].sampling for row in rows], keys_tensor[index], look)
+        chosen[index] = ids
+        if look.width in (0, vocab):
+            continue
+        undecided = [row for row, done in zip(rows, decided.tolist(), strict=True) if not done]
+        if undecided:
+            wider = replace(look, width=min(look.width * _WIDER, vocab))
+            by_look.setdefault(wider, []).extend(undecided)
+    return chosen
+
+
+def _look(sampling: Sampling, vocab: int) -> _Look:
+    """What a row needs must not depend on other rows."""
+    likely = bool(sampling.top_k or sampling.top_p < 1 or sampling.min_p)
+    if sampling.typical_p < 1:
+        return _Look(min(_LIKELY, vocab), likely, typical=True)
+    if 0 < sampling.top_k <= _FEW // 2:
+        return _Look(min(_FEW, vocab), likely)
+    return _Look(min(_LIKELY, vocab) if likely else 0, likely)
+
+
+def _draw_among(scores: Tensor, samplings: Sequence[Sampling], keys: Tensor, look: _Look) -> tuple[Tensor, Tensor]:
+    """Draw from scores [rows, vocab]: ids [rows], and whether what was looked at was enough to tell."""
+    enough = torch.ones(len(samplings), dtype=torch.bool, device=scores.device)
+    if look.likely:
+        values, ids = scores.topk(look.width, dim=-1)
+        smallest, enough = border(scores, values, samplings)
+        if not look.typical:
+            drawn = values.masked_fill(values < smallest, float("-inf")) + gumbel_noise(keys, ids.int())
+            return ids.gather(-1, drawn.max(-1, keepdim=True).indices)[:, 0], enough
+        scores = scores.masked_fill(scores < smallest, float("-inf"))
+    if look.typical:
+        scores, told = typical(scores, samplings, look.width)
+        enough = enough & told
+    every_id = torch.arange(scores.shape[-1], dtype=torch.int32, device=scores.device)[None]
+    return (scores + gumbel_noise(keys, every_id)).max(-1).indices, enough

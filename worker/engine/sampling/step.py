@@ -1,0 +1,176 @@
+"""What a step's logits give: the next id of every row that samples, and the log probabilities that were asked for.
+
+All of it is launched at once, on the device, and looked at later: the next step may overwrite the logits, and take the
+ids as its inputs, before the host knows them. A row's fault, NaN logits or an exception, ends that row alone; want of
+memory is no row's fault, and is raised.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from worker.engine.device.out_of_memory import is_out_of_memory
+from worker.engine.device.transfer import download, mark, upload
+from worker.engine.sampling.adjustments import Adjustments
+from worker.engine.sampling.logprobs import PendingLogprobs, token_logprobs
+from worker.engine.sampling.sampler import Draw, sample
+from worker.engine.scheduling.batch import Batch, Row
+from worker.engine_api import Failure, TokenLogprobs
+
+_log = logging.getLogger(__name__)
+_T = TypeVar("_T")
+
+_NAN_LOGITS = Failure("INTERNAL", "NAN_LOGITS", "the model, with this adapter, gave logits that are not numbers")
+_SAMPLING_FAILED = Failure("INTERNAL", "SAMPLING_FAILED", "the next token could not be chosen")
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """One id for each row that samples, in order; of the rows in `failures` it means nothing.
+
+    `logprobs` has an entry for each id, or none at all where no row asks for them.
+    """
+
+    ids: list[int]
+    failures: dict[Row, Failure]
+    logprobs: list[TokenLogprobs | None]
+
+
+@dataclass(slots=True)
+class InFlight:
+    """A step that has been launched. `rows` are those of its batch that sample, `ids` [rows] what, on the device."""
+
+    batch: Batch
+    rows: list[Row]
+    ids: Tensor
+    failures: dict[Row, Failure]
+    host_ids: Tensor
+    prompts: list[tuple[Row, PendingLogprobs]]
+    logprobs: list[tuple[list[int], PendingLogprobs]]
+    done: torch.cuda.Event | None = field(default=None)
+
+    def collect(self) -> Sampled:
+        """Wait for this step, not for what was launched after it. What it tells of prompts is kept in the sequences."""
+        if self.done is not None:
+            self.done.synchronize()
+        ids = self.host_ids.tolist()
+        for row, token in zip(self.rows, ids, strict=True):
+            if token < 0:
+                self.failures.setdefault(row, _NAN_LOGITS)
+        for row, tell in self.prompts:
+            if row.live:
+                row.sequence.prompt_logprobs += tell()
+        told: list[TokenLogprobs | None] = [None] * len(ids) if self.logprobs else []
+        for places, tell in self.logprobs:
+            for place, one in zip(places, tell(), strict=True):
+                told[place] = one
+        return Sampled(ids, self.failures, told)
+
+
+def launch_sampling(logits: Tensor, batch: Batch, *, wait: bool) -> InFlight:
+    """Choose from logits [wanted, vocab], in the order of the rows: their prompt positions, then the one that samples.
+
+    Without `wait` the host never waits for the device.
+    """
+    failures: dict[Row, Failure] = {}
+    rows = [row for row in batch.rows if row.samples]
+    prompts: list[tuple[Row, PendingLogprobs]] = []
+    if len(rows) < len(logits):
+        logits, prompts = _take_prompts(logits, batch, failures)
+    ids = logits.new_full((len(rows),), -1, dtype=torch.int64)
+    for part, chosen in _each_alone(
+        lambda part: sample(logits[part], [_draw(row) for row in rows[part]], wait=wait), rows, failures
+    ):
+        ids[part] = chosen
+    logprobs = _logprobs(logits, rows, ids, failures)
+    return InFlight(batch, rows, ids, failures, download(ids), prompts, logprobs, mark(logits.device))
+
+
+def _take_prompts(
+    logits: Tensor, batch: Batch, failures: dict[Row, Failure]
+) -> tuple[Tensor, list[tuple[Row, PendingLogprobs]]]:
+    """The logits of the rows that sample [rows, vocab], and what the others tell of prompts."""
+    at = 0
+    samples = []
+    told = []
+    for row in batch.rows:
+        positions = row.prompt_positions
+        if positions:
+            sequence, part = row.sequence, logits[at : at + len(positions)]
+            following = sequence.ids[positions.start + 1 : positions.stop + 1]
+            counts = [sequence.spec.prompt_logprobs or 0] * len(positions)
+            try:
+                told.append((row, token_logprobs(part, upload(following, logits.device), counts)))
+            except Exception as error:
+                _fail(row, error, failures)
+            at += len(positions)
+        if row.samples:
+            samples.append(at)
+            at += 1
+    return logits[upload(samples, logits.device, torch.int64)], told
+
+
+def _logprobs(
+    logits: Tensor, rows: Sequence[Row], ids: Tensor, failures: dict[Row, Failure]
+) -> list[tuple[list[int], PendingLogprobs]]:
+    asking = [index for index, row in enumerate(rows) if row.sequence.spec.logprobs is not None]
+    if not asking:
+        return []
+
+    def tell(part: slice) -> PendingLogprobs:
+        index = upload(asking[part], ids.device)
+        counts = [rows[place].sequence.spec.logprobs or 0 for place in asking[part]]
+        return token_logprobs(logits[index], ids[index].clamp(min=0), counts)
+
+    told = _each_alone(tell, [rows[place] for place in asking], failures)
+    return [(asking[part], pending) for part, pending in told]
+
+
+def _each_alone(
+    launch: Callable[[slice], _T], rows: Sequence[Row], failures: dict[Row, Failure]
+) -> list[tuple[slice, _T]]:
+    """`launch` of all rows at once; where that raises, of each row, so that only the one at fault ends.
+
+    Raises what is about memory.
+    """
+    everything = slice(0, len(rows))
+    try:
+        return [(everything, launch(everything))]
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        _log.exception("sampling a batch failed; each row is sampled alone")
+    results = []
+    for index, row in enumerate(rows):
+        part = slice(index, index + 1)
+        try:
+            results.append((part, launch(part)))
+        except Exception as error:
+            _fail(row, error, failures)
+    return results
+
+
+def _fail(row: Row, error: Exception, failures: dict[Row, Failure]) -> None:
+    """The row is at fault, unless there is too little memory: then raises the error."""
+    if is_out_of_memory(error):
+        raise error
+    _log.exception("sampling failed for sequence %s", row.sequence.sequence_id)
+    failures[row] = _SAMPLING_FAILED
+
+
+def _draw(row: Row) -> Draw:
+    sequence = row.sequence
+    spec = sequence.spec
+    adjustments: Adjustments | None = None
+    if spec.sampling.adjusts_logits:
+        adjustments = sequence.engine_state = sequence.engine_state or Adjustments(
+            spec.sampling, sequence.prompt_length
+        )
+        adjustments.catch_up(sequence.ids)
+    return Draw(spec.sampling, spec.choice, row.start + row.count, sequence.banned_ids(row.answered), adjustments)

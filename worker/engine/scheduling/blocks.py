@@ -1,0 +1,144 @@
+"""Who owns which block of the KV cache, with automatic prefix caching. Block ids are 0 to blocks - 1.
+
+            allocate, extend                  release (last reference, key known)
+   free ─────────────────────▶ referenced ────────────────────────────────────▶ cached
+    ▲                           │      ▲                                          │ │
+    └───────────────────────────┘      └────────── allocate, same key ────────────┘ │
+     release (last reference, no key)                                               │
+    ◀──────────────────── taken when nothing is free: least recently used first ────┘
+
+A block gets its key (Sequence.full_block_keys) once it is full and computed; sequences with the same key share it. A
+shared block is never written: a sequence writes behind its computed tokens only, and those it shares are full.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Iterable
+
+from worker.engine.scheduling.sequence import Sequence
+
+
+class BlockIntegrityError(Exception):
+    """The accounting of blocks contradicts itself; going on would mix up sequences' keys and values."""
+
+
+class BlockManager:
+    """Counts references to blocks, and finds those that a sequence can share."""
+
+    def __init__(self, blocks: int, block_size: int) -> None:
+        self.blocks = blocks
+        self.block_size = block_size
+        self._free = list(range(blocks - 1, -1, -1))
+        # Blocks without references whose content is still good; least recently used first.
+        self._cached: OrderedDict[int, None] = OrderedDict()
+        self._references = [0] * blocks
+        self._key_of: list[bytes | None] = [None] * blocks
+        self._block_of: dict[bytes, int] = {}
+
+    @property
+    def free(self) -> int:
+        """Blocks that hold nothing."""
+        return len(self._free)
+
+    @property
+    def cached(self) -> int:
+        """Blocks without a reference that a later sequence may still share."""
+        return len(self._cached)
+
+    @property
+    def referenced(self) -> int:
+        """Blocks in some sequence's table."""
+        return self.blocks - len(self._free) - len(self._cached)
+
+    def needed(self, tokens: int) -> int:
+        """Blocks that hold `tokens` tokens."""
+        return -(-tokens // self.block_size)
+
+    def allocate(self, sequence: Sequence) -> bool:
+        """Give it blocks for all its ids and set `computed` to what the cache holds of them already.
+
+        False, and nothing changed, where not enough blocks are left. At least one id is left to compute.
+        """
+        hits = self._cached_prefix(sequence)
+        missing = self.needed(len(sequence.ids)) - len(hits)
+        idle_hits = sum(not self._references[block] for block in hits)
+        if missing > len(self._free) + len(self._cached) - idle_hits:
+            return False
+        for block in hits:
+            if not self._references[block]:
+                del self._cached[block]
+            self._references[block] += 1
+        sequence.block_table = hits + [self._take() for _ in range(missing)]
+        sequence.registered = len(hits)
+        sequence.computed = len(hits) * self.block_size
+        return True
+
+    def extend(self, sequence: Sequence) -> bool:
+        """Give it one more block. False, and nothing changed, where none is left."""
+        if not self._free and not self._cached:
+            return False
+        sequence.block_table.append(self._take())
+        return True
+
+    def register(self, sequence: Sequence, tokens: int) -> None:
+        """Make the blocks that its first `tokens` ids fill known to the prefix cache; these have been computed."""
+        full = tokens // self.block_size
+        keys = sequence.full_block_keys(full, self.block_size)
+        for index in range(sequence.registered, full):
+            block = sequence.block_table[index]
+            # Two sequences may have computed the same block side by side; the first one's is shared.
+            if self._block_of.setdefault(keys[index], block) == block:
+                self._key_of[block] = keys[index]
+        sequence.registered = full
+
+    def release(self, sequence: Sequence) -> None:
+        """Take its blocks back; it has nothing computed afterwards."""
+        # The last block first: of a cached chain the tail goes before what leads to it.
+        for block in reversed(sequence.block_table):
+            self._references[block] -= 1
+            if self._references[block] == 0:
+                if self._key_of[block] is None:
+                    self._free.append(block)
+                else:
+                    self._cached[block] = None
+        sequence.block_table = []
+        sequence.registered = 0
+        sequence.computed = 0
+
+    def check(self, sequences: Iterable[Sequence]) -> None:
+        """Raise BlockIntegrityError unless exactly these sequences hold references. Takes time O(blocks)."""
+        held = Counter(block for sequence in sequences for block in sequence.block_table)
+        owners = Counter([*self._free, *self._cached, *set(held)])
+        for block in range(self.blocks):
+            if self._references[block] != held[block]:
+                raise BlockIntegrityError(f"block {block}: {self._references[block]} references, {held[block]} in use")
+            if owners[block] != 1:
+                raise BlockIntegrityError(f"block {block} is in {owners[block]} of free, cached and referenced")
+            key = self._key_of[block]
+            if key is not None and self._block_of.get(key) != block:
+                raise BlockIntegrityError(f"block {block}: the prefix cache has another block under its key")
+        if len(self._block_of) != sum(key is not None for key in self._key_of):
+            raise BlockIntegrityError("the prefix cache knows blocks without a key")
+
+    def _cached_prefix(self, sequence: Sequence) -> list[int]:
+        full = sequence.skippable // self.block_size
+        hits = []
+        for key in sequence.full_block_keys(full, self.block_size)[:full]:
+            block = self._block_of.get(key)
+            if block is None:
+                break
+            hits.append(block)
+        return hits
+
+    def _take(self) -> int:
+        if self._free:
+            block = self._free.pop()
+        else:
+            block, _ = self._cached.popitem(last=False)
+            key = self._key_of[block]
+            if key is not None:
+                del self._block_of[key]
+                self._key_of[block] = None
+        self._references[block] = 1
+        return block

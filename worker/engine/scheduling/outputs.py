@@ -1,0 +1,43 @@
+"""How the scheduler words what became of a sequence."""
+
+from __future__ import annotations
+
+from artifacts.errors import ArtifactError, MismatchError
+from worker.engine.scheduling.sequence import Sequence
+from worker.engine_api import Failure, FinishKind, Output, TokenLogprobs
+
+OUT_OF_MEMORY = Failure("RESOURCE_EXHAUSTED", "OUT_OF_MEMORY", "the worker has not enough memory for it, even alone")
+
+
+def output_of(
+    sequence: Sequence,
+    token_ids: tuple[int, ...],
+    finish: FinishKind | None,
+    failure: Failure | None = None,
+    logprobs: tuple[TokenLogprobs, ...] = (),
+) -> Output:
+    """Its new tokens, its end, or both; the first one tells of its start too."""
+    first = not sequence.reported
+    sequence.reported = True
+    return Output(
+        sequence.sequence_id,
+        sequence.answered - len(token_ids),
+        token_ids,
+        finish,
+        failure,
+        adapter_ms=sequence.adapter_ms if first else None,
+        cached_tokens=(sequence.cached_tokens or 0) if first else None,
+        logprobs=logprobs,
+        # Of a sequence that ends before its first token they are incomplete.
+        prompt_logprobs=tuple(sequence.prompt_logprobs) if first and token_ids else (),
+    )
+
+
+def adapter_failure(digest: str, error: Exception) -> Failure:
+    """Why a sequence can't run whose adapter could not be loaded."""
+    code = "INTERNAL"
+    if isinstance(error, MismatchError):
+        code = "FAILED_PRECONDITION"
+    elif isinstance(error, ArtifactError):
+        code = "INVALID_ARGUMENT"
+    return Failure(code, "ADAPTER_UNLOADABLE", f"adapter {digest}: {error}", field="adapter")

@@ -1,0 +1,168 @@
+"""A sequence inside the engine: its ids, what of them lies in the KV cache, and where.
+
+ids    prompt ids │ emitted ids of earlier attempts │ ids of this attempt │ placeholders
+       ◀─ computed: a step that was scheduled puts their keys and values into block_table ─▶│◀─ pending ─▶
+
+A placeholder stands for the id that a scheduled step samples. It becomes an id when that step is committed, so that the
+next one can be scheduled before. A sequence that is stopped loses its placeholders and what is computed, and its epoch
+is another: what its scheduled steps give is not looked at any more.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from array import array
+from typing import Any
+
+from worker.engine_api import FinishKind, NewSequence, TokenLogprobs
+
+# One level of priority goes before what arrived up to so many sequences earlier; no more, so that nothing starves.
+PLACES_PER_PRIORITY = 64
+
+
+class Sequence:
+    """One answer in the making. The scheduler alone changes it; the model reads it."""
+
+    __slots__ = (
+        "adapter_ms",
+        "adapter_slot",
+        "answered",
+        "begun",
+        "block_keys",
+        "block_table",
+        "cached_tokens",
+        "computed",
+        "end_ids",
+        "engine_state",
+        "epoch",
+        "ids",
+        "max_tokens",
+        "min_tokens",
+        "parked_at",
+        "penalized",
+        "placeholders",
+        "prompt_length",
+        "prompt_logprobs",
+        "rank",
+        "registered",
+        "reported",
+        "running",
+        "sequence_id",
+        "spec",
+        "stop_ids",
+    )
+
+    def __init__(self, spec: NewSequence, arrival: int, end_token_ids: frozenset[int]) -> None:
+        self.spec = spec
+        self.sequence_id = spec.sequence_id
+        # Lower goes first: in admission, and in keeping its blocks.
+        self.rank = (arrival - spec.priority * PLACES_PER_PRIORITY, arrival)
+        self.ids = [*spec.prompt_ids, *spec.emitted_ids]
+        self.prompt_length = len(spec.prompt_ids)
+        # Tokens of the answer so far, emitted ids of earlier attempts included.
+        self.answered = len(spec.emitted_ids)
+        self.max_tokens = spec.stopping.max_tokens
+        self.min_tokens = spec.stopping.min_tokens
+        # The model's end tokens; none of them end a sequence that ignores them.
+        self.end_ids = frozenset[int]() if spec.stopping.ignore_eos else end_token_ids
+        self.stop_ids = frozenset(spec.stopping.stop_token_ids)
+        # The next id depends on those before it, all of which must be known.
+        self.penalized = spec.sampling.penalizes
+        # How many ids that steps sample come after `ids`.
+        self.placeholders = 0
+        # How many ids, and then placeholders, have their keys and values in the cache once what is scheduled has run.
+        self.computed = 0
+        # How often it has been stopped.
+        self.epoch = 0
+        # Block i holds the positions from i * block_size.
+        self.block_table: list[int] = []
+        # Keys of the full blocks from the first on, computed when first needed; see blocks.py.
+        self.block_keys: list[bytes] = []
+        # How many of the table's blocks the prefix cache knows.
+        self.registered = 0
+        # The slot of its adapter while it runs; -1: the plain base model.
+        self.adapter_slot = -1
+        self.running = False
+        # Whether a step has looked at it.
+        self.begun = False
+        # Whether an output has told of it; the first one carries the wait and the cache hits.
+        self.reported = False
+        self.cached_tokens: int | None = None
+        self.adapter_ms = 0.0
+        self.parked_at = 0.0
+        # Of the prompt's tokens from the second on, so far as they are known; a preemption does not lose them.
+        self.prompt_logprobs: list[TokenLogprobs] = []
+        # For the engine to keep what it computes from token to token; goes with the sequence.
+        self.engine_state: Any = None
+
+    @property
+    def length(self) -> int:
+        """How many ids it has, placeholders among them."""
+        return len(self.ids) + self.placeholders
+
+    @property
+    def waits_for_ids(self) -> bool:
+        """Whether what is scheduled must be committed before more is.
+
+        Either its last token may be among the placeholders, or the next one depends on what they will be.
+        """
+        return self.placeholders > 0 and (self.penalized or self.answered + self.placeholders >= self.max_tokens)
+
+    @property
+    def missing_prompt_logprobs(self) -> range:
+        """Positions whose logits must still be computed, sampled from or not: each tells of the next prompt token."""
+        if self.spec.prompt_logprobs is None:
+            return range(0)
+        return range(len(self.prompt_logprobs), self.prompt_length - 1)
+
+    @property
+    def skippable(self) -> int:
+        """How many of its first ids need not be computed where the prefix cache has them: no logits are needed."""
+        missing = self.missing_prompt_logprobs
+        # The last id's logits give the next token.
+        return missing.start if missing else len(self.ids) - 1
+
+    def banned_ids(self, answered: int) -> frozenset[int]:
+        """Ids that may not be sampled after `answered` tokens: what would end the answer before `min_tokens`."""
+        if answered >= self.min_tokens:
+            return frozenset()
+        return self.end_ids | self.stop_ids
+
+    def finish(self) -> FinishKind | None:
+        """Why the answer is complete with the ids that it has, or None."""
+        # min_tokens are due before an ending token, which comes on top.
+        if self.answered > self.min_tokens:
+            last = self.ids[-1]
+            if last in self.end_ids:
+                return FinishKind.END
+            if last in self.stop_ids:
+                return FinishKind.STOP_TOKEN
+        return FinishKind.LENGTH if self.answered >= self.max_tokens else None
+
+    def full_block_keys(self, blocks: int, block_size: int) -> list[bytes]:
+        """Keys of at least the first `blocks` blocks, whose ids must all be known.
+
+        A key is the hash of the block's ids and of the key before it. The first one's parent stands for what else the
+        keys and values depend on, and for who may share them: adapter and tenant (a cache has one base model).
+        """
+        keys = self.block_keys
+        for index in range(len(keys), blocks):
+            parent = keys[-1] if keys else self._root_key()
+            tokens = array("I", self.ids[index * block_size : (index + 1) * block_size])
+            keys.append(hashlib.blake2b(tokens.tobytes(), digest_size=16, key=parent).digest())
+        return keys
+
+    def park(self) -> None:
+        """Start to count its wait for its adapter."""
+        self.parked_at = time.monotonic()
+
+    def unpark(self) -> None:
+        """End of a wait for its adapter."""
+        self.adapter_ms += (time.monotonic() - self.parked_at) * 1000
+
+    def _root_key(self) -> bytes:
+        adapter = self.spec.adapter.digest if self.spec.adapter else ""
+        # Lengths keep (tenant, adapter) apart from every other pair with the same letters.
+        root = f"{len(adapter)}:{adapter}{self.spec.tenant}"
+        return hashlib.blake2b(root.encode(), digest_size=16).digest()

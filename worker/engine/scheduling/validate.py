@@ -1,0 +1,124 @@
+"""What an engine refuses. Whoever sends a sequence may have checked it: an engine trusts nobody."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+from worker.engine_api import (
+    AdapterSource,
+    EngineLimits,
+    NewSequence,
+    Sampling,
+    SequenceRefusedError,
+    Stopping,
+)
+
+MAX_STOP_TOKEN_IDS = 64
+MAX_PRIORITY = 100
+MAX_LOGIT_BIASES = 300
+MAX_LOGPROBS = 20
+
+
+def check_sequence(sequence: NewSequence, limits: EngineLimits) -> None:
+    """Raise SequenceRefusedError, naming the field, where the engine can't run it."""
+    if not sequence.sequence_id:
+        raise SequenceRefusedError("sequence_id", "must not be empty")
+    if not sequence.prompt_ids:
+        raise SequenceRefusedError("prompt_ids", "must not be empty")
+    _check_ids("prompt_ids", sequence.prompt_ids, limits.vocab_size)
+    _check_ids("emitted_ids", sequence.emitted_ids, limits.vocab_size)
+    _check_sampling(sequence.sampling)
+    _check_bias(sequence.sampling.logit_bias, limits.vocab_size)
+    for field, count in (("logprobs", sequence.logprobs), ("prompt_logprobs", sequence.prompt_logprobs)):
+        if count is not None and not 0 <= count <= MAX_LOGPROBS:
+            raise SequenceRefusedError(field, f"must lie between 0 and {MAX_LOGPROBS}, is {count}")
+    _check_stopping(sequence.stopping, limits.vocab_size)
+    _check_room(sequence, limits)
+    if sequence.choice < 0:
+        raise SequenceRefusedError("choice", f"must not be negative, is {sequence.choice}")
+    if abs(sequence.priority) > MAX_PRIORITY:
+        raise SequenceRefusedError(
+            "priority", f"must lie between -{MAX_PRIORITY} and {MAX_PRIORITY}, is {sequence.priority}"
+        )
+    if sequence.adapter:
+        _check_adapter(sequence.adapter, limits)
+
+
+def _check_ids(field: str, ids: Iterable[int], vocab_size: int) -> None:
+    ids = tuple(ids)
+    if ids and not (min(ids) >= 0 and max(ids) < vocab_size):
+        bad = next(token for token in ids if not 0 <= token < vocab_size)
+        raise SequenceRefusedError(field, f"{bad} is not a token id of this model, which has ids 0 to {vocab_size - 1}")
+
+
+def _check_adapter(adapter: AdapterSource, limits: EngineLimits) -> None:
+    if not adapter.digest:
+        raise SequenceRefusedError("adapter.digest", "must not be empty")
+    if not limits.adapter_slots:
+        raise SequenceRefusedError("adapter", "this engine has no adapter slots")
+    for part in adapter.parts:
+        if not math.isfinite(part.weight) or not part.weight:
+            raise SequenceRefusedError("adapter.parts", f"a weight must be finite and not 0, is {part.weight}")
+
+
+def _check_sampling(sampling: Sampling) -> None:
+    penalty = sampling.repetition_penalty
+    # NaN is in no range.
+    for field, fits, wanted in (
+        ("temperature", 0 <= sampling.temperature < math.inf, "0 or more"),
+        ("top_k", sampling.top_k >= 0, "0 (off) or more"),
+        ("top_p", 0 < sampling.top_p <= 1, "above 0 and at most 1"),
+        ("min_p", 0 <= sampling.min_p <= 1, "from 0 to 1"),
+        ("typical_p", 0 < sampling.typical_p <= 1, "above 0 and at most 1"),
+        ("repetition_penalty", 0 < penalty < math.inf, "above 0 and finite"),
+        ("frequency_penalty", -2 <= sampling.frequency_penalty <= 2, "from -2 to 2"),
+        ("presence_penalty", -2 <= sampling.presence_penalty <= 2, "from -2 to 2"),
+        ("seed", 0 <= sampling.seed < 1 << 64, "0 or more and below 2^64"),
+    ):
+        if not fits:
+            raise SequenceRefusedError(f"sampling.{field}", f"must be {wanted}, is {getattr(sampling, field)}")
+
+
+def _check_bias(logit_bias: Sequence[tuple[int, float]], vocab_size: int) -> None:
+    if len(logit_bias) > MAX_LOGIT_BIASES:
+        raise SequenceRefusedError(
+            "sampling.logit_bias", f"takes {MAX_LOGIT_BIASES} entries at most, has {len(logit_bias)}"
+        )
+    _check_ids("sampling.logit_bias", (token for token, _ in logit_bias), vocab_size)
+    for token, bias in logit_bias:
+        if not -100 <= bias <= 100:
+            raise SequenceRefusedError("sampling.logit_bias", f"must be from -100 to 100, is {bias} for id {token}")
+
+
+def _check_stopping(stopping: Stopping, vocab_size: int) -> None:
+    if stopping.max_tokens < 1:
+        raise SequenceRefusedError("stopping.max_tokens", f"must be 1 or more, is {stopping.max_tokens}")
+    if not 0 <= stopping.min_tokens <= stopping.max_tokens:
+        raise SequenceRefusedError(
+            "stopping.min_tokens", f"must lie between 0 and max_tokens, which is {stopping.max_tokens}"
+        )
+    if len(stopping.stop_token_ids) > MAX_STOP_TOKEN_IDS:
+        raise SequenceRefusedError(
+            "stopping.stop_token_ids", f"takes {MAX_STOP_TOKEN_IDS} ids at most, has {len(stopping.stop_token_ids)}"
+        )
+    _check_ids("stopping.stop_token_ids", stopping.stop_token_ids, vocab_size)
+
+
+def _check_room(sequence: NewSequence, limits: EngineLimits) -> None:
+    prompt, answer = len(sequence.prompt_ids), sequence.stopping.max_tokens
+    if len(sequence.emitted_ids) > answer:
+        raise SequenceRefusedError(
+            "emitted_ids", f"has {len(sequence.emitted_ids)} ids, more than stopping.max_tokens, which is {answer}"
+        )
+    # The last token is never an input: its keys and values are not kept.
+    capacity = min(limits.max_tokens, limits.blocks * limits.block_size + 1)
+    if prompt >= capacity:
+        raise SequenceRefusedError(
+            "prompt_ids", f"has {prompt} tokens; this engine takes {capacity}, prompt and answer together"
+        )
+    if prompt + answer > capacity:
+        raise SequenceRefusedError(
+            "stopping.max_tokens",
+            f"{answer} and a prompt of {prompt} tokens are more than the {capacity} that this engine takes",
+        )

@@ -1,0 +1,78 @@
+"""The I/O process: says that it lives, starts the engine, and starts over when the engine dies."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+import tempfile
+from pathlib import Path
+
+from artifacts.base_model import read_base_model
+from broker.startup import connect_once_up
+from rpc.server import stop_signal, unless_stopped
+from telemetry.metrics import serve_metrics
+from telemetry.tracing import set_up_tracing
+from worker.io.adapters.disk import DiskTier
+from worker.io.adapters.download import Patience
+from worker.io.adapters.fetch import AdapterFetcher
+from worker.io.engine_client.process import EngineLostError
+from worker.io.engine_session import Incarnation
+from worker.io.jobs.telemetry import Chronicle
+from worker.io.membership.health import WorkerHealth
+from worker.io.metrics import WorkerMetrics
+from worker.io.settings import Settings
+
+log = logging.getLogger(__name__)
+
+# An engine that dies again and again is started ever more slowly.
+RESTART_S = 0.1
+RESTART_MOST_S = 10.0
+
+
+async def run(settings: Settings) -> None:
+    """Work until SIGTERM or SIGINT; the second one ends the process at once.
+
+    Raises ArtifactError, PortInUse, MetricsPortError, RedisUnreachableError or EngineUnusableError.
+    """
+    stop = stop_signal()
+    base = await asyncio.to_thread(read_base_model, settings.model, settings.model_name)
+    worker_id = settings.worker_id or f"{socket.gethostname()}-{os.getpid()}"
+    metrics = WorkerMetrics()
+    spans = set_up_tracing("worker", os.environ)
+    chronicle = Chronicle(metrics, spans, worker_id)
+    async with contextlib.AsyncExitStack() as stack:
+        stack.push_async_callback(asyncio.to_thread, spans.close)
+        metrics_server = serve_metrics(metrics, settings.health_host, settings.metrics_port)
+        if metrics_server is not None:
+            stack.callback(metrics_server.close)
+        health = WorkerHealth(settings.health_host)
+        await health.start(settings.health_port)
+        stack.push_async_callback(health.close)
+        redis = await unless_stopped(stop, connect_once_up(settings.redis_url))
+        if redis is None:
+            return
+        stack.push_async_callback(redis.aclose)
+        disk = await asyncio.to_thread(_open_disk, settings)
+        stack.push_async_callback(disk.close)
+        fetcher = AdapterFetcher(settings.store, disk, Patience(settings.fetch_s, settings.fetch_silent_s), metrics)
+        stack.push_async_callback(fetcher.close)
+        pause_s = RESTART_S
+        while not stop.is_set():
+            incarnation = Incarnation(settings, base, redis, fetcher, health, chronicle)
+            try:
+                await incarnation.run(stop)
+            except EngineLostError as error:
+                metrics.engines_lost.inc()
+                log.error("%s; %s", error, "stopping" if stop.is_set() else "starting another")
+                pause_s = RESTART_S if incarnation.served else min(RESTART_MOST_S, pause_s * 2)
+                await unless_stopped(stop, asyncio.sleep(pause_s))
+
+
+def _open_disk(settings: Settings) -> DiskTier:
+    if settings.cache_dir:
+        return DiskTier.open(Path(settings.cache_dir), settings.disk_adapter_bytes)
+    temporary = tempfile.mkdtemp(prefix="loraplex-adapters-")
+    return DiskTier.open(Path(temporary), settings.disk_adapter_bytes, temporary=True)

@@ -1,0 +1,1 @@
+"""How the cluster sees this worker: registration, liveness key, reported state, health."""

@@ -1,0 +1,183 @@
+"""The messages between a worker's two processes, over a socket pair: length (4 bytes, little endian), msgpack.
+
+I/O process                        engine process
+    │  Configure, then Add, Abort; Warm, Pin, Unpin  ──▶
+    │  ◀── Ready | Unusable, then Begun, Stepped, Refused, PinRefused
+"""
+
+from __future__ import annotations
+
+import contextlib
+import selectors
+import socket
+import struct
+from collections.abc import Iterable
+
+import msgspec
+
+from worker.engine_api import AdapterSource, EngineLimits, EngineStats, NewSequence, Output
+
+_LENGTH = struct.Struct("<I")
+
+
+class Configure(msgspec.Struct, frozen=True, tag=True):
+    """The first message: what to load and how. Zero means: as fits."""
+
+    # A transformers directory, or `hash:?...`.
+    model: str
+    device: str
+    dtype: str
+    rows: int
+    kv_blocks: int
+    block_size: int
+    adapter_slots: int
+    host_adapter_bytes: int
+    max_rank: int
+    # Tokens that one step may compute.
+    step_tokens: int
+    threads: int
+
+
+class Add(msgspec.Struct, frozen=True, tag=True):
+    """Take these sequences."""
+
+    sequences: list[NewSequence]
+
+
+class Abort(msgspec.Struct, frozen=True, tag=True):
+    """Forget these sequences."""
+
+    sequence_ids: list[str]
+
+
+class Warm(msgspec.Struct, frozen=True, tag=True):
+    """Bring an adapter into a slot, as soon as one is free or has an adapter that nobody waits for."""
+
+    adapter: AdapterSource
+
+
+class Pin(msgspec.Struct, frozen=True, tag=True):
+    """The same, and never evict it."""
+
+    adapter: AdapterSource
+
+
+class Unpin(msgspec.Struct, frozen=True, tag=True):
+    """It may be evicted again; unknown digests are ignored."""
+
+    digest: str
+
+
+class PinRefused(msgspec.Struct, frozen=True, tag=True):
+    """An adapter that the engine does not pin."""
+
+    digest: str
+    message: str
+
+
+class Ready(msgspec.Struct, frozen=True, tag=True):
+    """The model is loaded; this is what it can take."""
+
+    limits: EngineLimits
+    stats: EngineStats
+
+
+class Unusable(msgspec.Struct, frozen=True, tag=True):
+    """The model can't be served; one line that says why and what to do."""
+
+    message: str
+
+
+class Refused(msgspec.Struct, frozen=True, tag=True):
+    """A sequence that the engine did not take."""
+
+    sequence_id: str
+    field: str
+    message: str
+
+
+class Begun(msgspec.Struct, frozen=True, tag=True):
+    """The next step is the first one that looks at this sequence: should the engine die, it may have died of it."""
+
+    sequence_id: str
+
+
+class Stepped(msgspec.Struct, frozen=True, tag=True):
+    """A step's outputs, or what changed without one (an abort). An idle engine sends one now and then: it lives."""
+
+    outputs: list[Output]
+    stats: EngineStats
+
+
+ToEngine = Configure | Add | Abort | Warm | Pin | Unpin
+FromEngine = Ready | Unusable | Refused | PinRefused | Begun | Stepped
+
+_encoder = msgspec.msgpack.Encoder()
+to_engine_decoder = msgspec.msgpack.Decoder(ToEngine)
+from_engine_decoder = msgspec.msgpack.Decoder(FromEngine)
+
+
+def encode(message: ToEngine | FromEngine) -> bytes:
+    """The message with its length in front."""
+    body = _encoder.encode(message)
+    return _LENGTH.pack(len(body)) + body
+
+
+class Splitter:
+    """Cuts a stream of bytes into message bodies."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> Iterable[bytes]:
+        """The bodies that `data` completes."""
+        self._buffer += data
+        start = 0
+        while len(self._buffer) - start >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(self._buffer, start)
+            end = start + _LENGTH.size + length
+            if len(self._buffer) < end:
+                break
+            yield bytes(self._buffer[start + _LENGTH.size : end])
+            start = end
+        del self._buffer[:start]
+
+
+class EngineEnd:
+    """The engine process's end: reads without blocking while there is work, sends whole messages."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.socket = sock
+        self._splitter = Splitter()
+        self._woken, self._waker = socket.socketpair()
+        self._waker.setblocking(False)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(sock, selectors.EVENT_READ)
+        self._selector.register(self._woken, selectors.EVENT_READ)
+
+    def receive(self, *, wait_s: float) -> list[ToEngine] | None:
+        """What has arrived; waits so long for some bytes or for `wake`. None: the other end is gone."""
+        ready = {key.fileobj for key, _ in self._selector.select(wait_s)}
+        if self._woken in ready:
+            self._woken.recv(1 << 12)
+        if self.socket not in ready:
+            return []
+        data = self.socket.recv(1 << 18)
+        if not data:
+            return None
+        return [to_engine_decoder.decode(body) for body in self._splitter.feed(data)]
+
+    def wake(self) -> None:
+        """End a `receive` that waits, or the next one that would; from any thread."""
+        with contextlib.suppress(BlockingIOError):  # as many wake-ups as fit are under way already
+            self._waker.send(b"\0")
+
+    def send(self, message: FromEngine) -> None:
+        """Send all of it. Raises OSError when the other end is gone."""
+        self.socket.sendall(encode(message))
+
+    def close(self) -> None:
+        """Close all its sockets."""
+        self._selector.close()
+        for sock in (self.socket, self._woken, self._waker):
+            sock.close()

@@ -1,1 +1,0 @@
-"""LoRA adapters on the device: reading them, keeping them in slots, applying a different one to every row."""
