@@ -8,12 +8,12 @@ from loraplex.queue.v1 import queue_pb2
 
 from broker.messages import (
     AdapterRef,
+    AdapterRequest,
     AdapterTiers,
     DeadJob,
     Job,
     SamplingParams,
     StoppingParams,
-    Wanted,
     WeightedRef,
     WorkerPhase,
     WorkerState,
@@ -93,15 +93,15 @@ def decode_job(data: bytes) -> Job:
     )
 
 
-def encode_wanted(wanted: Wanted) -> bytes:
+def encode_adapter_request(request: AdapterRequest) -> bytes:
     """What a worker needs to fetch an adapter before a job comes that uses it."""
-    return queue_pb2.Wanted(adapter=_write_adapter(wanted.adapter), tenant=wanted.tenant).SerializeToString()
+    return queue_pb2.Wanted(adapter=_write_adapter(request.adapter), tenant=request.tenant).SerializeToString()
 
 
-def decode_wanted(data: bytes) -> Wanted:
-    """What `encode_wanted` wrote. Raises google.protobuf.message.DecodeError."""
+def decode_adapter_request(data: bytes) -> AdapterRequest:
+    """What `encode_adapter_request` wrote. Raises google.protobuf.message.DecodeError."""
     message = queue_pb2.Wanted.FromString(data)
-    return Wanted(_read_adapter(message.adapter), message.tenant)
+    return AdapterRequest(_read_adapter(message.adapter), message.tenant)
 
 
 _DEAD_FIELDS = tuple(DeadJob.__dataclass_fields__)

@@ -11,9 +11,9 @@ from enum import StrEnum
 from google.protobuf.message import DecodeError
 from redis.asyncio import Redis
 
-from broker.codec import decode_wanted, encode_wanted
+from broker.codec import decode_adapter_request, encode_adapter_request
 from broker.keys import Keys
-from broker.messages import Wanted
+from broker.messages import AdapterRequest
 
 # So long a command waits for its worker.
 COMMAND_TTL_MS = 30_000
@@ -32,10 +32,10 @@ class Verb(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """One command; `wanted` is the adapter that it is about, and who has it."""
+    """One command; `request` names its adapter, None for a drain."""
 
     verb: Verb
-    wanted: Wanted | None = None
+    request: AdapterRequest | None = None
 
 
 DRAIN = Command(Verb.DRAIN)
@@ -44,7 +44,7 @@ DRAIN = Command(Verb.DRAIN)
 def encode_command(command: Command) -> bytes:
     """A command's bytes."""
     verb = command.verb.value.encode()
-    return verb if command.wanted is None else verb + b" " + encode_wanted(command.wanted)
+    return verb if command.request is None else verb + b" " + encode_adapter_request(command.request)
 
 
 def decode_command(data: bytes) -> Command | None:
@@ -54,7 +54,7 @@ def decode_command(data: bytes) -> Command | None:
         verb = Verb(name.decode())
         if verb is Verb.DRAIN:
             return DRAIN
-        return Command(verb, decode_wanted(about)) if about else None
+        return Command(verb, decode_adapter_request(about)) if about else None
     except (ValueError, DecodeError):
         return None
 

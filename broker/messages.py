@@ -38,8 +38,8 @@ class WeightedRef:
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
-    """An adapter that a worker may fetch though no job here needs it yet, and who asks for it."""
+class AdapterRequest:
+    """An adapter that a waiting job or an operator asks a worker to have, and the tenant whose adapter it is."""
 
     adapter: AdapterRef
     tenant: str

@@ -7,9 +7,9 @@ import logging
 from google.protobuf.message import DecodeError
 from redis.asyncio import Redis
 
-from broker.codec import decode_wanted, encode_wanted
+from broker.codec import decode_adapter_request, encode_adapter_request
 from broker.keys import Keys
-from broker.messages import AdapterRef, Wanted
+from broker.messages import AdapterRef, AdapterRequest
 
 log = logging.getLogger(__name__)
 
@@ -30,9 +30,9 @@ class PinnedAdapters:
         self._redis = redis
         self._key = keys.pins
 
-    async def add(self, wanted: Wanted) -> None:
+    async def add(self, request: AdapterRequest) -> None:
         """Pin one."""
-        await self._redis.hset(self._key, wanted.adapter.digest, encode_wanted(wanted))
+        await self._redis.hset(self._key, request.adapter.digest, encode_adapter_request(request))
 
     async def remove(self, ref: AdapterRef) -> None:
         """Unpin one, and other revisions of the same adapter; one that is not pinned is none."""
@@ -40,13 +40,13 @@ class PinnedAdapters:
         if gone:
             await self._redis.hdel(self._key, *gone)
 
-    async def list(self) -> list[Wanted]:
+    async def list(self) -> list[AdapterRequest]:
         """All of them."""
-        found: list[Wanted] = []
+        found: list[AdapterRequest] = []
         for data in (await self._redis.hgetall(self._key)).values():
             assert isinstance(data, bytes), "connect() makes clients of bytes"
             try:
-                found.append(decode_wanted(data))
+                found.append(decode_adapter_request(data))
             except DecodeError:  # another version's
                 log.warning("a pin of %d bytes can't be read", len(data))
         return found

@@ -18,7 +18,7 @@ from redis.exceptions import OutOfMemoryError
 from broker import terms
 from broker.arrivals import ENQUEUE
 from broker.claims import CLAIM
-from broker.codec import decode_job, decode_wanted
+from broker.codec import decode_adapter_request, decode_job
 from broker.commands import CommandQueue
 from broker.dead import DeadLetters
 from broker.keys import Keys
@@ -147,7 +147,7 @@ class JobQueue:
             skip = max(skip, self._skip) if scan == 0 else skip
         self._skip = skip
         # What can't be read its router dispatches again, for a worker that can read it.
-        return Claimed(_readable(bodies, decode_job), int(waiting), _readable(ahead, decode_wanted), hold_ms)
+        return Claimed(_readable(bodies, decode_job), int(waiting), _readable(ahead, decode_adapter_request), hold_ms)
 
     async def charge(self, reports: Sequence[Usage]) -> None:
         """Charge tenants what their jobs made since the last report. Idempotent by job, attempt and count."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from broker.codec import encode_job, encode_wanted
-from broker.messages import Job, Wanted
+from broker.codec import encode_adapter_request, encode_job
+from broker.messages import AdapterRequest, Job
 
 # What a token costs its tenant's counter (as in Sheng et al., Fairness in Serving Large Language Models, 2024).
 PROMPT_WEIGHT = 1
@@ -76,7 +76,7 @@ class Claimed:
 
     jobs: list[Job]
     waiting: int
-    wanted: list[Wanted]
+    adapter_requests: list[AdapterRequest]
     hold_ms: int = 0
 
 
@@ -132,6 +132,6 @@ class Entry:
             load=placement.load_tokens,
             prefer="\n".join(placement.prefer),
             router=job.reply_to,
-            wanted=encode_wanted(Wanted(job.adapter, job.tenant)) if job.adapter else b"",
+            wanted=encode_adapter_request(AdapterRequest(job.adapter, job.tenant)) if job.adapter else b"",
             body=encode_job(job),
         )

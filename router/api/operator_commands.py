@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from broker.commands import Command, Verb
 from broker.connection import REDIS_DOWN
-from broker.messages import AdapterRef, Wanted, WorkerState
+from broker.messages import AdapterRef, AdapterRequest, WorkerState
 from router.catalog.adapters import check_rank
 from router.catalog.models import Models, ServedModel
 from router.catalog.store_client import ResolvedAdapter, StoreClient
@@ -26,7 +26,7 @@ class AdapterOrders:
         if not name:
             raise InvalidField("adapter", "name an adapter")
         resolved = await self._store.resolve(tenant, name)
-        wanted = Wanted(resolved.ref, tenant)
+        request = AdapterRequest(resolved.ref, tenant)
         try:
             if verb is not Verb.UNPIN:
                 await self._check(verb, resolved, worker_id)
@@ -34,10 +34,10 @@ class AdapterOrders:
                 # Before we look who lives: a worker that starts meanwhile is seen, or sees it itself.
                 for model in self._models_of(resolved):
                     pins = model.queue.pins
-                    await (pins.add(wanted) if verb is Verb.PIN else pins.remove(wanted.adapter))
+                    await (pins.add(request) if verb is Verb.PIN else pins.remove(request.adapter))
             for model, state in await self._workers(resolved, worker_id):
                 if verb is Verb.UNPIN or resolved.ref.rank <= state.max_rank:
-                    await model.queue.commands.send(state.incarnation, Command(verb, wanted))
+                    await model.queue.commands.send(state.incarnation, Command(verb, request))
         except REDIS_DOWN as error:
             raise Unavailable("Redis does not answer", reason="QUEUE_DOWN") from error
 
@@ -73,7 +73,7 @@ class AdapterOrders:
         return found
 
 
-def _check_room(ref: AdapterRef, pinned: list[Wanted], most: int) -> None:
+def _check_room(ref: AdapterRef, pinned: list[AdapterRequest], most: int) -> None:
     """Workers would refuse it one by one. `most` is what the one with the most slots keeps."""
     others = sum(one.adapter.digest != ref.digest for one in pinned)
     if others >= most:

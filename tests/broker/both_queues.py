@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from redis.asyncio import Redis
 
 from bench.queue_model.cell import Cell
-from broker.codec import decode_wanted
+from broker.codec import decode_adapter_request
 from broker.keys import Keys
 from broker.liveness import Liveness
 from broker.messages import AdapterRef, Capacity, Job, StoppingParams
@@ -108,7 +108,7 @@ class BothQueues:
         decided = self.twin.claim(worker, BASE, capacity, self.now_ms)
         assert decided.job_ids == tuple(job.job_id for job in claimed.jobs)
         assert (decided.waiting, decided.hold_ms) == (claimed.waiting, claimed.hold_ms)
-        assert [decode_wanted(wanted) for wanted in decided.wanted] == claimed.wanted
+        assert [decode_adapter_request(data) for data in decided.wanted] == claimed.adapter_requests
         return claimed
 
     async def charge(self, *reports: Usage) -> None:

@@ -7,7 +7,7 @@ from redis.asyncio import Redis
 
 from broker.commands import DRAIN, Command, CommandQueue, Verb, decode_command, encode_command
 from broker.keys import Keys
-from broker.messages import AdapterRef, Wanted
+from broker.messages import AdapterRef, AdapterRequest
 from broker.pins import PinnedAdapters
 
 KEYS = Keys("model", "commands")
@@ -17,12 +17,12 @@ def ref(adapter: str, digest: str) -> AdapterRef:
     return AdapterRef(f"tenants/acme/adapters/{adapter}/revisions/{digest}", digest, rank=8, weight_bytes=1 << 40)
 
 
-WANTED = Wanted(ref("a", "sha256-1"), "acme")
+REQUEST = AdapterRequest(ref("a", "sha256-1"), "acme")
 
 
 @pytest.mark.parametrize("verb", [Verb.WARM, Verb.PIN, Verb.UNPIN])
 def test_a_command_about_an_adapter_comes_back_whole(verb: Verb) -> None:
-    assert decode_command(encode_command(Command(verb, WANTED))) == Command(verb, WANTED)
+    assert decode_command(encode_command(Command(verb, REQUEST))) == Command(verb, REQUEST)
 
 
 def test_a_drain_is_one_word_as_in_earlier_versions() -> None:
@@ -37,7 +37,7 @@ def test_another_version_s_commands_are_nothing(data: bytes) -> None:
 
 async def test_commands_come_in_their_order(redis: Redis) -> None:
     queue = CommandQueue(redis, KEYS)
-    sent = [Command(Verb.PIN, WANTED), Command(Verb.UNPIN, WANTED), DRAIN]
+    sent = [Command(Verb.PIN, REQUEST), Command(Verb.UNPIN, REQUEST), DRAIN]
     for command in sent:
         await queue.send("incarnation", command)
     assert [await queue.next("incarnation", 30) for _ in sent] == sent
@@ -46,10 +46,10 @@ async def test_commands_come_in_their_order(redis: Redis) -> None:
 async def test_to_unpin_an_adapter_is_to_unpin_its_revisions_and_no_others(redis: Redis) -> None:
     pins = PinnedAdapters(redis, KEYS)
     for adapter, digest in (("a", "sha256-1"), ("a", "sha256-2"), ("ab", "sha256-3"), ("a", "sha256-1")):
-        await pins.add(Wanted(ref(adapter, digest), "acme"))
+        await pins.add(AdapterRequest(ref(adapter, digest), "acme"))
     await redis.hset(KEYS.pins, "another version's", b"\xff")
     assert {one.adapter.digest for one in await pins.list()} == {"sha256-1", "sha256-2", "sha256-3"}
     await pins.remove(ref("a", "sha256-9"))
-    assert await pins.list() == [Wanted(ref("ab", "sha256-3"), "acme")]
+    assert await pins.list() == [AdapterRequest(ref("ab", "sha256-3"), "acme")]
     await pins.remove(ref("other", "sha256-3"))
     assert await pins.list() == []

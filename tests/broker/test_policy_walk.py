@@ -108,7 +108,7 @@ class Walk(RuleBasedStateMachine):
         assert sum(min(job.rows, 4) for job in claimed.jobs) <= rows
         self.happened["dropped"] += before - len(claimed.jobs) - claimed.waiting
         self.happened["held"] += claimed.hold_ms > 0
-        self.happened["wanted"] += bool(claimed.wanted)
+        self.happened["ahead"] += bool(claimed.adapter_requests)
         waiting = map(self.both.twin.waiting.get, self.waiting)
         self.happened["reserved"] += any(one.reserved == worker for one in waiting if one is not None)
         for job in claimed.jobs:
@@ -174,6 +174,6 @@ def test_the_scripts_and_their_twin_decide_alike(runner: asyncio.Runner) -> None
         Walk, settings=settings(max_examples=15, stateful_step_count=10, derandomize=True, deadline=None, database=None)
     )
     print(Walk.happened)
-    for event in ("queued", "claimed", "again", "reported", "held", "wanted", "reserved", "late", "refunded", "dropped",
+    for event in ("queued", "claimed", "again", "reported", "held", "ahead", "reserved", "late", "refunded", "dropped",
                   "jobs", "bytes", "tenant_jobs", "tenant_bytes"):  # fmt: skip
         assert Walk.happened[event], f"no walk has shown {event}"

@@ -12,11 +12,11 @@ from broker.codec import decode_job, encode_job
 from broker.keys import Keys
 from broker.messages import (
     AdapterRef,
+    AdapterRequest,
     Capacity,
     Job,
     SamplingParams,
     StoppingParams,
-    Wanted,
     WeightedRef,
 )
 from broker.queue import JobQueue, QueueFullError
@@ -118,11 +118,11 @@ async def test_a_claim_tells_which_adapters_wait_most(queue: JobQueue) -> None:
     await queue.enqueue(job("other", adapter=refs["a"], base_digest="sha256:1"))
     claimed = await queue.claim("sha256:0", replace(ROOMY, rows=1))
     assert [one.job_id for one in claimed.jobs] == ["0"]
-    assert claimed.wanted == [Wanted(refs[name], "acme") for name in "cfbd"]
+    assert claimed.adapter_requests == [AdapterRequest(refs[name], "acme") for name in "cfbd"]
     full = await queue.claim("sha256:0", replace(ROOMY, rows=0))
-    assert (full.jobs, full.waiting, full.wanted) == ([], 13, claimed.wanted)
+    assert (full.jobs, full.waiting, full.adapter_requests) == ([], 13, claimed.adapter_requests)
     rest = await queue.claim("sha256:0", replace(ROOMY, rows=20, rows_limit=20))
-    assert (len(rest.jobs), rest.waiting, rest.wanted) == (11, 2, [])
+    assert (len(rest.jobs), rest.waiting, rest.adapter_requests) == (11, 2, [])
 
 
 async def test_a_redispatched_job_goes_first_and_replaces_its_older_attempt(queue: JobQueue) -> None:

@@ -6,11 +6,11 @@ import asyncio
 from collections.abc import Sequence
 
 from bench.queue_model.cell import Refusal
-from broker.codec import decode_job, decode_wanted
+from broker.codec import decode_adapter_request, decode_job
 from broker.commands import Command
 from broker.keys import Keys
 from broker.liveness import TTL_MS, Census
-from broker.messages import Capacity, DeadJob, Job, Wanted, WorkerState
+from broker.messages import AdapterRequest, Capacity, DeadJob, Job, WorkerState
 from broker.queue import DeadlineUnattainableError, QueueFullError
 from broker.terms import ROOM_MS, Claimed, Placement, QueueLimits, Usage
 from tests.simulation.redis import SimulatedRedis
@@ -64,7 +64,9 @@ class SimulatedQueue:
         jobs = [decode_job(data.bodies.pop(job_id)) for job_id in decision.job_ids]
         for job in jobs:
             self._redis.claimed(job)
-        return Claimed(jobs, decision.waiting, [decode_wanted(one) for one in decision.wanted], decision.hold_ms)
+        return Claimed(
+            jobs, decision.waiting, [decode_adapter_request(one) for one in decision.wanted], decision.hold_ms
+        )
 
     async def charge(self, reports: Sequence[Usage]) -> None:
         """See JobQueue."""
@@ -174,6 +176,6 @@ class SimulatedCommands:
 class NoPins:
     """What broker.pins.PinnedAdapters is to workers; nobody pins anything here."""
 
-    async def list(self) -> list[Wanted]:
+    async def list(self) -> list[AdapterRequest]:
         """See PinnedAdapters."""
         return []

@@ -11,7 +11,7 @@ from typing import Any, cast
 from loraplex.adapters.v1 import adapters_pb2 as pb
 
 from artifacts.base_model import BaseModel, read_base_model
-from broker.messages import AdapterRef, Wanted
+from broker.messages import AdapterRef, AdapterRequest
 from telemetry.tracing import Spans
 from tests.simulation.engine import SimulatedEngine
 from tests.simulation.loop import NODE, Node
@@ -57,7 +57,7 @@ class SimulatedFetcher:
         """See AdapterFetcher."""
         return SimulatedHold(self)
 
-    def prefetch(self, wanted: Iterable[Wanted]) -> None:
+    def prefetch(self, requests: Iterable[AdapterRequest]) -> None:
         """See AdapterFetcher; there is nothing that could come earlier."""
 
     async def get(self) -> Path:

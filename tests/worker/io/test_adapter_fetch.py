@@ -14,7 +14,7 @@ from loraplex_client import AsyncStoreClient
 from adapter_store.app import Store
 from adapter_store.settings import StoreSettings
 from artifacts.base_model import read_base_model
-from broker.messages import AdapterRef, Wanted
+from broker.messages import AdapterRef, AdapterRequest
 from clients.cli.models import registered
 from tests.faulty_store import Fault, FaultyStore
 from worker.io.adapters import fetch as adapter_fetch
@@ -228,17 +228,17 @@ async def test_a_store_that_is_not_there_is_named(world: World, unused_tcp_port:
 async def test_prefetches_are_few_and_never_beside_a_job_s_own(world: World) -> None:
     world.store.faults = dict.fromkeys("abcde", Fault.GATED)
     world.patience = Patience(60.0, 60.0)
-    wanted = [Wanted(world.refs[name], TENANT) for name in "abcde"]
+    requests = [AdapterRequest(world.refs[name], TENANT) for name in "abcde"]
     async with world.worker() as fetcher:
         own = asyncio.create_task(fetcher.hold().fetch(world.refs["e"], TENANT))
         await world.store.asked("e")
-        fetcher.prefetch(wanted)
+        fetcher.prefetch(requests)
         assert fetcher.stats.fetching == 1
         world.store.gate.set()
         await own
         world.store.gate.clear()
         for _ in range(3):
-            fetcher.prefetch(wanted)
+            fetcher.prefetch(requests)
         await asyncio.gather(world.store.asked("a"), world.store.asked("b"))
         assert fetcher.stats.fetching == 2
         # A job that is claimed now joins the flight.

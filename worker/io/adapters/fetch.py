@@ -22,7 +22,7 @@ from pathlib import Path
 import grpc
 from loraplex.adapters.v1 import adapters_pb2_grpc
 
-from broker.messages import AdapterRef, Wanted
+from broker.messages import AdapterRef, AdapterRequest
 from rpc.server import channel_options
 from worker.engine_api import Failure
 from worker.io.adapters.disk import DiskTier, Stored, TooLargeError
@@ -91,16 +91,16 @@ class AdapterFetcher:
         self._misses += stored is None
         return await self._fly(ref, tenant)
 
-    def prefetch(self, wanted: Iterable[Wanted]) -> None:
+    def prefetch(self, requests: Iterable[AdapterRequest]) -> None:
         """Begin to fetch what waiting jobs want, where nothing else is being fetched and room is there at once."""
-        for want in wanted:
-            for ref in want.adapter.summands:
+        for request in requests:
+            for ref in request.adapter.summands:
                 if self._disk.find(ref.digest) is not None or ref.digest in self._flights or self._failure(ref):
                     continue
                 claimed = len(self._flights) > len(self._prefetches)
                 if claimed or len(self._prefetches) >= PREFETCHES or not self._disk.has_room(_room_of(ref)):
                     return
-                task = asyncio.get_running_loop().create_task(self._prefetch(ref, want.tenant))
+                task = asyncio.get_running_loop().create_task(self._prefetch(ref, request.tenant))
                 self._prefetches.add(task)
                 task.add_done_callback(self._prefetches.discard)
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 from broker.commands import Command, Verb
 from broker.connection import REDIS_DOWN
-from broker.messages import AdapterRef, Wanted
+from broker.messages import AdapterRef, AdapterRequest
 from broker.pins import is_let_go
 from broker.queue import JobQueue
 from worker.io.adapters.fetch import AdapterFetcher, FetchFailedError, Hold
@@ -38,7 +38,7 @@ FETCH_AGAIN_S = 2.0
 
 @dataclass(slots=True, eq=False)
 class _Order:
-    wanted: Wanted
+    request: AdapterRequest
     stays: bool
     hold: Hold
     arrived: asyncio.Event = field(default_factory=asyncio.Event)
@@ -63,8 +63,8 @@ class Orders:
         while True:
             try:
                 if not pins_known:
-                    for wanted in await self._queue.pins.list():
-                        self._begin(wanted, stays=True)
+                    for request in await self._queue.pins.list():
+                        self._begin(request, stays=True)
                     pins_known = True
                 command = await self._queue.commands.next(incarnation, WAIT_S)
             except REDIS_DOWN as error:
@@ -79,10 +79,10 @@ class Orders:
             case Command(Verb.DRAIN):
                 log.info("told to drain by an operator")
                 stop.set()
-            case Command(Verb.UNPIN, Wanted(adapter)):
+            case Command(Verb.UNPIN, AdapterRequest(adapter)):
                 self._unpin(adapter)
-            case Command(verb, Wanted() as wanted):
-                self._begin(wanted, stays=verb is Verb.PIN)
+            case Command(verb, AdapterRequest() as request):
+                self._begin(request, stays=verb is Verb.PIN)
 
     def resident(self, digests: Sequence[str]) -> None:
         """What the engine has on its device now."""
@@ -93,11 +93,11 @@ class Orders:
         """The engine does not keep it."""
         order = self._orders.get(message.digest)
         if order is not None and order.stays:
-            log.warning("%s is not pinned: %s", order.wanted.adapter.revision, message.message)
+            log.warning("%s is not pinned: %s", order.request.adapter.revision, message.message)
             self._end(order)
 
-    def _begin(self, wanted: Wanted, *, stays: bool) -> None:
-        ref = wanted.adapter
+    def _begin(self, request: AdapterRequest, *, stays: bool) -> None:
+        ref = request.adapter
         if ref.rank > self._max_rank:
             log.warning("%s: rank %d; this worker takes at most %d", ref.revision, ref.rank, self._max_rank)
             return
@@ -106,20 +106,20 @@ class Orders:
             return  # it is as asked for, or will be
         if before is not None:
             self._end(before)
-        order = self._orders[ref.digest] = _Order(wanted, stays, self._fetcher.hold())
+        order = self._orders[ref.digest] = _Order(request, stays, self._fetcher.hold())
         order.task = asyncio.get_running_loop().create_task(self._pin(order) if stays else self._warm(order))
 
     def _unpin(self, ref: AdapterRef) -> None:
-        for order in [one for one in self._orders.values() if one.stays and is_let_go(one.wanted.adapter, ref)]:
-            log.info("unpins %s", order.wanted.adapter.revision)
-            self._engine.send(Unpin(order.wanted.adapter.digest))
+        for order in [one for one in self._orders.values() if one.stays and is_let_go(one.request.adapter, ref)]:
+            log.info("unpins %s", order.request.adapter.revision)
+            self._engine.send(Unpin(order.request.adapter.digest))
             self._end(order)
 
     async def _pin(self, order: _Order) -> None:
-        ref = order.wanted.adapter
+        ref = order.request.adapter
         while True:
             try:
-                source = await fetch_source(order.hold, ref, order.wanted.tenant)
+                source = await fetch_source(order.hold, ref, order.request.tenant)
                 break
             except FetchFailedError as error:
                 if error.failure.code != "UNAVAILABLE":
@@ -133,9 +133,9 @@ class Orders:
         self._engine.send(Pin(source))
 
     async def _warm(self, order: _Order) -> None:
-        ref = order.wanted.adapter
+        ref = order.request.adapter
         try:
-            source = await fetch_source(order.hold, ref, order.wanted.tenant)
+            source = await fetch_source(order.hold, ref, order.request.tenant)
         except FetchFailedError as error:
             log.warning("can't warm %s: %s", ref.revision, error)
             self._end(order)
@@ -152,7 +152,7 @@ class Orders:
 
     def _end(self, order: _Order) -> None:
         """Release what an order holds, and forget it."""
-        digest = order.wanted.adapter.digest
+        digest = order.request.adapter.digest
         del self._orders[digest]
         self._awaited.discard(digest)
         order.hold.release()

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from broker.connection import REDIS_DOWN
-from broker.messages import Capacity, Job, Wanted
+from broker.messages import AdapterRequest, Capacity, Job
 from broker.queue import JobQueue
 from broker.terms import Claimed
 from worker.io.engine_client.process import EngineProcess
@@ -45,7 +45,7 @@ class Claims:
         usage: UsageLog,
         engine: EngineProcess,
         accept: Callable[[Sequence[Job]], None],
-        prefetch: Callable[[Sequence[Wanted]], None],
+        prefetch: Callable[[Sequence[AdapterRequest]], None],
         metrics: WorkerMetrics,
     ) -> None:
         self._base_digest = base_digest
@@ -94,7 +94,7 @@ class Claims:
                 log.warning("the queue does not answer: %s", error)
                 await asyncio.sleep(PAUSE_S)
                 continue
-            self._prefetch(claimed.wanted)
+            self._prefetch(claimed.adapter_requests)
             if not full and not claimed.jobs and claimed.waiting and self._held.running:
                 # What waits does not fit now: it will when something here has ended, or somebody else takes it.
                 await self._changes_within(claimed.hold_ms / 1e3 or FIT_S)
