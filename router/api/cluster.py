@@ -17,7 +17,7 @@ from router.api.operator_commands import AdapterOrders
 from router.api.traffic import Traffic
 from router.catalog.models import Models
 from router.dispatch.dispatcher import Dispatcher
-from router.dispatch.track import Track
+from router.dispatch.routed_job import Track
 from router.metrics import RouterMetrics
 from rpc.auth import tenant_of
 from rpc.errors import InvalidField, NotFound, Unavailable

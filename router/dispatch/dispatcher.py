@@ -21,7 +21,7 @@ from broker.queue import DeadlineUnattainableError, JobQueue, QueueFullError
 from broker.terms import Placement
 from router.dispatch.outbox import Errands
 from router.dispatch.reader_rounds import Turns
-from router.dispatch.track import Frame, Link, Track
+from router.dispatch.routed_job import Frame, Link, Track
 from router.metrics import LOST, RETURNED, UNCLAIMED, RouterMetrics
 from rpc.errors import DeadlinePassed, Exhausted, Internal, Unavailable
 from telemetry.logging import fields

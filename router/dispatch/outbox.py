@@ -16,7 +16,7 @@ from broker.connection import REDIS_DOWN
 from broker.messages import DeadJob, Job
 from broker.queue import JobQueue, QueueFullError
 from broker.terms import Placement
-from router.dispatch.track import Track
+from router.dispatch.routed_job import Track
 from rpc.errors import Internal
 
 log = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ from loraplex.relay.v1 import relay_pb2 as pb
 from loraplex.relay.v1 import relay_pb2_grpc
 
 from router.dispatch.dispatcher import Dispatcher
-from router.dispatch.track import Frame, WorkerFinish
+from router.dispatch.routed_job import Frame, WorkerFinish
 from router.metrics import RouterMetrics
 from router.request import TokenLogprobs
 from rpc.errors import (
@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 
 class WorkerLink:
-    """What the router sends to one worker incarnation; see router.dispatch.track.Link."""
+    """What the router sends to one worker incarnation; see router.dispatch.routed_job.Link."""
 
     def __init__(self, worker_id: str, incarnation: str) -> None:
         self.worker_id = worker_id

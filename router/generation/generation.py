@@ -15,7 +15,7 @@ from router.catalog.adapters import check_rank, resolve_adapters
 from router.catalog.models import Models, ServedModel
 from router.catalog.store_client import StoreClient
 from router.dispatch.dispatcher import Dispatcher
-from router.dispatch.track import Track
+from router.dispatch.routed_job import Track
 from router.generation.resume import Resumption, Ticket, Tickets
 from router.generation.runs import Run, Runs
 from router.generation.slow_clients import SlowClients

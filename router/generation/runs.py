@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from broker.messages import Job
 from router.dispatch.dispatcher import Dispatcher
-from router.dispatch.track import Track
+from router.dispatch.routed_job import Track
 from router.generation.resume import Began, Resumption
 from router.request import Request
 from rpc.errors import Aborted, AlreadyExists, CallError, Unavailable

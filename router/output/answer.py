@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from router.dispatch.track import WorkerFinish
+from router.dispatch.routed_job import WorkerFinish
 from router.request import Delta, Finished, FinishReason, TokenLogprobs
 from router.text.tokenizer import TextStream
 

@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 
-from router.dispatch.track import Track
+from router.dispatch.routed_job import Track
 from router.output.answer import Answer
 from router.request import Delta, Event, Finished, PromptLogprobs, Received, Request, TokenLogprobs
 from router.text.tokenizer import Text

@@ -7,7 +7,7 @@ from contextlib import aclosing
 from broker.keys import Keys
 from broker.messages import Capacity, Job, StoppingParams
 from broker.queue import JobQueue
-from router.dispatch.track import Frame, Track, WorkerFinish
+from router.dispatch.routed_job import Frame, Track, WorkerFinish
 
 KEYS = Keys("tiny", "main")
 ROOMY = Capacity(rows=8, rows_limit=8, tokens=10_000, max_tokens=4096, max_rank=64)

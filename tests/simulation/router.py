@@ -16,7 +16,7 @@ from router.catalog.placement import Placer
 from router.catalog.store_client import Manifest, ResolvedAdapter
 from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.relay import RelayService
-from router.dispatch.track import Frame, Link, Track
+from router.dispatch.routed_job import Frame, Link, Track
 from router.generation.generation import Generation
 from router.generation.resume import Tickets
 from router.request import Message, Received, Request

@@ -13,7 +13,7 @@ from broker.dead import DeadLetters
 from broker.liveness import Liveness
 from broker.queue import JobQueue
 from router.dispatch.dispatcher import Dispatcher
-from router.dispatch.track import Link, Track
+from router.dispatch.routed_job import Link, Track
 from tests.simulation.clients import End
 from tests.simulation.faults import Kind
 from tests.simulation.queue import SimulatedCommands, SimulatedDeadLetters, SimulatedLiveness, SimulatedQueue

@@ -15,7 +15,7 @@ from broker.terms import Placement
 from router.dispatch import dispatcher as dispatch
 from router.dispatch import outbox as errands
 from router.dispatch.dispatcher import Dispatcher
-from router.dispatch.track import WorkerFinish
+from router.dispatch.routed_job import WorkerFinish
 from rpc.errors import Internal
 from tests.router.recording_link import KEYS, RecordingLink, claim, frame, job
 

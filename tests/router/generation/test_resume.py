@@ -13,7 +13,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from broker.messages import AdapterRef, Job, StoppingParams, WeightedRef
-from router.dispatch.track import Frame, Track, WorkerFinish
+from router.dispatch.routed_job import Frame, Track, WorkerFinish
 from router.generation.resume import Began, Ticket, Tickets
 from router.output.answers import Answers
 from router.request import Delta, Event, Finished, PromptLogprobs, Received, Request, Stopping, TokenLogprobs

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from router.dispatch.track import WorkerFinish
+from router.dispatch.routed_job import WorkerFinish
 from router.output.answer import Answer
 from router.request import Delta, Finished, FinishReason
 from router.text.tokenizer import HashText

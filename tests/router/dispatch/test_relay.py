@@ -17,7 +17,7 @@ from broker.terms import Placement
 from router.dispatch import dispatcher as dispatch
 from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.relay import RelayService
-from router.dispatch.track import Arrival, Track
+from router.dispatch.routed_job import Arrival, Track
 from rpc.server import Server
 from worker.engine_api import FinishKind, Output
 from worker.io.jobs.local_jobs import HeldChoice, HeldJobs

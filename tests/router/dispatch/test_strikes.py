@@ -10,7 +10,7 @@ import pytest
 from broker.messages import DeadJob, Job
 from broker.queue import JobQueue
 from router.dispatch.dispatcher import Dispatcher
-from router.dispatch.track import Track, WorkerFinish
+from router.dispatch.routed_job import Track, WorkerFinish
 from rpc.errors import Internal
 from tests.router.recording_link import ROOMY, RecordingLink, claim, frame, job
 

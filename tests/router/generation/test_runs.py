@@ -14,7 +14,7 @@ from broker.messages import Job
 from broker.queue import JobQueue
 from broker.terms import Placement
 from router.dispatch.dispatcher import Dispatcher
-from router.dispatch.track import Frame, WorkerFinish
+from router.dispatch.routed_job import Frame, WorkerFinish
 from router.generation.resume import Began, Resumption, Ticket
 from router.generation.runs import Run, Runs
 from router.request import Received, Request

@@ -10,7 +10,7 @@ from redis.asyncio import Redis
 
 from broker.queue import JobQueue
 from router.dispatch.dispatcher import Dispatcher
-from router.dispatch.track import Frame, WorkerFinish
+from router.dispatch.routed_job import Frame, WorkerFinish
 from rpc.errors import Internal
 from tests.router.recording_link import KEYS, RecordingLink, claim, frame, job, read
 
