@@ -12,8 +12,8 @@ from loraplex.relay.v1 import relay_pb2_grpc
 
 from broker.startup import connect_once_up
 from router.api.cluster import ClusterService
-from router.api.operator_commands import AdapterOrders
-from router.api.request_telemetry import Watcher
+from router.api.operator_commands import AdapterCommands
+from router.api.request_telemetry import RequestTelemetry
 from router.api.service import InferenceService
 from router.catalog.models import WATCH_S, Models
 from router.catalog.placement import Placer
@@ -22,7 +22,7 @@ from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.relay import RelayService
 from router.gauges import follow_gauges
 from router.generation.generation import Generation
-from router.generation.resume import Tickets
+from router.generation.resume import ResumeTokens
 from router.metrics import RouterMetrics
 from router.settings import Settings, read_weights
 from rpc.metrics import CallMeter
@@ -62,11 +62,16 @@ async def run(settings: Settings) -> None:
         reply_to = f"{settings.relay_advertise or settings.relay_host}:{relay_port}"
         models.announce(reply_to)
         generation = Generation(
-            models, store, dispatcher, reply_to, Tickets(settings.resume_key), client_stall_s=settings.client_stall_s
+            models,
+            store,
+            dispatcher,
+            reply_to,
+            ResumeTokens(settings.resume_key),
+            client_stall_s=settings.client_stall_s,
         )
-        service = InferenceService(generation, models, Watcher(metrics, spans, models))
+        service = InferenceService(generation, models, RequestTelemetry(metrics, spans, models))
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(service, public.grpc)
-        cluster = ClusterService(models, dispatcher, metrics, AdapterOrders(models, store))
+        cluster = ClusterService(models, dispatcher, metrics, AdapterCommands(models, store))
         cluster_pb2_grpc.add_ClusterServiceServicer_to_server(cluster, public.grpc)
         relay_pb2_grpc.add_RelayServiceServicer_to_server(relay_service, relay.grpc)
         port = public.bind(settings.host, settings.port)
@@ -83,7 +88,7 @@ async def run(settings: Settings) -> None:
         if watching is not None:
             watching.cancel()
             await asyncio.gather(watching, return_exceptions=True)
-        await dispatcher.settle()
+        await dispatcher.drain_tasks()
         relay_service.close()
         await relay.stop(1.0)
         await store.close()

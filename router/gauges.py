@@ -17,9 +17,9 @@ EVERY_S = 1.0
 async def follow_gauges(metrics: RouterMetrics, models: Models, dispatcher: Dispatcher) -> None:
     """Forever."""
     while True:
-        running = sum(track.link is not None for track in dispatcher.tracks)
+        running = sum(routed.link is not None for routed in dispatcher.jobs)
         metrics.open_requests.labels("running").set(running)
-        metrics.open_requests.labels("queued").set(len(tuple(dispatcher.tracks)) - running)
+        metrics.open_requests.labels("queued").set(len(tuple(dispatcher.jobs)) - running)
         for model in models.served:
             name = model.manifest.name
             phases = Counter(state.phase for state in models.workers(name))

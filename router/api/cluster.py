@@ -13,11 +13,11 @@ from loraplex.cluster.v1 import cluster_pb2_grpc
 from broker.commands import DRAIN, Verb
 from broker.connection import REDIS_DOWN
 from broker.messages import DeadJob, WorkerPhase, WorkerState
-from router.api.operator_commands import AdapterOrders
+from router.api.operator_commands import AdapterCommands
 from router.api.traffic import Traffic
 from router.catalog.models import Models
 from router.dispatch.dispatcher import Dispatcher
-from router.dispatch.routed_job import Track
+from router.dispatch.routed_job import RoutedJob
 from router.metrics import RouterMetrics
 from rpc.auth import tenant_of
 from rpc.errors import InvalidField, NotFound, Unavailable
@@ -30,9 +30,11 @@ _PHASES = {WorkerPhase.SERVING: pb.WORKER_PHASE_SERVING, WorkerPhase.DRAINING: p
 class ClusterService(cluster_pb2_grpc.ClusterServiceServicer):
     """loraplex.cluster.v1.ClusterService."""
 
-    def __init__(self, models: Models, dispatcher: Dispatcher, metrics: RouterMetrics, orders: AdapterOrders) -> None:
+    def __init__(
+        self, models: Models, dispatcher: Dispatcher, metrics: RouterMetrics, commands: AdapterCommands
+    ) -> None:
         self._models = models
-        self._orders = orders
+        self._commands = commands
         self._dispatcher = dispatcher
         self._traffic = Traffic(metrics)
 
@@ -55,7 +57,7 @@ class ClusterService(cluster_pb2_grpc.ClusterServiceServicer):
 
     async def ListJobs(self, request: pb.ListJobsRequest, context: Context) -> pb.ListJobsResponse:
         """The jobs that this router owns."""
-        return pb.ListJobsResponse(jobs=[_job(track) for track in self._dispatcher.tracks])
+        return pb.ListJobsResponse(jobs=[_job(routed) for routed in self._dispatcher.jobs])
 
     async def ListDeadJobs(self, request: pb.ListDeadJobsRequest, context: Context) -> pb.ListDeadJobsResponse:
         """The last jobs of all models that were ended because they killed engines, the newest first."""
@@ -70,7 +72,7 @@ class ClusterService(cluster_pb2_grpc.ClusterServiceServicer):
 
     async def GetTraffic(self, request: pb.GetTrafficRequest, context: Context) -> pb.GetTrafficResponse:
         """What this router has served since its start."""
-        return self._traffic.response(len(tuple(self._dispatcher.tracks)))
+        return self._traffic.response(len(tuple(self._dispatcher.jobs)))
 
     async def DrainWorker(self, request: pb.DrainWorkerRequest, context: Context) -> pb.DrainWorkerResponse:
         """Tell a worker to stop, as SIGTERM would."""
@@ -91,17 +93,17 @@ class ClusterService(cluster_pb2_grpc.ClusterServiceServicer):
 
     async def WarmAdapter(self, request: pb.WarmAdapterRequest, context: Context) -> pb.WarmAdapterResponse:
         """Bring an adapter to the device of every worker of its base, or of one."""
-        await self._orders.give(Verb.WARM, tenant_of(context), request.adapter, request.worker_id)
+        await self._commands.give(Verb.WARM, tenant_of(context), request.adapter, request.worker_id)
         return pb.WarmAdapterResponse()
 
     async def PinAdapter(self, request: pb.PinAdapterRequest, context: Context) -> pb.PinAdapterResponse:
         """The same, and it stays there; without a worker's name also on workers that start later."""
-        await self._orders.give(Verb.PIN, tenant_of(context), request.adapter, request.worker_id)
+        await self._commands.give(Verb.PIN, tenant_of(context), request.adapter, request.worker_id)
         return pb.PinAdapterResponse()
 
     async def UnpinAdapter(self, request: pb.UnpinAdapterRequest, context: Context) -> pb.UnpinAdapterResponse:
         """It may leave again."""
-        await self._orders.give(Verb.UNPIN, tenant_of(context), request.adapter, request.worker_id)
+        await self._commands.give(Verb.UNPIN, tenant_of(context), request.adapter, request.worker_id)
         return pb.UnpinAdapterResponse()
 
 
@@ -130,20 +132,20 @@ def _worker(state: WorkerState) -> pb.Worker:
     )
 
 
-def _job(track: Track) -> pb.Job:
-    job = track.job
+def _job(routed: RoutedJob) -> pb.Job:
+    job = routed.job
     return pb.Job(
         job_id=job.job_id,
         tenant=job.tenant,
         adapter_revision=job.adapter.revision if job.adapter else "",
         attempt=job.attempt,
-        worker_id=track.link.worker_id if track.link else "",
+        worker_id=routed.link.worker_id if routed.link else "",
         prompt_tokens=len(job.prompt_ids),
-        completion_tokens=track.emitted_tokens,
+        completion_tokens=routed.emitted_tokens,
         request_id=job.request_id,
         model=job.model,
         strikes=job.strikes,
-        age=time.monotonic() - track.admitted_at,
+        age=time.monotonic() - routed.admitted_at,
     )
 
 

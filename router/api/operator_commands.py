@@ -11,7 +11,7 @@ from router.catalog.store_client import ResolvedAdapter, StoreClient
 from rpc.errors import InvalidField, Mismatch, NotFound, Unavailable
 
 
-class AdapterOrders:
+class AdapterCommands:
     """Names become revisions here, as those of requests do."""
 
     def __init__(self, models: Models, store: StoreClient) -> None:

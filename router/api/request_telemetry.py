@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
-class Watcher:
+class RequestTelemetry:
     """Watches one router's requests."""
 
     def __init__(self, metrics: RouterMetrics, spans: Spans, models: Models) -> None:
@@ -33,19 +33,19 @@ class Watcher:
         self.spans = spans
         self._models = models
 
-    def watch(self, request: Request, context: Context) -> Watch:
-        """To be entered before the request is run, which is then `Watch.request`."""
+    def record(self, request: Request, context: Context) -> RequestRecord:
+        """To be entered before the request is run, which is then `RequestRecord.request`."""
         served = [model.manifest.name for model in self._models.served]
         # What somebody made up is no label.
         named = [name for name in served if request.model in {name, ""}]
-        return Watch(self, request, named[0] if len(named) == 1 else "", context)
+        return RequestRecord(self, request, named[0] if len(named) == 1 else "", context)
 
 
-class Watch:
+class RequestRecord:
     """One request, from its call to its end. It costs a message one observation, and a request some twenty."""
 
-    def __init__(self, watcher: Watcher, request: Request, model: str, context: Context) -> None:
-        self._metrics, self._spans = watcher.metrics, watcher.spans
+    def __init__(self, telemetry: RequestTelemetry, request: Request, model: str, context: Context) -> None:
+        self._metrics, self._spans = telemetry.metrics, telemetry.spans
         self._model = model
         self._context = context
         self._began = time.monotonic()

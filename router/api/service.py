@@ -11,7 +11,7 @@ from loraplex.inference.v1 import inference_pb2 as pb
 from loraplex.inference.v1 import inference_pb2_grpc
 
 from router.api.convert import read_prompt, read_request, write_message
-from router.api.request_telemetry import Watcher
+from router.api.request_telemetry import RequestTelemetry
 from router.catalog.models import Models
 from router.generation.generation import Generation
 from router.request import Received
@@ -25,29 +25,29 @@ Context = grpc.aio.ServicerContext[Any, Any]
 class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
     """loraplex.inference.v1.InferenceService."""
 
-    def __init__(self, generation: Generation, models: Models, watcher: Watcher) -> None:
+    def __init__(self, generation: Generation, models: Models, telemetry: RequestTelemetry) -> None:
         self._generation = generation
         self._models = models
-        self._watcher = watcher
+        self._telemetry = telemetry
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> AsyncIterator[pb.GenerateResponse]:
         """Generate an answer, streamed."""
         call = read_request(request.spec, tenant_of(context))
-        with self._watcher.watch(call, context) as watch:
-            async with aclosing(self._generation.run(watch.request, context.time_remaining())) as messages:
+        with self._telemetry.record(call, context) as record:
+            async with aclosing(self._generation.run(record.request, context.time_remaining())) as messages:
                 async for message in messages:
-                    watch.sent(message.event)
+                    record.sent(message.event)
                     yield pb.GenerateResponse(event=write_message(message))
 
     async def Resume(self, request: pb.ResumeRequest, context: Context) -> AsyncIterator[pb.ResumeResponse]:
         """Go on with an answer whose stream was lost, wherever that was."""
         call = read_request(request.spec, tenant_of(context))
         received = _read_received(request.received, call.n)
-        with self._watcher.watch(call, context) as watch:
-            going_on = self._generation.resume(watch.request, request.resume_token, received, context.time_remaining())
+        with self._telemetry.record(call, context) as record:
+            going_on = self._generation.resume(record.request, request.resume_token, received, context.time_remaining())
             async with aclosing(going_on) as messages:
                 async for message in messages:
-                    watch.sent(message.event)
+                    record.sent(message.event)
                     yield pb.ResumeResponse(event=write_message(message))
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:

@@ -16,7 +16,7 @@ from broker.connection import REDIS_DOWN
 from broker.messages import DeadJob, Job
 from broker.queue import JobQueue, QueueFullError
 from broker.terms import Placement
-from router.dispatch.routed_job import Track
+from router.dispatch.routed_job import RoutedJob
 from rpc.errors import Internal
 
 log = logging.getLogger(__name__)
@@ -32,14 +32,14 @@ DRAIN_S = 60.0
 Work = Callable[[], Awaitable[None]]
 
 
-class Errands:
-    """The errands of one dispatcher. `owns` tells whether a track is still one of its own."""
+class Outbox:
+    """The errands of one dispatcher. `owns` tells whether a routed is still one of its own."""
 
     def __init__(
         self,
         queue_of: Callable[[str], JobQueue],
         place: Callable[[Job], Placement],
-        owns: Callable[[Track], bool],
+        owns: Callable[[RoutedJob], bool],
     ) -> None:
         self._queue_of = queue_of
         self._place = place
@@ -48,31 +48,31 @@ class Errands:
         # What empties Redis must not wait for what fills it: its memory may be full.
         self._drains = _Lane()
 
-    def enqueue(self, track: Track) -> None:
-        """Put the track's newest attempt into the queue; afterwards it is there, or the track has ended."""
-        track.dispatching = True
-        self._enqueues.put(lambda: self._enqueue(track))
+    def enqueue(self, routed: RoutedJob) -> None:
+        """Put the routed's newest attempt into the queue; afterwards it is there, or the routed has ended."""
+        routed.dispatching = True
+        self._enqueues.put(lambda: self._enqueue(routed))
 
-    async def _enqueue(self, track: Track) -> None:
+    async def _enqueue(self, routed: RoutedJob) -> None:
         enqueued = 0
 
         async def attempt() -> None:
             nonlocal enqueued
-            job = track.job
+            job = routed.job
             await self._queue_of(job.model).enqueue(job, self._place(job))
             enqueued = job.attempt
 
         try:
-            while self._owns(track) and enqueued < track.job.attempt:
-                what = f"job {track.job.job_id} attempt {track.job.attempt}"
-                await _persist(what, attempt, wanted=lambda: self._owns(track))
+            while self._owns(routed) and enqueued < routed.job.attempt:
+                what = f"job {routed.job.job_id} attempt {routed.job.attempt}"
+                await _persist(what, attempt, wanted=lambda: self._owns(routed))
         except Exception:  # told already
-            track.fail(Internal("the request could not be dispatched again", reason="DISPATCH_FAILED"))
+            routed.fail(Internal("the request could not be dispatched again", reason="DISPATCH_FAILED"))
         finally:
-            track.dispatching = False
-            track.missing_since = None
-        if not self._owns(track) and track.link is None:  # it ended meanwhile
-            self.finish(track.job)
+            routed.dispatching = False
+            routed.missing_since = None
+        if not self._owns(routed) and routed.link is None:  # it ended meanwhile
+            self.finish(routed.job)
 
     def finish(self, job: Job) -> None:
         """Take a job out of the queue. If that can't be done, a worker that claims it is told to stop it."""
@@ -82,9 +82,9 @@ class Errands:
 
         self._drain(f"the end of job {job.job_id}", finish)
 
-    def bury(self, track: Track, reason: str) -> None:
+    def bury(self, routed: RoutedJob, reason: str) -> None:
         """Keep a dead letter of a job; `reason` is what its client was told."""
-        dead = _dead_job(track, reason)
+        dead = _dead_job(routed, reason)
 
         async def add() -> None:
             await self._queue_of(dead.model).dead.add(dead)
@@ -95,10 +95,10 @@ class Errands:
         until = time.monotonic() + DRAIN_S
         self._drains.put(lambda: _persist(what, work, wanted=lambda: time.monotonic() < until))
 
-    async def settle(self) -> None:
+    async def drain_tasks(self) -> None:
         """Wait until all are done."""
-        await self._enqueues.settle()
-        await self._drains.settle()
+        await self._enqueues.drain_tasks()
+        await self._drains.drain_tasks()
 
 
 class _Lane:
@@ -133,7 +133,7 @@ class _Lane:
             if not self._running:
                 self._idle.set()
 
-    async def settle(self) -> None:
+    async def drain_tasks(self) -> None:
         await self._idle.wait()
 
 
@@ -159,8 +159,8 @@ async def _persist(what: str, work: Work, *, wanted: Callable[[], bool]) -> None
     return None
 
 
-def _dead_job(track: Track, reason: str) -> DeadJob:
-    job = track.job
+def _dead_job(routed: RoutedJob, reason: str) -> DeadJob:
+    job = routed.job
     return DeadJob(
         job_id=job.job_id,
         request_id=job.request_id,
@@ -168,7 +168,7 @@ def _dead_job(track: Track, reason: str) -> DeadJob:
         model=job.model,
         adapter_revision=job.adapter.revision if job.adapter else "",
         prompt_tokens=len(job.prompt_ids),
-        completion_tokens=track.emitted_tokens,
+        completion_tokens=routed.emitted_tokens,
         attempts=job.attempt,
         reason=reason,
         died_at_ms=round(time.time() * 1e3),

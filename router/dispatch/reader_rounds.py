@@ -17,7 +17,7 @@ REST = 4
 REST_MOST_S = 0.05
 
 
-class Turns:
+class ReaderRounds:
     """The rounds of one router."""
 
     def __init__(self) -> None:

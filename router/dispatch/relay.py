@@ -63,7 +63,7 @@ class WorkerLink:
 
 
 class RelayService(relay_pb2_grpc.RelayServiceServicer):
-    """Turns the workers' messages to calls of the dispatcher."""
+    """ReaderRounds the workers' messages to calls of the dispatcher."""
 
     def __init__(self, dispatcher: Dispatcher, metrics: RouterMetrics | None = None) -> None:
         self._dispatcher = dispatcher

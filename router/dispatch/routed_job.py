@@ -1,4 +1,4 @@
-"""One admitted job inside its router, from the first dispatch to the end. The track is the job's redo log.
+"""One admitted job inside its router, from the first dispatch to the end. The routed is the job's redo log.
 
 dispatched ──▶ bound to one worker's incarnation ──▶ finished
     ▲                    │ link lost, job returned, claim without a sign
@@ -17,7 +17,7 @@ from typing import Protocol
 import msgspec
 
 from broker.messages import Job
-from router.dispatch.reader_rounds import Turns
+from router.dispatch.reader_rounds import ReaderRounds
 from router.request import TokenLogprobs
 from rpc.errors import CallError
 
@@ -103,12 +103,12 @@ class _Seat:
     error: CallError | None = None
 
 
-class Track:
+class RoutedJob:
     """A job's state, and the queue between the relay and the one reader of its tokens."""
 
-    def __init__(self, job: Job, turns: Turns | None = None) -> None:
+    def __init__(self, job: Job, rounds: ReaderRounds | None = None) -> None:
         self.job = job
-        self._turns = turns or Turns()
+        self._rounds = rounds or ReaderRounds()
         self.choices = [_choice(job, index) for index in range(job.n)]
         self.link: Link | None = None
         self.failure: CallError | None = None
@@ -199,7 +199,7 @@ class Track:
         if frame.prompt_logprobs:
             self.prompt_logprobs = frame.prompt_logprobs
         self._news.add(frame.choice)
-        self._turns.ready(self._arrived, urgent=first or frame.finish is not None)
+        self._rounds.ready(self._arrived, urgent=first or frame.finish is not None)
         return True
 
     def close(self, index: int) -> None:

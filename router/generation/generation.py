@@ -15,8 +15,8 @@ from router.catalog.adapters import check_rank, resolve_adapters
 from router.catalog.models import Models, ServedModel
 from router.catalog.store_client import StoreClient
 from router.dispatch.dispatcher import Dispatcher
-from router.dispatch.routed_job import Track
-from router.generation.resume import Resumption, Ticket, Tickets
+from router.dispatch.routed_job import RoutedJob
+from router.generation.resume import ResumeClaims, ResumeTokens, Resumption
 from router.generation.runs import Run, Runs
 from router.generation.slow_clients import SlowClients
 from router.output.answers import Answers
@@ -36,14 +36,14 @@ class Generation:
         store: StoreClient,
         dispatcher: Dispatcher,
         reply_to: str,
-        tickets: Tickets,
+        tokens: ResumeTokens,
         *,
         client_stall_s: float = math.inf,
     ) -> None:
         self._models = models
         self._store = store
         self._reply_to = reply_to
-        self._tickets = tickets
+        self._tokens = tokens
         self._runs = Runs(dispatcher)
         self.slow_clients = SlowClients(client_stall_s)
 
@@ -61,7 +61,7 @@ class Generation:
         if not request.request_id:
             request = replace(request, request_id=secrets.token_hex(8))
         async with self._runs.read(request, None, make_job) as run:
-            run.track.limit(deadline_s)
+            run.routed.limit(deadline_s)
             async with aclosing(self._messages(request, run, None)) as messages:
                 async for message in messages:
                     yield message
@@ -70,15 +70,15 @@ class Generation:
         self, request: Request, token: str, received: Mapping[int, Received], deadline_s: float | None
     ) -> AsyncGenerator[Message]:
         """What comes after what the client has received; as `run` otherwise."""
-        ticket = self._tickets.open(token, request.tenant)
-        if ticket.fingerprint != request.fingerprint:
+        claims = self._tokens.verify(token, request.tenant)
+        if claims.fingerprint != request.fingerprint:
             raise InvalidField("spec", "is not what the resume_token was given for", reason="RESUME_TOKEN_MISMATCH")
-        resumption = Resumption(ticket, received)
+        resumption = Resumption(claims, received)
         request = replace(
             request,
-            request_id=ticket.request_id,
-            seed=ticket.seed,
-            stopping=replace(request.stopping, max_tokens=ticket.max_tokens),
+            request_id=claims.request_id,
+            seed=claims.seed,
+            stopping=replace(request.stopping, max_tokens=claims.max_tokens),
         )
 
         async def make_job() -> Job:
@@ -86,11 +86,11 @@ class Generation:
 
         if request.best_of == request.n and all(resumption.has(choice).finished for choice in range(request.n)):
             # Nothing is left to compute, only to be told.
-            run = Run(request.fingerprint, Track(await make_job()), AsyncExitStack(), resumption)
+            run = Run(request.fingerprint, RoutedJob(await make_job()), AsyncExitStack(), resumption)
             yield Message(_summary(run, sum(len(one.token_ids) for one in received.values())))
             return
         async with self._runs.read(request, resumption, make_job) as run:
-            run.track.limit(deadline_s)
+            run.routed.limit(deadline_s)
             async with aclosing(self._messages(request, run, received)) as messages:
                 async for message in messages:
                     yield message
@@ -102,29 +102,29 @@ class Generation:
     async def _answered(
         self, request: Request, run: Run, received: Mapping[int, Received] | None
     ) -> AsyncGenerator[Message]:
-        answers = Answers(request, self._models.get(run.track.job.model).text, run.track, received)
+        answers = Answers(request, self._models.get(run.routed.job.model).text, run.routed, received)
         first = True
         async with aclosing(answers.events()) as events:
             async for event in events:
                 run.first_at = run.first_at or time.monotonic()
-                yield Message(event, self._tickets.seal(_ticket(run), request.tenant) if first else "")
+                yield Message(event, self._tokens.sign(_claims_of(run), request.tenant) if first else "")
                 first = False
         yield Message(_summary(run, answers.tokens))
 
     async def _resumed_job(self, request: Request, resumption: Resumption, deadline_s: float | None) -> Job:
-        ticket = resumption.ticket
+        claims = resumption.claims
         try:
-            model = self._models.get(ticket.model)
+            model = self._models.get(claims.model)
         except NotFound as error:  # it was served when the token was given: a router that has just started
-            raise Unavailable(f"{ticket.model} is not served here yet", reason="NO_MODEL") from error
-        if model.manifest.digest != ticket.base_digest:
-            raise Mismatch("model", f"{ticket.model} has been replaced since", reason="BASE_REPLACED")
-        check_rank(ticket.adapter, self._max_rank(model))
-        job = await self._job(request, model, ticket.adapter, deadline_s)
+            raise Unavailable(f"{claims.model} is not served here yet", reason="NO_MODEL") from error
+        if model.manifest.digest != claims.base_digest:
+            raise Mismatch("model", f"{claims.model} has been replaced since", reason="BASE_REPLACED")
+        check_rank(claims.adapter, self._max_rank(model))
+        job = await self._job(request, model, claims.adapter, deadline_s)
         for index, one in enumerate(resumption.received.values()):
             _check_ids(f"received[{index}].token_ids", one.token_ids, model.manifest.vocab_size)
-            if len(one.token_ids) > ticket.max_tokens:
-                raise InvalidField(f"received[{index}].token_ids", f"more than max_tokens ({ticket.max_tokens})")
+            if len(one.token_ids) > claims.max_tokens:
+                raise InvalidField(f"received[{index}].token_ids", f"more than max_tokens ({claims.max_tokens})")
         if request.best_of > request.n:  # nothing of the candidates was delivered
             return replace(job, prompt_logprobs=None)
         return replace(
@@ -204,9 +204,9 @@ def _check_ids(field: str, ids: tuple[int, ...], vocab_size: int) -> None:
         raise InvalidField(field, f"id {max(ids)} is beyond the vocabulary of {vocab_size}")
 
 
-def _ticket(run: Run) -> Ticket:
-    job = run.track.job
-    return Ticket(
+def _claims_of(run: Run) -> ResumeClaims:
+    job = run.routed.job
+    return ResumeClaims(
         request_id=job.request_id,
         fingerprint=run.fingerprint,
         model=job.model,
@@ -220,7 +220,7 @@ def _ticket(run: Run) -> Ticket:
 
 
 def _summary(run: Run, completion_tokens: int) -> Summary:
-    job, began = run.track.job, run.began
+    job, began = run.routed.job, run.began
     return Summary(
         request_id=job.request_id,
         adapter_revision=job.adapter.revision if job.adapter else "",
@@ -232,7 +232,7 @@ def _summary(run: Run, completion_tokens: int) -> Summary:
         ttft_s=began.ttft_s,
         # Across routers by the wall clock, which two hosts may disagree on.
         decode_s=max(0.0, time.time() - began.first_at_s),
-        continuations=run.resumes + run.track.continuations,
+        continuations=run.resumes + run.routed.continuations,
         adapters=tuple(
             WeightedAdapter(part.adapter.revision, part.weight) for part in (job.adapter.parts if job.adapter else ())
         ),

@@ -40,7 +40,7 @@ class Began:
 
 
 @dataclass(frozen=True, slots=True)
-class Ticket:
+class ResumeClaims:
     """What a request was resolved to: with the request itself and the ids received, the same answer goes on."""
 
     request_id: str
@@ -60,7 +60,7 @@ class Ticket:
 class Resumption:
     """A request that goes on. `received` by choice; one that is not there has nothing yet."""
 
-    ticket: Ticket
+    claims: ResumeClaims
     received: Mapping[int, Received] = field(default_factory=dict)
 
     def has(self, choice: int) -> Received:
@@ -68,19 +68,19 @@ class Resumption:
         return self.received.get(choice, Received())
 
 
-class Tickets:
-    """Signs tickets into tokens and reads them again."""
+class ResumeTokens:
+    """Signs claims into tokens and verifies them."""
 
     def __init__(self, key: str = "") -> None:
         self._key = key.encode() if key else secrets.token_bytes(_MAC_BYTES)
 
-    def seal(self, ticket: Ticket, tenant: str) -> str:
-        """The token of a ticket, good for this tenant alone."""
-        payload = json.dumps(_packed(ticket), separators=(",", ":")).encode()
+    def sign(self, claims: ResumeClaims, tenant: str) -> str:
+        """The token of the claims, good for this tenant alone."""
+        payload = json.dumps(_packed(claims), separators=(",", ":")).encode()
         return base64.urlsafe_b64encode(self._mac(tenant, payload) + payload).decode()
 
-    def open(self, token: str, tenant: str) -> Ticket:
-        """The ticket in a token. Raises InvalidField."""
+    def verify(self, token: str, tenant: str) -> ResumeClaims:
+        """The claims in a token. Raises InvalidField."""
         if not token:
             raise InvalidField("resume_token", "is empty")
         try:
@@ -110,24 +110,24 @@ def _forged() -> InvalidField:
     )
 
 
-def _packed(ticket: Ticket) -> dict[str, Any]:
-    began = ticket.began
+def _packed(claims: ResumeClaims) -> dict[str, Any]:
+    began = claims.began
     return {
         "v": VERSION,
-        "id": ticket.request_id,
-        "h": ticket.fingerprint,
-        "m": ticket.model,
-        "b": ticket.base_digest,
-        "a": _packed_adapter(ticket.adapter),
-        "s": ticket.seed,
-        "n": ticket.max_tokens,
-        "r": ticket.resumes,
+        "id": claims.request_id,
+        "h": claims.fingerprint,
+        "m": claims.model,
+        "b": claims.base_digest,
+        "a": _packed_adapter(claims.adapter),
+        "s": claims.seed,
+        "n": claims.max_tokens,
+        "r": claims.resumes,
         "t": [began.cached_tokens, began.queue_s, began.adapter_s, began.ttft_s, began.first_at_s],
     }
 
 
-def _unpacked(packed: Mapping[str, Any]) -> Ticket:
-    return Ticket(
+def _unpacked(packed: Mapping[str, Any]) -> ResumeClaims:
+    return ResumeClaims(
         request_id=packed["id"],
         fingerprint=packed["h"],
         model=packed["m"],

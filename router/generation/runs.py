@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from broker.messages import Job
 from router.dispatch.dispatcher import Dispatcher
-from router.dispatch.routed_job import Track
+from router.dispatch.routed_job import RoutedJob
 from router.generation.resume import Began, Resumption
 from router.request import Request
 from rpc.errors import Aborted, AlreadyExists, CallError, Unavailable
@@ -25,7 +25,7 @@ class Run:
     """One admitted request; of one that was resumed here, `resumption` tells what its client had by then."""
 
     fingerprint: str
-    track: Track
+    routed: RoutedJob
     stack: AsyncExitStack
     resumption: Resumption | None = None
     # When the first message was ready, by the monotonic clock.
@@ -36,20 +36,20 @@ class Run:
     @property
     def resumes(self) -> int:
         """How often the request has been resumed."""
-        return self.resumption.ticket.resumes + 1 if self.resumption else 0
+        return self.resumption.claims.resumes + 1 if self.resumption else 0
 
     @property
     def began(self) -> Began:
         """How the request began, here or where it was first admitted."""
         if self.resumption is not None:
-            return self.resumption.ticket.began
-        track, now = self.track, time.monotonic()
+            return self.resumption.claims.began
+        routed, now = self.routed, time.monotonic()
         first_at = self.first_at or now
         return Began(
-            cached_tokens=track.cached_tokens,
-            queue_s=(track.claimed_at or now) - track.admitted_at,
-            adapter_s=track.adapter_ms / 1e3,
-            ttft_s=first_at - track.admitted_at,
+            cached_tokens=routed.cached_tokens,
+            queue_s=(routed.claimed_at or now) - routed.admitted_at,
+            adapter_s=routed.adapter_ms / 1e3,
+            ttft_s=first_at - routed.admitted_at,
             first_at_s=time.time() - (now - first_at),
         )
 
@@ -57,8 +57,8 @@ class Run:
         """Whether what it computes is what the call needs, and from as early on."""
         if resumption is None:
             return self.resumption is None
-        ticket, job = resumption.ticket, self.track.job
-        if (ticket.seed, ticket.adapter, ticket.base_digest) != (job.seed, job.adapter, job.base_digest):
+        claims, job = resumption.claims, self.routed.job
+        if (claims.seed, claims.adapter, claims.base_digest) != (job.seed, job.adapter, job.base_digest):
             return False
         began_with = self.resumption.received if self.resumption else {}
         return all(
@@ -93,7 +93,7 @@ class Runs:
         if run is not None and run.fingerprint != request.fingerprint:
             raise AlreadyExists(f"request_id {key[1]} is running with another body", reason="REQUEST_ID_RUNNING")
         if run is not None:
-            run.track.turn_away(Aborted(f"another call of request_id {key[1]} took it over", reason="TAKEN_OVER"))
+            run.routed.turn_away(Aborted(f"another call of request_id {key[1]} took it over", reason="TAKEN_OVER"))
         if run is None or not run.serves(resumption):
             run = await self._enter(key, request.fingerprint, resumption, make_job)
         run.reader = reader = object()
@@ -122,8 +122,8 @@ class Runs:
                 raise _draining()
             job = await make_job()
             stack = AsyncExitStack()
-            track = await stack.enter_async_context(self._dispatcher.track(job))
-            run = self._runs[key] = Run(fingerprint, track, stack, resumption)
+            routed = await stack.enter_async_context(self._dispatcher.dispatch(job))
+            run = self._runs[key] = Run(fingerprint, routed, stack, resumption)
             return run
         finally:
             del self._entering[key]
@@ -136,15 +136,15 @@ class Runs:
         """
         if run.reader is reader:
             run.reader = None
-            run.track.turn_away(error)
-            del self._runs[run.track.job.tenant, run.track.job.request_id]
+            run.routed.turn_away(error)
+            del self._runs[run.routed.job.tenant, run.routed.job.request_id]
             await run.stack.aclose()
 
     def drain(self) -> None:
         """End every call with UNAVAILABLE, now and from now on: its client resumes elsewhere."""
         self._draining = True
         for run in self._runs.values():
-            run.track.turn_away(_draining())
+            run.routed.turn_away(_draining())
 
 
 def _draining() -> CallError:

@@ -1,1 +1,1 @@
-"""Turns token ids into the events that a client receives."""
+"""ReaderRounds token ids into the events that a client receives."""

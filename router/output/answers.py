@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 
-from router.dispatch.routed_job import Track
+from router.dispatch.routed_job import RoutedJob
 from router.output.answer import Answer
 from router.request import Delta, Event, Finished, PromptLogprobs, Received, Request, TokenLogprobs
 from router.text.tokenizer import Text
@@ -14,29 +14,29 @@ from rpc.errors import Aborted
 
 
 class Answers:
-    """Reads a track's tokens into the events that its client gets: all, or what comes after what it has `received`."""
+    """Reads a job's tokens into the events that its client gets: all, or what comes after what it has `received`."""
 
     def __init__(
-        self, request: Request, text: Text, track: Track, received: Mapping[int, Received] | None = None
+        self, request: Request, text: Text, routed: RoutedJob, received: Mapping[int, Received] | None = None
     ) -> None:
         self._request = request
-        self._track = track
+        self._track = routed
         self._resumed = received is not None
         self._received = received or {}
         self._ranks = request.best_of > request.n
         # Ranked answers are no candidate's before all have ended: of the candidates themselves nobody has anything.
         known = {} if self._ranks else self._received
-        self._opened = frozenset(range(track.job.n)) - {index for index, one in known.items() if one.finished}
+        self._opened = frozenset(range(routed.job.n)) - {index for index, one in known.items() if one.finished}
         self._closed_tokens = sum(len(one.token_ids) for one in known.values() if one.finished)
         self._answers = [
             Answer(
-                text.stream(track.job.prompt_ids, skip_special_tokens=request.skip_special_tokens),
+                text.stream(routed.job.prompt_ids, skip_special_tokens=request.skip_special_tokens),
                 request.stopping.stop,
                 request.stream_interval,
                 choice,
                 len(known.get(choice, Received()).token_ids),
             )
-            for choice in range(track.job.n)
+            for choice in range(routed.job.n)
         ]
 
     @property

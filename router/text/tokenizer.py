@@ -24,7 +24,7 @@ _CUT = "\N{REPLACEMENT CHARACTER}"
 
 
 class TextStream(Protocol):
-    """Turns an answer's ids to text, as they come."""
+    """ReaderRounds an answer's ids to text, as they come."""
 
     def push(self, token_id: int) -> str:
         """What the token adds; a character cut in the middle waits for its rest."""

@@ -7,28 +7,28 @@ from contextlib import aclosing
 from broker.keys import Keys
 from broker.messages import Capacity, Job, StoppingParams
 from broker.queue import JobQueue
-from router.dispatch.routed_job import Frame, Track, WorkerFinish
+from router.dispatch.routed_job import Frame, RoutedJob, WorkerFinish
 
 KEYS = Keys("tiny", "main")
 ROOMY = Capacity(rows=8, rows_limit=8, tokens=10_000, max_tokens=4096, max_rank=64)
 
 
 class RecordingLink:
-    """A worker's link; `told` is what the router sent."""
+    """A worker's link; `sent` is what the router sent, in order."""
 
     def __init__(self, name: str) -> None:
         self.worker_id = name
         self.incarnation = f"{name}-1"
-        self.told: list[tuple[str | int, ...]] = []
+        self.sent: list[tuple[str | int, ...]] = []
 
     def ack(self, job_id: str, attempt: int) -> None:
-        self.told.append(("ack", job_id, attempt))
+        self.sent.append(("ack", job_id, attempt))
 
     def cancel(self, job_id: str, attempt: int, choice: int | None = None) -> None:
-        self.told.append(("cancel", job_id, attempt) if choice is None else ("cancel", job_id, attempt, choice))
+        self.sent.append(("cancel", job_id, attempt) if choice is None else ("cancel", job_id, attempt, choice))
 
     def rewind(self, job_id: str, attempt: int, choice: int, offset: int) -> None:
-        self.told.append(("rewind", job_id, attempt, choice, offset))
+        self.sent.append(("rewind", job_id, attempt, choice, offset))
 
 
 def job(job_id: str = "j", max_tokens: int = 100, n: int = 1) -> Job:
@@ -65,10 +65,10 @@ async def claim(queue: JobQueue) -> Job:
     return jobs[0]
 
 
-async def read(track: Track) -> list[int]:
+async def read(routed: RoutedJob) -> list[int]:
     """All ids until the end."""
     got: list[int] = []
-    async with aclosing(track.arrivals()) as arrivals:
+    async with aclosing(routed.arrivals()) as arrivals:
         async for turn in arrivals:
             for arrival in turn:
                 got += arrival.token_ids

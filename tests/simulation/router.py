@@ -16,9 +16,9 @@ from router.catalog.placement import Placer
 from router.catalog.store_client import Manifest, ResolvedAdapter
 from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.relay import RelayService
-from router.dispatch.routed_job import Frame, Link, Track
+from router.dispatch.routed_job import Frame, Link, RoutedJob
 from router.generation.generation import Generation
-from router.generation.resume import Tickets
+from router.generation.resume import ResumeTokens
 from router.request import Message, Received, Request
 from rpc.errors import NotFound
 from tests.simulation.channels import Registrar
@@ -65,19 +65,19 @@ class WatchedDispatcher(Dispatcher):
 
     def frame(self, link: Link, frame: Frame) -> None:
         """See Dispatcher."""
-        track = next((track for track in self.tracks if track.job.job_id == frame.job_id), None)
-        before = _seen(track)
+        routed = next((routed for routed in self.jobs if routed.job.job_id == frame.job_id), None)
+        before = _seen(routed)
         super().frame(link, frame)
-        after = _seen(track)
+        after = _seen(routed)
         if after != before:
             self.accepted(link, frame, after[0] - before[0])
 
 
-def _seen(track: Track | None) -> tuple[int, tuple[bool, ...], bool]:
-    if track is None:
+def _seen(routed: RoutedJob | None) -> tuple[int, tuple[bool, ...], bool]:
+    if routed is None:
         return 0, (), False
-    ended = tuple(choice.finish is not None for choice in track.choices)
-    return track.emitted_tokens, ended, track.failure is not None
+    ended = tuple(choice.finish is not None for choice in routed.choices)
+    return routed.emitted_tokens, ended, routed.failure is not None
 
 
 class SimulatedRouter:
@@ -105,8 +105,8 @@ class SimulatedRouter:
         self.dispatcher.accepted = self._accepted
         relay: Any = Registrar(self._network.listen(self.name, self.node))
         relay_pb2_grpc.add_RelayServiceServicer_to_server(RelayService(self.dispatcher), relay)
-        tickets = Tickets("the key that all routers share")
-        self.generation = Generation(self.models, self._store, self.dispatcher, self.name, tickets)
+        tokens = ResumeTokens("the key that all routers share")
+        self.generation = Generation(self.models, self._store, self.dispatcher, self.name, tokens)
         for_ever = (
             self.models.follow_store(),
             self._follow_workers(),

@@ -240,8 +240,8 @@ class _Run:
         if waiting:
             left.append(f"{waiting} jobs wait in the queue")
         for router in self._routers:
-            if list(router.dispatcher.tracks):
-                left.append(f"{router.name} has {len(list(router.dispatcher.tracks))} tracks")
+            if list(router.dispatcher.jobs):
+                left.append(f"{router.name} has {len(list(router.dispatcher.jobs))} jobs")
             left += [f"{router.name}: {task} has ended" for task in router.failed()]
         for worker in self._workers:
             stats = worker.engine.engine.stats() if worker.engine else None

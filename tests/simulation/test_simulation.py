@@ -13,7 +13,7 @@ from broker.dead import DeadLetters
 from broker.liveness import Liveness
 from broker.queue import JobQueue
 from router.dispatch.dispatcher import Dispatcher
-from router.dispatch.routed_job import Link, Track
+from router.dispatch.routed_job import Link, RoutedJob
 from tests.simulation.clients import End
 from tests.simulation.faults import Kind
 from tests.simulation.queue import SimulatedCommands, SimulatedDeadLetters, SimulatedLiveness, SimulatedQueue
@@ -60,11 +60,11 @@ def test_a_seed_is_the_same_again() -> None:
 
 
 def test_frames_of_older_attempts_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    def anybody_has_it(self: Dispatcher, link: Link, job_id: str, attempt: int) -> Track | None:
-        track = next((track for track in self.tracks if track.job.job_id == job_id), None)
-        if track is not None:
-            track.link = link
-        return track
+    def anybody_has_it(self: Dispatcher, link: Link, job_id: str, attempt: int) -> RoutedJob | None:
+        routed = next((routed for routed in self.jobs if routed.job.job_id == job_id), None)
+        if routed is not None:
+            routed.link = link
+        return routed
 
     monkeypatch.setattr(Dispatcher, "_claimed", anybody_has_it)
     # Links that were cut for long, and workers that stood still.

@@ -35,17 +35,17 @@ def dispatcher_of(redis: Redis, limits: QueueLimits | None = None) -> tuple[Disp
 async def test_a_full_queue_names_whose_it_is_and_spreads_the_retries(redis: Redis) -> None:
     dispatcher, _ = dispatcher_of(redis, QueueLimits(tenant_jobs=1))
     delays = set()
-    async with dispatcher.track(JOB):
+    async with dispatcher.dispatch(JOB):
         for number in range(5):
             with pytest.raises(Exhausted) as refused:
-                async with dispatcher.track(replace(JOB, job_id=f"{number}", request_id=f"{number}")):
+                async with dispatcher.dispatch(replace(JOB, job_id=f"{number}", request_id=f"{number}")):
                     pass
             assert (refused.value.reason, refused.value.subject) == ("QUEUE_FULL", "tenants/acme/queue")
             delays.add(refused.value.retry_after_s)
-        async with dispatcher.track(replace(JOB, job_id="other", tenant="beta")):
+        async with dispatcher.dispatch(replace(JOB, job_id="other", tenant="beta")):
             pass
     assert len(delays) == 5
-    await dispatcher.settle()
+    await dispatcher.drain_tasks()
 
 
 async def test_a_deadline_that_can_not_be_met_is_refused_at_once(redis: Redis, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,19 +56,19 @@ async def test_a_deadline_that_can_not_be_met_is_refused_at_once(redis: Redis, m
     async with AsyncExitStack() as stack:
         for number in range(30):
             job = replace(JOB, job_id=f"{number}", request_id=f"{number}")
-            await stack.enter_async_context(dispatcher.track(job))
+            await stack.enter_async_context(dispatcher.dispatch(job))
         for step in range(3):
             await redis.set(CLOCK, 1_000 + step * PACE_LEAST_MS)
             assert (await queue.claim("sha256:0", one)).jobs
         # One every two seconds: the last of 27 has its turn in about a minute.
         with pytest.raises(Exhausted) as refused:
-            async with dispatcher.track(replace(JOB, deadline_ms=10_000, priority=-1)):
+            async with dispatcher.dispatch(replace(JOB, deadline_ms=10_000, priority=-1)):
                 pass
         assert refused.value.reason == "DEADLINE_UNATTAINABLE"
         assert refused.value.retry_after_s > 10
-        async with dispatcher.track(replace(JOB, deadline_ms=60_000, priority=-1)):
+        async with dispatcher.dispatch(replace(JOB, deadline_ms=60_000, priority=-1)):
             pass
-    await dispatcher.settle()
+    await dispatcher.drain_tasks()
     assert await queue.count_waiting() == 0
 
 
@@ -76,15 +76,15 @@ async def test_a_job_whose_deadline_passed_in_the_queue_ends_and_is_not_dispatch
     dispatcher, queue = dispatcher_of(redis)
     watch = asyncio.create_task(dispatcher.watch())
     capacity = Capacity(rows=1, rows_limit=1, tokens=1000, max_tokens=1000, max_rank=0)
-    async with dispatcher.track(replace(JOB, deadline_ms=1)) as track:
+    async with dispatcher.dispatch(replace(JOB, deadline_ms=1)) as routed:
         while await queue.count_waiting():
             assert (await queue.claim("sha256:0", replace(capacity, rows=0))).jobs == []
         with pytest.raises(DeadlinePassed):
-            async for _ in track.arrivals():
+            async for _ in routed.arrivals():
                 pass
-        assert track.job.attempt == 1
+        assert routed.job.attempt == 1
     watch.cancel()
-    await dispatcher.settle()
+    await dispatcher.drain_tasks()
 
 
 def test_priority_has_its_range() -> None:

@@ -18,7 +18,7 @@ from tests.router.recording_link import KEYS, RecordingLink, claim, frame, job, 
 async def look_until_lost(dispatcher: Dispatcher) -> None:
     """Look at a Redis that knows nobody until a job's worker counts as lost."""
     async with asyncio.timeout(30):
-        while any(track.job.attempt == 1 for track in dispatcher.tracks):
+        while any(routed.job.attempt == 1 for routed in dispatcher.jobs):
             dispatcher.living(set())
             await asyncio.sleep(0.1)
 
@@ -26,43 +26,43 @@ async def look_until_lost(dispatcher: Dispatcher) -> None:
 async def test_a_job_runs_on_the_worker_that_claimed_it(dispatcher: Dispatcher, queue: JobQueue) -> None:
     link = RecordingLink("w")
     dispatcher.link_up(link, [])
-    async with dispatcher.track(job()) as track:
+    async with dispatcher.dispatch(job()) as routed:
         assert (await claim(queue)).job_id == "j"
         dispatcher.claims(link, [("j", 1)])
         dispatcher.frame(link, frame(0, 5, 6))
         dispatcher.frame(link, frame(2, 7, finish=WorkerFinish.END))
-        assert await read(track) == [5, 6, 7]
-    await dispatcher.settle()
-    assert link.told == [("ack", "j", 1)]
+        assert await read(routed) == [5, 6, 7]
+    await dispatcher.drain_tasks()
+    assert link.sent == [("ack", "j", 1)]
 
 
 async def test_frames_of_a_worker_that_is_not_bound_never_count(dispatcher: Dispatcher) -> None:
     bound, other = RecordingLink("bound"), RecordingLink("other")
-    async with dispatcher.track(job()) as track:
+    async with dispatcher.dispatch(job()) as routed:
         dispatcher.claims(bound, [("j", 1)])
         dispatcher.frame(other, frame(0, 99))
         dispatcher.frame(bound, frame(0, 5, attempt=2))
-        assert track.choices[0].emitted == []
-        assert other.told == [("cancel", "j", 1)]
-        assert bound.told == [("cancel", "j", 2)]
+        assert routed.choices[0].emitted == []
+        assert other.sent == [("cancel", "j", 1)]
+        assert bound.sent == [("cancel", "j", 2)]
 
 
 async def test_a_gap_asks_for_a_rewind_and_repeats_count_once(dispatcher: Dispatcher) -> None:
     link = RecordingLink("w")
-    async with dispatcher.track(job()) as track:
+    async with dispatcher.dispatch(job()) as routed:
         dispatcher.frame(link, frame(0, 5))
         dispatcher.frame(link, frame(2, 7))
-        assert link.told == [("rewind", "j", 1, 0, 1)]
+        assert link.sent == [("rewind", "j", 1, 0, 1)]
         dispatcher.frame(link, frame(0, 5, 6))
         dispatcher.frame(link, frame(1, 6, 7))
         dispatcher.frame(link, frame(0, 5))
-        assert track.choices[0].emitted == [5, 6, 7]
+        assert routed.choices[0].emitted == [5, 6, 7]
 
 
 async def test_a_lost_worker_s_job_goes_on_from_its_last_id(dispatcher: Dispatcher, queue: JobQueue) -> None:
     first, second = RecordingLink("first"), RecordingLink("second")
     dispatcher.link_up(first, [])
-    async with dispatcher.track(job()) as track:
+    async with dispatcher.dispatch(job()) as routed:
         await claim(queue)
         dispatcher.frame(first, frame(0, 5, 6))
         dispatcher.link_down(first)
@@ -70,28 +70,28 @@ async def test_a_lost_worker_s_job_goes_on_from_its_last_id(dispatcher: Dispatch
         assert (again.attempt, again.emitted, again.prompt_ids) == (2, {0: (5, 6)}, (1, 2))
         dispatcher.frame(first, frame(2, 66))  # it lives after all, too late
         dispatcher.frame(second, frame(2, 7, attempt=2, finish=WorkerFinish.LENGTH))
-        assert await read(track) == [5, 6, 7]
-        assert track.continuations == 1
-    assert ("cancel", "j", 1) in first.told
+        assert await read(routed) == [5, 6, 7]
+        assert routed.continuations == 1
+    assert ("cancel", "j", 1) in first.sent
 
 
 async def test_a_link_that_comes_back_in_time_keeps_its_jobs(dispatcher: Dispatcher, queue: JobQueue) -> None:
     link, again = RecordingLink("w"), RecordingLink("w")
     dispatcher.link_up(link, [])
-    async with dispatcher.track(job()) as track:
+    async with dispatcher.dispatch(job()) as routed:
         await claim(queue)
         dispatcher.frame(link, frame(0, 5))
         dispatcher.link_down(link)
         dispatcher.link_up(again, [("j", 1), ("unknown", 4)])
-        assert again.told == [("rewind", "j", 1, 0, 1), ("cancel", "unknown", 4)]
-        await dispatcher.settle()
-        assert (track.job.attempt, track.link) == (1, again)
+        assert again.sent == [("rewind", "j", 1, 0, 1), ("cancel", "unknown", 4)]
+        await dispatcher.drain_tasks()
+        assert (routed.job.attempt, routed.link) == (1, again)
 
 
 async def test_a_worker_that_comes_back_without_a_job_has_lost_it(dispatcher: Dispatcher, queue: JobQueue) -> None:
     link = RecordingLink("w")
     dispatcher.link_up(link, [])
-    async with dispatcher.track(job()):
+    async with dispatcher.dispatch(job()):
         await claim(queue)
         dispatcher.claims(link, [("j", 1)])
         dispatcher.link_up(RecordingLink("w"), [])
@@ -103,7 +103,7 @@ async def test_a_worker_whose_key_lapsed_is_lost_though_its_link_is_open(
 ) -> None:
     link = RecordingLink("w")
     dispatcher.link_up(link, [])
-    async with dispatcher.track(job()):
+    async with dispatcher.dispatch(job()):
         await claim(queue)
         dispatcher.claims(link, [("j", 1)])
         dispatcher.living({"w-1"})
@@ -115,7 +115,7 @@ async def test_a_worker_whose_key_lapsed_is_lost_though_its_link_is_open(
 
 async def test_a_claim_that_never_shows_is_dispatched_again(dispatcher: Dispatcher, queue: JobQueue) -> None:
     watch = asyncio.create_task(dispatcher.watch())
-    async with dispatcher.track(job()):
+    async with dispatcher.dispatch(job()):
         assert (await claim(queue)).attempt == 1  # and its worker dies before it says so
         assert (await claim(queue)).attempt == 2
     watch.cancel()
@@ -123,7 +123,7 @@ async def test_a_claim_that_never_shows_is_dispatched_again(dispatcher: Dispatch
 
 async def test_a_returned_job_goes_on_elsewhere(dispatcher: Dispatcher, queue: JobQueue) -> None:
     link = RecordingLink("w")
-    async with dispatcher.track(job()):
+    async with dispatcher.dispatch(job()):
         await claim(queue)
         dispatcher.frame(link, frame(0, 5))
         dispatcher.frame(link, frame(1, returned=True))
@@ -133,23 +133,23 @@ async def test_a_returned_job_goes_on_elsewhere(dispatcher: Dispatcher, queue: J
 
 async def test_leaving_stops_the_work_and_empties_the_queue(dispatcher: Dispatcher, redis: Redis) -> None:
     link = RecordingLink("w")
-    async with dispatcher.track(job("waits")), dispatcher.track(job()):
+    async with dispatcher.dispatch(job("waits")), dispatcher.dispatch(job()):
         dispatcher.claims(link, [("j", 1)])
-    await dispatcher.settle()
-    assert link.told == [("cancel", "j", 1)]
+    await dispatcher.drain_tasks()
+    assert link.sent == [("cancel", "j", 1)]
     assert KEYS.job("waits").encode() not in await redis.keys("*")
     assert await redis.zscore(KEYS.waiting, "waits") is None
     dispatcher.claims(link, [("waits", 1)])  # claimed in the same moment
-    assert link.told[1:] == [("cancel", "waits", 1)]
+    assert link.sent[1:] == [("cancel", "waits", 1)]
 
 
 async def test_a_failure_ends_the_reader_with_it(dispatcher: Dispatcher) -> None:
     link = RecordingLink("w")
-    async with dispatcher.track(job()) as track:
+    async with dispatcher.dispatch(job()) as routed:
         dispatcher.frame(link, Frame("j", 1, 0, (), failure=Internal("NaN", reason="NAN_LOGITS")))
         with pytest.raises(Internal, match="NaN"):
-            await read(track)
-    assert link.told == [("ack", "j", 1)]
+            await read(routed)
+    assert link.sent == [("ack", "j", 1)]
 
 
 async def test_ids_come_once_and_in_order_whatever_the_workers_do(dispatcher: Dispatcher, queue: JobQueue) -> None:
@@ -158,16 +158,16 @@ async def test_ids_come_once_and_in_order_whatever_the_workers_do(dispatcher: Di
     print(f"seed {seed}")
     rng = random.Random(seed)
     truth = list(range(1000, 1120))
-    async with dispatcher.track(job(max_tokens=len(truth))) as track:
+    async with dispatcher.dispatch(job(max_tokens=len(truth))) as routed:
         stale: list[tuple[RecordingLink, Frame]] = []
-        while not track.ended:
+        while not routed.ended:
             claimed = await claim(queue)
             link = RecordingLink(f"w{claimed.attempt}")
             dispatcher.link_up(link, [])
             at = len(claimed.emitted.get(0, ()))
             assert list(claimed.emitted.get(0, ())) == truth[:at]
             for _ in range(rng.randrange(1, 12)):
-                start = max(0, min(at, track.emitted_tokens) - rng.randrange(3) + rng.randrange(3))
+                start = max(0, min(at, routed.emitted_tokens) - rng.randrange(3) + rng.randrange(3))
                 ids = truth[start : start + rng.randrange(1, 6)]
                 done = start + len(ids) == len(truth)
                 sent = frame(start, *ids, attempt=claimed.attempt, finish=WorkerFinish.LENGTH if done else None)
@@ -176,11 +176,11 @@ async def test_ids_come_once_and_in_order_whatever_the_workers_do(dispatcher: Di
                 old_link, old = rng.choice(stale)
                 if old.attempt < claimed.attempt:
                     dispatcher.frame(old_link, old)
-                if track.ended:
+                if routed.ended:
                     break
-            if rng.random() < 0.5 and not track.ended:
-                dispatcher.frame(link, frame(track.emitted_tokens, attempt=claimed.attempt, returned=True))
+            if rng.random() < 0.5 and not routed.ended:
+                dispatcher.frame(link, frame(routed.emitted_tokens, attempt=claimed.attempt, returned=True))
             else:
                 dispatcher.link_up(RecordingLink(link.worker_id), [])
-        assert track.continuations >= 3
-        assert await read(track) == truth
+        assert routed.continuations >= 3
+        assert await read(routed) == truth

@@ -78,7 +78,7 @@ async def test_the_jobs_of_a_lost_worker_go_on_all_but_a_few_at_a_time(
     dispatcher.link_up(link, [])
     async with AsyncExitStack() as stack:
         for number in range(count):
-            await stack.enter_async_context(dispatcher.track(job(f"j{number}")))
+            await stack.enter_async_context(dispatcher.dispatch(job(f"j{number}")))
         jobs: list[Job] = []
         while len(jobs) < count:
             jobs += (await queue.claim("sha256:0", roomy)).jobs
@@ -97,7 +97,7 @@ async def test_the_jobs_of_a_lost_worker_go_on_all_but_a_few_at_a_time(
 async def test_a_redis_that_is_down_is_asked_again_until_it_has_the_job(
     dispatcher: Dispatcher, queue: ShakyQueue
 ) -> None:
-    async with dispatcher.track(job()):
+    async with dispatcher.dispatch(job()):
         await claim(queue)
         queue.faults["enqueue"] = [ConnectionError("down") for _ in range(9)]
         dispatcher.frame(RecordingLink("w"), frame(0, 5, returned=True))
@@ -110,7 +110,7 @@ async def test_a_redis_that_is_down_is_asked_again_until_it_has_the_job(
 async def test_a_fault_that_nobody_expected_strands_no_job(
     dispatcher: Dispatcher, queue: ShakyQueue, faults: int
 ) -> None:
-    async with dispatcher.track(job()) as track:
+    async with dispatcher.dispatch(job()) as routed:
         await claim(queue)
         queue.faults["enqueue"] = [RuntimeError("a bug") for _ in range(faults)]
         dispatcher.frame(RecordingLink("w"), frame(0, returned=True))
@@ -118,7 +118,7 @@ async def test_a_fault_that_nobody_expected_strands_no_job(
             assert (await claim(queue)).attempt == 2
             return
         with pytest.raises(Internal) as caught:
-            async for _ in track.arrivals():
+            async for _ in routed.arrivals():
                 pass
         assert caught.value.reason == "DISPATCH_FAILED"
 
@@ -130,7 +130,7 @@ async def test_a_fault_of_one_look_does_not_end_the_watch(
     monkeypatch.setattr(dispatch, "CLAIM_GRACE_S", 0.05)
     queue.faults["waiting"] = [RuntimeError("a bug"), ConnectionError("down")]
     watch = asyncio.create_task(dispatcher.watch())
-    async with dispatcher.track(job()):
+    async with dispatcher.dispatch(job()):
         assert (await claim(queue)).attempt == 1  # and its worker dies before it says so
         assert (await claim(queue)).attempt == 2
     assert not queue.faults["waiting"]
@@ -140,11 +140,11 @@ async def test_a_fault_of_one_look_does_not_end_the_watch(
 async def test_a_job_that_ended_leaves_the_queue_though_redis_was_down_at_that_moment(
     dispatcher: Dispatcher, queue: ShakyQueue
 ) -> None:
-    async with dispatcher.track(job()):
+    async with dispatcher.dispatch(job()):
         queue.faults["finish"] = [ConnectionError("down") for _ in range(3)]
     await queue.was_called("finish", 1)
     assert await queue.count_waiting() == 1
-    await dispatcher.settle()
+    await dispatcher.drain_tasks()
     assert await queue.count_waiting() == 0
     assert queue.calls["finish"] == 4
 
@@ -153,21 +153,21 @@ async def test_the_end_of_a_job_is_told_for_a_bounded_time(
     dispatcher: Dispatcher, queue: ShakyQueue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(errands, "DRAIN_S", 0.05)
-    async with dispatcher.track(job()):
+    async with dispatcher.dispatch(job()):
         queue.faults["finish"] = [ConnectionError("down") for _ in range(10_000)]
-    await dispatcher.settle()
+    await dispatcher.drain_tasks()
     assert 1 <= queue.calls["finish"] < 10_000
 
 
 async def test_a_job_that_ends_while_it_is_enqueued_again_is_not_left_in_the_queue(
     dispatcher: Dispatcher, queue: ShakyQueue
 ) -> None:
-    async with dispatcher.track(job()):
+    async with dispatcher.dispatch(job()):
         await claim(queue)
         queue.faults["enqueue"] = [ConnectionError("down")]
         dispatcher.frame(RecordingLink("w"), frame(0, returned=True))
         await queue.was_called("enqueue", 2)
-    await dispatcher.settle()
+    await dispatcher.drain_tasks()
     assert await queue.count_waiting() == 0
 
 
@@ -175,16 +175,16 @@ async def test_a_choice_that_is_closed_while_its_job_waits_is_not_computed(
     dispatcher: Dispatcher, queue: ShakyQueue
 ) -> None:
     first, second = RecordingLink("first"), RecordingLink("second")
-    async with dispatcher.track(job(n=3)) as track:
+    async with dispatcher.dispatch(job(n=3)) as routed:
         await claim(queue)
         dispatcher.frame(first, frame(0, 5, returned=True))
         await queue.was_called("enqueue", 2)
-        assert track.link is None
-        track.close(1)  # a stop string in what came last
+        assert routed.link is None
+        routed.close(1)  # a stop string in what came last
         again = await claim(queue)
         assert again.done == ()
         dispatcher.claims(second, [("j", 2)])
-        assert second.told == [("cancel", "j", 2, 1)]
+        assert second.sent == [("cancel", "j", 2, 1)]
         dispatcher.frame(second, frame(1, 6, attempt=2, returned=True))
         assert (await claim(queue)).done == (1,)
 
@@ -202,8 +202,8 @@ async def test_a_job_that_is_given_back_before_its_enqueue_is_answered_goes_on(
             dispatcher.frame(link, frame(0, 5, returned=True))
 
     monkeypatch.setattr(JobQueue, "enqueue", slow)
-    async with dispatcher.track(job()) as track:
+    async with dispatcher.dispatch(job()) as routed:
         again = await claim(queue)
         assert (again.attempt, again.emitted) == (2, {0: (5,)})
         dispatcher.frame(link, frame(1, 6, attempt=2, finish=WorkerFinish.END))
-        assert track.ended
+        assert routed.ended

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 
-from router.dispatch.reader_rounds import Turns
+from router.dispatch.reader_rounds import ReaderRounds
 
 
 async def test_what_is_urgent_is_read_at_once() -> None:
-    turns, reader = Turns(), asyncio.Event()
+    turns, reader = ReaderRounds(), asyncio.Event()
     turns.ready(reader, urgent=False)
     assert not reader.is_set()
     turns.ready(reader, urgent=True)
@@ -22,7 +22,7 @@ async def test_what_is_urgent_is_read_at_once() -> None:
 
 
 async def test_what_comes_during_a_round_is_read_in_the_next_one_all_at_once() -> None:
-    turns, events = Turns(), [asyncio.Event() for _ in range(3)]
+    turns, events = ReaderRounds(), [asyncio.Event() for _ in range(3)]
     come = [0, 0, 0]
 
     async def source() -> None:
@@ -49,7 +49,7 @@ async def test_what_comes_during_a_round_is_read_in_the_next_one_all_at_once() -
 
 
 async def test_it_goes_on_after_a_pause() -> None:
-    turns, reader = Turns(), asyncio.Event()
+    turns, reader = ReaderRounds(), asyncio.Event()
     for _ in range(3):
         turns.ready(reader, urgent=False)
         async with asyncio.timeout(30):

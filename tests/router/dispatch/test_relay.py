@@ -17,7 +17,7 @@ from broker.terms import Placement
 from router.dispatch import dispatcher as dispatch
 from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.relay import RelayService
-from router.dispatch.routed_job import Arrival, Track
+from router.dispatch.routed_job import Arrival, RoutedJob
 from rpc.server import Server
 from worker.engine_api import FinishKind, Output
 from worker.io.jobs.local_jobs import HeldChoice, HeldJobs
@@ -106,7 +106,7 @@ async def router_with_proxy(redis: Redis) -> AsyncIterator[tuple[Dispatcher, Pro
     service.close()
     await server.stop(1)
     await proxy.stop()
-    await dispatcher.settle()
+    await dispatcher.drain_tasks()
 
 
 def make(held: HeldChoice, count: int, relay: RelayClients, *, finish: FinishKind | None = None) -> None:
@@ -116,10 +116,10 @@ def make(held: HeldChoice, count: int, relay: RelayClients, *, finish: FinishKin
     relay.progressed(held)
 
 
-async def read(track: Track, arrivals: AsyncIterator[list[Arrival]], count: int) -> None:
+async def read(routed: RoutedJob, arrivals: AsyncIterator[list[Arrival]], count: int) -> None:
     """Wait until the router has `count` ids."""
     async with asyncio.timeout(20):
-        while track.emitted_tokens < count:
+        while routed.emitted_tokens < count:
             await anext(arrivals)
 
 
@@ -133,20 +133,20 @@ async def test_a_link_that_breaks_and_comes_back_loses_and_repeats_nothing(
         held_jobs = HeldJobs()
         orders = Orders(held_jobs)
         relay = RelayClients("w", "w-1", held_jobs, orders)
-        async with dispatcher.track(job) as track, aclosing(track.arrivals()) as arrivals:
+        async with dispatcher.dispatch(job) as routed, aclosing(routed.arrivals()) as arrivals:
             held = held_jobs.add(job).choices[0]
             relay.claimed(held_jobs.all()[0])
             for _ in range(20):
                 make(held, 1, relay)
                 await asyncio.sleep(0)
-            await read(track, arrivals, 20)
+            await read(routed, arrivals, 20)
             for _ in range(3):  # each time what was sent last may be lost with the link
                 make(held, 5, relay)
                 await asyncio.sleep(0)
                 proxy.cut()
                 make(held, 5, relay)
                 proxy.heal()
-                await read(track, arrivals, len(held.ids))
+                await read(routed, arrivals, len(held.ids))
             if ends_while_cut:
                 proxy.cut()
             make(held, 50, relay, finish=FinishKind.LENGTH)
@@ -154,6 +154,6 @@ async def test_a_link_that_breaks_and_comes_back_loses_and_repeats_nothing(
             proxy.heal()
             async with asyncio.timeout(20):
                 await orders.freed.wait()
-            assert track.choices[0].emitted == list(range(1000, 1100))
-            assert track.job.attempt == 1
+            assert routed.choices[0].emitted == list(range(1000, 1100))
+            assert routed.job.attempt == 1
         await relay.close(1)

@@ -20,7 +20,7 @@ async def test_the_older_attempt_that_a_replica_still_has(redis: Redis, monkeypa
     queue = JobQueue(redis, KEYS)
     dispatcher = Dispatcher(lambda model: queue, lambda job: Placement())
     first, second, last = RecordingLink("w1"), RecordingLink("w2"), RecordingLink("w3")
-    async with dispatcher.track(job()) as track:
+    async with dispatcher.dispatch(job()) as routed:
         older = await claim(queue)
         dispatcher.claims(first, [("j", 1)])
         dispatcher.frame(first, frame(0, 5, 6))
@@ -44,9 +44,9 @@ async def test_the_older_attempt_that_a_replica_still_has(redis: Redis, monkeypa
         # Somebody had claimed the older one meanwhile.
         dispatcher.claims(second, [("j", 1)])
         dispatcher.frame(second, frame(0, 5, 6, 7))
-        assert second.told == [("cancel", "j", 1), ("cancel", "j", 1)]
+        assert second.sent == [("cancel", "j", 1), ("cancel", "j", 1)]
         dispatcher.claims(last, [("j", 3)])
         dispatcher.frame(last, frame(2, 8, attempt=3))
-        assert track.choices[0].emitted == [5, 6, 8]
-    await dispatcher.settle()
+        assert routed.choices[0].emitted == [5, 6, 8]
+    await dispatcher.drain_tasks()
     assert await redis.exists(KEYS.job("j")) == 0

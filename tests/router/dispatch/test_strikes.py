@@ -10,7 +10,7 @@ import pytest
 from broker.messages import DeadJob, Job
 from broker.queue import JobQueue
 from router.dispatch.dispatcher import Dispatcher
-from router.dispatch.routed_job import Track, WorkerFinish
+from router.dispatch.routed_job import RoutedJob, WorkerFinish
 from rpc.errors import Internal
 from tests.router.recording_link import ROOMY, RecordingLink, claim, frame, job
 
@@ -20,13 +20,13 @@ async def lose(dispatcher: Dispatcher, queue: JobQueue, *, struck: bool) -> Job:
     link = RecordingLink("w")
     claimed = await claim(queue)
     dispatcher.frame(link, frame(0, attempt=claimed.attempt, job_id=claimed.job_id, returned=True, struck=struck))
-    assert link.told == [("ack", claimed.job_id, claimed.attempt)]
+    assert link.sent == [("ack", claimed.job_id, claimed.attempt)]
     return claimed
 
 
-async def wait_for_failure(track: Track) -> Internal:
+async def wait_for_failure(routed: RoutedJob) -> Internal:
     with pytest.raises(Internal) as caught:
-        async for _ in track.arrivals():
+        async for _ in routed.arrivals():
             pass
     return caught.value
 
@@ -35,12 +35,12 @@ async def test_two_strikes_make_a_suspect_and_the_death_of_a_suspect_s_engine_en
     dispatcher: Dispatcher, queue: JobQueue
 ) -> None:
     began_ms = time.time() * 1e3
-    async with dispatcher.track(job()) as track:
+    async with dispatcher.dispatch(job()) as routed:
         seen = [await lose(dispatcher, queue, struck=True) for _ in range(3)]
         assert [(one.attempt, one.strikes, one.suspect) for one in seen] == [(1, 0, False), (2, 1, False), (3, 2, True)]
-        failure = await wait_for_failure(track)
+        failure = await wait_for_failure(routed)
         assert failure.reason == "POISON_REQUEST"
-    await dispatcher.settle()
+    await dispatcher.drain_tasks()
     (dead,) = await queue.dead.list()
     assert dead == DeadJob("j", "j", "acme", "tiny", "", 2, 0, 3, "POISON_REQUEST", dead.died_at_ms)
     assert began_ms - 1 <= dead.died_at_ms <= time.time() * 1e3 + 1
@@ -48,7 +48,7 @@ async def test_two_strikes_make_a_suspect_and_the_death_of_a_suspect_s_engine_en
 
 
 async def test_a_job_that_was_not_new_in_the_batch_gets_no_strike(dispatcher: Dispatcher, queue: JobQueue) -> None:
-    async with dispatcher.track(job()):
+    async with dispatcher.dispatch(job()):
         seen = [await lose(dispatcher, queue, struck=False) for _ in range(5)]
         assert [one.attempt for one in seen] == [1, 2, 3, 4, 5]
         assert {one.strikes for one in seen} == {0}
@@ -58,7 +58,7 @@ async def test_a_job_that_was_not_new_in_the_batch_gets_no_strike(dispatcher: Di
 async def test_the_loss_of_a_whole_worker_gives_no_strike(dispatcher: Dispatcher, queue: JobQueue) -> None:
     link = RecordingLink("w")
     dispatcher.link_up(link, [])
-    async with dispatcher.track(job()):
+    async with dispatcher.dispatch(job()):
         await claim(queue)
         dispatcher.claims(link, [("j", 1)])
         dispatcher.link_down(link)
@@ -68,22 +68,22 @@ async def test_the_loss_of_a_whole_worker_gives_no_strike(dispatcher: Dispatcher
 
 async def test_a_suspect_that_was_not_in_the_engine_goes_on(dispatcher: Dispatcher, queue: JobQueue) -> None:
     """It waited for its adapter, say."""
-    async with dispatcher.track(job()) as track:
+    async with dispatcher.dispatch(job()) as routed:
         for struck in (True, True, False):
             await lose(dispatcher, queue, struck=struck)
         again = await claim(queue)
-        assert (again.attempt, again.strikes, track.failure) == (4, 2, None)
+        assert (again.attempt, again.strikes, routed.failure) == (4, 2, None)
 
 
 async def test_a_suspect_that_is_innocent_completes_exactly(dispatcher: Dispatcher, queue: JobQueue) -> None:
     link = RecordingLink("w")
-    async with dispatcher.track(job()) as track:
+    async with dispatcher.dispatch(job()) as routed:
         await lose(dispatcher, queue, struck=True)
         await lose(dispatcher, queue, struck=True)
         assert (await claim(queue)).suspect
         dispatcher.frame(link, frame(0, 5, 6, attempt=3, finish=WorkerFinish.LENGTH))
-        assert [arrival.token_ids async for turn in track.arrivals() for arrival in turn] == [[5, 6]]
-    await dispatcher.settle()
+        assert [arrival.token_ids async for turn in routed.arrivals() for arrival in turn] == [[5, 6]]
+    await dispatcher.drain_tasks()
     assert await queue.dead.list() == []
 
 
@@ -91,7 +91,7 @@ async def test_what_came_with_a_return_counts_and_a_gap_before_it_does_not_delay
     dispatcher: Dispatcher, queue: JobQueue
 ) -> None:
     link = RecordingLink("w")
-    async with dispatcher.track(job()), dispatcher.track(job("gap")):
+    async with dispatcher.dispatch(job()), dispatcher.dispatch(job("gap")):
         for name in ("j", "gap"):
             dispatcher.frame(link, frame(0, 5, job_id=name))
         dispatcher.frame(link, frame(1, 6, 7, returned=True))
@@ -101,14 +101,14 @@ async def test_what_came_with_a_return_counts_and_a_gap_before_it_does_not_delay
             jobs = (await queue.claim("sha256:0", ROOMY)).jobs
             again |= {one.job_id: one.emitted for one in jobs if one.attempt == 2}
         assert again == {"j": {0: (5, 6, 7)}, "gap": {0: (5,)}}
-    assert ("rewind", "gap", 1, 0, 1) not in link.told
+    assert ("rewind", "gap", 1, 0, 1) not in link.sent
 
 
 async def test_others_of_the_same_engine_go_on_when_a_suspect_ends(dispatcher: Dispatcher, queue: JobQueue) -> None:
-    async with dispatcher.track(job("poison")) as poison:
+    async with dispatcher.dispatch(job("poison")) as poison:
         for _ in range(3):
             await lose(dispatcher, queue, struck=True)
-        async with dispatcher.track(job()) as innocent:
+        async with dispatcher.dispatch(job()) as innocent:
             await lose(dispatcher, queue, struck=False)
             assert (await wait_for_failure(poison)).reason == "POISON_REQUEST"
             again = await claim(queue)
@@ -128,10 +128,10 @@ async def test_a_dead_letter_is_kept_though_redis_does_not_answer_at_first(
         await add(dead)
 
     monkeypatch.setattr(queue.dead, "add", down_once)
-    async with dispatcher.track(job()) as track:
+    async with dispatcher.dispatch(job()) as routed:
         for _ in range(3):
             await lose(dispatcher, queue, struck=True)
-        await wait_for_failure(track)
-    await dispatcher.settle()
+        await wait_for_failure(routed)
+    await dispatcher.drain_tasks()
     assert failed.is_set()
     assert [dead.job_id for dead in await queue.dead.list()] == ["j"]

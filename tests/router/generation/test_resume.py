@@ -13,8 +13,8 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from broker.messages import AdapterRef, Job, StoppingParams, WeightedRef
-from router.dispatch.routed_job import Frame, Track, WorkerFinish
-from router.generation.resume import Began, Ticket, Tickets
+from router.dispatch.routed_job import Frame, RoutedJob, WorkerFinish
+from router.generation.resume import Began, ResumeClaims, ResumeTokens
 from router.output.answers import Answers
 from router.request import Delta, Event, Finished, PromptLogprobs, Received, Request, Stopping, TokenLogprobs
 from router.text.tokenizer import HashText, Text, TokenizerText
@@ -23,7 +23,7 @@ from rpc.errors import Aborted, InvalidField
 KEY = "a key of sixteen characters"
 PART = AdapterRef("tenants/acme/adapters/a/revisions/sha256:1", "sha256:1", 8, 1000)
 SET = AdapterRef("sha256:2", "sha256:2", 16, 2000, (WeightedRef(PART, 0.1), WeightedRef(PART, -1.5)))
-TICKET = Ticket(
+CLAIMS = ResumeClaims(
     request_id="r",
     fingerprint="f" * 64,
     model="tiny",
@@ -38,36 +38,36 @@ TICKET = Ticket(
 
 @pytest.mark.parametrize("adapter", [None, PART, SET])
 def test_a_token_holds_its_ticket(adapter: AdapterRef | None) -> None:
-    ticket = replace(TICKET, adapter=adapter)
-    assert Tickets(KEY).open(Tickets(KEY).seal(ticket, "acme"), "acme") == ticket
+    claims = replace(CLAIMS, adapter=adapter)
+    assert ResumeTokens(KEY).verify(ResumeTokens(KEY).sign(claims, "acme"), "acme") == claims
 
 
 def test_a_token_of_another_key_tenant_or_hand_is_none() -> None:
-    token = Tickets(KEY).seal(TICKET, "acme")
+    token = ResumeTokens(KEY).sign(CLAIMS, "acme")
     signed = base64.urlsafe_b64decode(token)
     richer = base64.urlsafe_b64encode(signed.replace(b'"n":7', b'"n":9')).decode()
     assert richer != token
     forged = [richer, token[:-4], token + "AAAA", "", "é", "\0", "a" * 100_000, token[:20]]
-    for tickets, tenant, given in (
-        (Tickets(KEY + "!"), "acme", token),
-        (Tickets(), "acme", token),
-        (Tickets(KEY), "globex", token),
-        *((Tickets(KEY), "acme", one) for one in forged),
+    for tokens, tenant, given in (
+        (ResumeTokens(KEY + "!"), "acme", token),
+        (ResumeTokens(), "acme", token),
+        (ResumeTokens(KEY), "globex", token),
+        *((ResumeTokens(KEY), "acme", one) for one in forged),
     ):
         with pytest.raises(InvalidField) as refused:
-            tickets.open(given, tenant)
+            tokens.verify(given, tenant)
         assert refused.value.field == "resume_token"
 
 
 def test_every_bit_of_a_token_counts() -> None:
-    tickets = Tickets(KEY)
-    signed = bytearray(base64.urlsafe_b64decode(tickets.seal(TICKET, "acme")))
+    tokens = ResumeTokens(KEY)
+    signed = bytearray(base64.urlsafe_b64decode(tokens.sign(CLAIMS, "acme")))
     for index in range(len(signed)):
         signed[index] ^= 1 << index % 8
         with pytest.raises(InvalidField):
-            tickets.open(base64.urlsafe_b64encode(signed).decode(), "acme")
+            tokens.verify(base64.urlsafe_b64encode(signed).decode(), "acme")
         signed[index] ^= 1 << index % 8
-    tickets.open(base64.urlsafe_b64encode(signed).decode(), "acme")
+    tokens.verify(base64.urlsafe_b64encode(signed).decode(), "acme")
 
 
 @pytest.fixture(scope="module")
@@ -137,7 +137,7 @@ async def play(
         emitted={i: one.token_ids for i, one in known.items() if one.token_ids and not one.finished},
         done=tuple(i for i, one in known.items() if one.finished),
     )
-    track = Track(job)
+    routed = RoutedJob(job)
     made = {i: len(job.emitted.get(i, ())) for i in range(job.n) if i not in job.done}
 
     async def work() -> None:
@@ -147,15 +147,15 @@ async def play(
             start = made[choice]
             end = min(len(ids), start + rng.randrange(1, 4))
             part, last = ids[start:end], end == len(ids)
-            track.accept(Frame("j", 1, start, part, choice, logprobs_of(part, start), finish if last else None))
+            routed.accept(Frame("j", 1, start, part, choice, logprobs_of(part, start), finish if last else None))
             made[choice] = end
-            if last or track.choices[choice].ended:
+            if last or routed.choices[choice].ended:
                 del made[choice]
             if rng.random() < 0.7:
                 await asyncio.sleep(0)
 
     working = asyncio.create_task(work())
-    async with aclosing(Answers(request, text, track, received).events()) as events:
+    async with aclosing(Answers(request, text, routed, received).events()) as events:
         got = [event async for event in events]
     await working
     return got
@@ -209,25 +209,25 @@ async def test_an_answer_goes_on_from_any_of_its_messages(kind: str, bytes_text:
 
 async def test_a_reader_that_is_turned_away_leaves_everything_to_the_next() -> None:
     job = Job("j", "acme", "tiny", "sha256:0", "here", (1, 2), StoppingParams(100), 1)
-    track = Track(job)
+    routed = RoutedJob(job)
     request = Request("acme", "x", "prompt", prompt_logprobs=0)
 
     def answers() -> Answers:
-        return Answers(request, HashText(512), track)
+        return Answers(request, HashText(512), routed)
 
     async with aclosing(answers().events()) as older:
-        track.accept(Frame("j", 1, 0, (97, 98), prompt_logprobs=(TokenLogprobs(-1.0),)))
+        routed.accept(Frame("j", 1, 0, (97, 98), prompt_logprobs=(TokenLogprobs(-1.0),)))
         assert await anext(older) == PromptLogprobs((TokenLogprobs(-1.0),))
         assert await anext(older) == Delta(0, (97, 98), "ab")
         waiting = asyncio.ensure_future(anext(older))
         await asyncio.sleep(0)
-        track.turn_away(Aborted("taken over", reason="TAKEN_OVER"))
+        routed.turn_away(Aborted("taken over", reason="TAKEN_OVER"))
         async with aclosing(answers().events()) as newer:
             assert await anext(newer) == PromptLogprobs((TokenLogprobs(-1.0),))
             assert await anext(newer) == Delta(0, (97, 98), "ab")
             with pytest.raises(Aborted):
                 await waiting
-            track.accept(Frame("j", 1, 2, (99,), finish=WorkerFinish.LENGTH))
+            routed.accept(Frame("j", 1, 2, (99,), finish=WorkerFinish.LENGTH))
             assert [type(event) for event in [event async for event in newer]] == [Delta, Finished]
 
 
@@ -237,10 +237,10 @@ async def test_the_best_of_more_are_computed_again_and_told_once() -> None:
     answers = [((letter,) * 3, WorkerFinish.LENGTH) for letter in (99, 97, 98)]
 
     async def best(received: dict[int, Received] | None) -> list[Event]:
-        track = Track(job)
+        routed = RoutedJob(job)
         for choice, (ids, finish) in enumerate(answers):
-            track.accept(Frame("j", 1, 0, ids, choice, logprobs_of(ids, 0), finish))
-        async with aclosing(Answers(request, HashText(512), track, received).events()) as events:
+            routed.accept(Frame("j", 1, 0, ids, choice, logprobs_of(ids, 0), finish))
+        async with aclosing(Answers(request, HashText(512), routed, received).events()) as events:
             return [event async for event in events]
 
     whole = await best(None)

@@ -15,7 +15,7 @@ from broker.queue import JobQueue
 from broker.terms import Placement
 from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.routed_job import Frame, WorkerFinish
-from router.generation.resume import Began, Resumption, Ticket
+from router.generation.resume import Began, ResumeClaims, Resumption
 from router.generation.runs import Run, Runs
 from router.request import Received, Request
 from rpc.errors import Aborted, AlreadyExists, Exhausted, Unavailable
@@ -23,7 +23,7 @@ from tests.router.recording_link import KEYS, RecordingLink, job, read
 
 REQUEST = Request("acme", "x", "prompt", request_id="j", fingerprint="one")
 BEGAN = Began(0, 0.0, 0.0, 0.0, 0.0)
-TICKET = Ticket("j", "one", "tiny", "sha256:0", None, seed=1, max_tokens=100, began=BEGAN)
+CLAIMS = ResumeClaims("j", "one", "tiny", "sha256:0", None, seed=1, max_tokens=100, began=BEGAN)
 
 
 @pytest.fixture
@@ -50,20 +50,20 @@ async def test_the_last_of_many_calls_reads_what_is_computed_once(dispatcher: Di
 
     async def call() -> list[int]:
         async with runs.read(REQUEST, None, jobs) as run:
-            dispatcher.frame(link, Frame(run.track.job.job_id, 1, 0, (5, 6)))
-            return await read(run.track)
+            dispatcher.frame(link, Frame(run.routed.job.job_id, 1, 0, (5, 6)))
+            return await read(run.routed)
 
     # All at once: the later ones wait until the first has been admitted.
     calls = [asyncio.create_task(call()) for _ in range(4)]
     ended = await asyncio.gather(*calls[:3], return_exceptions=True)
     assert [type(one) for one in ended] == [Aborted] * 3
-    (track,) = dispatcher.tracks
-    dispatcher.frame(link, Frame(track.job.job_id, 1, 2, (7,), finish=WorkerFinish.END))
+    (routed,) = dispatcher.jobs
+    dispatcher.frame(link, Frame(routed.job.job_id, 1, 2, (7,), finish=WorkerFinish.END))
     assert await calls[3] == [5, 6, 7]
     assert jobs.made == 1
-    assert dispatcher.tracks == ()
-    await dispatcher.settle()
-    assert link.told == [("ack", "j1", 1)]
+    assert dispatcher.jobs == ()
+    await dispatcher.drain_tasks()
+    assert link.sent == [("ack", "j1", 1)]
 
 
 async def test_another_body_or_tenant_is_another_request(dispatcher: Dispatcher) -> None:
@@ -73,13 +73,13 @@ async def test_another_body_or_tenant_is_another_request(dispatcher: Dispatcher)
             async with runs.read(replace(REQUEST, fingerprint="two"), None, jobs):
                 pass
         async with runs.read(replace(REQUEST, tenant="globex"), None, jobs) as other:
-            assert other.track is not run.track
+            assert other.routed is not run.routed
         # The first one never noticed.
         dispatcher.frame(RecordingLink("w"), Frame("j1", 1, 0, (5,), finish=WorkerFinish.END))
-        assert await read(run.track) == [5]
+        assert await read(run.routed) == [5]
     async with runs.read(replace(REQUEST, fingerprint="two"), None, jobs):
         pass
-    await dispatcher.settle()
+    await dispatcher.drain_tasks()
 
 
 async def test_one_that_could_not_be_admitted_leaves_the_id_free(dispatcher: Dispatcher) -> None:
@@ -97,14 +97,14 @@ async def test_one_that_could_not_be_admitted_leaves_the_id_free(dispatcher: Dis
     assert isinstance(refused, Exhausted)
     assert entered is None
     assert jobs.made == 1
-    await dispatcher.settle()
+    await dispatcher.drain_tasks()
 
 
 RESUMPTIONS = {
-    "the same": (Resumption(TICKET, {0: Received((5, 6))}), True),
-    "another seed": (Resumption(replace(TICKET, seed=2), {0: Received((5, 6))}), False),
-    "another base": (Resumption(replace(TICKET, base_digest="sha256:1"), {0: Received((5, 6))}), False),
-    "from the start": (Resumption(TICKET), True),
+    "the same": (Resumption(CLAIMS, {0: Received((5, 6))}), True),
+    "another seed": (Resumption(replace(CLAIMS, seed=2), {0: Received((5, 6))}), False),
+    "another base": (Resumption(replace(CLAIMS, base_digest="sha256:1"), {0: Received((5, 6))}), False),
+    "from the start": (Resumption(CLAIMS), True),
 }
 
 
@@ -117,17 +117,17 @@ async def test_a_resume_reads_what_runs_if_it_is_its_own(dispatcher: Dispatcher,
         newer = await second.enter_async_context(runs.read(REQUEST, resumption, jobs))
         assert (newer is older) == same
         assert jobs.made == (1 if same else 2)
-        assert [track.job.job_id for track in dispatcher.tracks] == [newer.track.job.job_id]
+        assert [routed.job.job_id for routed in dispatcher.jobs] == [newer.routed.job.job_id]
         assert newer.resumes == (0 if same else 1)
-    assert dispatcher.tracks == ()
-    await dispatcher.settle()
+    assert dispatcher.jobs == ()
+    await dispatcher.drain_tasks()
 
 
 async def test_what_was_resumed_later_serves_nobody_who_has_less(dispatcher: Dispatcher) -> None:
     runs, jobs = Runs(dispatcher), Jobs()
 
     async def entered(stack: AsyncExitStack, *received: int, resumed: bool = True) -> Run:
-        resumption = Resumption(TICKET, {0: Received(received)}) if resumed else None
+        resumption = Resumption(CLAIMS, {0: Received(received)}) if resumed else None
         return await stack.enter_async_context(runs.read(REQUEST, resumption, jobs))
 
     async with AsyncExitStack() as stack:
@@ -138,8 +138,8 @@ async def test_what_was_resumed_later_serves_nobody_who_has_less(dispatcher: Dis
         whole = await entered(stack, resumed=False)
         assert whole is not less
         assert jobs.made == 3
-        assert len(tuple(dispatcher.tracks)) == 1
-    await dispatcher.settle()
+        assert len(tuple(dispatcher.jobs)) == 1
+    await dispatcher.drain_tasks()
 
 
 async def test_a_drain_ends_every_call(dispatcher: Dispatcher) -> None:
@@ -148,7 +148,7 @@ async def test_a_drain_ends_every_call(dispatcher: Dispatcher) -> None:
     async def call() -> list[int]:
         async with runs.read(REQUEST, None, jobs) as run:
             entered.set()
-            return await read(run.track)
+            return await read(run.routed)
 
     running = asyncio.create_task(call())
     await entered.wait()
@@ -157,6 +157,6 @@ async def test_a_drain_ends_every_call(dispatcher: Dispatcher) -> None:
         with pytest.raises(Unavailable) as raised:
             await ended
         assert raised.value.reason == "ROUTER_DRAINING"
-    assert dispatcher.tracks == ()
+    assert dispatcher.jobs == ()
     assert jobs.made == 1
-    await dispatcher.settle()
+    await dispatcher.drain_tasks()
