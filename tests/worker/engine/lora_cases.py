@@ -1,9 +1,11 @@
 """Compares the kernels of LoRA with a loop over rows in float32, case by case: python lora_cases.py cpu|cuda.
 
 Prints {dtype: {case: difference}} as JSON: the largest difference over the largest number expected, infinite where a
-number is not finite or where a row without an adapter lost a bit. "alone" is 0 where a row's bits do not depend on the
-rest of the batch. On the CPU the kernels need TRITON_INTERPRET=1, which must be set before Triton is first imported,
-so this is a program of its own; and bfloat16 is wrong there.
+number is not finite or where a row without an adapter lost a bit. "alone" is how much a row's result depends on the
+rest of the batch: 0 on CUDA. On the CPU Triton's products are numpy's, whose bits depend on the matrices' shapes and on
+the processor. "alone, exact" is the same of products that are exact in any order (see Numbers): 0 everywhere, unless
+the kernels add them up in another order. On the CPU the kernels need TRITON_INTERPRET=1, which must be set before
+Triton is first imported, so this is a program of its own; and bfloat16 is wrong there.
 """
 
 from __future__ import annotations
@@ -26,6 +28,8 @@ Rows = tuple[tuple[int, int], ...]
 # Modules that share their input, and one that stands alone.
 GROUPS = {"qkv": ("q", "k", "v"), "o": ("o",)}
 RANKS = (8, 16, 1, 5, 16, 12, 3, 16)
+# Multiples of what one product of the shrink sums up, in features, and of the expand, in ranks.
+EXACT_FEATURES, EXACT_RANKS = 128, 16
 
 
 @dataclass(frozen=True)
@@ -74,10 +78,15 @@ def cases() -> Iterator[tuple[str, Case]]:
 
 
 class Numbers:
-    """A case's slots, inputs, and outputs of the base layers, in `dtype` on `device`."""
+    """A case's slots, inputs, and outputs of the base layers, in `dtype` on `device`.
 
-    def __init__(self, case: Case, device: torch.device, dtype: torch.dtype) -> None:
-        self.case, self.device, self.dtype = case, device, dtype
+    With `exact` each product of matrices in the kernels is exact in float32, in whatever order its terms are added: x
+    and A are small integers, times a power of two for every EXACT_FEATURES of x, and B has one power of two among
+    EXACT_RANKS. What is rounded is only what the kernels themselves add up, part after part.
+    """
+
+    def __init__(self, case: Case, device: torch.device, dtype: torch.dtype, *, exact: bool = False) -> None:
+        self.case, self.device, self.dtype, self.exact = case, device, dtype, exact
         self._generator = torch.Generator().manual_seed(3)
         self.linears = dict(zip("qkv", ((case.features, width) for width in case.widths), strict=True))
         self.linears["o"] = (24, 40)
@@ -90,7 +99,7 @@ class Numbers:
             group.rescales.shift.fill_(math.nan)
         self.held = [self._install(slot, rank) for slot, rank in enumerate(case.ranks)]
         tokens = max(case.padded, sum(tokens for _, tokens in case.rows))
-        self.x = {name: self._normal(tokens, self.linears[modules[0]][0]) for name, modules in GROUPS.items()}
+        self.x = {name: self._x(tokens, self.linears[modules[0]][0]) for name, modules in GROUPS.items()}
         self.y = {
             name: self._normal(tokens, sum(self.linears[module][1] for module in modules))
             for name, modules in GROUPS.items()
@@ -99,12 +108,32 @@ class Numbers:
     def _normal(self, *shape: int) -> Tensor:
         return torch.randn(shape, generator=self._generator).to(self.device, self.dtype)
 
+    def _integers(self, limit: int, *shape: int) -> Tensor:
+        """Integers from -limit to limit."""
+        return torch.randint(-limit, limit + 1, shape, generator=self._generator).to(self.device, self.dtype)
+
+    def _x(self, tokens: int, features: int) -> Tensor:
+        """Inputs [tokens, features]."""
+        if not self.exact:
+            return self._normal(tokens, features)
+        exponents = -9 * (torch.arange(features, device=self.device) // EXACT_FEATURES % 3)
+        return self._integers(8, tokens, features) * (2.0**exponents).to(self.dtype)
+
+    def _pair(self, rank: int, inputs: int, width: int) -> tuple[Tensor, Tensor]:
+        """A [rank, inputs] and B [rank, width]."""
+        if not self.exact:
+            return self._normal(rank, inputs) / inputs**0.5, self._normal(rank, width) / rank**0.5
+        b = torch.zeros(rank, width, dtype=self.dtype, device=self.device)
+        for first in range(0, rank, EXACT_RANKS):
+            chosen = torch.randint(first, min(first + EXACT_RANKS, rank), (width,), generator=self._generator)
+            b[chosen.to(self.device), torch.arange(width, device=self.device)] = 2.0 ** (first // EXACT_RANKS - 3)
+        return self._integers(8, rank, inputs), b
+
     def _install(self, slot: int, rank: int) -> AdapterWeights:
         left_out = "qkv-"[slot % 4]
         pairs = {
             module: LoraPair(
-                self._normal(rank, inputs) / inputs**0.5,
-                self._normal(rank, width) / rank**0.5,
+                *self._pair(rank, inputs, width),
                 Rescale(*self._normal(2, width)) if slot % 3 == 1 else None,
             )
             for module, (inputs, width) in self.linears.items()
@@ -159,9 +188,13 @@ def difference(case: Case, device: torch.device, dtype: torch.dtype) -> float:
     return worst
 
 
-def difference_alone(device: torch.device, dtype: torch.dtype) -> float:
-    """How a row's result changes with the rest of the batch: beside rows of its adapter, in a chunk, alone."""
-    numbers = Numbers(Case(((0, 1), (4, 70), (6, 3)), features=1100), device, dtype)
+def difference_alone(device: torch.device, dtype: torch.dtype, *, exact: bool) -> float:
+    """How a row's result changes with the rest of the batch: beside rows of its adapter, in a chunk, alone.
+
+    The largest difference over the largest number.
+    """
+    case = Case(((0, 1), (4, 70), (6, 3)), (8, 16, 1, 5, 40, 12, 3, 16), max_rank=40, features=2500)
+    numbers = Numbers(case, device, dtype, exact=exact)
     worst = 0.0
     for name in GROUPS:
         x, y = numbers.x[name], numbers.y[name]
@@ -169,15 +202,16 @@ def difference_alone(device: torch.device, dtype: torch.dtype) -> float:
         for row, slot in ((0, 0), (9, 4), (70, 4), (73, 6)):
             alone = numbers.by_kernels(name, ((slot, 1),), x[row : row + 1], y[row : row + 1])
             assert not torch.equal(alone[0], y[row]), "the adapter changes nothing"
-            worst = max(worst, float((alone[0] - together[row]).abs().max().nan_to_num(math.inf)))
+            apart = (alone[0] - together[row]).abs().max() / together.abs().max()
+            worst = max(worst, float(apart.nan_to_num(math.inf)))
     return worst
 
 
 def difference_swapped(device: torch.device, dtype: torch.dtype) -> float:
     """An adapter of a smaller rank, on fewer modules, in place of a larger one: 0 where nothing of that is left."""
-    numbers = Numbers(Case(((4, 3),)), device, dtype)
+    numbers = Numbers(Case(((4, 3),)), device, dtype, exact=True)
     numbers.held[4] = AdapterWeights({"q": LoraPair(torch.ones(2, 40), torch.ones(2, 36))}, 2)
-    fresh = Numbers(numbers.case, device, dtype)
+    fresh = Numbers(numbers.case, device, dtype, exact=True)
     fresh.lora.warm_up()
     for held in (numbers, fresh):
         held.lora.install(numbers.held[4], 4)
@@ -197,7 +231,8 @@ if __name__ == "__main__":
             {
                 name: {case: difference(value, place, getattr(torch, name)) for case, value in list(cases())[::every]}
                 | {
-                    "alone": difference_alone(place, getattr(torch, name)),
+                    "alone": difference_alone(place, getattr(torch, name), exact=False),
+                    "alone, exact": difference_alone(place, getattr(torch, name), exact=True),
                     "swapped": difference_swapped(place, getattr(torch, name)),
                 }
                 for name, every in chosen.items()
