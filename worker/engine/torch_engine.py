@@ -29,7 +29,7 @@ from worker.engine.model.packed import pack_linears, packing_works
 from worker.engine.model.runner import Runner
 from worker.engine.sampling.step import InFlight
 from worker.engine.scheduling.batch import Batch
-from worker.engine.scheduling.chunk_sizer import Pace, StepTimer
+from worker.engine.scheduling.chunk_sizer import ChunkSizer, StepTimer
 from worker.engine.scheduling.scheduler import Scheduler
 from worker.engine_api import AdapterSource, EngineLimits, EngineStats, NewSequence, Output
 
@@ -60,7 +60,7 @@ class TorchEngine:
         scheduler: Scheduler,
         runner: Runner,
         adapters: OperatedCache[PackedAdapter],
-        pace: Pace | None,
+        chunk_sizer: ChunkSizer | None,
         *,
         ahead: bool,
     ) -> None:
@@ -68,7 +68,7 @@ class TorchEngine:
         self._scheduler = scheduler
         self._runner = runner
         self._adapters = adapters
-        self._pace = pace
+        self._chunk_sizer = chunk_sizer
         self._timer = StepTimer()
         self._ahead = ahead
         self._in_flight: InFlight | None = None
@@ -112,8 +112,8 @@ class TorchEngine:
         if step is not None:
             sampled = step.collect()
             seconds = self._timer.collected(time.monotonic())
-            if self._pace is not None:
-                self._pace.observe(step.batch, seconds)
+            if self._chunk_sizer is not None:
+                self._chunk_sizer.observe(step.batch, seconds)
             outputs += self._scheduler.commit(step.batch, sampled.ids, sampled.logprobs, sampled.failures)
         return outputs
 
@@ -163,7 +163,7 @@ def build_engine(  # noqa: PLR0913 - one for each of the worker's settings
     """Load a model directory and build an engine around it; zero blocks, bytes or threads: as fits.
 
     `ahead`: schedule one step ahead; unless said, on CUDA, since on the CPU the host computes and nothing is gained.
-    `paced`: chunks are as long as measured time allows (pace.py); else a step's rows do not depend on the clock.
+    `paced`: chunks are as long as measured time allows (chunk_sizer.py); else a step's rows do not depend on the clock.
     `on_loaded` is called from another thread when an adapter has been read and a step would let it in; `on_begun`
     before the first step of a sequence. Raises ModelUnusableError.
     """
@@ -199,12 +199,12 @@ def build_engine(  # noqa: PLR0913 - one for each of the worker's settings
         host_adapter_bytes or available_bytes(torch.device("cpu")) // _HOST_ADAPTER_SHARE,
     )
     torch.set_num_threads(threads or (1 if small else _CORES))
-    pace = Pace() if paced else None
-    scheduler = Scheduler(limits, loaded.end_token_ids, step_tokens, adapters, pace, on_begun)
+    chunk_sizer = ChunkSizer() if paced else None
+    scheduler = Scheduler(limits, loaded.end_token_ids, step_tokens, adapters, chunk_sizer, on_begun)
     if ahead is None:
         ahead = loaded.device.type == "cuda"
     runner = Runner(loaded, cache, lora, rows, limits.max_tokens, ahead=ahead)
-    return TorchEngine(limits, scheduler, runner, adapters, pace, ahead=ahead)
+    return TorchEngine(limits, scheduler, runner, adapters, chunk_sizer, ahead=ahead)
 
 
 def adapter_layers(loaded: LoadedModel, slots: int, max_rank: int, rows: int) -> AdapterLayers:

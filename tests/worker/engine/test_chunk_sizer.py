@@ -1,4 +1,4 @@
-"""The pace of prefill on simulated machines: what decodes feel of it, how it advances, and what it learns from."""
+"""Chunk sizes on simulated machines: how much decodes are delayed, how prompts advance, what is learned from steps."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from worker.engine.scheduling.batch import Batch
-from worker.engine.scheduling.chunk_sizer import Pace, Room, StepTimer
+from worker.engine.scheduling.chunk_sizer import ChunkBudget, ChunkSizer, StepTimer
 from worker.engine.scheduling.scheduler import Scheduler
 from worker.engine_api import EngineLimits, NewSequence, Stopping
 
@@ -62,8 +62,8 @@ class Machine:
 
     def __init__(self, loads: Callable[..., Any], speed: Speed, *, rows: int = 9, seed: int = 1) -> None:
         limits = EngineLimits(rows, 8192, 8, 1000, 16, 8192, 1)
-        self.pace = Pace()
-        self.scheduler = Scheduler(limits, (), STEP_TOKENS, loads(1).cache, self.pace)
+        self.chunk_sizer = ChunkSizer()
+        self.scheduler = Scheduler(limits, (), STEP_TOKENS, loads(1).cache, self.chunk_sizer)
         self.speed = speed
         self.chance = random.Random(seed)
         # A step takes so many times as long with so much probability, for no reason.
@@ -81,7 +81,7 @@ class Machine:
         assert batch
         seconds = self.speed.seconds(batch) * (1 + abs(self.chance.gauss(0, self.speed.noise)))
         self.steps.append((seconds, batch))
-        self.pace.observe(batch, seconds * (self.hiccup if self.chance.random() < self.hiccups else 1.0))
+        self.chunk_sizer.observe(batch, seconds * (self.hiccup if self.chance.random() < self.hiccups else 1.0))
         outputs = self.scheduler.commit(batch, [7] * sum(row.samples for row in batch.rows))
         return {output.sequence_id for output in outputs}
 
@@ -252,9 +252,14 @@ def test_short_prompts_beside_decodes_of_a_large_model_are_not_cut(machine: Mach
     assert max(run.seconds(0)) <= MOST_STEP_S
 
 
-def test_without_a_pace_a_step_takes_all_its_tokens() -> None:
-    room = Room(20)
-    assert [room.take(0, 12, begins=True), room.any, room.take(500, 12, begins=False), room.any] == [12, True, 8, False]
+def test_without_a_chunk_sizer_a_step_takes_all_its_tokens() -> None:
+    budget = ChunkBudget(20)
+    assert [budget.take(0, 12, begins=True), budget.any, budget.take(500, 12, begins=False), budget.any] == [
+        12,
+        True,
+        8,
+        False,
+    ]
 
 
 @pytest.mark.parametrize(

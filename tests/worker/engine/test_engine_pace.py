@@ -1,4 +1,4 @@
-"""An engine with a pace: the same ids however it cuts prompts, and every step's time is told."""
+"""An engine with a chunk sizer: the same ids however prompts are cut, and every step's time is observed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from worker.engine.scheduling.batch import Batch
-from worker.engine.scheduling.chunk_sizer import Pace, Room
+from worker.engine.scheduling.chunk_sizer import ChunkBudget, ChunkSizer
 
 pytestmark = pytest.mark.model
 
@@ -17,8 +17,8 @@ VOCAB = 320
 SETTINGS = {"rows": 5, "kv_blocks": 100, "block_size": 4, "step_tokens": 24, "adapter_slots": 3, "max_rank": 16}
 
 
-class Moods(Pace):
-    """Gives decodes' company any room or none, as the clock might; tells what it has observed."""
+class Moods(ChunkSizer):
+    """Gives chunks beside decodes random budgets, as measured times might; keeps what it has observed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -29,13 +29,13 @@ class Moods(Pace):
         self.observed.append((batch, seconds))
         super().observe(batch, seconds)
 
-    def room(self, tokens: int, decodes: Sequence[int], prompts: int) -> Room:
-        super().room(tokens, decodes, prompts)
-        return Room(min(tokens, self.chance.choice([0, 1, 2, 3, 5, 11]) if decodes else 9))
+    def budget(self, tokens: int, decodes: Sequence[int], prompts: int) -> ChunkBudget:
+        super().budget(tokens, decodes, prompts)
+        return ChunkBudget(min(tokens, self.chance.choice([0, 1, 2, 3, 5, 11]) if decodes else 9))
 
 
 @pytest.mark.parametrize("ahead", [False, True], ids=["plain", "ahead"])
-def test_ids_do_not_depend_on_the_pace_and_every_step_is_told(
+def test_ids_do_not_depend_on_chunk_sizes_and_every_step_is_observed(
     tiny_llama: Any, make_engine: Callable[..., Any], run_until_idle: Callable[..., Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
@@ -47,7 +47,7 @@ def test_ids_do_not_depend_on_the_pace_and_every_step_is_told(
     ]
     arrivals = {0: requests[:3], 4: requests[3:6], 9: requests[6:]}
     moods = Moods()
-    monkeypatch.setattr("worker.engine.torch_engine.Pace", lambda: moods)
+    monkeypatch.setattr("worker.engine.torch_engine.ChunkSizer", lambda: moods)
     engine = make_engine(tiny_llama.directory, **SETTINGS, paced=True)
     outputs = run_until_idle(engine, arrivals)
     for request in requests:
@@ -60,7 +60,7 @@ def test_ids_do_not_depend_on_the_pace_and_every_step_is_told(
     assert len(counts) >= 5, counts
 
 
-def test_a_prompt_beside_decodes_at_the_pace_of_the_clock(
+def test_a_prompt_beside_decodes_with_measured_chunk_sizes(
     tiny_llama: Any, make_engine: Callable[..., Any], run_until_idle: Callable[..., Any]
 ) -> None:
     decodes = [tiny_llama.request(f"d{number}", [5 + number, 6, 7], 90, None) for number in range(3)]

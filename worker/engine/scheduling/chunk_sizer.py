@@ -67,7 +67,7 @@ _DECODE_SHAPE = (1.0, 0.02, 0.0001)
 _CHUNK_SHAPE = (8.0, 1.0, 1 / 1500, 1 / 250)
 
 
-class Pace:
+class ChunkSizer:
     """Learns what steps cost, and says how much prompt fits into the next one. O(rows) a step."""
 
     def __init__(self) -> None:
@@ -90,7 +90,7 @@ class Pace:
             chunks = max(seconds - taken, _LEAST_REMAINDER * seconds)
             self._chunks.learn(_chunk_load(batch.rows[batch.decodes :]), chunks)
 
-    def room(self, tokens: int, decodes: Ids[int], prompts: int) -> Room:
+    def budget(self, tokens: int, decodes: Ids[int], prompts: int) -> ChunkBudget:
         """What the chunks of a step may take, at most so many tokens, while so many prompts want to be prefilled.
 
         `decodes` are the positions of the sequences that decode meanwhile.
@@ -98,13 +98,13 @@ class Pace:
         if not self._chunks.known:
             tokens = min(tokens, _FIRST_TOKENS)
         if not decodes:
-            return Room(tokens, self._chunks, _LONGEST_STEP_S, _LONGEST_STEP_S, _LONGEST_STEP_S)
+            return ChunkBudget(tokens, self._chunks, _LONGEST_STEP_S, _LONGEST_STEP_S, _LONGEST_STEP_S)
         if not prompts:
-            return Room(0)
+            return ChunkBudget(0)
         if not self._decode_steps or (self._unmeasured >= _UNMEASURED_STEPS and self._measured < _MOST_MEASURED):
             self._unmeasured = 0
             self._measured += 1
-            return Room(0)
+            return ChunkBudget(0)
         self._unmeasured = self._unmeasured % _UNMEASURED_STEPS + 1
         self._measured = 0
         now = self._decodes.seconds(_decode_load(decodes))
@@ -113,10 +113,10 @@ class Pace:
         usual = min(median(self._decode_steps), now)
         spare = max(stretch * usual - now, _LEAST_SHARE * now)
         longest = _LONGEST_STEP_S - now
-        return Room(tokens, self._chunks, spare, min(max(spare, _WHOLE_STRETCH * usual - now), longest), longest)
+        return ChunkBudget(tokens, self._chunks, spare, min(max(spare, _WHOLE_STRETCH * usual - now), longest), longest)
 
 
-class Room:
+class ChunkBudget:
     """What is left of a step for chunks: `tokens`, and, where costs are given, seconds.
 
     A prompt that begins and ends in it may take `whole` seconds. The first chunk may take more than `seconds`, up to

@@ -22,7 +22,7 @@ from operator import attrgetter
 
 from worker.engine.scheduling.batch import Batch, Row
 from worker.engine.scheduling.blocks import BlockIntegrityError, BlockManager
-from worker.engine.scheduling.chunk_sizer import Pace, Room
+from worker.engine.scheduling.chunk_sizer import ChunkBudget, ChunkSizer
 from worker.engine.scheduling.outputs import OUT_OF_MEMORY, adapter_failure, output_of
 from worker.engine.scheduling.residency import Residency
 from worker.engine.scheduling.sequence import Sequence
@@ -47,7 +47,8 @@ class Scheduler:
     """Continuous batching: first come first served with priorities, preemption by recomputing. One thread.
 
     A step's work is O(batch), whatever waits. `step_tokens` bounds the tokens of a step; `limits.rows` at least. With a
-    pace its chunks get what that allows of them. `on_begun` is told of a sequence before anything is computed of it.
+    chunk sizer its chunks get what that allows of them. `on_begun` is called with a sequence's id before anything is
+    computed of it.
     """
 
     def __init__(
@@ -56,7 +57,7 @@ class Scheduler:
         end_token_ids: Iterable[int],
         step_tokens: int,
         residency: Residency,
-        pace: Pace | None = None,
+        chunk_sizer: ChunkSizer | None = None,
         on_begun: Callable[[str], None] = lambda sequence_id: None,
     ) -> None:
         self.limits = limits
@@ -65,7 +66,7 @@ class Scheduler:
         self.blocks = BlockManager(limits.blocks, limits.block_size)
         self._end_ids = frozenset(end_token_ids)
         self._residency = residency
-        self._pace = pace
+        self._chunk_sizer = chunk_sizer
         self._on_begun = on_begun
         self._sequences: dict[str, Sequence] = {}
         # In order of rank: the last one is the first to be preempted.
@@ -143,12 +144,12 @@ class Scheduler:
             elif computed < len(sequence.block_table) * self.limits.block_size or self._extend(sequence):
                 singles.append(_row(sequence, 1))
                 decodes.append(computed)
-        room = self._room(decodes, len(singles), len(prefilling))
+        budget = self._chunk_budget(decodes, len(singles), len(prefilling))
         chunks: list[Row] = []
         for sequence in prefilling:
-            if room.any:
-                _plan_chunk(sequence, room, singles, chunks)
-        self._admit(room, singles, chunks)
+            if budget.any:
+                _plan_chunk(sequence, budget, singles, chunks)
+        self._admit(budget, singles, chunks)
         if not singles and not chunks:
             return None
         singles.sort(key=_by_slot)
@@ -246,16 +247,16 @@ class Scheduler:
         """Raise BlockIntegrityError unless exactly the running sequences hold blocks. Takes time O(blocks)."""
         self.blocks.check(self._running)
 
-    def _room(self, decodes: list[int], singles: int, prefilling: int) -> Room:
+    def _chunk_budget(self, decodes: list[int], singles: int, prefilling: int) -> ChunkBudget:
         tokens = min(self.step_tokens - singles, self._most_chunk_tokens)
-        if self._pace is None:
-            return Room(tokens)
+        if self._chunk_sizer is None:
+            return ChunkBudget(tokens)
         admissible = min(self._waiting.ready, self._most_running - len(self._running))
-        return self._pace.room(tokens, decodes, prefilling + max(0, admissible))
+        return self._chunk_sizer.budget(tokens, decodes, prefilling + max(0, admissible))
 
-    def _admit(self, room: Room, singles: list[Row], chunks: list[Row]) -> None:
+    def _admit(self, budget: ChunkBudget, singles: list[Row], chunks: list[Row]) -> None:
         tries = self.limits.rows
-        while room.any and len(self._running) < self._most_running:
+        while budget.any and len(self._running) < self._most_running:
             sequence = self._waiting.head(tries)
             if sequence is None:
                 return
@@ -272,7 +273,7 @@ class Scheduler:
                 self._prefix_queries += len(sequence.ids)
                 self._prefix_hits += sequence.computed
             insort(self._running, sequence, key=_by_rank)
-            _plan_chunk(sequence, room, singles, chunks)
+            _plan_chunk(sequence, budget, singles, chunks)
 
     def _extend(self, sequence: Sequence) -> bool:
         """One more block for a running sequence, if need be from those after it in rank; else it is preempted."""
@@ -310,9 +311,9 @@ class Scheduler:
             raise BlockIntegrityError(f"{self.blocks.referenced} blocks are referenced by no sequence")
 
 
-def _plan_chunk(sequence: Sequence, room: Room, singles: list[Row], chunks: list[Row]) -> None:
+def _plan_chunk(sequence: Sequence, budget: ChunkBudget, singles: list[Row], chunks: list[Row]) -> None:
     begins = sequence.computed == (sequence.cached_tokens or 0)
-    count = room.take(sequence.computed, sequence.length - sequence.computed, begins=begins)
+    count = budget.take(sequence.computed, sequence.length - sequence.computed, begins=begins)
     if count:
         (singles if count == 1 else chunks).append(_row(sequence, count))
 
