@@ -1,25 +1,25 @@
-"""The tree of errors that a call can end with. Raised anywhere inside a process; `rpc.status` gives each its code.
+"""The tree of errors that a call can end with. Raise them anywhere inside a process; `rpc.status` maps each to a code.
 
 CallError
 ├── InvalidField        a value of the request, named
 ├── NotBuilt            a field or method that this version does not serve
-├── NotFound            unknown, or another tenant's: the answer is the same
-├── Mismatch            things that exist but do not go together
-├── AlreadyExists
-├── Aborted             somebody else changed or took it over meanwhile
-├── Exhausted           a quota or a queue is full
-├── Unauthenticated
-├── Unavailable         try again later
-├── DeadlinePassed
-├── DataLoss
-└── Internal
+├── NotFound            an unknown resource, or one of another tenant: the answer is the same
+├── Mismatch            two resources that exist but do not go together
+├── AlreadyExists       a name that is taken
+├── Aborted             a concurrent call changed the resource or took the request over
+├── Exhausted           a quota, a queue or a memory that is full
+├── Unauthenticated     no credential, or a bad one
+├── Unavailable         a dependency that does not answer now; retry later
+├── DeadlinePassed      the call's deadline passed
+├── DataLoss            bytes that do not match their digest
+└── Internal            a fault of the service
 """
 
 from __future__ import annotations
 
 
 class CallError(Exception):
-    """Ends a call with one status. `reason` is UPPER_SNAKE_CASE and stands in the ErrorInfo detail."""
+    """An error that ends a call with one status; `reason` is UPPER_SNAKE_CASE and goes into the ErrorInfo detail."""
 
     reason = "INTERNAL"
 
@@ -30,7 +30,7 @@ class CallError(Exception):
 
 
 class InvalidField(CallError):
-    """A value that can't be served; `field` is its path in the request, such as sampling.top_p."""
+    """A value that can't be served; `field` is the path of the value in the request, such as sampling.top_p."""
 
     reason = "INVALID_FIELD"
 
@@ -50,18 +50,18 @@ class NotBuilt(CallError):
 
 
 class NotFound(CallError):
-    """An unknown resource, or one of another tenant. `kind` is such as adapter, `name` what was asked for."""
+    """An unknown resource, or one of another tenant. `kind` is such as adapter; `name` is what the client asked for."""
 
     reason = "NOT_FOUND"
 
-    def __init__(self, kind: str, name: str) -> None:
-        super().__init__(f"{kind} not found: {name}")
+    def __init__(self, kind: str, name: str, *, reason: str | None = None) -> None:
+        super().__init__(f"{kind} not found: {name}", reason=reason)
         self.kind = kind
         self.name = name
 
 
 class Mismatch(CallError):
-    """Both things exist but do not go together: an adapter of another base, a rank that is too big."""
+    """Two resources that exist but do not go together: an adapter of another base, a rank that is too big."""
 
     reason = "MISMATCH"
 
@@ -71,23 +71,26 @@ class Mismatch(CallError):
 
 
 class AlreadyExists(CallError):
-    """The name is taken."""
+    """A name that is taken."""
 
     reason = "ALREADY_EXISTS"
 
 
 class Aborted(CallError):
-    """Somebody else changed it meanwhile, or took the call over."""
+    """A concurrent call changed the resource, or took the request over."""
 
     reason = "ABORTED"
 
 
 class Exhausted(CallError):
-    """A quota or queue is full; `subject` says whose, `retry_after_s` when to come back."""
+    """A quota, queue or memory that is full; `subject` says whose.
+
+    `retry_after_s` is how many seconds to wait before the next call; None: waiting does not help.
+    """
 
     reason = "EXHAUSTED"
 
-    def __init__(self, subject: str, message: str, *, retry_after_s: float, reason: str | None = None) -> None:
+    def __init__(self, subject: str, message: str, *, retry_after_s: float | None, reason: str | None = None) -> None:
         super().__init__(message, reason=reason)
         self.subject = subject
         self.retry_after_s = retry_after_s
@@ -100,7 +103,7 @@ class Unauthenticated(CallError):
 
 
 class Unavailable(CallError):
-    """Nothing is wrong with the call; it may go through later."""
+    """A dependency that does not answer now: the same call may succeed later."""
 
     reason = "UNAVAILABLE"
 
@@ -110,21 +113,23 @@ class Unavailable(CallError):
 
 
 class DeadlinePassed(CallError):
-    """The call's deadline came before its end."""
+    """The call's deadline passed before the call ended."""
 
     reason = "DEADLINE_PASSED"
 
 
 class DataLoss(CallError):
-    """Bytes that are not what their digest says."""
+    """Bytes of the `kind` called `name` that do not match their digest."""
 
     reason = "DATA_LOSS"
 
-    def __init__(self, kind: str, name: str, message: str) -> None:
-        super().__init__(f"{kind} {name}: {message}")
+    def __init__(
+        self, kind: str, name: str, message: str = "its bytes do not match its digest", *, reason: str | None = None
+    ) -> None:
+        super().__init__(f"{kind} {name}: {message}", reason=reason)
         self.kind = kind
         self.name = name
 
 
 class Internal(CallError):
-    """Our fault."""
+    """A fault of the service itself."""

@@ -1,4 +1,4 @@
-"""The one table from errors to gRPC statuses, and the interceptor that applies it to every method.
+"""The one table between errors and gRPC statuses, and the interceptor that applies it to every method.
 
 Details are google.rpc messages in the `grpc-status-details-bin` trailer, ErrorInfo first on every one
 (https://google.aip.dev/193).
@@ -39,6 +39,7 @@ log = logging.getLogger(__name__)
 
 DOMAIN = "loraplex"
 DETAILS_KEY = "grpc-status-details-bin"
+# Maximum length in characters of a status's message and of a resource's name: trailers have a size limit.
 _TEXT_CHARACTERS = 500
 
 CODES: dict[type[CallError], grpc.StatusCode] = {
@@ -57,41 +58,59 @@ CODES: dict[type[CallError], grpc.StatusCode] = {
 }
 
 
+# The error of each gRPC status number.
+_ERRORS = {code.value[0]: kind for kind, code in CODES.items()}
+
+
 def to_status(error: CallError) -> tuple[grpc.StatusCode, Status]:
-    """The code and the rich status of an error; what a caller sent may be in its message, so that is cut."""
-    code = CODES[type(error)]
-    error.message = _short(error.message)
-    status = Status(code=code.value[0], message=error.message)
-    for detail in (details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN), *_details(error)):
+    """Return the code and the rich status of an error; its message may quote the caller, so that it is cut."""
+    code, message = CODES[type(error)], _short(error.message)
+    status = Status(code=code.value[0], message=message)
+    for detail in (details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN), *_details(error, message)):
         packed = AnyMessage()
         packed.Pack(detail)
         status.details.append(packed)
     return code, status
 
 
-def _details(error: CallError) -> list[Message]:
+def to_error(code: int, reason: str, message: str, field: str) -> CallError:
+    """Return the error that a status's parts stand for; an unknown code is INTERNAL.
+
+    A worker ends a job with these parts; see worker.engine_api.Failure.
+    """
+    kind, subject, why = _ERRORS.get(code, Internal), field or "request", reason or None
+    if kind is NotBuilt:
+        return NotBuilt(subject)
+    if kind is InvalidField or kind is Mismatch:
+        return kind(subject, message, reason=why)
+    if kind is NotFound or kind is DataLoss:
+        return kind(subject, name=message, reason=why)
+    if kind is Exhausted:
+        return Exhausted(subject, message, retry_after_s=None, reason=why)
+    return kind(message, reason=why)
+
+
+def _details(error: CallError, message: str) -> list[Message]:
     match error:
         case InvalidField(field=field) | NotBuilt(field=field):
-            violation = details_pb2.BadRequest.FieldViolation(field=field, description=error.message)
+            violation = details_pb2.BadRequest.FieldViolation(field=field, description=message)
             return [details_pb2.BadRequest(field_violations=[violation])]
         case NotFound(kind=kind, name=name) | DataLoss(kind=kind, name=name):
             name = _short(name)
-            return [details_pb2.ResourceInfo(resource_type=kind, resource_name=name, description=error.message)]
+            return [details_pb2.ResourceInfo(resource_type=kind, resource_name=name, description=message)]
         case Mismatch(subject=subject):
-            failure = details_pb2.PreconditionFailure.Violation(
-                type=error.reason, subject=subject, description=error.message
-            )
+            failure = details_pb2.PreconditionFailure.Violation(type=error.reason, subject=subject, description=message)
             return [details_pb2.PreconditionFailure(violations=[failure])]
         case Exhausted(subject=subject, retry_after_s=after):
-            quota = details_pb2.QuotaFailure.Violation(subject=subject, description=error.message)
-            return [details_pb2.QuotaFailure(violations=[quota]), _retry(after)]
+            quota = details_pb2.QuotaFailure.Violation(subject=subject, description=message)
+            return [details_pb2.QuotaFailure(violations=[quota]), *([] if after is None else [_retry(after)])]
         case Unavailable(retry_after_s=after):
             return [_retry(after)]
     return []
 
 
 def _short(text: str) -> str:
-    """Trailers have a limit; a status that breaks it would reach its caller as another one."""
+    """Cut a text that would break the size limit of trailers, which turns a status into another one."""
     return text if len(text) <= _TEXT_CHARACTERS else text[: _TEXT_CHARACTERS - 1] + "…"
 
 
@@ -102,13 +121,13 @@ def _retry(after_s: float) -> details_pb2.RetryInfo:
 
 
 async def abort(context: grpc.aio.ServicerContext[Any, Any], error: CallError) -> None:
-    """End the call with the error's status; always raises."""
+    """End the call with the status of the error; always raises."""
     code, status = to_status(error)
-    await context.abort(code, error.message, trailing_metadata=((DETAILS_KEY, status.SerializeToString()),))
+    await context.abort(code, status.message, trailing_metadata=((DETAILS_KEY, status.SerializeToString()),))
 
 
 class StatusInterceptor(grpc.aio.ServerInterceptor):
-    """Ends every call that raised with the status of the table; what is not in the table is logged and INTERNAL."""
+    """End every call that raised with its status; an error outside the table is logged and becomes INTERNAL."""
 
     async def intercept_service(
         self,
@@ -137,7 +156,7 @@ def _guard(method: Callable[..., Awaitable[Any]], name: str) -> Callable[..., Aw
         except (grpc.aio.AbortError, asyncio.CancelledError):
             raise
         except Exception as error:
-            await abort(context, _known(error, name))
+            await abort(context, _as_call_error(error, name))
 
     return guarded
 
@@ -154,12 +173,12 @@ def _guard_stream(method: Any, name: str) -> Callable[..., AsyncIterator[Any]]:
         except (grpc.aio.AbortError, asyncio.CancelledError):
             raise
         except Exception as error:
-            await abort(context, _known(error, name))
+            await abort(context, _as_call_error(error, name))
 
     return guarded
 
 
-def _known(error: Exception, name: str) -> CallError:
+def _as_call_error(error: Exception, name: str) -> CallError:
     if isinstance(error, CallError):
         return error
     log.exception("%s failed", name, exc_info=error)

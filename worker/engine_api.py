@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Protocol
+from typing import Literal, Protocol
 
 
 class SequenceRefusedError(Exception):
@@ -115,12 +115,46 @@ class FinishKind(StrEnum):
     FAILED = "failed"
 
 
+# The gRPC statuses that a failure can end a job with; `rpc.status.to_error` makes the router's error of each.
+FailureCode = Literal[
+    "INVALID_ARGUMENT",
+    "NOT_FOUND",
+    "FAILED_PRECONDITION",
+    "RESOURCE_EXHAUSTED",
+    "UNAVAILABLE",
+    "DATA_LOSS",
+    "INTERNAL",
+]
+# Every reason that an engine or its worker ends a job with, as clients read it in ErrorInfo.
+FailureReason = Literal[
+    # of the adapter store and the adapter's bytes
+    "ADAPTER_GONE",
+    "ADAPTER_TOO_LARGE",
+    "ADAPTER_UNLOADABLE",
+    "DATA_LOSS",
+    "FETCH_FAILED",
+    "STORE_DOWN",
+    "STORE_TIMEOUT",
+    "WRONG_DIGEST",
+    # of the job, which this worker can't take
+    "REFUSED_BY_WORKER",
+    "WRONG_BASE",
+    # of the engine
+    "NAN_LOGITS",
+    "OUT_OF_MEMORY",
+    "SAMPLING_FAILED",
+]
+
+
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why a sequence can't go on. `code` is the name of a gRPC status, `reason` is UPPER_SNAKE_CASE."""
+    """Why a sequence can't go on. With NOT_FOUND and DATA_LOSS `message` is the name of the resource at fault.
 
-    code: str
-    reason: str
+    `field` names the value of the request at fault, or the kind of the resource.
+    """
+
+    code: FailureCode
+    reason: FailureReason
     message: str
     field: str = ""
 

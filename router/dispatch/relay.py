@@ -15,15 +15,8 @@ from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.routed_job import Frame, WorkerFinish
 from router.metrics import RouterMetrics
 from router.request import TokenLogprobs
-from rpc.errors import (
-    CallError,
-    DataLoss,
-    Internal,
-    InvalidField,
-    Mismatch,
-    NotFound,
-    Unavailable,
-)
+from rpc.errors import CallError, InvalidField
+from rpc.status import to_error
 
 log = logging.getLogger(__name__)
 
@@ -114,9 +107,6 @@ class RelayService(relay_pb2_grpc.RelayServiceServicer):
             link.close()
 
 
-_CODES = {code.value[0]: code for code in grpc.StatusCode}
-
-
 _FINISHES = {
     pb.FINISH_KIND_LENGTH: WorkerFinish.LENGTH,
     pb.FINISH_KIND_END: WorkerFinish.END,
@@ -151,18 +141,4 @@ def _logprobs(token: pb.TokenLogprobs) -> TokenLogprobs:
 
 
 def _failure(failure: pb.Failure) -> CallError:
-    """What the job's client is told; an unknown code is the worker's fault."""
-    subject = failure.field or "adapter"
-    message, reason = failure.message, failure.reason or None
-    match _CODES.get(failure.code):
-        case grpc.StatusCode.INVALID_ARGUMENT:
-            return InvalidField(subject, message, reason=reason)
-        case grpc.StatusCode.NOT_FOUND:
-            return NotFound(subject, message)
-        case grpc.StatusCode.FAILED_PRECONDITION:
-            return Mismatch(subject, message, reason=reason)
-        case grpc.StatusCode.UNAVAILABLE:
-            return Unavailable(message, reason=reason)
-        case grpc.StatusCode.DATA_LOSS:
-            return DataLoss(subject, "", message)
-    return Internal(message, reason=reason)
+    return to_error(failure.code, failure.reason, failure.message, failure.field)

@@ -16,7 +16,7 @@ from loraplex.inference.v1 import inference_pb2_grpc
 
 from rpc import errors
 from rpc.server import PortInUse, Server
-from rpc.status import CODES, DETAILS_KEY
+from rpc.status import CODES, DETAILS_KEY, to_error, to_status
 
 CASES: list[tuple[errors.CallError, grpc.StatusCode, type[Any] | None]] = [
     (errors.InvalidField("sampling.top_p", "bad"), grpc.StatusCode.INVALID_ARGUMENT, details_pb2.BadRequest),
@@ -73,6 +73,22 @@ async def streamed(stub: Any) -> grpc.aio.AioRpcError:
 
 def test_every_error_of_the_tree_has_a_code() -> None:
     assert set(CODES) == set(errors.CallError.__subclasses__()) == {type(error) for error, _, _ in CASES}
+
+
+def test_a_status_leaves_its_error_as_it_is() -> None:
+    error = errors.NotFound("adapter", "a" * 1000)
+    before = error.message
+    _, status = to_status(error)
+    assert len(status.message) < len(before)
+    assert error.message == before
+
+
+def test_a_status_s_parts_make_the_error_again() -> None:
+    for error, code, _ in CASES:
+        again = to_error(code.value[0], "A_REASON", "message", "field")
+        assert type(again) is type(error)
+        assert again.reason == ("NOT_BUILT" if isinstance(error, errors.NotBuilt) else "A_REASON")
+    assert type(to_error(99, "", "message", "")) is errors.Internal
 
 
 @pytest.mark.parametrize("call", [unary, streamed])

@@ -117,8 +117,9 @@ async def ask(story: Story, routers: Sequence[SimulatedRouter], network: Network
             token = getattr(error, "token", token)
         except (DeadlinePassed, TimeoutError):
             story.end(End.LATE)
-        except Exhausted:
-            story.end(End.REFUSED)
+        except Exhausted as error:
+            story.failure = error
+            story.end(End.FAILED if error.retry_after_s is None else End.REFUSED)
         except CallError as error:
             story.failure = error
             story.end(End.FAILED)

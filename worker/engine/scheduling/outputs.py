@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from artifacts.errors import ArtifactError, MismatchError
 from worker.engine.scheduling.sequence import Sequence
-from worker.engine_api import Failure, FinishKind, Output, TokenLogprobs
+from worker.engine_api import Failure, FailureCode, FinishKind, Output, TokenLogprobs
 
 OUT_OF_MEMORY = Failure("RESOURCE_EXHAUSTED", "OUT_OF_MEMORY", "the worker has not enough memory for it, even alone")
 
@@ -35,7 +35,7 @@ def output_of(
 
 def adapter_failure(digest: str, error: Exception) -> Failure:
     """Why a sequence can't run whose adapter could not be loaded."""
-    code = "INTERNAL"
+    code: FailureCode = "INTERNAL"
     if isinstance(error, MismatchError):
         code = "FAILED_PRECONDITION"
     elif isinstance(error, ArtifactError):

@@ -16,12 +16,12 @@ from loraplex.adapters.v1 import adapters_pb2_grpc
 from artifacts.revision import CONFIG_FILE, WEIGHTS_FILE, revision_digest
 from broker.messages import AdapterRef
 from rpc.auth import TENANT_KEY
-from worker.engine_api import Failure
+from worker.engine_api import Failure, FailureCode, FailureReason
 
 # What the store takes as a configuration at most.
 CONFIG_BYTES = 1 << 20
 
-_FAILURES = {
+_FAILURES: dict[grpc.StatusCode, tuple[FailureCode, FailureReason]] = {
     grpc.StatusCode.NOT_FOUND: ("NOT_FOUND", "ADAPTER_GONE"),
     grpc.StatusCode.DATA_LOSS: ("DATA_LOSS", "DATA_LOSS"),
     grpc.StatusCode.DEADLINE_EXCEEDED: ("UNAVAILABLE", "STORE_TIMEOUT"),
@@ -57,14 +57,13 @@ async def download(
                     await asyncio.to_thread(files[part.chunk.name].write, part.chunk.data)
     except grpc.aio.AioRpcError as error:
         code, reason = _FAILURES.get(error.code(), ("UNAVAILABLE", "STORE_DOWN"))
-        message = ref.revision if code == "NOT_FOUND" else f"{ref.revision}: {error.details()}"
+        message = ref.revision if code in {"NOT_FOUND", "DATA_LOSS"} else f"{ref.revision}: {error.details()}"
         raise FetchFailedError(Failure(code, reason, message, "adapter")) from error
     finally:
         for file in files.values():
             file.close()
     if config.too_large or weights.too_large or await asyncio.to_thread(_digest_of, into, weights) != ref.digest:
-        message = f"the store's bytes of {ref.revision} are not its digest"
-        raise FetchFailedError(Failure("DATA_LOSS", "DATA_LOSS", message, "adapter"))
+        raise FetchFailedError(Failure("DATA_LOSS", "DATA_LOSS", ref.revision, "adapter"))
     return config.size + weights.size
 
 
