@@ -1,7 +1,8 @@
 """What the cluster costs beside its engine: `python -m bench.relay [--quick] [--json FILE]`.
 
 The hash model: client, router, Redis, store and one worker as processes of this machine. Lone requests and a saturated
-worker over an engine that takes no time; then the same with a step of 5 ms, with 64 streams and with 256.
+worker over an engine that takes no time; then the same with a step of 5 ms, with 64 streams and with 256. Between the
+lone requests it makes empty streaming calls to a bare grpc.aio server, so that the ratios hold on any machine.
 """
 
 from __future__ import annotations
@@ -21,12 +22,15 @@ from loraplex_client import AsyncClient, AsyncStoreClient
 
 from artifacts.base_model import read_base_model
 from bench.command import run_command
+from bench.empty_call import empty_calls
 from bench.processor_time import processor_s
 from bench.report import Aim, Report, progress
 from clients.cli.models import registered
 from deploy.local.cluster import ClusterSettings, LocalCluster
 
 AIMS = {
+    "ttft_over_empty_call": Aim(at_most=4),
+    "ttft_64_over_empty_call": Aim(at_most=10),
     "ttft_overhead_ms": Aim(at_most=1.5),
     "ttft_overhead_p99_ms": Aim(at_most=5),
     "ttft_overhead_64_ms": Aim(at_most=3),
@@ -75,53 +79,82 @@ class Flow:
         return self.tokens / self.seconds
 
 
+@dataclass(frozen=True)
+class Instant:
+    """What an engine that takes no time showed: milliseconds to first tokens and of empty calls, and a full load."""
+
+    alone_ms: list[float]
+    empty_ms: list[float]
+    saturated: Flow
+
+
+@dataclass(frozen=True)
+class Stepping:
+    """What an engine with steps of STEP_MS showed: milliseconds to first tokens beside streams, and two loads."""
+
+    beside_ms: list[float]
+    few: Flow
+    many: Flow
+
+
 def main() -> None:
     """Run it as the arguments say."""
     run_command("relay", __doc__ or "", lambda quick: measure(QUICK if quick else FULL, quick))
 
 
 def measure(setup: Setup, quick: bool) -> Report:
-    """Both clusters in turn."""
+    """Measure both clusters in turn."""
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return report(setup, quick, runner.run(without_steps(setup)), runner.run(with_steps(setup)))
 
 
-def report(
-    setup: Setup, quick: bool, fast: tuple[list[float], Flow], stepping: tuple[list[float], Flow, Flow]
-) -> Report:
-    """What came of a cluster whose engine takes no time, and of one with steps."""
-    (alone_ms, saturated), (beside_ms, few, many) = fast, stepping
-    times = {"alone, no step": alone_ms, f"beside {setup.few} streams, 5 ms steps": beside_ms}
+def report(setup: Setup, quick: bool, instant: Instant, stepping: Stepping) -> Report:
+    """Put both clusters' measurements into one report."""
+    # A request beside others pays its own step, and half of the one that runs when it comes.
+    alone, beside = median(instant.alone_ms), median(stepping.beside_ms) - 1.5 * STEP_MS
+    empty = median(instant.empty_ms)
+    times = {
+        "empty streaming call": instant.empty_ms,
+        "alone, no step": instant.alone_ms,
+        f"beside {setup.few} streams, 5 ms steps": stepping.beside_ms,
+    }
+    flows = (instant.saturated, stepping.few, stepping.many)
     return Report(
         name="relay",
         command="python -m bench.relay" + (" --quick" if quick else ""),
         quick=quick,
         setup=asdict(setup) | {"prompt": len(PROMPT), "step_ms": STEP_MS},
-        rows=[*(_ttft_row(name, ms) for name, ms in times.items()), *map(_flow_row, (saturated, few, many))],
+        rows=[*(_ttft_row(name, ms) for name, ms in times.items()), *map(_flow_row, flows)],
         ratios={
-            "ttft_overhead_ms": median(alone_ms),
-            "ttft_overhead_p99_ms": _p99(alone_ms),
-            # Its own step, and half of the one that runs when it comes.
-            "ttft_overhead_64_ms": median(beside_ms) - 1.5 * STEP_MS,
-            "relay_tokens_per_s": saturated.tokens_per_s,
-            "step_5ms_of_possible": many.tokens_per_s / (setup.many / STEP_MS * 1e3),
+            "ttft_over_empty_call": alone / empty,
+            "ttft_64_over_empty_call": beside / empty,
+            "ttft_overhead_ms": alone,
+            "ttft_overhead_p99_ms": _p99(instant.alone_ms),
+            "ttft_overhead_64_ms": beside,
+            "relay_tokens_per_s": instant.saturated.tokens_per_s,
+            "step_5ms_of_possible": stepping.many.tokens_per_s / (setup.many / STEP_MS * 1e3),
         },
         aims=AIMS,
     )
 
 
-async def without_steps(setup: Setup) -> tuple[list[float], Flow]:
-    """Milliseconds to the first token of lone requests, then all that it can do."""
+async def without_steps(setup: Setup) -> Instant:
+    """Measure lone requests, each followed by an empty call, then a saturated cluster."""
     async with _cluster(setup, 0.0) as load:
         progress("lone requests")
-        await load.ttfts_ms(setup.alone // 5, 0.0)
-        alone = await load.ttfts_ms(setup.alone, 0.0)
+        alone_ms: list[float] = []
+        empty_ms: list[float] = []
+        async with empty_calls() as calls:
+            await load.ttfts_ms(setup.alone // 5, 0.0)
+            for _ in range(setup.alone):
+                alone_ms += await load.ttfts_ms(1, 0.0)
+                empty_ms.append(await calls.first_message_ms())
         progress(f"{setup.many} streams, saturated")
-        return alone, await load.flow("saturated", setup.many)
+        return Instant(alone_ms, empty_ms, await load.flow("saturated", setup.many))
 
 
-async def with_steps(setup: Setup) -> tuple[list[float], Flow, Flow]:
-    """Milliseconds to the first token beside others, then few streams and many."""
+async def with_steps(setup: Setup) -> Stepping:
+    """Measure requests beside running streams, then the tokens of few streams and of many."""
     async with _cluster(setup, STEP_MS) as load:
         progress(f"requests beside {setup.few} streams")
         async with load.streams(setup.few):
@@ -129,7 +162,7 @@ async def with_steps(setup: Setup) -> tuple[list[float], Flow, Flow]:
             beside = await load.ttfts_ms(setup.probes, 2 * STEP_MS)
         few = await load.flow(f"{setup.few} streams", setup.few)
         progress(f"{setup.many} streams")
-        return beside, few, await load.flow(f"{setup.many} streams", setup.many)
+        return Stepping(beside, few, await load.flow(f"{setup.many} streams", setup.many))
 
 
 class Load:
