@@ -17,7 +17,7 @@ from loraplex_client import AsyncClient, AsyncGenerationStream, InternalError
 from broker.messages import STRIKES_LIMIT
 from worker.engine.hash_engine import expected_ids
 from worker.engine_api import Sampling, Stopping
-from worker.io.jobs.local_jobs import CLEARED_ATTEMPTS
+from worker.io.local_jobs.jobs import CLEARED_ATTEMPTS
 
 StartCluster = Callable[..., AbstractAsyncContextManager[Any]]
 Eventually = Callable[[Callable[[], Awaitable[bool]]], Awaitable[None]]

@@ -18,8 +18,8 @@ from tests.simulation.loop import NODE, Node
 from tests.simulation.network import Network
 from tests.simulation.redis import SimulatedRedis
 from worker.io.engine_client.process import EngineLostError
-from worker.io.engine_session import Incarnation
-from worker.io.jobs.telemetry import Chronicle
+from worker.io.engine_session import EngineSession
+from worker.io.jobs.telemetry import JobTelemetry
 from worker.io.metrics import FetchStats, WorkerMetrics
 from worker.io.settings import Settings
 from worker.ipc import Configure
@@ -53,9 +53,9 @@ class SimulatedFetcher:
         """See AdapterFetcher."""
         return FetchStats(0, 0, 0, 0, 0, 0)
 
-    def hold(self) -> SimulatedHold:
+    def hold(self) -> SimulatedPin:
         """See AdapterFetcher."""
-        return SimulatedHold(self)
+        return SimulatedPin(self)
 
     def prefetch(self, requests: Iterable[AdapterRequest]) -> None:
         """See AdapterFetcher; there is nothing that could come earlier."""
@@ -66,21 +66,21 @@ class SimulatedFetcher:
         return self._directory
 
 
-class SimulatedHold:
-    """What worker.io.adapters.fetch.Hold is to an intake."""
+class SimulatedPin:
+    """What worker.io.adapters.fetch.DiskPin is to an intake."""
 
     def __init__(self, fetcher: SimulatedFetcher) -> None:
         self._fetcher = fetcher
         self._pins = 0
 
     async def fetch(self, ref: AdapterRef, tenant: str) -> Path:
-        """See Hold."""
+        """See DiskPin."""
         self._pins += 1
         self._fetcher.pins += 1
         return await self._fetcher.get()
 
     def release(self) -> None:
-        """See Hold."""
+        """See DiskPin."""
         self._fetcher.pins -= self._pins
         self._pins = 0
 
@@ -113,7 +113,7 @@ class SimulatedWorker:
         self._network = network
         self.fetcher = fetcher
         self.health = SimulatedHealth()
-        self._chronicle = Chronicle(WorkerMetrics(), Spans(), name)
+        self._telemetry = JobTelemetry(WorkerMetrics(), Spans(), name)
         self.engine: SimulatedEngine | None = None
         self.start()
 
@@ -128,9 +128,9 @@ class SimulatedWorker:
         # As worker.io.app.run, without what reads files and binds ports.
         while not self._stop.is_set():
             redis, fetcher, health = cast(Any, (self._redis, self.fetcher, self.health))
-            incarnation = Incarnation(self._settings, self._base, redis, fetcher, health, self._chronicle)
+            session = EngineSession(self._settings, self._base, redis, fetcher, health, self._telemetry)
             try:
-                await incarnation.run(self._stop)
+                await session.run(self._stop)
             except EngineLostError:
                 await asyncio.sleep(_RESTART_S)
 

@@ -19,8 +19,8 @@ from worker.io.adapters.disk import DiskTier
 from worker.io.adapters.download import Patience
 from worker.io.adapters.fetch import AdapterFetcher
 from worker.io.engine_client.process import EngineLostError
-from worker.io.engine_session import Incarnation
-from worker.io.jobs.telemetry import Chronicle
+from worker.io.engine_session import EngineSession
+from worker.io.jobs.telemetry import JobTelemetry
 from worker.io.membership.health import WorkerHealth
 from worker.io.metrics import WorkerMetrics
 from worker.io.settings import Settings
@@ -42,7 +42,7 @@ async def run(settings: Settings) -> None:
     worker_id = settings.worker_id or f"{socket.gethostname()}-{os.getpid()}"
     metrics = WorkerMetrics()
     spans = set_up_tracing("worker", os.environ)
-    chronicle = Chronicle(metrics, spans, worker_id)
+    telemetry = JobTelemetry(metrics, spans, worker_id)
     async with contextlib.AsyncExitStack() as stack:
         stack.push_async_callback(asyncio.to_thread, spans.close)
         metrics_server = serve_metrics(metrics, settings.health_host, settings.metrics_port)
@@ -61,13 +61,13 @@ async def run(settings: Settings) -> None:
         stack.push_async_callback(fetcher.close)
         pause_s = RESTART_S
         while not stop.is_set():
-            incarnation = Incarnation(settings, base, redis, fetcher, health, chronicle)
+            session = EngineSession(settings, base, redis, fetcher, health, telemetry)
             try:
-                await incarnation.run(stop)
+                await session.run(stop)
             except EngineLostError as error:
                 metrics.engines_lost.inc()
                 log.error("%s; %s", error, "stopping" if stop.is_set() else "starting another")
-                pause_s = RESTART_S if incarnation.served else min(RESTART_MOST_S, pause_s * 2)
+                pause_s = RESTART_S if session.served else min(RESTART_MOST_S, pause_s * 2)
                 await unless_stopped(stop, asyncio.sleep(pause_s))
 
 

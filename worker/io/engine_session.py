@@ -22,17 +22,17 @@ from broker.messages import WorkerPhase, WorkerState
 from broker.queue import JobQueue
 from rpc.server import unless_stopped
 from worker.io.adapters.fetch import AdapterFetcher
-from worker.io.adapters.operator_commands import Orders
+from worker.io.adapters.operator_commands import OperatorCommands
 from worker.io.engine_client.process import EngineLostError, EngineProcess
 from worker.io.engine_client.stall import watch_steps
 from worker.io.jobs.drain import drain
 from worker.io.jobs.intake import Intake
-from worker.io.jobs.telemetry import Chronicle
+from worker.io.jobs.telemetry import JobTelemetry
 from worker.io.membership.health import WorkerHealth
 from worker.io.membership.presence import Presence
 from worker.io.membership.registration import wait_until_registered
 from worker.io.membership.state import worker_state
-from worker.io.relay.links import RelayClients
+from worker.io.relay.links import RouterLinks
 from worker.io.settings import Settings
 from worker.ipc import Begun, Configure, PinRefused, Ready, Refused, Stepped
 
@@ -46,7 +46,7 @@ LEAVE_S = 1.0
 PACE_S = 0.010
 
 
-class Incarnation:
+class EngineSession:
     """One life of the engine."""
 
     def __init__(
@@ -56,15 +56,15 @@ class Incarnation:
         redis: Redis,
         fetcher: AdapterFetcher,
         health: WorkerHealth,
-        chronicle: Chronicle,
+        telemetry: JobTelemetry,
     ) -> None:
         keys = Keys(base.name, settings.cell)
         self._settings = settings
         self._base = base
         self._fetcher = fetcher
         self._health = health
-        self._chronicle = chronicle
-        self._worker_id = chronicle.worker_id
+        self._telemetry = telemetry
+        self._worker_id = telemetry.worker_id
         self._queue = JobQueue(redis, keys, worker_id=self._worker_id)
         self._liveness = Liveness(redis, keys)
         self._id = secrets.token_hex(8)
@@ -95,12 +95,12 @@ class Incarnation:
 
     async def _serve(self, engine: EngineProcess, ready: Ready, stop: asyncio.Event) -> None:
         settings = self._settings
-        intake = Intake(self._base.digest, engine, self._queue, self._fetcher, self._chronicle)
-        metrics = self._chronicle.metrics
-        relay = RelayClients(self._worker_id, self._id, intake.held, intake, pace_s=_pace_s(settings), metrics=metrics)
+        intake = Intake(self._base.digest, engine, self._queue, self._fetcher, self._telemetry)
+        metrics = self._telemetry.metrics
+        relay = RouterLinks(self._worker_id, self._id, intake.held, intake, pace_s=_pace_s(settings), metrics=metrics)
         intake.use(relay, ready)
         metrics.follow(intake)
-        orders = Orders(self._queue, engine, self._fetcher, ready.limits.max_rank)
+        orders = OperatorCommands(self._queue, engine, self._fetcher, ready.limits.max_rank)
 
         def state(phase: WorkerPhase) -> WorkerState:
             return worker_state(self._worker_id, self._id, phase, self._base, engine.pid, intake, self._fetcher.stats)
@@ -157,7 +157,7 @@ class Incarnation:
                     log.warning("Redis does not answer: %s", error)
 
 
-async def _listen(engine: EngineProcess, intake: Intake, orders: Orders) -> None:
+async def _listen(engine: EngineProcess, intake: Intake, orders: OperatorCommands) -> None:
     async for message in engine.messages():
         match message:
             case Stepped():

@@ -20,8 +20,8 @@ from router.dispatch.relay import RelayService
 from router.dispatch.routed_job import Arrival, RoutedJob
 from rpc.server import Server
 from worker.engine_api import FinishKind, Output
-from worker.io.jobs.local_jobs import HeldChoice, HeldJobs
-from worker.io.relay.links import RelayClients
+from worker.io.local_jobs.jobs import LocalChoice, LocalJobs
+from worker.io.relay.links import RouterLinks
 
 
 class Proxy:
@@ -75,7 +75,7 @@ async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
 class Orders:
     """What the router asked of the worker."""
 
-    def __init__(self, held: HeldJobs) -> None:
+    def __init__(self, held: LocalJobs) -> None:
         self._held = held
         self.freed = asyncio.Event()
 
@@ -109,7 +109,7 @@ async def router_with_proxy(redis: Redis) -> AsyncIterator[tuple[Dispatcher, Pro
     await dispatcher.drain_tasks()
 
 
-def make(held: HeldChoice, count: int, relay: RelayClients, *, finish: FinishKind | None = None) -> None:
+def make(held: LocalChoice, count: int, relay: RouterLinks, *, finish: FinishKind | None = None) -> None:
     """The engine makes `count` more ids."""
     at = len(held.ids)
     held.record(Output(held.sequence_id, at, tuple(range(1000 + at, 1000 + at + count)), finish))
@@ -130,9 +130,9 @@ async def test_a_link_that_breaks_and_comes_back_loses_and_repeats_nothing(
     monkeypatch.setattr(dispatch, "LINK_GRACE_S", 3.0)  # a slow machine must not make it another attempt
     async with router_with_proxy(redis) as (dispatcher, proxy, address):
         job = Job("j", "acme", "tiny", "sha256:0", address, (1, 2), StoppingParams(max_tokens=100), seed=1)
-        held_jobs = HeldJobs()
+        held_jobs = LocalJobs()
         orders = Orders(held_jobs)
-        relay = RelayClients("w", "w-1", held_jobs, orders)
+        relay = RouterLinks("w", "w-1", held_jobs, orders)
         async with dispatcher.dispatch(job) as routed, aclosing(routed.arrivals()) as arrivals:
             held = held_jobs.add(job).choices[0]
             relay.claimed(held_jobs.all()[0])

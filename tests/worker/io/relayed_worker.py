@@ -25,9 +25,9 @@ from worker.io.adapters.download import Patience
 from worker.io.adapters.fetch import AdapterFetcher
 from worker.io.engine_client.process import EngineLostError, EngineProcess
 from worker.io.jobs.intake import Intake
-from worker.io.jobs.telemetry import Chronicle
+from worker.io.jobs.telemetry import JobTelemetry
 from worker.io.metrics import WorkerMetrics
-from worker.io.relay.links import RelayClients
+from worker.io.relay.links import RouterLinks
 from worker.ipc import Begun, Configure, Stepped
 
 KEYS = Keys("hash", "main")
@@ -121,8 +121,8 @@ async def running(router: Router, redis: Redis, disk: Path, model: str = MODEL) 
     with socket.create_server(("127.0.0.1", 0)) as store:
         tier = DiskTier.open(disk, 1 << 30)
         fetcher = AdapterFetcher(f"127.0.0.1:{store.getsockname()[1]}", tier, Patience(300.0, 300.0))
-        intake = Intake("sha256:0", engine, queue, fetcher, Chronicle(WorkerMetrics(), Spans(), "w"))
-        relay = RelayClients("w", "w-1", intake.held, intake)
+        intake = Intake("sha256:0", engine, queue, fetcher, JobTelemetry(WorkerMetrics(), Spans(), "w"))
+        relay = RouterLinks("w", "w-1", intake.held, intake)
         worker = Worker(engine, intake, queue, address)
         intake.use(relay, await engine.ready())
         tasks = [asyncio.create_task(worker.listen()), asyncio.create_task(intake.claims.run())]

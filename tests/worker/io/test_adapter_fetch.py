@@ -20,7 +20,7 @@ from tests.faulty_store import Fault, FaultyStore
 from worker.io.adapters import fetch as adapter_fetch
 from worker.io.adapters.disk import DiskTier
 from worker.io.adapters.download import CONFIG_BYTES, Patience
-from worker.io.adapters.fetch import AdapterFetcher, FetchFailedError, Hold
+from worker.io.adapters.fetch import AdapterFetcher, DiskPin, FetchFailedError
 
 TENANT = "acme"
 WEIGHTS = "adapter_model.safetensors"
@@ -219,7 +219,7 @@ async def test_what_no_job_needs_makes_room(world: World) -> None:
 async def test_a_store_that_is_not_there_is_named(world: World, unused_tcp_port: int) -> None:
     disk = DiskTier.open(world.directory)
     fetcher = AdapterFetcher(f"127.0.0.1:{unused_tcp_port}", disk, world.patience)
-    code, _ = await failure_of(Hold(fetcher, disk).fetch(world.refs["a"], TENANT))
+    code, _ = await failure_of(DiskPin(fetcher, disk).fetch(world.refs["a"], TENANT))
     assert (code, disk.bytes) == ("UNAVAILABLE", 0)
     await fetcher.close()
     await disk.close()

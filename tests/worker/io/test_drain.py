@@ -6,14 +6,14 @@ import pytest
 
 from broker.messages import Job, StoppingParams
 from worker.io.jobs.drain import drain
-from worker.io.jobs.local_jobs import Ending, HeldJob, HeldJobs
+from worker.io.local_jobs.jobs import Ending, LocalJob, LocalJobs
 
 
 class Takeover:
     """Routers that take what is given back at the next turn; `ends` end by themselves within the first wait."""
 
     def __init__(self, lengths: list[int], ends: set[str]) -> None:
-        self.held = HeldJobs()
+        self.held = LocalJobs()
         self.turns: list[list[str]] = [[]]
         self.waited_s: list[float] = []
         self._ends = ends
@@ -29,7 +29,7 @@ class Takeover:
         self.turns.append([])
         return not self.held.all()
 
-    def give_back(self, held: HeldJob) -> None:
+    def give_back(self, held: LocalJob) -> None:
         """Hand one over."""
         self.turns[-1].append(held.job.job_id)
         for choice in held.running:

@@ -10,8 +10,8 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from broker.messages import AdapterRef, Job, StoppingParams
 from telemetry.tracing import Spans
 from worker.engine_api import Failure, FinishKind, Output
-from worker.io.jobs.local_jobs import Ending, HeldJob, HeldJobs
-from worker.io.jobs.telemetry import CANCELLED, FAILED, FINISHED, RETURNED, Chronicle
+from worker.io.jobs.telemetry import CANCELLED, FAILED, FINISHED, RETURNED, JobTelemetry
+from worker.io.local_jobs.jobs import Ending, LocalJob, LocalJobs
 from worker.io.metrics import WorkerMetrics
 
 TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
@@ -20,14 +20,14 @@ ADAPTER = AdapterRef("tenants/acme/adapters/a/revisions/sha256:00", "sha256:00",
 
 
 class Book:
-    """A chronicle with its metrics and the spans that it made."""
+    """A telemetry with its metrics and the spans that it made."""
 
     def __init__(self) -> None:
         self.exporter = InMemorySpanExporter()
         provider = TracerProvider(shutdown_on_exit=False)
         provider.add_span_processor(SimpleSpanProcessor(self.exporter))
         self.metrics = WorkerMetrics()
-        self.chronicle = Chronicle(self.metrics, Spans(provider.get_tracer("test")), "w-1")
+        self.telemetry = JobTelemetry(self.metrics, Spans(provider.get_tracer("test")), "w-1")
 
     def spans(self) -> dict[str, ReadableSpan]:
         return {span.name: span for span in self.exporter.get_finished_spans()}
@@ -40,7 +40,7 @@ class Book:
         return self.metrics.registry.get_sample_value(f"loraplex_{name}")
 
 
-def held(n: int = 1, traceparent: str = TRACEPARENT) -> HeldJob:
+def held(n: int = 1, traceparent: str = TRACEPARENT) -> LocalJob:
     """A job that was claimed at second 10."""
     job = Job(
         job_id="acme/r/1",
@@ -55,12 +55,12 @@ def held(n: int = 1, traceparent: str = TRACEPARENT) -> HeldJob:
         adapter=ADAPTER,
         traceparent=traceparent,
     )
-    found = HeldJobs().add(job)
+    found = LocalJobs().add(job)
     found.claimed_at = 10.0
     return found
 
 
-def run(job: HeldJob, finish: FinishKind | None) -> None:
+def run(job: LocalJob, finish: FinishKind | None) -> None:
     """Fetch until 11, handed over then, in a slot at 11.5, first token at 12, last one at 14."""
     job.fetched_at = 11.0
     for choice in job.choices.values():
@@ -72,7 +72,7 @@ def run(job: HeldJob, finish: FinishKind | None) -> None:
 def test_a_finished_job_has_all_of_it() -> None:
     book, job = Book(), held()
     run(job, FinishKind.LENGTH)
-    book.chronicle.ended(job)
+    book.telemetry.ended(job)
     assert book.outcomes() == {FINISHED: 1}
     spans = book.spans()
     assert set(spans) == {"attempt", "adapter fetch", "adapter load", "prefill", "decode"}
@@ -97,7 +97,7 @@ def test_a_finished_job_has_all_of_it() -> None:
 def test_one_that_never_came_in_has_its_attempt_alone() -> None:
     book, job = Book(), held()
     job.choices[0].ending = Ending(failure=Failure("UNAVAILABLE", "STORE_TIMEOUT", "late"))
-    book.chronicle.ended(job)
+    book.telemetry.ended(job)
     assert book.outcomes() == {FAILED: 1}
     (attempt,) = book.spans().values()
     assert not attempt.status.is_ok
@@ -113,13 +113,13 @@ def test_given_back_and_cancelled_ones_are_told_apart() -> None:
     run(half, FinishKind.LENGTH)
     half.choices[1].ending = None
     for job in (returned, cancelled, half):
-        book.chronicle.ended(job)
+        book.telemetry.ended(job)
     assert book.outcomes() == {RETURNED: 1, CANCELLED: 2}
 
 
 def test_who_is_not_traced_has_no_spans() -> None:
     book, job = Book(), held(traceparent="")
     run(job, FinishKind.LENGTH)
-    book.chronicle.ended(job)
+    book.telemetry.ended(job)
     assert book.spans() == {}
     assert book.outcomes() == {FINISHED: 1}

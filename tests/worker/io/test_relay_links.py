@@ -14,10 +14,10 @@ from loraplex.relay.v1 import relay_pb2_grpc
 from broker.messages import Job, StoppingParams
 from rpc.server import Server, relay_options
 from worker.engine_api import Output
-from worker.io.jobs.local_jobs import HeldChoice, HeldJobs
+from worker.io.local_jobs.jobs import LocalChoice, LocalJobs
 from worker.io.relay import links as relay_client
 from worker.io.relay.frames import next_frame
-from worker.io.relay.links import RelayClients
+from worker.io.relay.links import RouterLinks
 
 
 class Router(relay_pb2_grpc.RelayServiceServicer):
@@ -80,10 +80,10 @@ class Line:
     """A worker's relay that holds one job for a router at `address`."""
 
     def __init__(self, address: str) -> None:
-        held = HeldJobs()
-        self.relay = RelayClients("w", "w-1", held, Orders())
+        held = LocalJobs()
+        self.relay = RouterLinks("w", "w-1", held, Orders())
         job = held.add(Job("a", "acme", "tiny", "sha256:0", address, (1,), StoppingParams(100), seed=1))
-        self.choice: HeldChoice = job.choices[0]
+        self.choice: LocalChoice = job.choices[0]
         self.relay.claimed(job)
         self._held = held
 
@@ -113,7 +113,7 @@ async def serving() -> AsyncIterator[tuple[Router, str]]:
 async def test_a_link_whose_messages_can_t_be_made_is_opened_again(monkeypatch: pytest.MonkeyPatch) -> None:
     failures = 0
 
-    def fails_once(choice: HeldChoice) -> pb.Frame:
+    def fails_once(choice: LocalChoice) -> pb.Frame:
         nonlocal failures
         if choice.ids and failures == 0:
             failures += 1

@@ -13,8 +13,8 @@ from loraplex.relay.v1 import relay_pb2_grpc
 from broker.messages import Job, StoppingParams
 from rpc.server import Server
 from worker.engine_api import FinishKind, Output
-from worker.io.jobs.local_jobs import HeldChoice, HeldJobs
-from worker.io.relay.links import RelayClients
+from worker.io.local_jobs.jobs import LocalChoice, LocalJobs
+from worker.io.relay.links import RouterLinks
 
 # So long that a test which waits for it fails by its own time limit.
 NEVER_S = 3600.0
@@ -77,10 +77,10 @@ class Line:
     def __init__(self, recorder: Recorder, address: str, pace_s: float) -> None:
         self.router = recorder
         self._address = address
-        self._held = HeldJobs()
-        self.relay = RelayClients("w", "w-1", self._held, NoOrders(), pace_s=pace_s)
+        self._held = LocalJobs()
+        self.relay = RouterLinks("w", "w-1", self._held, NoOrders(), pace_s=pace_s)
 
-    async def claim(self, job_id: str) -> HeldChoice:
+    async def claim(self, job_id: str) -> LocalChoice:
         """Hold a job of one choice; returns when the link is up."""
         stopping = StoppingParams(max_tokens=100)
         held = self._held.add(Job(job_id, "acme", "tiny", "sha256:0", self._address, (1,), stopping, seed=1))
@@ -95,7 +95,7 @@ class Line:
             self._held.pop(held.job.job_id, held.job.attempt)
         await self.relay.close(5)
 
-    async def make(self, choice: HeldChoice, count: int, finish: FinishKind | None = None) -> None:
+    async def make(self, choice: LocalChoice, count: int, finish: FinishKind | None = None) -> None:
         """The engine makes `count` ids, one a step, and the link has time to send each."""
         for step in range(count):
             at = len(choice.ids)

@@ -13,7 +13,7 @@ from redis.asyncio import Redis
 from broker.messages import STRIKES_LIMIT, AdapterRef
 from tests.worker.io.relayed_worker import MODEL, ROWS, Router, job, running
 from worker.engine_api import AdapterSource, FinishKind, Output
-from worker.io.jobs.local_jobs import CLEARED_ATTEMPTS, HeldJobs
+from worker.io.local_jobs.jobs import CLEARED_ATTEMPTS, LocalJobs
 
 # The rule
 
@@ -22,7 +22,7 @@ NOTHING = (0, frozenset[str]())
 
 
 def test_a_job_is_new_until_a_step_has_given_it_a_token() -> None:
-    held = HeldJobs().add(job("a"))
+    held = LocalJobs().add(job("a"))
     (choice,) = held.running
     assert not held.struck(*NOTHING)  # it is not in the engine
     choice.in_engine, choice.place = True, 1
@@ -33,7 +33,7 @@ def test_a_job_is_new_until_a_step_has_given_it_a_token() -> None:
 
 
 def test_a_job_that_only_waits_in_the_engine_is_no_cause() -> None:
-    held = HeldJobs().add(job("a"))
+    held = LocalJobs().add(job("a"))
     (choice,) = held.running
     choice.in_engine, choice.place = True, 3
     # To be taken, to be loaded for and to be begun may each be what kills.
@@ -47,7 +47,7 @@ def test_a_job_that_only_waits_in_the_engine_is_no_cause() -> None:
 
 
 def test_answers_that_join_their_sibling_are_new_again() -> None:
-    held = HeldJobs().add(job("a", n=2))
+    held = LocalJobs().add(job("a", n=2))
     first, second = held.running
     first.in_engine = first.begun = True
     first.record(Output(first.sequence_id, 0, (7,)), 0.0, 1)
@@ -58,13 +58,13 @@ def test_answers_that_join_their_sibling_are_new_again() -> None:
 
 
 def test_a_continuation_is_new_though_it_has_ids_of_earlier_attempts() -> None:
-    held = HeldJobs().add(replace(job("a"), attempt=2, emitted={0: (5, 6)}))
+    held = LocalJobs().add(replace(job("a"), attempt=2, emitted={0: (5, 6)}))
     held.running[0].in_engine = held.running[0].begun = True
     assert held.struck(*NOTHING)
 
 
 def test_a_suspect_is_never_cleared_while_it_runs() -> None:
-    held = HeldJobs().add(job("a", strikes=STRIKES_LIMIT))
+    held = LocalJobs().add(job("a", strikes=STRIKES_LIMIT))
     (choice,) = held.running
     assert not held.struck(*NOTHING)
     choice.in_engine = choice.begun = True
@@ -77,7 +77,7 @@ def test_a_suspect_is_never_cleared_while_it_runs() -> None:
 @pytest.mark.parametrize("attempt", [1, CLEARED_ATTEMPTS, CLEARED_ATTEMPTS + 1, CLEARED_ATTEMPTS + 9])
 def test_tokens_clear_a_job_only_in_its_first_attempts(attempt: int) -> None:
     """One that always gives some before it kills would cost an engine for each."""
-    held = HeldJobs().add(replace(job("a"), attempt=attempt))
+    held = LocalJobs().add(replace(job("a"), attempt=attempt))
     (choice,) = held.running
     choice.in_engine = choice.begun = True
     choice.record(Output(choice.sequence_id, 0, (7,)), 0.0, 1)

@@ -11,8 +11,8 @@ from broker.keys import Keys
 from broker.messages import Capacity, Job, StoppingParams
 from broker.queue import JobQueue
 from broker.terms import OUTPUT_WEIGHT
-from worker.io.jobs.local_jobs import HeldJobs
 from worker.io.jobs.usage import UsageLog
+from worker.io.local_jobs.jobs import LocalJobs
 
 KEYS = Keys("tiny", "main")
 
@@ -20,7 +20,7 @@ KEYS = Keys("tiny", "main")
 async def test_held_and_ended_jobs_are_charged_though_redis_fails_meanwhile(
     redis: Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    queue, held = JobQueue(redis, KEYS, worker_id="w"), HeldJobs()
+    queue, held = JobQueue(redis, KEYS, worker_id="w"), LocalJobs()
     usage = UsageLog(held, queue)
     for name in ("a", "b", "unrun"):
         await queue.enqueue(Job(name, "acme", "tiny", "sha256:0", "here", (1, 2, 3), StoppingParams(9), 1, n=2))
@@ -57,7 +57,7 @@ async def test_held_and_ended_jobs_are_charged_though_redis_fails_meanwhile(
 
 
 async def test_what_a_stopped_answer_has_made_is_charged_too(redis: Redis) -> None:
-    queue, held = JobQueue(redis, KEYS, worker_id="w"), HeldJobs()
+    queue, held = JobQueue(redis, KEYS, worker_id="w"), LocalJobs()
     usage = UsageLog(held, queue)
     for name in ("a", "waits"):
         await queue.enqueue(Job(name, "acme", "tiny", "sha256:0", "here", (1, 2, 3), StoppingParams(9), 1, n=2))

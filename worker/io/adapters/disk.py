@@ -52,7 +52,7 @@ class Stored:
 
 
 @dataclass(slots=True, eq=False)
-class Room:
+class DiskReservation:
     """A directory to write a revision to, and the bytes that are reserved for it."""
 
     path: Path
@@ -149,10 +149,10 @@ class DiskTier:
         return self._bytes - idle + size <= self.budget
 
     @asynccontextmanager
-    async def room(self, size: int) -> AsyncIterator[Room]:
+    async def room(self, size: int) -> AsyncIterator[DiskReservation]:
         """A fresh directory and `size` reserved bytes, as soon as there are; what is not kept goes. TooLargeError."""
         await self._reserve(size)
-        room = Room(self._directory / f"{_PARTIAL}{secrets.token_hex(8)}", size)
+        room = DiskReservation(self._directory / f"{_PARTIAL}{secrets.token_hex(8)}", size)
         try:
             room.path.mkdir()
             yield room
@@ -160,7 +160,7 @@ class DiskTier:
             # Nobody may cancel the giving back.
             await asyncio.shield(self._remove(room.path, room.size))
 
-    def keep(self, room: Room, digest: str, size: int) -> Stored:
+    def keep(self, room: DiskReservation, digest: str, size: int) -> Stored:
         """What was written to a room is a whole, verified revision of `size` bytes. Raises OSError."""
         target = self._directory / digest.replace(":", "-")
         if digest in self._stored:  # the same bytes by another way

@@ -29,7 +29,7 @@ from worker.io.adapters.disk import DiskTier, Stored, TooLargeError
 from worker.io.adapters.download import CONFIG_BYTES, FetchFailedError, Patience, digest_on_disk, download
 from worker.io.metrics import FetchStats, WorkerMetrics
 
-__all__ = ["AdapterFetcher", "FetchFailedError", "Hold"]
+__all__ = ["AdapterFetcher", "DiskPin", "FetchFailedError"]
 
 log = logging.getLogger(__name__)
 
@@ -72,9 +72,9 @@ class AdapterFetcher:
         self._prefetches: set[asyncio.Task[None]] = set()
         self._hits = self._misses = 0
 
-    def hold(self) -> Hold:
+    def hold(self) -> DiskPin:
         """What one job needs of the disk."""
-        return Hold(self, self._disk)
+        return DiskPin(self, self._disk)
 
     @property
     def stats(self) -> FetchStats:
@@ -202,7 +202,7 @@ class AdapterFetcher:
         await self._channel.close()
 
 
-class Hold:
+class DiskPin:
     """The revisions that one job needs: none of them leaves the disk before `release`."""
 
     def __init__(self, fetcher: AdapterFetcher, disk: DiskTier) -> None:

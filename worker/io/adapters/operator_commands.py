@@ -20,7 +20,7 @@ from broker.connection import REDIS_DOWN
 from broker.messages import AdapterRef, AdapterRequest
 from broker.pins import is_let_go
 from broker.queue import JobQueue
-from worker.io.adapters.fetch import AdapterFetcher, FetchFailedError, Hold
+from worker.io.adapters.fetch import AdapterFetcher, DiskPin, FetchFailedError
 from worker.io.adapters.source import fetch_source
 from worker.io.engine_client.process import EngineProcess
 from worker.ipc import Pin, PinRefused, Unpin, Warm
@@ -40,12 +40,12 @@ FETCH_AGAIN_S = 2.0
 class _Order:
     request: AdapterRequest
     stays: bool
-    hold: Hold
+    hold: DiskPin
     arrived: asyncio.Event = field(default_factory=asyncio.Event)
     task: asyncio.Task[None] | None = None
 
 
-class Orders:
+class OperatorCommands:
     """One incarnation's. `max_rank` is what its engine takes."""
 
     def __init__(self, queue: JobQueue, engine: EngineProcess, fetcher: AdapterFetcher, max_rank: int) -> None:

@@ -8,14 +8,14 @@ import time
 from artifacts.digests import weighted_digest
 from broker.messages import AdapterRef
 from worker.engine_api import AdapterPart, AdapterSource, Failure
-from worker.io.adapters.fetch import FetchFailedError, Hold
+from worker.io.adapters.fetch import DiskPin, FetchFailedError
 
 # So often what may pass is tried again.
 FETCH_AGAIN_S = 0.25
 _MAY_PASS = frozenset({"UNAVAILABLE", "DATA_LOSS"})
 
 
-async def fetch_source(hold: Hold, ref: AdapterRef, tenant: str, *, again_s: float = 0.0) -> AdapterSource:
+async def fetch_source(hold: DiskPin, ref: AdapterRef, tenant: str, *, again_s: float = 0.0) -> AdapterSource:
     """Fetch what is not there yet, all parts of a set at once. Raises FetchFailedError.
 
     For `again_s` seconds not at a failure that may pass.
@@ -30,7 +30,7 @@ async def fetch_source(hold: Hold, ref: AdapterRef, tenant: str, *, again_s: flo
         await asyncio.sleep(FETCH_AGAIN_S)
 
 
-async def _fetch_source(hold: Hold, ref: AdapterRef, tenant: str) -> AdapterSource:
+async def _fetch_source(hold: DiskPin, ref: AdapterRef, tenant: str) -> AdapterSource:
     if not ref.parts:
         return AdapterSource(ref.digest, str(await hold.fetch(ref, tenant)))
     # A set's digest keys KV blocks and the slot, as a revision's does: it is checked as the bytes of one are.

@@ -13,8 +13,8 @@ from broker.messages import AdapterRequest, Capacity, Job
 from broker.queue import JobQueue
 from broker.terms import Claimed
 from worker.io.engine_client.process import EngineProcess
-from worker.io.jobs.local_jobs import HeldJobs
 from worker.io.jobs.usage import UsageLog
+from worker.io.local_jobs.jobs import LocalJobs
 from worker.io.metrics import WorkerMetrics
 from worker.ipc import Ready
 
@@ -41,7 +41,7 @@ class Claims:
         self,
         base_digest: str,
         queue: JobQueue,
-        held: HeldJobs,
+        held: LocalJobs,
         usage: UsageLog,
         engine: EngineProcess,
         accept: Callable[[Sequence[Job]], None],

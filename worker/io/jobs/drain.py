@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Protocol
 
-from worker.io.jobs.local_jobs import HeldJob, HeldJobs
+from worker.io.local_jobs.jobs import LocalJob, LocalJobs
 
 # The last part of the grace, in which what is left is handed over: one of its turns after the other, so that those
 # who take it over do not all prefill at once.
@@ -17,13 +17,13 @@ class Holder(Protocol):
     """Who holds the jobs: worker.io.jobs.intake.Intake."""
 
     @property
-    def held(self) -> HeldJobs:
+    def held(self) -> LocalJobs:
         """The jobs."""
 
     async def empties_within(self, most_s: float) -> bool:
         """Wait until nothing is held; whether that is so."""
 
-    def give_back(self, held: HeldJob) -> None:
+    def give_back(self, held: LocalJob) -> None:
         """Stop a job here, to go on elsewhere."""
 
 
@@ -43,7 +43,7 @@ async def drain(holder: Holder, drain_s: float) -> None:
             return
 
 
-def _to_go(held: HeldJob) -> int:
+def _to_go(held: LocalJob) -> int:
     """The most tokens that a job may still make."""
     stopping = held.job.stopping
     return sum(stopping.max_tokens - choice.start - len(choice.ids) for choice in held.running)

@@ -20,11 +20,11 @@ from worker.io.adapters.fetch import AdapterFetcher, FetchFailedError
 from worker.io.adapters.source import fetch_source
 from worker.io.engine_client.process import EngineProcess
 from worker.io.jobs.claims import Claims
-from worker.io.jobs.local_jobs import Ending, HeldChoice, HeldJob, HeldJobs, sequence_of
-from worker.io.jobs.telemetry import Chronicle
+from worker.io.jobs.telemetry import JobTelemetry
 from worker.io.jobs.usage import UsageLog
+from worker.io.local_jobs.jobs import Ending, LocalChoice, LocalJob, LocalJobs, sequence_of
 from worker.io.metrics import FetchStats
-from worker.io.relay.links import RelayClients
+from worker.io.relay.links import RouterLinks
 from worker.ipc import Abort, Add, Begun, Ready, Refused, Stepped
 
 log = logging.getLogger(__name__)
@@ -42,24 +42,24 @@ class Intake:
         engine: EngineProcess,
         queue: JobQueue,
         fetcher: AdapterFetcher,
-        chronicle: Chronicle,
+        telemetry: JobTelemetry,
     ) -> None:
         self._base_digest = base_digest
         self._engine = engine
         self._fetcher = fetcher
-        self._chronicle = chronicle
-        self.held = HeldJobs()
+        self._telemetry = telemetry
+        self.held = LocalJobs()
         self.usage = UsageLog(self.held, queue)
-        self._relay: RelayClients | None = None
+        self._relay: RouterLinks | None = None
         self.claims = Claims(
-            base_digest, queue, self.held, self.usage, engine, self._accept, fetcher.prefetch, chronicle.metrics
+            base_digest, queue, self.held, self.usage, engine, self._accept, fetcher.prefetch, telemetry.metrics
         )
         self._tasks: set[asyncio.Task[None]] = set()
         self._engine_lost = False
         # Sequences that the engine was handed, and those of them that it did not take.
         self._handed = self._refused = 0
 
-    def use(self, relay: RelayClients, ready: Ready) -> None:
+    def use(self, relay: RouterLinks, ready: Ready) -> None:
         """Where tokens go, and what the engine can take; before anything is claimed."""
         self._relay = relay
         self.claims.use(ready)
@@ -80,7 +80,7 @@ class Intake:
         return self._fetcher.stats
 
     @property
-    def relay(self) -> RelayClients:
+    def relay(self) -> RouterLinks:
         """The links to the routers."""
         assert self._relay is not None, "use() comes first"
         return self._relay
@@ -104,7 +104,7 @@ class Intake:
         """Whether there is nothing that it must wait for."""
         return job.adapter is None and not job.suspect and job.base_digest == self._base_digest
 
-    async def _enter(self, held: HeldJob) -> None:
+    async def _enter(self, held: LocalJob) -> None:
         job, began = held.job, time.monotonic()
         if job.base_digest != self._base_digest:
             message = f"the job is for base model {job.base_digest}, this worker serves {self._base_digest}"
@@ -131,12 +131,12 @@ class Intake:
         # The first alone: once it has a token, the others find the prompt in the prefix cache.
         self._add(held, held.running[:1])
 
-    async def _alone(self, held: HeldJob) -> None:
+    async def _alone(self, held: LocalJob) -> None:
         """Wait until nothing else runs; meanwhile nothing is claimed."""
         while any(choice.job is not held.job for choice in self.held.running):
             await self.claims.change()
 
-    def _add(self, held: HeldJob, choices: Sequence[HeldChoice]) -> None:
+    def _add(self, held: LocalJob, choices: Sequence[LocalChoice]) -> None:
         if choices:
             now = time.monotonic()
             if not any(choice.in_engine for choice in self.held.running):  # else it owes a sign already
@@ -151,7 +151,7 @@ class Intake:
     def stepped(self, message: Stepped) -> None:
         """Record and relay what a step made."""
         self.claims.stats = message.stats
-        now = self._chronicle.stepped(message.outputs, message.stats)
+        now = self._telemetry.stepped(message.outputs, message.stats)
         for output in message.outputs:
             choice = self.held.of_sequence(output.sequence_id)
             if choice is not None and choice.ending is None:  # else it was cancelled meanwhile
@@ -182,7 +182,7 @@ class Intake:
             failure = Failure("INVALID_ARGUMENT", "REFUSED_BY_WORKER", message.message, message.field)
             self._end(choice, Ending(failure=failure))
 
-    def _end(self, choice: HeldChoice, ending: Ending) -> None:
+    def _end(self, choice: LocalChoice, ending: Ending) -> None:
         choice.ending = ending
         self.relay.progressed(choice)
         self.claims.changed()
@@ -194,7 +194,7 @@ class Intake:
         held = self.held.pop(job_id, attempt)
         if held is not None:
             self.usage.ended(held)
-            self._chronicle.ended(held)
+            self._telemetry.ended(held)
             self._stop(held)  # one choice that failed ends its siblings
         self.claims.changed()
 
@@ -204,7 +204,7 @@ class Intake:
         if held is None:
             return
         self.usage.ended(held)
-        self._chronicle.ended(held)
+        self._telemetry.ended(held)
         self._stop(held)
         self.claims.changed()
 
@@ -220,7 +220,7 @@ class Intake:
             self._add(held, held.running)  # it was the one that the others waited for
         self.claims.changed()
 
-    def _stop(self, held: HeldJob) -> None:
+    def _stop(self, held: LocalJob) -> None:
         if held.entering is not None:
             held.entering.cancel()
         if held.hold is not None:
@@ -244,7 +244,7 @@ class Intake:
                     await self.claims.change()
         return not self.held.all()
 
-    def give_back(self, held: HeldJob, *, struck: bool = False) -> None:
+    def give_back(self, held: LocalJob, *, struck: bool = False) -> None:
         """Stop a job here, to go on elsewhere."""
         self._stop(held)
         running, ending = held.running, Ending(struck=struck)

@@ -13,13 +13,13 @@ from opentelemetry.trace import Span, SpanKind
 
 from telemetry.tracing import Attributes, Spans
 from worker.engine_api import EngineStats, Output
-from worker.io.jobs.local_jobs import HeldChoice, HeldJob
+from worker.io.local_jobs.jobs import LocalChoice, LocalJob
 from worker.io.metrics import WorkerMetrics
 
 FINISHED, FAILED, RETURNED, CANCELLED = "finished", "failed", "returned", "cancelled"
 
 
-class Chronicle:
+class JobTelemetry:
     """One worker's, over all lives of its engine."""
 
     def __init__(self, metrics: WorkerMetrics, spans: Spans, worker_id: str) -> None:
@@ -42,7 +42,7 @@ class Chronicle:
         self._stepped_at = now if outputs and stats.rows_running else None
         return now
 
-    def ended(self, held: HeldJob) -> None:
+    def ended(self, held: LocalJob) -> None:
         """A job is held no more."""
         outcome = _outcome(held)
         self.metrics.ended.labels(outcome).inc()
@@ -58,7 +58,7 @@ class Chronicle:
         if self._spans.on and held.job.traceparent:
             self._trace(held, outcome)
 
-    def _trace(self, held: HeldJob, outcome: str) -> None:
+    def _trace(self, held: LocalJob, outcome: str) -> None:
         job = held.job
         attributes: Attributes = {
             "loraplex.worker": self.worker_id,
@@ -77,7 +77,7 @@ class Chronicle:
             self._trace_choice(span, choice)
         self._spans.end(span, error=outcome if outcome == FAILED else "")
 
-    def _trace_choice(self, span: Span, choice: HeldChoice) -> None:
+    def _trace_choice(self, span: Span, choice: LocalChoice) -> None:
         if choice.added_at is None:
             return
         which: Attributes = {"loraplex.choice": choice.choice}
@@ -92,7 +92,7 @@ class Chronicle:
         self._spans.record("decode", span, choice.first_at, choice.last_at, decode)
 
 
-def _outcome(held: HeldJob) -> str:
+def _outcome(held: LocalJob) -> str:
     endings = [choice.ending for choice in held.choices.values()]
     if any(ending is not None and ending.failure is not None for ending in endings):
         return FAILED

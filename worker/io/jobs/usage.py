@@ -7,18 +7,18 @@ from contextlib import contextmanager
 
 from broker.queue import JobQueue
 from broker.terms import Usage
-from worker.io.jobs.local_jobs import HeldJob, HeldJobs
+from worker.io.local_jobs.jobs import LocalJob, LocalJobs
 
 
 class UsageLog:
     """Reports are counts since the attempt's start: one that comes twice does no harm. Redis may be down."""
 
-    def __init__(self, held: HeldJobs, queue: JobQueue) -> None:
+    def __init__(self, held: LocalJobs, queue: JobQueue) -> None:
         self._held = held
         self._queue = queue
         self._ended: list[Usage] = []
 
-    def ended(self, held: HeldJob) -> None:
+    def ended(self, held: LocalJob) -> None:
         """A job is held no more."""
         self._ended.append(_usage(held, ended=True))
 
@@ -39,5 +39,5 @@ class UsageLog:
         await self._queue.charge([_usage(held, ended=False) for held in self._held.all()])
 
 
-def _usage(held: HeldJob, *, ended: bool) -> Usage:
+def _usage(held: LocalJob, *, ended: bool) -> Usage:
     return Usage(held.job.job_id, held.job.attempt, held.tokens, ended=ended, ran=held.ran)

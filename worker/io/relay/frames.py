@@ -6,7 +6,7 @@ import grpc
 from loraplex.relay.v1 import relay_pb2 as pb
 
 from worker.engine_api import Failure, FinishKind, TokenLogprobs
-from worker.io.jobs.local_jobs import HeldChoice, HeldJob
+from worker.io.local_jobs.jobs import LocalChoice, LocalJob
 
 _KINDS = {
     FinishKind.LENGTH: pb.FINISH_KIND_LENGTH,
@@ -16,12 +16,12 @@ _KINDS = {
 _CODES = {code.name: code.value[0] for code in grpc.StatusCode}
 
 
-def attempt_of(held: HeldJob) -> pb.JobAttempt:
+def attempt_of(held: LocalJob) -> pb.JobAttempt:
     """Its name on the relay."""
     return pb.JobAttempt(job_id=held.job.job_id, attempt=held.job.attempt)
 
 
-def next_frame(held: HeldChoice) -> pb.Frame:
+def next_frame(held: LocalChoice) -> pb.Frame:
     """What an answer has got since its last frame, and its end if it is there."""
     frame = pb.Frame(
         job_id=held.job.job_id,

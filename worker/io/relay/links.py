@@ -20,10 +20,10 @@ from loraplex.relay.v1 import relay_pb2 as pb
 from loraplex.relay.v1 import relay_pb2_grpc
 
 from rpc.server import relay_options
-from worker.io.jobs.local_jobs import HeldChoice, HeldJob, HeldJobs
+from worker.io.local_jobs.jobs import LocalChoice, LocalJob, LocalJobs
 from worker.io.metrics import WorkerMetrics
 from worker.io.relay.frames import attempt_of, next_frame
-from worker.io.relay.send_throttle import Pace
+from worker.io.relay.send_throttle import SendThrottle
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ GONE_S = 5.0
 RETRY_S = 0.05
 
 
-class Orders(Protocol):
+class RelayHandler(Protocol):
     """What a router's messages ask of the intake."""
 
     def acked(self, job_id: str, attempt: int) -> None:
@@ -47,7 +47,7 @@ class Orders(Protocol):
         """A router has been out of reach for GONE_S: drop its jobs."""
 
 
-class RelayClients:
+class RouterLinks:
     """The links of one incarnation, by router address.
 
     `pace_s`: the least time between two messages to a router that hold neither the beginning nor the end of an answer.
@@ -57,8 +57,8 @@ class RelayClients:
         self,
         worker_id: str,
         incarnation: str,
-        held: HeldJobs,
-        orders: Orders,
+        held: LocalJobs,
+        handler: RelayHandler,
         *,
         pace_s: float = 0.0,
         metrics: WorkerMetrics | None = None,
@@ -66,30 +66,30 @@ class RelayClients:
         self._worker_id = worker_id
         self._incarnation = incarnation
         self._held = held
-        self._orders = orders
+        self._handler = handler
         self._pace_s = pace_s
         self._metrics = metrics or WorkerMetrics()
-        self._links: dict[str, _Link] = {}
+        self._links: dict[str, RouterLink] = {}
 
-    def claimed(self, held: HeldJob) -> None:
+    def claimed(self, held: LocalJob) -> None:
         """Tell the job's router who has it."""
         self._to(held.job.reply_to).claimed(held)
 
-    def progressed(self, choice: HeldChoice) -> None:
+    def progressed(self, choice: LocalChoice) -> None:
         """An answer has got ids, or ended."""
         self._to(choice.job.reply_to).progressed(choice)
 
-    def _to(self, address: str) -> _Link:
+    def _to(self, address: str) -> RouterLink:
         link = self._links.get(address)
         if link is None:
             hello = pb.Hello(worker_id=self._worker_id, incarnation=self._incarnation)
-            pace = Pace(self._pace_s)
-            link = self._links[address] = _Link(
-                address, hello, self._held, self._orders, pace, self._forget, self._metrics
+            throttle = SendThrottle(self._pace_s)
+            link = self._links[address] = RouterLink(
+                address, hello, self._held, self._handler, throttle, self._forget, self._metrics
             )
         return link
 
-    def _forget(self, address: str, link: _Link) -> None:
+    def _forget(self, address: str, link: RouterLink) -> None:
         if self._links.get(address) is link:
             del self._links[address]
 
@@ -99,50 +99,50 @@ class RelayClients:
         await asyncio.gather(*(link.close(flush_s) for link in links))
 
 
-class _Link:
+class RouterLink:
     """The stream to one router, opened again while there is something to send."""
 
     def __init__(
         self,
         address: str,
         hello: pb.Hello,
-        held: HeldJobs,
-        orders: Orders,
-        pace: Pace,
-        forget: Callable[[str, _Link], None],
+        held: LocalJobs,
+        handler: RelayHandler,
+        throttle: SendThrottle,
+        forget: Callable[[str, RouterLink], None],
         metrics: WorkerMetrics,
     ) -> None:
         self._address = address
         self._hello = hello
         self._held = held
-        self._orders = orders
+        self._handler = handler
         self._forget = forget
         self._metrics = metrics
         # What the next messages tell; a link that is down has nothing to remember.
-        self._claims: list[HeldJob] = []
-        self._progress: dict[str, HeldChoice] = {}
-        self._pace = pace
+        self._claims: list[LocalJob] = []
+        self._progress: dict[str, LocalChoice] = {}
+        self._throttle = throttle
         self._closing = False
         # Whether it was we who could not go on with a stream.
         self._failed = False
         self._stream = object()
         self._task = asyncio.create_task(self._run())
 
-    def claimed(self, held: HeldJob) -> None:
-        """See RelayClients."""
+    def claimed(self, held: LocalJob) -> None:
+        """See RouterLinks."""
         self._claims.append(held)
-        self._pace.want(urgent=True)
+        self._throttle.want(urgent=True)
 
-    def progressed(self, choice: HeldChoice) -> None:
-        """See RelayClients."""
+    def progressed(self, choice: LocalChoice) -> None:
+        """See RouterLinks."""
         self._progress[choice.sequence_id] = choice
-        self._pace.want(urgent=choice.sent == 0 or choice.ending is not None)
+        self._throttle.want(urgent=choice.sent == 0 or choice.ending is not None)
 
     async def _run(self) -> None:
         try:
             await self._keep_up()
         finally:  # whatever ended it: what comes later must open another
-            self._pace.stop()
+            self._throttle.stop()
             self._forget(self._address, self)
 
     async def _keep_up(self) -> None:
@@ -160,7 +160,7 @@ class _Link:
             self._forget(self._address, self)
             if holds:
                 log.warning("router %s is out of reach; %d jobs are dropped", self._address, len(holds))
-                self._orders.router_gone(self._address)
+                self._handler.router_gone(self._address)
 
     async def _serve(self, stub: relay_pb2_grpc.RelayServiceAsyncStub) -> bool:
         """One stream, until it ends; whether the router was reached, and nothing of ours failed."""
@@ -202,7 +202,7 @@ class _Link:
         self._claims.clear()
         self._progress = {choice.sequence_id: choice for held in holds for choice in held.returned}
         if self._progress:
-            self._pace.due.set()
+            self._throttle.due.set()
         hello = pb.Hello()
         hello.CopyFrom(self._hello)
         hello.holds.extend(attempt_of(held) for held in holds)
@@ -211,8 +211,8 @@ class _Link:
             if self._claims:
                 claims, self._claims = self._claims, []
                 yield pb.ConnectRequest(claims=pb.Claims(jobs=[attempt_of(held) for held in claims]))
-            elif self._progress and (self._closing or self._pace.due.is_set()):
-                self._pace.sent()
+            elif self._progress and (self._closing or self._throttle.due.is_set()):
+                self._throttle.sent()
                 progress, self._progress = self._progress, {}
                 self._metrics.messages.inc()
                 self._metrics.frames.inc(len(progress))
@@ -222,21 +222,21 @@ class _Link:
             elif self._closing:
                 return
             else:
-                self._pace.due.clear()
-                await self._pace.due.wait()
-        self._pace.due.set()  # it may have been meant for the stream that took over
+                self._throttle.due.clear()
+                await self._throttle.due.wait()
+        self._throttle.due.set()  # it may have been meant for the stream that took over
 
     def _obey(self, response: pb.ConnectResponse) -> None:
         match response.WhichOneof("message"):
             case "acks":
                 for ack in response.acks.jobs:
-                    self._orders.acked(ack.job_id, ack.attempt)
+                    self._handler.acked(ack.job_id, ack.attempt)
             case "cancels":
                 for job in response.cancels.jobs:
                     if job.HasField("choice"):
-                        self._orders.cancel_choice(job.job_id, job.attempt, job.choice)
+                        self._handler.cancel_choice(job.job_id, job.attempt, job.choice)
                     else:
-                        self._orders.cancel(job.job_id, job.attempt)
+                        self._handler.cancel(job.job_id, job.attempt)
             case "rewinds":
                 for at in response.rewinds.positions:
                     held = self._held.get(at.job_id, at.attempt)
@@ -248,7 +248,7 @@ class _Link:
     async def close(self, flush_s: float) -> None:
         """End the stream: the router ends its side once it has read all."""
         self._closing = True
-        self._pace.due.set()
+        self._throttle.due.set()
         await asyncio.wait({self._task}, timeout=flush_s)
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)

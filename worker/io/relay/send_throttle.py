@@ -6,7 +6,7 @@ import asyncio
 import math
 
 
-class Pace:
+class SendThrottle:
     """When the next frames may go: `due` is set at once for what is urgent, else `pace_s` after the last ones."""
 
     def __init__(self, pace_s: float) -> None:

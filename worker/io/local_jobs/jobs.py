@@ -18,7 +18,7 @@ from worker.engine_api import (
     Stopping,
     TokenLogprobs,
 )
-from worker.io.adapters.fetch import Hold
+from worker.io.adapters.fetch import DiskPin
 
 # A token clears a job of an engine's death, but only in so many attempts: some may always give one before they kill.
 CLEARED_ATTEMPTS = 5
@@ -42,7 +42,7 @@ class Ending:
 
 
 @dataclass(slots=True, eq=False)
-class HeldChoice:
+class LocalChoice:
     """One answer of a held job. `ids` were made here, after the `start` ids of earlier attempts."""
 
     job: Job
@@ -100,12 +100,12 @@ class HeldChoice:
 
 
 @dataclass(slots=True, eq=False)
-class HeldJob:
+class LocalJob:
     """A claimed job with its choices. `hold` keeps its adapter on disk while the engine may read it."""
 
     job: Job
-    choices: dict[int, HeldChoice]
-    hold: Hold | None = None
+    choices: dict[int, LocalChoice]
+    hold: DiskPin | None = None
     claimed_at: float = field(default_factory=time.monotonic)
     # When its adapter was on the disk; None: it has none, or never was.
     fetched_at: float | None = None
@@ -141,12 +141,12 @@ class HeldJob:
         return any(never_cleared or not choice.ids for choice in touched)
 
     @property
-    def returned(self) -> list[HeldChoice]:
+    def returned(self) -> list[LocalChoice]:
         """Choices that say that the job is given back."""
         return [choice for choice in self.choices.values() if choice.ending is not None and choice.ending.returned]
 
-    def drop(self, choice: int) -> HeldChoice | None:
-        """Hold one of its answers no longer; None: it does not."""
+    def drop(self, choice: int) -> LocalChoice | None:
+        """DiskPin one of its answers no longer; None: it does not."""
         stopped = self.choices.pop(choice, None)
         if stopped is not None:
             self._dropped_tokens += len(stopped.ids)
@@ -154,52 +154,52 @@ class HeldJob:
         return stopped
 
     @property
-    def running(self) -> list[HeldChoice]:
+    def running(self) -> list[LocalChoice]:
         """Choices that take a row, or will."""
         return [choice for choice in self.choices.values() if choice.ending is None]
 
 
-class HeldJobs:
+class LocalJobs:
     """All of them, by job and attempt; another attempt of a job is another entry."""
 
     def __init__(self) -> None:
-        self._jobs: dict[tuple[str, int], HeldJob] = {}
+        self._jobs: dict[tuple[str, int], LocalJob] = {}
 
     @property
-    def running(self) -> list[HeldChoice]:
+    def running(self) -> list[LocalChoice]:
         """Answers that take a row, or will."""
         return [choice for held in self._jobs.values() for choice in held.running]
 
-    def add(self, job: Job) -> HeldJob:
-        """Hold a claimed job."""
-        choices = {choice: HeldChoice(job, choice) for choice in range(job.n) if choice not in job.done}
-        held = self._jobs[job.job_id, job.attempt] = HeldJob(job, choices)
+    def add(self, job: Job) -> LocalJob:
+        """DiskPin a claimed job."""
+        choices = {choice: LocalChoice(job, choice) for choice in range(job.n) if choice not in job.done}
+        held = self._jobs[job.job_id, job.attempt] = LocalJob(job, choices)
         return held
 
-    def get(self, job_id: str, attempt: int) -> HeldJob | None:
+    def get(self, job_id: str, attempt: int) -> LocalJob | None:
         """A held job."""
         return self._jobs.get((job_id, attempt))
 
-    def of_sequence(self, sequence_id: str) -> HeldChoice | None:
+    def of_sequence(self, sequence_id: str) -> LocalChoice | None:
         """The held answer of an engine's sequence."""
         attempt, choice, job_id = sequence_id.split("/", 2)
         held = self._jobs.get((job_id, int(attempt)))
         return held.choices.get(int(choice)) if held else None
 
-    def pop(self, job_id: str, attempt: int) -> HeldJob | None:
-        """Hold it no longer."""
+    def pop(self, job_id: str, attempt: int) -> LocalJob | None:
+        """DiskPin it no longer."""
         return self._jobs.pop((job_id, attempt), None)
 
-    def of_router(self, address: str) -> list[HeldJob]:
+    def of_router(self, address: str) -> list[LocalJob]:
         """What is held for one router."""
         return [held for held in self._jobs.values() if held.job.reply_to == address]
 
-    def all(self) -> tuple[HeldJob, ...]:
+    def all(self) -> tuple[LocalJob, ...]:
         """Every held job."""
         return tuple(self._jobs.values())
 
 
-def sequence_of(held: HeldChoice, adapter: AdapterSource | None) -> NewSequence:
+def sequence_of(held: LocalChoice, adapter: AdapterSource | None) -> NewSequence:
     """What the engine is asked for."""
     job, sampling = held.job, held.job.sampling
     return NewSequence(
