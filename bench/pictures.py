@@ -33,8 +33,8 @@ from clients.cli.cluster import ClusterReader, Interval
 from clients.cli.cluster_top import view
 from clients.cli.models import registered
 from clients.cli.options import TENANT
-from clients.loadtest.page import css
-from clients.loadtest.svg import Series, linear, lines, standalone
+from clients.loadtest.charts import Axis, Series, line_chart
+from clients.loadtest.drawing import draw_svg, svg_file
 from deploy.local.cluster import ClusterSettings, LocalCluster
 
 _ROOT = Path(__file__).parents[1]
@@ -147,13 +147,12 @@ def _compare_caches(directory: Path) -> None:
     # A busy machine makes messages of several tokens.
     each = tokens / len(times)
     cached = [(8 + at * each, (later - earlier) / each * 1e3) for at, (earlier, later) in enumerate(pairwise(times))]
-    found = [Series("without a cache", without), Series("with it", cached)]
-    plot = lines(
-        linear("tokens before it", [at for at, _ in without]),
-        linear("milliseconds for a token", [value for one in found for _, value in one.points]),
-        found,
+    chart = line_chart(
+        Axis("tokens before it"),
+        Axis("milliseconds for a token"),
+        [Series("without a cache", without), Series("with it", cached)],
     )
-    (PLOTS / "loadtest-kv-cache.svg").write_text(standalone(plot, css()), encoding="utf-8")
+    (PLOTS / "loadtest-kv-cache.svg").write_text(svg_file(draw_svg(chart)), encoding="utf-8")
 
 
 def _show_top(router: str) -> None:

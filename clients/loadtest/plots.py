@@ -1,136 +1,164 @@
-"""Which plots a report has: of a sweep, and of each run."""
+"""The charts of a report: of a sweep, and of each run."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
-from clients.loadtest.svg import Axis, Series, Strip, bars, linear, lines, logarithmic, strips
+from clients.loadtest.charts import (
+    Axis,
+    Series,
+    Spec,
+    Stream,
+    histogram_chart,
+    line_chart,
+    share_chart,
+    timetable,
+    two_axis_chart,
+)
+from clients.loadtest.drawing import draw_svg
 
-Plot = tuple[str, str]
+# Largest number of tenants in their chart; the table has all.
+MAX_TENANTS = 24
 
 
-def sweep(runs: Sequence[Mapping[str, Any]]) -> Iterator[Plot]:
-    """Latency against throughput, and both over the value that was swept (after the serving course's plot)."""
+@dataclass(frozen=True)
+class Plot:
+    """A chart with its title."""
+
+    title: str
+    spec: Spec
+
+    @property
+    def name(self) -> str:
+        """The title's words before a colon, joined by hyphens, as in `one-stream`."""
+        return "-".join(re.findall("[a-z]+", self.title.partition(":")[0].lower()))
+
+    @cached_property
+    def svg(self) -> str:
+        """The chart as an SVG element, drawn once."""
+        return draw_svg(self.spec)
+
+
+@dataclass(frozen=True)
+class ReportPlots:
+    """The plots of a report: of its sweep, none for a single run, and of each of its runs."""
+
+    sweep: Sequence[Plot]
+    runs: Sequence[Sequence[Plot]]
+
+    def by_name(self) -> Iterator[tuple[str, Plot]]:
+        """Yield each plot with a name that is its own in the report, as in `run-1-one-stream`."""
+        yield from ((f"sweep-{plot.name}", plot) for plot in self.sweep)
+        for number, plots in enumerate(self.runs, 1):
+            yield from ((f"run-{number}-{plot.name}", plot) for plot in plots)
+
+
+def report_plots(runs: Sequence[Mapping[str, Any]]) -> ReportPlots:
+    """Plot the runs of a report."""
+    return ReportPlots(tuple(_sweep_plots(runs)) if len(runs) > 1 else (), [tuple(_run_plots(run)) for run in runs])
+
+
+def _sweep_plots(runs: Sequence[Mapping[str, Any]]) -> Iterator[Plot]:
+    """Plot latency against throughput, and both over the value that was swept (after the serving course's plot)."""
     done = [run for run in runs if run["times"]["latency"]["count"]]
     if not done:
         return
-    names = [f"{run['sweep_value']:g}" for run in done]
+    values = [run["sweep_value"] for run in done]
     speed = [run["figures"]["tokens_per_s"] for run in done]
-    found = []
+    series = []
     for metric, percentile in (("latency", "p50"), ("latency", "p99"), ("ttft", "p50"), ("ttft", "p99")):
         times = [run["times"][metric][percentile] * 1e3 for run in done]
-        label = f"{'TTFT' if metric == 'ttft' else metric} {percentile}"
-        found.append(Series(label, list(zip(speed, times, strict=True)), names=names if label == "latency p99" else ()))
-    y = logarithmic("milliseconds", [value for one in found for _, value in one.points])
-    yield "Latency against throughput", lines(linear("tokens/s", speed), y, found, dots=True)
+        name = f"{'TTFT' if metric == 'ttft' else metric} {percentile}"
+        labels = [f"{value:g}" for value in values] if name == "latency p99" else ()
+        series.append(Series(name, list(zip(speed, times, strict=True)), labels))
+    yield Plot(
+        "Latency against throughput", line_chart(Axis("tokens/s"), Axis("milliseconds", log=True), series, dots=True)
+    )
     kind = "requests at once" if done[0]["loop"] == "closed" else "requests/s"
-    values = [run["sweep_value"] for run in done]
     tpot = [(run["times"]["tpot"]["p50"] or 0.0) * 1e3 for run in done]
-    yield (
+    yield Plot(
         f"Time per token and throughput over {kind}",
-        lines(
-            logarithmic(kind, values),
-            linear("TPOT p50, milliseconds", tpot),
-            [
-                Series("TPOT", list(zip(values, tpot, strict=True))),
-                Series("tokens/s", list(zip(values, speed, strict=True)), right=True),
-            ],
-            linear("tokens/s", speed),
+        two_axis_chart(
+            Axis(kind, log=True),
+            (Axis("TPOT p50, milliseconds"), Series("TPOT", list(zip(values, tpot, strict=True)))),
+            (Axis("tokens/s"), Series("tokens/s", list(zip(values, speed, strict=True)))),
             dots=True,
         ),
     )
 
 
-def run(result: Mapping[str, Any]) -> Iterator[Plot]:
-    """Distributions, the timeline, the tenants' shares, and the first streams."""
+def _run_plots(run: Mapping[str, Any]) -> Iterator[Plot]:
+    """Plot the distributions, the timeline, the tenants' shares, and the first streams."""
     for name, title in (("ttft", "TTFT"), ("itl", "ITL: gaps between messages"), ("latency", "Latency")):
-        found = result["histograms"][name]
-        if found["counts"]:
-            bounds = [bound * 1e3 for bound in found["bounds_s"]]
-            spread = result["times"][name]
-            marks = [(percentile, spread[percentile] * 1e3) for percentile in ("p50", "p90", "p99")]
-            x = Axis("milliseconds", bounds[0], bounds[-1], log=True)
-            yield (
-                title,
-                bars(x, bounds, found["counts"], [mark for mark in marks if bounds[0] <= mark[1] <= bounds[-1]]),
-            )
-    yield from _timeline(result["timeline"])
-    yield from _tenants(result["tenants"])
-    yield from _streams(result["streams"])
+        histogram = run["histograms"][name]
+        if histogram["counts"]:
+            bounds = [bound * 1e3 for bound in histogram["bounds_s"]]
+            marks = [(percentile, run["times"][name][percentile] * 1e3) for percentile in ("p50", "p90", "p99")]
+            inside = [mark for mark in marks if bounds[0] <= mark[1] <= bounds[-1]]
+            yield Plot(title, histogram_chart(Axis("milliseconds", log=True), bounds, histogram["counts"], inside))
+    yield from _timeline_plots(run["timeline"])
+    yield from _tenant_plots(run["tenants"])
+    yield from _stream_plots(run["streams"])
 
 
-def _timeline(timeline: Mapping[str, Sequence[float]]) -> Iterator[Plot]:
+def _timeline_plots(timeline: Mapping[str, Sequence[float]]) -> Iterator[Plot]:
     if not timeline:
         return
-    at = timeline["at_s"]
-    x = Axis("seconds", 0.0, at[-1])
     rates = {"sent/s": "sent_per_s", "ended/s": "ended_per_s", "errors/s": "errors_per_s", "running": "running"}
-    series = [Series(name, list(zip(at, timeline[key], strict=True))) for name, key in rates.items()]
-    yield (
-        "Requests over time",
-        lines(x, linear("requests, or requests/s", [v for one in series for _, v in one.points]), series),
-    )
-    ttft = [value * 1e3 for value in timeline["ttft_p50_s"]]
-    yield (
+    at_s = timeline["at_s"]
+    series = [Series(name, list(zip(at_s, timeline[key], strict=True))) for name, key in rates.items()]
+    yield Plot("Requests over time", line_chart(Axis("seconds"), Axis("requests, or requests/s"), series))
+    ttft_ms = [value * 1e3 for value in timeline["ttft_p50_s"]]
+    yield Plot(
         "Messages and TTFT over time",
-        lines(
-            x,
-            linear("messages/s", timeline["messages_per_s"]),
-            [
-                Series("messages/s", list(zip(at, timeline["messages_per_s"], strict=True))),
-                Series("TTFT p50, ms", list(zip(at, ttft, strict=True)), right=True),
-            ],
-            linear("TTFT p50, milliseconds", ttft),
+        two_axis_chart(
+            Axis("seconds"),
+            (Axis("messages/s"), Series("messages/s", list(zip(at_s, timeline["messages_per_s"], strict=True)))),
+            (Axis("TTFT p50, milliseconds"), Series("TTFT p50, ms", list(zip(at_s, ttft_ms, strict=True)))),
         ),
     )
 
 
-def _tenants(tenants: Sequence[Mapping[str, Any]]) -> Iterator[Plot]:
+def _tenant_plots(tenants: Sequence[Mapping[str, Any]]) -> Iterator[Plot]:
     if len(tenants) < 2:
         return
-    rows = []
-    for number, tenant in enumerate(tenants[:24]):
-        for what, key in (("asked", "request_share"), ("got", "token_share")):
-            share = (tenant[key] or 0.0) * 100
-            title = f"{tenant['tenant']}: {share:.1f}% of {'requests' if what == 'asked' else 'tokens'}"
-            name = tenant["tenant"] if what == "asked" else ""
-            rows.append(Strip(name, 0.0, share, (0.0,), number if what == "got" else 7, title))
-    longest = max(row.end for row in rows) or 1.0
-    yield (
-        "Tenants: % of requests asked (above), of tokens delivered (below)",
-        strips(Axis("%", 0, longest * 1.05), rows),
-    )
+    kinds = (("of the requests", "request_share"), ("of the tokens", "token_share"))
+    rows = [
+        (tenant["tenant"], kind, (tenant[key] or 0.0) * 100) for tenant in tenants[:MAX_TENANTS] for kind, key in kinds
+    ]
+    yield Plot("Tenants: % of requests asked (above), of tokens delivered (below)", share_chart(rows))
 
 
-def _streams(streams: Sequence[Mapping[str, Any]]) -> Iterator[Plot]:
+def _stream_plots(streams: Sequence[Mapping[str, Any]]) -> Iterator[Plot]:
     if not streams:
         return
     begin = min(stream["intended_s"] for stream in streams)
-    tones = {key: number for number, key in enumerate(dict.fromkeys((s["tenant"], s["adapter"]) for s in streams))}
-    many = len(tones) > 1
+    owners = [(stream["tenant"], stream["adapter"]) for stream in streams]
+    colours = {owner: number for number, owner in enumerate(dict.fromkeys(owners))}
+    several = len(colours) > 1
     rows = []
-    for number, stream in enumerate(streams):
-        who = stream["adapter"] or "base"
-        messages = [(at - begin) * 1e3 for at in stream["messages_s"]]
-        title = f"request {stream['index']}, {stream['tenant']}, {who}: {len(messages)} messages, {stream['status']}"
-        tone = tones[stream["tenant"], stream["adapter"]] if many else number
+    for number, (stream, owner) in enumerate(zip(streams, owners, strict=True)):
+        adapter = stream["adapter"] or "base"
+        messages = [round((at - begin) * 1e3, 3) for at in stream["messages_s"]]
+        title = (
+            f"request {stream['index']}, {stream['tenant']}, {adapter}: {len(messages)} messages, {stream['status']}"
+        )
         span = ((stream["intended_s"] - begin) * 1e3, (stream["end_s"] - begin) * 1e3)
-        rows.append(Strip(who if many else f"#{stream['index']}", *span, messages, tone, title))
-    end = max(row.end for row in rows)
-    yield (
-        "The first streams: grey until the first token, a tick for each message",
-        strips(Axis("milliseconds", 0, end), rows),
+        name = adapter if several else f"#{stream['index']}"
+        rows.append(Stream(name, *span, messages, colours[owner] if several else number, title))
+    yield Plot(
+        "The first streams: grey until the first token, a tick for each message", timetable(Axis("milliseconds"), rows)
     )
-    gaps = [
-        (at + 1, later - earlier)
-        for at, (earlier, later) in enumerate(zip(rows[0].ticks, rows[0].ticks[1:], strict=False))
-    ]
-    if rows[0].ticks:
-        first = [(0.0, rows[0].ticks[0] - rows[0].begin), *((float(at), gap) for at, gap in gaps)]
-        y = linear("milliseconds", [value for _, value in first])
-        x = Axis("message", 0.0, max(1.0, float(len(first))))
-        yield (
+    first = rows[0]
+    if first.messages:
+        times = [first.begin, *first.messages]
+        gaps = [(float(number), later - earlier) for number, (earlier, later) in enumerate(pairwise(times))]
+        yield Plot(
             "One stream: its first token with the prefill, then each gap",
-            lines(x, y, [Series("gap", first)], dots=True),
+            line_chart(Axis("message", whole=True), Axis("milliseconds"), [Series("gap", gaps)], dots=True),
         )

@@ -7,22 +7,21 @@ import json
 import math
 import os
 import platform
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from clients.loadtest import plots
 from clients.loadtest.cost import generator_cost, warnings
+from clients.loadtest.drawing import svg_file
 from clients.loadtest.fleet import Run
-from clients.loadtest.page import css, page
+from clients.loadtest.page import render_page
 from clients.loadtest.plan import Plan, Tenant
+from clients.loadtest.plots import report_plots
 from clients.loadtest.samples import COLUMNS, Samples, merge
 from clients.loadtest.statistics import loop_kind, measured, summarise
-from clients.loadtest.svg import standalone
 from clients.loadtest.table import PlanError
 from clients.loadtest.workload import Workload
 
@@ -88,24 +87,16 @@ def whole_report(plan: Plan, router: str, command: str, runs: Sequence[Mapping[s
 def write(directory: Path, report: Mapping[str, Any], samples: Sequence[tuple[str, Samples]], plan: Plan) -> None:
     """Write the files into `directory`, which is made; each whole or not at all. Raises OSError."""
     directory.mkdir(parents=True, exist_ok=True)
+    plots = report_plots(report["runs"])
     _place(directory / JSON_NAME, json.dumps(report, allow_nan=False) + "\n")
-    _place(directory / PAGE_NAME, page(report))
+    _place(directory / PAGE_NAME, render_page(report, plots))
     (directory / PLOTS_NAME).mkdir(exist_ok=True)
-    for name, plot in _named_plots(report["runs"]):
-        _place(directory / PLOTS_NAME / f"{name}.svg", standalone(plot, css()))
+    for name, plot in plots.by_name():
+        _place(directory / PLOTS_NAME / f"{name}.svg", svg_file(plot.svg))
     staging = directory / (CSV_NAME + ".new")
     with staging.open("w", encoding="utf-8", newline="") as file:
         _write_csv(csv.writer(file), samples, plan)
     staging.replace(directory / CSV_NAME)
-
-
-def _named_plots(runs: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
-    """Each plot of the page under a name for a file."""
-    groups = [("sweep", plots.sweep(runs))] if len(runs) > 1 else []
-    groups += [(f"run-{number}", plots.run(run)) for number, run in enumerate(runs, 1)]
-    for group, drawn in groups:
-        for title, plot in drawn:
-            yield f"{group}-{'-'.join(re.findall('[a-z]+', title.partition(':')[0].lower()))}", plot
 
 
 def read_report(path: Path) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import copy
 import json
 import re
 from array import array
-from dataclasses import replace
+from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -15,17 +15,19 @@ import numpy as np
 import pytest
 
 from clients.loadtest.arrivals import Closed, Extent
+from clients.loadtest.charts import MAX_TICKS, Axis, Stream, timetable
 from clients.loadtest.compare import compare
 from clients.loadtest.cost import warnings
+from clients.loadtest.drawing import javascript
 from clients.loadtest.fleet import Run
 from clients.loadtest.generator import Share
-from clients.loadtest.page import page
+from clients.loadtest.page import milliseconds, render_page
 from clients.loadtest.plan import Plan, Tenant
+from clients.loadtest.plots import report_plots
 from clients.loadtest.popularity import power_law
 from clients.loadtest.report import read_report, run_report, whole_report, write
 from clients.loadtest.samples import Outcome, Recorder, Samples
 from clients.loadtest.statistics import spread
-from clients.loadtest.svg import linear, logarithmic
 from clients.loadtest.table import PlanError
 
 SVG = "http://www.w3.org/2000/svg"
@@ -54,28 +56,76 @@ def point(plan: Plan, label: str, slower: float = 1.0) -> tuple[dict[str, Any], 
     return run_report(label, plan, Run((share,), 1.7e9, interrupted=False))
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def report() -> dict[str, Any]:
     runs = [point(one, label, slower)[0] for (label, one), slower in zip(PLAN.points(), (1.0, 2.0), strict=True)]
     return whole_report(PLAN, "127.0.0.1:1", "loraplex loadtest", runs)
 
 
-def test_the_page_stands_alone_and_is_well_formed(report: dict[str, Any]) -> None:
-    text = page(report)
-    assert NASTY not in text
-    # the name of SVG's namespace is no address that anybody asks
-    assert not re.search(r"(src|href|url|@import|https?:)", text.replace(SVG, ""))
-    document = ElementTree.fromstring(text.removeprefix("<!doctype html>\n"))
-    plots = list(document.iter(f"{{{SVG}}}svg"))
+@pytest.fixture(scope="module")
+def page(report: dict[str, Any]) -> str:
+    return render_page(report, report_plots(report["runs"]))
+
+
+class Tags(HTMLParser):
+    """Checks that tags nest, and keeps each start tag and each script's content."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.started: list[tuple[str, dict[str, str | None]]] = []
+        self.scripts: list[str] = []
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.started.append((tag, dict(attributes)))
+        if tag not in {"meta", "br"}:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.started.append((tag, dict(attributes)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open and self.open[-1] == "script":
+            self.scripts.append(data)
+
+
+def test_the_page_needs_no_other_file_and_escapes_names(page: str) -> None:
+    assert page.count(javascript()) == 1
+    rest = page.replace(javascript(), "")
+    assert NASTY not in rest
+    # The names of SVG's namespaces are not addresses that a browser opens.
+    assert not re.search(r"(src|href|url\((?!#)|@import|https?:)", re.sub(r'xmlns(:xlink)?="[^"]*"', "", rest))
+    tags = Tags()
+    tags.feed(rest)
+    assert tags.open == []
+    pictures = [attributes for tag, attributes in tags.started if tag == "svg"]
     # of the sweep 2, of each of its 2 runs 3 histograms, 2 timelines, the tenants, the streams, one stream
-    assert len(plots) == 2 + 2 * 8
-    for element in document.iter():
-        for name in ("x", "y", "x1", "x2", "y1", "y2", "cx", "cy", "width", "height"):
-            if element.tag.startswith(f"{{{SVG}}}") and name in element.attrib:
-                assert -1 <= float(element.attrib[name]) <= 800, (element.tag, element.attrib)
-    for line in document.iter(f"{{{SVG}}}polyline"):
-        numbers = [float(number) for number in re.split("[ ,]", line.attrib["points"])]
-        assert all(0 <= number <= 640 for number in numbers)
+    specs = [json.loads(script) for script in tags.scripts if script.startswith("{")]
+    assert len(pictures) == len(specs) == 2 + 2 * 8
+    assert all(float(attributes["width"] or 0) == 640 for attributes in pictures)
+    assert any(NASTY in json.dumps(spec) for spec in specs)
+    ids = [attributes["id"] for _, attributes in tags.started if "id" in attributes]
+    assert len(set(ids)) == len(ids)
+    assert [tag for tag, _ in tags.started].count("table") == 1 + 2 * 5
+
+
+def test_without_a_script_the_page_has_every_figure(report: dict[str, Any], page: str) -> None:
+    text = re.sub(r"<(script|svg)\b.*?</\1>", "", page, flags=re.DOTALL)
+    for run in report["runs"]:
+        for figure in ("p50", "p99", "max"):
+            assert f"<td>{milliseconds(run['times']['latency'][figure])}</td>" in text
+        assert f"<b>{run['figures']['requests_per_s']:.2f}</b>" in text
+
+
+def test_long_streams_are_plotted_in_part() -> None:
+    streams = [Stream(str(number), 0.0, 9000.0, [float(at) for at in range(2000)], number, "") for number in range(9)]
+    (spans, messages) = (layer["data"]["values"] for layer in timetable(Axis("ms"), streams)["layer"])
+    assert {span["row"] for span in spans} == {message["row"] for message in messages} == {0, 1}
+    (stream,) = timetable(Axis("ms"), [Stream("", 0.0, 9e3, range(9000), 0, "")])["layer"][1:]
+    assert len(stream["data"]["values"]) == MAX_TICKS
 
 
 def test_the_files_are_whole(report: dict[str, Any], tmp_path: Path) -> None:
@@ -149,15 +199,3 @@ def test_the_generator_warns_of_itself() -> None:
     assert "read what had come up to 6.0 ms late" in line
     (line,) = told(0.95, 0.001, 0.001, 1.0)
     assert "95% of a core" in line
-
-
-def test_axes_name_round_values() -> None:
-    assert linear("s", [0.0, 93.0]).ticks() == [0, 25, 50, 75, 100]
-    assert logarithmic("ms", [1.0, 900.0]).ticks() == pytest.approx([1, 2, 5, 10, 20, 50, 100, 200, 500, 1000])
-    assert replace(linear("count", [11.0]), whole=True).ticks() == [0, 3, 6, 9]
-    assert replace(linear("count", [1.0]), whole=True).ticks() == [0, 1]
-    for values in ([], [0.0], [1e-9], [5.0, 5.0], [3.0, 4.0]):
-        for axis in (linear("s", values), logarithmic("s", values)):
-            ticks = axis.ticks()
-            assert len(ticks) >= 2
-            assert all(-0.01 <= axis.at(tick) <= 1.01 for tick in ticks)

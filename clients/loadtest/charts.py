@@ -1,0 +1,243 @@
+"""Charts as Vega-Lite specifications: lines, histograms, shares and timetables. `drawing` makes pictures of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+Spec: TypeAlias = dict[str, Any]
+
+WIDTH, HEIGHT = 640, 300
+# Largest number of marks for messages in a timetable, so that a page with long streams stays a few megabytes.
+MAX_TICKS = 5_000
+
+_COLOURS = [f"var(--c{number})" for number in range(8)]
+_TEXT = {"labelColor": "var(--dim)", "titleColor": "var(--dim)", "titleFontWeight": "normal"}
+_CONFIG = {
+    "aria": False,
+    "font": "system-ui, sans-serif",
+    "range": {"category": _COLOURS},
+    "view": {"stroke": None},
+    "axis": {**_TEXT, "gridColor": "var(--rule)", "domain": False, "tickColor": "var(--rule)", "labelFlush": False},
+    "axisX": {"tickCount": 8},
+    "legend": {**_TEXT, "orient": "bottom", "title": None},
+    "text": {"color": "var(--ink)", "align": "left", "fontSize": 11},
+}
+
+
+@dataclass(frozen=True)
+class Axis:
+    """An axis with its title: linear from 0, or logarithmic. Ticks of a `whole` axis are integers."""
+
+    title: str
+    log: bool = False
+    whole: bool = False
+
+
+@dataclass(frozen=True)
+class Series:
+    """A named line through points; `labels`, if any, are written beside them."""
+
+    name: str
+    points: Sequence[tuple[float, float]]
+    labels: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class Stream:
+    """A row of a timetable from `begin` to `end`, with the time of each message. `colour` is an index."""
+
+    name: str
+    begin: float
+    end: float
+    messages: Sequence[float]
+    colour: int
+    title: str
+
+
+def line_chart(x: Axis, y: Axis, series: Sequence[Series], *, dots: bool = False) -> Spec:
+    """Draw lines over shared axes; `dots` marks each point."""
+    return _chart(_lines(x, y, series, [line.name for line in series], dots=dots, zoom=_zoom("x", "y")))
+
+
+def two_axis_chart(x: Axis, left: tuple[Axis, Series], right: tuple[Axis, Series], *, dots: bool = False) -> Spec:
+    """Draw two lines, each with a vertical axis of its own."""
+    names = [left[1].name, f"{right[1].name} (right)"]
+    layers = [
+        _lines(x, left[0], [Series(names[0], left[1].points)], names, dots=dots, zoom=_zoom("x")),
+        _lines(x, right[0], [Series(names[1], right[1].points)], names, dots=dots),
+    ]
+    return _chart({"layer": layers, "resolve": {"scale": {"y": "independent"}}})
+
+
+def histogram_chart(
+    x: Axis, bounds: Sequence[float], counts: Sequence[float], marks: Sequence[tuple[str, float]]
+) -> Spec:
+    """Draw bars between neighbouring `bounds`, and named vertical lines."""
+    bars = [
+        {"low": low, "high": high, "count": count} for low, high, count in zip(bounds, bounds[1:], counts, strict=False)
+    ]
+    named = [{"name": name, "value": value, "row": number} for number, (name, value) in enumerate(marks)]
+    at = {"field": "value", "type": "quantitative"}
+    return _chart(
+        {
+            "layer": [
+                {
+                    "data": {"values": bars},
+                    "mark": {"type": "rect", "color": _COLOURS[0]},
+                    "params": [_zoom("x")],
+                    "encoding": {
+                        "x": _position("low", x, {"type": "log", "nice": False}),
+                        "x2": {"field": "high"},
+                        # Room for the lines' names above the bars.
+                        "y": _position("count", Axis("count", whole=True), {"domainMax": max(counts, default=1) * 1.2}),
+                        "y2": {"datum": 0},
+                        "tooltip": [_tip("low", "from, ms"), _tip("high", "to, ms"), _tip("count", "count", ",d")],
+                    },
+                },
+                {
+                    "data": {"values": named},
+                    "mark": {"type": "rule", "color": "var(--ink)", "strokeDash": [3, 3]},
+                    "encoding": {"x": at, "tooltip": [_tip("name", "percentile", ""), _tip("value", "milliseconds")]},
+                },
+                {
+                    "data": {"values": named},
+                    "mark": {"type": "text", "dx": 3, "yOffset": 6},
+                    "encoding": {
+                        "x": at,
+                        "y": {"field": "row", "type": "quantitative", "scale": {"domain": [24, 0]}, "axis": None},
+                        "text": {"field": "name"},
+                    },
+                },
+            ],
+            "resolve": {"scale": {"y": "independent"}},
+        }
+    )
+
+
+def share_chart(rows: Sequence[tuple[str, str, float]]) -> Spec:
+    """Draw percentages as horizontal bars: rows of (name, kind, percentage), the kinds below each other."""
+    values = [{"name": name, "kind": kind, "share": share} for name, kind, share in rows]
+    kinds = list(dict.fromkeys(kind for _, kind, _ in rows))
+    return _chart(
+        {
+            "data": {"values": values},
+            "height": {"step": 11},
+            "mark": "bar",
+            "params": [_zoom("x")],
+            "encoding": {
+                "y": {"field": "name", "type": "nominal", "sort": None, "title": None},
+                "yOffset": {"field": "kind", "sort": kinds},
+                "x": _position("share", Axis("%")),
+                "color": {"field": "kind", "scale": {"domain": kinds}, "legend": {"columns": 2}},
+                "tooltip": [_tip("name", "tenant", ""), _tip("kind", "", ""), _tip("share", "%", ".1f")],
+            },
+        }
+    )
+
+
+def timetable(x: Axis, streams: Sequence[Stream]) -> Spec:
+    """Draw streams below each other: grey until the first message, then coloured, with a tick for each message.
+
+    Shows as many of the first streams as have MAX_TICKS messages together, and at least one.
+    """
+    shown, ticks = 0, 0
+    while shown < len(streams) and (not shown or ticks + len(streams[shown].messages) <= MAX_TICKS):
+        ticks += len(streams[shown].messages)
+        shown += 1
+    streams = streams[:shown]
+    spans, messages = [], []
+    for row, stream in enumerate(streams):
+        first = stream.messages[0] if stream.messages else stream.end
+        common = {"row": row, "title": stream.title}
+        colour = _COLOURS[stream.colour % len(_COLOURS)]
+        spans.append({**common, "from": stream.begin, "to": first, "colour": "var(--rule)", "opacity": 1})
+        spans.append({**common, "from": first, "to": stream.end, "colour": colour, "opacity": 0.28})
+        messages += [{"row": row, "at": at, "colour": colour} for at in stream.messages[:MAX_TICKS]]
+    # An expression of Vega's language, in which JSON's lists are literals.
+    labels = json.dumps([stream.name for stream in streams])
+    y = {
+        "field": "row",
+        "type": "ordinal",
+        "title": None,
+        "axis": {"labelExpr": f"{labels}[datum.value]", "labelLimit": 60},
+    }
+    return _chart(
+        {
+            "height": {"step": 22 if shown <= 12 else 12},
+            "encoding": {"y": y, "color": {"field": "colour", "scale": None}},
+            "layer": [
+                {
+                    "data": {"values": spans},
+                    "mark": {"type": "bar", "height": {"band": 0.8}},
+                    "params": [_zoom("x")],
+                    "encoding": {
+                        "x": _position("from", x, {"nice": False}),
+                        "x2": {"field": "to"},
+                        "opacity": {"field": "opacity", "type": "quantitative", "scale": None},
+                        "tooltip": {"field": "title"},
+                    },
+                },
+                {
+                    "data": {"values": messages},
+                    "mark": {"type": "tick", "thickness": 1.5, "height": {"band": 0.8}},
+                    "encoding": {
+                        "x": _position("at", x, {"nice": False}),
+                        "tooltip": [_tip("at", "milliseconds")],
+                    },
+                },
+            ],
+        }
+    )
+
+
+def _chart(body: Spec) -> Spec:
+    fit = {"type": "fit-x", "contains": "padding"}
+    return {"background": None, "width": WIDTH, "height": HEIGHT, "autosize": fit, "config": _CONFIG} | body
+
+
+def _lines(
+    x: Axis, y: Axis, series: Sequence[Series], names: Sequence[str], *, dots: bool, zoom: Spec | None = None
+) -> Spec:
+    values = [{"x": a, "y": b, "series": line.name} for line in series for a, b in line.points]
+    labelled = [
+        {"x": a, "y": b, "label": label}
+        for line in series
+        for (a, b), label in zip(line.points, line.labels, strict=False)
+    ]
+    colour = {"field": "series", "scale": {"domain": names}} | ({} if len(names) > 1 else {"legend": None})
+    position = {"x": _position("x", x), "y": _position("y", y)}
+    tips = [_tip("series", "", ""), _tip("x", x.title), _tip("y", y.title)]
+    # Invisible points answer the pointer where no dots are drawn.
+    point = {"type": "circle", "size": 42, "opacity": 1 if dots else 0}
+    layers: list[Spec] = [
+        {"mark": {"type": "line", "strokeWidth": 1.8}, "encoding": {**position, "color": colour}},
+        {"mark": point, "encoding": {**position, "color": colour, "tooltip": tips}},
+    ]
+    if zoom is not None:
+        layers[0]["params"] = [zoom]
+    if labelled:
+        text = {"mark": {"type": "text", "dx": 6, "dy": -6}, "data": {"values": labelled}}
+        layers.append({**text, "encoding": {**position, "text": {"field": "label"}}})
+    return {"data": {"values": values}, "layer": layers}
+
+
+def _position(field: str, axis: Axis, scale: Spec | None = None) -> Spec:
+    if scale is None:
+        # Padding in pixels, so that points at the ends are not cut in half.
+        scale = {"type": "log", "nice": False, "padding": 8} if axis.log else {"zero": True}
+    steps = {"axis": {"tickMinStep": 1}} if axis.whole else {}
+    return {"field": field, "type": "quantitative", "title": axis.title, "scale": scale, **steps}
+
+
+def _tip(field: str, title: str, number_format: str = ",.4~g") -> Spec:
+    numeric = {"type": "quantitative", "format": number_format} if number_format else {"type": "nominal"}
+    return {"field": field, "title": title or field, **numeric}
+
+
+def _zoom(*encodings: str) -> Spec:
+    """Dragging moves the chart, the wheel with Ctrl zooms, a double click resets; the wheel alone scrolls the page."""
+    select = {"type": "interval", "encodings": list(encodings), "zoom": "wheel![event.ctrlKey]"}
+    return {"name": "zoom", "select": select, "bind": "scales"}

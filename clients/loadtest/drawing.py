@@ -1,0 +1,49 @@
+"""Draws charts with Vega: as SVG in Python, and by its JavaScript in the page, with hover and zoom.
+
+vl-convert brings Vega's JavaScript and runs it, so nothing here needs a network or a browser. Colours are variables of
+`colours.css`, which has a light and a dark set of them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from importlib import resources
+
+from clients.loadtest.charts import Spec
+
+
+def draw_svg(spec: Spec) -> str:
+    """Draw a chart as an SVG element whose colours are variables of `colours.css`."""
+    import vl_convert  # 84 MB of shared library: loaded when there is something to draw
+
+    return vl_convert.vegalite_to_svg(spec, show_warnings=False)
+
+
+def with_own_ids(svg: str, prefix: str) -> str:
+    """Prefix the ids in an SVG element of `draw_svg`, which are the same in each, so that a page can hold several."""
+    return re.sub(r'(\bid="|url\(#)(?=clip)', rf"\g<1>{prefix}-", svg)
+
+
+def svg_file(svg: str) -> str:
+    """Return the content of a file for an SVG element of `draw_svg`, with the colours in it."""
+    head, _, rest = svg.partition(">")
+    style = f"{_read('colours.css')}svg {{ background: var(--paper); }}"
+    return f"{head}><style>{style}</style>{rest}\n"
+
+
+def javascript() -> str:
+    """Return Vega, Vega-Lite and their embedding as one script, which defines `vegaEmbed`; 0.9 MB."""
+    import vl_convert
+
+    bundle: Callable[..., str] = vl_convert.javascript_bundle  # its type lacks the default of its parameter
+    return bundle()
+
+
+def style_sheet() -> str:
+    """Return the page's style sheet, with the colours of its charts."""
+    return _read("colours.css") + _read("page.css")
+
+
+def _read(name: str) -> str:
+    return resources.files("clients.loadtest").joinpath(name).read_text(encoding="utf-8")
