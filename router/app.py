@@ -1,4 +1,4 @@
-"""The router's wiring, start and ordered stop."""
+"""Wiring, start and ordered stop of a router."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from router.api.cluster import ClusterService
 from router.api.operator_commands import AdapterCommands
 from router.api.request_telemetry import RequestTelemetry
 from router.api.service import InferenceService
-from router.catalog.models import WATCH_S, Models
+from router.catalog.models import LOOK_S, Models
 from router.catalog.placement import Placer
 from router.catalog.store_client import StoreClient
 from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.relay import RelayService
 from router.gauges import follow_gauges
+from router.generation.admission import Admission
 from router.generation.generation import Generation
 from router.generation.resume import ResumeTokens
 from router.metrics import RouterMetrics
@@ -32,7 +33,7 @@ from telemetry.tracing import set_up_tracing
 
 log = logging.getLogger(__name__)
 
-# How long calls get to take the word that they end.
+# Time in seconds that calls get to send their last status when the router stops.
 HAND_OVER_S = 1.0
 
 
@@ -54,8 +55,8 @@ async def run(settings: Settings) -> None:
         Server(options=relay_options()),
     )
     if not settings.resume_key:
-        log.info("no resume key: streams of this router go on elsewhere only if all routers are given one")
-    watching: asyncio.Task[None] | None = None
+        log.info("no resume key: other routers can resume the streams of this one only if all are given the same key")
+    following: asyncio.Task[None] | None = None
     generation: Generation | None = None
     try:
         relay_port = relay.bind(settings.relay_host, settings.relay_port)
@@ -63,9 +64,8 @@ async def run(settings: Settings) -> None:
         models.announce(reply_to)
         generation = Generation(
             models,
-            store,
+            Admission(models, store, reply_to),
             dispatcher,
-            reply_to,
             ResumeTokens(settings.resume_key),
             client_stall_s=settings.client_stall_s,
         )
@@ -78,16 +78,16 @@ async def run(settings: Settings) -> None:
         await relay.start()
         await public.start()
         print(f"ready router={settings.host}:{port}{metrics.ready_word}", flush=True)
-        watching = asyncio.create_task(_watch(public, models, dispatcher, metrics, generation))
-        await asyncio.wait({watching, asyncio.create_task(stop.wait())}, return_when=asyncio.FIRST_COMPLETED)
-        if watching.done():
-            watching.result()  # it watches for ever: this raises what ended it, and the process fails
+        following = asyncio.create_task(_follow(public, models, dispatcher, metrics, generation))
+        await asyncio.wait({following, asyncio.create_task(stop.wait())}, return_when=asyncio.FIRST_COMPLETED)
+        if following.done():
+            following.result()  # it never returns: this raises what ended it, and the process fails
     finally:
-        # Streams may end, and be recovered until then; then the relay, which they need; then what both stand on.
+        # First the streams, which may end or be recovered until then; then the relay, which they need; then the rest.
         await _drain(public, generation, settings.drain_s)
-        if watching is not None:
-            watching.cancel()
-            await asyncio.gather(watching, return_exceptions=True)
+        if following is not None:
+            following.cancel()
+            await asyncio.gather(following, return_exceptions=True)
         await dispatcher.drain_tasks()
         relay_service.close()
         await relay.stop(1.0)
@@ -99,7 +99,7 @@ async def run(settings: Settings) -> None:
 
 
 async def _drain(public: Server, generation: Generation | None, drain_s: float) -> None:
-    """Take no new calls; what still runs after `drain_s` is told to go on elsewhere."""
+    """Take no new calls; after `drain_s` end those that still run, which are resumed at another router."""
     stopping = asyncio.create_task(public.stop(drain_s + HAND_OVER_S))
     await asyncio.wait({stopping}, timeout=drain_s)
     if generation is not None:
@@ -107,27 +107,30 @@ async def _drain(public: Server, generation: Generation | None, drain_s: float) 
     await stopping
 
 
-async def _watch(
+async def _follow(
     public: Server, models: Models, dispatcher: Dispatcher, metrics: RouterMetrics, generation: Generation
 ) -> None:
-    """Forever: follow store and workers, dispatch again what was lost, and tell the truth as health."""
+    """Follow the store, the workers and the router's own jobs; never returns."""
     async with asyncio.TaskGroup() as tasks:  # one that fails ends the router: all of them are needed
-        tasks.create_task(dispatcher.watch())
+        tasks.create_task(dispatcher.redispatch_missing())
         tasks.create_task(models.follow_store())
-        tasks.create_task(generation.slow_clients.watch())
+        tasks.create_task(generation.slow_clients.drop_stalled())
         tasks.create_task(_follow_workers(public, models, dispatcher))
         tasks.create_task(follow_gauges(metrics, models, dispatcher))
 
 
 async def _follow_workers(public: Server, models: Models, dispatcher: Dispatcher) -> None:
-    health, told = False, ""
+    """Tell the dispatcher which workers are alive, and set the router's health; never returns."""
+    health, last_logged = False, ""
     while True:
-        await models.follow_workers(dispatcher)
+        alive = await models.look_at_workers()
+        if alive is not None:
+            dispatcher.update_live_workers(alive)
         waits_for = models.waits_for()
-        if waits_for != told:
+        if waits_for != last_logged:
             log.info("waits for %s", waits_for) if waits_for else log.info("serves")
-            told = waits_for
+            last_logged = waits_for
         if health != (not waits_for):
             health = not waits_for
             await public.set_serving(health)
-        await asyncio.sleep(WATCH_S)
+        await asyncio.sleep(LOOK_S)

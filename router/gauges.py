@@ -1,4 +1,4 @@
-"""Keeps up the metrics that tell what holds now: what waits and runs, and who lives."""
+"""Refreshes the gauges: requests that wait and run, and live workers."""
 
 from __future__ import annotations
 
@@ -11,15 +11,17 @@ from router.catalog.models import Models
 from router.dispatch.dispatcher import Dispatcher
 from router.metrics import RouterMetrics
 
-EVERY_S = 1.0
+# Interval in seconds between refreshes.
+REFRESH_S = 1.0
 
 
 async def follow_gauges(metrics: RouterMetrics, models: Models, dispatcher: Dispatcher) -> None:
-    """Forever."""
+    """Refresh the gauges every second; never returns."""
     while True:
-        running = sum(routed.link is not None for routed in dispatcher.jobs)
+        jobs = tuple(dispatcher.jobs)
+        running = sum(routed.link is not None for routed in jobs)
         metrics.open_requests.labels("running").set(running)
-        metrics.open_requests.labels("queued").set(len(tuple(dispatcher.jobs)) - running)
+        metrics.open_requests.labels("queued").set(len(jobs) - running)
         for model in models.served:
             name = model.manifest.name
             phases = Counter(state.phase for state in models.workers(name))
@@ -28,5 +30,5 @@ async def follow_gauges(metrics: RouterMetrics, models: Models, dispatcher: Disp
             try:
                 metrics.waiting.labels(name).set(await model.queue.count_waiting())
             except REDIS_DOWN:
-                continue  # the last count stands; others tell of the outage
-        await asyncio.sleep(EVERY_S)
+                continue  # keep the last count; other metrics show the outage
+        await asyncio.sleep(REFRESH_S)

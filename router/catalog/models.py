@@ -16,21 +16,24 @@ from broker.messages import WorkerPhase, WorkerState
 from broker.queue import JobQueue
 from broker.terms import QueueLimits
 from router.catalog.store_client import Manifest, StoreClient
-from router.dispatch.dispatcher import Dispatcher
 from router.text.tokenizer import Text, text_of
 from rpc.errors import CallError, InvalidField, NotFound, Unavailable
 
 log = logging.getLogger(__name__)
 
-WATCH_S = 0.5
-# A Redis that does not answer in this time is hung; and is away when it has not answered for a worker's time to live.
+# Interval in seconds between looks at the store and at the workers.
+LOOK_S = 0.5
+# Timeout in seconds for a look at the workers of all models: a Redis that takes longer hangs.
 ANSWER_S = 1.0
+# Time in seconds without an answer after which the router's health says that Redis is away: a worker's time to live.
 AWAY_S = TTL_MS / 1e3
+# Time in seconds after an outage or a loss of data during which no worker counts as dead: all must beat again first.
+NO_LAPSE_S = TTL_MS / 1e3
 
 
 @dataclass(frozen=True)
 class ServedModel:
-    """A base model with its text and its queue."""
+    """A base model with its tokenizer and its queue."""
 
     manifest: Manifest
     text: Text
@@ -47,21 +50,22 @@ class Models:
         self._cell = cell
         self._limits = limits
         self._served: dict[str, ServedModel] = {}
-        # Digests of models whose files are of no use.
+        # Digests of models whose tokenizer files can't be read.
         self._refused: set[str] = set()
         self._workers: dict[str, list[WorkerState]] = {}
-        # What workers reach this router's relay at; empty until it listens.
+        # Address of this router's relay; empty until it listens.
         self._reply_to = ""
-        # Which server and data each model's last census came from.
+        # Server and data that each model's last census came from.
         self._servers: dict[str, str] = {}
-        # Whether Redis did not answer when it was last asked, and when it last did.
+        # Whether the last look failed, and when one last succeeded.
         self._away, self._answered_at = False, time.monotonic()
-        # After an outage of Redis nobody lapses until a full TTL has passed.
+        # Until when no worker counts as dead.
         self._no_lapse_before = 0.0
-        self._told = ""
+        # Error of the store that was logged last.
+        self._last_logged = ""
 
     def get(self, name: str) -> ServedModel:
-        """The model of that name, or the only one. Raises NotFound, InvalidField or Unavailable."""
+        """Return the model of that name, or the only one. Raises NotFound, InvalidField or Unavailable."""
         if name:
             if name not in self._served:
                 raise NotFound("model", name)
@@ -73,32 +77,32 @@ class Models:
         return next(iter(self._served.values()))
 
     def queue_of(self, name: str) -> JobQueue:
-        """The queue of a model that is served, or was."""
+        """Return the queue of a model that is served, or was."""
         return self._served[name].queue
 
     @property
     def served(self) -> list[ServedModel]:
-        """All of them, by name."""
+        """Return the served models, by name."""
         return [self._served[name] for name in sorted(self._served)]
 
     def workers(self, name: str) -> list[WorkerState]:
-        """The model's live workers, at most WATCH_S stale."""
+        """Return the model's live workers, at most LOOK_S stale."""
         return self._workers.get(name, [])
 
     def serving(self, name: str) -> list[WorkerState]:
-        """Those of them that take new work, of the model that is registered now."""
+        """Return the live workers that take new jobs of the model as it is registered now."""
         digest = self._served[name].manifest.digest
         return [s for s in self.workers(name) if s.phase is WorkerPhase.SERVING and s.base_digest == digest]
 
     async def living(self, model: ServedModel) -> list[WorkerState]:
-        """The model's live workers now. Raises Unavailable."""
+        """Ask Redis for the model's live workers. Raises Unavailable."""
         try:
             return await model.liveness.living()
         except REDIS_DOWN as error:
             raise Unavailable("Redis does not answer", reason="QUEUE_DOWN") from error
 
     def waits_for(self) -> str:
-        """What is missing before work can be served; empty: nothing."""
+        """Return what is missing before requests can be served; empty: nothing."""
         if time.monotonic() - self._answered_at >= AWAY_S:
             return "Redis to answer"
         if not self._served:
@@ -108,34 +112,34 @@ class Models:
         return ""
 
     def announce(self, reply_to: str) -> None:
-        """The router lives at that address from now on: what waits for it is kept."""
+        """Register the address of the router's relay as live from now on, so that the jobs for it stay in the queue."""
         self._reply_to = reply_to
 
-    async def follow_workers(self, dispatcher: Dispatcher) -> None:
-        """One look at who lives; the dispatcher is told."""
+    async def look_at_workers(self) -> set[str] | None:
+        """Ask Redis for the live workers; return their incarnations, or None while no worker may count as dead."""
         try:
             async with asyncio.timeout(ANSWER_S):
                 for model in self.served:
                     self._count(model.manifest.name, await model.liveness.look(self._reply_to))
         except REDIS_DOWN as error:  # a timeout is one of them
-            self._no_lapse_before = time.monotonic() + TTL_MS / 1e3
+            self._no_lapse_before = time.monotonic() + NO_LAPSE_S
             if not self._away:
                 log.warning("Redis does not answer: %s", str(error) or type(error).__name__)
             self._away = True
-            return
+            return None
         self._answered_at = time.monotonic()
         if self._away:
             log.info("Redis answers again")
         self._away = False
-        if time.monotonic() >= self._no_lapse_before:
-            states = [state for states in self._workers.values() for state in states]
-            dispatcher.living({state.incarnation for state in states})
+        if time.monotonic() < self._no_lapse_before:
+            return None
+        return {state.incarnation for states in self._workers.values() for state in states}
 
     def _count(self, name: str, census: Census) -> None:
-        """Take a census. Another server, or one without its data, may not know who lives: nobody lapses for now."""
+        """Take a census. Another server, or one that has lost its data, knows no worker yet: none counts as dead."""
         if self._servers.get(name, census.server) != census.server:
-            log.warning("Redis has restarted, failed over or lost its data: nobody lapses for %g s", TTL_MS / 1e3)
-            self._no_lapse_before = time.monotonic() + TTL_MS / 1e3
+            log.warning("Redis restarted, failed over or lost its data: no worker counts as dead for %g s", NO_LAPSE_S)
+            self._no_lapse_before = time.monotonic() + NO_LAPSE_S
         self._servers[name] = census.server
         workers = census.workers
         if time.monotonic() < self._no_lapse_before:
@@ -144,22 +148,22 @@ class Models:
         self._workers[name] = workers
 
     async def follow_store(self) -> None:
-        """Forever: serve what is registered."""
+        """Serve the models that are registered with the store; never returns."""
         while True:
             try:
                 for name, digest in (await self._store.models()).items():
-                    known = self._served.get(name)
-                    if digest not in self._refused and (known is None or known.manifest.digest != digest):
+                    served = self._served.get(name)
+                    if digest not in self._refused and (served is None or served.manifest.digest != digest):
                         await self._serve(name)
             except CallError as error:
-                self._say(error.message)
-            await asyncio.sleep(WATCH_S)
+                self._log_once(error.message)
+            await asyncio.sleep(LOOK_S)
 
     async def _serve(self, name: str) -> None:
         manifest = await self._store.manifest(name)
         try:
             text = await asyncio.to_thread(text_of, manifest.architecture, manifest.vocab_size, manifest.files)
-        except Exception as error:  # its files are a stranger's: whatever is wrong with them, the others go on
+        except Exception as error:  # anybody may have written the files: the other models go on
             log.warning("base model %s can't be served: %s: %s", name, type(error).__name__, error)
             self._refused.add(manifest.digest)
             return
@@ -168,7 +172,7 @@ class Models:
         self._served[name] = ServedModel(manifest, text, queue, Liveness(self._redis, keys))
         log.info("serves base model %s (%s)", name, manifest.digest)
 
-    def _say(self, message: str) -> None:
-        if message != self._told:
+    def _log_once(self, message: str) -> None:
+        if message != self._last_logged:
             log.warning("%s", message)
-        self._told = message
+        self._last_logged = message

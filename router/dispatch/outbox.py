@@ -1,7 +1,7 @@
-"""What the router does with the queue while nobody waits for it: attempts that go in again, jobs that are to go out.
+"""Queue operations that no call waits for: attempts that go in again, ended jobs that go out, dead letters.
 
-A bounded number at once, in their order: a worker that is lost with many jobs, or a Redis that comes back, must not
-meet them all in the same moment. While Redis does not answer they are tried again.
+A bounded number runs at once, in their order: a worker that is lost with many jobs, or a Redis that comes back, must
+not meet them all in the same moment. While Redis does not answer they are tried again.
 """
 
 from __future__ import annotations
@@ -16,103 +16,118 @@ from broker.connection import REDIS_DOWN
 from broker.messages import DeadJob, Job
 from broker.queue import JobQueue, QueueFullError
 from broker.terms import Placement
+from router.dispatch.job_state import JobState
 from router.dispatch.routed_job import RoutedJob
+from router.dispatch.timing import DispatchTiming
 from rpc.errors import Internal
 
 log = logging.getLogger(__name__)
 
-# Half of the connections to Redis: requests that come meanwhile need some too.
+# Maximum number of operations at once, of each kind: half of the connections to Redis, since new requests need some.
 AT_ONCE = 8
-RETRY_S = 0.2
-# So often an errand fails in a way that no outage explains before it is given up.
+# Maximum number of faults that no outage explains before an operation is given up.
 FAULTS_LIMIT = 5
-# So long the end of a job is told to a Redis that does not answer.
-DRAIN_S = 60.0
 
-Work = Callable[[], Awaitable[None]]
+Operation = Callable[[], Awaitable[None]]
 
 
 class Outbox:
-    """The errands of one dispatcher. `owns` tells whether a routed is still one of its own."""
+    """The queue operations of one dispatcher. What becomes of an attempt is reported to its RoutedJob."""
 
     def __init__(
         self,
         queue_of: Callable[[str], JobQueue],
         place: Callable[[Job], Placement],
-        owns: Callable[[RoutedJob], bool],
+        timing: DispatchTiming,
     ) -> None:
         self._queue_of = queue_of
         self._place = place
-        self._owns = owns
+        self._timing = timing
         self._enqueues = _Lane()
         # What empties Redis must not wait for what fills it: its memory may be full.
-        self._drains = _Lane()
+        self._removals = _Lane()
 
     def enqueue(self, routed: RoutedJob) -> None:
-        """Put the routed's newest attempt into the queue; afterwards it is there, or the routed has ended."""
-        routed.dispatching = True
-        self._enqueues.put(lambda: self._enqueue(routed))
+        """Put the job's current attempt into the queue, unless a claim or the job's end makes it obsolete before."""
+        attempt = routed.job.attempt
+        self._enqueues.put(lambda: self._enqueue(routed, attempt))
 
-    async def _enqueue(self, routed: RoutedJob) -> None:
-        enqueued = 0
+    async def _enqueue(self, routed: RoutedJob, attempt: int) -> None:
+        job = routed.job
 
-        async def attempt() -> None:
-            nonlocal enqueued
-            job = routed.job
+        async def enqueue() -> None:
             await self._queue_of(job.model).enqueue(job, self._place(job))
-            enqueued = job.attempt
 
         try:
-            while self._owns(routed) and enqueued < routed.job.attempt:
-                what = f"job {routed.job.job_id} attempt {routed.job.attempt}"
-                await _persist(what, attempt, wanted=lambda: self._owns(routed))
-        except Exception:  # told already
-            routed.fail(Internal("the request could not be dispatched again", reason="DISPATCH_FAILED"))
-        finally:
-            routed.dispatching = False
-            routed.missing_since = None
-        if not self._owns(routed) and routed.link is None:  # it ended meanwhile
+            what = f"enqueueing job {job.job_id}, attempt {attempt}"
+            await self._persist(what, enqueue, wanted=lambda: routed.awaits_enqueue(attempt))
+            routed.enqueued(attempt)
+        except Exception:  # logged already
+            error = Internal("the request could not be dispatched again", reason="DISPATCH_FAILED")
+            routed.enqueue_failed(attempt, error)
+        if routed.state is JobState.RELEASED and routed.link is None:  # while this was under way
             self.finish(routed.job)
 
     def finish(self, job: Job) -> None:
-        """Take a job out of the queue. If that can't be done, a worker that claims it is told to stop it."""
+        """Take a job out of the queue. Where that fails, the router cancels it at the worker that claims it."""
 
         async def finish() -> None:
             await self._queue_of(job.model).finish(job.job_id, job.attempt)
 
-        self._drain(f"the end of job {job.job_id}", finish)
+        self._remove(f"removing job {job.job_id}", finish)
 
-    def bury(self, routed: RoutedJob, reason: str) -> None:
-        """Keep a dead letter of a job; `reason` is what its client was told."""
+    def add_dead_letter(self, routed: RoutedJob, reason: str) -> None:
+        """Keep a dead letter of a job, with the reason that its client gets."""
         dead = _dead_job(routed, reason)
 
         async def add() -> None:
             await self._queue_of(dead.model).dead.add(dead)
 
-        self._drain(f"the dead letter of job {dead.job_id}", add)
+        self._remove(f"adding the dead letter of job {dead.job_id}", add)
 
-    def _drain(self, what: str, work: Work) -> None:
-        until = time.monotonic() + DRAIN_S
-        self._drains.put(lambda: _persist(what, work, wanted=lambda: time.monotonic() < until))
+    def _remove(self, what: str, operation: Operation) -> None:
+        until = time.monotonic() + self._timing.finish_s
+        self._removals.put(lambda: self._persist(what, operation, wanted=lambda: time.monotonic() < until))
 
     async def drain_tasks(self) -> None:
-        """Wait until all are done."""
+        """Wait until every operation is done."""
         await self._enqueues.drain_tasks()
-        await self._drains.drain_tasks()
+        await self._removals.drain_tasks()
+
+    async def _persist(self, what: str, operation: Operation, *, wanted: Callable[[], bool]) -> None:
+        """Run an operation until it succeeds, again and again while Redis does not answer or is full.
+
+        Raises an error that no outage explains after FAULTS_LIMIT of them.
+        """
+        faults, logged = 0, False
+        while wanted():
+            try:
+                return await operation()
+            except (*REDIS_DOWN, QueueFullError) as error:
+                if not logged:
+                    log.warning("%s waits for the queue: %r", what, error)
+                logged = True
+            except Exception:
+                faults += 1
+                log.exception("%s failed", what)
+                if faults == FAULTS_LIMIT:
+                    raise
+            await asyncio.sleep(self._timing.retry_s)
+        return None
 
 
 class _Lane:
-    """Runs one after the other, `AT_ONCE` at a time."""
+    """Runs operations in their order, at most `AT_ONCE` at a time."""
 
     def __init__(self) -> None:
-        self._waiting: deque[Work] = deque()
+        self._waiting: deque[Operation] = deque()
         self._running = 0
         self._idle = asyncio.Event()
         self._idle.set()
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def put(self, work: Work) -> None:
-        self._waiting.append(work)
+    def put(self, operation: Operation) -> None:
+        self._waiting.append(operation)
         self._idle.clear()
         if self._running < AT_ONCE:
             self._running += 1
@@ -123,11 +138,11 @@ class _Lane:
     async def _run(self) -> None:
         try:
             while self._waiting:
-                work = self._waiting.popleft()
+                operation = self._waiting.popleft()
                 try:
-                    await work()
+                    await operation()
                 except Exception:
-                    log.exception("an errand to the queue failed")
+                    log.exception("a queue operation failed")
         finally:
             self._running -= 1
             if not self._running:
@@ -135,28 +150,6 @@ class _Lane:
 
     async def drain_tasks(self) -> None:
         await self._idle.wait()
-
-
-async def _persist(what: str, work: Work, *, wanted: Callable[[], bool]) -> None:
-    """Do it; again while Redis does not answer or is full, as long as it is `wanted`.
-
-    What no outage explains is tried FAULTS_LIMIT times and then raised.
-    """
-    faults, told = 0, False
-    while wanted():
-        try:
-            return await work()
-        except (*REDIS_DOWN, QueueFullError) as error:
-            if not told:
-                log.warning("%s waits for the queue: %r", what, error)
-            told = True
-        except Exception:
-            faults += 1
-            log.exception("%s failed", what)
-            if faults == FAULTS_LIMIT:
-                raise
-        await asyncio.sleep(RETRY_S)
-    return None
 
 
 def _dead_job(routed: RoutedJob, reason: str) -> DeadJob:

@@ -1,8 +1,8 @@
-"""When readers of tokens have their turn: in rounds, so that what comes meanwhile makes fewer, larger messages.
+"""Rounds in which readers of tokens are woken, so that tokens that come meanwhile make fewer, larger messages.
 
-A message to a client costs the router, gRPC and the client the same with one token as with ten. After a round of them
-the next one begins when REST times as much time has passed as that one took: a busy router keeps most of its time for
-what comes in, and the readers of an idle one, whose rounds take next to nothing, wait for nobody.
+A message to a client costs the router, gRPC and the client the same with one token as with ten. After a round the next
+one begins when REST times as much time has passed as that one took: a busy router keeps most of its time for what comes
+in, and the readers of an idle one, whose rounds take next to nothing, hardly wait.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from __future__ import annotations
 import asyncio
 import time
 
-# How many times as long as a round the pause after it is. With 1, 64 streams of 200 tokens/s each took a router 0.7 of
-# its core, and a new request had to find its way in between.
+# Length of the pause after a round, as a multiple of the round's own length. With 1, 64 streams of 200 tokens/s each
+# took a router 0.7 of its core, and a new request had to find its way in between.
 REST = 4
-# A round may take long; whoever reads should not see it.
+# Maximum pause in seconds: a round may take long, and readers should not notice.
 REST_MOST_S = 0.05
 
 
@@ -21,30 +21,30 @@ class ReaderRounds:
     """The rounds of one router."""
 
     def __init__(self) -> None:
-        # In their order, each once.
-        self._ready: dict[asyncio.Event, None] = {}
+        # Events of the readers with something to read, in their order, each once.
+        self._waiting: dict[asyncio.Event, None] = {}
         self._going = False
 
-    def ready(self, reader: asyncio.Event, *, urgent: bool) -> None:
-        """Set the event of a reader that has something to read: at once where that is urgent, else with the others."""
+    def wake(self, reader: asyncio.Event, *, urgent: bool) -> None:
+        """Set the event of a reader that has something to read: at once if urgent, else in the next round."""
         if urgent:
-            self._ready.pop(reader, None)
+            self._waiting.pop(reader, None)
             reader.set()
             return
-        self._ready[reader] = None
+        self._waiting[reader] = None
         if not self._going:
             self._going = True
             asyncio.get_running_loop().call_soon(self._round)
 
     def _round(self) -> None:
-        if not self._ready:
+        if not self._waiting:
             self._going = False
             return
-        readers, self._ready = self._ready, {}
+        readers, self._waiting = self._waiting, {}
         began = time.monotonic()
         for reader in readers:
             reader.set()
-        # It runs when all of them have had their turn.
+        # The loop runs this after all readers that were woken.
         asyncio.get_running_loop().call_soon(self._rest, began)
 
     def _rest(self, began: float) -> None:

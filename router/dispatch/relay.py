@@ -1,4 +1,4 @@
-"""The router's end of the relay: one stream per worker incarnation, frames in; acks, cancels and rewinds out."""
+"""The router's end of the relay: one gRPC stream from each worker incarnation; frames come, acks and cancels go."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from loraplex.relay.v1 import relay_pb2 as pb
 from loraplex.relay.v1 import relay_pb2_grpc
 
 from router.dispatch.dispatcher import Dispatcher
-from router.dispatch.routed_job import Frame, WorkerFinish
+from router.dispatch.link import Frame, WorkerFinish
 from router.metrics import RouterMetrics
 from router.request import TokenLogprobs
 from rpc.errors import CallError, InvalidField
@@ -22,36 +22,36 @@ log = logging.getLogger(__name__)
 
 
 class WorkerLink:
-    """What the router sends to one worker incarnation; see router.dispatch.routed_job.Link."""
+    """The messages that go to one worker incarnation; see router.dispatch.link.Link."""
 
     def __init__(self, worker_id: str, incarnation: str) -> None:
         self.worker_id = worker_id
         self.incarnation = incarnation
-        self._outbox: asyncio.Queue[pb.ConnectResponse | None] = asyncio.Queue()
+        self._outgoing: asyncio.Queue[pb.ConnectResponse | None] = asyncio.Queue()
 
     def ack(self, job_id: str, attempt: int) -> None:
         """See Link."""
         acks = pb.Acks(jobs=[pb.JobAttempt(job_id=job_id, attempt=attempt)])
-        self._outbox.put_nowait(pb.ConnectResponse(acks=acks))
+        self._outgoing.put_nowait(pb.ConnectResponse(acks=acks))
 
     def cancel(self, job_id: str, attempt: int, choice: int | None = None) -> None:
         """See Link."""
         job = pb.JobAttempt(job_id=job_id, attempt=attempt, choice=choice)
-        self._outbox.put_nowait(pb.ConnectResponse(cancels=pb.Cancels(jobs=[job])))
+        self._outgoing.put_nowait(pb.ConnectResponse(cancels=pb.Cancels(jobs=[job])))
 
     def rewind(self, job_id: str, attempt: int, choice: int, offset: int) -> None:
         """See Link."""
         position = pb.Position(job_id=job_id, attempt=attempt, choice=choice, offset=offset)
         rewinds = pb.Rewinds(positions=[position])
-        self._outbox.put_nowait(pb.ConnectResponse(rewinds=rewinds))
+        self._outgoing.put_nowait(pb.ConnectResponse(rewinds=rewinds))
 
     def close(self) -> None:
         """End the stream."""
-        self._outbox.put_nowait(None)
+        self._outgoing.put_nowait(None)
 
     async def messages(self) -> AsyncIterator[pb.ConnectResponse]:
-        """What is to be sent, until closed."""
-        while (message := await self._outbox.get()) is not None:
+        """Yield the messages to be sent, until the link is closed."""
+        while (message := await self._outgoing.get()) is not None:
             yield message
 
 
@@ -64,7 +64,7 @@ class RelayService(relay_pb2_grpc.RelayServiceServicer):
         self._links: set[WorkerLink] = set()
 
     def close(self) -> None:
-        """End every stream, after what was still to be sent."""
+        """End every stream, after the messages that are still to be sent."""
         for link in self._links:
             link.close()
 
@@ -76,7 +76,7 @@ class RelayService(relay_pb2_grpc.RelayServiceServicer):
         if hello is None or not hello.HasField("hello"):
             raise InvalidField("hello", "the first message must be a hello")
         link = WorkerLink(hello.hello.worker_id, hello.hello.incarnation)
-        self._dispatcher.link_up(link, [(held.job_id, held.attempt) for held in hello.hello.holds])
+        self._dispatcher.link_up(link, [(job.job_id, job.attempt) for job in hello.hello.holds])
         reader = asyncio.create_task(self._read(link, request_iterator))
         self._links.add(link)
         self._metrics.links.set(len(self._links))
@@ -98,10 +98,12 @@ class RelayService(relay_pb2_grpc.RelayServiceServicer):
                         self._metrics.messages.inc()
                         self._metrics.frames.inc(len(request.frames.frames))
                         for frame in request.frames.frames:
-                            self._dispatcher.frame(link, _frame(frame))
+                            self._dispatcher.receive_frame(link, read_frame(frame))
                     case "claims":
-                        self._dispatcher.claims(link, [(job.job_id, job.attempt) for job in request.claims.jobs])
-        except grpc.aio.UsageError:  # the stream ended under us: how a worker's death looks
+                        self._dispatcher.receive_claims(
+                            link, [(job.job_id, job.attempt) for job in request.claims.jobs]
+                        )
+        except grpc.aio.UsageError:  # the stream ended while it was read: so a worker's death looks
             log.info("worker %s: its relay stream broke", link.worker_id)
         finally:
             link.close()
@@ -115,7 +117,8 @@ _FINISHES = {
 _NO_FINISH = pb.Finish()
 
 
-def _frame(frame: pb.Frame) -> Frame:
+def read_frame(frame: pb.Frame) -> Frame:
+    """Return the frame in a message."""
     # Nearly all frames have neither a beginning nor an end, and every look into a message makes an object.
     finish = frame.finish if frame.HasField("finish") else _NO_FINISH
     first = frame.first if frame.HasField("first") else None
@@ -129,7 +132,7 @@ def _frame(frame: pb.Frame) -> Frame:
         finish=_FINISHES.get(finish.kind),
         failure=_failure(finish.failure) if finish.kind == pb.FINISH_KIND_FAILED else None,
         returned=finish.kind == pb.FINISH_KIND_RETURNED,
-        struck=finish.struck,
+        blamed=finish.struck,
         adapter_ms=first.adapter_ms if first else None,
         cached_tokens=first.cached_tokens if first else None,
         prompt_logprobs=tuple(map(_logprobs, first.prompt_logprobs)) if first else (),

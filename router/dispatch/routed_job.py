@@ -1,115 +1,38 @@
-"""One admitted job inside its router, from the first dispatch to the end. The routed is the job's redo log.
+"""A job inside its router: its attempts, the tokens made so far, and the call that reads them.
 
-dispatched ──▶ bound to one worker's incarnation ──▶ finished
-    ▲                    │ link lost, job returned, claim without a sign
-    └── attempt + 1 ─────┘
+The tokens are kept until the job is released: they are the redo log that the next attempt starts from.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass, field, replace
-from enum import StrEnum
-from typing import Protocol
-
-import msgspec
+from dataclasses import dataclass, replace
 
 from broker.messages import Job
+from router.dispatch.choice import Arrival, Choice
+from router.dispatch.job_state import JobState, check_transition
+from router.dispatch.link import Frame, Link
 from router.dispatch.reader_rounds import ReaderRounds
 from router.request import TokenLogprobs
 from rpc.errors import CallError
 
 
-class WorkerFinish(StrEnum):
-    """Why a worker ended an answer."""
-
-    LENGTH = "length"
-    END = "end"
-    STOP_TOKEN = "stop_token"
-
-
-class Link(Protocol):
-    """A router's end of the relay stream of one worker's incarnation."""
-
-    worker_id: str
-    incarnation: str
-
-    def ack(self, job_id: str, attempt: int) -> None:
-        """The worker may forget the job."""
-
-    def cancel(self, job_id: str, attempt: int, choice: int | None = None) -> None:
-        """The worker is to stop the job, or one of its choices, and free what it holds."""
-
-    def rewind(self, job_id: str, attempt: int, choice: int, offset: int) -> None:
-        """The worker is to send again from this offset of a choice."""
-
-
-class Frame(msgspec.Struct, frozen=True):  # one is made for each token: a dataclass takes seven times as long
-    """Tokens of one job as a worker sends them. `failure` ends the job; `returned` gives it back.
-
-    `struck`: since the worker's engine died, perhaps of this job.
-    """
-
-    job_id: str
-    attempt: int
-    offset: int
-    token_ids: tuple[int, ...]
-    choice: int = 0
-    logprobs: tuple[TokenLogprobs, ...] = ()
-    finish: WorkerFinish | None = None
-    failure: CallError | None = None
-    returned: bool = False
-    struck: bool = False
-    adapter_ms: float | None = None
-    cached_tokens: int | None = None
-    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
-
-
-@dataclass(slots=True)
-class Choice:
-    """One answer of a job. `emitted` has every id produced so far, over all attempts."""
-
-    emitted: list[int] = field(default_factory=list)
-    # One for each id, where the job asks for them.
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
-    finish: WorkerFinish | None = None
-    # Whether the router needs no more of it, though its worker has not ended it.
-    closed: bool = False
-    # How many of `emitted` have been handed to the reader.
-    read: int = 0
-
-    @property
-    def ended(self) -> bool:
-        """Whether no worker needs to go on with it."""
-        return self.closed or self.finish is not None
-
-
-@dataclass(frozen=True, slots=True)
-class Arrival:
-    """What has come of one choice since it was last read."""
-
-    choice: int
-    token_ids: Sequence[int]
-    logprobs: Sequence[TokenLogprobs]
-    finish: WorkerFinish | None
-
-
-@dataclass(slots=True)
-class _Seat:
-    """Whose turn it is to read; with an error, no longer."""
+@dataclass(slots=True, eq=False)
+class Reader:
+    """The call that reads a job; with an error it must stop."""
 
     error: CallError | None = None
 
 
 class RoutedJob:
-    """A job's state, and the queue between the relay and the one reader of its tokens."""
+    """One admitted job: its state, its redo log, and the way of its tokens from the relay to its one reader."""
 
     def __init__(self, job: Job, rounds: ReaderRounds | None = None) -> None:
         self.job = job
-        self._rounds = rounds or ReaderRounds()
-        self.choices = [_choice(job, index) for index in range(job.n)]
+        self.state = JobState.ENQUEUEING
+        self.choices = [Choice.of_job(job, index) for index in range(job.n)]
+        # The link of the worker that has the current attempt; it stays when the job ends.
         self.link: Link | None = None
         self.failure: CallError | None = None
         self.continuations = 0
@@ -117,56 +40,89 @@ class RoutedJob:
         self.claimed_at: float | None = None
         self.adapter_ms = 0.0
         self.cached_tokens = 0
-        # Since when a dispatched job has been neither queued nor bound.
-        self.missing_since: float | None = None
-        # Whether an attempt is on its way into the queue.
-        self.dispatching = False
-        self._deadline = self.admitted_at + job.deadline_ms / 1e3 if job.deadline_ms else None
         self.prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+        self.reader = Reader()
+        self._deadline = self.admitted_at + job.deadline_ms / 1e3 if job.deadline_ms else None
+        self._missing_since = 0.0
+        self._rounds = rounds or ReaderRounds()
         # Choices with something to read.
-        self._news: set[int] = set()
-        self._arrived = asyncio.Event()
-        self._seat = _Seat()
+        self._unread: set[int] = set()
+        self._readable = asyncio.Event()
+
+    def _go(self, state: JobState) -> None:
+        check_transition(self.job.job_id, self.state, state)
+        self.state = state
 
     @property
     def ended(self) -> bool:
-        """Whether no worker needs to go on with it."""
-        return self.failure is not None or all(choice.ended for choice in self.choices)
+        """Return whether no worker needs to go on with the job."""
+        return self.state in {JobState.ENDED, JobState.RELEASED}
 
     @property
     def late(self) -> bool:
-        """Whether its deadline has passed."""
+        """Return whether the job's deadline has passed."""
         return self._deadline is not None and time.monotonic() >= self._deadline
 
     @property
     def finished_by_worker(self) -> bool:
-        """Whether its worker ended all of it, and so holds nothing but what an ack frees."""
+        """Return whether the worker ended all choices, and so holds nothing but what an ack frees."""
         return self.failure is not None or all(choice.finish is not None for choice in self.choices)
 
     @property
     def emitted_tokens(self) -> int:
-        """Ids produced so far, of all choices."""
+        """Return the number of ids produced so far, of all choices."""
         return sum(len(choice.emitted) for choice in self.choices)
 
-    def bind(self, link: Link) -> bool:
-        """Give the current attempt to this link's incarnation; False when another has it."""
-        if self.link is None:
-            self.link = link
-            self.missing_since = None
-            self.claimed_at = self.claimed_at or time.monotonic()
-            for index, choice in enumerate(self.choices):
-                if choice.ended and index not in self.job.done:  # while it waited
-                    link.cancel(self.job.job_id, self.job.attempt, index)
-            return True
-        if self.link.incarnation != link.incarnation:
+    def limit(self, deadline_s: float | None) -> None:
+        """Set the seconds that are left from now on; None: no deadline."""
+        self._deadline = None if deadline_s is None else time.monotonic() + deadline_s
+
+    # Attempts
+
+    def awaits_enqueue(self, attempt: int) -> bool:
+        """Return whether this attempt is still to be put into the queue."""
+        return self.state is JobState.ENQUEUEING and self.job.attempt == attempt
+
+    def enqueued(self, attempt: int) -> None:
+        """Note that the queue has taken an attempt; a worker may have claimed it before the queue's answer came."""
+        if self.awaits_enqueue(attempt):
+            self._go(JobState.QUEUED)
+
+    def enqueue_failed(self, attempt: int, error: CallError) -> None:
+        """End the job with the error of an attempt that could not be put into the queue."""
+        if self.awaits_enqueue(attempt):
+            self.fail(error)
+
+    def looked_up(self, *, waiting: bool, now: float) -> float:
+        """Note what a look into the queue found; return for how many seconds the job has been missing."""
+        if self.state is JobState.QUEUED and not waiting:
+            self._go(JobState.MISSING)
+            self._missing_since = now
+        elif self.state is JobState.MISSING and waiting:
+            self._go(JobState.QUEUED)
+        return now - self._missing_since if self.state is JobState.MISSING else 0.0
+
+    def bind(self, link: Link, attempt: int) -> bool:
+        """Give the attempt to this link's incarnation; False when it is over, or another incarnation has it."""
+        if attempt != self.job.attempt or self.ended:
             return False
+        if self.link is not None:
+            if self.link.incarnation != link.incarnation:
+                return False
+            self.link = link
+            return True
+        self._go(JobState.BOUND)
         self.link = link
+        self.claimed_at = self.claimed_at or time.monotonic()
+        for index, choice in enumerate(self.choices):
+            if choice.ended and index not in self.job.done:  # closed while the attempt waited
+                link.cancel(self.job.job_id, attempt, index)
         return True
 
-    def next_attempt(self, *, struck: bool = False) -> Job:
-        """Unbind, and mint the attempt that goes on from the last id; `struck` counts a strike."""
+    def next_attempt(self, *, blamed: bool = False) -> None:
+        """Unbind, and make the attempt that goes on from the last id; `blamed` counts a strike."""
+        self._go(JobState.ENQUEUEING)
         self.link = None
-        self.missing_since = None
         self.continuations += 1
         left_ms = 0
         if self._deadline is not None:
@@ -174,12 +130,23 @@ class RoutedJob:
         self.job = replace(
             self.job,
             attempt=self.job.attempt + 1,
-            strikes=self.job.strikes + struck,
+            strikes=self.job.strikes + blamed,
             emitted={index: tuple(choice.emitted) for index, choice in enumerate(self.choices) if not choice.ended},
             done=tuple(index for index, choice in enumerate(self.choices) if choice.ended),
             deadline_ms=left_ms,
         )
-        return self.job
+
+    def fail(self, failure: CallError) -> None:
+        """End the job with an error."""
+        self._go(JobState.ENDED)
+        self.failure = failure
+        self._readable.set()
+
+    def release(self) -> None:
+        """Forget the job: whatever is still reported about it changes nothing."""
+        self._go(JobState.RELEASED)
+
+    # Tokens
 
     def accept(self, frame: Frame) -> bool:
         """Take what is new in a frame of the bound worker; False when ids before it are missing."""
@@ -188,78 +155,64 @@ class RoutedJob:
             return True
         if frame.offset > len(choice.emitted):
             return False
-        first, known = not choice.emitted, len(choice.emitted) - frame.offset
-        choice.emitted.extend(frame.token_ids[known:])
-        choice.logprobs.extend(frame.logprobs[known:])
-        choice.finish = frame.finish
+        first = not choice.emitted
+        choice.append(frame)
         if frame.adapter_ms is not None:
             self.adapter_ms = frame.adapter_ms
         if frame.cached_tokens is not None and self.continuations == 0:
             self.cached_tokens = max(self.cached_tokens, frame.cached_tokens)
         if frame.prompt_logprobs:
             self.prompt_logprobs = frame.prompt_logprobs
-        self._news.add(frame.choice)
-        self._rounds.ready(self._arrived, urgent=first or frame.finish is not None)
+        self._end_with_choices()
+        self._unread.add(frame.choice)
+        self._rounds.wake(self._readable, urgent=first or frame.finish is not None)
         return True
 
     def close(self, index: int) -> None:
-        """The reader needs no more of a choice: its worker is to stop it."""
+        """End a choice that the reader needs no more of; its worker is to stop it."""
         choice = self.choices[index]
-        if not choice.ended:
-            choice.closed = True
-            if self.link is not None and not self.ended:
-                self.link.cancel(self.job.job_id, self.job.attempt, index)
+        if choice.ended or self.ended:
+            return
+        choice.closed = True
+        self._end_with_choices()
+        if self.link is not None and not self.ended:
+            self.link.cancel(self.job.job_id, self.job.attempt, index)
 
-    def fail(self, failure: CallError) -> None:
-        """End the job with an error."""
-        self.failure = failure
-        self._arrived.set()
+    def _end_with_choices(self) -> None:
+        if all(choice.ended for choice in self.choices):
+            self._go(JobState.ENDED)
 
-    def turn_away(self, error: CallError) -> None:
-        """End the reader's `arrivals` with an error. The job goes on; the next reader gets all of it."""
-        self._seat.error = error
-        self._seat = _Seat()
+    def end_reader(self, error: CallError) -> None:
+        """Make the reader's next read raise an error. The job goes on."""
+        self.reader.error = error
+        self._readable.set()
+
+    def replace_reader(self, error: CallError) -> Reader:
+        """End the reader with an error; return a new one, which gets everything from the first token."""
+        self.end_reader(error)
+        self.reader = Reader()
         for index, choice in enumerate(self.choices):
             choice.read = 0
             if choice.emitted or choice.finish is not None:
-                self._news.add(index)
-        self._arrived.set()
+                self._unread.add(index)
+        return self.reader
 
-    def limit(self, deadline_s: float | None) -> None:
-        """The time that is left from now on; None: any."""
-        self._deadline = None if deadline_s is None else time.monotonic() + deadline_s
+    async def arrivals(self, reader: Reader) -> list[Arrival]:
+        """Wait for tokens; return all since the last read, so that a slow moment makes fewer, larger messages.
 
-    async def arrivals(self) -> AsyncGenerator[list[Arrival]]:
-        """All that has come since the last turn, so that a slow moment makes fewer, larger messages.
-
-        Ends when every choice has ended; raises the failure that ended the job.
+        Empty when every choice has ended. Raises what ended the job, or its reader.
         """
-        seat = self._seat
         while True:
-            if seat.error is None:
-                await self._arrived.wait()
-            if seat.error is not None:
-                raise seat.error
-            self._arrived.clear()
-            news = [self._take(index) for index in sorted(self._news)]
-            self._news.clear()
-            if news:
-                yield news
-            if self.failure is not None:
+            if reader.error is not None:
+                raise reader.error
+            if not self._unread and self.failure is not None:
                 raise self.failure
-            if self.ended and not self._news:
-                return
-
-    def _take(self, index: int) -> Arrival:
-        choice = self.choices[index]
-        arrival = Arrival(index, choice.emitted[choice.read :], choice.logprobs[choice.read :], choice.finish)
-        choice.read = len(choice.emitted)
-        return arrival
-
-
-def _choice(job: Job, index: int) -> Choice:
-    """A choice as the job begins with it: what a client that resumes has of it, to be read like what comes."""
-    ids = job.emitted.get(index, ())
-    # Its client has the log probabilities; these only keep the places of those that come.
-    unknown = [TokenLogprobs(0.0)] * len(ids) if job.logprobs is not None else []
-    return Choice(list(ids), unknown, closed=index in job.done)
+            if not self._unread and self.ended:
+                return []
+            await self._readable.wait()
+            if reader.error is None:
+                self._readable.clear()
+                if self._unread:
+                    arrivals = [self.choices[index].read_new() for index in sorted(self._unread)]
+                    self._unread.clear()
+                    return arrivals

@@ -1,9 +1,9 @@
 """Resume tokens: all that another router needs to go on with a request, signed, in the hands of its client.
 
-    base64url( HMAC-SHA256(key, tenant, payload) · payload )        payload: JSON with short names
+    base64url( HMAC-SHA256(key, tenant, payload) · payload )        payload: version byte · msgpack of ResumeClaims
 
-The tenant is part of what is signed and not of what is sent, so that another tenant's token is no token at all. Only
-what is signed may name a revision's digest: a forged token would reach other tenants' adapters.
+The tenant is part of what is signed and not of what is sent, so that another tenant's token does not verify. Only what
+is signed may name a revision's digest: a forged token would reach other tenants' adapters.
 """
 
 from __future__ import annotations
@@ -12,24 +12,26 @@ import base64
 import binascii
 import hashlib
 import hmac
-import json
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
-from broker.messages import AdapterRef, WeightedRef
-from router.request import Received
+import msgspec
+
+from broker.messages import AdapterRef
+from router.request import Received, Request
 from rpc.errors import InvalidField
 
-VERSION = 1
+# Version of the payload's layout, the first byte of a payload; tokens of other versions are refused by that name.
+VERSION = 2
+# Minimum length of a key in characters.
 KEY_CHARACTERS = 16
 _MAC_BYTES = hashlib.sha256().digest_size
+# Maximum length of a token in characters, so that nothing longer is hashed.
 _TOKEN_CHARACTERS = 16_384
 
 
-@dataclass(frozen=True, slots=True)
-class Began:
+class Began(msgspec.Struct, frozen=True, array_like=True):
     """How a request began, which only its first router saw. Times in seconds; `first_at_s` by the wall clock."""
 
     cached_tokens: int
@@ -39,12 +41,11 @@ class Began:
     first_at_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class ResumeClaims:
+class ResumeClaims(msgspec.Struct, frozen=True, array_like=True):
     """What a request was resolved to: with the request itself and the ids received, the same answer goes on."""
 
     request_id: str
-    # Of the request that it was given for.
+    # Fingerprint of the request that the token was given for.
     fingerprint: str
     model: str
     base_digest: str
@@ -52,20 +53,24 @@ class ResumeClaims:
     seed: int
     max_tokens: int
     began: Began
-    # How often the request has been resumed.
+    # Number of times that the request has been resumed.
     resumes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Resumption:
-    """A request that goes on. `received` by choice; one that is not there has nothing yet."""
+    """A request that goes on. `received` by choice; the client has nothing of a choice that is missing there."""
 
     claims: ResumeClaims
     received: Mapping[int, Received] = field(default_factory=dict)
 
-    def has(self, choice: int) -> Received:
-        """What the client has of a choice."""
+    def of_choice(self, choice: int) -> Received:
+        """Return what the client has of a choice."""
         return self.received.get(choice, Received())
+
+    def is_complete(self, request: Request) -> bool:
+        """Return whether the client has every token already, and lacks the Summary alone."""
+        return request.best_of == request.n and all(self.of_choice(choice).finished for choice in range(request.n))
 
 
 class ResumeTokens:
@@ -73,29 +78,34 @@ class ResumeTokens:
 
     def __init__(self, key: str = "") -> None:
         self._key = key.encode() if key else secrets.token_bytes(_MAC_BYTES)
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder = msgspec.msgpack.Decoder(ResumeClaims)
 
     def sign(self, claims: ResumeClaims, tenant: str) -> str:
-        """The token of the claims, good for this tenant alone."""
-        payload = json.dumps(_packed(claims), separators=(",", ":")).encode()
+        """Return the token of the claims, good for this tenant alone."""
+        payload = bytes([VERSION]) + self._encoder.encode(claims)
         return base64.urlsafe_b64encode(self._mac(tenant, payload) + payload).decode()
 
     def verify(self, token: str, tenant: str) -> ResumeClaims:
-        """The claims in a token. Raises InvalidField."""
+        """Return the claims in a token. Raises InvalidField."""
         if not token:
             raise InvalidField("resume_token", "is empty")
+        if len(token) > _TOKEN_CHARACTERS:
+            raise _forged()
         try:
             signed = base64.b64decode(token.encode(), altchars=b"-_", validate=True)
         except (binascii.Error, UnicodeEncodeError, ValueError):
             raise _forged() from None
         mac, payload = signed[:_MAC_BYTES], signed[_MAC_BYTES:]
-        if len(token) > _TOKEN_CHARACTERS or not hmac.compare_digest(mac, self._mac(tenant, payload)):
+        if not hmac.compare_digest(mac, self._mac(tenant, payload)):
             raise _forged()
-        packed = json.loads(payload)
-        if packed["v"] != VERSION:  # signed by a router of another version: nobody forged it
+        if payload[:1] != bytes([VERSION]):  # signed by a router of another version: nobody forged it
             raise InvalidField(
-                "resume_token", f"has version {packed['v']}, this router reads {VERSION}", reason="RESUME_TOKEN_VERSION"
+                "resume_token",
+                f"has another version than {VERSION}, which this router reads",
+                reason="RESUME_TOKEN_VERSION",
             )
-        return _unpacked(packed)
+        return self._decoder.decode(payload[1:])
 
     def _mac(self, tenant: str, payload: bytes) -> bytes:
         # No tenant has a zero byte in its name.
@@ -104,54 +114,5 @@ class ResumeTokens:
 
 def _forged() -> InvalidField:
     return InvalidField(
-        "resume_token",
-        "is not a token that these routers gave to this tenant",
-        reason="RESUME_TOKEN_INVALID",
-    )
-
-
-def _packed(claims: ResumeClaims) -> dict[str, Any]:
-    began = claims.began
-    return {
-        "v": VERSION,
-        "id": claims.request_id,
-        "h": claims.fingerprint,
-        "m": claims.model,
-        "b": claims.base_digest,
-        "a": _packed_adapter(claims.adapter),
-        "s": claims.seed,
-        "n": claims.max_tokens,
-        "r": claims.resumes,
-        "t": [began.cached_tokens, began.queue_s, began.adapter_s, began.ttft_s, began.first_at_s],
-    }
-
-
-def _unpacked(packed: Mapping[str, Any]) -> ResumeClaims:
-    return ResumeClaims(
-        request_id=packed["id"],
-        fingerprint=packed["h"],
-        model=packed["m"],
-        base_digest=packed["b"],
-        adapter=_unpacked_adapter(packed["a"]),
-        seed=packed["s"],
-        max_tokens=packed["n"],
-        began=Began(*packed["t"]),
-        resumes=packed["r"],
-    )
-
-
-def _packed_adapter(ref: AdapterRef | None) -> list[Any] | None:
-    if ref is None:
-        return None
-    parts = [[_packed_adapter(part.adapter), part.weight] for part in ref.parts]
-    return [ref.revision, ref.digest, ref.rank, ref.weight_bytes, parts]
-
-
-def _unpacked_adapter(packed: list[Any] | None) -> AdapterRef | None:
-    if packed is None:
-        return None
-    revision, digest, rank, weight_bytes, parts = packed
-    refs = ((_unpacked_adapter(part), weight) for part, weight in parts)
-    return AdapterRef(
-        revision, digest, rank, weight_bytes, tuple(WeightedRef(ref, weight) for ref, weight in refs if ref is not None)
+        "resume_token", "is not a token that these routers gave to this tenant", reason="RESUME_TOKEN_INVALID"
     )

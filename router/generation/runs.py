@@ -1,46 +1,44 @@
-"""The requests that run on this router, and who reads each: takeover by a second call of the same id, and drain.
-
-first call ──▶ admitted ──▶ reader 1 ───────────✗ Aborted (or Unavailable: the router drains)
-                               second call ──▶ reader 2: all of it again, computed once
-"""
+"""The requests that run on a router, by tenant and request id, and how far each has come."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
-from broker.messages import Job
-from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.routed_job import RoutedJob
-from router.generation.resume import Began, Resumption
-from router.request import Request
-from rpc.errors import Aborted, AlreadyExists, CallError, Unavailable
+from router.generation.resume import Began, ResumeClaims, Resumption
+from router.request import Request, Summary, WeightedAdapter
+from rpc.errors import AlreadyExists
+
+Key = tuple[str, str]
 
 
 @dataclass(slots=True, eq=False)
 class Run:
-    """One admitted request; of one that was resumed here, `resumption` tells what its client had by then."""
+    """One admitted request; where it was resumed here, `resumption` has what its client had by then."""
 
     fingerprint: str
     routed: RoutedJob
-    stack: AsyncExitStack
     resumption: Resumption | None = None
     # When the first message was ready, by the monotonic clock.
     first_at: float | None = None
-    # Which call reads it.
-    reader: object = None
+
+    @property
+    def key(self) -> Key:
+        """Return the tenant and the request id."""
+        return self.routed.job.tenant, self.routed.job.request_id
 
     @property
     def resumes(self) -> int:
-        """How often the request has been resumed."""
+        """Return how many times the request has been resumed."""
         return self.resumption.claims.resumes + 1 if self.resumption else 0
 
     @property
     def began(self) -> Began:
-        """How the request began, here or where it was first admitted."""
+        """Return how the request began, here or where it was first admitted."""
         if self.resumption is not None:
             return self.resumption.claims.began
         routed, now = self.routed, time.monotonic()
@@ -53,8 +51,24 @@ class Run:
             first_at_s=time.time() - (now - first_at),
         )
 
+    @property
+    def claims(self) -> ResumeClaims:
+        """Return what a router needs to go on with the request."""
+        job = self.routed.job
+        return ResumeClaims(
+            request_id=job.request_id,
+            fingerprint=self.fingerprint,
+            model=job.model,
+            base_digest=job.base_digest,
+            adapter=job.adapter,
+            seed=job.seed,
+            max_tokens=job.stopping.max_tokens,
+            began=self.began,
+            resumes=self.resumes,
+        )
+
     def serves(self, resumption: Resumption | None) -> bool:
-        """Whether what it computes is what the call needs, and from as early on."""
+        """Return whether a call can read this run: the same answer, from as early on as the call needs it."""
         if resumption is None:
             return self.resumption is None
         claims, job = resumption.claims, self.routed.job
@@ -62,90 +76,73 @@ class Run:
             return False
         began_with = self.resumption.received if self.resumption else {}
         return all(
-            len(resumption.has(choice).token_ids) >= len(here.token_ids)
-            and resumption.has(choice).finished >= here.finished
+            len(resumption.of_choice(choice).token_ids) >= len(here.token_ids)
+            and resumption.of_choice(choice).finished >= here.finished
             for choice, here in began_with.items()
+        )
+
+    def summary(self, completion_tokens: int) -> Summary:
+        """Return the last message of the stream."""
+        job, began = self.routed.job, self.began
+        parts = job.adapter.parts if job.adapter else ()
+        return Summary(
+            request_id=job.request_id,
+            adapter_revision=job.adapter.revision if job.adapter else "",
+            prompt_tokens=len(job.prompt_ids),
+            cached_tokens=began.cached_tokens,
+            completion_tokens=completion_tokens,
+            queue_s=began.queue_s,
+            adapter_s=began.adapter_s,
+            ttft_s=began.ttft_s,
+            # By the wall clock, since it spans routers; two hosts may disagree on it.
+            decode_s=max(0.0, time.time() - began.first_at_s),
+            continuations=self.resumes + self.routed.continuations,
+            adapters=tuple(WeightedAdapter(part.adapter.revision, part.weight) for part in parts),
         )
 
 
 class Runs:
-    """All of them, by tenant and request id."""
+    """The runs of one router, each once."""
 
-    def __init__(self, dispatcher: Dispatcher) -> None:
-        self._dispatcher = dispatcher
-        self._runs: dict[tuple[str, str], Run] = {}
-        # Those that are being admitted: when that is over.
-        self._entering: dict[tuple[str, str], asyncio.Event] = {}
-        self._draining = False
+    def __init__(self) -> None:
+        self._runs: dict[Key, Run] = {}
+        # Requests that are being admitted, and the end of that.
+        self._admitting: dict[Key, asyncio.Event] = {}
 
-    @asynccontextmanager
-    async def read(
-        self, request: Request, resumption: Resumption | None, make_job: Callable[[], Awaitable[Job]]
-    ) -> AsyncIterator[Run]:
-        """The run of that tenant and request id, new or taken over; it ends with its last reader.
+    def __iter__(self) -> Iterator[Run]:
+        return iter(tuple(self._runs.values()))
 
-        Raises AlreadyExists where another body runs under that id, and what admission raises.
+    async def find(self, request: Request) -> Run | None:
+        """Return the run of that tenant and request id, once no call is being admitted under it.
+
+        Raises AlreadyExists where another body runs under that id.
         """
         key = (request.tenant, request.request_id)
-        while key in self._entering:
-            await self._entering[key].wait()
+        while key in self._admitting:
+            await self._admitting[key].wait()
         run = self._runs.get(key)
         if run is not None and run.fingerprint != request.fingerprint:
             raise AlreadyExists(f"request_id {key[1]} is running with another body", reason="REQUEST_ID_RUNNING")
-        if run is not None:
-            run.routed.turn_away(Aborted(f"another call of request_id {key[1]} took it over", reason="TAKEN_OVER"))
-        if run is None or not run.serves(resumption):
-            run = await self._enter(key, request.fingerprint, resumption, make_job)
-        run.reader = reader = object()
+        return run
+
+    @contextmanager
+    def admitting(self, request: Request) -> Iterator[None]:
+        """Make other calls of that request id wait meanwhile."""
+        key = (request.tenant, request.request_id)
+        event = self._admitting[key] = asyncio.Event()
         try:
-            if self._draining:
-                raise _draining()
-            yield run
+            yield
         finally:
-            if run.reader is reader:
-                del self._runs[key]
-                await run.stack.aclose()
+            del self._admitting[key]
+            event.set()
 
-    async def _enter(
-        self,
-        key: tuple[str, str],
-        fingerprint: str,
-        resumption: Resumption | None,
-        make_job: Callable[[], Awaitable[Job]],
-    ) -> Run:
-        entered = self._entering[key] = asyncio.Event()
-        try:
-            if (older := self._runs.pop(key, None)) is not None:
-                older.reader = None
-                await older.stack.aclose()
-            if self._draining:
-                raise _draining()
-            job = await make_job()
-            stack = AsyncExitStack()
-            routed = await stack.enter_async_context(self._dispatcher.dispatch(job))
-            run = self._runs[key] = Run(fingerprint, routed, stack, resumption)
-            return run
-        finally:
-            del self._entering[key]
-            entered.set()
+    def add(self, run: Run) -> None:
+        """Add a new run."""
+        self._runs[run.key] = run
 
-    async def drop(self, run: Run, reader: object, error: CallError) -> None:
-        """End a run and its reader with an error, and free what it holds though the reader stands still.
-
-        Nothing happens where another call reads it by now.
-        """
-        if run.reader is reader:
-            run.reader = None
-            run.routed.turn_away(error)
-            del self._runs[run.routed.job.tenant, run.routed.job.request_id]
-            await run.stack.aclose()
-
-    def drain(self) -> None:
-        """End every call with UNAVAILABLE, now and from now on: its client resumes elsewhere."""
-        self._draining = True
-        for run in self._runs.values():
-            run.routed.turn_away(_draining())
-
-
-def _draining() -> CallError:
-    return Unavailable("the router is shutting down", retry_after_s=0.0, reason="ROUTER_DRAINING")
+    def remove(self, run: Run) -> bool:
+        """Remove a run; False where it is removed already."""
+        found = self._runs.get(run.key) is run
+        if found:
+            del self._runs[run.key]
+        return found

@@ -1,6 +1,6 @@
-"""From a worker's token ids to what a client gets: text as it becomes whole, stop strings, the end.
+"""From a worker's token ids to the events that a client gets: text as it becomes whole, stop strings, the end.
 
-        ids ──▶ text pieces ──▶ held while they may begin a stop string ──▶ deltas
+        ids ──▶ text pieces ──▶ pending while they may begin a stop string ──▶ deltas
 
 A token that lies wholly in a stop string is neither delivered nor counted; one that reaches into it is delivered, its
 text cut where the stop string begins.
@@ -8,16 +8,78 @@ text cut where the stop string begins.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from router.dispatch.routed_job import WorkerFinish
-from router.request import Delta, Finished, FinishReason, TokenLogprobs
-from router.text.tokenizer import TextStream
+from router.dispatch.choice import Arrival
+from router.dispatch.link import WorkerFinish
+from router.dispatch.routed_job import RoutedJob
+from router.output.best_of import BestOf
+from router.request import Delta, Event, Finished, FinishReason, PromptLogprobs, Received, Request, TokenLogprobs
+from router.text.tokenizer import Text, TextStream
 
 
-class _Held(msgspec.Struct, frozen=True):
+class Answer:
+    """The answer to one request: turns a job's tokens into events, or into those that come after `received`."""
+
+    def __init__(
+        self, request: Request, text: Text, routed: RoutedJob, received: Mapping[int, Received] | None = None
+    ) -> None:
+        self._routed = routed
+        received_choices = received or {}
+        self._ranking = BestOf(request, received_choices) if request.best_of > request.n else None
+        if self._ranking is not None:
+            # A client has ranked answers, and nothing of the candidates themselves.
+            received_choices = {}
+        self._open = {choice for choice in range(routed.job.n) if not _finished_before(received_choices, choice)}
+        self._counted = frozenset(self._open)
+        self._received_tokens = sum(len(had.token_ids) for had in received_choices.values() if had.finished)
+        # A client that resumes has got a first message, and these are in the first.
+        self._prompt_logprobs_due = request.prompt_logprobs is not None and received is None
+        self._choices = [
+            ChoiceAnswer(
+                text.stream(routed.job.prompt_ids, skip_special_tokens=request.skip_special_tokens),
+                request.stopping.stop,
+                request.stream_interval,
+                choice,
+                len(received_choices.get(choice, Received()).token_ids),
+            )
+            for choice in range(routed.job.n)
+        ]
+
+    @property
+    def tokens(self) -> int:
+        """Return the number of tokens of all candidates, without those that a stop string cut."""
+        return self._received_tokens + sum(self._choices[choice].delivered for choice in self._counted)
+
+    def take(self, arrivals: Sequence[Arrival]) -> list[Event]:
+        """Return the events that new tokens make. A choice that a stop string ends is closed at its worker."""
+        events: list[Event] = []
+        if self._prompt_logprobs_due:
+            self._prompt_logprobs_due = False
+            events.append(PromptLogprobs(self._routed.prompt_logprobs))
+        for arrival in arrivals:
+            if arrival.choice not in self._open:
+                continue
+            delta, finished = self._choices[arrival.choice].push(arrival.token_ids, arrival.finish, arrival.logprobs)
+            if delta is not None:
+                events.append(delta)
+            if finished is not None:
+                self._open.discard(arrival.choice)
+                self._routed.close(arrival.choice)
+                events.append(finished)
+        if self._ranking is None:
+            return events
+        events = self._ranking.collect(events)
+        return events if self._open else events + self._ranking.ranked()
+
+
+def _finished_before(received: Mapping[int, Received], choice: int) -> bool:
+    return choice in received and received[choice].finished
+
+
+class _PendingToken(msgspec.Struct, frozen=True):
     """A token that is not delivered yet; without an id it is only text."""
 
     token_id: int | None
@@ -25,8 +87,8 @@ class _Held(msgspec.Struct, frozen=True):
     logprobs: TokenLogprobs | None = None
 
 
-class Answer:
-    """One choice of one request. Of its tokens the client has the first `received` already, with their text."""
+class ChoiceAnswer:
+    """One choice of an answer. The client has the first `received` of its tokens already, with their text."""
 
     def __init__(
         self, stream: TextStream, stop: Sequence[str], stream_interval: int, choice: int = 0, received: int = 0
@@ -36,16 +98,16 @@ class Answer:
         self._stream = stream
         self._stop = tuple(stop)
         self._interval = stream_interval
-        # Tokens not yet delivered, each with its text; together `_held_text`.
-        self._held: list[_Held] = []
-        self._held_text = ""
-        # Tokens that the client has with what has been returned so far.
+        # Tokens that are not delivered yet, each with its text; `_pending_text` is all of that text.
+        self._pending: list[_PendingToken] = []
+        self._pending_text = ""
+        # Number of tokens that the client has, with those returned so far.
         self.delivered = 0
 
     def push(
         self, ids: Sequence[int], finish: WorkerFinish | None, logprobs: Sequence[TokenLogprobs] = ()
     ) -> tuple[Delta | None, Finished | None]:
-        """What the next ids, and perhaps the end, give the client. Nothing may be pushed after a Finished.
+        """Return what the next ids, and perhaps the end, add for the client. Nothing may be pushed after a Finished.
 
         `logprobs` has one entry for each id, or none.
         """
@@ -54,34 +116,33 @@ class Answer:
             # End and stop tokens are ids without text.
             silent = index == last and finish in (WorkerFinish.END, WorkerFinish.STOP_TOKEN)
             text = "" if silent else self._stream.push(token_id)
-            self._held.append(_Held(token_id, text, logprobs[index] if logprobs else None))
+            self._pending.append(_PendingToken(token_id, text, logprobs[index] if logprobs else None))
             if stopped := self._append_text(text):
                 return stopped
         if finish is None:
-            if len(self._held) < self._interval:
+            if len(self._pending) < self._interval:
                 return None, None
             return self._release(self._safe_length(), self._interval, ended=False), None
         if stopped := self._flush(self._stream.flush()):
             return stopped
-        return self._release(len(self._held_text), 1, ended=True), _finished(finish, ids, self._choice)
+        return self._release(len(self._pending_text), 1, ended=True), _finished(finish, ids, self._choice)
 
     def _flush(self, text: str) -> tuple[Delta | None, Finished] | None:
-        """Text that comes after the last token; it goes with that."""
+        """Add text that comes after the last token to that token."""
         if not text:
             return None
-        if not self._held:  # its tokens are delivered already; the text belongs to none that is left
-            self._held.append(_Held(None, ""))
-        last = self._held[-1]
-        self._held[-1] = _Held(last.token_id, last.text + text, last.logprobs)
+        if not self._pending:  # its tokens are delivered already; the text belongs to none that is left
+            self._pending.append(_PendingToken(None, ""))
+        last = self._pending[-1]
+        self._pending[-1] = _PendingToken(last.token_id, last.text + text, last.logprobs)
         return self._append_text(text)
 
-    def _append_text(self, text: str) -> tuple[Delta | None, Finished] | None:
-        """Add to the held text; the end, if a stop string is complete now."""
-        before = len(self._held_text)
-        self._held_text += text
-        found = [
-            (at, stop) for stop in self._stop if (at := self._held_text.find(stop, max(0, before - len(stop) + 1))) >= 0
-        ]
+    def _append_text(self, more: str) -> tuple[Delta | None, Finished] | None:
+        """Add to the pending text; return the end if a stop string is complete now."""
+        before = len(self._pending_text)
+        self._pending_text += more
+        text = self._pending_text
+        found = [(at, stop) for stop in self._stop if (at := text.find(stop, max(0, before - len(stop) + 1))) >= 0]
         if not found:
             return None
         # Of those that one token completes: the earliest; of two at one place the longer.
@@ -89,54 +150,54 @@ class Answer:
         return self._cut(at), Finished(FinishReason.STOP, stop_string=stop, choice=self._choice)
 
     def _cut(self, at: int) -> Delta | None:
-        """Deliver what begins before character `at` of the held text, and forget the rest."""
+        """Deliver the tokens that begin before character `at` of the pending text, and forget the rest."""
         kept, start = 0, 0
-        for held in self._held:
+        for token in self._pending:
             if start >= at:
                 break
-            start += len(held.text)
+            start += len(token.text)
             kept += 1
-        delta = self._delta(self._held[:kept], self._held_text[:at])
-        self._held, self._held_text = [], ""
+        delta = self._delta(self._pending[:kept], self._pending_text[:at])
+        self._pending, self._pending_text = [], ""
         return delta
 
     def _safe_length(self) -> int:
-        """Characters of the held text that no stop string can begin in."""
-        length = len(self._held_text)
+        """Return how many characters of the pending text no stop string can begin in."""
+        length = len(self._pending_text)
         for stop in self._stop:
-            for size in range(min(len(stop) - 1, len(self._held_text)), 0, -1):
-                if self._held_text.endswith(stop[:size]):
-                    length = min(length, len(self._held_text) - size)
+            for size in range(min(len(stop) - 1, len(self._pending_text)), 0, -1):
+                if self._pending_text.endswith(stop[:size]):
+                    length = min(length, len(self._pending_text) - size)
                     break
         return length
 
     def _release(self, safe: int, least: int, *, ended: bool) -> Delta | None:
         """Deliver the tokens whose text ends within `safe` characters, if there are at least so many."""
         count, end = 0, 0
-        for held in self._held:
-            if end + len(held.text) > safe:
+        for token in self._pending:
+            if end + len(token.text) > safe:
                 break
-            end += len(held.text)
+            end += len(token.text)
             count += 1
         # What has no text yet belongs to the next that has; a stop string that begins there cuts it, however it came.
-        while self._stop and not ended and count and not self._held[count - 1].text:
+        while self._stop and not ended and count and not self._pending[count - 1].text:
             count -= 1
         if count < least:
             return None
-        delta = self._delta(self._held[:count], self._held_text[:end])
-        self._held, self._held_text = self._held[count:], self._held_text[end:]
+        delta = self._delta(self._pending[:count], self._pending_text[:end])
+        self._pending, self._pending_text = self._pending[count:], self._pending_text[end:]
         return delta
 
-    def _delta(self, tokens: Sequence[_Held], text: str) -> Delta | None:
-        count = sum(held.token_id is not None for held in tokens)
-        known = min(count, max(0, self._received - self.delivered))
-        text = text[sum(len(held.text) for held in tokens[:known]) :]
-        ids = tuple(held.token_id for held in tokens[known:] if held.token_id is not None)
-        offset = self.delivered + known
+    def _delta(self, tokens: Sequence[_PendingToken], text: str) -> Delta | None:
+        count = sum(token.token_id is not None for token in tokens)
+        skipped = min(count, max(0, self._received - self.delivered))
+        text = text[sum(len(token.text) for token in tokens[:skipped]) :]
+        ids = tuple(token.token_id for token in tokens[skipped:] if token.token_id is not None)
+        offset = self.delivered + skipped
         self.delivered += count
         if not ids and not text:
             return None
-        logprobs = tuple(held.logprobs for held in tokens[known:] if held.logprobs is not None)
+        logprobs = tuple(token.logprobs for token in tokens[skipped:] if token.logprobs is not None)
         return Delta(offset, ids, text, self._choice, logprobs)
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from contextlib import aclosing
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 from broker.keys import Keys
 from broker.messages import Capacity, Job, StoppingParams
 from broker.queue import JobQueue
-from router.dispatch.routed_job import Frame, RoutedJob, WorkerFinish
+from router.dispatch.dispatcher import Dispatcher
+from router.dispatch.link import Frame, WorkerFinish
+from router.dispatch.routed_job import RoutedJob
 
 KEYS = Keys("tiny", "main")
 ROOMY = Capacity(rows=8, rows_limit=8, tokens=10_000, max_tokens=4096, max_rank=64)
@@ -52,10 +55,20 @@ def frame(
     attempt: int = 1,
     finish: WorkerFinish | None = None,
     returned: bool = False,
-    struck: bool = False,
+    blamed: bool = False,
     job_id: str = "j",
 ) -> Frame:
-    return Frame(job_id, attempt, offset, ids, finish=finish, returned=returned, struck=struck)
+    return Frame(job_id, attempt, offset, ids, finish=finish, returned=returned, blamed=blamed)
+
+
+@asynccontextmanager
+async def dispatched(dispatcher: Dispatcher, job: Job) -> AsyncIterator[RoutedJob]:
+    """Dispatch a job and release it at the end."""
+    routed = await dispatcher.dispatch(job)
+    try:
+        yield routed
+    finally:
+        dispatcher.release(routed)
 
 
 async def claim(queue: JobQueue) -> Job:
@@ -68,8 +81,8 @@ async def claim(queue: JobQueue) -> Job:
 async def read(routed: RoutedJob) -> list[int]:
     """All ids until the end."""
     got: list[int] = []
-    async with aclosing(routed.arrivals()) as arrivals:
-        async for turn in arrivals:
-            for arrival in turn:
-                got += arrival.token_ids
+    reader = routed.reader
+    while arrivals := await routed.arrivals(reader):
+        for arrival in arrivals:
+            got += arrival.token_ids
     return got

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from broker.messages import Job
 from broker.terms import OUTPUT_WEIGHT, PROMPT_WEIGHT
-from router.dispatch.routed_job import Frame, Link
+from router.dispatch.link import Frame, Link
 from tests.simulation.redis import SimulatedRedis
 
 

@@ -11,12 +11,14 @@ from loraplex.relay.v1 import relay_pb2_grpc
 from artifacts.base_model import BaseModel
 from broker.messages import AdapterRef
 from broker.terms import QueueLimits
-from router.catalog.models import WATCH_S, Models
+from router.catalog.models import LOOK_S, Models
 from router.catalog.placement import Placer
 from router.catalog.store_client import Manifest, ResolvedAdapter
 from router.dispatch.dispatcher import Dispatcher
+from router.dispatch.link import Frame, Link
 from router.dispatch.relay import RelayService
-from router.dispatch.routed_job import Frame, Link, RoutedJob
+from router.dispatch.routed_job import RoutedJob
+from router.generation.admission import Admission
 from router.generation.generation import Generation
 from router.generation.resume import ResumeTokens
 from router.request import Message, Received, Request
@@ -63,11 +65,11 @@ class WatchedDispatcher(Dispatcher):
 
     accepted: Accepted
 
-    def frame(self, link: Link, frame: Frame) -> None:
+    def receive_frame(self, link: Link, frame: Frame) -> None:
         """See Dispatcher."""
         routed = next((routed for routed in self.jobs if routed.job.job_id == frame.job_id), None)
         before = _seen(routed)
-        super().frame(link, frame)
+        super().receive_frame(link, frame)
         after = _seen(routed)
         if after != before:
             self.accepted(link, frame, after[0] - before[0])
@@ -106,20 +108,23 @@ class SimulatedRouter:
         relay: Any = Registrar(self._network.listen(self.name, self.node))
         relay_pb2_grpc.add_RelayServiceServicer_to_server(RelayService(self.dispatcher), relay)
         tokens = ResumeTokens("the key that all routers share")
-        self.generation = Generation(self.models, self._store, self.dispatcher, self.name, tokens)
+        admission = Admission(self.models, self._store, self.name)
+        self.generation = Generation(self.models, admission, self.dispatcher, tokens)
         for_ever = (
             self.models.follow_store(),
             self._follow_workers(),
-            self.dispatcher.watch(),
-            self.generation.slow_clients.watch(),
+            self.dispatcher.redispatch_missing(),
+            self.generation.slow_clients.drop_stalled(),
         )
         self._following = [self.node.start(work) for work in for_ever]
 
     async def _follow_workers(self) -> None:
         # As router.app, but for its health.
         while True:
-            await self.models.follow_workers(self.dispatcher)
-            await asyncio.sleep(WATCH_S)
+            alive = await self.models.look_at_workers()
+            if alive is not None:
+                self.dispatcher.update_live_workers(alive)
+            await asyncio.sleep(LOOK_S)
 
     def messages(
         self, request: Request, token: str, received: Mapping[int, Received], deadline_s: float | None

@@ -22,7 +22,7 @@ from broker.liveness import Liveness
 from broker.messages import Job
 from broker.queue import JobQueue
 from broker.terms import OUTPUT_WEIGHT, PROMPT_WEIGHT
-from router.dispatch.routed_job import Frame, Link
+from router.dispatch.link import Frame, Link
 from tests.simulation import engine
 from tests.simulation.channels import Channels
 from tests.simulation.clients import End, Story, ask

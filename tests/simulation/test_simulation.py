@@ -12,8 +12,9 @@ from broker.commands import CommandQueue
 from broker.dead import DeadLetters
 from broker.liveness import Liveness
 from broker.queue import JobQueue
-from router.dispatch.dispatcher import Dispatcher
-from router.dispatch.routed_job import Link, RoutedJob
+from router.dispatch.job_state import JobState
+from router.dispatch.link import Link
+from router.dispatch.routed_job import RoutedJob
 from tests.simulation.clients import End
 from tests.simulation.faults import Kind
 from tests.simulation.queue import SimulatedCommands, SimulatedDeadLetters, SimulatedLiveness, SimulatedQueue
@@ -60,13 +61,13 @@ def test_a_seed_is_the_same_again() -> None:
 
 
 def test_frames_of_older_attempts_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    def anybody_has_it(self: Dispatcher, link: Link, job_id: str, attempt: int) -> RoutedJob | None:
-        routed = next((routed for routed in self.jobs if routed.job.job_id == job_id), None)
-        if routed is not None:
-            routed.link = link
-        return routed
+    def bind_anyhow(self: RoutedJob, link: Link, attempt: int) -> bool:
+        if self.state is not JobState.BOUND and not self.ended:
+            self._go(JobState.BOUND)
+        self.link = link
+        return not self.ended
 
-    monkeypatch.setattr(Dispatcher, "_claimed", anybody_has_it)
+    monkeypatch.setattr(RoutedJob, "bind", bind_anyhow)
     # Links that were cut for long, and workers that stood still.
     seeds = (24, 29, 109, 128, 152, 201, 213, 222)
     assert any("a frame was taken though" in line for seed in seeds for line in simulate(seed).wrong)

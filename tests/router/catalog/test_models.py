@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator
-from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from typing import Any
 
@@ -15,11 +14,9 @@ from redis.asyncio import Redis
 from artifacts.base_model import read_base_model
 from broker.keys import Keys
 from broker.liveness import Liveness
-from broker.queue import JobQueue
-from broker.terms import Placement, QueueLimits
+from broker.terms import QueueLimits
 from router.catalog.models import Models
 from router.catalog.store_client import Manifest
-from router.dispatch.dispatcher import Dispatcher
 from tests.broker.test_liveness import worker
 from tests.valkey_server import ValkeyServer
 
@@ -37,26 +34,18 @@ class OneModel:
         return Manifest(name, BASE.digest, BASE.architecture, BASE.context_length, BASE.vocab_size, dict(BASE.files))
 
 
-class ToldDispatcher(Dispatcher):
-    """`told`: each time, who lives."""
-
-    told: list[set[str]]
-
-    def living(self, incarnations: AbstractSet[str]) -> None:
-        self.told.append(set(incarnations))
-
-
 class Router:
-    """The part of a router that follows the workers, one look at a time."""
+    """The part of a router that follows the workers, one look at a time. `live`: the incarnations of each look."""
 
-    def __init__(self, models: Models, queue: JobQueue) -> None:
+    def __init__(self, models: Models) -> None:
         self.models = models
-        self._dispatcher = ToldDispatcher(lambda model: queue, lambda job: Placement())
-        self.told = self._dispatcher.told = []
+        self.live: list[set[str]] = []
 
     async def look(self) -> list[str]:
-        """Ids of the workers that live, to the router's knowledge."""
-        await self.models.follow_workers(self._dispatcher)
+        """Look at the workers; return the ids of those that the router counts as alive."""
+        live = await self.models.look_at_workers()
+        if live is not None:
+            self.live.append(live)
         return [state.worker_id for state in self.models.workers("tiny")]
 
 
@@ -68,7 +57,7 @@ async def following(redis: Redis) -> Router:
     while not models.served:  # noqa: ASYNC110 — it tells nobody
         await asyncio.sleep(0.01)
     serving.cancel()
-    return Router(models, JobQueue(redis, KEYS))
+    return Router(models)
 
 
 @pytest.fixture
@@ -102,7 +91,7 @@ async def test_a_redis_that_knows_nobody_ends_nobody(
         for name in ("w1", "w2"):
             await liveness.beat(serves(name))
         assert await router.look() == ["w1", "w2"]
-        assert router.told == [{"w1-inc", "w2-inc"}]
+        assert router.live == [{"w1-inc", "w2-inc"}]
         if loss == "restarts empty":
             await server.restart(keeps=False)
         else:
@@ -111,10 +100,10 @@ async def test_a_redis_that_knows_nobody_ends_nobody(
         # A time to live has to pass first.
         assert sorted(await router.look()) == ["w1", "w2"]
         assert not router.models.waits_for()
-        assert len(router.told) == 1
+        assert len(router.live) == 1
         monkeypatch.setattr("router.catalog.models.time", Later(10))
         assert await router.look() == ["w2"]
-        assert router.told[1:] == [{"w2-inc"}]
+        assert router.live[1:] == [{"w2-inc"}]
 
 
 async def test_a_redis_that_does_not_answer_ends_nobody_and_is_told(
@@ -136,11 +125,11 @@ async def test_a_redis_that_does_not_answer_ends_nobody_and_is_told(
         await redis.delete(KEYS.worker("w1-inc"))  # as its time to live would, meanwhile
         assert await router.look() == ["w1"]
         assert not router.models.waits_for()
-        assert len(router.told) == 1
+        assert len(router.live) == 1
         monkeypatch.setattr("router.catalog.models.time", Later(20))
         assert await router.look() == []
         assert "a worker that serves tiny" in router.models.waits_for()
-        assert router.told[1:] == [set()]
+        assert router.live[1:] == [set()]
 
 
 async def test_a_worker_that_is_removed_is_gone_at_the_next_look(redis: Redis) -> None:

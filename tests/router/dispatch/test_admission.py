@@ -21,6 +21,7 @@ from router.catalog.placement import MIB, Placer
 from router.dispatch.dispatcher import Dispatcher
 from router.settings import Settings, read_weights
 from rpc.errors import DeadlinePassed, Exhausted, InvalidField
+from tests.router.recording_link import dispatched, read
 
 KEYS = Keys("tiny", "main")
 CLOCK = "test:now"
@@ -35,14 +36,14 @@ def dispatcher_of(redis: Redis, limits: QueueLimits | None = None) -> tuple[Disp
 async def test_a_full_queue_names_whose_it_is_and_spreads_the_retries(redis: Redis) -> None:
     dispatcher, _ = dispatcher_of(redis, QueueLimits(tenant_jobs=1))
     delays = set()
-    async with dispatcher.dispatch(JOB):
+    async with dispatched(dispatcher, JOB):
         for number in range(5):
             with pytest.raises(Exhausted) as refused:
-                async with dispatcher.dispatch(replace(JOB, job_id=f"{number}", request_id=f"{number}")):
+                async with dispatched(dispatcher, replace(JOB, job_id=f"{number}", request_id=f"{number}")):
                     pass
             assert (refused.value.reason, refused.value.subject) == ("QUEUE_FULL", "tenants/acme/queue")
             delays.add(refused.value.retry_after_s)
-        async with dispatcher.dispatch(replace(JOB, job_id="other", tenant="beta")):
+        async with dispatched(dispatcher, replace(JOB, job_id="other", tenant="beta")):
             pass
     assert len(delays) == 5
     await dispatcher.drain_tasks()
@@ -56,17 +57,17 @@ async def test_a_deadline_that_can_not_be_met_is_refused_at_once(redis: Redis, m
     async with AsyncExitStack() as stack:
         for number in range(30):
             job = replace(JOB, job_id=f"{number}", request_id=f"{number}")
-            await stack.enter_async_context(dispatcher.dispatch(job))
+            await stack.enter_async_context(dispatched(dispatcher, job))
         for step in range(3):
             await redis.set(CLOCK, 1_000 + step * PACE_LEAST_MS)
             assert (await queue.claim("sha256:0", one)).jobs
         # One every two seconds: the last of 27 has its turn in about a minute.
         with pytest.raises(Exhausted) as refused:
-            async with dispatcher.dispatch(replace(JOB, deadline_ms=10_000, priority=-1)):
+            async with dispatched(dispatcher, replace(JOB, deadline_ms=10_000, priority=-1)):
                 pass
         assert refused.value.reason == "DEADLINE_UNATTAINABLE"
         assert (refused.value.retry_after_s or 0) > 10
-        async with dispatcher.dispatch(replace(JOB, deadline_ms=60_000, priority=-1)):
+        async with dispatched(dispatcher, replace(JOB, deadline_ms=60_000, priority=-1)):
             pass
     await dispatcher.drain_tasks()
     assert await queue.count_waiting() == 0
@@ -74,14 +75,13 @@ async def test_a_deadline_that_can_not_be_met_is_refused_at_once(redis: Redis, m
 
 async def test_a_job_whose_deadline_passed_in_the_queue_ends_and_is_not_dispatched_again(redis: Redis) -> None:
     dispatcher, queue = dispatcher_of(redis)
-    watch = asyncio.create_task(dispatcher.watch())
+    watch = asyncio.create_task(dispatcher.redispatch_missing())
     capacity = Capacity(rows=1, rows_limit=1, tokens=1000, max_tokens=1000, max_rank=0)
-    async with dispatcher.dispatch(replace(JOB, deadline_ms=1)) as routed:
+    async with dispatched(dispatcher, replace(JOB, deadline_ms=1)) as routed:
         while await queue.count_waiting():
             assert (await queue.claim("sha256:0", replace(capacity, rows=0))).jobs == []
         with pytest.raises(DeadlinePassed):
-            async for _ in routed.arrivals():
-                pass
+            await read(routed)
         assert routed.job.attempt == 1
     watch.cancel()
     await dispatcher.drain_tasks()

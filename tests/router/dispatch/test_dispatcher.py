@@ -10,27 +10,27 @@ from redis.asyncio import Redis
 
 from broker.queue import JobQueue
 from router.dispatch.dispatcher import Dispatcher
-from router.dispatch.routed_job import Frame, WorkerFinish
+from router.dispatch.link import Frame, WorkerFinish
 from rpc.errors import Internal
-from tests.router.recording_link import KEYS, RecordingLink, claim, frame, job, read
+from tests.router.recording_link import KEYS, RecordingLink, claim, dispatched, frame, job, read
 
 
 async def look_until_lost(dispatcher: Dispatcher) -> None:
     """Look at a Redis that knows nobody until a job's worker counts as lost."""
     async with asyncio.timeout(30):
         while any(routed.job.attempt == 1 for routed in dispatcher.jobs):
-            dispatcher.living(set())
+            dispatcher.update_live_workers(set())
             await asyncio.sleep(0.1)
 
 
 async def test_a_job_runs_on_the_worker_that_claimed_it(dispatcher: Dispatcher, queue: JobQueue) -> None:
     link = RecordingLink("w")
     dispatcher.link_up(link, [])
-    async with dispatcher.dispatch(job()) as routed:
+    async with dispatched(dispatcher, job()) as routed:
         assert (await claim(queue)).job_id == "j"
-        dispatcher.claims(link, [("j", 1)])
-        dispatcher.frame(link, frame(0, 5, 6))
-        dispatcher.frame(link, frame(2, 7, finish=WorkerFinish.END))
+        dispatcher.receive_claims(link, [("j", 1)])
+        dispatcher.receive_frame(link, frame(0, 5, 6))
+        dispatcher.receive_frame(link, frame(2, 7, finish=WorkerFinish.END))
         assert await read(routed) == [5, 6, 7]
     await dispatcher.drain_tasks()
     assert link.sent == [("ack", "j", 1)]
@@ -38,10 +38,10 @@ async def test_a_job_runs_on_the_worker_that_claimed_it(dispatcher: Dispatcher, 
 
 async def test_frames_of_a_worker_that_is_not_bound_never_count(dispatcher: Dispatcher) -> None:
     bound, other = RecordingLink("bound"), RecordingLink("other")
-    async with dispatcher.dispatch(job()) as routed:
-        dispatcher.claims(bound, [("j", 1)])
-        dispatcher.frame(other, frame(0, 99))
-        dispatcher.frame(bound, frame(0, 5, attempt=2))
+    async with dispatched(dispatcher, job()) as routed:
+        dispatcher.receive_claims(bound, [("j", 1)])
+        dispatcher.receive_frame(other, frame(0, 99))
+        dispatcher.receive_frame(bound, frame(0, 5, attempt=2))
         assert routed.choices[0].emitted == []
         assert other.sent == [("cancel", "j", 1)]
         assert bound.sent == [("cancel", "j", 2)]
@@ -49,27 +49,27 @@ async def test_frames_of_a_worker_that_is_not_bound_never_count(dispatcher: Disp
 
 async def test_a_gap_asks_for_a_rewind_and_repeats_count_once(dispatcher: Dispatcher) -> None:
     link = RecordingLink("w")
-    async with dispatcher.dispatch(job()) as routed:
-        dispatcher.frame(link, frame(0, 5))
-        dispatcher.frame(link, frame(2, 7))
+    async with dispatched(dispatcher, job()) as routed:
+        dispatcher.receive_frame(link, frame(0, 5))
+        dispatcher.receive_frame(link, frame(2, 7))
         assert link.sent == [("rewind", "j", 1, 0, 1)]
-        dispatcher.frame(link, frame(0, 5, 6))
-        dispatcher.frame(link, frame(1, 6, 7))
-        dispatcher.frame(link, frame(0, 5))
+        dispatcher.receive_frame(link, frame(0, 5, 6))
+        dispatcher.receive_frame(link, frame(1, 6, 7))
+        dispatcher.receive_frame(link, frame(0, 5))
         assert routed.choices[0].emitted == [5, 6, 7]
 
 
 async def test_a_lost_worker_s_job_goes_on_from_its_last_id(dispatcher: Dispatcher, queue: JobQueue) -> None:
     first, second = RecordingLink("first"), RecordingLink("second")
     dispatcher.link_up(first, [])
-    async with dispatcher.dispatch(job()) as routed:
+    async with dispatched(dispatcher, job()) as routed:
         await claim(queue)
-        dispatcher.frame(first, frame(0, 5, 6))
+        dispatcher.receive_frame(first, frame(0, 5, 6))
         dispatcher.link_down(first)
         again = await claim(queue)
         assert (again.attempt, again.emitted, again.prompt_ids) == (2, {0: (5, 6)}, (1, 2))
-        dispatcher.frame(first, frame(2, 66))  # it lives after all, too late
-        dispatcher.frame(second, frame(2, 7, attempt=2, finish=WorkerFinish.LENGTH))
+        dispatcher.receive_frame(first, frame(2, 66))  # it lives after all, too late
+        dispatcher.receive_frame(second, frame(2, 7, attempt=2, finish=WorkerFinish.LENGTH))
         assert await read(routed) == [5, 6, 7]
         assert routed.continuations == 1
     assert ("cancel", "j", 1) in first.sent
@@ -78,9 +78,9 @@ async def test_a_lost_worker_s_job_goes_on_from_its_last_id(dispatcher: Dispatch
 async def test_a_link_that_comes_back_in_time_keeps_its_jobs(dispatcher: Dispatcher, queue: JobQueue) -> None:
     link, again = RecordingLink("w"), RecordingLink("w")
     dispatcher.link_up(link, [])
-    async with dispatcher.dispatch(job()) as routed:
+    async with dispatched(dispatcher, job()) as routed:
         await claim(queue)
-        dispatcher.frame(link, frame(0, 5))
+        dispatcher.receive_frame(link, frame(0, 5))
         dispatcher.link_down(link)
         dispatcher.link_up(again, [("j", 1), ("unknown", 4)])
         assert again.sent == [("rewind", "j", 1, 0, 1), ("cancel", "unknown", 4)]
@@ -91,9 +91,9 @@ async def test_a_link_that_comes_back_in_time_keeps_its_jobs(dispatcher: Dispatc
 async def test_a_worker_that_comes_back_without_a_job_has_lost_it(dispatcher: Dispatcher, queue: JobQueue) -> None:
     link = RecordingLink("w")
     dispatcher.link_up(link, [])
-    async with dispatcher.dispatch(job()):
+    async with dispatched(dispatcher, job()):
         await claim(queue)
-        dispatcher.claims(link, [("j", 1)])
+        dispatcher.receive_claims(link, [("j", 1)])
         dispatcher.link_up(RecordingLink("w"), [])
         assert (await claim(queue)).attempt == 2
 
@@ -103,19 +103,19 @@ async def test_a_worker_whose_key_lapsed_is_lost_though_its_link_is_open(
 ) -> None:
     link = RecordingLink("w")
     dispatcher.link_up(link, [])
-    async with dispatcher.dispatch(job()):
+    async with dispatched(dispatcher, job()):
         await claim(queue)
-        dispatcher.claims(link, [("j", 1)])
-        dispatcher.living({"w-1"})
-        dispatcher.living(set())  # once is no sign: Redis may have just lost its data
-        dispatcher.living({"w-1"})
+        dispatcher.receive_claims(link, [("j", 1)])
+        dispatcher.update_live_workers({"w-1"})
+        dispatcher.update_live_workers(set())  # once is no sign: Redis may have just lost its data
+        dispatcher.update_live_workers({"w-1"})
         await look_until_lost(dispatcher)
         assert (await claim(queue)).attempt == 2
 
 
 async def test_a_claim_that_never_shows_is_dispatched_again(dispatcher: Dispatcher, queue: JobQueue) -> None:
-    watch = asyncio.create_task(dispatcher.watch())
-    async with dispatcher.dispatch(job()):
+    watch = asyncio.create_task(dispatcher.redispatch_missing())
+    async with dispatched(dispatcher, job()):
         assert (await claim(queue)).attempt == 1  # and its worker dies before it says so
         assert (await claim(queue)).attempt == 2
     watch.cancel()
@@ -123,30 +123,30 @@ async def test_a_claim_that_never_shows_is_dispatched_again(dispatcher: Dispatch
 
 async def test_a_returned_job_goes_on_elsewhere(dispatcher: Dispatcher, queue: JobQueue) -> None:
     link = RecordingLink("w")
-    async with dispatcher.dispatch(job()):
+    async with dispatched(dispatcher, job()):
         await claim(queue)
-        dispatcher.frame(link, frame(0, 5))
-        dispatcher.frame(link, frame(1, returned=True))
+        dispatcher.receive_frame(link, frame(0, 5))
+        dispatcher.receive_frame(link, frame(1, returned=True))
         again = await claim(queue)
         assert (again.attempt, again.emitted) == (2, {0: (5,)})
 
 
 async def test_leaving_stops_the_work_and_empties_the_queue(dispatcher: Dispatcher, redis: Redis) -> None:
     link = RecordingLink("w")
-    async with dispatcher.dispatch(job("waits")), dispatcher.dispatch(job()):
-        dispatcher.claims(link, [("j", 1)])
+    async with dispatched(dispatcher, job("waits")), dispatched(dispatcher, job()):
+        dispatcher.receive_claims(link, [("j", 1)])
     await dispatcher.drain_tasks()
     assert link.sent == [("cancel", "j", 1)]
     assert KEYS.job("waits").encode() not in await redis.keys("*")
     assert await redis.zscore(KEYS.waiting, "waits") is None
-    dispatcher.claims(link, [("waits", 1)])  # claimed in the same moment
+    dispatcher.receive_claims(link, [("waits", 1)])  # claimed in the same moment
     assert link.sent[1:] == [("cancel", "waits", 1)]
 
 
 async def test_a_failure_ends_the_reader_with_it(dispatcher: Dispatcher) -> None:
     link = RecordingLink("w")
-    async with dispatcher.dispatch(job()) as routed:
-        dispatcher.frame(link, Frame("j", 1, 0, (), failure=Internal("NaN", reason="NAN_LOGITS")))
+    async with dispatched(dispatcher, job()) as routed:
+        dispatcher.receive_frame(link, Frame("j", 1, 0, (), failure=Internal("NaN", reason="NAN_LOGITS")))
         with pytest.raises(Internal, match="NaN"):
             await read(routed)
     assert link.sent == [("ack", "j", 1)]
@@ -158,7 +158,7 @@ async def test_ids_come_once_and_in_order_whatever_the_workers_do(dispatcher: Di
     print(f"seed {seed}")
     rng = random.Random(seed)
     truth = list(range(1000, 1120))
-    async with dispatcher.dispatch(job(max_tokens=len(truth))) as routed:
+    async with dispatched(dispatcher, job(max_tokens=len(truth))) as routed:
         stale: list[tuple[RecordingLink, Frame]] = []
         while not routed.ended:
             claimed = await claim(queue)
@@ -171,15 +171,15 @@ async def test_ids_come_once_and_in_order_whatever_the_workers_do(dispatcher: Di
                 ids = truth[start : start + rng.randrange(1, 6)]
                 done = start + len(ids) == len(truth)
                 sent = frame(start, *ids, attempt=claimed.attempt, finish=WorkerFinish.LENGTH if done else None)
-                dispatcher.frame(link, sent)
+                dispatcher.receive_frame(link, sent)
                 stale.append((link, frame(start, *([7] * len(ids)), attempt=claimed.attempt)))
                 old_link, old = rng.choice(stale)
                 if old.attempt < claimed.attempt:
-                    dispatcher.frame(old_link, old)
+                    dispatcher.receive_frame(old_link, old)
                 if routed.ended:
                     break
             if rng.random() < 0.5 and not routed.ended:
-                dispatcher.frame(link, frame(routed.emitted_tokens, attempt=claimed.attempt, returned=True))
+                dispatcher.receive_frame(link, frame(routed.emitted_tokens, attempt=claimed.attempt, returned=True))
             else:
                 dispatcher.link_up(RecordingLink(link.worker_id), [])
         assert routed.continuations >= 3

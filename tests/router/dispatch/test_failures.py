@@ -13,7 +13,7 @@ import pytest
 from google.rpc import error_details_pb2 as details_pb2
 
 import worker
-from router.dispatch.relay import _frame
+from router.dispatch.relay import read_frame
 from rpc.status import to_status
 from tests.router.recording_link import job
 from worker.engine_api import Failure, FailureCode, FailureReason
@@ -65,7 +65,7 @@ def check(failure: Failure) -> None:
     """Send a failure over the relay and compare the status that the client gets."""
     choice = LocalJobs().add(job()).choices[0]
     choice.ending = Ending(failure=failure)
-    error = _frame(next_frame(choice)).failure
+    error = read_frame(next_frame(choice)).failure
     assert error is not None
     code, status = to_status(error)
     assert code is grpc.StatusCode[failure.code]

@@ -12,12 +12,12 @@ from redis.asyncio import Redis
 from broker.messages import Capacity, Job
 from broker.queue import JobQueue
 from broker.terms import Placement
-from router.dispatch import dispatcher as dispatch
-from router.dispatch import outbox as errands
 from router.dispatch.dispatcher import Dispatcher
-from router.dispatch.routed_job import WorkerFinish
+from router.dispatch.link import WorkerFinish
+from router.dispatch.outbox import AT_ONCE, FAULTS_LIMIT
+from router.dispatch.timing import DispatchTiming
 from rpc.errors import Internal
-from tests.router.recording_link import KEYS, RecordingLink, claim, frame, job
+from tests.router.recording_link import KEYS, RecordingLink, claim, dispatched, frame, job, read
 
 
 class ShakyQueue(JobQueue):
@@ -64,10 +64,14 @@ def queue(redis: Redis) -> ShakyQueue:
     return ShakyQueue(redis)
 
 
+def quick(queue: JobQueue, **times: float) -> Dispatcher:
+    """Make a dispatcher that waits for less."""
+    return Dispatcher(lambda model: queue, lambda job: Placement(), timing=DispatchTiming(retry_s=0.01, **times))
+
+
 @pytest.fixture
-def dispatcher(queue: ShakyQueue, monkeypatch: pytest.MonkeyPatch) -> Dispatcher:
-    monkeypatch.setattr(errands, "RETRY_S", 0.01)
-    return Dispatcher(lambda model: queue, lambda job: Placement())
+def dispatcher(queue: ShakyQueue) -> Dispatcher:
+    return quick(queue)
 
 
 async def test_the_jobs_of_a_lost_worker_go_on_all_but_a_few_at_a_time(
@@ -78,11 +82,11 @@ async def test_the_jobs_of_a_lost_worker_go_on_all_but_a_few_at_a_time(
     dispatcher.link_up(link, [])
     async with AsyncExitStack() as stack:
         for number in range(count):
-            await stack.enter_async_context(dispatcher.dispatch(job(f"j{number}")))
+            await stack.enter_async_context(dispatched(dispatcher, job(f"j{number}")))
         jobs: list[Job] = []
         while len(jobs) < count:
             jobs += (await queue.claim("sha256:0", roomy)).jobs
-        dispatcher.claims(link, [(one.job_id, 1) for one in jobs])
+        dispatcher.receive_claims(link, [(one.job_id, 1) for one in jobs])
         queue.most_in_flight = 0
         dispatcher.link_down(link)
         again: list[Job] = []
@@ -91,46 +95,42 @@ async def test_the_jobs_of_a_lost_worker_go_on_all_but_a_few_at_a_time(
                 again += (await queue.claim("sha256:0", roomy)).jobs
                 await queue.wait_for_work(timeout_s=0.05)
         assert {one.job_id: one.attempt for one in again} == {f"j{number}": 2 for number in range(count)}
-        assert 1 < queue.most_in_flight <= errands.AT_ONCE
+        assert 1 < queue.most_in_flight <= AT_ONCE
 
 
 async def test_a_redis_that_is_down_is_asked_again_until_it_has_the_job(
     dispatcher: Dispatcher, queue: ShakyQueue
 ) -> None:
-    async with dispatcher.dispatch(job()):
+    async with dispatched(dispatcher, job()):
         await claim(queue)
         queue.faults["enqueue"] = [ConnectionError("down") for _ in range(9)]
-        dispatcher.frame(RecordingLink("w"), frame(0, 5, returned=True))
+        dispatcher.receive_frame(RecordingLink("w"), frame(0, 5, returned=True))
         again = await claim(queue)
         assert (again.attempt, again.emitted) == (2, {0: (5,)})
         assert queue.calls["enqueue"] == 1 + 9 + 1
 
 
-@pytest.mark.parametrize("faults", [errands.FAULTS_LIMIT - 1, errands.FAULTS_LIMIT])
+@pytest.mark.parametrize("faults", [FAULTS_LIMIT - 1, FAULTS_LIMIT])
 async def test_a_fault_that_nobody_expected_strands_no_job(
     dispatcher: Dispatcher, queue: ShakyQueue, faults: int
 ) -> None:
-    async with dispatcher.dispatch(job()) as routed:
+    async with dispatched(dispatcher, job()) as routed:
         await claim(queue)
         queue.faults["enqueue"] = [RuntimeError("a bug") for _ in range(faults)]
-        dispatcher.frame(RecordingLink("w"), frame(0, returned=True))
-        if faults < errands.FAULTS_LIMIT:
+        dispatcher.receive_frame(RecordingLink("w"), frame(0, returned=True))
+        if faults < FAULTS_LIMIT:
             assert (await claim(queue)).attempt == 2
             return
         with pytest.raises(Internal) as caught:
-            async for _ in routed.arrivals():
-                pass
+            await read(routed)
         assert caught.value.reason == "DISPATCH_FAILED"
 
 
-async def test_a_fault_of_one_look_does_not_end_the_watch(
-    dispatcher: Dispatcher, queue: ShakyQueue, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(dispatch, "WATCH_S", 0.01)
-    monkeypatch.setattr(dispatch, "CLAIM_GRACE_S", 0.05)
+async def test_a_fault_of_one_look_does_not_end_the_looks(queue: ShakyQueue) -> None:
+    dispatcher = quick(queue, look_s=0.01, claim_grace_s=0.05)
     queue.faults["waiting"] = [RuntimeError("a bug"), ConnectionError("down")]
-    watch = asyncio.create_task(dispatcher.watch())
-    async with dispatcher.dispatch(job()):
+    watch = asyncio.create_task(dispatcher.redispatch_missing())
+    async with dispatched(dispatcher, job()):
         assert (await claim(queue)).attempt == 1  # and its worker dies before it says so
         assert (await claim(queue)).attempt == 2
     assert not queue.faults["waiting"]
@@ -140,7 +140,7 @@ async def test_a_fault_of_one_look_does_not_end_the_watch(
 async def test_a_job_that_ended_leaves_the_queue_though_redis_was_down_at_that_moment(
     dispatcher: Dispatcher, queue: ShakyQueue
 ) -> None:
-    async with dispatcher.dispatch(job()):
+    async with dispatched(dispatcher, job()):
         queue.faults["finish"] = [ConnectionError("down") for _ in range(3)]
     await queue.was_called("finish", 1)
     assert await queue.count_waiting() == 1
@@ -149,11 +149,9 @@ async def test_a_job_that_ended_leaves_the_queue_though_redis_was_down_at_that_m
     assert queue.calls["finish"] == 4
 
 
-async def test_the_end_of_a_job_is_told_for_a_bounded_time(
-    dispatcher: Dispatcher, queue: ShakyQueue, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(errands, "DRAIN_S", 0.05)
-    async with dispatcher.dispatch(job()):
+async def test_the_removal_of_an_ended_job_is_tried_for_a_bounded_time(queue: ShakyQueue) -> None:
+    dispatcher = quick(queue, finish_s=0.05)
+    async with dispatched(dispatcher, job()):
         queue.faults["finish"] = [ConnectionError("down") for _ in range(10_000)]
     await dispatcher.drain_tasks()
     assert 1 <= queue.calls["finish"] < 10_000
@@ -162,10 +160,10 @@ async def test_the_end_of_a_job_is_told_for_a_bounded_time(
 async def test_a_job_that_ends_while_it_is_enqueued_again_is_not_left_in_the_queue(
     dispatcher: Dispatcher, queue: ShakyQueue
 ) -> None:
-    async with dispatcher.dispatch(job()):
+    async with dispatched(dispatcher, job()):
         await claim(queue)
         queue.faults["enqueue"] = [ConnectionError("down")]
-        dispatcher.frame(RecordingLink("w"), frame(0, returned=True))
+        dispatcher.receive_frame(RecordingLink("w"), frame(0, returned=True))
         await queue.was_called("enqueue", 2)
     await dispatcher.drain_tasks()
     assert await queue.count_waiting() == 0
@@ -175,17 +173,17 @@ async def test_a_choice_that_is_closed_while_its_job_waits_is_not_computed(
     dispatcher: Dispatcher, queue: ShakyQueue
 ) -> None:
     first, second = RecordingLink("first"), RecordingLink("second")
-    async with dispatcher.dispatch(job(n=3)) as routed:
+    async with dispatched(dispatcher, job(n=3)) as routed:
         await claim(queue)
-        dispatcher.frame(first, frame(0, 5, returned=True))
+        dispatcher.receive_frame(first, frame(0, 5, returned=True))
         await queue.was_called("enqueue", 2)
         assert routed.link is None
         routed.close(1)  # a stop string in what came last
         again = await claim(queue)
         assert again.done == ()
-        dispatcher.claims(second, [("j", 2)])
+        dispatcher.receive_claims(second, [("j", 2)])
         assert second.sent == [("cancel", "j", 2, 1)]
-        dispatcher.frame(second, frame(1, 6, attempt=2, returned=True))
+        dispatcher.receive_frame(second, frame(1, 6, attempt=2, returned=True))
         assert (await claim(queue)).done == (1,)
 
 
@@ -199,11 +197,11 @@ async def test_a_job_that_is_given_back_before_its_enqueue_is_answered_goes_on(
         await enqueue(self, one, placement)
         if one.attempt == 1:
             await claim(self)
-            dispatcher.frame(link, frame(0, 5, returned=True))
+            dispatcher.receive_frame(link, frame(0, 5, returned=True))
 
     monkeypatch.setattr(JobQueue, "enqueue", slow)
-    async with dispatcher.dispatch(job()) as routed:
+    async with dispatched(dispatcher, job()) as routed:
         again = await claim(queue)
         assert (again.attempt, again.emitted) == (2, {0: (5,)})
-        dispatcher.frame(link, frame(1, 6, attempt=2, finish=WorkerFinish.END))
+        dispatcher.receive_frame(link, frame(1, 6, attempt=2, finish=WorkerFinish.END))
         assert routed.ended

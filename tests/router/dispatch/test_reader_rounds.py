@@ -8,28 +8,28 @@ from router.dispatch.reader_rounds import ReaderRounds
 
 
 async def test_what_is_urgent_is_read_at_once() -> None:
-    turns, reader = ReaderRounds(), asyncio.Event()
-    turns.ready(reader, urgent=False)
+    rounds, reader = ReaderRounds(), asyncio.Event()
+    rounds.wake(reader, urgent=False)
     assert not reader.is_set()
-    turns.ready(reader, urgent=True)
+    rounds.wake(reader, urgent=True)
     assert reader.is_set()
     reader.clear()
     another = asyncio.Event()
-    turns.ready(another, urgent=False)
+    rounds.wake(another, urgent=False)
     await another.wait()
     # Its turn was the urgent one: it has none in the round.
     assert not reader.is_set()
 
 
 async def test_what_comes_during_a_round_is_read_in_the_next_one_all_at_once() -> None:
-    turns, events = ReaderRounds(), [asyncio.Event() for _ in range(3)]
+    rounds, events = ReaderRounds(), [asyncio.Event() for _ in range(3)]
     come = [0, 0, 0]
 
     async def source() -> None:
         for _ in range(300):
             for index, event in enumerate(events):
                 come[index] += 1
-                turns.ready(event, urgent=False)
+                rounds.wake(event, urgent=False)
             await asyncio.sleep(0)
 
     async def reader(index: int) -> int:
@@ -49,11 +49,11 @@ async def test_what_comes_during_a_round_is_read_in_the_next_one_all_at_once() -
 
 
 async def test_it_goes_on_after_a_pause() -> None:
-    turns, reader = ReaderRounds(), asyncio.Event()
+    rounds, reader = ReaderRounds(), asyncio.Event()
     for _ in range(3):
-        turns.ready(reader, urgent=False)
+        rounds.wake(reader, urgent=False)
         async with asyncio.timeout(30):
             await reader.wait()
         reader.clear()
-        while turns._going:  # noqa: ASYNC110 — nobody is told of the end of the rounds
+        while rounds._going:  # noqa: ASYNC110 — nobody is told of the end of the rounds
             await asyncio.sleep(0.001)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import aclosing, asynccontextmanager, suppress
+from contextlib import asynccontextmanager, suppress
 
 import pytest
 from loraplex.relay.v1 import relay_pb2_grpc
@@ -14,11 +14,12 @@ from broker.keys import Keys
 from broker.messages import Job, StoppingParams
 from broker.queue import JobQueue
 from broker.terms import Placement
-from router.dispatch import dispatcher as dispatch
 from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.relay import RelayService
-from router.dispatch.routed_job import Arrival, RoutedJob
+from router.dispatch.routed_job import RoutedJob
+from router.dispatch.timing import DispatchTiming
 from rpc.server import Server
+from tests.router.recording_link import dispatched
 from worker.engine_api import FinishKind, Output
 from worker.io.local_jobs.jobs import LocalChoice, LocalJobs
 from worker.io.relay.links import RouterLinks
@@ -96,7 +97,9 @@ class Orders:
 @asynccontextmanager
 async def router_with_proxy(redis: Redis) -> AsyncIterator[tuple[Dispatcher, Proxy, str]]:
     queue = JobQueue(redis, Keys("tiny", "main"))
-    dispatcher, server = Dispatcher(lambda _: queue, lambda _: Placement()), Server()
+    # A slow machine must not make it another attempt.
+    timing = DispatchTiming(link_grace_s=3.0)
+    dispatcher, server = Dispatcher(lambda _: queue, lambda _: Placement(), timing=timing), Server()
     service = RelayService(dispatcher)
     relay_pb2_grpc.add_RelayServiceServicer_to_server(service, server.grpc)
     proxy = Proxy(server.bind("127.0.0.1", 0))
@@ -116,37 +119,34 @@ def make(held: LocalChoice, count: int, relay: RouterLinks, *, finish: FinishKin
     relay.progressed(held)
 
 
-async def read(routed: RoutedJob, arrivals: AsyncIterator[list[Arrival]], count: int) -> None:
+async def read(routed: RoutedJob, count: int) -> None:
     """Wait until the router has `count` ids."""
     async with asyncio.timeout(20):
         while routed.emitted_tokens < count:
-            await anext(arrivals)
+            await routed.arrivals(routed.reader)
 
 
 @pytest.mark.parametrize("ends_while_cut", [True, False])
-async def test_a_link_that_breaks_and_comes_back_loses_and_repeats_nothing(
-    redis: Redis, ends_while_cut: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(dispatch, "LINK_GRACE_S", 3.0)  # a slow machine must not make it another attempt
+async def test_a_link_that_breaks_and_comes_back_loses_and_repeats_nothing(redis: Redis, ends_while_cut: bool) -> None:
     async with router_with_proxy(redis) as (dispatcher, proxy, address):
         job = Job("j", "acme", "tiny", "sha256:0", address, (1, 2), StoppingParams(max_tokens=100), seed=1)
         held_jobs = LocalJobs()
         orders = Orders(held_jobs)
         relay = RouterLinks("w", "w-1", held_jobs, orders)
-        async with dispatcher.dispatch(job) as routed, aclosing(routed.arrivals()) as arrivals:
+        async with dispatched(dispatcher, job) as routed:
             held = held_jobs.add(job).choices[0]
             relay.claimed(held_jobs.all()[0])
             for _ in range(20):
                 make(held, 1, relay)
                 await asyncio.sleep(0)
-            await read(routed, arrivals, 20)
+            await read(routed, 20)
             for _ in range(3):  # each time what was sent last may be lost with the link
                 make(held, 5, relay)
                 await asyncio.sleep(0)
                 proxy.cut()
                 make(held, 5, relay)
                 proxy.heal()
-                await read(routed, arrivals, len(held.ids))
+                await read(routed, len(held.ids))
             if ends_while_cut:
                 proxy.cut()
             make(held, 50, relay, finish=FinishKind.LENGTH)

@@ -4,34 +4,32 @@ from __future__ import annotations
 
 import asyncio
 
-import pytest
 from redis.asyncio import Redis
 
 from broker.queue import JobQueue
 from broker.terms import Placement
-from router.dispatch import dispatcher as dispatch
 from router.dispatch.dispatcher import Dispatcher
-from tests.router.recording_link import KEYS, RecordingLink, claim, frame, job
+from router.dispatch.timing import DispatchTiming
+from tests.router.recording_link import KEYS, RecordingLink, claim, dispatched, frame, job
 
 
-async def test_the_older_attempt_that_a_replica_still_has(redis: Redis, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch, "CLAIM_GRACE_S", 0.05)
-    monkeypatch.setattr(dispatch, "WATCH_S", 0.01)
+async def test_the_older_attempt_that_a_replica_still_has(redis: Redis) -> None:
     queue = JobQueue(redis, KEYS)
-    dispatcher = Dispatcher(lambda model: queue, lambda job: Placement())
+    timing = DispatchTiming(claim_grace_s=0.05, look_s=0.01)
+    dispatcher = Dispatcher(lambda model: queue, lambda job: Placement(), timing=timing)
     first, second, last = RecordingLink("w1"), RecordingLink("w2"), RecordingLink("w3")
-    async with dispatcher.dispatch(job()) as routed:
+    async with dispatched(dispatcher, job()) as routed:
         older = await claim(queue)
-        dispatcher.claims(first, [("j", 1)])
-        dispatcher.frame(first, frame(0, 5, 6))
-        dispatcher.frame(first, frame(2, returned=True))
+        dispatcher.receive_claims(first, [("j", 1)])
+        dispatcher.receive_frame(first, frame(0, 5, 6))
+        dispatcher.receive_frame(first, frame(2, returned=True))
         async with asyncio.timeout(20):
             while not await queue.count_waiting():  # noqa: ASYNC110 — Redis tells nobody
                 await asyncio.sleep(0.01)
         # The failover: of all this the replica has attempt 1, which waits.
         await redis.flushall()
         await queue.enqueue(older)
-        watching = asyncio.create_task(dispatcher.watch())
+        watching = asyncio.create_task(dispatcher.redispatch_missing())
         try:
             async with asyncio.timeout(20):
                 while await queue.waiting([("j", 2)]) == [False]:  # noqa: ASYNC110 — as above
@@ -42,11 +40,11 @@ async def test_the_older_attempt_that_a_replica_still_has(redis: Redis, monkeypa
         assert (again.attempt, again.emitted) == (3, {0: (5, 6)})
         assert await queue.count_waiting() == 0
         # Somebody had claimed the older one meanwhile.
-        dispatcher.claims(second, [("j", 1)])
-        dispatcher.frame(second, frame(0, 5, 6, 7))
+        dispatcher.receive_claims(second, [("j", 1)])
+        dispatcher.receive_frame(second, frame(0, 5, 6, 7))
         assert second.sent == [("cancel", "j", 1), ("cancel", "j", 1)]
-        dispatcher.claims(last, [("j", 3)])
-        dispatcher.frame(last, frame(2, 8, attempt=3))
+        dispatcher.receive_claims(last, [("j", 3)])
+        dispatcher.receive_frame(last, frame(2, 8, attempt=3))
         assert routed.choices[0].emitted == [5, 6, 8]
     await dispatcher.drain_tasks()
     assert await redis.exists(KEYS.job("j")) == 0

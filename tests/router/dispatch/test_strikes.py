@@ -10,24 +10,26 @@ import pytest
 from broker.messages import DeadJob, Job
 from broker.queue import JobQueue
 from router.dispatch.dispatcher import Dispatcher
-from router.dispatch.routed_job import RoutedJob, WorkerFinish
+from router.dispatch.link import WorkerFinish
+from router.dispatch.routed_job import RoutedJob
 from rpc.errors import Internal
-from tests.router.recording_link import ROOMY, RecordingLink, claim, frame, job
+from tests.router.recording_link import ROOMY, RecordingLink, claim, dispatched, frame, job, read
 
 
-async def lose(dispatcher: Dispatcher, queue: JobQueue, *, struck: bool) -> Job:
+async def lose(dispatcher: Dispatcher, queue: JobQueue, *, blamed: bool) -> Job:
     """The next attempt is claimed and given back by a worker whose engine died."""
     link = RecordingLink("w")
     claimed = await claim(queue)
-    dispatcher.frame(link, frame(0, attempt=claimed.attempt, job_id=claimed.job_id, returned=True, struck=struck))
+    dispatcher.receive_frame(
+        link, frame(0, attempt=claimed.attempt, job_id=claimed.job_id, returned=True, blamed=blamed)
+    )
     assert link.sent == [("ack", claimed.job_id, claimed.attempt)]
     return claimed
 
 
 async def wait_for_failure(routed: RoutedJob) -> Internal:
     with pytest.raises(Internal) as caught:
-        async for _ in routed.arrivals():
-            pass
+        await read(routed)
     return caught.value
 
 
@@ -35,8 +37,8 @@ async def test_two_strikes_make_a_suspect_and_the_death_of_a_suspect_s_engine_en
     dispatcher: Dispatcher, queue: JobQueue
 ) -> None:
     began_ms = time.time() * 1e3
-    async with dispatcher.dispatch(job()) as routed:
-        seen = [await lose(dispatcher, queue, struck=True) for _ in range(3)]
+    async with dispatched(dispatcher, job()) as routed:
+        seen = [await lose(dispatcher, queue, blamed=True) for _ in range(3)]
         assert [(one.attempt, one.strikes, one.suspect) for one in seen] == [(1, 0, False), (2, 1, False), (3, 2, True)]
         failure = await wait_for_failure(routed)
         assert failure.reason == "POISON_REQUEST"
@@ -48,8 +50,8 @@ async def test_two_strikes_make_a_suspect_and_the_death_of_a_suspect_s_engine_en
 
 
 async def test_a_job_that_was_not_new_in_the_batch_gets_no_strike(dispatcher: Dispatcher, queue: JobQueue) -> None:
-    async with dispatcher.dispatch(job()):
-        seen = [await lose(dispatcher, queue, struck=False) for _ in range(5)]
+    async with dispatched(dispatcher, job()):
+        seen = [await lose(dispatcher, queue, blamed=False) for _ in range(5)]
         assert [one.attempt for one in seen] == [1, 2, 3, 4, 5]
         assert {one.strikes for one in seen} == {0}
         assert (await claim(queue)).strikes == 0
@@ -58,9 +60,9 @@ async def test_a_job_that_was_not_new_in_the_batch_gets_no_strike(dispatcher: Di
 async def test_the_loss_of_a_whole_worker_gives_no_strike(dispatcher: Dispatcher, queue: JobQueue) -> None:
     link = RecordingLink("w")
     dispatcher.link_up(link, [])
-    async with dispatcher.dispatch(job()):
+    async with dispatched(dispatcher, job()):
         await claim(queue)
-        dispatcher.claims(link, [("j", 1)])
+        dispatcher.receive_claims(link, [("j", 1)])
         dispatcher.link_down(link)
         again = await claim(queue)
         assert (again.attempt, again.strikes) == (2, 0)
@@ -68,21 +70,21 @@ async def test_the_loss_of_a_whole_worker_gives_no_strike(dispatcher: Dispatcher
 
 async def test_a_suspect_that_was_not_in_the_engine_goes_on(dispatcher: Dispatcher, queue: JobQueue) -> None:
     """It waited for its adapter, say."""
-    async with dispatcher.dispatch(job()) as routed:
-        for struck in (True, True, False):
-            await lose(dispatcher, queue, struck=struck)
+    async with dispatched(dispatcher, job()) as routed:
+        for blamed in (True, True, False):
+            await lose(dispatcher, queue, blamed=blamed)
         again = await claim(queue)
         assert (again.attempt, again.strikes, routed.failure) == (4, 2, None)
 
 
 async def test_a_suspect_that_is_innocent_completes_exactly(dispatcher: Dispatcher, queue: JobQueue) -> None:
     link = RecordingLink("w")
-    async with dispatcher.dispatch(job()) as routed:
-        await lose(dispatcher, queue, struck=True)
-        await lose(dispatcher, queue, struck=True)
+    async with dispatched(dispatcher, job()) as routed:
+        await lose(dispatcher, queue, blamed=True)
+        await lose(dispatcher, queue, blamed=True)
         assert (await claim(queue)).suspect
-        dispatcher.frame(link, frame(0, 5, 6, attempt=3, finish=WorkerFinish.LENGTH))
-        assert [arrival.token_ids async for turn in routed.arrivals() for arrival in turn] == [[5, 6]]
+        dispatcher.receive_frame(link, frame(0, 5, 6, attempt=3, finish=WorkerFinish.LENGTH))
+        assert await read(routed) == [5, 6]
     await dispatcher.drain_tasks()
     assert await queue.dead.list() == []
 
@@ -91,11 +93,11 @@ async def test_what_came_with_a_return_counts_and_a_gap_before_it_does_not_delay
     dispatcher: Dispatcher, queue: JobQueue
 ) -> None:
     link = RecordingLink("w")
-    async with dispatcher.dispatch(job()), dispatcher.dispatch(job("gap")):
+    async with dispatched(dispatcher, job()), dispatched(dispatcher, job("gap")):
         for name in ("j", "gap"):
-            dispatcher.frame(link, frame(0, 5, job_id=name))
-        dispatcher.frame(link, frame(1, 6, 7, returned=True))
-        dispatcher.frame(link, frame(3, 8, job_id="gap", returned=True))
+            dispatcher.receive_frame(link, frame(0, 5, job_id=name))
+        dispatcher.receive_frame(link, frame(1, 6, 7, returned=True))
+        dispatcher.receive_frame(link, frame(3, 8, job_id="gap", returned=True))
         again: dict[str, dict[int, tuple[int, ...]]] = {}
         while len(again) < 2:
             jobs = (await queue.claim("sha256:0", ROOMY)).jobs
@@ -105,11 +107,11 @@ async def test_what_came_with_a_return_counts_and_a_gap_before_it_does_not_delay
 
 
 async def test_others_of_the_same_engine_go_on_when_a_suspect_ends(dispatcher: Dispatcher, queue: JobQueue) -> None:
-    async with dispatcher.dispatch(job("poison")) as poison:
+    async with dispatched(dispatcher, job("poison")) as poison:
         for _ in range(3):
-            await lose(dispatcher, queue, struck=True)
-        async with dispatcher.dispatch(job()) as innocent:
-            await lose(dispatcher, queue, struck=False)
+            await lose(dispatcher, queue, blamed=True)
+        async with dispatched(dispatcher, job()) as innocent:
+            await lose(dispatcher, queue, blamed=False)
             assert (await wait_for_failure(poison)).reason == "POISON_REQUEST"
             again = await claim(queue)
             assert (again.job_id, again.attempt, again.strikes) == ("j", 2, 0)
@@ -128,9 +130,9 @@ async def test_a_dead_letter_is_kept_though_redis_does_not_answer_at_first(
         await add(dead)
 
     monkeypatch.setattr(queue.dead, "add", down_once)
-    async with dispatcher.dispatch(job()) as routed:
+    async with dispatched(dispatcher, job()) as routed:
         for _ in range(3):
-            await lose(dispatcher, queue, struck=True)
+            await lose(dispatcher, queue, blamed=True)
         await wait_for_failure(routed)
     await dispatcher.drain_tasks()
     assert failed.is_set()

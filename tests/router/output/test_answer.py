@@ -6,17 +6,17 @@ import random
 
 import pytest
 
-from router.dispatch.routed_job import WorkerFinish
-from router.output.answer import Answer
+from router.dispatch.link import WorkerFinish
+from router.output.answer import ChoiceAnswer
 from router.request import Delta, Finished, FinishReason
 from router.text.tokenizer import HashText
 
 
-def answer(*stop: str, interval: int = 1) -> Answer:
-    return Answer(HashText(1024), stop, interval)
+def answer(*stop: str, interval: int = 1) -> ChoiceAnswer:
+    return ChoiceAnswer(HashText(1024), stop, interval)
 
 
-def run(reader: Answer, chunks: list[str], finish: WorkerFinish) -> tuple[list[Delta], Finished | None]:
+def run(reader: ChoiceAnswer, chunks: list[str], finish: WorkerFinish) -> tuple[list[Delta], Finished | None]:
     """Push the chunks' characters as tokens; the last chunk carries the finish."""
     deltas: list[Delta] = []
     for index, chunk in enumerate(chunks):

@@ -1,0 +1,61 @@
+"""One answer of a job inside its router: every token made so far, and how many of them its reader has got."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from broker.messages import Job
+from router.dispatch.link import Frame, WorkerFinish
+from router.request import TokenLogprobs
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """Tokens of one choice that have come since the last read."""
+
+    choice: int
+    token_ids: Sequence[int]
+    logprobs: Sequence[TokenLogprobs]
+    finish: WorkerFinish | None
+
+
+@dataclass(slots=True)
+class Choice:
+    """One answer of a job. `emitted` has every id produced so far, over all attempts."""
+
+    index: int
+    emitted: list[int] = field(default_factory=list)
+    # One entry for each id, where the job asks for log probabilities.
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    finish: WorkerFinish | None = None
+    # Whether the router needs no more of it, though its worker has not ended it.
+    closed: bool = False
+    # Number of ids in `emitted` that the reader has got.
+    read: int = 0
+
+    @classmethod
+    def of_job(cls, job: Job, index: int) -> Choice:
+        """Make a choice as its job begins: ids that a resuming client has are read like those that come."""
+        ids = job.emitted.get(index, ())
+        # The client has their log probabilities; these entries only keep the places of those that come.
+        placeholders = [TokenLogprobs(0.0)] * len(ids) if job.logprobs is not None else []
+        return cls(index, list(ids), placeholders, closed=index in job.done)
+
+    @property
+    def ended(self) -> bool:
+        """Return whether no worker needs to go on with the choice."""
+        return self.closed or self.finish is not None
+
+    def append(self, frame: Frame) -> None:
+        """Take what is new in a frame; it begins at most where the emitted ids end."""
+        repeated = len(self.emitted) - frame.offset
+        self.emitted.extend(frame.token_ids[repeated:])
+        self.logprobs.extend(frame.logprobs[repeated:])
+        self.finish = frame.finish
+
+    def read_new(self) -> Arrival:
+        """Return what the reader has not got yet."""
+        arrival = Arrival(self.index, self.emitted[self.read :], self.logprobs[self.read :], self.finish)
+        self.read = len(self.emitted)
+        return arrival

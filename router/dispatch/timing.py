@@ -1,0 +1,26 @@
+"""The times of dispatch, in one place, so that a test can give its own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class DispatchTiming:
+    """How long a dispatcher and its outbox wait for what; in seconds."""
+
+    # Time that a worker whose link broke has to connect again before its jobs go on elsewhere. A broken link is the
+    # first sign of a death, within milliseconds.
+    link_grace_s: float = 0.2
+    # Time that a worker may be missing in Redis before its jobs go on elsewhere: two of its beats.
+    liveness_grace_s: float = 1.0
+    # Time that a job may be neither queued nor bound before it is dispatched again: its claim may still be on its way.
+    claim_grace_s: float = 1.0
+    # Interval between looks into the queue for jobs that are in nobody's hands.
+    look_s: float = 0.25
+    # Interval between attempts of an operation on a queue that does not answer.
+    retry_s: float = 0.2
+    # Timeout for removing an ended job from Redis, and for adding a dead letter: an outage may be for good.
+    finish_s: float = 60.0
+    # Timeout for pending queue operations when the router stops.
+    drain_s: float = 5.0

@@ -1,0 +1,131 @@
+"""Admission: a request becomes a job. Names become digests, the prompt becomes ids, limits are checked."""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import replace
+
+from broker.messages import AdapterRef, Job, StoppingParams
+from router.catalog.adapters import check_rank, resolve_adapters
+from router.catalog.models import Models, ServedModel
+from router.catalog.store_client import StoreClient
+from router.generation.resume import Resumption
+from router.request import Request
+from router.text.tokenizer import encode_prompt
+from rpc.errors import InvalidField, Mismatch, NotFound, Unavailable
+
+# Tokens of an answer where the client sets no maximum; fewer where the context ends before.
+DEFAULT_MAX_TOKENS = 128
+
+
+class Admission:
+    """Makes the jobs of one router, which workers reach at `reply_to`."""
+
+    def __init__(self, models: Models, store: StoreClient, reply_to: str) -> None:
+        self._models = models
+        self._store = store
+        self._reply_to = reply_to
+
+    async def new_job(self, request: Request, deadline_s: float | None) -> Job:
+        """Make the job of a new request. Raises a CallError where it can't be served."""
+        model = self._models.get(request.model)
+        adapter = await resolve_adapters(request, model.manifest, self._store)
+        check_rank(adapter, self._max_rank(model))
+        return await self._job(request, model, adapter, deadline_s)
+
+    async def resumed_job(self, request: Request, resumption: Resumption, deadline_s: float | None) -> Job:
+        """Make the job that goes on after the received tokens, with what the request was resolved to at first.
+
+        Raises a CallError where it can't be served any more.
+        """
+        claims = resumption.claims
+        try:
+            model = self._models.get(claims.model)
+        except NotFound as error:  # it was served when the token was signed: this router has just started
+            raise Unavailable(f"{claims.model} is not served here yet", reason="NO_MODEL") from error
+        if model.manifest.digest != claims.base_digest:
+            raise Mismatch("model", f"{claims.model} has been replaced since", reason="BASE_REPLACED")
+        check_rank(claims.adapter, self._max_rank(model))
+        job = await self._job(request, model, claims.adapter, deadline_s)
+        _check_received(resumption, model.manifest.vocab_size)
+        if request.best_of > request.n:  # nothing of the candidates was delivered
+            return replace(job, prompt_logprobs=None)
+        received = resumption.received.items()
+        return replace(
+            job,
+            emitted={choice: had.token_ids for choice, had in received if had.token_ids and not had.finished},
+            done=tuple(sorted(choice for choice, had in received if had.finished)),
+            prompt_logprobs=None,
+        )
+
+    def _max_rank(self, model: ServedModel) -> int | None:
+        return max((state.max_rank for state in self._models.serving(model.manifest.name)), default=None)
+
+    async def _job(
+        self, request: Request, model: ServedModel, adapter: AdapterRef | None, deadline_s: float | None
+    ) -> Job:
+        manifest = model.manifest
+        prompt_ids = await encode_prompt(model.text, request.prompt, request.prompt_field)
+        workers = self._models.serving(manifest.name)
+        if not workers:
+            raise Unavailable(f"no worker serves {manifest.name} now", reason="NO_WORKER")
+        # A job that is longer than every worker's KV cache would wait for ever.
+        context = min(manifest.context_length, max(state.max_tokens for state in workers))
+        stopping = request.stopping
+        max_tokens = _max_tokens(request, len(prompt_ids), context)
+        _check_ids(request.prompt_field, prompt_ids, manifest.vocab_size)
+        _check_ids("stopping.stop_token_ids", stopping.stop_token_ids, manifest.vocab_size)
+        _check_ids("sampling.logit_bias", tuple(i for i, _ in request.sampling.logit_bias), manifest.vocab_size)
+        return Job(
+            # New with every admission: messages about an older call of this request id must not reach this job.
+            job_id=f"{request.tenant}/{request.request_id}/{secrets.token_hex(6)}",
+            request_id=request.request_id,
+            tenant=request.tenant,
+            model=manifest.name,
+            base_digest=manifest.digest,
+            reply_to=self._reply_to,
+            adapter=adapter,
+            prompt_ids=prompt_ids,
+            sampling=request.sampling,
+            n=request.best_of,
+            # Candidates are ranked by their log probabilities.
+            logprobs=0 if request.logprobs is None and request.best_of > request.n else request.logprobs,
+            prompt_logprobs=request.prompt_logprobs,
+            priority=request.priority,
+            traceparent=request.traceparent,
+            stopping=StoppingParams(
+                max_tokens=max_tokens,
+                min_tokens=stopping.min_tokens,
+                stop_token_ids=stopping.stop_token_ids,
+                ignore_eos=stopping.ignore_eos,
+            ),
+            seed=secrets.randbits(63) if request.seed is None else request.seed,
+            deadline_ms=0 if deadline_s is None else max(1, round(deadline_s * 1e3)),
+        )
+
+
+def _max_tokens(request: Request, prompt: int, context: int) -> int:
+    if prompt == 0:
+        raise InvalidField(request.prompt_field, "has no tokens")
+    left = context - prompt
+    asked = request.stopping.max_tokens
+    if left < 1 or (asked is not None and asked > left):
+        raise InvalidField(
+            request.prompt_field if left < 1 else "stopping.max_tokens",
+            f"{prompt} prompt tokens and {asked or 1} more do not fit the context of {context}",
+            reason="CONTEXT_EXCEEDED",
+        )
+    return min(DEFAULT_MAX_TOKENS, left) if asked is None else asked
+
+
+def _check_received(resumption: Resumption, vocab_size: int) -> None:
+    max_tokens = resumption.claims.max_tokens
+    for index, had in enumerate(resumption.received.values()):
+        _check_ids(f"received[{index}].token_ids", had.token_ids, vocab_size)
+        if len(had.token_ids) > max_tokens:
+            raise InvalidField(f"received[{index}].token_ids", f"more than max_tokens ({max_tokens})")
+
+
+def _check_ids(field: str, ids: tuple[int, ...], vocab_size: int) -> None:
+    if ids and max(ids) >= vocab_size:
+        raise InvalidField(field, f"id {max(ids)} is beyond the vocabulary of {vocab_size}")

@@ -1,0 +1,63 @@
+"""Ranking: the n best of more candidates, by their mean log probability, once all of them have ended."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from router.request import Delta, Event, Finished, Received, Request, TokenLogprobs
+from rpc.errors import Aborted
+
+
+class BestOf:
+    """The candidates of one request. `received` is what a resuming client has of the ranked answers."""
+
+    def __init__(self, request: Request, received: Mapping[int, Received]) -> None:
+        self._request = request
+        self._received = received
+        self._candidates = [_Candidate() for _ in range(request.best_of)]
+
+    def collect(self, events: Sequence[Event]) -> list[Event]:
+        """Keep the candidates' tokens and ends; return the other events."""
+        others: list[Event] = []
+        for event in events:
+            match event:
+                case Delta():
+                    self._candidates[event.choice].add(event)
+                case Finished():
+                    self._candidates[event.choice].finished = event
+                case _:
+                    others.append(event)
+        return others
+
+    def ranked(self) -> list[Event]:
+        """Return the best answers, each whole, best first. Raises Aborted where they differ from the lost stream's."""
+        events: list[Event] = []
+        ranked = sorted(self._candidates, key=_Candidate.mean_logprob, reverse=True)
+        for choice, candidate in enumerate(ranked[: self._request.n]):
+            logprobs = candidate.logprobs if self._request.logprobs is not None else ()
+            received = self._received.get(choice, Received())
+            if not received.token_ids:
+                events.append(Delta(0, candidate.token_ids, candidate.text, choice, logprobs))
+            elif received.token_ids != candidate.token_ids:  # close to a tie, and computed in another batch
+                raise Aborted("the candidates rank otherwise than they did for the lost stream", reason="RANKS_DIFFER")
+            if candidate.finished is not None and not received.finished:
+                events.append(replace(candidate.finished, choice=choice))
+        return events
+
+
+@dataclass(slots=True)
+class _Candidate:
+    text: str = ""
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    finished: Finished | None = None
+
+    def add(self, delta: Delta) -> None:
+        self.text += delta.text
+        self.token_ids += delta.token_ids
+        self.logprobs += delta.logprobs
+
+    def mean_logprob(self) -> float:
+        values = [token.logprob for token in self.logprobs]
+        return sum(values) / len(values) if values else float("-inf")

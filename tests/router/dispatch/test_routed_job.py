@@ -1,0 +1,110 @@
+"""States of a job: every transition that is allowed happens, and every other one raises."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import pytest
+
+from router.dispatch.job_state import _ALLOWED, JobState, JobTransitionError, check_transition
+from router.dispatch.link import Frame, WorkerFinish
+from router.dispatch.routed_job import RoutedJob
+from rpc.errors import Internal
+from tests.router.recording_link import RecordingLink, job
+
+LINK = RecordingLink("w")
+# What brings a new job into each state.
+PATHS: dict[JobState, list[Callable[[RoutedJob], object]]] = {
+    JobState.ENQUEUEING: [],
+    JobState.QUEUED: [lambda routed: routed.enqueued(1)],
+    JobState.MISSING: [lambda routed: routed.enqueued(1), lambda routed: routed.looked_up(waiting=False, now=1.0)],
+    JobState.BOUND: [lambda routed: routed.bind(LINK, 1)],
+    JobState.ENDED: [lambda routed: routed.fail(Internal("over"))],
+    JobState.RELEASED: [lambda routed: routed.release()],
+}
+
+
+def in_state(state: JobState) -> RoutedJob:
+    routed = RoutedJob(job())
+    for step in PATHS[state]:
+        step(routed)
+    assert routed.state is state
+    return routed
+
+
+def test_only_the_allowed_transitions_pass() -> None:
+    for before in JobState:
+        for after in JobState:
+            if after in _ALLOWED[before]:
+                check_transition("j", before, after)
+            else:
+                with pytest.raises(JobTransitionError, match=f"can't go from {before.value} to {after.value}"):
+                    check_transition("j", before, after)
+
+
+@pytest.mark.parametrize("state", JobState)
+def test_a_job_is_released_once_from_every_state(state: JobState) -> None:
+    routed = in_state(state)
+    if state is not JobState.RELEASED:
+        routed.release()
+    with pytest.raises(JobTransitionError):
+        routed.release()
+
+
+@pytest.mark.parametrize("state", [JobState.ENQUEUEING, JobState.QUEUED, JobState.ENDED, JobState.RELEASED])
+def test_an_attempt_that_may_still_be_claimed_or_is_over_is_not_made_again(state: JobState) -> None:
+    with pytest.raises(JobTransitionError):
+        in_state(state).next_attempt()
+
+
+@pytest.mark.parametrize("state", [JobState.ENDED, JobState.RELEASED])
+def test_reports_about_a_job_that_is_over_change_nothing(state: JobState) -> None:
+    routed = in_state(state)
+    routed.enqueued(1)
+    routed.enqueue_failed(1, Internal("late"))
+    assert routed.looked_up(waiting=False, now=9.0) == 0.0
+    assert not routed.bind(LINK, 1)
+    routed.close(0)
+    assert routed.state is state
+
+
+def test_a_claim_that_is_quicker_than_the_queue_s_answer_stands() -> None:
+    routed = in_state(JobState.BOUND)
+    routed.enqueued(1)
+    assert routed.state is JobState.BOUND
+    routed.next_attempt()
+    routed.enqueued(1)  # the older attempt's answer
+    assert routed.awaits_enqueue(2)
+    assert not routed.bind(LINK, 1)
+
+
+def test_a_job_is_missing_from_the_first_look_that_does_not_find_it() -> None:
+    routed = in_state(JobState.QUEUED)
+    assert routed.looked_up(waiting=True, now=1.0) == 0.0
+    assert routed.looked_up(waiting=False, now=2.0) == 0.0
+    assert routed.looked_up(waiting=False, now=5.0) == 3.0
+    routed.looked_up(waiting=True, now=6.0)
+    assert routed.state is JobState.QUEUED
+
+
+async def test_a_failure_lets_the_reader_have_what_came_before_it() -> None:
+    routed = in_state(JobState.BOUND)
+    routed.accept(Frame("j", 1, 0, (5, 6)))
+    routed.fail(Internal("over"))
+    (arrival,) = await routed.arrivals(routed.reader)
+    assert arrival.token_ids == [5, 6]
+    with pytest.raises(Internal):
+        await routed.arrivals(routed.reader)
+
+
+async def test_the_end_of_all_choices_ends_the_job() -> None:
+    routed = RoutedJob(job(n=2))
+    routed.bind(LINK, 1)
+    routed.accept(Frame("j", 1, 0, (5,), finish=WorkerFinish.END))
+    assert not routed.ended
+    routed.close(1)
+    assert routed.ended
+    async with asyncio.timeout(10):
+        assert [arrival.choice for arrival in await routed.arrivals(routed.reader)] == [0]
+        assert await routed.arrivals(routed.reader) == []

@@ -1,0 +1,238 @@
+"""Calls of one request: takeover, another body, calls at the same moment, resumption, drain."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+
+from broker.messages import Job
+from broker.queue import JobQueue
+from router.dispatch.dispatcher import Dispatcher
+from router.dispatch.link import Frame, WorkerFinish
+from router.generation.generation import Generation
+from router.generation.resume import Began, ResumeClaims, ResumeTokens, Resumption
+from router.request import Delta, Message, Received, Request, Summary
+from router.text.tokenizer import HashText
+from rpc.errors import Aborted, AlreadyExists, CallError, Exhausted, InvalidField, Unavailable
+from tests.router.recording_link import RecordingLink, claim, job
+
+REQUEST = Request("acme", "x", "prompt", request_id="j", fingerprint="one")
+BEGAN = Began(0, 0.0, 0.0, 0.0, 0.0)
+CLAIMS = ResumeClaims("j", "one", "tiny", "sha256:0", None, seed=1, max_tokens=100, began=BEGAN)
+TOKENS = ResumeTokens()
+
+
+class Admission:
+    """Makes jobs without looking anything up, and counts them; raises what `refusals` has first."""
+
+    def __init__(self) -> None:
+        self.made = 0
+        self.refusals: list[CallError] = []
+
+    async def new_job(self, request: Request, deadline_s: float | None) -> Job:
+        await asyncio.sleep(0)
+        if self.refusals:
+            raise self.refusals.pop()
+        self.made += 1
+        return replace(job(), job_id=f"j{self.made}", tenant=request.tenant, request_id=request.request_id)
+
+    async def resumed_job(self, request: Request, resumption: Resumption, deadline_s: float | None) -> Job:
+        made = await self.new_job(request, deadline_s)
+        return replace(made, emitted={choice: had.token_ids for choice, had in resumption.received.items()})
+
+
+@pytest.fixture
+def admission() -> Admission:
+    return Admission()
+
+
+@pytest.fixture
+def generation(dispatcher: Dispatcher, admission: Any) -> Generation:
+    models: Any = SimpleNamespace(get=lambda name: SimpleNamespace(text=HashText(512)))
+    return Generation(models, admission, dispatcher, TOKENS)
+
+
+async def ids_of(messages: AsyncGenerator[Message]) -> list[int]:
+    """Read a call to its Summary; return the ids."""
+    ids: list[int] = []
+    async with aclosing(messages):
+        async for message in messages:
+            match message.event:
+                case Delta(token_ids=token_ids):
+                    ids += token_ids
+                case Summary(completion_tokens=counted):
+                    assert counted >= len(ids)
+    return ids
+
+
+def call(
+    generation: Generation, request: Request = REQUEST, resumption: Resumption | None = None
+) -> asyncio.Task[list[int]]:
+    return asyncio.create_task(ids_of(generation.run(request, None, resumption)))
+
+
+def make(dispatcher: Dispatcher, job_id: str, offset: int, *ids: int, finish: WorkerFinish | None = None) -> None:
+    """Let a worker make tokens."""
+    dispatcher.receive_frame(RecordingLink("w"), Frame(job_id, 1, offset, ids, finish=finish))
+
+
+async def test_the_last_of_many_calls_reads_what_is_computed_once(
+    generation: Generation, dispatcher: Dispatcher, admission: Admission
+) -> None:
+    # All at once: the later ones wait until the first has been admitted.
+    calls = [call(generation) for _ in range(4)]
+    ended = await asyncio.gather(*calls[:3], return_exceptions=True)
+    assert [type(error) for error in ended] == [Aborted] * 3
+    make(dispatcher, "j1", 0, 5, 6)
+    make(dispatcher, "j1", 2, 7, finish=WorkerFinish.END)
+    assert await calls[3] == [5, 6, 7]
+    assert admission.made == 1
+    assert dispatcher.jobs == ()
+
+
+async def test_a_call_that_takes_over_gets_everything_from_the_first_token(
+    generation: Generation, dispatcher: Dispatcher, queue: JobQueue
+) -> None:
+    async with aclosing(generation.run(REQUEST, None)) as first:
+        waiting = asyncio.ensure_future(anext(first))
+        await claim(queue)
+        make(dispatcher, "j1", 0, 5, 6)
+        message = await waiting
+        assert message.event == Delta(0, (5, 6), "\x05\x06")
+        assert TOKENS.verify(message.resume_token, "acme").request_id == "j"
+        second = call(generation)
+        with pytest.raises(Aborted):
+            await anext(first)
+        make(dispatcher, "j1", 2, 7, finish=WorkerFinish.END)
+        assert await second == [5, 6, 7]
+
+
+async def test_another_body_or_tenant_is_another_request(
+    generation: Generation, dispatcher: Dispatcher, queue: JobQueue
+) -> None:
+    running = call(generation)
+    await claim(queue)
+    with pytest.raises(AlreadyExists):
+        await call(generation, replace(REQUEST, fingerprint="two"))
+    other = call(generation, replace(REQUEST, tenant="globex"))
+    assert (await claim(queue)).tenant == "globex"
+    # The first call never noticed.
+    make(dispatcher, "j1", 0, 5, finish=WorkerFinish.END)
+    assert await running == [5]
+    again = call(generation, replace(REQUEST, fingerprint="two"))
+    assert (await claim(queue)).job_id == "j3"
+    for task in (other, again):
+        task.cancel()
+    await asyncio.gather(other, again, return_exceptions=True)
+    assert dispatcher.jobs == ()
+
+
+async def test_a_call_that_is_not_admitted_leaves_the_id_free(
+    generation: Generation, dispatcher: Dispatcher, queue: JobQueue, admission: Admission
+) -> None:
+    admission.refusals.append(Exhausted("queue", "full", retry_after_s=1.0))
+    refused, admitted = call(generation), call(generation)
+    with pytest.raises(Exhausted):
+        await refused
+    await claim(queue)
+    make(dispatcher, "j1", 0, 5, finish=WorkerFinish.END)
+    assert await admitted == [5]
+
+
+async def test_a_call_that_leaves_stops_the_work(
+    generation: Generation, dispatcher: Dispatcher, queue: JobQueue
+) -> None:
+    link, leaving = RecordingLink("w"), call(generation)
+    await claim(queue)
+    dispatcher.receive_claims(link, [("j1", 1)])
+    leaving.cancel()
+    await asyncio.gather(leaving, return_exceptions=True)
+    assert dispatcher.jobs == ()
+    assert link.sent == [("cancel", "j1", 1)]
+
+
+RECEIVED = {0: Received((5, 6))}
+RESUMPTIONS = {
+    "the same": (Resumption(CLAIMS, RECEIVED), True),
+    "another seed": (Resumption(msgspec.structs.replace(CLAIMS, seed=2), RECEIVED), False),
+    "another base": (Resumption(msgspec.structs.replace(CLAIMS, base_digest="sha256:1"), RECEIVED), False),
+    "from the start": (Resumption(CLAIMS), True),
+}
+
+
+@pytest.mark.parametrize("kind", RESUMPTIONS)
+async def test_a_resume_reads_what_runs_if_it_is_its_own(
+    generation: Generation, dispatcher: Dispatcher, queue: JobQueue, kind: str
+) -> None:
+    resumption, same = RESUMPTIONS[kind]
+    older = call(generation)
+    await claim(queue)
+    newer = call(generation, resumption=resumption)
+    with pytest.raises(Aborted):
+        await older
+    job_id = "j1" if same else (await claim(queue)).job_id
+    assert job_id == ("j1" if same else "j2")
+    assert [routed.job.job_id for routed in dispatcher.jobs] == [job_id]
+    make(dispatcher, job_id, 0, 5, 6, 7, finish=WorkerFinish.END)
+    assert await newer == ([5, 6, 7] if not resumption.received else [7])
+    assert dispatcher.jobs == ()
+
+
+async def test_a_run_that_was_resumed_serves_no_call_that_has_less(
+    generation: Generation, dispatcher: Dispatcher, queue: JobQueue
+) -> None:
+    def resumed(*ids: int) -> asyncio.Task[list[int]]:
+        return call(generation, resumption=Resumption(CLAIMS, {0: Received(ids)}))
+
+    first = resumed(5, 6)
+    assert (await claim(queue)).job_id == "j1"
+    more = resumed(5, 6, 7)
+    assert isinstance(await error_of(first), Aborted)
+    assert [routed.job.job_id for routed in dispatcher.jobs] == ["j1"]
+    less = resumed(5)
+    assert isinstance(await error_of(more), Aborted)
+    assert (await claim(queue)).job_id == "j2"
+    whole = call(generation)
+    assert isinstance(await error_of(less), Aborted)
+    assert (await claim(queue)).job_id == "j3"
+    assert [routed.job.job_id for routed in dispatcher.jobs] == ["j3"]
+    make(dispatcher, "j3", 0, 5, 6, 7, finish=WorkerFinish.END)
+    assert await whole == [5, 6, 7]
+
+
+async def error_of(task: asyncio.Task[list[int]]) -> object:
+    (error,) = await asyncio.gather(task, return_exceptions=True)
+    return error
+
+
+async def test_a_client_that_has_all_tokens_gets_the_summary_alone(
+    generation: Generation, dispatcher: Dispatcher
+) -> None:
+    token = TOKENS.sign(CLAIMS, "acme")
+    received = {0: Received((5, 6), finished=True)}
+    messages = [message async for message in generation.resume(REQUEST, token, received, None)]
+    assert [type(message.event) for message in messages] == [Summary]
+    assert dispatcher.jobs == ()
+    with pytest.raises(InvalidField, match="spec"):
+        generation.resume(replace(REQUEST, fingerprint="two"), token, received, None)
+
+
+async def test_a_drain_ends_every_call(
+    generation: Generation, dispatcher: Dispatcher, queue: JobQueue, admission: Admission
+) -> None:
+    running = call(generation)
+    await claim(queue)
+    generation.drain()
+    for ended in (running, call(generation)):
+        with pytest.raises(Unavailable) as raised:
+            await ended
+        assert raised.value.reason == "ROUTER_DRAINING"
+    assert dispatcher.jobs == ()
+    assert admission.made == 1
