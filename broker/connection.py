@@ -15,6 +15,7 @@ from typing import Any, cast
 from urllib.parse import parse_qs, urlsplit, urlunsplit
 
 from redis.asyncio import BlockingConnectionPool, Redis, RedisCluster
+from redis.asyncio.client import Pipeline
 from redis.asyncio.connection import (
     URL_QUERY_ARGUMENT_PARSERS,
     AbstractConnection,
@@ -35,9 +36,9 @@ REDIS_DOWN = (RedisError, RedisClusterException, OSError)
 
 CONNECTIONS = 16
 CONNECT_S = 2.0
-# A server that says nothing for so long is lost: more than any BLPOP waits. And the most that a call may take with all
-# that comes before its answer: a server that hangs lets its callers connect, again and again.
-ANSWER_S = 3.0
+# Timeout in seconds of a whole call, from the wait for a connection to the answer; longer than any BLPOP blocks. The
+# library's own timeouts for each send and read are off: a server that hangs lets its callers connect again and again,
+# and they cost every call a task and two passes of the event loop.
 CALL_S = 4.0
 _SCHEMES = (
     "redis",
@@ -94,7 +95,7 @@ def _client(url: str) -> Redis:
 def _waits() -> dict[str, Any]:
     # A timeout is not tried again: that would keep its caller waiting for a server that hangs, several times as long.
     retry = Retry(ExponentialWithJitterBackoff(cap=0.2, base=0.02), 3, supported_errors=(RedisConnectionError,))
-    return {"socket_timeout": ANSWER_S, "socket_connect_timeout": CONNECT_S, "retry": retry}
+    return {"socket_timeout": None, "socket_connect_timeout": CONNECT_S, "retry": retry}
 
 
 class _Redis(Redis):
@@ -103,6 +104,19 @@ class _Redis(Redis):
     async def execute_command(self, *arguments: Any, **options: Any) -> Any:
         async with _within_time():
             return await super().execute_command(*arguments, **options)  # type: ignore[no-untyped-call]  # theirs
+
+    def pipeline(self, transaction: bool = True, shard_hint: str | None = None) -> Pipeline:
+        """Return a pipeline that ends in time too."""
+        return _Pipeline(self.connection_pool, self.response_callbacks, transaction, shard_hint)
+
+
+class _Pipeline(Pipeline):
+    """Commands that are sent together, and end in time."""
+
+    async def execute(self, raise_on_error: bool = True) -> list[Any]:
+        """Send the commands; their answers in order. Raises an error of REDIS_DOWN."""
+        async with _within_time():
+            return await super().execute(raise_on_error)
 
 
 @asynccontextmanager
@@ -130,15 +144,6 @@ class _FollowsPrimary(AbstractConnection):
         except ReadOnlyError as error:
             await self.disconnect()
             raise RedisConnectionError("the server is a replica now") from error
-
-    async def send_packed_command(self, *arguments: Any, **options: Any) -> None:
-        """The library sends inside asyncio.wait_for; that of Python 3.11 loses a cancellation that comes meanwhile."""
-        task = asyncio.current_task()
-        asked = task.cancelling() if task else 0
-        await super().send_packed_command(*arguments, **options)
-        if task and task.cancelling() > asked:
-            await self.disconnect(nowait=True)
-            raise asyncio.CancelledError
 
 
 class _FollowsPrimaryTCP(_FollowsPrimary, Connection):

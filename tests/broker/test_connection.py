@@ -183,8 +183,7 @@ async def test_a_primary_that_became_a_replica_is_left(
 
 
 async def test_a_call_to_a_server_that_hangs_ends(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("broker.connection.ANSWER_S", 0.3)
-    monkeypatch.setattr("broker.connection.CALL_S", 0.4)
+    monkeypatch.setattr("broker.connection.CALL_S", 0.3)
     server = ValkeyServer(directory)
     await server.start()
     try:
@@ -194,6 +193,10 @@ async def test_a_call_to_a_server_that_hangs_ends(directory: Path, monkeypatch: 
             for _ in range(2):
                 with pytest.raises(REDIS_DOWN):
                     await client.ping()
+            pipe = client.pipeline()
+            pipe.ping()
+            with pytest.raises(REDIS_DOWN):
+                await pipe.execute()
             server.wake()
             await answers(client, "after")
     finally:
