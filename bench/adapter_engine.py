@@ -16,9 +16,9 @@ from typing import Any, TypeVar
 from bench.limit import Step, recorded_steps
 from bench.trace import Arrival, Trace, draw
 from bench.workload import Request
-from worker.engine.interpreter import settle
-from worker.engine.torch_engine import build_engine
-from worker.engine_api import AdapterSource, EngineStats, NewSequence, Output, Stopping
+from worker.engine.build import build_engine
+from worker.engine.interpreter import freeze_gc
+from worker.engine_api import AdapterSource, EngineConfig, EngineStats, NewSequence, Output, Stopping
 
 R = TypeVar("R")
 
@@ -30,10 +30,10 @@ class AdapterEngine:
     """
 
     def __init__(self, model: Path, directories: Sequence[Path], vocabulary: int, **settings: Any) -> None:
-        """`settings` are build_engine's."""
+        """`settings` are more of EngineConfig's."""
         self._loaded = threading.Event()
-        self._engine = build_engine(str(model), "cpu", "bfloat16", on_loaded=self._loaded.set, **settings)
-        settle()
+        self._engine = build_engine(EngineConfig(str(model), dtype="bfloat16", **settings), on_loaded=self._loaded.set)
+        freeze_gc()
         self._directories = directories
         self.vocabulary = vocabulary
         self._names = 0

@@ -10,15 +10,15 @@ from typing import Any
 from bench.limit import recorded_steps
 from bench.rounds import Timed
 from bench.workload import Request, answered_tokens
-from worker.engine.torch_engine import TorchEngine, build_engine
-from worker.engine_api import AdapterSource, NewSequence, Output, Stopping
+from worker.engine.build import build_engine
+from worker.engine_api import AdapterSource, EngineConfig, NewSequence, Output, Stopping
 
 
 class BareEngine:
-    """An engine with at most `rows` sequences in a batch; `settings` are more of build_engine's."""
+    """An engine with at most `rows` sequences in a batch; `settings` are more of EngineConfig's."""
 
     def __init__(self, model: Path, adapters: Sequence[Path], rows: int, device: str = "cpu", **settings: Any) -> None:
-        self._engine: TorchEngine = build_engine(str(model), device, "bfloat16", rows=rows, **settings)
+        self._engine = build_engine(EngineConfig(str(model), device, "bfloat16", rows, **settings))
         self._adapters = [AdapterSource(directory.name, str(directory)) for directory in adapters]
 
     def run(self, requests: Sequence[Request]) -> Timed:

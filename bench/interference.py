@@ -18,9 +18,10 @@ from typing import Any
 from bench.command import run_command
 from bench.models import LLAMA_28M, ModelShape, save_model
 from bench.report import Aim, Report, progress
-from worker.engine.interpreter import settle
-from worker.engine.torch_engine import TorchEngine, build_engine
-from worker.engine_api import NewSequence, Stopping
+from worker.engine.build import build_engine
+from worker.engine.interpreter import freeze_gc
+from worker.engine.torch_engine import TorchEngine
+from worker.engine_api import EngineConfig, NewSequence, Stopping
 
 AIMS = {"gap_ratio": Aim(at_most=2.5), "longest_step_s": Aim(at_most=0.5)}
 
@@ -67,8 +68,8 @@ def measure(setup: Setup, quick: bool) -> Report:
     progress(f"making {setup.shape.name}")
     with tempfile.TemporaryDirectory(prefix="loraplex-bench-") as directory:
         model = save_model(setup.shape, Path(directory) / setup.shape.name)
-        engine = build_engine(str(model), dtype="bfloat16", rows=setup.decodes + 1)
-        settle()  # as the engine's process does
+        engine = build_engine(EngineConfig(str(model), dtype="bfloat16", rows=setup.decodes + 1))
+        freeze_gc()  # as the engine's process does
         try:
             # The first one warms up: it meets memory that was never written.
             repeats = [_interfere(engine, setup, seed) for seed in range(setup.repeats + 1)][1:]

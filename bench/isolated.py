@@ -46,7 +46,7 @@ class Isolated(Generic[Asked_contra, Result_co]):
         """Returns when it is ready. Raises RuntimeError where it can't be made."""
         # Forked from one that has imported what they all need, and has started no thread.
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "transformers.generation", "peft", "worker.engine.torch_engine"])
+        context.set_forkserver_preload(["torch", "transformers.generation", "peft", "worker.engine.build"])
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(self._make, theirs), daemon=True)
         self._process.start()

@@ -15,27 +15,15 @@ from collections.abc import Iterable
 
 import msgspec
 
-from worker.engine_api import AdapterSource, EngineLimits, EngineStats, NewSequence, Output
+from worker.engine_api import AdapterSource, EngineConfig, EngineLimits, EngineStats, NewSequence, Output
 
 _LENGTH = struct.Struct("<I")
 
 
 class Configure(msgspec.Struct, frozen=True, tag=True):
-    """The first message: what to load and how. Zero means: as fits."""
+    """Build this engine: the first message."""
 
-    # A transformers directory, or `hash:?...`.
-    model: str
-    device: str
-    dtype: str
-    rows: int
-    kv_blocks: int
-    block_size: int
-    adapter_slots: int
-    host_adapter_bytes: int
-    max_rank: int
-    # Tokens that one step may compute.
-    step_tokens: int
-    threads: int
+    config: EngineConfig
 
 
 class Add(msgspec.Struct, frozen=True, tag=True):

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from worker.engine.hash_engine import expected_ids
-from worker.engine_api import Stopping
+from worker.engine_api import EngineConfig, Stopping
 from worker.io.engine_client.process import EngineProcess
 from worker.ipc import Configure
 
@@ -74,11 +74,8 @@ async def test_a_worker_whose_engine_stands_still_claims_nothing(
 
 
 async def test_more_work_does_not_make_a_silent_engine_live() -> None:
-    configure = Configure(
-        model=MODEL, device="cpu", dtype="auto", rows=2, kv_blocks=0, block_size=16, adapter_slots=1,
-        host_adapter_bytes=0, max_rank=8, step_tokens=64, threads=1,
-    )  # fmt: skip
-    engine = await EngineProcess.start(configure)
+    config = EngineConfig(MODEL, rows=2, adapter_slots=1, max_rank=8, step_tokens=64, threads=1)
+    engine = await EngineProcess.start(Configure(config))
     try:
         await engine.ready()
         os.kill(engine.pid, signal.SIGSTOP)

@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from tests.worker.engine.peft_oracle import VOCAB, PeftOracle
+from worker.engine.build import build_engine
 from worker.engine.model.cuda_graphs import DecodeGraphs
-from worker.engine.torch_engine import TorchEngine, build_engine
-from worker.engine_api import NewSequence, Output
+from worker.engine.torch_engine import TorchEngine
+from worker.engine_api import EngineConfig, NewSequence, Output
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device")
 
@@ -30,7 +31,7 @@ def make_engine() -> Iterator[Callable[..., TorchEngine]]:
 
     def make(tiny: Any, dtype: str, **settings: Any) -> TorchEngine:
         # What a step computes is not to depend on the clock.
-        engine = build_engine(str(tiny.directory), "cuda", dtype, paced=False, **settings)
+        engine = build_engine(EngineConfig(str(tiny.directory), "cuda", dtype, **settings), paced=False)
         engines.append(engine)
         return engine
 

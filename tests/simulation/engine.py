@@ -7,9 +7,8 @@ import contextlib
 from collections.abc import AsyncIterator, Callable
 from random import Random
 
-from artifacts.hash_model import parse_hash_model
 from tests.simulation.loop import NODE, Node
-from worker.engine.hash_engine import HashEngine, hash_limits
+from worker.engine.hash_engine import HashEngine
 from worker.engine.process import BEAT_S
 from worker.engine_api import SequenceRefusedError
 from worker.io.engine_client.process import EngineLostError
@@ -65,18 +64,7 @@ class SimulatedEngine:
         self._inbox: list[ToEngine] = []
         self._woken = asyncio.Event()
         self._outbox: asyncio.Queue[FromEngine | None] = asyncio.Queue()
-        model = parse_hash_model(configure.model)
-        limits = hash_limits(
-            model,
-            rows=configure.rows,
-            kv_blocks=configure.kv_blocks,
-            block_size=configure.block_size,
-            adapter_slots=configure.adapter_slots,
-            max_rank=configure.max_rank,
-        )
-        self.engine = HashEngine(
-            model, limits, configure.step_tokens, self._woken.set, on_begun=lambda name: self._tell(Begun(name))
-        )
+        self.engine = HashEngine(configure.config, self._woken.set, lambda name: self._tell(Begun(name)))
         self.node.start(self._run())
 
     async def _run(self) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from worker.engine.adapter_cache.cache import AdapterCache
-from worker.engine_api import AdapterSource
+from worker.engine_api import AdapterSource, EngineConfig
 
 if TYPE_CHECKING:
     from worker.engine.torch_engine import TorchEngine
@@ -37,15 +37,15 @@ def two_threads() -> Iterator[None]:
 @pytest.fixture
 def make_engine(one_thread: None, ahead: bool) -> Iterator[Callable[..., TorchEngine]]:
     """Call with (directory, **settings): an engine of the CPU in float32, closed after the test."""
-    from worker.engine.torch_engine import build_engine
+    from worker.engine.build import build_engine
 
     engines = []
 
     def make(directory: Path, **settings: Any) -> TorchEngine:
-        settings.setdefault("ahead", ahead)
         # What a step computes is not to depend on the clock.
-        settings.setdefault("paced", False)
-        engine = build_engine(str(directory), "cpu", settings.pop("dtype", "float32"), **settings)
+        options = {"ahead": settings.pop("ahead", ahead), "paced": settings.pop("paced", False)}
+        config = EngineConfig(str(directory), dtype=settings.pop("dtype", "float32"), **settings)
+        engine = build_engine(config, **options)
         engines.append(engine)
         return engine
 

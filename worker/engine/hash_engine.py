@@ -26,6 +26,7 @@ from worker.engine.scheduling.scheduler import Scheduler
 from worker.engine.scheduling.sequence import Sequence
 from worker.engine_api import (
     AdapterSource,
+    EngineConfig,
     EngineLimits,
     EngineStats,
     NewSequence,
@@ -51,21 +52,23 @@ class HashEngine:
 
     def __init__(
         self,
-        model: HashModel,
-        limits: EngineLimits,
-        step_tokens: int,
+        config: EngineConfig,
         on_loaded: Callable[[], None] = lambda: None,
-        *,
-        host_adapter_bytes: int = 0,
         on_begun: Callable[[str], None] = lambda sequence_id: None,
     ) -> None:
-        self._model = model
-        self._limits = limits
+        """Raises ArtifactError where `config.model` names no hash model."""
+        self._model = model = parse_hash_model(config.model)
+        self._limits = _limits(model, config)
         self._step_s = model.step_ms / 1000
         self._adapters = OperatedCache[int](
-            limits.adapter_slots, HashAdapterMemory(), LoaderThreads(on_loaded), host_adapter_bytes or _HOST_BYTES
+            config.adapter_slots,
+            HashAdapterMemory(),
+            LoaderThreads(on_loaded),
+            config.host_adapter_bytes or _HOST_BYTES,
         )
-        self._scheduler = Scheduler(limits, model.end_token_ids, step_tokens, self._adapters, on_begun=on_begun)
+        self._scheduler = Scheduler(
+            self._limits, model.end_token_ids, config.step_tokens, self._adapters, on_begun=on_begun
+        )
 
     @property
     def limits(self) -> EngineLimits:
@@ -148,19 +151,17 @@ def _has(batch: Batch, token: int) -> bool:
     return any(token in row.sequence.ids[row.start : row.start + row.count] for row in batch.rows)
 
 
-def hash_limits(
-    model: HashModel, *, rows: int, kv_blocks: int, block_size: int, adapter_slots: int, max_rank: int
-) -> EngineLimits:
-    """The limits of a hash engine; kv_blocks 0 gives every row room for a whole context, within reason."""
-    context_blocks = -(-model.context // block_size)
+def _limits(model: HashModel, config: EngineConfig) -> EngineLimits:
+    """Return the limits; by default the blocks hold a whole context for every row, within reason."""
+    context_blocks = -(-model.context // config.block_size)
     return EngineLimits(
-        rows=rows,
+        rows=config.rows,
         max_tokens=model.context,
-        max_rank=max_rank,
+        max_rank=config.max_rank,
         vocab_size=model.vocab,
-        block_size=block_size,
-        blocks=kv_blocks or max(context_blocks, min(rows * context_blocks, 1 << 14)),
-        adapter_slots=adapter_slots,
+        block_size=config.block_size,
+        blocks=config.kv_blocks or max(context_blocks, min(config.rows * context_blocks, 1 << 14)),
+        adapter_slots=config.adapter_slots,
     )
 
 

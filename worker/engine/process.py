@@ -17,12 +17,12 @@ import socket
 import sys
 
 from artifacts.errors import ArtifactError
-from artifacts.hash_model import is_hash_spec, parse_hash_model
+from artifacts.hash_model import is_hash_spec
 from telemetry.logging import logging_of, set_up_logging
-from worker.engine.hash_engine import HashEngine, hash_limits
-from worker.engine.interpreter import settle
+from worker.engine.hash_engine import HashEngine
+from worker.engine.interpreter import freeze_gc
 from worker.engine.model.errors import ModelUnusableError
-from worker.engine_api import Engine, EngineStats, SequenceRefusedError
+from worker.engine_api import Engine, EngineConfig, EngineStats, SequenceRefusedError
 from worker.ipc import (
     Abort,
     Add,
@@ -78,13 +78,13 @@ def run(end: EngineEnd) -> int:
     if not isinstance(first, Configure):
         raise TypeError(f"the first message is {type(first).__name__}, not Configure")
     try:
-        engine = _build(first, end)
-    except ModelUnusableError as error:
+        engine = _build(first.config, end)
+    except (ModelUnusableError, ArtifactError) as error:
         end.send(Unusable(str(error)))
         return 2
     try:
         stats = engine.stats()
-        settle()
+        freeze_gc()
         end.send(Ready(engine.limits, stats))
         serve(engine, end, rest, stats)
     finally:
@@ -134,53 +134,16 @@ def _apply(engine: Engine, end: EngineEnd, message: ToEngine) -> None:
             raise TypeError("an engine is configured once")
 
 
-def _build(configure: Configure, end: EngineEnd) -> Engine:
-    for name in ("rows", "block_size", "step_tokens"):
-        if getattr(configure, name) < 1:
-            raise ModelUnusableError(f"{name} must be 1 or more, is {getattr(configure, name)}")
-    if is_hash_spec(configure.model):
-        return _build_hash_engine(configure, end)
+def _build(config: EngineConfig, end: EngineEnd) -> Engine:
+    def on_begun(sequence_id: str) -> None:
+        end.send(Begun(sequence_id))
+
+    if is_hash_spec(config.model):
+        return HashEngine(config, end.wake, on_begun)
     # Torch is imported only where it is used: it takes seconds and hundreds of megabytes.
-    from worker.engine.torch_engine import build_engine
+    from worker.engine.build import build_engine
 
-    return build_engine(
-        configure.model,
-        configure.device,
-        configure.dtype,
-        rows=configure.rows,
-        kv_blocks=configure.kv_blocks,
-        block_size=configure.block_size,
-        adapter_slots=configure.adapter_slots,
-        host_adapter_bytes=configure.host_adapter_bytes,
-        max_rank=configure.max_rank,
-        step_tokens=configure.step_tokens,
-        threads=configure.threads,
-        on_loaded=end.wake,
-        on_begun=lambda sequence_id: end.send(Begun(sequence_id)),
-    )
-
-
-def _build_hash_engine(configure: Configure, end: EngineEnd) -> HashEngine:
-    try:
-        model = parse_hash_model(configure.model)
-    except ArtifactError as error:
-        raise ModelUnusableError(str(error)) from error
-    limits = hash_limits(
-        model,
-        rows=configure.rows,
-        kv_blocks=configure.kv_blocks,
-        block_size=configure.block_size,
-        adapter_slots=configure.adapter_slots,
-        max_rank=configure.max_rank,
-    )
-    return HashEngine(
-        model,
-        limits,
-        configure.step_tokens,
-        end.wake,
-        host_adapter_bytes=configure.host_adapter_bytes,
-        on_begun=lambda sequence_id: end.send(Begun(sequence_id)),
-    )
+    return build_engine(config, on_loaded=end.wake, on_begun=on_begun)
 
 
 def _die_with_parent() -> None:

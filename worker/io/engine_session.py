@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import logging
 import secrets
+from dataclasses import fields
 
 from redis.asyncio import Redis
 
@@ -21,6 +22,7 @@ from broker.liveness import Liveness
 from broker.messages import WorkerPhase, WorkerState
 from broker.queue import JobQueue
 from rpc.server import unless_stopped
+from worker.engine_api import EngineConfig
 from worker.io.adapters.fetch import AdapterFetcher
 from worker.io.adapters.operator_commands import OperatorCommands
 from worker.io.engine_client.process import EngineLostError, EngineProcess
@@ -194,16 +196,4 @@ def _pace_s(settings: Settings) -> float:
 
 
 def _configure(settings: Settings) -> Configure:
-    return Configure(
-        model=settings.model,
-        device=settings.device,
-        dtype=settings.dtype,
-        rows=settings.rows,
-        kv_blocks=settings.kv_blocks,
-        block_size=settings.block_size,
-        adapter_slots=settings.adapter_slots,
-        host_adapter_bytes=settings.host_adapter_bytes,
-        max_rank=settings.max_rank,
-        step_tokens=settings.step_tokens,
-        threads=settings.threads,
-    )
+    return Configure(EngineConfig(**{field.name: getattr(settings, field.name) for field in fields(EngineConfig)}))

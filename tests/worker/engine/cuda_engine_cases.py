@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
-from worker.engine import torch_engine
+from worker.engine import build
 from worker.engine.lora.cuda.layers import CudaLayers
 from worker.engine.model.decode_buffers import DecodeBuffers
-from worker.engine_api import AdapterSource, NewSequence, Stopping
+from worker.engine_api import AdapterSource, EngineConfig, NewSequence, Stopping
 
 
 def answers(case: dict[str, Any]) -> dict[str, Any]:
@@ -33,10 +33,19 @@ def answers(case: dict[str, Any]) -> dict[str, Any]:
             padded += max(row_slots) >= 0
             super().begin_decode(row_slots, size)
 
-    torch_engine.adapter_layers = lambda loaded, slots, max_rank, rows: Counting(
-        loaded.module, loaded.linears, slots, max_rank, rows, loaded.device, loaded.dtype
+    build.adapter_layers = lambda loaded, config: Counting(
+        loaded.module,
+        loaded.linears,
+        config.adapter_slots,
+        config.max_rank,
+        config.rows,
+        loaded.device,
+        loaded.dtype,
     )
-    engine = torch_engine.build_engine(case["model"], "cpu", "float32", paced=False, **case["settings"])
+    settings = dict(case["settings"])
+    ahead = settings.pop("ahead", None)
+    config = EngineConfig(case["model"], dtype="float32", **settings)
+    engine = build.build_engine(config, ahead=ahead, paced=False)
     if case["buffers"]:
         runner = engine._runner
         runner._buffers = DecodeBuffers(

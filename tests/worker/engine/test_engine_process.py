@@ -13,11 +13,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
-import msgspec
 import pytest
 
 from worker.engine.hash_engine import expected_ids
-from worker.engine_api import AdapterSource, EngineStats, FinishKind, NewSequence, Output, Sampling, Stopping
+from worker.engine_api import (
+    AdapterSource,
+    EngineConfig,
+    EngineStats,
+    FinishKind,
+    NewSequence,
+    Output,
+    Sampling,
+    Stopping,
+)
 from worker.ipc import (
     Abort,
     Add,
@@ -39,7 +47,7 @@ from worker.ipc import (
 )
 
 SPEC = "hash:?vocab=600&seed=5"
-CONFIGURE = Configure(
+CONFIG = EngineConfig(
     model=SPEC,
     device="cpu",
     dtype="auto",
@@ -87,8 +95,8 @@ class EngineProcess:
                 return message
             assert isinstance(message, Begun) or (isinstance(message, Stepped) and not message.outputs), message
 
-    def start(self, configure: Configure = CONFIGURE) -> Ready:
-        self.send(configure)
+    def start(self, config: EngineConfig = CONFIG) -> Ready:
+        self.send(Configure(config))
         return self.receive(Ready)
 
     def add(self, *sequences: NewSequence) -> None:
@@ -198,7 +206,7 @@ def test_a_continuation_gives_the_undisturbed_ids(engine: EngineProcess) -> None
 
 
 def test_an_abort_frees_all_and_tells_so(engine: EngineProcess, adapters: list[AdapterSource]) -> None:
-    engine.start(msgspec.structs.replace(CONFIGURE, model=SPEC + "&step_ms=5"))
+    engine.start(replace(CONFIG, model=SPEC + "&step_ms=5"))
     engine.add(*(NewSequence(f"s{n}", (n,) * 9, adapter=adapters[n % 2], stopping=ENDLESS) for n in range(6)))
     engine.until(lambda: engine.stats is not None and engine.stats.slots_pinned == 2)
     engine.send(Abort([f"s{n}" for n in range(6)]))
@@ -259,21 +267,23 @@ def test_ctrl_c_is_left_to_the_other_process(engine: EngineProcess) -> None:
     engine.finish(NewSequence("s", (1,), stopping=Stopping(max_tokens=2)))
 
 
-@pytest.mark.parametrize(
-    ("field", "value", "message"),
-    [("model", "hash:?vocab=abc", "vocab must be a whole number"), ("rows", 0, "rows must be 1 or more, is 0")],
-)
-def test_what_can_not_be_served_is_one_line(engine: EngineProcess, field: str, value: object, message: str) -> None:
-    engine.send(msgspec.structs.replace(CONFIGURE, **{field: value}))
+def test_a_model_that_can_not_be_served_is_one_line(engine: EngineProcess) -> None:
+    engine.send(Configure(replace(CONFIG, model="hash:?vocab=abc")))
     unusable = engine.receive(Unusable)
-    assert message in unusable.message
+    assert "vocab must be a whole number" in unusable.message
     assert "\n" not in unusable.message
     assert engine.exit_code() == 2
 
 
+@pytest.mark.parametrize("name", ["rows", "block_size", "step_tokens"])
+def test_a_configuration_that_no_engine_can_work_with_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name} must be 1 or more, is 0"):
+        EngineConfig(SPEC, **{name: 0})  # type: ignore[arg-type]
+
+
 def test_an_error_that_is_nobodys_ends_the_process(engine: EngineProcess) -> None:
     engine.start()
-    engine.send(CONFIGURE)
+    engine.send(Configure(CONFIG))
     assert engine.exit_code() == 1
     assert engine.process.stderr
     assert b"TypeError: an engine is configured once" in engine.process.stderr.read()
@@ -288,8 +298,9 @@ def test_the_process_dies_with_its_parent() -> None:
         "command = [sys.executable, '-m', 'worker.engine.process', '--fd', str(theirs.fileno())]\n"
         "engine = subprocess.Popen(command, pass_fds=[theirs.fileno(), ours.fileno()])\n"
         "theirs.close()\n"
+        "from worker.engine_api import EngineConfig\n"
         "from worker.ipc import Configure, encode\n"
-        f"ours.sendall(encode({CONFIGURE!r}))\n"
+        f"ours.sendall(encode(Configure({CONFIG!r})))\n"
         "ours.recv(1)\n"
         "print(engine.pid, flush=True)\n"
         "time.sleep(600)\n"

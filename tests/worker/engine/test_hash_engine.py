@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from artifacts.hash_model import parse_hash_model
-from worker.engine.hash_engine import HashEngine, expected_ids, hash_limits
-from worker.engine_api import AdapterSource, FinishKind, NewSequence, Output, Sampling, Stopping
+from worker.engine.hash_engine import HashEngine, expected_ids
+from worker.engine_api import AdapterSource, EngineConfig, FinishKind, NewSequence, Output, Sampling, Stopping
 
 SPEC = "hash:?vocab=600&seed=3"
 PROMPT = (1, 2, 300)
@@ -31,10 +30,9 @@ class RunningEngine:
     """A hash engine and all it has put out."""
 
     def __init__(self, spec: str, blocks: int = 0) -> None:
-        model = parse_hash_model(spec)
-        limits = hash_limits(model, rows=4, kv_blocks=blocks, block_size=4, adapter_slots=2, max_rank=8)
+        config = EngineConfig(spec, rows=4, kv_blocks=blocks, block_size=4, adapter_slots=2, max_rank=8, step_tokens=16)
         self._loaded = threading.Event()
-        self.engine = HashEngine(model, limits, 16, self._loaded.set)
+        self.engine = HashEngine(config, self._loaded.set)
 
     def answers(self, *sequences: NewSequence) -> dict[str, tuple[tuple[int, ...], Output]]:
         """The ids and the last output of each."""
@@ -225,10 +223,8 @@ def test_an_adapter_whose_files_are_missing_fails_alone(running: RunningEngine, 
 
 
 def test_a_sequence_is_told_of_once_before_its_first_step() -> None:
-    model = parse_hash_model("hash:")
     begun: list[str] = []
-    limits = hash_limits(model, rows=1, kv_blocks=0, block_size=16, adapter_slots=1, max_rank=8)
-    engine = HashEngine(model, limits, 16, on_begun=begun.append)
+    engine = HashEngine(EngineConfig("hash:", rows=1, adapter_slots=1, step_tokens=16), on_begun=begun.append)
     for token, name in enumerate(("first", "second")):
         engine.add(NewSequence(name, (token,) * 40, stopping=Stopping(max_tokens=2)))
     assert (begun, engine.stats().sequences_taken) == ([], 2)

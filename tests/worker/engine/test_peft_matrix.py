@@ -163,7 +163,7 @@ def test_unpacked_weights_and_fewer_slots_than_adapters_change_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A slot that held rank 256 is given to rank 1, and so on."""
-    monkeypatch.setattr("worker.engine.torch_engine.packing_works", lambda _dtype: False)
+    monkeypatch.setattr("worker.engine.build.packing_works", lambda _dtype: False)
     oracle = oracles("llama")
     engine = make_engine(
         oracle.directory, rows=6, kv_blocks=400, block_size=4, adapter_slots=3, max_rank=256, step_tokens=32

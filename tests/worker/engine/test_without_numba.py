@@ -9,7 +9,7 @@ import sys
 _IMPORT = """
 import sys
 sys.modules.update(numba=None, llvmlite=None)
-import worker.engine.torch_engine, worker.engine.process, worker.engine.model.runner
+import worker.engine.build, worker.engine.process, worker.engine.model.runner
 import worker.engine.model.model_layers, worker.engine.lora.adapter_layers
 import bench.gpu, worker.engine.lora.cuda.layers, tests.gpu.test_engine_on_cuda
 print("imported")

@@ -20,6 +20,7 @@ from broker.messages import Job, StoppingParams
 from broker.queue import JobQueue
 from rpc.server import Server, relay_options
 from telemetry.tracing import Spans
+from worker.engine_api import EngineConfig
 from worker.io.adapters.disk import DiskTier
 from worker.io.adapters.download import Patience
 from worker.io.adapters.fetch import AdapterFetcher
@@ -115,8 +116,8 @@ async def running(router: Router, redis: Redis, disk: Path, model: str = MODEL) 
     relay_pb2_grpc.add_RelayServiceServicer_to_server(router, server.grpc)
     address = f"127.0.0.1:{server.bind('127.0.0.1', 0)}"
     await server.start()
-    configure = Configure(model, "cpu", "auto", ROWS, 4096, 16, 4, 0, 64, 512, 1)
-    engine = await EngineProcess.start(configure)
+    config = EngineConfig(model, rows=ROWS, kv_blocks=4096, adapter_slots=4, threads=1)
+    engine = await EngineProcess.start(Configure(config))
     queue = JobQueue(redis, KEYS, worker_id="w")
     with socket.create_server(("127.0.0.1", 0)) as store:
         tier = DiskTier.open(disk, 1 << 30)

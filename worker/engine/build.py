@@ -1,0 +1,144 @@
+"""Builds a TorchEngine from its configuration: loads the model, sizes the KV cache, wires the parts together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from worker.engine.adapter_cache.loading import LoaderThreads
+from worker.engine.adapter_cache.operated_cache import OperatedCache
+from worker.engine.attention.kv_cache import KvCache, fitting_blocks
+from worker.engine.device.cores import keep_to_one_core
+from worker.engine.device.memory import available_bytes
+from worker.engine.lora.adapter_layers import AdapterLayers
+from worker.engine.lora.adapter_memory import PackedAdapter, TorchAdapterMemory
+from worker.engine.lora.weights import read_source
+from worker.engine.model.errors import ModelUnusableError
+from worker.engine.model.loader import LoadedModel, load_model
+from worker.engine.model.model_layers import ModelLayers
+from worker.engine.model.packed import pack_linears, packing_works
+from worker.engine.model.runner import Runner
+from worker.engine.scheduling.chunk_sizer import ChunkSizer
+from worker.engine.scheduling.scheduler import Scheduler
+from worker.engine.torch_engine import TorchEngine
+from worker.engine_api import EngineConfig, EngineLimits
+
+# Share of the available host memory that adapters may take by default: one part in this many.
+_HOST_ADAPTER_SHARE = 8
+# Number of threads that torch uses by default; read at import, since an engine that was built earlier may set fewer.
+_CORES = torch.get_num_threads()
+# Maximum number of parameters of a model that computes on one thread by default. With 5 M parameters one thread made
+# 250 tokens/s and two threads 27 on a busy machine, because each waits for the other; with 28 M two are twice as fast.
+_ONE_CORE_PARAMETERS = 16_000_000
+
+
+def build_engine(
+    config: EngineConfig,
+    *,
+    ahead: bool | None = None,
+    paced: bool = True,
+    on_loaded: Callable[[], None] = lambda: None,
+    on_begun: Callable[[str], None] = lambda sequence_id: None,
+) -> TorchEngine:
+    """Load a model directory and build an engine around it.
+
+    `ahead`: schedule one step ahead; by default only on CUDA, because on the CPU the host computes and nothing is
+    gained. `paced`: size prompt chunks by measured time (chunk_sizer.py); without, a step's rows do not depend on the
+    clock. `on_loaded` is called from another thread when an adapter has been read and a step would let it in;
+    `on_begun` before the first step of a sequence. Raises ModelUnusableError.
+    """
+    loaded = load_model(config.model, config.device, config.dtype)
+    small = sum(parameter.numel() for parameter in loaded.module.parameters()) < _ONE_CORE_PARAMETERS
+    base = ModelLayers(loaded)
+    lora = adapter_layers(loaded, config)
+    limits = _limits(loaded, config)
+    cache = _kv_cache(loaded, limits)
+    adapters = _adapter_cache(loaded, lora, base, config, on_loaded)
+    torch.set_num_threads(config.threads or (1 if small else _CORES))
+    chunk_sizer = ChunkSizer() if paced else None
+    scheduler = Scheduler(limits, loaded.end_token_ids, config.step_tokens, adapters, chunk_sizer, on_begun)
+    if ahead is None:
+        ahead = loaded.device.type == "cuda"
+    runner = Runner(loaded, cache, lora, limits.rows, limits.max_tokens, ahead=ahead)
+    return TorchEngine(limits, scheduler, runner, adapters, chunk_sizer, ahead=ahead)
+
+
+def adapter_layers(loaded: LoadedModel, config: EngineConfig) -> AdapterLayers:
+    """Replace the model's linear layers by adaptable ones, as the device wants them. Raises ModelUnusableError."""
+    module, device, dtype = loaded.module, loaded.device, loaded.dtype
+    slots, max_rank = config.adapter_slots, config.max_rank
+    if device.type == "cpu":
+        if packing_works(dtype):
+            pack_linears(module)
+        from worker.engine.lora.cpu.layers import CpuLayers  # numba is there only where the CPU computes
+
+        return CpuLayers(module, loaded.linears, slots, max_rank, dtype, loaded.ends)
+    from worker.engine.lora.cuda.layers import CudaLayers  # Triton is there only with CUDA
+
+    # Triton launches on the thread's current device.
+    torch.cuda.set_device(device)
+    try:
+        return CudaLayers(module, loaded.linears, slots, max_rank, config.rows, device, dtype)
+    except torch.OutOfMemoryError:
+        raise ModelUnusableError(
+            f"{slots} adapter slots of rank {max_rank} do not fit in the memory of {device}; use fewer, or a lower rank"
+        ) from None
+
+
+def _limits(loaded: LoadedModel, config: EngineConfig) -> EngineLimits:
+    blocks = config.kv_blocks or _fitting_blocks(loaded, config)
+    return EngineLimits(
+        rows=config.rows,
+        max_tokens=min(loaded.context_length, blocks * config.block_size),
+        max_rank=config.max_rank,
+        vocab_size=loaded.vocab_size,
+        block_size=config.block_size,
+        blocks=blocks,
+        adapter_slots=config.adapter_slots,
+    )
+
+
+def _fitting_blocks(loaded: LoadedModel, config: EngineConfig) -> int:
+    # On CUDA the adapter slots have been allocated before this; on the CPU an empty slot takes no memory.
+    available = available_bytes(loaded.device)
+    blocks = fitting_blocks(
+        available, loaded.kv_token_bytes, config.block_size, config.rows, loaded.context_length, loaded.device
+    )
+    if blocks < 1:
+        raise ModelUnusableError(
+            f"no memory is left on {loaded.device} for the KV cache; use a smaller model, fewer adapter slots or ranks"
+        )
+    return blocks
+
+
+def _kv_cache(loaded: LoadedModel, limits: EngineLimits) -> KvCache:
+    kv = loaded.kv
+    return KvCache(
+        kv.layers,
+        kv.kv_heads,
+        kv.key_dim,
+        limits.blocks,
+        limits.block_size,
+        loaded.dtype,
+        loaded.device,
+        value_dim=kv.value_dim,
+    )
+
+
+def _adapter_cache(
+    loaded: LoadedModel, lora: AdapterLayers, base: ModelLayers, config: EngineConfig, on_loaded: Callable[[], None]
+) -> OperatedCache[PackedAdapter]:
+    # The kernels on CUDA do not adapt embeddings and the output head.
+    adaptable = {**loaded.linears, **(loaded.ends if loaded.device.type == "cpu" else {})}
+    return OperatedCache[PackedAdapter](
+        config.adapter_slots,
+        TorchAdapterMemory(
+            lambda source: read_source(source, adaptable, config.max_rank, base),
+            lora.install,
+            loaded.device,
+            loaded.dtype,
+        ),
+        LoaderThreads(on_loaded, prepare=keep_to_one_core),
+        config.host_adapter_bytes or available_bytes(torch.device("cpu")) // _HOST_ADAPTER_SHARE,
+    )
