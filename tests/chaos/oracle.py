@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from router.text.tokenizer import HashText
 from tests.chaos.history import Request
-from worker.engine.hash_engine import expected_ids
+from worker.engine.hash_tokens import expected_ids
 from worker.engine_api import Sampling, Stopping
 
 _TEXT = HashText(0)

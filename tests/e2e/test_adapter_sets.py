@@ -12,7 +12,7 @@ import pytest
 from loraplex_client import FailedPreconditionError, Generation, InvalidRequestError, LoraplexError, NotFoundError
 
 from artifacts.digests import weighted_digest
-from worker.engine.hash_engine import expected_ids
+from worker.engine.hash_tokens import expected_ids
 from worker.engine_api import Stopping
 
 StartCluster = Callable[..., AbstractAsyncContextManager[Any]]

@@ -27,7 +27,7 @@ from loraplex_client import (
     UnavailableError,
 )
 
-from worker.engine.hash_engine import expected_ids
+from worker.engine.hash_tokens import expected_ids
 from worker.engine_api import Sampling, Stopping
 
 StartCluster = Callable[..., AbstractAsyncContextManager[Any]]

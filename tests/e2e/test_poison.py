@@ -15,7 +15,7 @@ import pytest
 from loraplex_client import AsyncClient, AsyncGenerationStream, InternalError
 
 from broker.messages import STRIKES_LIMIT
-from worker.engine.hash_engine import expected_ids
+from worker.engine.hash_tokens import expected_ids
 from worker.engine_api import Sampling, Stopping
 from worker.io.local_jobs.jobs import CLEARED_ATTEMPTS
 

@@ -15,7 +15,7 @@ from loraplex.cluster.v1 import cluster_pb2
 from loraplex_client import AsyncGenerationStream, Generation
 
 from tests.e2e.conftest import Cluster, running_cluster
-from worker.engine.hash_engine import expected_ids
+from worker.engine.hash_tokens import expected_ids
 from worker.engine_api import Sampling, Stopping
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

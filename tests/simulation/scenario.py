@@ -12,7 +12,7 @@ from router.request import Request, Stopping
 from tests.simulation.clients import Plan
 from tests.simulation.faults import Fault, draw_faults
 from worker import engine_api as contract
-from worker.engine.hash_engine import expected_ids
+from worker.engine.hash_tokens import expected_ids
 
 MODEL = "hash:?vocab=1000&seed=1&context=256"
 # Of a backlog's requests the first tenant's.

@@ -1,26 +1,24 @@
-"""An engine whose next token is a hash of all that it may depend on: the real scheduler, blocks and slots, no model.
+"""An engine whose next token is a hash of everything that it may depend on: real scheduler, blocks and slots, no model.
 
-A token that is lost, repeated, out of order, or of another adapter changes every id after it; `expected_ids` tells what
-they must be.
+A token that is lost, repeated, out of order, or of another adapter changes every id after it;
+`hash_tokens.expected_ids` tells what they must be.
 """
 
 from __future__ import annotations
 
-import hashlib
 import os
 import signal
 import threading
 import time
-from array import array
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable
 from io import SEEK_END
 from pathlib import Path
-from typing import Protocol
 
 from artifacts.hash_model import HashModel, parse_hash_model
 from artifacts.revision import CONFIG_FILE, WEIGHTS_FILE
 from worker.engine.adapter_cache.loading import LoaderThreads
 from worker.engine.adapter_cache.operated_cache import OperatedCache
+from worker.engine.hash_tokens import Hash, hash_logprobs, hash_root, id_bytes, next_token
 from worker.engine.scheduling.batch import Batch
 from worker.engine.scheduling.scheduler import Scheduler
 from worker.engine.scheduling.sequence import Sequence
@@ -31,18 +29,11 @@ from worker.engine_api import (
     EngineStats,
     NewSequence,
     Output,
-    Sampling,
-    Stopping,
     TokenLogprobs,
 )
 
-# Of adapters in host memory when nobody says; like blocks, they are counted and take no memory.
+# Maximum bytes of adapters in host memory by default; like blocks, these are counted and take no memory.
 _HOST_BYTES = 1 << 30
-
-
-class _Hash(Protocol):
-    def update(self, data: bytes, /) -> None: ...
-    def digest(self) -> bytes: ...
 
 
 class HashEngine:
@@ -105,9 +96,11 @@ class HashEngine:
         outputs = self._scheduler.poll()
         batch = self._scheduler.schedule()
         if batch:
-            _go_wrong(self._model, batch)
+            _inject_fault(self._model, batch)
             sampled = [self._next(row.sequence) for row in batch.rows if row.samples]
-            outputs += self._scheduler.commit(batch, [token for token, _ in sampled], [told for _, told in sampled])
+            outputs += self._scheduler.commit(
+                batch, [token for token, _ in sampled], [logprobs for _, logprobs in sampled]
+            )
             if self._step_s:
                 time.sleep(max(0.0, began + self._step_s - time.monotonic()))
         return outputs
@@ -122,25 +115,26 @@ class HashEngine:
 
     def _next(self, sequence: Sequence) -> tuple[int, TokenLogprobs | None]:
         # The hash of all ids so far stays with the sequence, so that a token costs the same at any length.
-        state: _Hash | None = sequence.engine_state
+        state: Hash | None = sequence.engine_state
         if state is None:
             spec = sequence.spec
             digest = spec.adapter.digest if spec.adapter else ""
-            state = sequence.engine_state = _root(self._model, digest, spec.sampling, spec.choice)
-            state.update(_id_bytes(sequence.ids))
-        token = _token(self._model, state, sequence.answered, sequence.banned_ids(sequence.answered))
-        told = None
+            state = sequence.engine_state = hash_root(self._model, digest, spec.sampling, spec.choice)
+            state.update(id_bytes(sequence.ids))
+        token = next_token(self._model, state, sequence.answered, sequence.banned_ids(sequence.answered))
+        logprobs = None
         if sequence.spec.logprobs is not None:
-            told = _logprobs(self._model, token, state.digest()[0], sequence.spec.logprobs)
+            logprobs = hash_logprobs(self._model, token, state.digest()[0], sequence.spec.logprobs)
         for position in sequence.missing_prompt_logprobs:
-            known = sequence.ids[position + 1]
-            sequence.prompt_logprobs.append(_logprobs(self._model, known, known, sequence.spec.prompt_logprobs or 0))
-        state.update(_id_bytes((token,)))
-        return token, told
+            following = sequence.ids[position + 1]
+            alternatives = sequence.spec.prompt_logprobs or 0
+            sequence.prompt_logprobs.append(hash_logprobs(self._model, following, following, alternatives))
+        state.update(id_bytes((token,)))
+        return token, logprobs
 
 
-def _go_wrong(model: HashModel, batch: Batch) -> None:
-    """What a fault of a model's kernel does: the process is gone, or its step never ends, and it tells nobody why."""
+def _inject_fault(model: HashModel, batch: Batch) -> None:
+    """Kill the process, or never return, where the batch has the token that the model is to fail on."""
     if model.die_on is not None and _has(batch, model.die_on):
         os.kill(os.getpid(), signal.SIGKILL)
     if model.hang_on is not None and _has(batch, model.hang_on):
@@ -165,84 +159,13 @@ def _limits(model: HashModel, config: EngineConfig) -> EngineLimits:
     )
 
 
-def expected_ids(
-    spec: str,
-    prompt_ids: Iterable[int],
-    *,
-    adapter_digest: str = "",
-    sampling: Sampling | None = None,
-    stopping: Stopping | None = None,
-    choice: int = 0,
-) -> tuple[int, ...]:
-    """The whole answer of the model `spec` (`hash:?...`), ending token included. Raises ArtifactError."""
-    model = parse_hash_model(spec)
-    stopping = stopping or Stopping()
-    ends = set() if stopping.ignore_eos else set(model.end_token_ids)
-    ends |= set(stopping.stop_token_ids)
-    state = _root(model, adapter_digest, sampling or Sampling(), choice)
-    state.update(_id_bytes(prompt_ids))
-    answer: list[int] = []
-    while len(answer) < stopping.max_tokens:
-        may_end = len(answer) >= stopping.min_tokens
-        token = _token(model, state, len(answer), () if may_end else ends)
-        answer.append(token)
-        if may_end and token in ends:
-            break
-        state.update(_id_bytes((token,)))
-    return tuple(answer)
-
-
-def _root(model: HashModel, adapter_digest: str, sampling: Sampling, choice: int) -> _Hash:
-    """The hash of everything but the ids. As with any model, what only shapes noise does not touch greedy answers."""
-    root = f"{model.seed}|{adapter_digest}|{choice}|"
-    if sampling.temperature:
-        limits = _wired(sampling.temperature, sampling.top_p, sampling.min_p, sampling.typical_p)
-        root += f"{limits}|{sampling.top_k}|{sampling.seed}|"
-    if sampling.adjusts_logits:
-        penalties = _wired(sampling.repetition_penalty, sampling.frequency_penalty, sampling.presence_penalty)
-        bias = [(token, *_wired(value)) for token, value in sampling.logit_bias]
-        root += f"{penalties}|{bias}|"
-    return hashlib.blake2b(root.encode(), digest_size=8)
-
-
-def _wired(*floats: float) -> list[float]:
-    """Floats with the 32 bits that they had on the wire."""
-    return array("f", floats).tolist()
-
-
-def _token(model: HashModel, state: _Hash, answered: int, banned: Collection[int]) -> int:
-    """The token after `answered` tokens of the answer; the end token comes where end_after says and nowhere else."""
-    span = model.vocab
-    if model.end_after:
-        span -= 1
-        if answered + 1 == model.end_after and span not in banned:
-            return span
-    token = int.from_bytes(state.digest(), "little") % span
-    while banned and token in banned:
-        token = (token + 1) % span
-    return token
-
-
-def _logprobs(model: HashModel, token: int, number: int, alternatives: int) -> TokenLogprobs:
-    """One of 16 log probabilities, by `number`; the likeliest tokens are this one and those after it."""
-    logprob = -(number % 16 + 1) / 16
-    likeliest = range(min(alternatives, model.vocab))
-    return TokenLogprobs(logprob, tuple(((token + rank) % model.vocab, logprob - rank) for rank in likeliest))
-
-
-def _id_bytes(ids: Iterable[int]) -> bytes:
-    return array("I", ids).tobytes()
-
-
 class HashAdapterMemory:
-    """Adapters of which nothing is kept but their size in bytes; see
-    worker.engine.adapter_cache.loading.AdapterMemory.
-    """
+    """Adapters of which only the size in bytes is kept: an AdapterMemory without memory."""
 
     stages = False
 
     def read(self, source: AdapterSource) -> int:
-        """The bytes of its files, which must be readable."""
+        """Return the size of the adapter's files, which must be readable."""
         size = 0
         for part in source.summands:
             for name in (CONFIG_FILE, WEIGHTS_FILE):
@@ -251,12 +174,12 @@ class HashAdapterMemory:
         return size
 
     def stage(self, prepared: int) -> int:
-        """There is no device."""
+        """Return the adapter as it is: there is no device."""
         return prepared
 
     def install(self, prepared: int, slot: int) -> None:
-        """Nothing to copy."""
+        """Copy nothing."""
 
     def size(self, prepared: int) -> int:
-        """Bytes as stored."""
+        """Return the bytes as stored."""
         return prepared

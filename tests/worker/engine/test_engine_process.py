@@ -15,7 +15,7 @@ from typing import TypeVar
 
 import pytest
 
-from worker.engine.hash_engine import expected_ids
+from worker.engine.hash_tokens import expected_ids
 from worker.engine_api import (
     AdapterSource,
     EngineConfig,

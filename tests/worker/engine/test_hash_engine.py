@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from worker.engine.hash_engine import HashEngine, expected_ids
+from worker.engine.hash_engine import HashEngine
+from worker.engine.hash_tokens import expected_ids
 from worker.engine_api import AdapterSource, EngineConfig, FinishKind, NewSequence, Output, Sampling, Stopping
 
 SPEC = "hash:?vocab=600&seed=3"
