@@ -16,7 +16,7 @@ from worker.engine.device.kernel_call import KernelCall
 
 # Of an sm_90 device, for one program.
 SHARED_BYTES = 227 * 1024
-_ROOT = Path(__file__).parents[2]
+_ROOT = Path(__file__).parents[3]
 _TYPES = {
     torch.float32: "*fp32",
     torch.float16: "*fp16",
