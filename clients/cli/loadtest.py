@@ -96,7 +96,7 @@ def loadtest(  # noqa: PLR0913, PLR0917  # one parameter a flag
 @contextlib.contextmanager
 def _bad_input() -> Iterator[None]:
     """What the plan, the flags or a report's file has wrong is the user's to mend: exit 2."""
-    from clients.loadtest.table import PlanError
+    from clients.loadtest.decoding import PlanError
 
     try:
         yield
@@ -149,7 +149,8 @@ def _plan(
     if sweep:
         values.setdefault("arrivals", {"kind": "closed", "concurrency": 1})
         closed = isinstance(values["arrivals"], dict) and values["arrivals"].get("kind") == "closed"
-        values["sweep"] = {"concurrency" if closed else "rate_per_s": list(sweep)}
+        whole = [int(value) if value.is_integer() else value for value in sweep]
+        values["sweep"] = {"concurrency": whole} if closed else {"rate_per_s": list(sweep)}
     if "requests" not in values and "duration_s" not in values and file is None:
         values["duration_s"] = 10.0
     return read_plan(values, str(file or "flags"), file.parent if file else Path(), tenant=tenant)

@@ -1,25 +1,29 @@
-"""When requests are to be sent. Open loop: at times that do not depend on the answers. Closed: when one has ended."""
+"""Times at which requests are sent: in an open loop independent of the answers, in a closed one when an answer ends."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Annotated, TypeAlias
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from clients.loadtest.decoding import Decoded, NotNegative, Positive, PositiveInt
+
 Seconds: TypeAlias = npt.NDArray[np.float64]
 
+# Number of gaps that are drawn at once.
 _BLOCK = 4096
 
 
 @dataclass(frozen=True)
 class Extent:
-    """How much is sent: `requests` or `duration_s`, after a warm-up that is sent too but not reported.
+    """The length of a run: `requests` or `duration_s`, after a warm-up that is sent but not reported.
 
-    The warm-up is counted as the rest is: requests or seconds. A ramp or a trace has an end of its own, and neither.
+    The warm-up is in the same unit as the rest, requests or seconds. A ramp or a trace ends by itself and has neither.
     """
 
     requests: int | None = None
@@ -29,66 +33,71 @@ class Extent:
 
     @property
     def total_requests(self) -> int | None:
-        """With the warm-up."""
+        """The number of requests with the warm-up."""
         return None if self.requests is None else self.requests + self.warm_up_requests
 
     @property
     def total_s(self) -> float | None:
-        """With the warm-up."""
+        """The duration with the warm-up, in seconds."""
         return None if self.duration_s is None else self.duration_s + self.warm_up_s
 
 
-@dataclass(frozen=True)
-class Closed:
-    """Each of `concurrency` clients sends its next request as soon as its last one has ended."""
+class Closed(Decoded, frozen=True, tag="closed"):
+    """A closed loop: each of `concurrency` clients sends its next request as soon as its last one has ended."""
 
-    concurrency: int
-
-
-@dataclass(frozen=True)
-class Constant:
-    """Evenly spaced."""
-
-    rate_per_s: float
+    concurrency: PositiveInt
 
 
-@dataclass(frozen=True)
-class Gamma:
-    """Gaps of a Gamma distribution with coefficient of variation `cv`; 1 is a Poisson process, more is burstier."""
+class Constant(Decoded, frozen=True, tag="constant"):
+    """Evenly spaced requests."""
 
-    rate_per_s: float
-    cv: float = 1.0
+    rate_per_s: Positive
 
 
-@dataclass(frozen=True)
-class Stage:
-    """A Poisson process whose rate goes evenly from one to the other during `for_s` seconds."""
+class Poisson(Decoded, frozen=True, tag="poisson"):
+    """A Poisson process."""
 
-    from_per_s: float
-    to_per_s: float
-    for_s: float
+    rate_per_s: Positive
 
 
-@dataclass(frozen=True)
-class Ramp:
-    """Stages, one after the other."""
+class Gamma(Decoded, frozen=True, tag="gamma"):
+    """Gaps with a Gamma distribution; `cv` is their coefficient of variation, and above 1 burstier than Poisson."""
 
-    stages: tuple[Stage, ...]
+    rate_per_s: Positive
+    cv: Positive
+
+
+class Stage(Decoded, frozen=True):
+    """A Poisson process whose rate changes evenly from one value to the other in `for_s` seconds."""
+
+    from_per_s: NotNegative
+    to_per_s: NotNegative
+    for_s: Positive
+
+    def __post_init__(self) -> None:
+        if self.from_per_s == self.to_per_s == 0:
+            raise ValueError("to_per_s: a stage needs a rate greater than 0 at one end")
+
+
+class Ramp(Decoded, frozen=True, tag="ramp"):
+    """Stages in succession."""
+
+    stages: Annotated[tuple[Stage, ...], msgspec.Meta(min_length=1)]
 
 
 @dataclass(frozen=True)
 class Replay:
-    """The times of a trace."""
+    """Requests at the times of a trace."""
 
     at_s: tuple[float, ...]
 
 
-Open: TypeAlias = Constant | Gamma | Ramp | Replay
+Open: TypeAlias = Poisson | Constant | Gamma | Ramp | Replay
 Arrivals: TypeAlias = Open | Closed
 
 
 def arrival_times(arrivals: Open, extent: Extent, seed: int) -> Seconds:
-    """When each request is to be sent, in seconds from the start, ascending; the warm-up's come first."""
+    """Return the time of each request in seconds from the start, ascending; the warm-up comes first."""
     rng = np.random.default_rng([seed, 1])
     match arrivals:
         case Replay(at_s):
@@ -96,19 +105,25 @@ def arrival_times(arrivals: Open, extent: Extent, seed: int) -> Seconds:
         case Ramp(stages):
             return _ramp(stages, rng)
         case Constant(rate_per_s):
-            # The first at 0; by multiplication, so that no error adds up.
+            # The first is at 0. Multiplying keeps rounding errors from adding up.
             if extent.total_requests is not None:
                 return np.arange(extent.total_requests) / rate_per_s
             times = np.arange(math.ceil((extent.total_s or 0) * rate_per_s) + 1) / rate_per_s
             return times[times < (extent.total_s or 0)]
+        case Poisson(rate_per_s):
+            return _gamma(rate_per_s, 1.0, extent, rng)
         case Gamma(rate_per_s, cv):
-            # Mean shape * scale = 1 / rate, deviation sqrt(shape) * scale = cv / rate.
-            shape = cv**-2
-            return _renewal(lambda count: rng.gamma(shape, 1 / (rate_per_s * shape), count), extent)
+            return _gamma(rate_per_s, cv, extent, rng)
+
+
+def _gamma(rate_per_s: float, cv: float, extent: Extent, rng: np.random.Generator) -> Seconds:
+    """Draw gaps of mean shape * scale = 1 / rate and deviation sqrt(shape) * scale = cv / rate."""
+    shape = cv**-2
+    return _renewal(lambda count: rng.gamma(shape, 1 / (rate_per_s * shape), count), extent)
 
 
 def _renewal(gaps: Callable[[int], Seconds], extent: Extent) -> Seconds:
-    """The running sum of independent gaps, as far as the extent goes. The same seed gives the same times for any."""
+    """Add up independent gaps to the end of the extent, which does not change the times before it."""
     blocks, count, last = [], 0, 0.0
     while True:
         block = last + np.cumsum(gaps(_BLOCK))
@@ -123,7 +138,7 @@ def _renewal(gaps: Callable[[int], Seconds], extent: Extent) -> Seconds:
 
 
 def _ramp(stages: tuple[Stage, ...], rng: np.random.Generator) -> Seconds:
-    """An inhomogeneous Poisson process by inversion (Cinlar): unit-rate arrivals through the inverse expected count."""
+    """Draw an inhomogeneous Poisson process by inversion (Cinlar): unit-rate arrivals, inverse expected count."""
     found, begin_s, missing = [], 0.0, float(rng.exponential())
     for stage in stages:
         slope = (stage.to_per_s - stage.from_per_s) / stage.for_s

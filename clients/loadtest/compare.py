@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from clients.loadtest.table import PlanError
+from clients.loadtest.decoding import PlanError
 
 _TIMES = ("ttft", "itl", "tpot", "latency")
 _FIGURES = ("requests_per_s", "tokens_per_s", "goodput_per_s", "error_share", "cold_share")

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from clients.loadtest.table import PlanError
+from clients.loadtest.decoding import PlanError
 
 TIMES = ("ttft", "itl", "tpot", "latency")
 STATISTICS = ("mean", "min", "max", "p50", "p90", "p95", "p99", "p99.9")

@@ -1,30 +1,32 @@
-"""What a load test is: immutable, and the same in every generator process."""
+"""The plan of a load test: immutable, and the same in every generator process."""
 
 from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
 
-from clients.loadtest.arrivals import Arrivals, Closed, Constant, Extent, Gamma
+import msgspec
+
+from clients.loadtest.arrivals import Arrivals, Closed, Constant, Extent, Gamma, Poisson
 from clients.loadtest.conditions import Slo
+from clients.loadtest.decoding import Decoded, NotNegative, Positive, PositiveInt, Share
 from clients.loadtest.lengths import Fixed, Lengths
 from clients.loadtest.popularity import BASE_ONLY, Popularity
 
-# Of prompts and answers where nobody says.
+# Default length of prompts and of answers, in tokens.
 TOKENS = Fixed(64)
 
 
-@dataclass(frozen=True)
-class Deadline:
-    """A `share` of the requests has a deadline, so long after it is sent."""
+class Deadline(Decoded, frozen=True):
+    """A deadline `after_s` seconds after sending, for a `share` of the requests."""
 
-    share: float
-    after_s: float
+    share: Share
+    after_s: Positive
 
 
 @dataclass(frozen=True)
 class Cancel:
-    """A `share` of the requests is cancelled once so many tokens have come."""
+    """A cancel by the client after `after_tokens` tokens, for a `share` of the requests."""
 
     share: float
     after_tokens: Lengths
@@ -32,7 +34,7 @@ class Cancel:
 
 @dataclass(frozen=True)
 class Tenant:
-    """Who asks, with which `weight` among the tenants, and what for. With `prompts`, `prompt_tokens` does not count."""
+    """A tenant with its `weight` and what it asks for. With `prompts`, `prompt_tokens` does not count."""
 
     name: str
     weight: float = 1.0
@@ -45,16 +47,15 @@ class Tenant:
     slos: tuple[Slo, ...] = ()
 
 
-@dataclass(frozen=True)
-class TraceRow:
-    """One request of a trace; None is what its tenant's own settings decide."""
+class TraceRow(Decoded, frozen=True):
+    """A request of a trace. Its tenant's own settings decide what is None."""
 
-    at_s: float
+    at_s: NotNegative
     tenant: str | None = None
     adapter: str | None = None
     prompt: str | None = None
-    prompt_tokens: int | None = None
-    answer_tokens: int | None = None
+    prompt_tokens: PositiveInt | None = None
+    answer_tokens: PositiveInt | None = None
 
 
 @dataclass(frozen=True)
@@ -69,36 +70,36 @@ class Plan:
     sweep: tuple[float, ...] = ()
     seed: int = 1
     model: str = ""
-    # Of every request that has no deadline, so that a test ends whatever the cluster does.
+    # Timeout of every request that has no deadline, so that a test ends whatever the cluster does.
     timeout_s: float = 120.0
     processes: int = 1
 
     def points(self) -> list[tuple[str, Plan]]:
-        """The runs, each with its label and as a plan without a sweep."""
+        """Return the runs, each with its label and as a plan without a sweep."""
         if not self.sweep:
             return [(describe(self.arrivals), self)]
-        found = []
+        runs = []
         for value in self.sweep:
             arrivals: Arrivals
             match self.arrivals:
                 case Closed():
                     arrivals = Closed(int(value))
-                case Constant() | Gamma():
-                    arrivals = dataclasses.replace(self.arrivals, rate_per_s=value)
+                case Poisson() | Constant() | Gamma():
+                    arrivals = msgspec.structs.replace(self.arrivals, rate_per_s=value)
                 case _:
                     raise TypeError(f"a sweep over {self.arrivals}")  # plan_file lets none through
-            found.append((describe(arrivals), dataclasses.replace(self, arrivals=arrivals, sweep=())))
-        return found
+            runs.append((describe(arrivals), dataclasses.replace(self, arrivals=arrivals, sweep=())))
+        return runs
 
 
 def describe(arrivals: Arrivals) -> str:
-    """In few words."""
+    """Return the label of a run with these arrivals, as in `Poisson, 5/s`."""
     match arrivals:
         case Closed(concurrency):
             return f"closed loop, {concurrency} at once"
         case Constant(rate_per_s):
             return f"constant, {rate_per_s:g}/s"
-        case Gamma(rate_per_s, 1.0):
+        case Poisson(rate_per_s) | Gamma(rate_per_s, 1.0):
             return f"Poisson, {rate_per_s:g}/s"
         case Gamma(rate_per_s, cv):
             return f"Gamma with cv {cv:g}, {rate_per_s:g}/s"

@@ -1,186 +1,201 @@
-"""Load-test files: TOML, with every key known. docs/loadtest.md lists them."""
+"""Load-test files: TOML, of which msgspec checks every key and value. docs/loadtest.md lists them."""
 
 from __future__ import annotations
 
 import dataclasses
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, TypeVar
 
-from clients.loadtest.arrivals import Arrivals, Closed, Constant, Extent, Gamma, Ramp, Replay, Stage
-from clients.loadtest.conditions import Slo, parse_slo
-from clients.loadtest.lengths import Fixed, read_lengths
-from clients.loadtest.plan import Cancel, Deadline, Plan, Tenant, TraceRow
-from clients.loadtest.popularity import read_popularity
-from clients.loadtest.table import PlanError, Table
+import msgspec
+
+from clients.loadtest.arrivals import Arrivals, Closed, Constant, Extent, Gamma, Poisson, Ramp, Replay
+from clients.loadtest.conditions import parse_slo
+from clients.loadtest.decoding import (
+    Decoded,
+    NotNegative,
+    NotNegativeInt,
+    PlanError,
+    Positive,
+    PositiveInt,
+    Share,
+    convert,
+    read_lines,
+    read_text,
+)
+from clients.loadtest.lengths import Fixed, Lengths, Listed, LogNormal, Uniform
+from clients.loadtest.plan import TOKENS, Cancel, Deadline, Plan, Tenant, TraceRow
+from clients.loadtest.popularity import BASE_ONLY, AdapterTable
 from clients.loadtest.trace import read_trace
 
-_KINDS = ("poisson", "gamma", "constant", "ramp", "trace", "closed")
+T = TypeVar("T")
+# A list that is not empty.
+Some = Annotated[tuple[T, ...], msgspec.Meta(min_length=1)]
+
+
+class TraceFile(Decoded, frozen=True, tag="trace"):
+    """Arrivals of `kind = "trace"`."""
+
+    file: str
+
+
+class LengthsFile(Decoded, frozen=True, tag="file"):
+    """Lengths of `kind = "file"`: one in each line, drawn with equal probability."""
+
+    file: str
+
+
+LengthsTable = PositiveInt | Fixed | Uniform | LogNormal | LengthsFile
+
+
+class CancelTable(Decoded, frozen=True):
+    """The table `cancel`."""
+
+    share: Share
+    after_tokens: LengthsTable = 1
+
+
+class SweepTable(Decoded, frozen=True):
+    """The table `sweep`; the arrivals decide which of the two it has."""
+
+    concurrency: Some[PositiveInt] | None = None
+    rate_per_s: Some[Positive] | None = None
+
+
+class TenantSettings(Decoded, frozen=True, kw_only=True):
+    """What a tenant asks for: at the top of a file for all tenants, and in a tenant's table for itself."""
+
+    adapters: AdapterTable | None = None
+    prompts: Some[str] | None = None
+    prompt_tokens: LengthsTable | None = None
+    answer_tokens: LengthsTable | None = None
+    deadline: Deadline | None = None
+    cancel: CancelTable | None = None
+    slo: Some[str] | None = None
+
+    def __post_init__(self) -> None:
+        try:
+            [parse_slo(text) for text in self.slo or ()]
+        except PlanError as error:
+            raise ValueError(f"slo: {error}") from error
+
+
+class TenantTable(TenantSettings, frozen=True, kw_only=True):
+    """A table of the list `tenants`."""
+
+    name: str
+    weight: Positive = 1.0
+
+
+class PlanFile(TenantSettings, frozen=True, kw_only=True):
+    """A whole file."""
+
+    arrivals: Poisson | Gamma | Constant | Ramp | TraceFile | Closed
+    name: str = "load test"
+    seed: NotNegativeInt = 1
+    model: str = ""
+    timeout_s: Positive = 120.0
+    processes: PositiveInt = 1
+    requests: PositiveInt | None = None
+    duration_s: Positive | None = None
+    warm_up_requests: NotNegativeInt | None = None
+    warm_up_s: NotNegative | None = None
+    sweep: SweepTable | None = None
+    tenants: tuple[TenantTable, ...] = ()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if isinstance(self.arrivals, Ramp | TraceFile):
+            for key in ("requests", "duration_s", "warm_up_requests"):
+                if getattr(self, key) is not None:
+                    raise ValueError(f"{key}: a ramp or a trace ends by itself; it can have warm_up_s")
+            if self.sweep is not None:
+                raise ValueError("sweep: a ramp or a trace can't be swept")
+        elif (self.requests is None) == (self.duration_s is None):
+            raise ValueError("requests: give either requests or duration_s")
+        elif self.requests is not None and self.warm_up_s is not None:
+            raise ValueError("warm_up_s: a test of so many requests is warmed up with warm_up_requests")
+        elif self.duration_s is not None and self.warm_up_requests is not None:
+            raise ValueError("warm_up_requests: a test of so many seconds is warmed up with warm_up_s")
+        if self.sweep is not None:
+            closed = isinstance(self.arrivals, Closed)
+            if (self.sweep.concurrency is not None) != closed or (self.sweep.rate_per_s is None) != closed:
+                raise ValueError(f"sweep: these arrivals are swept with {'concurrency' if closed else 'rate_per_s'}")
+        names = [tenant.name for tenant in self.tenants]
+        if len(set(names)) != len(names):
+            raise ValueError("tenants: two tenants have the same name")
 
 
 def load_toml(path: Path) -> dict[str, Any]:
-    """The file's content. Raises PlanError."""
+    """Return the content of a TOML file. Raises PlanError."""
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise PlanError(f"{path}: {(error.strerror or 'not readable').lower()}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        return tomllib.loads(read_text(path))
+    except tomllib.TOMLDecodeError as error:
         raise PlanError(f"{path}: not TOML: {error}") from error
 
 
 def read_plan(values: Mapping[str, Any], source: str, directory: Path, *, tenant: str = "default") -> Plan:
-    """The plan in a file's `values`; file names in it are relative to `directory`. Raises PlanError naming the key.
+    """Return the plan in the `values` of a file; file names in it are relative to `directory`.
 
-    `tenant` asks where the file names none.
+    `tenant` names the only tenant of a file that lists none. Raises PlanError naming `source` and the key.
     """
-    table = Table(values, source, directory)
-    name = table.text("name", "load test")
-    seed = table.whole("seed", 1)
-    model = table.text("model", "")
-    timeout_s = table.number("timeout_s", 120.0, above=0)
-    processes = table.whole("processes", 1, least=1)
-    arrivals, trace = _arrivals(table.table("arrivals"))
-    extent = _extent(table, arrivals)
-    sweep = _sweep(table, arrivals)
-    tenants = _tenants(table, tenant)
-    table.finish()
+    file = convert(values, PlanFile, source)
+    trace: tuple[TraceRow, ...] = ()
+    arrivals: Arrivals
+    if isinstance(file.arrivals, TraceFile):
+        trace = read_trace(directory / file.arrivals.file)
+        arrivals = Replay(tuple(row.at_s for row in trace))
+    else:
+        arrivals = file.arrivals
+    extent = Extent(file.requests, file.duration_s, file.warm_up_requests or 0, file.warm_up_s or 0.0)
+    common = _tenant(file, Tenant(tenant, adapters=BASE_ONLY, prompt_tokens=TOKENS, answer_tokens=TOKENS), directory)
+    tenants = [_tenant(table, common, directory) for table in file.tenants] or [common]
     return Plan(
-        name,
+        file.name,
         arrivals,
         extent,
-        _with_those_of(trace, tenants),
+        (*tenants, *_tenants_of_trace(trace, tenants)),
         trace=trace,
-        sweep=sweep,
-        seed=seed,
-        model=model,
-        timeout_s=timeout_s,
-        processes=processes,
+        sweep=(file.sweep.rate_per_s or file.sweep.concurrency or ()) if file.sweep else (),
+        seed=file.seed,
+        model=file.model,
+        timeout_s=file.timeout_s,
+        processes=file.processes,
     )
 
 
-def _arrivals(table: Table) -> tuple[Arrivals, tuple[TraceRow, ...]]:
-    arrivals: Arrivals
-    trace: tuple[TraceRow, ...] = ()
-    match table.text("kind", choices=_KINDS):
-        case "poisson":
-            arrivals = Gamma(table.number("rate_per_s", above=0))
-        case "gamma":
-            arrivals = Gamma(table.number("rate_per_s", above=0), table.number("cv", above=0))
-        case "constant":
-            arrivals = Constant(table.number("rate_per_s", above=0))
-        case "ramp":
-            arrivals = Ramp(tuple(_stage(stage) for stage in table.tables("stages")))
-            if not arrivals.stages:
-                table.fail("stages", "give a list of {from_per_s, to_per_s, for_s}")
-        case "trace":
-            trace = read_trace(table.directory / table.text("file"))
-            arrivals = Replay(tuple(row.at_s for row in trace))
-        case _:
-            arrivals = Closed(table.whole("concurrency", least=1))
-    table.finish()
-    return arrivals, trace
-
-
-def _stage(table: Table) -> Stage:
-    stage = Stage(
-        table.number("from_per_s", least=0), table.number("to_per_s", least=0), table.number("for_s", above=0)
-    )
-    if stage.from_per_s == stage.to_per_s == 0:
-        table.fail("to_per_s", "a stage needs a rate greater than 0 at one end")
-    table.finish()
-    return stage
-
-
-def _extent(table: Table, arrivals: Arrivals) -> Extent:
-    if isinstance(arrivals, Ramp | Replay):
-        for key in ("requests", "duration_s", "warm_up_requests"):
-            if key in table:
-                table.fail(key, "a ramp or a trace ends by itself; it can have warm_up_s")
-        return Extent(warm_up_s=table.number("warm_up_s", 0.0, least=0))
-    if ("requests" in table) == ("duration_s" in table):
-        table.fail("requests", "give either requests or duration_s")
-    if "requests" in table:
-        if "warm_up_s" in table:
-            table.fail("warm_up_s", "a test of so many requests is warmed up with warm_up_requests")
-        return Extent(table.whole("requests", least=1), warm_up_requests=table.whole("warm_up_requests", 0))
-    if "warm_up_requests" in table:
-        table.fail("warm_up_requests", "a test of so many seconds is warmed up with warm_up_s")
-    duration_s = table.number("duration_s", above=0)
-    return Extent(duration_s=duration_s, warm_up_s=table.number("warm_up_s", 0.0, least=0))
-
-
-def _sweep(table: Table, arrivals: Arrivals) -> tuple[float, ...]:
-    if "sweep" not in table:
-        return ()
-    sweep = table.table("sweep")
-    if isinstance(arrivals, Closed):
-        values = sweep.numbers("concurrency")
-        if any(value != int(value) for value in values):
-            sweep.fail("concurrency", "give whole numbers")
-    elif isinstance(arrivals, Constant | Gamma):
-        values = sweep.numbers("rate_per_s")
-    else:
-        table.fail("sweep", "a ramp or a trace can't be swept")
-    sweep.finish()
-    return values
-
-
-def _tenants(table: Table, name: str) -> tuple[Tenant, ...]:
-    """Those of the list, or one; what stands outside the list holds for all that don't say otherwise."""
-    common = _tenant(table, Tenant(name))
-    rows = table.tables("tenants")
-    tenants = []
-    for row in rows:
-        base = dataclasses.replace(common, name=row.text("name"), weight=row.number("weight", 1.0, above=0))
-        tenants.append(_tenant(row, base))
-        row.finish()
-    names = [tenant.name for tenant in tenants]
-    if len(set(names)) != len(names):
-        table.fail("tenants", "two tenants have the same name")
-    return tuple(tenants) or (common,)
-
-
-def _tenant(table: Table, base: Tenant) -> Tenant:
+def _tenant(table: TenantSettings, common: Tenant, directory: Path) -> Tenant:
+    """Return a tenant, with the settings of `common` where its table has none."""
+    name, weight = (table.name, table.weight) if isinstance(table, TenantTable) else (common.name, common.weight)
     return Tenant(
-        base.name,
-        base.weight,
-        read_popularity(table, "adapters", base.adapters),
-        table.texts("prompts") if "prompts" in table else base.prompts,
-        read_lengths(table, "prompt_tokens", base.prompt_tokens),
-        read_lengths(table, "answer_tokens", base.answer_tokens),
-        _deadline(table) if "deadline" in table else base.deadline,
-        _cancel(table) if "cancel" in table else base.cancel,
-        _slos(table) if "slo" in table else base.slos,
+        name,
+        weight,
+        common.adapters if table.adapters is None else table.adapters.popularity(directory),
+        table.prompts or common.prompts,
+        common.prompt_tokens if table.prompt_tokens is None else _lengths(table.prompt_tokens, directory),
+        common.answer_tokens if table.answer_tokens is None else _lengths(table.answer_tokens, directory),
+        table.deadline or common.deadline,
+        common.cancel
+        if table.cancel is None
+        else Cancel(table.cancel.share, _lengths(table.cancel.after_tokens, directory)),
+        common.slos if table.slo is None else tuple(parse_slo(text) for text in table.slo),
     )
 
 
-def _deadline(outer: Table) -> Deadline:
-    table = outer.table("deadline")
-    deadline = Deadline(table.share("share"), table.number("after_s", above=0))
-    table.finish()
-    return deadline
+def _lengths(table: LengthsTable, directory: Path) -> Lengths:
+    match table:
+        case int():
+            return Fixed(table)
+        case LengthsFile(file):
+            lines = read_lines(directory / file)
+            return Listed(tuple(convert(line, PositiveInt, place, strict=False) for place, line in lines))
+        case _:
+            return table
 
 
-def _cancel(outer: Table) -> Cancel:
-    table = outer.table("cancel")
-    cancel = Cancel(table.share("share"), read_lengths(table, "after_tokens", Fixed(1)))
-    table.finish()
-    return cancel
-
-
-def _slos(table: Table) -> tuple[Slo, ...]:
-    slos = []
-    for text in table.texts("slo"):
-        try:
-            slos.append(parse_slo(text))
-        except PlanError as error:
-            table.fail("slo", str(error))
-    return tuple(slos)
-
-
-def _with_those_of(trace: tuple[TraceRow, ...], tenants: tuple[Tenant, ...]) -> tuple[Tenant, ...]:
-    """Tenants that only the trace names ask as the first one does; they get nothing but what the trace gives them."""
-    known = {tenant.name for tenant in tenants}
-    named = dict.fromkeys(row.tenant for row in trace if row.tenant is not None and row.tenant not in known)
-    return (*tenants, *(dataclasses.replace(tenants[0], name=name, weight=0.0) for name in named))
+def _tenants_of_trace(trace: Sequence[TraceRow], tenants: Sequence[Tenant]) -> list[Tenant]:
+    """Return the tenants that only a trace names: like the first tenant, with no requests but those of the trace."""
+    listed = {tenant.name for tenant in tenants}
+    names = dict.fromkeys(row.tenant for row in trace if row.tenant is not None and row.tenant not in listed)
+    return [dataclasses.replace(tenants[0], name=name, weight=0.0) for name in names]

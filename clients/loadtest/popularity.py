@@ -1,28 +1,31 @@
-"""Which adapters are asked for how often: all alike, by a power law, or as a file says."""
+"""The distribution of requests over adapters: uniform, a power law, or weights from a file."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
 
+import msgspec
 import numpy as np
 
+from clients.loadtest.decoding import NotNegative, PlanError, Positive, PositiveInt, convert, read_lines
 from clients.loadtest.lengths import Whole
-from clients.loadtest.table import PlanError, Table
 
-# What stands for requests to the plain base model in lists of adapters.
+# The name in lists of adapters for requests to the plain base model.
 BASE = "base"
 
 
 @dataclass(frozen=True)
 class Popularity:
-    """Adapter `names`, the name `base` being none; their `weights` need not add up to 1."""
+    """Adapters' names with their weights, which need not add up to 1; the name `base` means no adapter."""
 
     names: tuple[str, ...]
     weights: tuple[float, ...]
 
     def draw(self, rng: np.random.Generator, count: int) -> Whole:
-        """Indices into `names`."""
-        # By the inverse of the distribution: searching a thousand names for each draw costs next to nothing.
+        """Draw `count` indices into `names`."""
+        # Inverse transform sampling.
         steps = np.cumsum(self.weights)
         found = np.searchsorted(steps, rng.random(count) * steps[-1], side="right")
         return np.asarray(np.minimum(found, len(self.names) - 1), dtype=np.int64)
@@ -32,48 +35,57 @@ BASE_ONLY = Popularity((BASE,), (1.0,))
 
 
 def power_law(names: tuple[str, ...], exponent: float) -> Popularity:
-    """The k-th name with weight k ** -exponent, as S-LoRA's and Punica's workloads have it; 0 is uniform."""
+    """Give the k-th name the weight k ** -exponent, as S-LoRA's and Punica's workloads do; 0 is uniform."""
     return Popularity(names, tuple(float(rank) ** -exponent for rank in range(1, len(names) + 1)))
 
 
-def read_popularity(outer: Table, key: str, default: Popularity) -> Popularity:
-    """The table `key`; `default` where it is absent. Raises PlanError."""
-    if key not in outer:
-        return default
-    table = outer.table(key)
-    match table.text("kind", "uniform", choices=("uniform", "power_law", "file")):
-        case "uniform":
-            popularity = power_law(_names(table), 0.0)
-        case "power_law":
-            exponent = table.number("exponent", least=0)
-            popularity = power_law(_names(table), exponent)
-        case _:
-            rows = [_weighted(place, line) for place, line in table.lines("file")]
-            popularity = Popularity(tuple(name for name, _ in rows), tuple(weight for _, weight in rows))
-    table.finish()
-    if len(set(popularity.names)) != len(popularity.names):
-        outer.fail(key, "names an adapter twice")
-    return popularity
+class AdapterTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The table `adapters` of a load-test file.
+
+    Names are listed in `names`, or made of a `pattern` with one `{}` for the numbers from 0 to `count` - 1.
+    """
+
+    kind: Literal["uniform", "power_law", "file"] = "uniform"
+    exponent: NotNegative | None = None
+    names: Annotated[tuple[str, ...], msgspec.Meta(min_length=1)] | None = None
+    pattern: str | None = None
+    count: PositiveInt | None = None
+    file: str | None = None
+
+    def __post_init__(self) -> None:
+        given = {key for key in self.__struct_fields__ if key != "kind" and getattr(self, key) is not None}
+        choices = _KEYS[self.kind]
+        if given not in [set(keys) for keys in choices]:
+            raise ValueError(f"kind {self.kind} takes {', or '.join(' and '.join(keys) for keys in choices)}")
+        if self.pattern is not None and self.pattern.count("{}") != 1:
+            raise ValueError(f"pattern: {self.pattern!r} must have one {{}}, where the number goes")
+        if self.names is not None and len(set(self.names)) != len(self.names):
+            raise ValueError("names: an adapter is named twice")
+
+    def popularity(self, directory: Path) -> Popularity:
+        """Return the distribution; a `file` is relative to `directory`. Raises PlanError."""
+        if self.file is not None:
+            path = directory / self.file
+            rows = [_weighted(place, line) for place, line in read_lines(path)]
+            if len({name for name, _ in rows}) != len(rows):
+                raise PlanError(f"{path}: an adapter is named twice")
+            return Popularity(tuple(name for name, _ in rows), tuple(weight for _, weight in rows))
+        pattern = self.pattern or ""
+        names = self.names or tuple(pattern.replace("{}", str(number)) for number in range(self.count or 0))
+        return power_law(names, self.exponent or 0.0)
 
 
-def _names(table: Table) -> tuple[str, ...]:
-    """Either `names`, or `pattern` with a `{}` and the `count` of numbers, from 0, to put there."""
-    if "names" in table:
-        return table.texts("names")
-    if "pattern" not in table:
-        table.fail("names", "give names, or pattern and count")
-    pattern = table.text("pattern")
-    if pattern.count("{}") != 1:
-        table.fail("pattern", f"{pattern!r} must have one {{}}, where the number goes")
-    return tuple(pattern.replace("{}", str(number)) for number in range(table.whole("count", least=1)))
+# The keys that each kind takes.
+_KEYS = {
+    "uniform": (("names",), ("pattern", "count")),
+    "power_law": (("exponent", "names"), ("exponent", "pattern", "count")),
+    "file": (("file",),),
+}
 
 
 def _weighted(place: str, line: str) -> tuple[str, float]:
     name, comma, weight = (part.strip() for part in line.partition(","))
     try:
-        value = float(weight) if comma else 1.0
-    except ValueError:
-        value = -1.0
-    if not name or not 0 < value < float("inf"):
-        raise PlanError(f"{place}: {line!r} is not NAME,WEIGHT with a weight greater than 0")
-    return name, value
+        return name, convert(weight if comma else "1", Positive, place, strict=False)
+    except PlanError:
+        raise PlanError(f"{place}: {line!r} is not NAME,WEIGHT with a weight greater than 0") from None

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from clients.loadtest.cost import generator_cost, warnings
+from clients.loadtest.decoding import PlanError
 from clients.loadtest.drawing import svg_file
 from clients.loadtest.fleet import Run
 from clients.loadtest.page import render_page
@@ -22,7 +23,6 @@ from clients.loadtest.plan import Plan, Tenant
 from clients.loadtest.plots import report_plots
 from clients.loadtest.samples import COLUMNS, Samples, merge
 from clients.loadtest.statistics import loop_kind, measured, summarise
-from clients.loadtest.table import PlanError
 from clients.loadtest.workload import Workload
 
 FORMAT = "loraplex.loadtest/1"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from clients.loadtest.arrivals import Constant, Extent, Gamma, Open, Ramp, Replay, Stage, arrival_times
+from clients.loadtest.arrivals import Constant, Extent, Gamma, Open, Poisson, Ramp, Replay, Stage, arrival_times
 
 MANY = Extent(requests=50_000)
 
@@ -26,7 +26,7 @@ def test_gamma_gaps_have_the_mean_and_the_variation_asked_for(cv: float) -> None
 
 
 def test_poisson_counts_vary_as_much_as_their_mean() -> None:
-    times = arrival_times(Gamma(50.0), MANY, 2)
+    times = arrival_times(Poisson(50.0), MANY, 2)
     counts = np.histogram(times, np.arange(0, times[-1]))[0]
     assert len(counts) > 900
     assert counts.var() / counts.mean() == pytest.approx(1.0, abs=0.2)
@@ -39,7 +39,7 @@ def test_constant_arrivals_do_not_drift() -> None:
     assert np.diff(times) == pytest.approx(1 / 7)
 
 
-@pytest.mark.parametrize("arrivals", [Constant(40.0), Gamma(40.0), Gamma(40.0, 4.0)])
+@pytest.mark.parametrize("arrivals", [Constant(40.0), Poisson(40.0), Gamma(40.0, 4.0)])
 def test_a_duration_ends_them_and_the_warm_up_comes_on_top(arrivals: Open) -> None:
     short = arrival_times(arrivals, Extent(duration_s=10.0), 5)
     longer = arrival_times(arrivals, Extent(duration_s=10.0, warm_up_s=500.0), 5)
@@ -67,5 +67,5 @@ def test_a_replay_is_the_trace() -> None:
 
 
 def test_the_seed_decides() -> None:
-    assert np.array_equal(gaps(Gamma(9.0), seed=4), gaps(Gamma(9.0), seed=4))
-    assert not np.array_equal(gaps(Gamma(9.0), seed=4), gaps(Gamma(9.0), seed=5))
+    assert np.array_equal(gaps(Poisson(9.0), seed=4), gaps(Poisson(9.0), seed=4))
+    assert not np.array_equal(gaps(Poisson(9.0), seed=4), gaps(Poisson(9.0), seed=5))

@@ -43,7 +43,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *ar
         (["--rate", "1", "--tenant", "a\tb"], "tenant"),
         (["--sweep", "1,two"], "--sweep: '1,two' is not a list of numbers"),
         (["{dir}/gone.toml"], "gone.toml: no such file"),
-        (["{dir}/keys.toml"], "keys.toml: requets: unknown key; did you mean requests?"),
+        (["{dir}/keys.toml"], "keys.toml: object contains unknown field `requets`"),
         (["{dir}/order.toml"], "order.csv:3: at_s 1 comes after 2: a trace must be in the order of its times"),
         (["--compare", "{dir}/gone.json", "{dir}/gone.json"], "gone.json: no such file"),
         (["--compare", "{dir}/order.csv", "{dir}/order.csv"], "order.csv: not JSON"),
