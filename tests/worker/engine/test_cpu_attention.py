@@ -11,8 +11,8 @@ from torch import Tensor
 
 from tests.worker.engine.attention_batches import CPU, Case, Numbers, cases
 from worker.engine.attention.cpu import kernel as cpu_kernel
+from worker.engine.attention.cpu.intrinsics import heads_at_once
 from worker.engine.attention.cpu.plan import CpuPlan, cpu_plan
-from worker.engine.attention.cpu.vectors import heads_at_once
 from worker.engine.device.cpu import threads
 from worker.engine.scheduling.batch import Batch
 
@@ -93,5 +93,5 @@ def test_where_nothing_can_be_kept_it_is_compiled_all_the_same(monkeypatch: pyte
             raise RuntimeError("cannot cache function: no locator available")
         return cfunc(signature)
 
-    monkeypatch.setattr("worker.engine.device.cpu.kernels.cfunc", nowhere)
+    monkeypatch.setattr("worker.engine.device.cpu.compilation.cfunc", nowhere)
     assert cpu_kernel.compiled(cpu_kernel.parameters(1, 8, 8, "float32")).address

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from worker.engine.attention.definition import additive, by_definition, visible
+from worker.engine.attention.eager import additive, by_definition, visible
 from worker.engine.attention.kv_cache import KvCache
 from worker.engine.attention.paged import LayerCall
 from worker.engine.scheduling.batch import Row

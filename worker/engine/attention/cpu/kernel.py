@@ -21,10 +21,10 @@ from typing import Any
 import numpy as np
 from numba import carray, njit
 
-from worker.engine.attention.cpu import vectors as attention_vectors
-from worker.engine.attention.cpu.vectors import dots, narrow, power_of_two, weigh, weigh_four, widen
-from worker.engine.device.cpu import kernels
-from worker.engine.device.cpu.vectors import KINDS, floats_at, integers_at, take
+from worker.engine.attention.cpu import intrinsics
+from worker.engine.attention.cpu.intrinsics import dots, narrow, power_of_two, weigh, weigh_four, widen
+from worker.engine.device.cpu import compilation
+from worker.engine.device.cpu.llvm import KINDS, floats_at, integers_at, take
 
 # Integers of a task: its first token in the flat batch, how many, the position of the first, where its block table
 # begins in `tables`, its first key head, how many, and the positions that a row of scores has room for.
@@ -41,12 +41,12 @@ def parameters(shared: int, key_dim: int, value_dim: int, kind: str) -> np.dtype
     0 as the address of `sinks` (float32 [heads]), as `window` and as `softcap` means none.
     """
     made_for = {"of_shared": shared, "of_key_dim": key_dim, "of_value_dim": value_dim, "of_kind": KINDS[kind]}
-    return kernels.parameters(_INTEGERS.split(), ["scaling", "softcap"], made_for)
+    return compilation.parameters(_INTEGERS.split(), ["scaling", "softcap"], made_for)
 
 
 def compiled(given: np.dtype[Any]) -> Any:
     """The kernel for such parameters. `counters` are two zeros: threads called with the same ones share the tasks."""
-    return kernels.compiled(_attend, given, attention_vectors)
+    return compilation.compiled(_attend, given, intrinsics)
 
 
 def scratch_floats(key_dim: int, value_dim: int) -> int:

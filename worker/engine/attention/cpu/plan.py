@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from worker.engine.attention.cpu.chunks import Chunk, chunk_of
+from worker.engine.attention.cpu.intrinsics import heads_at_once
 from worker.engine.attention.cpu.kernel import compiled, parameters, scratch_floats
-from worker.engine.attention.cpu.vectors import heads_at_once
 from worker.engine.attention.kv_cache import KvCache
 from worker.engine.attention.paged import LayerCall
 from worker.engine.device.cpu import threads

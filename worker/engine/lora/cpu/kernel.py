@@ -22,10 +22,10 @@ from typing import Any
 
 from numba import carray, njit
 
-from worker.engine.device.cpu import kernels
-from worker.engine.device.cpu.vectors import KINDS, LANES, give_way, integers_at, look_at, take
-from worker.engine.lora.cpu import vectors as lora_vectors
-from worker.engine.lora.cpu.vectors import (
+from worker.engine.device.cpu import compilation
+from worker.engine.device.cpu.llvm import KINDS, LANES, give_way, integers_at, look_at, take
+from worker.engine.lora.cpu import intrinsics
+from worker.engine.lora.cpu.intrinsics import (
     ROWS,
     dots,
     dots_four,
@@ -60,7 +60,9 @@ _INTEGERS = (
 @cache
 def compiled(kind: str) -> Any:
     """The kernel for numbers of a kind. `counters` are zeros: threads called with the same ones share the tasks."""
-    return kernels.compiled(_apply, kernels.parameters(_INTEGERS.split(), [], {"of_kind": KINDS[kind]}), lora_vectors)
+    return compilation.compiled(
+        _apply, compilation.parameters(_INTEGERS.split(), [], {"of_kind": KINDS[kind]}), intrinsics
+    )
 
 
 @njit(fastmath=True, error_model="numpy")

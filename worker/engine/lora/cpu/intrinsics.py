@@ -1,6 +1,6 @@
 """Pieces of the CPU's LoRA kernel as vector instructions: products and sums of as many numbers as there are.
 
-See worker.engine.device.cpu.vectors. What is shrunk is float32; rows of x and y, and weights, are numbers of the
+See worker.engine.device.cpu.llvm. What is shrunk is float32; rows of x and y, and weights, are numbers of the
 kind that the kernel is made for. Strides are in bytes, lengths in numbers.
 """
 
@@ -18,7 +18,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from worker.engine.device.cpu.vectors import (
+from worker.engine.device.cpu.llvm import (
     F32,
     I32,
     I64,

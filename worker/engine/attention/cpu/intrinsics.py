@@ -1,6 +1,6 @@
 """Pieces of the CPU's attention kernel as vector instructions: intrinsics for one shape, whole products at a time.
 
-See worker.engine.device.cpu.vectors; the shape is in the type of cpu_kernel's parameters, so nothing of it is left
+See worker.engine.device.cpu.llvm; the shape is in the type of cpu_kernel's parameters, so nothing of it is left
 to find out at run time.
 """
 
@@ -16,7 +16,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from worker.engine.device.cpu.vectors import (
+from worker.engine.device.cpu.llvm import (
     F32,
     FAST,
     I32,

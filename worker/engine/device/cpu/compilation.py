@@ -12,7 +12,7 @@ import numpy as np
 from numba import cfunc, types
 from numba.np.numpy_support import from_dtype
 
-from worker.engine.device.cpu import vectors
+from worker.engine.device.cpu import llvm
 
 
 def parameters(integers: Sequence[str], reals: Sequence[str], made_for: Mapping[str, int]) -> np.dtype[Any]:
@@ -49,6 +49,6 @@ def _named(kernel: Callable[..., None], given: np.dtype[Any], pieces: ModuleType
     """
     assert isinstance(kernel, FunctionType), "a function of Python"
     digest = sha256(repr(given.descr).encode())
-    for module in (vectors, pieces, inspect.getmodule(kernel)):
+    for module in (llvm, pieces, inspect.getmodule(kernel)):
         digest.update(inspect.getsource(module).encode() if module else b"")
     return FunctionType(kernel.__code__, kernel.__globals__, f"{kernel.__name__}_{digest.hexdigest()[:16]}")
