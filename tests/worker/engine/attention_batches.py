@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from worker.engine.attention.cpu.chunks import chunk_of
+from worker.engine.attention.cpu.chunks import chunk_from_row
 from worker.engine.attention.kv_cache import KvCache
 from worker.engine.attention.paged import LayerCall
 from worker.engine.scheduling.batch import Batch, Row
@@ -100,7 +100,7 @@ class Numbers:
         call = LayerCall(0, self.query, k, v, 0.3, self.case.window, self.case.softcap, sinks)
         out, first = torch.empty(self.batch.tokens, self.case.heads, self.case.value_dim), 0
         for row in self.batch.rows:
-            chunk_of(row, first, self.exact).attend(call, self.exact, out[first : first + row.count])
+            chunk_from_row(row, first, self.exact).attend(call, self.exact, out[first : first + row.count])
             first += row.count
         return out
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from artifacts.errors import ArtifactError
-from worker.engine.lora.adapter_memory import TorchAdapterMemory, pack
+from worker.engine.lora.adapter_memory import TorchAdapterMemory, pack_adapter
 from worker.engine.lora.dora import Rescale
 from worker.engine.lora.weights import AdapterWeights, LoraPair
 from worker.engine_api import AdapterSource
@@ -31,7 +31,7 @@ def weights() -> AdapterWeights:
 def test_a_packed_adapter_is_the_same_in_one_piece() -> None:
     for dtype in (torch.float32, torch.bfloat16):
         original = weights()
-        packed = pack(original, dtype)
+        packed = pack_adapter(original, dtype)
         assert packed.weights.rank == 8
         assert packed.weights.pairs.keys() == original.pairs.keys()
         for name, pair in original.pairs.items():
@@ -77,4 +77,4 @@ def test_numbers_that_no_token_can_be_made_with_are_refused(value: float, dtype:
         adapter = weights()
         adapter.pairs["layer 3"].tensors[tensor][..., 0] = value
         with pytest.raises(ArtifactError, match=f"layer 3 .*{named}"):
-            pack(adapter, dtype)
+            pack_adapter(adapter, dtype)

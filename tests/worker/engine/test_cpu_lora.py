@@ -36,7 +36,7 @@ class Group:
         self.group = CpuGroup(lambda _: self.y.clone(), IN_FEATURES, WIDTHS, SLOTS, MAX_RANK, dtype, self.step)
         self.pairs = [[self.pair(rank, width, dora) for rank, width in zip(of, WIDTHS, strict=True)] for of in ranks]
         for slot, pairs in enumerate(self.pairs):
-            self.group.install(slot, pairs)
+            self.group.set_slot(slot, pairs)
 
     def random(self, *shape: int) -> Tensor:
         return torch.randn(*shape, generator=self.chance)
@@ -51,7 +51,7 @@ class Group:
     def result(self, slots: Sequence[int], x: Tensor, y: Tensor, prompt: tuple[int, int] | None = None) -> Tensor:
         """Of one row for each slot, and behind them a prompt's (slot, rows)."""
         self.y = y
-        self.step.begin([(slot, 1) for slot in slots] + ([prompt] if prompt else []))
+        self.step.set_rows([(slot, 1) for slot in slots] + ([prompt] if prompt else []))
         return self.group(x)
 
     def expected(self, slots: Sequence[int], x: Tensor, y: Tensor) -> Tensor:
@@ -158,7 +158,7 @@ def test_every_thread_takes_part_and_every_task_is_done_once() -> None:
 def test_an_adapter_is_neither_copied_nor_kept_for_longer_than_its_slot() -> None:
     group = Group(torch.float32, [])
     pair = LoraPair(torch.ones(1, IN_FEATURES), torch.ones(1, WIDTHS[0]))
-    group.group.install(2, [pair, None, None])
+    group.group.set_slot(2, [pair, None, None])
     x, y = group.inputs(1)
     before = group.result([2], x, y)
     pair.b.mul_(2)
@@ -167,7 +167,7 @@ def test_an_adapter_is_neither_copied_nor_kept_for_longer_than_its_slot() -> Non
     del pair
     gc.collect()
     assert alive() is not None
-    group.group.install(2, [None, None, None])
+    group.group.set_slot(2, [None, None, None])
     gc.collect()
     assert alive() is None
     assert torch.equal(group.result([2], x, y), y)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from worker.engine.lora.cpu.layers import CpuLayers
 from worker.engine.lora.dora import Rescale
-from worker.engine.lora.fused_linears import SharedProduct, join, replace
+from worker.engine.lora.fused_linears import FusedProduct, fuse, replace_linears
 from worker.engine.lora.weights import AdapterWeights, LoraPair
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -153,7 +153,7 @@ def test_another_rows_adapter_that_overflows_is_not_felt(checked: Checked) -> No
         torch.testing.assert_close(out[row], checked._alone(x[0, row], slot), rtol=1e-5, atol=1e-5)
 
 
-class Siblings(nn.Module):
+class ThreeLinears(nn.Module):
     """Three layers with one input, called as models call them, and a head."""
 
     def __init__(self) -> None:
@@ -168,17 +168,19 @@ class Siblings(nn.Module):
         return out
 
 
-@pytest.mark.parametrize("joined", [False, True])
-def test_siblings_are_one_group_once_they_are_one_product(joined: bool) -> None:
+@pytest.mark.parametrize("fused", [False, True])
+def test_fused_linears_are_one_group_once_they_are_one_product(fused: bool) -> None:
     torch.manual_seed(0)
-    model, plain = Siblings().requires_grad_(False), Siblings().requires_grad_(False)
+    model, plain = ThreeLinears().requires_grad_(False), ThreeLinears().requires_grad_(False)
     plain.load_state_dict(model.state_dict())
     linears = {"q_proj": (24, 40), "k_proj": (24, 8), "v_proj": (24, 8)}
-    if joined:
-        replace(model, list(linears), SharedProduct(join([model.q_proj, model.k_proj, model.v_proj]), [40, 8, 8]))
+    if fused:
+        replace_linears(
+            model, list(linears), FusedProduct(fuse([model.q_proj, model.k_proj, model.v_proj]), [40, 8, 8])
+        )
     ends = {"lm_head": (56, 10)}
     layers = CpuLayers(model, linears, 2, 8, torch.float32, ends)
-    assert len(layers._groups) == (2 if joined else 4)
+    assert len(layers._groups) == (2 if fused else 4)
     pairs = {
         name: LoraPair(torch.randn(3, shape[0]), torch.randn(3, shape[1])) for name, shape in (linears | ends).items()
     }
@@ -187,7 +189,7 @@ def test_siblings_are_one_group_once_they_are_one_product(joined: bool) -> None:
     layers.begin_step([(-1, 1), (-1, 1), (1, 1), (1, 1)], [1, 0, 1, 0])
     x = torch.randn(1, 4, 24)
     result, expected = model(x)[0], plain(x)[0]
-    assert torch.equal(result[0], expected[0]) or joined
+    assert torch.equal(result[0], expected[0]) or fused
     torch.testing.assert_close(result[0], expected[0], rtol=1e-5, atol=1e-5)
     for name, weight in plain.named_parameters():
         if name.endswith(".weight"):

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from artifacts.revision import CONFIG_FILE, WEIGHTS_FILE
-from worker.engine.lora.adapter_memory import pack
+from worker.engine.lora.adapter_memory import pack_adapter
 from worker.engine.lora.weights import read_adapter
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -50,7 +50,7 @@ def test_the_ranks_of_the_patterned_adapter_differ(tiny_llama: Any) -> None:
 
 def test_weights_are_cast_after_they_are_scaled(tiny_llama: Any) -> None:
     exact = read_adapter(str(tiny_llama.adapters["rslora"]), linears(tiny_llama), 16)
-    cast = pack(exact, torch.bfloat16).weights
+    cast = pack_adapter(exact, torch.bfloat16).weights
     for name, pair in cast.pairs.items():
         assert exact.pairs[name].b.dtype == torch.float32
         assert torch.equal(pair.a, exact.pairs[name].a.bfloat16())

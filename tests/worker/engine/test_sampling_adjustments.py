@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
 
-from worker.engine.sampling.adjustments import Adjustments, adjust
+from worker.engine.sampling.adjustments import Adjustments, adjust_logits
 from worker.engine.sampling.sampler import Draw, sample
 from worker.engine_api import Sampling
 
@@ -36,7 +36,7 @@ def adjusted(
         ids.append(token)
         adjustments.catch_up(ids)
     scores = scores.clone()
-    adjust(scores, [adjustments], [()])
+    adjust_logits(scores, [adjustments], [()])
     return scores
 
 
@@ -76,7 +76,7 @@ def test_ids_that_came_at_once_count_as_if_one_by_one() -> None:
     at_once.catch_up(PROMPT + ANSWER)
     scores = logits()
     one_by_one = adjusted(scores, sampling, PROMPT, ANSWER)
-    adjust(scores, [at_once], [()])
+    adjust_logits(scores, [at_once], [()])
     assert torch.equal(scores, one_by_one)
 
 
@@ -111,7 +111,7 @@ def test_penalties_beyond_float32_make_no_infinities(penalty: float) -> None:
     scores = torch.tensor([[0.0, 2.0, -2.0, 1.0]])
     adjustments = Adjustments(Sampling(repetition_penalty=penalty), 3)
     adjustments.catch_up([0, 1, 2])
-    adjust(scores, [adjustments], [{3}])
+    adjust_logits(scores, [adjustments], [{3}])
     assert scores[0, :3].isfinite().all()
 
 

@@ -17,7 +17,7 @@ from transformers.generation.logits_process import (
     TypicalLogitsWarper,
 )
 
-from worker.engine.sampling.limits import border, typical
+from worker.engine.sampling.limits import mask_atypical, smallest_kept
 from worker.engine.sampling.sampler import Draw, sample
 from worker.engine_api import Sampling
 
@@ -64,11 +64,11 @@ def random_scores(rows: int, vocab: int) -> torch.Tensor:
 def test_the_same_tokens_are_kept_as_by_transformers(limits: dict[str, Any]) -> None:
     scores = random_scores(rows=40, vocab=300)
     samplings = [Sampling(temperature=1.0, **limits)] * len(scores)
-    smallest, enough = border(scores, scores.topk(300, dim=-1).values, samplings)
+    smallest, enough = smallest_kept(scores, scores.topk(300, dim=-1).values, samplings)
     assert enough.all()
     kept = scores.masked_fill(scores < smallest, -math.inf)
     if "typical_p" in limits:
-        kept, enough = typical(kept, samplings, 300)
+        kept, enough = mask_atypical(kept, samplings, 300)
         assert enough.all()
     assert torch.equal(kept, warped(scores, limits))
 
@@ -78,8 +78,8 @@ def test_a_first_look_at_the_likeliest_tells_the_same_or_that_it_can_not(limits:
     scores = random_scores(rows=40, vocab=300)
     samplings = [Sampling(temperature=1.0, **limits)] * len(scores)
     likeliest = scores.topk(64, dim=-1).values
-    looked_at, enough = border(scores, likeliest, samplings)
-    truth, _ = border(scores, scores.topk(300, dim=-1).values, samplings)
+    looked_at, enough = smallest_kept(scores, likeliest, samplings)
+    truth, _ = smallest_kept(scores, scores.topk(300, dim=-1).values, samplings)
     assert enough.any()
     torch.testing.assert_close(looked_at[enough], truth[enough], rtol=0, atol=0)
     assert (truth[~enough] <= likeliest[~enough, -1:]).all()
@@ -89,7 +89,7 @@ def test_a_first_look_at_the_likeliest_tells_the_same_or_that_it_can_not(limits:
 def test_a_look_at_the_most_typical_tells_the_same_or_that_it_can_not(mass: float) -> None:
     scores = random_scores(rows=40, vocab=300)
     samplings = [Sampling(temperature=1.0, typical_p=mass)] * len(scores)
-    kept, enough = typical(scores, samplings, 64)
+    kept, enough = mask_atypical(scores, samplings, 64)
     truth = warped(scores, {"typical_p": mass})
     assert enough.any()
     assert torch.equal(kept[enough], truth[enough])
@@ -99,8 +99,8 @@ def test_a_look_at_the_most_typical_tells_the_same_or_that_it_can_not(mass: floa
 def test_limits_of_other_rows_change_nothing() -> None:
     scores = random_scores(rows=len(LIMITS), vocab=300)
     samplings = [Sampling(temperature=1.0, **limits) for limits in LIMITS]
-    smallest, _ = border(scores, scores.topk(300, dim=-1).values, samplings)
-    kept, _ = typical(scores.masked_fill(scores < smallest, -math.inf), samplings, 300)
+    smallest, _ = smallest_kept(scores, scores.topk(300, dim=-1).values, samplings)
+    kept, _ = mask_atypical(scores.masked_fill(scores < smallest, -math.inf), samplings, 300)
     truth = torch.cat([warped(scores[row : row + 1], limits) for row, limits in enumerate(LIMITS)])
     assert torch.equal(kept, truth)
 

@@ -46,10 +46,12 @@ def test_kernels_compile_for_sm_90(
 
 def launches(heads: int, kv_heads: int, dim: int, dtype: torch.dtype, score: dict[str, Any]) -> list[Any]:
     """A step's launches as the model's forward pass makes them: nothing is run."""
-    from worker.engine.attention.cuda.plan import Chunks, DecodeRows, TritonPlan
+    from worker.engine.attention.cuda.plan import ChunkRows, DecodeRows, TritonPlan
 
     tables = torch.zeros(2, 4, dtype=torch.int32)
-    plan = TritonPlan(DecodeRows(tables, torch.zeros(2, dtype=torch.int64)), Chunks(tables, ((2, 0, 40), (42, 5, 9))))
+    plan = TritonPlan(
+        DecodeRows(tables, torch.zeros(2, dtype=torch.int64)), ChunkRows(tables, ((2, 0, 40), (42, 5, 9)))
+    )
     cache = KvCache(1, kv_heads, dim, 4, 16, dtype, torch.device("cpu"))
     query, new = torch.zeros(51, heads, dim, dtype=dtype), torch.zeros(51, kv_heads, dim, dtype=dtype)
     sinks = torch.zeros(heads, dtype=dtype) if score.get("sinks") else None

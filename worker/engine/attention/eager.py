@@ -8,7 +8,7 @@ from torch import Tensor
 from worker.engine.attention.paged import LayerCall
 
 
-def by_definition(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, call: LayerCall, sinks: Tensor | None) -> Tensor:
+def eager_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, call: LayerCall, sinks: Tensor | None) -> Tensor:
     """Attention with a softcap or sinks: q [..., queries, dim]; k, v [..., positions, dim]; sinks [heads, queries]."""
     scores = torch.matmul(q, k.transpose(-1, -2)) * call.scaling
     if call.softcap is not None:
@@ -20,7 +20,7 @@ def by_definition(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, call: LayerCall
     return torch.matmul(weights[..., : k.shape[-2]], v)
 
 
-def visible(keys: Tensor, queries: Tensor, window: int | None) -> Tensor:
+def visibility(keys: Tensor, queries: Tensor, window: int | None) -> Tensor:
     """Which key positions [1, k] each query position [q, 1] sees: [q, k]. Or the other way round."""
     seen = keys <= queries
     if window is not None:
@@ -28,6 +28,6 @@ def visible(keys: Tensor, queries: Tensor, window: int | None) -> Tensor:
     return seen
 
 
-def additive(seen: Tensor, dtype: torch.dtype) -> Tensor:
+def additive_mask(seen: Tensor, dtype: torch.dtype) -> Tensor:
     """0 where something is seen, minus infinity where not."""
     return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, float("-inf"))

@@ -22,14 +22,14 @@ def upload(values: Any, device: torch.device, dtype: torch.dtype | None = None) 
 
 
 def download(values: Tensor) -> Tensor:
-    """The values on the host, there once the stream has come to this point: see `mark`."""
+    """The values on the host, there once the stream has come to this point: see `record_event`."""
     if values.device.type != "cuda":
         return values
     host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
     return host.copy_(values, non_blocking=True)
 
 
-def mark(device: torch.device) -> torch.cuda.Event | None:
+def record_event(device: torch.device) -> torch.cuda.Event | None:
     """An event that has happened when the device has done all that it has been given; None: it has already."""
     if device.type != "cuda":
         return None

@@ -57,7 +57,7 @@ class TorchAdapterMemory:
 
     def read(self, source: AdapterSource) -> PackedAdapter:
         """From files to host memory."""
-        return pack(self._read(source), self._dtype, pinned=self.stages)
+        return pack_adapter(self._read(source), self._dtype, pinned=self.stages)
 
     def stage(self, prepared: PackedAdapter) -> PackedAdapter:
         """To the device; returns when it is there. The calling thread sleeps, it does not spin."""
@@ -80,10 +80,10 @@ class TorchAdapterMemory:
         return prepared.memory.nbytes
 
 
-def pack(weights: AdapterWeights, dtype: torch.dtype, *, pinned: bool = False) -> PackedAdapter:
+def pack_adapter(weights: AdapterWeights, dtype: torch.dtype, *, pinned: bool = False) -> PackedAdapter:
     """The adapter in one piece of host memory. Raises ArtifactError where it has numbers that can't be used."""
     tensors = weights.tensors
-    memory = torch.zeros(sum(sum(_room(tensor, dtype)) for tensor in tensors), dtype=dtype, pin_memory=pinned)
+    memory = torch.zeros(sum(sum(_padded_size(tensor, dtype)) for tensor in tensors), dtype=dtype, pin_memory=pinned)
     packed = _views(weights, memory)
     torch._foreach_copy_(packed.tensors, tensors)
     if not _usable(memory):
@@ -98,7 +98,7 @@ def pack(weights: AdapterWeights, dtype: torch.dtype, *, pinned: bool = False) -
 
 def _views(like: AdapterWeights, memory: Tensor) -> AdapterWeights:
     """Tensors of the same shapes, one after the other in `memory`."""
-    sizes = [size for tensor in like.tensors for size in _room(tensor, memory.dtype)]
+    sizes = [size for tensor in like.tensors for size in _padded_size(tensor, memory.dtype)]
     places = iter(memory.split_with_sizes(sizes)[::2])
 
     def view(tensor: Tensor) -> Tensor:
@@ -111,7 +111,7 @@ def _views(like: AdapterWeights, memory: Tensor) -> AdapterWeights:
     return AdapterWeights({name: views(pair) for name, pair in like.pairs.items()}, like.rank)
 
 
-def _room(tensor: Tensor, dtype: torch.dtype) -> tuple[int, int]:
+def _padded_size(tensor: Tensor, dtype: torch.dtype) -> tuple[int, int]:
     """How many numbers it takes, and how many are left out behind it so that the next one is aligned."""
     return tensor.numel(), -tensor.numel() % (_ALIGNMENT // dtype.itemsize)
 

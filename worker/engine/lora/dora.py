@@ -24,7 +24,7 @@ class Rescale:
     shift: Tensor
 
 
-def rescale(base: BaseLayers, module: str, a: Tensor, b: Tensor, magnitude: Tensor) -> Rescale:
+def dora_rescale(base: BaseLayers, module: str, a: Tensor, b: Tensor, magnitude: Tensor) -> Rescale:
     """In float32, of a [rank, in_features] and b [out_features, rank] with its scaling; peft's lora/dora.py."""
     own, crossed = base.squares(module).double(), base.product(module, a).double()
     a, b = a.double(), b.double()

@@ -15,7 +15,7 @@ _SHARING = (
 )
 
 
-def sibling_groups(names: Iterable[str]) -> list[list[str]]:
+def fusion_candidates(names: Iterable[str]) -> list[list[str]]:
     """The names of layers, those together that are likely to share an input; who relies on it must look whether."""
     groups: dict[tuple[str, frozenset[str]], list[str]] = {}
     for name in names:
@@ -25,43 +25,43 @@ def sibling_groups(names: Iterable[str]) -> list[list[str]]:
     return list(groups.values())
 
 
-def joinable(linears: Sequence[nn.Linear]) -> bool:
+def can_fuse(linears: Sequence[nn.Linear]) -> bool:
     """Whether these layers can be one product: as many inputs, and all or none with a bias."""
     return len({(linear.in_features, linear.bias is None) for linear in linears}) == 1
 
 
-def join(linears: Sequence[nn.Linear]) -> nn.Linear:
-    """Layers that are `joinable` as one, with their outputs side by side; one alone is returned as it is."""
+def fuse(linears: Sequence[nn.Linear]) -> nn.Linear:
+    """Layers that can be fused as one, with their outputs side by side; one alone is returned as it is."""
     if len(linears) == 1:
         return linears[0]
     has_bias = linears[0].bias is not None
     width = sum(linear.out_features for linear in linears)
-    joined = nn.Linear(linears[0].in_features, width, bias=has_bias, device="meta")
+    fused = nn.Linear(linears[0].in_features, width, bias=has_bias, device="meta")
     weights: list[Tensor] = [linear.weight for linear in linears]
-    joined.weight = nn.Parameter(torch.cat(weights), requires_grad=False)
+    fused.weight = nn.Parameter(torch.cat(weights), requires_grad=False)
     if has_bias:
         biases: list[Tensor] = [linear.bias for linear in linears]
-        joined.bias = nn.Parameter(torch.cat(biases), requires_grad=False)
-    return joined
+        fused.bias = nn.Parameter(torch.cat(biases), requires_grad=False)
+    return fused
 
 
-def computed_together(model: nn.Module, names: Iterable[str]) -> list[list[str]]:
+def fused_groups(model: nn.Module, names: Iterable[str]) -> list[list[str]]:
     """The names of layers, those together that are one product."""
     groups: dict[object, list[str]] = {}
     for name in names:
         layer = model.get_submodule(name)
-        groups.setdefault(layer.shared if isinstance(layer, SharedLinear) else layer, []).append(name)
+        groups.setdefault(layer.product if isinstance(layer, FusedPart) else layer, []).append(name)
     return list(groups.values())
 
 
-def replace(model: nn.Module, names: Sequence[str], shared: SharedProduct) -> None:
+def replace_linears(model: nn.Module, names: Sequence[str], product: FusedProduct) -> None:
     """Put the parts of a product in the places of these layers, in their order."""
     for index, name in enumerate(names):
         parent, _, child = name.rpartition(".")
-        setattr(model.get_submodule(parent), child, SharedLinear(shared, index))
+        setattr(model.get_submodule(parent), child, FusedPart(product, index))
 
 
-class SharedProduct:
+class FusedProduct:
     """What layers that are called with the same input give, `widths` features each: computed for the first that asks.
 
     `product` makes [..., in_features] into [..., sum of the widths]; `base` is the same without adapters.
@@ -96,14 +96,14 @@ class SharedProduct:
         return part
 
 
-class SharedLinear(nn.Module):
-    """One of the layers of a SharedProduct."""
+class FusedPart(nn.Module):
+    """One of the layers of a FusedProduct."""
 
-    def __init__(self, shared: SharedProduct, index: int) -> None:
+    def __init__(self, product: FusedProduct, index: int) -> None:
         super().__init__()
-        self.shared = shared
+        self.product = product
         self.index = index
 
     def forward(self, x: Tensor) -> Tensor:
         """Its part of the product."""
-        return self.shared.part(self.index, x)
+        return self.product.part(self.index, x)

@@ -15,7 +15,7 @@ from artifacts.peft_config import PeftConfig, parse_peft_config
 from artifacts.revision import CONFIG_FILE, WEIGHTS_FILE, LoraShape, base_copies, lora_tensors, tensor_names
 from artifacts.safetensors_header import read_header
 from worker.engine.lora.base_layers import BaseLayers
-from worker.engine.lora.dora import Rescale, rescale
+from worker.engine.lora.dora import Rescale, dora_rescale
 from worker.engine.lora.mapped import DTYPES, map_tensors
 from worker.engine_api import AdapterSource
 
@@ -87,10 +87,10 @@ def read_adapter(
 ) -> AdapterWeights:
     """Read and scale; `linears` are what the model can have changed, (in_features, out_features) by module name.
 
-    Each A stays where it lies in the mapped file, each B is float32 and a transpose; neither is checked for its
-    numbers: adapter_memory.pack does that. `weight` is a factor of the whole. Without `base` no DoRA and no copies of
-    the base's weights are taken. Raises ArtifactError for broken files, MismatchError where the adapter does not go
-    with the model or `max_rank`.
+    Each A stays where it lies in the mapped file, each B is float32 and a transpose; their values are
+    not checked here, adapter_memory.pack_adapter does that. `weight` is a factor of the whole adapter. Without `base`
+    DoRA adapters and copies of the base's weights are refused. Raises ArtifactError for broken files, MismatchError
+    where the adapter does not fit the model or `max_rank`.
     """
     path = Path(directory)
     try:
@@ -130,7 +130,7 @@ def _pairs(
     for module, b in zip(shapes, scaled, strict=True):
         a, change = tensors[names[module]["A"]], None
         if config.use_dora and base is not None:
-            change = rescale(base, module, a, b, tensors[names[module]["magnitude"]])
+            change = dora_rescale(base, module, a, b, tensors[names[module]["magnitude"]])
             b.mul_(1 + change.gain[:, None])
         if base is not None and is_embedding(module):
             b.mul_(base.output_scale(module))

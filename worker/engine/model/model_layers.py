@@ -12,7 +12,7 @@ from torch.nn.functional import linear
 from artifacts.checkpoint import read_checkpoint
 from artifacts.families import HEAD_WEIGHTS
 from worker.engine.lora.embedding import CpuEmbedding
-from worker.engine.lora.fused_linears import SharedLinear
+from worker.engine.lora.fused_linears import FusedPart
 from worker.engine.model.loader import LoadedModel
 
 _PIECE_ROWS = 4096
@@ -53,9 +53,9 @@ class ModelLayers:
             return (a @ layer.weight).float().cpu()
         if isinstance(layer, nn.Linear):
             return linear(a, layer.weight).float().cpu()
-        # Not through the sibling's own call: it keeps what the step that runs has computed.
-        assert isinstance(layer, SharedLinear)
-        y = layer.shared.base(a).split_with_sizes(layer.shared.widths, -1)[layer.index]
+        # Not through the part's own call: it keeps what the step that runs has computed.
+        assert isinstance(layer, FusedPart)
+        y = layer.product.base(a).split_with_sizes(layer.product.widths, -1)[layer.index]
         bias = self.bias(module)
         return y.float().cpu() if bias is None else y.float().cpu() - bias
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from worker.engine.lora.fused_linears import SharedLinear, SharedProduct, join, joinable, sibling_groups
+from worker.engine.lora.fused_linears import FusedPart, FusedProduct, can_fuse, fuse, fusion_candidates
 
 # Largest difference from nn.Linear, relative to the largest output, that rounding explains.
 _TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
@@ -54,20 +54,20 @@ def pack_linears(model: nn.Module) -> None:
     """
     for module in list(model.modules()):
         linears = {name: child for name, child in module.named_children() if type(child) is nn.Linear}
-        for names in sibling_groups(linears):
+        for names in fusion_candidates(linears):
             group = [linears[name] for name in names]
-            if len(group) > 1 and joinable(group):
-                shared = _packed_siblings(group)
+            if len(group) > 1 and can_fuse(group):
+                product = _fuse_packed(group)
                 for index, name in enumerate(names):
-                    setattr(module, name, SharedLinear(shared, index))
+                    setattr(module, name, FusedPart(product, index))
             else:
                 for name, linear in zip(names, group, strict=True):
                     setattr(module, name, PackedLinear(linear))
 
 
-def _packed_siblings(linears: Sequence[nn.Linear]) -> SharedProduct:
+def _fuse_packed(linears: Sequence[nn.Linear]) -> FusedProduct:
     """Layers that are called with the same input, as one product: fewer calls, and no small ones."""
-    return SharedProduct(PackedLinear(join(linears)), [linear.out_features for linear in linears])
+    return FusedProduct(PackedLinear(fuse(linears)), [linear.out_features for linear in linears])
 
 
 def packing_works(dtype: torch.dtype) -> bool:

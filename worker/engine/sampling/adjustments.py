@@ -51,7 +51,7 @@ class Adjustments:
         self._seen = len(ids)
 
 
-def adjust(scores: Tensor, rows: Sequence[Adjustments | None], banned: Sequence[Collection[int]]) -> None:
+def adjust_logits(scores: Tensor, rows: Sequence[Adjustments | None], banned: Sequence[Collection[int]]) -> None:
     """Change float32 scores [rows, vocab] in place; each row by its own."""
     biased = [(row, one) for row, one in enumerate(rows) if one and len(one.bias_ids)]
     if biased:

@@ -14,7 +14,7 @@ from worker.engine_api import Sampling
 _OFF = float("-inf")
 
 
-def border(scores: Tensor, values: Tensor, samplings: Sequence[Sampling]) -> tuple[Tensor, Tensor]:
+def smallest_kept(scores: Tensor, values: Tensor, samplings: Sequence[Sampling]) -> tuple[Tensor, Tensor]:
     """The smallest score that top_k, top_p and min_p keep [rows, 1], and [rows] whether `values` were enough to tell.
 
     `values` [rows, width] are the largest of scores [rows, vocab], in order. Kept are the top_k largest; of those the
@@ -42,7 +42,7 @@ def border(scores: Tensor, values: Tensor, samplings: Sequence[Sampling]) -> tup
     return smallest, (known & (smallest > values[:, -1:]))[:, 0]
 
 
-def typical(scores: Tensor, samplings: Sequence[Sampling], width: int) -> tuple[Tensor, Tensor]:
+def mask_atypical(scores: Tensor, samplings: Sequence[Sampling], width: int) -> tuple[Tensor, Tensor]:
     """Scores [rows, vocab] with -inf where typical_p cuts, and [rows] whether the `width` most typical tell that.
 
     Kept are the tokens whose information is closest to the entropy, the first ones that together reach typical_p of

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from worker.engine.device.transfer import upload
-from worker.engine.sampling.adjustments import Adjustments, adjust
-from worker.engine.sampling.limits import border, typical
+from worker.engine.sampling.adjustments import Adjustments, adjust_logits
+from worker.engine.sampling.limits import mask_atypical, smallest_kept
 from worker.engine.sampling.noise import gumbel_noise, row_key
 from worker.engine_api import Sampling
 
@@ -68,7 +68,7 @@ def sample(logits: Tensor, draws: Sequence[Draw], *, wait: bool = True) -> Tenso
         index = upload(random + adjusted, logits.device)
         some = [draws[row] for row in random + adjusted]
         scores = logits[index].float()
-        adjust(scores, [draw.adjustments for draw in some], [draw.banned_ids for draw in some])
+        adjust_logits(scores, [draw.adjustments for draw in some], [draw.banned_ids for draw in some])
         best, picked = scores.max(dim=-1)
         usable[index] &= best.isfinite()
         if random:
@@ -121,13 +121,13 @@ def _draw_among(scores: Tensor, samplings: Sequence[Sampling], keys: Tensor, loo
     enough = torch.ones(len(samplings), dtype=torch.bool, device=scores.device)
     if look.likely:
         values, ids = scores.topk(look.width, dim=-1)
-        smallest, enough = border(scores, values, samplings)
+        smallest, enough = smallest_kept(scores, values, samplings)
         if not look.typical:
             drawn = values.masked_fill(values < smallest, float("-inf")) + gumbel_noise(keys, ids.int())
             return ids.gather(-1, drawn.max(-1, keepdim=True).indices)[:, 0], enough
         scores = scores.masked_fill(scores < smallest, float("-inf"))
     if look.typical:
-        scores, told = typical(scores, samplings, look.width)
+        scores, told = mask_atypical(scores, samplings, look.width)
         enough = enough & told
     every_id = torch.arange(scores.shape[-1], dtype=torch.int32, device=scores.device)[None]
     return (scores + gumbel_noise(keys, every_id)).max(-1).indices, enough

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from worker.engine.device.out_of_memory import is_out_of_memory
-from worker.engine.device.transfer import download, mark, upload
+from worker.engine.device.transfer import download, record_event, upload
 from worker.engine.sampling.adjustments import Adjustments
 from worker.engine.sampling.logprobs import PendingLogprobs, token_logprobs
 from worker.engine.sampling.sampler import Draw, sample
@@ -89,7 +89,7 @@ def launch_sampling(logits: Tensor, batch: Batch, *, wait: bool) -> InFlight:
     ):
         ids[part] = chosen
     logprobs = _logprobs(logits, rows, ids, failures)
-    return InFlight(batch, rows, ids, failures, download(ids), prompts, logprobs, mark(logits.device))
+    return InFlight(batch, rows, ids, failures, download(ids), prompts, logprobs, record_event(logits.device))
 
 
 def _take_prompts(

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from worker.engine.attention.eager import additive, by_definition, visible
+from worker.engine.attention.eager import additive_mask, eager_attention, visibility
 from worker.engine.attention.kv_cache import KvCache
 from worker.engine.attention.paged import LayerCall
 from worker.engine.scheduling.batch import Row
@@ -63,7 +63,7 @@ class Chunk:
             )
         else:
             sinks = None if call.sinks is None else call.sinks.view(kv_heads, -1).repeat_interleave(tokens, 1)
-            attended = by_definition(packed[None], keys[None], values[None], mask, call, sinks)
+            attended = eager_attention(packed[None], keys[None], values[None], mask, call, sinks)
         ungrouped = attended.view(kv_heads, shared, tokens, -1).permute(2, 0, 1, 3)
         out.view(ungrouped.shape).copy_(ungrouped)
 
@@ -93,11 +93,12 @@ class Chunk:
             device, end = call.query.device, self.start + stop
             keys = torch.arange(low, end, device=device)[:, None]
             queries = torch.arange(self.start + first, end, device=device)[None]
-            mask = self.masks[first, low, call.window] = additive(visible(keys, queries, call.window), call.query.dtype)
+            seen = visibility(keys, queries, call.window)
+            mask = self.masks[first, low, call.window] = additive_mask(seen, call.query.dtype)
         return mask
 
 
-def chunk_of(row: Row, first: int, cache: KvCache) -> Chunk:
+def chunk_from_row(row: Row, first: int, cache: KvCache) -> Chunk:
     """A row as a chunk that begins at token `first` of the flat batch."""
     past = None
     if row.start:

@@ -21,16 +21,16 @@ from worker.engine.device.cpu.llvm import (
     FAST,
     I32,
     LANES,
-    bytes_of,
-    floats,
-    integer,
-    length,
+    broadcast,
+    field_length,
+    int64,
+    kind_bytes,
     load,
-    narrowed,
-    spread,
+    load_as_float32,
+    load_floats,
+    round_to_kind,
     store,
-    sum_of,
-    widened,
+    sum_lanes,
 )
 
 # So many numbers of a product are written out in a row, without a loop.
@@ -56,66 +56,66 @@ def _pieces(dim: int) -> Iterator[tuple[int, int]]:
 
 
 @intrinsic
-def dots(typingctx, parameters, queries, key, scores, stride):
+def score_rows(typingctx, parameters, queries, key, scores, stride):
     """scores[row * stride] = queries[row] . key, for so many rows as are written out at once; queries are float32."""
-    dim, kind = length(parameters, "of_key_dim"), length(parameters, "of_kind")
-    rows = heads_at_once(length(parameters, "of_shared"), dim)
+    dim, kind = field_length(parameters, "of_key_dim"), field_length(parameters, "of_kind")
+    rows = heads_at_once(field_length(parameters, "of_shared"), dim)
 
     def generate(context, b, signature, arguments):
         _, queries, key, scores, stride = arguments
-        keys = [(first, lanes, widened(b, kind, key, first, lanes)) for first, lanes in _pieces(dim)]
+        keys = [(first, lanes, load_as_float32(b, kind, key, first, lanes)) for first, lanes in _pieces(dim)]
         for row in range(rows):
             sums: dict[int, Any] = {}
             for first, lanes, piece in keys:
-                product = b.fmul(floats(b, queries, row * dim + first, lanes), piece, flags=FAST)
+                product = b.fmul(load_floats(b, queries, row * dim + first, lanes), piece, flags=FAST)
                 sums[lanes] = b.fadd(sums[lanes], product, flags=FAST) if lanes in sums else product
             total = ir.Constant(F32, 0.0)
             for lanes, part in sums.items():
-                total = b.fadd(total, sum_of(b, part, lanes), flags=FAST)
-            store(b, total, b.add(scores, b.mul(stride, integer(row))), 0, 4)
+                total = b.fadd(total, sum_lanes(b, part, lanes), flags=FAST)
+            store(b, total, b.add(scores, b.mul(stride, int64(row))), 0, 4)
         return context.get_dummy_value()
 
     return types.void(parameters, queries, key, scores, stride), generate
 
 
-def _weighing(positions: int) -> Any:
+def _adding_values(positions: int) -> Any:
     @intrinsic
-    def weighed(typingctx, parameters, sums, weights, stride, value, value_stride):
+    def add_values(typingctx, parameters, sums, weights, stride, value, value_stride):
         """sums[row] += weights[row * stride + i] * value[i * value_stride], for so many rows; i: so many positions."""
-        dim, kind = length(parameters, "of_value_dim"), length(parameters, "of_kind")
-        rows = heads_at_once(length(parameters, "of_shared"), length(parameters, "of_key_dim"))
+        dim, kind = field_length(parameters, "of_value_dim"), field_length(parameters, "of_kind")
+        rows = heads_at_once(field_length(parameters, "of_shared"), field_length(parameters, "of_key_dim"))
 
         def generate(context, b, signature, arguments):
             _, sums, weights, stride, value, value_stride = arguments
-            values = [b.add(value, b.mul(value_stride, integer(at))) for at in range(positions)]
-            of_rows = [b.add(weights, b.mul(stride, integer(row))) for row in range(rows)]
+            values = [b.add(value, b.mul(value_stride, int64(at))) for at in range(positions)]
+            of_rows = [b.add(weights, b.mul(stride, int64(row))) for row in range(rows)]
             factors = [[load(b, row, 4 * at, F32, 4) for at in range(positions)] for row in of_rows]
             for first, lanes in _pieces(dim):
-                pieces = [widened(b, kind, at, first, lanes) for at in values]
+                pieces = [load_as_float32(b, kind, at, first, lanes) for at in values]
                 for row in range(rows):
-                    total = floats(b, sums, row * dim + first, lanes)
+                    total = load_floats(b, sums, row * dim + first, lanes)
                     for factor, piece in zip(factors[row], pieces, strict=True):
-                        total = b.fadd(total, b.fmul(spread(b, factor, lanes), piece, flags=FAST), flags=FAST)
+                        total = b.fadd(total, b.fmul(broadcast(b, factor, lanes), piece, flags=FAST), flags=FAST)
                     store(b, total, sums, 4 * (row * dim + first), 4)
             return context.get_dummy_value()
 
         return types.void(parameters, sums, weights, stride, value, value_stride), generate
 
-    return weighed
+    return add_values
 
 
-weigh, weigh_four = _weighing(1), _weighing(4)
+add_value, add_four_values = _adding_values(1), _adding_values(4)
 
 
 @intrinsic
-def widen(typingctx, parameters, wide, numbers, factor):
+def widen_query(typingctx, parameters, wide, numbers, factor):
     """A query as float32, times a factor."""
-    dim, kind = length(parameters, "of_key_dim"), length(parameters, "of_kind")
+    dim, kind = field_length(parameters, "of_key_dim"), field_length(parameters, "of_kind")
 
     def generate(context, b, signature, arguments):
         _, wide, numbers, factor = arguments
         for first, lanes in _pieces(dim):
-            product = b.fmul(widened(b, kind, numbers, first, lanes), spread(b, factor, lanes), flags=FAST)
+            product = b.fmul(load_as_float32(b, kind, numbers, first, lanes), broadcast(b, factor, lanes), flags=FAST)
             store(b, product, wide, 4 * first, 4)
         return context.get_dummy_value()
 
@@ -123,16 +123,16 @@ def widen(typingctx, parameters, wide, numbers, factor):
 
 
 @intrinsic
-def narrow(typingctx, parameters, numbers, wide, factor):
+def store_attended(typingctx, parameters, numbers, wide, factor):
     """What a head attends to, times a factor, as numbers."""
-    dim, kind = length(parameters, "of_value_dim"), length(parameters, "of_kind")
-    size = bytes_of(kind)
+    dim, kind = field_length(parameters, "of_value_dim"), field_length(parameters, "of_kind")
+    size = kind_bytes(kind)
 
     def generate(context, b, signature, arguments):
         _, numbers, wide, factor = arguments
         for first, lanes in _pieces(dim):
-            product = b.fmul(floats(b, wide, first, lanes), spread(b, factor, lanes), flags=FAST)
-            store(b, narrowed(b, kind, product, lanes), numbers, size * first, size)
+            product = b.fmul(load_floats(b, wide, first, lanes), broadcast(b, factor, lanes), flags=FAST)
+            store(b, round_to_kind(b, kind, product, lanes), numbers, size * first, size)
         return context.get_dummy_value()
 
     return types.void(parameters, numbers, wide, factor), generate

@@ -22,31 +22,38 @@ import numpy as np
 from numba import carray, njit
 
 from worker.engine.attention.cpu import intrinsics
-from worker.engine.attention.cpu.intrinsics import dots, narrow, power_of_two, weigh, weigh_four, widen
+from worker.engine.attention.cpu.intrinsics import (
+    add_four_values,
+    add_value,
+    power_of_two,
+    score_rows,
+    store_attended,
+    widen_query,
+)
 from worker.engine.device.cpu import compilation
-from worker.engine.device.cpu.llvm import KINDS, floats_at, integers_at, take
+from worker.engine.device.cpu.llvm import KINDS, fetch_add, float32_pointer, int64_pointer
 
 # Integers of a task: its first token in the flat batch, how many, the position of the first, where its block table
 # begins in `tables`, its first key head, how many, and the positions that a row of scores has room for.
-TASK = 7
+TASK_FIELDS = 7
 _INTEGERS = (
     "query query_token query_head out out_token out_head keys values key_bytes value_bytes block_size sinks window "
     "tasks task_count tables counters scratch scratch_bytes kv_heads shared group key_dim value_dim"
 )
 
 
-def parameters(shared: int, key_dim: int, value_dim: int, kind: str) -> np.dtype[Any]:
+def attention_parameters(shared: int, key_dim: int, value_dim: int, kind: str) -> np.dtype[Any]:
     """What the kernel is given: addresses, and strides in bytes; `shared` query heads have the same key head.
 
     0 as the address of `sinks` (float32 [heads]), as `window` and as `softcap` means none.
     """
     made_for = {"of_shared": shared, "of_key_dim": key_dim, "of_value_dim": value_dim, "of_kind": KINDS[kind]}
-    return compilation.parameters(_INTEGERS.split(), ["scaling", "softcap"], made_for)
+    return compilation.parameter_dtype(_INTEGERS.split(), ["scaling", "softcap"], made_for)
 
 
-def compiled(given: np.dtype[Any]) -> Any:
+def compile_attention(given: np.dtype[Any]) -> Any:
     """The kernel for such parameters. `counters` are two zeros: threads called with the same ones share the tasks."""
-    return compilation.compiled(_attend, given, intrinsics)
+    return compilation.compile_kernel(_attend, given, intrinsics)
 
 
 def scratch_floats(key_dim: int, value_dim: int) -> int:
@@ -118,7 +125,7 @@ def _score(p, at, task, table, scores, queries):
             column = scores + (position - first_block * size) * 4
             for h in range(heads):
                 for row in range((h * count + first_token) * shared, (h * count + end_token) * shared, group):
-                    dots(p, queries + row * query_bytes, key + h * key_bytes, column + row * span * 4, span * 4)
+                    score_rows(p, queries + row * query_bytes, key + h * key_bytes, column + row * span * 4, span * 4)
             key += kv_heads * key_bytes
 
 
@@ -144,9 +151,9 @@ def _sum_values(p, at, task, table, weights, sums):
                 for row in range((h * count + first_token) * shared, (h * count + end_token) * shared, group):
                     of_row, weight = sums + row * sum_bytes, column + row * span * 4
                     if four:
-                        weigh_four(p, of_row, weight, span * 4, value + h * value_bytes, step)
+                        add_four_values(p, of_row, weight, span * 4, value + h * value_bytes, step)
                     else:
-                        weigh(p, of_row, weight, span * 4, value + h * value_bytes, step)
+                        add_value(p, of_row, weight, span * 4, value + h * value_bytes, step)
             position += 4 if four else 1
 
 
@@ -156,13 +163,13 @@ def _weigh_scores(at, task, scores, factors):
     _, count, start, _, head, heads, span = task
     first_position = _first_seen(start, at.window) // at.block_size * at.block_size
     shared = at.shared
-    sinks = carray(floats_at(at.sinks), (at.kv_heads * shared,))
+    sinks = carray(float32_pointer(at.sinks), (at.kv_heads * shared,))
     for h in range(heads):
         for t in range(count):
             low = _first_seen(start + t, at.window)
             for g in range(shared):
                 row = (h * count + t) * shared + g
-                seen = carray(floats_at(scores + (row * span + low - first_position) * 4), (start + t + 1 - low,))
+                seen = carray(float32_pointer(scores + (row * span + low - first_position) * 4), (start + t + 1 - low,))
                 sink = sinks[(head + h) * shared + g] if at.sinks else np.float32(0.0)
                 factors[row] = _softmax(seen, at.softcap, sink, at.sinks != 0)
 
@@ -174,16 +181,16 @@ def _run(p, at, task, scratch):
     rows = heads * count * shared
     queries = scratch + rows * span * 4
     sums = queries + rows * at.key_dim * 4
-    table = carray(integers_at(at.tables + table_at * 8), (start + count,))
+    table = carray(int64_pointer(at.tables + table_at * 8), (start + count,))
     for h in range(heads):
         for t in range(count):
             for g in range(shared):
                 query = at.query + (token + t) * at.query_token + ((head + h) * shared + g) * at.query_head
-                widen(p, queries + ((h * count + t) * shared + g) * at.key_dim * 4, query, at.scaling)
+                widen_query(p, queries + ((h * count + t) * shared + g) * at.key_dim * 4, query, at.scaling)
     _score(p, at, task, table, scratch, queries)
-    factors = carray(floats_at(sums + rows * at.value_dim * 4), (rows,))
+    factors = carray(float32_pointer(sums + rows * at.value_dim * 4), (rows,))
     _weigh_scores(at, task, scratch, factors)
-    zeros = carray(floats_at(sums), (rows * at.value_dim,))
+    zeros = carray(float32_pointer(sums), (rows * at.value_dim,))
     for i in range(len(zeros)):
         zeros[i] = np.float32(0.0)
     _sum_values(p, at, task, table, scratch, sums)
@@ -192,15 +199,15 @@ def _run(p, at, task, scratch):
             for g in range(shared):
                 row = (h * count + t) * shared + g
                 out = at.out + (token + t) * at.out_token + ((head + h) * shared + g) * at.out_head
-                narrow(p, out, sums + row * at.value_dim * 4, factors[row])
+                store_attended(p, out, sums + row * at.value_dim * 4, factors[row])
 
 
 def _attend(p):
     at = carray(p, 1)[0]
-    scratch = at.scratch + take(at.counters + 8) * at.scratch_bytes
-    tasks = carray(integers_at(at.tasks), (at.task_count, TASK))
+    scratch = at.scratch + fetch_add(at.counters + 8) * at.scratch_bytes
+    tasks = carray(int64_pointer(at.tasks), (at.task_count, TASK_FIELDS))
     while True:
-        index = take(at.counters)
+        index = fetch_add(at.counters)
         if index >= at.task_count:
             return
         line = tasks[index]

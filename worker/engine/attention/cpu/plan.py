@@ -17,9 +17,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from worker.engine.attention.cpu.chunks import Chunk, chunk_of
+from worker.engine.attention.cpu.chunks import Chunk, chunk_from_row
 from worker.engine.attention.cpu.intrinsics import heads_at_once
-from worker.engine.attention.cpu.kernel import compiled, parameters, scratch_floats
+from worker.engine.attention.cpu.kernel import attention_parameters, compile_attention, scratch_floats
 from worker.engine.attention.kv_cache import KvCache
 from worker.engine.attention.paged import LayerCall
 from worker.engine.device.cpu import threads
@@ -76,7 +76,7 @@ class CpuPlan:
             *(addresses[0], len(self.tasks), addresses[1], addresses[2], scratch, floats * 4),
             *(kv_heads, shared, kernel.group, key_dim, value_dim, call.scaling, call.softcap or 0.0),
         )
-        threads.run(kernel.address, given)
+        threads.run_on_all_threads(kernel.address, given)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,7 @@ class _Kernel:
 
 @cache
 def _kernel(shared: int, key_dim: int, value_dim: int, kind: str) -> _Kernel:
-    kernel = compiled(parameters(shared, key_dim, value_dim, kind))
+    kernel = compile_attention(attention_parameters(shared, key_dim, value_dim, kind))
     return _Kernel(Struct("=24q2f"), heads_at_once(shared, key_dim), kernel.address, kernel)
 
 
@@ -116,7 +116,7 @@ def cpu_plan(batch: Batch, cache: KvCache) -> CpuPlan:
             blocks = row.sequence.block_table[: -(-end // cache.block_size)]
             short.append(_Short(first, row.count, row.start, blocks))
         else:
-            chunks.append(chunk_of(row, first, cache))
+            chunks.append(chunk_from_row(row, first, cache))
         first += row.count
     return _plan(short, tuple(chunks), cache)
 

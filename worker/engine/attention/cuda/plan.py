@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from worker.engine.attention.cuda.kernels.decode import decode_calls
-from worker.engine.attention.cuda.kernels.prefill import prefill_call, tiles_of
+from worker.engine.attention.cuda.kernels.prefill import prefill_call, prefill_tiles
 from worker.engine.attention.kv_cache import KvCache
 from worker.engine.attention.paged import LayerCall
 from worker.engine.device.kernel_call import KernelCall
@@ -30,7 +30,7 @@ class DecodeRows:
 
 
 @dataclass(frozen=True, slots=True)
-class Chunks:
+class ChunkRows:
     """tables [chunks, blocks] int32, and each chunk's first token in the flat batch, its position, and the count."""
 
     tables: Tensor
@@ -44,7 +44,7 @@ class TritonPlan:
     """A step's decode rows, and its chunks."""
 
     decodes: DecodeRows | None
-    chunks: Chunks | None
+    chunks: ChunkRows | None
 
     def attend(self, call: LayerCall, cache: KvCache) -> Tensor:
         """See AttentionPlan."""
@@ -66,9 +66,9 @@ class TritonPlan:
         return kernels
 
     @staticmethod
-    def _tiles(chunks: Chunks, group: int, device: torch.device) -> Tensor:
+    def _tiles(chunks: ChunkRows, group: int, device: torch.device) -> Tensor:
         if group not in chunks.tiles:
-            chunks.tiles[group] = upload(tiles_of(chunks.spans, group), device, torch.int32)
+            chunks.tiles[group] = upload(prefill_tiles(chunks.spans, group), device, torch.int32)
         return chunks.tiles[group]
 
 
@@ -84,7 +84,7 @@ def triton_plan(batch: Batch, cache: KvCache, device: torch.device) -> TritonPla
         for row in longer:
             spans.append((first, row.start, row.count))
             first += row.count
-        chunks = Chunks(_tables(longer, cache, device), tuple(spans))
+        chunks = ChunkRows(_tables(longer, cache, device), tuple(spans))
     return TritonPlan(decodes, chunks)
 
 

@@ -15,7 +15,7 @@ from numba.np.numpy_support import from_dtype
 from worker.engine.device.cpu import llvm
 
 
-def parameters(integers: Sequence[str], reals: Sequence[str], made_for: Mapping[str, int]) -> np.dtype[Any]:
+def parameter_dtype(integers: Sequence[str], reals: Sequence[str], made_for: Mapping[str, int]) -> np.dtype[Any]:
     """What a kernel is given: 64-bit integers (addresses, numbers, strides in bytes) and float32.
 
     The kernel is compiled for the numbers in `made_for`: they are the lengths of the last fields, and nobody looks at
@@ -28,7 +28,7 @@ def parameters(integers: Sequence[str], reals: Sequence[str], made_for: Mapping[
     )
 
 
-def compiled(kernel: Callable[..., None], given: np.dtype[Any], pieces: ModuleType) -> Any:
+def compile_kernel(kernel: Callable[..., None], given: np.dtype[Any], pieces: ModuleType) -> Any:
     """A function of a pointer to such parameters: its `address` is C's. Takes some seconds, once.
 
     `pieces` are the intrinsics of its own that it is made of.

@@ -25,28 +25,28 @@ F32, I32, I64 = ir.FloatType(), ir.IntType(32), ir.IntType(64)
 _I16 = ir.IntType(16)
 
 
-def length(parameters: Any, name: str) -> int:
+def field_length(parameters: Any, name: str) -> int:
     """The length of a field, from the type of a pointer to parameters."""
     return int(parameters.dtype.fields[name].type.shape[0])
 
 
-def integer_of(b: Any, parameters: Any, pointer: Any, name: str) -> Any:
+def load_field(b: Any, parameters: Any, pointer: Any, name: str) -> Any:
     """A 64-bit field of what a pointer to parameters points to."""
     offset = int(parameters.dtype.fields[name].offset)
     return load(b, b.ptrtoint(pointer, I64), offset, I64, 1)
 
 
-def bytes_of(kind: int) -> int:
+def kind_bytes(kind: int) -> int:
     """Of one number of a kind."""
     return 4 if kind == KINDS["float32"] else 2
 
 
-def integer(number: int) -> Any:
+def int64(number: int) -> Any:
     """A constant of 64 bits."""
     return ir.Constant(I64, number)
 
 
-def vector(of: Any, lanes: int) -> Any:
+def vector_type(of: Any, lanes: int) -> Any:
     """The type of so many of them."""
     return ir.VectorType(of, lanes)
 
@@ -63,45 +63,45 @@ def store(b: Any, value: Any, address: Any, offset: int, align: int) -> None:
     b.store(value, _at(b, address, offset, value.type)).align = align
 
 
-def floats(b: Any, address: Any, first: int, lanes: int) -> Any:
+def load_floats(b: Any, address: Any, first: int, lanes: int) -> Any:
     """So many float32 from the `first`."""
-    return load(b, address, 4 * first, vector(F32, lanes), 4)
+    return load(b, address, 4 * first, vector_type(F32, lanes), 4)
 
 
-def widened(b: Any, kind: int, address: Any, first: int, lanes: int) -> Any:
+def load_as_float32(b: Any, kind: int, address: Any, first: int, lanes: int) -> Any:
     """Numbers of a kind as float32."""
     if kind == KINDS["float32"]:
-        return floats(b, address, first, lanes)
+        return load_floats(b, address, first, lanes)
     if kind == KINDS["float16"]:
-        return b.fpext(load(b, address, 2 * first, vector(ir.HalfType(), lanes), 2), vector(F32, lanes))
-    halves = b.zext(load(b, address, 2 * first, vector(_I16, lanes), 2), vector(I32, lanes))
-    return b.bitcast(b.shl(halves, _all(16, lanes)), vector(F32, lanes))
+        return b.fpext(load(b, address, 2 * first, vector_type(ir.HalfType(), lanes), 2), vector_type(F32, lanes))
+    halves = b.zext(load(b, address, 2 * first, vector_type(_I16, lanes), 2), vector_type(I32, lanes))
+    return b.bitcast(b.shl(halves, _all(16, lanes)), vector_type(F32, lanes))
 
 
-def narrowed(b: Any, kind: int, wide: Any, lanes: int) -> Any:
+def round_to_kind(b: Any, kind: int, wide: Any, lanes: int) -> Any:
     """Float32 as numbers of a kind, rounded to the nearest, ties to even."""
     if kind == KINDS["float32"]:
         return wide
     if kind == KINDS["float16"]:
-        return b.fptrunc(wide, vector(ir.HalfType(), lanes))
-    bits = b.bitcast(wide, vector(I32, lanes))
+        return b.fptrunc(wide, vector_type(ir.HalfType(), lanes))
+    bits = b.bitcast(wide, vector_type(I32, lanes))
     odd = b.and_(b.lshr(bits, _all(16, lanes)), _all(1, lanes))
     rounded = b.add(bits, b.add(odd, _all(0x7FFF, lanes)))
-    return b.trunc(b.lshr(rounded, _all(16, lanes)), vector(_I16, lanes))
+    return b.trunc(b.lshr(rounded, _all(16, lanes)), vector_type(_I16, lanes))
 
 
-def spread(b: Any, number: Any, lanes: int) -> Any:
+def broadcast(b: Any, number: Any, lanes: int) -> Any:
     """A float32 in every lane."""
-    one = b.insert_element(ir.Constant(vector(F32, lanes), ir.Undefined), number, ir.Constant(I32, 0))
+    one = b.insert_element(ir.Constant(vector_type(F32, lanes), ir.Undefined), number, ir.Constant(I32, 0))
     return b.shuffle_vector(one, one, _all(0, lanes))
 
 
-def sum_of(b: Any, wide: Any, lanes: int) -> Any:
+def sum_lanes(b: Any, wide: Any, lanes: int) -> Any:
     """The sum of the lanes."""
     while lanes > 1:
         lanes //= 2
         halves = [
-            b.shuffle_vector(wide, wide, ir.Constant(vector(I32, lanes), list(range(at, at + lanes))))
+            b.shuffle_vector(wide, wide, ir.Constant(vector_type(I32, lanes), list(range(at, at + lanes))))
             for at in (0, lanes)
         ]
         wide = b.fadd(*halves, flags=FAST)
@@ -109,25 +109,25 @@ def sum_of(b: Any, wide: Any, lanes: int) -> Any:
 
 
 def _at(b: Any, address: Any, offset: int, of: Any) -> Any:
-    return b.inttoptr(b.add(address, integer(offset)), of.as_pointer())
+    return b.inttoptr(b.add(address, int64(offset)), of.as_pointer())
 
 
 def _all(number: int, lanes: int) -> Any:
-    return ir.Constant(vector(I32, lanes), [number] * lanes)
+    return ir.Constant(vector_type(I32, lanes), [number] * lanes)
 
 
 @intrinsic
-def take(typingctx, counter):
+def fetch_add(typingctx, counter):
     """A counter's number, which nobody else gets."""
 
     def generate(context, b, signature, arguments):
-        return b.atomic_rmw("add", b.inttoptr(arguments[0], I64.as_pointer()), integer(1), "seq_cst")
+        return b.atomic_rmw("add", b.inttoptr(arguments[0], I64.as_pointer()), int64(1), "seq_cst")
 
     return types.int64(counter), generate
 
 
 @intrinsic
-def look_at(typingctx, counter):
+def load_counter(typingctx, counter):
     """How far a counter is that others may be changing; what they wrote before they did is seen."""
 
     def generate(context, b, signature, arguments):
@@ -137,7 +137,7 @@ def look_at(typingctx, counter):
 
 
 @intrinsic
-def give_way(typingctx):
+def yield_thread(typingctx):
     """Let another thread have this one's core, if one waits for it: POSIX's sched_yield."""
 
     def generate(context, b, signature, arguments):
@@ -160,4 +160,4 @@ def _pointer_to(what: types.Type) -> Any:
     return pointer
 
 
-floats_at, integers_at = _pointer_to(types.float32), _pointer_to(types.int64)
+float32_pointer, int64_pointer = _pointer_to(types.float32), _pointer_to(types.int64)

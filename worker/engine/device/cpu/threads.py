@@ -12,7 +12,7 @@ from functools import cache
 import torch
 
 
-def run(function: int, argument: bytes) -> None:
+def run_on_all_threads(function: int, argument: bytes) -> None:
     """Call a function of a pointer, by its address, in as many threads as torch computes with, each once."""
     threads = torch.get_num_threads()
     parallel = _parallel()

@@ -22,7 +22,7 @@ from torch.nn.functional import linear
 
 from worker.engine.device.cpu import threads
 from worker.engine.device.cpu.workspace import Workspace
-from worker.engine.lora.cpu.kernel import COUNTERS, PAIR, SEGMENT, compiled
+from worker.engine.lora.cpu.kernel import COUNTERS, PAIR_FIELDS, SEGMENT_FIELDS, compile_lora
 from worker.engine.lora.embedding import add_pair
 from worker.engine.lora.weights import LoraPair
 
@@ -44,7 +44,7 @@ class CpuStep:
 
     tokens: int = 0
     segments: list[tuple[int, int, int]] = field(default_factory=list)
-    short: NDArray[np.int64] = field(default_factory=lambda: np.empty((0, SEGMENT), np.int64))
+    short: NDArray[np.int64] = field(default_factory=lambda: np.empty((0, SEGMENT_FIELDS), np.int64))
     long: list[tuple[int, int, int]] = field(default_factory=list)
     parts: int = 1
     counters: NDArray[np.int64] = field(default_factory=lambda: np.zeros(COUNTERS, np.int64))
@@ -52,7 +52,7 @@ class CpuStep:
     # For whichever group is computed.
     workspace: Workspace = field(default_factory=Workspace)
 
-    def begin(self, rows: Sequence[tuple[int, int]]) -> None:
+    def set_rows(self, rows: Sequence[tuple[int, int]]) -> None:
         """Set the rows of the next step: (slot or -1, tokens), those with one token and the others sorted by slot."""
         self.segments = []
         first = 0
@@ -65,7 +65,7 @@ class CpuStep:
         self.tokens = first
         short = [one for one in self.segments if one[2] - one[1] <= _FEW_ROWS]
         self.long = [one for one in self.segments if one[2] - one[1] > _FEW_ROWS]
-        self.short = np.array(short, np.int64).reshape(-1, SEGMENT)
+        self.short = np.array(short, np.int64).reshape(-1, SEGMENT_FIELDS)
         self.addresses = self.short.ctypes.data, self.counters.ctypes.data
         self.parts = max(1, -(-_TASKS_PER_THREAD * torch.get_num_threads() // max(1, len(short))))
 
@@ -92,15 +92,15 @@ class CpuGroup:
         ends = np.cumsum([0, *widths])
         self._parts = list(zip(ends[:-1].tolist(), ends[1:].tolist(), strict=True))
         self._dtype = dtype
-        self._kernel = compiled(str(dtype).removeprefix("torch."))
+        self._kernel = compile_lora(str(dtype).removeprefix("torch."))
         self._columns = np.array([[first, stop - first] for first, stop in self._parts], np.int64)
         # What the table tells of, by slot and layer; it keeps that from being freed.
         self._pairs: list[list[LoraPair | None]] = [[None] * len(widths) for _ in range(slots)]
-        self._table = np.zeros((slots, len(widths), PAIR), np.int64)
+        self._table = np.zeros((slots, len(widths), PAIR_FIELDS), np.int64)
         self._addresses = self._table.ctypes.data, self._columns.ctypes.data
         self._used: set[int] = set()
 
-    def install(self, slot: int, pairs: Sequence[LoraPair | None]) -> None:
+    def set_slot(self, slot: int, pairs: Sequence[LoraPair | None]) -> None:
         """Put a pair for each layer in a slot, in place of what was there; None: the adapter does not change it."""
         assert all(pair is None or len(pair.a) <= self._max_rank for pair in pairs), "ranks that there is room for"
         self._table[slot] = [_line(pair) for pair in pairs]
@@ -135,12 +135,12 @@ class CpuGroup:
             *(*self._addresses, layers, step.addresses[0], len(step.short), step.parts, step.addresses[1]),
             *(shrunk, layers * self._max_rank * 4, self._max_rank, size),
         )
-        threads.run(self._kernel.address, given)
+        threads.run_on_all_threads(self._kernel.address, given)
 
 
 def _line(pair: LoraPair | None) -> tuple[int, ...]:
     if pair is None:
-        return (0,) * PAIR
+        return (0,) * PAIR_FIELDS
     change = pair.rescale
     gain, shift = (0, 0) if change is None else (change.gain.data_ptr(), change.shift.data_ptr())
     return pair.a.data_ptr(), pair.b.data_ptr(), len(pair.a), gain, shift

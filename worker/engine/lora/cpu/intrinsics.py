@@ -23,29 +23,29 @@ from worker.engine.device.cpu.llvm import (
     I32,
     I64,
     LANES,
-    bytes_of,
-    integer,
-    integer_of,
-    length,
+    broadcast,
+    field_length,
+    int64,
+    kind_bytes,
     load,
-    narrowed,
-    spread,
+    load_as_float32,
+    load_field,
+    round_to_kind,
     store,
-    sum_of,
-    vector,
-    widened,
+    sum_lanes,
+    vector_type,
 )
 
 # A product and the sum that it goes into may be one instruction; nothing is put in another order, so that a row's
 # numbers are the same however many rows are computed with it.
-_FUSED = ("contract",)
+_CONTRACT = ("contract",)
 
 
 def _each(b: Any, count: Any, body: Callable[[Any, int, int], None], unrolled: int = 1) -> None:
     """Call body(index, lanes, vectors) for all of `count` numbers: so many vectors of so many lanes from the index."""
-    start = integer(0)
+    start = int64(0)
     for lanes, vectors in dict.fromkeys([(LANES, unrolled), (LANES, 1), (1, 1)]):
-        step = integer(lanes * vectors)
+        step = int64(lanes * vectors)
         end = b.sub(count, b.srem(count, step))
         with cgutils.for_range_slice(b, start, end, step, I64) as (index, _):
             body(index, lanes, vectors)
@@ -53,101 +53,103 @@ def _each(b: Any, count: Any, body: Callable[[Any, int, int], None], unrolled: i
 
 
 def _lines(b: Any, address: Any, stride: Any, count: int) -> list[Any]:
-    return [b.add(address, b.mul(stride, integer(index))) for index in range(count)]
+    return [b.add(address, b.mul(stride, int64(index))) for index in range(count)]
 
 
 def _bytes(b: Any, count: Any, size: int) -> Any:
-    return b.mul(count, integer(size))
+    return b.mul(count, int64(size))
 
 
 def _offset(b: Any, address: Any, index: Any, size: int) -> Any:
     return b.add(address, _bytes(b, index, size))
 
 
-def _dots(rows: int, ranks: int) -> Any:
+def _shrinking(rows: int, ranks: int) -> Any:
     @intrinsic
-    def dots(typingctx, parameters, x, weights, count, out):
+    def shrink(typingctx, parameters, x, weights, count, out):
         """out[row, rank] = x[row] . weights[rank], for so many rows and ranks; weights lie side by side."""
-        kind = length(parameters, "of_kind")
-        size = bytes_of(kind)
+        kind = field_length(parameters, "of_kind")
+        size = kind_bytes(kind)
 
         def generate(context, b, signature, arguments):
             p, x, weights, count, out = arguments
-            of_x = _lines(b, x, integer_of(b, parameters, p, "x_bytes"), rows)
+            of_x = _lines(b, x, load_field(b, parameters, p, "x_bytes"), rows)
             of_weights = _lines(b, weights, _bytes(b, count, size), ranks)
-            of_out = _lines(b, out, integer_of(b, parameters, p, "shrunk_bytes"), rows)
+            of_out = _lines(b, out, load_field(b, parameters, p, "shrunk_bytes"), rows)
 
             def zeros(lanes):
-                return cgutils.alloca_once_value(b, ir.Constant(vector(F32, lanes), [0.0] * lanes))
+                return cgutils.alloca_once_value(b, ir.Constant(vector_type(F32, lanes), [0.0] * lanes))
 
             # A sum in a vector for each, and one of the numbers that fill no vector.
             pairs = [(row, rank) for row in range(rows) for rank in range(ranks)]
             sums = {(pair, lanes): zeros(lanes) for pair in pairs for lanes in (LANES, 1)}
 
             def body(index, lanes, _):
-                xs = [widened(b, kind, _offset(b, line, index, size), 0, lanes) for line in of_x]
-                ws = [widened(b, kind, _offset(b, line, index, size), 0, lanes) for line in of_weights]
+                xs = [load_as_float32(b, kind, _offset(b, line, index, size), 0, lanes) for line in of_x]
+                ws = [load_as_float32(b, kind, _offset(b, line, index, size), 0, lanes) for line in of_weights]
                 for pair in pairs:
                     place = sums[pair, lanes]
-                    product = b.fmul(xs[pair[0]], ws[pair[1]], flags=_FUSED)
-                    b.store(b.fadd(b.load(place), product, flags=_FUSED), place)
+                    product = b.fmul(xs[pair[0]], ws[pair[1]], flags=_CONTRACT)
+                    b.store(b.fadd(b.load(place), product, flags=_CONTRACT), place)
 
             _each(b, count, body)
             for row, rank in pairs:
                 whole, rest = (b.load(sums[(row, rank), lanes]) for lanes in (LANES, 1))
                 last = b.extract_element(rest, ir.Constant(I32, 0))
-                total = b.fadd(sum_of(b, whole, LANES), last, flags=_FUSED)
+                total = b.fadd(sum_lanes(b, whole, LANES), last, flags=_CONTRACT)
                 store(b, total, of_out[row], 4 * rank, 4)
             return context.get_dummy_value()
 
         return types.void(parameters, x, weights, count, out), generate
 
-    return dots
+    return shrink
 
 
-def _weigh(rows: int, vectors: int, *, rescaled: bool) -> Any:
+def _expanding(rows: int, vectors: int, *, rescaled: bool) -> Any:
     @intrinsic
-    def weigh(typingctx, parameters, y, factors, ranks, weights, change, count):
+    def expand(typingctx, parameters, y, factors, ranks, weights, change, count):
         """y[row] += sum over ranks of factors[row, rank] * weights[rank], for so many rows, rounded once.
 
         `weights` are where the first rank's are, and their stride. `rescaled`: y is multiplied by 1 + gain, and shift
         added, too; `change` are where these are.
         """
-        kind = length(parameters, "of_kind")
-        size = bytes_of(kind)
+        kind = field_length(parameters, "of_kind")
+        size = kind_bytes(kind)
 
         def generate(context, b, signature, arguments):
             p, y, factors, ranks, weights, change, count = arguments
             weights, weights_stride, gain, shift = (
                 b.extract_value(two, at) for two in (weights, change) for at in (0, 1)
             )
-            of_y = _lines(b, y, integer_of(b, parameters, p, "y_bytes"), rows)
-            of_factors = _lines(b, factors, integer_of(b, parameters, p, "shrunk_bytes"), rows)
+            of_y = _lines(b, y, load_field(b, parameters, p, "y_bytes"), rows)
+            of_factors = _lines(b, factors, load_field(b, parameters, p, "shrunk_bytes"), rows)
 
             def body(index, lanes, vectors):
                 parts = [part * lanes for part in range(vectors)]
-                zeros = ir.Constant(vector(F32, lanes), [0.0] * lanes)
+                zeros = ir.Constant(vector_type(F32, lanes), [0.0] * lanes)
                 totals = [[cgutils.alloca_once_value(b, zeros) for _ in parts] for _ in of_y]
                 for place in chain(*totals):
                     b.store(zeros, place)
                 first = _offset(b, weights, index, size)
-                with cgutils.for_range_slice(b, integer(0), ranks, integer(1), I64) as (rank, _):
+                with cgutils.for_range_slice(b, int64(0), ranks, int64(1), I64) as (rank, _):
                     line = b.add(first, b.mul(rank, weights_stride))
-                    ws = [widened(b, kind, line, part, lanes) for part in parts]
+                    ws = [load_as_float32(b, kind, line, part, lanes) for part in parts]
                     for places, of_row in zip(totals, of_factors, strict=True):
-                        factor = spread(b, load(b, _offset(b, of_row, rank, 4), 0, F32, 4), lanes)
+                        factor = broadcast(b, load(b, _offset(b, of_row, rank, 4), 0, F32, 4), lanes)
                         for place, piece in zip(places, ws, strict=True):
-                            b.store(b.fadd(b.load(place), b.fmul(factor, piece, flags=_FUSED), flags=_FUSED), place)
+                            b.store(
+                                b.fadd(b.load(place), b.fmul(factor, piece, flags=_CONTRACT), flags=_CONTRACT), place
+                            )
                 gains, shifts = (_offset(b, one, index, size) for one in (gain, shift))
                 for places, of_row in zip(totals, of_y, strict=True):
                     here = _offset(b, of_row, index, size)
                     for place, part in zip(places, parts, strict=True):
-                        own, total = widened(b, kind, here, part, lanes), b.load(place)
+                        own, total = load_as_float32(b, kind, here, part, lanes), b.load(place)
                         if rescaled:
-                            gained = b.fmul(own, widened(b, kind, gains, part, lanes), flags=_FUSED)
-                            shifted = b.fadd(gained, widened(b, kind, shifts, part, lanes), flags=_FUSED)
-                            total = b.fadd(total, shifted, flags=_FUSED)
-                        value = narrowed(b, kind, b.fadd(own, total, flags=_FUSED), lanes)
+                            gained = b.fmul(own, load_as_float32(b, kind, gains, part, lanes), flags=_CONTRACT)
+                            shifted = b.fadd(gained, load_as_float32(b, kind, shifts, part, lanes), flags=_CONTRACT)
+                            total = b.fadd(total, shifted, flags=_CONTRACT)
+                        value = round_to_kind(b, kind, b.fadd(own, total, flags=_CONTRACT), lanes)
                         store(b, value, here, part * size, size)
 
             _each(b, count, body, vectors)
@@ -155,11 +157,12 @@ def _weigh(rows: int, vectors: int, *, rescaled: bool) -> Any:
 
         return types.void(parameters, y, factors, ranks, weights, change, count), generate
 
-    return weigh
+    return expand
 
 
 # So many rows of one adapter share what is read of it.
 ROWS = 4
-dots, dots_four, dots_rows, dots_rows_four = _dots(1, 1), _dots(1, 4), _dots(ROWS, 1), _dots(ROWS, 4)
-weigh, weigh_rows = _weigh(1, 24, rescaled=False), _weigh(ROWS, 4, rescaled=False)
-rescale, rescale_rows = _weigh(1, 24, rescaled=True), _weigh(ROWS, 4, rescaled=True)
+shrink_1x1, shrink_1x4 = _shrinking(1, 1), _shrinking(1, 4)
+shrink_4x1, shrink_4x4 = _shrinking(ROWS, 1), _shrinking(ROWS, 4)
+expand_1, expand_4 = _expanding(1, 24, rescaled=False), _expanding(ROWS, 4, rescaled=False)
+expand_dora_1, expand_dora_4 = _expanding(1, 24, rescaled=True), _expanding(ROWS, 4, rescaled=True)

@@ -23,33 +23,33 @@ from typing import Any
 from numba import carray, njit
 
 from worker.engine.device.cpu import compilation
-from worker.engine.device.cpu.llvm import KINDS, LANES, give_way, integers_at, look_at, take
+from worker.engine.device.cpu.llvm import KINDS, LANES, fetch_add, int64_pointer, load_counter, yield_thread
 from worker.engine.lora.cpu import intrinsics
 from worker.engine.lora.cpu.intrinsics import (
     ROWS,
-    dots,
-    dots_four,
-    dots_rows,
-    dots_rows_four,
-    rescale,
-    rescale_rows,
-    weigh,
-    weigh_rows,
+    expand_1,
+    expand_4,
+    expand_dora_1,
+    expand_dora_4,
+    shrink_1x1,
+    shrink_1x4,
+    shrink_4x1,
+    shrink_4x4,
 )
 
 # So many columns of B, of ranks that people use, stay in the nearest cache while many rows need them.
 _BLOCK = 512
 # Integers of a slot's share of a layer: where A [rank, in_features] and B [rank, out_features] are, the rank, and where
 # gain and shift [out_features] are, 0 for none (see dora.py). `slots` are [slots, layers] of these.
-PAIR = 5
+PAIR_FIELDS = 5
 # Of a layer: its first column in y, and how many.
-_COLUMNS = 2
+_COLUMN_FIELDS = 2
 # Of rows in a row with the same adapter: its slot, the first one, and the one behind the last.
-SEGMENT = 3
+SEGMENT_FIELDS = 3
 COUNTERS = 3
 _SHRINKS, _SHRUNK, _EXPANDS = 0, 8, 16
 # Some tens of microseconds.
-_LOOKS = 20_000
+_SPINS = 20_000
 
 _INTEGERS = (
     "x x_bytes in_features y y_bytes slots layers layer_count segments segment_count parts counters shrunk "
@@ -58,10 +58,10 @@ _INTEGERS = (
 
 
 @cache
-def compiled(kind: str) -> Any:
+def compile_lora(kind: str) -> Any:
     """The kernel for numbers of a kind. `counters` are zeros: threads called with the same ones share the tasks."""
-    return compilation.compiled(
-        _apply, compilation.parameters(_INTEGERS.split(), [], {"of_kind": KINDS[kind]}), intrinsics
+    return compilation.compile_kernel(
+        _apply, compilation.parameter_dtype(_INTEGERS.split(), [], {"of_kind": KINDS[kind]}), intrinsics
     )
 
 
@@ -80,13 +80,13 @@ def _shrink(p, at, pair, layer, segment, part):
             ranks = 4 if k + 4 <= high else 1
             weights, of_rank = a + k * count * at.number_bytes, out + k * 4
             if rows == 1 and ranks == 1:
-                dots(p, x, weights, count, of_rank)
+                shrink_1x1(p, x, weights, count, of_rank)
             elif rows == 1:
-                dots_four(p, x, weights, count, of_rank)
+                shrink_1x4(p, x, weights, count, of_rank)
             elif ranks == 1:
-                dots_rows(p, x, weights, count, of_rank)
+                shrink_4x1(p, x, weights, count, of_rank)
             else:
-                dots_rows_four(p, x, weights, count, of_rank)
+                shrink_4x4(p, x, weights, count, of_rank)
             k += ranks
         row += rows
 
@@ -108,13 +108,13 @@ def _expand(p, at, pair, layer, columns, segment, part):
             factors = at.shrunk + row * at.shrunk_bytes + layer * at.max_rank * 4
             y = at.y + row * at.y_bytes + (begin + low) * size
             if rows == 1 and gain:
-                rescale(p, y, factors, rank, weights, change, count)
+                expand_dora_1(p, y, factors, rank, weights, change, count)
             elif rows == 1:
-                weigh(p, y, factors, rank, weights, change, count)
+                expand_1(p, y, factors, rank, weights, change, count)
             elif gain:
-                rescale_rows(p, y, factors, rank, weights, change, count)
+                expand_dora_4(p, y, factors, rank, weights, change, count)
             else:
-                weigh_rows(p, y, factors, rank, weights, change, count)
+                expand_4(p, y, factors, rank, weights, change, count)
             row += rows
         low += count
 
@@ -124,9 +124,9 @@ def _task(at, index):
     """A task's part, its layer, and what concerns it: the slot's pair there, the layer's columns, the segment."""
     part, index = index % at.parts, index // at.parts
     layer = index % at.layer_count
-    line = carray(integers_at(at.segments), (at.segment_count, SEGMENT))[index // at.layer_count]
-    of_layer = carray(integers_at(at.layers), (at.layer_count, _COLUMNS))[layer]
-    held = carray(integers_at(at.slots + (line[0] * at.layer_count + layer) * PAIR * 8), (PAIR,))
+    line = carray(int64_pointer(at.segments), (at.segment_count, SEGMENT_FIELDS))[index // at.layer_count]
+    of_layer = carray(int64_pointer(at.layers), (at.layer_count, _COLUMN_FIELDS))[layer]
+    held = carray(int64_pointer(at.slots + (line[0] * at.layer_count + layer) * PAIR_FIELDS * 8), (PAIR_FIELDS,))
     pair = (held[0], held[1], held[2], held[3], held[4])
     return part, layer, pair, (of_layer[0], of_layer[1]), (line[0], line[1], line[2])
 
@@ -136,20 +136,20 @@ def _apply(p):
     counters = at.counters
     tasks = at.segment_count * at.layer_count * at.parts
     while True:
-        index = take(counters + _SHRINKS)
+        index = fetch_add(counters + _SHRINKS)
         if index >= tasks:
             break
         part, layer, pair, columns, segment = _task(at, index)
         _shrink(p, at, pair, layer, segment, part)
-        take(counters + _SHRUNK)
+        fetch_add(counters + _SHRUNK)
     # Others may still be at it: not for long, unless they have lost their core.
     looks = 0
-    while look_at(counters + _SHRUNK) < tasks:
+    while load_counter(counters + _SHRUNK) < tasks:
         looks += 1
-        if looks > _LOOKS:
-            give_way()
+        if looks > _SPINS:
+            yield_thread()
     while True:
-        index = take(counters + _EXPANDS)
+        index = fetch_add(counters + _EXPANDS)
         if index >= tasks:
             return
         part, layer, pair, columns, segment = _task(at, index)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from worker.engine.lora.cpu.group import CpuGroup, CpuStep
 from worker.engine.lora.embedding import CpuEmbedding
-from worker.engine.lora.fused_linears import SharedLinear, SharedProduct, computed_together, replace
+from worker.engine.lora.fused_linears import FusedPart, FusedProduct, fused_groups, replace_linears
 from worker.engine.lora.weights import AdapterWeights
 
 
@@ -45,15 +45,15 @@ class CpuLayers:
             widths = [shapes[name][1] for name in names]
             layers = [model.get_submodule(name) for name in names]
             base: Callable[[Tensor], Tensor] = layers[0]
-            if isinstance(layers[0], SharedLinear):
-                parts = [layer.index for layer in layers if isinstance(layer, SharedLinear)]
-                assert parts == list(range(len(layers[0].shared.widths))), "a product's parts, all and in their order"
-                base = layers[0].shared.base
+            if isinstance(layers[0], FusedPart):
+                parts = [layer.index for layer in layers if isinstance(layer, FusedPart)]
+                assert parts == list(range(len(layers[0].product.widths))), "a product's parts, all and in their order"
+                base = layers[0].product.base
             group = CpuGroup(base, shapes[names[0]][0], widths, slots, max_rank, dtype, step)
-            replace(model, names, SharedProduct(group, widths, base))
+            replace_linears(model, names, FusedProduct(group, widths, base))
             self._groups.append((names, group))
 
-        for names in computed_together(model, linears):
+        for names in fused_groups(model, linears):
             add_group(names, linears, self._step)
         self._has_ends = bool(ends)
         for name in ends:
@@ -67,15 +67,15 @@ class CpuLayers:
     def install(self, weights: AdapterWeights, slot: int) -> None:
         """See AdapterLayers."""
         for names, group in self._groups:
-            group.install(slot, [weights.pairs.get(name) for name in names])
+            group.set_slot(slot, [weights.pairs.get(name) for name in names])
         for name, embedding in self._embeddings.items():
             embedding.pairs[slot] = weights.pairs.get(name)
 
     def begin_step(self, rows: Sequence[tuple[int, int]], wanted: Sequence[int] = ()) -> None:
         """See AdapterLayers."""
-        self._step.begin(rows)
+        self._step.set_rows(rows)
         if self._has_ends:
-            self._head_step.begin([(slot, count) for (slot, _), count in zip(rows, wanted, strict=True)])
+            self._head_step.set_rows([(slot, count) for (slot, _), count in zip(rows, wanted, strict=True)])
 
     def begin_decode(self, row_slots: Sequence[int], padded: int) -> None:
         """See AdapterLayers."""

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from worker.engine.lora.cuda.kernels.groups import MAX_MODULES
 from worker.engine.lora.cuda.lora import CudaLora
-from worker.engine.lora.fused_linears import SharedProduct, join, joinable, replace, sibling_groups
+from worker.engine.lora.fused_linears import FusedProduct, can_fuse, fuse, fusion_candidates, replace_linears
 from worker.engine.lora.weights import AdapterWeights
 
 
@@ -35,25 +35,25 @@ class CudaLayers:
         groups = {names[0]: names for names in _groups(model, linears)}
         self.lora = CudaLora(linears, groups, slots, max_rank, rows, dtype, device)
         for name, members in groups.items():
-            product = _Adapted(join(_linears(model, members)), self.lora, name)
+            product = _Adapted(fuse(_linears(model, members)), self.lora, name)
             widths = [layer.out_features for layer in _linears(model, members)]
-            replace(model, members, SharedProduct(product, widths, product.linear))
+            replace_linears(model, members, FusedProduct(product, widths, product.linear))
         self.lora.warm_up()
         if device.type == "cuda":
-            # Of the weights that were joined: torch would keep their memory, and who measures what is free not see it.
+            # Of the weights that were fused: torch would keep their memory, and who measures what is free not see it.
             torch.cuda.empty_cache()
 
     def install(self, weights: AdapterWeights, slot: int) -> None:
         """See AdapterLayers."""
-        self.lora.install(weights, slot)
+        self.lora.write_slot(weights, slot)
 
     def begin_step(self, rows: Sequence[tuple[int, int]], wanted: Sequence[int] = ()) -> None:
         """See AdapterLayers."""
-        self.lora.begin_step(rows)
+        self.lora.set_rows(rows)
 
     def begin_decode(self, row_slots: Sequence[int], padded: int) -> None:
         """See AdapterLayers."""
-        self.lora.begin_decode(row_slots, padded)
+        self.lora.set_decode_slots(row_slots, padded)
 
 
 class _Adapted:
@@ -73,8 +73,8 @@ class _Adapted:
 def _groups(model: nn.Module, linears: Mapping[str, tuple[int, int]]) -> list[list[str]]:
     """Siblings, where they can be one product for which there is a kernel; else each alone."""
     groups: list[list[str]] = []
-    for names in sibling_groups(linears):
-        together = len(names) <= MAX_MODULES and joinable(_linears(model, names))
+    for names in fusion_candidates(linears):
+        together = len(names) <= MAX_MODULES and can_fuse(_linears(model, names))
         groups += [names] if together else [[name] for name in names]
     return groups
 

@@ -1,12 +1,12 @@
 """LoRA on CUDA: every row's adapter from its slot, two launches for each group of modules.
 
-    lora.begin_decode(slots, padded=8)        before a step of one token a row, captured or not
-    lora.begin_step([(slot, tokens), ...])    before any other
-    lora.apply(x, y, "layers.0.qkv")          in the layers: y += x A^T B, of each row its own
+    lora.set_decode_slots(slots, padded=8)    before a step of one token per row, captured or not
+    lora.set_rows([(slot, tokens), ...])      before any other step
+    lora.apply(x, y, "layers.0.qkv")          in the layers: y[row] += x[row] A^T B of the row's adapter
 
-The host never waits for the device. With begin_decode everything that a launch takes is at a fixed address and the grid
-depends on `padded` alone, so that a CUDA graph can hold it: what changes is copied into the table before its replay.
-Imported where there is Triton only.
+The host never waits for the device. After set_decode_slots all arguments of a launch are at fixed addresses and the
+grid depends on `padded` alone, so that a CUDA graph can hold the launch: the table is overwritten before each replay.
+Imported only where Triton is installed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 from worker.engine.device.kernel_call import KernelCall
 from worker.engine.device.transfer import upload
 from worker.engine.lora.cuda.kernels.expand import expand_call
-from worker.engine.lora.cuda.kernels.groups import HIGH, LOW, SlotGroup, Tiles, tile_lines
+from worker.engine.lora.cuda.kernels.groups import HIGH_TILE, LOW_TILE, SlotGroup, Tiles, tile_lines
 from worker.engine.lora.cuda.kernels.shrink import shrink_call
 from worker.engine.lora.weights import AdapterWeights
 
@@ -41,7 +41,7 @@ class CudaLora:
     ) -> None:
         """`groups` are the modules of each group by the group's name, in the order of their columns in its output.
 
-        `linears` are (in_features, out_features) by module name; `rows` is the most that begin_decode is called with.
+        `linears` are (in_features, out_features) by module name; `rows` is the largest `padded`.
         Takes slots * max_rank * (in_features of each module + out_features) numbers, and a few more.
         """
         self._device = device
@@ -54,17 +54,17 @@ class CudaLora:
             widths = [linears[module][1] for module in modules]
             self._groups[name] = SlotGroup(inputs.pop(), widths, slots, max_rank, dtype, device)
         self._table = torch.full((rows, 3), -1, dtype=torch.int32, device=device)
-        self._tiles = Tiles(self._table[:0], LOW)
+        self._tiles = Tiles(self._table[:0], LOW_TILE)
 
     def warm_up(self) -> None:
         """Compile every kernel, so that no step has to; nothing is computed."""
-        for height in (LOW, HIGH):
+        for height in (LOW_TILE, HIGH_TILE):
             self._tiles = Tiles(upload([_NO_TILE], self._device, torch.int32), height)
             for name, group in self._groups.items():
                 self.apply(group.a.new_zeros(1, group.in_features), group.b.new_zeros(1, sum(group.widths)), name)
-        self.begin_step([])
+        self.set_rows([])
 
-    def install(self, weights: AdapterWeights, slot: int) -> None:
+    def write_slot(self, weights: AdapterWeights, slot: int) -> None:
         """Put an adapter into a slot, in place of what was there, behind what the stream holds already."""
         places: list[Tensor] = []
         tensors: list[Tensor] = []
@@ -84,33 +84,33 @@ class CudaLora:
         parts = torch.split(upload(ranks, self._device, torch.int32), [len(group.widths) for group in groups])
         torch._foreach_copy_([group.ranks[slot] for group in groups], list(parts))
 
-    def begin_decode(self, row_slots: Sequence[int], padded: int) -> None:
+    def set_decode_slots(self, row_slots: Sequence[int], padded: int) -> None:
         """Set the slots of the next step's rows, sorted, one token each, -1 for none; further rows up to `padded` pad.
 
         The launches are the same for every call with this `padded`.
         """
-        lines = tile_lines([(slot, 1) for slot in row_slots], LOW)
+        lines = tile_lines([(slot, 1) for slot in row_slots], LOW_TILE)
         # A row has at most one tile.
         lines += [_NO_TILE] * (padded - len(lines))
         self._table[:padded].copy_(upload(lines, self._device, torch.int32))
-        self._tiles = Tiles(self._table[:padded], LOW)
+        self._tiles = Tiles(self._table[:padded], LOW_TILE)
 
-    def begin_step(self, rows: Sequence[tuple[int, int]]) -> None:
+    def set_rows(self, rows: Sequence[tuple[int, int]]) -> None:
         """Set what the layers do until the next call: rows are (slot or -1, tokens) in the order of the flat batch.
 
         Work on the host is O(rows and tiles). Without a row that has an adapter nothing is launched.
         """
-        height = HIGH if any(slot >= 0 and tokens > LOW for slot, tokens in rows) else LOW
+        height = HIGH_TILE if any(slot >= 0 and tokens > LOW_TILE for slot, tokens in rows) else LOW_TILE
         lines = tile_lines(rows, height)
         table = upload(lines, self._device, torch.int32) if lines else self._table[:0]
         self._tiles = Tiles(table, height)
 
     def apply(self, x: Tensor, y: Tensor, group: str) -> None:
         """Add to y [..., width of the group] what the rows' adapters make of x [..., in_features]. y is contiguous."""
-        for call in self.calls(x, y, group):
+        for call in self.launches(x, y, group):
             call.launch()
 
-    def calls(self, x: Tensor, y: Tensor, group: str) -> tuple[KernelCall, ...]:
+    def launches(self, x: Tensor, y: Tensor, group: str) -> tuple[KernelCall, ...]:
         """The launches of `apply`, in order."""
         if not len(self._tiles):
             return ()

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from worker.engine.attention.cuda.kernels.tiles import LOG2_E, attend_range, position_tile, tile_of
+from worker.engine.attention.cuda.kernels.tiles import LOG2_E, attend_range, position_tile, tile_size
 from worker.engine.attention.kv_cache import KvCache
 from worker.engine.attention.paged import LayerCall
 from worker.engine.device.kernel_call import KernelCall
@@ -171,7 +171,7 @@ def decode_calls(
     flat = partial.view(-1)
     sums, total, top = flat[: numbers * value_dim], flat[-2 * numbers : -numbers], flat[-numbers:]
     shared = {
-        "WINDOW": call.window, "HEADS": heads, "VALUE_DIM": value_dim, "VALUE_TILE": tile_of(value_dim),
+        "WINDOW": call.window, "HEADS": heads, "VALUE_DIM": value_dim, "VALUE_TILE": tile_size(value_dim),
         "SPLIT": SPLIT_POSITIONS, "SPLITS": MAX_SPLITS,
     }  # fmt: skip
     attend = KernelCall(
@@ -188,7 +188,7 @@ def decode_calls(
         shared
         | {
             "SOFTCAP": call.softcap, "BLOCK_SIZE": cache.block_size, "GROUP": heads // kv_heads,
-            "GROUP_TILE": tile_of(heads // kv_heads), "DIM": dim, "DIM_TILE": tile_of(dim),
+            "GROUP_TILE": tile_size(heads // kv_heads), "DIM": dim, "DIM_TILE": tile_size(dim),
             "POSITIONS": position_tile(query, values),
         },
         warps=4,

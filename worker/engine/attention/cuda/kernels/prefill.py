@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from worker.engine.attention.cuda.kernels.tiles import LOG2_E, attend_range, position_tile, tile_of
+from worker.engine.attention.cuda.kernels.tiles import LOG2_E, attend_range, position_tile, tile_size
 from worker.engine.attention.kv_cache import KvCache
 from worker.engine.attention.paged import LayerCall
 from worker.engine.device.kernel_call import KernelCall
@@ -99,7 +99,7 @@ def attend_chunks(  # type: ignore[no-untyped-def]
     )
 
 
-def tiles_of(chunks: Sequence[tuple[int, int, int]], group: int) -> list[tuple[int, int, int, int]]:
+def prefill_tiles(chunks: Sequence[tuple[int, int, int]], group: int) -> list[tuple[int, int, int, int]]:
     """Cut chunks (first token of the flat batch, its position, count) into tiles for `group` heads to a key head.
 
     A tile is (chunk, first token, its position, count).
@@ -114,7 +114,7 @@ def tiles_of(chunks: Sequence[tuple[int, int, int]], group: int) -> list[tuple[i
 
 def tokens_per_tile(group: int) -> int:
     """How many tokens of a chunk a program takes."""
-    return max(_LANES, tile_of(group)) // group
+    return max(_LANES, tile_size(group)) // group
 
 
 def prefill_call(call: LayerCall, cache: KvCache, tables: Tensor, tiles: Tensor, out: Tensor) -> KernelCall:
@@ -140,8 +140,8 @@ def prefill_call(call: LayerCall, cache: KvCache, tables: Tensor, tiles: Tensor,
         },
         {
             "WINDOW": call.window, "SOFTCAP": call.softcap, "BLOCK_SIZE": cache.block_size, "GROUP": group,
-            "LANES": max(_LANES, tile_of(group)), "DIM": dim, "DIM_TILE": tile_of(dim), "VALUE_DIM": value_dim,
-            "VALUE_TILE": tile_of(value_dim), "POSITIONS": position_tile(query, values),
+            "LANES": max(_LANES, tile_size(group)), "DIM": dim, "DIM_TILE": tile_size(dim), "VALUE_DIM": value_dim,
+            "VALUE_TILE": tile_size(value_dim), "POSITIONS": position_tile(query, values),
         },
         warps=4,
         stages=2,

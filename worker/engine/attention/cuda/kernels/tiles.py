@@ -18,20 +18,20 @@ LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 _LEAST_TILE = 16
 
 
-def tile_of(size: int) -> int:
+def tile_size(size: int) -> int:
     """The tile that holds `size` rows or columns: a power of two."""
     return max(_LEAST_TILE, 1 << (size - 1).bit_length())
 
 
 def position_tile(query: Tensor, value: Tensor) -> int:
     """How many cached positions are looked at together, so that keys and values of two tiles fit in shared memory."""
-    widest = max(tile_of(query.shape[-1]), tile_of(value.shape[-1]))
+    widest = max(tile_size(query.shape[-1]), tile_size(value.shape[-1]))
     fitting = 16384 // (widest * query.dtype.itemsize)
     return max(_LEAST_TILE, min(64, fitting))
 
 
 @triton.jit
-def scores_of(q, k, scaling, SOFTCAP: tl.constexpr):  # type: ignore[no-untyped-def]
+def scaled_scores(q, k, scaling, SOFTCAP: tl.constexpr):  # type: ignore[no-untyped-def]
     """Scores [queries, positions] to the base 2, of q [queries, dim] and k [dim, positions]."""
     # "ieee": float32 is not rounded to what tensor cores take.
     scores = tl.dot(q, k, input_precision="ieee") * scaling
@@ -82,7 +82,7 @@ def attend_range(  # type: ignore[no-untyped-def]
         visible = inside[None, :] & (positions[None, :] <= q_positions[:, None])
         if WINDOW is not None:
             visible = visible & (positions[None, :] > q_positions[:, None] - WINDOW)
-        scores = tl.where(visible, scores_of(q, k, scaling, SOFTCAP), float("-inf"))
+        scores = tl.where(visible, scaled_scores(q, k, scaling, SOFTCAP), float("-inf"))
         new_top = tl.maximum(top, tl.max(scores, 1))
         # A query that has seen nothing yet: -inf - -inf would be NaN.
         base = tl.where(new_top == float("-inf"), 0.0, new_top)

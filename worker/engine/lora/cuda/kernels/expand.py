@@ -16,8 +16,8 @@ import triton.language as tl
 from torch import Tensor
 
 from worker.engine.device.kernel_call import KernelCall
-from worker.engine.lora.cuda.kernels.groups import LOW, MAX_MODULES, SlotGroup, Tiles
-from worker.engine.lora.cuda.kernels.shrink import rows_of_tile
+from worker.engine.lora.cuda.kernels.groups import LOW_TILE, MAX_MODULES, SlotGroup, Tiles
+from worker.engine.lora.cuda.kernels.shrink import tile_rows
 
 # So that a tile's float32 sums fit in registers.
 _LOW_COLUMNS, _HIGH_COLUMNS = 256, 128
@@ -61,7 +61,7 @@ def expand_rows(  # type: ignore[no-untyped-def]
     rank = tl.abs(signed_rank)
     if rank == 0:
         return
-    row_index, live = rows_of_tile(tile, HEIGHT)
+    row_index, live = tile_rows(tile, HEIGHT)
     in_module = first_column + tl.arange(0, COLUMNS)
     inside = in_module < width
     first_of_module = tl.where(module > 0, width_0, 0) + tl.where(module > 1, width_1, 0)
@@ -96,7 +96,7 @@ def expand_call(y: Tensor, sums: Tensor, group: SlotGroup, tiles: Tiles) -> Kern
     `sums` are what the shrink of the same tiles left.
     """
     widths = group.widths + (0,) * (MAX_MODULES - len(group.widths))
-    columns = _LOW_COLUMNS if tiles.height == LOW else _HIGH_COLUMNS
+    columns = _LOW_COLUMNS if tiles.height == LOW_TILE else _HIGH_COLUMNS
     return KernelCall(
         expand_rows,
         (len(tiles), -(-max(widths) // columns), len(group.widths)),

@@ -19,7 +19,7 @@ from worker.engine.lora.weights import LoraPair
 
 MAX_MODULES = 3
 # A tile's rows: a product on tensor cores has at least 16; for long runs of one adapter the higher reads it less often.
-LOW, HIGH = 16, 64
+LOW_TILE, HIGH_TILE = 16, 64
 # Features that one program of the shrink sums up. They depend on the module alone, so that a row's result does not
 # depend on the batch. The expand adds the partial sums, at most so many.
 _SPLIT = 1024

@@ -17,14 +17,14 @@ import triton.language as tl
 from torch import Tensor
 
 from worker.engine.device.kernel_call import KernelCall
-from worker.engine.lora.cuda.kernels.groups import LOW, SlotGroup, Tiles
+from worker.engine.lora.cuda.kernels.groups import LOW_TILE, SlotGroup, Tiles
 
 # What is read of a row or a rank at a time, in bytes.
 _FEATURE_BYTES = 256
 
 
 @triton.jit
-def rows_of_tile(tile, HEIGHT: tl.constexpr):  # type: ignore[no-untyped-def]
+def tile_rows(tile, HEIGHT: tl.constexpr):  # type: ignore[no-untyped-def]
     """The rows of a line of Tiles.table: their indices, and which of them there are."""
     lanes = tl.arange(0, HEIGHT)
     return tl.load(tile + 1).to(tl.int64) + lanes, lanes < tl.load(tile + 2)
@@ -61,7 +61,7 @@ def shrink_rows(  # type: ignore[no-untyped-def]
     rank = tl.abs(tl.load(ranks + slot * MODULES + module))
     if first_rank >= rank:
         return
-    row_index, live = rows_of_tile(tile, HEIGHT)
+    row_index, live = tile_rows(tile, HEIGHT)
     rank_index = first_rank + tl.arange(0, RANKS)
     used = rank_index < rank
     inputs = x + row_index[:, None] * x_stride
@@ -99,5 +99,5 @@ def shrink_call(x: Tensor, group: SlotGroup, tiles: Tiles, sums: Tensor) -> Kern
             "RANKS": group.rank_tile, "FEATURES": _FEATURE_BYTES // x.dtype.itemsize, "SPLIT": group.split_features,
         },
         warps=4,
-        stages=4 if tiles.height == LOW else 3,
+        stages=4 if tiles.height == LOW_TILE else 3,
     )  # fmt: skip
