@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from dataclasses import asdict
 
+from loraplex.inference.v1 import inference_pb2
 from loraplex.queue.v1 import queue_pb2
 
+from artifacts.sampling import SamplingParams
 from broker.messages import (
     AdapterRef,
     AdapterRequest,
     AdapterTiers,
     DeadJob,
     Job,
-    SamplingParams,
     StoppingParams,
     WeightedRef,
     WorkerPhase,
@@ -136,12 +137,12 @@ def _read_adapter(message: queue_pb2.AdapterRef) -> AdapterRef:
 _SAMPLING_FIELDS = tuple(name for name in SamplingParams.__dataclass_fields__ if name != "logit_bias")
 
 
-def _write_sampling(sampling: SamplingParams) -> queue_pb2.SamplingParams:
+def _write_sampling(sampling: SamplingParams) -> inference_pb2.Sampling:
     plain = {name: getattr(sampling, name) for name in _SAMPLING_FIELDS}
-    return queue_pb2.SamplingParams(logit_bias=dict(sampling.logit_bias), **plain)
+    return inference_pb2.Sampling(logit_bias=dict(sampling.logit_bias), **plain)
 
 
-def _read_sampling(message: queue_pb2.SamplingParams) -> SamplingParams:
+def _read_sampling(message: inference_pb2.Sampling) -> SamplingParams:
     plain = {name: getattr(message, name) for name in _SAMPLING_FIELDS}
     return SamplingParams(logit_bias=tuple(sorted(message.logit_bias.items())), **plain)
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from artifacts.sampling import SamplingParams
+
 # So many engines may die with a job newly in their batch before it has to run alone.
 STRIKES_LIMIT = 2
 
@@ -43,22 +45,6 @@ class AdapterRequest:
 
     adapter: AdapterRef
     tenant: str
-
-
-@dataclass(frozen=True, slots=True)
-class SamplingParams:
-    """How tokens are chosen. Temperature 0 is greedy; the other defaults are off."""
-
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    typical_p: float = 1.0
-    repetition_penalty: float = 1.0
-    frequency_penalty: float = 0.0
-    presence_penalty: float = 0.0
-    # By token id, in their order.
-    logit_bias: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

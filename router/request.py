@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from broker.messages import SamplingParams
+from artifacts.sampling import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,9 +5,11 @@ engine.add(NewSequence) ──▶ engine.step() ──▶ [Output, ...]
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from typing import Literal, Protocol
+
+from artifacts.sampling import SamplingParams
 
 
 class SequenceRefusedError(Exception):
@@ -49,24 +51,15 @@ class EngineConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class Sampling:
-    """How the next token is chosen. Temperature 0 is greedy; the other defaults are off.
+class Sampling(SamplingParams):
+    """How the tokens of one sequence are chosen: the request's parameters and the seed of its noise."""
 
-    First what changes the logits, greedy or not: `logit_bias` is added to those of single token ids; then the
-    repetition penalty (ids of prompt and answer), the frequency and the presence penalty (ids of the answer alone).
-    Then temperature, top_k, top_p, min_p and typical_p, in this order.
-    """
-
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
     seed: int = 0
-    min_p: float = 0.0
-    typical_p: float = 1.0
-    repetition_penalty: float = 1.0
-    frequency_penalty: float = 0.0
-    presence_penalty: float = 0.0
-    logit_bias: tuple[tuple[int, float], ...] = ()
+
+    @classmethod
+    def seeded(cls, params: SamplingParams, seed: int) -> Sampling:
+        """Join a job's parameters and its seed."""
+        return cls(seed=seed, **{name: getattr(params, name) for name in _PARAMS})
 
     @property
     def penalizes(self) -> bool:
@@ -77,6 +70,9 @@ class Sampling:
     def adjusts_logits(self) -> bool:
         """Whether it changes the logits themselves, so that greedy answers change too."""
         return self.penalizes or bool(self.logit_bias)
+
+
+_PARAMS = tuple(declared.name for declared in fields(SamplingParams))
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ import math
 
 from loraplex.inference.v1 import inference_pb2 as pb
 
-from broker.messages import SamplingParams
+from artifacts.sampling import RANGES, OutOfRangeError, SamplingParams, check_sampling
 from broker.terms import PRIORITY_LIMIT
 from router.request import (
     ChatMessage,
@@ -33,7 +33,6 @@ REQUEST_ID_CHARACTERS = 128
 STREAM_INTERVAL = 1_000
 CHOICES = 16
 LOGPROBS = 20
-LOGIT_BIASES = 300
 ADAPTERS = 8
 CHAT_ROLES = ("system", "user", "assistant")
 
@@ -145,33 +144,14 @@ def read_prompt(message: pb.GenerateSpec | pb.TokenizeRequest) -> tuple[str, Pro
     raise InvalidField("input", "give one of prompt, token_ids and chat")
 
 
-# Field, value when unset, least, most; the least itself is allowed where the flag says so.
-_RANGES = (
-    ("temperature", 0.0, 0.0, 100.0, True),
-    ("top_p", 1.0, 0.0, 1.0, False),
-    ("min_p", 0.0, 0.0, 1.0, True),
-    ("typical_p", 1.0, 0.0, 1.0, False),
-    ("repetition_penalty", 1.0, 0.0, 100.0, False),
-    ("frequency_penalty", 0.0, -2.0, 2.0, True),
-    ("presence_penalty", 0.0, -2.0, 2.0, True),
-)
-
-
 def _sampling(message: pb.Sampling) -> SamplingParams:
-    given = {field.name: value for field, value in message.ListFields()}
-    values: dict[str, float] = {}
-    for name, unset, least, most, with_least in _RANGES:
-        value = values[name] = given.get(name, unset)
-        if not (least <= value <= most) or (value == least and not with_least):
-            raise InvalidField(
-                f"sampling.{name}", f"{value:g} is not {'from' if with_least else 'above'} {least:g} to {most:g}"
-            )
-    if len(message.logit_bias) > LOGIT_BIASES:
-        raise InvalidField("sampling.logit_bias", f"{len(message.logit_bias)} entries; at most {LOGIT_BIASES}")
-    for token_id, bias in message.logit_bias.items():
-        if not -100 <= bias <= 100:
-            raise InvalidField("sampling.logit_bias", f"{bias:g} for id {token_id} is not from -100 to 100")
-    return SamplingParams(top_k=message.top_k, logit_bias=tuple(sorted(message.logit_bias.items())), **values)
+    given = {field.name: value for field, value in message.ListFields() if field.name in RANGES}
+    params = SamplingParams(logit_bias=tuple(sorted(message.logit_bias.items())), **given)
+    try:
+        check_sampling(params)
+    except OutOfRangeError as error:
+        raise InvalidField(f"sampling.{error.field}", error.message) from error
+    return params
 
 
 def _stopping(message: pb.Stopping) -> Stopping:

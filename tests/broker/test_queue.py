@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 from redis.asyncio import Redis
 
+from artifacts.sampling import SamplingParams
 from broker.codec import decode_job, encode_job
 from broker.keys import Keys
 from broker.messages import (
@@ -15,7 +16,6 @@ from broker.messages import (
     AdapterRequest,
     Capacity,
     Job,
-    SamplingParams,
     StoppingParams,
     WeightedRef,
 )

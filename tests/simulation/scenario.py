@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from random import Random
 
 from artifacts.digests import sha256_json
-from broker.messages import AdapterRef, SamplingParams
+from artifacts.sampling import SamplingParams
+from broker.messages import AdapterRef
 from router.request import Request, Stopping
 from tests.simulation.clients import Plan
 from tests.simulation.faults import Fault, draw_faults

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
+from artifacts.sampling import OutOfRangeError, check_sampling
 from worker.engine_api import (
     AdapterSource,
     EngineLimits,
@@ -16,7 +17,6 @@ from worker.engine_api import (
 
 MAX_STOP_TOKEN_IDS = 64
 MAX_PRIORITY = 100
-MAX_LOGIT_BIASES = 300
 MAX_LOGPROBS = 20
 
 
@@ -28,8 +28,7 @@ def check_sequence(sequence: NewSequence, limits: EngineLimits) -> None:
         raise SequenceRefusedError("prompt_ids", "must not be empty")
     _check_ids("prompt_ids", sequence.prompt_ids, limits.vocab_size)
     _check_ids("emitted_ids", sequence.emitted_ids, limits.vocab_size)
-    _check_sampling(sequence.sampling)
-    _check_bias(sequence.sampling.logit_bias, limits.vocab_size)
+    _check_sampling(sequence.sampling, limits.vocab_size)
     for field, count in (("logprobs", sequence.logprobs), ("prompt_logprobs", sequence.prompt_logprobs)):
         if count is not None and not 0 <= count <= MAX_LOGPROBS:
             raise SequenceRefusedError(field, f"must lie between 0 and {MAX_LOGPROBS}, is {count}")
@@ -62,33 +61,14 @@ def _check_adapter(adapter: AdapterSource, limits: EngineLimits) -> None:
             raise SequenceRefusedError("adapter.parts", f"a weight must be finite and not 0, is {part.weight}")
 
 
-def _check_sampling(sampling: Sampling) -> None:
-    penalty = sampling.repetition_penalty
-    # NaN is in no range.
-    for field, fits, wanted in (
-        ("temperature", 0 <= sampling.temperature < math.inf, "0 or more"),
-        ("top_k", sampling.top_k >= 0, "0 (off) or more"),
-        ("top_p", 0 < sampling.top_p <= 1, "above 0 and at most 1"),
-        ("min_p", 0 <= sampling.min_p <= 1, "from 0 to 1"),
-        ("typical_p", 0 < sampling.typical_p <= 1, "above 0 and at most 1"),
-        ("repetition_penalty", 0 < penalty < math.inf, "above 0 and finite"),
-        ("frequency_penalty", -2 <= sampling.frequency_penalty <= 2, "from -2 to 2"),
-        ("presence_penalty", -2 <= sampling.presence_penalty <= 2, "from -2 to 2"),
-        ("seed", 0 <= sampling.seed < 1 << 64, "0 or more and below 2^64"),
-    ):
-        if not fits:
-            raise SequenceRefusedError(f"sampling.{field}", f"must be {wanted}, is {getattr(sampling, field)}")
-
-
-def _check_bias(logit_bias: Sequence[tuple[int, float]], vocab_size: int) -> None:
-    if len(logit_bias) > MAX_LOGIT_BIASES:
-        raise SequenceRefusedError(
-            "sampling.logit_bias", f"takes {MAX_LOGIT_BIASES} entries at most, has {len(logit_bias)}"
-        )
-    _check_ids("sampling.logit_bias", (token for token, _ in logit_bias), vocab_size)
-    for token, bias in logit_bias:
-        if not -100 <= bias <= 100:
-            raise SequenceRefusedError("sampling.logit_bias", f"must be from -100 to 100, is {bias} for id {token}")
+def _check_sampling(sampling: Sampling, vocab_size: int) -> None:
+    try:
+        check_sampling(sampling)
+    except OutOfRangeError as error:
+        raise SequenceRefusedError(f"sampling.{error.field}", error.message) from error
+    if not 0 <= sampling.seed < 1 << 64:
+        raise SequenceRefusedError("sampling.seed", f"must be 0 or more and below 2^64, is {sampling.seed}")
+    _check_ids("sampling.logit_bias", (token for token, _ in sampling.logit_bias), vocab_size)
 
 
 def _check_stopping(stopping: Stopping, vocab_size: int) -> None:

@@ -201,7 +201,7 @@ class LocalJobs:
 
 def sequence_of(held: LocalChoice, adapter: AdapterSource | None) -> NewSequence:
     """What the engine is asked for."""
-    job, sampling = held.job, held.job.sampling
+    job = held.job
     return NewSequence(
         sequence_id=held.sequence_id,
         prompt_ids=job.prompt_ids,
@@ -211,18 +211,7 @@ def sequence_of(held: LocalChoice, adapter: AdapterSource | None) -> NewSequence
         logprobs=job.logprobs,
         # Once is enough, and a later attempt has told it already.
         prompt_logprobs=job.prompt_logprobs if held.choice == 0 and not held.start else None,
-        sampling=Sampling(
-            temperature=sampling.temperature,
-            top_k=sampling.top_k,
-            top_p=sampling.top_p,
-            seed=job.seed,
-            min_p=sampling.min_p,
-            typical_p=sampling.typical_p,
-            repetition_penalty=sampling.repetition_penalty,
-            frequency_penalty=sampling.frequency_penalty,
-            presence_penalty=sampling.presence_penalty,
-            logit_bias=sampling.logit_bias,
-        ),
+        sampling=Sampling.seeded(job.sampling, job.seed),
         stopping=Stopping(
             job.stopping.max_tokens, job.stopping.min_tokens, job.stopping.stop_token_ids, job.stopping.ignore_eos
         ),
