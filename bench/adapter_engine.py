@@ -135,7 +135,7 @@ class Saturated:
         """Run it."""
         waiting = deque(arrival.request for arrival in draw(self.trace, engine.vocabulary, self.prompts))
         ends = len(waiting) - self.in_flight
-        swaps = engine.stats.adapter_swaps
+        swaps = engine.stats.tiers.swaps
         ended = tokens = 0
         with recorded_steps() as steps:
             start = time.perf_counter()
@@ -149,7 +149,7 @@ class Saturated:
                         if waiting:
                             engine.add(waiting.popleft())
             seconds = time.perf_counter() - start
-        return Saturation(ended, tokens, seconds, engine.stats.adapter_swaps - swaps, tuple(steps))
+        return Saturation(ended, tokens, seconds, engine.stats.tiers.swaps - swaps, tuple(steps))
 
 
 @dataclass(frozen=True)

@@ -104,9 +104,9 @@ class Swapping:
         chance = random.Random(1)
 
         def swap(count: int) -> None:
-            until = engine.stats.adapter_swaps + count
+            until = engine.stats.tiers.swaps + count
             in_flight = 0
-            while engine.stats.adapter_swaps < until:
+            while engine.stats.tiers.swaps < until:
                 for _ in range(_IN_FLIGHT - in_flight):
                     engine.add(_request(chance, engine, _ARRIVAL_TOKENS, 1, chance.randrange(self.adapters)))
                 in_flight = _IN_FLIGHT - sum(output.finish is not None for output in engine.step())

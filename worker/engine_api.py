@@ -232,6 +232,19 @@ class EngineLimits:
 
 
 @dataclass(frozen=True, slots=True)
+class TierStats:
+    """The adapter cache's tiers. Bytes are counted as stored."""
+
+    # Adapters that came into a slot, and those that had to leave theirs for another, since the start.
+    loads: int
+    swaps: int
+    # Adapters that are being read from disk now.
+    loading: int
+    host_bytes: int
+    device_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class EngineStats:
     """What an engine holds now. blocks_free + blocks_cached + blocks_referenced is all of its blocks."""
 
@@ -248,14 +261,7 @@ class EngineStats:
     # Sequences that found their adapter in a slot when they came, and those that did not, since the start.
     adapter_hits: int
     adapter_misses: int
-    # Adapters that came into a slot, and those that had to leave theirs for another, since the start.
-    adapter_loads: int
-    adapter_swaps: int
-    # Adapters that are being read now.
-    adapters_loading: int
-    # Bytes of adapters as stored.
-    adapter_host_bytes: int
-    adapter_device_bytes: int
+    tiers: TierStats
     # Sequences that came, since the start, those that were complete on arrival as well.
     sequences_taken: int
     # Since the start: sequences that had to give their blocks back; tokens that steps computed; tokens that sequences

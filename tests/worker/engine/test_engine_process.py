@@ -162,7 +162,7 @@ def test_operators_pin_and_warm_adapters(engine: EngineProcess, adapters: list[A
         engine.finish(NewSequence(str(number), (7, 8), adapter=others[number % 2], stopping=Stopping(3)))
     assert engine.stats is not None
     assert pinned.digest in engine.stats.adapters
-    assert engine.stats.adapter_swaps == 3
+    assert engine.stats.tiers.swaps == 3
     engine.send(Unpin(pinned.digest))
     engine.send(Warm(others[0]))
     digests = {adapter.digest for adapter in others}

@@ -41,9 +41,9 @@ def test_an_adapter_comes_back_from_host_memory(
     engine = make_engine(tiny_llama.directory, host_adapter_bytes=host_bytes, **SETTINGS)
     firsts = {name: run_until_idle(engine, {0: [ask("first", name, tmp_path / name)]})["first"] for name in names}
     stats = engine.stats()
-    assert (stats.adapter_hits, stats.adapter_misses, stats.adapter_swaps) == (0, len(names), len(names) - 1)
-    assert stats.adapter_device_bytes > 0
-    assert (stats.adapter_host_bytes > stats.adapter_device_bytes) == (host_bytes == 0)
+    assert (stats.adapter_hits, stats.adapter_misses, stats.tiers.swaps) == (0, len(names), len(names) - 1)
+    assert stats.tiers.device_bytes > 0
+    assert (stats.tiers.host_bytes > stats.tiers.device_bytes) == (host_bytes == 0)
     shutil.rmtree(tmp_path)
     for name in names[:-1]:
         outputs = run_until_idle(engine, {0: [ask("again", name, tmp_path / name)]})["again"]
@@ -62,6 +62,6 @@ def test_a_resident_adapter_is_a_hit(
     for number in range(3):
         run_until_idle(engine, {0: [ask(str(number), name, directory)]})
     stats = engine.stats()
-    assert (stats.adapter_hits, stats.adapter_misses, stats.adapter_swaps, stats.adapters_loading) == (2, 1, 0, 0)
+    assert (stats.adapter_hits, stats.adapter_misses, stats.tiers.swaps, stats.tiers.loading) == (2, 1, 0, 0)
     # One adapter, in both tiers.
-    assert stats.adapter_host_bytes == stats.adapter_device_bytes > 0
+    assert stats.tiers.host_bytes == stats.tiers.device_bytes > 0

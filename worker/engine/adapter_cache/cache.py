@@ -20,8 +20,8 @@ from worker.engine.adapter_cache.loading import AdapterMemory, Loads
 from worker.engine.adapter_cache.slots import DeviceSlots
 from worker.engine.adapter_cache.swap_budget import SwapBudget
 from worker.engine.scheduling.adapter_demand import WINDOW, Demand, Urgency
-from worker.engine.scheduling.residency import Arrivals, TierStats
-from worker.engine_api import AdapterSource
+from worker.engine.scheduling.residency import Arrivals
+from worker.engine_api import AdapterSource, TierStats
 
 P = TypeVar("P")
 

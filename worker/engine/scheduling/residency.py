@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from worker.engine.scheduling.adapter_demand import Demand
-from worker.engine_api import AdapterSource
+from worker.engine_api import AdapterSource, TierStats
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,18 +15,6 @@ class Arrivals:
 
     arrived: tuple[str, ...]
     failed: tuple[tuple[str, Exception], ...]
-
-
-@dataclass(frozen=True, slots=True)
-class TierStats:
-    """What the tiers hold now. Bytes are counted as stored; `swaps` are adapters that had to leave their slot."""
-
-    # Adapters that came into a slot.
-    loads: int
-    swaps: int
-    loading: int
-    host_bytes: int
-    device_bytes: int
 
 
 class Residency(Protocol):

@@ -218,7 +218,6 @@ class Scheduler:
 
     def stats(self) -> EngineStats:
         """What is held now."""
-        tiers = self._residency.tiers
         return EngineStats(
             steps=self._steps,
             rows_running=len(self._running),
@@ -232,11 +231,7 @@ class Scheduler:
             sequences_taken=self._arrivals,
             adapter_hits=self._waiting.hits,
             adapter_misses=self._waiting.misses,
-            adapter_loads=tiers.loads,
-            adapter_swaps=tiers.swaps,
-            adapters_loading=tiers.loading,
-            adapter_host_bytes=tiers.host_bytes,
-            adapter_device_bytes=tiers.device_bytes,
+            tiers=self._residency.tiers,
             preemptions=self._preemptions,
             computed_tokens=self._computed_tokens,
             prefix_queries=self._prefix_queries,

@@ -53,12 +53,12 @@ def worker_state(
 def _tiers(engine: EngineStats, disk: FetchStats) -> AdapterTiers:
     return AdapterTiers(
         fetching=disk.fetching,
-        loading=engine.adapters_loading,
+        loading=engine.tiers.loading,
         hits=engine.adapter_hits,
         misses=engine.adapter_misses,
-        swaps=engine.adapter_swaps,
-        device_bytes=engine.adapter_device_bytes,
-        host_bytes=engine.adapter_host_bytes,
+        swaps=engine.tiers.swaps,
+        device_bytes=engine.tiers.device_bytes,
+        host_bytes=engine.tiers.host_bytes,
         disk_bytes=disk.bytes,
         disk_bytes_limit=disk.bytes_limit,
         disk_adapters=disk.adapters,
