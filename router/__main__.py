@@ -17,7 +17,7 @@ from telemetry.metrics import MetricsPortError
 
 
 def main() -> int:
-    """Run until told to stop; 2 when it can't start."""
+    """Run until a signal stops the router; return 2 when it can't start."""
     try:
         settings = read_settings(Settings, "router", sys.argv[1:], os.environ)
         set_up_logging("router", settings.log_format, settings.log_level)

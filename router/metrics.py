@@ -1,15 +1,15 @@
-"""What a router counts and times. Names and meanings for people: docs/metrics.md, which a test holds to this file."""
+"""The metrics of a router. docs/metrics.md lists their names and meanings; a test compares it with this file."""
 
 from __future__ import annotations
 
 from telemetry.metrics import LONG_S, SHORT_S, TOKENS, BoundedNames, Meters
 
-# What makes a job be dispatched again.
+# Causes of an attempt after the first.
 LOST, RETURNED, UNCLAIMED = "lost", "returned", "unclaimed"
 
 
 class RouterMetrics(Meters):
-    """One router's. Times are of the monotonic clock of this process, in seconds."""
+    """The metrics of one router. Times are of the monotonic clock of this process, in seconds."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class RouterMetrics(Meters):
             "relay_frames_refused", "Frames of an attempt, or from a worker, that is not current."
         )
         self.calls = self.rpc_calls()
-        # Kept up by router.gauges.
+        # Refreshed by router.gauges.
         self.open_requests = self.gauge("requests_open", "This router's requests, queued or running.", ("state",))
         self.waiting = self.gauge("queue_jobs_waiting", "Jobs in a model's queue, of all routers.", model)
         self.workers = self.gauge("workers", "Live workers, by phase.", ("model", "phase"))

@@ -1,4 +1,4 @@
-"""A request as the router's inside sees it, and what it answers. `router.api.convert` makes these from the wire."""
+"""Requests and the messages that answer them, inside the router. `router.api.convert` makes these from the wire."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from artifacts.sampling import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class ChatMessage:
-    """One turn of a chat."""
+    """A turn of a chat."""
 
     role: str
     content: str
@@ -18,7 +18,7 @@ class ChatMessage:
 
 @dataclass(frozen=True, slots=True)
 class Stopping:
-    """When to end an answer; max_tokens None: 128, capped by the context."""
+    """Conditions that end an answer; max_tokens None: 128, capped by the context."""
 
     max_tokens: int | None = None
     min_tokens: int = 0
@@ -29,7 +29,7 @@ class Stopping:
 
 @dataclass(frozen=True, slots=True)
 class WeightedAdapter:
-    """One of several adapters whose changes are added up: its name, or in a Summary its revision's."""
+    """A part of a weighted set of adapters: the adapter's name, or in a Summary its revision's."""
 
     adapter: str
     weight: float
@@ -40,7 +40,7 @@ Prompt = str | tuple[int, ...] | tuple[ChatMessage, ...]
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What a client asked for. `prompt` is a text, token ids, or a chat."""
+    """A request of a client. `prompt` is a text, token ids, or a chat."""
 
     tenant: str
     prompt: Prompt
@@ -48,7 +48,7 @@ class Request:
     request_id: str = ""
     model: str = ""
     adapter: str = ""
-    # Instead of `adapter`, several.
+    # A weighted set instead of `adapter`.
     adapters: tuple[WeightedAdapter, ...] = ()
     sampling: SamplingParams = field(default_factory=SamplingParams)
     seed: int | None = None
@@ -56,28 +56,28 @@ class Request:
     skip_special_tokens: bool = True
     stream_interval: int = 1
     n: int = 1
-    # Candidates to choose the n best from, by their mean log probability; n when nobody asks.
+    # Number of candidates from which the n with the best mean log probability are chosen; n by default.
     best_of: int = 1
     logprobs: int | None = None
     prompt_logprobs: int | None = None
-    # Among the tenant's own requests; higher goes first.
+    # Rank among the tenant's own requests; higher goes first.
     priority: int = 0
-    # A hash of all that the client sent: two of one fingerprint are the same request.
+    # Hash of the whole message: two requests with the same fingerprint are the same request.
     fingerprint: str = ""
-    # The W3C trace context of its span; empty: it is not traced.
+    # W3C trace context of the request's span; empty: it is not traced.
     traceparent: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """What a client has of one choice; finished: its end too."""
+    """The part of a choice that the client has already; finished: its end too."""
 
     token_ids: tuple[int, ...] = ()
     finished: bool = False
 
 
 class FinishReason(StrEnum):
-    """Why an answer ended, as its client is told."""
+    """The reason of an answer's end, as the client gets it."""
 
     LENGTH = "length"
     END = "end"
@@ -94,14 +94,14 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class PromptLogprobs:
-    """Of every prompt token but the first."""
+    """Log probabilities of every prompt token but the first."""
 
     tokens: tuple[TokenLogprobs, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """The next tokens of an answer and what they add to its text; `logprobs` of each, where they were asked for."""
+    """The next tokens of an answer and the text that they add; `logprobs` of each, where the request asks for them."""
 
     offset: int
     token_ids: tuple[int, ...]
@@ -112,7 +112,7 @@ class Delta:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """An answer's end; with STOP, which string or token ended it."""
+    """The end of an answer; with STOP, the string or token that ended it."""
 
     reason: FinishReason
     stop_string: str | None = None
@@ -134,7 +134,7 @@ class Summary:
     ttft_s: float
     decode_s: float
     continuations: int
-    # Of a weighted set, whose digest `adapter_revision` then is.
+    # Parts of a weighted set; `adapter_revision` is then the digest of the set.
     adapters: tuple[WeightedAdapter, ...] = ()
 
 
@@ -143,7 +143,7 @@ Event = PromptLogprobs | Delta | Finished | Summary
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """What a client gets at once; the first of a stream has the resume token."""
+    """A message of a stream; the first has the resume token."""
 
     event: Event
     resume_token: str = ""

@@ -48,7 +48,7 @@ class Settings:
     )
 
     def __post_init__(self) -> None:
-        """Raises ValueError on a value that means nothing, and on an address that exposes tenants or nobody reaches."""
+        """Raise ValueError on a value out of range, or on an address that exposes tenants or that no worker reaches."""
         check_exposure(self.host, self.insecure_tenants)
         check_logging(self.log_format, self.log_level)
         if not self.client_stall_s > 0:
@@ -69,12 +69,12 @@ class Settings:
 
     @property
     def queue_limits(self) -> QueueLimits:
-        """What may wait in a model's queue."""
+        """Return the limits of a model's queue."""
         return QueueLimits(self.waiting_limit, self.waiting_bytes, self.tenant_waiting_limit, self.tenant_waiting_bytes)
 
 
 def read_weights(text: str) -> dict[str, float]:
-    """Weights by tenant. Raises ValueError."""
+    """Parse the tenants' weights. Raises ValueError."""
     weights: dict[str, float] = {}
     for pair in filter(None, text.split(",")):
         tenant, _, weight = pair.partition("=")

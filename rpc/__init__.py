@@ -1,1 +1,1 @@
-"""What every gRPC process shares: errors and their statuses, server start, health, drain."""
+"""Parts that every gRPC process shares: errors and their statuses, server start, health, drain."""

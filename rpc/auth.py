@@ -1,4 +1,4 @@
-"""Who is calling. Until there are credentials, the tenant is what the caller says that it is.
+"""The tenant of a call. Until there are credentials, it is the tenant that the caller names.
 
 Replace `tenant_of` to authenticate otherwise: routers and the store ask nobody else.
 """
@@ -18,7 +18,7 @@ _TENANT = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
 
 
 def tenant_of(context: grpc.aio.ServicerContext[Any, Any]) -> str:
-    """The calling tenant, taken from the call's metadata unproved. Raises Unauthenticated."""
+    """Return the tenant that the call's metadata names, unproved. Raises Unauthenticated."""
     given = [value for key, value in context.invocation_metadata() or () if key == TENANT_KEY]
     if len(given) != 1 or not isinstance(given[0], str):
         raise Unauthenticated(f"name the tenant in the call's metadata: {TENANT_KEY}, once")
@@ -30,7 +30,7 @@ def tenant_of(context: grpc.aio.ServicerContext[Any, Any]) -> str:
 
 
 def check_exposure(host: str, insecure_tenants: bool) -> None:
-    """Raises ValueError where clients beyond this machine could name any tenant, and nobody has accepted that."""
+    """Raise ValueError where clients beyond this machine could name any tenant, unless `insecure_tenants` allows it."""
     if not insecure_tenants and not _is_loopback(host):
         raise ValueError(
             f"--host {host}: clients beyond this machine could name any tenant; "

@@ -1,4 +1,4 @@
-"""Counts and times the calls of a gRPC server, whatever its services are."""
+"""An interceptor that counts and times the calls of a gRPC server."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rpc.status import CODES
 
 
 class CallMeter(grpc.aio.ServerInterceptor):
-    """An interceptor for Server. A stream counts when it ends; what is counted elsewhere is passed by.
+    """Counts and times calls. A stream counts when it ends; methods in `passed` are counted elsewhere.
 
     `ended` has the labels method and code, `seconds` method; see telemetry.metrics.Meters.rpc_calls.
     """
@@ -31,7 +31,7 @@ class CallMeter(grpc.aio.ServerInterceptor):
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler[Any, Any] | None:
-        """Wrap the method's handler; health's calls are passed by too."""
+        """Wrap the method's handler; calls of the health service are not counted."""
         handler = await continuation(handler_call_details)
         method = handler_call_details.method.rpartition("/")[2]
         if handler is None or method in self._passed or handler_call_details.method.startswith("/grpc."):

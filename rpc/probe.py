@@ -1,4 +1,4 @@
-"""`python -m rpc.probe HOST:PORT`: exits 0 when the process there serves, else 1 with one line. For health checks."""
+"""`python -m rpc.probe HOST:PORT`: a health check that exits 0 when the process there serves, else 1 with one line."""
 
 from __future__ import annotations
 

@@ -17,25 +17,26 @@ from rpc.status import StatusInterceptor
 
 T = TypeVar("T")
 
+# Maximum message of a client.
 MESSAGE_BYTES = 4 * 1024 * 1024
-# Between a worker and a router: what one step made of all jobs, a long prompt's log probabilities among it, must pass.
+# Maximum message between a worker and a router: all tokens of one step, with a long prompt's log probabilities.
 RELAY_MESSAGE_BYTES = 256 * 1024 * 1024
 
 # Client and server must agree on keepalive, or the server answers GOAWAY too_many_pings.
 KEEPALIVE_MS = 10_000
 KEEPALIVE_TIMEOUT_MS = 5_000
-# The relay's: who is cut off in either direction is to be noticed by both ends before a client's patience ends.
+# Keepalive of the relay: both ends must notice a broken connection before the clients do.
 RELAY_KEEPALIVE_MS = 1_000
 RELAY_KEEPALIVE_TIMEOUT_MS = 2_000
 
 
 def channel_options(message_bytes: int = MESSAGE_BYTES) -> list[tuple[str, Any]]:
-    """For channels to our servers, and for these, with messages of up to so many bytes."""
+    """Return the options of public servers and of channels to them, with messages of up to so many bytes."""
     return _options(message_bytes, KEEPALIVE_MS, KEEPALIVE_TIMEOUT_MS)
 
 
 def relay_options() -> list[tuple[str, Any]]:
-    """The same for the links between workers and routers: an end that hears nothing for 3 s is gone."""
+    """Return the options of the links between workers and routers: an end that is silent for 3 s counts as gone."""
     return _options(RELAY_MESSAGE_BYTES, RELAY_KEEPALIVE_MS, RELAY_KEEPALIVE_TIMEOUT_MS)
 
 
@@ -43,7 +44,7 @@ def _options(message_bytes: int, keepalive_ms: int, timeout_ms: int) -> list[tup
     return [
         ("grpc.keepalive_time_ms", keepalive_ms),
         ("grpc.keepalive_timeout_ms", timeout_ms),
-        # What ends the connection is this one: keepalive's own was seen not to.
+        # This timeout is what ends the connection: keepalive_timeout_ms alone was seen not to.
         ("grpc.http2.ping_timeout_ms", timeout_ms),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
@@ -60,7 +61,7 @@ _SERVER_OPTIONS: list[tuple[str, Any]] = [
 
 
 class PortInUse(Exception):
-    """The address can't be bound."""
+    """An address that can't be bound."""
 
 
 class Server:
@@ -81,7 +82,7 @@ class Server:
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.grpc)
 
     def bind(self, host: str, port: int) -> int:
-        """Listen on host:port, 0 for a port that the system chooses; the port. Raises PortInUse."""
+        """Listen on host:port, 0 for a port that the system chooses; return the port. Raises PortInUse."""
         try:
             bound = self.grpc.add_insecure_port(f"{host}:{port}")
         except RuntimeError as error:
@@ -96,7 +97,7 @@ class Server:
         await self.grpc.start()
 
     async def set_serving(self, serving: bool) -> None:
-        """What health answers from now on."""
+        """Set what the health service answers from now on."""
         status = health_pb2.HealthCheckResponse
         await self._health.set("", status.SERVING if serving else status.NOT_SERVING)
 
@@ -107,7 +108,7 @@ class Server:
 
 
 def stop_signal() -> asyncio.Event:
-    """An event that is set by the first SIGTERM or SIGINT; the second ends the process. Call it inside the loop."""
+    """Return an event that the first SIGTERM or SIGINT sets; the second ends the process. Call it inside the loop."""
     event = asyncio.Event()
     loop = asyncio.get_running_loop()
     numbers = (signal.SIGTERM, signal.SIGINT)
@@ -124,7 +125,7 @@ def stop_signal() -> asyncio.Event:
 
 
 async def unless_stopped(stop: asyncio.Event, work: Coroutine[Any, Any, T]) -> T | None:
-    """The result of `work`; None, and the work cancelled, when `stop` is set before."""
+    """Return the result of `work`; cancel it and return None when `stop` is set before."""
     working, stopping = asyncio.create_task(work), asyncio.create_task(stop.wait())
     try:
         await asyncio.wait({working, stopping}, return_when=asyncio.FIRST_COMPLETED)

@@ -20,29 +20,29 @@ class SettingsError(Exception):
     """A setting that is missing, unknown or unreadable; the message is one line that names it."""
 
 
-# What several processes of one host share.
+# The variable that several processes of one host share.
 REDIS_URL_VARIABLE = "LORAPLEX_REDIS_URL"
 REDIS_URL_HELP = f"the Redis or Valkey server, such as redis://127.0.0.1:6379; also {REDIS_URL_VARIABLE}"
 
 
 def setting(help_text: str, default: Any = dataclasses.MISSING, *, variable: str = "") -> Any:
-    """A dataclass field with its help text, and a variable that several processes share."""
+    """Make a dataclass field with its help text, and a variable that several processes share."""
     return dataclasses.field(default=default, metadata={"help": help_text, "variable": variable})
 
 
 def read_settings(cls: type[T], process: str, argv: Sequence[str], environ: Mapping[str, str]) -> T:
-    """An instance of `cls` for `process` (`router`, ...). Raises SettingsError; exits 0 on --help."""
+    """Read an instance of `cls` for `process` (`router`, ...). Raises SettingsError; exits 0 on --help."""
     prefix = f"LORAPLEX_{process.upper().replace('-', '_')}_"
     hints = get_type_hints(cls)
     fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]  # a dataclass, by contract
     given = vars(_parser(cls, process, prefix, fields, hints).parse_args(argv))
-    known = {prefix + name.upper(): name for name in fields}
-    unknown = sorted(key for key in environ if key.startswith(prefix) and key not in known)
+    variables = {prefix + name.upper(): name for name in fields}
+    unknown = sorted(key for key in environ if key.startswith(prefix) and key not in variables)
     if unknown:
         raise SettingsError(f"unknown environment variable {unknown[0]}; --help lists the known ones")
     shared = {name: field.metadata["variable"] for name, field in fields.items() if field.metadata["variable"]}
     values = {name: (environ[key], key) for name, key in shared.items() if key in environ}
-    values |= {name: (environ[key], key) for key, name in known.items() if key in environ}
+    values |= {name: (environ[key], key) for key, name in variables.items() if key in environ}
     values |= {name: (text, _flag(name)) for name, text in given.items() if text is not None}
     missing = [name for name, field in fields.items() if name not in values and field.default is dataclasses.MISSING]
     if missing:

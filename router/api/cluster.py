@@ -1,4 +1,4 @@
-"""The operators' API: what the cluster is doing."""
+"""The gRPC service for operators: workers, queues, jobs, traffic, and commands."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _PHASES = {WorkerPhase.SERVING: pb.WORKER_PHASE_SERVING, WorkerPhase.DRAINING: p
 
 
 class ClusterService(cluster_pb2_grpc.ClusterServiceServicer):
-    """loraplex.cluster.v1.ClusterService."""
+    """Serves loraplex.cluster.v1.ClusterService."""
 
     def __init__(
         self, models: Models, dispatcher: Dispatcher, metrics: RouterMetrics, commands: AdapterCommands
@@ -39,12 +39,12 @@ class ClusterService(cluster_pb2_grpc.ClusterServiceServicer):
         self._traffic = Traffic(metrics)
 
     async def ListWorkers(self, request: pb.ListWorkersRequest, context: Context) -> pb.ListWorkersResponse:
-        """The live workers of all models, as they last said."""
+        """List the live workers of all models, as they last reported."""
         states = [state for model in self._models.served for state in await self._models.living(model)]
         return pb.ListWorkersResponse(workers=[_worker(state) for state in states])
 
     async def ListQueues(self, request: pb.ListQueuesRequest, context: Context) -> pb.ListQueuesResponse:
-        """How much waits and runs, by model."""
+        """List how many jobs wait and run, by model."""
         queues = []
         for model in self._models.served:
             running = sum(state.rows_running for state in await self._models.living(model))
@@ -56,54 +56,54 @@ class ClusterService(cluster_pb2_grpc.ClusterServiceServicer):
         return pb.ListQueuesResponse(queues=queues)
 
     async def ListJobs(self, request: pb.ListJobsRequest, context: Context) -> pb.ListJobsResponse:
-        """The jobs that this router owns."""
+        """List the jobs that this router owns."""
         return pb.ListJobsResponse(jobs=[_job(routed) for routed in self._dispatcher.jobs])
 
     async def ListDeadJobs(self, request: pb.ListDeadJobsRequest, context: Context) -> pb.ListDeadJobsResponse:
-        """The last jobs of all models that were ended because they killed engines, the newest first."""
+        """List the last jobs that were ended because they killed engines, the newest first."""
         dead: list[DeadJob] = []
         for model in self._models.served:
             try:
                 dead += await model.queue.dead.list()
             except REDIS_DOWN as error:
                 raise Unavailable("Redis does not answer", reason="QUEUE_DOWN") from error
-        dead.sort(key=lambda one: one.died_at_ms, reverse=True)
+        dead.sort(key=lambda job: job.died_at_ms, reverse=True)
         return pb.ListDeadJobsResponse(jobs=map(_dead_job, dead))
 
     async def GetTraffic(self, request: pb.GetTrafficRequest, context: Context) -> pb.GetTrafficResponse:
-        """What this router has served since its start."""
+        """Return what this router has served since its start."""
         return self._traffic.response(len(tuple(self._dispatcher.jobs)))
 
     async def DrainWorker(self, request: pb.DrainWorkerRequest, context: Context) -> pb.DrainWorkerResponse:
-        """Tell a worker to stop, as SIGTERM would."""
+        """Make a worker drain and stop, as SIGTERM does."""
         if not request.worker_id:
             raise InvalidField("worker_id", "name a worker")
-        known = False
+        found = False
         for model in self._models.served:
             for state in await self._models.living(model):
                 if state.worker_id == request.worker_id:
-                    known = True
+                    found = True
                     try:
                         await model.queue.commands.send(state.incarnation, DRAIN)
                     except REDIS_DOWN as error:
                         raise Unavailable("Redis does not answer", reason="QUEUE_DOWN") from error
-        if not known:
+        if not found:
             raise NotFound("worker", request.worker_id)
         return pb.DrainWorkerResponse()
 
     async def WarmAdapter(self, request: pb.WarmAdapterRequest, context: Context) -> pb.WarmAdapterResponse:
-        """Bring an adapter to the device of every worker of its base, or of one."""
-        await self._commands.give(Verb.WARM, tenant_of(context), request.adapter, request.worker_id)
+        """Load an adapter on every worker of its base, or on the named one."""
+        await self._commands.send(Verb.WARM, tenant_of(context), request.adapter, request.worker_id)
         return pb.WarmAdapterResponse()
 
     async def PinAdapter(self, request: pb.PinAdapterRequest, context: Context) -> pb.PinAdapterResponse:
-        """The same, and it stays there; without a worker's name also on workers that start later."""
-        await self._commands.give(Verb.PIN, tenant_of(context), request.adapter, request.worker_id)
+        """Load an adapter and keep it loaded; without a worker's name also on workers that start later."""
+        await self._commands.send(Verb.PIN, tenant_of(context), request.adapter, request.worker_id)
         return pb.PinAdapterResponse()
 
     async def UnpinAdapter(self, request: pb.UnpinAdapterRequest, context: Context) -> pb.UnpinAdapterResponse:
-        """It may leave again."""
-        await self._commands.give(Verb.UNPIN, tenant_of(context), request.adapter, request.worker_id)
+        """Allow a pinned adapter to be evicted again."""
+        await self._commands.send(Verb.UNPIN, tenant_of(context), request.adapter, request.worker_id)
         return pb.UnpinAdapterResponse()
 
 
@@ -150,7 +150,7 @@ def _job(routed: RoutedJob) -> pb.Job:
 
 
 def _dead_job(dead: DeadJob) -> pb.DeadJob:
-    """Both sides name the fields alike, but for the time."""
+    """Convert a dead letter; all fields but the time have the same names."""
     fields = asdict(dead)
     died_at_ms = fields.pop("died_at_ms")
     message = pb.DeadJob(**fields)

@@ -1,4 +1,4 @@
-"""The public messages to domain objects and back, with every check that needs nothing but the message."""
+"""Conversion of the public messages to domain objects and back, with every check that needs only the message."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ LOGPROBS = 20
 ADAPTERS = 8
 CHAT_ROLES = ("system", "user", "assistant")
 
-# In the contract, but not served by this version: anything but its neutral value is refused by name.
+# Fields of the contract that this version does not serve, with their neutral values: any other value is refused.
 _UNBUILT: dict[str, object] = {
     "json_schema": None,
     "regex": None,
@@ -47,7 +47,7 @@ _UNBUILT_OUTPUT: dict[str, object] = {"echo": False}
 
 
 def read_request(spec: pb.GenerateSpec, tenant: str) -> Request:
-    """The request in a message. Raises InvalidField or NotBuilt, naming the field."""
+    """Return the request in a message. Raises InvalidField or NotBuilt, naming the field."""
     _refuse_unbuilt(spec)
     if len(spec.request_id) > REQUEST_ID_CHARACTERS:
         raise InvalidField("request_id", f"longer than {REQUEST_ID_CHARACTERS} characters")
@@ -88,15 +88,15 @@ def _adapters(spec: pb.GenerateSpec) -> tuple[WeightedAdapter, ...]:
     if len(spec.adapters) > ADAPTERS:
         raise InvalidField("adapters", f"{len(spec.adapters)} adapters; at most {ADAPTERS}")
     seen = set()
-    for index, one in enumerate(spec.adapters):
-        if not one.adapter:
+    for index, part in enumerate(spec.adapters):
+        if not part.adapter:
             raise InvalidField(f"adapters[{index}].adapter", "is empty")
-        if not math.isfinite(one.weight) or one.weight == 0:
-            raise InvalidField(f"adapters[{index}].weight", f"{one.weight:g} is not a finite number other than 0")
-        if one.adapter in seen:
-            raise InvalidField(f"adapters[{index}].adapter", f"{one.adapter} is there twice; add up its weights")
-        seen.add(one.adapter)
-    return tuple(WeightedAdapter(one.adapter, one.weight) for one in spec.adapters)
+        if not math.isfinite(part.weight) or part.weight == 0:
+            raise InvalidField(f"adapters[{index}].weight", f"{part.weight:g} is not a finite number other than 0")
+        if part.adapter in seen:
+            raise InvalidField(f"adapters[{index}].adapter", f"{part.adapter} is there twice; add up its weights")
+        seen.add(part.adapter)
+    return tuple(WeightedAdapter(part.adapter, part.weight) for part in spec.adapters)
 
 
 def _choices(output: pb.Output) -> tuple[int, int]:
@@ -124,7 +124,7 @@ def _refuse_unbuilt(spec: pb.GenerateSpec) -> None:
 
 
 def read_prompt(message: pb.GenerateSpec | pb.TokenizeRequest) -> tuple[str, Prompt]:
-    """The name of the input that is set, and its value. Raises InvalidField."""
+    """Return the name of the input that is set, and its value. Raises InvalidField."""
     match message.WhichOneof("input"):
         case "prompt":
             if not message.prompt:
@@ -184,7 +184,7 @@ _REASONS = {
 
 
 def write_message(message: Message) -> pb.GenerateEvent:
-    """A message of the stream."""
+    """Convert a message of the stream."""
     event = _write_event(message.event)
     event.resume_token = message.resume_token
     return event
@@ -220,7 +220,7 @@ def _write_event(event: Event) -> pb.GenerateEvent:
                         queue=event.queue_s, adapter=event.adapter_s, ttft=event.ttft_s, decode=event.decode_s
                     ),
                     continuations=event.continuations,
-                    adapters=[pb.WeightedAdapter(adapter=one.adapter, weight=one.weight) for one in event.adapters],
+                    adapters=[pb.WeightedAdapter(adapter=part.adapter, weight=part.weight) for part in event.adapters],
                 )
             )
 

@@ -1,4 +1,4 @@
-"""Operators' orders about adapters: whom they go to, and what is refused before any worker hears of it."""
+"""Operators' commands about adapters: which workers they go to, and what is refused before it is sent."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from rpc.errors import InvalidField, Mismatch, NotFound, Unavailable
 
 
 class AdapterCommands:
-    """Names become revisions here, as those of requests do."""
+    """Sends the commands of operators; an adapter's name becomes a revision here, as in a request."""
 
     def __init__(self, models: Models, store: StoreClient) -> None:
         self._models = models
         self._store = store
 
-    async def give(self, verb: Verb, tenant: str, name: str, worker_id: str) -> None:
-        """Tell one worker, or all of the adapter's base; what is pinned on all is so on those that start later.
+    async def send(self, verb: Verb, tenant: str, name: str, worker_id: str) -> None:
+        """Send a command to one worker, or to all of the adapter's base; a pin on all holds for later workers too.
 
         Raises InvalidField, NotFound, Mismatch or Unavailable.
         """
@@ -31,7 +31,7 @@ class AdapterCommands:
             if verb is not Verb.UNPIN:
                 await self._check(verb, resolved, worker_id)
             if not worker_id and verb is not Verb.WARM:
-                # Before we look who lives: a worker that starts meanwhile is seen, or sees it itself.
+                # Before the look at live workers: a worker that starts meanwhile is seen, or reads the pin itself.
                 for model in self._models_of(resolved):
                     pins = model.queue.pins
                     await (pins.add(request) if verb is Verb.PIN else pins.remove(request.adapter))
@@ -49,7 +49,7 @@ class AdapterCommands:
         if verb is Verb.PIN and states:
             most = max(state.slots_total for state in states) - 1
             for model in self._models_of(resolved):
-                _check_room(resolved.ref, await model.queue.pins.list(), most)
+                _check_slots(resolved.ref, await model.queue.pins.list(), most)
 
     def _models_of(self, resolved: ResolvedAdapter) -> list[ServedModel]:
         found = [model for model in self._models.served if model.manifest.digest == resolved.base_digest]
@@ -58,14 +58,14 @@ class AdapterCommands:
         return found
 
     async def _workers(self, resolved: ResolvedAdapter, worker_id: str) -> list[tuple[ServedModel, WorkerState]]:
-        """Those that live and have the adapter's base; of one name, if it is given."""
+        """Return the live workers with the adapter's base; only the named one, if a name is given."""
         self._models_of(resolved)
         living = [(model, state) for model in self._models.served for state in await self._models.living(model)]
         if worker_id:
-            living = [one for one in living if one[1].worker_id == worker_id]
+            living = [(model, state) for model, state in living if state.worker_id == worker_id]
             if not living:
                 raise NotFound("worker", worker_id)
-        found = [one for one in living if one[1].base_digest == resolved.base_digest]
+        found = [(model, state) for model, state in living if state.base_digest == resolved.base_digest]
         if worker_id and not found:
             raise Mismatch(
                 resolved.ref.revision, f"made for another base model than worker {worker_id}'s", reason="WRONG_BASE"
@@ -73,9 +73,9 @@ class AdapterCommands:
         return found
 
 
-def _check_room(ref: AdapterRef, pinned: list[AdapterRequest], most: int) -> None:
-    """Workers would refuse it one by one. `most` is what the one with the most slots keeps."""
-    others = sum(one.adapter.digest != ref.digest for one in pinned)
+def _check_slots(ref: AdapterRef, pinned: list[AdapterRequest], most: int) -> None:
+    """Raise Mismatch where every worker would refuse a pin. `most` is how many the largest worker keeps."""
+    others = sum(pin.adapter.digest != ref.digest for pin in pinned)
     if others >= most:
         raise Mismatch(
             ref.revision,

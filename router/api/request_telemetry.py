@@ -1,4 +1,4 @@
-"""What a request leaves behind: its metrics, its span, and a line in the log where it failed. Never what it said."""
+"""Telemetry of requests: metrics, a span, and a log line for a failure. Never prompts or answers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class RequestTelemetry:
-    """Watches one router's requests."""
+    """Makes the records of one router's requests."""
 
     def __init__(self, metrics: RouterMetrics, spans: Spans, models: Models) -> None:
         self.metrics = metrics
@@ -34,15 +34,15 @@ class RequestTelemetry:
         self._models = models
 
     def record(self, request: Request, context: Context) -> RequestRecord:
-        """To be entered before the request is run, which is then `RequestRecord.request`."""
+        """Return the record of a request: enter it, then run its `request`, which may have a new traceparent."""
         served = [model.manifest.name for model in self._models.served]
-        # What somebody made up is no label.
+        # A name that no model has must not become a label.
         named = [name for name in served if request.model in {name, ""}]
         return RequestRecord(self, request, named[0] if len(named) == 1 else "", context)
 
 
 class RequestRecord:
-    """One request, from its call to its end. It costs a message one observation, and a request some twenty."""
+    """The record of a request, from its call to its end. A message costs one observation, a request some twenty."""
 
     def __init__(self, telemetry: RequestTelemetry, request: Request, model: str, context: Context) -> None:
         self._metrics, self._spans = telemetry.metrics, telemetry.spans
@@ -50,7 +50,7 @@ class RequestRecord:
         self._context = context
         self._began = time.monotonic()
         self._first: float | None = None
-        # When the last message of each choice was sent.
+        # Time of the last message of each choice.
         self._last: dict[int, float] = {}
         self._gap = self._metrics.itl.labels(model).observe
         self._messages = 0
@@ -64,7 +64,7 @@ class RequestRecord:
         self.request = request
 
     def sent(self, event: Event) -> None:
-        """An event that its client gets now."""
+        """Count an event that the client gets now."""
         match event:
             case Delta():
                 now = time.monotonic()
@@ -95,7 +95,7 @@ class RequestRecord:
             self._metrics.tenant_failures.labels(tenant, code).inc()
         if self._span is not None:
             self._trace(self._span, code, error, ended)
-        self._say(code, error, ended)
+        self._log(code, error, ended)
 
     def _code(self, error: BaseException | None) -> str:
         if isinstance(error, CallError):
@@ -126,11 +126,11 @@ class RequestRecord:
         metrics.tenant_ttft.labels(*whose).inc(max(0.0, (self._first or ended) - self._began))
 
     def _trace(self, span: Span, code: str, error: BaseException | None, ended: float) -> None:
-        """The span's end, with what is known by now beneath it: the wait in the queue, the relay of the tokens."""
+        """End the span; add the spans of the wait in the queue and of the relay of tokens beneath it."""
         summary = self._summary
         if summary is not None:
             span.set_attributes(_answered(summary, self._reasons))
-            # Of a request that was resumed the wait was another call's.
+            # The wait of a resumed request belongs to an earlier call.
             if summary.queue_s <= ended - self._began:
                 self._spans.record("queue", span, self._began, self._began + summary.queue_s, {})
         if self._first is not None:
@@ -140,22 +140,22 @@ class RequestRecord:
             span.set_attribute("error.type", error.reason if isinstance(error, CallError) else code)
         self._spans.end(span, error="" if code == "OK" else code, at_s=ended)
 
-    def _say(self, code: str, error: BaseException | None, ended: float) -> None:
+    def _log(self, code: str, error: BaseException | None, ended: float) -> None:
         level = logging.DEBUG if code in {"OK", "CANCELLED"} else logging.INFO
         if not log.isEnabledFor(level):
             return
         summary = self._summary
-        known: dict[str, Any] = {"code": code, "tenant": self.request.tenant, "s": round(ended - self._began, 4)}
+        log_fields: dict[str, Any] = {"code": code, "tenant": self.request.tenant, "s": round(ended - self._began, 4)}
         if isinstance(error, CallError):
-            known["reason"] = error.reason
+            log_fields["reason"] = error.reason
         if summary is not None:
-            known |= {"adapter": adapter_label(summary), "completion_tokens": summary.completion_tokens}
+            log_fields |= {"adapter": adapter_label(summary), "completion_tokens": summary.completion_tokens}
         request_id = summary.request_id if summary is not None else self.request.request_id
-        log.log(level, "request ended", extra=fields(request_id=request_id, **known))
+        log.log(level, "request ended", extra=fields(request_id=request_id, **log_fields))
 
 
 def adapter_label(summary: Summary) -> str:
-    """TENANT/ADAPTER; empty for the base model, `set` for a weighted set."""
+    """Return TENANT/ADAPTER; empty for the base model, `set` for a weighted set."""
     if summary.adapters:
         return "set"
     # tenants/{tenant}/adapters/{adapter}/revisions/{digest}
@@ -168,7 +168,7 @@ def _operation(request: Request) -> str:
 
 
 def _asked(request: Request, model: str) -> Attributes:
-    """https://opentelemetry.io/docs/specs/semconv/gen-ai/gen-ai-spans/; what is no number of theirs is `loraplex.`."""
+    """Return the attributes of a request, by https://opentelemetry.io/docs/specs/semconv/gen-ai/gen-ai-spans/."""
     sampling = request.sampling
     attributes: dict[str, Any] = {
         "gen_ai.operation.name": _operation(request),

@@ -1,4 +1,4 @@
-"""The public API: calls in, events out."""
+"""The public gRPC service: calls come in, messages go out."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
-    """loraplex.inference.v1.InferenceService."""
+    """Serves loraplex.inference.v1.InferenceService."""
 
     def __init__(self, generation: Generation, models: Models, telemetry: RequestTelemetry) -> None:
         self._generation = generation
@@ -31,7 +31,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         self._telemetry = telemetry
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> AsyncIterator[pb.GenerateResponse]:
-        """Generate an answer, streamed."""
+        """Stream the answer to a request."""
         call = read_request(request.spec, tenant_of(context))
         with self._telemetry.record(call, context) as record:
             async with aclosing(self._generation.run(record.request, context.time_remaining())) as messages:
@@ -40,25 +40,25 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
                     yield pb.GenerateResponse(event=write_message(message))
 
     async def Resume(self, request: pb.ResumeRequest, context: Context) -> AsyncIterator[pb.ResumeResponse]:
-        """Go on with an answer whose stream was lost, wherever that was."""
+        """Stream the rest of an answer whose stream was lost, at this router or another."""
         call = read_request(request.spec, tenant_of(context))
         received = _read_received(request.received, call.n)
         with self._telemetry.record(call, context) as record:
-            going_on = self._generation.resume(record.request, request.resume_token, received, context.time_remaining())
-            async with aclosing(going_on) as messages:
+            rest = self._generation.resume(record.request, request.resume_token, received, context.time_remaining())
+            async with aclosing(rest) as messages:
                 async for message in messages:
                     record.sent(message.event)
                     yield pb.ResumeResponse(event=write_message(message))
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
-        """A prompt's ids, as Generate would feed them."""
+        """Return the ids of a prompt, as Generate makes them."""
         tenant_of(context)
         field, prompt = read_prompt(request)
         model = self._models.get(request.model)
         return pb.TokenizeResponse(token_ids=await encode_prompt(model.text, prompt, field))
 
     async def Detokenize(self, request: pb.DetokenizeRequest, context: Context) -> pb.DetokenizeResponse:
-        """The text of ids."""
+        """Return the text of ids."""
         tenant_of(context)
         model = self._models.get(request.model)
         if request.token_ids and max(request.token_ids) >= model.manifest.vocab_size:
@@ -69,7 +69,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         return pb.DetokenizeResponse(text=model.text.decode(request.token_ids, skip_special_tokens=skip))
 
     async def ListModels(self, request: pb.ListModelsRequest, context: Context) -> pb.ListModelsResponse:
-        """The base models."""
+        """List the base models."""
         return pb.ListModelsResponse(
             models=[
                 pb.Model(name=m.manifest.name, digest=m.manifest.digest, context_length=m.manifest.context_length)
@@ -79,12 +79,12 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
 
 
 def _read_received(received: Sequence[pb.ReceivedTokens], n: int) -> dict[int, Received]:
-    """What a client has of each of `n` choices. Raises InvalidField."""
+    """Return what the client has of each of `n` choices. Raises InvalidField."""
     read: dict[int, Received] = {}
-    for index, one in enumerate(received):
-        if one.choice >= n:
-            raise InvalidField(f"received[{index}].choice", f"{one.choice}; the request has {n}")
-        if one.choice in read:
-            raise InvalidField(f"received[{index}].choice", f"{one.choice} is there twice")
-        read[one.choice] = Received(tuple(one.token_ids), one.finished)
+    for index, part in enumerate(received):
+        if part.choice >= n:
+            raise InvalidField(f"received[{index}].choice", f"{part.choice}; the request has {n}")
+        if part.choice in read:
+            raise InvalidField(f"received[{index}].choice", f"{part.choice} is there twice")
+        read[part.choice] = Received(tuple(part.token_ids), part.finished)
     return read

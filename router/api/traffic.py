@@ -1,4 +1,4 @@
-"""What the router has served since its start, read from its own metrics: for `loraplex top`."""
+"""Totals of what a router has served since its start, read from its own metrics: for `loraplex top`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Traffic:
         self._began = time.monotonic()
 
     def response(self, open_requests: int) -> pb.GetTrafficResponse:
-        """All of it, now."""
+        """Return the totals now."""
         metrics = self._metrics
         return pb.GetTrafficResponse(
             uptime=time.monotonic() - self._began,
@@ -49,10 +49,10 @@ class Traffic:
             ("time_to_first_token", metrics.tenant_ttft),
         ):
             for labels, value in _values(counter):
-                # What was counted since the requests were read waits for the next answer.
-                one = found.get((labels["tenant"], labels["adapter"]))
-                if one is not None:
-                    setattr(one, name, value if name == "time_to_first_token" else int(value))
+                # An adapter that was counted after the requests were read comes with the next answer.
+                traffic = found.get((labels["tenant"], labels["adapter"]))
+                if traffic is not None:
+                    setattr(traffic, name, value if name == "time_to_first_token" else int(value))
         return list(found.values())
 
 
@@ -66,7 +66,7 @@ def _total(counter: Counter) -> int:
 
 
 def _distribution(histogram: Histogram) -> pb.Distribution:
-    """Prometheus's buckets are cumulative, and apart for each label; the last one has no bound."""
+    """Sum a histogram over its labels. Prometheus's buckets are cumulative; the last has no bound."""
     upto: dict[float, float] = defaultdict(float)
     total = 0.0
     for metric in histogram.collect():

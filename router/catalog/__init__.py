@@ -1,1 +1,1 @@
-"""Which base models, adapters and live workers there are."""
+"""Base models, adapters and live workers, as the store and Redis know them."""

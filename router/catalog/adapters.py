@@ -1,4 +1,4 @@
-"""What a request's adapter, or the weighted set of them, means now: the one revision or set that its job carries."""
+"""Resolution of a request's adapter, or its weighted set of adapters, to the revision that the job carries."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rpc.errors import InvalidField, Mismatch
 
 
 async def resolve_adapters(request: Request, model: Manifest, store: StoreClient) -> AdapterRef | None:
-    """The job's adapter; None for the plain base model. Raises NotFound, InvalidField, Mismatch or Unavailable."""
+    """Return the job's adapter; None for the base model. Raises NotFound, InvalidField, Mismatch or Unavailable."""
     if request.adapters:
         return await _weighted_set(request.tenant, request.adapters, model, store)
     if request.adapter:
@@ -22,7 +22,7 @@ async def resolve_adapters(request: Request, model: Manifest, store: StoreClient
 
 
 def check_rank(ref: AdapterRef | None, max_rank: int | None) -> None:
-    """Raise Mismatch where no worker takes the adapter. `max_rank` is what some worker takes, None if unknown."""
+    """Raise Mismatch where no worker takes the adapter. `max_rank` is the largest rank of any worker; None: unknown."""
     if ref is not None and max_rank is not None and ref.rank > max_rank:
         rank = f"rank {ref.rank}"
         if ref.parts:
@@ -37,10 +37,10 @@ def check_rank(ref: AdapterRef | None, max_rank: int | None) -> None:
 async def _weighted_set(
     tenant: str, wanted: Sequence[WeightedAdapter], model: Manifest, store: StoreClient
 ) -> AdapterRef:
-    # All answers are waited for, so that the first in the request that can't be had is the one that is named.
-    found = await asyncio.gather(*(store.resolve(tenant, one.adapter) for one in wanted), return_exceptions=True)
+    # Wait for all answers, so that the error names the first adapter of the request that has one.
+    found = await asyncio.gather(*(store.resolve(tenant, part.adapter) for part in wanted), return_exceptions=True)
     parts: dict[str, WeightedRef] = {}
-    for index, (one, resolved) in enumerate(zip(wanted, found, strict=True)):
+    for index, (part, resolved) in enumerate(zip(wanted, found, strict=True)):
         if isinstance(resolved, InvalidField):
             raise InvalidField(f"adapters[{index}]", resolved.message) from resolved
         if isinstance(resolved, BaseException):
@@ -48,9 +48,9 @@ async def _weighted_set(
         ref = _checked(resolved, model)
         if ref.digest in parts:
             raise InvalidField(
-                f"adapters[{index}]", f"{one.adapter} is the same as one before it; give it once, with both weights"
+                f"adapters[{index}]", f"{part.adapter} is the same as one before it; give it once, with both weights"
             )
-        parts[ref.digest] = WeightedRef(ref, one.weight)
+        parts[ref.digest] = WeightedRef(ref, part.weight)
     refs = tuple(parts.values())
     if len(refs) == 1 and refs[0].weight == 1:
         return refs[0].adapter

@@ -1,4 +1,4 @@
-"""The base models that this router serves, and the workers that live for each: what its health depends on."""
+"""The base models that a router serves and the live workers of each, which its health depends on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a job is to wait: its tenant's weight, the workers that its adapter prefers, what loading that is charged as."""
+"""Placement of a job in the queue: the tenant's weight, the preferred workers, the charge for an adapter's load."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Placer:
         self._adapter_mib_tokens = adapter_mib_tokens
 
     def place(self, job: Job) -> Placement:
-        """Where and how a job is to wait."""
+        """Return the placement of a job."""
         weight = self._weights.get(job.tenant, 1.0)
         if job.adapter is None:
             return Placement(weight)

@@ -1,4 +1,4 @@
-"""What the router asks the adapter store: names to digests, and the manifests that it tokenizes with."""
+"""The router's client of the adapter store: names become digests, manifests have the tokenizers."""
 
 from __future__ import annotations
 
@@ -15,11 +15,15 @@ from rpc.auth import TENANT_KEY
 from rpc.errors import CallError, InvalidField, NotFound, Unavailable
 from rpc.server import channel_options
 
-# How old an answer to a name may be.
+# Maximum age in seconds of a cached name: a new upload is served this much later at most.
 NAME_TTL_S = 1.0
+# Timeout in seconds for a call; a store that restarts is back by then.
 CALL_S = 5.0
+# Timeout in seconds for the download of a manifest with its files.
+DOWNLOAD_S = 60.0
+# Maximum number of cached names; beyond it the cache is emptied.
 NAMES_KEPT = 10_000
-# A store that comes back is found within half a second.
+# Reconnect at least twice a second, so that a store that comes back is found soon.
 _OPTIONS = [
     *channel_options(),
     ("grpc.initial_reconnect_backoff_ms", 100),
@@ -29,7 +33,7 @@ _OPTIONS = [
 
 @dataclass(frozen=True, slots=True)
 class ResolvedAdapter:
-    """What an adapter's name means now."""
+    """The revision that an adapter's name stands for now, and its base model."""
 
     ref: AdapterRef
     base_digest: str
@@ -37,7 +41,7 @@ class ResolvedAdapter:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """A base model as the store knows it. `files` are the small ones, by name."""
+    """A base model as the store has it. `files` are the small files, by name."""
 
     name: str
     digest: str
@@ -48,7 +52,7 @@ class Manifest:
 
 
 class StoreClient:
-    """One channel to the adapter store."""
+    """A channel to the adapter store, with a cache of names."""
 
     def __init__(self, address: str) -> None:
         self._address = address
@@ -58,19 +62,19 @@ class StoreClient:
         self._flights: dict[tuple[str, str], asyncio.Task[ResolvedAdapter]] = {}
 
     async def resolve(self, tenant: str, name: str) -> ResolvedAdapter:
-        """The revision that a tenant's name means, at most NAME_TTL_S stale.
+        """Return the revision that a tenant's name stands for, at most NAME_TTL_S stale.
 
         Raises NotFound, InvalidField or Unavailable.
         """
         key = (tenant, name)
-        known = self._names.get(key)
-        if known is not None and time.monotonic() - known[0] < NAME_TTL_S:
-            return known[1]
+        cached = self._names.get(key)
+        if cached is not None and time.monotonic() - cached[0] < NAME_TTL_S:
+            return cached[1]
         flight = self._flights.get(key)
         if flight is None:
             flight = self._flights[key] = asyncio.create_task(self._ask(tenant, name))
             flight.add_done_callback(lambda done: self._landed(key, done))
-        # Several callers share the flight; one that leaves must not end it for the others.
+        # Several callers share the call: a caller that leaves must not cancel it for the others.
         return await asyncio.shield(flight)
 
     def _landed(self, key: tuple[str, str], flight: asyncio.Task[ResolvedAdapter]) -> None:
@@ -83,7 +87,7 @@ class StoreClient:
     async def _ask(self, tenant: str, name: str) -> ResolvedAdapter:
         request, metadata = pb.GetAdapterRequest(name=name), ((TENANT_KEY, tenant),)
         try:
-            # A store that is started again is waited for: no request is to fail of that.
+            # Wait for a store that restarts: no request should fail of that.
             answer = await self._stub.GetAdapter(request, timeout=CALL_S, metadata=metadata, wait_for_ready=True)
         except grpc.aio.AioRpcError as error:
             raise self._translate(error, "adapter", name) from error
@@ -92,7 +96,7 @@ class StoreClient:
         return ResolvedAdapter(ref, revision.base_digest)
 
     async def models(self) -> dict[str, str]:
-        """Name to digest of every registered base model. Raises Unavailable."""
+        """Return the digest of every registered base model, by name. Raises Unavailable."""
         models: dict[str, str] = {}
         token = ""
         while True:
@@ -106,11 +110,11 @@ class StoreClient:
                 return models
 
     async def manifest(self, name: str) -> Manifest:
-        """A base model with its small files. Raises NotFound or Unavailable."""
+        """Download a base model's manifest with its small files. Raises NotFound or Unavailable."""
         files: dict[str, bytearray] = {}
         model = pb.BaseModel()
         try:
-            async for part in self._stub.DownloadBaseModel(pb.DownloadBaseModelRequest(name=name), timeout=60.0):
+            async for part in self._stub.DownloadBaseModel(pb.DownloadBaseModelRequest(name=name), timeout=DOWNLOAD_S):
                 if part.HasField("model"):
                     model = part.model
                 else:

@@ -1,1 +1,1 @@
-"""Attempts of jobs: enqueueing, binding to a worker, recovery, the relay streams from workers."""
+"""Attempts of jobs: enqueueing, binding to a worker, recovery, and the relay streams from workers."""

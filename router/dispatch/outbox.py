@@ -44,7 +44,7 @@ class Outbox:
         self._place = place
         self._timing = timing
         self._enqueues = _Lane()
-        # What empties Redis must not wait for what fills it: its memory may be full.
+        # Removals must not wait for enqueues: the memory of Redis may be full.
         self._removals = _Lane()
 
     def enqueue(self, routed: RoutedJob) -> None:

@@ -1,1 +1,1 @@
-"""One request's life: admission, takeover, resumption, its last message."""
+"""The life of a request: admission, takeover, resumption, the loop of its messages."""

@@ -145,7 +145,7 @@ class ChoiceAnswer:
         found = [(at, stop) for stop in self._stop if (at := text.find(stop, max(0, before - len(stop) + 1))) >= 0]
         if not found:
             return None
-        # Of those that one token completes: the earliest; of two at one place the longer.
+        # Of the stop strings that one token completes: the earliest; of two at the same place the longer.
         at, stop = min(found, key=lambda match: (match[0], -len(match[1])))
         return self._cut(at), Finished(FinishReason.STOP, stop_string=stop, choice=self._choice)
 
@@ -179,7 +179,7 @@ class ChoiceAnswer:
                 break
             end += len(token.text)
             count += 1
-        # What has no text yet belongs to the next that has; a stop string that begins there cuts it, however it came.
+        # A token without text yet belongs to the next token with text: a stop string that begins there cuts both.
         while self._stop and not ended and count and not self._pending[count - 1].text:
             count -= 1
         if count < least:

@@ -1,4 +1,4 @@
-"""A model's own chat template, rendered as transformers renders it (Jinja, sandboxed: the template is a stranger's)."""
+"""A model's own chat template, rendered as transformers does it. Jinja is sandboxed: anybody may have written it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class ChatTemplate:
 
     @classmethod
     def of_files(cls, files: Mapping[str, bytes]) -> ChatTemplate | None:
-        """The template among a model's files; None without one. Raises ValueError where it is broken."""
+        """Return the template among a model's files; None without one. Raises ValueError where it is broken."""
         config = json.loads(files.get("tokenizer_config.json", b"{}"))
         source = (
             files["chat_template.jinja"].decode() if "chat_template.jinja" in files else config.get("chat_template")
@@ -50,11 +50,11 @@ class ChatTemplate:
             raise ValueError(f"chat template: {error}") from error
 
     def render(self, messages: Sequence[ChatMessage]) -> str:
-        """The prompt up to where the assistant's turn begins. Raises InvalidField with the template's own words."""
+        """Render the prompt up to the assistant's turn. Raises InvalidField with the template's own words."""
         turns = [{"role": message.role, "content": message.content} for message in messages]
         try:
             return self._template.render(messages=turns, add_generation_prompt=True, **self._tokens)
-        except Exception as error:  # the template is a stranger's code: it may raise anything
+        except Exception as error:  # anybody may have written the template: it may raise anything
             raise InvalidField("chat.messages", f"the model's chat template refuses them: {error}") from error
 
 

@@ -1,4 +1,4 @@
-"""Text to ids and back, for each base model: its own tokenizer, bytes for the hash model, or none at all.
+"""Text to ids and back for a base model: with its own tokenizer, as bytes for the hash model, or not at all.
 
 A long text is tokenized in a thread, so that nobody's tokens wait for it.
 """
@@ -17,40 +17,40 @@ from router.text.chat import ChatTemplate
 from rpc.errors import InvalidField
 
 THREAD_CHARACTERS = 2_000
-# Ids of the prompt that the answer's first characters may depend on.
+# Number of ids at the end of the prompt that the answer's first characters may depend on.
 CONTEXT_IDS = 32
-# What the beginning of a character that is cut in the middle decodes to.
+# Text of a character that is cut in the middle.
 _CUT = "\N{REPLACEMENT CHARACTER}"
 
 
 class TextStream(Protocol):
-    """ReaderRounds an answer's ids to text, as they come."""
+    """Turns an answer's ids into text, as they come."""
 
     def push(self, token_id: int) -> str:
-        """What the token adds; a character cut in the middle waits for its rest."""
+        """Return the text that a token adds; a character that is cut in the middle waits for its rest."""
 
     def flush(self) -> str:
-        """What still waits, once no more ids come."""
+        """Return the text that still waits, after the last id."""
 
 
 class Text(Protocol):
-    """What a router must know of a model's text."""
+    """The tokenizer and the chat template of a model."""
 
     def encode(self, text: str, *, special_tokens: bool) -> list[int]:
-        """The ids of a text; may take long."""
+        """Return the ids of a text; may take long."""
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
-        """The text of ids."""
+        """Return the text of ids."""
 
     def stream(self, prompt_ids: Sequence[int], *, skip_special_tokens: bool) -> TextStream:
-        """A stream for the answer to a prompt."""
+        """Return a stream for the answer to a prompt."""
 
     def render(self, messages: Sequence[ChatMessage]) -> str:
-        """A chat as the model's prompt. Raises InvalidField."""
+        """Render a chat as the model's prompt. Raises InvalidField."""
 
 
 async def encode_prompt(text: Text, prompt: Prompt, field: str) -> tuple[int, ...]:
-    """The ids of a request's prompt. Raises InvalidField, naming `field`."""
+    """Return the ids of a request's prompt. Raises InvalidField, naming `field`."""
     if isinstance(prompt, str):
         return await _encode(text, prompt, special_tokens=True)
     if prompt and isinstance(prompt[0], ChatMessage):
@@ -67,7 +67,7 @@ async def _encode(text: Text, prompt: str, *, special_tokens: bool) -> tuple[int
 
 
 def text_of(architecture: str, vocab_size: int, files: Mapping[str, bytes]) -> Text:
-    """The text side of a base model, from its manifest. Raises ValueError on a broken tokenizer."""
+    """Make the Text of a base model from its manifest. Raises ValueError on a broken tokenizer."""
     if architecture == "hash":
         return HashText(vocab_size)
     if "tokenizer.json" not in files:
@@ -76,7 +76,7 @@ def text_of(architecture: str, vocab_size: int, files: Mapping[str, bytes]) -> T
 
 
 class TokenizerText:
-    """A model with a tokenizer.json."""
+    """The text of a model with a tokenizer.json."""
 
     def __init__(self, files: Mapping[str, bytes]) -> None:
         try:
@@ -89,7 +89,7 @@ class TokenizerText:
 
     def encode(self, text: str, *, special_tokens: bool) -> list[int]:
         """See Text."""
-        # The batch call is the one that releases the interpreter's lock; offsets are of no use here.
+        # Only the batch call releases the interpreter's lock; offsets are not needed.
         (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=special_tokens)
         return list(encoding.ids)
 
@@ -169,7 +169,7 @@ class HashText:
 
 
 class NoText:
-    """A model without a tokenizer: ids in, ids out."""
+    """The text of a model without a tokenizer: requests and answers are ids alone."""
 
     def encode(self, text: str, *, special_tokens: bool) -> list[int]:
         """See Text. Raises InvalidField."""

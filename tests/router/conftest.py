@@ -1,4 +1,4 @@
-"""What tests of the router's rooms share."""
+"""Fixtures that tests of the router share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tests of the dispatcher share: links that record what they get, jobs, frames, claims."""
+"""Parts that tests of the dispatcher share: links that record what is sent, jobs, frames, claims."""
 
 from __future__ import annotations
 
@@ -72,14 +72,14 @@ async def dispatched(dispatcher: Dispatcher, job: Job) -> AsyncIterator[RoutedJo
 
 
 async def claim(queue: JobQueue) -> Job:
-    """The next job, once there is one."""
+    """Claim the next job, once there is one."""
     while not (jobs := (await queue.claim("sha256:0", ROOMY)).jobs):
         await queue.wait_for_work(timeout_s=1)
     return jobs[0]
 
 
 async def read(routed: RoutedJob) -> list[int]:
-    """All ids until the end."""
+    """Read a job to its end; return its ids."""
     got: list[int] = []
     reader = routed.reader
     while arrivals := await routed.arrivals(reader):

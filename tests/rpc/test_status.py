@@ -35,7 +35,7 @@ CASES: list[tuple[errors.CallError, grpc.StatusCode, type[Any] | None]] = [
 
 
 class Raises(inference_pb2_grpc.InferenceServiceServicer):
-    """Raises whatever the test sets, from a unary and a streaming method."""
+    """Raises the error that the test sets, from a unary and a streaming method."""
 
     error: Exception = errors.Internal("unset")
 

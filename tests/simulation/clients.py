@@ -1,4 +1,4 @@
-"""Clients: each one request, resumed on another router when its stream breaks, as the SDK does it."""
+"""Clients, each with one request, which is resumed on another router when its stream breaks, as in the SDK."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _RETRY_S = (0.1, 2.0)
 
 
 class End(StrEnum):
-    """How a call ended, as its client sees it."""
+    """The end of a call, as its client sees it."""
 
     COMPLETED = "completed"
     CANCELLED = "cancelled"
@@ -29,7 +29,7 @@ class End(StrEnum):
 
 @dataclass(frozen=True)
 class Plan:
-    """One request; `expected` has the model's ids by choice. Cancels after so many tokens."""
+    """A request to make. `expected` has the model's ids by choice; `cancel_after` so many tokens the client leaves."""
 
     request: Request
     expected: tuple[tuple[int, ...], ...]
@@ -41,7 +41,7 @@ class Plan:
 
 @dataclass
 class Story:
-    """What came of one request. `faults` in the tokens, each a line."""
+    """The result of a request. `faults` has a line for each fault in the tokens."""
 
     plan: Plan
     ids: list[list[int]] = field(default_factory=list)
@@ -57,11 +57,11 @@ class Story:
 
     @property
     def tokens(self) -> int:
-        """Of all choices."""
+        """Return the number of tokens of all choices."""
         return sum(len(ids) for ids in self.ids)
 
     def take(self, message: Message) -> None:
-        """Check what a client is told."""
+        """Take a message and check it."""
         match message.event:
             case Delta(offset=offset, token_ids=token_ids, choice=choice):
                 if self.finished[choice]:
@@ -79,11 +79,11 @@ class Story:
                 self.end(End.COMPLETED)
 
     def end(self, end: End) -> None:
-        """The call is over; more than once is a fault."""
+        """Note an end of the call; more than one is a fault."""
         self.ends.append(end)
 
     def check(self) -> list[str]:
-        """What is wrong with it."""
+        """Return what is wrong with the result."""
         wrong = list(self.faults)
         if len(self.ends) != 1:
             wrong.append(f"ended {len(self.ends)} times: {', '.join(self.ends)}")
@@ -131,7 +131,7 @@ async def ask(story: Story, routers: Sequence[SimulatedRouter], network: Network
 
 
 async def _call(story: Story, router: SimulatedRouter, network: Network, token: str, deadline_s: float | None) -> str:
-    """One stream. Raises what ended it; `token` of the error is the resume token that came first."""
+    """Read one stream. Raises what ended it; `token` of the error is the resume token that came first."""
     plan, inbox = story.plan, asyncio.Queue[Message | Exception | None]()
     received = {choice: Received(tuple(ids), story.finished[choice]) for choice, ids in enumerate(story.ids) if ids}
     loop, last_at = asyncio.get_running_loop(), [0.0]

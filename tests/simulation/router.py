@@ -34,11 +34,11 @@ Accepted = Callable[[Link, Frame, int], None]
 
 
 class BrokenError(Exception):
-    """What a client sees of a router that is gone."""
+    """The broken stream of a router that is gone."""
 
 
 class SimulatedStore:
-    """What router.catalog.store_client.StoreClient is to a router: one base model, and adapters by name."""
+    """A router.catalog.store_client.StoreClient with one base model, and adapters by name."""
 
     def __init__(self, base: BaseModel, adapters: Mapping[str, AdapterRef]) -> None:
         self._base = base
@@ -61,7 +61,7 @@ class SimulatedStore:
 
 
 class WatchedDispatcher(Dispatcher):
-    """A dispatcher that tells which frames changed what a client will get, and by how many tokens."""
+    """A dispatcher that reports the frames that changed what a client will get, and their tokens."""
 
     accepted: Accepted
 
@@ -83,7 +83,7 @@ def _seen(routed: RoutedJob | None) -> tuple[int, tuple[bool, ...], bool]:
 
 
 class SimulatedRouter:
-    """A router's machine."""
+    """The machine of a router."""
 
     def __init__(
         self, name: str, store: SimulatedStore, redis: SimulatedRedis, network: Network, accepted: Accepted
@@ -96,7 +96,7 @@ class SimulatedRouter:
         self.start()
 
     def start(self) -> None:
-        """A new process."""
+        """Start a new process."""
         self.node = Node(self.name)
         # Of the clients whose streams are open; in their order, which a set would not keep.
         self.calls: dict[asyncio.Queue[Any], None] = {}
@@ -129,17 +129,17 @@ class SimulatedRouter:
     def messages(
         self, request: Request, token: str, received: Mapping[int, Received], deadline_s: float | None
     ) -> AsyncGenerator[Message]:
-        """What a call of Generate, or with a token of Resume, answers."""
+        """Yield the messages of a Generate call, or with a token of a Resume call."""
         if token:
             return self.generation.resume(request, token, received, deadline_s)
         return self.generation.run(request, deadline_s)
 
     def failed(self) -> Sequence[asyncio.Task[None]]:
-        """Tasks that must run for ever and did not."""
+        """Return the tasks that must run for ever and ended."""
         return [task for task in self._following if task.done()]
 
     def kill(self) -> None:
-        """SIGKILL."""
+        """Kill the process, as SIGKILL does."""
         self.node.kill()
         self._network.lost(self.node)
         for inbox in self.calls:

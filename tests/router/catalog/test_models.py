@@ -1,4 +1,4 @@
-"""Nobody lapses early: whom the router takes for living while Redis is away, and after it has lost what it knew."""
+"""Live workers while Redis is away, and after it has lost its data: none counts as dead too early."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ async def server(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Valk
 
 
 class Later:
-    """The router's clock, so many seconds later than now."""
+    """A clock of the router that is ahead by so many seconds."""
 
     def __init__(self, ahead_s: float) -> None:
         self._ahead_s = ahead_s

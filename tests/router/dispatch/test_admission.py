@@ -1,4 +1,4 @@
-"""What is refused before it waits, and how it is told."""
+"""Refusals of the queue and their statuses; placement of a job; settings of the queue."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ SOURCES = sorted(Path(next(iter(worker.__path__))).rglob("*.py"))
 
 
 def constructed() -> Iterator[tuple[str, str, str]]:
-    """Code, reason and field of every Failure that the worker's source makes; of a variable all its values."""
+    """Yield code, reason and field of every Failure that the worker's source makes; for a variable all its values."""
     for path in SOURCES:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "Failure":

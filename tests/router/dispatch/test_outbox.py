@@ -1,4 +1,4 @@
-"""No job is lost in the background: not with many at once, not while Redis is down, not by a fault nobody expected."""
+"""Queue operations in the background lose no job: with many at once, while Redis is down, after unexpected faults."""
 
 from __future__ import annotations
 
@@ -190,7 +190,7 @@ async def test_a_choice_that_is_closed_while_its_job_waits_is_not_computed(
 async def test_a_job_that_is_given_back_before_its_enqueue_is_answered_goes_on(
     dispatcher: Dispatcher, queue: ShakyQueue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The worker is quicker than Redis's answer."""
+    """Let a worker claim and return the job before the answer of Redis comes."""
     link, enqueue = RecordingLink("w"), JobQueue.enqueue
 
     async def slow(self: JobQueue, one: Job, placement: Placement | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Rounds of readers: what is urgent waits for none; the rest has its turn together, and never waits for ever."""
+"""Rounds of readers: an urgent reader is woken at once, the others together in the next round."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Both ends of the relay, real, with a proxy between them that cuts the link."""
+"""Both real ends of the relay, with a proxy between them that cuts the link."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
 
 
 class Orders:
-    """What the router asked of the worker."""
+    """Takes what the router asks of the worker."""
 
     def __init__(self, held: LocalJobs) -> None:
         self._held = held
@@ -113,7 +113,7 @@ async def router_with_proxy(redis: Redis) -> AsyncIterator[tuple[Dispatcher, Pro
 
 
 def make(held: LocalChoice, count: int, relay: RouterLinks, *, finish: FinishKind | None = None) -> None:
-    """The engine makes `count` more ids."""
+    """Let the engine make `count` more ids."""
     at = len(held.ids)
     held.record(Output(held.sequence_id, at, tuple(range(1000 + at, 1000 + at + count)), finish))
     relay.progressed(held)

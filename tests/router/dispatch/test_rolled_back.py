@@ -1,4 +1,4 @@
-"""A Redis that a failover rolled back: an older attempt there stands in no newer one's way, and reaches nobody."""
+"""A Redis that a failover rolled back: an older attempt there blocks no newer attempt, and its tokens are refused."""
 
 from __future__ import annotations
 

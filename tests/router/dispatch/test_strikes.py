@@ -1,4 +1,4 @@
-"""What becomes of jobs whose engines die: strikes, suspects, dead letters, and nobody else with them."""
+"""Jobs whose engines die: strikes, suspects, dead letters; other jobs go on."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.router.recording_link import ROOMY, RecordingLink, claim, dispatched,
 
 
 async def lose(dispatcher: Dispatcher, queue: JobQueue, *, blamed: bool) -> Job:
-    """The next attempt is claimed and given back by a worker whose engine died."""
+    """Claim the next attempt and return it, as a worker whose engine died."""
     link = RecordingLink("w")
     claimed = await claim(queue)
     dispatcher.receive_frame(
@@ -69,7 +69,6 @@ async def test_the_loss_of_a_whole_worker_gives_no_strike(dispatcher: Dispatcher
 
 
 async def test_a_suspect_that_was_not_in_the_engine_goes_on(dispatcher: Dispatcher, queue: JobQueue) -> None:
-    """It waited for its adapter, say."""
     async with dispatched(dispatcher, job()) as routed:
         for blamed in (True, True, False):
             await lose(dispatcher, queue, blamed=blamed)

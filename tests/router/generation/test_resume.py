@@ -15,6 +15,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from broker.messages import AdapterRef, Job, StoppingParams, WeightedRef
 from router.dispatch.link import Frame, WorkerFinish
 from router.dispatch.routed_job import RoutedJob
+from router.generation import resume
 from router.generation.resume import Began, ResumeClaims, ResumeTokens
 from router.output.answer import Answer
 from router.request import Delta, Event, Finished, PromptLogprobs, Received, Request, Stopping, TokenLogprobs
@@ -72,9 +73,18 @@ def test_every_bit_of_a_token_counts() -> None:
     tokens.verify(base64.urlsafe_b64encode(signed).decode(), "acme")
 
 
+def test_a_token_of_another_version_is_refused_by_that_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resume, "VERSION", resume.VERSION - 1)
+    token = ResumeTokens(KEY).sign(CLAIMS, "acme")
+    monkeypatch.undo()
+    with pytest.raises(InvalidField) as refused:
+        ResumeTokens(KEY).verify(token, "acme")
+    assert refused.value.reason == "RESUME_TOKEN_VERSION"
+
+
 @pytest.fixture(scope="module")
 def bytes_text() -> TokenizerText:
-    """Tokens of a byte or two: characters are cut in the middle again and again."""
+    """Make a tokenizer with tokens of a byte or two, so that many characters are cut in the middle."""
     sample = "naïve café 日本語 🦊🦊 — fox. "
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -88,7 +98,7 @@ def bytes_text() -> TokenizerText:
 
 
 class Client:
-    """What a client has after some events."""
+    """The tokens, texts and ends that a client has after some events."""
 
     def __init__(self, n: int) -> None:
         self.ids: list[list[int]] = [[] for _ in range(n)]
@@ -135,8 +145,9 @@ def logprobs_of(ids: Sequence[int], start: int) -> tuple[TokenLogprobs, ...]:
 async def play(
     request: Request, text: Text, job: Job, answers: Sequence[Made], rng: random.Random, had: Client | None = None
 ) -> list[Event]:
-    """The events that a client gets of these answers, which come in frames of random length; of one that resumes,
-    the worker makes what comes after what the client had.
+    """Return the events that a client gets of these answers, which come in frames of random length.
+
+    For a client that resumes, the worker makes the tokens after those that the client had.
     """
     received = had.received() if had else None
     known = received or {}

@@ -1,4 +1,4 @@
-"""Stop strings, held text, and the end of an answer."""
+"""Stop strings, pending text, and the end of an answer."""
 
 from __future__ import annotations
 
