@@ -33,7 +33,7 @@ class RequestTelemetry:
         self.spans = spans
         self._models = models
 
-    def record(self, request: Request, context: Context) -> RequestRecord:
+    def new_record(self, request: Request, context: Context) -> RequestRecord:
         """Return the record of a request: enter it, then run its `request`, which may have a new traceparent."""
         served = [model.manifest.name for model in self._models.served]
         # A name that no model has must not become a label.
@@ -63,7 +63,7 @@ class RequestRecord:
             request = replace(request, traceparent=traceparent_of(self._span))
         self.request = request
 
-    def sent(self, event: Event) -> None:
+    def count(self, event: Event) -> None:
         """Count an event that the client gets now."""
         match event:
             case Delta():

@@ -33,21 +33,21 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> AsyncIterator[pb.GenerateResponse]:
         """Stream the answer to a request."""
         call = read_request(request.spec, tenant_of(context))
-        with self._telemetry.record(call, context) as record:
+        with self._telemetry.new_record(call, context) as record:
             async with aclosing(self._generation.run(record.request, context.time_remaining())) as messages:
                 async for message in messages:
-                    record.sent(message.event)
+                    record.count(message.event)
                     yield pb.GenerateResponse(event=write_message(message))
 
     async def Resume(self, request: pb.ResumeRequest, context: Context) -> AsyncIterator[pb.ResumeResponse]:
         """Stream the rest of an answer whose stream was lost, at this router or another."""
         call = read_request(request.spec, tenant_of(context))
         received = _read_received(request.received, call.n)
-        with self._telemetry.record(call, context) as record:
+        with self._telemetry.new_record(call, context) as record:
             rest = self._generation.resume(record.request, request.resume_token, received, context.time_remaining())
             async with aclosing(rest) as messages:
                 async for message in messages:
-                    record.sent(message.event)
+                    record.count(message.event)
                     yield pb.ResumeResponse(event=write_message(message))
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:

@@ -168,7 +168,7 @@ class RoutedJob:
         self._rounds.wake(self._readable, urgent=first or frame.finish is not None)
         return True
 
-    def close(self, index: int) -> None:
+    def close_choice(self, index: int) -> None:
         """End a choice that the reader needs no more of; its worker is to stop it."""
         choice = self.choices[index]
         if choice.ended or self.ended:

@@ -83,7 +83,7 @@ class Generation:
             started = False
             with self.slow_clients.watched(partial(self._drop, run, reader)) as stream:
                 while arrivals := await run.routed.arrivals(reader):
-                    for event in answer.take(arrivals):
+                    for event in answer.events_of(arrivals):
                         run.first_at = run.first_at or time.monotonic()
                         token = "" if started else self._tokens.sign(run.claims, request.tenant)
                         started = True
@@ -91,7 +91,7 @@ class Generation:
                         yield Message(event, token)
                         stream.waits_since = None
                 stream.waits_since = time.monotonic()
-                yield Message(run.summary(answer.tokens))
+                yield Message(run.summary(answer.completion_tokens))
         finally:
             if run.routed.reader is reader:
                 self._end(run)
@@ -104,7 +104,7 @@ class Generation:
         if run is not None:
             taken = Aborted(f"another call of request_id {request.request_id} took it over", reason="TAKEN_OVER")
             reader = run.routed.replace_reader(taken)
-            if run.serves(resumption) and not self._draining:
+            if run.suits(resumption) and not self._draining:
                 return run, reader
             self._end(run)
         if self._draining:

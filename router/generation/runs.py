@@ -67,7 +67,7 @@ class Run:
             resumes=self.resumes,
         )
 
-    def serves(self, resumption: Resumption | None) -> bool:
+    def suits(self, resumption: Resumption | None) -> bool:
         """Return whether a call can read this run: the same answer, from as early on as the call needs it."""
         if resumption is None:
             return self.resumption is None

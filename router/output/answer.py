@@ -49,11 +49,11 @@ class Answer:
         ]
 
     @property
-    def tokens(self) -> int:
+    def completion_tokens(self) -> int:
         """Return the number of tokens of all candidates, without those that a stop string cut."""
         return self._received_tokens + sum(self._choices[choice].delivered for choice in self._counted)
 
-    def take(self, arrivals: Sequence[Arrival]) -> list[Event]:
+    def events_of(self, arrivals: Sequence[Arrival]) -> list[Event]:
         """Return the events that new tokens make. A choice that a stop string ends is closed at its worker."""
         events: list[Event] = []
         if self._prompt_logprobs_due:
@@ -67,7 +67,7 @@ class Answer:
                 events.append(delta)
             if finished is not None:
                 self._open.discard(arrival.choice)
-                self._routed.close(arrival.choice)
+                self._routed.close_choice(arrival.choice)
                 events.append(finished)
         if self._ranking is None:
             return events

@@ -178,7 +178,7 @@ async def test_a_choice_that_is_closed_while_its_job_waits_is_not_computed(
         dispatcher.receive_frame(first, frame(0, 5, returned=True))
         await queue.was_called("enqueue", 2)
         assert routed.link is None
-        routed.close(1)  # a stop string in what came last
+        routed.close_choice(1)  # a stop string in what came last
         again = await claim(queue)
         assert again.done == ()
         dispatcher.receive_claims(second, [("j", 2)])

@@ -65,7 +65,7 @@ def test_reports_about_a_job_that_is_over_change_nothing(state: JobState) -> Non
     routed.enqueue_failed(1, Internal("late"))
     assert routed.looked_up(waiting=False, now=9.0) == 0.0
     assert not routed.bind(LINK, 1)
-    routed.close(0)
+    routed.close_choice(0)
     assert routed.state is state
 
 
@@ -103,7 +103,7 @@ async def test_the_end_of_all_choices_ends_the_job() -> None:
     routed.bind(LINK, 1)
     routed.accept(Frame("j", 1, 0, (5,), finish=WorkerFinish.END))
     assert not routed.ended
-    routed.close(1)
+    routed.close_choice(1)
     assert routed.ended
     async with asyncio.timeout(10):
         assert [arrival.choice for arrival in await routed.arrivals(routed.reader)] == [0]

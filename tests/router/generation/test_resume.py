@@ -183,7 +183,7 @@ async def events_of(answer: Answer, routed: RoutedJob) -> list[Event]:
     """Read a job to its end."""
     events: list[Event] = []
     while arrivals := await routed.arrivals(routed.reader):
-        events += answer.take(arrivals)
+        events += answer.events_of(arrivals)
     return events
 
 
@@ -241,12 +241,12 @@ async def test_a_reader_that_is_turned_away_leaves_everything_to_the_next() -> N
     older, reader = Answer(request, HashText(512), routed), routed.reader
     bound(routed).accept(Frame("j", 1, 0, (97, 98), prompt_logprobs=(TokenLogprobs(-1.0),)))
     first = [PromptLogprobs((TokenLogprobs(-1.0),)), Delta(0, (97, 98), "ab")]
-    assert older.take(await routed.arrivals(reader)) == first
+    assert older.events_of(await routed.arrivals(reader)) == first
     waiting = asyncio.ensure_future(routed.arrivals(reader))
     await asyncio.sleep(0)
     routed.replace_reader(Aborted("taken over", reason="TAKEN_OVER"))
     newer = Answer(request, HashText(512), routed)
-    assert newer.take(await routed.arrivals(routed.reader)) == first
+    assert newer.events_of(await routed.arrivals(routed.reader)) == first
     with pytest.raises(Aborted):
         await waiting
     routed.accept(Frame("j", 1, 2, (99,), finish=WorkerFinish.LENGTH))
