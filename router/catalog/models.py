@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from redis.asyncio import Redis
@@ -44,11 +45,22 @@ class ServedModel:
 class Models:
     """Follows the store's registrations and the workers' liveness."""
 
-    def __init__(self, store: StoreClient, redis: Redis, cell: str, limits: QueueLimits) -> None:
+    def __init__(
+        self,
+        store: StoreClient,
+        redis: Redis,
+        cell: str,
+        limits: QueueLimits,
+        *,
+        answer_s: float = ANSWER_S,
+        clock: Callable[[], float] | None = None,
+    ) -> None:
         self._store = store
         self._redis = redis
         self._cell = cell
         self._limits = limits
+        self._answer_s = answer_s
+        self._clock = clock or time.monotonic
         self._served: dict[str, ServedModel] = {}
         # Digests of models whose tokenizer files can't be read.
         self._refused: set[str] = set()
@@ -58,7 +70,7 @@ class Models:
         # Server and data that each model's last census came from.
         self._servers: dict[str, str] = {}
         # Whether the last look failed, and when one last succeeded.
-        self._away, self._answered_at = False, time.monotonic()
+        self._away, self._answered_at = False, self._clock()
         # Until when no worker counts as dead.
         self._no_lapse_before = 0.0
         # Error of the store that was logged last.
@@ -103,7 +115,7 @@ class Models:
 
     def waits_for(self) -> str:
         """Return what is missing before requests can be served; empty: nothing."""
-        if time.monotonic() - self._answered_at >= AWAY_S:
+        if self._clock() - self._answered_at >= AWAY_S:
             return "Redis to answer"
         if not self._served:
             return "a base model to be registered (loraplex models push)"
@@ -118,20 +130,20 @@ class Models:
     async def look_at_workers(self) -> set[str] | None:
         """Ask Redis for the live workers; return their incarnations, or None while no worker may count as dead."""
         try:
-            async with asyncio.timeout(ANSWER_S):
+            async with asyncio.timeout(self._answer_s):
                 for model in self.served:
                     self._count(model.manifest.name, await model.liveness.look(self._reply_to))
         except REDIS_DOWN as error:  # a timeout is one of them
-            self._no_lapse_before = time.monotonic() + NO_LAPSE_S
+            self._no_lapse_before = self._clock() + NO_LAPSE_S
             if not self._away:
                 log.warning("Redis does not answer: %s", str(error) or type(error).__name__)
             self._away = True
             return None
-        self._answered_at = time.monotonic()
+        self._answered_at = self._clock()
         if self._away:
             log.info("Redis answers again")
         self._away = False
-        if time.monotonic() < self._no_lapse_before:
+        if self._clock() < self._no_lapse_before:
             return None
         return {state.incarnation for states in self._workers.values() for state in states}
 
@@ -139,10 +151,10 @@ class Models:
         """Take a census. Another server, or one that has lost its data, knows no worker yet: none counts as dead."""
         if self._servers.get(name, census.server) != census.server:
             log.warning("Redis restarted, failed over or lost its data: no worker counts as dead for %g s", NO_LAPSE_S)
-            self._no_lapse_before = time.monotonic() + NO_LAPSE_S
+            self._no_lapse_before = self._clock() + NO_LAPSE_S
         self._servers[name] = census.server
         workers = census.workers
-        if time.monotonic() < self._no_lapse_before:
+        if self._clock() < self._no_lapse_before:
             seen = {state.incarnation for state in workers}
             workers = [*workers, *(state for state in self.workers(name) if state.incarnation not in seen)]
         self._workers[name] = workers

@@ -37,9 +37,15 @@ class OneModel:
 class Router:
     """The part of a router that follows the workers, one look at a time. `live`: the incarnations of each look."""
 
-    def __init__(self, models: Models) -> None:
-        self.models = models
+    def __init__(self, redis: Redis, answer_s: float) -> None:
+        # Seconds that the router's clock is ahead.
+        self.ahead_s = 0.0
+        store: Any = OneModel()
+        self.models = Models(store, redis, "main", QueueLimits(), answer_s=answer_s, clock=self._now)
         self.live: list[set[str]] = []
+
+    def _now(self) -> float:
+        return time.monotonic() + self.ahead_s
 
     async def look(self) -> list[str]:
         """Look at the workers; return the ids of those that the router counts as alive."""
@@ -49,15 +55,14 @@ class Router:
         return [state.worker_id for state in self.models.workers("tiny")]
 
 
-async def following(redis: Redis) -> Router:
-    store: Any = OneModel()
-    models = Models(store, redis, "main", QueueLimits())
-    models.announce("127.0.0.1:1")
-    serving = asyncio.create_task(models.follow_store())
-    while not models.served:  # noqa: ASYNC110 — it tells nobody
+async def following(redis: Redis, answer_s: float = 1.0) -> Router:
+    router = Router(redis, answer_s)
+    router.models.announce("127.0.0.1:1")
+    serving = asyncio.create_task(router.models.follow_store())
+    while not router.models.served:  # noqa: ASYNC110 — nothing reports it
         await asyncio.sleep(0.01)
     serving.cancel()
-    return Router(models)
+    return router
 
 
 @pytest.fixture
@@ -68,24 +73,12 @@ async def server(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Valk
     await server.kill()
 
 
-class Later:
-    """A clock of the router that is ahead by so many seconds."""
-
-    def __init__(self, ahead_s: float) -> None:
-        self._ahead_s = ahead_s
-
-    def monotonic(self) -> float:
-        return time.monotonic() + self._ahead_s
-
-
 def serves(name: str) -> Any:
     return replace(worker(name), model="tiny", base_digest=BASE.digest)
 
 
 @pytest.mark.parametrize("loss", ["loses its data", "restarts empty"])
-async def test_a_redis_that_knows_nobody_ends_nobody(
-    server: ValkeyServer, loss: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_redis_that_knows_nobody_ends_nobody(server: ValkeyServer, loss: str) -> None:
     async with await server.client() as redis:
         router, liveness = await following(redis), Liveness(redis, KEYS)
         for name in ("w1", "w2"):
@@ -101,32 +94,29 @@ async def test_a_redis_that_knows_nobody_ends_nobody(
         assert sorted(await router.look()) == ["w1", "w2"]
         assert not router.models.waits_for()
         assert len(router.live) == 1
-        monkeypatch.setattr("router.catalog.models.time", Later(10))
+        router.ahead_s = 10
         assert await router.look() == ["w2"]
         assert router.live[1:] == [{"w2-inc"}]
 
 
-async def test_a_redis_that_does_not_answer_ends_nobody_and_is_told(
-    server: ValkeyServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("router.catalog.models.ANSWER_S", 0.1)
+async def test_a_redis_that_does_not_answer_ends_nobody_and_is_named(server: ValkeyServer) -> None:
     async with await server.client() as redis:
-        router, liveness = await following(redis), Liveness(redis, KEYS)
+        router, liveness = await following(redis, answer_s=0.25), Liveness(redis, KEYS)
         await liveness.beat(serves("w1"))
         assert await router.look() == ["w1"]
         server.hang()
         assert await router.look() == ["w1"]
         assert not router.models.waits_for()
-        monkeypatch.setattr("router.catalog.models.time", Later(10))
+        router.ahead_s = 10
         assert await router.look() == ["w1"]
         assert router.models.waits_for() == "Redis to answer"
         server.wake()
-        monkeypatch.setattr("router.catalog.models.ANSWER_S", 5.0)
         await redis.delete(KEYS.worker("w1-inc"))  # as its time to live would, meanwhile
-        assert await router.look() == ["w1"]
-        assert not router.models.waits_for()
+        async with asyncio.timeout(20):
+            while router.models.waits_for():
+                assert await router.look() == ["w1"]
         assert len(router.live) == 1
-        monkeypatch.setattr("router.catalog.models.time", Later(20))
+        router.ahead_s = 20
         assert await router.look() == []
         assert "a worker that serves tiny" in router.models.waits_for()
         assert router.live[1:] == [set()]
