@@ -303,5 +303,8 @@ class Engine(Protocol):
     def stats(self) -> EngineStats:
         """What it holds now."""
 
+    def check(self) -> None:
+        """Raise an error where the accounting of blocks or adapters contradicts itself; takes milliseconds."""
+
     def close(self) -> None:
         """End its threads and free its memory."""

@@ -86,6 +86,8 @@ class SimulatedEngine:
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._woken.wait(), BEAT_S)
                 beat = not self._inbox
+                if beat:
+                    engine.check()
 
     def _apply(self, message: ToEngine) -> None:
         match message:

@@ -78,6 +78,7 @@ def run_until_idle(
         after_step(number)
         number += 1
         assert time.monotonic() < give_up_at, "the engine does not come to an end"
+    engine.check()
     stats = engine.stats()
     assert (stats.rows_running, stats.rows_waiting, stats.blocks_referenced, stats.slots_pinned) == (0, 0, 0, 0)
     return outputs

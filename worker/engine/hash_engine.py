@@ -109,6 +109,10 @@ class HashEngine:
         """What it holds now."""
         return self._scheduler.stats()
 
+    def check(self) -> None:
+        """Raise an integrity error where the accounting of blocks or adapters contradicts itself."""
+        self._scheduler.check()
+
     def close(self) -> None:
         """End the loader thread."""
         self._adapters.close()

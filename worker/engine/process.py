@@ -94,7 +94,7 @@ def run(end: EngineEnd) -> int:
 
 def serve(engine: Engine, end: EngineEnd, messages: list[ToEngine] | None, reported: EngineStats) -> None:
     """The loop, until the other end is gone; waits only while no step would do anything. `reported`: last sent."""
-    beat = False
+    beat = checked = False
     while messages is not None:
         for message in messages:
             _apply(engine, end, message)
@@ -108,6 +108,10 @@ def serve(engine: Engine, end: EngineEnd, messages: list[ToEngine] | None, repor
         messages = end.receive(wait_s=BEAT_S if idle else 0)
         # A sequence may wait long for its adapter, and nothing else be there to step.
         beat = idle and not messages
+        # Once in each idle time, after a beat's time without a message, so that nothing waits for it under load.
+        if beat and not checked and not engine.has_work():
+            engine.check()
+        checked = beat
 
 
 def _apply(engine: Engine, end: EngineEnd, message: ToEngine) -> None:

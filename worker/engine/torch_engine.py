@@ -116,6 +116,10 @@ class TorchEngine:
         """What it holds now."""
         return self._scheduler.stats()
 
+    def check(self) -> None:
+        """Raise an integrity error where the accounting of blocks or adapters contradicts itself."""
+        self._scheduler.check()
+
     def close(self) -> None:
         """End the adapters' thread. The memory goes with the engine."""
         self._adapters.close()

@@ -150,7 +150,7 @@ class PagedModel:
         for part in (batch.rows[: batch.decodes], batch.rows[batch.decodes :]):
             slots = [row.sequence.adapter_slot for row in part]
             assert slots == sorted(slots)
-        first = self.scheduler._running[0]
+        first = self.scheduler._running.in_rank[0]
         assert first.waits_for_ids or first in [row.sequence for row in batch.rows], "the first in rank was passed over"
         for row in batch.rows:
             sequence = row.sequence

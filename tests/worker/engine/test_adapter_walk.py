@@ -48,13 +48,17 @@ class Walk:
 
     def ask(self) -> None:
         if len(self.waits) < 20:
-            digest = self.chance.choice(list(SIZES))
-            adapter = AdapterSource(digest, digest) if self.chance.random() < 0.95 else None
-            spec = NewSequence(str(self.asked), (1,), adapter=adapter, priority=self.chance.choice([0, 0, 0, 1]))
-            sequence = Sequence(spec, self.asked, frozenset())
-            self.asked += 1
-            self.waits.append(sequence)
-            self.waiting.enter(sequence)
+            digest = self.chance.choice(list(SIZES)) if self.chance.random() < 0.95 else ""
+            self.ask_for(digest, self.chance.choice([0, 0, 0, 1]))
+
+    def ask_for(self, digest: str, priority: int = 0) -> None:
+        adapter = AdapterSource(digest, digest) if digest else None
+        sequence = Sequence(
+            NewSequence(str(self.asked), (1,), adapter=adapter, priority=priority), self.asked, frozenset()
+        )
+        self.asked += 1
+        self.waits.append(sequence)
+        self.waiting.enter(sequence)
 
     def leave(self) -> None:
         if self.waits:
@@ -126,6 +130,7 @@ class Walk:
     # ---- what must hold
 
     def check(self) -> None:
+        self.cache.check(self.pins)
         self.check_slots()
         self.check_bytes()
         self.check_requests()
@@ -141,6 +146,10 @@ class Walk:
     def ready(self) -> int:
         return self.waiting.ready
 
+    @property
+    def pins(self) -> Counter[str]:
+        return Counter(sequence.spec.adapter.digest for sequence in self.running if sequence.spec.adapter)
+
     def check_slots(self) -> None:
         slots = self.cache._slots
         for sequence in self.running:
@@ -151,7 +160,7 @@ class Walk:
         held = [resident.slot for resident in slots._resident.values()] + slots._free
         assert sorted(held) == list(range(SLOTS)), "a slot was lost or is held twice"
         assert self.cache.used == len(self.cache.resident) == len(slots._resident)
-        pins = Counter(sequence.spec.adapter.digest for sequence in self.running if sequence.spec.adapter)
+        pins = self.pins
         assert {digest: resident.pins for digest, resident in slots._resident.items() if resident.pins} == pins
         assert self.cache.pinned == len(pins)
         assert slots.draining.keys() <= slots._resident.keys()
@@ -188,7 +197,7 @@ class Walk:
             self.end()
             self.check()
         cache = self.cache
-        left = [self.waits, self.running, self.loads.loading(), cache._wanted, cache._loading, cache._staged]
+        left = [self.waits, self.running, self.loads.loading(), cache._wanted, cache._loading, cache._transfers]
         assert list(map(len, left)) == [0] * len(left)
         assert (cache._host.held_bytes, cache.pinned, cache.has_work()) == (0, 0, False)
         assert self.cache.demand._waiting == self.cache.demand._parked == self.cache.demand._carried == {}

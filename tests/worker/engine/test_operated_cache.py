@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -126,6 +127,7 @@ class Walk:
         self.chance.choice([*come, *go, self.poll])()
         self.stayed = {one for one in self.stayed | set(self.cache.resident) if one in self.cache.kept}
         assert self.stayed <= set(self.cache.resident), "a kept one was evicted"
+        self.cache.check(Counter(self.running))
 
     def source(self) -> AdapterSource:
         return source(self.chance.choice([*"abcdefgh", "broken"]))
@@ -194,5 +196,5 @@ def test_orders_beside_sequences_leave_nothing_behind(make_loads: Callable[..., 
         walk.step()
     walk.finish()
     cache = walk.cache
-    assert (cache.pinned, cache._host.held_bytes, cache._under_way, len(cache._staged)) == (0, 0, None, 0)
+    assert (cache.pinned, cache._host.held_bytes, cache._under_way, len(cache._transfers)) == (0, 0, None, 0)
     assert cache.tiers.swaps > 50

@@ -1,32 +1,31 @@
 """Adapters in three tiers: files, host memory, device slots; brought in beside the batch.
 
               loader thread                     loader thread (CUDA)        step thread, in poll
- request ──▶ wanted ──▶ loading ──▶ host tier, held ──▶ staging ──▶ staged ──▶ resident ──pin──▶ pinned ──unpin──▶ idle
+ request ──▶ wanted ──▶ loading ──▶ host tier, held ──▶ transfer ──▶ copied ──▶ resident ──pin──▶ pinned ──unpin──▶ idle
                          read()                          stage()      install(), within the swap budget         │
                                     host tier, kept while its budget allows ◀────────── evicted ◀───────────────┘
 
-Which adapter is next, and who goes for it, follows from who waits for what: worker.engine.scheduling.adapter_demand,
-slots.py.
+What the sequences wait for decides which adapter is next, and which one leaves: slots.py, scheduling/adapter_demand.py.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from itertools import islice
 from typing import Generic, TypeVar
 
 from worker.engine.adapter_cache.host_tier import HostTier
+from worker.engine.adapter_cache.integrity import require_integrity
 from worker.engine.adapter_cache.loading import AdapterMemory, Loads
 from worker.engine.adapter_cache.slots import DeviceSlots
 from worker.engine.adapter_cache.swap_budget import SwapBudget
+from worker.engine.adapter_cache.transfers import MAX_AHEAD, Transfers
 from worker.engine.scheduling.adapter_demand import WINDOW, Demand, Urgency
 from worker.engine.scheduling.residency import Arrivals
 from worker.engine_api import AdapterSource, TierStats
 
 P = TypeVar("P")
-
-# So many may wait for a slot whatever the host budget says, and so many on the device: bounds what is held twice.
-AHEAD = 2
 
 
 class AdapterCache(Generic[P]):
@@ -48,17 +47,16 @@ class AdapterCache(Generic[P]):
         self._budget = budget or SwapBudget()
         self._wanted: dict[str, AdapterSource] = {}
         self._oldest_next = False
-        # Whether somebody still waits for what is being read.
+        # What is being read, and whether it is still requested.
         self._loading: dict[str, bool] = {}
         self._largest = 0
-        # On its way to the device: None until it is there.
-        self._staged: dict[str, P | None] = {}
+        self._transfers = Transfers(memory, loads)
         # What the next poll returns.
         self._arrived: list[str] = []
         self._failed: list[tuple[str, Exception]] = []
 
     def request(self, source: AdapterSource) -> None:
-        """Have it brought in; poll tells when it is there. Nothing happens where that is under way already."""
+        """Bring an adapter in, unless that is under way; poll reports when it is there."""
         digest = source.digest
         if digest in self._loading:
             self._loading[digest] = True
@@ -69,16 +67,16 @@ class AdapterCache(Generic[P]):
             self._feed()
 
     def withdraw(self, digest: str) -> None:
-        """Nobody waits for it any more: it is not read, or only to be kept in host memory."""
+        """Stop bringing in an adapter that nobody waits for any more; one that is being read is kept in host memory."""
         self._drop_request(digest)
         self._feed()
 
     def slot_of(self, digest: str) -> int | None:
-        """Its slot, or None where it can't be pinned now: not resident, or draining."""
+        """Return an adapter's slot, or None where it can't be pinned now: not resident, or draining."""
         return self._slots.slot_of(digest)
 
     def pin(self, digest: str) -> int:
-        """Keep it in its slot until as many unpins. Raises KeyError where it is not resident."""
+        """Keep an adapter in its slot until as many unpins. Raises KeyError where it is not resident."""
         return self._slots.pin(digest)
 
     def unpin(self, digest: str) -> None:
@@ -101,50 +99,71 @@ class AdapterCache(Generic[P]):
         return arrivals
 
     def has_work(self) -> bool:
-        """Whether poll would do anything now; asked while nothing runs, so that no budget counts."""
+        """Tell whether poll would do anything now; asked while nothing runs, so that no budget counts."""
         if self._loads.has_ended():
             return True
-        # A slot that has drained goes to whom it drained for, or takes pins again.
-        if any(map(self._slots.idle, self._slots.draining)) and None not in self._staged.values():
+        # A slot that has drained goes to the adapter it drained for, or takes pins again.
+        if any(map(self._slots.idle, self._slots.draining)) and not self._transfers.any_under_way:
             return True
-        return any(map(self._can_move, self._lacking())) and self._slots.has_room()
+        movable = (digest not in self._slots and self._transfers.can_move(digest) for digest in self._lacking())
+        return any(movable) and self._slots.has_room()
 
     @property
     def used(self) -> int:
-        """Slots with an adapter."""
+        """Return how many slots have an adapter."""
         return self._slots.used
 
     @property
     def pinned(self) -> int:
-        """Slots that are pinned."""
+        """Return how many slots are pinned."""
         return self._slots.pinned
 
     @property
     def resident(self) -> tuple[str, ...]:
-        """Digests of the adapters in the slots."""
+        """Return the digests of the adapters in the slots."""
         return self._slots.digests
 
     @property
     def tiers(self) -> TierStats:
-        """What the tiers hold now."""
+        """Return what the tiers hold now."""
         return TierStats(self._slots.loads, self._slots.swaps, len(self._loading), self._host.bytes, self._slots.bytes)
+
+    def check(self, pins: Mapping[str, int]) -> None:
+        """Raise AdapterIntegrityError unless tiers, slots, requests and demand agree, and exactly `pins` are held."""
+        self._host.check()
+        self._slots.check(pins)
+        # What the next poll returns, or has returned, is waited for no more.
+        settled = {*self._arrived, *(digest for digest, _ in self._failed)}
+        wanted = self._requested() - settled
+        loading = [digest for digest, requested in self._loading.items() if requested]
+        places = [*self._wanted, *loading, *self._host.held_digests]
+        require_integrity(sorted(places) == sorted(wanted), f"{wanted} are requested, and {places} are on their way")
+        lacking = set(self.demand.lacking) - settled
+        held = self._host.held_digests & self.demand.parked_digests
+        require_integrity(held == lacking, f"{held} are in host memory and waited for, but {lacking} lack a slot")
+        copied = self._transfers.copied
+        require_integrity(copied <= self._host.held_digests, f"{copied} are on the device, but not all held")
 
     def close(self) -> None:
         """End the loads, after what is under way."""
         self._loads.close()
 
+    def _requested(self) -> set[str]:
+        """Return the digests of all adapters that are to be brought in."""
+        return set(self.demand.parked_digests)
+
     def _feed(self) -> None:
-        # Slow files must not keep adapters from the device that are in memory already.
+        # One loader stays free for copies to the device: slow files must not delay adapters that are in memory.
         most = self._loads.most - self._memory.stages
         while self._wanted and (ahead := len(self._loading) + 1) <= most:
             # A reservation of the largest so far for each load: it ends with the load, whatever comes of that.
-            if not self._host.has_room_for(ahead, self._largest, AHEAD):
+            if not self._host.has_room_for(ahead, self._largest, MAX_AHEAD):
                 return
-            # What is still on its way to the device for somebody who left is read again once it is there.
-            window = [digest for digest in islice(self._wanted, WINDOW) if digest not in self._staged]
+            # An adapter whose copy nobody waits for any more is read again once that copy has ended.
+            window = [digest for digest in islice(self._wanted, WINDOW) if digest not in self._transfers]
             if not window:
                 return
-            # In turn the one for which most wait and the one that was asked for first: nobody waits for ever.
+            # By turns the adapter for which most wait and the one that was requested first, so that none starves.
             digest = window[0] if self._oldest_next else max(window, key=self.demand.waiting_for)
             self._oldest_next = not self._oldest_next
             self._loading[digest] = True
@@ -164,20 +183,20 @@ class AdapterCache(Generic[P]):
         else:
             wanted = self._host.held(digest) is not None
             if wanted and not isinstance(result, Exception):
-                self._staged[digest] = result
+                self._transfers.complete(digest, result)
                 return
-            self._staged.pop(digest, None)
+            self._transfers.forget(digest)
         if not wanted or not isinstance(result, Exception):
             return
         self._host.release(digest)
-        if digest in self._slots:  # it drains; who came for it meanwhile can have it as it is
+        if digest in self._slots:  # it drains; sequences that wait for it can use it as it is
             self._slots.draining.pop(digest, None)
             self._arrived.append(digest)
         else:
             self._failed.append((digest, result))
 
     def _lacking(self) -> list[str]:
-        """Adapters that lack only a slot, the most urgent first."""
+        """Return the adapters that lack only a slot, the most urgent first."""
         return list(self.demand.order())
 
     def _install_waiting(self, lacking: list[str]) -> None:
@@ -185,13 +204,13 @@ class AdapterCache(Generic[P]):
         first = room = True
         for digest in lacking:
             urgency = self.demand.urgency(digest)
-            if digest in self._slots:  # it drains, for one that comes first or may wait longer
+            if digest in self._slots:  # it drains for another one
                 if urgency is Urgency.OVERDUE and not starved:
                     self._spare(digest)
                 continue
             if urgency is Urgency.CALM and not room:
                 break
-            prepared = self._ready(digest, first=first)
+            prepared = self._transfers.installable(digest, self._host.held(digest), first=first)
             first = False
             allowed = self._budget.allows() or urgency is Urgency.OVERDUE
             slot = self._slots.take(digest) if prepared is not None and allowed else None
@@ -203,25 +222,6 @@ class AdapterCache(Generic[P]):
                 starved.append(digest)
         for digest in self._slots.drain(starved):
             self._spare(digest)
-
-    def _ready(self, digest: str, *, first: bool) -> P | None:
-        """What can be installed now; starts to stage it where that is needed."""
-        if not self._memory.stages:
-            return self._host.held(digest)
-        if digest not in self._staged:
-            held = self._host.held(digest)
-            # The first one always may: it must not wait for a place of those that wait for a slot.
-            if held is not None and (first or len(self._staged) < AHEAD):
-                self._staged[digest] = None
-                self._loads.start(digest, partial(self._memory.stage, held))
-        return self._staged.get(digest)
-
-    def _can_move(self, digest: str) -> bool:
-        if digest in self._slots:
-            return False
-        if not self._memory.stages or self._staged.get(digest) is not None:
-            return True
-        return digest not in self._staged and len(self._staged) < AHEAD
 
     def _put(self, digest: str, prepared: P, slot: int) -> None:
         try:
@@ -236,7 +236,7 @@ class AdapterCache(Generic[P]):
         self._drop_request(digest)
 
     def _spare(self, digest: str) -> None:
-        """A slot that drained takes pins again."""
+        """Let a draining slot take pins again."""
         self._slots.draining.pop(digest, None)
         if self.demand.parked(digest):
             self._drop_request(digest)
@@ -246,6 +246,5 @@ class AdapterCache(Generic[P]):
         self._wanted.pop(digest, None)
         if digest in self._loading:
             self._loading[digest] = False
-        if self._staged.get(digest) is not None:
-            del self._staged[digest]
+        self._transfers.discard(digest)
         self._host.release(digest)

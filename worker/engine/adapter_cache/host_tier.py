@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from typing import Generic, TypeVar
+
+from worker.engine.adapter_cache.integrity import require_integrity
 
 P = TypeVar("P")
 
@@ -61,6 +63,19 @@ class HostTier(Generic[P]):
         """It was in use until now."""
         if digest in self._kept:
             self._kept.move_to_end(digest)
+
+    @property
+    def held_digests(self) -> Set[str]:
+        """Return the digests of the held adapters."""
+        return self._held.keys()
+
+    def check(self) -> None:
+        """Raise AdapterIntegrityError unless the counts of bytes are right and within the budget."""
+        held, kept = (sum(map(self._size, tier.values())) for tier in (self._held, self._kept))
+        require_integrity(not self._held.keys() & self._kept.keys(), "an adapter is both held and kept in host memory")
+        require_integrity(held == self.held_bytes, f"{held} bytes are held in host memory, {self.held_bytes} counted")
+        require_integrity(held + kept == self.bytes, f"{held + kept} bytes are in host memory, {self.bytes} counted")
+        require_integrity(self.bytes <= max(self.budget, held), f"{self.bytes} bytes are over the host memory's budget")
 
     def _trim(self) -> None:
         while self.bytes > self.budget and self._kept:

@@ -73,6 +73,9 @@ class OperatedCache(AdapterCache[P]):
         """See AdapterCache."""
         return super().has_work() or (self._under_way is None and bool(self._orders) and self._slots.has_room())
 
+    def _requested(self) -> set[str]:
+        return super()._requested() | ({self._under_way} if self._under_way else set())
+
     def _lacking(self) -> list[str]:
         lacking, ordered = super()._lacking(), self._under_way
         if ordered is None or self._host.held(ordered) is None or ordered in self.demand.lacking:

@@ -12,9 +12,10 @@ the device the copy into it comes behind that step on the same stream, and on th
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from worker.engine.adapter_cache.integrity import require_integrity
 from worker.engine.scheduling.adapter_demand import Demand, Urgency
 
 # Polls, which are steps, that an adapter for which somebody waits stays at least.
@@ -36,6 +37,7 @@ class DeviceSlots:
 
     def __init__(self, count: int, demand: Demand) -> None:
         self._demand = demand
+        self._count = count
         self._free = list(range(count - 1, -1, -1))
         self._drain_most = max(1, count // _DRAINING_SHARE)
         self._resident: dict[str, _Resident] = {}
@@ -144,6 +146,19 @@ class DeviceSlots:
                 break
             self.draining[min(candidates)[1]] = None
         return spared
+
+    def check(self, pins: Mapping[str, int]) -> None:
+        """Raise AdapterIntegrityError unless every slot is free or taken once, and exactly these pins are held."""
+        residents = self._resident
+        slots = sorted([*self._free, *(resident.slot for resident in residents.values())])
+        require_integrity(slots == list(range(self._count)), f"slots are lost or taken twice: {slots}")
+        pinned = {digest: resident.pins for digest, resident in residents.items() if resident.pins}
+        require_integrity(pinned == dict(pins), f"sequences pin {dict(pins)}, the slots have {pinned}")
+        require_integrity(self._idle.keys() == residents.keys() - pinned.keys(), "idle slots are not the unpinned ones")
+        require_integrity(self.draining.keys() <= residents.keys(), "a slot without an adapter drains")
+        size = sum(resident.size for resident in residents.values())
+        require_integrity(size == self.bytes, f"{size} bytes are in slots, {self.bytes} counted")
+        require_integrity(set(self.digests) == residents.keys(), "the reported adapters are not those in the slots")
 
     def _unwanted(self) -> str | None:
         return next((one for one in self._idle if one not in self.kept and not self._demand.waiting_for(one)), None)

@@ -11,7 +11,7 @@ which an adapter is being loaded does not count: nobody waits for a load but its
 from __future__ import annotations
 
 import heapq
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Set
 from enum import IntEnum
 from itertools import islice
 
@@ -53,6 +53,11 @@ class Demand:
     def parked_count(self) -> int:
         """Sequences that are parked."""
         return self._parked_count
+
+    @property
+    def parked_digests(self) -> Set[str]:
+        """Return the digests of the adapters that sequences are parked for."""
+        return self._parked.keys()
 
     @property
     def lacking(self) -> Collection[str]:
@@ -111,7 +116,6 @@ class Demand:
 
     def park(self, sequence: Sequence, digest: str) -> None:
         """Its adapter is not in a slot."""
-        sequence.park()
         parked = self._parked.setdefault(digest, {})
         parked[sequence] = self._admissions
         self._parked_count += 1
@@ -156,7 +160,6 @@ class Demand:
     def _unpark(self, digest: str, sequences: list[Sequence]) -> None:
         parked = self._parked.get(digest, {})
         for sequence in sequences:
-            sequence.unpark()
             start = parked.pop(sequence)
             if digest in self._lacking:
                 self._carried[sequence] = self._admissions - start

@@ -1,4 +1,4 @@
-"""What one step computes."""
+"""The rows that one step computes."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ class Row:
 
     @property
     def live(self) -> bool:
-        """Whether the sequence has run without a stop since, so that what this row gives is of use."""
+        """Tell whether the sequence has run without a stop since, so that this row's result is of use."""
         return self.epoch == self.sequence.epoch
 
     @property
     def answered(self) -> int:
-        """Tokens of the answer before the one that is sampled."""
+        """Return how many tokens of the answer come before the one that is sampled."""
         return self.start + self.count - self.sequence.prompt_length
 
     @property
     def last_is_placeholder(self) -> bool:
-        """Whether the last of its ids is not known yet; a row's other ids are."""
+        """Tell whether the last of its ids is not known yet; a row's other ids are."""
         return self.start + self.count > len(self.sequence.ids)
 
     @property
     def prompt_positions(self) -> range:
-        """Positions of the step whose logits tell a log probability of the prompt that is still missing."""
+        """Return the positions of this row whose logits give a log probability of the prompt that is still missing."""
         missing = self.sequence.missing_prompt_logprobs
         first = max(self.start, missing.start)
         return range(first, max(first, min(self.start + self.count, missing.stop)))
@@ -54,3 +54,9 @@ class Batch:
     rows: tuple[Row, ...]
     decodes: int
     tokens: int
+
+    def unschedule(self) -> None:
+        """Take the rows back from their sequences: this batch, the last one that was scheduled, does not run."""
+        for row in self.rows:
+            row.sequence.computed = row.start
+            row.sequence.placeholders -= row.samples

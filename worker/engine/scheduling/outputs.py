@@ -1,4 +1,4 @@
-"""How the scheduler words what became of a sequence."""
+"""The outputs and failures that the scheduler reports of a sequence."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ def output_of(
     failure: Failure | None = None,
     logprobs: tuple[TokenLogprobs, ...] = (),
 ) -> Output:
-    """Its new tokens, its end, or both; the first one tells of its start too."""
-    first = not sequence.reported
-    sequence.reported = True
+    """Report a sequence's new tokens, its end, or both; its first output reports its start too."""
+    offset = sequence.answered - len(token_ids)
+    # Every later output follows tokens of this attempt.
+    first = offset == len(sequence.spec.emitted_ids)
     return Output(
         sequence.sequence_id,
-        sequence.answered - len(token_ids),
+        offset,
         token_ids,
         finish,
         failure,
@@ -34,7 +35,7 @@ def output_of(
 
 
 def adapter_failure(digest: str, error: Exception) -> Failure:
-    """Why a sequence can't run whose adapter could not be loaded."""
+    """Make the failure of the sequences whose adapter could not be loaded."""
     code: FailureCode = "INTERNAL"
     if isinstance(error, MismatchError):
         code = "FAILED_PRECONDITION"

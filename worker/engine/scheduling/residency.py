@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -43,7 +44,10 @@ class Residency(Protocol):
         """Put what has been loaded into slots; `busy`: sequences run, whose tokens that delays."""
 
     def has_work(self) -> bool:
-        """Whether poll would do anything now."""
+        """Tell whether poll would do anything now."""
+
+    def check(self, pins: Mapping[str, int]) -> None:
+        """Raise an integrity error unless all parts agree and exactly these pins, by digest, are held."""
 
     @property
     def used(self) -> int:

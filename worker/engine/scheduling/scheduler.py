@@ -1,4 +1,4 @@
-"""Which sequences the next step computes, and what becomes of its tokens.
+"""Decides which sequences the next step computes, and takes the tokens that it samples.
 
 One step of an engine:
 
@@ -8,24 +8,27 @@ One step of an engine:
         sampled = run the model on batch.rows       one id for each row with `samples`, in order
         outputs += scheduler.commit(batch, sampled)
 
-One that steps ahead schedules the next batch before it commits this one, whose ids are placeholders meanwhile (see
-sequence.py). Batches are committed in the order in which they were scheduled; one that could not be run is revoked.
+An engine that steps ahead schedules the next batch before it commits this one, whose ids are placeholders meanwhile
+(see sequence.py). Batches are committed in the order in which they were scheduled; a batch that could not be run is
+revoked.
 """
 
 from __future__ import annotations
 
-from bisect import insort
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Ids
 from itertools import zip_longest
-from operator import attrgetter
 
 from worker.engine.scheduling.batch import Batch, Row
+from worker.engine.scheduling.batch_plan import BatchPlan
 from worker.engine.scheduling.blocks import BlockIntegrityError, BlockManager
 from worker.engine.scheduling.chunk_sizer import ChunkBudget, ChunkSizer
+from worker.engine.scheduling.memory_ceilings import MemoryCeilings
 from worker.engine.scheduling.outputs import OUT_OF_MEMORY, adapter_failure, output_of
 from worker.engine.scheduling.residency import Residency
-from worker.engine.scheduling.sequence import Sequence
+from worker.engine.scheduling.running import RunningSequences, by_rank
+from worker.engine.scheduling.sequence import Sequence, SequenceState
+from worker.engine.scheduling.statistics import Counters, engine_stats
 from worker.engine.scheduling.validate import check_sequence
 from worker.engine.scheduling.waiting import WaitingSequences
 from worker.engine_api import (
@@ -39,14 +42,11 @@ from worker.engine_api import (
     TokenLogprobs,
 )
 
-_by_rank = attrgetter("rank")
-_by_slot = attrgetter("sequence.adapter_slot")
-
 
 class Scheduler:
     """Continuous batching: first come first served with priorities, preemption by recomputing. One thread.
 
-    A step's work is O(batch), whatever waits. `step_tokens` bounds the tokens of a step; `limits.rows` at least. With a
+    A step's work is O(batch), whatever waits. `step_tokens` bounds the tokens of a step, at least `limits.rows`. With a
     chunk sizer its chunks get what that allows of them. `on_begun` is called with a sequence's id before anything is
     computed of it.
     """
@@ -69,26 +69,22 @@ class Scheduler:
         self._chunk_sizer = chunk_sizer
         self._on_begun = on_begun
         self._sequences: dict[str, Sequence] = {}
-        # In order of rank: the last one is the first to be preempted.
-        self._running: list[Sequence] = []
-        # How many run, and how many tokens of chunks a step takes: less after a step for which memory was not enough.
-        self._most_running = limits.rows
-        self._most_chunk_tokens = limits.rows * limits.max_tokens
         self._waiting = WaitingSequences(residency)
+        self._running = RunningSequences(self.blocks, self._waiting, residency)
+        self._ceilings = MemoryCeilings(limits)
         self._complete: list[Output] = []
-        self._arrivals = 0
-        self._steps = 0
-        self._preemptions = self._computed_tokens = self._prefix_queries = self._prefix_hits = 0
+        self._counters = Counters()
 
     def add(self, spec: NewSequence) -> None:
-        """Take a sequence; asks for its adapter where it is not resident. Raises SequenceRefusedError."""
+        """Take a sequence, and request its adapter where it is not resident. Raises SequenceRefusedError."""
         check_sequence(spec, self.limits)
         if spec.sequence_id in self._sequences:
             raise SequenceRefusedError("sequence_id", f"{spec.sequence_id} is running already")
-        sequence = Sequence(spec, self._arrivals, self._end_ids)
-        self._arrivals += 1
+        sequence = Sequence(spec, self._counters.sequences_taken, self._end_ids)
+        self._counters.sequences_taken += 1
         finish = sequence.finish()
         if finish:
+            sequence.move_to(SequenceState.ENDED)
             self._complete.append(output_of(sequence, (), finish))
             return
         self._sequences[spec.sequence_id] = sequence
@@ -111,11 +107,11 @@ class Scheduler:
         return outputs
 
     def has_work(self) -> bool:
-        """Whether poll or schedule would do anything now."""
+        """Tell whether poll or schedule would do anything now."""
         return bool(self._running or self._complete or self._waiting.any_ready) or self._residency.has_work()
 
     def poll(self) -> list[Output]:
-        """Let in adapters that have been loaded; ends the sequences of those that could not be."""
+        """Let in adapters that have been loaded; end the sequences whose adapter could not be."""
         outputs, self._complete = self._complete, []
         arrivals = self._residency.poll(busy=bool(self._running))
         for digest in arrivals.arrived:
@@ -126,14 +122,14 @@ class Scheduler:
         return outputs
 
     def schedule(self) -> Batch | None:
-        """The rows of the next step, with blocks for all of them; None where no sequence can run."""
-        singles: list[Row] = []
+        """Return the rows of the next step, with blocks for all of them; None where no sequence can run."""
+        plan = BatchPlan()
         prefilling: list[Sequence] = []
         decodes: list[int] = []
-        index = 0
+        running, index = self._running.in_rank, 0
         # From the first in rank on; preemption takes from the end.
-        while index < len(self._running):
-            sequence = self._running[index]
+        while index < len(running):
+            sequence = running[index]
             index += 1
             computed = sequence.computed
             if sequence.waits_for_ids:
@@ -141,21 +137,15 @@ class Scheduler:
                 continue
             if sequence.length - computed > 1:
                 prefilling.append(sequence)
-            elif computed < len(sequence.block_table) * self.limits.block_size or self._extend(sequence):
-                singles.append(_row(sequence, 1))
+            elif computed < len(sequence.block_table) * self.limits.block_size or self._running.extend(sequence):
+                plan.schedule(sequence, 1)
                 decodes.append(computed)
-        budget = self._chunk_budget(decodes, len(singles), len(prefilling))
-        chunks: list[Row] = []
+        budget = self._chunk_budget(decodes, len(plan.singles), len(prefilling))
         for sequence in prefilling:
             if budget.any:
-                _plan_chunk(sequence, budget, singles, chunks)
-        self._admit(budget, singles, chunks)
-        if not singles and not chunks:
-            return None
-        singles.sort(key=_by_slot)
-        chunks.sort(key=_by_slot)
-        tokens = len(singles) + sum(row.count for row in chunks)
-        return Batch((*singles, *chunks), len(singles), tokens)
+                plan.schedule_chunk(sequence, budget)
+        self._admit(plan, budget)
+        return plan.batch()
 
     def commit(
         self,
@@ -169,8 +159,8 @@ class Scheduler:
         `logprobs` are of the same rows; they may be left out where nobody asks for them. The sequences of `failures`
         end. Rows of sequences that were stopped since are skipped.
         """
-        self._steps += 1
-        self._computed_tokens += batch.tokens
+        self._counters.steps += 1
+        self._counters.computed_tokens += batch.tokens
         block_size = self.limits.block_size
         outputs = []
         ids = zip_longest(sampled, logprobs)
@@ -197,126 +187,64 @@ class Scheduler:
         return outputs
 
     def revoke(self, batch: Batch) -> list[Output]:
-        """Undo the scheduling of the last batch, for which memory was not enough: the next one is smaller.
+        """Undo the scheduling of the last batch, for which memory was not enough: the next batch is smaller.
 
-        Where chunks were most of it, they are halved from now on; else the last in rank is preempted, and its place is
-        not taken; one that was alone fails. Every sequence that ends lifts these ceilings again, step by step.
+        Where chunks were most of it, they are halved from now on; else the last sequence in rank is preempted, and its
+        place stays empty. A sequence that was alone fails. See memory_ceilings.py.
         """
-        for row in batch.rows:
-            row.sequence.computed = row.start
-            row.sequence.placeholders -= row.samples
+        batch.unschedule()
         chunk_tokens = batch.tokens - batch.decodes
         if chunk_tokens > batch.decodes:
-            self._most_chunk_tokens = chunk_tokens // 2
+            self._ceilings.halve_chunks(chunk_tokens)
             return []
-        last = max((row.sequence for row in batch.rows), key=_by_rank)
+        last = max((row.sequence for row in batch.rows), key=by_rank)
         if len(batch.rows) == 1:
             return self.fail([last.sequence_id], OUT_OF_MEMORY)
-        self._preempt(last)
-        self._most_running = len(self._running)
+        self._running.preempt(last)
+        self._ceilings.keep_rows(len(self._running))
         return []
 
     def stats(self) -> EngineStats:
-        """What is held now."""
-        return EngineStats(
-            steps=self._steps,
-            rows_running=len(self._running),
-            rows_waiting=len(self._waiting),
-            blocks_free=self.blocks.free,
-            blocks_cached=self.blocks.cached,
-            blocks_referenced=self.blocks.referenced,
-            slots_used=self._residency.used,
-            slots_pinned=self._residency.pinned,
-            adapters=self._residency.resident,
-            sequences_taken=self._arrivals,
-            adapter_hits=self._waiting.hits,
-            adapter_misses=self._waiting.misses,
-            tiers=self._residency.tiers,
-            preemptions=self._preemptions,
-            computed_tokens=self._computed_tokens,
-            prefix_queries=self._prefix_queries,
-            prefix_hits=self._prefix_hits,
-        )
+        """Return what is held now."""
+        return engine_stats(self._counters, self._running, self._waiting, self.blocks, self._residency)
 
     def check(self) -> None:
-        """Raise BlockIntegrityError unless exactly the running sequences hold blocks. Takes time O(blocks)."""
-        self.blocks.check(self._running)
+        """Raise an integrity error unless exactly the running sequences hold blocks and pins. Takes time O(blocks)."""
+        self._running.check()
 
     def _chunk_budget(self, decodes: list[int], singles: int, prefilling: int) -> ChunkBudget:
-        tokens = min(self.step_tokens - singles, self._most_chunk_tokens)
+        tokens = min(self.step_tokens - singles, self._ceilings.chunk_tokens)
         if self._chunk_sizer is None:
             return ChunkBudget(tokens)
-        admissible = min(self._waiting.ready, self._most_running - len(self._running))
+        admissible = min(self._waiting.ready, self._ceilings.rows - len(self._running))
         return self._chunk_sizer.budget(tokens, decodes, prefilling + max(0, admissible))
 
-    def _admit(self, budget: ChunkBudget, singles: list[Row], chunks: list[Row]) -> None:
+    def _admit(self, plan: BatchPlan, budget: ChunkBudget) -> None:
+        """Let sequences that wait run, and schedule their first chunks, while rows, blocks and budget last."""
         tries = self.limits.rows
-        while budget.any and len(self._running) < self._most_running:
+        while budget.any and len(self._running) < self._ceilings.rows:
             sequence = self._waiting.head(tries)
             if sequence is None:
                 return
-            if not sequence.begun:
-                sequence.begun = True
-                self._on_begun(sequence.sequence_id)
             # Nobody overtakes one that waits for blocks, or a long prompt might wait for ever.
             if not self.blocks.allocate(sequence):
                 return
             self._waiting.take_head()
-            sequence.running = True
             if sequence.cached_tokens is None:
+                self._on_begun(sequence.sequence_id)
                 sequence.cached_tokens = sequence.computed
-                self._prefix_queries += len(sequence.ids)
-                self._prefix_hits += sequence.computed
-            insort(self._running, sequence, key=_by_rank)
-            _plan_chunk(sequence, budget, singles, chunks)
-
-    def _extend(self, sequence: Sequence) -> bool:
-        """One more block for a running sequence, if need be from those after it in rank; else it is preempted."""
-        while not self.blocks.extend(sequence):
-            last = self._running[-1]
-            self._preempt(last)
-            if last is sequence:
-                return False
-        return True
-
-    def _preempt(self, sequence: Sequence) -> None:
-        self._preemptions += 1
-        self._stop_running(sequence)
-        self._waiting.enter(sequence)
-
-    def _stop_running(self, sequence: Sequence) -> None:
-        self._running.remove(sequence)
-        self.blocks.release(sequence)
-        sequence.running = False
-        sequence.placeholders = 0
-        sequence.epoch += 1
-        sequence.adapter_slot = -1
-        if sequence.spec.adapter:
-            self._residency.unpin(sequence.spec.adapter.digest)
+                self._counters.prefix_queries += len(sequence.ids)
+                self._counters.prefix_hits += sequence.computed
+            self._running.start(sequence)
+            plan.schedule_chunk(sequence, budget)
 
     def _end(self, sequence: Sequence) -> None:
-        if sequence.running:
-            self._stop_running(sequence)
-            self._most_running = min(self._most_running + 1, self.limits.rows)
-            self._most_chunk_tokens = min(2 * self._most_chunk_tokens, self.limits.rows * self.limits.max_tokens)
+        if sequence.state is SequenceState.RUNNING:
+            self._running.stop(sequence)
+            sequence.move_to(SequenceState.ENDED)
+            self._ceilings.lift()
         else:
             self._waiting.leave(sequence)
         del self._sequences[sequence.sequence_id]
         if not self._sequences and self.blocks.referenced:
             raise BlockIntegrityError(f"{self.blocks.referenced} blocks are referenced by no sequence")
-
-
-def _plan_chunk(sequence: Sequence, budget: ChunkBudget, singles: list[Row], chunks: list[Row]) -> None:
-    begins = sequence.computed == (sequence.cached_tokens or 0)
-    count = budget.take(sequence.computed, sequence.length - sequence.computed, begins=begins)
-    if count:
-        (singles if count == 1 else chunks).append(_row(sequence, count))
-
-
-def _row(sequence: Sequence, count: int) -> Row:
-    """The sequence's next `count` ids, from now on computed, and a placeholder where the next one is sampled."""
-    start = sequence.computed
-    sequence.computed = start + count
-    samples = sequence.computed == sequence.length
-    sequence.placeholders += samples
-    return Row(sequence, start, count, samples, sequence.epoch)

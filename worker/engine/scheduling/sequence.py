@@ -4,8 +4,15 @@ ids    prompt ids │ emitted ids of earlier attempts │ ids of this attempt �
        ◀─ computed: a step that was scheduled puts their keys and values into block_table ─▶│◀─ pending ─▶
 
 A placeholder stands for the id that a scheduled step samples. It becomes an id when that step is committed, so that the
-next one can be scheduled before. A sequence that is stopped loses its placeholders and what is computed, and its epoch
-is another: what its scheduled steps give is not looked at any more.
+next step can be scheduled before. A sequence that is stopped loses its placeholders and what is computed, and its epoch
+changes: results of the steps that it was scheduled in before are dropped.
+
+            ┌──────── its adapter was evicted ─────────┐
+            ▼                                          │
+ARRIVED ─▶ PARKED ── its adapter is in a slot ─▶ READY ┴▶ RUNNING         any of these ─▶ ENDED
+     │      ▲                                     ▲ ▲        │
+     └──────┼─────────────────────────────────────┘ │        │
+            └──────────────── preempted ────────────┴────────┘
 """
 
 from __future__ import annotations
@@ -13,22 +20,54 @@ from __future__ import annotations
 import hashlib
 import time
 from array import array
+from enum import IntEnum, auto
 from typing import Any
 
 from worker.engine_api import FinishKind, NewSequence, TokenLogprobs
 
-# One level of priority goes before what arrived up to so many sequences earlier; no more, so that nothing starves.
+# Number of earlier arrivals that one level of priority passes; bounded, so that no sequence starves.
 PLACES_PER_PRIORITY = 64
 
 
+class SequenceState(IntEnum):
+    """Where a sequence is between its arrival and its end."""
+
+    # In no list yet.
+    ARRIVED = auto()
+    # Waits for its adapter.
+    PARKED = auto()
+    # Waits for a row and blocks.
+    READY = auto()
+    # Has a row, blocks, and its adapter's slot.
+    RUNNING = auto()
+    # Unknown to the scheduler.
+    ENDED = auto()
+
+
+_NEXT_STATES = {
+    SequenceState.ARRIVED: {SequenceState.PARKED, SequenceState.READY, SequenceState.ENDED},
+    SequenceState.PARKED: {SequenceState.READY, SequenceState.ENDED},
+    SequenceState.READY: {SequenceState.PARKED, SequenceState.RUNNING, SequenceState.ENDED},
+    SequenceState.RUNNING: {SequenceState.PARKED, SequenceState.READY, SequenceState.ENDED},
+    SequenceState.ENDED: set[SequenceState](),
+}
+
+
+class SequenceStateError(Exception):
+    """A sequence was to go from one state to another that does not follow it."""
+
+
 class Sequence:
-    """One answer in the making. The scheduler alone changes it; the model reads it."""
+    """One answer in the making.
+
+    This folder alone changes it: the scheduler, the waiting list and the block manager. The engine reads it, and writes
+    `engine_state` and `prompt_logprobs`, which the scheduler only passes on.
+    """
 
     __slots__ = (
         "adapter_ms",
         "adapter_slot",
         "answered",
-        "begun",
         "block_keys",
         "block_table",
         "cached_tokens",
@@ -46,14 +85,14 @@ class Sequence:
         "prompt_logprobs",
         "rank",
         "registered",
-        "reported",
-        "running",
         "sequence_id",
         "spec",
+        "state",
         "stop_ids",
     )
 
     def __init__(self, spec: NewSequence, arrival: int, end_token_ids: frozenset[int]) -> None:
+        self.state = SequenceState.ARRIVED
         self.spec = spec
         self.sequence_id = spec.sequence_id
         # Lower goes first: in admission, and in keeping its blocks.
@@ -83,12 +122,9 @@ class Sequence:
         self.registered = 0
         # The slot of its adapter while it runs; -1: the plain base model.
         self.adapter_slot = -1
-        self.running = False
-        # Whether a step has looked at it.
-        self.begun = False
-        # Whether an output has told of it; the first one carries the wait and the cache hits.
-        self.reported = False
+        # How many ids the prefix cache had when it first ran; None before.
         self.cached_tokens: int | None = None
+        # Milliseconds that it has spent parked, and when it was parked last.
         self.adapter_ms = 0.0
         self.parked_at = 0.0
         # Of the prompt's tokens from the second on, so far as they are known; a preemption does not lose them.
@@ -96,14 +132,30 @@ class Sequence:
         # For the engine to keep what it computes from token to token; goes with the sequence.
         self.engine_state: Any = None
 
+    def move_to(self, state: SequenceState) -> None:
+        """Change its state, and count the time that it is parked. Raises SequenceStateError."""
+        if state not in _NEXT_STATES[self.state]:
+            raise SequenceStateError(f"sequence {self.sequence_id} is {self.state.name} and can't be {state.name}")
+        if self.state is SequenceState.PARKED:
+            self.adapter_ms += (time.monotonic() - self.parked_at) * 1000
+        elif state is SequenceState.PARKED:
+            self.parked_at = time.monotonic()
+        self.state = state
+
+    def stop(self) -> None:
+        """Drop what is scheduled and computed of it; the results of its scheduled steps are not looked at."""
+        self.placeholders = 0
+        self.epoch += 1
+        self.adapter_slot = -1
+
     @property
     def length(self) -> int:
-        """How many ids it has, placeholders among them."""
+        """Return how many ids it has, placeholders among them."""
         return len(self.ids) + self.placeholders
 
     @property
     def waits_for_ids(self) -> bool:
-        """Whether what is scheduled must be committed before more is.
+        """Tell whether what is scheduled must be committed before more is.
 
         Either its last token may be among the placeholders, or the next one depends on what they will be.
         """
@@ -111,26 +163,26 @@ class Sequence:
 
     @property
     def missing_prompt_logprobs(self) -> range:
-        """Positions whose logits must still be computed, sampled from or not: each tells of the next prompt token."""
+        """Return the positions whose logits are needed for the prompt's log probabilities, sampled from or not."""
         if self.spec.prompt_logprobs is None:
             return range(0)
         return range(len(self.prompt_logprobs), self.prompt_length - 1)
 
     @property
     def skippable(self) -> int:
-        """How many of its first ids need not be computed where the prefix cache has them: no logits are needed."""
+        """Return how many of its first ids need no logits, so that they may come from the prefix cache."""
         missing = self.missing_prompt_logprobs
         # The last id's logits give the next token.
         return missing.start if missing else len(self.ids) - 1
 
     def banned_ids(self, answered: int) -> frozenset[int]:
-        """Ids that may not be sampled after `answered` tokens: what would end the answer before `min_tokens`."""
+        """Return the ids that may not follow `answered` tokens: they would end the answer before `min_tokens`."""
         if answered >= self.min_tokens:
             return frozenset()
         return self.end_ids | self.stop_ids
 
     def finish(self) -> FinishKind | None:
-        """Why the answer is complete with the ids that it has, or None."""
+        """Return why the answer is complete with the ids that it has, or None."""
         # min_tokens are due before an ending token, which comes on top.
         if self.answered > self.min_tokens:
             last = self.ids[-1]
@@ -141,10 +193,10 @@ class Sequence:
         return FinishKind.LENGTH if self.answered >= self.max_tokens else None
 
     def full_block_keys(self, blocks: int, block_size: int) -> list[bytes]:
-        """Keys of at least the first `blocks` blocks, whose ids must all be known.
+        """Return the keys of at least the first `blocks` blocks, whose ids must all be known.
 
         A key is the hash of the block's ids and of the key before it. The first one's parent stands for what else the
-        keys and values depend on, and for who may share them: adapter and tenant (a cache has one base model).
+        keys and values depend on, and for who may share them: adapter and tenant (a cache serves one base model).
         """
         keys = self.block_keys
         for index in range(len(keys), blocks):
@@ -152,14 +204,6 @@ class Sequence:
             tokens = array("I", self.ids[index * block_size : (index + 1) * block_size])
             keys.append(hashlib.blake2b(tokens.tobytes(), digest_size=16, key=parent).digest())
         return keys
-
-    def park(self) -> None:
-        """Start to count its wait for its adapter."""
-        self.parked_at = time.monotonic()
-
-    def unpark(self) -> None:
-        """End of a wait for its adapter."""
-        self.adapter_ms += (time.monotonic() - self.parked_at) * 1000
 
     def _root_key(self) -> bytes:
         adapter = self.spec.adapter.digest if self.spec.adapter else ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 
 from worker.engine.scheduling.residency import Residency
-from worker.engine.scheduling.sequence import Sequence
+from worker.engine.scheduling.sequence import Sequence, SequenceState
 
 
 def _last_first(sequence: Sequence) -> tuple[int, int]:
@@ -41,7 +41,7 @@ class WaitingSequences:
         """Take a sequence in; asks for its adapter where it is not there."""
         adapter = sequence.spec.adapter
         if adapter is None:
-            insort(self._ready, sequence, key=_last_first)
+            self._make_ready(sequence)
             return
         self._demand.enter(sequence, adapter.digest)
         there = self._residency.slot_of(adapter.digest) is not None
@@ -49,7 +49,7 @@ class WaitingSequences:
             self.hits += there
             self.misses += not there
         if there:
-            insort(self._ready, sequence, key=_last_first)
+            self._make_ready(sequence)
         else:
             self._park(sequence)
 
@@ -69,6 +69,7 @@ class WaitingSequences:
     def take_head(self) -> None:
         """Let go of the sequence that head has just returned; its adapter is pinned."""
         sequence = self._ready.pop()
+        sequence.move_to(SequenceState.RUNNING)
         adapter = sequence.spec.adapter
         if adapter:
             sequence.adapter_slot = self._residency.pin(adapter.digest)
@@ -76,11 +77,11 @@ class WaitingSequences:
         self._demand.admitted()
 
     def leave(self, sequence: Sequence) -> None:
-        """Forget a sequence that waits."""
+        """Forget a sequence that waits, because it ends."""
         adapter = sequence.spec.adapter
-        place = bisect_left(self._ready, _last_first(sequence), key=_last_first)
-        if place < len(self._ready) and self._ready[place] is sequence:
-            del self._ready[place]
+        if sequence.state is SequenceState.READY:
+            del self._ready[bisect_left(self._ready, _last_first(sequence), key=_last_first)]
+        sequence.move_to(SequenceState.ENDED)
         if adapter:
             self._demand.leave(sequence, adapter.digest)
             if not self._demand.parked(adapter.digest):
@@ -89,15 +90,20 @@ class WaitingSequences:
     def arrived(self, digest: str) -> None:
         """Its adapter is there: all that were parked for it are ready."""
         for sequence in self._demand.unpark(digest):
-            insort(self._ready, sequence, key=_last_first)
+            self._make_ready(sequence)
 
     def parked_for(self, digest: str) -> list[Sequence]:
         """Those that wait for this adapter to arrive."""
         return self._demand.parked(digest)
 
+    def _make_ready(self, sequence: Sequence) -> None:
+        sequence.move_to(SequenceState.READY)
+        insort(self._ready, sequence, key=_last_first)
+
     def _park(self, sequence: Sequence) -> None:
         adapter = sequence.spec.adapter
         if adapter is None:
             raise ValueError(f"sequence {sequence.sequence_id} has no adapter to wait for")
+        sequence.move_to(SequenceState.PARKED)
         self._demand.park(sequence, adapter.digest)
         self._residency.request(adapter)

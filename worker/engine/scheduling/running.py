@@ -1,0 +1,61 @@
+"""Sequences that run: they hold blocks and their adapter's slot, and lose both when they are preempted."""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections import Counter
+from operator import attrgetter
+
+from worker.engine.scheduling.blocks import BlockManager
+from worker.engine.scheduling.residency import Residency
+from worker.engine.scheduling.sequence import Sequence
+from worker.engine.scheduling.waiting import WaitingSequences
+
+by_rank = attrgetter("rank")
+
+
+class RunningSequences:
+    """Running sequences `in_rank`: the last one is the first to be preempted."""
+
+    def __init__(self, blocks: BlockManager, waiting: WaitingSequences, residency: Residency) -> None:
+        self._blocks = blocks
+        self._waiting = waiting
+        self._residency = residency
+        self.in_rank: list[Sequence] = []
+        # Sequences that had to give their blocks back, since the start.
+        self.preemptions = 0
+
+    def __len__(self) -> int:
+        return len(self.in_rank)
+
+    def start(self, sequence: Sequence) -> None:
+        """Take the sequence that the waiting list has just let go, with its blocks."""
+        insort(self.in_rank, sequence, key=by_rank)
+
+    def stop(self, sequence: Sequence) -> None:
+        """Free all that a running sequence holds."""
+        self.in_rank.remove(sequence)
+        self._blocks.release(sequence)
+        sequence.stop()
+        if sequence.spec.adapter:
+            self._residency.unpin(sequence.spec.adapter.digest)
+
+    def preempt(self, sequence: Sequence) -> None:
+        """Let a running sequence wait again; it is computed from the start."""
+        self.preemptions += 1
+        self.stop(sequence)
+        self._waiting.enter(sequence)
+
+    def extend(self, sequence: Sequence) -> bool:
+        """Give a sequence one more block, if need be of those after it in rank. False: it was preempted itself."""
+        while not self._blocks.extend(sequence):
+            last = self.in_rank[-1]
+            self.preempt(last)
+            if last is sequence:
+                return False
+        return True
+
+    def check(self) -> None:
+        """Raise an integrity error unless exactly these sequences hold blocks and pins. Takes time O(blocks)."""
+        self._blocks.check(self.in_rank)
+        self._residency.check(Counter(one.spec.adapter.digest for one in self.in_rank if one.spec.adapter))
