@@ -7,6 +7,7 @@ and by the sweep of tests/worker/engine/test_architectures.py, which keeps every
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum
 
 # The token embeddings, by the last part of their modules' names; the output head, which checkpoints may call otherwise.
 _EMBEDDINGS = frozenset({"embed_tokens", "embed_in", "wte"})
@@ -29,6 +30,19 @@ def is_inner(module: str) -> bool:
     return not (is_embedding(module) or is_head(module))
 
 
+class KeyValues(Enum):
+    """How a family's attention makes keys and values, and so which fields of config.json give their shape."""
+
+    # num_key_value_heads (by default all heads) of head_dim (by default hidden_size / heads).
+    GROUPED = "grouped"
+    # Each head has its own, of hidden_size / heads; other fields are not read.
+    PER_HEAD = "per head"
+    # With multi_query one head for all, of hidden_size / heads.
+    MULTI_QUERY = "multi query"
+    # transformers expands a latent vector to keys and values of every head.
+    LATENT = "latent"
+
+
 @dataclass(frozen=True, slots=True)
 class Family:
     """One `model_type` of transformers. `architecture` is the class that config.json names.
@@ -44,6 +58,7 @@ class Family:
     prefix: str = "model"
     experts: bool = False
     input_first: bool = False
+    key_values: KeyValues = KeyValues.GROUPED
 
 
 _FAMILIES = (
@@ -53,8 +68,8 @@ _FAMILIES = (
     Family("cohere2", "Cohere2ForCausalLM", "Command R7B, Command A"),
     Family("cohere2_moe", "Cohere2MoeForCausalLM", "Command, mixture of experts", experts=True),
     Family("cwm", "CwmForCausalLM", "Code World Model"),
-    Family("deepseek_v2", "DeepseekV2ForCausalLM", "DeepSeek V2", experts=True),
-    Family("deepseek_v3", "DeepseekV3ForCausalLM", "DeepSeek V3, R1", experts=True),
+    Family("deepseek_v2", "DeepseekV2ForCausalLM", "DeepSeek V2", experts=True, key_values=KeyValues.LATENT),
+    Family("deepseek_v3", "DeepseekV3ForCausalLM", "DeepSeek V3, R1", experts=True, key_values=KeyValues.LATENT),
     Family("dots1", "Dots1ForCausalLM", "dots.llm1", experts=True),
     Family("ernie4_5", "Ernie4_5ForCausalLM", "ERNIE 4.5"),
     Family("ernie4_5_moe", "Ernie4_5_MoeForCausalLM", "ERNIE 4.5 MoE", experts=True),
@@ -67,10 +82,16 @@ _FAMILIES = (
     Family("glm", "GlmForCausalLM", "GLM-4 (2024)"),
     Family("glm4", "Glm4ForCausalLM", "GLM-4 (0414)"),
     Family("glm4_moe", "Glm4MoeForCausalLM", "GLM-4.5, 4.6", experts=True),
-    Family("glm4_moe_lite", "Glm4MoeLiteForCausalLM", "GLM-4.7 Flash", experts=True),
-    Family("gpt2", "GPT2LMHeadModel", "GPT-2", prefix="transformer", input_first=True),
-    Family("gpt_bigcode", "GPTBigCodeForCausalLM", "StarCoder, SantaCoder", prefix="transformer"),
-    Family("gpt_neox", "GPTNeoXForCausalLM", "Pythia, GPT-NeoX", prefix="gpt_neox"),
+    Family("glm4_moe_lite", "Glm4MoeLiteForCausalLM", "GLM-4.7 Flash", experts=True, key_values=KeyValues.LATENT),
+    Family("gpt2", "GPT2LMHeadModel", "GPT-2", prefix="transformer", input_first=True, key_values=KeyValues.PER_HEAD),
+    Family(
+        "gpt_bigcode",
+        "GPTBigCodeForCausalLM",
+        "StarCoder, SantaCoder",
+        prefix="transformer",
+        key_values=KeyValues.MULTI_QUERY,
+    ),
+    Family("gpt_neox", "GPTNeoXForCausalLM", "Pythia, GPT-NeoX", prefix="gpt_neox", key_values=KeyValues.PER_HEAD),
     Family("gpt_oss", "GptOssForCausalLM", "gpt-oss", experts=True),
     Family("granite", "GraniteForCausalLM", "Granite 3"),
     Family("granite_swa", "GraniteSWAForCausalLM", "Granite, sliding windows"),
@@ -83,7 +104,7 @@ _FAMILIES = (
     Family("jais2", "Jais2ForCausalLM", "Jais 2"),
     Family("llama", "LlamaForCausalLM", "Llama 2, 3 and what is shaped like them"),
     Family("mellum", "MellumForCausalLM", "Mellum", experts=True),
-    Family("minicpm3", "MiniCPM3ForCausalLM", "MiniCPM 3"),
+    Family("minicpm3", "MiniCPM3ForCausalLM", "MiniCPM 3", key_values=KeyValues.LATENT),
     Family("minimax_m2", "MiniMaxM2ForCausalLM", "MiniMax M2", experts=True),
     Family("ministral", "MinistralForCausalLM", "Ministral"),
     Family("ministral3", "Ministral3ForCausalLM", "Ministral 3, text models"),
@@ -95,8 +116,8 @@ _FAMILIES = (
     Family("olmo2", "Olmo2ForCausalLM", "OLMo 2"),
     Family("olmo3", "Olmo3ForCausalLM", "OLMo 3"),
     Family("olmoe", "OlmoeForCausalLM", "OLMoE", experts=True),
-    Family("opt", "OPTForCausalLM", "OPT"),
-    Family("persimmon", "PersimmonForCausalLM", "Persimmon"),
+    Family("opt", "OPTForCausalLM", "OPT", key_values=KeyValues.PER_HEAD),
+    Family("persimmon", "PersimmonForCausalLM", "Persimmon", key_values=KeyValues.PER_HEAD),
     Family("phi", "PhiForCausalLM", "Phi 1, 1.5, 2"),
     Family("phi3", "Phi3ForCausalLM", "Phi 3, 3.5, 4 (4k contexts; longrope is refused)"),
     Family("qwen2", "Qwen2ForCausalLM", "Qwen 1.5, 2, 2.5"),
@@ -109,6 +130,6 @@ _FAMILIES = (
     Family("stablelm", "StableLmForCausalLM", "StableLM"),
     Family("starcoder2", "Starcoder2ForCausalLM", "StarCoder 2"),
     Family("vaultgemma", "VaultGemmaForCausalLM", "VaultGemma"),
-    Family("youtu", "YoutuForCausalLM", "Youtu-LLM"),
+    Family("youtu", "YoutuForCausalLM", "Youtu-LLM", key_values=KeyValues.LATENT),
 )
 FAMILIES = {family.model_type: family for family in _FAMILIES}

@@ -1,4 +1,7 @@
-"""What a token's keys and values take, from a config.json: for the KV cache, and for planning without the model."""
+"""The shape of a token's keys and values, by a config.json: for planning without the model.
+
+An engine measures it instead (worker/engine/model/probe.py).
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from artifacts.errors import ArtifactError
+from artifacts.families import FAMILIES, KeyValues
 
-# Older families' names for a size; transformers writes each family's own.
+# Names that older families give a size; transformers writes a config with its family's own names.
 _OLDER_NAMES = {
     "num_hidden_layers": ("n_layer",),
     "num_attention_heads": ("n_head",),
@@ -19,7 +23,7 @@ _OLDER_NAMES = {
 
 @dataclass(frozen=True, slots=True)
 class KvShape:
-    """The same in every layer; a key and a value of one head have key_dim and value_dim numbers."""
+    """The shape of all layers; a key and a value of one head have key_dim and value_dim numbers."""
 
     layers: int
     kv_heads: int
@@ -28,31 +32,37 @@ class KvShape:
 
     @property
     def numbers_per_token(self) -> int:
-        """Numbers that one token's keys and values are, in all layers."""
+        """Return how many numbers one token's keys and values are, in all layers."""
         return self.layers * self.kv_heads * (self.key_dim + self.value_dim)
 
 
 def kv_shape(config: Mapping[str, Any]) -> KvShape:
-    """The shape by the content of a config.json. Raises ArtifactError naming the field that is missing or wrong."""
+    """Return the shape by the content of a config.json. Raises ArtifactError naming the field at fault.
+
+    Only fields that the family reads count: others may stand in a config, and mean nothing.
+    """
+    family = FAMILIES.get(str(config.get("model_type")))
+    kind = family.key_values if family else KeyValues.GROUPED
     layers, heads = config_count(config, "num_hidden_layers"), config_count(config, "num_attention_heads")
-    if config.get("kv_lora_rank"):
-        # Latent attention: transformers expands the latent to every head before it attends.
+    if kind is KeyValues.LATENT:
         key_dim = config_count(config, "qk_nope_head_dim") + config_count(config, "qk_rope_head_dim")
         return KvShape(layers, heads, key_dim, config_count(config, "v_head_dim"))
-    kv_heads = heads
-    if config.get("multi_query"):
+    kv_heads, head_dim = heads, None
+    if kind is KeyValues.GROUPED:
+        kv_heads = _optional_count(config, "num_key_value_heads") or heads
+        head_dim = _optional_count(config, "head_dim")
+    elif kind is KeyValues.MULTI_QUERY and config.get("multi_query", True):
         kv_heads = 1
-    elif config.get("num_key_value_heads") is not None:
-        kv_heads = config_count(config, "num_key_value_heads")
-    if config.get("head_dim") is None:
-        head_dim = config_count(config, "hidden_size") // heads
-    else:
-        head_dim = config_count(config, "head_dim")
+    head_dim = head_dim or config_count(config, "hidden_size") // heads
     return KvShape(layers, kv_heads, head_dim, head_dim)
 
 
+def _optional_count(config: Mapping[str, Any], key: str) -> int | None:
+    return None if config.get(key) is None else config_count(config, key)
+
+
 def config_count(config: Mapping[str, Any], key: str) -> int:
-    """A whole number from 1, under its own or an older name. Raises ArtifactError."""
+    """Read a whole number from 1, under its own or an older name. Raises ArtifactError."""
     name = next((name for name in (key, *_OLDER_NAMES.get(key, ())) if config.get(name) is not None), key)
     value = config.get(name)
     if type(value) is not int or not 0 < value < 2**31:

@@ -1,4 +1,4 @@
-"""`python -m worker plan`: what a model takes and how much fits, from its headers, without loading it.
+"""`python -m worker plan`: the memory that a model takes, and how much fits, from its headers, without loading it.
 
 KV per token = 2 (keys and values) x layers x KV heads x head size x bytes of a number.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,9 +18,9 @@ from artifacts.errors import ArtifactError
 from artifacts.families import is_inner
 from artifacts.kv_shape import kv_shape
 from rpc.settings import setting
+from worker.capacity import DTYPE_BYTES, available_host_bytes, cpu_dtype, own_dtype
 
-_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-# Of what the weights leave free, what is not for activations and everything else on the device.
+# Share of the memory that the weights leave free; the rest is for activations and everything else on the device.
 USABLE = 0.9
 _UNITS = {"k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
@@ -46,8 +45,8 @@ class PlanSettings:
         for name in ("adapters", "rank"):
             if getattr(self, name) < 0:
                 raise ValueError(f"--{name} {getattr(self, name)}: at least 0")
-        if self.dtype not in ("auto", *_BYTES):
-            raise ValueError(f"--dtype {self.dtype}: not one of auto, {', '.join(_BYTES)}")
+        if self.dtype not in ("auto", *DTYPE_BYTES):
+            raise ValueError(f"--dtype {self.dtype}: not one of auto, {', '.join(DTYPE_BYTES)}")
 
 
 @dataclass(frozen=True)
@@ -68,25 +67,25 @@ class Plan:
     memory_bytes: int
     sequences_fit: int
     adapters_fit: int
-    # The rules of thumb for buying: 2 x parameters x 1.25 at least, x 1.5 recommended, and twice that of host memory.
+    # Rules of thumb for buying: 2 x parameters x 1.25 at least, x 1.5 recommended, and twice that of host memory.
     device_at_least_bytes: int
     device_recommended_bytes: int
     host_recommended_bytes: int
 
 
 def plan(settings: PlanSettings) -> Plan:
-    """Work it out. Raises ArtifactError for a model that can't be read, ValueError for a bad memory size."""
+    """Compute the plan. Raises ArtifactError for a model that can't be read, ValueError for a bad memory size."""
     if not Path(settings.model).is_dir():
         raise ArtifactError("model", f"{settings.model} is not a directory")
     base = read_base_model(settings.model)
     config = json.loads(base.files["config.json"])
     tensors = [tensor for _, tensor in read_checkpoint(Path(settings.model)).tensors.values()]
     parameters = sum(math.prod(tensor.shape) for tensor in tensors)
-    dtype = _dtype(settings.dtype, config, tensors[0].dtype)
-    width = _BYTES[dtype]
+    dtype = _dtype(settings, config, tensors[0].dtype)
+    width = DTYPE_BYTES[dtype]
     per_token = kv_shape(config).numbers_per_token * width
     adapter = settings.rank * _features(base) * width
-    memory = _parse_bytes(settings.memory) if settings.memory else _available_bytes()
+    memory = _parse_bytes(settings.memory) if settings.memory else available_host_bytes()
     weights = parameters * width
     slots = settings.adapters * adapter
     per_sequence = per_token * settings.context
@@ -113,12 +112,12 @@ def plan(settings: PlanSettings) -> Plan:
 
 
 def as_json(result: Plan) -> str:
-    """The plan as one JSON object."""
+    """Render the plan as one JSON object."""
     return json.dumps(asdict(result))
 
 
 def as_lines(result: Plan) -> str:
-    """The plan for people: a name and a value a line."""
+    """Render the plan for people: a name and a value a line."""
     verdict = "fits" if result.needed_bytes <= result.memory_bytes else "does not fit"
     missing = result.needed_bytes - result.memory_bytes
     rows = {
@@ -140,15 +139,18 @@ def as_lines(result: Plan) -> str:
 
 
 def _features(base: BaseModel) -> int:
-    """Numbers that one rank of an adapter on every linear layer has."""
+    """Return how many numbers one rank of an adapter on every linear layer has."""
     return sum(module.in_features + module.out_features for module in base.modules if is_inner(module.name))
 
 
-def _dtype(wanted: str, config: Mapping[str, Any], stored: str) -> str:
-    if wanted != "auto":
-        return wanted
-    named = config.get("dtype") or config.get("torch_dtype")
-    return str(named) if named in _BYTES else {"F32": "float32", "F16": "float16"}.get(stored, "bfloat16")
+def _dtype(settings: PlanSettings, config: Mapping[str, Any], stored: str) -> str:
+    if settings.dtype != "auto":
+        return settings.dtype
+    own = own_dtype(config, stored)
+    if own not in DTYPE_BYTES:
+        raise ArtifactError("config.json", f"dtype {own!r} is not supported; say --dtype {', '.join(DTYPE_BYTES)}")
+    # Without a device's memory the plan is for this machine's CPU.
+    return own if settings.memory else cpu_dtype(own)
 
 
 def _parse_bytes(text: str) -> int:
@@ -166,10 +168,6 @@ def _parse_bytes(text: str) -> int:
     if value < 1:
         raise ValueError(f"--memory {text}: not a size such as 80GiB or 24GB")
     return value
-
-
-def _available_bytes() -> int:
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _shown(count: int) -> str:

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+
+from artifacts.errors import ArtifactError
+from worker import capacity
+from worker.plan import PlanSettings, plan
 
 MODEL = "examples/model"
 
@@ -19,18 +25,58 @@ def run(*flags: str) -> subprocess.CompletedProcess[str]:
 
 def test_the_sizes_are_those_of_the_formulas() -> None:
     flags = ("--model", MODEL, "--context", "1024", "--batch", "8", "--adapters", "4", "--rank", "16")
-    plan = json.loads(run(*flags, "--memory", "1GiB", "--json").stdout)
-    assert plan["weight_bytes"] == plan["parameters"] * 2
+    planned = json.loads(run(*flags, "--memory", "1GiB", "--json").stdout)
+    assert planned["weight_bytes"] == planned["parameters"] * 2
     # 2 x 6 layers x 2 KV heads x 64 x 2 bytes
-    assert plan["kv_bytes_per_token"] == 2 * 6 * 2 * 64 * 2
-    assert plan["kv_bytes"] == 8 * 1024 * plan["kv_bytes_per_token"]
+    assert planned["kv_bytes_per_token"] == 2 * 6 * 2 * 64 * 2
+    assert planned["kv_bytes"] == 8 * 1024 * planned["kv_bytes_per_token"]
     # q and o are 256 x 256, k and v 256 x 128, gate, up and down 256 x 704; six layers, bfloat16
-    assert plan["adapter_bytes"] == 16 * 6 * (2 * 512 + 2 * 384 + 3 * 960) * 2
-    assert plan["adapter_slots_bytes"] == 4 * plan["adapter_bytes"]
-    usable = int((2**30 - plan["weight_bytes"]) * 0.9) - plan["adapter_slots_bytes"]
-    assert plan["sequences_fit"] == usable // (1024 * plan["kv_bytes_per_token"])
+    assert planned["adapter_bytes"] == 16 * 6 * (2 * 512 + 2 * 384 + 3 * 960) * 2
+    assert planned["adapter_slots_bytes"] == 4 * planned["adapter_bytes"]
+    usable = int((2**30 - planned["weight_bytes"]) * 0.9) - planned["adapter_slots_bytes"]
+    assert planned["sequences_fit"] == usable // (1024 * planned["kv_bytes_per_token"])
     double = json.loads(run(*flags, "--memory", "1GiB", "--dtype", "float32", "--json").stdout)
-    assert double["kv_bytes_per_token"] == 2 * plan["kv_bytes_per_token"]
+    assert double["kv_bytes_per_token"] == 2 * planned["kv_bytes_per_token"]
+
+
+def test_the_memory_of_this_machine_is_what_its_control_group_allows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "memory.max").write_text(f"{300 << 20}\n")
+    (tmp_path / "memory.current").write_text(f"{100 << 20}\n")
+    monkeypatch.setattr(capacity, "CONTROL_GROUP", tmp_path)
+    assert plan(PlanSettings(MODEL)).memory_bytes == 200 << 20
+    (tmp_path / "memory.max").write_text("max\n")
+    assert plan(PlanSettings(MODEL)).memory_bytes > 200 << 20
+
+
+@pytest.mark.parametrize(
+    ("own", "memory", "planned"),
+    [
+        ("float16", "", "bfloat16"),  # as an engine on this machine's CPU
+        ("float16", "80GiB", "float16"),
+        ("float32", "", "float32"),
+        (None, "", "bfloat16"),  # as the files have it
+    ],
+)
+def test_the_numbers_are_those_that_an_engine_computes_in(
+    own: str | None, memory: str, planned: str, tmp_path: Path
+) -> None:
+    directory = tmp_path / "model"
+    shutil.copytree(MODEL, directory)
+    config = json.loads((directory / "config.json").read_text())
+    config.pop("torch_dtype", None)
+    (directory / "config.json").write_text(json.dumps(config | {"dtype": own}))
+    assert plan(PlanSettings(str(directory), memory=memory)).dtype == planned
+
+
+def test_a_dtype_that_no_engine_computes_in_is_refused(tmp_path: Path) -> None:
+    directory = tmp_path / "model"
+    shutil.copytree(MODEL, directory)
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | {"dtype": "float8"}))
+    with pytest.raises(ArtifactError, match="dtype 'float8' is not supported"):
+        plan(PlanSettings(str(directory)))
 
 
 def test_what_does_not_fit_says_how_much_is_missing() -> None:

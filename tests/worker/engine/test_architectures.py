@@ -201,6 +201,29 @@ def test_a_family_answers_as_transformers_does(
     assert outputs["3"][0].cached_tokens == 16
 
 
+@pytest.mark.parametrize("model_type", ["gpt2", "gpt_bigcode", "gpt_neox", "opt"])
+def test_fields_that_a_family_does_not_read_leave_its_kv_shape_alone(
+    model_type: str, tmp_path: Path, make_engine: Callable[..., Any], run_until_idle: Callable[..., Any]
+) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from worker.engine.model.loader import load_model
+
+    make_model(make_config(model_type), tmp_path)
+    file = tmp_path / "config.json"
+    config = json.loads(file.read_text()) | {"head_dim": 16, "num_key_value_heads": 2, "kv_lora_rank": 16}
+    file.write_text(json.dumps(config))
+    assert load_model(str(tmp_path)).kv == kv_shape(config)
+    # GPT-NeoX's rotary embeddings do read head_dim.
+    auto: Any = AutoModelForCausalLM
+    model = auto.from_pretrained(tmp_path, dtype=torch.float32, attn_implementation="eager").eval()
+    tiny = Tiny(tmp_path, None, [answer(model, prompt) for prompt in PROMPTS])
+    outputs = run_until_idle(make_engine(tmp_path, **CRAMPED), {0: requests_of(tiny)})
+    answers = {name: tuple(token for output in some for token in output.token_ids) for name, some in outputs.items()}
+    assert answers == {str(index): ids for index, ids in enumerate(tiny.answers)}
+
+
 def test_gpt2_checkpoints_without_the_prefix_are_the_same_model(tmp_path: Path) -> None:
     from safetensors.torch import load_file, save_file
 

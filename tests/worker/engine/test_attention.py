@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from worker.engine.attention.kv_cache import KvCache, fitting_blocks
-from worker.engine.attention.paged import attention_step, paged_attention
+from worker.engine.attention.paged import AttentionContext, paged_attention
 from worker.engine.model.inputs import step_inputs
 from worker.engine.scheduling.batch import Batch, Row
 from worker.engine.scheduling.sequence import Sequence
@@ -51,10 +51,11 @@ class Oracle:
             sum(count for _, count in rows),
         )
         inputs = step_inputs(batch, self.cache, CPU)
-        with attention_step(inputs.attention):
+        context = AttentionContext()
+        with context.during(inputs.attention):
             for layer in range(LAYERS):
                 q, k, v = (torch.randn(1, heads, batch.tokens, DIM) for heads in (HEADS, KV_HEADS, KV_HEADS))
-                module: Any = SimpleNamespace(layer_idx=layer)
+                module: Any = SimpleNamespace(layer_idx=layer, attention_context=context)
                 out, _ = paged_attention(module, q, k, v, None, scaling=0.3, sliding_window=window, **score)
                 assert out.shape == (1, batch.tokens, HEADS, DIM)
                 qkv = (q[0].transpose(0, 1), k[0].transpose(0, 1), v[0].transpose(0, 1))
@@ -175,12 +176,13 @@ def test_what_an_earlier_owner_left_in_a_block_is_not_seen() -> None:
 def test_what_would_be_ignored_is_refused() -> None:
     oracle = Oracle()
     tensor = torch.zeros(1, 2, 1, DIM)
-    module: Any = SimpleNamespace(layer_idx=0)
+    context = AttentionContext()
+    module: Any = SimpleNamespace(layer_idx=0, attention_context=context)
     with pytest.raises(ValueError, match="outside a step"):
         paged_attention(module, tensor, tensor, tensor, None)
     batch = Batch((Row(oracle.sequence("a", 4), 0, 1, True),), 1, 1)
     with (
-        attention_step(step_inputs(batch, oracle.cache, CPU).attention),
+        context.during(step_inputs(batch, oracle.cache, CPU).attention),
         pytest.raises(ValueError, match="with a mask"),
     ):
         paged_attention(module, tensor, tensor, tensor, torch.zeros(1))

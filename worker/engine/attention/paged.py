@@ -2,11 +2,12 @@
 
 transformers hands over the whole flat batch [1, heads, tokens, head_dim] of a layer and, because no mask function is
 registered under the name, no mask. Which sequence a token belongs to, and what it may see, is in the AttentionStep
-that the runner sets before the forward pass. (Not in forward's keyword arguments: some models do not pass them on.)
+that the runner puts into the model's AttentionContext before the forward pass; every attention module holds that
+context. (Keyword arguments of forward would not do: some models do not pass them on.)
 
     flat batch   │ decode rows, one token each │ chunk │ chunk │ ...
 
-How the step's tokens attend is its plan's: cpu_attention.py on the CPU, triton_attention.py on CUDA.
+How the step's tokens attend is up to its plan: attention/cpu/plan.py or attention/cuda/plan.py.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ NAME = "loraplex"
 
 @dataclass(frozen=True, slots=True)
 class LayerCall:
-    """One layer's attention. query [tokens, heads, dim]; key, value [tokens, kv_heads, dim], in the cache already.
+    """One layer's attention. query [tokens, heads, dim]; key, value [tokens, kv_heads, dim].
 
     A query at position p sees the positions up to p, with a window the last `window` of them. Scores are scaled, then,
     with a softcap, softcap * tanh(score / softcap). `sinks` [heads] are scores of one more position without a value.
@@ -46,31 +47,54 @@ class AttentionPlan(Protocol):
     """How the tokens of one step attend, laid out once for all layers."""
 
     def attend(self, call: LayerCall, cache: KvCache) -> Tensor:
-        """The attention of every token of the step: [tokens, heads, dim of the values]."""
-        ...
+        """Return all tokens' attention, [tokens, heads, dim of the values]; the cache has their keys and values."""
+
+
+class StepAttention(Protocol):
+    """What the attention modules of a model do in one forward pass."""
+
+    def attend(self, call: LayerCall) -> Tensor:
+        """Return the attention of every token of the step: [tokens, heads, dim of the values]."""
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionStep:
-    """What attention needs to know of a step. `slot_mapping` [tokens] says where each token's key and value go."""
+    """A step's attention over the paged cache. `slot_mapping` [tokens] says where each token's key and value go."""
 
     cache: KvCache
     slot_mapping: Tensor
     plan: AttentionPlan
 
+    def attend(self, call: LayerCall) -> Tensor:
+        """Write the tokens' keys and values into the cache, then attend; see StepAttention."""
+        keys, values = self.cache.slots[call.layer]
+        keys.index_copy_(0, self.slot_mapping, call.key)
+        values.index_copy_(0, self.slot_mapping, call.value)
+        return self.plan.attend(call, self.cache)
 
-_current: AttentionStep | None = None
 
+class AttentionContext:
+    """What the attention modules of one model work on: each holds it, the runner sets its step for a forward pass."""
 
-@contextmanager
-def attention_step(step: AttentionStep) -> Iterator[None]:
-    """Make it the step that the registered function works on."""
-    global _current  # noqa: PLW0603 - transformers calls a plain function
-    _current = step
-    try:
-        yield
-    finally:
-        _current = None
+    __slots__ = ("step",)
+
+    def __init__(self) -> None:
+        self.step: StepAttention | None = None
+
+    def attach(self, model: nn.Module) -> None:
+        """Let all attention modules of a model, which know their layer's index, hold this context."""
+        for module in model.modules():
+            if hasattr(module, "layer_idx"):
+                module.attention_context = self  # type: ignore[assignment]
+
+    @contextmanager
+    def during(self, step: StepAttention) -> Iterator[None]:
+        """Let the modules work on this step."""
+        self.step = step
+        try:
+            yield
+        finally:
+            self.step = None
 
 
 def paged_attention(  # noqa: PLR0913, PLR0917 - what transformers passes
@@ -89,17 +113,14 @@ def paged_attention(  # noqa: PLR0913, PLR0917 - what transformers passes
 
     Returns [1, tokens, heads, dim]. Raises ValueError outside a step, or with a mask.
     """
-    step = _current
+    context: AttentionContext = module.attention_context  # type: ignore[assignment]
+    step = context.step
     if step is None or attention_mask is not None:
         raise ValueError("attention is called outside a step, or with a mask")
     layer: int = module.layer_idx  # type: ignore[assignment]
     q, k, v = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)
-    keys, values = step.cache.slots[layer]
-    keys.index_copy_(0, step.slot_mapping, k)
-    values.index_copy_(0, step.slot_mapping, v)
     scale = q.shape[-1] ** -0.5 if scaling is None else scaling
-    out = step.plan.attend(LayerCall(layer, q, k, v, scale, sliding_window, softcap, s_aux), step.cache)
-    return out[None], None
+    return step.attend(LayerCall(layer, q, k, v, scale, sliding_window, softcap, s_aux))[None], None
 
 
 AttentionInterface.register(NAME, paged_attention)

@@ -18,18 +18,17 @@ from artifacts.base_model import read_base_model
 from artifacts.checkpoint import read_checkpoint, read_small_file
 from artifacts.errors import ArtifactError
 from artifacts.json_object import parse_object
-from artifacts.kv_shape import KvShape, kv_shape
+from artifacts.kv_shape import KvShape
 from artifacts.safetensors_header import TensorInfo
+from worker.capacity import DTYPE_BYTES, cpu_dtype, own_dtype
 from worker.engine.attention import paged as attention
 from worker.engine.device.memory import available_bytes
 from worker.engine.model.architectures import check_architecture
 from worker.engine.model.errors import ModelUnusableError
 from worker.engine.model.packed import packing_works
+from worker.engine.model.probe import probe_kv_shape
 
 _log = logging.getLogger(__name__)
-
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_HEADER_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
 
 @dataclass(frozen=True)
@@ -47,6 +46,7 @@ class LoadedModel:
     context_length: int
     vocab_size: int
     kv: KvShape
+    attention: attention.AttentionContext
     linears: Mapping[str, tuple[int, int]]
     ends: Mapping[str, tuple[int, int]]
     directory: Path
@@ -75,6 +75,12 @@ def load_model(path: str, device: str = "cpu", dtype: str = "auto") -> LoadedMod
     module = _from_pretrained(directory, number)
     _use_plain_linears(module)
     module.to(place)
+    context = attention.AttentionContext()
+    context.attach(module)
+    try:
+        kv = probe_kv_shape(module, context, place)
+    except ModelUnusableError as error:
+        raise ModelUnusableError(f"{directory}: {error}") from None
     return LoadedModel(
         module=module,
         device=place,
@@ -82,7 +88,8 @@ def load_model(path: str, device: str = "cpu", dtype: str = "auto") -> LoadedMod
         end_token_ids=frozenset(manifest.end_token_ids),
         context_length=manifest.context_length,
         vocab_size=manifest.vocab_size,
-        kv=kv_shape(module.config.to_dict()),
+        kv=kv,
+        attention=context,
         linears=_linears(module),
         ends=_ends(module),
         directory=directory,
@@ -129,19 +136,16 @@ def _device(name: str) -> torch.device:
 
 
 def _dtype(wanted: str, config: Mapping[str, Any], tensors: Sequence[TensorInfo], device: torch.device) -> torch.dtype:
-    name = wanted
-    if wanted == "auto":
-        # The files' own where the config does not say.
-        name = config.get("dtype") or config.get("torch_dtype") or _HEADER_DTYPES.get(tensors[0].dtype, "float32")
-        if name == "float16" and device.type == "cpu":
-            # float16 products are slow or missing on CPUs; bfloat16 has the range, float32 also the precision.
-            name = "bfloat16" if packing_works(torch.bfloat16) else "float32"
-            _log.warning("the model is in float16, which this CPU does not compute well: it runs in %s", name)
-    if name not in _DTYPES:
-        raise ModelUnusableError(f"dtype {name!r} is not supported; use auto, {', '.join(_DTYPES)}")
+    name = own_dtype(config, tensors[0].dtype) if wanted == "auto" else wanted
+    if wanted == "auto" and name == "float16" and device.type == "cpu":
+        name = cpu_dtype(name, bfloat16_works=packing_works(torch.bfloat16))
+        _log.warning("the model is in float16, which this CPU does not compute well: it runs in %s", name)
+    if name not in DTYPE_BYTES:
+        raise ModelUnusableError(f"dtype {name!r} is not supported; use auto, {', '.join(DTYPE_BYTES)}")
     if name == "float16" and device.type == "cpu":
         raise ModelUnusableError("dtype float16 is for CUDA; use bfloat16 or float32 on the CPU")
-    return _DTYPES[name]
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
 
 
 def _check_memory(directory: Path, tensors: Sequence[TensorInfo], device: torch.device, dtype: torch.dtype) -> None:

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from worker.engine.attention.kv_cache import KvCache
-from worker.engine.attention.paged import attention_step
 from worker.engine.device.transfer import upload
 from worker.engine.lora.adapter_layers import AdapterLayers
 from worker.engine.model.cuda_graphs import DecodeGraphs, capture_decodes
@@ -34,6 +33,7 @@ class Runner:
         `ahead`: a step is launched before the one before it is collected, so that no launch may wait for the device.
         """
         self._module = loaded.module
+        self._attention = loaded.attention
         self._ahead = ahead
         self._last: InFlight | None = None
         self._device = loaded.device
@@ -86,7 +86,7 @@ class Runner:
         input_ids.index_copy_(0, to, self._last.ids.index_select(0, of).clamp_(min=0))
 
     def _forward(self, inputs: StepInputs) -> Tensor:
-        with attention_step(inputs.attention):
+        with self._attention.during(inputs.attention):
             output = self._module(
                 input_ids=inputs.input_ids,
                 position_ids=inputs.position_ids,
