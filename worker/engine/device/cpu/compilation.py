@@ -51,4 +51,7 @@ def _named(kernel: Callable[..., None], given: np.dtype[Any], pieces: ModuleType
     digest = sha256(repr(given.descr).encode())
     for module in (llvm, pieces, inspect.getmodule(kernel)):
         digest.update(inspect.getsource(module).encode() if module else b"")
-    return FunctionType(kernel.__code__, kernel.__globals__, f"{kernel.__name__}_{digest.hexdigest()[:16]}")
+    named = FunctionType(kernel.__code__, kernel.__globals__)
+    # numba's cache goes by the qualified name, which a copy takes from the code.
+    named.__qualname__ = named.__name__ = f"{kernel.__name__}_{digest.hexdigest()[:16]}"
+    return named
