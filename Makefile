@@ -1,7 +1,7 @@
-# One gate, the same at home and in CI: `make lint` and `make test`.
+# One gate, the same at home and in CI: `make lint` and `make test`. `make check` is the quick look before.
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup run test chaos cancels gpu bench lint format clean
+.PHONY: help setup run check test chaos cancels swaps gpu bench lint format clean
 
 BIN := .venv/bin
 STAMP := .venv/.installed
@@ -20,13 +20,14 @@ PORT ?= 50051
 STORE_PORT ?= 50052
 ONCE ?=
 
-# Of `make chaos` and `make cancels`.
+# Of `make chaos`, `make cancels` and `make swaps`.
 REQUESTS ?= 10000
 KILLS ?= 200
 SEED ?= 1
 OVERLAP ?=
 JSON ?=
 CANCELS ?= 100000
+SWAPS ?= 10000
 
 help: ## Print this list
 	@awk -F ': .*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -34,7 +35,7 @@ help: ## Print this list
 	@echo "  make run takes MODEL=DIR ADAPTERS=DIR WORKERS=$(WORKERS) DEVICE=$(DEVICE) DTYPE=$(DTYPE) PORT=$(PORT)"
 	@echo "  STORE_PORT=$(STORE_PORT), and ONCE=1 to exit after the answers"
 	@echo "  make chaos takes REQUESTS=$(REQUESTS) KILLS=$(KILLS) SEED=$(SEED) JSON=FILE, and OVERLAP=1 for several faults at once;"
-	@echo "  make cancels takes CANCELS=$(CANCELS)"
+	@echo "  make cancels takes CANCELS=$(CANCELS), make swaps SWAPS=$(SWAPS)"
 
 setup: $(STAMP) ## Install into .venv and generate the stubs; a second time nothing
 
@@ -48,16 +49,26 @@ run: $(STAMP) ## Start a cluster on this machine and show answers of the model a
 		--workers $(WORKERS) --device $(DEVICE) --dtype $(DTYPE) \
 		--port $(PORT) --store-port $(STORE_PORT) $(if $(ONCE),--once)
 
-# A process for each core; more than four would only wait for each other's clusters.
+# One process more than cores, for tests of clusters wait much; more than four would only wait for each other's clusters.
+PYTEST := $(BIN)/pytest -n $$(($$(getconf _NPROCESSORS_ONLN) + 1)) --maxprocesses 4 --dist worksteal
+# Rooms whose tests start no cluster and no model.
+FAST := $(wildcard tests/test_*.py) $(addprefix tests/,artifacts adapter_store broker router rpc simulation telemetry worker/io)
+
+check: lint ## Check as lint does, and run the fast tests
+	$(PYTEST) -m "not model" $(FAST)
+
 test: $(STAMP) ## Run every test
-	$(BIN)/pytest -n auto --maxprocesses 4 --dist worksteal
+	$(PYTEST)
 
 chaos: $(STAMP) ## Kill, stop and cut off every part under load; check every token
 	$(BIN)/python -m tests.chaos --requests $(REQUESTS) --kills $(KILLS) --seed $(SEED) \
 		$(if $(OVERLAP),--overlap) $(if $(JSON),--json "$(JSON)")
 
 cancels: $(STAMP) ## Cancel CANCELS requests at random moments; nothing of them may be left
-	CANCELS=$(CANCELS) $(BIN)/pytest tests/e2e/test_cancels.py
+	CANCELS=$(CANCELS) $(BIN)/pytest --timeout 3600 -o faulthandler_timeout=0 tests/e2e/test_cancels.py
+
+swaps: $(STAMP) ## Move names to other revisions SWAPS times under load
+	SWAPS=$(SWAPS) $(BIN)/pytest --timeout 3600 -o faulthandler_timeout=0 tests/e2e/test_adapter_swaps.py
 
 # With the first Python whose torch finds a device: the machine's own, which may be offline and without the other rooms'
 # needs, so nothing is installed and the conftest of the whole suite is left out.

@@ -94,26 +94,3 @@ async def test_what_is_no_set_is_refused_by_its_field(
         assert isinstance(error, FailedPreconditionError), error
         assert "adapters: ranks 8 + 8 + 8 = 24; the workers take at most 16" in str(error)
         await cluster.client.generate("x", max_new_tokens=1, adapters={"a": 1.0, "b": 1.0})
-
-
-@pytest.mark.model
-async def test_a_sum_of_real_adapters_is_pefts(start_cluster: StartCluster, tiny_llama: Any) -> None:
-    """In one batch with its parts; the sum is never merged into anything."""
-    weights = {"plain": 0.75, "patterned": -1.5}
-    tiny_llama.peft.add_weighted_adapter([*weights], [*weights.values()], "their sum", combination_type="cat")
-    try:
-        flags = ("--dtype", "float32", "--threads", "1", "--rows", "8", "--kv-blocks", "80", "--block-size", "8")
-        async with start_cluster(str(tiny_llama.directory), tiny_llama.adapters, worker_flags=flags) as cluster:
-
-            async def ask(number: int, **options: Any) -> tuple[tuple[int, ...], str | None]:
-                prompt = tuple(3 + (number * 41 + at * 11) % 300 for at in range(3 + number * 5))
-                answer = await cluster.client.generate(token_ids=prompt, max_new_tokens=16, **options)
-                name = "their sum" if "adapters" in options else options["adapter_id"]
-                assert answer.token_ids == tiny_llama.answer(prompt, 16, name)
-                return answer.token_ids, name
-
-            kinds: list[dict[str, Any]] = [{"adapters": weights}, {"adapter_id": "plain"}, {"adapter_id": "patterned"}]
-            answers = await asyncio.gather(*(ask(number, **kinds[number % 3]) for number in range(9)))
-            assert len({ids[:6] for ids, _ in answers}) == len(answers), "the answers are not diverse"
-    finally:
-        tiny_llama.peft.delete_adapter("their sum")

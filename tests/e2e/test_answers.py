@@ -25,7 +25,7 @@ from loraplex_client import (
 )
 
 from tests.e2e.conftest import Cluster, running_cluster, write_hash_adapters
-from worker.engine.hash_engine import expected_ids
+from worker.engine.hash_tokens import expected_ids
 from worker.engine_api import Sampling, Stopping
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

@@ -4,17 +4,55 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Awaitable, Callable
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import pytest
+import pytest_asyncio
+from loraplex_client import AsyncGenerationStream
 
-StartCluster = Callable[..., AbstractAsyncContextManager[Any]]
+from tests.e2e.conftest import Cluster, running_cluster
+
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.model]
 Eventually = Callable[[Callable[[], Awaitable[bool]]], Awaitable[None]]
 
-FLOAT32 = ("--dtype", "float32", "--threads", "1")
+FLOAT32 = ("--dtype", "float32", "--threads", "1", "--block-size", "8")
+# Few blocks and a small step: prompts are cut in chunks, and sequences preempted.
+SMALL = (*FLOAT32, "--kv-blocks", "40", "--step-tokens", "24", "--rows", "8")
+ROWS = 6
+PAIR = (*FLOAT32, "--kv-blocks", "240", "--rows", str(ROWS))
 NAMES = ("plain", "patterned", "rslora", None)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def small(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> AsyncIterator[Cluster]:
+    """A cluster of one worker with little room, of the model that the parameter names."""
+    tiny = request.getfixturevalue(f"tiny_{request.param}")
+    directory = tmp_path_factory.mktemp("small")
+    async with running_cluster(directory, str(tiny.directory), tiny.adapters, worker_flags=SMALL) as running:
+        yield running
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def shared_pair(tmp_path_factory: pytest.TempPathFactory, tiny_llama: Any) -> AsyncIterator[Cluster]:
+    directory, model = tmp_path_factory.mktemp("pair"), str(tiny_llama.directory)
+    async with running_cluster(directory, model, tiny_llama.adapters, workers=2, worker_flags=PAIR) as running:
+        yield running
+
+
+def living_workers(cluster: Cluster) -> list[str]:
+    """Return the names of the worker processes that run."""
+    processes = cluster.local.processes.items()
+    return [name for name, process in processes if name.startswith("worker-") and not process.exited.done()]
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def pair(shared_pair: Cluster) -> Cluster:
+    """The cluster with two workers that serve, whatever the test before has killed."""
+    while len(living_workers(shared_pair)) < 2:
+        name = await shared_pair.local.start_worker()
+        await shared_pair.local.processes[name].wait_ready()
+    return shared_pair
 
 
 def prompt(number: int) -> tuple[int, ...]:
@@ -22,110 +60,126 @@ def prompt(number: int) -> tuple[int, ...]:
     return tuple(3 + (number * 31 + at * 7) % 300 for at in range(3 + number * 29 % 88))
 
 
-@pytest.mark.model
-@pytest.mark.parametrize("architecture", ["llama", "qwen2"])
+@pytest.mark.parametrize(
+    ("small", "architecture"), [("llama", "llama"), ("qwen2", "qwen2")], indirect=["small"], scope="module"
+)
 async def test_twelve_requests_with_three_adapters_are_exact(
-    start_cluster: StartCluster, eventually: Eventually, request: pytest.FixtureRequest, architecture: str
+    small: Cluster, eventually: Eventually, request: pytest.FixtureRequest, architecture: str
 ) -> None:
     tiny = request.getfixturevalue(f"tiny_{architecture}")
-    # Few blocks and a small step: prompts are cut in chunks, and sequences preempted.
-    flags = (*FLOAT32, "--kv-blocks", "40", "--block-size", "8", "--step-tokens", "24", "--rows", "8")
-    async with start_cluster(str(tiny.directory), tiny.adapters, worker_flags=flags) as cluster:
-        tokens_seen = 0
-        arrived = asyncio.Condition()
+    tokens_seen = 0
+    arrived = asyncio.Condition()
 
-        async def ask(number: int) -> tuple[int, ...]:
-            nonlocal tokens_seen
-            async with arrived:  # each comes later than the one before, while others are decoding
-                await arrived.wait_for(lambda: tokens_seen >= number * 5 or number == 0)
-            got: list[int] = []
-            options = {"token_ids": prompt(number), "adapter_id": NAMES[number % 4], "max_new_tokens": 10 + number * 4}
-            async for piece in cluster.client.generate_stream(**options):
-                got += piece.token_ids
-                async with arrived:
-                    tokens_seen += len(piece.token_ids)
-                    arrived.notify_all()
-            async with arrived:  # whoever ends early must not hold up the rest
-                tokens_seen += 1000
+    async def ask(number: int) -> tuple[int, ...]:
+        nonlocal tokens_seen
+        async with arrived:  # each comes later than the one before, while others are decoding
+            await arrived.wait_for(lambda: tokens_seen >= number * 5 or number == 0)
+        got: list[int] = []
+        options: dict[str, Any] = {
+            "token_ids": prompt(number),
+            "adapter_id": NAMES[number % 4],
+            "max_new_tokens": 10 + number * 4,
+        }
+        async for piece in small.client.generate_stream(**options):
+            got += piece.token_ids
+            async with arrived:
+                tokens_seen += len(piece.token_ids)
                 arrived.notify_all()
-            return tuple(got)
+        async with arrived:  # whoever ends early must not hold up the rest
+            tokens_seen += 1000
+            arrived.notify_all()
+        return tuple(got)
 
-        answers = await asyncio.gather(*(ask(number) for number in range(12)))
-        for number, answer in enumerate(answers):
-            assert answer == tiny.answer(prompt(number), 10 + number * 4, NAMES[number % 4]), number
-        assert len({answer[:6] for answer in answers}) >= 10, "the answers are not diverse"
-        same = {tiny.answer(prompt(0), 20, name) for name in NAMES}
-        assert len(same) == 4, "the adapters do not matter"
-        await eventually(cluster.idle)
+    answers = await asyncio.gather(*(ask(number) for number in range(12)))
+    for number, answer in enumerate(answers):
+        assert answer == tiny.answer(prompt(number), 10 + number * 4, NAMES[number % 4]), number
+    assert len({answer[:6] for answer in answers}) >= 10, "the answers are not diverse"
+    same = {tiny.answer(prompt(0), 20, name) for name in NAMES}
+    assert len(same) == 4, "the adapters do not matter"
+    await eventually(small.idle)
 
 
-@pytest.mark.model
+@pytest.mark.parametrize("small", ["llama"], indirect=True)
+async def test_a_sum_of_real_adapters_is_pefts(small: Cluster, tiny_llama: Any) -> None:
+    """In one batch with its parts; the sum is never merged into anything."""
+    weights = {"plain": 0.75, "patterned": -1.5}
+    tiny_llama.peft.add_weighted_adapter([*weights], [*weights.values()], "their sum", combination_type="cat")
+    try:
+
+        async def ask(number: int, **options: Any) -> tuple[tuple[int, ...], str | None]:
+            prompt = tuple(3 + (number * 41 + at * 11) % 300 for at in range(3 + number * 5))
+            answer = await small.client.generate(token_ids=prompt, max_new_tokens=16, **options)
+            name = "their sum" if "adapters" in options else options["adapter_id"]
+            assert answer.token_ids == tiny_llama.answer(prompt, 16, name)
+            return answer.token_ids, name
+
+        kinds: list[dict[str, Any]] = [{"adapters": weights}, {"adapter_id": "plain"}, {"adapter_id": "patterned"}]
+        answers = await asyncio.gather(*(ask(number, **kinds[number % 3]) for number in range(9)))
+        assert len({ids[:6] for ids, _ in answers}) == len(answers), "the answers are not diverse"
+    finally:
+        tiny_llama.peft.delete_adapter("their sum")
+
+
 async def test_killing_a_worker_in_mid_stream_changes_no_token(
-    start_cluster: StartCluster, eventually: Eventually, tiny_llama: Any
+    pair: Cluster, eventually: Eventually, tiny_llama: Any
 ) -> None:
-    flags = (*FLOAT32, "--rows", "4", "--kv-blocks", "200", "--block-size", "8")
-    async with start_cluster(str(tiny_llama.directory), tiny_llama.adapters, workers=2, worker_flags=flags) as cluster:
-        # One worker has rows for four: with five streams in their middle both hold some.
-        enough = asyncio.Event()
-        in_the_middle: set[int] = set()
+    # With more streams in their middle than one worker has rows, both have some.
+    enough = asyncio.Event()
+    in_the_middle: set[int] = set()
 
-        async def ask(number: int) -> int:
-            got: list[int] = []
-            continuations = 0
-            options = {"token_ids": prompt(number), "adapter_id": NAMES[number % 4], "max_new_tokens": 120}
-            async for piece in cluster.client.generate_stream(**options):
-                assert piece.offset == len(got)
-                got += piece.token_ids
-                if len(got) >= 10:
-                    in_the_middle.add(number)
-                if piece.finished:
-                    in_the_middle.discard(number)
-                    continuations = piece.finished.continuations
-                if len(in_the_middle) >= 5:
-                    enough.set()
-            assert tuple(got) == tiny_llama.answer(prompt(number), 120, NAMES[number % 4]), number
-            return continuations
+    async def ask(number: int) -> int:
+        got: list[int] = []
+        continuations = 0
+        options: dict[str, Any] = {"token_ids": prompt(number), "adapter_id": NAMES[number % 4], "max_new_tokens": 120}
+        async for piece in pair.client.generate_stream(**options):
+            assert piece.offset == len(got)
+            got += piece.token_ids
+            if len(got) >= 10:
+                in_the_middle.add(number)
+            if piece.finished:
+                in_the_middle.discard(number)
+                continuations = piece.finished.continuations
+            if len(in_the_middle) > ROWS:
+                enough.set()
+        assert tuple(got) == tiny_llama.answer(prompt(number), 120, NAMES[number % 4]), number
+        return continuations
 
-        asks = asyncio.gather(*(ask(number) for number in range(12)))
-        await enough.wait()
-        cluster.local.kill("worker-1", signal.SIGKILL)
-        assert sum(await asks) > 0, "the killed worker held nothing"
-        await eventually(cluster.idle)
+    asks = asyncio.gather(*(ask(number) for number in range(12)))
+    await enough.wait()
+    pair.local.kill(living_workers(pair)[0], signal.SIGKILL)
+    assert sum(await asks) > 0, "the killed worker held nothing"
+    await eventually(pair.idle)
 
 
-@pytest.mark.model
-async def test_killing_a_worker_changes_no_draw(
-    start_cluster: StartCluster, eventually: Eventually, tiny_llama: Any
-) -> None:
+async def test_killing_a_worker_changes_no_draw(pair: Cluster, eventually: Eventually) -> None:
     """Seeded sampling with penalties, logprobs, and the best of three: as the same requests gave undisturbed."""
-    sampling = {"temperature": 0.9, "top_p": 0.9, "repetition_penalty": 1.2, "frequency_penalty": 0.3, "logprobs": 2}
-    flags = (*FLOAT32, "--rows", "6", "--kv-blocks", "240", "--block-size", "8")
-    async with start_cluster(str(tiny_llama.directory), tiny_llama.adapters, workers=2, worker_flags=flags) as cluster:
+    penalties = {"repetition_penalty": 1.2, "frequency_penalty": 0.3}
+    sampling: dict[str, Any] = penalties | {"temperature": 0.9, "top_p": 0.9, "logprobs": 2}
 
-        def stream(number: int) -> Any:
-            choices = {"n": 1, "best_of": 3} if number % 4 == 3 else {}
-            return cluster.client.generate_stream(
-                token_ids=prompt(number), adapter_id=NAMES[number % 4], max_new_tokens=120, ignore_eos=True,
-                seed=100 + number, **sampling, **choices,
-            )  # fmt: skip
+    def ask(number: int) -> AsyncGenerationStream:
+        choices: dict[str, Any] = {"n": 1, "best_of": 3} if number % 4 == 3 else {}
+        return pair.client.generate_stream(
+            token_ids=prompt(number), adapter_id=NAMES[number % 4], max_new_tokens=120, ignore_eos=True,
+            seed=100 + number, **sampling, **choices,
+        )  # fmt: skip
 
-        # More than both workers have rows for: they stay busy until the kill.
-        undisturbed = await asyncio.gather(*(stream(number).result() for number in range(14)))
-        streams = [stream(number) for number in range(14)]
-        await asyncio.gather(*(anext(one) for one in streams[:3]))
-        cluster.local.kill("worker-1", signal.SIGKILL)
-        disturbed = await asyncio.gather(*(one.result() for one in streams))
-        for before, after in zip(undisturbed, disturbed, strict=True):
-            assert len(before.token_ids) == 120
-            assert after.token_ids == before.token_ids
-            told = after.choices[0].logprobs
-            assert len(told) == 120
-            assert [one.alternatives[0][0] for one in told] == [
-                one.alternatives[0][0] for one in before.choices[0].logprobs
-            ]
-            # Another batch rounds otherwise: in float32 a logprob of these may be off by 1e-4, either way.
-            values = [one.logprob for one in before.choices[0].logprobs]
-            assert [one.logprob for one in told] == pytest.approx(values, abs=1e-3)
-        assert len({one.token_ids for one in undisturbed}) == len(undisturbed)
-        assert sum(one.continuations for one in disturbed) > 0, "the killed worker held nothing"
-        await eventually(cluster.idle)
+    # More than both workers have rows for: they stay busy until the kill.
+    undisturbed = await asyncio.gather(*(ask(number).result() for number in range(14)))
+    streams = [ask(number) for number in range(14)]
+    await asyncio.gather(*(anext(stream) for stream in streams[:3]))
+    pair.local.kill(living_workers(pair)[0], signal.SIGKILL)
+    disturbed = await asyncio.gather(*(stream.result() for stream in streams))
+    for before, after in zip(undisturbed, disturbed, strict=True):
+        assert len(before.token_ids) == 120
+        assert after.token_ids == before.token_ids
+        logprobs = after.choices[0].logprobs
+        assert len(logprobs) == 120
+        assert [entry.alternatives[0][0] for entry in logprobs] == [
+            entry.alternatives[0][0] for entry in before.choices[0].logprobs
+        ]
+        # Another batch rounds otherwise: in float32 a logprob of these may be off by 1e-4, either way.
+        values = [entry.logprob for entry in before.choices[0].logprobs]
+        assert [entry.logprob for entry in logprobs] == pytest.approx(values, abs=1e-3)
+    assert len({answer.token_ids for answer in undisturbed}) == len(undisturbed)
+    assert sum(answer.continuations for answer in disturbed) > 0, "the killed worker held nothing"
+    await eventually(pair.idle)
