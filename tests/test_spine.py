@@ -89,6 +89,6 @@ def test_a_file_of_the_spine_is_short(path: str) -> None:
 @pytest.mark.xfail(reason="the spine is being restructured")
 @pytest.mark.parametrize(("above", "item"), list(itertools.pairwise(SPINE)), ids=[item.path for item in SPINE[1:]])
 def test_a_file_of_the_spine_knows_the_one_before_it(above: Item, item: Item) -> None:
-    earlier = [known.path for known in SPINE[: SPINE.index(item)] if known.path in item.named]
+    earlier = [other.path for other in SPINE[: SPINE.index(item)] if other.path in item.named]
     linked = [before for before in (above.path, *earlier) if know_each_other(before, item.path, item.named)]
     assert linked, f"{item.path} and {above.path} do not import each other, nor both a module that the item links to"

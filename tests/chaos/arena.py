@@ -75,9 +75,9 @@ class Arena:
             while True:
                 await self.driver.until_streaming(1)
                 try:
-                    known = await self.cluster.workers()
+                    workers = await self.cluster.workers()
                 except grpc.aio.AioRpcError:  # another fault's doing
-                    known = {}
+                    workers = {}
                 on: dict[str, list[int]] = {}
                 for job in await self.cluster.jobs():
                     number = int(job.request_id.partition(".")[0])
@@ -85,9 +85,9 @@ class Arena:
                         on.setdefault(job.worker_id, []).append(number)
                 pids = {name: self.cluster.processes[name].pid for name in self.cluster.running_workers()}
                 # What a worker said of itself may be half a second old, and its engine another by now.
-                able = [n for n in on if n in pids and n in known and runs_under(pids[n], known[n].engine_pid)]
+                able = [n for n in on if n in pids and n in workers and runs_under(pids[n], workers[n].engine_pid)]
                 if set(able) - self.busy.keys():
                     name = await self.take(able, planned)
-                    return Victim(name, pids[name], known[name].engine_pid, on[name])
+                    return Victim(name, pids[name], workers[name].engine_pid, on[name])
                 await self.driver.allow_more(4)
                 await asyncio.sleep(0.02)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from tests.chaos.history import Answer, Begun, Fault, Left, Line, Request, Told
+from tests.chaos.history import Answer, Begun, Fault, Left, Line, Observation, Request
 from tests.chaos.oracle import next_token, truth
 
 
@@ -55,13 +55,13 @@ class Verdict:
 def check(lines: Iterable[Line]) -> Verdict:
     """Check a whole history; the first line is its Begun."""
     verdict, begun = Verdict(), None
-    requests: dict[int, Told] = {}
+    requests: dict[int, Observation] = {}
     faults: list[Fault] = []
     for line in lines:
         match line:
             case Begun():
                 begun = line
-            case Told():
+            case Observation():
                 if line.request.number in requests:
                     verdict.findings.append(f"request {line.request.number} has two outcomes")
                 requests[line.request.number] = line
@@ -76,15 +76,15 @@ def check(lines: Iterable[Line]) -> Verdict:
     for number in range(begun.requests):
         if number not in requests:
             verdict.findings.append(f"request {number} has no outcome")
-    digests = sorted({told.request.revision.digest for told in requests.values()})
-    for told in requests.values():
-        _check_request(verdict, begun.model, told, digests)
+    digests = sorted({observation.request.revision.digest for observation in requests.values()})
+    for observation in requests.values():
+        _check_request(verdict, begun.model, observation, digests)
     for fault in faults:
         _check_fault(verdict, fault, requests)
     return verdict
 
 
-def _check_fault(verdict: Verdict, fault: Fault, requests: dict[int, Told]) -> None:
+def _check_fault(verdict: Verdict, fault: Fault, requests: dict[int, Observation]) -> None:
     if fault.proof:
         verdict.faults[fault.kind] += 1
     if fault.error:
@@ -94,25 +94,25 @@ def _check_fault(verdict: Verdict, fault: Fault, requests: dict[int, Told]) -> N
             verdict.gaps.setdefault(fault.kind, []).append(_gap(requests[number], fault))
 
 
-def _gap(told: Told, fault: Fault) -> float:
+def _gap(observation: Observation, fault: Fault) -> float:
     """The longest silence of a stream that ended after the fault had struck, and began before it was mended."""
-    times = sorted({delta.at for delta in told.deltas} | {told.ended})
+    times = sorted({delta.at for delta in observation.deltas} | {observation.ended})
     near = ((a, b) for a, b in pairwise(times) if b >= fault.began and a <= fault.mended)
     return max((b - a for a, b in near), default=0.0)
 
 
-def _check_request(verdict: Verdict, model: str, told: Told, digests: Sequence[str]) -> None:
-    request, number = told.request, told.request.number
-    verdict.refused += sum(told.refused.values())
-    verdict.completed += told.completed
-    if not told.completed:
-        verdict.findings.append(f"request {number} failed: {told.error}")
-    elif told.revision.rpartition("/")[2] != request.revision.digest:
+def _check_request(verdict: Verdict, model: str, observation: Observation, digests: Sequence[str]) -> None:
+    request, number = observation.request, observation.request.number
+    verdict.refused += sum(observation.refused.values())
+    verdict.completed += observation.completed
+    if not observation.completed:
+        verdict.findings.append(f"request {number} failed: {observation.error}")
+    elif observation.revision.rpartition("/")[2] != request.revision.digest:
         verdict.other += 1
-        verdict.findings.append(f"request {number} was answered by {told.revision}")
-    _check_wire(verdict, told)
+        verdict.findings.append(f"request {number} was answered by {observation.revision}")
+    _check_wire(verdict, observation)
     for choice in range(request.n):
-        answer = told.answers.get(choice, Answer())
+        answer = observation.answers.get(choice, Answer())
         expected = truth(model, request, choice)
         if tuple(answer.token_ids) != expected.token_ids:
             counts = _compare(model, request, choice, answer.token_ids, expected.token_ids, digests)
@@ -127,11 +127,11 @@ def _check_request(verdict: Verdict, model: str, told: Told, digests: Sequence[s
             verdict.findings.append(f"request {number} choice {choice}: its log probabilities are not its tokens'")
 
 
-def _check_wire(verdict: Verdict, told: Told) -> None:
+def _check_wire(verdict: Verdict, observation: Observation) -> None:
     """No call may bring what its client has, nor anything after the next call has begun."""
     newest, have = 0, Counter[tuple[int, int]]()
-    for delta in told.deltas:
-        number = told.request.number
+    for delta in observation.deltas:
+        number = observation.request.number
         if delta.call < newest:
             verdict.stale_attempt_delivered += len(delta.token_ids)
             verdict.findings.append(f"request {number}: call {delta.call} brought tokens after call {newest} had")
@@ -139,7 +139,7 @@ def _check_wire(verdict: Verdict, told: Told) -> None:
         newest = max(newest, delta.call)
         place = (delta.call, delta.choice)
         if place not in have:
-            have[place] = told.calls[delta.call].received.get(delta.choice, 0)
+            have[place] = observation.calls[delta.call].received.get(delta.choice, 0)
         again = have[place] - delta.offset
         if again > 0:
             verdict.duplicated += min(again, len(delta.token_ids))

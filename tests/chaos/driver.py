@@ -11,7 +11,7 @@ from typing import Any
 from loraplex_client import LoraplexError, Piece, UnavailableError
 from loraplex_client.errors import DataLossError, ResourceExhaustedError
 
-from tests.chaos.history import Answer, History, Request, Revision, Told
+from tests.chaos.history import Answer, History, Observation, Request, Revision
 from tests.chaos.plan import TENANTS, Plan, make_request
 from tests.chaos.tapped_client import TappedClient
 
@@ -37,7 +37,7 @@ class Driver:
         self._last = False
         # The next requests are for these.
         self.cold: deque[Revision] = deque()
-        self.live: dict[int, Told] = {}
+        self.live: dict[int, Observation] = {}
         # Whose every message somebody waits for.
         self._watched: set[int] = set()
         self._changed = asyncio.Condition()
@@ -50,7 +50,7 @@ class Driver:
     @property
     def streaming(self) -> list[int]:
         """The requests that have brought tokens and still run."""
-        return [number for number, told in self.live.items() if told.deltas]
+        return [number for number, observation in self.live.items() if observation.deltas]
 
     async def allow(self, count: int) -> None:
         """So many requests, counted from the first, may be sent by now."""
@@ -113,43 +113,45 @@ class Driver:
             return self._next - 1
 
     async def _ask(self, client: TappedClient, request: Request) -> None:
-        told = self.live[request.number] = Told(request, [], [], {}, {}, 0.0)
+        observation = self.live[request.number] = Observation(request, [], [], {}, {}, 0.0)
         until, turn = time.monotonic() + PATIENCE_S, 0
         while True:
             turn += 1
-            refused = await self._attempt(client, told, f"{request.number}.{turn}", until)
+            refused = await self._attempt(client, observation, f"{request.number}.{turn}", until)
             if not refused:
                 break
-            told.refused[refused] = told.refused.get(refused, 0) + 1
-            told.calls.clear()
+            observation.refused[refused] = observation.refused.get(refused, 0) + 1
+            observation.calls.clear()
             await asyncio.sleep(RETRY_S)
-        told.ended = self.now
+        observation.ended = self.now
         del self.live[request.number]
-        self._history.append(told)
+        self._history.append(observation)
         await self._notify()
 
-    async def _attempt(self, client: TappedClient, told: Told, request_id: str, until: float) -> str:
-        """One stream to its outcome, which is in `told`; if it was refused, why, and there is none."""
-        client.told[request_id] = told
+    async def _attempt(self, client: TappedClient, observation: Observation, request_id: str, until: float) -> str:
+        """One stream to its outcome, which is in `observation`; if it was refused, why, and there is none."""
+        client.observations[request_id] = observation
         try:
             async with (
                 asyncio.timeout(until - time.monotonic()),
-                client.generate_stream(told.request.prompt, request_id=request_id, **_options(told.request)) as stream,
+                client.generate_stream(
+                    observation.request.prompt, request_id=request_id, **_options(observation.request)
+                ) as stream,
             ):
                 async for piece in stream:
-                    _take_piece(told, piece)
-                    if len(told.deltas) == 1 or told.request.number in self._watched:
+                    _take_piece(observation, piece)
+                    if len(observation.deltas) == 1 or observation.request.number in self._watched:
                         await self._notify()
-            told.error = "" if told.completed else "the stream ended before its end"
+            observation.error = "" if observation.completed else "the stream ended before its end"
         except TimeoutError:
-            told.error = f"no outcome in {PATIENCE_S:g} s"
+            observation.error = f"no outcome in {PATIENCE_S:g} s"
         except LoraplexError as error:
             message = f"{type(error).__name__} {error.reason}: {error}"
-            if isinstance(error, _REFUSALS) and not told.deltas:
+            if isinstance(error, _REFUSALS) and not observation.deltas:
                 return message
-            told.error = message
+            observation.error = message
         finally:
-            del client.told[request_id]
+            del client.observations[request_id]
         return ""
 
     async def _notify(self) -> None:
@@ -171,17 +173,17 @@ def _options(request: Request) -> dict[str, Any]:
     return {name: value for name, value in options.items() if value not in (None, [])}
 
 
-def _take_piece(told: Told, piece: Piece) -> None:
+def _take_piece(observation: Observation, piece: Piece) -> None:
     if piece.finished is not None:
         for choice, whole in enumerate(piece.finished.choices):
-            answer = told.answers.setdefault(choice, Answer())
+            answer = observation.answers.setdefault(choice, Answer())
             answer.reason, answer.stop = whole.finish_reason.value, whole.stop
-        told.continuations, told.revision = piece.finished.continuations, piece.finished.adapter_revision
-        told.completed = True
+        observation.continuations, observation.revision = piece.finished.continuations, piece.finished.adapter_revision
+        observation.completed = True
         return
-    answer = told.answers.setdefault(piece.choice, Answer())
+    answer = observation.answers.setdefault(piece.choice, Answer())
     answer.token_ids += piece.token_ids
     answer.text += piece.text
     if piece.logprobs:
         answer.likeliest = answer.likeliest or []
-        answer.likeliest += [one.alternatives[0][0] for one in piece.logprobs]
+        answer.likeliest += [logprob.alternatives[0][0] for logprob in piece.logprobs]

@@ -77,7 +77,7 @@ class Answer(msgspec.Struct):
     likeliest: list[int] | None = None
 
 
-class Told(msgspec.Struct, tag=True):
+class Observation(msgspec.Struct, tag=True):
     """One request from its first call to its outcome: completed, or what it failed with."""
 
     request: Request
@@ -116,7 +116,7 @@ class Left(msgspec.Struct, frozen=True, tag=True):
     redis_keys: list[str]
 
 
-Line = Begun | Told | Fault | Left
+Line = Begun | Observation | Fault | Left
 _decoder = msgspec.json.Decoder(Line)
 
 

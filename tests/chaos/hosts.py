@@ -94,7 +94,7 @@ async def run(directory: Path, path: Path) -> None:
     async with _redis(directory) as (url, redis), _cluster(directory, url) as cluster:
         await register_model(cluster.store)
         pushes = [(tenant, name) for tenant in TENANTS for name in ADAPTERS]
-        revisions = [await push_adapter(cluster.store, directory / "pushed", *one) for one in pushes]
+        revisions = [await push_adapter(cluster.store, directory / "pushed", *push) for push in pushes]
         await cluster.wait_serving()
         driver = Driver(plan, cluster.routers, revisions, history)
         async with asyncio.TaskGroup() as group:

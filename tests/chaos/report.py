@@ -48,14 +48,14 @@ def missed_aims(verdict: Verdict) -> list[str]:
 
 def as_lines(verdict: Verdict) -> list[str]:
     """What the command prints."""
-    told = as_json(verdict)
-    lines = [", ".join(f"{told[name]} {name.replace('_', ' ')}" for name in (*_COUNTS, "stale_attempt_delivered"))]
+    values = as_json(verdict)
+    lines = [", ".join(f"{values[name]} {name.replace('_', ' ')}" for name in (*_COUNTS, "stale_attempt_delivered"))]
     lines.append(f"{'fault':<16}{'planned':>8}{'fired':>8}{'hit':>8}{'gap p50 ms':>12}{'gap p99 ms':>12}")
     for kind, planned in verdict.planned.items():
-        gap = told["token_gap_ms"].get(kind)
+        gap = values["token_gap_ms"].get(kind)
         shown = f"{gap['p50']:>12.0f}{gap['p99']:>12.0f}" if gap else ""
         lines.append(f"{kind:<16}{planned:>8}{verdict.faults[kind]:>8}{len(verdict.gaps.get(kind, ())):>8}{shown}")
-    lines.append("left when idle: " + ", ".join(f"{count} {name}" for name, count in told["leaked"].items()))
+    lines.append("left when idle: " + ", ".join(f"{count} {name}" for name, count in values["leaked"].items()))
     lines += [f"WRONG: {finding}" for finding in verdict.findings[:50]]
     lines += [f"WRONG: {kind} was planned more often than it happened" for kind in verdict.not_fired]
     if verdict.left and verdict.left.redis_keys:

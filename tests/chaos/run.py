@@ -21,17 +21,17 @@ RECOVERY_S = 45.0
 OVERLAPPING = 3
 
 
-async def run(plan: Plan, directory: Path, history: Path) -> None:
-    """Run the plan; everything that happens is appended to `history`."""
-    told = History(history)
-    told.append(Begun(MODEL, plan.seed, plan.requests, plan.planned, plan.overlap))
+async def run(plan: Plan, directory: Path, path: Path) -> None:
+    """Run the plan; everything that happens is appended to the file at `path`."""
+    history = History(path)
+    history.append(Begun(MODEL, plan.seed, plan.requests, plan.planned, plan.overlap))
     try:
         async with chaos_cluster(directory) as (cluster, revisions):
-            driver = Driver(plan, [door.address for door in cluster.doors.values()], revisions, told)
-            await cluster.unless_failed(_strike_and_send(plan, Arena(cluster, driver), told))
-            told.append(await _left(cluster))
+            driver = Driver(plan, [door.address for door in cluster.doors.values()], revisions, history)
+            await cluster.unless_failed(_strike_and_send(plan, Arena(cluster, driver), history))
+            history.append(await _left(cluster))
     finally:
-        told.close()
+        history.close()
 
 
 async def _strike_and_send(plan: Plan, arena: Arena, history: History) -> None:
@@ -43,7 +43,7 @@ async def _strike_and_send(plan: Plan, arena: Arena, history: History) -> None:
 async def _strike_all(plan: Plan, arena: Arena, history: History) -> None:
     room = asyncio.Semaphore(OVERLAPPING if plan.overlap else 1)
 
-    async def one(planned: PlannedFault) -> None:
+    async def strike(planned: PlannedFault) -> None:
         try:
             history.append(await _strike(arena, planned, alone=not plan.overlap))
         finally:
@@ -58,31 +58,31 @@ async def _strike_all(plan: Plan, arena: Arena, history: History) -> None:
             await arena.driver.allow_more(2)
             await arena.driver.until_streaming(min(plan.in_flight // 2, 2))
             await asyncio.sleep(planned.wait_s)
-            group.create_task(one(planned))
+            group.create_task(strike(planned))
     await arena.driver.finish()
 
 
 async def _strike(arena: Arena, planned: PlannedFault, *, alone: bool) -> Fault:
     """One fault from its beginning to the cluster's recovery."""
-    told = Fault(planned.number, planned.kind.value, "", 0.0, 0.0, [])
+    fault = Fault(planned.number, planned.kind.value, "", 0.0, 0.0, [])
     try:
         async with STRIKERS[planned.kind](arena, planned) as strike:
             pass  # until it has been mended
-        told.victim, told.began, told.hit, told.proof = strike.victim, strike.began, strike.hit, strike.proof
-        told.mended = arena.driver.now
+        fault.victim, fault.began, fault.hit, fault.proof = strike.victim, strike.began, strike.hit, strike.proof
+        fault.mended = arena.driver.now
         async with asyncio.timeout(RECOVERY_S):
-            await arena.driver.until_moved(told.hit)
+            await arena.driver.until_moved(fault.hit)
             if alone:
                 await _whole(arena.cluster)
     except TimeoutError:
-        told.error = f"no recovery in {RECOVERY_S:g} s" if told.proof else "it could not happen"
+        fault.error = f"no recovery in {RECOVERY_S:g} s" if fault.proof else "it could not happen"
     except Exception as error:
         log.exception("fault %d", planned.number)
-        told.error = f"{type(error).__name__}: {error}"
+        fault.error = f"{type(error).__name__}: {error}"
     finally:
         arena.release(planned)
-    log.info("%s of %s: %s %s", told.kind, told.victim, told.proof, told.error)
-    return told
+    log.info("%s of %s: %s %s", fault.kind, fault.victim, fault.proof, fault.error)
+    return fault
 
 
 async def _whole(cluster: ChaosCluster) -> None:

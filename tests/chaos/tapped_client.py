@@ -11,42 +11,44 @@ from loraplex_client import AsyncClient
 from loraplex_client.connection import AsyncConnection
 from loraplex_client.recovery import Attempt
 
-from tests.chaos.history import Call, Delta, Told
+from tests.chaos.history import Call, Delta, Observation
 
 
 class TappedClient(AsyncClient):
-    """Calls of a request id that is in `told` are written down there. `now` gives seconds."""
+    """Calls of a request id that is in `observations` are written down there. `now` gives seconds."""
 
     def __init__(self, addresses: Sequence[str], tenant: str, now: Callable[[], float]) -> None:
         super().__init__(addresses, tenant)
-        self.told: dict[str, Told] = {}
-        self._connection = _TappedConnection(addresses, tenant, self.told, now)
+        self.observations: dict[str, Observation] = {}
+        self._connection = _TappedConnection(addresses, tenant, self.observations, now)
 
 
 class _TappedConnection(AsyncConnection):
-    def __init__(self, addresses: Sequence[str], tenant: str, told: dict[str, Told], now: Callable[[], float]) -> None:
+    def __init__(
+        self, addresses: Sequence[str], tenant: str, observations: dict[str, Observation], now: Callable[[], float]
+    ) -> None:
         super().__init__(addresses, inference_pb2_grpc.InferenceServiceStub, tenant=tenant)
-        self._told = told
+        self._observations = observations
         self._now = now
 
     def start(self, attempt: Attempt) -> Any:
         """The RPC, tapped."""
         request: inference_pb2.GenerateRequest | inference_pb2.ResumeRequest = attempt.call.request
-        told = self._told[request.spec.request_id]
+        observation = self._observations[request.spec.request_id]
         call = Call(self._now(), attempt.call.method, attempt.address)
         if isinstance(request, inference_pb2.ResumeRequest):
-            call.received = {one.choice: len(one.token_ids) for one in request.received}
-        told.calls.append(call)
-        return _TappedCall(super().start(attempt), told, len(told.calls) - 1, self._now)
+            call.received = {choice.choice: len(choice.token_ids) for choice in request.received}
+        observation.calls.append(call)
+        return _TappedCall(super().start(attempt), observation, len(observation.calls) - 1, self._now)
 
 
 class _TappedCall:
     """A running RPC that notes what passes."""
 
-    def __init__(self, rpc: Any, told: Told, number: int, now: Callable[[], float]) -> None:
+    def __init__(self, rpc: Any, observation: Observation, number: int, now: Callable[[], float]) -> None:
         self._rpc = rpc
         self._messages = aiter(rpc)
-        self._told = told
+        self._observation = observation
         self._number = number
         self._now = now
 
@@ -57,11 +59,11 @@ class _TappedCall:
         try:
             response = await anext(self._messages)
         except grpc.aio.AioRpcError as error:
-            self._told.calls[self._number].error = f"{error.code().name}: {error.details()}"
+            self._observation.calls[self._number].error = f"{error.code().name}: {error.details()}"
             raise
         if response.event.HasField("delta"):
             delta = response.event.delta
-            self._told.deltas.append(
+            self._observation.deltas.append(
                 Delta(self._now(), self._number, delta.choice, delta.offset, tuple(delta.token_ids))
             )
         return response

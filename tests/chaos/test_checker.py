@@ -17,9 +17,9 @@ from tests.chaos.history import (
     History,
     Left,
     Line,
+    Observation,
     Request,
     Revision,
-    Told,
     read_history,
 )
 from tests.chaos.oracle import next_token, truth
@@ -30,30 +30,32 @@ REVISIONS = (Revision("acme", "a", "sha256:a"), Revision("acme", "b", "sha256:b"
 NOTHING_LEFT = Left(0, 0, [])
 
 
-def forged(change: Callable[[Told], None] = lambda told: None, *, request: Request | None = None) -> Told:
+def forged(
+    change: Callable[[Observation], None] = lambda observation: None, *, request: Request | None = None
+) -> Observation:
     """The history of a request that was answered over two calls, changed."""
     request = request or Request(0, REVISIONS[0], "prompt", 40, n=2, logprobs=1)
-    told = Told(request, [Call(0.0, "Generate", "r1"), Call(1.0, "Resume", "r2")], [], {}, {}, ended=3.0)
+    observation = Observation(request, [Call(0.0, "Generate", "r1"), Call(1.0, "Resume", "r2")], [], {}, {}, ended=3.0)
     for choice in range(request.n):
         expected = truth(MODEL, request, choice)
         ids = expected.token_ids
-        told.calls[1].received[choice] = len(ids) // 2
+        observation.calls[1].received[choice] = len(ids) // 2
         for at in range(len(ids)):
             second = at >= len(ids) // 2
-            told.deltas.append(Delta(1.5 * second + at / 1e3, int(second), choice, at, ids[at : at + 1]))
+            observation.deltas.append(Delta(1.5 * second + at / 1e3, int(second), choice, at, ids[at : at + 1]))
         likeliest = list(ids) if request.logprobs is not None else None
-        told.answers[choice] = Answer(list(ids), expected.text, expected.reason, expected.stop, likeliest)
-    told.deltas.sort(key=lambda delta: delta.at)
-    told.completed, told.revision = True, f"tenants/acme/adapters/a/revisions/{request.revision.digest}"
-    change(told)
-    return told
+        observation.answers[choice] = Answer(list(ids), expected.text, expected.reason, expected.stop, likeliest)
+    observation.deltas.sort(key=lambda delta: delta.at)
+    observation.completed, observation.revision = True, f"tenants/acme/adapters/a/revisions/{request.revision.digest}"
+    change(observation)
+    return observation
 
 
 def verdict_of(
-    *told: Told, faults: tuple[Fault, ...] = (), planned: int = 0, left: Left | None = NOTHING_LEFT
+    *observation: Observation, faults: tuple[Fault, ...] = (), planned: int = 0, left: Left | None = NOTHING_LEFT
 ) -> Verdict:
-    other = forged(request=Request(len(told), REVISIONS[1], "another", 30))
-    lines: list[Line] = [Begun(MODEL, 1, len(told) + 1, {"worker_kill": planned}), *told, other, *faults]
+    other = forged(request=Request(len(observation), REVISIONS[1], "another", 30))
+    lines: list[Line] = [Begun(MODEL, 1, len(observation) + 1, {"worker_kill": planned}), *observation, other, *faults]
     return check([*lines, left] if left else lines)
 
 
@@ -68,60 +70,60 @@ def test_a_history_without_fault_holds() -> None:
     assert (verdict.requests, verdict.completed, counts(verdict)) == (2, 2, {})
 
 
-def lose(told: Told) -> None:
-    del told.answers[1].token_ids[7]
+def lose(observation: Observation) -> None:
+    del observation.answers[1].token_ids[7]
 
 
-def repeat(told: Told) -> None:
-    ids = told.answers[1].token_ids
+def repeat(observation: Observation) -> None:
+    ids = observation.answers[1].token_ids
     ids[9:9] = ids[6:9]
 
 
-def swap(told: Told) -> None:
-    ids = told.answers[0].token_ids
+def swap(observation: Observation) -> None:
+    ids = observation.answers[0].token_ids
     ids[3], ids[4] = ids[4], ids[3]
 
 
-def foreign(told: Told) -> None:
-    ids = told.answers[0].token_ids
-    ids[5] = next_token(MODEL, told.request, 0, REVISIONS[1].digest, ids[:5])
+def foreign(observation: Observation) -> None:
+    ids = observation.answers[0].token_ids
+    ids[5] = next_token(MODEL, observation.request, 0, REVISIONS[1].digest, ids[:5])
 
 
-def nobodys(told: Told) -> None:
-    ids = told.answers[0].token_ids
+def nobodys(observation: Observation) -> None:
+    ids = observation.answers[0].token_ids
     ids[5] = next(token for token in range(256, 32_000) if token not in ids)
 
 
-def fail(told: Told) -> None:
-    told.completed, told.error = False, "UNAVAILABLE"
-    told.answers[0].token_ids = told.answers[0].token_ids[:10]
+def fail(observation: Observation) -> None:
+    observation.completed, observation.error = False, "UNAVAILABLE"
+    observation.answers[0].token_ids = observation.answers[0].token_ids[:10]
 
 
-def retext(told: Told) -> None:
-    told.answers[1].text += "x"
+def retext(observation: Observation) -> None:
+    observation.answers[1].text += "x"
 
 
-def misplace_logprobs(told: Told) -> None:
-    assert told.answers[0].likeliest
-    told.answers[0].likeliest.reverse()
+def misplace_logprobs(observation: Observation) -> None:
+    assert observation.answers[0].likeliest
+    observation.answers[0].likeliest.reverse()
 
 
-def send_again(told: Told) -> None:
+def send_again(observation: Observation) -> None:
     """The second call brings two tokens that the client said it had; the SDK would leave them out."""
-    told.calls[1].received[0] += 2
+    observation.calls[1].received[0] += 2
 
 
-def zombie(told: Told) -> None:
-    last = told.deltas[-1]
-    told.deltas.append(Delta(2.9, 0, last.choice, last.offset + 1, (5, 6)))
+def zombie(observation: Observation) -> None:
+    last = observation.deltas[-1]
+    observation.deltas.append(Delta(2.9, 0, last.choice, last.offset + 1, (5, 6)))
 
 
-def leave_out(told: Told) -> None:
-    told.deltas = [delta for delta in told.deltas if (delta.choice, delta.offset) != (0, 3)]
+def leave_out(observation: Observation) -> None:
+    observation.deltas = [delta for delta in observation.deltas if (delta.choice, delta.offset) != (0, 3)]
 
 
-def another_revision(told: Told) -> None:
-    told.revision = f"tenants/acme/adapters/b/revisions/{REVISIONS[1].digest}"
+def another_revision(observation: Observation) -> None:
+    observation.revision = f"tenants/acme/adapters/b/revisions/{REVISIONS[1].digest}"
 
 
 @pytest.mark.parametrize(
@@ -141,7 +143,7 @@ def another_revision(told: Told) -> None:
         (another_revision, {"other": 1}),
     ],
 )
-def test_what_is_wrong_is_found_and_named(change: Callable[[Told], None], found: dict[str, int]) -> None:
+def test_what_is_wrong_is_found_and_named(change: Callable[[Observation], None], found: dict[str, int]) -> None:
     verdict = verdict_of(forged(change))
     assert not verdict.holds
     assert counts(verdict) == found
@@ -178,10 +180,10 @@ def test_gaps_are_of_the_streams_that_a_fault_hit() -> None:
     verdict = verdict_of(forged(), faults=(fault,), planned=1)
     # From the last token of the first call, the 20th, to the first of the second.
     assert verdict.gaps == {"worker_kill": [pytest.approx(1.5 + 0.020 - 0.019)]}
-    told = as_json(verdict)
-    assert told["token_gap_ms"] == {"worker_kill": {"p50": 1501.0, "p99": 1501.0}}
-    assert told["faults"] == {"worker_kill": 1}
-    assert told["leaked"] == {"blocks": 0, "pins": 0, "redis_keys": 0}
+    observation = as_json(verdict)
+    assert observation["token_gap_ms"] == {"worker_kill": {"p50": 1501.0, "p99": 1501.0}}
+    assert observation["faults"] == {"worker_kill": 1}
+    assert observation["leaked"] == {"blocks": 0, "pins": 0, "redis_keys": 0}
     assert missed_aims(verdict) == ["p99 of the gap at a worker_kill: 1501 ms, at most 1000 wanted"]
 
 

@@ -105,11 +105,11 @@ async def test_a_broken_adapter_costs_its_own_requests_alone(
             cluster.digests[name].replace(":", "-") for name in GOOD
         }
 
-        async def settled() -> bool:
+        async def only_good_remain() -> bool:
             (worker,) = await cluster.workers()
             return (worker.adapter_tiers.disk_adapters, worker.adapter_tiers.fetching) == (3, 0)
 
-        await eventually(settled)
+        await eventually(only_good_remain)
         tiers = (await cluster.workers())[0].adapter_tiers
         assert tiers.disk_bytes == sum(path.stat().st_size for path in directory.glob("sha256-*/*"))
         assert tiers.disk_hits > 0

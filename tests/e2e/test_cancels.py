@@ -36,7 +36,7 @@ async def test_cancels_at_any_moment_leave_nothing_behind(
 
         async def no_trace() -> bool:
             patterns = ("*:job:*", "*:queue:*", "*:waiting", "*:again", "*:charged:*")
-            return not [key for one in patterns async for key in cluster.redis.scan_iter(one)]
+            return not [key for pattern in patterns async for key in cluster.redis.scan_iter(pattern)]
 
         async def ask(number: int, most: float, got: dict[int, list[int]]) -> bool:
             """Read up to so many tokens; whether that was all."""

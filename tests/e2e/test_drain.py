@@ -133,9 +133,9 @@ async def test_an_operator_drains_a_worker_and_its_answers_go_on_elsewhere(start
             return CliRunner().invoke(app, ["drain", name, "--router", cluster.local.router])
 
         assert "worker not found: nobody" in str((await asyncio.to_thread(drain, "nobody")).exception)
-        told = await asyncio.to_thread(drain, worker.worker_id)
-        assert told.exit_code == 0, told.output
-        assert worker.worker_id in told.stdout
+        result = await asyncio.to_thread(drain, worker.worker_id)
+        assert result.exit_code == 0, result.output
+        assert worker.worker_id in result.stdout
         wholes = [await stream.result() for stream in streams]
         assert sum(whole.continuations for whole in wholes) > 0
         for number, whole in enumerate(wholes):

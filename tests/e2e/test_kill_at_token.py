@@ -85,9 +85,9 @@ async def read(stream: AsyncGenerationStream, k: int, reached: asyncio.Event) ->
     raise AssertionError("no end")
 
 
-def told(choice: Choice) -> tuple[Any, ...]:
+def comparable(choice: Choice) -> tuple[Any, ...]:
     """What must be the same. Another batch rounds otherwise: of the log probabilities only whose they are."""
-    likeliest = [one.alternatives[0][0] for one in choice.logprobs]
+    likeliest = [logprob.alternatives[0][0] for logprob in choice.logprobs]
     return choice.token_ids, choice.text, choice.finish_reason, choice.stop, likeliest
 
 
@@ -113,5 +113,5 @@ async def test_the_answers_are_the_undisturbed_run_s(
         answers = await asyncio.gather(*reading)
     assert answers[0].continuations > 0, "its engine lived"
     for answer, (_, truth) in zip(answers, undisturbed, strict=True):
-        assert [told(choice) for choice in answer.choices] == [told(choice) for choice in truth.choices]
+        assert [comparable(choice) for choice in answer.choices] == [comparable(choice) for choice in truth.choices]
     await eventually(cluster.idle)

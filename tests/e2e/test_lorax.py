@@ -74,7 +74,7 @@ async def async_program(address: str, digest: str) -> None:
     assert [token.special for token in response.details.tokens] == [False] * (END_AFTER - 1) + [True]
     alternatives = response.details.tokens[0].alternative_tokens
     assert alternatives is not None
-    assert [one.id for one in alternatives] == [ids[0], ids[0] + 1]
+    assert [token.id for token in alternatives] == [ids[0], ids[0] + 1]
 
     stop = f"<{ids[9]}><{ids[10]}>"
     streamed = [
@@ -84,11 +84,11 @@ async def async_program(address: str, digest: str) -> None:
         )
     ]
     # LoRAX's answers end with the stop sequence.
-    assert "".join(one.token.text for one in streamed if not one.token.special) == text_of(ids[:11])
+    assert "".join(response.token.text for response in streamed if not response.token.special) == text_of(ids[:11])
     assert streamed[-1].generated_text == text_of(ids[:11])
     assert streamed[-1].details is not None
     assert streamed[-1].details.finish_reason is FinishReason.StopSequence
-    assert [one.generated_text for one in streamed[:-1]] == [None] * 9
+    assert [response.generated_text for response in streamed[:-1]] == [None] * 9
 
     for parameters, sampling in (
         ({"do_sample": True, "seed": 7}, Sampling(temperature=1.0, seed=7)),

@@ -55,7 +55,7 @@ async def ask(cluster: Cluster, name: str) -> None:
     await cluster.client.generate("x", adapter_id=name, max_new_tokens=2)
 
 
-def told(workers: list[cluster_pb2.Worker], field: str) -> int:
+def counted(workers: list[cluster_pb2.Worker], field: str) -> int:
     return sum(getattr(worker.adapter_tiers, field) for worker in workers)
 
 
@@ -71,10 +71,10 @@ async def test_a_warm_adapter_is_there_when_the_first_request_comes(cluster: Clu
     await ask(cluster, "c")
 
     async def is_counted() -> bool:
-        return told(await cluster.workers(), "hits") == told(before, "hits") + 1
+        return counted(await cluster.workers(), "hits") == counted(before, "hits") + 1
 
     await eventually(is_counted)
-    assert told(await cluster.workers(), "misses") == told(before, "misses")
+    assert counted(await cluster.workers(), "misses") == counted(before, "misses")
 
 
 async def test_a_pinned_adapter_stays_until_it_is_unpinned(cluster: Cluster, eventually: Eventually) -> None:
@@ -82,16 +82,16 @@ async def test_a_pinned_adapter_stays_until_it_is_unpinned(cluster: Cluster, eve
 
     async def have_it() -> bool:
         workers = await cluster.workers()
-        return bool(workers) and all(pinned in one.adapters and one.adapter_slots.pinned == 1 for one in workers)
+        return bool(workers) and all(pinned in state.adapters and state.adapter_slots.pinned == 1 for state in workers)
 
     async def pressed() -> bool:
         """All the others come in, one after the other."""
-        before = told(await cluster.workers(), "swaps")
+        before = counted(await cluster.workers(), "swaps")
         for name in ("b", "c", "b", "c"):
             await ask(cluster, name)
 
         async def swapped() -> bool:
-            return told(await cluster.workers(), "swaps") >= before + 3
+            return counted(await cluster.workers(), "swaps") >= before + 3
 
         await eventually(swapped)
         return pinned in (await cluster.workers())[0].adapters
@@ -168,20 +168,20 @@ async def test_one_worker_alone(cluster: Cluster, eventually: Eventually) -> Non
         return len(await cluster.workers()) == 2
 
     await eventually(two_live)
-    one, other = [worker.worker_id for worker in await cluster.workers()]
+    first, second = [worker.worker_id for worker in await cluster.workers()]
 
     def kept(expected: int) -> Callable[[], Awaitable[bool]]:
         async def holds() -> bool:
             slots = {worker.worker_id: worker.adapter_slots.pinned for worker in await cluster.workers()}
-            return slots == {one: expected, other: 0}
+            return slots == {first: expected, second: 0}
 
         return holds
 
-    assert (await adapters_command(cluster, "pin", "b", "--worker", one))[0] == 0
+    assert (await adapters_command(cluster, "pin", "b", "--worker", first))[0] == 0
     await eventually(kept(1))
-    assert cluster.digests["b"] in next(w for w in await cluster.workers() if w.worker_id == one).adapters
+    assert cluster.digests["b"] in next(w for w in await cluster.workers() if w.worker_id == first).adapters
     assert [key async for key in cluster.redis.scan_iter("*:pins")] == []
-    assert (await adapters_command(cluster, "unpin", "b", "--worker", one))[0] == 0
+    assert (await adapters_command(cluster, "unpin", "b", "--worker", first))[0] == 0
     await eventually(kept(0))
     await eventually(cluster.idle)
 

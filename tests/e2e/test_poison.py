@@ -30,7 +30,7 @@ DEADLY = expected_ids(PLAIN, list(LATE_POISON.encode()))[4]
 DRAWN = {"temperature": 0.9, "top_k": 50, "seed": 7, "repetition_penalty": 1.2, "frequency_penalty": 0.5, "n": 2}
 
 
-async def told(router: str, *arguments: str) -> str:
+async def jobs_command(router: str, *arguments: str) -> str:
     """What `loraplex jobs` prints."""
     command = [sys.executable, "-m", "clients.cli", "jobs", *arguments, "--router", router]
     process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
@@ -41,7 +41,7 @@ async def told(router: str, *arguments: str) -> str:
 
 async def jobs(router: str, *arguments: str) -> Any:
     """The same as JSON."""
-    return json.loads(await told(router, *arguments, "--json"))
+    return json.loads(await jobs_command(router, *arguments, "--json"))
 
 
 async def read(stream: AsyncGenerationStream, got: list[int]) -> None:
@@ -96,7 +96,7 @@ async def test_poison_ends_alone_and_everybody_else_is_served_exactly(
         assert {job["tenant"] for job in dead.values()} == {"acme"}
         assert [dead[name]["completion_tokens"] for name in ("at-once", "late")] == [0, 5]
         assert min(job["attempts"] for job in newest_first) >= 3
-        header, *rows = (await told(cluster.local.router, "dead")).splitlines()
+        header, *rows = (await jobs_command(cluster.local.router, "dead")).splitlines()
         cells = [dict(zip(header.split("\t"), row.split("\t"), strict=True)) for row in rows]
         assert sorted(row["answer"] for row in cells) == ["0", "5"]
         assert [row["job"] for row in cells] == [job["job_id"] for job in newest_first]
@@ -106,7 +106,7 @@ async def test_poison_ends_alone_and_everybody_else_is_served_exactly(
             await anext(stream)
             (running,) = await jobs(cluster.local.router)
             assert (running["tenant"], running["model"], running["strikes"]) == ("acme", "hash", 0)
-            header, row = (await told(cluster.local.router)).splitlines()
+            header, row = (await jobs_command(cluster.local.router)).splitlines()
             assert dict(zip(header.split("\t"), row.split("\t"), strict=True))["worker"] == running["worker_id"]
 
 

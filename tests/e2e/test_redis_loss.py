@@ -20,7 +20,7 @@ import pytest_asyncio
 from loraplex.inference.v1 import inference_pb2_grpc
 
 from tests.e2e.conftest import running_cluster
-from tests.e2e.held_rows import (
+from tests.e2e.full_cluster import (
     NOT_SERVING,
     ROWS,
     SERVING,
@@ -58,7 +58,7 @@ async def world(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[World
                 redis_url=address.url,
             )
         )
-        channels = [await stack.enter_async_context(grpc.aio.insecure_channel(one)) for one in cluster.local.routers]
+        channels = [await stack.enter_async_context(grpc.aio.insecure_channel(at)) for at in cluster.local.routers]
         world = World(
             Load(cluster, list(map(inference_pb2_grpc.InferenceServiceStub, channels))), address, directory, server
         )
@@ -115,7 +115,7 @@ async def test_a_failover_to_a_replica_that_lags(world: World, load: Load, event
     await replica.start()
     waits = await world.wait(2, eventually)
     done, left = (await world.wait(1, eventually))[0], (await world.wait(1, eventually))[0]
-    known = await world.waiting()
+    replicated = await world.waiting()
     await replica.follow(world.server)
     await replica.lead()
     # From here on the replica knows nothing: one leaves, one comes, the first in line are claimed and done.
@@ -125,10 +125,10 @@ async def test_a_failover_to_a_replica_that_lags(world: World, load: Load, event
     await load.hold()
     late = await world.wait(2, eventually)
     missed = await world.waiting()
-    assert not known & missed
+    assert not replicated & missed
     world.address.lead_to(replica)
     older, world.server = world.server, replica
-    assert known <= await world.waiting()
+    assert replicated <= await world.waiting()
     await older.kill()
     await load.go_on()
     await load.leave()

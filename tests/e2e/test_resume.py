@@ -64,7 +64,7 @@ async def client(cluster: Cluster) -> AsyncIterator[AsyncClient]:
         yield both
 
 
-def told(generation: Generation) -> Generation:
+def comparable(generation: Generation) -> Generation:
     """An answer without what may differ when it is disturbed."""
     return replace(
         generation,
@@ -81,7 +81,7 @@ async def asked(client: AsyncClient) -> tuple[dict[str, Any], ...]:
     # A stop string of which two tokens' text is the beginning: they are held back until the third has come.
     stop = "".join(f"<{token}>" for token in whole.token_ids[80:83])
     options = (*OPTIONS, {"adapter_id": "c", "stop": [stop], "logprobs": 0})
-    return tuple({"max_new_tokens": TOKENS, **one} for one in options)
+    return tuple({"max_new_tokens": TOKENS, **option} for option in options)
 
 
 def prompt_of(options: dict[str, Any]) -> str:
@@ -124,7 +124,7 @@ async def serving(cluster: Cluster) -> None:
 async def test_streams_go_on_where_their_router_was_killed(cluster: Cluster, client: AsyncClient) -> None:
     asks = await asked(client)
     wholes = await asyncio.gather(*(client.generate(prompt_of(options), **options) for options in asks))
-    truth = [told(whole) for whole in wholes]
+    truth = [comparable(whole) for whole in wholes]
     countdown = Countdown(200)
     streams = [client.generate_stream(prompt_of(options), **options) for _ in range(2) for options in asks]
     reads = asyncio.gather(*(read(stream, countdown) for stream in streams))
@@ -141,8 +141,8 @@ async def test_streams_go_on_where_their_router_was_killed(cluster: Cluster, cli
             await store.push(cluster.local.data_dir.parent / "adapters" / other, name)
     cluster.local.kill("router-1", signal.SIGKILL)
     answers, blocking_answers = await reads, await blocked
-    assert [told(answer) for answer in answers] == truth * 2
-    assert [told(answer) for answer in blocking_answers] == [truth[1]] * 2
+    assert [comparable(answer) for answer in answers] == truth * 2
+    assert [comparable(answer) for answer in blocking_answers] == [truth[1]] * 2
     resumed = [answer for answer in (*answers, *blocking_answers) if answer.continuations]
     assert 0 < len(resumed) < len(streams) + 2, "the router that was killed had all of them, or none"
     assert all(answer.timings.ttft_s > 0 for answer in resumed)
@@ -189,7 +189,7 @@ class Seen:
                 assert delta.offset == len(ids)
                 ids += delta.token_ids
                 self.text[delta.choice] = self.text.get(delta.choice, "") + delta.text
-                self.logprobs.setdefault(delta.choice, []).extend(one.logprob for one in delta.logprobs)
+                self.logprobs.setdefault(delta.choice, []).extend(logprob.logprob for logprob in delta.logprobs)
             case "finished":
                 assert event.finished.choice not in self.ends
                 self.ends[event.finished.choice] = event.finished
@@ -204,7 +204,7 @@ class Seen:
             for choice, ids in self.ids.items()
         ]
 
-    def told(self) -> tuple[Any, ...]:
+    def comparable(self) -> tuple[Any, ...]:
         return self.ids, self.text, self.logprobs, self.ends, self.summary
 
 
@@ -215,10 +215,10 @@ async def test_a_stream_resumes_after_any_of_its_messages(cluster: Cluster, clie
     stop = f"<{second[10]}><{second[11]}>"
     spec = generate_request("x", {"n": 3, "max_new_tokens": 24, "stop": [stop], "logprobs": 1}).spec
     async with (
-        grpc.aio.insecure_channel(cluster.local.routers[0]) as one,
+        grpc.aio.insecure_channel(cluster.local.routers[0]) as first,
         grpc.aio.insecure_channel(cluster.local.routers[1]) as other,
     ):
-        stub = inference_pb2_grpc.InferenceServiceStub(one)
+        stub = inference_pb2_grpc.InferenceServiceStub(first)
         events = await events_of(stub.Generate(inference_pb2.GenerateRequest(spec=spec), metadata=metadata))
         truth = Seen()
         for event in events:
@@ -236,7 +236,7 @@ async def test_a_stream_resumes_after_any_of_its_messages(cluster: Cluster, clie
             assert resumed[-1].summary.continuations == 1
             for event in resumed:
                 seen.take(event)
-            assert seen.told() == truth.told()
+            assert seen.comparable() == truth.comparable()
 
         assert len(events) > 20
         # The last but one has every end, and only the summary to come.
@@ -283,7 +283,7 @@ async def jobs_at(address: str) -> list[cluster_pb2.Job]:
 async def test_a_second_call_of_an_id_takes_the_first_one_over(cluster: Cluster) -> None:
     options: dict[str, Any] = {"request_id": "mine", "n": 2, "max_new_tokens": TOKENS, "logprobs": 1}
     async with AsyncClient(cluster.local.routers[0], TENANT) as client:
-        truth = told(await client.generate("prompt", **options))
+        truth = comparable(await client.generate("prompt", **options))
         older = client.generate_stream("prompt", **options)
         for _ in range(20):
             await anext(older)
@@ -301,7 +301,7 @@ async def test_a_second_call_of_an_id_takes_the_first_one_over(cluster: Cluster)
         async with AsyncClient(cluster.local.routers[0], "globex") as stranger:
             await stranger.generate("x", request_id="mine", max_new_tokens=1)
         whole = await newer.result()
-        assert told(whole) == truth
+        assert comparable(whole) == truth
         assert whole.continuations == 0
         assert await jobs_at(cluster.local.routers[0]) == []
 
@@ -334,7 +334,7 @@ async def test_a_resume_takes_over_what_still_runs(cluster: Cluster) -> None:
 
 async def test_a_router_that_is_told_to_stop_hands_its_streams_over(cluster: Cluster, client: AsyncClient) -> None:
     options: dict[str, Any] = {"adapter_id": "a", "max_new_tokens": 150}
-    truth = told(await client.generate("prompt", **options))
+    truth = comparable(await client.generate("prompt", **options))
     countdown = Countdown(100)
     reads = asyncio.gather(*(read(client.generate_stream("prompt", **options), countdown) for _ in range(6)))
     async with grpc.aio.insecure_channel(cluster.local.routers[0]) as channel:
@@ -353,7 +353,7 @@ async def test_a_router_that_is_told_to_stop_hands_its_streams_over(cluster: Clu
         assert ended.value.code() is grpc.StatusCode.UNAVAILABLE
         assert b"ROUTER_DRAINING" in dict(ended.value.trailing_metadata())["grpc-status-details-bin"]
     answers = await reads
-    assert [told(answer) for answer in answers] == [truth] * 6
+    assert [comparable(answer) for answer in answers] == [truth] * 6
     assert sum(answer.continuations for answer in answers) > 0
     assert await cluster.local.processes["router-1"].exited == 0
     await cluster.local.restart("router-1")
@@ -365,7 +365,7 @@ async def test_streams_survive_the_death_of_routers_workers_and_redis_together(
 ) -> None:
     local = cluster.local
     options: dict[str, Any] = {"adapter_id": "a", "temperature": 0.5, "seed": 3, "n": 2, "max_new_tokens": 120}
-    truth = told(await client.generate("prompt", **options))
+    truth = comparable(await client.generate("prompt", **options))
     countdown = Countdown(100)
     reads = asyncio.gather(*(read(client.generate_stream("prompt", **options), countdown) for _ in range(4)))
     await countdown.reached.wait()
@@ -377,6 +377,6 @@ async def test_streams_survive_the_death_of_routers_workers_and_redis_together(
     await local.restart("valkey")
     await asyncio.gather(local.restart("router-1"), local.restart("router-2"), local.start_worker())
     answers = await reads
-    assert [told(answer) for answer in answers] == [truth] * 4
+    assert [comparable(answer) for answer in answers] == [truth] * 4
     assert all(answer.continuations for answer in answers)
     await eventually(cluster.idle)

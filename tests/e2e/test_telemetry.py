@@ -50,7 +50,7 @@ class Collector(trace_service_pb2_grpc.TraceServiceServicer):
 
 
 def attributes(holder: Any) -> dict[str, Any]:
-    return {one.key: getattr(one.value, one.value.WhichOneof("value")) for one in holder.attributes}
+    return {item.key: getattr(item.value, item.value.WhichOneof("value")) for item in holder.attributes}
 
 
 @asynccontextmanager
@@ -126,10 +126,10 @@ async def test_metrics_traces_traffic_and_logs(
 
             check_top(*[await command(name, "--router", cluster.local.router, *flags) for name, flags in COMMANDS])
 
-            async def told() -> bool:
+            async def is_on_the_page() -> bool:
                 return "attempt" in found.spans and f"text_completion {model}" in found.spans
 
-            await eventually(told)
+            await eventually(is_on_the_page)
             logs = {name: (cluster.local.data_dir / "logs" / f"{name}.log").read_text() for name in ready}
         (program,) = memory.get_finished_spans()
         check_trace(found, model, answer.request_id, format(program.context.trace_id, "032x"), program.context.span_id)
@@ -223,11 +223,11 @@ def check_trace(found: Collector, model: str, request_id: str, trace_id: str, pa
     assert router.trace_id.hex() == trace_id
     assert int.from_bytes(router.parent_span_id, "big") == parent
     assert len(served) == 2  # the refused request has a trace of its own
-    known = attributes(router)
-    assert known[gen_ai_attributes.GEN_AI_RESPONSE_ID] == request_id
-    assert known[gen_ai_attributes.GEN_AI_USAGE_INPUT_TOKENS] == len(PROMPT)
-    assert known[gen_ai_attributes.GEN_AI_USAGE_OUTPUT_TOKENS] == 2 * TOKENS
-    assert known[gen_ai_attributes.GEN_AI_REQUEST_SEED] == 5
+    values = attributes(router)
+    assert values[gen_ai_attributes.GEN_AI_RESPONSE_ID] == request_id
+    assert values[gen_ai_attributes.GEN_AI_USAGE_INPUT_TOKENS] == len(PROMPT)
+    assert values[gen_ai_attributes.GEN_AI_USAGE_OUTPUT_TOKENS] == 2 * TOKENS
+    assert values[gen_ai_attributes.GEN_AI_REQUEST_SEED] == 5
     for name in ("queue", "relay"):
         ((_, span),) = found.spans[name]
         assert (span.trace_id, span.parent_span_id) == (router.trace_id, router.span_id)

@@ -105,11 +105,11 @@ async def test_a_worker_that_is_lost_changes_no_id(
 
     await eventually(both_serve)
     asks = [ask(cluster, number, lose.__name__) for number in range(12)]
-    await asyncio.gather(*(one.starts() for one in asks))
+    await asyncio.gather(*(request.starts() for request in asks))
     victim = max(await cluster.workers(), key=lambda state: state.rows_running)
     lose(victim)
     try:
-        wholes = await asyncio.gather(*(one.whole() for one in asks))
+        wholes = await asyncio.gather(*(request.whole() for request in asks))
     finally:
         if lose is stop_worker:
             os.kill(victim.pid, signal.SIGCONT)
@@ -118,4 +118,4 @@ async def test_a_worker_that_is_lost_changes_no_id(
     await eventually(both_serve)
     await eventually(cluster.idle)
     again = [ask(cluster, number, f"after {lose.__name__}") for number in range(12)]
-    await asyncio.gather(*(one.whole() for one in again))
+    await asyncio.gather(*(request.whole() for request in again))

@@ -13,7 +13,7 @@ import time
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 
-from tests.simulation.told import tell
+from tests.simulation.seed_report import report_seed
 
 
 def main() -> int:
@@ -28,13 +28,13 @@ def main() -> int:
     seeds = range(arguments.first, arguments.first + arguments.seeds)
     # A process that can't even start ends all of it, where a multiprocessing.Pool would start others for ever.
     with ProcessPoolExecutor(arguments.processes, multiprocessing.get_context("spawn")) as pool:
-        for told in pool.map(tell, seeds, chunksize=10):
-            if told.wrong:
+        for report in pool.map(report_seed, seeds, chunksize=10):
+            if report.wrong:
                 failed += 1
-                print(told.wrong, flush=True)
-            ends.update(told.ends)
-            fired.update(told.fired)
-            numbers.update(told.numbers)
+                print(report.wrong, flush=True)
+            ends.update(report.ends)
+            fired.update(report.fired)
+            numbers.update(report.numbers)
     for title, counts in (("requests", ends), ("faults", fired), ("in all", numbers)):
         print(f"{title}: " + ", ".join(f"{count:g} {name}" for name, count in sorted(counts.items())))
     print(f"{len(seeds)} seeds, {failed} failed, {time.perf_counter() - began:.0f} s")

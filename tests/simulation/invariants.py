@@ -71,13 +71,13 @@ class Shares:
     def look(self) -> None:
         """Follow the leads of all pairs."""
         waiting, names = self._redis.data.cell.waiting, sorted(self._served)
-        for index, one in enumerate(names):
-            for other in names[index + 1 :]:
-                pair = (one, other)
-                if not (waiting.queue(one) and waiting.queue(other)):
+        for index, first in enumerate(names):
+            for second in names[index + 1 :]:
+                pair = (first, second)
+                if not (waiting.queue(first) and waiting.queue(second)):
                     self._leads.pop(pair, None)
                     continue
-                lead = self._served[one] - self._served[other]
+                lead = self._served[first] - self._served[second]
                 lowest, highest = self._leads.get(pair, (lead, lead))
                 self._leads[pair] = lowest, highest = min(lead, lowest), max(lead, highest)
                 self.difference = max(self.difference, highest - lowest)

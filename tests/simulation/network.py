@@ -54,25 +54,25 @@ class Network:
         """Whether what one sends to the other is under way for ever."""
         return (source, target) in self._held
 
-    def is_cut(self, one: Node, other: Node) -> bool:
+    def is_cut(self, first: Node, second: Node) -> bool:
         """Whether they can't reach each other, and know it."""
-        return frozenset((one, other)) in self._cut
+        return frozenset((first, second)) in self._cut
 
     def hold(self, source: Node, target: Node) -> None:
         """Nothing arrives any more in this direction."""
         self._held.add((source, target))
 
-    def cut(self, one: Node, other: Node) -> None:
+    def cut(self, first: Node, second: Node) -> None:
         """Break what is open between them."""
-        self._cut.add(frozenset((one, other)))
+        self._cut.add(frozenset((first, second)))
         for stream in tuple(self.streams):
-            if {stream.client, stream.server} == {one, other}:
+            if {stream.client, stream.server} == {first, second}:
                 stream.break_off()
 
-    def heal(self, one: Node, other: Node) -> None:
+    def heal(self, first: Node, second: Node) -> None:
         """All is well between them again; what was held arrives."""
-        self._cut.discard(frozenset((one, other)))
-        self._held -= {(one, other), (other, one)}
+        self._cut.discard(frozenset((first, second)))
+        self._held -= {(first, second), (second, first)}
         for stream in tuple(self.streams):
             stream.flush()
 

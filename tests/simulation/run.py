@@ -83,7 +83,7 @@ def simulate(seed: int) -> Outcome:
                 mock.patch.object(grpc.aio, "insecure_channel", Channels(network)),
                 virtual_time(chance) as loop,
             ):
-                loop.set_exception_handler(lambda _, context: logged.append(_told(context)))
+                loop.set_exception_handler(lambda _, context: logged.append(_describe(context)))
                 outcome = loop.run_until_complete(_run(scenario, chance, network, directory))
                 # What ends the run may well end in errors.
                 outcome.wrong += logged
@@ -103,7 +103,7 @@ def _exceptions_logged() -> Iterator[list[str]]:
         root.removeHandler(handler)
 
 
-def _told(context: Mapping[str, Any]) -> str:
+def _describe(context: Mapping[str, Any]) -> str:
     """What asyncio says of an error that nobody handles."""
     return f"{context['message']}: {context.get('exception')!r} in {context.get('task') or context.get('future')}"
 

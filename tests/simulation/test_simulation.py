@@ -19,7 +19,7 @@ from tests.simulation.clients import End
 from tests.simulation.faults import Kind
 from tests.simulation.queue import SimulatedCommands, SimulatedDeadLetters, SimulatedLiveness, SimulatedQueue
 from tests.simulation.run import Outcome, simulate
-from tests.simulation.told import tell
+from tests.simulation.seed_report import report_seed
 
 SEEDS = 80
 # Every seed beyond these that ever failed. 136 and 190: a router and a queue of different versions; 6021: the error of
@@ -52,7 +52,7 @@ def test_the_runs_are_no_idle_ones(outcomes: list[Outcome]) -> None:
 
 @pytest.mark.parametrize("seed", FAILED)
 def test_what_failed_once_holds(seed: int) -> None:
-    assert not tell(seed).wrong
+    assert not report_seed(seed).wrong
 
 
 def test_a_seed_is_the_same_again() -> None:

@@ -110,9 +110,9 @@ class Load:
         for call in self.holders:
             await call.gets(20)
             call.check()
-        told = [job for job in await jobs(self.cluster) if job.completion_tokens]
-        assert len(told) == len(self.holders)
-        assert {job.attempt for job in told} == {attempts}
+        started = [job for job in await jobs(self.cluster) if job.completion_tokens]
+        assert len(started) == len(self.holders)
+        assert {job.attempt for job in started} == {attempts}
 
 
 async def stop(call: Call) -> None:
@@ -136,8 +136,8 @@ async def health(cluster: Cluster, status: int) -> None:
     """Wait until every router says so."""
     for address in cluster.local.routers:
         async with grpc.aio.insecure_channel(address) as channel, asyncio.timeout(60):
-            async for told in health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest()):
-                if told.status == status:
+            async for answer in health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest()):
+                if answer.status == status:
                     break
 
 
@@ -160,7 +160,7 @@ class World:
         """Ids of jobs that wait."""
         async with self.redis() as client:
             ids = await client.zrange(f"{PREFIX}waiting", 0, -1)
-            return {one for one in ids if isinstance(one, bytes)}
+            return {job_id for job_id in ids if isinstance(job_id, bytes)}
 
     async def wait(self, count: int, eventually: Eventually) -> list[Call]:
         """So many jobs more that wait."""
@@ -178,6 +178,6 @@ def retry_after(error: grpc.aio.AioRpcError) -> float:
     """What the error's RetryInfo says, in seconds."""
     (packed,) = [value for key, value in error.trailing_metadata() or () if key == "grpc-status-details-bin"]
     info = error_details_pb2.RetryInfo()
-    (found,) = [one for one in status_pb2.Status.FromString(packed).details if one.Is(info.DESCRIPTOR)]
+    (found,) = [detail for detail in status_pb2.Status.FromString(packed).details if detail.Is(info.DESCRIPTOR)]
     found.Unpack(info)
     return float(info.retry_delay.ToNanoseconds() / 1e9)

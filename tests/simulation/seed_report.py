@@ -1,4 +1,4 @@
-"""What a run gave, as one process tells another."""
+"""The result of one seed, small enough to be sent from one process to another."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from tests.simulation.run import simulate
 
 
 @dataclass(frozen=True)
-class Told:
-    """What one seed gave, as one process tells another."""
+class SeedReport:
+    """The result of one seed: `wrong` is empty where every invariant held."""
 
     wrong: str
     ends: dict[str, int]
@@ -17,12 +17,12 @@ class Told:
     numbers: dict[str, float] = field(default_factory=dict)
 
 
-def tell(seed: int) -> Told:
-    """Run a seed."""
+def report_seed(seed: int) -> SeedReport:
+    """Run a seed; an exception of the run itself is as bad as a broken invariant."""
     try:
         outcome = simulate(seed)
-    except Exception as error:  # the run itself broke: as bad as a broken invariant
-        return Told(f"seed {seed}: {type(error).__name__}: {error}", {}, [])
+    except Exception as error:
+        return SeedReport(f"seed {seed}: {type(error).__name__}: {error}", {}, [])
     numbers = {
         "tokens": outcome.tokens,
         "attempts": outcome.attempts,
@@ -30,6 +30,6 @@ def tell(seed: int) -> Told:
         "virtual seconds": outcome.seconds,
     }
     wrong = str(outcome) if outcome.wrong else ""
-    return Told(
+    return SeedReport(
         wrong, {str(end): count for end, count in outcome.ends.items()}, [str(kind) for kind in outcome.fired], numbers
     )
