@@ -1,4 +1,4 @@
-"""`python -m worker`: runs the I/O process, which starts the engine's; `python -m worker plan`: what would fit."""
+"""Runs a worker: `python -m worker` (the I/O process, which starts the engine process), `python -m worker plan`."""
 
 from __future__ import annotations
 

@@ -39,19 +39,19 @@ class Abort(msgspec.Struct, frozen=True, tag=True):
 
 
 class Warm(msgspec.Struct, frozen=True, tag=True):
-    """Bring an adapter into a slot, as soon as one is free or has an adapter that nobody waits for."""
+    """Load an adapter into a slot, as soon as one is free or has an adapter that no sequence waits for."""
 
     adapter: AdapterSource
 
 
 class Pin(msgspec.Struct, frozen=True, tag=True):
-    """The same, and never evict it."""
+    """Load an adapter into a slot, and never evict it."""
 
     adapter: AdapterSource
 
 
 class Unpin(msgspec.Struct, frozen=True, tag=True):
-    """It may be evicted again; unknown digests are ignored."""
+    """Allow that an adapter is evicted again; unknown digests are ignored."""
 
     digest: str
 
@@ -64,14 +64,14 @@ class PinRefused(msgspec.Struct, frozen=True, tag=True):
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
-    """The model is loaded; this is what it can take."""
+    """The model is loaded; the engine takes sequences within these limits."""
 
     limits: EngineLimits
     stats: EngineStats
 
 
 class Unusable(msgspec.Struct, frozen=True, tag=True):
-    """The model can't be served; one line that says why and what to do."""
+    """The model can't be served; `message` is one line that says why and what to do."""
 
     message: str
 
@@ -85,13 +85,13 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
 
 
 class Begun(msgspec.Struct, frozen=True, tag=True):
-    """The next step is the first one that looks at this sequence: should the engine die, it may have died of it."""
+    """The next step is the first to compute this sequence: an engine that dies now may have died of it."""
 
     sequence_id: str
 
 
 class Stepped(msgspec.Struct, frozen=True, tag=True):
-    """A step's outputs, or what changed without one (an abort). An idle engine sends one now and then: it lives."""
+    """The outputs of a step, or only stats: after an abort, and now and then from an idle engine, as a sign of life."""
 
     outputs: list[Output]
     stats: EngineStats
@@ -106,19 +106,19 @@ from_engine_decoder = msgspec.msgpack.Decoder(FromEngine)
 
 
 def encode(message: ToEngine | FromEngine) -> bytes:
-    """The message with its length in front."""
+    """Return a message with its length in front."""
     body = _encoder.encode(message)
     return _LENGTH.pack(len(body)) + body
 
 
 class Splitter:
-    """Cuts a stream of bytes into message bodies."""
+    """Splits a stream of bytes into message bodies."""
 
     def __init__(self) -> None:
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> Iterable[bytes]:
-        """The bodies that `data` completes."""
+        """Yield the bodies that `data` completes."""
         self._buffer += data
         start = 0
         while len(self._buffer) - start >= _LENGTH.size:
@@ -132,7 +132,7 @@ class Splitter:
 
 
 class EngineEnd:
-    """The engine process's end: reads without blocking while there is work, sends whole messages."""
+    """The engine process's end of the socket: reads without blocking while there is work, sends whole messages."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.socket = sock
@@ -144,7 +144,10 @@ class EngineEnd:
         self._selector.register(self._woken, selectors.EVENT_READ)
 
     def receive(self, *, wait_s: float) -> list[ToEngine] | None:
-        """What has arrived; waits so long for some bytes or for `wake`. None: the other end is gone."""
+        """Return the messages that have arrived; None: the other end is gone.
+
+        Waits up to `wait_s` seconds for bytes or for `wake`.
+        """
         ready = {key.fileobj for key, _ in self._selector.select(wait_s)}
         if self._woken in ready:
             self._woken.recv(1 << 12)
@@ -156,16 +159,16 @@ class EngineEnd:
         return [to_engine_decoder.decode(body) for body in self._splitter.feed(data)]
 
     def wake(self) -> None:
-        """End a `receive` that waits, or the next one that would; from any thread."""
-        with contextlib.suppress(BlockingIOError):  # as many wake-ups as fit are under way already
+        """End a `receive` that waits, or else the next one. May be called from any thread."""
+        with contextlib.suppress(BlockingIOError):  # the pipe is full of wake-ups already
             self._waker.send(b"\0")
 
     def send(self, message: FromEngine) -> None:
-        """Send all of it. Raises OSError when the other end is gone."""
+        """Send a whole message. Raises OSError when the other end is gone."""
         self.socket.sendall(encode(message))
 
     def close(self) -> None:
-        """Close all its sockets."""
+        """Close all sockets."""
         self._selector.close()
         for sock in (self.socket, self._woken, self._waker):
             sock.close()

@@ -51,7 +51,7 @@ class VirtualLoads:
 
 
 class SimulatedEngine:
-    """What worker.io.engine_client.process.EngineProcess is to an incarnation. `node` is the engine's own process."""
+    """Stands in for worker.io.engine_client.process.EngineProcess. `node` is the engine's own process."""
 
     pid = 0
 
@@ -104,7 +104,7 @@ class SimulatedEngine:
     def _tell(self, message: FromEngine) -> None:
         asyncio.get_running_loop().call_later(_MESSAGE_S, self._outbox.put_nowait, message)
 
-    # What the supervisor does
+    # What the I/O process calls
 
     async def ready(self) -> Ready:
         """See EngineProcess."""

@@ -1,4 +1,4 @@
-"""A worker: the real incarnation (intake, relay, presence, drain) over a simulated engine, queue and network."""
+"""A worker: the real engine session (intake, relay, presence, drain) over a simulated engine, queue and network."""
 
 from __future__ import annotations
 
@@ -17,30 +17,30 @@ from tests.simulation.engine import SimulatedEngine
 from tests.simulation.loop import NODE, Node
 from tests.simulation.network import Network
 from tests.simulation.redis import SimulatedRedis
-from worker.io.engine_client.process import EngineLostError
+from worker.io.app import run_sessions
 from worker.io.engine_session import EngineSession
 from worker.io.jobs.telemetry import JobTelemetry
 from worker.io.metrics import FetchStats, WorkerMetrics
 from worker.io.settings import Settings
 from worker.ipc import Configure
 
-_RESTART_S = 0.1
+# Range of the seconds that a fetch takes.
 _FETCH_S = (0.0, 0.15)
 
 
 class _Store:
-    """The one question of the store's stub that an incarnation has."""
+    """The stub of the adapter store, as far as an engine session calls it."""
 
     def __init__(self, base: BaseModel) -> None:
         self._base = base
 
     async def GetBaseModel(self, request: pb.GetBaseModelRequest, **_: object) -> pb.GetBaseModelResponse:
-        """Always the same model."""
+        """Return the one model."""
         return pb.GetBaseModelResponse(model=pb.BaseModel(name=self._base.name, digest=self._base.digest))
 
 
 class SimulatedFetcher:
-    """What worker.io.adapters.fetch.AdapterFetcher is to an intake: every revision is the same files, after a while."""
+    """Stands in for worker.io.adapters.fetch.AdapterFetcher: every revision is the same files, after a while."""
 
     def __init__(self, chance: Random, base: BaseModel, directory: Path) -> None:
         self.store = _Store(base)
@@ -53,21 +53,21 @@ class SimulatedFetcher:
         """See AdapterFetcher."""
         return FetchStats(0, 0, 0, 0, 0, 0)
 
-    def hold(self) -> SimulatedPin:
+    def disk_pin(self) -> SimulatedPin:
         """See AdapterFetcher."""
         return SimulatedPin(self)
 
     def prefetch(self, requests: Iterable[AdapterRequest]) -> None:
-        """See AdapterFetcher; there is nothing that could come earlier."""
+        """Do nothing: no fetch would end earlier."""
 
     async def get(self) -> Path:
-        """The files."""
+        """Return the files, after a while."""
         await asyncio.sleep(self._chance.uniform(*_FETCH_S))
         return self._directory
 
 
 class SimulatedPin:
-    """What worker.io.adapters.fetch.DiskPin is to an intake."""
+    """Stands in for worker.io.adapters.fetch.DiskPin."""
 
     def __init__(self, fetcher: SimulatedFetcher) -> None:
         self._fetcher = fetcher
@@ -86,22 +86,18 @@ class SimulatedPin:
 
 
 class SimulatedHealth:
-    """What worker.io.membership.health.WorkerHealth is to an incarnation."""
+    """Stands in for worker.io.membership.health.WorkerHealth."""
 
     address = "health"
     serving = False
 
-    async def serves(self) -> None:
+    async def set_serving(self, serving: bool) -> None:
         """See WorkerHealth."""
-        self.serving = True
-
-    async def serves_not(self) -> None:
-        """See WorkerHealth."""
-        self.serving = False
+        self.serving = serving
 
 
 class SimulatedWorker:
-    """A worker's machine. Processes die and are started again; `node` is the present one."""
+    """A worker's machine. Its processes die and are started again; `node` is the present I/O process."""
 
     def __init__(
         self, name: str, settings: Settings, redis: SimulatedRedis, network: Network, fetcher: SimulatedFetcher
@@ -118,7 +114,7 @@ class SimulatedWorker:
         self.start()
 
     def start(self) -> None:
-        """A new process."""
+        """Start a new I/O process."""
         self.node = Node(self.name, self)
         self.fetcher.pins = 0
         self._stop = asyncio.Event()
@@ -126,16 +122,15 @@ class SimulatedWorker:
 
     async def _run(self) -> None:
         # As worker.io.app.run, without what reads files and binds ports.
-        while not self._stop.is_set():
-            redis, fetcher, health = cast(Any, (self._redis, self.fetcher, self.health))
-            session = EngineSession(self._settings, self._base, redis, fetcher, health, self._telemetry)
-            try:
-                await session.run(self._stop)
-            except EngineLostError:
-                await asyncio.sleep(_RESTART_S)
+        redis, fetcher, health = cast(Any, (self._redis, self.fetcher, self.health))
+        await run_sessions(
+            lambda: EngineSession(self._settings, self._base, redis, fetcher, health, self._telemetry),
+            self._stop,
+            self._telemetry.metrics,
+        )
 
     def kill(self, *, silently: bool = False) -> None:
-        """SIGKILL; or the whole machine is gone, and no peer is told."""
+        """Kill both processes by SIGKILL; `silently`: the whole machine is gone, and no peer is told."""
         self.node.kill()
         if self.engine is not None:
             self.engine.node.kill()
@@ -143,24 +138,24 @@ class SimulatedWorker:
             self._network.lost(self.node)
 
     def freeze(self) -> None:
-        """SIGSTOP of both processes."""
+        """Stop both processes by SIGSTOP."""
         self.node.frozen = True
         if self.engine is not None:
             self.engine.node.frozen = True
 
     def wake(self) -> None:
-        """SIGCONT."""
+        """Continue both processes by SIGCONT."""
         self.node.wake()
         if self.engine is not None:
             self.engine.node.wake()
 
     def drain(self) -> None:
-        """SIGTERM."""
+        """Tell the worker to stop, by SIGTERM."""
         self.node.call(self._stop.set)
 
 
 async def start_engine(configure: Configure) -> SimulatedEngine:
-    """What EngineProcess.start does, in the worker whose code is running."""
+    """Start an engine, as EngineProcess.start does, in the worker whose code is running."""
     node = NODE.get()
     assert node is not None, "only workers start engines"
     worker = node.owner

@@ -1,4 +1,4 @@
-"""The I/O process: says that it lives, starts the engine, and starts over when the engine dies."""
+"""The I/O process: announces that it lives, starts the engine, and starts another when the engine dies."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import logging
 import os
 import socket
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 from artifacts.base_model import read_base_model
@@ -16,7 +17,7 @@ from rpc.server import stop_signal, unless_stopped
 from telemetry.metrics import serve_metrics
 from telemetry.tracing import set_up_tracing
 from worker.io.adapters.disk import DiskTier
-from worker.io.adapters.download import Patience
+from worker.io.adapters.download import DownloadTimeouts
 from worker.io.adapters.fetch import AdapterFetcher
 from worker.io.engine_client.process import EngineLostError
 from worker.io.engine_session import EngineSession
@@ -27,9 +28,9 @@ from worker.io.settings import Settings
 
 log = logging.getLogger(__name__)
 
-# An engine that dies again and again is started ever more slowly.
+# Seconds until another engine is started, first and at most: the pause doubles while engines die before they serve.
 RESTART_S = 0.1
-RESTART_MOST_S = 10.0
+RESTART_LIMIT_S = 10.0
 
 
 async def run(settings: Settings) -> None:
@@ -57,18 +58,24 @@ async def run(settings: Settings) -> None:
         stack.push_async_callback(redis.aclose)
         disk = await asyncio.to_thread(_open_disk, settings)
         stack.push_async_callback(disk.close)
-        fetcher = AdapterFetcher(settings.store, disk, Patience(settings.fetch_s, settings.fetch_silent_s), metrics)
+        timeouts = DownloadTimeouts(settings.fetch_s, settings.fetch_silent_s)
+        fetcher = AdapterFetcher(settings.store, disk, timeouts, metrics)
         stack.push_async_callback(fetcher.close)
-        pause_s = RESTART_S
-        while not stop.is_set():
-            session = EngineSession(settings, base, redis, fetcher, health, telemetry)
-            try:
-                await session.run(stop)
-            except EngineLostError as error:
-                metrics.engines_lost.inc()
-                log.error("%s; %s", error, "stopping" if stop.is_set() else "starting another")
-                pause_s = RESTART_S if session.served else min(RESTART_MOST_S, pause_s * 2)
-                await unless_stopped(stop, asyncio.sleep(pause_s))
+        await run_sessions(lambda: EngineSession(settings, base, redis, fetcher, health, telemetry), stop, metrics)
+
+
+async def run_sessions(new_session: Callable[[], EngineSession], stop: asyncio.Event, metrics: WorkerMetrics) -> None:
+    """Run one engine session after the other until told to stop. Raises EngineUnusableError."""
+    pause_s = RESTART_S
+    while not stop.is_set():
+        session = new_session()
+        try:
+            await session.run(stop)
+        except EngineLostError as error:
+            metrics.engines_lost.inc()
+            log.error("%s; %s", error, "stopping" if stop.is_set() else "starting another")
+            pause_s = RESTART_S if session.served else min(RESTART_LIMIT_S, pause_s * 2)
+            await unless_stopped(stop, asyncio.sleep(pause_s))
 
 
 def _open_disk(settings: Settings) -> DiskTier:

@@ -1,7 +1,7 @@
-"""One life of the engine, and everything that depends on it.
+"""One engine process, from its start to its end, with everything that depends on it.
 
-What it held when it dies is handed back, so that the routers dispatch it again, from the last token; should this
-process die as well, its links to the routers break, and they do the same.
+Jobs that the engine had when it died are given back, so that their routers dispatch them again, from the last token.
+Should this process die as well, its links to the routers break, and the routers do the same.
 """
 
 from __future__ import annotations
@@ -29,27 +29,30 @@ from worker.io.engine_client.process import EngineLostError, EngineProcess
 from worker.io.engine_client.stall import watch_steps
 from worker.io.jobs.drain import drain
 from worker.io.jobs.intake import Intake
+from worker.io.jobs.results import Results
 from worker.io.jobs.telemetry import JobTelemetry
+from worker.io.jobs.usage import UsageLog
+from worker.io.local_jobs.jobs import LocalJobs
 from worker.io.membership.health import WorkerHealth
 from worker.io.membership.presence import Presence
 from worker.io.membership.registration import wait_until_registered
 from worker.io.membership.state import worker_state
-from worker.io.relay.links import RouterLinks
+from worker.io.relay.links import LinkSettings
 from worker.io.settings import Settings
 from worker.ipc import Begun, Configure, PinRefused, Ready, Refused, Stepped
 
 log = logging.getLogger(__name__)
 
-# So long the routers have to take what is handed over when the engine is gone, and the last messages of a drain.
+# Timeout in seconds for routers to take the jobs of an engine that is gone, and the last messages of a drain.
 FLUSH_S = 1.0
-# So long Redis may keep a worker that stops from stopping.
+# Timeout in seconds for telling Redis that a worker stops.
 LEAVE_S = 1.0
-# Between two messages to a router, where they take cores that the engine computes on.
-PACE_S = 0.010
+# Minimum seconds between two messages to a router where sending takes cores that the engine computes on.
+SEND_INTERVAL_S = 0.010
 
 
 class EngineSession:
-    """One life of the engine."""
+    """The life of one engine process. `served`: it was ready, and this worker took jobs for it."""
 
     def __init__(
         self,
@@ -69,7 +72,7 @@ class EngineSession:
         self._worker_id = telemetry.worker_id
         self._queue = JobQueue(redis, keys, worker_id=self._worker_id)
         self._liveness = Liveness(redis, keys)
-        self._id = secrets.token_hex(8)
+        self._incarnation = secrets.token_hex(8)
         self.served = False
 
     async def run(self, stop: asyncio.Event) -> None:
@@ -83,102 +86,104 @@ class EngineSession:
             await engine.stop()
 
     async def _prepare(self, engine: EngineProcess) -> Ready:
-        """The engine loads its model while we wait for its registration."""
+        """Wait until the engine has loaded its model, and the store knows this model."""
         registering = asyncio.create_task(wait_until_registered(self._fetcher.store, self._base))
         loading = asyncio.create_task(engine.ready())
         try:
             done, _ = await asyncio.wait({registering, loading}, return_when=asyncio.FIRST_EXCEPTION)
             for task in done:
-                task.result()  # raises what made it fail
+                task.result()  # raises its error
             return loading.result()
         finally:
             registering.cancel()
             loading.cancel()
 
     async def _serve(self, engine: EngineProcess, ready: Ready, stop: asyncio.Event) -> None:
-        settings = self._settings
-        intake = Intake(self._base.digest, engine, self._queue, self._fetcher, self._telemetry)
-        metrics = self._telemetry.metrics
-        relay = RouterLinks(self._worker_id, self._id, intake.held, intake, pace_s=_pace_s(settings), metrics=metrics)
-        intake.use(relay, ready)
-        metrics.follow(intake)
-        orders = OperatorCommands(self._queue, engine, self._fetcher, ready.limits.max_rank)
-
-        def state(phase: WorkerPhase) -> WorkerState:
-            return worker_state(self._worker_id, self._id, phase, self._base, engine.pid, intake, self._fetcher.stats)
-
-        presence = Presence(self._id, self._liveness, self._health, state, intake.usage.report)
-        listening = asyncio.create_task(_listen(engine, intake, orders))
-        watching = asyncio.create_task(watch_steps(engine, presence, intake, settings.stall_s, settings.replace_s))
+        settings, metrics, jobs = self._settings, self._telemetry.metrics, LocalJobs()
+        usage = UsageLog(jobs, self._queue)
+        link_settings = LinkSettings(self._worker_id, self._incarnation, _send_interval_s(settings))
+        results = Results(jobs, engine, ready, usage, self._telemetry, link_settings)
+        intake = Intake(self._base.digest, self._queue, engine, self._fetcher, results, usage, metrics)
+        commands = OperatorCommands(self._queue, engine, self._fetcher, ready.limits.max_rank)
+        presence = self._presence(engine, results, usage)
+        metrics.follow(results, self._fetcher)
+        listening = asyncio.create_task(_listen(engine, results, commands))
+        watching = asyncio.create_task(watch_steps(engine, presence, results, settings.stall_s, settings.replace_s))
         claiming: asyncio.Task[None] | None = None
         others: list[asyncio.Task[None]] = []
         try:
-            await presence.serve()
-            claiming = asyncio.create_task(intake.claims.run())
+            await presence.announce()
+            claiming = asyncio.create_task(intake.run())
             others.append(asyncio.create_task(presence.beat()))
-            others.append(asyncio.create_task(orders.obey(self._id, stop)))
+            others.append(asyncio.create_task(commands.run(self._incarnation, stop)))
             self.served = True
             print(f"ready worker={self._worker_id}{metrics.ready_word} health={self._health.address}", flush=True)
-            stopping = asyncio.create_task(_wait(stop))
-            others.append(stopping)
-            await _first({listening, watching, claiming, *others})
-            log.info("stops: %d jobs here", len(intake.held.all()))
-            await presence.drain()
+            others.append(asyncio.create_task(_wait(stop)))
+            await _first_ended({listening, watching, claiming, *others})
+            log.info("stops: %d jobs here", len(jobs.all()))
+            await presence.announce_draining()
             await self._stop_claiming(claiming, intake)
-            draining = asyncio.create_task(drain(intake, settings.drain_s))
+            draining = asyncio.create_task(drain(results, settings.drain_s))
             others.append(draining)
-            await _first({draining, listening, watching})  # without the engine nothing goes on here
+            await _first_ended({draining, listening, watching})  # without the engine nothing goes on here
         except EngineLostError:
             await _cancel(*others, *([claiming] if claiming else []))
-            await self._give_up(intake, presence)
+            await self._give_up(intake, results, presence)
             raise
         finally:
             await _cancel(listening, watching, *others, *([claiming] if claiming else []))
             await intake.close()
-            await orders.close()
-            await asyncio.gather(relay.close(FLUSH_S if stop.is_set() else 0.0), presence.leave())
+            await commands.close()
+            await asyncio.gather(results.close(FLUSH_S if stop.is_set() else 0.0), presence.leave())
 
-    async def _give_up(self, intake: Intake, presence: Presence) -> None:
-        """The engine is gone: all goes on elsewhere, at once."""
+    def _presence(self, engine: EngineProcess, results: Results, usage: UsageLog) -> Presence:
+        def state(phase: WorkerPhase) -> WorkerState:
+            identity = (self._worker_id, self._incarnation, phase, self._base, engine.pid)
+            return worker_state(*identity, results.limits, results.stats, self._fetcher.stats)
+
+        return Presence(self._incarnation, self._liveness, self._health, state, usage.report)
+
+    async def _give_up(self, intake: Intake, results: Results, presence: Presence) -> None:
+        """Give every job back at once: the engine is gone."""
         await presence.withdraw()
-        intake.engine_lost()
+        results.engine_lost()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(FLUSH_S):
-                await intake.claims.settle()
-                await intake.empties_within(FLUSH_S)
+                await intake.finish_claim()
+                await results.empties_within(FLUSH_S)
 
     async def _stop_claiming(self, claiming: asyncio.Task[None], intake: Intake) -> None:
-        """What is claimed at this moment comes in still; nobody is to wait for us afterwards."""
+        """End the claims; takes in what is being claimed, and takes the worker's free rows out of the queue."""
         await _cancel(claiming)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(LEAVE_S):
-                await intake.claims.settle()
+                await intake.finish_claim()
                 try:
                     await self._queue.withdraw()
                 except REDIS_DOWN as error:
                     log.warning("Redis does not answer: %s", error)
 
 
-async def _listen(engine: EngineProcess, intake: Intake, orders: OperatorCommands) -> None:
+async def _listen(engine: EngineProcess, results: Results, commands: OperatorCommands) -> None:
     async for message in engine.messages():
         match message:
             case Stepped():
-                intake.stepped(message)
-                orders.resident(message.stats.adapters)
+                results.stepped(message)
+                commands.resident(message.stats.adapters)
             case Begun():
-                intake.begun(message)
+                results.begun(message)
             case Refused():
-                intake.refused(message)
+                results.refused(message)
             case PinRefused():
-                orders.refused(message)
+                commands.pin_refused(message)
 
 
 async def _wait(event: asyncio.Event) -> None:
     await event.wait()
 
 
-async def _first(tasks: set[asyncio.Task[None]]) -> None:
-    """Return when one of them has ended; raises what ended it."""
+async def _first_ended(tasks: set[asyncio.Task[None]]) -> None:
+    """Return when one of the tasks has ended; raises its error."""
     done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     for task in done:
         task.result()
@@ -190,9 +195,9 @@ async def _cancel(*tasks: asyncio.Task[None]) -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def _pace_s(settings: Settings) -> float:
-    """The hash model computes nothing, and a CUDA device leaves the cores to us."""
-    return PACE_S if settings.device == "cpu" and not is_hash_spec(settings.model) else 0.0
+def _send_interval_s(settings: Settings) -> float:
+    """Return no interval for the hash model, which computes nothing, and for CUDA, which leaves the cores free."""
+    return SEND_INTERVAL_S if settings.device == "cpu" and not is_hash_spec(settings.model) else 0.0
 
 
 def _configure(settings: Settings) -> Configure:

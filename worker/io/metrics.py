@@ -1,4 +1,4 @@
-"""What a worker counts and times. Names and meanings for people: docs/metrics.md, which a test holds to this file."""
+"""The metrics of a worker. docs/metrics.md explains them; a test compares the two."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from worker.engine_api import EngineLimits, EngineStats
 
 @dataclass(frozen=True, slots=True)
 class FetchStats:
-    """The disk tier now, and what was found there or not since the start."""
+    """The disk tier now; hits and misses since the start."""
 
     bytes: int
     bytes_limit: int
@@ -25,57 +25,64 @@ class FetchStats:
     misses: int
 
 
-class Source(Protocol):
-    """What the engine of this incarnation last said, and the adapters on disk."""
+class EngineReport(Protocol):
+    """The latest report of the engine: worker.io.jobs.results.Results."""
+
+    limits: EngineLimits
+    stats: EngineStats
+
+
+class DiskReport(Protocol):
+    """The report of the disk tier: worker.io.adapters.fetch.AdapterFetcher."""
 
     @property
-    def limits(self) -> EngineLimits:
-        """What the engine can take."""
-
-    @property
-    def stats(self) -> EngineStats:
-        """What the engine holds."""
-
-    @property
-    def disk(self) -> FetchStats:
-        """The adapters on disk now."""
+    def stats(self) -> FetchStats:
+        """Return the adapters on disk now."""
 
 
 class WorkerMetrics(Meters):
-    """One worker's I/O process's, over all lives of its engine."""
+    """The metrics of a worker's I/O process, over all its engine sessions."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.claims = self.counter("claims", "Times that the queue was asked for jobs.")
-        self.claimed = self.counter("jobs_claimed", "Jobs that it gave.")
-        self.claim_time = self.histogram("claim_seconds", "To ask it.", SHORT_S)
-        self.ended = self.counter("jobs_ended", "Jobs that are held no more, by what became of them.", ("outcome",))
-        self.prefill_time = self.histogram("request_prefill_time_seconds", "From the engine to a first token.", LONG_S)
-        self.decode_time = self.histogram("request_decode_time_seconds", "From that to the last token.", LONG_S)
-        self.fetch_wait = self.histogram("request_adapter_fetch_time_seconds", "Wait for the adapter's bytes.", LONG_S)
-        self.load_wait = self.histogram("request_adapter_load_time_seconds", "Wait for it in a slot.", LONG_S)
-        self.step_time = self.histogram("engine_step_seconds", "Between two steps that gave tokens.", SHORT_S)
-        self.batch_size = self.histogram("engine_batch_size", "Answers that a step gave a token.", TOKENS[:12])
+        self.claims = self.counter("claims", "Claims that were sent to the queue.")
+        self.claimed = self.counter("jobs_claimed", "Jobs that claims returned.")
+        self.claim_time = self.histogram("claim_seconds", "Duration of a claim.", SHORT_S)
+        self.ended = self.counter("jobs_ended", "Jobs that left this worker, by outcome.", ("outcome",))
+        self.prefill_time = self.histogram(
+            "request_prefill_time_seconds", "From handing a sequence to the engine to its first token.", LONG_S
+        )
+        self.decode_time = self.histogram("request_decode_time_seconds", "From the first token to the last.", LONG_S)
+        self.fetch_wait = self.histogram(
+            "request_adapter_fetch_time_seconds", "Wait for the adapter on the disk.", LONG_S
+        )
+        self.load_wait = self.histogram("request_adapter_load_time_seconds", "Wait for the adapter in a slot.", LONG_S)
+        self.step_time = self.histogram("engine_step_seconds", "Time between two steps that gave tokens.", SHORT_S)
+        self.batch_size = self.histogram("engine_batch_size", "Answers to which a step gave a token.", TOKENS[:12])
         self.engine_tokens = self.counter("engine_generation_tokens", "Tokens that the engine made.")
-        self.tenant_tokens = self.counter("worker_tenant_tokens", "Of these, by whose they were.", ("tenant",))
+        self.tenant_tokens = self.counter(
+            "worker_tenant_tokens", "Tokens that the engine made, by tenant.", ("tenant",)
+        )
         self.engines_lost = self.counter("engines_lost", "Engine processes that died or were ended.")
         self.messages = self.counter("relay_messages_sent", "Messages with frames to routers.")
-        self.frames = self.counter("relay_frames_sent", "Frames in them.")
+        self.frames = self.counter("relay_frames_sent", "Frames in messages to routers.")
         self.fetches = self.counter("adapter_fetches", "Downloads from the store, by result.", ("result",))
-        self.fetch_bytes = self.counter("adapter_fetch_bytes", "Bytes of adapters that came.")
-        self.fetch_time = self.histogram("adapter_fetch_seconds", "To fetch and verify an adapter.", LONG_S)
+        self.fetch_bytes = self.counter("adapter_fetch_bytes", "Bytes of adapters that were fetched.")
+        self.fetch_time = self.histogram(
+            "adapter_fetch_seconds", "Duration of fetching and verifying an adapter.", LONG_S
+        )
         self.tenants = BoundedNames()
         self._engine = EngineCollector()
         self.registry.register(self._engine)
 
-    def follow(self, source: Source) -> None:
-        """From now on this is the engine that the gauges tell of."""
-        self._engine.source = source
+    def follow(self, engine: EngineReport, disk: DiskReport) -> None:
+        """Read the engine's gauges from these from now on."""
+        self._engine.reports = engine, disk
 
 
 @dataclass(frozen=True, slots=True)
-class _Told:
-    """A metric that is read off what the engine says; `read` gives a value for each of its label values."""
+class _ReportedMetric:
+    """A metric that is read from the reports; `read` returns a value for each of its label values."""
 
     name: str
     text: str
@@ -84,20 +91,20 @@ class _Told:
     counts: bool = False
 
 
-def _one(name: str, text: str, read: Callable[[EngineStats], float], *, counts: bool = False) -> _Told:
-    return _Told(name, text, lambda stats, limits, disk: {(): read(stats)}, counts=counts)
+def _stat(name: str, text: str, read: Callable[[EngineStats], float], *, counts: bool = False) -> _ReportedMetric:
+    return _ReportedMetric(name, text, lambda stats, limits, disk: {(): read(stats)}, counts=counts)
 
 
-_TOLD = (
-    _one("num_requests_running", "Sequences in the batch.", lambda stats: stats.rows_running),
-    _one("num_requests_waiting", "Sequences in the engine that do not run yet.", lambda stats: stats.rows_waiting),
-    _Told("num_requests_limit", "Sequences that can run at once.", lambda s, limits, d: {(): limits.rows}),
-    _Told(
+_REPORTED = (
+    _stat("num_requests_running", "Sequences in the batch.", lambda stats: stats.rows_running),
+    _stat("num_requests_waiting", "Sequences in the engine that do not run yet.", lambda stats: stats.rows_waiting),
+    _ReportedMetric("num_requests_limit", "Sequences that can run at once.", lambda s, limits, d: {(): limits.rows}),
+    _ReportedMetric(
         "kv_cache_usage_perc",
         "Share of the KV blocks that are referenced, 0 to 1.",
         lambda stats, limits, d: {(): stats.blocks_referenced / limits.blocks},
     ),
-    _Told(
+    _ReportedMetric(
         "kv_blocks",
         "KV blocks.",
         lambda stats, limits, d: {
@@ -107,7 +114,7 @@ _TOLD = (
         },
         ("state",),
     ),
-    _Told(
+    _ReportedMetric(
         "adapter_slots",
         "Adapter slots on the device.",
         lambda stats, limits, d: {
@@ -117,7 +124,7 @@ _TOLD = (
         },
         ("state",),
     ),
-    _Told(
+    _ReportedMetric(
         "adapter_bytes",
         "Bytes of adapters, by tier.",
         lambda stats, limits, disk: {
@@ -127,9 +134,11 @@ _TOLD = (
         },
         ("tier",),
     ),
-    _one("adapters_loading", "Adapters on their way from disk to the device.", lambda stats: stats.tiers.loading),
-    _Told("adapters_fetching", "Adapters on their way from the store.", lambda s, limits, disk: {(): disk.fetching}),
-    _Told(
+    _stat("adapters_loading", "Adapters on their way from disk to the device.", lambda stats: stats.tiers.loading),
+    _ReportedMetric(
+        "adapters_fetching", "Adapters on their way from the store.", lambda s, limits, disk: {(): disk.fetching}
+    ),
+    _ReportedMetric(
         "adapter_requests",
         "Requests by whether a tier had their adapter.",
         lambda stats, limits, disk: {
@@ -141,29 +150,29 @@ _TOLD = (
         ("tier", "result"),
         counts=True,
     ),
-    _one("adapter_loads", "Adapters that came into a slot.", lambda stats: stats.tiers.loads, counts=True),
-    _one("adapter_swaps", "Adapters that left it for another.", lambda stats: stats.tiers.swaps, counts=True),
-    _one("engine_steps", "Steps.", lambda stats: stats.steps, counts=True),
-    _one("engine_computed_tokens", "Tokens computed, prompts' too.", lambda stats: stats.computed_tokens, counts=True),
-    _one("num_preemptions", "Sequences that had to give their blocks back.", lambda s: s.preemptions, counts=True),
-    _one("prefix_cache_queries", "Tokens looked for in the prefix cache.", lambda s: s.prefix_queries, counts=True),
-    _one("prefix_cache_hits", "Of these, found.", lambda stats: stats.prefix_hits, counts=True),
+    _stat("adapter_loads", "Adapters that came into a slot.", lambda stats: stats.tiers.loads, counts=True),
+    _stat("adapter_swaps", "Adapters that left their slot for another.", lambda stats: stats.tiers.swaps, counts=True),
+    _stat("engine_steps", "Steps of the engine.", lambda stats: stats.steps, counts=True),
+    _stat("engine_computed_tokens", "Tokens computed, prompts' too.", lambda stats: stats.computed_tokens, counts=True),
+    _stat("num_preemptions", "Sequences that had to give their blocks back.", lambda s: s.preemptions, counts=True),
+    _stat("prefix_cache_queries", "Tokens looked for in the prefix cache.", lambda s: s.prefix_queries, counts=True),
+    _stat("prefix_cache_hits", "Tokens found in the prefix cache.", lambda stats: stats.prefix_hits, counts=True),
 )
 
 
 class EngineCollector(Collector):
-    """What the engine said last; costs nothing until somebody asks. Counts begin again with every engine."""
+    """Metrics from the latest reports, read only when they are scraped. Counts begin again with every engine."""
 
     def __init__(self) -> None:
-        self.source: Source | None = None
+        self.reports: tuple[EngineReport, DiskReport] | None = None
 
     def collect(self) -> Iterator[Metric]:
-        """Every family, without samples while there is no engine."""
-        source = self.source
-        for told in _TOLD:
-            kind = CounterMetricFamily if told.counts else GaugeMetricFamily
-            family = kind(f"{PREFIX}_{told.name}", told.text, labels=told.labels)
-            values = told.read(source.stats, source.limits, source.disk) if source is not None else {}
+        """Yield every family, without samples while there is no engine."""
+        reports = self.reports
+        for metric in _REPORTED:
+            kind = CounterMetricFamily if metric.counts else GaugeMetricFamily
+            family = kind(f"{PREFIX}_{metric.name}", metric.text, labels=metric.labels)
+            values = metric.read(reports[0].stats, reports[0].limits, reports[1].stats) if reports is not None else {}
             for labels, value in values.items():
                 family.add_metric(labels, value)
             yield family

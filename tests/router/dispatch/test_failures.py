@@ -17,7 +17,8 @@ from router.dispatch.relay import read_frame
 from rpc.status import to_status
 from tests.router.recording_link import job
 from worker.engine_api import Failure, FailureCode, FailureReason
-from worker.io.local_jobs.jobs import Ending, LocalJobs
+from worker.io.local_jobs.choice import Ending
+from worker.io.local_jobs.jobs import LocalJobs
 from worker.io.relay.frames import next_frame
 
 CODES, REASONS = get_args(FailureCode), get_args(FailureReason)
@@ -64,7 +65,7 @@ def test_every_failure_of_the_worker_s_source_reaches_the_client() -> None:
 def check(failure: Failure) -> None:
     """Send a failure over the relay and compare the status that the client gets."""
     choice = LocalJobs().add(job()).choices[0]
-    choice.ending = Ending(failure=failure)
+    choice.end(Ending(failure=failure))
     error = read_frame(next_frame(choice)).failure
     assert error is not None
     code, status = to_status(error)

@@ -21,8 +21,9 @@ from router.dispatch.timing import DispatchTiming
 from rpc.server import Server
 from tests.router.recording_link import dispatched
 from worker.engine_api import FinishKind, Output
-from worker.io.local_jobs.jobs import LocalChoice, LocalJobs
-from worker.io.relay.links import RouterLinks
+from worker.io.local_jobs.choice import LocalChoice
+from worker.io.local_jobs.jobs import LocalJobs
+from worker.io.relay.links import LinkSettings, RouterLinks
 
 
 class Proxy:
@@ -73,15 +74,15 @@ async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
     writer.transport.abort()
 
 
-class Orders:
-    """Takes what the router asks of the worker."""
+class Handler:
+    """A worker that removes a job when the router acks or cancels it."""
 
-    def __init__(self, held: LocalJobs) -> None:
-        self._held = held
+    def __init__(self, jobs: LocalJobs) -> None:
+        self._jobs = jobs
         self.freed = asyncio.Event()
 
     def acked(self, job_id: str, attempt: int) -> None:
-        self._held.pop(job_id, attempt)
+        self._jobs.remove(job_id, attempt)
         self.freed.set()
 
     def cancel(self, job_id: str, attempt: int) -> None:
@@ -112,11 +113,11 @@ async def router_with_proxy(redis: Redis) -> AsyncIterator[tuple[Dispatcher, Pro
     await dispatcher.drain_tasks()
 
 
-def make(held: LocalChoice, count: int, relay: RouterLinks, *, finish: FinishKind | None = None) -> None:
-    """Let the engine make `count` more ids."""
-    at = len(held.ids)
-    held.record(Output(held.sequence_id, at, tuple(range(1000 + at, 1000 + at + count)), finish))
-    relay.progressed(held)
+def make(choice: LocalChoice, count: int, links: RouterLinks, *, finish: FinishKind | None = None) -> None:
+    """Record `count` more ids, as of the engine."""
+    at = len(choice.ids)
+    choice.record(Output(choice.sequence_id, at, tuple(range(1000 + at, 1000 + at + count)), finish))
+    links.progressed(choice)
 
 
 async def read(routed: RoutedJob, count: int) -> None:
@@ -130,30 +131,31 @@ async def read(routed: RoutedJob, count: int) -> None:
 async def test_a_link_that_breaks_and_comes_back_loses_and_repeats_nothing(redis: Redis, ends_while_cut: bool) -> None:
     async with router_with_proxy(redis) as (dispatcher, proxy, address):
         job = Job("j", "acme", "tiny", "sha256:0", address, (1, 2), StoppingParams(max_tokens=100), seed=1)
-        held_jobs = LocalJobs()
-        orders = Orders(held_jobs)
-        relay = RouterLinks("w", "w-1", held_jobs, orders)
+        jobs = LocalJobs()
+        handler = Handler(jobs)
+        links = RouterLinks(LinkSettings("w", "w-1"), jobs, handler)
         async with dispatched(dispatcher, job) as routed:
-            held = held_jobs.add(job).choices[0]
-            relay.claimed(held_jobs.all()[0])
+            local = jobs.add(job)
+            choice = local.choices[0]
+            links.claimed(local)
             for _ in range(20):
-                make(held, 1, relay)
+                make(choice, 1, links)
                 await asyncio.sleep(0)
             await read(routed, 20)
             for _ in range(3):  # each time what was sent last may be lost with the link
-                make(held, 5, relay)
+                make(choice, 5, links)
                 await asyncio.sleep(0)
                 proxy.cut()
-                make(held, 5, relay)
+                make(choice, 5, links)
                 proxy.heal()
-                await read(routed, len(held.ids))
+                await read(routed, len(choice.ids))
             if ends_while_cut:
                 proxy.cut()
-            make(held, 50, relay, finish=FinishKind.LENGTH)
+            make(choice, 50, links, finish=FinishKind.LENGTH)
             await asyncio.sleep(0)
             proxy.heal()
             async with asyncio.timeout(20):
-                await orders.freed.wait()
+                await handler.freed.wait()
             assert routed.choices[0].emitted == list(range(1000, 1100))
             assert routed.job.attempt == 1
-        await relay.close(1)
+        await links.close(1)

@@ -1,4 +1,4 @@
-"""A worker whose jobs come over a real Valkey and whose frames go to a router of the test's: real engine and relay."""
+"""A worker with a real engine, Valkey and relay, whose frames go to a router of the test."""
 
 from __future__ import annotations
 
@@ -22,13 +22,16 @@ from rpc.server import Server, relay_options
 from telemetry.tracing import Spans
 from worker.engine_api import EngineConfig
 from worker.io.adapters.disk import DiskTier
-from worker.io.adapters.download import Patience
+from worker.io.adapters.download import DownloadTimeouts
 from worker.io.adapters.fetch import AdapterFetcher
 from worker.io.engine_client.process import EngineLostError, EngineProcess
 from worker.io.jobs.intake import Intake
+from worker.io.jobs.results import Results
 from worker.io.jobs.telemetry import JobTelemetry
+from worker.io.jobs.usage import UsageLog
+from worker.io.local_jobs.jobs import LocalJobs
 from worker.io.metrics import WorkerMetrics
-from worker.io.relay.links import RouterLinks
+from worker.io.relay.links import LinkSettings
 from worker.ipc import Begun, Configure, Stepped
 
 KEYS = Keys("hash", "main")
@@ -39,25 +42,25 @@ ROWS = 4
 
 def job(job_id: str, address: str = "here", *, max_tokens: int = ENDLESS, strikes: int = 0, n: int = 1) -> Job:
     stopping = StoppingParams(max_tokens=max_tokens)
-    one = Job(job_id, "acme", "hash", "sha256:0", address, (1, 2, 3), stopping, seed=1, n=n)
-    return replace(one, attempt=1 + strikes, strikes=strikes)
+    first = Job(job_id, "acme", "hash", "sha256:0", address, (1, 2, 3), stopping, seed=1, n=n)
+    return replace(first, attempt=1 + strikes, strikes=strikes)
 
 
 class Router(relay_pb2_grpc.RelayServiceServicer):
-    """Takes all that a worker sends, and acks what ended."""
+    """Takes all that a worker sends, and acks the jobs that ended."""
 
     def __init__(self) -> None:
-        # Job ids in the order of what was told of them.
+        # What was told of which job, in order.
         self.events: list[tuple[str, str]] = []
         self.ids: defaultdict[str, list[int]] = defaultdict(list)
-        # Whether a job that was given back was struck.
+        # Whether a job that was given back was blamed.
         self.returned: dict[str, bool] = {}
         self._news = asyncio.Condition()
 
     async def Connect(self, request_iterator: AsyncIterator[pb.ConnectRequest], context: Any) -> Any:
         yield pb.ConnectResponse(welcome=pb.Welcome())
         async for request in request_iterator:
-            self.events += [("claimed", one.job_id) for one in (*request.hello.holds, *request.claims.jobs)]
+            self.events += [("claimed", attempt.job_id) for attempt in (*request.hello.holds, *request.claims.jobs)]
             acks = [ack for ack in map(self._take, request.frames.frames) if ack is not None]
             if acks:
                 yield pb.ConnectResponse(acks=pb.Acks(jobs=acks))
@@ -75,43 +78,45 @@ class Router(relay_pb2_grpc.RelayServiceServicer):
         return pb.JobAttempt(job_id=frame.job_id, attempt=frame.attempt)
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        """Wait until what was sent makes this true."""
+        """Wait until what was sent makes the condition true."""
         async with asyncio.timeout(30), self._news:
             await self._news.wait_for(condition)
 
 
 class Worker:
-    """An intake with its engine, as an incarnation runs them."""
+    """An engine with its intake and results, as an engine session runs them."""
 
-    def __init__(self, engine: EngineProcess, intake: Intake, queue: JobQueue, address: str) -> None:
+    def __init__(self, engine: EngineProcess, intake: Intake, results: Results, queue: JobQueue, address: str) -> None:
         self.engine = engine
         self.intake = intake
+        self.results = results
+        self.jobs = results.jobs
         self.queue = queue
         self.address = address
 
     async def listen(self) -> None:
-        """Until the engine is lost."""
+        """Handle the engine's messages until it is lost."""
         try:
             async for message in self.engine.messages():
                 match message:
                     case Stepped():
-                        self.intake.stepped(message)
+                        self.results.stepped(message)
                     case Begun():
-                        self.intake.begun(message)
+                        self.results.begun(message)
         except EngineLostError:
-            self.intake.engine_lost()
+            self.results.engine_lost()
 
-    async def until_held(self, job_id: str, condition: Callable[[], bool] = lambda: True) -> None:
-        """Wait until a job is here."""
+    async def until_here(self, job_id: str, condition: Callable[[], bool] = lambda: True) -> None:
+        """Wait until a job is here, and the condition is true."""
         async with asyncio.timeout(30):
-            # An engine that is stopped tells nothing.
-            while self.intake.held.get(job_id, 1) is None or not condition():  # noqa: ASYNC110
+            # A stopped engine sends nothing that could be waited for.
+            while self.jobs.get(job_id, 1) is None or not condition():  # noqa: ASYNC110
                 await asyncio.sleep(0.005)
 
 
 @asynccontextmanager
 async def running(router: Router, redis: Redis, disk: Path, model: str = MODEL) -> AsyncIterator[Worker]:
-    """A worker whose store never answers."""
+    """Run a worker whose store never answers."""
     server = Server(options=relay_options())
     relay_pb2_grpc.add_RelayServiceServicer_to_server(router, server.grpc)
     address = f"127.0.0.1:{server.bind('127.0.0.1', 0)}"
@@ -121,12 +126,13 @@ async def running(router: Router, redis: Redis, disk: Path, model: str = MODEL) 
     queue = JobQueue(redis, KEYS, worker_id="w")
     with socket.create_server(("127.0.0.1", 0)) as store:
         tier = DiskTier.open(disk, 1 << 30)
-        fetcher = AdapterFetcher(f"127.0.0.1:{store.getsockname()[1]}", tier, Patience(300.0, 300.0))
-        intake = Intake("sha256:0", engine, queue, fetcher, JobTelemetry(WorkerMetrics(), Spans(), "w"))
-        relay = RouterLinks("w", "w-1", intake.held, intake)
-        worker = Worker(engine, intake, queue, address)
-        intake.use(relay, await engine.ready())
-        tasks = [asyncio.create_task(worker.listen()), asyncio.create_task(intake.claims.run())]
+        fetcher = AdapterFetcher(f"127.0.0.1:{store.getsockname()[1]}", tier, DownloadTimeouts(300.0, 300.0))
+        jobs, telemetry = LocalJobs(), JobTelemetry(WorkerMetrics(), Spans(), "w")
+        usage = UsageLog(jobs, queue)
+        results = Results(jobs, engine, await engine.ready(), usage, telemetry, LinkSettings("w", "w-1"))
+        intake = Intake("sha256:0", queue, engine, fetcher, results, usage, telemetry.metrics)
+        worker = Worker(engine, intake, results, queue, address)
+        tasks = [asyncio.create_task(worker.listen()), asyncio.create_task(intake.run())]
         try:
             yield worker
         finally:
@@ -134,7 +140,7 @@ async def running(router: Router, redis: Redis, disk: Path, model: str = MODEL) 
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             await intake.close()
-            await relay.close(0.0)
+            await results.close(0.0)
             await engine.stop()
             await fetcher.close()
             await tier.close()

@@ -1,4 +1,4 @@
-"""The disk tier: its budget, its order of use, what outlives a process; a random walk with its invariants checked."""
+"""The disk tier: its budget, its order of use, what a restart finds; a random walk with its invariants checked."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ def digest(name: str) -> str:
 
 async def put(disk: DiskTier, name: str, size: int) -> Stored:
     """Store a revision of `size` bytes."""
-    async with disk.room(size) as room:
-        (room.path / CONFIG).write_bytes(b"{}")
-        (room.path / WEIGHTS).write_bytes(b"w" * (size - 2))
-        return disk.keep(room, digest(name), size)
+    async with disk.reserve(size) as reservation:
+        (reservation.path / CONFIG).write_bytes(b"{}")
+        (reservation.path / WEIGHTS).write_bytes(b"w" * (size - 2))
+        return disk.keep(reservation, digest(name), size)
 
 
 def there(disk: DiskTier, names: str) -> str:
-    """Which of the revisions are there, without using them."""
+    """Return which of the revisions are stored, without using them."""
     return "".join(name for name in names if digest(name) in disk._stored)
 
 
@@ -100,8 +100,8 @@ async def test_what_can_never_fit_is_refused_and_a_cancelled_wait_reserves_nothi
 
 async def test_what_fails_while_it_is_written_leaves_nothing(tmp_path: Path) -> None:
     async def write(disk: DiskTier, error: BaseException) -> None:
-        async with disk.room(80) as room:
-            (room.path / WEIGHTS).write_bytes(b"w" * 40)
+        async with disk.reserve(80) as reservation:
+            (reservation.path / WEIGHTS).write_bytes(b"w" * 40)
             assert disk.bytes == 80
             raise error
 
@@ -149,7 +149,7 @@ async def test_one_directory_has_one_worker(tmp_path: Path) -> None:
         DiskTier.open(tmp_path / "file")
 
 
-async def test_what_somebody_tidied_up_is_not_found(tmp_path: Path) -> None:
+async def test_a_revision_whose_files_were_removed_is_not_found(tmp_path: Path) -> None:
     async with opened(tmp_path, 100) as disk:
         stored = await put(disk, "a", 100)
         (stored.path / WEIGHTS).unlink()
@@ -159,7 +159,7 @@ async def test_what_somebody_tidied_up_is_not_found(tmp_path: Path) -> None:
 
 
 async def test_a_random_walk_keeps_the_budget_and_the_pins(tmp_path: Path) -> None:
-    """10,000 operations of 30 revisions on a budget of about 8, many under way at once."""
+    """Run 10,000 operations of 30 revisions on a budget of about 8, many at once."""
     seed, budget = 11, 800
     print(f"seed {seed}")
     rng = random.Random(seed)
@@ -182,11 +182,11 @@ async def test_a_random_walk_keeps_the_budget_and_the_pins(tmp_path: Path) -> No
                     writing[name] = asyncio.create_task(put(disk, name, sizes[name]))
                 case _:
                     await asyncio.sleep(0)
-            before = {one for one in pinned if digest(one) in disk._stored}
+            before = {name for name in pinned if digest(name) in disk._stored}
             await asyncio.sleep(0)
             assert 0 <= disk.bytes <= budget
-            assert before <= {one for one in pinned if digest(one) in disk._stored}, "a pinned one was removed"
-            for done in [one for one, task in writing.items() if task.done()]:
+            assert before <= {name for name in pinned if digest(name) in disk._stored}, "a pinned one was removed"
+            for done in [name for name, task in writing.items() if task.done()]:
                 stored += not writing.pop(done).cancelled()
         for _ in range(len(pinned)):
             disk.unpin(digest(pinned.pop()))
@@ -194,7 +194,7 @@ async def test_a_random_walk_keeps_the_budget_and_the_pins(tmp_path: Path) -> No
         while disk._removals:
             await asyncio.gather(*disk._removals)
         evicted = stored - disk.count
-        assert disk.bytes == bytes_below(tmp_path) == sum(one.size for one in disk._stored.values())
+        assert disk.bytes == bytes_below(tmp_path) == sum(revision.size for revision in disk._stored.values())
         assert not disk._pins
     assert not partials(tmp_path)
     print(f"stored {stored}, evicted {evicted}")

@@ -1,4 +1,4 @@
-"""Fetching from a real store through one at fault: who gets what, how often the store is asked, what is left."""
+"""Fetches from a real store through a faulty one: their results, how often the store is asked, what is left."""
 
 from __future__ import annotations
 
@@ -17,10 +17,9 @@ from artifacts.base_model import read_base_model
 from broker.messages import AdapterRef, AdapterRequest
 from clients.cli.models import registered
 from tests.faulty_store import Fault, FaultyStore
-from worker.io.adapters import fetch as adapter_fetch
 from worker.io.adapters.disk import DiskTier
-from worker.io.adapters.download import CONFIG_BYTES, Patience
-from worker.io.adapters.fetch import AdapterFetcher, DiskPin, FetchFailedError
+from worker.io.adapters.download import CONFIG_BYTES, DownloadTimeouts
+from worker.io.adapters.fetch import FAILURE_S, AdapterFetcher, DiskPin, FetchFailedError
 
 TENANT = "acme"
 WEIGHTS = "adapter_model.safetensors"
@@ -36,13 +35,13 @@ class World:
         self.directory = directory
         self._address = address
         self.budget = 0
-        self.patience = Patience(whole_s=2.0, silent_s=0.5)
+        self.timeouts = DownloadTimeouts(total_s=2.0, silent_s=0.5)
 
     @asynccontextmanager
-    async def worker(self) -> AsyncIterator[AdapterFetcher]:
-        """One life of a worker's I/O process; its disk outlives it. Asserts that it leaves nothing half done."""
+    async def worker(self, *, failure_s: float = FAILURE_S) -> AsyncIterator[AdapterFetcher]:
+        """Run a worker's I/O process once; its disk outlives it. Asserts that it leaves nothing half done."""
         self.disk = DiskTier.open(self.directory, self.budget)
-        fetcher = AdapterFetcher(self._address, self.disk, self.patience)
+        fetcher = AdapterFetcher(self._address, self.disk, self.timeouts, failure_s=failure_s)
         try:
             yield fetcher
         finally:
@@ -104,40 +103,38 @@ FAILURES = {
 
 @pytest.mark.parametrize("fault", FAILURES)
 async def test_a_fault_fails_its_own_jobs_while_others_are_fetched(world: World, fault: Fault) -> None:
-    # Bytes that trickle are no silence: the whole download takes too long.
-    world.patience = Patience(1.5, 1.2) if fault is Fault.TRICKLES else Patience(5.0, 0.3)
+    # A trickle of bytes is not silence: the whole download takes too long.
+    world.timeouts = DownloadTimeouts(1.5, 1.2) if fault is Fault.TRICKLES else DownloadTimeouts(5.0, 0.3)
     world.store.faults["a"] = fault
     async with world.worker() as fetcher:
-        holds = [fetcher.hold() for _ in range(100)]
-        outcomes = [asyncio.create_task(failure_of(hold.fetch(world.refs["a"], TENANT))) for hold in holds]
+        pins = [fetcher.disk_pin() for _ in range(100)]
+        outcomes = [asyncio.create_task(failure_of(pin.fetch(world.refs["a"], TENANT))) for pin in pins]
         await world.store.asked("a")
         for name in "bcde":
-            path = await fetcher.hold().fetch(world.refs[name], TENANT)
+            path = await fetcher.disk_pin().fetch(world.refs[name], TENANT)
             assert (path / WEIGHTS).read_bytes() == name.encode() * 1000
         assert await asyncio.gather(*outcomes) == [FAILURES[fault]] * 100
         assert world.store.downloads == dict.fromkeys("abcde", 1)
         assert fetcher.stats.adapters == 4
 
 
-async def test_a_failure_is_remembered_for_a_moment(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(adapter_fetch, "FAILED_S", 3600.0)
+async def test_a_failure_is_remembered_for_a_moment(world: World) -> None:
     world.store.faults["a"] = Fault.DOWN
-    async with world.worker() as fetcher:
+    async with world.worker(failure_s=3600.0) as fetcher:
         for _ in range(1000):
-            assert await failure_of(fetcher.hold().fetch(world.refs["a"], TENANT)) == FAILURES[Fault.DOWN]
+            assert await failure_of(fetcher.disk_pin().fetch(world.refs["a"], TENANT)) == FAILURES[Fault.DOWN]
         assert world.store.downloads["a"] == 1
-    monkeypatch.setattr(adapter_fetch, "FAILED_S", 0.0)
-    async with world.worker() as fetcher:
-        assert await failure_of(fetcher.hold().fetch(world.refs["a"], TENANT)) == FAILURES[Fault.DOWN]
+    async with world.worker(failure_s=0.0) as fetcher:
+        assert await failure_of(fetcher.disk_pin().fetch(world.refs["a"], TENANT)) == FAILURES[Fault.DOWN]
         world.store.faults.clear()
-        assert (await fetcher.hold().fetch(world.refs["a"], TENANT)).is_dir()
+        assert (await fetcher.disk_pin().fetch(world.refs["a"], TENANT)).is_dir()
 
 
-async def test_a_flight_is_shared_and_ends_with_its_last_job(world: World) -> None:
+async def test_a_fetch_is_shared_and_ends_with_its_last_job(world: World) -> None:
     world.store.faults["a"] = Fault.GATED
-    world.patience = Patience(60.0, 60.0)
+    world.timeouts = DownloadTimeouts(60.0, 60.0)
     async with world.worker() as fetcher:
-        fetches = [asyncio.create_task(fetcher.hold().fetch(world.refs["a"], TENANT)) for _ in range(10)]
+        fetches = [asyncio.create_task(fetcher.disk_pin().fetch(world.refs["a"], TENANT)) for _ in range(10)]
         await world.store.asked("a")
         for fetch in fetches[:9]:
             fetch.cancel()
@@ -146,8 +143,8 @@ async def test_a_flight_is_shared_and_ends_with_its_last_job(world: World) -> No
         fetches[9].cancel()
         await asyncio.gather(fetches[9], return_exceptions=True)
         assert fetcher.stats.fetching == 0
-        # That was no failure: who comes now is not told one.
-        again = [asyncio.create_task(fetcher.hold().fetch(world.refs["a"], TENANT)) for _ in range(10)]
+        # A cancelled fetch is not remembered as a failure.
+        again = [asyncio.create_task(fetcher.disk_pin().fetch(world.refs["a"], TENANT)) for _ in range(10)]
         await world.store.asked("a", 2)
         again[0].cancel()
         world.store.gate.set()
@@ -159,10 +156,10 @@ async def test_a_flight_is_shared_and_ends_with_its_last_job(world: World) -> No
 async def test_the_disk_is_found_again_and_what_was_changed_is_not_used(world: World) -> None:
     async with world.worker() as fetcher:
         for name in "ab":
-            await fetcher.hold().fetch(world.refs[name], TENANT)
+            await fetcher.disk_pin().fetch(world.refs[name], TENANT)
     (world.stored("b") / WEIGHTS).write_bytes(b"x" * 1000)
     async with world.worker() as fetcher:
-        fetches = [fetcher.hold().fetch(world.refs[name], TENANT) for name in "aabb"]
+        fetches = [fetcher.disk_pin().fetch(world.refs[name], TENANT) for name in "aabb"]
         for path, name in zip(await asyncio.gather(*fetches), "aabb", strict=True):
             assert (path / WEIGHTS).read_bytes() == name.encode() * 1000
         assert world.store.downloads == {"a": 1, "b": 2}
@@ -176,10 +173,10 @@ async def test_one_name_s_end_is_not_the_other_s(world: World, tmp_path: Path) -
     assert twin.digest == world.refs["a"].digest
     world.store.faults |= {"a": Fault.MISSING}
     async with world.worker() as fetcher:
-        gone = asyncio.create_task(failure_of(fetcher.hold().fetch(world.refs["a"], TENANT)))
-        theirs = asyncio.create_task(fetcher.hold().fetch(twin, TENANT))
-        # One more that waits behind the other name: who tries again must not join the flight that has just failed.
-        also_gone = asyncio.create_task(failure_of(fetcher.hold().fetch(world.refs["a"], TENANT)))
+        gone = asyncio.create_task(failure_of(fetcher.disk_pin().fetch(world.refs["a"], TENANT)))
+        theirs = asyncio.create_task(fetcher.disk_pin().fetch(twin, TENANT))
+        # A second waiter behind the other name: it tries again, and must not join the fetch that has just failed.
+        also_gone = asyncio.create_task(failure_of(fetcher.disk_pin().fetch(world.refs["a"], TENANT)))
         assert await gone == await also_gone == FAILURES[Fault.MISSING]
         assert await theirs == world.stored("a")
         assert world.store.downloads == {"a": 1, "twin": 1}
@@ -187,12 +184,12 @@ async def test_one_name_s_end_is_not_the_other_s(world: World, tmp_path: Path) -
 
 async def test_an_adapter_waits_for_room_until_a_job_ends(world: World) -> None:
     world.budget = CONFIG_BYTES + 2000  # one, and what another reserves does not fit beside it
-    world.patience = Patience(60.0, 60.0)
+    world.timeouts = DownloadTimeouts(60.0, 60.0)
     async with world.worker() as fetcher:
-        first = fetcher.hold()
+        first = fetcher.disk_pin()
         await first.fetch(world.refs["a"], TENANT)
-        waits = asyncio.create_task(fetcher.hold().fetch(world.refs["b"], TENANT))
-        second = fetcher.hold()
+        waits = asyncio.create_task(fetcher.disk_pin().fetch(world.refs["b"], TENANT))
+        second = fetcher.disk_pin()
         assert await second.fetch(world.refs["a"], TENANT) == world.stored("a")
         first.release()
         await asyncio.sleep(0)
@@ -207,18 +204,18 @@ async def test_what_no_job_needs_makes_room(world: World) -> None:
     world.budget = CONFIG_BYTES + 2000
     async with world.worker() as fetcher:
         for name in "abab":
-            hold = fetcher.hold()
-            assert await hold.fetch(world.refs[name], TENANT) == world.stored(name)
-            hold.release()
+            pin = fetcher.disk_pin()
+            assert await pin.fetch(world.refs[name], TENANT) == world.stored(name)
+            pin.release()
         assert world.store.downloads == {"a": 2, "b": 2}
         assert fetcher.stats.adapters == 1
         large = AdapterRef(world.refs["c"].revision, world.refs["c"].digest, 8, world.budget)
-        assert await failure_of(fetcher.hold().fetch(large, TENANT)) == ("FAILED_PRECONDITION", "ADAPTER_TOO_LARGE")
+        assert await failure_of(fetcher.disk_pin().fetch(large, TENANT)) == ("FAILED_PRECONDITION", "ADAPTER_TOO_LARGE")
 
 
 async def test_a_store_that_is_not_there_is_named(world: World, unused_tcp_port: int) -> None:
     disk = DiskTier.open(world.directory)
-    fetcher = AdapterFetcher(f"127.0.0.1:{unused_tcp_port}", disk, world.patience)
+    fetcher = AdapterFetcher(f"127.0.0.1:{unused_tcp_port}", disk, world.timeouts)
     code, _ = await failure_of(DiskPin(fetcher, disk).fetch(world.refs["a"], TENANT))
     assert (code, disk.bytes) == ("UNAVAILABLE", 0)
     await fetcher.close()
@@ -227,10 +224,10 @@ async def test_a_store_that_is_not_there_is_named(world: World, unused_tcp_port:
 
 async def test_prefetches_are_few_and_never_beside_a_job_s_own(world: World) -> None:
     world.store.faults = dict.fromkeys("abcde", Fault.GATED)
-    world.patience = Patience(60.0, 60.0)
+    world.timeouts = DownloadTimeouts(60.0, 60.0)
     requests = [AdapterRequest(world.refs[name], TENANT) for name in "abcde"]
     async with world.worker() as fetcher:
-        own = asyncio.create_task(fetcher.hold().fetch(world.refs["e"], TENANT))
+        own = asyncio.create_task(fetcher.disk_pin().fetch(world.refs["e"], TENANT))
         await world.store.asked("e")
         fetcher.prefetch(requests)
         assert fetcher.stats.fetching == 1
@@ -241,8 +238,8 @@ async def test_prefetches_are_few_and_never_beside_a_job_s_own(world: World) -> 
             fetcher.prefetch(requests)
         await asyncio.gather(world.store.asked("a"), world.store.asked("b"))
         assert fetcher.stats.fetching == 2
-        # A job that is claimed now joins the flight.
-        joins = asyncio.create_task(fetcher.hold().fetch(world.refs["a"], TENANT))
+        # A job that is claimed now joins the fetch.
+        joins = asyncio.create_task(fetcher.disk_pin().fetch(world.refs["a"], TENANT))
         await asyncio.sleep(0)
         world.store.gate.set()
         assert await joins == world.stored("a")

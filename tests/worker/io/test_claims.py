@@ -1,4 +1,4 @@
-"""When a worker asks the queue for jobs, and what it tells it then: real Valkey, engine and relay."""
+"""When a worker claims jobs, and what its claims report: real Valkey, engine and relay."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from broker.terms import Claimed, Usage
 from tests.worker.io.relayed_worker import ROWS, Router, Worker, job, running
 
 
-class Asked:
-    """What the worker asked of its queue, in order: `claim` with the number of jobs it got, `wait`."""
+class RecordedQueue:
+    """Records what a worker asks its queue, in order: `claim` with the number of jobs it got, `wait`."""
 
     def __init__(self, worker: Worker, patch: pytest.MonkeyPatch) -> None:
         self.events: list[tuple[str, int]] = []
@@ -33,7 +33,7 @@ class Asked:
 
     async def wait_for_work(self, timeout_s: float) -> bool:
         self.events.append(("wait", 0))
-        self.waited_without_room += len(self._worker.intake.held.running) >= ROWS
+        self.waited_without_room += len(self._worker.jobs.running) >= ROWS
         return await self._wait(timeout_s)
 
 
@@ -51,7 +51,7 @@ async def worker(router: Router, redis: Redis, tmp_path: Path) -> AsyncIterator[
 async def test_who_took_all_that_waited_waits_for_more_and_does_not_ask_again(
     router: Router, worker: Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = Asked(worker, monkeypatch)
+    asked = RecordedQueue(worker, monkeypatch)
     for name in ("a", "b", "c"):
         await worker.queue.enqueue(job(name, worker.address, max_tokens=2))
         await router.until(lambda name=name: ("ended", name) in router.events)  # type: ignore[misc]
@@ -61,20 +61,20 @@ async def test_who_took_all_that_waited_waits_for_more_and_does_not_ask_again(
     assert len(took) == 4
     assert all(asked.events[index + 1] == ("wait", 0) for index in took[:-1])
     # What they made goes to the queue with a claim, not on its own.
-    assert {(one.job_id, one.tokens, one.ended) for one in asked.reports} >= {("a", 2, True), ("b", 2, True)}
+    assert {(usage.job_id, usage.tokens, usage.ended) for usage in asked.reports} >= {("a", 2, True), ("b", 2, True)}
 
 
 async def test_a_worker_that_its_last_claim_filled_takes_no_wake_up(
     router: Router, worker: Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = Asked(worker, monkeypatch)
+    asked = RecordedQueue(worker, monkeypatch)
     for number in range(ROWS):
         await worker.queue.enqueue(job(f"endless-{number}", worker.address))
     await router.until(lambda: all(router.ids[f"endless-{number}"] for number in range(ROWS)))
     # It asks once more, only for what waits; then somebody goes, and it has room.
     await router.until(lambda: asked.events[-1] == ("claim", 0))
     await worker.queue.enqueue(job("another", worker.address, max_tokens=2))
-    worker.intake.cancel("endless-0", 1)
+    worker.results.cancel("endless-0", 1)
     await router.until(lambda: ("ended", "another") in router.events)
     assert sum(jobs for what, jobs in asked.events if what == "claim") == ROWS + 1
     assert asked.waited_without_room == 0

@@ -1,4 +1,4 @@
-"""What a job leaves behind on its worker, whatever became of it: one outcome, and spans for as far as it came."""
+"""The telemetry of a job at its worker: one outcome, and spans for as far as it came."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from broker.messages import AdapterRef, Job, StoppingParams
 from telemetry.tracing import Spans
 from worker.engine_api import Failure, FinishKind, Output
 from worker.io.jobs.telemetry import CANCELLED, FAILED, FINISHED, RETURNED, JobTelemetry
-from worker.io.local_jobs.jobs import Ending, LocalJob, LocalJobs
+from worker.io.local_jobs.choice import Ending
+from worker.io.local_jobs.jobs import LocalJob, LocalJobs
 from worker.io.metrics import WorkerMetrics
 
 TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
@@ -20,7 +21,7 @@ ADAPTER = AdapterRef("tenants/acme/adapters/a/revisions/sha256:00", "sha256:00",
 
 
 class Book:
-    """A telemetry with its metrics and the spans that it made."""
+    """A job telemetry with its metrics and the spans that it made."""
 
     def __init__(self) -> None:
         self.exporter = InMemorySpanExporter()
@@ -40,8 +41,8 @@ class Book:
         return self.metrics.registry.get_sample_value(f"loraplex_{name}")
 
 
-def held(n: int = 1, traceparent: str = TRACEPARENT) -> LocalJob:
-    """A job that was claimed at second 10."""
+def claimed_job(n: int = 1, traceparent: str = TRACEPARENT) -> LocalJob:
+    """Return a job that was claimed at second 10."""
     job = Job(
         job_id="acme/r/1",
         tenant="acme",
@@ -55,22 +56,22 @@ def held(n: int = 1, traceparent: str = TRACEPARENT) -> LocalJob:
         adapter=ADAPTER,
         traceparent=traceparent,
     )
-    found = LocalJobs().add(job)
-    found.claimed_at = 10.0
-    return found
+    local = LocalJobs().add(job)
+    local.claimed_at = 10.0
+    return local
 
 
 def run(job: LocalJob, finish: FinishKind | None) -> None:
-    """Fetch until 11, handed over then, in a slot at 11.5, first token at 12, last one at 14."""
+    """Fetch until second 11, hand over then, load until 11.5, first token at 12, last token at 14."""
     job.fetched_at = 11.0
     for choice in job.choices.values():
-        choice.in_engine, choice.added_at = True, 11.0
+        choice.hand_over(1, 11.0)
         choice.record(Output(choice.sequence_id, 0, (7,), adapter_ms=500.0, cached_tokens=1), 12.0, 30)
         choice.record(Output(choice.sequence_id, 1, (8, 9), finish), 14.0, 31)
 
 
 def test_a_finished_job_has_all_of_it() -> None:
-    book, job = Book(), held()
+    book, job = Book(), claimed_job()
     run(job, FinishKind.LENGTH)
     book.telemetry.ended(job)
     assert book.outcomes() == {FINISHED: 1}
@@ -95,8 +96,8 @@ def test_a_finished_job_has_all_of_it() -> None:
 
 
 def test_one_that_never_came_in_has_its_attempt_alone() -> None:
-    book, job = Book(), held()
-    job.choices[0].ending = Ending(failure=Failure("UNAVAILABLE", "STORE_TIMEOUT", "late"))
+    book, job = Book(), claimed_job()
+    job.choices[0].end(Ending(failure=Failure("UNAVAILABLE", "STORE_TIMEOUT", "late")))
     book.telemetry.ended(job)
     assert book.outcomes() == {FAILED: 1}
     (attempt,) = book.spans().values()
@@ -106,19 +107,19 @@ def test_one_that_never_came_in_has_its_attempt_alone() -> None:
 
 def test_given_back_and_cancelled_ones_are_told_apart() -> None:
     book = Book()
-    returned, cancelled, half = held(), held(), held(n=2)
+    returned, cancelled, half = claimed_job(), claimed_job(), claimed_job(n=2)
     run(returned, None)
-    returned.choices[0].ending = Ending()
+    returned.choices[0].end(Ending())
     run(cancelled, None)
-    run(half, FinishKind.LENGTH)
-    half.choices[1].ending = None
+    run(half, None)
+    half.choices[0].end(Ending(FinishKind.LENGTH))
     for job in (returned, cancelled, half):
         book.telemetry.ended(job)
     assert book.outcomes() == {RETURNED: 1, CANCELLED: 2}
 
 
-def test_who_is_not_traced_has_no_spans() -> None:
-    book, job = Book(), held(traceparent="")
+def test_a_job_without_a_trace_has_no_spans() -> None:
+    book, job = Book(), claimed_job(traceparent="")
     run(job, FinishKind.LENGTH)
     book.telemetry.ended(job)
     assert book.spans() == {}

@@ -1,4 +1,4 @@
-"""A worker's link that fails, whatever of it fails, is opened again, and no id is lost: at a real gRPC server."""
+"""A link that fails at any place is opened again, and no id is lost: at a real gRPC server."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from loraplex.relay.v1 import relay_pb2_grpc
 from broker.messages import Job, StoppingParams
 from rpc.server import Server, relay_options
 from worker.engine_api import Output
-from worker.io.local_jobs.jobs import LocalChoice, LocalJobs
-from worker.io.relay import links as relay_client
+from worker.io.local_jobs.choice import LocalChoice
+from worker.io.local_jobs.jobs import LocalJobs
+from worker.io.relay import links
 from worker.io.relay.frames import next_frame
-from worker.io.relay.links import RouterLinks
+from worker.io.relay.links import LinkSettings, RouterLinks
 
 
 class Router(relay_pb2_grpc.RelayServiceServicer):
@@ -55,13 +56,13 @@ class Router(relay_pb2_grpc.RelayServiceServicer):
             self._news.notify_all()
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        """Wait until what it was sent makes this true."""
+        """Wait until what it was sent makes the condition true."""
         async with asyncio.timeout(30), self._news:
             await self._news.wait_for(condition)
 
 
-class Orders:
-    """What the router's orders do here: an ack fails, as code of ours might."""
+class FailingHandler:
+    """A handler in which an ack fails, as by an error in this worker."""
 
     def acked(self, job_id: str, attempt: int) -> None:
         raise ValueError("what nobody expected")
@@ -77,25 +78,24 @@ class Orders:
 
 
 class Line:
-    """A worker's relay that holds one job for a router at `address`."""
+    """A worker's links, with one job of a router at `address`."""
 
     def __init__(self, address: str) -> None:
-        held = LocalJobs()
-        self.relay = RouterLinks("w", "w-1", held, Orders())
-        job = held.add(Job("a", "acme", "tiny", "sha256:0", address, (1,), StoppingParams(100), seed=1))
-        self.choice: LocalChoice = job.choices[0]
-        self.relay.claimed(job)
-        self._held = held
+        self._jobs = LocalJobs()
+        self.links = RouterLinks(LinkSettings("w", "w-1"), self._jobs, FailingHandler())
+        local = self._jobs.add(Job("a", "acme", "tiny", "sha256:0", address, (1,), StoppingParams(100), seed=1))
+        self.choice: LocalChoice = local.choices[0]
+        self.links.claimed(local)
 
     def make(self, count: int) -> None:
-        """The engine makes so many ids."""
+        """Record `count` more ids, as of the engine."""
         at = len(self.choice.ids)
         self.choice.record(Output(self.choice.sequence_id, at, tuple(range(at, at + count)), None))
-        self.relay.progressed(self.choice)
+        self.links.progressed(self.choice)
 
     async def close(self) -> None:
-        self._held.pop("a", 1)
-        await self.relay.close(1)
+        self._jobs.remove("a", 1)
+        await self.links.close(1)
 
 
 @asynccontextmanager
@@ -120,7 +120,7 @@ async def test_a_link_whose_messages_can_t_be_made_is_opened_again(monkeypatch: 
             raise ValueError("what nobody expected")
         return next_frame(choice)
 
-    monkeypatch.setattr(relay_client, "next_frame", fails_once)
+    monkeypatch.setattr(links, "next_frame", fails_once)
     async with serving() as (router, address):
         line = Line(address)
         line.make(5)
@@ -145,7 +145,7 @@ async def test_a_link_that_was_ended_from_within_leaves_its_place_to_another() -
     async with serving() as (router, address):
         line = Line(address)
         await router.until(lambda: router.hellos == 1)
-        link = line.relay._links[address]
+        link = line.links._links[address]
         link._task.cancel()
         await asyncio.wait({link._task})
         line.make(5)

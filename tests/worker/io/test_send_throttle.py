@@ -1,4 +1,4 @@
-"""What a worker's link sends and when: counted in messages at a real gRPC server that writes them down."""
+"""When a worker's link sends what: counted in messages at a real gRPC server that records them."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from loraplex.relay.v1 import relay_pb2_grpc
 from broker.messages import Job, StoppingParams
 from rpc.server import Server
 from worker.engine_api import FinishKind, Output
-from worker.io.local_jobs.jobs import LocalChoice, LocalJobs
-from worker.io.relay.links import RouterLinks
+from worker.io.local_jobs.choice import LocalChoice
+from worker.io.local_jobs.jobs import LocalJobs
+from worker.io.relay.links import LinkSettings, RouterLinks
 
-# So long that a test which waits for it fails by its own time limit.
+# Seconds: so many that a test which waits for the interval fails by its own timeout.
 NEVER_S = 3600.0
 
 
@@ -48,7 +49,7 @@ class Recorder(relay_pb2_grpc.RelayServiceServicer):
             await self._news.wait_for(lambda: len(self.ids("a")) >= count)
 
     def ids(self, job_id: str) -> list[int]:
-        """All ids of a job; asserts that each message begins where the one before ended."""
+        """Return all ids of a job; asserts that each message begins where the one before ended."""
         got: list[int] = []
         for frame in (frame for frames in self.frames for frame in frames if frame.job_id == job_id):
             assert frame.offset == len(got)
@@ -56,8 +57,8 @@ class Recorder(relay_pb2_grpc.RelayServiceServicer):
         return got
 
 
-class NoOrders:
-    """The recorder orders nothing."""
+class NoRequests:
+    """A handler for a recorder, which asks for nothing."""
 
     def acked(self, job_id: str, attempt: int) -> None:
         raise AssertionError
@@ -72,105 +73,105 @@ class NoOrders:
 
 
 class Line:
-    """A worker's relay with one router, and the jobs that it tells of."""
+    """A worker's link to one router, and its jobs."""
 
-    def __init__(self, recorder: Recorder, address: str, pace_s: float) -> None:
+    def __init__(self, recorder: Recorder, address: str, send_interval_s: float) -> None:
         self.router = recorder
         self._address = address
-        self._held = LocalJobs()
-        self.relay = RouterLinks("w", "w-1", self._held, NoOrders(), pace_s=pace_s)
+        self._jobs = LocalJobs()
+        self.links = RouterLinks(LinkSettings("w", "w-1", send_interval_s), self._jobs, NoRequests())
 
     async def claim(self, job_id: str) -> LocalChoice:
-        """Hold a job of one choice; returns when the link is up."""
+        """Claim a job of one answer; returns when the link is open."""
         stopping = StoppingParams(max_tokens=100)
-        held = self._held.add(Job(job_id, "acme", "tiny", "sha256:0", self._address, (1,), stopping, seed=1))
-        self.relay.claimed(held)
+        local = self._jobs.add(Job(job_id, "acme", "tiny", "sha256:0", self._address, (1,), stopping, seed=1))
+        self.links.claimed(local)
         async with asyncio.timeout(20):
             await self.router.greeted.wait()
-        return held.choices[0]
+        return local.choices[0]
 
     async def close(self) -> None:
-        """End the link, with what it still has to send; nobody acks here, so that it must not hold anything."""
-        for held in self._held.all():
-            self._held.pop(held.job.job_id, held.job.attempt)
-        await self.relay.close(5)
+        """End the link after what it still has to send; nobody acks here, so that no job may be left."""
+        for local in self._jobs.all():
+            self._jobs.remove(local.job.job_id, local.job.attempt)
+        await self.links.close(5)
 
     async def make(self, choice: LocalChoice, count: int, finish: FinishKind | None = None) -> None:
-        """The engine makes `count` ids, one a step, and the link has time to send each."""
+        """Record `count` ids, one a step, with time for the link to send each."""
         for step in range(count):
             at = len(choice.ids)
             ends = finish if step == count - 1 else None
             choice.record(Output(choice.sequence_id, at, (1000 + at,), ends))
-            self.relay.progressed(choice)
+            self.links.progressed(choice)
             for _ in range(5):
                 await asyncio.sleep(0)
 
 
 @asynccontextmanager
-async def line(pace_s: float) -> AsyncIterator[Line]:
+async def opened(send_interval_s: float) -> AsyncIterator[Line]:
     recorder, server = Recorder(), Server()
     relay_pb2_grpc.add_RelayServiceServicer_to_server(recorder, server.grpc)
     port = server.bind("127.0.0.1", 0)
     await server.start()
-    one = Line(recorder, f"127.0.0.1:{port}", pace_s)
+    line = Line(recorder, f"127.0.0.1:{port}", send_interval_s)
     try:
-        yield one
+        yield line
     finally:
-        await one.close()
+        await line.close()
         await server.stop(0)
 
 
 async def test_the_first_id_and_the_end_go_at_once_and_the_rest_together() -> None:
-    async with line(NEVER_S) as one:
-        choice = await one.claim("a")
-        await one.make(choice, 1)
-        await one.router.messages(1)
-        await one.make(choice, 49)
-        assert len(one.router.frames) == 1
-        await one.make(choice, 1, FinishKind.LENGTH)
-        await one.router.messages(2)
-        assert [len(frames[0].token_ids) for frames in one.router.frames] == [1, 50]
-        assert one.router.ids("a") == list(range(1000, 1051))
-        assert one.router.frames[1][0].finish.kind == pb.FINISH_KIND_LENGTH
+    async with opened(NEVER_S) as line:
+        choice = await line.claim("a")
+        await line.make(choice, 1)
+        await line.router.messages(1)
+        await line.make(choice, 49)
+        assert len(line.router.frames) == 1
+        await line.make(choice, 1, FinishKind.LENGTH)
+        await line.router.messages(2)
+        assert [len(frames[0].token_ids) for frames in line.router.frames] == [1, 50]
+        assert line.router.ids("a") == list(range(1000, 1051))
+        assert line.router.frames[1][0].finish.kind == pb.FINISH_KIND_LENGTH
 
 
 async def test_what_waits_goes_with_another_s_first_id() -> None:
-    async with line(NEVER_S) as one:
-        first = await one.claim("a")
-        await one.make(first, 1)
-        await one.router.messages(1)
-        await one.make(first, 9)
-        second = await one.claim("b")
-        await one.make(second, 1)
-        await one.router.messages(2)
-        assert {frame.job_id: len(frame.token_ids) for frame in one.router.frames[1]} == {"a": 9, "b": 1}
+    async with opened(NEVER_S) as line:
+        first = await line.claim("a")
+        await line.make(first, 1)
+        await line.router.messages(1)
+        await line.make(first, 9)
+        second = await line.claim("b")
+        await line.make(second, 1)
+        await line.router.messages(2)
+        assert {frame.job_id: len(frame.token_ids) for frame in line.router.frames[1]} == {"a": 9, "b": 1}
 
 
-async def test_what_is_not_urgent_goes_when_the_pace_allows() -> None:
-    async with line(0.01) as one:
-        choice = await one.claim("a")
-        await one.make(choice, 1)
-        await one.router.messages(1)
+async def test_what_is_not_urgent_goes_when_the_interval_is_over() -> None:
+    async with opened(0.01) as line:
+        choice = await line.claim("a")
+        await line.make(choice, 1)
+        await line.router.messages(1)
         for _ in range(3):  # nothing begins and nothing ends: the timer alone sends these
-            await one.make(choice, 5)
-            await one.router.received(len(choice.ids))
-        assert one.router.ids("a") == list(range(1000, 1016))
+            await line.make(choice, 5)
+            await line.router.received(len(choice.ids))
+        assert line.router.ids("a") == list(range(1000, 1016))
 
 
 async def test_closing_sends_what_waits() -> None:
-    async with line(NEVER_S) as one:
-        choice = await one.claim("a")
-        await one.make(choice, 1)
-        await one.router.messages(1)
-        await one.make(choice, 20)
-        await one.close()
-        assert one.router.ids("a") == list(range(1000, 1021))
+    async with opened(NEVER_S) as line:
+        choice = await line.claim("a")
+        await line.make(choice, 1)
+        await line.router.messages(1)
+        await line.make(choice, 20)
+        await line.close()
+        assert line.router.ids("a") == list(range(1000, 1021))
 
 
-async def test_without_a_pace_every_step_goes() -> None:
-    async with line(0.0) as one:
-        choice = await one.claim("a")
+async def test_without_an_interval_every_step_goes() -> None:
+    async with opened(0.0) as line:
+        choice = await line.claim("a")
         for turn in range(3):
-            await one.make(choice, 1)
-            await one.router.messages(turn + 1)
-        assert [len(frames[0].token_ids) for frames in one.router.frames] == [1, 1, 1]
+            await line.make(choice, 1)
+            await line.router.messages(turn + 1)
+        assert [len(frames[0].token_ids) for frames in line.router.frames] == [1, 1, 1]

@@ -17,9 +17,11 @@ from broker.liveness import Liveness
 from broker.messages import STRIKES_LIMIT, WorkerPhase, WorkerState
 from tests.worker.io.relayed_worker import KEYS, MODEL, Router, Worker, job, running
 from worker.io.engine_client.stall import watch_steps
+from worker.io.jobs.usage import UsageLog
 from worker.io.membership.health import WorkerHealth
 from worker.io.membership.presence import Presence
 from worker.io.membership.state import worker_state
+from worker.io.metrics import FetchStats
 
 STALL_S = 0.8
 
@@ -31,19 +33,20 @@ def router() -> Router:
 
 @asynccontextmanager
 async def watched(worker: Worker, redis: Redis) -> AsyncIterator[Presence]:
-    """Its steps are watched; its engine is never replaced."""
+    """Watch the steps of a worker's engine, which is never replaced."""
 
     def state(phase: WorkerPhase) -> WorkerState:
-        base = read_base_model(MODEL)
-        return worker_state("w", "w-1", phase, base, worker.engine.pid, worker.intake, worker.intake.disk)
+        base, results = read_base_model(MODEL), worker.results
+        disk = FetchStats(0, 0, 0, 0, 0, 0)
+        return worker_state("w", "w-1", phase, base, worker.engine.pid, results.limits, results.stats, disk)
 
     health = WorkerHealth("127.0.0.1")
     await health.start(0)
-    presence = Presence("w-1", Liveness(redis, KEYS), health, state, worker.intake.usage.report)
-    await presence.serve()
+    presence = Presence("w-1", Liveness(redis, KEYS), health, state, UsageLog(worker.jobs, worker.queue).report)
+    await presence.announce()
     tasks = [
         asyncio.create_task(presence.beat()),
-        asyncio.create_task(watch_steps(worker.engine, presence, worker.intake, STALL_S, 60.0)),
+        asyncio.create_task(watch_steps(worker.engine, presence, worker.results, STALL_S, 60.0)),
     ]
     try:
         yield presence
@@ -54,7 +57,7 @@ async def watched(worker: Worker, redis: Redis) -> AsyncIterator[Presence]:
         await health.close()
 
 
-async def test_a_stalled_engine_s_jobs_are_given_back_at_once_and_only_the_new_ones_are_struck(
+async def test_a_stalled_engine_s_jobs_are_given_back_at_once_and_only_the_new_ones_are_blamed(
     router: Router, redis: Redis, tmp_path: Path
 ) -> None:
     async with running(router, redis, tmp_path) as worker, watched(worker, redis) as presence:
@@ -65,7 +68,7 @@ async def test_a_stalled_engine_s_jobs_are_given_back_at_once_and_only_the_new_o
         await router.until(lambda: len(router.returned) == 2)
         assert router.returned == {"old": False, "new": True}
         assert presence.withdrawn
-        worker.intake._accept([job("late", worker.address)])  # as a claim that was under way
+        worker.intake.accept(job("late", worker.address))  # as a claim that was under way
         await router.until(lambda: len(router.returned) == 3)
         assert router.returned["late"] is False
         os.kill(worker.engine.pid, signal.SIGCONT)
@@ -73,7 +76,7 @@ async def test_a_stalled_engine_s_jobs_are_given_back_at_once_and_only_the_new_o
         await router.until(lambda: ("ended", "after") in router.events)
         assert len(router.ids["after"]) == 10
         assert not presence.withdrawn
-        assert worker.intake.stats.blocks_referenced == 0
+        assert worker.results.stats.blocks_referenced == 0
 
 
 async def test_a_suspect_s_engine_may_stand_still_for_longer(router: Router, redis: Redis, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""One download of a revision from the store: written as it comes, hashed as it is written, never waited for in vain."""
+"""The download of a revision from the store: written as it arrives, hashed as it is written, within timeouts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from broker.messages import AdapterRef
 from rpc.auth import TENANT_KEY
 from worker.engine_api import Failure, FailureCode, FailureReason
 
-# What the store takes as a configuration at most.
+# Maximum bytes of an adapter's configuration file, as the store has it.
 CONFIG_BYTES = 1 << 20
 
 _FAILURES: dict[grpc.StatusCode, tuple[FailureCode, FailureReason]] = {
@@ -29,7 +29,7 @@ _FAILURES: dict[grpc.StatusCode, tuple[FailureCode, FailureReason]] = {
 
 
 class FetchFailedError(Exception):
-    """A revision that can't be had; `failure` is what its jobs end with."""
+    """A revision that can't be fetched; its jobs end with `failure`."""
 
     def __init__(self, failure: Failure) -> None:
         super().__init__(failure.message)
@@ -37,21 +37,25 @@ class FetchFailedError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Patience:
-    """Seconds that a whole download may take, and that the store may send nothing; it sends pieces of up to 1 MiB."""
+class DownloadTimeouts:
+    """Timeouts of a download in seconds: for all of it, and for the next piece (up to 1 MiB) from the store."""
 
-    whole_s: float
+    total_s: float
     silent_s: float
 
 
 async def download(
-    store: adapters_pb2_grpc.AdapterServiceAsyncStub, ref: AdapterRef, tenant: str, into: Path, patience: Patience
+    store: adapters_pb2_grpc.AdapterServiceAsyncStub,
+    ref: AdapterRef,
+    tenant: str,
+    into: Path,
+    timeouts: DownloadTimeouts,
 ) -> int:
-    """Write a revision's two files; their bytes together, which are its digest's. Raises FetchFailedError, OSError."""
+    """Write a revision's two files, and check their digest; returns their bytes. Raises FetchFailedError, OSError."""
     config, weights = _File(into / CONFIG_FILE, CONFIG_BYTES), _File(into / WEIGHTS_FILE, ref.weight_bytes)
     files = {CONFIG_FILE: config, WEIGHTS_FILE: weights}
     try:
-        async with aclosing(_parts(store, ref, tenant, patience)) as parts:
+        async with aclosing(_parts(store, ref, tenant, timeouts)) as parts:
             async for part in parts:
                 if part.HasField("chunk") and part.chunk.name in files:
                     await asyncio.to_thread(files[part.chunk.name].write, part.chunk.data)
@@ -68,26 +72,26 @@ async def download(
 
 
 async def _parts(
-    store: adapters_pb2_grpc.AdapterServiceAsyncStub, ref: AdapterRef, tenant: str, patience: Patience
+    store: adapters_pb2_grpc.AdapterServiceAsyncStub, ref: AdapterRef, tenant: str, timeouts: DownloadTimeouts
 ) -> AsyncGenerator[pb.DownloadRevisionResponse, None]:
     request = pb.DownloadRevisionRequest(name=ref.revision)
-    call = store.DownloadRevision(request, timeout=patience.whole_s, metadata=((TENANT_KEY, tenant),))
+    call = store.DownloadRevision(request, timeout=timeouts.total_s, metadata=((TENANT_KEY, tenant),))
     try:
         while True:
-            async with asyncio.timeout(patience.silent_s):
+            async with asyncio.timeout(timeouts.silent_s):
                 part = await call.read()
             if not isinstance(part, pb.DownloadRevisionResponse):  # the end
                 return
             yield part
     except TimeoutError as error:
-        message = f"{ref.revision}: the store sent nothing for {patience.silent_s:g} s"
+        message = f"{ref.revision}: the store sent nothing for {timeouts.silent_s:g} s"
         raise FetchFailedError(Failure("UNAVAILABLE", "STORE_TIMEOUT", message, "adapter")) from error
     finally:
         call.cancel()
 
 
 class _File:
-    """A file that is hashed as it is written; what goes beyond `limit` bytes is not."""
+    """A file that is hashed as it is written; bytes beyond `limit` are not written."""
 
     def __init__(self, path: Path, limit: int) -> None:
         self._file = path.open("wb")
@@ -98,7 +102,7 @@ class _File:
 
     @property
     def sha256(self) -> str:
-        """The digest of what was written."""
+        """Return the digest of what was written."""
         return "sha256:" + self._sha256.hexdigest()
 
     def write(self, data: bytes) -> None:
@@ -119,7 +123,7 @@ def _digest_of(directory: Path, weights: _File) -> str:
 
 
 def digest_on_disk(directory: Path) -> str:
-    """The digest of the files as they are; blocks. Raises OSError."""
+    """Compute the digest of a revision's files; blocks. Raises OSError."""
     with (directory / WEIGHTS_FILE).open("rb") as weights:
         sha256 = "sha256:" + hashlib.file_digest(weights, "sha256").hexdigest()
     return revision_digest((directory / CONFIG_FILE).read_bytes(), sha256)

@@ -1,12 +1,12 @@
-"""Adapter revisions on this worker's disk: what is there, what is on its way, and what can't be had just now.
+"""Adapter revisions from the store to this worker's disk, each fetched once however many jobs want it.
 
-    job ──▶ hold ──▶ on disk and verified ────────────────────────────────────────▶ directory
-              │      on disk since an earlier life ──▶ verified in a flight ─────▶
-              └─pins not there ──▶ failed a moment ago ──▶ the same failure
-                                   else one flight a digest, shared ──▶ download ─▶
+    job ──▶ DiskPin ──▶ on disk and verified ───────────────────────────────▶ directory
+                        on disk since an earlier run ──▶ shared fetch: verify ─▶
+                        not there: failed a moment ago ──▶ the same failure
+                                   else ──▶ one shared fetch a digest: download ─▶
 
-A flight ends when nobody waits for it any more; a failure is remembered for FAILED_S, so that a thousand jobs of a
-broken adapter are not a thousand downloads.
+A shared fetch ends when nobody waits for it any more. A failure is remembered for a moment, so that a thousand jobs of
+a broken adapter are not a thousand downloads.
 """
 
 from __future__ import annotations
@@ -26,19 +26,20 @@ from broker.messages import AdapterRef, AdapterRequest
 from rpc.server import channel_options
 from worker.engine_api import Failure
 from worker.io.adapters.disk import DiskTier, Stored, TooLargeError
-from worker.io.adapters.download import CONFIG_BYTES, FetchFailedError, Patience, digest_on_disk, download
+from worker.io.adapters.download import CONFIG_BYTES, DownloadTimeouts, FetchFailedError, digest_on_disk, download
 from worker.io.metrics import FetchStats, WorkerMetrics
 
 __all__ = ["AdapterFetcher", "DiskPin", "FetchFailedError"]
 
 log = logging.getLogger(__name__)
 
-FAILED_S = 1.0
-# Downloads side by side; more than the rows of most workers, so that slow ones keep nobody waiting.
-DOWNLOADS = 64
-# Downloads for jobs that still wait in the queue, which others may claim.
-PREFETCHES = 2
-# A store that is back must be found again soon.
+# Seconds for which a failure is remembered.
+FAILURE_S = 1.0
+# Maximum downloads at a time: more than the rows of most workers, so that slow downloads delay no others.
+DOWNLOADS_LIMIT = 64
+# Maximum downloads at a time for jobs that still wait in the queue, which another worker may claim.
+PREFETCHES_LIMIT = 2
+# Back-off of gRPC's connection attempts, in milliseconds: a store that is back is found again soon.
 _OPTIONS = [
     *channel_options(),
     ("grpc.initial_reconnect_backoff_ms", 100),
@@ -48,7 +49,9 @@ _OPTIONS = [
 
 
 @dataclass(slots=True, eq=False)
-class _Flight:
+class _SharedFetch:
+    """A fetch that several jobs wait for; `revision` is the name that it asks the store for."""
+
     revision: str
     task: asyncio.Task[Path]
     waiters: int = 0
@@ -58,47 +61,54 @@ class AdapterFetcher:
     """Gets revisions from the store to the disk tier."""
 
     def __init__(
-        self, store_address: str, disk: DiskTier, patience: Patience, metrics: WorkerMetrics | None = None
+        self,
+        store_address: str,
+        disk: DiskTier,
+        timeouts: DownloadTimeouts,
+        metrics: WorkerMetrics | None = None,
+        *,
+        failure_s: float = FAILURE_S,
     ) -> None:
         self._metrics = metrics or WorkerMetrics()
         self._disk = disk
-        self._patience = patience
+        self._timeouts = timeouts
+        self._failure_s = failure_s
         self._channel = grpc.aio.insecure_channel(store_address, options=_OPTIONS)
         self.store = adapters_pb2_grpc.AdapterServiceStub(self._channel)
-        self._flights: dict[str, _Flight] = {}
-        self._downloads = asyncio.Semaphore(DOWNLOADS)
-        # By revision, with the time until which it counts.
+        self._shared: dict[str, _SharedFetch] = {}
+        self._downloads = asyncio.Semaphore(DOWNLOADS_LIMIT)
+        # By revision, with the time until which the failure counts.
         self._failed: dict[str, tuple[float, FetchFailedError]] = {}
         self._prefetches: set[asyncio.Task[None]] = set()
         self._hits = self._misses = 0
 
-    def hold(self) -> DiskPin:
-        """What one job needs of the disk."""
+    def disk_pin(self) -> DiskPin:
+        """Return the pin of one job, which has no revisions yet."""
         return DiskPin(self, self._disk)
 
     @property
     def stats(self) -> FetchStats:
-        """What it holds, and has done."""
+        """Return what is on the disk and on its way, and hits and misses."""
         disk = self._disk
-        return FetchStats(disk.bytes, disk.budget, disk.count, len(self._flights), self._hits, self._misses)
+        return FetchStats(disk.bytes, disk.budget, disk.count, len(self._shared), self._hits, self._misses)
 
     async def get(self, ref: AdapterRef, tenant: str) -> Path:
-        """The directory of a verified revision that the caller has pinned. Raises FetchFailedError."""
+        """Return the directory of a verified revision, which the caller has pinned. Raises FetchFailedError."""
         stored = self._disk.find(ref.digest)
         if stored is not None and stored.verified:
             self._hits += 1
             return stored.path
         self._misses += stored is None
-        return await self._fly(ref, tenant)
+        return await self._fetch_shared(ref, tenant)
 
     def prefetch(self, requests: Iterable[AdapterRequest]) -> None:
-        """Begin to fetch what waiting jobs want, where nothing else is being fetched and room is there at once."""
+        """Begin to fetch adapters of waiting jobs, where no job's own fetch runs and the disk has the bytes at once."""
         for request in requests:
             for ref in request.adapter.summands:
-                if self._disk.find(ref.digest) is not None or ref.digest in self._flights or self._failure(ref):
+                if self._disk.find(ref.digest) is not None or ref.digest in self._shared or self._failure(ref):
                     continue
-                claimed = len(self._flights) > len(self._prefetches)
-                if claimed or len(self._prefetches) >= PREFETCHES or not self._disk.has_room(_room_of(ref)):
+                claimed = len(self._shared) > len(self._prefetches)
+                if claimed or len(self._prefetches) >= PREFETCHES_LIMIT or not self._disk.fits_now(_bytes_of(ref)):
                     return
                 task = asyncio.get_running_loop().create_task(self._prefetch(ref, request.tenant))
                 self._prefetches.add(task)
@@ -106,50 +116,47 @@ class AdapterFetcher:
 
     async def _prefetch(self, ref: AdapterRef, tenant: str) -> None:
         try:
-            await self._fly(ref, tenant)
+            await self._fetch_shared(ref, tenant)
         except FetchFailedError as error:
             log.info("prefetch of %s: %s", ref.revision, error)
 
-    async def _fly(self, ref: AdapterRef, tenant: str) -> Path:
+    async def _fetch_shared(self, ref: AdapterRef, tenant: str) -> Path:
         while True:
             if failed := self._failure(ref):
                 raise failed
-            flight = self._flights.get(ref.digest)
-            if flight is None:
-                flight = _Flight(ref.revision, asyncio.get_running_loop().create_task(self._land(ref, tenant)))
-                self._flights[ref.digest] = flight
-                # At once, before a waiter wakes: one that tries again must not join a flight that has ended.
-                flight.task.add_done_callback(partial(self._ended, ref.digest, flight))
+            shared = self._shared.get(ref.digest)
+            if shared is None:
+                shared = _SharedFetch(ref.revision, asyncio.get_running_loop().create_task(self._obtain(ref, tenant)))
+                self._shared[ref.digest] = shared
+                # At once, before a waiter wakes: a waiter that tries again must not join a fetch that has ended.
+                shared.task.add_done_callback(partial(self._forget, ref.digest, shared))
             try:
-                return await self._join(flight, ref.digest)
+                return await self._join(shared, ref.digest)
             except FetchFailedError:
-                # The same bytes under another name, which its owner may have deleted: ours decides for us.
-                if flight.revision == ref.revision:
+                # Where it asked for the same bytes under another name, whose owner may have deleted it: ask for ours.
+                if shared.revision == ref.revision:
                     raise
 
-    async def _join(self, flight: _Flight, digest: str) -> Path:
-        flight.waiters += 1
+    async def _join(self, shared: _SharedFetch, digest: str) -> Path:
+        shared.waiters += 1
         try:
-            # One waiter that is cancelled must not end it for the others.
-            return await asyncio.shield(flight.task)
+            # Shielded: the cancellation of one waiter must not end the fetch for the others.
+            return await asyncio.shield(shared.task)
         finally:
-            flight.waiters -= 1
-            if not flight.waiters:
-                flight.task.cancel()
-                self._landed(digest, flight)
+            shared.waiters -= 1
+            if not shared.waiters:
+                shared.task.cancel()
+                self._forget(digest, shared)
 
-    def _ended(self, digest: str, flight: _Flight, _: asyncio.Task[Path]) -> None:
-        self._landed(digest, flight)
-
-    def _landed(self, digest: str, flight: _Flight) -> None:
-        if self._flights.get(digest) is flight:
-            del self._flights[digest]
+    def _forget(self, digest: str, shared: _SharedFetch, _: asyncio.Task[Path] | None = None) -> None:
+        if self._shared.get(digest) is shared:
+            del self._shared[digest]
 
     def _failure(self, ref: AdapterRef) -> FetchFailedError | None:
         until, failed = self._failed.get(ref.revision, (0.0, None))
         return failed if time.monotonic() < until else None
 
-    async def _land(self, ref: AdapterRef, tenant: str) -> Path:
+    async def _obtain(self, ref: AdapterRef, tenant: str) -> Path:
         try:
             found = self._disk.find(ref.digest)
             if found is not None and await self._verify(ref, found):
@@ -160,34 +167,38 @@ class AdapterFetcher:
             log.warning("%s", error)
             now = time.monotonic()
             self._failed = {revision: failed for revision, failed in self._failed.items() if failed[0] > now}
-            self._failed[ref.revision] = now + FAILED_S, error
+            self._failed[ref.revision] = now + self._failure_s, error
             raise
 
     async def _verify(self, ref: AdapterRef, found: Stored) -> bool:
-        """Whether what an earlier life left is still what its name says."""
+        """Return whether the bytes on the disk are those of the digest; discards them where they are not."""
         try:
             found.verified = await asyncio.to_thread(digest_on_disk, found.path) == ref.digest
         except OSError as error:
             log.warning("%s: %s", found.path, error)
         if not found.verified:
-            log.warning("%s is not what it was; it is fetched again", found.path)
+            log.warning("%s has other bytes than its digest; it is fetched again", found.path)
             self._disk.discard(ref.digest)
         return found.verified
 
     async def _download(self, ref: AdapterRef, tenant: str) -> Stored:
         try:
-            # The reservation may have to wait until jobs end, and counts as part of the whole.
-            async with asyncio.timeout(self._patience.whole_s), self._disk.room(_room_of(ref)) as room, self._downloads:
+            # The reservation may have to wait until jobs end; the timeout includes that.
+            async with (
+                asyncio.timeout(self._timeouts.total_s),
+                self._disk.reserve(_bytes_of(ref)) as reservation,
+                self._downloads,
+            ):
                 with self._metrics.fetch_time.time():
-                    size = await download(self.store, ref, tenant, room.path, self._patience)
+                    size = await download(self.store, ref, tenant, reservation.path, self._timeouts)
                 self._metrics.fetches.labels("ok").inc()
                 self._metrics.fetch_bytes.inc(size)
-                return self._disk.keep(room, ref.digest, size)
+                return self._disk.keep(reservation, ref.digest, size)
         except TooLargeError as error:
             message = f"{ref.revision}: {error} on a worker's disk"
             raise FetchFailedError(Failure("FAILED_PRECONDITION", "ADAPTER_TOO_LARGE", message, "adapter")) from error
         except TimeoutError as error:
-            message = f"{ref.revision}: not here after {self._patience.whole_s:g} s"
+            message = f"{ref.revision}: not here after {self._timeouts.total_s:g} s"
             raise FetchFailedError(Failure("UNAVAILABLE", "STORE_TIMEOUT", message, "adapter")) from error
         except OSError as error:
             message = f"{ref.revision}: {error.strerror or error}"
@@ -195,7 +206,7 @@ class AdapterFetcher:
 
     async def close(self) -> None:
         """End what is under way."""
-        ending = [*self._prefetches, *(flight.task for flight in self._flights.values())]
+        ending = [*self._prefetches, *(shared.task for shared in self._shared.values())]
         for task in ending:
             task.cancel()
         await asyncio.gather(*ending, return_exceptions=True)
@@ -203,7 +214,7 @@ class AdapterFetcher:
 
 
 class DiskPin:
-    """The revisions that one job needs: none of them leaves the disk before `release`."""
+    """The revisions of one job: none of them leaves the disk before `release`."""
 
     def __init__(self, fetcher: AdapterFetcher, disk: DiskTier) -> None:
         self._fetcher = fetcher
@@ -211,16 +222,16 @@ class DiskPin:
         self._digests: list[str] = []
 
     async def fetch(self, ref: AdapterRef, tenant: str) -> Path:
-        """The directory of a verified revision. Raises FetchFailedError."""
+        """Pin a revision, and return its verified directory. Raises FetchFailedError."""
         self._disk.pin(ref.digest)
         self._digests.append(ref.digest)
         return await self._fetcher.get(ref, tenant)
 
     def release(self) -> None:
-        """The job is over."""
+        """Unpin every revision."""
         while self._digests:
             self._disk.unpin(self._digests.pop())
 
 
-def _room_of(ref: AdapterRef) -> int:
+def _bytes_of(ref: AdapterRef) -> int:
     return ref.weight_bytes + CONFIG_BYTES

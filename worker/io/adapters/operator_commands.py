@@ -1,10 +1,10 @@
-"""What operators ask of this worker: to drain, and which adapters to have on its device.
+"""Operators' commands to this worker: to drain, and which adapters to have on its device.
 
-    commands, pins of the cell ──▶ obey ──▶ one task an adapter: fetch to the disk ──▶ engine: Warm | Pin
-                                                    └ the disk keeps it: of a pin until it is unpinned, of a warm one
-                                                      until the engine has it
+    commands, pins of the cell ──▶ run ──▶ one task an adapter: fetch to the disk ──▶ engine: Warm | Pin
+                                                   └ the disk keeps a pinned adapter until it is unpinned, a warm one
+                                                     until the engine has it
 
-A slow store delays no other command, and nothing outlives the incarnation: the next one reads the cell's pins again.
+A slow store delays no other command. Nothing outlives the engine session: the next one reads the cell's pins again.
 """
 
 from __future__ import annotations
@@ -27,49 +27,52 @@ from worker.ipc import Pin, PinRefused, Unpin, Warm
 
 log = logging.getLogger(__name__)
 
-# Below the time after which a connection that says nothing counts as lost.
+# Timeout in seconds of one wait for a command: below the time after which a silent connection counts as lost.
 WAIT_S = 2.0
-PAUSE_S = 0.5
-# So long an adapter may wait for a slot that nobody needs.
+# Seconds until the next wait after Redis did not answer.
+RETRY_S = 0.5
+# Timeout in seconds for an adapter that is to be warm to get a slot that no sequence needs.
 WARM_S = 60.0
-# After the store did not have a pinned one.
+# Seconds until a pinned adapter that the store did not deliver is fetched again.
 FETCH_AGAIN_S = 2.0
 
 
 @dataclass(slots=True, eq=False)
-class _Order:
+class _DevicePlacement:
+    """An adapter on its way to the device; `pinned` ones stay there until they are unpinned."""
+
     request: AdapterRequest
-    stays: bool
-    hold: DiskPin
+    pinned: bool
+    disk_pin: DiskPin
     arrived: asyncio.Event = field(default_factory=asyncio.Event)
     task: asyncio.Task[None] | None = None
 
 
 class OperatorCommands:
-    """One incarnation's. `max_rank` is what its engine takes."""
+    """The commands that one engine session carries out. `max_rank` is the largest rank that its engine takes."""
 
     def __init__(self, queue: JobQueue, engine: EngineProcess, fetcher: AdapterFetcher, max_rank: int) -> None:
         self._queue = queue
         self._engine = engine
         self._fetcher = fetcher
         self._max_rank = max_rank
-        self._orders: dict[str, _Order] = {}
-        # Digests of those that are to come to the device, and need not stay.
-        self._awaited: set[str] = set()
+        self._placements: dict[str, _DevicePlacement] = {}
+        # Digests of the adapters that are to become warm.
+        self._warming: set[str] = set()
 
-    async def obey(self, incarnation: str, stop: asyncio.Event) -> None:
-        """Forever: pin what the cell has pinned, then take commands. A drain is what SIGTERM is: it sets `stop`."""
-        pins_known = False
+    async def run(self, incarnation: str, stop: asyncio.Event) -> None:
+        """Pin what the cell has pinned, then carry out commands; never returns. A drain sets `stop`, like SIGTERM."""
+        pins_read = False
         while True:
             try:
-                if not pins_known:
+                if not pins_read:
                     for request in await self._queue.pins.list():
-                        self._begin(request, stays=True)
-                    pins_known = True
+                        self._begin(request, pinned=True)
+                    pins_read = True
                 command = await self._queue.commands.next(incarnation, WAIT_S)
             except REDIS_DOWN as error:
                 log.warning("the commands' queue does not answer: %s", error)
-                await asyncio.sleep(PAUSE_S)
+                await asyncio.sleep(RETRY_S)
                 continue
             if command is not None:
                 self._carry_out(command, stop)
@@ -82,86 +85,89 @@ class OperatorCommands:
             case Command(Verb.UNPIN, AdapterRequest(adapter)):
                 self._unpin(adapter)
             case Command(verb, AdapterRequest() as request):
-                self._begin(request, stays=verb is Verb.PIN)
+                self._begin(request, pinned=verb is Verb.PIN)
 
     def resident(self, digests: Sequence[str]) -> None:
-        """What the engine has on its device now."""
-        for digest in self._awaited.intersection(digests) if self._awaited else ():
-            self._orders[digest].arrived.set()
+        """Note which adapters the engine has on its device now."""
+        for digest in self._warming.intersection(digests) if self._warming else ():
+            self._placements[digest].arrived.set()
 
-    def refused(self, message: PinRefused) -> None:
-        """The engine does not keep it."""
-        order = self._orders.get(message.digest)
-        if order is not None and order.stays:
-            log.warning("%s is not pinned: %s", order.request.adapter.revision, message.message)
-            self._end(order)
+    def pin_refused(self, message: PinRefused) -> None:
+        """Give up a pin that the engine refused."""
+        placement = self._placements.get(message.digest)
+        if placement is not None and placement.pinned:
+            log.warning("%s is not pinned: %s", placement.request.adapter.revision, message.message)
+            self._end(placement)
 
-    def _begin(self, request: AdapterRequest, *, stays: bool) -> None:
+    def _begin(self, request: AdapterRequest, *, pinned: bool) -> None:
         ref = request.adapter
         if ref.rank > self._max_rank:
             log.warning("%s: rank %d; this worker takes at most %d", ref.revision, ref.rank, self._max_rank)
             return
-        before = self._orders.get(ref.digest)
-        if before is not None and (before.stays or not stays):
-            return  # it is as asked for, or will be
+        before = self._placements.get(ref.digest)
+        if before is not None and (before.pinned or not pinned):
+            return  # the device has it as requested, or will
         if before is not None:
             self._end(before)
-        order = self._orders[ref.digest] = _Order(request, stays, self._fetcher.hold())
-        order.task = asyncio.get_running_loop().create_task(self._pin(order) if stays else self._warm(order))
+        placement = self._placements[ref.digest] = _DevicePlacement(request, pinned, self._fetcher.disk_pin())
+        work = self._pin(placement) if pinned else self._warm(placement)
+        placement.task = asyncio.get_running_loop().create_task(work)
 
     def _unpin(self, ref: AdapterRef) -> None:
-        for order in [one for one in self._orders.values() if one.stays and is_let_go(one.request.adapter, ref)]:
-            log.info("unpins %s", order.request.adapter.revision)
-            self._engine.send(Unpin(order.request.adapter.digest))
-            self._end(order)
+        pinned = [placement for placement in self._placements.values() if placement.pinned]
+        for placement in pinned:
+            if is_let_go(placement.request.adapter, ref):
+                log.info("unpins %s", placement.request.adapter.revision)
+                self._engine.send(Unpin(placement.request.adapter.digest))
+                self._end(placement)
 
-    async def _pin(self, order: _Order) -> None:
-        ref = order.request.adapter
+    async def _pin(self, placement: _DevicePlacement) -> None:
+        ref = placement.request.adapter
         while True:
             try:
-                source = await fetch_source(order.hold, ref, order.request.tenant)
+                source = await fetch_source(placement.disk_pin, ref, placement.request.tenant)
                 break
             except FetchFailedError as error:
                 if error.failure.code != "UNAVAILABLE":
                     log.warning("can't pin %s: %s", ref.revision, error)
-                    self._end(order)
+                    self._end(placement)
                     return
                 log.warning("can't pin %s yet: %s", ref.revision, error)
-                order.hold.release()
+                placement.disk_pin.release()
                 await asyncio.sleep(FETCH_AGAIN_S)
         log.info("pins %s", ref.revision)
         self._engine.send(Pin(source))
 
-    async def _warm(self, order: _Order) -> None:
-        ref = order.request.adapter
+    async def _warm(self, placement: _DevicePlacement) -> None:
+        ref = placement.request.adapter
         try:
-            source = await fetch_source(order.hold, ref, order.request.tenant)
+            source = await fetch_source(placement.disk_pin, ref, placement.request.tenant)
         except FetchFailedError as error:
             log.warning("can't warm %s: %s", ref.revision, error)
-            self._end(order)
+            self._end(placement)
             return
-        self._awaited.add(ref.digest)
+        self._warming.add(ref.digest)
         self._engine.send(Warm(source))
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(WARM_S):
-                await order.arrived.wait()
-        if not order.arrived.is_set():
+                await placement.arrived.wait()
+        if not placement.arrived.is_set():
             log.warning("%s is not warm after %g s: no slot, or it can't be loaded", ref.revision, WARM_S)
-            self._engine.send(Unpin(ref.digest))  # its files may go now
-        self._end(order)
+            self._engine.send(Unpin(ref.digest))  # the engine must not read files that the disk may remove
+        self._end(placement)
 
-    def _end(self, order: _Order) -> None:
-        """Release what an order holds, and forget it."""
-        digest = order.request.adapter.digest
-        del self._orders[digest]
-        self._awaited.discard(digest)
-        order.hold.release()
-        if order.task is not None and order.task is not asyncio.current_task():
-            order.task.cancel()
+    def _end(self, placement: _DevicePlacement) -> None:
+        """Forget a placement; the disk need not keep its adapter any more."""
+        digest = placement.request.adapter.digest
+        del self._placements[digest]
+        self._warming.discard(digest)
+        placement.disk_pin.release()
+        if placement.task is not None and placement.task is not asyncio.current_task():
+            placement.task.cancel()
 
     async def close(self) -> None:
-        """End all of them; the engine is gone or will be."""
-        ending = [order.task for order in self._orders.values() if order.task is not None]
-        for order in list(self._orders.values()):
-            self._end(order)
+        """End all placements; the engine is gone or will be."""
+        ending = [placement.task for placement in self._placements.values() if placement.task is not None]
+        for placement in list(self._placements.values()):
+            self._end(placement)
         await asyncio.gather(*ending, return_exceptions=True)

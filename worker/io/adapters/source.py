@@ -1,4 +1,4 @@
-"""A job's adapter, or the weighted set of them, on this worker's disk: what the engine is told to load."""
+"""A job's adapter, or the weighted set of adapters, on this worker's disk: what the engine loads."""
 
 from __future__ import annotations
 
@@ -10,38 +10,38 @@ from broker.messages import AdapterRef
 from worker.engine_api import AdapterPart, AdapterSource, Failure
 from worker.io.adapters.fetch import DiskPin, FetchFailedError
 
-# So often what may pass is tried again.
+# Seconds between two tries after a failure that may pass.
 FETCH_AGAIN_S = 0.25
 _MAY_PASS = frozenset({"UNAVAILABLE", "DATA_LOSS"})
 
 
-async def fetch_source(hold: DiskPin, ref: AdapterRef, tenant: str, *, again_s: float = 0.0) -> AdapterSource:
-    """Fetch what is not there yet, all parts of a set at once. Raises FetchFailedError.
+async def fetch_source(pin: DiskPin, ref: AdapterRef, tenant: str, *, retry_s: float = 0.0) -> AdapterSource:
+    """Fetch what is not on the disk yet, all parts of a set at once. Raises FetchFailedError.
 
-    For `again_s` seconds not at a failure that may pass.
+    A failure that may pass is tried again for `retry_s` seconds.
     """
-    until = time.monotonic() + again_s
+    until = time.monotonic() + retry_s
     while True:
         try:
-            return await _fetch_source(hold, ref, tenant)
+            return await _fetch_source(pin, ref, tenant)
         except FetchFailedError as error:
             if error.failure.code not in _MAY_PASS or time.monotonic() >= until:
                 raise
         await asyncio.sleep(FETCH_AGAIN_S)
 
 
-async def _fetch_source(hold: DiskPin, ref: AdapterRef, tenant: str) -> AdapterSource:
+async def _fetch_source(pin: DiskPin, ref: AdapterRef, tenant: str) -> AdapterSource:
     if not ref.parts:
-        return AdapterSource(ref.digest, str(await hold.fetch(ref, tenant)))
-    # A set's digest keys KV blocks and the slot, as a revision's does: it is checked as the bytes of one are.
+        return AdapterSource(ref.digest, str(await pin.fetch(ref, tenant)))
+    # A set's digest is the key of KV blocks and of the slot, as a revision's is: it is checked like a revision's bytes.
     if ref.digest != weighted_digest((part.adapter.digest, part.weight) for part in ref.parts):
         raise FetchFailedError(
             Failure("INTERNAL", "WRONG_DIGEST", f"{ref.digest} is not its parts' digest", "adapters")
         )
-    directories = await asyncio.gather(*(hold.fetch(part.adapter, tenant) for part in ref.parts))
+    directories = await asyncio.gather(*(pin.fetch(part.adapter, tenant) for part in ref.parts))
     parts = [
         AdapterPart(part.adapter.digest, str(directory), part.weight)
         for part, directory in zip(ref.parts, directories, strict=True)
     ]
-    # Always in the same order: sums of floats depend on it, and the digest does not.
+    # Always in the same order: a sum of floats depends on the order, the digest does not.
     return AdapterSource(ref.digest, parts=tuple(sorted(parts, key=lambda part: part.digest)))

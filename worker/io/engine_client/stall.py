@@ -1,4 +1,4 @@
-"""Whether the engine steps: its step beat, watched apart from everything that could wait for somebody."""
+"""The watch over the engine's steps, apart from everything that could wait for another process."""
 
 from __future__ import annotations
 
@@ -11,63 +11,65 @@ from worker.io.engine_client.process import EngineLostError, EngineProcess
 
 log = logging.getLogger(__name__)
 
+# Seconds between two looks at the engine's silence.
 LOOK_S = 0.1
 
 
-class Service(Protocol):
+class ServiceSwitch(Protocol):
     """Whether the cluster gives this worker jobs: worker.io.membership.presence.Presence."""
 
     @property
     def withdrawn(self) -> bool:
-        """Whether this worker is out of service."""
+        """Return whether this worker is out of service."""
 
     async def withdraw(self) -> None:
         """Take this worker out of service."""
 
-    async def come_back(self) -> None:
+    async def restore(self) -> None:
         """Put this worker back into service."""
 
 
-class Holder(Protocol):
-    """Who holds the jobs: worker.io.jobs.intake.Intake."""
+class StallHandler(Protocol):
+    """The jobs of an engine that may stall: worker.io.jobs.results.Results."""
 
     @property
     def runs_suspect(self) -> bool:
-        """Whether the engine runs a job that may end only where its engine dies of it."""
+        """Return whether the engine has a job that runs alone."""
 
     def engine_stalled(self) -> None:
-        """Give everything back."""
+        """Give every job back."""
 
 
 async def watch_steps(
-    engine: EngineProcess, presence: Service, holder: Holder, stall_s: float, replace_s: float
+    engine: EngineProcess, service: ServiceSwitch, handler: StallHandler, stall_s: float, replace_s: float
 ) -> None:
-    """Forever: after `stall_s` of silence this worker is none and gives its jobs back; after `replace_s` its engine is
-    ended.
+    """Watch the engine; never returns. Raises EngineLostError when it has ended the engine.
 
-    An engine is never silent: it tells every step, and without work that it lives. A suspect's has until `replace_s`:
-    a stall may pass, and a strike more ends the suspect, so that one must have cost its engine. Raises EngineLostError.
+    After `stall_s` seconds of silence the worker goes out of service and gives its jobs back; after `replace_s` the
+    engine is ended. An engine is never silent: it reports every step, and without work that it lives. An engine that
+    runs a suspect has until `replace_s`: a stall may pass, and another blame ends the suspect, so it must cost an
+    engine.
     """
     looked_at = time.monotonic()
     while True:
         await asyncio.sleep(LOOK_S)
         now = time.monotonic()
-        if now - looked_at > 5 * LOOK_S:  # it was we who stood still: what it said meanwhile is still unread
+        if now - looked_at > 5 * LOOK_S:  # this process stood still: messages of the meantime are still unread
             engine.expect()
         looked_at = now
         silent_s = engine.silent_s()
-        patience_s = replace_s if holder.runs_suspect else stall_s
+        patience_s = replace_s if handler.runs_suspect else stall_s
         if silent_s > replace_s:
             log.error("the engine has not stepped for %.1f s; ending it", silent_s)
             engine.kill()
             raise EngineLostError("the engine was ended")
-        if silent_s > patience_s and not presence.withdrawn:
+        if silent_s > patience_s and not service.withdrawn:
             log.error("the engine has not stepped for %.1f s; its jobs go on elsewhere", silent_s)
             engine.stalled = True
-            # Before the jobs go: none of them is to be kept for this worker again.
-            await presence.withdraw()
-            holder.engine_stalled()
-        elif silent_s <= patience_s and presence.withdrawn:
+            # First, so that no job that is given back is reserved for this worker again.
+            await service.withdraw()
+            handler.engine_stalled()
+        elif silent_s <= patience_s and service.withdrawn:
             log.warning("the engine steps again")
             engine.stalled = False
-            await presence.come_back()
+            await service.restore()

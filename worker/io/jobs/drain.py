@@ -1,4 +1,4 @@
-"""The end of a worker that was told to stop: short work ends here, the rest goes on elsewhere."""
+"""The drain of a worker that was told to stop: short jobs end here, the others are given back."""
 
 from __future__ import annotations
 
@@ -7,43 +7,44 @@ from typing import Protocol
 
 from worker.io.local_jobs.jobs import LocalJob, LocalJobs
 
-# The last part of the grace, in which what is left is handed over: one of its turns after the other, so that those
-# who take it over do not all prefill at once.
-HAND_OVER_SHARE = 0.4
+# Share of the drain's time, at its end, in which the jobs that are left are given back: a part of them every TURN_S, so
+# that the workers that take them over do not all prefill at once.
+GIVE_BACK_SHARE = 0.4
+# Seconds between two parts.
 TURN_S = 0.1
 
 
-class Holder(Protocol):
-    """Who holds the jobs: worker.io.jobs.intake.Intake."""
+class DrainedJobs(Protocol):
+    """The jobs to drain: worker.io.jobs.results.Results."""
 
     @property
-    def held(self) -> LocalJobs:
-        """The jobs."""
+    def jobs(self) -> LocalJobs:
+        """Return the local jobs."""
 
-    async def empties_within(self, most_s: float) -> bool:
-        """Wait until nothing is held; whether that is so."""
+    async def empties_within(self, timeout_s: float) -> bool:
+        """Wait until no job is left; returns whether that is so."""
 
-    def give_back(self, held: LocalJob) -> None:
+    def give_back(self, local: LocalJob) -> None:
         """Stop a job here, to go on elsewhere."""
 
 
-async def drain(holder: Holder, drain_s: float) -> None:
-    """Wait for what runs, then hand the rest over, what has longest to go first.
+async def drain(drained: DrainedJobs, drain_s: float) -> None:
+    """Wait for the jobs that run, then give the others back, those with the most tokens to go first.
 
-    Returns when the routers have all of it, or after `drain_s`.
+    Returns when the routers have all of them, or after `drain_s`.
     """
-    hand_over_s = HAND_OVER_SHARE * drain_s
-    if await holder.empties_within(drain_s - hand_over_s):
+    give_back_s = GIVE_BACK_SHARE * drain_s
+    if await drained.empties_within(drain_s - give_back_s):
         return
-    for left in range(max(1, round(hand_over_s / TURN_S)), 0, -1):
-        jobs = sorted((held for held in holder.held.all() if held.running), key=_to_go, reverse=True)
-        for held in jobs[: math.ceil(len(jobs) / left)]:
-            holder.give_back(held)
-        if await holder.empties_within(TURN_S):
+    for turns_left in range(max(1, round(give_back_s / TURN_S)), 0, -1):
+        running = sorted((local for local in drained.jobs.all() if local.running), key=_tokens_to_go, reverse=True)
+        for local in running[: math.ceil(len(running) / turns_left)]:
+            drained.give_back(local)
+        if await drained.empties_within(TURN_S):
             return
 
 
-def _to_go(held: LocalJob) -> int:
-    """The most tokens that a job may still make."""
-    stopping = held.job.stopping
-    return sum(stopping.max_tokens - choice.start - len(choice.ids) for choice in held.running)
+def _tokens_to_go(local: LocalJob) -> int:
+    """Return the most tokens that a job may still make."""
+    stopping = local.job.stopping
+    return sum(stopping.max_tokens - choice.start - len(choice.ids) for choice in local.running)

@@ -1,6 +1,9 @@
-"""From the queue into the engine: claims what there is room for, fetches its adapter, and hands it over.
+"""The way in of a job: claims what this worker has room for, fetches its adapter, and hands it to the engine.
 
-A job waits for its adapter outside the engine, so that a slow store costs nobody else anything.
+    queue ──claim──▶ accept ──▶ Add ──▶ engine
+                        └──▶ fetch the adapter ──▶ wait until nothing else runs (a suspect) ──▶ Add ──▶ engine
+
+A job waits for its adapter outside the engine, so that a slow store delays no other job.
 """
 
 from __future__ import annotations
@@ -9,285 +12,189 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Coroutine, Sequence
-from typing import Any
 
-from broker.messages import Job
+from broker.connection import REDIS_DOWN
+from broker.messages import Capacity, Job
 from broker.queue import JobQueue
+from broker.terms import Claimed
 from telemetry.logging import fields
-from worker.engine_api import EngineLimits, EngineStats, Failure
+from worker.engine_api import Failure
 from worker.io.adapters.fetch import AdapterFetcher, FetchFailedError
 from worker.io.adapters.source import fetch_source
 from worker.io.engine_client.process import EngineProcess
-from worker.io.jobs.claims import Claims
-from worker.io.jobs.telemetry import JobTelemetry
+from worker.io.jobs.capacity import free_capacity
+from worker.io.jobs.results import Results
 from worker.io.jobs.usage import UsageLog
-from worker.io.local_jobs.jobs import Ending, LocalChoice, LocalJob, LocalJobs, sequence_of
-from worker.io.metrics import FetchStats
-from worker.io.relay.links import RouterLinks
-from worker.ipc import Abort, Add, Begun, Ready, Refused, Stepped
+from worker.io.local_jobs.jobs import LocalJob, LocalJobState
+from worker.io.metrics import WorkerMetrics
+from worker.ipc import Add
 
 log = logging.getLogger(__name__)
 
-# An adapter that another worker had is to be had again: so long an answer that has begun asks for it.
+# Maximum seconds between two claims of an idle worker: a wake-up may be lost with its Redis.
+IDLE_S = 1.0
+# Seconds between two claims of a full worker, which only ask for adapters to prefetch and renew its free rows in Redis.
+FULL_S = 1.0
+# Seconds until a worker that could not take what waits claims again: something that fits may have come.
+FIT_S = 0.1
+# Seconds until the next claim after Redis did not answer.
+RETRY_S = 0.1
+# Seconds for which an answer that has begun asks again for an adapter that can't be fetched: another worker had it.
 BEGUN_FETCH_S = 15.0
 
 
 class Intake:
-    """One incarnation's jobs, from claim to the router's ack."""
+    """The claims of one engine session."""
 
     def __init__(
         self,
         base_digest: str,
-        engine: EngineProcess,
         queue: JobQueue,
+        engine: EngineProcess,
         fetcher: AdapterFetcher,
-        telemetry: JobTelemetry,
+        results: Results,
+        usage: UsageLog,
+        metrics: WorkerMetrics,
     ) -> None:
         self._base_digest = base_digest
+        self._queue = queue
         self._engine = engine
         self._fetcher = fetcher
-        self._telemetry = telemetry
-        self.held = LocalJobs()
-        self.usage = UsageLog(self.held, queue)
-        self._relay: RouterLinks | None = None
-        self.claims = Claims(
-            base_digest, queue, self.held, self.usage, engine, self._accept, fetcher.prefetch, telemetry.metrics
-        )
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._engine_lost = False
-        # Sequences that the engine was handed, and those of them that it did not take.
-        self._handed = self._refused = 0
+        self._results = results
+        self._jobs = results.jobs
+        self._usage = usage
+        self._metrics = metrics
+        self._claiming: asyncio.Task[Claimed] | None = None
+        self._preparing: set[asyncio.Task[None]] = set()
 
-    def use(self, relay: RouterLinks, ready: Ready) -> None:
-        """Where tokens go, and what the engine can take; before anything is claimed."""
-        self._relay = relay
-        self.claims.use(ready)
-
-    @property
-    def limits(self) -> EngineLimits:
-        """What the engine can take."""
-        return self.claims.limits
-
-    @property
-    def stats(self) -> EngineStats:
-        """What the engine said last."""
-        return self.claims.stats
-
-    @property
-    def disk(self) -> FetchStats:
-        """The adapters on disk."""
-        return self._fetcher.stats
-
-    @property
-    def relay(self) -> RouterLinks:
-        """The links to the routers."""
-        assert self._relay is not None, "use() comes first"
-        return self._relay
-
-    def _accept(self, jobs: Sequence[Job]) -> None:
-        """Hold claimed jobs: their routers are told before anything else happens."""
-        for job in jobs:
-            if self.held.get(job.job_id, job.attempt) is not None:  # an enqueue that was retried
+    async def run(self) -> None:
+        """Claim whatever there is room for; never returns."""
+        while True:
+            change = self._jobs.next_change
+            capacity = self._capacity()
+            full = capacity.rows <= 0
+            if full and await _is_set_within(change, FULL_S):
                 continue
-            held = self.held.add(job)
-            self.relay.claimed(held)
-            if self._engine_lost or self._engine.stalled:
-                self.give_back(held)
-                continue
-            if self._may_enter(job):
-                self._add(held, held.running[:1])
-                continue
-            held.entering = self._spawn(self._enter(held))
-
-    def _may_enter(self, job: Job) -> bool:
-        """Whether there is nothing that it must wait for."""
-        return job.adapter is None and not job.suspect and job.base_digest == self._base_digest
-
-    async def _enter(self, held: LocalJob) -> None:
-        job, began = held.job, time.monotonic()
-        if job.base_digest != self._base_digest:
-            message = f"the job is for base model {job.base_digest}, this worker serves {self._base_digest}"
-            self._end(held.running[0], Ending(failure=Failure("FAILED_PRECONDITION", "WRONG_BASE", message, "model")))
-            return
-        if job.adapter is not None:
             try:
-                held.hold = self._fetcher.hold()
-                held.source = await fetch_source(held.hold, job.adapter, job.tenant, again_s=_patience_s(job))
-            except FetchFailedError as error:
-                self._end(held.running[0], Ending(failure=error.failure))
-                return
-            except Exception:
-                log.exception("an adapter could not be fetched", extra=fields(job_id=job.job_id))
-                failure = Failure("INTERNAL", "FETCH_FAILED", f"{job.adapter.revision} could not be fetched", "adapter")
-                self._end(held.running[0], Ending(failure=failure))
-                return
-            held.fetched_at = time.monotonic()
-            for choice in held.running:
-                choice.adapter_ms = (held.fetched_at - began) * 1e3
-        if job.suspect:
-            await self._alone(held)
-        held.entering = None
-        # The first alone: once it has a token, the others find the prompt in the prefix cache.
-        self._add(held, held.running[:1])
+                # Shielded: jobs that the queue has given away must come in even when the worker is told to stop.
+                self._claiming = asyncio.create_task(self._claim(capacity))
+                self._claiming.add_done_callback(_retrieve_error)
+                claimed = await asyncio.shield(self._claiming)
+                if self._is_idle(full, claimed):
+                    # Ends at an enqueue, or when jobs that are reserved for another worker become free for all.
+                    await self._queue.wait_for_work(claimed.hold_ms / 1e3 or IDLE_S)
+            except REDIS_DOWN as error:
+                log.warning("the queue does not answer: %s", error)
+                await asyncio.sleep(RETRY_S)
+                continue
+            self._fetcher.prefetch(claimed.adapter_requests)
+            if not full and not claimed.jobs and claimed.waiting and self._jobs.running:
+                # What waits does not fit now: it will when a job here has ended, or another worker takes it.
+                await _is_set_within(change, claimed.hold_ms / 1e3 or FIT_S)
 
-    async def _alone(self, held: LocalJob) -> None:
-        """Wait until nothing else runs; meanwhile nothing is claimed."""
-        while any(choice.job is not held.job for choice in self.held.running):
-            await self.claims.change()
-
-    def _add(self, held: LocalJob, choices: Sequence[LocalChoice]) -> None:
-        if choices:
-            now = time.monotonic()
-            if not any(choice.in_engine for choice in self.held.running):  # else it owes a sign already
-                self._engine.expect()
-            for choice in choices:
-                self._handed += 1
-                choice.in_engine, choice.added_at, choice.place = True, now, self._handed
-            self._engine.send(Add([sequence_of(choice, held.source) for choice in choices]))
-
-    # What the engine says
-
-    def stepped(self, message: Stepped) -> None:
-        """Record and relay what a step made."""
-        self.claims.stats = message.stats
-        now = self._telemetry.stepped(message.outputs, message.stats)
-        for output in message.outputs:
-            choice = self.held.of_sequence(output.sequence_id)
-            if choice is not None and choice.ending is None:  # else it was cancelled meanwhile
-                choice.record(output, now, message.stats.steps)
-                self.relay.progressed(choice)
-                if choice.job.n > 1:
-                    self._add_siblings(choice.job)
-        # A step in which nothing ended has made no room.
-        if not message.outputs or any(output.finish for output in message.outputs):
-            self.claims.changed()
-
-    def _add_siblings(self, job: Job) -> None:
-        held = self.held.get(job.job_id, job.attempt)
-        if held is not None:
-            self._add(held, [choice for choice in held.running if not choice.in_engine])
-
-    def begun(self, message: Begun) -> None:
-        """The engine is about to compute the first of a sequence."""
-        choice = self.held.of_sequence(message.sequence_id)
-        if choice is not None:
-            choice.begun = True
-
-    def refused(self, message: Refused) -> None:
-        """The engine did not take a sequence."""
-        self._refused += 1
-        choice = self.held.of_sequence(message.sequence_id)
-        if choice is not None:
-            failure = Failure("INVALID_ARGUMENT", "REFUSED_BY_WORKER", message.message, message.field)
-            self._end(choice, Ending(failure=failure))
-
-    def _end(self, choice: LocalChoice, ending: Ending) -> None:
-        choice.ending = ending
-        self.relay.progressed(choice)
-        self.claims.changed()
-
-    # What the routers say (see worker.io.relay.links.Orders)
-
-    def acked(self, job_id: str, attempt: int) -> None:
-        """The router has all of it."""
-        held = self.held.pop(job_id, attempt)
-        if held is not None:
-            self.usage.ended(held)
-            self._telemetry.ended(held)
-            self._stop(held)  # one choice that failed ends its siblings
-        self.claims.changed()
-
-    def cancel(self, job_id: str, attempt: int) -> None:
-        """Stop it wherever it is, and forget it."""
-        held = self.held.pop(job_id, attempt)
-        if held is None:
-            return
-        self.usage.ended(held)
-        self._telemetry.ended(held)
-        self._stop(held)
-        self.claims.changed()
-
-    def cancel_choice(self, job_id: str, attempt: int, choice: int) -> None:
-        """Stop one answer of a job; the others go on."""
-        held = self.held.get(job_id, attempt)
-        stopped = held.drop(choice) if held is not None else None
-        if held is None or stopped is None:
-            return
-        if stopped.in_engine and stopped.ending is None:
-            self._engine.send(Abort([stopped.sequence_id]))
-        if held.entering is None and not any(sibling.in_engine for sibling in held.running):
-            self._add(held, held.running)  # it was the one that the others waited for
-        self.claims.changed()
-
-    def _stop(self, held: LocalJob) -> None:
-        if held.entering is not None:
-            held.entering.cancel()
-        if held.hold is not None:
-            held.hold.release()
-        aborted = [choice.sequence_id for choice in held.running if choice.in_engine]
-        if aborted:
-            self._engine.send(Abort(aborted))
-
-    def router_gone(self, address: str) -> None:
-        """Drop its jobs."""
-        for held in self.held.of_router(address):
-            self.cancel(held.job.job_id, held.job.attempt)
-
-    # The end
-
-    async def empties_within(self, most_s: float) -> bool:
-        """Wait until nothing is held, which is when the routers have all of it; whether that is so."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(most_s):
-                while self.held.all():
-                    await self.claims.change()
-        return not self.held.all()
-
-    def give_back(self, held: LocalJob, *, struck: bool = False) -> None:
-        """Stop a job here, to go on elsewhere."""
-        self._stop(held)
-        running, ending = held.running, Ending(struck=struck)
-        for choice in running:
-            choice.ending = ending
-        for choice in running[:1]:  # one says it for the whole job
-            self._end(choice, ending)
-
-    def engine_lost(self) -> None:
-        """Give everything back at once, and what is still claimed, each with whether the engine may have died of it."""
-        self._engine_lost = True
-        self._give_all_back()
-
-    def engine_stalled(self) -> None:
-        """The same, as long as the engine is stalled: its step may be one that never ends."""
-        self._give_all_back()
-
-    def _give_all_back(self) -> None:
-        taken, resident = self.stats.sequences_taken + self._refused, frozenset(self.stats.adapters)
-        for held in self.held.all():
-            self.give_back(held, struck=held.struck(taken, resident))
-
-    @property
-    def runs_suspect(self) -> bool:
-        """Whether the engine has a job that runs alone."""
-        return any(choice.in_engine and choice.job.suspect for choice in self.held.running)
+    async def finish_claim(self) -> None:
+        """Wait for the jobs of a claim that is under way; call it when `run` was cancelled."""
+        if self._claiming is not None:
+            await asyncio.wait({self._claiming})
 
     async def close(self) -> None:
         """End what is under way."""
-        await self.claims.close()
-        for task in tuple(self._tasks):
+        if self._claiming is not None:
+            self._claiming.cancel()
+            await self.finish_claim()
+        for task in tuple(self._preparing):
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        for held in self.held.all():  # the engine is gone or will be
-            self._stop(held)
+        await asyncio.gather(*self._preparing, return_exceptions=True)
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
+    async def _claim(self, capacity: Capacity) -> Claimed:
+        self._metrics.claims.inc()
+        with self._metrics.claim_time.time(), self._usage.last_reports() as reports:
+            claimed = await self._queue.claim(self._base_digest, capacity, reports)
+        self._metrics.claimed.inc(len(claimed.jobs))
+        for job in claimed.jobs:
+            self.accept(job)
+        return claimed
+
+    def _capacity(self) -> Capacity:
+        results = self._results
+        return free_capacity(self._jobs, results.limits, results.stats, stalled=self._engine.stalled)
+
+    def _is_idle(self, full: bool, claimed: Claimed) -> bool:
+        """Return whether there is room, and nothing waits that another claim could take now."""
+        if not claimed.waiting:  # another claim would only tell so again
+            return not full and self._capacity().rows > 0
+        return not full and not claimed.jobs and not self._jobs.running
+
+    def accept(self, job: Job) -> None:
+        """Take a claimed job. Its router is told before anything else happens."""
+        if self._jobs.get(job.job_id, job.attempt) is not None:  # an enqueue that was retried
+            return
+        local = self._jobs.add(job)
+        self._results.links.claimed(local)
+        if not self._results.accepting or self._engine.stalled:
+            self._results.give_back(local)
+        elif job.adapter is None and not job.suspect and job.base_digest == self._base_digest:
+            self._hand_over(local)
+        else:
+            local.preparing = asyncio.get_running_loop().create_task(self._prepare(local))
+            self._preparing.add(local.preparing)
+            local.preparing.add_done_callback(self._preparing.discard)
+
+    async def _prepare(self, local: LocalJob) -> None:
+        """Fetch the adapter, wait until a suspect is alone, and hand the job over; or fail it."""
+        job = local.job
+        if job.base_digest != self._base_digest:
+            message = f"the job is for base model {job.base_digest}, this worker serves {self._base_digest}"
+            self._results.fail(local, Failure("FAILED_PRECONDITION", "WRONG_BASE", message, "model"))
+            return
+        if job.adapter is not None:
+            failure = await self._fetch_adapter(local)
+            if failure is not None:
+                self._results.fail(local, failure)
+                return
+        if job.suspect:
+            local.enter(LocalJobState.WAITING_ALONE)  # meanwhile nothing is claimed
+            while any(choice.job is not job for choice in self._jobs.running):
+                await self._jobs.next_change.wait()
+        self._hand_over(local)
+
+    async def _fetch_adapter(self, local: LocalJob) -> Failure | None:
+        """Fetch what the job's adapter consists of; returns why that failed."""
+        job, began = local.job, time.monotonic()
+        assert job.adapter is not None
+        local.enter(LocalJobState.FETCHING_ADAPTER)
+        local.pin = self._fetcher.disk_pin()
+        retry_s = BEGUN_FETCH_S if any(job.emitted.values()) else 0.0
+        try:
+            local.source = await fetch_source(local.pin, job.adapter, job.tenant, retry_s=retry_s)
+        except FetchFailedError as error:
+            return error.failure
+        except Exception:
+            log.exception("an adapter could not be fetched", extra=fields(job_id=job.job_id))
+            return Failure("INTERNAL", "FETCH_FAILED", f"{job.adapter.revision} could not be fetched", "adapter")
+        local.fetched_at = time.monotonic()
+        for choice in local.running:
+            choice.adapter_ms = (local.fetched_at - began) * 1e3
+        return None
+
+    def _hand_over(self, local: LocalJob) -> None:
+        """Hand the first answer to the engine. Its siblings follow once it has a token (Results)."""
+        local.enter(LocalJobState.IN_ENGINE)
+        if not self._jobs.any_in_engine:  # otherwise the engine owes a message already
+            self._engine.expect()
+        self._engine.send(Add(self._jobs.hand_over(local, local.waiting[:1])))
 
 
-def _patience_s(job: Job) -> float:
-    """How long a job asks for an adapter that is not to be had: not at all, unless its answer has begun."""
-    return BEGUN_FETCH_S if any(job.emitted.values()) else 0.0
+async def _is_set_within(event: asyncio.Event, timeout_s: float) -> bool:
+    """Wait for an event; returns whether it is set."""
+    # Not wait_for: in Python 3.11 that loses a cancellation which comes together with the event.
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(timeout_s):
+            await event.wait()
+    return event.is_set()
+
+
+def _retrieve_error(claiming: asyncio.Task[Claimed]) -> None:
+    """Retrieve the error of a claim whose waiter was cancelled, so that asyncio does not log it."""
+    if not claiming.cancelled():
+        claiming.exception()

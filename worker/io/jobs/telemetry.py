@@ -1,6 +1,6 @@
-"""What the jobs of a worker leave behind: where each one's time went, as metrics and as spans of its request's trace.
+"""Metrics and spans of the jobs of a worker: where the time of each one went.
 
-Told when a job is held no more, from times that were written down meanwhile: the hot path pays for those alone.
+All is observed when a job is removed, from times that were written down meanwhile: the hot path pays for those alone.
 
 claimed ── adapter fetch ── adapter load ── prefill ── decode ──▶ ended
 """
@@ -13,14 +13,16 @@ from opentelemetry.trace import Span, SpanKind
 
 from telemetry.tracing import Attributes, Spans
 from worker.engine_api import EngineStats, Output
-from worker.io.local_jobs.jobs import LocalChoice, LocalJob
+from worker.io.local_jobs.choice import LocalChoice
+from worker.io.local_jobs.jobs import LocalJob
 from worker.io.metrics import WorkerMetrics
 
+# Outcomes of a job at this worker.
 FINISHED, FAILED, RETURNED, CANCELLED = "finished", "failed", "returned", "cancelled"
 
 
 class JobTelemetry:
-    """One worker's, over all lives of its engine."""
+    """The telemetry of one worker, over all its engine sessions."""
 
     def __init__(self, metrics: WorkerMetrics, spans: Spans, worker_id: str) -> None:
         self.metrics = metrics
@@ -28,11 +30,11 @@ class JobTelemetry:
         self.worker_id = worker_id
         for outcome in (FINISHED, FAILED, RETURNED, CANCELLED):
             metrics.ended.labels(outcome)
-        # When the last step gave tokens, while steps follow each other.
+        # Time of the last step that gave tokens, while steps follow each other.
         self._stepped_at: float | None = None
 
     def stepped(self, outputs: list[Output], stats: EngineStats) -> float:
-        """A step has come: the time that counts for it."""
+        """Observe a step that has just come; returns the monotonic time that counts for its outputs."""
         now = time.monotonic()
         if outputs:
             if self._stepped_at is not None:
@@ -42,60 +44,61 @@ class JobTelemetry:
         self._stepped_at = now if outputs and stats.rows_running else None
         return now
 
-    def ended(self, held: LocalJob) -> None:
-        """A job is held no more."""
-        outcome = _outcome(held)
+    def ended(self, local: LocalJob) -> None:
+        """Observe a job that is removed."""
+        outcome = _outcome(local)
         self.metrics.ended.labels(outcome).inc()
-        self.metrics.tenant_tokens.labels(self.metrics.tenants.bounded(held.job.tenant)).inc(held.tokens)
-        if held.fetched_at is not None:
-            self.metrics.fetch_wait.observe(held.fetched_at - held.claimed_at)
-        for choice in held.choices.values():
-            if choice.first_at is not None and choice.added_at is not None:
+        self.metrics.tenant_tokens.labels(self.metrics.tenants.bounded(local.job.tenant)).inc(local.tokens)
+        if local.fetched_at is not None:
+            self.metrics.fetch_wait.observe(local.fetched_at - local.claimed_at)
+        for choice in local.choices.values():
+            if choice.first_at is not None and choice.handed_over_at is not None:
+                load_s = choice.load_ms / 1e3
                 if choice.job.adapter is not None:
-                    self.metrics.load_wait.observe(choice.load_ms / 1e3)
-                self.metrics.prefill_time.observe(max(0.0, choice.first_at - choice.added_at - choice.load_ms / 1e3))
+                    self.metrics.load_wait.observe(load_s)
+                self.metrics.prefill_time.observe(max(0.0, choice.first_at - choice.handed_over_at - load_s))
                 self.metrics.decode_time.observe(choice.last_at - choice.first_at)
-        if self._spans.on and held.job.traceparent:
-            self._trace(held, outcome)
+        if self._spans.on and local.job.traceparent:
+            self._trace(local, outcome)
 
-    def _trace(self, held: LocalJob, outcome: str) -> None:
-        job = held.job
+    def _trace(self, local: LocalJob, outcome: str) -> None:
+        job = local.job
         attributes: Attributes = {
             "loraplex.worker": self.worker_id,
             "loraplex.job": job.job_id,
             "loraplex.attempt": job.attempt,
             "loraplex.outcome": outcome,
-            "gen_ai.usage.output_tokens": held.tokens,
+            "gen_ai.usage.output_tokens": local.tokens,
         }
-        span = self._spans.begin("attempt", job.traceparent, attributes, kind=SpanKind.CONSUMER, at_s=held.claimed_at)
+        span = self._spans.begin("attempt", job.traceparent, attributes, kind=SpanKind.CONSUMER, at_s=local.claimed_at)
         if span is None:
             return
-        if held.fetched_at is not None and job.adapter is not None:
+        if local.fetched_at is not None and job.adapter is not None:
             revision = {"loraplex.adapter": job.adapter.revision}
-            self._spans.record("adapter fetch", span, held.claimed_at, held.fetched_at, revision)
-        for choice in held.choices.values():
+            self._spans.record("adapter fetch", span, local.claimed_at, local.fetched_at, revision)
+        for choice in local.choices.values():
             self._trace_choice(span, choice)
         self._spans.end(span, error=outcome if outcome == FAILED else "")
 
     def _trace_choice(self, span: Span, choice: LocalChoice) -> None:
-        if choice.added_at is None:
+        if choice.handed_over_at is None:
             return
-        which: Attributes = {"loraplex.choice": choice.choice}
-        loaded_at = choice.added_at + choice.load_ms / 1e3
+        number: Attributes = {"loraplex.choice": choice.choice}
+        loaded_at = choice.handed_over_at + choice.load_ms / 1e3
         if choice.job.adapter is not None:
-            self._spans.record("adapter load", span, choice.added_at, loaded_at, which)
+            self._spans.record("adapter load", span, choice.handed_over_at, loaded_at, number)
         if choice.first_at is None:
             return
-        prefill = {**which, "loraplex.step": choice.first_step, "loraplex.prompt_tokens_cached": choice.cached_tokens}
+        prefill = {**number, "loraplex.step": choice.first_step, "loraplex.prompt_tokens_cached": choice.cached_tokens}
         self._spans.record("prefill", span, loaded_at, choice.first_at, prefill)
-        decode = {**which, "loraplex.first_step": choice.first_step, "loraplex.last_step": choice.last_step}
+        decode = {**number, "loraplex.first_step": choice.first_step, "loraplex.last_step": choice.last_step}
         self._spans.record("decode", span, choice.first_at, choice.last_at, decode)
 
 
-def _outcome(held: LocalJob) -> str:
-    endings = [choice.ending for choice in held.choices.values()]
+def _outcome(local: LocalJob) -> str:
+    endings = [choice.ending for choice in local.choices.values()]
     if any(ending is not None and ending.failure is not None for ending in endings):
         return FAILED
-    if held.returned:
+    if local.returned:
         return RETURNED
     return FINISHED if endings and all(ending is not None for ending in endings) else CANCELLED

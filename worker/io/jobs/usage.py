@@ -1,4 +1,4 @@
-"""Tells the queue what this worker's jobs have made, for their tenants' counters."""
+"""Reports to the queue of the tokens that local jobs have made, for their tenants' counters."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from worker.io.local_jobs.jobs import LocalJob, LocalJobs
 
 
 class UsageLog:
-    """Reports are counts since the attempt's start: one that comes twice does no harm. Redis may be down."""
+    """The usage of local jobs. Reports count from the attempt's start, so that one that comes twice does no harm."""
 
-    def __init__(self, held: LocalJobs, queue: JobQueue) -> None:
-        self._held = held
+    def __init__(self, jobs: LocalJobs, queue: JobQueue) -> None:
+        self._jobs = jobs
         self._queue = queue
         self._ended: list[Usage] = []
 
-    def ended(self, held: LocalJob) -> None:
-        """A job is held no more."""
-        self._ended.append(_usage(held, ended=True))
+    def ended(self, local: LocalJob) -> None:
+        """Keep the last report of a job that is removed."""
+        self._ended.append(_usage(local, ended=True))
 
     @contextmanager
     def last_reports(self) -> Iterator[Sequence[Usage]]:
-        """Those of jobs that are held no more, to be told to the queue inside; an error there keeps them."""
+        """Hand out the last reports of removed jobs, to be sent inside the context; an error there keeps them."""
         ended, self._ended = self._ended, []
         try:
             yield ended
@@ -33,11 +33,11 @@ class UsageLog:
             raise
 
     async def report(self) -> None:
-        """These, and what the others have made so far."""
+        """Send the last reports, and one for each job that is here. Raises what a Redis that is down raises."""
         with self.last_reports() as ended:
             await self._queue.charge(ended)
-        await self._queue.charge([_usage(held, ended=False) for held in self._held.all()])
+        await self._queue.charge([_usage(local, ended=False) for local in self._jobs.all()])
 
 
-def _usage(held: LocalJob, *, ended: bool) -> Usage:
-    return Usage(held.job.job_id, held.job.attempt, held.tokens, ended=ended, ran=held.ran)
+def _usage(local: LocalJob, *, ended: bool) -> Usage:
+    return Usage(local.job.job_id, local.job.attempt, local.tokens, ended=ended, ran=local.ran)

@@ -1,220 +1,229 @@
-"""The jobs that this worker holds, each with the ids it has made: kept until the router acks, so that it can rewind."""
+"""The jobs that this worker has claimed, by job id and attempt, each kept until its router acks or cancels it.
+
+CLAIMED ──▶ FETCHING_ADAPTER ──▶ WAITING_ALONE ──▶ IN_ENGINE ──▶ ENDED    ──▶ REMOVED
+   └───────────────┴───────────────────┴───────────────┴──────▶ RETURNED ──▶
+                        (any of the first three may be followed by any later one)
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 
 from broker.messages import Job
-from worker.engine_api import (
-    AdapterSource,
-    Failure,
-    FinishKind,
-    NewSequence,
-    Output,
-    Sampling,
-    Stopping,
-    TokenLogprobs,
-)
+from worker.engine_api import AdapterSource, NewSequence
 from worker.io.adapters.fetch import DiskPin
+from worker.io.local_jobs.choice import Ending, LocalChoice, LocalChoiceState, sequence_of
 
-# A token clears a job of an engine's death, but only in so many attempts: some may always give one before they kill.
+# Number of attempts in which a token clears a job of an engine's death. A job that always gives a token before it kills
+# its engine would otherwise never be blamed.
 CLEARED_ATTEMPTS = 5
 
 
-@dataclass(frozen=True, slots=True)
-class Ending:
-    """How an answer ends here. Neither kind nor failure: it is given back, to go on elsewhere.
+class LocalJobState(Enum):
+    """The states of a job in this worker."""
 
-    `struck`: given back since the engine died, perhaps of it.
-    """
-
-    kind: FinishKind | None = None
-    failure: Failure | None = None
-    struck: bool = False
-
-    @property
-    def returned(self) -> bool:
-        """Whether the job is given back."""
-        return self.kind is None and self.failure is None
+    CLAIMED = "claimed"
+    FETCHING_ADAPTER = "fetching its adapter"
+    WAITING_ALONE = "waiting to run alone"
+    IN_ENGINE = "in the engine"
+    ENDED = "ended"  # every answer has finished, failed or been dropped; kept until the router acks
+    RETURNED = "given back"  # to go on at another worker; kept until the router acks
+    REMOVED = "removed"  # acked or cancelled
 
 
-@dataclass(slots=True, eq=False)
-class LocalChoice:
-    """One answer of a held job. `ids` were made here, after the `start` ids of earlier attempts."""
-
-    job: Job
-    choice: int
-    ids: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
-    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
-    ending: Ending | None = None
-    adapter_ms: float = 0.0
-    cached_tokens: int = 0
-    # How many of `ids` have been handed to the link.
-    sent: int = 0
-    in_engine: bool = False
-    # Which of all sequences that the engine was handed it is, from 1 on, and whether the engine has begun it.
-    place: int = 0
-    begun: bool = False
-    # When it was handed to the engine, and of that time how long it waited for its adapter; when its first and its last
-    # token came, and the steps that made them.
-    added_at: float | None = None
-    load_ms: float = 0.0
-    first_at: float | None = None
-    last_at: float = 0.0
-    first_step: int = 0
-    last_step: int = 0
-
-    @property
-    def start(self) -> int:
-        """How many ids earlier attempts had made."""
-        return len(self.job.emitted.get(self.choice, ()))
-
-    @property
-    def sequence_id(self) -> str:
-        """Its name in the engine."""
-        return f"{self.job.attempt}/{self.choice}/{self.job.job_id}"
-
-    def record(self, output: Output, at_s: float = 0.0, step: int = 0) -> None:
-        """Keep what a step, which came at this time of the monotonic clock, made of it."""
-        if not self.ids:
-            self.load_ms = output.adapter_ms or 0.0
-            self.adapter_ms += self.load_ms
-            if output.token_ids:
-                self.first_at, self.first_step = at_s, step
-            self.cached_tokens = output.cached_tokens or 0
-            self.prompt_logprobs = output.prompt_logprobs
-        self.last_at, self.last_step = at_s, step
-        self.ids.extend(output.token_ids)
-        self.logprobs.extend(output.logprobs)
-        if output.finish is not None:
-            kind = None if output.finish is FinishKind.FAILED else output.finish
-            self.ending = Ending(kind, output.failure)
-
-    def rewind(self, offset: int) -> None:
-        """Send again from this offset, a count over all attempts."""
-        self.sent = max(0, min(offset - self.start, len(self.ids)))
+_OUT = frozenset({LocalJobState.ENDED, LocalJobState.RETURNED, LocalJobState.REMOVED})
+_TRANSITIONS: dict[LocalJobState, frozenset[LocalJobState]] = {
+    LocalJobState.CLAIMED: _OUT
+    | {LocalJobState.FETCHING_ADAPTER, LocalJobState.WAITING_ALONE, LocalJobState.IN_ENGINE},
+    LocalJobState.FETCHING_ADAPTER: _OUT | {LocalJobState.WAITING_ALONE, LocalJobState.IN_ENGINE},
+    LocalJobState.WAITING_ALONE: _OUT | {LocalJobState.IN_ENGINE},
+    LocalJobState.IN_ENGINE: _OUT,
+    LocalJobState.ENDED: frozenset({LocalJobState.REMOVED}),
+    LocalJobState.RETURNED: frozenset({LocalJobState.REMOVED}),
+    LocalJobState.REMOVED: frozenset(),
+}
 
 
 @dataclass(slots=True, eq=False)
 class LocalJob:
-    """A claimed job with its choices. `hold` keeps its adapter on disk while the engine may read it."""
+    """A claimed job with its answers. `pin` keeps its adapter on disk while the engine may read it."""
 
     job: Job
     choices: dict[int, LocalChoice]
-    hold: DiskPin | None = None
-    claimed_at: float = field(default_factory=time.monotonic)
-    # When its adapter was on the disk; None: it has none, or never was.
-    fetched_at: float | None = None
-    # What gets it into the engine; None once it is there.
-    entering: asyncio.Task[None] | None = None
+    pin: DiskPin | None = None
     source: AdapterSource | None = None
-    # Of answers that were stopped on their own.
+    # Task that brings it into the engine; None: it goes there directly.
+    preparing: asyncio.Task[None] | None = None
+    # Times of the monotonic clock in seconds; `fetched_at` is None without an adapter on the disk.
+    claimed_at: float = field(default_factory=time.monotonic)
+    fetched_at: float | None = None
+    _state: LocalJobState = LocalJobState.CLAIMED
+    # Of dropped answers: ids made here, and whether one was handed to the engine.
     _dropped_tokens: int = 0
     _dropped_ran: bool = False
 
     @property
+    def state(self) -> LocalJobState:
+        """Return the state."""
+        return self._state
+
+    @property
+    def preparing_for_engine(self) -> bool:
+        """Return whether it has yet to come into the engine."""
+        return self._state not in _OUT and self._state is not LocalJobState.IN_ENGINE
+
+    @property
+    def running(self) -> list[LocalChoice]:
+        """Return the answers that take a row of the engine, or will."""
+        return [choice for choice in self.choices.values() if choice.running]
+
+    @property
+    def waiting(self) -> list[LocalChoice]:
+        """Return the answers that are not handed to the engine yet."""
+        return [choice for choice in self.choices.values() if choice.state is LocalChoiceState.WAITING]
+
+    @property
+    def returned(self) -> list[LocalChoice]:
+        """Return the answers that are given back."""
+        return [choice for choice in self.choices.values() if choice.ending is not None and choice.ending.returned]
+
+    @property
     def tokens(self) -> int:
-        """Ids made here, of all answers, those that were stopped as well."""
+        """Return the number of ids made here, those of dropped answers included."""
         return self._dropped_tokens + sum(len(choice.ids) for choice in self.choices.values())
 
     @property
     def ran(self) -> bool:
-        """Whether any of it has been handed to the engine."""
-        return self._dropped_ran or any(choice.in_engine for choice in self.choices.values())
+        """Return whether any of its answers was handed to the engine."""
+        return self._dropped_ran or any(choice.handover_number for choice in self.choices.values())
 
-    def struck(self, taken: int, resident: Collection[str]) -> bool:
-        """Whether the engine, if it died now, may have died of it: an answer that no step has given a token yet.
+    def may_have_killed(self, taken: int, resident: Collection[str]) -> bool:
+        """Return whether the engine, if it died now, may have died of this job: no step has given an answer a token.
 
-        A step that computes a part of its prompt clears nobody: what kills may lie in the next part. One that runs
-        alone is never cleared, nor one that comes for more than the CLEARED_ATTEMPTS. One that waits in the engine is
-        no cause: it is among the `taken` sequences that the engine has told of, has not begun, and needs no adapter to
-        be loaded, since that is `resident`.
+        A step that computes a part of the prompt clears no job: the cause may lie in the next part. A job that runs
+        alone is never cleared, nor one beyond CLEARED_ATTEMPTS. An answer that only waits in the engine is no cause: it
+        is among the `taken` sequences that the engine has reported, has not begun, and its adapter is `resident`.
         """
         loads = self.source is not None and self.source.digest not in resident
-        handed = (choice for choice in self.running if choice.in_engine)
-        touched = (choice for choice in handed if choice.begun or choice.place > taken or loads)
+        touched = (
+            choice
+            for choice in self.choices.values()
+            if choice.in_engine and (choice.state is LocalChoiceState.BEGUN or choice.handover_number > taken or loads)
+        )
         never_cleared = self.job.suspect or self.job.attempt > CLEARED_ATTEMPTS
         return any(never_cleared or not choice.ids for choice in touched)
 
-    @property
-    def returned(self) -> list[LocalChoice]:
-        """Choices that say that the job is given back."""
-        return [choice for choice in self.choices.values() if choice.ending is not None and choice.ending.returned]
+    def enter(self, state: LocalJobState) -> None:
+        """Change the state. Raises RuntimeError where the present one does not allow it."""
+        if state not in _TRANSITIONS[self._state]:
+            name = f"{self.job.job_id}, attempt {self.job.attempt},"
+            raise RuntimeError(f"job {name} is {self._state.value} and cannot become {state.value}")
+        self._state = state
+
+    def end_choices(self, state: LocalJobState, ending: Ending) -> list[LocalChoice]:
+        """End all answers that run, and the job with them; returns those answers."""
+        ended = self.running
+        for choice in ended:
+            choice.end(ending)
+        self.enter(state)
+        return ended
+
+    def end_if_done(self) -> None:
+        """Enter ENDED once no answer runs any more."""
+        if self._state not in _OUT and not self.running:
+            self.enter(LocalJobState.ENDED)
 
     def drop(self, choice: int) -> LocalChoice | None:
-        """DiskPin one of its answers no longer; None: it does not."""
-        stopped = self.choices.pop(choice, None)
-        if stopped is not None:
-            self._dropped_tokens += len(stopped.ids)
-            self._dropped_ran = self._dropped_ran or stopped.in_engine
-        return stopped
-
-    @property
-    def running(self) -> list[LocalChoice]:
-        """Choices that take a row, or will."""
-        return [choice for choice in self.choices.values() if choice.ending is None]
+        """Remove an answer; None: there is none of this number."""
+        dropped = self.choices.pop(choice, None)
+        if dropped is not None:
+            dropped.drop()
+            self._dropped_tokens += len(dropped.ids)
+            self._dropped_ran = self._dropped_ran or bool(dropped.handover_number)
+        return dropped
 
 
 class LocalJobs:
-    """All of them, by job and attempt; another attempt of a job is another entry."""
+    """All local jobs; another attempt of a job is another entry."""
 
     def __init__(self) -> None:
         self._jobs: dict[tuple[str, int], LocalJob] = {}
+        self._sequences: dict[str, LocalChoice] = {}
+        self._handed_over = 0
+        # Set, and replaced, at the next change of what is here or of what the engine has room for.
+        self.next_change = asyncio.Event()
+
+    def changed(self) -> None:
+        """Wake all that wait for `next_change`."""
+        self.next_change.set()
+        self.next_change = asyncio.Event()
 
     @property
     def running(self) -> list[LocalChoice]:
-        """Answers that take a row, or will."""
-        return [choice for held in self._jobs.values() for choice in held.running]
+        """Return all answers that take a row of the engine, or will."""
+        return [choice for local in self._jobs.values() for choice in local.choices.values() if choice.running]
 
-    def add(self, job: Job) -> LocalJob:
-        """DiskPin a claimed job."""
-        choices = {choice: LocalChoice(job, choice) for choice in range(job.n) if choice not in job.done}
-        held = self._jobs[job.job_id, job.attempt] = LocalJob(job, choices)
-        return held
+    @property
+    def any_in_engine(self) -> bool:
+        """Return whether the engine has a sequence of any job."""
+        return any(choice.in_engine for choice in self._sequences.values())
+
+    def all(self) -> tuple[LocalJob, ...]:
+        """Return every job."""
+        return tuple(self._jobs.values())
 
     def get(self, job_id: str, attempt: int) -> LocalJob | None:
-        """A held job."""
+        """Return a job, if it is here."""
         return self._jobs.get((job_id, attempt))
 
     def of_sequence(self, sequence_id: str) -> LocalChoice | None:
-        """The held answer of an engine's sequence."""
-        attempt, choice, job_id = sequence_id.split("/", 2)
-        held = self._jobs.get((job_id, int(attempt)))
-        return held.choices.get(int(choice)) if held else None
-
-    def pop(self, job_id: str, attempt: int) -> LocalJob | None:
-        """DiskPin it no longer."""
-        return self._jobs.pop((job_id, attempt), None)
+        """Return the answer of an engine's sequence, if it is here."""
+        return self._sequences.get(sequence_id)
 
     def of_router(self, address: str) -> list[LocalJob]:
-        """What is held for one router."""
-        return [held for held in self._jobs.values() if held.job.reply_to == address]
+        """Return the jobs of one router."""
+        return [local for local in self._jobs.values() if local.job.reply_to == address]
 
-    def all(self) -> tuple[LocalJob, ...]:
-        """Every held job."""
-        return tuple(self._jobs.values())
+    def add(self, job: Job) -> LocalJob:
+        """Add a claimed job."""
+        choices = {choice: LocalChoice(job, choice) for choice in range(job.n) if choice not in job.done}
+        local = self._jobs[job.job_id, job.attempt] = LocalJob(job, choices)
+        self._sequences.update((choice.sequence_id, choice) for choice in choices.values())
+        return local
 
+    def remove(self, job_id: str, attempt: int) -> LocalJob | None:
+        """Remove a job, and return it; None: it is not here. Its answers keep their states."""
+        local = self._jobs.pop((job_id, attempt), None)
+        if local is not None:
+            local.enter(LocalJobState.REMOVED)
+            for choice in local.choices.values():
+                del self._sequences[choice.sequence_id]
+        return local
 
-def sequence_of(held: LocalChoice, adapter: AdapterSource | None) -> NewSequence:
-    """What the engine is asked for."""
-    job = held.job
-    return NewSequence(
-        sequence_id=held.sequence_id,
-        prompt_ids=job.prompt_ids,
-        emitted_ids=job.emitted.get(held.choice, ()),
-        adapter=adapter,
-        choice=held.choice,
-        logprobs=job.logprobs,
-        # Once is enough, and a later attempt has told it already.
-        prompt_logprobs=job.prompt_logprobs if held.choice == 0 and not held.start else None,
-        sampling=Sampling.seeded(job.sampling, job.seed),
-        stopping=Stopping(
-            job.stopping.max_tokens, job.stopping.min_tokens, job.stopping.stop_token_ids, job.stopping.ignore_eos
-        ),
-        # Its priority has done its work in the claim: in an engine it would put it before other tenants' sequences.
-        tenant=job.tenant,
-    )
+    def drop_choice(self, local: LocalJob, choice: int) -> LocalChoice | None:
+        """Remove one answer of a job, and return it; None: it is not here."""
+        dropped = local.drop(choice)
+        if dropped is not None:
+            del self._sequences[dropped.sequence_id]
+        return dropped
+
+    def hand_over(self, local: LocalJob, choices: Sequence[LocalChoice]) -> list[NewSequence]:
+        """Note that the engine gets these answers, and build their sequences."""
+        now = time.monotonic()
+        for choice in choices:
+            self._handed_over += 1
+            choice.hand_over(self._handed_over, now)
+        return [sequence_of(choice, local.source) for choice in choices]
+
+    async def empties_within(self, timeout_s: float) -> bool:
+        """Wait until every job is removed, at most `timeout_s`; returns whether that is so."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while self._jobs:
+                    await self.next_change.wait()
+        return not self._jobs

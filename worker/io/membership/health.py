@@ -1,4 +1,4 @@
-"""Whether this worker serves: grpc.health.v1 at a port of its own; the log says what it waits for."""
+"""The worker's health: grpc.health.v1 at a port of its own."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ log = logging.getLogger(__name__)
 
 
 class WorkerHealth:
-    """NOT_SERVING from its start until `serves`."""
+    """The health server, NOT_SERVING from its start until `set_serving`."""
 
     def __init__(self, host: str) -> None:
         self._host = host
@@ -24,14 +24,10 @@ class WorkerHealth:
         await self._server.start()
         log.info("health at %s", self.address)
 
-    async def serves(self) -> None:
-        """It takes work from now on."""
-        await self._server.set_serving(True)
-
-    async def serves_not(self) -> None:
-        """It takes none."""
-        await self._server.set_serving(False)
+    async def set_serving(self, serving: bool) -> None:
+        """Answer SERVING or NOT_SERVING from now on."""
+        await self._server.set_serving(serving)
 
     async def close(self) -> None:
-        """Answer no more."""
+        """Stop listening."""
         await self._server.stop(0)

@@ -1,7 +1,7 @@
-"""One incarnation of a worker as the others see it: its key in Redis and its health, which change together.
+"""An engine session as the cluster sees it: its liveness key in Redis and its health, which change together.
 
-One task writes the key, so that no beat comes after its removal; a Redis that hangs delays neither the health nor
-whoever calls.
+One task writes the key, so that no beat comes after its removal. A Redis that hangs delays neither the health nor the
+callers.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from worker.io.membership.health import WorkerHealth
 
 log = logging.getLogger(__name__)
 
-# So long one beat may take: its key dies by itself when Redis hangs.
-TELL_S = 1.0
+# Timeout in seconds for one beat. Without beats the key expires on its own.
+BEAT_TIMEOUT_S = 1.0
 
 
 class Presence:
-    """`state` is asked for what a beat says of the phase; `report` tells Redis the rest, with every beat."""
+    """The presence of one incarnation. Each beat writes what `state` returns for the phase, and awaits `report`."""
 
     def __init__(
         self,
@@ -40,52 +40,52 @@ class Presence:
         self._report = report
         self._phase = WorkerPhase.SERVING
         self._changed = asyncio.Event()
-        # Whether the key is taken away, though this process lives.
+        # Whether the key is removed although this process lives.
         self.withdrawn = False
 
-    async def serve(self) -> None:
-        """The first beat, then health: who claims a job must live."""
-        await self._tell()
-        await self._health.serves()
+    async def announce(self) -> None:
+        """Write the key, then turn the health to SERVING: only a live worker may claim."""
+        await self._write()
+        await self._health.set_serving(True)
 
     async def beat(self) -> None:
-        """Forever: say that we live, or see to it that nothing says so."""
+        """Write the key every BEAT_MS, and at every change; never returns."""
         while True:
             # Not wait_for: in Python 3.11 that loses a cancellation which comes together with the event.
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(BEAT_MS / 1e3):
                     await self._changed.wait()
             self._changed.clear()
-            await self._tell()
+            await self._write()
 
     async def withdraw(self) -> None:
-        """The engine does not step: no key, NOT_SERVING, both at once."""
+        """Remove the key and turn the health to NOT_SERVING: the engine does not step."""
         self.withdrawn = True
         self._changed.set()
-        await self._health.serves_not()
+        await self._health.set_serving(False)
 
-    async def come_back(self) -> None:
-        """The engine steps again."""
+    async def restore(self) -> None:
+        """Write the key again, with the health that goes with the phase: the engine steps again."""
         self.withdrawn = False
         self._changed.set()
         if self._phase is WorkerPhase.SERVING:
-            await self._health.serves()
+            await self._health.set_serving(True)
 
-    async def drain(self) -> None:
-        """It takes no more work, though what it holds goes on."""
+    async def announce_draining(self) -> None:
+        """Announce that the worker takes no more jobs, though those that it has go on."""
         self._phase = WorkerPhase.DRAINING
         self._changed.set()
-        await self._health.serves_not()
+        await self._health.set_serving(False)
 
     async def leave(self) -> None:
-        """The incarnation has ended; `beat` must not run any more."""
+        """Remove the key for good, and turn the health to NOT_SERVING; call it when `beat` has ended."""
         self.withdrawn = True
-        await self._health.serves_not()
-        await self._tell()
+        await self._health.set_serving(False)
+        await self._write()
 
-    async def _tell(self) -> None:
+    async def _write(self) -> None:
         try:
-            async with asyncio.timeout(TELL_S):
+            async with asyncio.timeout(BEAT_TIMEOUT_S):
                 if self.withdrawn:
                     await self._liveness.remove(self._incarnation)
                     return

@@ -1,4 +1,4 @@
-"""Whether the base model that this worker loads is the one that the store has under its name."""
+"""The check that the base model of this worker is the one that the store has under its name."""
 
 from __future__ import annotations
 
@@ -14,13 +14,15 @@ from artifacts.errors import MismatchError
 
 log = logging.getLogger(__name__)
 
+# Seconds between two questions to the store.
 ASK_S = 0.25
+# Timeout in seconds of one question.
 CALL_S = 5.0
 
 
 async def wait_until_registered(store: adapters_pb2_grpc.AdapterServiceAsyncStub, base: BaseModel) -> None:
-    """Return once the store knows the model. Raises MismatchError where it knows another under the name."""
-    told = ""
+    """Return once the store has the model. Raises MismatchError where it has another one under the name."""
+    last_logged = ""
     while True:
         waits_for = ""
         try:
@@ -38,7 +40,7 @@ async def wait_until_registered(store: adapters_pb2_grpc.AdapterServiceAsyncStub
                 f"the store has {answer.model.digest} under this name, this worker's files are {base.digest}; "
                 "serve the registered files, or register these under another name",
             )
-        if waits_for != told:
+        if waits_for != last_logged:
             log.info("waits for %s", waits_for)
-            told = waits_for
+            last_logged = waits_for
         await asyncio.sleep(ASK_S)

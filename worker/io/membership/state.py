@@ -1,4 +1,4 @@
-"""What a worker says of itself with every beat."""
+"""The state that a worker reports with every beat."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ import socket
 
 from artifacts.base_model import BaseModel
 from broker.messages import AdapterTiers, WorkerPhase, WorkerState
-from worker.engine_api import EngineStats
-from worker.io.jobs.intake import Intake
+from worker.engine_api import EngineLimits, EngineStats
 from worker.io.metrics import FetchStats
 
 
@@ -18,11 +17,11 @@ def worker_state(
     phase: WorkerPhase,
     base: BaseModel,
     engine_pid: int,
-    intake: Intake,
+    limits: EngineLimits,
+    stats: EngineStats,
     disk: FetchStats,
 ) -> WorkerState:
-    """The state of an incarnation now."""
-    limits, stats = intake.limits, intake.stats
+    """Build the state of an incarnation now."""
     return WorkerState(
         worker_id=worker_id,
         incarnation=incarnation,

@@ -1,4 +1,4 @@
-"""What the relay carries of held jobs: the messages' parts, from the worker's own objects."""
+"""The parts of relay messages, built from local jobs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import grpc
 from loraplex.relay.v1 import relay_pb2 as pb
 
 from worker.engine_api import Failure, FinishKind, TokenLogprobs
-from worker.io.local_jobs.jobs import LocalChoice, LocalJob
+from worker.io.local_jobs.choice import LocalChoice
+from worker.io.local_jobs.jobs import LocalJob
 
 _KINDS = {
     FinishKind.LENGTH: pb.FINISH_KIND_LENGTH,
@@ -16,36 +17,37 @@ _KINDS = {
 _CODES = {code.name: code.value[0] for code in grpc.StatusCode}
 
 
-def attempt_of(held: LocalJob) -> pb.JobAttempt:
-    """Its name on the relay."""
-    return pb.JobAttempt(job_id=held.job.job_id, attempt=held.job.attempt)
+def attempt_of(local: LocalJob) -> pb.JobAttempt:
+    """Return a job's name on the relay."""
+    return pb.JobAttempt(job_id=local.job.job_id, attempt=local.job.attempt)
 
 
-def next_frame(held: LocalChoice) -> pb.Frame:
-    """What an answer has got since its last frame, and its end if it is there."""
+def next_frame(choice: LocalChoice) -> pb.Frame:
+    """Build a frame of what an answer has got since its last frame, with its end if it has one."""
     frame = pb.Frame(
-        job_id=held.job.job_id,
-        attempt=held.job.attempt,
-        choice=held.choice,
-        offset=held.start + held.sent,
-        token_ids=held.ids[held.sent :],
-        logprobs=map(_logprobs, held.logprobs[held.sent :]),
+        job_id=choice.job.job_id,
+        attempt=choice.job.attempt,
+        choice=choice.choice,
+        offset=choice.start + choice.sent,
+        token_ids=choice.ids[choice.sent :],
     )
-    if held.sent == 0:
-        frame.first.adapter_ms = held.adapter_ms
-        frame.first.cached_tokens = held.cached_tokens
-        frame.first.prompt_logprobs.extend(map(_logprobs, held.prompt_logprobs))
-    held.sent = len(held.ids)
-    if held.ending is None:
+    if choice.logprobs:
+        frame.logprobs.extend(map(_logprobs, choice.logprobs[choice.sent :]))
+    if choice.sent == 0:
+        frame.first.adapter_ms = choice.adapter_ms
+        frame.first.cached_tokens = choice.cached_tokens
+        frame.first.prompt_logprobs.extend(map(_logprobs, choice.prompt_logprobs))
+    choice.sent = len(choice.ids)
+    if choice.ending is None:
         return frame
-    if held.ending.kind is not None:
-        frame.finish.kind = _KINDS[held.ending.kind]
-    elif held.ending.failure is not None:
+    if choice.ending.kind is not None:
+        frame.finish.kind = _KINDS[choice.ending.kind]
+    elif choice.ending.failure is not None:
         frame.finish.kind = pb.FINISH_KIND_FAILED
-        frame.finish.failure.CopyFrom(_failure(held.ending.failure))
+        frame.finish.failure.CopyFrom(_failure(choice.ending.failure))
     else:
         frame.finish.kind = pb.FINISH_KIND_RETURNED
-        frame.finish.struck = held.ending.struck
+        frame.finish.struck = choice.ending.blamed
     return frame
 
 

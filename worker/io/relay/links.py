@@ -1,10 +1,14 @@
-"""The worker's end of the relay: one stream to every router that it works for.
+"""The worker's end of the relay: one gRPC stream to every router that it works for.
 
-A link sends what its jobs have made since it last could: a slow moment makes fewer, larger messages and queues nothing.
-An answer's first ids and its end go at once; the rest is paced where sending takes cores that the engine computes on.
-One that breaks is opened again; its hello says what this worker still holds, and the router's rewinds say from where to
-send again, so nothing needs to be kept for a link that is down. After GONE_S without one, its jobs are dropped. One
-that hears nothing breaks too, within seconds (rpc.server.relay_options).
+    Results, Intake ──claimed, progressed──▶ RouterLinks ──▶ RouterLink ══stream══▶ router
+    Results (RelayHandler) ◀──acked, cancel, cancel_choice, router_gone──┘ ◀═══════
+
+A link sends what its jobs have made since its last message. The first ids and the end of an answer are sent at once;
+other ids are throttled where sending takes cores that the engine computes on.
+
+A broken stream is opened again. Its hello lists the jobs that this worker still has, and the router's rewinds say from
+where to send again, so a link that is down remembers nothing. After `gone_s` without a stream its jobs are dropped. A
+silent stream breaks within seconds (rpc.server.relay_options).
 """
 
 from __future__ import annotations
@@ -13,80 +17,72 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Callable
-from typing import Protocol
+from dataclasses import dataclass
 
 import grpc
 from loraplex.relay.v1 import relay_pb2 as pb
 from loraplex.relay.v1 import relay_pb2_grpc
 
 from rpc.server import relay_options
-from worker.io.local_jobs.jobs import LocalChoice, LocalJob, LocalJobs
+from worker.io.local_jobs.choice import LocalChoice
+from worker.io.local_jobs.jobs import LocalJob, LocalJobs
 from worker.io.metrics import WorkerMetrics
 from worker.io.relay.frames import attempt_of, next_frame
+from worker.io.relay.handler import RelayHandler
 from worker.io.relay.send_throttle import SendThrottle
 
 log = logging.getLogger(__name__)
 
-GONE_S = 5.0
-RETRY_S = 0.05
+# Back-off of gRPC's connection attempts, in milliseconds: a router that was gone for a moment is found again soon.
+# `min_reconnect_backoff_ms` is the timeout of one attempt.
+_OPTIONS = [
+    *relay_options(),
+    ("grpc.initial_reconnect_backoff_ms", 50),
+    ("grpc.min_reconnect_backoff_ms", 1_000),
+    ("grpc.max_reconnect_backoff_ms", 500),
+]
 
 
-class RelayHandler(Protocol):
-    """What a router's messages ask of the intake."""
+@dataclass(frozen=True, slots=True)
+class LinkSettings:
+    """The worker as its routers know it, and the links' times in seconds.
 
-    def acked(self, job_id: str, attempt: int) -> None:
-        """The router has all of an ended job."""
+    `send_interval_s`: minimum time between two messages without the first ids or the end of an answer. `gone_s`: time
+    without a stream after which a router is given up. `retry_s`: pause before a broken stream is opened again.
+    """
 
-    def cancel(self, job_id: str, attempt: int) -> None:
-        """Stop a job and forget it."""
-
-    def cancel_choice(self, job_id: str, attempt: int, choice: int) -> None:
-        """Stop one answer of a job."""
-
-    def router_gone(self, address: str) -> None:
-        """A router has been out of reach for GONE_S: drop its jobs."""
+    worker_id: str
+    incarnation: str
+    send_interval_s: float = 0.0
+    gone_s: float = 5.0
+    retry_s: float = 0.05
 
 
 class RouterLinks:
-    """The links of one incarnation, by router address.
-
-    `pace_s`: the least time between two messages to a router that hold neither the beginning nor the end of an answer.
-    """
+    """The links of one engine session, by router address; opened by the first job of a router."""
 
     def __init__(
-        self,
-        worker_id: str,
-        incarnation: str,
-        held: LocalJobs,
-        handler: RelayHandler,
-        *,
-        pace_s: float = 0.0,
-        metrics: WorkerMetrics | None = None,
+        self, settings: LinkSettings, jobs: LocalJobs, handler: RelayHandler, metrics: WorkerMetrics | None = None
     ) -> None:
-        self._worker_id = worker_id
-        self._incarnation = incarnation
-        self._held = held
+        self._settings = settings
+        self._jobs = jobs
         self._handler = handler
-        self._pace_s = pace_s
         self._metrics = metrics or WorkerMetrics()
         self._links: dict[str, RouterLink] = {}
 
-    def claimed(self, held: LocalJob) -> None:
-        """Tell the job's router who has it."""
-        self._to(held.job.reply_to).claimed(held)
+    def claimed(self, local: LocalJob) -> None:
+        """Tell the job's router which worker has it."""
+        self._link(local.job.reply_to).claimed(local)
 
     def progressed(self, choice: LocalChoice) -> None:
-        """An answer has got ids, or ended."""
-        self._to(choice.job.reply_to).progressed(choice)
+        """Send what an answer has got: ids, or its end."""
+        self._link(choice.job.reply_to).progressed(choice)
 
-    def _to(self, address: str) -> RouterLink:
+    def _link(self, address: str) -> RouterLink:
         link = self._links.get(address)
         if link is None:
-            hello = pb.Hello(worker_id=self._worker_id, incarnation=self._incarnation)
-            throttle = SendThrottle(self._pace_s)
-            link = self._links[address] = RouterLink(
-                address, hello, self._held, self._handler, throttle, self._forget, self._metrics
-            )
+            shared = (self._settings, self._jobs, self._handler, self._metrics, self._forget)
+            link = self._links[address] = RouterLink(address, *shared)
         return link
 
     def _forget(self, address: str, link: RouterLink) -> None:
@@ -94,9 +90,8 @@ class RouterLinks:
             del self._links[address]
 
     async def close(self, flush_s: float) -> None:
-        """End every link, after what was still to be sent."""
-        links = list(self._links.values())
-        await asyncio.gather(*(link.close(flush_s) for link in links))
+        """End every link; what is still to be sent has `flush_s`."""
+        await asyncio.gather(*[link.close(flush_s) for link in self._links.values()])
 
 
 class RouterLink:
@@ -105,128 +100,129 @@ class RouterLink:
     def __init__(
         self,
         address: str,
-        hello: pb.Hello,
-        held: LocalJobs,
+        settings: LinkSettings,
+        jobs: LocalJobs,
         handler: RelayHandler,
-        throttle: SendThrottle,
-        forget: Callable[[str, RouterLink], None],
         metrics: WorkerMetrics,
+        forget: Callable[[str, RouterLink], None],
     ) -> None:
         self._address = address
-        self._hello = hello
-        self._held = held
+        self._settings = settings
+        self._jobs = jobs
         self._handler = handler
-        self._forget = forget
         self._metrics = metrics
-        # What the next messages tell; a link that is down has nothing to remember.
+        self._forget = forget
+        # What the next messages tell: claims, and answers that have progressed, in order.
         self._claims: list[LocalJob] = []
-        self._progress: dict[str, LocalChoice] = {}
-        self._throttle = throttle
+        self._progress: dict[LocalChoice, None] = {}
+        self._throttle = SendThrottle(settings.send_interval_s)
         self._closing = False
-        # Whether it was we who could not go on with a stream.
-        self._failed = False
+        self._failed = False  # a stream ended because of an error in this worker
         self._stream = object()
         self._task = asyncio.create_task(self._run())
 
-    def claimed(self, held: LocalJob) -> None:
-        """See RouterLinks."""
-        self._claims.append(held)
-        self._throttle.want(urgent=True)
+    def claimed(self, local: LocalJob) -> None:
+        """Send that this worker has a job."""
+        self._claims.append(local)
+        self._throttle.due.set()
 
     def progressed(self, choice: LocalChoice) -> None:
-        """See RouterLinks."""
-        self._progress[choice.sequence_id] = choice
-        self._throttle.want(urgent=choice.sent == 0 or choice.ending is not None)
+        """Send what an answer has got."""
+        self._progress[choice] = None
+        self._throttle.request(urgent=choice.sent == 0 or choice.ending is not None)
 
     async def _run(self) -> None:
         try:
-            await self._keep_up()
-        finally:  # whatever ended it: what comes later must open another
+            await self._keep_open()
+        finally:  # whatever ended this link, later jobs must open another
             self._throttle.stop()
             self._forget(self._address, self)
 
-    async def _keep_up(self) -> None:
+    async def _keep_open(self) -> None:
         lost_at = time.monotonic()
         async with grpc.aio.insecure_channel(self._address, options=_OPTIONS) as channel:
             stub = relay_pb2_grpc.RelayServiceStub(channel)
             while True:
                 if await self._serve(stub):
                     lost_at = time.monotonic()
-                holds = self._held.of_router(self._address)
-                if not holds or time.monotonic() - lost_at > GONE_S:
+                jobs = self._jobs.of_router(self._address)
+                if not jobs or time.monotonic() - lost_at > self._settings.gone_s:
                     break
-                await asyncio.sleep(RETRY_S)
+                await asyncio.sleep(self._settings.retry_s)
             # Before anything is awaited: a job that comes now must open a link of its own.
             self._forget(self._address, self)
-            if holds:
-                log.warning("router %s is out of reach; %d jobs are dropped", self._address, len(holds))
+            if jobs:
+                log.warning("router %s is out of reach; %d jobs are dropped", self._address, len(jobs))
                 self._handler.router_gone(self._address)
 
     async def _serve(self, stub: relay_pb2_grpc.RelayServiceAsyncStub) -> bool:
-        """One stream, until it ends; whether the router was reached, and nothing of ours failed."""
+        """Run one stream until it ends; returns whether the router answered, without an error in this worker."""
         reached, self._failed = False, False
         call = stub.Connect(self._requests())
         try:
             async for response in call:
-                reached = True  # by the welcome
-                self._obey(response)
+                reached = True  # the first response is the welcome
+                self._handle(response)
         except grpc.aio.AioRpcError as error:
             log.info("router %s: link lost (%s)", self._address, error.code().name)
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if task is not None and task.cancelling():
                 raise
-            # The call was cancelled, not we: so it ends when its requests fail.
+            # The call was cancelled, not this task: grpc ends it so when its requests fail.
             log.info("router %s: link lost (cancelled)", self._address)
         except Exception:
-            log.exception("router %s: its messages could not be read", self._address)
+            log.exception("router %s: its messages could not be handled", self._address)
             self._failed = True
         finally:
             call.cancel()
         return reached and not self._failed
 
     async def _requests(self) -> AsyncIterator[pb.ConnectRequest]:
+        """Yield the messages of one stream: the hello, then claims and frames as they come."""
+        # A broken call goes on asking its requests for a while: it must not take what the next stream is to send.
+        stream = self._stream = object()
+        due = self._throttle.due
         try:
-            async for request in self._messages():
-                yield request
-        except Exception:  # grpc keeps it to itself
+            yield self._hello()
+            while self._stream is stream:
+                if (request := self._next_request()) is not None:
+                    yield request
+                elif self._closing:
+                    return
+                else:
+                    due.clear()
+                    await due.wait()
+            due.set()  # the wake-up may have been for the stream that took over
+        except Exception:  # grpc does not log it
             log.exception("router %s: messages to it could not be made", self._address)
             self._failed = True
             raise
 
-    async def _messages(self) -> AsyncIterator[pb.ConnectRequest]:
-        # A broken call goes on asking its requests for a while: what it took would be lost.
-        mine = self._stream = object()
-        # The hello tells all that came before it, but for the jobs that are given back.
-        holds = self._held.of_router(self._address)
-        self._claims.clear()
-        self._progress = {choice.sequence_id: choice for held in holds for choice in held.returned}
+    def _hello(self) -> pb.ConnectRequest:
+        """List the jobs of this router; frames tell again of answers that were given back."""
+        jobs = self._jobs.of_router(self._address)
+        self._claims = []
+        self._progress = {choice: None for local in jobs for choice in local.returned}
         if self._progress:
             self._throttle.due.set()
-        hello = pb.Hello()
-        hello.CopyFrom(self._hello)
-        hello.holds.extend(attempt_of(held) for held in holds)
-        yield pb.ConnectRequest(hello=hello)
-        while self._stream is mine:
-            if self._claims:
-                claims, self._claims = self._claims, []
-                yield pb.ConnectRequest(claims=pb.Claims(jobs=[attempt_of(held) for held in claims]))
-            elif self._progress and (self._closing or self._throttle.due.is_set()):
-                self._throttle.sent()
-                progress, self._progress = self._progress, {}
-                self._metrics.messages.inc()
-                self._metrics.frames.inc(len(progress))
-                yield pb.ConnectRequest(
-                    frames=pb.FrameBatch(frames=[next_frame(choice) for choice in progress.values()])
-                )
-            elif self._closing:
-                return
-            else:
-                self._throttle.due.clear()
-                await self._throttle.due.wait()
-        self._throttle.due.set()  # it may have been meant for the stream that took over
+        hello = pb.Hello(worker_id=self._settings.worker_id, incarnation=self._settings.incarnation)
+        hello.holds.extend(attempt_of(local) for local in jobs)
+        return pb.ConnectRequest(hello=hello)
 
-    def _obey(self, response: pb.ConnectResponse) -> None:
+    def _next_request(self) -> pb.ConnectRequest | None:
+        if self._claims:
+            claims, self._claims = self._claims, []
+            return pb.ConnectRequest(claims=pb.Claims(jobs=[attempt_of(local) for local in claims]))
+        if self._progress and (self._closing or self._throttle.due.is_set()):
+            self._throttle.sent()
+            progress, self._progress = self._progress, {}
+            self._metrics.messages.inc()
+            self._metrics.frames.inc(len(progress))
+            return pb.ConnectRequest(frames=pb.FrameBatch(frames=[next_frame(choice) for choice in progress]))
+        return None
+
+    def _handle(self, response: pb.ConnectResponse) -> None:
         match response.WhichOneof("message"):
             case "acks":
                 for ack in response.acks.jobs:
@@ -239,26 +235,16 @@ class RouterLink:
                         self._handler.cancel(job.job_id, job.attempt)
             case "rewinds":
                 for at in response.rewinds.positions:
-                    held = self._held.get(at.job_id, at.attempt)
-                    choice = held.choices.get(at.choice) if held else None
+                    local = self._jobs.get(at.job_id, at.attempt)
+                    choice = local.choices.get(at.choice) if local else None
                     if choice is not None:
                         choice.rewind(at.offset)
                         self.progressed(choice)
 
     async def close(self, flush_s: float) -> None:
-        """End the stream: the router ends its side once it has read all."""
+        """End the stream once all is sent, at most after `flush_s`; the router ends its side when it has read all."""
         self._closing = True
         self._throttle.due.set()
         await asyncio.wait({self._task}, timeout=flush_s)
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
-
-
-# A router that is gone for a moment must be found again soon.
-_OPTIONS = [
-    *relay_options(),
-    ("grpc.initial_reconnect_backoff_ms", 50),
-    # This is how long one attempt may take, not how long the next one waits.
-    ("grpc.min_reconnect_backoff_ms", 1_000),
-    ("grpc.max_reconnect_backoff_ms", 500),
-]

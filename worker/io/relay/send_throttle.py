@@ -1,4 +1,4 @@
-"""When what a link has to send may go."""
+"""The moments at which a link may send frames."""
 
 from __future__ import annotations
 
@@ -7,34 +7,40 @@ import math
 
 
 class SendThrottle:
-    """When the next frames may go: `due` is set at once for what is urgent, else `pace_s` after the last ones."""
+    """Limits how often a link sends: `due` is set at once for an urgent frame, else `interval_s` after the last one."""
 
-    def __init__(self, pace_s: float) -> None:
-        self._pace_s = pace_s
+    def __init__(self, interval_s: float) -> None:
+        self._interval_s = interval_s
         self._timer: asyncio.TimerHandle | None = None
         self._sent_at = -math.inf
         self.due = asyncio.Event()
 
-    def want(self, *, urgent: bool) -> None:
-        """There is something to send."""
-        loop, at = asyncio.get_running_loop(), self._sent_at + self._pace_s
-        if urgent or at <= loop.time():
+    def request(self, *, urgent: bool) -> None:
+        """Set `due`, now or when the interval is over: there is something to send."""
+        if self.due.is_set():
+            return
+        if urgent or not self._interval_s:
+            self.due.set()
+            return
+        loop, at = asyncio.get_running_loop(), self._sent_at + self._interval_s
+        if at <= loop.time():
             self.due.set()
         elif self._timer is None:
-            self._timer = loop.call_at(at, self._passed)
+            self._timer = loop.call_at(at, self._interval_over)
 
     def sent(self) -> None:
-        """All frames were just taken."""
+        """Begin an interval: all frames were taken just now."""
         self.stop()
         self.due.clear()
-        self._sent_at = asyncio.get_running_loop().time()
+        if self._interval_s:
+            self._sent_at = asyncio.get_running_loop().time()
 
     def stop(self) -> None:
-        """End the timer."""
+        """Cancel the timer."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
-    def _passed(self) -> None:
+    def _interval_over(self) -> None:
         self._timer = None
         self.due.set()

@@ -1,0 +1,39 @@
+"""The free rows and tokens of this worker, which a claim carries."""
+
+from __future__ import annotations
+
+import time
+
+from broker.messages import Capacity
+from worker.engine_api import EngineLimits, EngineStats
+from worker.io.local_jobs.jobs import LocalJobs
+
+# Seconds after which a job that still waits for its adapter lends its row to another job. A fetch from a healthy store
+# is faster.
+LATE_S = 0.5
+
+
+def free_capacity(jobs: LocalJobs, limits: EngineLimits, stats: EngineStats, *, stalled: bool) -> Capacity:
+    """Return what this worker can take now, beside its local jobs. No rows: the engine is `stalled`, or runs a suspect.
+
+    Rows of jobs whose adapter is late are lent once each, up to twice the engine's rows in all.
+    """
+    running = jobs.running
+    preparing = [local for local in jobs.all() if local.preparing_for_engine]
+    late_at = time.monotonic() - LATE_S
+    late = sum(len(local.running) for local in preparing if local.claimed_at < late_at)
+    rows = min(limits.rows + late, 2 * limits.rows) - len(running)
+    if running:  # a job that is to run alone takes all rows: these are not all
+        rows = min(rows, max(1, limits.rows - 1))
+    tokens = limits.max_tokens  # a long prompt may always come in when nothing else is here
+    if running:
+        free = (stats.blocks_free + stats.blocks_cached) * limits.block_size
+        tokens = max(0, free - sum(local.job.prefill_tokens for local in preparing))
+    return Capacity(
+        rows=0 if stalled or any(choice.job.suspect for choice in running) else rows,
+        rows_limit=limits.rows,
+        tokens=tokens,
+        max_tokens=limits.max_tokens,
+        max_rank=limits.max_rank,
+        adapters=stats.adapters,
+    )

@@ -1,0 +1,192 @@
+"""The way back of a job: what the engine and the routers say of local jobs, and the jobs that are given back.
+
+engine ──Stepped, Begun, Refused──▶ Results ──frames──▶ RouterLinks ──▶ routers
+engine ◀──Abort, Add (siblings)──── Results ◀──acks, cancels──────────── routers
+"""
+
+from __future__ import annotations
+
+import logging
+
+from worker.engine_api import EngineStats, Failure
+from worker.io.engine_client.process import EngineProcess
+from worker.io.jobs.telemetry import JobTelemetry
+from worker.io.jobs.usage import UsageLog
+from worker.io.local_jobs.choice import Ending, LocalChoiceState
+from worker.io.local_jobs.jobs import LocalJob, LocalJobs, LocalJobState
+from worker.io.relay.links import LinkSettings, RouterLinks
+from worker.ipc import Abort, Add, Begun, Ready, Refused, Stepped
+
+log = logging.getLogger(__name__)
+
+
+class Results:
+    """The results of one engine session. Handles what the session's links to the routers receive (RelayHandler)."""
+
+    def __init__(
+        self,
+        jobs: LocalJobs,
+        engine: EngineProcess,
+        ready: Ready,
+        usage: UsageLog,
+        telemetry: JobTelemetry,
+        link_settings: LinkSettings,
+    ) -> None:
+        self.jobs = jobs
+        self.limits = ready.limits
+        # The engine's latest.
+        self.stats: EngineStats = ready.stats
+        self.links = RouterLinks(link_settings, jobs, self, telemetry.metrics)
+        # False once the engine is gone: what is still claimed is given back at once.
+        self.accepting = True
+        self._engine = engine
+        self._usage = usage
+        self._telemetry = telemetry
+        self._refused = 0
+
+    # From the engine
+
+    def stepped(self, message: Stepped) -> None:
+        """Record and relay what a step made."""
+        self.stats = message.stats
+        now = self._telemetry.stepped(message.outputs, message.stats)
+        room = not message.outputs  # a step without outputs may have freed blocks; one with outputs, only by an end
+        for output in message.outputs:
+            choice = self.jobs.of_sequence(output.sequence_id)
+            if choice is not None and choice.ending is None:  # else it was cancelled or given back meanwhile
+                choice.record(output, now, message.stats.steps)
+                self.links.progressed(choice)
+                if output.finish is not None or choice.job.n > 1:
+                    self._advance(choice.job.job_id, choice.job.attempt)
+            room = room or output.finish is not None
+        if room:
+            self.jobs.changed()
+
+    def begun(self, message: Begun) -> None:
+        """Note that the engine's next step is the first of a sequence."""
+        choice = self.jobs.of_sequence(message.sequence_id)
+        if choice is not None and choice.state is LocalChoiceState.HANDED_OVER:  # else it was given back meanwhile
+            choice.begin()
+
+    def refused(self, message: Refused) -> None:
+        """End an answer whose sequence the engine did not take."""
+        self._refused += 1
+        choice = self.jobs.of_sequence(message.sequence_id)
+        if choice is not None and choice.in_engine:
+            failure = Failure("INVALID_ARGUMENT", "REFUSED_BY_WORKER", message.message, message.field)
+            choice.end(Ending(failure=failure))
+            self.links.progressed(choice)
+            local = self.jobs.get(choice.job.job_id, choice.job.attempt)
+            if local is not None:
+                local.end_if_done()
+            self.jobs.changed()
+
+    def _advance(self, job_id: str, attempt: int) -> None:
+        """Hand over a job's other answers once the first has a token; end the job when all have ended."""
+        local = self.jobs.get(job_id, attempt)
+        if local is not None:
+            self._hand_over_siblings(local)
+            local.end_if_done()
+
+    def _hand_over_siblings(self, local: LocalJob) -> None:
+        """Hand over the answers that waited for the first one: they find the prompt in the prefix cache."""
+        if local.state is LocalJobState.IN_ENGINE and (waiting := local.waiting):
+            if not self.jobs.any_in_engine:
+                self._engine.expect()
+            self._engine.send(Add(self.jobs.hand_over(local, waiting)))
+
+    # From the routers (RelayHandler)
+
+    def acked(self, job_id: str, attempt: int) -> None:
+        """Remove a job whose router has all of it."""
+        self._remove(job_id, attempt)
+
+    def cancel(self, job_id: str, attempt: int) -> None:
+        """Stop and remove a job."""
+        self._remove(job_id, attempt)
+
+    def cancel_choice(self, job_id: str, attempt: int, choice: int) -> None:
+        """Stop and remove one answer of a job; the others go on."""
+        local = self.jobs.get(job_id, attempt)
+        stopped = local.choices.get(choice) if local is not None else None
+        if local is None or stopped is None:
+            return
+        if stopped.in_engine:
+            self._engine.send(Abort([stopped.sequence_id]))
+        self.jobs.drop_choice(local, choice)
+        if not any(sibling.in_engine for sibling in local.choices.values()):
+            self._hand_over_siblings(local)  # they may have waited for this one
+        local.end_if_done()
+        if local.state is LocalJobState.ENDED:
+            self._release(local)
+        self.jobs.changed()
+
+    def router_gone(self, address: str) -> None:
+        """Remove the jobs of a router that is out of reach."""
+        for local in self.jobs.of_router(address):
+            self._remove(local.job.job_id, local.job.attempt)
+
+    def _remove(self, job_id: str, attempt: int) -> None:
+        local = self.jobs.remove(job_id, attempt)
+        if local is None:
+            return
+        self._usage.ended(local)
+        self._telemetry.ended(local)
+        self._release(local)  # an answer that failed ends its siblings
+        self.jobs.changed()
+
+    def _release(self, local: LocalJob) -> None:
+        """Stop its preparation, let go of its adapter, and abort it in the engine."""
+        if local.preparing is not None:
+            local.preparing.cancel()
+        if local.pin is not None:
+            local.pin.release()
+        aborted = [choice.sequence_id for choice in local.choices.values() if choice.in_engine]
+        if aborted:
+            self._engine.send(Abort(aborted))
+
+    # From this worker
+
+    def fail(self, local: LocalJob, failure: Failure) -> None:
+        """End a job that can't come into the engine."""
+        self._end(local, LocalJobState.ENDED, Ending(failure=failure))
+
+    def give_back(self, local: LocalJob, *, blamed: bool = False) -> None:
+        """Stop a job here, to go on elsewhere."""
+        if local.running:
+            self._release(local)
+            self._end(local, LocalJobState.RETURNED, Ending(blamed=blamed))
+
+    def _end(self, local: LocalJob, state: LocalJobState, ending: Ending) -> None:
+        for choice in local.end_choices(state, ending)[:1]:  # one tells it for the whole job
+            self.links.progressed(choice)
+        self.jobs.changed()
+
+    def engine_lost(self) -> None:
+        """Give every job back at once, and those that are still claimed, each with whether it is blamed."""
+        self.accepting = False
+        self._give_all_back()
+
+    def engine_stalled(self) -> None:
+        """Give every job back, those of whose step the engine may be stalled with a blame."""
+        self._give_all_back()
+
+    def _give_all_back(self) -> None:
+        taken, resident = self.stats.sequences_taken + self._refused, frozenset(self.stats.adapters)
+        for local in self.jobs.all():
+            self.give_back(local, blamed=local.may_have_killed(taken, resident))
+
+    @property
+    def runs_suspect(self) -> bool:
+        """Return whether the engine has a job that runs alone."""
+        return any(choice.in_engine and choice.job.suspect for choice in self.jobs.running)
+
+    async def empties_within(self, timeout_s: float) -> bool:
+        """Wait until the routers have acked or cancelled every job; returns whether that is so."""
+        return await self.jobs.empties_within(timeout_s)
+
+    async def close(self, flush_s: float) -> None:
+        """Release every job, as the engine is gone or will be; the links send for `flush_s` what still waits."""
+        for local in self.jobs.all():
+            self._release(local)
+        await self.links.close(flush_s)
