@@ -103,6 +103,21 @@ async def test_a_port_in_use_is_named_with_its_flag(leftovers: Leftovers, field:
     assert leftovers() == []
 
 
+async def test_engines_that_die_while_they_start_end_the_start(
+    leftovers: Leftovers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os, sys\nif 'worker.engine.process' in sys.orig_argv:\n    os._exit(7)\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    async with LocalCluster(SETTINGS) as cluster:
+        await register(cluster)
+        with pytest.raises(LaunchError, match=r"^worker-1: .*ended \(exit status 7\) before it served") as caught:
+            await cluster.wait_serving(WAIT_S)
+    assert "\n" not in str(caught.value)
+    assert leftovers() == []
+
+
 async def test_one_port_cannot_be_both(leftovers: Leftovers) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

@@ -19,7 +19,7 @@ from telemetry.tracing import set_up_tracing
 from worker.io.adapters.disk import DiskTier
 from worker.io.adapters.download import DownloadTimeouts
 from worker.io.adapters.fetch import AdapterFetcher
-from worker.io.engine_client.process import EngineLostError
+from worker.io.engine_client.process import EngineLostError, EngineUnusableError
 from worker.io.engine_session import EngineSession
 from worker.io.jobs.telemetry import JobTelemetry
 from worker.io.membership.health import WorkerHealth
@@ -31,6 +31,9 @@ log = logging.getLogger(__name__)
 # Seconds until another engine is started, first and at most: the pause doubles while engines die before they serve.
 RESTART_S = 0.1
 RESTART_LIMIT_S = 10.0
+# Number of engines that may die one after the other before the first one has served; then the worker ends, since the
+# next would die as well.
+START_DEATHS_LIMIT = 3
 
 
 async def run(settings: Settings) -> None:
@@ -65,8 +68,11 @@ async def run(settings: Settings) -> None:
 
 
 async def run_sessions(new_session: Callable[[], EngineSession], stop: asyncio.Event, metrics: WorkerMetrics) -> None:
-    """Run one engine session after the other until told to stop. Raises EngineUnusableError."""
-    pause_s = RESTART_S
+    """Run one engine session after the other until told to stop.
+
+    Raises EngineUnusableError, also where START_DEATHS_LIMIT engines died and none has served.
+    """
+    pause_s, ever_served, start_deaths = RESTART_S, False, 0
     while not stop.is_set():
         session = new_session()
         try:
@@ -74,6 +80,13 @@ async def run_sessions(new_session: Callable[[], EngineSession], stop: asyncio.E
         except EngineLostError as error:
             metrics.engines_lost.inc()
             log.error("%s; %s", error, "stopping" if stop.is_set() else "starting another")
+            ever_served = ever_served or session.served
+            start_deaths += 1
+            if not ever_served and start_deaths >= START_DEATHS_LIMIT:
+                raise EngineUnusableError(
+                    f"{error} before it served, as the {start_deaths - 1} engines before it; "
+                    "see their messages in the worker's log (`loraplex up --data-dir DIR` keeps it)"
+                ) from error
             pause_s = RESTART_S if session.served else min(RESTART_LIMIT_S, pause_s * 2)
             await unless_stopped(stop, asyncio.sleep(pause_s))
 

@@ -218,3 +218,24 @@ async def test_a_redis_url_that_no_waiting_mends_is_refused(store: str) -> None:
     async with running(store, "http://127.0.0.1") as worker:
         await worker.says("error: --redis-url http://127.0.0.1")
         assert await worker.ends() == 2
+
+
+@pytest.fixture
+def engine_dies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make every engine process of this test's children end with exit status 7 as soon as it starts."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os, sys\nif 'worker.engine.process' in sys.orig_argv:\n    os._exit(7)\n"
+    )
+    path = [str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path))
+
+
+@pytest.mark.usefixtures("engine_dies")
+async def test_a_worker_whose_engines_die_while_they_start_ends_and_says_why(store: str, directory: Path) -> None:
+    await register(store, "dies")
+    with valkey_in(directory):
+        async with running(store, valkey.socket_url(directory), "--model-name", "dies") as worker:
+            line = await worker.says("error:")
+            assert "ended (exit status 7) before it served" in line
+            assert "worker's log" in line
+            assert await worker.ends() == 2
