@@ -1,4 +1,4 @@
-"""What goes into an engine and what comes out of it; both engines (torch and hash) keep this contract.
+"""The contract of an engine, which the torch and the hash engine keep: its configuration, input and output.
 
 engine.add(NewSequence) ──▶ engine.step() ──▶ [Output, ...]
 """
@@ -63,12 +63,12 @@ class Sampling(SamplingParams):
 
     @property
     def penalizes(self) -> bool:
-        """Whether the choice of a token looks at the ids before it."""
+        """Tell whether the choice of a token depends on the ids before it."""
         return (self.repetition_penalty, self.frequency_penalty, self.presence_penalty) != (1.0, 0.0, 0.0)
 
     @property
     def adjusts_logits(self) -> bool:
-        """Whether it changes the logits themselves, so that greedy answers change too."""
+        """Tell whether the logits themselves change, and with them greedy answers."""
         return self.penalizes or bool(self.logit_bias)
 
 
@@ -108,7 +108,7 @@ class AdapterSource:
 
     @property
     def summands(self) -> tuple[AdapterPart, ...]:
-        """What is added up: the parts of a set, or itself."""
+        """Return the parts of a set, or the adapter itself as its only part: what is added up."""
         return self.parts or (AdapterPart(self.digest, self.directory),)
 
 
@@ -219,7 +219,7 @@ class Output:
 
 @dataclass(frozen=True, slots=True)
 class EngineLimits:
-    """What an engine can take; measured at start-up, never changed."""
+    """The limits of an engine; measured at start-up, never changed."""
 
     rows: int
     # Prompt and answer together.
@@ -246,7 +246,7 @@ class TierStats:
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """What an engine holds now. blocks_free + blocks_cached + blocks_referenced is all of its blocks."""
+    """The contents of an engine. blocks_free + blocks_cached + blocks_referenced is all of its blocks."""
 
     steps: int
     rows_running: int
@@ -273,35 +273,35 @@ class EngineStats:
 
 
 class Engine(Protocol):
-    """What the engine process drives, from one thread."""
+    """An engine as the engine process drives it, from one thread."""
 
     @property
     def limits(self) -> EngineLimits:
-        """What it can take."""
+        """Return what the engine can take."""
 
     def add(self, sequence: NewSequence) -> None:
-        """Take a sequence; starts loading its adapter where it is not resident. Raises SequenceRefusedError."""
+        """Take a sequence, and start loading its adapter where it is not resident. Raises SequenceRefusedError."""
 
     def abort(self, sequence_id: str) -> None:
         """Forget a sequence and free all it holds, at once; unknown ids are ignored."""
 
-    def warm(self, adapter: AdapterSource) -> None:
+    def warm_adapter(self, adapter: AdapterSource) -> None:
         """Bring an adapter into a slot as soon as nobody who waits needs it."""
 
-    def pin(self, adapter: AdapterSource) -> None:
-        """The same, and it stays there. Raises ValueError where no slot would be left for others."""
+    def pin_adapter(self, adapter: AdapterSource) -> None:
+        """Bring an adapter into a slot and keep it there. Raises ValueError where no slot would be left for others."""
 
-    def unpin(self, digest: str) -> None:
-        """It may leave again; unknown ones are ignored."""
+    def unpin_adapter(self, digest: str) -> None:
+        """Let a pinned adapter leave again; unknown digests are ignored."""
 
     def has_work(self) -> bool:
-        """Whether a step would do anything now (a sequence that waits for its adapter is no work)."""
+        """Tell whether a step would do anything now (a sequence that waits for its adapter is no work)."""
 
     def step(self) -> list[Output]:
         """Run one step of the batch."""
 
     def stats(self) -> EngineStats:
-        """What it holds now."""
+        """Return what the engine holds now."""
 
     def check(self) -> None:
         """Raise an error where the accounting of blocks or adapters contradicts itself; takes milliseconds."""

@@ -57,7 +57,7 @@ class Unpin(msgspec.Struct, frozen=True, tag=True):
 
 
 class PinRefused(msgspec.Struct, frozen=True, tag=True):
-    """An adapter that the engine does not pin."""
+    """The engine does not pin an adapter, for this reason."""
 
     digest: str
     message: str
@@ -77,7 +77,7 @@ class Unusable(msgspec.Struct, frozen=True, tag=True):
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
-    """A sequence that the engine did not take."""
+    """The engine did not take a sequence."""
 
     sequence_id: str
     field: str

@@ -63,7 +63,7 @@ class HashEngine:
 
     @property
     def limits(self) -> EngineLimits:
-        """What it can take."""
+        """Return what the engine can take."""
         return self._limits
 
     def add(self, sequence: NewSequence) -> None:
@@ -74,20 +74,20 @@ class HashEngine:
         """Forget a sequence; unknown ids are ignored."""
         self._scheduler.abort(sequence_id)
 
-    def warm(self, adapter: AdapterSource) -> None:
+    def warm_adapter(self, adapter: AdapterSource) -> None:
         """Bring an adapter into a slot as soon as nobody who waits needs it."""
-        self._adapters.warm(adapter)
+        self._adapters.warm_adapter(adapter)
 
-    def pin(self, adapter: AdapterSource) -> None:
-        """The same, and it stays there. Raises ValueError where no slot would be left for others."""
-        self._adapters.keep(adapter)
+    def pin_adapter(self, adapter: AdapterSource) -> None:
+        """Bring an adapter into a slot and keep it there. Raises ValueError where no slot would be left for others."""
+        self._adapters.pin_adapter(adapter)
 
-    def unpin(self, digest: str) -> None:
-        """It may leave again."""
-        self._adapters.let_go(digest)
+    def unpin_adapter(self, digest: str) -> None:
+        """Let a pinned adapter leave again; unknown digests are ignored."""
+        self._adapters.unpin_adapter(digest)
 
     def has_work(self) -> bool:
-        """Whether a step would do anything now."""
+        """Tell whether a step would do anything now."""
         return self._scheduler.has_work()
 
     def step(self) -> list[Output]:
@@ -106,7 +106,7 @@ class HashEngine:
         return outputs
 
     def stats(self) -> EngineStats:
-        """What it holds now."""
+        """Return what the engine holds now."""
         return self._scheduler.stats()
 
     def check(self) -> None:

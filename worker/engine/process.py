@@ -2,8 +2,8 @@
 
     python -m worker.engine.process --fd N        N: an inherited stream socket, whose other end speaks worker.ipc
 
-It ends at once when the other end is gone, and fails as a whole (exit code 1) on what no sequence can be blamed for:
-the supervisor starts another, and the routers dispatch its work again.
+The process ends at once when the other end is gone. An error that no sequence can be blamed for ends it too (exit code
+1): the I/O process starts another, and the routers dispatch its work again.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ from worker.ipc import (
 
 log = logging.getLogger(__name__)
 
-# So often an engine without work says that it lives.
+# Interval in seconds at which an engine without work sends a sign of life.
 BEAT_S = 0.5
 _PR_SET_PDEATHSIG = 1
 
 
 def main() -> int:
-    """Exit code: 0 when the other end is gone, 1 after an error, 2 when the model can't be served."""
+    """Run the process; return 0 when the other end is gone, 1 after an error, 2 for a model that can't be served."""
     parser = argparse.ArgumentParser(prog="python -m worker.engine.process", description=__doc__.splitlines()[0])
     parser.add_argument("--fd", type=int, required=True, help="the inherited socket")
     fd = parser.parse_args().fd
@@ -68,7 +68,7 @@ def main() -> int:
 
 
 def run(end: EngineEnd) -> int:
-    """Serve one connection from Configure on; returns the exit code."""
+    """Serve one connection, from Configure on; return the exit code."""
     messages: list[ToEngine] | None = []
     while messages == []:
         messages = end.receive(wait_s=BEAT_S)
@@ -93,7 +93,7 @@ def run(end: EngineEnd) -> int:
 
 
 def serve(engine: Engine, end: EngineEnd, messages: list[ToEngine] | None, reported: EngineStats) -> None:
-    """The loop, until the other end is gone; waits only while no step would do anything. `reported`: last sent."""
+    """Step until the other end is gone; wait only while no step would do anything. `reported`: the last stats sent."""
     beat = checked = False
     while messages is not None:
         for message in messages:
@@ -126,14 +126,14 @@ def _apply(engine: Engine, end: EngineEnd, message: ToEngine) -> None:
             for sequence_id in sequence_ids:
                 engine.abort(sequence_id)
         case Warm(adapter):
-            engine.warm(adapter)
+            engine.warm_adapter(adapter)
         case Pin(adapter):
             try:
-                engine.pin(adapter)
+                engine.pin_adapter(adapter)
             except ValueError as error:
                 end.send(PinRefused(adapter.digest, str(error)))
         case Unpin(digest):
-            engine.unpin(digest)
+            engine.unpin_adapter(digest)
         case Configure():
             raise TypeError("an engine is configured once")
 
@@ -151,7 +151,7 @@ def _build(config: EngineConfig, end: EngineEnd) -> Engine:
 
 
 def _die_with_parent() -> None:
-    """A parent that was killed can't close the door behind it: Linux ends us then. Elsewhere the socket's end does."""
+    """Let Linux end this process when its parent is killed. Elsewhere the end of the socket ends it."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 

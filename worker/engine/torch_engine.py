@@ -1,4 +1,4 @@
-"""The engine over a transformers model: usable alone, in a script or a notebook.
+"""The step of an engine over a transformers model; usable alone, in a script or a notebook.
 
 engine = build_engine(EngineConfig("path/to/model", rows=8))
 engine.add(NewSequence("a", prompt_ids=(1, 2, 3), adapter=AdapterSource(digest, "path/to/adapter")))
@@ -26,8 +26,8 @@ _log = logging.getLogger(__name__)
 class TorchEngine:
     """A transformers model as an Engine: continuous batching, a different adapter in every row.
 
-    One that steps ahead gives the device a step before it collects the one before: so the device never waits for the
-    host, which schedules, lays out and reports meanwhile.
+    One that steps ahead launches a step before it collects the one before, so that the device never waits for the host,
+    which schedules, lays out and reports meanwhile.
 
         device            │      step 1      │      step 2      │      step 3 ...
         host     launch 1, launch 2 │ collect 1, launch 3 │ collect 2, launch 4 ...
@@ -54,31 +54,31 @@ class TorchEngine:
 
     @property
     def limits(self) -> EngineLimits:
-        """What it can take."""
+        """Return what the engine can take."""
         return self._limits
 
     def add(self, sequence: NewSequence) -> None:
-        """Take a sequence; starts loading its adapter where it is not resident. Raises SequenceRefusedError."""
+        """Take a sequence, and start loading its adapter where it is not resident. Raises SequenceRefusedError."""
         self._scheduler.add(sequence)
 
     def abort(self, sequence_id: str) -> None:
         """Forget a sequence and free all it holds, at once; unknown ids are ignored."""
         self._scheduler.abort(sequence_id)
 
-    def warm(self, adapter: AdapterSource) -> None:
+    def warm_adapter(self, adapter: AdapterSource) -> None:
         """Bring an adapter into a slot as soon as nobody who waits needs it."""
-        self._adapters.warm(adapter)
+        self._adapters.warm_adapter(adapter)
 
-    def pin(self, adapter: AdapterSource) -> None:
-        """The same, and it stays there. Raises ValueError where no slot would be left for others."""
-        self._adapters.keep(adapter)
+    def pin_adapter(self, adapter: AdapterSource) -> None:
+        """Bring an adapter into a slot and keep it there. Raises ValueError where no slot would be left for others."""
+        self._adapters.pin_adapter(adapter)
 
-    def unpin(self, digest: str) -> None:
-        """It may leave again."""
-        self._adapters.let_go(digest)
+    def unpin_adapter(self, digest: str) -> None:
+        """Let a pinned adapter leave again; unknown digests are ignored."""
+        self._adapters.unpin_adapter(digest)
 
     def has_work(self) -> bool:
-        """Whether a step would do anything now (a sequence that waits for its adapter is no work)."""
+        """Tell whether a step would do anything now (a sequence that waits for its adapter is no work)."""
         return self._in_flight is not None or self._scheduler.has_work()
 
     def step(self) -> list[Output]:
@@ -97,7 +97,7 @@ class TorchEngine:
         return outputs
 
     def _launch(self, batch: Batch, outputs: list[Output]) -> InFlight | None:
-        """None where memory is not enough for this batch; sequences that end of it come among the outputs."""
+        """Launch a batch; None where memory is not enough for it. Add the outputs of sequences that end for that."""
         began = time.monotonic()
         try:
             step = self._runner.launch(batch)
@@ -108,12 +108,12 @@ class TorchEngine:
         else:
             self._timer.launched(began)
             return step
-        # Not before here: the exception holds the frames of the failed step, and with them its tensors.
+        # Only here, because the exception holds the frames of the failed step, and with them its tensors.
         outputs += self._scheduler.revoke(batch)
         return None
 
     def stats(self) -> EngineStats:
-        """What it holds now."""
+        """Return what the engine holds now."""
         return self._scheduler.stats()
 
     def check(self) -> None:
@@ -121,5 +121,5 @@ class TorchEngine:
         self._scheduler.check()
 
     def close(self) -> None:
-        """End the adapters' thread. The memory goes with the engine."""
+        """End the loader threads. The memory is freed with the engine."""
         self._adapters.close()

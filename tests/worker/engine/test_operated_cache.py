@@ -49,7 +49,7 @@ def settle(loads: Any) -> tuple[str, ...]:
 def test_a_warm_adapter_is_there_before_anybody_asks(make_loads: Callable[..., Any], stages: bool) -> None:
     loads = make_loads(3, stages=stages)
     for digest in ("a", "broken", "b", "c", "d"):
-        loads.cache.warm(source(digest))
+        loads.cache.warm_adapter(source(digest))
     assert loads.cache.has_work()
     assert settle(loads) == ("a", "b", "c", "d")
     # The last one took the place of the first, which nobody had asked for.
@@ -61,7 +61,7 @@ def test_a_warm_adapter_is_there_before_anybody_asks(make_loads: Callable[..., A
 def test_a_kept_adapter_stays_whoever_waits(make_loads: Callable[..., Any], stages: bool) -> None:
     loads = make_loads(2, stages=stages)
     cache, waiting = loads.cache, WaitingSequences(loads.cache)
-    cache.keep(source("kept"))
+    cache.pin_adapter(source("kept"))
     settle(loads)
     for number in range(2 * PASSED_OVER_MOST):
         sequence = Sequence(NewSequence(str(number), (1,), adapter=source(f"other {number % 7}")), number, frozenset())
@@ -73,8 +73,8 @@ def test_a_kept_adapter_stays_whoever_waits(make_loads: Callable[..., Any], stag
         cache.unpin(f"other {number % 7}")
     assert cache.slot_of("kept") is not None
     assert loads.reads["kept"] == 1
-    cache.let_go("kept")
-    cache.warm(source("another"))
+    cache.unpin_adapter("kept")
+    cache.warm_adapter(source("another"))
     settle(loads)
     assert "kept" not in cache.resident
 
@@ -82,11 +82,11 @@ def test_a_kept_adapter_stays_whoever_waits(make_loads: Callable[..., Any], stag
 def test_one_slot_is_left_for_others(make_loads: Callable[..., Any]) -> None:
     loads = make_loads(3)
     for digest in ("a", "b", "a"):
-        loads.cache.keep(source(digest))
+        loads.cache.pin_adapter(source(digest))
     with pytest.raises(ValueError, match="2 adapters are pinned; one of 3 slots is for others"):
-        loads.cache.keep(source("c"))
-    loads.cache.let_go("a")
-    loads.cache.keep(source("c"))
+        loads.cache.pin_adapter(source("c"))
+    loads.cache.unpin_adapter("a")
+    loads.cache.pin_adapter(source("c"))
     settle(loads)
     assert set(loads.cache.resident) >= {"b", "c"}
     assert loads.cache.kept == ("b", "c")
@@ -100,7 +100,7 @@ def test_an_order_waits_for_a_slot_that_nobody_wants(make_loads: Callable[..., A
         waiting.enter(Sequence(NewSequence(digest, (1,), adapter=source(digest)), number, frozenset()))
     for digest in settle(loads):
         waiting.arrived(digest)
-    cache.keep(source("kept"))
+    cache.pin_adapter(source("kept"))
     assert not cache.has_work()
     cache.poll()
     assert loads.reads["kept"] == 0
@@ -157,12 +157,12 @@ class Walk:
     def order(self) -> None:
         one = self.source()
         if self.chance.random() < 0.5:
-            self.cache.warm(one)
+            self.cache.warm_adapter(one)
         elif len(self.cache.kept) < SLOTS - 1 or one.digest in self.cache.kept:
-            self.cache.keep(one)
+            self.cache.pin_adapter(one)
 
     def let_go(self) -> None:
-        self.cache.let_go(self.source().digest)
+        self.cache.unpin_adapter(self.source().digest)
 
     def load(self) -> None:
         if self.loads.loading():
@@ -183,7 +183,7 @@ class Walk:
         while self.running:
             self.end()
         for digest in self.cache.kept:
-            self.cache.let_go(digest)
+            self.cache.unpin_adapter(digest)
         settle(self.loads)
 
 

@@ -1,1 +1,1 @@
-"""Which adapters are in host memory and in device slots, and when they are swapped. Pure Python, no torch."""
+"""Keeps adapters in host memory and in device slots, and decides when they are swapped. Pure Python, no torch."""

@@ -87,7 +87,7 @@ class AdapterCache(Generic[P]):
     def poll(self, *, busy: bool = False) -> Arrivals:
         """Put what has been loaded into slots, the most urgent first; `busy`: sequences run, which that delays."""
         self._slots.now += 1
-        self._budget.begin(busy=busy)
+        self._budget.begin_poll(busy=busy)
         if self._loads.has_ended():
             for digest, result in self._loads.ended():
                 self._take(digest, result)
@@ -213,7 +213,7 @@ class AdapterCache(Generic[P]):
             prepared = self._transfers.installable(digest, self._host.held(digest), first=first)
             first = False
             allowed = self._budget.allows() or urgency is Urgency.OVERDUE
-            slot = self._slots.take(digest) if prepared is not None and allowed else None
+            slot = self._slots.claim_slot(digest) if prepared is not None and allowed else None
             if prepared is not None and slot is not None:
                 self._put(digest, prepared, slot)
                 continue
@@ -228,10 +228,10 @@ class AdapterCache(Generic[P]):
             with self._budget.spending():
                 self._memory.install(prepared, slot)
         except Exception as error:  # any: it belongs to this adapter alone
-            self._slots.give_back(slot)
+            self._slots.return_slot(slot)
             self._failed.append((digest, error))
         else:
-            self._slots.put(digest, slot, self._memory.size(prepared))
+            self._slots.occupy(digest, slot, self._memory.size(prepared))
             self._arrived.append(digest)
         self._drop_request(digest)
 

@@ -27,21 +27,21 @@ class HostTier(Generic[P]):
         return digest in self._held or digest in self._kept
 
     def held(self, digest: str) -> P | None:
-        """An adapter that is held, or None."""
+        """Return an adapter that is held, or None."""
         return self._held.get(digest)
 
     def has_room_for(self, more: int, size: int, least: int) -> bool:
-        """Whether so many more of this size may be held: within the budget, or up to `least` in any case."""
+        """Tell whether so many more of this size may be held: within the budget, or up to `least` in any case."""
         return len(self._held) + more <= least or self.held_bytes + more * size <= self.budget
 
     def put(self, digest: str, prepared: P) -> None:
-        """Take one that is not here; kept while the budget allows."""
+        """Take an adapter that is not here, and keep it while the budget allows."""
         self._kept[digest] = prepared
         self.bytes += self._size(prepared)
         self._trim()
 
     def hold(self, digest: str, prepared: P | None = None) -> bool:
-        """Keep it whatever comes; `prepared` brings one that is not here. False where it is not here."""
+        """Hold an adapter, so that it stays; `prepared` brings a new one. Return False where it is not here."""
         if prepared is not None:
             self.bytes += self._size(prepared)
         elif (prepared := self._kept.pop(digest, None)) is None:
@@ -52,7 +52,7 @@ class HostTier(Generic[P]):
         return True
 
     def release(self, digest: str) -> None:
-        """Undo hold: the most recently used of those that may go. Nothing happens where it is not held."""
+        """Undo hold: an adapter that is held may leave, as the most recently used one."""
         prepared = self._held.pop(digest, None)
         if prepared is not None:
             self.held_bytes -= self._size(prepared)
@@ -60,7 +60,7 @@ class HostTier(Generic[P]):
             self._trim()
 
     def touch(self, digest: str) -> None:
-        """It was in use until now."""
+        """Count an adapter as used until now."""
         if digest in self._kept:
             self._kept.move_to_end(digest)
 

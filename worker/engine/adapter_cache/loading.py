@@ -1,4 +1,4 @@
-"""Where adapters are, and the threads that bring them there: a few, so that a slow one delays no other."""
+"""The memory that adapters are brought into, and the threads that do it: a few, so that a slow load delays no other."""
 
 from __future__ import annotations
 
@@ -10,27 +10,28 @@ from typing import Generic, Protocol, TypeVar
 from worker.engine_api import AdapterSource
 
 P = TypeVar("P")
+# Number of threads that load adapters.
 LOADERS = 4
 
 
 class AdapterMemory(Protocol[P]):
-    """Where adapters go. What any of these raises fails that adapter alone."""
+    """Host memory and the device's slots. An exception of any method fails that adapter alone."""
 
     @property
     def stages(self) -> bool:
-        """Whether an adapter is copied to the device before it is installed."""
+        """Tell whether an adapter is copied to the device before it is installed."""
 
     def read(self, source: AdapterSource) -> P:
-        """From files to host memory, checked, cast and scaled; in a loader thread."""
+        """Read an adapter from its files to host memory, checked, cast and scaled; in a loader thread."""
 
     def stage(self, prepared: P) -> P:
-        """To the device, though not to a slot; in a loader thread."""
+        """Copy an adapter to the device, though not to a slot; in a loader thread."""
 
     def install(self, prepared: P, slot: int) -> None:
-        """Into a slot, from where `stage` put it; between steps, on the thread that steps."""
+        """Copy into a slot what `stage` has returned; between steps, on the thread that steps."""
 
     def size(self, prepared: P) -> int:
-        """Bytes as stored."""
+        """Return the bytes as stored."""
 
 
 class Loads(Protocol[P]):
@@ -38,19 +39,19 @@ class Loads(Protocol[P]):
 
     @property
     def most(self) -> int:
-        """How much is done at once; what is started beyond that waits its turn."""
+        """Return how many works are done at once; others wait."""
 
     def start(self, digest: str, work: Callable[[], P]) -> None:
-        """Do it; `ended` then has what came of it."""
+        """Start a work, whose result `ended` then returns."""
 
     def has_ended(self) -> bool:
-        """Whether `ended` has news."""
+        """Tell whether `ended` would return any result."""
 
     def ended(self) -> list[tuple[str, P | Exception]]:
-        """What has come of work since the last call, in the order in which it ended."""
+        """Return the results since the last call, in the order in which the works ended."""
 
     def close(self) -> None:
-        """End it, after what is under way."""
+        """End the threads, after what is under way."""
 
 
 class LoaderThreads(Generic[P]):

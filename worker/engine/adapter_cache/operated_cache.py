@@ -1,7 +1,7 @@
-"""The tiers with what operators ask of them: adapters brought in though nobody waits for them, and kept.
+"""The adapter cache with the commands of operators: adapters brought in though no sequence waits for them, and kept.
 
-Orders are carried out one after the other, each once some slot is empty or has an adapter that nobody waits for: no
-sequence waits for one, and at most one adapter is held in memory for them.
+Commands are carried out one after the other, each once some slot is empty or has an adapter that nobody waits for: no
+sequence is delayed by one, and at most one adapter is held in memory for them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ P = TypeVar("P")
 
 
 class OperatedCache(AdapterCache[P]):
-    """An AdapterCache that takes orders."""
+    """An AdapterCache that takes operators' commands."""
 
     def __init__(
         self,
@@ -29,29 +29,29 @@ class OperatedCache(AdapterCache[P]):
         budget: SwapBudget | None = None,
     ) -> None:
         super().__init__(slots, memory, loads, host_bytes, budget)
-        self._orders: dict[str, AdapterSource] = {}
+        self._commands: dict[str, AdapterSource] = {}
         self._under_way: str | None = None
 
-    def warm(self, source: AdapterSource) -> None:
-        """Bring it into a slot when one can be had; one that can't be loaded is forgotten."""
+    def warm_adapter(self, source: AdapterSource) -> None:
+        """Bring an adapter into a slot when one can be had; one that can't be loaded is forgotten."""
         if source.digest not in self._slots:
-            self._orders[source.digest] = source
+            self._commands[source.digest] = source
 
-    def keep(self, source: AdapterSource) -> None:
-        """The same, and it stays there. Raises ValueError where no slot would be left for others."""
+    def pin_adapter(self, source: AdapterSource) -> None:
+        """Bring an adapter into a slot and keep it there. Raises ValueError where no slot would be left for others."""
         self._slots.keep(source.digest)
         if source.digest in self._slots.draining:
             self._spare(source.digest)
-        self.warm(source)
+        self.warm_adapter(source)
 
-    def let_go(self, digest: str) -> None:
-        """Undo keep: it may leave like any other, and an order that has not been begun is forgotten."""
+    def unpin_adapter(self, digest: str) -> None:
+        """Undo pin_adapter: the adapter may leave like any other, and a command not yet begun is forgotten."""
         self._slots.kept.pop(digest, None)
-        self._orders.pop(digest, None)
+        self._commands.pop(digest, None)
 
     @property
     def kept(self) -> tuple[str, ...]:
-        """Digests of those that stay, also of those that are not there yet."""
+        """Return the digests of the adapters that stay, also of those that are not there yet."""
         return tuple(self._slots.kept)
 
     def withdraw(self, digest: str) -> None:
@@ -61,9 +61,9 @@ class OperatedCache(AdapterCache[P]):
 
     def poll(self, *, busy: bool = False) -> Arrivals:
         """See AdapterCache."""
-        while self._under_way is None and self._orders and self._slots.has_room():
-            digest = next(iter(self._orders))
-            source = self._orders.pop(digest)
+        while self._under_way is None and self._commands and self._slots.has_room():
+            digest = next(iter(self._commands))
+            source = self._commands.pop(digest)
             if digest not in self._slots:
                 self._under_way = digest
                 self.request(source)
@@ -71,16 +71,16 @@ class OperatedCache(AdapterCache[P]):
 
     def has_work(self) -> bool:
         """See AdapterCache."""
-        return super().has_work() or (self._under_way is None and bool(self._orders) and self._slots.has_room())
+        return super().has_work() or (self._under_way is None and bool(self._commands) and self._slots.has_room())
 
     def _requested(self) -> set[str]:
         return super()._requested() | ({self._under_way} if self._under_way else set())
 
     def _lacking(self) -> list[str]:
-        lacking, ordered = super()._lacking(), self._under_way
-        if ordered is None or self._host.held(ordered) is None or ordered in self.demand.lacking:
+        lacking, commanded = super()._lacking(), self._under_way
+        if commanded is None or self._host.held(commanded) is None or commanded in self.demand.lacking:
             return lacking
-        return [*lacking, ordered]
+        return [*lacking, commanded]
 
     def _take(self, digest: str, result: P | Exception) -> None:
         super()._take(digest, result)

@@ -1,4 +1,4 @@
-"""The device slots: who lies where, who is pinned, and who has to go.
+"""The device slots: which adapter is in which, which are pinned, and which one leaves next.
 
     nobody waits for it            goes first, least recently used of them
     later sequences wait for it    goes for a starved one, after its minimum residence
@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from worker.engine.adapter_cache.integrity import require_integrity
 from worker.engine.scheduling.adapter_demand import Demand, Urgency
 
-# Polls, which are steps, that an adapter for which somebody waits stays at least.
+# Minimum number of polls, which are steps, that an adapter for which a sequence waits stays in its slot.
 MINIMUM_RESIDENCE = 16
-# One slot in so many may drain at once.
+# Maximum share of the slots that may drain at once: one in this many.
 _DRAINING_SHARE = 8
 
 
@@ -44,7 +44,7 @@ class DeviceSlots:
         # Unpinned, least recently used first.
         self._idle: OrderedDict[str, None] = OrderedDict()
         self.draining: dict[str, None] = {}
-        # By an operator, whether they are there or not.
+        # Adapters that an operator keeps, whether they are in a slot or not.
         self.kept: dict[str, None] = {}
         self._most_kept = count - 1
         self.now = 0
@@ -58,21 +58,21 @@ class DeviceSlots:
 
     @property
     def used(self) -> int:
-        """Slots with an adapter."""
+        """Return how many slots have an adapter."""
         return len(self._resident)
 
     @property
     def pinned(self) -> int:
-        """Slots that are pinned, or kept by an operator."""
+        """Return how many slots are pinned, or kept by an operator."""
         return len(self._resident) - len(self._idle) + sum(digest in self._idle for digest in self.kept)
 
     def slot_of(self, digest: str) -> int | None:
-        """Its slot, or None where it can't be pinned now: not resident, or draining."""
+        """Return an adapter's slot, or None where it can't be pinned now: not resident, or draining."""
         resident = self._resident.get(digest)
         return None if resident is None or digest in self.draining else resident.slot
 
     def pin(self, digest: str) -> int:
-        """Keep it in its slot until as many unpins. Raises KeyError where it is not resident."""
+        """Keep an adapter in its slot until as many unpins. Raises KeyError where it is not resident."""
         resident = self._resident[digest]
         resident.pins += 1
         self._idle.pop(digest, None)
@@ -88,21 +88,21 @@ class DeviceSlots:
             self._idle[digest] = None
 
     def keep(self, digest: str) -> None:
-        """Never evict it, once it is there. Raises ValueError where no slot would be left for others."""
+        """Never evict an adapter, once it is there. Raises ValueError where no slot would be left for others."""
         if digest not in self.kept and len(self.kept) >= self._most_kept:
             raise ValueError(f"{len(self.kept)} adapters are pinned; one of {self._most_kept + 1} slots is for others")
         self.kept[digest] = None
 
     def idle(self, digest: str) -> bool:
-        """Whether it is in a slot and not pinned."""
+        """Tell whether an adapter is in a slot and not pinned."""
         return digest in self._idle
 
     def has_room(self) -> bool:
-        """Whether any adapter would get a slot now."""
+        """Tell whether any adapter would get a slot now."""
         return bool(self._free) or self._unwanted() is not None
 
-    def take(self, digest: str) -> int | None:
-        """An empty slot for this adapter, in place of another if need be; None: not now."""
+    def claim_slot(self, digest: str) -> int | None:
+        """Return an empty slot for this adapter, evicting another if need be; None where none can be had now."""
         if self._free:
             return self._free.pop()
         victim = self._unwanted() or self._yielding(digest)
@@ -116,20 +116,20 @@ class DeviceSlots:
         self.digests = tuple(self._resident)
         return resident.slot
 
-    def put(self, digest: str, slot: int, size: int) -> None:
-        """It came into a slot that `take` gave."""
+    def occupy(self, digest: str, slot: int, size: int) -> None:
+        """Record that an adapter was installed in a slot of claim_slot."""
         self._resident[digest] = _Resident(slot, size, self.now)
         self._idle[digest] = None
         self.loads += 1
         self.bytes += size
         self.digests = tuple(self._resident)
 
-    def give_back(self, slot: int) -> None:
-        """Nothing came into a slot that `take` gave."""
+    def return_slot(self, slot: int) -> None:
+        """Return a slot of claim_slot in which nothing was installed."""
         self._free.append(slot)
 
     def drain(self, starved: Sequence[str]) -> list[str]:
-        """Let slots drain for starved ones that got none; returns who may stay after all."""
+        """Let slots drain for starved adapters that got none; return the adapters that may stay after all."""
         if not (starved or self.draining):
             return []
         wanted = min(len(starved), self._drain_most)
@@ -161,7 +161,7 @@ class DeviceSlots:
         require_integrity(set(self.digests) == residents.keys(), "the reported adapters are not those in the slots")
 
     def _unwanted(self) -> str | None:
-        return next((one for one in self._idle if one not in self.kept and not self._demand.waiting_for(one)), None)
+        return next((idle for idle in self._idle if idle not in self.kept and not self._demand.waiting_for(idle)), None)
 
     def _yielding(self, digest: str) -> str | None:
         if self._demand.urgency(digest) is Urgency.CALM:
@@ -174,7 +174,7 @@ class DeviceSlots:
         return max(yields, key=self._demand.first_rank, default=None)
 
     def _yields(self, resident: str, starved: str) -> bool:
-        """Whether a resident adapter for which others may wait goes for a starved one."""
+        """Tell whether a resident adapter, for which others may wait, leaves for a starved one."""
         if resident in self.kept:
             return False
         if self._demand.urgency(starved) is not Urgency.OVERDUE and (
@@ -182,6 +182,6 @@ class DeviceSlots:
             or self.now - self._resident[resident].installed_at < MINIMUM_RESIDENCE
         ):
             return False
-        # Only later ones wait for it: two starved ones can't evict each other for ever.
+        # Only later sequences wait for it: two starved adapters can't evict each other for ever.
         waiting = self._demand.waiting_for(resident)
         return not waiting or self._demand.first_rank(resident) > self._demand.first_rank(starved)

@@ -1,4 +1,4 @@
-"""How much of the running sequences' time bringing adapters into slots may take: copies, on CUDA."""
+"""The budget of time that bringing adapters into slots may take from running sequences: copies, on CUDA."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-# In the long run, it takes at most so much time for each second of steps ...
+# Maximum seconds of copies for each second of steps, in the long run.
 SHARE = 0.5
-# ... and between two steps at most so much of a step, or one adapter.
+# Maximum time of copies between two steps, as a share of a step; one adapter may always be copied.
 STALL_SHARE = 0.2
 
 
@@ -25,8 +25,8 @@ class SwapBudget:
         # Below zero: the next steps pay for what was spent.
         self._credit_s = 0.0
 
-    def begin(self, *, busy: bool) -> None:
-        """A poll begins."""
+    def begin_poll(self, *, busy: bool) -> None:
+        """Begin a poll; `busy`: sequences run."""
         now = self._clock()
         if busy and self._polled_at is not None:
             self._step_s = max(0.0, now - self._polled_at - self._spent_s)
@@ -37,7 +37,7 @@ class SwapBudget:
         self._busy, self._polled_at, self._spent_s = busy, now if busy else None, 0.0
 
     def allows(self) -> bool:
-        """Whether one more adapter may be copied in this poll."""
+        """Tell whether one more adapter may be copied in this poll."""
         if not self._busy:
             return True
         if not self._spent_s:
@@ -46,7 +46,7 @@ class SwapBudget:
 
     @contextmanager
     def spending(self) -> Iterator[None]:
-        """Around one copy."""
+        """Measure one copy."""
         began = self._clock()
         try:
             yield

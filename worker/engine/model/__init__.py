@@ -1,1 +1,1 @@
-"""A transformers model: loading it, laying out a batch, running the forward pass."""
+"""Loads a transformers model, lays out batches for it and runs its forward pass."""

@@ -1,7 +1,7 @@
-"""Which architectures run right over the paged KV cache: those of artifacts/families.py, everything else is refused.
+"""Refuses every architecture that is not known to run right over the paged KV cache: see artifacts/families.py.
 
 A transformers model whose window, chunk or state lives in its attention mask or in its own cache would answer, and
-answer wrongly: the mask is never built here (see attention.py). So the list is of what was compared with transformers'
+answer wrongly: the mask is never built here (see paged.py). So the list is of what was compared with transformers'
 own generate; tests/worker/engine/test_architectures.py does it again for every one of them.
 """
 
@@ -19,7 +19,7 @@ _OWN_ATTENTION = "its attention is its own, transformers offers no way in"
 _STATE = "it keeps a recurrent state, which this engine has no place for"
 _MASK = "its window or chunks are in the attention mask alone, which this engine does not build"
 _SHAPES = "its layers share keys and values, or differ in their size"
-# Tried; others were not.
+# Why each was refused that was tried; others were not tried.
 WHY_REFUSED = {
     "BloomForCausalLM": _OWN_ATTENTION,
     "CodeGenForCausalLM": _OWN_ATTENTION,
@@ -72,8 +72,8 @@ def check_architecture(config: Mapping[str, Any]) -> None:
             raise ModelUnusableError(f"{field} of this {name} is not supported: {why}")
     for rope_type in _rope_types(config):
         if rope_type not in ROPE_TYPES:
-            known = ", ".join(sorted(ROPE_TYPES))
-            raise ModelUnusableError(f"rope type {rope_type!r} of this {name} is not supported; supported are {known}")
+            served = ", ".join(sorted(ROPE_TYPES))
+            raise ModelUnusableError(f"rope type {rope_type!r} of this {name} is not supported; supported are {served}")
 
 
 def _rope_types(config: Mapping[str, Any]) -> list[str]:
@@ -82,5 +82,5 @@ def _rope_types(config: Mapping[str, Any]) -> list[str]:
     for field in ("rope_parameters", "rope_scaling"):
         parameters = config.get(field) or {}
         nested = [value for value in parameters.values() if isinstance(value, Mapping)]
-        types += [str(one.get("rope_type", one.get("type", "default"))) for one in nested or [parameters]]
+        types += [str(rope.get("rope_type", rope.get("type", "default"))) for rope in nested or [parameters]]
     return types

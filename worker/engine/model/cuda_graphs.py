@@ -1,4 +1,4 @@
-"""Decode steps as CUDA graphs: a layer's hundred launches cost the host nothing, the whole step is one.
+"""Decode steps as CUDA graphs: the host launches a whole step at once, in place of a hundred kernels a layer.
 
 Over buffers at fixed addresses (decode_buffers.py) each padded batch size is captured twice: the base model alone, and
 with the adapters' kernels, which look up in a table which row has which adapter. All graphs write their logits to the
@@ -20,7 +20,7 @@ _log = logging.getLogger(__name__)
 
 
 class DecodeGraphs:
-    """The captured steps; from one thread, the one that steps."""
+    """Captured decode steps; used by the thread that steps alone."""
 
     def __init__(
         self, buffers: DecodeBuffers, forward: Callable[[StepInputs], Tensor], begin: Callable[[int, bool], None]
@@ -50,7 +50,7 @@ class DecodeGraphs:
                 pool = graph.pool()
 
     def replay(self, size: int, *, adapted: bool) -> Tensor:
-        """The logits [size, vocab] of what the buffers hold now; the next replay overwrites them."""
+        """Compute the logits [size, vocab] of what the buffers hold now; the next replay overwrites them."""
         assert self._logits is not None, "there is at least one size"
         self._graphs[size, adapted].replay()
         return self._logits[:size]

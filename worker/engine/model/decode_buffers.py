@@ -37,7 +37,7 @@ class DecodeBuffers:
     def fill(self, rows: Sequence[Row]) -> int:
         """Lay out decode rows; returns the size they are padded to.
 
-        Ids that are placeholders are left 0. A step that still reads the buffers is not disturbed: see staging.py.
+        Ids that are placeholders are left 0. A step may still read the buffers meanwhile: see device/transfer.py.
         """
         cache, size = self._cache, next(size for size in self.sizes if size >= len(rows))
         blocks = [row.start // cache.block_size + 1 for row in rows]
@@ -56,11 +56,11 @@ class DecodeBuffers:
 
     @property
     def input_ids(self) -> torch.Tensor:
-        """The ids [rows] of the step to come."""
+        """Return the ids [rows] of the step to come."""
         return self._tokens[0]
 
     def inputs(self, size: int) -> StepInputs:
-        """The step of that size: views of the buffers, the same ones every time."""
+        """Return the step of that size: views of the buffers, at the same addresses every time."""
         ids, positions, slots = self._tokens[:, :size].unbind()
         step = AttentionStep(self._cache, slots, self._plan(size))
         return StepInputs(ids[None], positions[None], self._wanted[:size], step)
@@ -77,5 +77,5 @@ class DecodeBuffers:
 
 
 def padded_sizes(rows: int) -> tuple[int, ...]:
-    """1, 2, 4, then multiples of 8, up to `rows`."""
+    """Return 1, 2, 4, then multiples of 8, up to `rows`."""
     return (*(size for size in (1, 2, 4, *range(8, rows, 8)) if size < rows), rows)

@@ -1,4 +1,4 @@
-"""Why a model can't be served. Imports no torch, so that every part of the worker can name it."""
+"""The error of a model that can't be served; imports no torch, so that the engine process can catch it without."""
 
 from __future__ import annotations
 

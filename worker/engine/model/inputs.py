@@ -15,9 +15,9 @@ from worker.engine.scheduling.batch import Batch
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """`input_ids` and `position_ids` are [1, tokens]; `wanted` indexes the tokens with logits.
+    """`input_ids` and `position_ids` are [1, tokens]; `wanted` indexes the tokens whose logits are needed.
 
-    They are, row after row, its prompt_positions and, where it samples, its last one.
+    These are, row after row, its prompt_positions and, where it samples, its last token.
     """
 
     input_ids: Tensor
@@ -49,7 +49,7 @@ def step_inputs(batch: Batch, cache: KvCache, device: torch.device) -> StepInput
 
 
 def attention_plan(batch: Batch, cache: KvCache, device: torch.device) -> AttentionPlan:
-    """The device's plan for a batch."""
+    """Plan a batch's attention as the device computes it."""
     if device.type == "cuda":
         from worker.engine.attention.cuda.plan import triton_plan  # Triton is there only with CUDA
 

@@ -33,7 +33,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model ready to run, and what the rest of the engine must know of it.
+    """A model ready to run, with its sizes.
 
     `linears` are the layers that an adapter may change, `ends` the token embeddings and the output head: of each
     (in_features, out_features) by name.
@@ -53,7 +53,7 @@ class LoadedModel:
 
     @property
     def kv_token_bytes(self) -> int:
-        """Bytes that one token's keys and values take in all layers."""
+        """Return how many bytes one token's keys and values take in all layers."""
         return self.kv.numbers_per_token * self.dtype.itemsize
 
 
@@ -97,7 +97,7 @@ def load_model(path: str, device: str = "cpu", dtype: str = "auto") -> LoadedMod
 
 
 def _use_plain_linears(module: Any) -> None:
-    """Replace GPT-2's Conv1D, a linear layer with its weight stored [in, out]: one kind to pack and to adapt."""
+    """Replace GPT-2's Conv1D, which stores its weight [in, out], by nn.Linear: one kind to pack and to adapt."""
     for parent in list(module.modules()):
         for name, child in parent.named_children():
             if type(child) is Conv1D:

@@ -15,11 +15,12 @@ from worker.engine.lora.embedding import CpuEmbedding
 from worker.engine.lora.fused_linears import FusedPart
 from worker.engine.model.loader import LoadedModel
 
+# Number of a weight's rows that are cast to float32 at once.
 _PIECE_ROWS = 4096
 
 
 class ModelLayers:
-    """Of a model on any device, as numbers on the CPU.
+    """The layers of a model on any device, as numbers on the CPU.
 
     Made before its weights are packed, of which it keeps one number for each output of a layer. Neither the products
     nor the reading change anything that steps use.
@@ -75,7 +76,7 @@ class ModelLayers:
         return own is not None and torch.equal(own.to("cpu", dtype), values.to(dtype))
 
     def _weight(self, module: str) -> Tensor:
-        """Of the embeddings as it is; of the head, which may be packed, from its file, if the two are not tied."""
+        """Return the embeddings' weight, or the head's from its file (it may be packed), unless the two are tied."""
         layer = self._own(module)
         files = read_checkpoint(self._loaded.directory).tensors
         name = next((name for name in HEAD_WEIGHTS if name in files), None)
@@ -91,6 +92,6 @@ class ModelLayers:
 
 
 def _squares(weight: Tensor) -> Tensor:
-    """Row by row. In pieces: a float32 copy is made of each."""
+    """Return the squared norm of each row; in pieces, because a float32 copy is made of each."""
     pieces = torch.split(weight, _PIECE_ROWS)
     return torch.cat([torch.linalg.vector_norm(piece, dim=1, dtype=torch.float32).square() for piece in pieces])

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from worker.engine.lora.fused_linears import FusedPart, FusedProduct, can_fuse, fuse, fusion_candidates
 
-# Largest difference from nn.Linear, relative to the largest output, that rounding explains.
+# Maximum difference from nn.Linear, relative to the largest output, that rounding explains.
 _TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
-# The operator wants to know how many rows to expect; measured, the hint makes no difference.
+# Number of rows that the operator is told to expect; measured, it makes no difference.
 _ROWS_HINT = 32
 
 
@@ -28,7 +28,7 @@ class PackedWeight:
         self._bias = None if bias is None else bias.detach()
 
     def __call__(self, x: Tensor) -> Tensor:
-        """The product with the transposed weight, plus the bias where there is one."""
+        """Multiply by the transposed weight, and add the bias where there is one."""
         out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, self._bias, "none", [], "")
         return out
 
@@ -42,7 +42,7 @@ class PackedLinear(nn.Module):
         self.weight = PackedWeight(linear.weight, linear.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The product, plus the bias where there is one."""
+        """Multiply by the weight, and add the bias where there is one."""
         y = self.weight(x.reshape(-1, self.in_features))
         return y.view(*x.shape[:-1], y.shape[-1])
 
@@ -71,7 +71,7 @@ def _fuse_packed(linears: Sequence[nn.Linear]) -> FusedProduct:
 
 
 def packing_works(dtype: torch.dtype) -> bool:
-    """Whether packed weights give nn.Linear's results here."""
+    """Tell whether packed weights give nn.Linear's results on this machine."""
     if dtype not in _TOLERANCE or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return False
     generator = torch.Generator().manual_seed(0)

@@ -1,8 +1,8 @@
 """Launches the scheduler's batches, one after the other, into the model.
 
-A launch gives the device all of a step and returns. The next one may come before anybody has looked at what this one
-sampled: ids that are placeholders are taken, on the device, from the launch before. All that a launch reads from the
-host, and the buffers that it overwrites, are safe from the next one by the order of one stream: see
+A launch hands the device a whole step and returns. The next launch may come before the ids that this one sampled have
+been collected: ids that are placeholders are then taken, on the device, from the launch before. The order of one stream
+keeps all that a launch reads from the host, and the buffers that it overwrites, safe from the next launch: see
 worker/engine/device/transfer.py.
 """
 
@@ -28,9 +28,9 @@ class Runner:
     def __init__(
         self, loaded: LoadedModel, cache: KvCache, lora: AdapterLayers, rows: int, max_tokens: int, *, ahead: bool
     ) -> None:
-        """On CUDA this captures the decode steps of up to `rows` rows of up to `max_tokens` positions.
+        """Capture, on CUDA, the decode steps of up to `rows` rows of up to `max_tokens` positions.
 
-        `ahead`: a step is launched before the one before it is collected, so that no launch may wait for the device.
+        `ahead`: a step is launched before the one before it is collected, so no launch may wait for the device.
         """
         self._module = loaded.module
         self._attention = loaded.attention
@@ -46,17 +46,17 @@ class Runner:
             with torch.inference_mode():
                 self._graphs = capture_decodes(self._buffers, self._forward, self._begin_empty)
         else:
-            self._compile()
+            self._warm_up()
 
     @torch.inference_mode()
-    def _compile(self) -> None:
-        """Compute a token for nobody: what is compiled for this model is, before anybody waits for it."""
+    def _warm_up(self) -> None:
+        """Run one warm-up pass, which triggers compilation."""
         self._begin_empty(1, adapted=False)
         self._forward(DecodeBuffers(1, 1, self._cache, self._device).inputs(1))
 
     @torch.inference_mode()
     def launch(self, batch: Batch) -> InFlight:
-        """Compute the rows' keys, values and next ids. What it raises for want of memory leaves nothing behind."""
+        """Compute the rows' keys, values and next ids. An error for lack of memory leaves nothing behind."""
         if self._buffers is not None and _is_decode(batch):
             logits = self._decode(self._buffers, batch)
         else:
@@ -81,8 +81,9 @@ class Runner:
         if not places or self._last is None:
             return
         index_of = {row.sequence: index for index, row in enumerate(self._last.rows)}
-        to, of = upload([[place for place, _ in places], [index_of[one] for _, one in places]], self._device).unbind()
-        # -1, where logits were no numbers, is no token; what the step makes of such a row is dropped.
+        indices = [[place for place, _ in places], [index_of[sequence] for _, sequence in places]]
+        to, of = upload(indices, self._device).unbind()
+        # Where logits were not numbers, the id is -1, which is no token; the results of such a row are dropped.
         input_ids.index_copy_(0, to, self._last.ids.index_select(0, of).clamp_(min=0))
 
     def _forward(self, inputs: StepInputs) -> Tensor:
@@ -112,7 +113,7 @@ class Runner:
         return logits[: len(batch.rows)]
 
     def _begin_empty(self, size: int, adapted: bool) -> None:
-        """A decode step of rows without adapters, through the adapters' kernels or past them."""
+        """Begin a decode step of rows without adapters, through the adapters' kernels or past them."""
         if adapted:
             self._lora.begin_decode([], size)
         else:
@@ -120,5 +121,5 @@ class Runner:
 
 
 def _is_decode(batch: Batch) -> bool:
-    """Whether every row is one token with the logits of the next."""
+    """Tell whether every row is one token with the logits of the next."""
     return batch.decodes == len(batch.rows) and all(row.samples and not row.prompt_positions for row in batch.rows)

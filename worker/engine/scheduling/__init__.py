@@ -1,1 +1,1 @@
-"""What runs in the next step: sequences, KV blocks, admission. Pure Python, no torch."""
+"""Decides what runs in the next step: sequences, KV blocks, admission. Pure Python, no torch."""

@@ -1,4 +1,4 @@
-"""Who owns which block of the KV cache, with automatic prefix caching. Block ids are 0 to blocks - 1.
+"""The owners of the KV cache's blocks, with automatic prefix caching. Block ids are 0 to blocks - 1.
 
             allocate, extend                  release (last reference, key known)
    free ─────────────────────▶ referenced ────────────────────────────────────▶ cached
@@ -38,25 +38,25 @@ class BlockManager:
 
     @property
     def free(self) -> int:
-        """Blocks that hold nothing."""
+        """Return how many blocks hold nothing."""
         return len(self._free)
 
     @property
     def cached(self) -> int:
-        """Blocks without a reference that a later sequence may still share."""
+        """Return how many blocks without a reference a later sequence may still share."""
         return len(self._cached)
 
     @property
     def referenced(self) -> int:
-        """Blocks in some sequence's table."""
+        """Return how many blocks are in some sequence's table."""
         return self.blocks - len(self._free) - len(self._cached)
 
     def needed(self, tokens: int) -> int:
-        """Blocks that hold `tokens` tokens."""
+        """Return how many blocks hold `tokens` tokens."""
         return -(-tokens // self.block_size)
 
     def allocate(self, sequence: Sequence) -> bool:
-        """Give it blocks for all its ids and set `computed` to what the cache holds of them already.
+        """Give a sequence blocks for all its ids, and set `computed` to what the cache holds of them already.
 
         False, and nothing changed, where not enough blocks are left. At least one id is left to compute.
         """
@@ -75,14 +75,14 @@ class BlockManager:
         return True
 
     def extend(self, sequence: Sequence) -> bool:
-        """Give it one more block. False, and nothing changed, where none is left."""
+        """Give a sequence one more block. False, and nothing changed, where none is left."""
         if not self._free and not self._cached:
             return False
         sequence.block_table.append(self._take())
         return True
 
     def register(self, sequence: Sequence, tokens: int) -> None:
-        """Make the blocks that its first `tokens` ids fill known to the prefix cache; these have been computed."""
+        """Let the prefix cache know the blocks that a sequence's first `tokens` ids, all computed, fill."""
         full = tokens // self.block_size
         keys = sequence.full_block_keys(full, self.block_size)
         for index in range(sequence.registered, full):
@@ -93,7 +93,7 @@ class BlockManager:
         sequence.registered = full
 
     def release(self, sequence: Sequence) -> None:
-        """Take its blocks back; it has nothing computed afterwards."""
+        """Take a sequence's blocks back; nothing of it is computed afterwards."""
         # The last block first: of a cached chain the tail goes before what leads to it.
         for block in reversed(sequence.block_table):
             self._references[block] -= 1

@@ -1,4 +1,4 @@
-"""Which adapters lie in device slots, as the scheduler sees it; worker.engine.adapter_cache.cache keeps it."""
+"""The adapter cache as the scheduler sees it; worker.engine.adapter_cache.cache is one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from worker.engine_api import AdapterSource, TierStats
 
 @dataclass(frozen=True, slots=True)
 class Arrivals:
-    """What became of requests: digests that can be pinned now, and those that could not be loaded."""
+    """The requests that have ended: digests that can be pinned now, and those that could not be loaded."""
 
     arrived: tuple[str, ...]
     failed: tuple[tuple[str, Exception], ...]
@@ -23,19 +23,19 @@ class Residency(Protocol):
 
     @property
     def demand(self) -> Demand:
-        """What the waiting sequences want; the scheduler keeps it, the cache goes by it."""
+        """Return the demand of the waiting sequences, which the scheduler updates and the cache reads."""
 
     def request(self, source: AdapterSource) -> None:
-        """Have it brought in; poll tells when it is there. Nothing happens where that is under way already."""
+        """Bring an adapter in, unless that is under way; poll reports when it is there."""
 
     def withdraw(self, digest: str) -> None:
-        """Nobody waits for it any more."""
+        """Stop bringing in an adapter that nobody waits for any more."""
 
     def slot_of(self, digest: str) -> int | None:
-        """Its slot, or None where it can't be pinned now."""
+        """Return an adapter's slot, or None where it can't be pinned now."""
 
     def pin(self, digest: str) -> int:
-        """Keep it in its slot until as many unpins; slot_of has just told that it can be pinned."""
+        """Keep an adapter in its slot until as many unpins; slot_of has just returned that slot."""
 
     def unpin(self, digest: str) -> None:
         """Undo one pin."""
@@ -51,16 +51,16 @@ class Residency(Protocol):
 
     @property
     def used(self) -> int:
-        """Slots with an adapter."""
+        """Return how many slots have an adapter."""
 
     @property
     def pinned(self) -> int:
-        """Slots that are pinned."""
+        """Return how many slots are pinned."""
 
     @property
     def resident(self) -> tuple[str, ...]:
-        """Digests of the adapters in the slots."""
+        """Return the digests of the adapters in the slots."""
 
     @property
     def tiers(self) -> TierStats:
-        """What the tiers hold now."""
+        """Return what the tiers hold now."""

@@ -1,4 +1,4 @@
-"""What an engine refuses. Whoever sends a sequence may have checked it: an engine trusts nobody."""
+"""Checks every sequence that an engine gets, though its sender may have checked it as well."""
 
 from __future__ import annotations
 

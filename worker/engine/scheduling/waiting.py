@@ -13,14 +13,14 @@ def _last_first(sequence: Sequence) -> tuple[int, int]:
 
 
 class WaitingSequences:
-    """Keeps a sequence whose adapter is not there out of the way of those behind it; for how long: demand.py."""
+    """Lets sequences pass one whose adapter is not in a slot; adapter_demand.py bounds how many."""
 
     def __init__(self, residency: Residency) -> None:
         self._residency = residency
         self._demand = residency.demand
         # The first in rank comes last, where it is cheap to take.
         self._ready: list[Sequence] = []
-        # Sequences with an adapter that found it in a slot when they came, and those that did not.
+        # Counts of sequences whose adapter was, and was not, in a slot when they came.
         self.hits = 0
         self.misses = 0
 
@@ -29,16 +29,16 @@ class WaitingSequences:
 
     @property
     def any_ready(self) -> bool:
-        """Whether head would look at any."""
+        """Tell whether any sequence is ready."""
         return bool(self._ready)
 
     @property
     def ready(self) -> int:
-        """How many head would look at."""
+        """Return how many sequences are ready."""
         return len(self._ready)
 
     def enter(self, sequence: Sequence) -> None:
-        """Take a sequence in; asks for its adapter where it is not there."""
+        """Take a sequence that is to wait, and request its adapter where it is not in a slot."""
         adapter = sequence.spec.adapter
         if adapter is None:
             self._make_ready(sequence)
@@ -54,20 +54,20 @@ class WaitingSequences:
             self._park(sequence)
 
     def head(self, tries: int) -> Sequence | None:
-        """The first in rank that may run now, its adapter in a slot; looks at `tries` at most."""
+        """Return the first ready sequence if it may run now, its adapter in a slot; parks at most `tries` others."""
         for _ in range(min(tries, len(self._ready))):
             sequence = self._ready[-1]
             adapter = sequence.spec.adapter
             if adapter is None or self._residency.slot_of(adapter.digest) is not None:
                 barrier = self._demand.barrier()
                 return sequence if barrier is None or sequence.rank < barrier else None
-            # Evicted since it became ready.
+            # Its adapter was evicted since it became ready.
             self._ready.pop()
             self._park(sequence)
         return None
 
     def take_head(self) -> None:
-        """Let go of the sequence that head has just returned; its adapter is pinned."""
+        """Let the sequence run that head has just returned, and pin its adapter."""
         sequence = self._ready.pop()
         sequence.move_to(SequenceState.RUNNING)
         adapter = sequence.spec.adapter
@@ -88,12 +88,12 @@ class WaitingSequences:
                 self._residency.withdraw(adapter.digest)
 
     def arrived(self, digest: str) -> None:
-        """Its adapter is there: all that were parked for it are ready."""
+        """Make all sequences ready that were parked for an adapter, which is now in a slot."""
         for sequence in self._demand.unpark(digest):
             self._make_ready(sequence)
 
     def parked_for(self, digest: str) -> list[Sequence]:
-        """Those that wait for this adapter to arrive."""
+        """Return the sequences that are parked for this adapter."""
         return self._demand.parked(digest)
 
     def _make_ready(self, sequence: Sequence) -> None:
