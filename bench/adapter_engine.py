@@ -18,7 +18,9 @@ from bench.trace import Arrival, Trace, draw
 from bench.workload import Request
 from worker.engine.build import build_engine
 from worker.engine.interpreter import freeze_gc
-from worker.engine_api import AdapterSource, EngineConfig, EngineStats, NewSequence, Output, Stopping
+from worker.engine_api import AdapterSource, NewSequence, Output, Stopping
+from worker.engine_config import EngineConfig
+from worker.engine_stats import EngineStats
 
 R = TypeVar("R")
 

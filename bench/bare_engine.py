@@ -11,7 +11,8 @@ from bench.limit import recorded_steps
 from bench.rounds import Timed
 from bench.workload import Request, answered_tokens
 from worker.engine.build import build_engine
-from worker.engine_api import AdapterSource, EngineConfig, NewSequence, Output, Stopping
+from worker.engine_api import AdapterSource, NewSequence, Output, Stopping
+from worker.engine_config import EngineConfig
 
 
 class BareEngine:

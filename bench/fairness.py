@@ -21,7 +21,8 @@ from worker.engine.adapter_cache.cache import AdapterCache
 from worker.engine.adapter_cache.loading import LoaderThreads
 from worker.engine.hash_engine import HashAdapterMemory
 from worker.engine.scheduling.scheduler import Scheduler
-from worker.engine_api import EngineLimits, NewSequence, Output, Stopping
+from worker.engine_api import NewSequence, Output, Stopping
+from worker.engine_config import EngineLimits
 
 AIMS = {
     "service_difference_over_bound": Aim(at_most=1),

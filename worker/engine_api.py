@@ -10,6 +10,8 @@ from enum import StrEnum
 from typing import Literal, Protocol
 
 from artifacts.sampling import SamplingParams
+from worker.engine_config import EngineLimits
+from worker.engine_stats import EngineStats
 
 
 class SequenceRefusedError(Exception):
@@ -19,35 +21,6 @@ class SequenceRefusedError(Exception):
         super().__init__(f"{field}: {message}")
         self.field = field
         self.message = message
-
-
-@dataclass(frozen=True, slots=True)
-class EngineConfig:
-    """Everything that decides how an engine is built; zero blocks, bytes or threads mean: as many as fit."""
-
-    # A transformers directory, or `hash:?...`.
-    model: str
-    device: str = "cpu"
-    dtype: str = "auto"
-    # Sequences in one batch at most.
-    rows: int = 32
-    kv_blocks: int = 0
-    # Tokens in a block.
-    block_size: int = 16
-    adapter_slots: int = 32
-    # Maximum bytes of adapters in host memory.
-    host_adapter_bytes: int = 0
-    max_rank: int = 64
-    # Maximum tokens that one step computes.
-    step_tokens: int = 512
-    # CPU threads of the step.
-    threads: int = 0
-
-    def __post_init__(self) -> None:
-        """Raises ValueError on a number that no engine can work with."""
-        for name in ("rows", "block_size", "step_tokens"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be 1 or more, is {getattr(self, name)}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,61 +188,6 @@ class Output:
     logprobs: tuple[TokenLogprobs, ...] = ()
     # One for each prompt token but the first, with the first output, where the sequence asks for them.
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class EngineLimits:
-    """The limits of an engine; measured at start-up, never changed."""
-
-    rows: int
-    # Prompt and answer together.
-    max_tokens: int
-    max_rank: int
-    vocab_size: int
-    block_size: int
-    blocks: int
-    adapter_slots: int
-
-
-@dataclass(frozen=True, slots=True)
-class TierStats:
-    """The adapter cache's tiers. Bytes are counted as stored."""
-
-    # Adapters that came into a slot, and those that had to leave theirs for another, since the start.
-    loads: int
-    swaps: int
-    # Adapters that are being read from disk now.
-    loading: int
-    host_bytes: int
-    device_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class EngineStats:
-    """The contents of an engine. blocks_free + blocks_cached + blocks_referenced is all of its blocks."""
-
-    steps: int
-    rows_running: int
-    rows_waiting: int
-    blocks_free: int
-    blocks_cached: int
-    blocks_referenced: int
-    slots_used: int
-    slots_pinned: int
-    # Digests of the resident adapters.
-    adapters: tuple[str, ...]
-    # Sequences that found their adapter in a slot when they came, and those that did not, since the start.
-    adapter_hits: int
-    adapter_misses: int
-    tiers: TierStats
-    # Sequences that came, since the start, those that were complete on arrival as well.
-    sequences_taken: int
-    # Since the start: sequences that had to give their blocks back; tokens that steps computed; tokens that sequences
-    # came with, and how many of these the prefix cache had.
-    preemptions: int
-    computed_tokens: int
-    prefix_queries: int
-    prefix_hits: int
 
 
 class Engine(Protocol):

@@ -15,7 +15,9 @@ from collections.abc import Iterable
 
 import msgspec
 
-from worker.engine_api import AdapterSource, EngineConfig, EngineLimits, EngineStats, NewSequence, Output
+from worker.engine_api import AdapterSource, NewSequence, Output
+from worker.engine_config import EngineConfig, EngineLimits
+from worker.engine_stats import EngineStats
 
 _LENGTH = struct.Struct("<I")
 

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from worker.engine.hash_tokens import expected_ids
-from worker.engine_api import EngineConfig, Stopping
+from worker.engine_api import Stopping
+from worker.engine_config import EngineConfig
 from worker.io.engine_client.process import EngineProcess
 from worker.ipc import Configure
 

@@ -14,7 +14,8 @@ from tests.worker.engine.peft_oracle import VOCAB, PeftOracle
 from worker.engine.build import build_engine
 from worker.engine.model.cuda_graphs import DecodeGraphs
 from worker.engine.torch_engine import TorchEngine
-from worker.engine_api import EngineConfig, NewSequence, Output
+from worker.engine_api import NewSequence, Output
+from worker.engine_config import EngineConfig
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device")
 

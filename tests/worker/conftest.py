@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from worker.engine.adapter_cache.cache import AdapterCache
-from worker.engine_api import AdapterSource, EngineConfig
+from worker.engine_api import AdapterSource
+from worker.engine_config import EngineConfig
 
 if TYPE_CHECKING:
     from worker.engine.torch_engine import TorchEngine

@@ -22,7 +22,9 @@ from telemetry.logging import logging_of, set_up_logging
 from worker.engine.hash_engine import HashEngine
 from worker.engine.interpreter import freeze_gc
 from worker.engine.model.errors import ModelUnusableError
-from worker.engine_api import Engine, EngineConfig, EngineStats, SequenceRefusedError
+from worker.engine_api import Engine, SequenceRefusedError
+from worker.engine_config import EngineConfig
+from worker.engine_stats import EngineStats
 from worker.ipc import (
     Abort,
     Add,

@@ -10,7 +10,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from telemetry.metrics import LONG_S, PREFIX, SHORT_S, TOKENS, BoundedNames, Meters
-from worker.engine_api import EngineLimits, EngineStats
+from worker.engine_config import EngineLimits
+from worker.engine_stats import EngineStats
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,8 @@ from worker.engine.adapter_cache.cache import AdapterCache
 from worker.engine.adapter_cache.swap_budget import SwapBudget
 from worker.engine.scheduling.batch import Batch
 from worker.engine.scheduling.scheduler import Scheduler
-from worker.engine_api import AdapterSource, EngineLimits, NewSequence, Stopping
+from worker.engine_api import AdapterSource, NewSequence, Stopping
+from worker.engine_config import EngineLimits
 
 SLOTS = 32
 ROWS = 32

@@ -11,13 +11,13 @@ from worker.engine.scheduling.scheduler import Scheduler
 from worker.engine.scheduling.sequence import Sequence
 from worker.engine_api import (
     AdapterSource,
-    EngineLimits,
     Failure,
     FinishKind,
     NewSequence,
     Output,
     Stopping,
 )
+from worker.engine_config import EngineLimits
 
 VOCAB = 50
 END = VOCAB - 1

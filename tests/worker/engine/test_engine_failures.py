@@ -12,7 +12,15 @@ import pytest
 import torch
 
 from worker.engine.sampling import sampler, step
-from worker.engine_api import AdapterSource, Failure, FinishKind, NewSequence, Output, Sampling, Stopping
+from worker.engine_api import (
+    AdapterSource,
+    Failure,
+    FinishKind,
+    NewSequence,
+    Output,
+    Sampling,
+    Stopping,
+)
 
 pytestmark = pytest.mark.model
 

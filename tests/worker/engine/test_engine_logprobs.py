@@ -12,7 +12,14 @@ from typing import Any
 import pytest
 import torch
 
-from worker.engine_api import FinishKind, NewSequence, Output, Sampling, Stopping, TokenLogprobs
+from worker.engine_api import (
+    FinishKind,
+    NewSequence,
+    Output,
+    Sampling,
+    Stopping,
+    TokenLogprobs,
+)
 
 pytestmark = pytest.mark.model
 

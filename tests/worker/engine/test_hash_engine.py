@@ -11,7 +11,15 @@ import pytest
 
 from worker.engine.hash_engine import HashEngine
 from worker.engine.hash_tokens import expected_ids
-from worker.engine_api import AdapterSource, EngineConfig, FinishKind, NewSequence, Output, Sampling, Stopping
+from worker.engine_api import (
+    AdapterSource,
+    FinishKind,
+    NewSequence,
+    Output,
+    Sampling,
+    Stopping,
+)
+from worker.engine_config import EngineConfig
 
 SPEC = "hash:?vocab=600&seed=3"
 PROMPT = (1, 2, 300)

@@ -23,7 +23,8 @@ from worker.engine.adapter_cache.swap_budget import SwapBudget
 from worker.engine.adapter_cache.transfers import MAX_AHEAD, Transfers
 from worker.engine.scheduling.adapter_demand import WINDOW, Demand, Urgency
 from worker.engine.scheduling.residency import Arrivals
-from worker.engine_api import AdapterSource, TierStats
+from worker.engine_api import AdapterSource
+from worker.engine_stats import TierStats
 
 P = TypeVar("P")
 
@@ -132,7 +133,7 @@ class AdapterCache(Generic[P]):
         """Raise AdapterIntegrityError unless tiers, slots, requests and demand agree, and exactly `pins` are held."""
         self._host.check()
         self._slots.check(pins)
-        # What the next poll returns, or has returned, is waited for no more.
+        # Nobody waits for what the next poll returns.
         settled = {*self._arrived, *(digest for digest, _ in self._failed)}
         wanted = self._requested() - settled
         loading = [digest for digest, requested in self._loading.items() if requested]
@@ -141,8 +142,7 @@ class AdapterCache(Generic[P]):
         lacking = set(self.demand.lacking) - settled
         held = self._host.held_digests & self.demand.parked_digests
         require_integrity(held == lacking, f"{held} are in host memory and waited for, but {lacking} lack a slot")
-        copied = self._transfers.copied
-        require_integrity(copied <= self._host.held_digests, f"{copied} are on the device, but not all held")
+        require_integrity(self._transfers.copied <= self._host.held_digests, "a copy for a slot is not held")
 
     def close(self) -> None:
         """End the loads, after what is under way."""

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from worker.engine.scheduling.adapter_demand import Demand
-from worker.engine_api import AdapterSource, TierStats
+from worker.engine_api import AdapterSource
+from worker.engine_stats import TierStats
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,8 +32,6 @@ from worker.engine.scheduling.statistics import Counters, engine_stats
 from worker.engine.scheduling.validate import check_sequence
 from worker.engine.scheduling.waiting import WaitingSequences
 from worker.engine_api import (
-    EngineLimits,
-    EngineStats,
     Failure,
     FinishKind,
     NewSequence,
@@ -41,6 +39,8 @@ from worker.engine_api import (
     SequenceRefusedError,
     TokenLogprobs,
 )
+from worker.engine_config import EngineLimits
+from worker.engine_stats import EngineStats
 
 
 class Scheduler:

@@ -1,0 +1,48 @@
+"""The configuration that an engine is built from, and the limits that it then has."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """Everything that decides how an engine is built; zero blocks, bytes or threads mean: as many as fit."""
+
+    # A transformers directory, or `hash:?...`.
+    model: str
+    device: str = "cpu"
+    dtype: str = "auto"
+    # Sequences in one batch at most.
+    rows: int = 32
+    kv_blocks: int = 0
+    # Tokens in a block.
+    block_size: int = 16
+    adapter_slots: int = 32
+    # Maximum bytes of adapters in host memory.
+    host_adapter_bytes: int = 0
+    max_rank: int = 64
+    # Maximum tokens that one step computes.
+    step_tokens: int = 512
+    # CPU threads of the step.
+    threads: int = 0
+
+    def __post_init__(self) -> None:
+        """Raises ValueError on a number that no engine can work with."""
+        for name in ("rows", "block_size", "step_tokens"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be 1 or more, is {getattr(self, name)}")
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLimits:
+    """The limits of an engine; measured at start-up, never changed."""
+
+    rows: int
+    # Prompt and answer together.
+    max_tokens: int
+    max_rank: int
+    vocab_size: int
+    block_size: int
+    blocks: int
+    adapter_slots: int
