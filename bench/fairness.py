@@ -1,6 +1,6 @@
 """Fair claims beside first-come-first-served, in virtual time: `python -m bench.fairness [--quick] [--json FILE]`.
 
-The queue is the pure-Python twin of the scripts (bench.queue_model.cell), the engine the real scheduler with a KV
+The queue is the pure-Python twin of the scripts (bench.queue_model), the engine the real scheduler with a KV
 cache of 10,000 tokens; a step takes 40 ms and 0.1 ms more for each token. The two tenants want more than it can do.
 """
 
@@ -13,7 +13,7 @@ from statistics import mean, median, quantiles
 from typing import Any
 
 from bench.command import run_command
-from bench.queue_model.cell import Cell
+from bench.queue_model.queue_model import Cell
 from bench.report import Aim, Report, progress
 from broker.messages import Capacity, Job, StoppingParams
 from broker.terms import OUTPUT_WEIGHT, PROMPT_WEIGHT, Placement, QueueLimits, Usage

@@ -1,4 +1,4 @@
-"""A large cluster in virtual time: the queue's policy (bench.queue_model.cell), the router's placement, workers as
+"""A large cluster in virtual time: the queue's policy (bench.queue_model), the router's placement, workers as
 counters.
 
 A worker is rows, slots of a least-recently-used cache of adapters, and the claims that worker.io.jobs.intake makes:
@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Literal
 
-from bench.queue_model.cell import Cell
+from bench.queue_model.queue_model import Cell
 from broker.messages import AdapterRef, Capacity, Job, StoppingParams
 from broker.rendezvous import WorkerLoad, preferred
 from broker.terms import OUTPUT_WEIGHT, PROMPT_WEIGHT, ROOM_MS, Placement, QueueLimits, Usage

@@ -1,4 +1,4 @@
-"""The claim: which waiting jobs a worker gets, in one atomic script. `bench.queue_model.cell` decides the same in
+"""The claim: which waiting jobs a worker gets, in one atomic script. `bench.queue_model` decides the same in
 Python.
 
 Re-dispatched jobs first. Then always the tenant with the lowest counter, which what it gets raises: of its jobs the

@@ -1,7 +1,7 @@
 """The queue of one cell: enqueue, claim, charge, finish, and the wake-up that spares workers from polling.
 
 Every script is atomic. Those that drain are flagged allow-oom, so that a full Redis can still empty itself.
-`bench.queue_model.cell` is the same in Python.
+`bench.queue_model` is the same in Python.
 """
 
 from __future__ import annotations

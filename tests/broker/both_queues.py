@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from redis.asyncio import Redis
 
-from bench.queue_model.cell import Cell
+from bench.queue_model.queue_model import Cell
 from broker.codec import decode_adapter_request
 from broker.keys import Keys
 from broker.liveness import Liveness

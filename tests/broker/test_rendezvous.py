@@ -6,7 +6,7 @@ import heapq
 import random
 from collections import OrderedDict
 
-from bench.queue_model.cell import Cell
+from bench.queue_model.queue_model import Cell
 from broker.messages import Capacity
 from broker.rendezvous import PREFERRED, WorkerLoad, preferred
 from broker.terms import Placement

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from bench.queue_model.cell import Refusal
+from bench.queue_model.queue_model import Refusal
 from broker.codec import decode_adapter_request, decode_job
 from broker.commands import Command
 from broker.keys import Keys

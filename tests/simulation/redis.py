@@ -1,4 +1,4 @@
-"""Redis as the cluster sees it: the queue's policy (bench.queue_model.cell), who lives, and all that can happen to a
+"""Redis as the cluster sees it: the queue's policy (bench.queue_model), who lives, and all that can happen to a
 server.
 
 Calls take time, wait while the server is stopped, and fail while it is down; an answer may be lost though the call was
@@ -17,7 +17,7 @@ from typing import TypeVar
 
 from redis.exceptions import ConnectionError as RedisConnectionError
 
-from bench.queue_model.cell import Cell
+from bench.queue_model.queue_model import Cell
 from broker.commands import Command
 from broker.messages import DeadJob, Job, WorkerState
 from broker.terms import QueueLimits, Usage

@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from bench.queue_model.counters import Counters
+from bench.queue_model.tenant_counters import Counters
 from broker.commands import CommandQueue
 from broker.dead import DeadLetters
 from broker.liveness import Liveness

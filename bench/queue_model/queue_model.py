@@ -11,9 +11,9 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from bench.queue_model.routers import Routers
-from bench.queue_model.scan import Round, Walk
-from bench.queue_model.waiting import WaitingJob, WaitingJobs
+from bench.queue_model.claim_scan import Round, Walk
+from bench.queue_model.live_routers import Routers
+from bench.queue_model.waiting_jobs import WaitingJob, WaitingJobs
 from broker import terms
 from broker.messages import Capacity, Job
 from broker.terms import Entry, Placement, QueueLimits, Usage

@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from bench.queue_model.counters import Counters
+from bench.queue_model.tenant_counters import Counters
 from broker import terms
 from broker.terms import Entry
 

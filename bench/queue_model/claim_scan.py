@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from bench.queue_model.routers import Routers
-from bench.queue_model.waiting import Place, WaitingJob, WaitingJobs
+from bench.queue_model.live_routers import Routers
+from bench.queue_model.waiting_jobs import Place, WaitingJob, WaitingJobs
 from broker import terms
 from broker.messages import Capacity
 from broker.terms import Entry
