@@ -18,7 +18,7 @@ from typing import Literal
 from bench.queue_model.queue_model import Cell
 from broker.messages import AdapterRef, Capacity, Job, StoppingParams
 from broker.rendezvous import WorkerLoad, preferred
-from broker.terms import OUTPUT_WEIGHT, PROMPT_WEIGHT, ROOM_MS, Placement, QueueLimits, Usage
+from broker.terms import FREE_ROWS_MS, OUTPUT_WEIGHT, PROMPT_WEIGHT, Placement, QueueLimits, Usage
 
 BASE = "sha256:0"
 _NO_LIMITS = QueueLimits(jobs=1 << 40, bytes=1 << 50, tenant_jobs=1 << 40, tenant_bytes=1 << 50)
@@ -236,6 +236,6 @@ class VirtualCluster:
             Usage(job_id, 1, int((self._now_ms - since) / scale.token_ms)) for job_id, since in worker.running.items()
         ]
         self._cell.charge(reports)
-        if self._now_ms - worker.claimed_at > ROOM_MS:
+        if self._now_ms - worker.claimed_at > FREE_ROWS_MS:
             self._cell.lose(worker.worker_id)
         self._at(self._now_ms + BEAT_MS, "beat", worker.worker_id)

@@ -10,26 +10,13 @@ from redis.asyncio import Redis
 from broker.codec import decode_dead_job, encode_dead_job
 from broker.keys import Keys
 from broker.messages import DeadJob
+from broker.scripts import SCRIPTS
 
 log = logging.getLogger(__name__)
 
+# Maximum number and bytes of the dead letters of a cell.
 DEAD_LIMIT = 1_000
 DEAD_BYTES = 1 << 20
-
-# KEYS: dead. ARGV: record, most records, most bytes. The oldest go where there are too many or too large ones.
-_ADD = """#!lua
-if redis.call('LINDEX', KEYS[1], 0) == ARGV[1] then return 0 end
-redis.call('LPUSH', KEYS[1], ARGV[1])
-local left, most = tonumber(ARGV[3]), tonumber(ARGV[2])
-for place, record in ipairs(redis.call('LRANGE', KEYS[1], 0, most)) do
-  left = left - #record
-  if place > 1 and (place > most or left < 0) then
-    redis.call('LTRIM', KEYS[1], 0, place - 2)
-    break
-  end
-end
-return 1
-"""
 
 
 class DeadLetters:
@@ -39,7 +26,7 @@ class DeadLetters:
         self._redis = redis
         self._key = keys.dead
         self._limits = (limit, bytes_limit)
-        self._add = redis.register_script(_ADD)
+        self._add = SCRIPTS.register(redis, "dead_add")
 
     async def add(self, dead: DeadJob) -> None:
         """Keep one; the same one twice in a row, a call that was retried, is kept once."""

@@ -1,4 +1,9 @@
-"""The terms on which jobs wait and are claimed: what the scripts of `broker.queue` and their twin share."""
+"""The terms on which jobs wait and are claimed, for the scripts (broker.scripts) and their model (bench.queue_model).
+
+Each tenant has a virtual counter of service, as in Sheng et al., Fairness in Serving Large Language Models, 2024 (VTC):
+the tokens that it was charged, over its weight. Of the tenants with waiting jobs the one with the lowest counter is
+next; a tenant that was idle is lifted to the lowest counter of the others.
+"""
 
 from __future__ import annotations
 
@@ -7,50 +12,56 @@ from dataclasses import dataclass
 from broker.codec import encode_adapter_request, encode_job
 from broker.messages import AdapterRequest, Job
 
-# What a token costs its tenant's counter (as in Sheng et al., Fairness in Serving Large Language Models, 2024).
+# Tokens charged for a prompt token and for an output token.
 PROMPT_WEIGHT = 1
 OUTPUT_WEIGHT = 2
-# How many tenants a scan looks at, and how many jobs that it can't take it passes over, in all and of one tenant.
-TENANTS_WINDOW = 32
-PASS_WINDOW = 64
-TENANT_WINDOW = 16
-# How many re-dispatched jobs a scan looks at.
-AGAIN_WINDOW = 64
-# What lies beyond its window a queue shows in turns: the first half is the queue's first jobs, the second half goes on
-# with every scan. A claim that found nothing scans again, so many times at most; the next claim goes on from there.
-SCANS_LIMIT = 8
-# How many more, once no row is free, whose adapters are worth fetching beforehand, and how many adapters it names.
-AHEAD_WINDOW = 16
-WANTED_LIMIT = 4
-# So long a job waits for the workers that its adapter prefers; loading an adapter takes longer.
+
+# A script stops the whole server while it runs, so one scan over the waiting jobs is bounded by these four numbers:
+# tenants that it looks at, jobs that it may pass over in all and of one tenant, redispatched jobs that it looks at.
+TENANTS_PER_SCAN = 32
+PASSES_PER_SCAN = 64
+PASSES_PER_TENANT = 16
+REDISPATCHED_PER_SCAN = 64
+# Maximum scans of one claim that finds no job; the worker's next claim goes on where this one ended.
+SCANS_PER_CLAIM = 8
+# Maximum jobs that a scan looks at without a free row, to learn which adapters to fetch beforehand.
+LOOKAHEAD_LIMIT = 16
+# Maximum adapter requests that a claim answers with.
+ADAPTER_REQUESTS_LIMIT = 4
+# Maximum jobs past their deadline that a scan removes.
+EXPIRED_PER_SCAN = 64
+
+# Time in ms that a job is held for a worker that its adapter prefers; shorter than loading the adapter elsewhere.
 HOLD_MS = 50
-# The first in line waits so long for a worker in which it fits; then one makes room for it, and is renewed as its
-# reservation with every claim.
+# Time in ms after which the job that is first in line reserves a worker, which then makes room for it.
 PATIENCE_MS = 500
+# Time in ms that a reservation lasts; each claim of the reserved worker renews it.
 RESERVE_MS = 3_000
-# What a worker said of its free rows counts so long; each claims at least once a second.
-ROOM_MS = 1_500
-# So long a router lives after it said so; where none has said so for QUIET_MS, all are taken to live.
-ROUTER_MS = 3_000
-QUIET_MS = 1_500
-# A job's charges are remembered so long after the last report of it.
-CHARGED_MS = 15_000
-# Over how long the pace of claims is measured while work waits; from when on it tells something; and how many times
-# longer than the deadline the wait must look before a job is refused: its order may change, and the pace too.
-PACE_MS = 10_000
-PACE_LEAST_MS = 2_000
-DOUBT = 2
-# How many jobs whose deadline has passed a claim takes out.
-SWEEP_LIMIT = 64
+# Time in ms for which a worker's count of free rows is believed; workers claim at least once a second.
+FREE_ROWS_MS = 1_500
+# Time in ms after a router's last beat at which it is taken for dead, unless no router has beaten for ROUTERS_QUIET_MS.
+ROUTER_TTL_MS = 3_000
+ROUTERS_QUIET_MS = 1_500
+# Time in ms for which a claimed job's charges are remembered after its last usage report.
+CHARGE_RECORD_MS = 15_000
+# Interval in ms over which the claim rate is measured, and the time from which on a measurement counts.
+CLAIM_RATE_MS = 10_000
+CLAIM_RATE_MIN_MS = 2_000
+# A first attempt is refused when its turn comes later than this many times its deadline: the estimate is rough.
+DEADLINE_DOUBT = 2
+# Maximum wake-ups in a list; more of them than idle workers are of no use.
+WAKE_LIMIT = 64
 
 PRIORITY_LIMIT = 100
-# What a job takes that is to run alone: more than any worker has, so all of one's.
+# Bytes that stand before the id in a member of a tenant's queue.
+PLACE_BYTES = 35
+# Rows of a job that runs alone: more than any worker has, which means all rows of one worker.
 ALL_ROWS = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
 class QueueLimits:
-    """How many jobs may wait in a cell, and how many bytes they may take: in all, and of one tenant."""
+    """Maximum number and bytes of the jobs that wait in a cell: of all tenants, and of one."""
 
     jobs: int = 10_000
     bytes: int = 1 << 30
@@ -60,48 +71,55 @@ class QueueLimits:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """How a job is to wait. `prefer`: workers, the best first; `load_tokens`: what its adapter's load is charged as."""
+    """How a router places a job in the queue."""
 
+    # The tenant's weight: twice the weight gets twice the service.
     weight: float = 1.0
+    # Ids of the workers that the job's adapter prefers, the best first.
     prefer: tuple[str, ...] = ()
+    # Tokens charged for loading the adapter.
     load_tokens: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Claimed:
-    """What a claim took, how many jobs still wait after it, and the adapters that the next of these want most.
-
-    `hold_ms`: in so long it may take a job that waits for another worker now; 0: there is none.
-    """
+    """A claim's answer."""
 
     jobs: list[Job]
+    # Jobs that still wait.
     waiting: int
+    # Adapters that most of the next jobs need.
     adapter_requests: list[AdapterRequest]
+    # Time in ms after which the worker may get a job that is held for another one; 0: no such job.
     hold_ms: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What an attempt of a job has made so far. `ran`: whether any of it was computed at all."""
+    """A worker's report of an attempt's output so far."""
 
     job_id: str
     attempt: int
+    # Output tokens of all choices.
     tokens: int
     ended: bool = False
+    # False for an attempt of which no step was computed: its prompt is refunded.
     ran: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """What a claim must know of a waiting job."""
+    """The fields of a waiting job, by their names in broker/lua/enqueue.lua."""
 
     tenant: str
     attempt: int
     weight: float
     priority: int
-    # The most tokens that prompt and answer come to; those computed first; those of them that are charged.
+    # Maximum tokens of prompt and answer together.
     tokens: int
+    # Tokens to compute before the first new one: the prompt, and what earlier attempts emitted.
     prefill: int
+    # Prompt tokens, which are charged.
     prompt: int
     rank: int
     rows: int
@@ -109,14 +127,15 @@ class Entry:
     adapter: str
     load: float
     prefer: str
-    # Whose it is.
+    # The relay address of the router that owns the job.
     router: str
+    # The encoded AdapterRequest; empty without an adapter.
     wanted: bytes
     body: bytes
 
     @classmethod
-    def of(cls, job: Job, placement: Placement) -> Entry:
-        """A job's."""
+    def from_job(cls, job: Job, placement: Placement) -> Entry:
+        """Return a job's entry."""
         return cls(
             tenant=job.tenant,
             attempt=job.attempt,

@@ -58,7 +58,7 @@ class Walk:
         self._skip = scan.skip
         self._first = scan.skip == 0
         self._free = scan.capacity.tokens
-        self._passes, self._ahead = terms.PASS_WINDOW, terms.AHEAD_WINDOW
+        self._passes, self._ahead = terms.PASSES_PER_SCAN, terms.LOOKAHEAD_LIMIT
         # Whether a queue is longer than its window.
         self._deeper = False
         self._wanted: dict[bytes, int] = {}
@@ -75,8 +75,8 @@ class Walk:
                 break
             self._look(job_id, charge)
         counters = self._waiting.counters
-        near = [_Tenant(*one) for one in counters.first(self._skip, terms.TENANTS_WINDOW)]
-        beyond = near[-1].counter if len(near) == terms.TENANTS_WINDOW else math.inf
+        near = [_Tenant(*one) for one in counters.first(self._skip, terms.TENANTS_PER_SCAN)]
+        beyond = near[-1].counter if len(near) == terms.TENANTS_PER_SCAN else math.inf
         walked = 0
         while True:
             open_ones = [tenant for tenant in near if not tenant.done]
@@ -95,7 +95,7 @@ class Walk:
 
     def _again(self) -> list[tuple[Place, str]]:
         """The jobs that were dispatched again, as far as this scan sees them."""
-        again, window = self._waiting.again, terms.AGAIN_WINDOW
+        again, window = self._waiting.again, terms.REDISPATCHED_PER_SCAN
         if len(again) <= window:
             return list(again)
         place = self._turn_to(len(again), window)
@@ -104,7 +104,7 @@ class Walk:
     def _serve(self, tenant: _Tenant, charge: ChargeClaim) -> None:
         """Look at a tenant's next job."""
         taken = self._look(self._waiting.queue(tenant.name)[tenant.place][1], charge)
-        left, window = len(self._waiting.queue(tenant.name)), terms.TENANT_WINDOW
+        left, window = len(self._waiting.queue(tenant.name)), terms.PASSES_PER_TENANT
         if not taken:
             self._passes -= 1
         if taken is False:
@@ -122,7 +122,7 @@ class Walk:
 
     def most_wanted(self) -> tuple[bytes, ...]:
         """The adapters that most of those wait for that did not fit."""
-        return tuple(sorted(self._wanted, key=lambda one: -self._wanted[one])[: terms.WANTED_LIMIT])
+        return tuple(sorted(self._wanted, key=lambda one: -self._wanted[one])[: terms.ADAPTER_REQUESTS_LIMIT])
 
     def _may_look(self) -> bool:
         if self.rows > 0:

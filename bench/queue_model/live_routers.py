@@ -13,7 +13,7 @@ class Routers:
 
     def beats(self, router: str, now_ms: int) -> None:
         """A router lives. After an outage all of them get their time again."""
-        until = now_ms + terms.ROUTER_MS
+        until = now_ms + terms.ROUTER_TTL_MS
         if self._quiet(now_ms):
             self._until = dict.fromkeys(self._until, until)
         self._until[router] = until
@@ -24,4 +24,4 @@ class Routers:
         return self._until.get(router, 0) > now_ms or self._quiet(now_ms)
 
     def _quiet(self, now_ms: int) -> bool:
-        return bool(self._until) and max(self._until.values()) - terms.ROUTER_MS + terms.QUIET_MS < now_ms
+        return bool(self._until) and max(self._until.values()) - terms.ROUTER_TTL_MS + terms.ROUTERS_QUIET_MS < now_ms

@@ -81,7 +81,7 @@ class Cell:
             return None
         if held is not None:
             self.waiting.forget(job.job_id)
-        entry = Entry.of(job, placement)
+        entry = Entry.from_job(job, placement)
         first = entry.attempt == 1
         refusal = self._bound_reached(entry) if first else None
         if refusal is not None:
@@ -92,7 +92,7 @@ class Cell:
         one = WaitingJob(job.job_id, entry, place, now_ms, deadline)
         if first and job.deadline_ms:
             wait_ms = self._wait_ms(one, now_ms)
-            if wait_ms > terms.DOUBT * job.deadline_ms:
+            if wait_ms > terms.DEADLINE_DOUBT * job.deadline_ms:
                 return Refusal("late", math.floor(wait_ms))
         self.waiting.add(one)
         return None
@@ -113,7 +113,7 @@ class Cell:
         """Until its turn, as though the whole cell worked for this tenant; 0 where nothing tells."""
         tenant, pace = one.entry.tenant, self._pace
         best = pace.per_ms if pace else 0.0
-        if pace and now_ms - pace.since_ms >= terms.PACE_LEAST_MS:
+        if pace and now_ms - pace.since_ms >= terms.CLAIM_RATE_MIN_MS:
             best = max(best, pace.work / (now_ms - pace.since_ms))
         queued = len(self.waiting.queue(tenant))
         if not queued or best <= 0:
@@ -124,8 +124,8 @@ class Cell:
         """Take the next jobs that suit a worker."""
         hold_ms, wanted, taken = 0, tuple[bytes, ...](), tuple[str, ...]()
         skip: int | None = 0
-        for scan in range(terms.SCANS_LIMIT):
-            for late in self.waiting.expired(now_ms, terms.SWEEP_LIMIT):
+        for scan in range(terms.SCANS_PER_CLAIM):
+            for late in self.waiting.expired(now_ms, terms.EXPIRED_PER_SCAN):
                 self.waiting.forget(late)
             one = Round(worker, base_digest, capacity, now_ms, self._turns[worker], skip or 0)
             walk = Walk(self.waiting, self._routers, self._rooms, one)
@@ -154,7 +154,7 @@ class Cell:
             self._pace = None
         elif self._pace is None:
             self._pace = _Pace(now_ms)
-        elif now_ms - self._pace.since_ms >= terms.PACE_MS:
+        elif now_ms - self._pace.since_ms >= terms.CLAIM_RATE_MS:
             self._pace = _Pace(now_ms, 0, (self._pace.work + walk.work) / (now_ms - self._pace.since_ms))
         else:
             self._pace.work += walk.work

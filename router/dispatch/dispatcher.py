@@ -81,7 +81,7 @@ class Dispatcher:
             with self._metrics.enqueue_time.time():
                 await self._queue_of(job.model).enqueue(job, self._place(job))
         except QueueFullError as error:
-            whose = f"tenants/{error.whose}/queue" if error.whose else "queue"
+            whose = f"tenants/{error.tenant}/queue" if error.tenant else "queue"
             after_s = random.uniform(0.5, 1.5) * FULL_RETRY_S
             raise Exhausted(whose, f"the queue is full: {error}", retry_after_s=after_s, reason="QUEUE_FULL") from error
         except DeadlineUnattainableError as error:

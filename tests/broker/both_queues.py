@@ -14,7 +14,7 @@ from broker.liveness import Liveness
 from broker.messages import AdapterRef, Capacity, Job, StoppingParams
 from broker.queue import DeadlineUnattainableError, JobQueue, QueueFullError
 from broker.terms import Claimed, Placement, QueueLimits, Usage
-from tests.broker.conftest import CLOCK, START_MS
+from tests.broker.scripts_clock import CLOCK, SCRIPTS_ON_TEST_CLOCK, START_MS
 
 KEYS = Keys("tiny", "main")
 BASE = "sha256:0"
@@ -64,11 +64,13 @@ class BothQueues:
     def __post_init__(self) -> None:
         self.twin = Cell(self.limits)
         self._queues: dict[str, JobQueue] = {}
-        self._liveness = Liveness(self.redis, KEYS)
+        self._liveness = Liveness(self.redis, KEYS, scripts=SCRIPTS_ON_TEST_CLOCK)
 
     def _queue(self, worker: str = "") -> JobQueue:
         if worker not in self._queues:
-            self._queues[worker] = JobQueue(self.redis, KEYS, limits=self.limits, worker_id=worker)
+            self._queues[worker] = JobQueue(
+                self.redis, KEYS, limits=self.limits, worker_id=worker, scripts=SCRIPTS_ON_TEST_CLOCK
+            )
         return self._queues[worker]
 
     async def start(self) -> None:

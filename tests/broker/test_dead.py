@@ -11,7 +11,7 @@ from broker.keys import Keys
 from broker.messages import STRIKES_LIMIT, Capacity, DeadJob
 from broker.terms import PATIENCE_MS
 from tests.broker.both_queues import BothQueues, make_job
-from tests.broker.conftest import Clock
+from tests.broker.scripts_clock import Clock
 
 KEYS = Keys("tiny", "main")
 IDLE = Capacity(rows=4, rows_limit=4, tokens=1000, max_tokens=1000, max_rank=8)

@@ -14,7 +14,7 @@ from broker.messages import AdapterTiers, Capacity, WorkerPhase, WorkerState
 from broker.queue import JobQueue
 from broker.terms import Placement
 from tests.broker.both_queues import make_job
-from tests.broker.conftest import Clock
+from tests.broker.scripts_clock import SCRIPTS_ON_TEST_CLOCK, Clock
 
 KEYS = Keys("tiny", "main")
 ROOMY = Capacity(rows=8, rows_limit=8, tokens=10_000, max_tokens=4096, max_rank=64)
@@ -35,9 +35,13 @@ def worker(worker_id: str) -> WorkerState:
     )
 
 
+def make_queue(redis: Redis, worker_id: str = "") -> JobQueue:
+    return JobQueue(redis, KEYS, worker_id=worker_id, scripts=SCRIPTS_ON_TEST_CLOCK)
+
+
 @pytest.fixture
 def liveness(redis: Redis, clock: Clock) -> Liveness:
-    return Liveness(redis, KEYS)
+    return Liveness(redis, KEYS, scripts=SCRIPTS_ON_TEST_CLOCK)
 
 
 async def test_workers_live_as_long_as_they_beat(redis: Redis, liveness: Liveness) -> None:
@@ -55,12 +59,12 @@ async def test_workers_live_as_long_as_they_beat(redis: Redis, liveness: Livenes
 @pytest.mark.parametrize("lapses", [False, True])
 async def test_nothing_waits_for_a_worker_that_is_gone(redis: Redis, liveness: Liveness, lapses: bool) -> None:
     """Its room goes with it, and what it was told of work somebody else is told."""
-    queues = {name: JobQueue(redis, KEYS, worker_id=name) for name in ("w1", "w2")}
+    queues = {name: make_queue(redis, name) for name in ("w1", "w2")}
     for name, queue in queues.items():
         await liveness.beat(worker(name))
         await queue.claim("sha256:0", ROOMY)
     job = make_job("j", "a", adapter="sha256:x")
-    await JobQueue(redis, KEYS).enqueue(job, Placement(prefer=("w1",)))
+    await make_queue(redis).enqueue(job, Placement(prefer=("w1",)))
     other = asyncio.create_task(queues["w2"].wait_for_work(30))
     assert (await queues["w2"].claim("sha256:0", ROOMY)).hold_ms > 0
     if lapses:
@@ -71,7 +75,7 @@ async def test_nothing_waits_for_a_worker_that_is_gone(redis: Redis, liveness: L
     assert await other
     assert [one.job_id for one in (await queues["w2"].claim("sha256:0", ROOMY)).jobs] == ["j"]
     # It is not held for it any more.
-    await JobQueue(redis, KEYS).enqueue(make_job("k", "a", adapter="sha256:x"), Placement(prefer=("w1",)))
+    await make_queue(redis).enqueue(make_job("k", "a", adapter="sha256:x"), Placement(prefer=("w1",)))
     assert await queues["w2"].wait_for_work(30)
     claimed = await queues["w2"].claim("sha256:0", ROOMY)
     assert [one.job_id for one in claimed.jobs] == ["k"]
@@ -80,7 +84,7 @@ async def test_nothing_waits_for_a_worker_that_is_gone(redis: Redis, liveness: L
 async def test_an_incarnation_that_ends_after_the_next_one_began_takes_no_room(
     redis: Redis, liveness: Liveness
 ) -> None:
-    queue = JobQueue(redis, KEYS, worker_id="w")
+    queue = make_queue(redis, "w")
     await redis.hset(KEYS.workers, "older", "w")  # its key has lapsed
     await liveness.beat(worker("w"))
     await queue.claim("sha256:0", ROOMY)

@@ -13,7 +13,7 @@ from broker.messages import Capacity
 from broker.queue import CHARGES_AT_ONCE
 from broker.terms import OUTPUT_WEIGHT, Placement, QueueLimits, Usage
 from tests.broker.both_queues import BothQueues, make_job
-from tests.broker.conftest import Clock
+from tests.broker.scripts_clock import Clock
 
 ROOMY = Capacity(rows=8, rows_limit=8, tokens=10_000, max_tokens=4096, max_rank=64)
 ONE = replace(ROOMY, rows=1)

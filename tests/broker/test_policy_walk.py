@@ -18,7 +18,7 @@ from broker.connection import connect
 from broker.messages import Capacity
 from broker.terms import Placement, QueueLimits, Usage
 from tests.broker.both_queues import BASE, BothQueues, make_job
-from tests.broker.conftest import CLOCK
+from tests.broker.scripts_clock import CLOCK
 
 TENANTS = ("a", "b", "c", "d")
 WORKERS = ("w1", "w2", "w3")
@@ -161,7 +161,7 @@ class Walk(RuleBasedStateMachine):
 
 
 @pytest.fixture
-def runner(valkey_url: str, still: None) -> Iterator[asyncio.Runner]:
+def runner(valkey_url: str) -> Iterator[asyncio.Runner]:
     """A loop beside hypothesis, with a client."""
     with asyncio.Runner() as runner:
         Walk.runner, Walk.redis, Walk.happened = runner, runner.run(connect(valkey_url)), Counter()

@@ -11,7 +11,7 @@ from redis.asyncio import Redis
 from broker import terms
 from broker.messages import Capacity
 from tests.broker.both_queues import BothQueues, make_job
-from tests.broker.conftest import Clock
+from tests.broker.scripts_clock import Clock
 
 ONE = Capacity(rows=1, rows_limit=8, tokens=10_000, max_tokens=4096, max_rank=64)
 
@@ -49,28 +49,28 @@ async def claimed_while_others_come(both: BothQueues, wanted: str, most: int) ->
     pytest.fail(f"{wanted} was passed over {most} times")
 
 
-@pytest.mark.parametrize("unfit", [terms.AGAIN_WINDOW, 150, 1_000])
+@pytest.mark.parametrize("unfit", [terms.REDISPATCHED_PER_SCAN, 150, 1_000])
 async def test_redispatched_jobs_that_nobody_takes_are_in_front_of_no_others(both: BothQueues, unfit: int) -> None:
     for number in range(unfit):
         await both.enqueue(make_job(f"unfit{number}", "a", attempt=2, base="sha256:old"))
     await both.enqueue(make_job("fits", "a", attempt=2))
-    turns = -(-unfit // (terms.AGAIN_WINDOW // 2))
+    turns = -(-unfit // (terms.REDISPATCHED_PER_SCAN // 2))
     assert await claimed_while_others_come(both, "fits", turns) >= 1
 
 
-@pytest.mark.parametrize("unfit", [terms.TENANT_WINDOW, 50, 300])
+@pytest.mark.parametrize("unfit", [terms.PASSES_PER_TENANT, 50, 300])
 async def test_a_tenant_s_jobs_that_nobody_takes_are_in_front_of_none_of_its_others(
     both: BothQueues, unfit: int
 ) -> None:
     for number in range(unfit):
         await both.enqueue(make_job(f"unfit{number}", "a", adapter="sha256:wide", rank=128))
     await both.enqueue(make_job("fits", "a"))
-    turns = -(-unfit // (terms.TENANT_WINDOW // 2))
+    turns = -(-unfit // (terms.PASSES_PER_TENANT // 2))
     assert await claimed_while_others_come(both, "fits", turns) >= 1
 
 
 async def test_a_claim_that_finds_nothing_goes_on_where_the_last_one_ended(both: BothQueues, redis: Redis) -> None:
-    tenants = 2 * terms.SCANS_LIMIT * terms.TENANTS_WINDOW
+    tenants = 2 * terms.SCANS_PER_CLAIM * terms.TENANTS_PER_SCAN
     for number in range(tenants):
         await both.enqueue(make_job(f"unfit{number}", f"t{number:04}", base="sha256:old"))
     await both.enqueue(make_job("fits", "zoe"))
@@ -78,7 +78,7 @@ async def test_a_claim_that_finds_nothing_goes_on_where_the_last_one_ended(both:
     while not got or not got[-1]:
         before = await scans(redis)
         got.append(await claim(both))
-        assert await scans(redis) - before <= terms.SCANS_LIMIT
+        assert await scans(redis) - before <= terms.SCANS_PER_CLAIM
         assert len(got) <= 3
     assert got[-1] == ["fits"]
     assert len(got) > 1
@@ -90,7 +90,7 @@ async def test_the_jobs_of_a_router_that_died_are_dropped_and_nobody_else_s(both
     for number in range(2):
         await both.enqueue(make_job(f"here{number}", "a", attempt=1 + number))
     # Others beat meanwhile, it does not.
-    await beaten(both, terms.ROUTER_MS)
+    await beaten(both, terms.ROUTER_TTL_MS)
     roomy = replace(ONE, rows=8)
     assert await claim(both, roomy) == ["here1", "here0"]
     assert {"waiting", "again", "bytes", "queue:a", "queue:b", "tenants"} & await both.names() == set()
@@ -100,29 +100,29 @@ async def test_after_an_outage_every_router_gets_its_time_again(both: BothQueues
     for router in ("one", "two"):
         for number in range(2):
             await both.enqueue(make_job(f"{router}{number}", "a", router=router))
-    await both.advance(10 * terms.ROUTER_MS)
+    await both.advance(10 * terms.ROUTER_TTL_MS)
     # Nobody has beaten: it was Redis that was away.
     assert await claim(both) == ["one0"]
     await both.router_beats("here")
-    await beaten(both, terms.ROUTER_MS - 500)
+    await beaten(both, terms.ROUTER_TTL_MS - 500)
     assert await claim(both, replace(ONE, rows=2)) == ["one1", "two0"]
     await beaten(both, 500)
     assert await claim(both) == []
 
 
 async def test_many_jobs_of_a_dead_router_are_dropped_by_and_by(both: BothQueues, redis: Redis) -> None:
-    count = 3 * terms.PASS_WINDOW * terms.SCANS_LIMIT
+    count = 3 * terms.PASSES_PER_SCAN * terms.SCANS_PER_CLAIM
     for number in range(count):
         await both.enqueue(make_job(f"dead{number}", "a", router="dead"))
     await both.enqueue(make_job("here", "b"))
-    await beaten(both, terms.ROUTER_MS)
+    await beaten(both, terms.ROUTER_TTL_MS)
     left, dropped, got = count + 1, Counter[int](), list[str]()
     while left:
         before = await scans(redis)
         claimed = await both.claim("w", ONE)
         got += [job.job_id for job in claimed.jobs]
         dropped[left - claimed.waiting - len(claimed.jobs)] += 1
-        assert left - claimed.waiting <= (await scans(redis) - before) * terms.PASS_WINDOW + 1
+        assert left - claimed.waiting <= (await scans(redis) - before) * terms.PASSES_PER_SCAN + 1
         left = claimed.waiting
     assert got == ["here"]
     assert sum(size * times for size, times in dropped.items()) == count

@@ -215,11 +215,11 @@ async def test_a_full_queue_refuses_first_attempts_only(redis: Redis) -> None:
     await queue.enqueue(job("a"))
     with pytest.raises(QueueFullError, match="1 jobs may wait of acme") as refused:
         await queue.enqueue(job("b"))
-    assert refused.value.whose == "acme"
+    assert refused.value.tenant == "acme"
     await queue.enqueue(job("b", tenant="beta"))
     with pytest.raises(QueueFullError, match="2 jobs may wait") as refused:
         await queue.enqueue(job("c", tenant="carol"))
-    assert refused.value.whose == ""
+    assert refused.value.tenant == ""
     await queue.enqueue(job("c", attempt=2))
 
 

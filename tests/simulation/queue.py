@@ -12,7 +12,7 @@ from broker.keys import Keys
 from broker.liveness import TTL_MS, Census
 from broker.messages import AdapterRequest, Capacity, DeadJob, Job, WorkerState
 from broker.queue import DeadlineUnattainableError, QueueFullError
-from broker.terms import ROOM_MS, Claimed, Placement, QueueLimits, Usage
+from broker.terms import FREE_ROWS_MS, Claimed, Placement, QueueLimits, Usage
 from tests.simulation.redis import SimulatedRedis
 
 
@@ -56,7 +56,7 @@ class SimulatedQueue:
         data, now_ms = self._redis.data, self._redis.now_ms
         data.cell.charge(reports)
         for worker, at_ms in tuple(data.claimed_ms.items()):
-            if now_ms - at_ms > ROOM_MS:
+            if now_ms - at_ms > FREE_ROWS_MS:
                 data.cell.lose(worker)
                 del data.claimed_ms[worker]
         data.claimed_ms[self._worker_id] = now_ms

@@ -15,21 +15,24 @@ from broker.keys import Keys
 from broker.messages import AdapterRef, Capacity, Job, StoppingParams, WorkerPhase, WorkerState
 from broker.queue import JobQueue
 from broker.rendezvous import WorkerLoad, preferred
-from broker.terms import PACE_LEAST_MS, Placement, QueueLimits
+from broker.scripts import SCRIPTS, Scripts
+from broker.terms import CLAIM_RATE_MIN_MS, Placement, QueueLimits
 from router.api.convert import read_request
 from router.catalog.placement import MIB, Placer
 from router.dispatch.dispatcher import Dispatcher
 from router.settings import Settings, read_weights
 from rpc.errors import DeadlinePassed, Exhausted, InvalidField
+from tests.broker.scripts_clock import SCRIPTS_ON_TEST_CLOCK, Clock
 from tests.router.recording_link import dispatched, read
 
 KEYS = Keys("tiny", "main")
-CLOCK = "test:now"
 JOB = Job("j", "acme", "tiny", "sha256:0", "here", (1, 2), StoppingParams(100), 1, request_id="j")
 
 
-def dispatcher_of(redis: Redis, limits: QueueLimits | None = None) -> tuple[Dispatcher, JobQueue]:
-    queue = JobQueue(redis, KEYS, limits=limits)
+def dispatcher_of(
+    redis: Redis, limits: QueueLimits | None = None, scripts: Scripts = SCRIPTS
+) -> tuple[Dispatcher, JobQueue]:
+    queue = JobQueue(redis, KEYS, limits=limits, scripts=scripts)
     return Dispatcher(lambda _: queue, lambda _: Placement()), queue
 
 
@@ -49,17 +52,17 @@ async def test_a_full_queue_names_whose_it_is_and_spreads_the_retries(redis: Red
     await dispatcher.drain_tasks()
 
 
-async def test_a_deadline_that_can_not_be_met_is_refused_at_once(redis: Redis, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("broker.lua.NOW", f"\nlocal now = tonumber(redis.call('GET', '{CLOCK}'))\n")
-    await redis.set(CLOCK, 1_000)
-    dispatcher, queue = dispatcher_of(redis)
+async def test_a_deadline_that_can_not_be_met_is_refused_at_once(redis: Redis) -> None:
+    clock = Clock(redis)
+    dispatcher, queue = dispatcher_of(redis, scripts=SCRIPTS_ON_TEST_CLOCK)
+    await clock.advance(0)
     one = Capacity(rows=1, rows_limit=1, tokens=1000, max_tokens=1000, max_rank=0)
     async with AsyncExitStack() as stack:
         for number in range(30):
             job = replace(JOB, job_id=f"{number}", request_id=f"{number}")
             await stack.enter_async_context(dispatched(dispatcher, job))
         for step in range(3):
-            await redis.set(CLOCK, 1_000 + step * PACE_LEAST_MS)
+            await clock.advance(CLAIM_RATE_MIN_MS if step else 0)
             assert (await queue.claim("sha256:0", one)).jobs
         # One every two seconds: the last of 27 has its turn in about a minute.
         with pytest.raises(Exhausted) as refused:

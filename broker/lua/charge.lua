@@ -1,0 +1,5 @@
+#!lua flags=allow-oom
+-- Charge tenants for the usage that workers report.
+--- @include "charges"
+
+charge_reports(3, tonumber(ARGV[2]))

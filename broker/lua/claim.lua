@@ -1,0 +1,231 @@
+#!lua flags=allow-oom
+-- Give a worker the waiting jobs that suit it: redispatched jobs first, then always the next job of the tenant with the
+-- lowest counter, which what it gets raises. A job that does not fit is passed over, within limits for each scan.
+-- Answers {jobs that still wait, bodies, adapter requests, hold_ms, tenants to skip in the next scan, 1 for no reason
+-- to scan again}. The same in Python, decision for decision: bench.queue_model.ClaimScan.
+--- @include "charges"
+--- @include "waiting_jobs"
+--- @include "workers"
+--- @include "routers"
+--- @include "adapter_demand"
+
+local worker, base_digest = ARGV[2], ARGV[3]
+local free_rows, all_rows, free_tokens = tonumber(ARGV[4]), tonumber(ARGV[5]), tonumber(ARGV[6])
+local max_tokens, max_rank = tonumber(ARGV[7]), tonumber(ARGV[8])
+local scan_number, skipped_tenants = tonumber(ARGV[9]), tonumber(ARGV[10])
+-- Usage is charged before the claim: it counts for whose turn it is.
+local reports_end = 11 + charge_reports(12, tonumber(ARGV[11]))
+local resident = {}
+for i = reports_end + 1, #ARGV do resident[ARGV[i]] = true end
+
+local TAKEN, PASSED, GONE = 1, 2, 3
+local passes_left, lookahead_left = PASSES_PER_SCAN, LOOKAHEAD_LIMIT
+local bodies, claimed_work, hold_ms = {}, 0, 0
+local saturated, window_exceeded = false, false
+-- Only the job that is first in line may reserve a worker.
+local is_first = skipped_tenants == 0
+local gone_ids, gone_keys = {}, {}
+
+local free_rows_by_worker, router_alive = {}, {}
+local function has_free_rows(other)
+  free_rows_by_worker[other] = free_rows_by_worker[other] or free_rows_of(other)
+  return free_rows_by_worker[other] > 0
+end
+local function owner_lives(router)
+  if router_alive[router] == nil then router_alive[router] = is_router_alive(router) end
+  return router_alive[router]
+end
+
+-- Return how many ms a job is still held for a worker with free rows that its adapter prefers to this one.
+local function held_for_ms(adapter, attempt, queued, prefer)
+  if adapter == '' or attempt > 1 or resident[adapter] then return 0 end
+  local left_ms = queued + HOLD_MS - now
+  if left_ms <= 0 then return 0 end
+  for other in string.gmatch(prefer, '[^\n]+') do
+    if other == worker then return 0 end
+    if has_free_rows(other) then return left_ms end
+  end
+  return 0
+end
+
+local function take_out(id, ...)
+  gone_ids[#gone_ids + 1], gone_keys[#gone_keys + 1] = id, PREFIX .. 'job:' .. id
+  leave_queue(...)
+end
+
+-- Charge the tenant for a claim; nil for a redispatched job, which costs nothing.
+local function charge_for(id, tenant, name, weight, attempt, prompt, load)
+  local cost = charge_claim(id, name, weight, attempt, prompt, load)
+  if tenant and cost > 0 then
+    tenant.counter = tenant.counter + cost
+    redis.call('ZADD', TENANTS, exact(tenant.counter), name)
+  end
+end
+
+-- Take a job, pass it over, or drop one that is of no use any more.
+local function look(id, tenant)
+  local key = PREFIX .. 'job:' .. id
+  local values = redis.call('HMGET', key, 'facts', 'reserved', 'reserved_until')
+  if not values[1] then
+    redis.call('ZREM', WAITING, id)
+    return GONE
+  end
+  local name, base, adapter, prefer, router, attempt, weight, tokens, prefill, prompt, rank, rows, load,
+    place, size, work, queued, deadline = cmsgpack.unpack(values[1])
+  if deadline > 0 and deadline <= now or not owner_lives(router) then
+    take_out(id, name, place, size, attempt, work)
+    return GONE
+  end
+  if tokens > max_tokens or rank > max_rank or base ~= base_digest then return PASSED end
+  local reserved_for = values[2]
+  if reserved_for and reserved_for ~= worker and tonumber(values[3]) > now then return PASSED end
+  local held_ms = held_for_ms(adapter, attempt, queued, prefer)
+  if held_ms > 0 then
+    if hold_ms == 0 or held_ms < hold_ms then hold_ms = held_ms end
+    return PASSED
+  end
+  rows = math.min(rows, all_rows)
+  local overdue = (is_first or reserved_for == worker) and now - queued >= PATIENCE_MS
+  is_first = false
+  if rows <= free_rows and (prefill <= free_tokens or overdue) then
+    free_rows, free_tokens, claimed_work = free_rows - rows, free_tokens - prefill, claimed_work + work
+    bodies[#bodies + 1] = redis.call('HGET', key, 'body')
+    -- Before the job leaves: a tenant that becomes idle keeps its counter.
+    charge_for(id, tenant, name, weight, attempt, prompt, resident[adapter] and 0 or load)
+    take_out(id, name, place, size, attempt, work)
+    return TAKEN
+  end
+  saturated = true
+  count_demand(redis.call('HGET', key, 'wanted'))
+  if overdue and free_rows > 0 then
+    redis.call('HSET', key, 'reserved', worker, 'reserved_until', now + RESERVE_MS)
+    free_rows = 0
+  end
+  return PASSED
+end
+
+-- Return whether the scan goes on. Without a free row it looks a little further, at adapters to fetch beforehand.
+local function may_look()
+  if free_rows > 0 then return passes_left > 0 end
+  lookahead_left = lookahead_left - 1
+  return lookahead_left >= 0
+end
+
+-- Return where this scan goes on in a queue that is longer than its window: the first half of the window is the head of
+-- the queue, the second half moves on with every scan.
+local function second_half_start(length, window)
+  window_exceeded = true
+  return window / 2 + scan_number * window / 2 % (length - window / 2)
+end
+
+local function look_at_redispatched()
+  local length, window = redis.call('ZCARD', REDISPATCHED), REDISPATCHED_PER_SCAN
+  if length == 0 then return end
+  local ids
+  if length <= window then
+    ids = redis.call('ZRANGE', REDISPATCHED, 0, -1)
+  else
+    ids = redis.call('ZRANGE', REDISPATCHED, 0, window / 2 - 1)
+    local start = second_half_start(length, window)
+    for _, id in ipairs(redis.call('ZRANGE', REDISPATCHED, start, start + window / 2 - 1)) do ids[#ids + 1] = id end
+  end
+  for _, id in ipairs(ids) do
+    if not may_look() then return end
+    if look(id) == GONE then redis.call('ZREM', REDISPATCHED, id) end
+  end
+end
+
+-- Look at a tenant's next job. Returns whether the scan has seen all that it may of this tenant.
+local function look_at_tenant(tenant)
+  local queue = PREFIX .. 'queue:' .. tenant.name
+  tenant.left = tenant.left or redis.call('ZCARD', queue)
+  local place = redis.call('ZRANGE', queue, tenant.position, tenant.position)[1]
+  local result = place and look(string.sub(place, PLACE_BYTES + 1), tenant) or GONE
+  if result ~= TAKEN then passes_left = passes_left - 1 end
+  if result == PASSED then
+    tenant.passed, tenant.position = tenant.passed + 1, tenant.position + 1
+    if tenant.passed == PASSES_PER_TENANT / 2 and tenant.left > PASSES_PER_TENANT then
+      tenant.position = second_half_start(tenant.left, PASSES_PER_TENANT)
+    end
+  else
+    -- A place is left over where a job's own key has been lost.
+    local lost = not place or result == GONE and redis.call('ZREM', queue, place) == 1
+    if lost and redis.call('EXISTS', queue) == 0 then deactivate_tenant(tenant.name) end
+    tenant.left = tenant.left - 1
+  end
+  return not place or tenant.passed >= PASSES_PER_TENANT or tenant.position >= tenant.left
+end
+
+-- Look at tenants from the lowest counter on. Returns how many the next scan is to skip, and whether there may be more
+-- beyond what this scan has seen.
+local function look_at_tenants()
+  local lowest, seen, head = {}, 0, 1
+  local found = redis.call('ZRANGE', TENANTS, skipped_tenants, skipped_tenants + TENANTS_PER_SCAN - 1, 'WITHSCORES')
+  for i = 1, #found, 2 do
+    lowest[#lowest + 1] = {name = found[i], counter = tonumber(found[i + 1]), number = i, passed = 0, position = 0}
+  end
+  -- Tenants that the scan does not see may have a lower counter than one that has grown beyond this.
+  local horizon = #lowest == TENANTS_PER_SCAN and lowest[#lowest].counter or math.huge
+  while lowest[head] and lowest[head].counter <= horizon and may_look() do
+    local tenant = lowest[head]
+    if look_at_tenant(tenant) then
+      head = head + 1
+      if tenant.left > 0 then seen = seen + 1 end
+    else
+      -- Move the tenant behind those that have a lower counter now; equals keep their order.
+      local at = head
+      local behind = lowest[at + 1]
+      while behind and (behind.counter < tenant.counter
+          or behind.counter == tenant.counter and behind.number < tenant.number) do
+        lowest[at], at = behind, at + 1
+        behind = lowest[at + 1]
+      end
+      lowest[at] = tenant
+    end
+  end
+  local more = passes_left < 1 or horizon < math.huge
+  return more and skipped_tenants + seen or 0, more
+end
+
+-- Measure how much work the cell claims in a ms while more waits than the workers take. An interval of CLAIM_RATE_MS
+-- replaces the one before; a queue that ran empty, or a worker that found no more, deletes both.
+local function measure_claim_rate(waiting)
+  if waiting == 0 or not saturated and free_rows > 0 then
+    redis.call('DEL', CLAIM_RATE)
+    return
+  end
+  local rate = redis.call('HMGET', CLAIM_RATE, 'since', 'work')
+  local work = tonumber(rate[2] or 0) + claimed_work
+  if not rate[1] then
+    redis.call('HSET', CLAIM_RATE, 'since', now, 'work', 0)
+  elseif now - tonumber(rate[1]) >= CLAIM_RATE_MS then
+    redis.call('HSET', CLAIM_RATE, 'since', now, 'work', 0, 'pace', exact(work / (now - tonumber(rate[1]))))
+  else
+    redis.call('HSET', CLAIM_RATE, 'work', work)
+  end
+end
+
+for _, id in ipairs(redis.call('ZRANGEBYSCORE', WAITING, '-inf', now, 'LIMIT', 0, EXPIRED_PER_SCAN)) do
+  forget_job(id)
+end
+look_at_redispatched()
+local next_skip, more = look_at_tenants()
+if #gone_ids > 0 then
+  redis.call('ZREM', WAITING, unpack(gone_ids))
+  redis.call('DEL', unpack(gone_keys))
+end
+flush_counts()
+
+local waiting = redis.call('ZCARD', WAITING)
+measure_claim_rate(waiting)
+if waiting == 0 then
+  redis.call('DEL', WAKE)
+elseif #bodies > 0 then
+  wake_a_worker()
+end
+if worker ~= '' then
+  redis.call('DEL', WAKE .. ':' .. worker)
+  redis.call('SET', PREFIX .. 'room:' .. worker, math.max(free_rows, 0), 'PX', FREE_ROWS_MS)
+end
+local done = #bodies > 0 or free_rows < 1 or not (more or window_exceeded)
+return {waiting, bodies, most_demanded(), hold_ms, next_skip, done and 1 or 0}

@@ -1,0 +1,29 @@
+"""Redis's clock, in the tests' hands."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from redis.asyncio import Redis
+
+from broker.scripts import Scripts
+
+CLOCK = "test:now"
+START_MS = 1_700_000_000_000
+# Scripts whose clock is a key that the test sets; free rows are believed however slow the test is.
+SCRIPTS_ON_TEST_CLOCK = Scripts(
+    {"clock": f"local now = tonumber(redis.call('GET', '{CLOCK}'))\n"}, {"FREE_ROWS_MS": 600_000}
+)
+
+
+@dataclass
+class Clock:
+    """The time of SCRIPTS_ON_TEST_CLOCK."""
+
+    redis: Redis
+    now_ms: int = START_MS
+
+    async def advance(self, ms: int) -> None:
+        """Let time pass."""
+        self.now_ms += ms
+        await self.redis.set(CLOCK, self.now_ms)
