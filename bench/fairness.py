@@ -1,6 +1,6 @@
 """Fair claims beside first-come-first-served, in virtual time: `python -m bench.fairness [--quick] [--json FILE]`.
 
-The queue is the pure-Python twin of the scripts (bench.queue_model), the engine the real scheduler with a KV
+The queue is the model of the scripts in Python (bench.queue_model), the engine the real scheduler with a KV
 cache of 10,000 tokens; a step takes 40 ms and 0.1 ms more for each token. The two tenants want more than it can do.
 """
 
@@ -13,7 +13,7 @@ from statistics import mean, median, quantiles
 from typing import Any
 
 from bench.command import run_command
-from bench.queue_model.queue_model import Cell
+from bench.queue_model.queue_model import QueueModel
 from bench.report import Aim, Report, progress
 from broker.messages import Capacity, Job, StoppingParams
 from broker.terms import OUTPUT_WEIGHT, PROMPT_WEIGHT, Placement, QueueLimits, Usage
@@ -108,7 +108,7 @@ class Simulation:
         self._fair = fair
         self._now_ms = 0.0
         self._beat_ms = 0.0
-        self._cell = Cell(QueueLimits(jobs=1 << 30, tenant_jobs=1 << 30, bytes=1 << 50, tenant_bytes=1 << 50))
+        self._queue = QueueModel(QueueLimits(jobs=1 << 30, tenant_jobs=1 << 30, bytes=1 << 50, tenant_bytes=1 << 50))
         blocks = setup.kv_tokens // setup.block_size
         self._limits = EngineLimits(setup.rows, setup.kv_tokens, 64, 1 << 20, setup.block_size, blocks, 1)
         adapters = AdapterCache[int](1, HashAdapterMemory(), LoaderThreads(lambda: None), 1 << 20)
@@ -166,7 +166,7 @@ class Simulation:
         self._tenant_of[job_id] = tenant
         self._arrived_ms[job_id] = at_ms
         self._waiting[tenant] += 1
-        self._cell.enqueue(job, Placement(), int(at_ms))
+        self._queue.enqueue(job, Placement(), int(at_ms))
 
     def _claim(self) -> None:
         setup, stats = self._setup, self._scheduler.stats()
@@ -174,9 +174,9 @@ class Simulation:
         entering = stats.rows_waiting * setup.prompt
         tokens = max(0, free - entering) if self._made else setup.kv_tokens
         rows = setup.rows - len(self._made)
-        if rows < 1 or not len(self._cell.waiting):
+        if rows < 1 or not len(self._queue.waiting):
             return
-        decision = self._cell.claim(
+        decision = self._queue.claim(
             "worker", BASE, Capacity(rows, setup.rows, tokens, setup.kv_tokens, 64), int(self._now_ms)
         )
         for job_id in decision.job_ids:
@@ -201,7 +201,7 @@ class Simulation:
         if self._now_ms >= self._beat_ms:
             self._beat_ms = self._now_ms + BEAT_MS
             reports += [Usage(job_id, 1, made) for job_id, made in self._made.items()]
-        self._cell.charge(reports)
+        self._queue.charge(reports)
         return True
 
     def _take(self, output: Output) -> Usage | None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Literal
 
-from bench.queue_model.queue_model import Cell
+from bench.queue_model.queue_model import QueueModel
 from broker.messages import AdapterRef, Capacity, Job, StoppingParams
 from broker.rendezvous import WorkerLoad, preferred
 from broker.terms import FREE_ROWS_MS, OUTPUT_WEIGHT, PROMPT_WEIGHT, Placement, QueueLimits, Usage
@@ -97,9 +97,9 @@ class VirtualCluster:
     def __init__(self, scale: Scale, seed: int = 42) -> None:
         self._scale = scale
         self._chance = random.Random(seed)
-        self._cell = Cell(_NO_LIMITS)
+        self._queue = QueueModel(_NO_LIMITS)
         self._workers = {f"w{number}": _Worker(f"w{number}", scale.slots) for number in range(scale.workers)}
-        self._rooms = list(self._workers.values())
+        self._worker_list = list(self._workers.values())
         self._jobs: dict[str, tuple[Job, float]] = {}
         self._refs = [AdapterRef(f"a{n}", f"sha256:{n:064x}", 16, 1 << 20) for n in range(scale.adapters)]
         self._events: list[tuple[float, int, _Event, str]] = []
@@ -162,27 +162,28 @@ class VirtualCluster:
         )
         placement = Placement(prefer=preferred(ref.digest, self._loads)) if scale.rendezvous else Placement()
         self._jobs[job.job_id] = job, self._now_ms
-        self._cell.enqueue(job, placement, int(self._now_ms))
+        self._queue.enqueue(job, placement, int(self._now_ms))
         self._wake(placement.prefer)
 
     def _watch(self) -> None:
         """What routers know of the workers' loads until their next look."""
-        self._loads = [WorkerLoad(one.worker_id, len(one.running), self._scale.rows) for one in self._rooms]
+        self._loads = [WorkerLoad(one.worker_id, len(one.running), self._scale.rows) for one in self._worker_list]
         self._at(self._now_ms + BEAT_MS, "watch", "")
 
     def _wake(self, prefer: Sequence[str]) -> None:
-        """As the script: the first preferred worker with room; or any that idles."""
+        """As the script: the first preferred worker with free rows; or any that idles."""
         for worker_id in prefer:
-            if self._room(self._workers[worker_id]):
+            if self._free_rows(self._workers[worker_id]):
                 self._claim(self._workers[worker_id])
                 return
-        for _ in range(8):  # a blocked worker is any of them; one of a few tries has room unless nearly all are full
-            worker = self._chance.choice(self._rooms)
-            if self._room(worker):
+        # Any worker may be the one that blocks; one of a few tries has free rows unless nearly all are full.
+        for _ in range(8):
+            worker = self._chance.choice(self._worker_list)
+            if self._free_rows(worker):
                 self._claim(worker)
                 return
 
-    def _room(self, worker: _Worker) -> int:
+    def _free_rows(self, worker: _Worker) -> int:
         return self._scale.rows - len(worker.running)
 
     def _look(self, worker: _Worker) -> None:
@@ -190,20 +191,21 @@ class VirtualCluster:
             self._claim(worker)
 
     def _claim(self, worker: _Worker) -> None:
-        scale, room = self._scale, self._room(worker)
-        if room < 1:
+        scale, free_rows = self._scale, self._free_rows(worker)
+        if free_rows < 1:
             worker.look_at = self._now_ms + _IDLE_MS
             self._at(worker.look_at, "look", worker.worker_id)
             return
         adapters = tuple(worker.adapters)
-        capacity = Capacity(room, scale.rows, 1 << 20, 1 << 20, 64, adapters)
+        capacity = Capacity(free_rows, scale.rows, 1 << 20, 1 << 20, 64, adapters)
         worker.claimed_at = self._now_ms
-        decision = self._cell.claim(worker.worker_id, BASE, capacity, int(self._now_ms))
+        decision = self._queue.claim(worker.worker_id, BASE, capacity, int(self._now_ms))
         self.result.claims += 1
         self.result.empty_claims += not decision.job_ids
         for job_id in decision.job_ids:
             self._start(worker, job_id)
-        if decision.job_ids and decision.waiting and room > len(decision.job_ids):  # it asks again until nothing comes
+        if decision.job_ids and decision.waiting and free_rows > len(decision.job_ids):
+            # A worker claims again until nothing comes.
             worker.look_at = self._now_ms
         else:
             worker.look_at = self._now_ms + (decision.hold_ms or _IDLE_MS)
@@ -227,7 +229,7 @@ class VirtualCluster:
     def _end(self, worker: _Worker, job_id: str) -> None:
         job, _ = self._jobs.pop(job_id)
         del worker.running[job_id]
-        self._cell.charge([Usage(job_id, 1, job.stopping.max_tokens, ended=True)])
+        self._queue.charge([Usage(job_id, 1, job.stopping.max_tokens, ended=True)])
         self._claim(worker)
 
     def _beat(self, worker: _Worker) -> None:
@@ -235,7 +237,7 @@ class VirtualCluster:
         reports = [
             Usage(job_id, 1, int((self._now_ms - since) / scale.token_ms)) for job_id, since in worker.running.items()
         ]
-        self._cell.charge(reports)
+        self._queue.charge(reports)
         if self._now_ms - worker.claimed_at > FREE_ROWS_MS:
-            self._cell.lose(worker.worker_id)
+            self._queue.clear_free_rows(worker.worker_id)
         self._at(self._now_ms + BEAT_MS, "beat", worker.worker_id)

@@ -1,3 +1,3 @@
-"""The queue's policy in Python, decision for decision as the Lua scripts of `broker`: for simulations and for tests
-that compare both.
+"""A model of the queue in Python that decides as the Lua scripts of `broker` do: for simulations in virtual time, and
+for the tests that compare both.
 """

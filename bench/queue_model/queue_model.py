@@ -1,7 +1,6 @@
-"""The queue's policy in Python: the twin of the scripts of `broker.queue` and `broker.claims`, decision for decision.
+"""The queue of one cell in Python, decision for decision as the scripts of `broker.queue`.
 
-It serves simulations, and tests drive both and compare. Time is what the caller says, in milliseconds. Nothing expires
-by itself: whoever lets a worker die says so with `lose`.
+Time is an argument, in milliseconds. Free rows do not expire: the caller reports a lost worker with `clear_free_rows`.
 """
 
 from __future__ import annotations
@@ -11,8 +10,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from bench.queue_model.claim_scan import Round, Walk
-from bench.queue_model.live_routers import Routers
+from bench.queue_model.claim_scan import ClaimScan, ScanArguments
+from bench.queue_model.live_routers import LiveRouters
 from bench.queue_model.waiting_jobs import WaitingJob, WaitingJobs
 from broker import terms
 from broker.messages import Capacity, Job
@@ -21,83 +20,87 @@ from broker.terms import Entry, Placement, QueueLimits, Usage
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Why a job was not let in: the bound of QueueLimits that is reached, or `late` with the wait."""
+    """Why a job was refused: the field of QueueLimits that is reached, or `late` with the wait before its turn."""
 
     why: str
     wait_ms: int = 0
 
 
 @dataclass(frozen=True, slots=True)
-class Decision:
-    """What a claim gives: see `broker.terms.Claimed`."""
+class ClaimDecision:
+    """A claim's answer: see `broker.terms.Claimed`."""
 
     job_ids: tuple[str, ...]
     waiting: int
-    wanted: tuple[bytes, ...]
+    adapter_requests: tuple[bytes, ...]
     hold_ms: int
 
 
 @dataclass(frozen=True, slots=True)
-class _Charged:
+class _ChargeRecord:
+    """What a claimed job's tenant has been charged."""
+
     tenant: str
     weight: float
     attempt: int
     tokens: int
-    prompt: float
+    prompt_cost: float
 
 
 @dataclass(slots=True)
-class _Pace:
+class _ClaimRate:
+    """Work claimed since the interval began, and the rate of the interval before."""
+
     since_ms: int
     work: int = 0
     per_ms: float = 0.0
 
 
-class Cell:
+class QueueModel:
     """One cell's queue."""
 
     def __init__(self, limits: QueueLimits | None = None) -> None:
         self.waiting = WaitingJobs()
         self._limits = limits or QueueLimits()
-        self._charged: dict[str, _Charged] = {}
-        # Free rows after each worker's last claim.
-        self._rooms: dict[str, int] = {}
-        self._routers = Routers()
-        # How many scans each worker made, and how many tenants its last claim passed over without finding anything.
-        self._turns: Counter[str] = Counter()
-        self._skips: dict[str, int] = {}
-        self._pace: _Pace | None = None
+        self._charges: dict[str, _ChargeRecord] = {}
+        # Each worker's free rows after its last claim.
+        self._free_rows: dict[str, int] = {}
+        self._routers = LiveRouters()
+        # Each worker's number of scans, and the tenants that its last claim has passed over without finding a job.
+        self._scan_numbers: Counter[str] = Counter()
+        self._skipped_tenants: dict[str, int] = {}
+        self._claim_rate: _ClaimRate | None = None
         self._arrivals = 0
 
-    def counter(self, tenant: str) -> float:
-        """What a tenant was served, in charged tokens over its weight."""
-        return self.waiting.counters.of(tenant)
+    def counter_of(self, tenant: str) -> float:
+        """Return what a tenant was served, in charged tokens over its weight."""
+        return self.waiting.counters.value(tenant)
 
     def enqueue(self, job: Job, placement: Placement, now_ms: int) -> Refusal | None:
-        """Put a job in; a newer attempt takes an older one's place. First attempts alone are refused."""
-        self.router_beats(job.reply_to, now_ms)
-        held = self.waiting.get(job.job_id)
-        if held is not None and held.entry.attempt >= job.attempt:
+        """Put a job into the queue; a newer attempt replaces an older one. Only first attempts are refused."""
+        self.beat_router(job.reply_to, now_ms)
+        waiting = self.waiting.find(job.job_id)
+        if waiting is not None and waiting.entry.attempt >= job.attempt:
             return None
-        if held is not None:
+        if waiting is not None:
             self.waiting.forget(job.job_id)
         entry = Entry.from_job(job, placement)
-        first = entry.attempt == 1
-        refusal = self._bound_reached(entry) if first else None
+        is_first = entry.attempt == 1
+        refusal = self._reached_limit(entry) if is_first else None
         if refusal is not None:
             return refusal
         self._arrivals += 1
         deadline = now_ms + job.deadline_ms if job.deadline_ms else math.inf
-        place = (-entry.priority, deadline, self._arrivals) if first else (0, 0.0, self._arrivals)
-        one = WaitingJob(job.job_id, entry, place, now_ms, deadline)
-        if first and job.deadline_ms:
-            wait_ms = self._wait_ms(one, now_ms)
+        place = (-entry.priority, deadline, self._arrivals) if is_first else (0, 0.0, self._arrivals)
+        arrived = WaitingJob(job.job_id, entry, place, now_ms, deadline)
+        if is_first and job.deadline_ms:
+            wait_ms = self._wait_before_turn_ms(arrived, now_ms)
             if wait_ms > terms.DEADLINE_DOUBT * job.deadline_ms:
                 return Refusal("late", math.floor(wait_ms))
-        self.waiting.add(one)
+        self.waiting.insert(arrived)
         return None
 
-    def _bound_reached(self, entry: Entry) -> Refusal | None:
+    def _reached_limit(self, entry: Entry) -> Refusal | None:
         size, limits, waiting = len(entry.body), self._limits, self.waiting
         if len(waiting) >= limits.jobs:
             return Refusal("jobs")
@@ -105,89 +108,92 @@ class Cell:
             return Refusal("bytes")
         if len(waiting.queue(entry.tenant)) >= limits.tenant_jobs:
             return Refusal("tenant_jobs")
-        if waiting.bytes_of(entry.tenant) + size > limits.tenant_bytes:
+        if waiting.tenant_bytes(entry.tenant) + size > limits.tenant_bytes:
             return Refusal("tenant_bytes")
         return None
 
-    def _wait_ms(self, one: WaitingJob, now_ms: int) -> float:
-        """Until its turn, as though the whole cell worked for this tenant; 0 where nothing tells."""
-        tenant, pace = one.entry.tenant, self._pace
-        best = pace.per_ms if pace else 0.0
-        if pace and now_ms - pace.since_ms >= terms.CLAIM_RATE_MIN_MS:
-            best = max(best, pace.work / (now_ms - pace.since_ms))
-        queued = len(self.waiting.queue(tenant))
-        if not queued or best <= 0:
+    def _wait_before_turn_ms(self, job: WaitingJob, now_ms: int) -> float:
+        """Return in how many ms a job's turn comes, were all workers to serve its tenant alone; 0 where unknown."""
+        tenant, measured = job.entry.tenant, self._claim_rate
+        rate = measured.per_ms if measured else 0.0
+        if measured and now_ms - measured.since_ms >= terms.CLAIM_RATE_MIN_MS:
+            rate = max(rate, measured.work / (now_ms - measured.since_ms))
+        tenant_jobs = len(self.waiting.queue(tenant))
+        if not tenant_jobs or rate <= 0:
             return 0.0
-        return self.waiting.ahead_of(one) * self.waiting.work_of(tenant) / queued / best
+        return self.waiting.count_before(job) * self.waiting.tenant_work(tenant) / tenant_jobs / rate
 
-    def claim(self, worker: str, base_digest: str, capacity: Capacity, now_ms: int) -> Decision:
+    def claim(self, worker: str, base_digest: str, capacity: Capacity, now_ms: int) -> ClaimDecision:
         """Take the next jobs that suit a worker."""
-        hold_ms, wanted, taken = 0, tuple[bytes, ...](), tuple[str, ...]()
+        hold_ms, requests, taken = 0, tuple[bytes, ...](), tuple[str, ...]()
         skip: int | None = 0
-        for scan in range(terms.SCANS_PER_CLAIM):
-            for late in self.waiting.expired(now_ms, terms.EXPIRED_PER_SCAN):
-                self.waiting.forget(late)
-            one = Round(worker, base_digest, capacity, now_ms, self._turns[worker], skip or 0)
-            walk = Walk(self.waiting, self._routers, self._rooms, one)
-            skip = walk.run(self._charge_claim)
-            self._turns[worker] += 1
-            self._measure(walk, now_ms)
-            self._rooms[worker] = max(walk.rows, 0)
-            hold_ms = min(hold_ms or walk.hold_ms, walk.hold_ms or hold_ms)
-            wanted, taken = wanted or walk.most_wanted(), tuple(walk.taken)
+        for scan_count in range(terms.SCANS_PER_CLAIM):
+            for expired in self.waiting.expired(now_ms, terms.EXPIRED_PER_SCAN):
+                self.waiting.forget(expired)
+            arguments = ScanArguments(
+                worker, base_digest, capacity, now_ms, self._scan_numbers[worker], skipped_tenants=skip or 0
+            )
+            scan = ClaimScan(self.waiting, self._routers, self._free_rows, arguments)
+            skip = scan.run(self._charge_claim)
+            self._scan_numbers[worker] += 1
+            self._measure_claim_rate(scan, now_ms)
+            self._free_rows[worker] = max(scan.free_rows, 0)
+            hold_ms = min(hold_ms or scan.hold_ms, scan.hold_ms or hold_ms)
+            requests, taken = requests or scan.most_demanded(), tuple(scan.taken)
             if skip is None:
                 break
-            skip = max(skip, self._skips.get(worker, 0)) if scan == 0 else skip
-        self._skips[worker] = skip or 0
-        return Decision(taken, len(self.waiting), wanted, hold_ms)
+            skip = max(skip, self._skipped_tenants.get(worker, 0)) if scan_count == 0 else skip
+        self._skipped_tenants[worker] = skip or 0
+        return ClaimDecision(taken, len(self.waiting), requests, hold_ms)
 
-    def router_beats(self, router: str, now_ms: int) -> None:
-        """A router lives; an enqueue says so too. What waits for one that does not is dropped."""
-        self._routers.beats(router, now_ms)
+    def beat_router(self, router: str, now_ms: int) -> None:
+        """Record that a router lives, as each of its enqueues does; jobs of dead routers are dropped."""
+        self._routers.beat(router, now_ms)
 
-    def lose(self, worker: str) -> None:
-        """A worker has not claimed for long: nothing is held for it."""
-        self._rooms.pop(worker, None)
+    def clear_free_rows(self, worker: str) -> None:
+        """Hold no job for a worker until its next claim."""
+        self._free_rows.pop(worker, None)
 
-    def _measure(self, walk: Walk, now_ms: int) -> None:
-        if not len(self.waiting) or not walk.saturated:
-            self._pace = None
-        elif self._pace is None:
-            self._pace = _Pace(now_ms)
-        elif now_ms - self._pace.since_ms >= terms.CLAIM_RATE_MS:
-            self._pace = _Pace(now_ms, 0, (self._pace.work + walk.work) / (now_ms - self._pace.since_ms))
+    def _measure_claim_rate(self, scan: ClaimScan, now_ms: int) -> None:
+        rate = self._claim_rate
+        if not len(self.waiting) or not scan.saturated:
+            self._claim_rate = None
+        elif rate is None:
+            self._claim_rate = _ClaimRate(now_ms)
+        elif now_ms - rate.since_ms >= terms.CLAIM_RATE_MS:
+            self._claim_rate = _ClaimRate(now_ms, 0, (rate.work + scan.work) / (now_ms - rate.since_ms))
         else:
-            self._pace.work += walk.work
+            rate.work += scan.work
 
-    def _charge_claim(self, one: WaitingJob, *, loads: bool) -> None:
-        """What it costs the tenant. A job that was claimed before has been charged."""
-        entry, cost = one.entry, 0.0
+    def _charge_claim(self, job: WaitingJob, *, loads: bool) -> None:
+        """Charge the prompt and the adapter's load, at the first claim of the first attempt."""
+        entry, cost = job.entry, 0.0
         if entry.attempt == 1:
-            if one.job_id in self._charged:
+            if job.job_id in self._charges:
                 return
             cost = terms.PROMPT_WEIGHT * entry.prompt / entry.weight
             self.waiting.counters.charge(entry.tenant, cost + (entry.load / entry.weight if loads else 0))
-        self._charged[one.job_id] = _Charged(entry.tenant, entry.weight, entry.attempt, 0, cost)
+        self._charges[job.job_id] = _ChargeRecord(entry.tenant, entry.weight, entry.attempt, 0, cost)
 
     def charge(self, reports: Sequence[Usage]) -> None:
-        """Charge tenants what their jobs made since the last report."""
-        for one in reports:
-            known = self._charged.get(one.job_id)
-            if known is None or known.attempt != one.attempt:
+        """Charge tenants what their jobs have made since the last report."""
+        for report in reports:
+            record = self._charges.get(report.job_id)
+            if record is None or record.attempt != report.attempt:
                 continue
-            counters, made = self.waiting.counters, one.tokens - known.tokens
-            if made > 0:
-                counters.charge(known.tenant, terms.OUTPUT_WEIGHT * made / known.weight)
-                self._charged[one.job_id] = replace(known, tokens=one.tokens)
-            if one.ended:
-                if not one.ran:
-                    counters.charge(known.tenant, -known.prompt)
-                del self._charged[one.job_id]
+            counters, new_tokens = self.waiting.counters, report.tokens - record.tokens
+            if new_tokens > 0:
+                counters.charge(record.tenant, terms.OUTPUT_WEIGHT * new_tokens / record.weight)
+                self._charges[report.job_id] = replace(record, tokens=report.tokens)
+            if report.ended:
+                if not report.ran:
+                    counters.charge(record.tenant, -record.prompt_cost)
+                del self._charges[report.job_id]
 
     def finish(self, job_id: str, attempt: int) -> None:
-        """Forget a job that waits, up to this attempt."""
-        held, known = self.waiting.get(job_id), self._charged.get(job_id)
-        if held is not None and held.entry.attempt <= attempt:
+        """Forget a job, up to this attempt."""
+        waiting, record = self.waiting.find(job_id), self._charges.get(job_id)
+        if waiting is not None and waiting.entry.attempt <= attempt:
             self.waiting.forget(job_id)
-        if known is not None and known.attempt <= attempt:
-            del self._charged[job_id]
+        if record is not None and record.attempt <= attempt:
+            del self._charges[job_id]

@@ -1,48 +1,45 @@
-"""The twin's tenants: virtual counters of service, in their order (see `broker.lua` for the same on Redis).
-
-Sheng et al., Fairness in Serving Large Language Models, 2024 (VTC): of those with waiting work the one with the lowest
-counter is next; a tenant that was idle is lifted to the lowest of those that were not.
-"""
+"""The tenants' virtual counters of service, as broker/lua/include/tenant_counters.lua keeps them."""
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
 
 
-class Counters:
-    """What each tenant was served, in charged tokens over its weight."""
+class TenantCounters:
+    """What each tenant was served, in charged tokens over its weight. A tenant with waiting jobs is active."""
 
     def __init__(self) -> None:
         self._active: dict[str, float] = {}
-        # Equal counters lie in the order of the names' bytes.
+        # Counter and name of the active tenants; equal counters are ordered by the names' bytes, as in Redis.
         self._order: list[tuple[float, bytes]] = []
         self._idle: dict[str, float] = {}
+        # The counter of the tenant that was active last.
         self._floor = 0.0
 
-    def of(self, tenant: str) -> float:
-        """A tenant's counter; one that is not known stands at the lowest."""
+    def value(self, tenant: str) -> float:
+        """Return a tenant's counter; the lowest for a tenant without one."""
         return self._active.get(tenant, self._idle.get(tenant, self.lowest()))
 
-    def first(self, skip: int, most: int) -> list[tuple[float, str]]:
-        """Tenants with waiting work from the lowest counter on."""
-        return [(counter, name.decode()) for counter, name in self._order[skip : skip + most]]
+    def lowest_active(self, skip: int, limit: int) -> list[tuple[float, str]]:
+        """Return counter and name of at most `limit` active tenants, from the lowest counter on, after `skip`."""
+        return [(counter, name.decode()) for counter, name in self._order[skip : skip + limit]]
 
     def lowest(self) -> float:
-        """The lowest counter of a tenant with waiting jobs; without one, that of the last which had some."""
+        """Return the lowest counter of an active tenant; without one, that of the tenant that was active last."""
         return self._order[0][0] if self._order else self._floor
 
-    def enter(self, tenant: str) -> None:
-        """A tenant has waiting jobs now."""
+    def activate(self, tenant: str) -> None:
+        """Make a tenant active; an idle counter below the lowest is lifted to it."""
         if tenant in self._active:
             return
-        low = self.lowest()
-        counter = max(low, self._idle.pop(tenant, low))
-        self._idle = {name: value for name, value in self._idle.items() if value > low}
+        lowest = self.lowest()
+        counter = max(lowest, self._idle.pop(tenant, lowest))
+        self._idle = {name: value for name, value in self._idle.items() if value > lowest}
         self._active[tenant] = counter
         insort(self._order, (counter, tenant.encode()))
 
-    def leave(self, tenant: str) -> None:
-        """A tenant's last waiting job is gone."""
+    def deactivate(self, tenant: str) -> None:
+        """Make a tenant idle whose last waiting job has left."""
         counter = self._active.pop(tenant)
         self._remove(counter, tenant)
         if not self._order:
@@ -50,17 +47,17 @@ class Counters:
         if counter > self.lowest():
             self._idle[tenant] = counter
 
-    def charge(self, tenant: str, tokens: float) -> None:
-        """Add to a counter."""
+    def charge(self, tenant: str, cost: float) -> None:
+        """Add to a tenant's counter."""
         counter = self._active.get(tenant)
         if counter is not None:
             self._remove(counter, tenant)
-            self._active[tenant] = counter + tokens
-            insort(self._order, (counter + tokens, tenant.encode()))
+            self._active[tenant] = counter + cost
+            insort(self._order, (counter + cost, tenant.encode()))
             return
-        low = self.lowest()
-        counter = self._idle.pop(tenant, low) + tokens
-        if counter > low:
+        lowest = self.lowest()
+        counter = self._idle.pop(tenant, lowest) + cost
+        if counter > lowest:
             self._idle[tenant] = counter
 
     def _remove(self, counter: float, tenant: str) -> None:

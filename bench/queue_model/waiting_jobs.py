@@ -1,4 +1,4 @@
-"""The twin's waiting jobs: each tenant's queue, those that were dispatched again, and what they come to."""
+"""The waiting jobs: each tenant's queue, the redispatched jobs, and totals of bytes and work."""
 
 from __future__ import annotations
 
@@ -8,101 +8,102 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from bench.queue_model.tenant_counters import Counters
+from bench.queue_model.tenant_counters import TenantCounters
 from broker import terms
 from broker.terms import Entry
 
-# Priority, highest first, then deadline, then arrival.
+# Negated priority, deadline, arrival.
 Place = tuple[int, float, int]
 
 
 @dataclass(slots=True, eq=False)
 class WaitingJob:
-    """A job that waits. Lower places come first; `reserved` is the worker that makes room for it."""
+    """A job that waits; lower places come first."""
 
     job_id: str
     entry: Entry
     place: Place
     queued_ms: int
     deadline_ms: float
-    reserved: str | None = None
+    # The worker that makes room for the job.
+    reserved_for: str | None = None
     reserved_until_ms: int = 0
 
     @property
     def work(self) -> int:
-        """What it comes to in charged tokens, were the answer of its full length."""
+        """Tokens charged for the job, as though its answer had its full length."""
         entry = self.entry
         return terms.PROMPT_WEIGHT * entry.prompt + terms.OUTPUT_WEIGHT * (entry.tokens - entry.prompt)
 
 
 class WaitingJobs:
-    """All of a cell."""
+    """All waiting jobs of a cell, and the counters of their tenants."""
 
     def __init__(self) -> None:
-        self.counters = Counters()
+        self.counters = TenantCounters()
         self.bytes = 0
-        self.again: list[tuple[Place, str]] = []
+        self.redispatched: list[tuple[Place, str]] = []
         self._jobs: dict[str, WaitingJob] = {}
         self._queues: dict[str, list[tuple[Place, str]]] = {}
         self._deadlines: list[tuple[float, str]] = []
-        self._bytes_of: defaultdict[str, int] = defaultdict(int)
-        self._work_of: defaultdict[str, int] = defaultdict(int)
+        self._tenant_bytes: defaultdict[str, int] = defaultdict(int)
+        self._tenant_work: defaultdict[str, int] = defaultdict(int)
 
     def __len__(self) -> int:
         return len(self._jobs)
 
-    def get(self, job_id: str) -> WaitingJob | None:
-        """A job that waits."""
+    def find(self, job_id: str) -> WaitingJob | None:
+        """Return a waiting job; None if no job of this id waits."""
         return self._jobs.get(job_id)
 
     def queue(self, tenant: str) -> Sequence[tuple[Place, str]]:
-        """A tenant's jobs in their order, but for those dispatched again."""
+        """Return place and id of a tenant's jobs in order, without the redispatched ones."""
         return self._queues.get(tenant, ())
 
-    def bytes_of(self, tenant: str) -> int:
-        """What a tenant's jobs take."""
-        return self._bytes_of[tenant]
+    def tenant_bytes(self, tenant: str) -> int:
+        """Return the bytes of a tenant's jobs."""
+        return self._tenant_bytes[tenant]
 
-    def work_of(self, tenant: str) -> int:
-        """The sum of the work of a tenant's jobs."""
-        return self._work_of[tenant]
+    def tenant_work(self, tenant: str) -> int:
+        """Return the sum of the work of a tenant's jobs."""
+        return self._tenant_work[tenant]
 
-    def ahead_of(self, one: WaitingJob) -> int:
-        """How many jobs of its tenant would come before this one."""
-        return bisect_left(self.queue(one.entry.tenant), (one.place, one.job_id))
+    def count_before(self, job: WaitingJob) -> int:
+        """Return how many jobs of its tenant come before a job."""
+        return bisect_left(self.queue(job.entry.tenant), (job.place, job.job_id))
 
-    def expired(self, now_ms: int, most: int) -> list[str]:
-        """Those whose deadline has passed, the earliest first."""
-        return [job_id for deadline, job_id in self._deadlines[:most] if deadline <= now_ms]
+    def expired(self, now_ms: int, limit: int) -> list[str]:
+        """Return the ids of at most `limit` jobs whose deadline has passed, the earliest first."""
+        return [job_id for deadline, job_id in self._deadlines[:limit] if deadline <= now_ms]
 
-    def add(self, one: WaitingJob) -> None:
-        """One more."""
-        tenant = one.entry.tenant
-        self._jobs[one.job_id] = one
-        self._count(one, 1)
-        if one.deadline_ms < math.inf:
-            insort(self._deadlines, (one.deadline_ms, one.job_id))
-        if one.entry.attempt == 1:
-            insort(self._queues.setdefault(tenant, []), (one.place, one.job_id))
-            self.counters.enter(tenant)
+    def insert(self, job: WaitingJob) -> None:
+        """Put a job into its queue."""
+        tenant = job.entry.tenant
+        self._jobs[job.job_id] = job
+        self._count(job, 1)
+        if job.deadline_ms < math.inf:
+            insort(self._deadlines, (job.deadline_ms, job.job_id))
+        if job.entry.attempt == 1:
+            insort(self._queues.setdefault(tenant, []), (job.place, job.job_id))
+            self.counters.activate(tenant)
         else:
-            insort(self.again, (one.place, one.job_id))
+            insort(self.redispatched, (job.place, job.job_id))
 
     def forget(self, job_id: str) -> None:
-        """It waits no more, whatever the reason."""
-        one = self._jobs.pop(job_id)
-        tenant = one.entry.tenant
-        self._count(one, -1)
-        if one.deadline_ms < math.inf:
-            del self._deadlines[bisect_left(self._deadlines, (one.deadline_ms, job_id))]
-        queue = self._queues[tenant] if one.entry.attempt == 1 else self.again
-        del queue[bisect_left(queue, (one.place, job_id))]
-        if one.entry.attempt == 1 and not queue:
+        """Delete a waiting job."""
+        job = self._jobs.pop(job_id)
+        tenant = job.entry.tenant
+        self._count(job, -1)
+        if job.deadline_ms < math.inf:
+            del self._deadlines[bisect_left(self._deadlines, (job.deadline_ms, job_id))]
+        queue = self._queues[tenant] if job.entry.attempt == 1 else self.redispatched
+        del queue[bisect_left(queue, (job.place, job_id))]
+        if job.entry.attempt == 1 and not queue:
             del self._queues[tenant]
-            self.counters.leave(tenant)
+            self.counters.deactivate(tenant)
 
-    def _count(self, one: WaitingJob, sign: int) -> None:
-        tenant, size = one.entry.tenant, sign * len(one.entry.body)
+    def _count(self, job: WaitingJob, sign: int) -> None:
+        tenant, size = job.entry.tenant, sign * len(job.entry.body)
         self.bytes += size
-        self._bytes_of[tenant] += size
-        self._work_of[tenant] += sign * one.work
+        self._tenant_bytes[tenant] += size
+        self._tenant_work[tenant] += sign * job.work

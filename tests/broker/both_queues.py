@@ -1,4 +1,4 @@
-"""A queue on Redis and its twin in Python, driven alike: whatever they decide must be the same."""
+"""A queue on Redis and its model in Python, driven alike: whatever they decide must be the same."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from redis.asyncio import Redis
 
-from bench.queue_model.queue_model import Cell
+from bench.queue_model.queue_model import QueueModel
 from broker.codec import decode_adapter_request
 from broker.keys import Keys
 from broker.liveness import Liveness
@@ -62,7 +62,7 @@ class BothQueues:
     now_ms: int = START_MS
 
     def __post_init__(self) -> None:
-        self.twin = Cell(self.limits)
+        self.model = QueueModel(self.limits)
         self._queues: dict[str, JobQueue] = {}
         self._liveness = Liveness(self.redis, KEYS, scripts=SCRIPTS_ON_TEST_CLOCK)
 
@@ -86,7 +86,7 @@ class BothQueues:
     async def enqueue(self, job: Job, placement: Placement | None = None) -> str:
         """Empty, or why it was refused: a bound, or `late`."""
         placement = placement or Placement()
-        refusal = self.twin.enqueue(job, placement, self.now_ms)
+        refusal = self.model.enqueue(job, placement, self.now_ms)
         why = refusal.why if refusal else ""
         told, wait_ms = "", 0
         try:
@@ -106,41 +106,37 @@ class BothQueues:
     async def claim(self, worker: str, capacity: Capacity, *reports: Usage) -> Claimed:
         """What the worker gets, which reports what jobs have made."""
         claimed = await self._queue(worker).claim(BASE, capacity, reports)
-        self.twin.charge(reports)
-        decided = self.twin.claim(worker, BASE, capacity, self.now_ms)
+        self.model.charge(reports)
+        decided = self.model.claim(worker, BASE, capacity, self.now_ms)
         assert decided.job_ids == tuple(job.job_id for job in claimed.jobs)
         assert (decided.waiting, decided.hold_ms) == (claimed.waiting, claimed.hold_ms)
-        assert [decode_adapter_request(data) for data in decided.wanted] == claimed.adapter_requests
+        assert [decode_adapter_request(data) for data in decided.adapter_requests] == claimed.adapter_requests
         return claimed
 
     async def charge(self, *reports: Usage) -> None:
         """Report what jobs have made."""
-        self.twin.charge(reports)
+        self.model.charge(reports)
         await self._queue().charge(reports)
 
     async def finish(self, job_id: str, attempt: int) -> None:
         """A job ended."""
-        self.twin.finish(job_id, attempt)
+        self.model.finish(job_id, attempt)
         await self._queue().finish(job_id, attempt)
 
-    async def lose(self, worker: str) -> None:
+    async def clear_free_rows(self, worker: str) -> None:
         """A worker has not claimed for long."""
-        self.twin.lose(worker)
+        self.model.clear_free_rows(worker)
         await self.redis.delete(f"{KEYS.prefix}room:{worker}")
 
-    async def router_beats(self, router: str) -> None:
+    async def beat_router(self, router: str) -> None:
         """A router says that it lives."""
-        self.twin.router_beats(router, self.now_ms)
+        self.model.beat_router(router, self.now_ms)
         await self._liveness.look(router)
 
     async def counter(self, tenant: str) -> float:
         """A tenant's counter."""
-        scores = [await self.redis.zscore(KEYS.prefix + name, tenant) for name in ("tenants", "idle")]
-        known = [score for score in scores if score is not None]
-        twin = self.twin.counter(tenant)
-        if known:
-            assert known == [twin]
-        return twin
+        await self.check([tenant])
+        return self.model.counter_of(tenant)
 
     async def names(self) -> set[str]:
         """Redis's keys, without the cell's prefix."""
@@ -149,6 +145,13 @@ class BothQueues:
 
     async def check(self, tenants: Sequence[str]) -> None:
         """Compare what is not in the answers."""
-        for tenant in tenants:
-            await self.counter(tenant)
-        assert await self.redis.zcard(KEYS.waiting) == len(self.twin.waiting)
+        async with self.redis.pipeline(transaction=False) as pipe:
+            for tenant in tenants:
+                pipe.zscore(KEYS.prefix + "tenants", tenant)
+                pipe.zscore(KEYS.prefix + "idle", tenant)
+            pipe.zcard(KEYS.waiting)
+            *scores, waiting = await pipe.execute()
+        for tenant, active, idle in zip(tenants, scores[::2], scores[1::2], strict=True):
+            kept = [score for score in (active, idle) if score is not None]
+            assert kept in ([], [self.model.counter_of(tenant)])
+        assert waiting == len(self.model.waiting)

@@ -1,4 +1,4 @@
-"""What the policy promises, each time of both the scripts and their twin."""
+"""What the policy promises, each time of both the scripts and their model."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ async def test_a_preferred_worker_without_room_or_life_passes_to_the_next(both: 
     await both.enqueue(make_job("j", "a", adapter="sha256:x"), placement)
     assert await claim(both) == []
     assert await claim(both, worker="next") == ["j"]
-    await both.lose("next")
+    await both.clear_free_rows("next")
     await both.enqueue(make_job("k", "a", adapter="sha256:x"), placement)
     assert await claim(both) == ["k"]
 
@@ -233,7 +233,7 @@ async def test_two_backlogged_tenants_differ_by_a_bounded_service_and_nobody_sta
     for _ in range(500):
         for tenant in served:
             # The tenants send different work; c as much as it may.
-            while len(both.twin.waiting.queue(tenant)) < (20 if tenant == "c" else 3):
+            while len(both.model.waiting.queue(tenant)) < (20 if tenant == "c" else 3):
                 prompt = {"a": 1, "b": longest, "c": chance.randint(1, longest)}[tenant]
                 await both.enqueue(make_job(f"{tenant}/{count}", tenant, prompt=prompt, max_tokens=most))
                 count += 1

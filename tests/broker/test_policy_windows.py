@@ -1,4 +1,4 @@
-"""What lies beyond a claim's windows is reached nevertheless, at a bounded cost a scan; of scripts and twin."""
+"""What lies beyond a claim's windows is reached nevertheless, at a bounded cost a scan; of scripts and model."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ async def beaten(both: BothQueues, ms: int) -> None:
     """Let time pass in which one router beats."""
     for _ in range(0, ms, 500):
         await both.advance(500)
-        await both.router_beats("here")
+        await both.beat_router("here")
 
 
 async def scans(redis: Redis) -> int:
@@ -103,7 +103,7 @@ async def test_after_an_outage_every_router_gets_its_time_again(both: BothQueues
     await both.advance(10 * terms.ROUTER_TTL_MS)
     # Nobody has beaten: it was Redis that was away.
     assert await claim(both) == ["one0"]
-    await both.router_beats("here")
+    await both.beat_router("here")
     await beaten(both, terms.ROUTER_TTL_MS - 500)
     assert await claim(both, replace(ONE, rows=2)) == ["one1", "two0"]
     await beaten(both, 500)

@@ -70,7 +70,7 @@ class Shares:
 
     def look(self) -> None:
         """Follow the leads of all pairs."""
-        waiting, names = self._redis.data.cell.waiting, sorted(self._served)
+        waiting, names = self._redis.data.queue.waiting, sorted(self._served)
         for index, first in enumerate(names):
             for second in names[index + 1 :]:
                 pair = (first, second)

@@ -41,8 +41,8 @@ class SimulatedQueue:
 
     def _enqueue(self, job: Job, placement: Placement) -> Refusal | None:
         data = self._redis.data
-        refusal = data.cell.enqueue(job, placement, self._redis.now_ms)
-        one = data.cell.waiting.get(job.job_id)
+        refusal = data.queue.enqueue(job, placement, self._redis.now_ms)
+        one = data.queue.waiting.find(job.job_id)
         if one is not None and one.entry.attempt == job.attempt:
             data.bodies[job.job_id] = one.entry.body
             self._redis.enqueued(job)
@@ -54,40 +54,39 @@ class SimulatedQueue:
 
     def _claim(self, base_digest: str, capacity: Capacity, reports: Sequence[Usage]) -> Claimed:
         data, now_ms = self._redis.data, self._redis.now_ms
-        data.cell.charge(reports)
+        data.queue.charge(reports)
         for worker, at_ms in tuple(data.claimed_ms.items()):
             if now_ms - at_ms > FREE_ROWS_MS:
-                data.cell.lose(worker)
+                data.queue.clear_free_rows(worker)
                 del data.claimed_ms[worker]
         data.claimed_ms[self._worker_id] = now_ms
-        decision = data.cell.claim(self._worker_id, base_digest, capacity, now_ms)
+        decision = data.queue.claim(self._worker_id, base_digest, capacity, now_ms)
         jobs = [decode_job(data.bodies.pop(job_id)) for job_id in decision.job_ids]
         for job in jobs:
             self._redis.claimed(job)
-        return Claimed(
-            jobs, decision.waiting, [decode_adapter_request(one) for one in decision.wanted], decision.hold_ms
-        )
+        requests = [decode_adapter_request(data) for data in decision.adapter_requests]
+        return Claimed(jobs, decision.waiting, requests, decision.hold_ms)
 
     async def charge(self, reports: Sequence[Usage]) -> None:
         """See JobQueue."""
         if reports:
-            await self._redis.call(lambda: self._redis.data.cell.charge(reports))
+            await self._redis.call(lambda: self._redis.data.queue.charge(reports))
 
     async def withdraw(self) -> None:
         """See JobQueue."""
-        await self._redis.call(lambda: self._redis.data.cell.lose(self._worker_id))
+        await self._redis.call(lambda: self._redis.data.queue.clear_free_rows(self._worker_id))
         self._redis.wake_all()
 
     async def finish(self, job_id: str, attempt: int) -> None:
         """See JobQueue."""
-        await self._redis.call(lambda: self._redis.data.cell.finish(job_id, attempt))
+        await self._redis.call(lambda: self._redis.data.queue.finish(job_id, attempt))
 
     async def waiting(self, jobs: Sequence[tuple[str, int]]) -> list[bool]:
         """See JobQueue."""
         return await self._redis.call(lambda: [self._waits(*job) for job in jobs])
 
     def _waits(self, job_id: str, attempt: int) -> bool:
-        one = self._redis.data.cell.waiting.get(job_id)
+        one = self._redis.data.queue.waiting.find(job_id)
         return one is not None and one.entry.attempt >= attempt
 
     async def wait_for_work(self, timeout_s: float) -> bool:
@@ -96,7 +95,7 @@ class SimulatedQueue:
 
     async def count_waiting(self) -> int:
         """See JobQueue."""
-        return await self._redis.call(lambda: len(self._redis.data.cell.waiting))
+        return await self._redis.call(lambda: len(self._redis.data.queue.waiting))
 
 
 class SimulatedDeadLetters:
@@ -133,7 +132,7 @@ class SimulatedLiveness:
         data = self._redis.data
         _, state = data.living.pop(incarnation, (0, None))
         if state is not None:
-            data.cell.lose(state.worker_id)
+            data.queue.clear_free_rows(state.worker_id)
 
     async def look(self, router: str = "") -> Census:
         """See Liveness."""
@@ -142,13 +141,13 @@ class SimulatedLiveness:
     def _look(self, router: str) -> Census:
         redis, data = self._redis, self._redis.data
         if router:
-            data.cell.router_beats(router, redis.now_ms)
+            data.queue.beat_router(router, redis.now_ms)
         lapsed = [state for until_ms, state in data.living.values() if until_ms <= redis.now_ms]
         for state in lapsed:
             del data.living[state.incarnation]
         states = [state for _, state in data.living.values()]
         for worker_id in {state.worker_id for state in lapsed} - {state.worker_id for state in states}:
-            data.cell.lose(worker_id)
+            data.queue.clear_free_rows(worker_id)
         return Census(f"{redis.run} {data.born}", sorted(states, key=lambda state: state.worker_id))
 
     async def living(self) -> list[WorkerState]:

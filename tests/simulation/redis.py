@@ -17,7 +17,7 @@ from typing import TypeVar
 
 from redis.exceptions import ConnectionError as RedisConnectionError
 
-from bench.queue_model.queue_model import Cell
+from bench.queue_model.queue_model import QueueModel
 from broker.commands import Command
 from broker.messages import DeadJob, Job, WorkerState
 from broker.terms import QueueLimits, Usage
@@ -35,7 +35,7 @@ class _Data:
     """What a server holds; all of it can be wiped, or rolled back."""
 
     def __init__(self, limits: QueueLimits, born: int = 0) -> None:
-        self.cell = Cell(limits)
+        self.queue = QueueModel(limits)
         self.born = born
         self.bodies: dict[str, bytes] = {}
         # Until when, by incarnation.

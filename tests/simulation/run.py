@@ -236,7 +236,7 @@ class _Run:
     def _left(self) -> list[str]:
         """What is still held though nobody asks for anything."""
         left = []
-        waiting = len(self._redis.data.cell.waiting)
+        waiting = len(self._redis.data.queue.waiting)
         if waiting:
             left.append(f"{waiting} jobs wait in the queue")
         for router in self._routers:

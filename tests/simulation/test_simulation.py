@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from bench.queue_model.tenant_counters import Counters
+from bench.queue_model.tenant_counters import TenantCounters
 from broker.commands import CommandQueue
 from broker.dead import DeadLetters
 from broker.liveness import Liveness
@@ -74,7 +74,7 @@ def test_frames_of_older_attempts_are_found(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_shares_that_are_not_fair_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Counters, "charge", lambda self, tenant, tokens: None)
+    monkeypatch.setattr(TenantCounters, "charge", lambda self, tenant, cost: None)
     backlogs = (seed for seed in range(SEEDS) if seed % 4 == 3)
     assert any("the service of two tenants" in line for seed in backlogs for line in simulate(seed).wrong)
 
