@@ -1,4 +1,4 @@
-"""What tests of several rooms share: a real Valkey server, from its wheel."""
+"""Fixtures of several rooms: a real Valkey server, from its wheel."""
 
 from __future__ import annotations
 

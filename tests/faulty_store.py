@@ -1,4 +1,4 @@
-"""What stands between a worker and a real adapter store and does to single adapters what a test says."""
+"""A proxy between a worker and a real adapter store that breaks the downloads of single adapters."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class Fault(StrEnum):
-    """What happens to the downloads of an adapter."""
+    """A fault of an adapter's downloads."""
 
     TRICKLES = "one byte a second"
     HANGS = "nothing comes"

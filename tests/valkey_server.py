@@ -17,7 +17,7 @@ from deploy.local.process import Process
 
 
 class ValkeyServer:
-    """One server in `directory`, which must be short enough for a socket's path."""
+    """A server in `directory`, which must be short enough for a socket's path."""
 
     def __init__(self, directory: Path, *flags: str) -> None:
         self._directory = directory
@@ -66,15 +66,15 @@ class ValkeyServer:
         await self.start()
 
     def hang(self) -> None:
-        """It answers nobody, though connections stay."""
+        """Stop the server: it answers nobody, though connections stay."""
         self.process.send_signal(signal.SIGSTOP)
 
     def wake(self) -> None:
-        """It goes on."""
+        """Let the server go on."""
         self.process.send_signal(signal.SIGCONT)
 
     async def follow(self, primary: ValkeyServer) -> None:
-        """Be its replica; returns when all that it has is here."""
+        """Become a replica; returns when all that the primary has is here."""
         async with await self.client() as here, await primary.client() as there:
             await here.replicaof("127.0.0.1", str(primary.port))
             mark = secrets.token_bytes(8)
@@ -84,7 +84,7 @@ class ValkeyServer:
                     await asyncio.sleep(0.02)
 
     async def lead(self) -> None:
-        """Be a primary of its own, with what has come by now."""
+        """Become a primary, with what has come by now."""
         async with await self.client() as here:
             await here.replicaof("NO", "ONE")
 
@@ -98,7 +98,7 @@ class MovingAddress:
         self.url = valkey.socket_url(directory)
 
     def lead_to(self, server: ValkeyServer) -> None:
-        """Whoever connects from now on meets this one."""
+        """Lead whoever connects from now on to this server."""
         fresh = self._link.with_suffix(".new")
         fresh.symlink_to(server.url.removeprefix("unix://"))
         os.replace(fresh, self._link)

@@ -1,4 +1,4 @@
-"""Where faults strike: the cluster, its clients, and who suffers from something already."""
+"""The place where faults strike: the cluster, its clients, and the processes that suffer from a fault already."""
 
 from __future__ import annotations
 
@@ -41,20 +41,23 @@ class Arena:
     driver: Driver
     # By which fault.
     busy: dict[str, int] = field(default_factory=dict)
+    _released: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def take(self, names: list[str], planned: PlannedFault) -> str:
-        """One of them, once it has no other fault; it is this one's until `release`."""
+        """Take one of the processes that no other fault has, for this fault until `release`."""
         while True:
             free = sorted(set(names) - self.busy.keys())
             if free:
                 name = free[int(planned.pick * len(free))]
                 self.busy[name] = planned.number
                 return name
-            await asyncio.sleep(0.05)
+            self._released.clear()
+            await self._released.wait()
 
     def release(self, planned: PlannedFault) -> None:
         """The fault has been mended."""
         self.busy = {name: number for name, number in self.busy.items() if number != planned.number}
+        self._released.set()
 
     async def take_router(self, planned: PlannedFault) -> tuple[str, list[int]]:
         """A router that has streams, and these."""

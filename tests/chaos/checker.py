@@ -46,7 +46,7 @@ class Verdict:
 
     @property
     def holds(self) -> bool:
-        """Whether the promise was kept, and all that was planned was tried."""
+        """Tell whether the promise was kept and every planned fault was tried."""
         wrong = self.lost + self.duplicated + self.reordered + self.wrong_adapter + self.stale_attempt_delivered
         whole = self.completed == self.requests > 0
         return whole and not (wrong or self.other or self.leaks or self.not_fired or self.findings)
@@ -153,7 +153,7 @@ def _check_wire(verdict: Verdict, observation: Observation) -> None:
 def _compare(
     model: str, request: Request, choice: int, got: Sequence[int], wanted: Sequence[int], digests: Sequence[str]
 ) -> Counter[str]:
-    """What became of the tokens of one answer."""
+    """Compare the tokens of one answer with the oracle's."""
     counts = Counter[str]()
     places: dict[int, list[int]] = {}
     for place, token in enumerate(wanted):

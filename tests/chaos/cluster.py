@@ -82,7 +82,7 @@ class ChaosCluster(LocalCluster):
             self.doors[f"router-{number}"] = await Link(address).start()
 
     async def close_links(self) -> None:
-        """All of them."""
+        """Close every link."""
         links = [link for pair in self.links.values() for link in (pair.redis, pair.grpc)]
         await asyncio.gather(*(link.stop() for link in (*links, *self.doors.values())))
 
@@ -91,7 +91,7 @@ class ChaosCluster(LocalCluster):
         return [process.name for process in self._workers()]
 
     async def workers(self) -> dict[str, cluster_pb2.Worker]:
-        """Those that a router lists, by name."""
+        """Return the workers that a router lists, by name."""
         return await list_workers(self.routers[0])
 
     async def jobs(self) -> list[cluster_pb2.Job]:
@@ -112,7 +112,7 @@ class ChaosCluster(LocalCluster):
         return await push_adapter(self.store, self.data_dir / "pushed", tenant, name)
 
     async def left(self) -> Left:
-        """What is held now."""
+        """Return what is held now."""
         return await what_is_left((await self.workers()).values(), self.valkeys.primary.client)
 
 
@@ -135,7 +135,7 @@ async def register_model(store: str) -> None:
 
 
 async def what_is_left(workers: Iterable[cluster_pb2.Worker], redis: Redis) -> Left:
-    """What these workers and Redis hold; with no request there is nothing."""
+    """Return what these workers and Redis hold; without requests that is nothing."""
     keys: list[str] = []
     async for key in redis.scan_iter("lp:*"):
         word = key.decode().partition("}:")[2].partition(":")[0]

@@ -53,12 +53,12 @@ class Driver:
         return [number for number, observation in self.live.items() if observation.deltas]
 
     async def allow(self, count: int) -> None:
-        """So many requests, counted from the first, may be sent by now."""
+        """Allow `count` requests in all, counted from the first."""
         self._allowed = max(self._allowed, count)
         await self._notify()
 
     async def allow_more(self, count: int) -> None:
-        """So many more than were sent."""
+        """Allow `count` requests more than were sent."""
         await self.allow(self._next + count)
 
     async def finish(self) -> None:
@@ -129,7 +129,7 @@ class Driver:
         await self._notify()
 
     async def _attempt(self, client: TappedClient, observation: Observation, request_id: str, until: float) -> str:
-        """One stream to its outcome, which is in `observation`; if it was refused, why, and there is none."""
+        """Read one stream to its outcome, kept in `observation`. Return why it was refused, or nothing."""
         client.observations[request_id] = observation
         try:
             async with (

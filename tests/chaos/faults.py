@@ -1,4 +1,4 @@
-"""What each kind of fault does, and how it is known that it happened."""
+"""The kinds of faults: what each does, and the proof that it happened."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ async def _worker_hang(arena: Arena, planned: PlannedFault) -> AsyncIterator[Str
 
 @asynccontextmanager
 async def _engine_hang(arena: Arena, planned: PlannedFault) -> AsyncIterator[Strike]:
-    """Its worker may have replaced it before it wakes."""
+    """Stop an engine for a while; its worker may replace it before it wakes."""
     victim = await arena.take_worker(planned)
     async with _standing_still(arena, victim, [victim.engine_pid]) as strike:
         yield strike
@@ -97,7 +97,7 @@ def _redis(what: str) -> Striker:
 
 
 def _link(disturb: Callable[[Link, PlannedFault], int | None], lasts_s: float) -> Striker:
-    """All that reaches a host, or one of its links; `disturb` tells how many connections it broke, or nothing."""
+    """Disturb every link of a host, or one; `disturb` returns how many connections it broke, or None."""
 
     @asynccontextmanager
     async def strike(arena: Arena, planned: PlannedFault) -> AsyncIterator[Strike]:

@@ -1,4 +1,4 @@
-"""What a chaos run wrote down: one JSON line for its beginning, for each request, each fault, and what was left.
+"""The history of a chaos run: a JSON line for its beginning, each request, each fault, and what was left.
 
 Times are seconds since the beginning, by one clock.
 """
@@ -21,7 +21,7 @@ class Revision(msgspec.Struct, frozen=True):
 
 
 class Request(msgspec.Struct, frozen=True):
-    """What a client asks for, all of it: the answer is a function of it."""
+    """A client's whole request: the answer is a function of it."""
 
     number: int
     revision: Revision
@@ -47,7 +47,7 @@ class Begun(msgspec.Struct, frozen=True, tag=True):
 
 
 class Call(msgspec.Struct, tag=True):
-    """One RPC of a request: Generate, or a Resume. `error` is the status it ended with."""
+    """An RPC of a request: Generate, or a Resume. `error` is the status that it ended with."""
 
     at: float
     method: str
@@ -68,7 +68,7 @@ class Delta(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Answer(msgspec.Struct):
-    """What the application got of one choice, in the order in which it came. `likeliest`: a token for each logprob."""
+    """The application's view of one choice, in the order of arrival. `likeliest`: a token for each logprob."""
 
     token_ids: list[int] = []
     text: str = ""
@@ -78,7 +78,7 @@ class Answer(msgspec.Struct):
 
 
 class Observation(msgspec.Struct, tag=True):
-    """One request from its first call to its outcome: completed, or what it failed with."""
+    """A client's view of one request, from its first call to its outcome: completed, or the error."""
 
     request: Request
     calls: list[Call]
@@ -94,7 +94,7 @@ class Observation(msgspec.Struct, tag=True):
 
 
 class Fault(msgspec.Struct, tag=True):
-    """One fault. `proof` says what shows that it happened; empty: it did not."""
+    """A fault. `proof` says what shows that it happened; empty: it did not."""
 
     number: int
     kind: str
@@ -109,7 +109,7 @@ class Fault(msgspec.Struct, tag=True):
 
 
 class Left(msgspec.Struct, frozen=True, tag=True):
-    """What an idle cluster still held."""
+    """Resources that an idle cluster still held."""
 
     blocks: int
     pins: int
@@ -133,7 +133,7 @@ class History:
         self._file.flush()
 
     def close(self) -> None:
-        """Nothing comes any more."""
+        """Close the file."""
         self._file.close()
 
 

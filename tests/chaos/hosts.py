@@ -155,7 +155,7 @@ async def _cut(driver: Driver, history: History, number: int) -> None:
 
 
 async def _left(cluster: LocalCluster, redis: Redis) -> Left:
-    """What is held when there was time enough to let go of it."""
+    """Return what is still held after enough time to let go of it."""
     until = time.monotonic() + IDLE_S
     while True:
         workers = await list_workers(cluster.routers[1])

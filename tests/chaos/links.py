@@ -42,7 +42,7 @@ class Link:
 
     @property
     def address(self) -> str:
-        """Where callers reach it."""
+        """Return the address that callers use."""
         return f"127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
 
     async def stop(self) -> None:
@@ -62,14 +62,14 @@ class Link:
         return count
 
     def heal(self) -> None:
-        """Nothing is in the way any more; what was held up goes on."""
+        """Let everything pass again, also what was held up."""
         self._refuses = False
         self._delay_s = 0.0
         for gate in self._open.values():
             gate.set()
 
     def hold(self, way: Way) -> None:
-        """Nothing passes in this direction until `heal`; TCP repeats it then, so nothing of it is lost."""
+        """Stop this direction until `heal`; TCP repeats it then, so nothing is lost."""
         self._open[way].clear()
 
     def delay(self, seconds: float) -> None:

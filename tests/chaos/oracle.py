@@ -1,4 +1,4 @@
-"""What the answers must be: the hash model's tokens, cut where a stop string begins."""
+"""The expected answers: the hash model's tokens, cut where a stop string begins."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _TEXT = HashText(0)
 
 @dataclass(frozen=True)
 class Truth:
-    """One choice of an answer. `uncut`: what the model itself made, before a stop string was looked for."""
+    """A choice of an expected answer. `uncut`: the model's own tokens, before a stop string was looked for."""
 
     token_ids: tuple[int, ...]
     text: str
@@ -61,7 +61,7 @@ def next_token(model: str, request: Request, choice: int, digest: str, so_far: S
 
 
 def text_of(token: int) -> str:
-    """One token's text."""
+    """Return the text of a token."""
     return _TEXT.push(token)
 
 

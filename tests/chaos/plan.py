@@ -1,4 +1,4 @@
-"""What a run does, all of it from one seed: its requests, and its schedule of faults."""
+"""The plan of a run, drawn from one seed: its requests, and its schedule of faults."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _OFTEN = {Kind.WORKER_KILL: 3, Kind.ENGINE_KILL: 3, Kind.WORKER_HANG: 2, Kind.RO
 
 @dataclass(frozen=True)
 class PlannedFault:
-    """One fault: `pick` chooses the victim among those there are, `hold` in [0, 1) how long it lasts, `wait_s` when."""
+    """A planned fault: `pick` chooses the victim, `hold` in [0, 1) its length, `wait_s` its start."""
 
     number: int
     kind: Kind
@@ -62,7 +62,7 @@ class Plan:
 
     @property
     def planned(self) -> dict[str, int]:
-        """How many faults of each kind."""
+        """Count the planned faults by kind."""
         counts = Counter(fault.kind for fault in self.faults)
         return {kind.value: counts[kind] for kind in Kind}
 

@@ -1,4 +1,4 @@
-"""What the system says of a process, so that it is known what a signal did (Linux)."""
+"""The states of processes as Linux reports them, to prove what a signal did."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from pathlib import Path
 
 
 def runs_under(parent: int, pid: int) -> bool:
-    """Whether a process runs, and is that parent's: a number may belong to another by now."""
+    """Tell whether a process runs and is that parent's: its number may belong to another by now."""
     fields = _stat(pid)
     return bool(fields) and fields[0] not in {"Z", "X", "T"} and int(fields[1]) == parent
 
 
 def stopped(pid: int) -> bool:
-    """Whether a process stands still."""
+    """Tell whether a process is stopped."""
     return _stat(pid)[:1] in (["T"], ["t"])
 
 
 def gone(pid: int) -> bool:
-    """Whether a process has ended."""
+    """Tell whether a process has ended."""
     return _stat(pid)[:1] in ([], ["Z"], ["X"])
 
 

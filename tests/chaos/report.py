@@ -18,7 +18,7 @@ def percentile(values: list[float], share: float) -> float:
 
 
 def as_json(verdict: Verdict) -> dict[str, Any]:
-    """What `make chaos JSON=FILE` writes."""
+    """Return the content of `make chaos JSON=FILE`."""
     left = verdict.left
     return {
         **{name: getattr(verdict, name) for name in (*_COUNTS, "stale_attempt_delivered")},
@@ -47,7 +47,7 @@ def missed_aims(verdict: Verdict) -> list[str]:
 
 
 def as_lines(verdict: Verdict) -> list[str]:
-    """What the command prints."""
+    """Return the lines that the command prints."""
     values = as_json(verdict)
     lines = [", ".join(f"{values[name]} {name.replace('_', ' ')}" for name in (*_COUNTS, "stale_attempt_delivered"))]
     lines.append(f"{'fault':<16}{'planned':>8}{'fired':>8}{'hit':>8}{'gap p50 ms':>12}{'gap p99 ms':>12}")

@@ -63,7 +63,7 @@ async def _strike_all(plan: Plan, arena: Arena, history: History) -> None:
 
 
 async def _strike(arena: Arena, planned: PlannedFault, *, alone: bool) -> Fault:
-    """One fault from its beginning to the cluster's recovery."""
+    """Carry out a fault, from its beginning to the cluster's recovery."""
     fault = Fault(planned.number, planned.kind.value, "", 0.0, 0.0, [])
     try:
         async with STRIKERS[planned.kind](arena, planned) as strike:
@@ -98,7 +98,7 @@ async def _whole(cluster: ChaosCluster) -> None:
 
 
 async def _left(cluster: ChaosCluster) -> Left:
-    """What an idle cluster holds: nothing, or what it still does when there was time enough."""
+    """Return what an idle cluster holds: nothing, or what it still does after enough time."""
     left = Left(0, 0, ["nobody could look"])
     try:
         async with asyncio.timeout(RECOVERY_S):

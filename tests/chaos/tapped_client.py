@@ -69,5 +69,5 @@ class _TappedCall:
         return response
 
     def cancel(self) -> bool:
-        """As the RPC's."""
+        """Cancel the RPC."""
         return bool(self._rpc.cancel())

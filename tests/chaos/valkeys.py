@@ -25,7 +25,7 @@ EARLIER, LATER = "chaos:earlier", "chaos:later"
 
 
 class Server:
-    """One Valkey on a Unix socket, and on a port for its replica."""
+    """A Valkey server on a Unix socket, and on a port for its replica."""
 
     def __init__(self, directory: Path, port: int) -> None:
         self.directory = directory
@@ -33,7 +33,7 @@ class Server:
 
     @property
     def socket(self) -> str:
-        """Where clients reach it."""
+        """Return the path of the socket that clients use."""
         return str(self.directory / "valkey.sock")
 
     async def start(self, replica_of: Link | None = None) -> None:
@@ -128,7 +128,7 @@ class Valkeys:
                     return
 
     async def _proof(self, died: str, kept: int) -> str:
-        """That it died, if the server of now has what it is to have, and nothing else."""
+        """Return the proof that it died, if the present server has what it should and nothing else."""
         has = [await self.primary.client.exists(key) for key in (EARLIER, LATER)]
         await self.primary.client.delete(EARLIER)
         return died if has == [kept, 0] else ""

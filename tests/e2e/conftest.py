@@ -41,7 +41,7 @@ class Cluster:
             return list(answer.workers)
 
     async def idle(self) -> bool:
-        """Whether nothing is referenced, pinned, queued or running anywhere."""
+        """Tell whether nothing is referenced, pinned, queued or running anywhere."""
         workers = await self.workers()
         held = [w.blocks.referenced + w.adapter_slots.pinned + w.rows_running + w.rows_waiting for w in workers]
         keys = [key for pattern in ("*:job:*", "*:waiting") async for key in self.redis.scan_iter(pattern)]

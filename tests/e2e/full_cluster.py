@@ -33,7 +33,7 @@ Eventually = Callable[[Callable[[], Awaitable[bool]]], Awaitable[None]]
 
 @dataclass
 class Call:
-    """One Generate, read to its end or until it is cancelled."""
+    """A Generate call, read to its end or until it is cancelled."""
 
     prompt: str
     max_tokens: int
@@ -70,7 +70,7 @@ class Call:
         self.check()
 
     def check(self) -> None:
-        """What has come are the engine's ids."""
+        """Check that the ids that came are the engine's."""
         prompt, stopping = list(self.prompt.encode()), Stopping(max_tokens=len(self.ids))
         assert self.ids == list(expected_ids(SLOW, prompt, adapter_digest="", stopping=stopping))
 
@@ -85,7 +85,7 @@ class Load:
     count: int = 0
 
     def ask(self, max_tokens: int) -> Call:
-        """One call; the routers take turns."""
+        """Start a call; the routers take turns."""
         self.count += 1
         call = Call(f"prompt {self.count}", max_tokens)
         call.reading = asyncio.create_task(call.read(self.stubs[self.count % len(self.stubs)]))
@@ -99,7 +99,7 @@ class Load:
             await call.gets(1)
 
     async def leave(self, index: int = 0) -> None:
-        """One holder goes, and its row is free."""
+        """End one holder, which frees its row."""
         call = self.holders.pop(index)
         await stop(call)
         assert call.ids
@@ -116,14 +116,14 @@ class Load:
 
 
 async def stop(call: Call) -> None:
-    """Its client goes away."""
+    """Cancel a call, as a client that goes away does."""
     assert call.reading is not None
     call.reading.cancel()
     await asyncio.gather(call.reading, return_exceptions=True)
 
 
 async def jobs(cluster: Cluster) -> list[cluster_pb2.Job]:
-    """What both routers own."""
+    """Return the jobs that both routers own."""
     found: list[cluster_pb2.Job] = []
     for address in cluster.local.routers:
         async with grpc.aio.insecure_channel(address) as channel:
@@ -163,7 +163,7 @@ class World:
             return {job_id for job_id in ids if isinstance(job_id, bytes)}
 
     async def wait(self, count: int, eventually: Eventually) -> list[Call]:
-        """So many jobs more that wait."""
+        """Start `count` calls and wait until their jobs wait in the queue."""
         goal = count + len(await self.waiting())
         calls = [self.load.ask(SHORT) for _ in range(count)]
 
@@ -175,7 +175,7 @@ class World:
 
 
 def retry_after(error: grpc.aio.AioRpcError) -> float:
-    """What the error's RetryInfo says, in seconds."""
+    """Return the delay of the error's RetryInfo, in seconds."""
     (packed,) = [value for key, value in error.trailing_metadata() or () if key == "grpc-status-details-bin"]
     info = error_details_pb2.RetryInfo()
     (found,) = [detail for detail in status_pb2.Status.FromString(packed).details if detail.Is(info.DESCRIPTOR)]

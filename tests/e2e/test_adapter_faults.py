@@ -150,7 +150,7 @@ async def test_adapters_of_waiting_jobs_are_fetched_ahead(
 async def test_an_answer_that_has_begun_outlives_a_moment_without_its_adapter(
     start_cluster: StartCluster, adapters: dict[str, Path], eventually: Eventually
 ) -> None:
-    """Its worker is killed, and the store lies to the one that takes over: first to it, then no longer."""
+    """The worker is killed, and the store lies to its successor at first, then no longer."""
     store = FaultyStore()
     async with start_cluster(MODEL, adapters, workers=2, faulty=store) as cluster:
         stream = cluster.client.generate_stream("x", adapter_id="a", max_new_tokens=1000)

@@ -75,7 +75,7 @@ async def test_cancels_at_any_moment_leave_nothing_behind(
 
 
 def check(prompt: str, digest: str, got: Mapping[int, list[int]]) -> None:
-    """What came before the client left is the beginning of the answer."""
+    """Check that what came before the client left is the beginning of the answer."""
     for choice, ids in got.items():
         stopping = Stopping(max_tokens=TOKENS)
         truth = expected_ids(MODEL, list(prompt.encode()), adapter_digest=digest, stopping=stopping, choice=choice)

@@ -15,7 +15,7 @@ SLOW = "hash:?vocab=32000&seed=1&step_ms=5"
 
 
 async def waiting(cluster: Any) -> int:
-    """How many jobs wait."""
+    """Count the jobs that wait in the queue."""
     return sum([await cluster.redis.zcard(key) async for key in cluster.redis.scan_iter("*:waiting")])
 
 

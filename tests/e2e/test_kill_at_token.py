@@ -86,7 +86,7 @@ async def read(stream: AsyncGenerationStream, k: int, reached: asyncio.Event) ->
 
 
 def comparable(choice: Choice) -> tuple[Any, ...]:
-    """What must be the same. Another batch rounds otherwise: of the log probabilities only whose they are."""
+    """Return what must be equal. Another batch rounds otherwise: of the log probabilities only the tokens."""
     likeliest = [logprob.alternatives[0][0] for logprob in choice.logprobs]
     return choice.token_ids, choice.text, choice.finish_reason, choice.stop, likeliest
 

@@ -85,7 +85,7 @@ async def test_a_pinned_adapter_stays_until_it_is_unpinned(cluster: Cluster, eve
         return bool(workers) and all(pinned in state.adapters and state.adapter_slots.pinned == 1 for state in workers)
 
     async def pressed() -> bool:
-        """All the others come in, one after the other."""
+        """Load every other adapter, one after the other."""
         before = counted(await cluster.workers(), "swaps")
         for name in ("b", "c", "b", "c"):
             await ask(cluster, name)

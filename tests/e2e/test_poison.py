@@ -31,7 +31,7 @@ DRAWN = {"temperature": 0.9, "top_k": 50, "seed": 7, "repetition_penalty": 1.2, 
 
 
 async def jobs_command(router: str, *arguments: str) -> str:
-    """What `loraplex jobs` prints."""
+    """Return the output of `loraplex jobs`."""
     command = [sys.executable, "-m", "clients.cli", "jobs", *arguments, "--router", router]
     process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
     out, _ = await process.communicate()
@@ -40,18 +40,18 @@ async def jobs_command(router: str, *arguments: str) -> str:
 
 
 async def jobs(router: str, *arguments: str) -> Any:
-    """The same as JSON."""
+    """Return the jobs that `loraplex jobs --json` prints."""
     return json.loads(await jobs_command(router, *arguments, "--json"))
 
 
 async def read(stream: AsyncGenerationStream, got: list[int]) -> None:
-    """All that comes."""
+    """Append every id that comes to `got`."""
     async for piece in stream:
         got += piece.token_ids
 
 
 async def poisoned(client: AsyncClient, **options: Any) -> list[int]:
-    """What a request gets that ends INTERNAL."""
+    """Return the ids that a request gets before it ends INTERNAL."""
     got: list[int] = []
     with pytest.raises(InternalError) as caught:
         await read(client.generate_stream(max_new_tokens=TOKENS, **options), got)
@@ -133,7 +133,7 @@ async def test_what_hangs_the_engines_ends_alone_too(start_cluster: StartCluster
         assert (dead["request_id"], dead["reason"], dead["attempts"]) == ("hangs", "POISON_REQUEST", 3)
 
         async def replaced() -> bool:
-            """Whether all workers are back, each with an engine that no poison has met."""
+            """Tell whether all workers are back, each with an engine that no poison has met."""
             return len({worker.engine_pid for worker in await cluster.workers()} - engines) == 3
 
         await eventually(replaced)

@@ -170,7 +170,7 @@ def without_times(event: inference_pb2.GenerateEvent) -> inference_pb2.GenerateE
 
 
 class Seen:
-    """What a client has after some events: per choice the ids, the text, the log probabilities, and the end."""
+    """A client's state after some events: per choice the ids, the text, the log probabilities, and the end."""
 
     def __init__(self) -> None:
         self.ids: dict[int, list[int]] = {}

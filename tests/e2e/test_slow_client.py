@@ -36,7 +36,7 @@ def reason_of(error: grpc.aio.AioRpcError) -> str:
 
 
 async def rest_of(call: Any) -> list[int]:
-    """All further ids of a call. Raises what ends it."""
+    """Return all further ids of a call. Raises the error that ends it."""
     ids: list[int] = []
     while (response := await call.read()) is not grpc.aio.EOF:
         ids += response.event.delta.token_ids

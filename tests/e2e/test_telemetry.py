@@ -1,4 +1,4 @@
-"""What a cluster tells of itself: metrics that move, one trace from the SDK to the engine's steps, traffic, logs."""
+"""Telemetry of a cluster: metrics that move, one trace from the SDK to the engine's steps, traffic, logs."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ COMMANDS = (("top", ()), ("top", ("--json",)), ("queues", ("--json",)))
 
 
 async def command(*arguments: str) -> str:
-    """What `loraplex ARGUMENTS` prints in a pipe."""
+    """Return the output of `loraplex ARGUMENTS` in a pipe."""
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "clients.cli", *arguments, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
     )

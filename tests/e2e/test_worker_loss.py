@@ -91,7 +91,7 @@ def stop_engine(worker: cluster_pb2.Worker) -> None:
 
 
 def stop_worker(worker: cluster_pb2.Worker) -> None:
-    """Nothing of it answers, though its connections stay."""
+    """Stop the whole worker: nothing of it answers, though its connections stay."""
     os.kill(worker.pid, signal.SIGSTOP)
 
 

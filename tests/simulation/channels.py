@@ -17,7 +17,7 @@ _END = b"end"
 
 
 class Channels:
-    """What is in the place of grpc.aio.insecure_channel."""
+    """Stands in for grpc.aio.insecure_channel."""
 
     def __init__(self, network: Network) -> None:
         self._network = network
@@ -36,7 +36,7 @@ class Registrar:
         self._handlers = handlers
 
     def add_generic_rpc_handlers(self, handlers: object) -> None:
-        """The same again; see add_registered_method_handlers."""
+        """Do nothing: add_registered_method_handlers gets the same handlers."""
 
     def add_registered_method_handlers(self, service: str, handlers: Mapping[str, Any]) -> None:
         """Of a whole service."""
@@ -58,7 +58,7 @@ class Channel:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
     ) -> None:
-        """Nothing to close but the streams, which their callers cancel."""
+        """Close nothing: callers cancel their own streams."""
 
     def stream_stream(
         self,
@@ -67,7 +67,7 @@ class Channel:
         response_deserializer: Callable[[bytes], Any],
         **_: object,
     ) -> Callable[[AsyncIterator[Any]], Call]:
-        """What a generated stub asks for."""
+        """Return a callable that opens streams, as a generated stub asks for."""
 
         def call(requests: AsyncIterator[Any]) -> Call:
             return Call(

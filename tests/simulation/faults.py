@@ -1,4 +1,4 @@
-"""What goes wrong in a run: drawn from its seed, each fault with its time, its victim and its length."""
+"""The faults of a run, drawn from its seed: each with its time, its victim and its length."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.simulation.worker import SimulatedWorker
 
 
 class Kind(StrEnum):
-    """What happens."""
+    """The kinds of faults."""
 
     WORKER_KILL = "worker killed"
     WORKER_GONE = "worker's machine gone"
@@ -71,7 +71,7 @@ def draw_faults(chance: Random, count: int, until_s: float, workers: int, router
 
 @dataclass(frozen=True)
 class Cluster:
-    """What faults happen to."""
+    """The parts of a cluster that faults strike."""
 
     workers: Sequence[SimulatedWorker]
     routers: Sequence[SimulatedRouter]
@@ -80,7 +80,7 @@ class Cluster:
 
 
 async def happen(fault: Fault, cluster: Cluster) -> bool:
-    """One fault, from its beginning until all is well again; False where its victim was none just then."""
+    """Carry out a fault until all is well again; return False where no victim was there just then."""
     await asyncio.sleep(fault.at_s)
     worker, router = cluster.workers[fault.worker], cluster.routers[fault.router]
     match fault.kind:

@@ -22,7 +22,7 @@ class Attempts:
 
     @property
     def attempts(self) -> int:
-        """How many were enqueued, over all jobs."""
+        """Count the attempts that were enqueued, over all jobs."""
         return sum(self._newest.values())
 
     def enqueued(self, job: Job) -> None:

@@ -58,7 +58,7 @@ class Node:
         self._parked.append(handle)
 
     def kill(self) -> None:
-        """It never runs again."""
+        """End the node: it never runs again."""
         self.frozen = self.dead = True
 
     def wake(self) -> None:
@@ -86,7 +86,7 @@ class _Ready(deque[asyncio.Handle]):
 
 
 class _Jump(selectors.SelectSelector):
-    """Where the loop would wait for sockets, its time jumps."""
+    """A selector that lets time jump where the loop would wait for sockets."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -26,7 +26,7 @@ _OUTSIDE = Context()
 
 
 class Network:
-    """Who listens where, and which streams are open."""
+    """The simulated network: who listens where, and which streams are open."""
 
     def __init__(self, chance: Random) -> None:
         self._chance = chance
@@ -37,7 +37,7 @@ class Network:
         self.streams: dict[Stream, None] = {}
 
     def listen(self, address: str, node: Node) -> Handlers:
-        """Where the handlers of a node's server belong, by method."""
+        """Return the handlers of a node's server, by method, to be filled."""
         handlers: Handlers = {}
         self._servers[address] = (node, handlers)
         return handlers
@@ -47,19 +47,19 @@ class Network:
         return self._chance.uniform(*(_SLOW_S if self._chance.random() < _SLOW_CHANCE else _FAST_S))
 
     def find(self, address: str) -> tuple[Node, Handlers] | None:
-        """Who listens there."""
+        """Return the node that listens at an address."""
         return self._servers.get(address)
 
     def is_held(self, source: Node, target: Node) -> bool:
-        """Whether what one sends to the other is under way for ever."""
+        """Tell whether what the first node sends to the second is held up."""
         return (source, target) in self._held
 
     def is_cut(self, first: Node, second: Node) -> bool:
-        """Whether they can't reach each other, and know it."""
+        """Tell whether the link between two nodes is cut, which both notice."""
         return frozenset((first, second)) in self._cut
 
     def hold(self, source: Node, target: Node) -> None:
-        """Nothing arrives any more in this direction."""
+        """Hold up everything in this direction."""
         self._held.add((source, target))
 
     def cut(self, first: Node, second: Node) -> None:
@@ -70,14 +70,14 @@ class Network:
                 stream.break_off()
 
     def heal(self, first: Node, second: Node) -> None:
-        """All is well between them again; what was held arrives."""
+        """Restore the link between two nodes; what was held up arrives."""
         self._cut.discard(frozenset((first, second)))
         self._held -= {(first, second), (second, first)}
         for stream in tuple(self.streams):
             stream.flush()
 
     async def watch(self) -> None:
-        """For ever: break streams of which one end has not heard anything for long, as keepalives do."""
+        """Break streams of which an end has heard nothing for long, as keepalives do; never returns."""
         silent: dict[Stream, int] = {}
         while True:
             await asyncio.sleep(_LOOK_S)
@@ -98,7 +98,7 @@ class Network:
 
 
 class _Pipe:
-    """One direction of a stream. Bytes arrive; None: it broke."""
+    """A direction of a stream. Bytes arrive; None: it broke."""
 
     def __init__(self, network: Network, source: Node, target: Node) -> None:
         self._network = network
@@ -129,7 +129,7 @@ class _Pipe:
 
 
 class Stream:
-    """One open call."""
+    """An open call."""
 
     def __init__(self, network: Network, client: Node, server: Node) -> None:
         self.client = client
@@ -156,5 +156,5 @@ class Stream:
         self.down.flush()
 
     def end(self) -> None:
-        """It ended in order."""
+        """End the stream in order."""
         self._network.streams.pop(self, None)

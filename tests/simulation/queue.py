@@ -1,4 +1,4 @@
-"""What the cluster's processes have of Redis: the classes of the broker, over a simulated server."""
+"""The broker's classes over a simulated server, for the processes of the simulated cluster."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.simulation.redis import SimulatedRedis
 
 
 class SimulatedQueue:
-    """What broker.queue.JobQueue is to its callers."""
+    """Stands in for broker.queue.JobQueue."""
 
     def __init__(
         self, redis: SimulatedRedis, keys: Keys, *, limits: QueueLimits | None = None, worker_id: str = ""
@@ -99,7 +99,7 @@ class SimulatedQueue:
 
 
 class SimulatedDeadLetters:
-    """What broker.dead.DeadLetters is to its callers."""
+    """Stands in for broker.dead.DeadLetters."""
 
     def __init__(self, redis: SimulatedRedis) -> None:
         self._redis = redis
@@ -114,7 +114,7 @@ class SimulatedDeadLetters:
 
 
 class SimulatedLiveness:
-    """What broker.liveness.Liveness is to its callers."""
+    """Stands in for broker.liveness.Liveness."""
 
     def __init__(self, redis: SimulatedRedis, keys: Keys) -> None:
         self._redis = redis
@@ -156,7 +156,7 @@ class SimulatedLiveness:
 
 
 class SimulatedCommands:
-    """What broker.commands.CommandQueue is to its callers."""
+    """Stands in for broker.commands.CommandQueue."""
 
     def __init__(self, redis: SimulatedRedis) -> None:
         self._redis = redis
@@ -173,7 +173,7 @@ class SimulatedCommands:
 
 
 class NoPins:
-    """What broker.pins.PinnedAdapters is to workers; nobody pins anything here."""
+    """Stands in for broker.pins.PinnedAdapters; nothing is pinned here."""
 
     async def list(self) -> list[AdapterRequest]:
         """See PinnedAdapters."""

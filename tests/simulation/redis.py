@@ -32,7 +32,7 @@ _RETRY_S = 0.05
 
 
 class _Data:
-    """What a server holds; all of it can be wiped, or rolled back."""
+    """A server's data; all of it can be wiped, or rolled back."""
 
     def __init__(self, limits: QueueLimits, born: int = 0) -> None:
         self.queue = QueueModel(limits)
@@ -46,7 +46,7 @@ class _Data:
 
 
 class SimulatedRedis:
-    """One server. `node` is its process: frozen, it answers later; `enqueued` is told of every attempt that comes."""
+    """A server. `node` is its process: frozen, it answers later; `enqueued` is called with every attempt that comes."""
 
     def __init__(self, chance: Random, network: Network, limits: QueueLimits | None = None) -> None:
         self.node = Node("redis")
@@ -65,20 +65,20 @@ class SimulatedRedis:
 
     @property
     def now_ms(self) -> int:
-        """Its own clock."""
+        """Return the server's own time."""
         return 1_700_000_000_000 + round(asyncio.get_running_loop().time() * 1e3)
 
     def wipe(self) -> None:
-        """All data gone."""
+        """Remove all data."""
         self.data = _Data(self._limits, self.now_ms)
 
     def restart(self) -> None:
-        """It is back, with its data."""
+        """Start again, with the data."""
         self.down = False
         self.run += 1
 
     def save(self) -> None:
-        """What a replica has that lags from now on."""
+        """Keep what a replica has that lags from now on."""
         self._saved = copy.deepcopy(self.data)
 
     def roll_back(self) -> None:
@@ -117,7 +117,7 @@ class SimulatedRedis:
         self._woken = asyncio.Event()
 
     async def work_within(self, timeout_s: float) -> bool:
-        """Whether there may be work."""
+        """Tell whether there may be work, waiting for it for a while."""
         if self.down:
             raise RedisConnectionError("refused")
         woken = self._woken

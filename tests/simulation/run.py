@@ -1,4 +1,4 @@
-"""One run: a cluster, its clients and its faults, all drawn from one seed; and what was wrong with it."""
+"""A run: a cluster, its clients and its faults, all drawn from one seed; and what was wrong with it."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def simulate(seed: int) -> Outcome:
 
 @contextlib.contextmanager
 def _exceptions_logged() -> Iterator[list[str]]:
-    """What the product writes into its log as its own fault; the rest is not even made."""
+    """Collect the exceptions that the product logs; lesser records are not even made."""
     root, handler = logging.getLogger(), _Exceptions()
     root.addHandler(handler)
     logging.disable(logging.WARNING)
@@ -104,7 +104,7 @@ def _exceptions_logged() -> Iterator[list[str]]:
 
 
 def _describe(context: Mapping[str, Any]) -> str:
-    """What asyncio says of an error that nobody handles."""
+    """Describe an error that nobody handles, as asyncio reports it."""
     return f"{context['message']}: {context.get('exception')!r} in {context.get('task') or context.get('future')}"
 
 
@@ -166,7 +166,7 @@ class _Run:
         ]
 
     async def run(self) -> Outcome:
-        """All of it."""
+        """Run the cluster, its clients and its faults to the end."""
         loop, outcome, scenario = asyncio.get_running_loop(), self._outcome, self._scenario
         stories = [Story(plan) for plan in scenario.plans]
         cluster = Cluster(self._workers, self._routers, self._redis, self._network)
@@ -191,7 +191,7 @@ class _Run:
         return outcome
 
     async def _watch_processes(self) -> None:
-        """For ever: a process that fails is a bug."""
+        """Raise the error of a process that fails, which is a bug; never returns."""
         while True:
             await asyncio.sleep(1.0)
             for task in (
@@ -220,8 +220,9 @@ class _Run:
         self._shares.made(frame.job_id.partition("/")[0], tokens)
 
     def _unfair(self) -> list[str]:
-        """As Sheng et al. bound it; in place of the memory all that runs, and as much that has ended since the last
-        report of it.
+        """Check the bound of Sheng et al. on the difference of two tenants' service.
+
+        In place of the memory stands all that runs, and as much that has ended since the last report of it.
         """
         scenario, plans = self._scenario, self._scenario.plans
         if not scenario.backlog or scenario.faults:
@@ -234,7 +235,7 @@ class _Run:
         return [f"the service of two tenants differs by {found:g}, bound {bound}"] if found > bound else []
 
     def _left(self) -> list[str]:
-        """What is still held though nobody asks for anything."""
+        """Return what is still held though nobody asks for anything."""
         left = []
         waiting = len(self._redis.data.queue.waiting)
         if waiting:

@@ -1,4 +1,4 @@
-"""What a seed means: the cluster, its clients' requests with the model's answers to them, and its faults."""
+"""The scenario of a seed: the cluster, its clients' requests with the model's answers to them, and its faults."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _FIRST, _BACKLOG = 25, 40
 
 @dataclass(frozen=True)
 class Scenario:
-    """What a seed means."""
+    """The cluster, requests and faults that a seed stands for."""
 
     seed: int
     workers: int
