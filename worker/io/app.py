@@ -67,12 +67,18 @@ async def run(settings: Settings) -> None:
         await run_sessions(lambda: EngineSession(settings, base, redis, fetcher, health, telemetry), stop, metrics)
 
 
-async def run_sessions(new_session: Callable[[], EngineSession], stop: asyncio.Event, metrics: WorkerMetrics) -> None:
+async def run_sessions(
+    new_session: Callable[[], EngineSession],
+    stop: asyncio.Event,
+    metrics: WorkerMetrics,
+    *,
+    restart_s: float = RESTART_S,
+) -> None:
     """Run one engine session after the other until told to stop.
 
     Raises EngineUnusableError, also where START_DEATHS_LIMIT engines died and none has served.
     """
-    pause_s, ever_served, start_deaths = RESTART_S, False, 0
+    pause_s, ever_served, start_deaths = restart_s, False, 0
     while not stop.is_set():
         session = new_session()
         try:
@@ -87,7 +93,7 @@ async def run_sessions(new_session: Callable[[], EngineSession], stop: asyncio.E
                     f"{error} before it served, as the {start_deaths - 1} engines before it; "
                     "see their messages in the worker's log (`loraplex up --data-dir DIR` keeps it)"
                 ) from error
-            pause_s = RESTART_S if session.served else min(RESTART_LIMIT_S, pause_s * 2)
+            pause_s = restart_s if session.served else min(RESTART_LIMIT_S, pause_s * 2)
             await unless_stopped(stop, asyncio.sleep(pause_s))
 
 

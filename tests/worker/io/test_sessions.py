@@ -1,0 +1,59 @@
+"""How often a worker starts another engine."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, cast
+
+import pytest
+
+from worker.io.app import START_DEATHS_LIMIT, run_sessions
+from worker.io.engine_client.process import EngineLostError, EngineUnusableError
+from worker.io.metrics import WorkerMetrics
+
+
+class Sessions:
+    """Engine sessions that end with a dead engine; `served` says of each whether it served. The last one stops all."""
+
+    def __init__(self, *served: bool) -> None:
+        self._served = list(served)
+        self.stop = asyncio.Event()
+        self.started = 0
+        self.metrics = WorkerMetrics()
+
+    async def run_all(self) -> None:
+        """Run them as a worker does, without pauses."""
+        await run_sessions(cast(Any, self._start), self.stop, self.metrics, restart_s=0.0)
+
+    def _start(self) -> Session:
+        self.started += 1
+        session = Session(self._served.pop(0))
+        if not self._served:
+            self.stop.set()
+        return session
+
+
+class Session:
+    """A session whose engine dies."""
+
+    def __init__(self, served: bool) -> None:
+        self.served = served
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Lose the engine."""
+        raise EngineLostError("the engine process 7 ended (signal 11, SIGSEGV)")
+
+
+async def test_engines_that_die_before_any_has_served_end_the_worker() -> None:
+    sessions = Sessions(*[False] * 10)
+    with pytest.raises(
+        EngineUnusableError, match=r"^the engine process 7 .*SIGSEGV\) before it served"
+    ):
+        await sessions.run_all()
+    assert sessions.started == START_DEATHS_LIMIT
+
+
+async def test_a_worker_that_has_served_starts_another_engine_however_many_die() -> None:
+    sessions = Sessions(False, True, *[False] * 10)
+    await sessions.run_all()
+    assert sessions.started == 12
