@@ -1,4 +1,4 @@
-"""One engine process, from its start to its end, with everything that depends on it.
+"""An engine process from its start to its end, with everything that depends on it.
 
 Jobs that the engine had when it died are given back, so that their routers dispatch them again, from the last token.
 Should this process die as well, its links to the routers break, and the routers do the same.

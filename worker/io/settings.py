@@ -45,14 +45,14 @@ class Settings:
     log_format: str = setting(FORMAT_HELP, "text", variable=FORMAT_VARIABLE)
     log_level: str = setting(LEVEL_HELP, "info", variable=LEVEL_VARIABLE)
     drain_s: float = setting(
-        "seconds that running answers get when the worker is told to stop; in the last ones the rest is handed over",
+        "seconds that running answers get when the worker is told to stop; in the last ones the rest is given back",
         5.0,
     )
     stall_s: float = setting("seconds without a sign of the engine after which this worker is out of service", 1.25)
     replace_s: float = setting("seconds without a sign of the engine after which another is started", 5.0)
 
     def __post_init__(self) -> None:
-        """Raises ValueError on a value that no engine can work with."""
+        """Check the values. Raises ValueError on one that no engine can work with."""
         check_logging(self.log_format, self.log_level)
         if self.device.split(":", maxsplit=1)[0] not in DEVICES:
             raise ValueError(f"--device {self.device}: not one of {', '.join(DEVICES)}")

@@ -50,10 +50,10 @@ class Router(relay_pb2_grpc.RelayServiceServicer):
     """Takes all that a worker sends, and acks the jobs that ended."""
 
     def __init__(self) -> None:
-        # What was told of which job, in order.
+        # Events and their jobs, in order.
         self.events: list[tuple[str, str]] = []
         self.ids: defaultdict[str, list[int]] = defaultdict(list)
-        # Whether a job that was given back was blamed.
+        # Jobs that were given back: True where blamed.
         self.returned: dict[str, bool] = {}
         self._news = asyncio.Condition()
 

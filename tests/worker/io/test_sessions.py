@@ -1,4 +1,4 @@
-"""How often a worker starts another engine."""
+"""Engines that die, and the number of others that a worker starts."""
 
 from __future__ import annotations
 
@@ -46,9 +46,7 @@ class Session:
 
 async def test_engines_that_die_before_any_has_served_end_the_worker() -> None:
     sessions = Sessions(*[False] * 10)
-    with pytest.raises(
-        EngineUnusableError, match=r"^the engine process 7 .*SIGSEGV\) before it served"
-    ):
+    with pytest.raises(EngineUnusableError, match=r"^the engine process 7 .*SIGSEGV\) before it served"):
         await sessions.run_all()
     assert sessions.started == START_DEATHS_LIMIT
 

@@ -1,4 +1,4 @@
-"""A worker as its supervisor sees it: what it waits for, its health, stalls, and its end. Real Valkey and store."""
+"""A worker process from outside: its log, health, stalls, and its end. Real Valkey and store."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Worker:
         self.process = process
 
     async def says(self, words: str) -> str:
-        """The next line with these words."""
+        """Return the next line of its output that contains the words."""
         assert self.process.stdout is not None
         async with asyncio.timeout(30):
             while line := (await self.process.stdout.readline()).decode():
@@ -47,14 +47,14 @@ class Worker:
         raise AssertionError(f"it ended without saying {words!r}")
 
     async def ends(self) -> int:
-        """Its exit code."""
+        """Wait for its end; returns the exit code."""
         async with asyncio.timeout(20):
             return await self.process.wait()
 
 
 @asynccontextmanager
 async def running(store: str, redis_url: str, *flags: str) -> AsyncIterator[Worker]:
-    """A worker in a session of its own; killed with its group at the end unless it has ended."""
+    """Run a worker in a session of its own; kills it with its group at the end unless it has ended."""
     argv = [sys.executable, "-m", "worker", "--model", MODEL, "--store", store, "--redis-url", redis_url, *flags]
     process = await asyncio.create_subprocess_exec(
         *argv, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT, start_new_session=True
@@ -69,7 +69,7 @@ async def running(store: str, redis_url: str, *flags: str) -> AsyncIterator[Work
 
 @contextmanager
 def valkey_in(directory: Path) -> Iterator[subprocess.Popen[str]]:
-    """A Valkey server of the test's own, to be stopped and started."""
+    """Run a Valkey server of the test's own."""
     with subprocess.Popen(valkey.command(directory), stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None
         try:
@@ -81,7 +81,7 @@ def valkey_in(directory: Path) -> Iterator[subprocess.Popen[str]]:
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The address of a real store."""
+    """Run a real store; returns its address."""
     command = [sys.executable, "-m", "adapter_store", "--port", "0", "--data", str(tmp_path_factory.mktemp("store"))]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -93,13 +93,13 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.fixture
 def directory() -> Iterator[Path]:
-    """Where this test's Valkey lives; a socket's path must be short."""
+    """Make a directory for this test's Valkey; a socket's path must be short."""
     with tempfile.TemporaryDirectory(prefix="lp-") as name:
         yield Path(name)
 
 
 async def register(store: str, name: str) -> None:
-    """Make the hash model known under a name."""
+    """Register the hash model under a name."""
     base = await asyncio.to_thread(read_base_model, MODEL, name)
     async with AsyncStoreClient(store, "acme") as client:
         await client.register_model(registered(base), base.files)
@@ -107,7 +107,7 @@ async def register(store: str, name: str) -> None:
 
 @asynccontextmanager
 async def health_of(address: str) -> AsyncIterator[asyncio.Queue[int]]:
-    """Every change of a process's health, the present one first."""
+    """Collect every change of a process's health, the present one first."""
     seen: asyncio.Queue[int] = asyncio.Queue()
 
     async def watch() -> None:
@@ -122,13 +122,13 @@ async def health_of(address: str) -> AsyncIterator[asyncio.Queue[int]]:
 
 
 async def turns(seen: asyncio.Queue[int], status: int) -> None:
-    """The next change is to this."""
+    """Wait for the next change, which must be to this status."""
     async with asyncio.timeout(20):
         assert await seen.get() == status
 
 
 async def living(redis_url: str, name: str, count: int) -> list[WorkerState]:
-    """The workers with a key, once there are so many."""
+    """Wait until `count` workers have a key; returns their states."""
     redis = await connect(redis_url)
     try:
         async with asyncio.timeout(20):

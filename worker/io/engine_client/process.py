@@ -33,7 +33,7 @@ class EngineUnusableError(Exception):
 
 
 class EngineProcess:
-    """One engine process and the I/O process's end of their socket."""
+    """An engine process and the I/O process's end of their socket."""
 
     def __init__(
         self, process: asyncio.subprocess.Process, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
@@ -44,7 +44,7 @@ class EngineProcess:
         self._splitter = Splitter()
         self._heard_at = time.monotonic()
         self._expected = False
-        # Whether it is out of service because it does not step (worker.io.engine_client.stall).
+        # True while it is out of service because it does not step (worker.io.engine_client.stall).
         self.stalled = False
 
     @classmethod

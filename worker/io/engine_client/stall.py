@@ -16,7 +16,7 @@ LOOK_S = 0.1
 
 
 class ServiceSwitch(Protocol):
-    """Whether the cluster gives this worker jobs: worker.io.membership.presence.Presence."""
+    """Takes this worker out of service and back: worker.io.membership.presence.Presence."""
 
     @property
     def withdrawn(self) -> bool:

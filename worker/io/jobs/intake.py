@@ -89,7 +89,7 @@ class Intake:
                 continue
             self._fetcher.prefetch(claimed.adapter_requests)
             if not full and not claimed.jobs and claimed.waiting and self._jobs.running:
-                # What waits does not fit now: it will when a job here has ended, or another worker takes it.
+                # The waiting jobs do not fit now: they may when a job here has ended, or other workers take them.
                 await _is_set_within(change, claimed.hold_ms / 1e3 or FIT_S)
 
     async def finish_claim(self) -> None:

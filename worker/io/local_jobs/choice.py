@@ -1,4 +1,4 @@
-"""One answer of a local job: its state in this worker, and the tokens made here.
+"""An answer of a local job: its state in this worker, and the tokens made here.
 
 WAITING ──hand_over──▶ HANDED_OVER ──begin──▶ BEGUN ──end──▶ ENDED
    └──────────end──────────┴──────────────end───────────────▲
@@ -63,7 +63,7 @@ class Ending:
 
 @dataclass(slots=True, eq=False)
 class LocalChoice:
-    """One answer of a local job. `ids` were made here, after the `start` ids of earlier attempts."""
+    """An answer of a local job. `ids` were made here, after the `start` ids of earlier attempts."""
 
     job: Job
     choice: int

@@ -1,1 +1,1 @@
-"""How the cluster sees this worker: registration, liveness key, reported state, health."""
+"""The worker as the cluster sees it: registration, liveness key, reported state, health."""

@@ -40,7 +40,7 @@ class Presence:
         self._report = report
         self._phase = WorkerPhase.SERVING
         self._changed = asyncio.Event()
-        # Whether the key is removed although this process lives.
+        # True while the key is removed although this process lives.
         self.withdrawn = False
 
     async def announce(self) -> None:

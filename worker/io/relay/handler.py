@@ -1,4 +1,4 @@
-"""What a link hands on of its router's messages."""
+"""The interface between a link and the jobs that its router's messages are about."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Protocol
 
 
 class RelayHandler(Protocol):
-    """What routers ask for, by job: worker.io.jobs.results.Results."""
+    """Carries out what routers ask for: worker.io.jobs.results.Results."""
 
     def acked(self, job_id: str, attempt: int) -> None:
         """Remove a job whose router has all of it."""

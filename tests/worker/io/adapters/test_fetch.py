@@ -83,7 +83,7 @@ def adapter(directory: Path, name: str) -> Path:
 
 
 async def failure_of(fetch: Awaitable[Path]) -> tuple[str, str]:
-    """The code and reason that a job would end with."""
+    """Return the code and reason that a job would end with."""
     with pytest.raises(FetchFailedError) as caught:
         async with asyncio.timeout(MOST_S):
             await fetch
@@ -166,7 +166,7 @@ async def test_the_disk_is_found_again_and_what_was_changed_is_not_used(world: W
 
 
 async def test_one_name_s_end_is_not_the_other_s(world: World, tmp_path: Path) -> None:
-    """The same bytes under two names have one digest, and who may read them is decided by name."""
+    """Two names of the same bytes have one digest, but the right to read them goes by name."""
     async with AsyncStoreClient(world.store.target, TENANT) as client:
         revision = (await client.push(tmp_path / "a", "twin")).revision
     twin = AdapterRef(revision.name, revision.digest, revision.rank, revision.weight_bytes)

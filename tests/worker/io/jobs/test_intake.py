@@ -1,4 +1,4 @@
-"""When a worker claims jobs, and what its claims report: real Valkey, engine and relay."""
+"""The claims of a worker, their moments and reports: real Valkey, engine and relay."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ async def test_who_took_all_that_waited_waits_for_more_and_does_not_ask_again(
     took = [index for index, event in enumerate(asked.events) if event == ("claim", 1)]
     assert len(took) == 4
     assert all(asked.events[index + 1] == ("wait", 0) for index in took[:-1])
-    # What they made goes to the queue with a claim, not on its own.
+    # Their tokens are reported with a claim, not in a call of their own.
     assert {(usage.job_id, usage.tokens, usage.ended) for usage in asked.reports} >= {("a", 2, True), ("b", 2, True)}
 
 
@@ -71,7 +71,7 @@ async def test_a_worker_that_its_last_claim_filled_takes_no_wake_up(
     for number in range(ROWS):
         await worker.queue.enqueue(job(f"endless-{number}", worker.address))
     await router.until(lambda: all(router.ids[f"endless-{number}"] for number in range(ROWS)))
-    # It asks once more, only for what waits; then somebody goes, and it has room.
+    # One more claim only asks what waits; then a job is cancelled, and there is room.
     await router.until(lambda: asked.events[-1] == ("claim", 0))
     await worker.queue.enqueue(job("another", worker.address, max_tokens=2))
     worker.results.cancel("endless-0", 1)

@@ -1,4 +1,4 @@
-"""What a worker makes of the messages of engine and routers that come late: real engine, Valkey and relay."""
+"""Messages of engine and routers that come late or out of order: real engine, Valkey and relay."""
 
 from __future__ import annotations
 

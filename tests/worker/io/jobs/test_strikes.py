@@ -1,4 +1,4 @@
-"""Which jobs a worker blames when its engine dies, and how a suspect runs: real engine, Valkey and relay."""
+"""Jobs that a worker blames when its engine dies, and suspects, which run alone: real engine, Valkey and relay."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from worker.io.local_jobs.jobs import CLEARED_ATTEMPTS, LocalJob, LocalJobs, Loc
 
 # The rule
 
-# What an engine has reported: the number of sequences that it took, and its adapters.
+# Reported by an engine: the number of sequences that it took, and its adapters.
 NOTHING = (0, frozenset[str]())
 
 
 def local_job(job: Job) -> LocalJob:
-    """A claimed job."""
+    """Return a claimed job."""
     return LocalJobs().add(job)
 
 
@@ -89,7 +89,7 @@ def test_a_suspect_is_never_cleared_while_it_runs() -> None:
 
 @pytest.mark.parametrize("attempt", [1, CLEARED_ATTEMPTS, CLEARED_ATTEMPTS + 1, CLEARED_ATTEMPTS + 9])
 def test_tokens_clear_a_job_only_in_its_first_attempts(attempt: int) -> None:
-    """A job that always gives some before it kills would cost any number of engines."""
+    """Otherwise a job that always gives some before it kills could crash any number of engines."""
     local = local_job(replace(job("a"), attempt=attempt))
     (choice,) = local.running
     handed_over(choice, begun=True)
@@ -121,7 +121,7 @@ async def test_a_dead_engine_s_jobs_are_given_back_and_only_the_new_ones_are_bla
         await router.until(lambda: len(router.returned) == 3)
         assert router.returned == {"old": False, "fetching": False, "new": True}
         assert worker.jobs.running == []
-        # What is claimed in the same moment comes back as well.
+        # A job that is claimed in the same moment comes back as well.
         await worker.queue.enqueue(job("late", worker.address))
         await router.until(lambda: "late" in router.returned)
         assert router.returned["late"] is False
@@ -136,7 +136,7 @@ async def test_a_job_that_waits_in_the_engine_for_a_row_is_not_blamed(
         for name in old:
             worker.intake.accept(job(name, worker.address))
         await router.until(lambda: all(router.ids[name] for name in old))
-        # As one for which a row was lent.
+        # As a job for which a row was lent.
         worker.intake.accept(job("waiting", worker.address))
         await worker.until_here("waiting", lambda: worker.results.stats.rows_waiting == 1)
         os.kill(worker.engine.pid, signal.SIGKILL)
@@ -168,7 +168,7 @@ async def test_a_suspect_runs_alone(router: Router, redis: Redis, tmp_path: Path
 async def test_a_suspect_that_was_claimed_beside_others_waits_until_they_have_ended(
     router: Router, redis: Redis, tmp_path: Path
 ) -> None:
-    """The rows that were lent while an adapter was slow may be all rows."""
+    """Rows that are lent while adapters are late may be all rows."""
     async with running(router, redis, tmp_path) as worker:
         await worker.queue.enqueue(job("before", worker.address, max_tokens=100))
         await router.until(lambda: len(router.ids["before"]) >= 1)

@@ -1,4 +1,4 @@
-"""What a worker reports of its jobs reaches their tenants' counters, once."""
+"""Usage of local jobs, which reaches their tenants' counters once."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ async def test_running_and_ended_jobs_are_charged_though_redis_fails_meanwhile(
     with usage.last_reports() as reports:  # as a claim tells them
         assert [(report.job_id, report.ran) for report in reports] == [("a", True), ("unrun", False)]
         assert (await queue.claim("sha256:0", Capacity(0, 6, 1000, 100, 8), reports)).waiting == 1
-    # What never ran is given back.
+    # The charge for a job that never ran is given back.
     assert await counter() == 9 + OUTPUT_WEIGHT * 9 - 3
     await asyncio.gather(usage.report(), usage.report())
     assert await counter() == 9 + OUTPUT_WEIGHT * 9 - 3

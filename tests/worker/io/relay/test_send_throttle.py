@@ -1,4 +1,4 @@
-"""When a worker's link sends what: counted in messages at a real gRPC server that records them."""
+"""Messages of a worker's link and their moments, at a real gRPC server that records them."""
 
 from __future__ import annotations
 
