@@ -51,7 +51,7 @@ class Results:
         """Record and relay what a step made."""
         self.stats = message.stats
         now = self._telemetry.stepped(message.outputs, message.stats)
-        room = not message.outputs  # a step without outputs may have freed blocks; one with outputs, only by an end
+        freed = not message.outputs  # an abort, or a sign of life; a step with outputs frees rows only by an end
         for output in message.outputs:
             choice = self.jobs.of_sequence(output.sequence_id)
             if choice is not None and choice.ending is None:  # else it was cancelled or given back meanwhile
@@ -59,8 +59,8 @@ class Results:
                 self.links.progressed(choice)
                 if output.finish is not None or choice.job.n > 1:
                     self._advance(choice.job.job_id, choice.job.attempt)
-            room = room or output.finish is not None
-        if room:
+            freed = freed or output.finish is not None
+        if freed:
             self.jobs.changed()
 
     def begun(self, message: Begun) -> None:
@@ -116,7 +116,7 @@ class Results:
             self._engine.send(Abort([stopped.sequence_id]))
         self.jobs.drop_choice(local, choice)
         if not any(sibling.in_engine for sibling in local.choices.values()):
-            self._hand_over_siblings(local)  # they may have waited for this one
+            self._hand_over_siblings(local)  # they may have waited for this answer
         local.end_if_done()
         if local.state is LocalJobState.ENDED:
             self._release(local)
@@ -159,7 +159,7 @@ class Results:
             self._end(local, LocalJobState.RETURNED, Ending(blamed=blamed))
 
     def _end(self, local: LocalJob, state: LocalJobState, ending: Ending) -> None:
-        for choice in local.end_choices(state, ending)[:1]:  # one tells it for the whole job
+        for choice in local.end_choices(state, ending)[:1]:  # the first tells it for the whole job
             self.links.progressed(choice)
         self.jobs.changed()
 

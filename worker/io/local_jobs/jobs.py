@@ -1,8 +1,8 @@
 """The jobs that this worker has claimed, by job id and attempt, each kept until its router acks or cancels it.
 
-CLAIMED ──▶ FETCHING_ADAPTER ──▶ WAITING_ALONE ──▶ IN_ENGINE ──▶ ENDED    ──▶ REMOVED
-   └───────────────┴───────────────────┴───────────────┴──────▶ RETURNED ──▶
-                        (any of the first three may be followed by any later one)
+    CLAIMED ──▶ FETCHING_ADAPTER ──▶ WAITING_ALONE ──▶ IN_ENGINE ──▶ ENDED or RETURNED ──▶ REMOVED
+
+A job may skip states, but never goes back; ENDED and RETURNED exclude each other.
 """
 
 from __future__ import annotations
