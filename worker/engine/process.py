@@ -109,7 +109,7 @@ def serve(engine: Engine, end: EngineEnd, messages: list[ToEngine] | None, repor
         idle = not engine.has_work()
         messages = end.receive(wait_s=BEAT_S if idle else 0)
         # A sequence may wait long for its adapter, and nothing else be there to step.
-        beat = idle and not messages
+        beat = idle and messages == []
         # Once in each idle time, after a beat's time without a message, so that nothing waits for it under load.
         if beat and not checked and not engine.has_work():
             engine.check()

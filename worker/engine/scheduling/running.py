@@ -58,4 +58,4 @@ class RunningSequences:
     def check(self) -> None:
         """Raise an integrity error unless exactly these sequences hold blocks and pins. Takes time O(blocks)."""
         self._blocks.check(self.in_rank)
-        self._residency.check(Counter(one.spec.adapter.digest for one in self.in_rank if one.spec.adapter))
+        self._residency.check(Counter(running.spec.adapter.digest for running in self.in_rank if running.spec.adapter))

@@ -1,0 +1,58 @@
+"""The loop of the engine process with an engine and a connection that follow a script."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+from worker.engine.process import serve
+from worker.engine_api import Output
+from worker.ipc import Abort, FromEngine, ToEngine
+
+
+class IdleEngine:
+    """An engine that only counts how often its accounts are checked."""
+
+    def __init__(self) -> None:
+        self.checks = 0
+        self.working = False
+
+    def has_work(self) -> bool:
+        return self.working
+
+    def step(self) -> list[Output]:
+        self.working = False
+        return []
+
+    def abort(self, sequence_id: str) -> None:
+        self.working = True
+
+    def stats(self) -> Any:
+        return None
+
+    def check(self) -> None:
+        self.checks += 1
+
+
+class ScriptedEnd:
+    """An EngineEnd that receives lists of messages, and notes the engine's checks before each."""
+
+    def __init__(self, engine: IdleEngine, script: list[list[ToEngine] | None]) -> None:
+        self._engine, self._script = engine, script
+        self.checks: list[int] = []
+
+    def receive(self, *, wait_s: float) -> list[ToEngine] | None:
+        self.checks.append(self._engine.checks)
+        return self._script.pop(0)
+
+    def send(self, message: FromEngine) -> None:
+        pass
+
+
+def test_the_accounts_are_checked_once_in_each_idle_time() -> None:
+    engine = IdleEngine()
+    work: list[ToEngine] = [Abort(["s"])]
+    end: Any = ScriptedEnd(engine, [work, work, [], [], [], work, work, [], [], None])
+    idle: Any = engine
+    serve(idle, end, [], cast(Any, None))
+    # Beats two and later of an idle time, and messages, bring no check.
+    assert end.checks == [0, 0, 0, 1, 1, 1, 1, 1, 2, 2]
