@@ -48,7 +48,7 @@ class AdapterEngine:
         finally:
             self.abort()
 
-    def add(self, request: Request, *, unknown: bool = False) -> str:
+    def add_request(self, request: Request, *, unknown: bool = False) -> str:
         """Take a request and return its name; `unknown`: its adapter's digest is new, so that its files are read."""
         self._names += 1
         name = f"{self._names}"
@@ -56,7 +56,7 @@ class AdapterEngine:
         if request.adapter is not None:
             directory = self._directories[request.adapter % len(self._directories)]
             adapter = AdapterSource(f"new-{name}" if unknown else f"a{request.adapter}", str(directory))
-        self._engine.add(
+        self._engine.add_sequence(
             NewSequence(name, request.prompt_ids, adapter=adapter, stopping=Stopping(request.tokens), tenant=name)
         )
         self._live.add(name)
@@ -92,7 +92,7 @@ class AdapterEngine:
     def first_token_s(self, request: Request, *, unknown: bool = False) -> float:
         """Seconds from a lone request to its first token."""
         start = time.perf_counter()
-        name = self.add(request, unknown=unknown)
+        name = self.add_request(request, unknown=unknown)
         while not any(output.sequence_id == name and output.token_ids for output in self.step()):
             pass
         taken = time.perf_counter() - start
@@ -142,14 +142,14 @@ class Saturated:
         with recorded_steps() as steps:
             start = time.perf_counter()
             for _ in range(self.in_flight):
-                engine.add(waiting.popleft())
+                engine.add_request(waiting.popleft())
             while ended < ends:
                 for output in engine.step():
                     tokens += len(output.token_ids)
                     if output.finish:
                         ended += 1
                         if waiting:
-                            engine.add(waiting.popleft())
+                            engine.add_request(waiting.popleft())
             seconds = time.perf_counter() - start
         return Saturation(ended, tokens, seconds, engine.stats.tiers.swaps - swaps, tuple(steps))
 
@@ -171,7 +171,7 @@ class FirstTokens:
         while len(taken) < self.trace.requests:
             while coming and start + coming[0].at_s <= time.perf_counter():
                 arrival = coming.popleft()
-                names[engine.add(arrival.request)] = arrival
+                names[engine.add_request(arrival.request)] = arrival
             for output in engine.step(until=start + coming[0].at_s if coming else None):
                 if output.token_ids and output.sequence_id not in taken:
                     # From when it was to come: what a step of that moment delays counts.

@@ -38,10 +38,12 @@ class DecodingGaps:
     def __call__(self, engine: AdapterEngine) -> list[float]:
         """Run it."""
         chance = random.Random(f"{self.seed} {self.loads}")
-        watched = {engine.add(_request(chance, engine, 8, 8000, adapter)): 0.0 for adapter in range(self.decodes)}
+        watched = {
+            engine.add_request(_request(chance, engine, 8, 8000, adapter)): 0.0 for adapter in range(self.decodes)
+        }
         # Adapters of warm arrivals, and the decodes' first steps.
         for adapter in range(self.decodes, self.decodes + 4):
-            engine.add(_request(chance, engine, _ARRIVAL_TOKENS, _ARRIVAL_TOKENS, adapter))
+            engine.add_request(_request(chance, engine, _ARRIVAL_TOKENS, _ARRIVAL_TOKENS, adapter))
         for _ in range(60):
             engine.step()
         gaps: list[float] = []
@@ -50,7 +52,7 @@ class DecodingGaps:
         while (now := time.perf_counter()) < start + self.seconds:
             if self.loads is not Loads.NONE and now >= start + arrived * _EVERY_S:
                 request = _request(chance, engine, _ARRIVAL_TOKENS, _ARRIVAL_TOKENS, self.decodes + arrived % 4)
-                engine.add(request, unknown=self.loads is Loads.COLD)
+                engine.add_request(request, unknown=self.loads is Loads.COLD)
                 arrived += 1
             outputs = engine.step()
             now = time.perf_counter()
@@ -108,7 +110,7 @@ class Swapping:
             in_flight = 0
             while engine.stats.tiers.swaps < until:
                 for _ in range(_IN_FLIGHT - in_flight):
-                    engine.add(_request(chance, engine, _ARRIVAL_TOKENS, 1, chance.randrange(self.adapters)))
+                    engine.add_request(_request(chance, engine, _ARRIVAL_TOKENS, 1, chance.randrange(self.adapters)))
                 in_flight = _IN_FLIGHT - sum(output.finish is not None for output in engine.step())
             engine.abort()
 

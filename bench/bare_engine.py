@@ -26,17 +26,17 @@ class BareEngine:
         """Answer all of them; they arrive at once."""
         with recorded_steps() as steps:
             start = time.perf_counter()
-            self.add(requests)
+            self.add_requests(requests)
             answered = 0
             while answered < len(requests):
                 answered += sum(output.finish is not None for output in self.step())
             seconds = time.perf_counter() - start
         return Timed(answered_tokens(requests), seconds, tuple(steps))
 
-    def add(self, requests: Sequence[Request]) -> None:
+    def add_requests(self, requests: Sequence[Request]) -> None:
         """Take requests; they are called by their places, "0" and so on."""
         for index, request in enumerate(requests):
-            self._engine.add(self._sequence(f"{index}", request))
+            self._engine.add_sequence(self._sequence(f"{index}", request))
 
     def step(self) -> list[Output]:
         """One step. Raises RuntimeError where a sequence failed."""

@@ -76,7 +76,7 @@ def _decode(engine: BareEngine, requests: Sequence[Request], setup: StepSetup, d
     # Their prompts are in the prefix cache then: the rows begin together, whatever the scheduler thinks of prompts that
     # come while others decode.
     engine.run([replace(request, tokens=1) for request in requests])
-    engine.add(requests)
+    engine.add_requests(requests)
     begun: set[str] = set()
     while len(begun) < len(requests):
         begun.update(output.sequence_id for output in engine.step() if output.token_ids)
@@ -99,7 +99,7 @@ def _prefill(engine: BareEngine, requests: Sequence[Request], device: torch.devi
     """From a prompt's arrival to its first token."""
     with recorded_steps() as steps:
         start = now_s(device)
-        engine.add(requests)
+        engine.add_requests(requests)
         while not any(output.finish for output in engine.step()):
             pass
         return Window(now_s(device) - start, tuple(steps))

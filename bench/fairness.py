@@ -187,10 +187,12 @@ class Simulation:
             self._made[job_id] = 0
             self._claimed_ms[job_id] = self._now_ms
             prompt_ids = tuple(range(first, first + setup.prompt))
-            self._scheduler.add(NewSequence(job_id, prompt_ids, stopping=Stopping(setup.answer, ignore_eos=True)))
+            self._scheduler.add_sequence(
+                NewSequence(job_id, prompt_ids, stopping=Stopping(setup.answer, ignore_eos=True))
+            )
 
     def _step(self) -> bool:
-        outputs = self._scheduler.poll()
+        outputs = self._scheduler.take_arrivals()
         batch = self._scheduler.schedule()
         if batch is None:
             return False

@@ -123,7 +123,7 @@ class _Watch:
         self.steps: list[float] = []
 
     def add(self, name: str, prompt_ids: tuple[int, ...], tokens: int) -> None:
-        self._engine.add(NewSequence(name, prompt_ids, stopping=Stopping(tokens)))
+        self._engine.add_sequence(NewSequence(name, prompt_ids, stopping=Stopping(tokens)))
 
     def step(self) -> None:
         start = time.perf_counter()

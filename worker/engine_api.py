@@ -1,6 +1,6 @@
 """The contract of an engine, which the torch and the hash engine keep: its configuration, input and output.
 
-engine.add(NewSequence) ──▶ engine.step() ──▶ [Output, ...]
+engine.add_sequence(NewSequence) ──▶ engine.step() ──▶ [Output, ...]
 """
 
 from __future__ import annotations
@@ -197,7 +197,7 @@ class Engine(Protocol):
     def limits(self) -> EngineLimits:
         """Return what the engine can take."""
 
-    def add(self, sequence: NewSequence) -> None:
+    def add_sequence(self, sequence: NewSequence) -> None:
         """Take a sequence, and start loading its adapter where it is not resident. Raises SequenceRefusedError."""
 
     def abort(self, sequence_id: str) -> None:

@@ -56,7 +56,7 @@ def answers(engine: TorchEngine, sequences: list[NewSequence]) -> dict[str, tupl
     waiting, unfinished = list(sequences), set(ids)
     while unfinished:
         if waiting:
-            engine.add(waiting.pop(0))
+            engine.add_sequence(waiting.pop(0))
         for output in engine.step():
             ids[output.sequence_id] += tuple(output.token_ids)
             if output.finish:
@@ -118,7 +118,7 @@ def test_logits_and_tokens_on_cuda_are_pefts(
     outputs: dict[str, list[Output]] = {key: [] for key in sequences}
     engine = make_engine(oracle, "float32", rows=8, adapter_slots=2, max_rank=16)
     for sequence in sequences.values():
-        engine.add(sequence)
+        engine.add_sequence(sequence)
     while not all(some and some[-1].finish for some in outputs.values()):
         for output in engine.step():
             outputs[output.sequence_id].append(output)

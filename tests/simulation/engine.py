@@ -94,7 +94,7 @@ class SimulatedEngine:
             case Add(sequences):
                 for sequence in sequences:
                     try:
-                        self.engine.add(sequence)
+                        self.engine.add_sequence(sequence)
                     except SequenceRefusedError as error:
                         self._tell(Refused(sequence.sequence_id, error.field, error.message))
             case Abort(sequence_ids):

@@ -70,7 +70,7 @@ def run_until_idle(
     give_up_at = time.monotonic() + 60
     while arrivals or not all(some and some[-1].finish for some in outputs.values()):
         for sequence in arrivals.pop(number, []):
-            engine.add(sequence)
+            engine.add_sequence(sequence)
         for output in engine.step():
             before = outputs[output.sequence_id]
             assert not before or (before[-1].finish is None)

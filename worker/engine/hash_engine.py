@@ -60,9 +60,9 @@ class HashEngine:
         """Return what the engine can take."""
         return self._limits
 
-    def add(self, sequence: NewSequence) -> None:
+    def add_sequence(self, sequence: NewSequence) -> None:
         """Take a sequence. Raises SequenceRefusedError."""
-        self._scheduler.add(sequence)
+        self._scheduler.add_sequence(sequence)
 
     def abort(self, sequence_id: str) -> None:
         """Forget a sequence; unknown ids are ignored."""
@@ -87,7 +87,7 @@ class HashEngine:
     def step(self) -> list[Output]:
         """Run one step; with a batch it takes the model's step_ms."""
         began = time.monotonic()
-        outputs = self._scheduler.poll()
+        outputs = self._scheduler.take_arrivals()
         batch = self._scheduler.schedule()
         if batch:
             _inject_fault(self._model, batch)

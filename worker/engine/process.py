@@ -121,7 +121,7 @@ def _apply(engine: Engine, end: EngineEnd, message: ToEngine) -> None:
         case Add(sequences):
             for sequence in sequences:
                 try:
-                    engine.add(sequence)
+                    engine.add_sequence(sequence)
                 except SequenceRefusedError as error:
                     end.send(Refused(sequence.sequence_id, error.field, error.message))
         case Abort(sequence_ids):

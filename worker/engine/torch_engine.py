@@ -1,7 +1,7 @@
 """The step of an engine over a transformers model; usable alone, in a script or a notebook.
 
 engine = build_engine(EngineConfig("path/to/model", rows=8))
-engine.add(NewSequence("a", prompt_ids=(1, 2, 3), adapter=AdapterSource(digest, "path/to/adapter")))
+engine.add_sequence(NewSequence("a", prompt_ids=(1, 2, 3), adapter=AdapterSource(digest, "path/to/adapter")))
 while engine.has_work(): print(engine.step())
 """
 
@@ -59,9 +59,9 @@ class TorchEngine:
         """Return what the engine can take."""
         return self._limits
 
-    def add(self, sequence: NewSequence) -> None:
+    def add_sequence(self, sequence: NewSequence) -> None:
         """Take a sequence, and start loading its adapter where it is not resident. Raises SequenceRefusedError."""
-        self._scheduler.add(sequence)
+        self._scheduler.add_sequence(sequence)
 
     def abort(self, sequence_id: str) -> None:
         """Forget a sequence and free all it holds, at once; unknown ids are ignored."""
@@ -85,7 +85,7 @@ class TorchEngine:
 
     def step(self) -> list[Output]:
         """Launch one step of the batch, and collect it, or, stepping ahead, the one before it."""
-        outputs = self._scheduler.poll()
+        outputs = self._scheduler.take_arrivals()
         batch = self._scheduler.schedule()
         step = self._launch(batch, outputs) if batch else None
         if self._ahead:

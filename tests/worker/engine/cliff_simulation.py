@@ -114,7 +114,7 @@ class Simulation:
         for _ in range(100 * self.requests):
             if ended >= self.requests:
                 break
-            outputs = self.scheduler.poll()
+            outputs = self.scheduler.take_arrivals()
             lacking = {asked.number for asked in self.waiting.values() if asked.digest in self.cache.demand.lacking}
             batch = self.scheduler.schedule()
             self._admit(batch, lacking)
@@ -148,7 +148,7 @@ class Simulation:
         self.waiting[name] = self.asked[-1]
         prompt = tuple(self.random.randrange(2) for _ in range(self.random.randrange(*LENGTHS)))
         stopping = Stopping(max_tokens=self.random.randrange(*LENGTHS), ignore_eos=True)
-        self.scheduler.add(
+        self.scheduler.add_sequence(
             NewSequence(name, prompt, adapter=AdapterSource(digest, "/"), stopping=stopping, tenant=name)
         )
 

@@ -56,7 +56,7 @@ def answers(case: dict[str, Any]) -> dict[str, Any]:
     for name, (prompt, tokens, adapter) in case["requests"].items():
         source = AdapterSource(adapter, adapter) if adapter else None
         every = engine.limits.vocab_size
-        engine.add(
+        engine.add_sequence(
             NewSequence(
                 name, tuple(prompt), adapter=source, stopping=Stopping(tokens), logprobs=every, prompt_logprobs=every
             )

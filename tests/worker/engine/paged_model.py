@@ -80,7 +80,7 @@ class PagedModel:
         self.rows_of_last: dict[str, int] = {}
 
     def add(self, spec: NewSequence) -> None:
-        self.scheduler.add(spec)
+        self.scheduler.add_sequence(spec)
         self.specs[spec.sequence_id] = spec
         self.answers[spec.sequence_id] = list(spec.emitted_ids)
 
@@ -89,7 +89,7 @@ class PagedModel:
 
     def step(self, *, fits: bool = True) -> list[Output]:
         """One step; unless it `fits`, memory is not enough to run its batch."""
-        outputs = self.scheduler.poll()
+        outputs = self.scheduler.take_arrivals()
         batch = self.scheduler.schedule()
         self.rows_of_last = {row.sequence.sequence_id: row.count for row in batch.rows} if batch else {}
         launched = None

@@ -93,7 +93,7 @@ class BlockWalk(RuleBasedStateMachine):
     @rule(pick=integers(0, 1 << 16))
     def release(self, pick: int) -> None:
         if self.held:
-            self.blocks.release(self.held.pop(pick % len(self.held)))
+            self.blocks.release_blocks(self.held.pop(pick % len(self.held)))
 
     @invariant()
     def accounts_balance(self) -> None:
@@ -161,14 +161,14 @@ def test_cached_blocks_go_least_recently_used_first_and_tails_before_heads() -> 
         assert blocks.allocate(sequence)
         compute(blocks, sequence)
     for sequence in (older, newer):
-        blocks.release(sequence)
+        blocks.release_blocks(sequence)
     assert (blocks.free, blocks.cached) == (0, 6)
     # One block for a stranger, one behind the newer chain: both are tails of the older one.
     assert blocks.allocate(new_sequence((7, 7, 7, 7)))
     newer_again = new_sequence((*range(50, 62), 1))
     assert blocks.allocate(newer_again)
     assert newer_again.computed == 12
-    blocks.release(newer_again)
+    blocks.release_blocks(newer_again)
     older_again = new_sequence(tuple(range(12)))
     assert blocks.allocate(older_again)
     assert older_again.computed == 4

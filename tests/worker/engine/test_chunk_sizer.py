@@ -74,7 +74,7 @@ class Machine:
 
     def add(self, name: str, prompt: int, tokens: int) -> None:
         ids = tuple(self.chance.randrange(1000) for _ in range(prompt))
-        self.scheduler.add(NewSequence(name, ids, stopping=Stopping(tokens)))
+        self.scheduler.add_sequence(NewSequence(name, ids, stopping=Stopping(tokens)))
 
     def step(self) -> set[str]:
         """Names of those that got a token."""

@@ -159,7 +159,7 @@ def test_aborted_sequences_leave_nothing_behind(tiny_llama: Any, make_engine: Ca
     engine = make_engine(tiny_llama.directory, **CRAMPED)
     requests = uneven_requests(tiny_llama, count=8, seed=3)
     for request in requests:
-        engine.add(request)
+        engine.add_sequence(request)
     for _ in range(6):
         engine.step()
     for request in requests:
@@ -177,10 +177,10 @@ def test_what_does_not_fit_is_refused_by_its_field(tiny_llama: Any, make_engine:
     engine = make_engine(tiny_llama.directory, **CRAMPED)
     assert engine.limits.max_tokens == CRAMPED["kv_blocks"] * CRAMPED["block_size"]
     with pytest.raises(SequenceRefusedError, match="320 is not a token id") as refused:
-        engine.add(tiny_llama.request("a", [VOCAB], 4))
+        engine.add_sequence(tiny_llama.request("a", [VOCAB], 4))
     assert refused.value.field == "prompt_ids"
     with pytest.raises(SequenceRefusedError, match="more than the") as refused:
-        engine.add(tiny_llama.request("a", [5], 200))
+        engine.add_sequence(tiny_llama.request("a", [5], 200))
     assert refused.value.field == "stopping.max_tokens"
 
 

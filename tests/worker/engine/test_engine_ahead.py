@@ -63,7 +63,7 @@ def test_a_step_is_launched_before_the_last_one_is_collected(
     monkeypatch.setattr(InFlight, "collect", watched_collect)
     engine = make_engine(tiny_llama.directory, **SETTINGS)
     request = tiny_llama.request("a", (5, 6, 7), 3)
-    engine.add(request)
+    engine.add_sequence(request)
     outputs = []
     while engine.has_work():
         outputs += engine.step()
@@ -77,12 +77,12 @@ def test_sequences_that_go_and_come_while_a_step_is_in_flight(tiny_llama: Any, m
     """Aborted at any moment, and another one added under the same name: nothing of the old one is told of it."""
     engine = make_engine(tiny_llama.directory, **SETTINGS)
     company = tiny_llama.request("company", (9, 8, 7), 30, "plain")
-    engine.add(company)
+    engine.add_sequence(company)
     outputs: dict[str, list[Output]] = {"company": [], "a": []}
     prompts = [(5, 6, 7), (40, 41), (5, 6, 7, 8, 9)]
     for steps in range(1, 7):
         request = tiny_llama.request("a", prompts[steps % 3], 12, "rslora" if steps % 2 else None)
-        engine.add(request)
+        engine.add_sequence(request)
         outputs["a"] = []
         for _ in range(steps):
             for output in engine.step():
@@ -182,7 +182,7 @@ def test_what_is_not_about_memory_fails_the_engine(tiny_llama: Any, make_engine:
 
     engine = make_engine(tiny_llama.directory, **SETTINGS)
     Shortage(engine, 0, mismatch)
-    engine.add(tiny_llama.request("a", (5, 6), 4, stopping=Stopping(4)))
+    engine.add_sequence(tiny_llama.request("a", (5, 6), 4, stopping=Stopping(4)))
     with pytest.raises(RuntimeError, match="cannot be multiplied"):
         engine.step()
     assert not is_out_of_memory(ValueError("not enough memory"))

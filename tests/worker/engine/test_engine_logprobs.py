@@ -137,7 +137,7 @@ def test_a_preempted_prompt_is_told_of_once(tiny_llama: Any, make_engine: Callab
     request = tiny_llama.request("p", [3 + n % 300 for n in range(70)], 4, prompt_logprobs=1, priority=-1)
     outputs: dict[str, list[Output]] = {one.sequence_id: [] for one in [*growing, request]}
     for one in [*growing, request]:
-        engine.add(one)
+        engine.add_sequence(one)
     running = []
     while engine.has_work():
         for output in engine.step():

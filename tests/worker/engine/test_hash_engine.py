@@ -46,7 +46,7 @@ class RunningEngine:
     def answers(self, *sequences: NewSequence) -> dict[str, tuple[tuple[int, ...], Output]]:
         """The ids and the last output of each."""
         for sequence in sequences:
-            self.engine.add(sequence)
+            self.engine.add_sequence(sequence)
         ids: dict[str, list[int]] = {sequence.sequence_id: list(sequence.emitted_ids) for sequence in sequences}
         last: dict[str, Output] = {}
         while len(last) < len(ids):
@@ -125,7 +125,7 @@ def test_logprobs_come_where_they_are_asked_for(running: RunningEngine) -> None:
     whole = expected_ids(SPEC, PROMPT, stopping=asking.stopping)
     outputs: dict[str, list[Output]] = {}
     for sequence in (asking, replace(asking, sequence_id="b", emitted_ids=whole[:2]), NewSequence("c", PROMPT)):
-        running.engine.add(sequence)
+        running.engine.add_sequence(sequence)
         while running.engine.has_work():
             for output in running.engine.step():
                 outputs.setdefault(output.sequence_id, []).append(output)
@@ -235,7 +235,7 @@ def test_a_sequence_is_told_of_once_before_its_first_step() -> None:
     begun: list[str] = []
     engine = HashEngine(EngineConfig("hash:", rows=1, adapter_slots=1, step_tokens=16), on_begun=begun.append)
     for token, name in enumerate(("first", "second")):
-        engine.add(NewSequence(name, (token,) * 40, stopping=Stopping(max_tokens=2)))
+        engine.add_sequence(NewSequence(name, (token,) * 40, stopping=Stopping(max_tokens=2)))
     assert (begun, engine.stats().sequences_taken) == ([], 2)
     told: list[tuple[list[str], list[str]]] = []
     while engine.has_work():

@@ -233,7 +233,7 @@ def test_a_refused_sequence_leaves_no_trace(model: PagedModel) -> None:
     model.add(spec("taken"))
     for refused in (spec("taken"), spec("empty", prompt=0)):
         with pytest.raises(SequenceRefusedError):
-            model.scheduler.add(refused)
+            model.scheduler.add_sequence(refused)
     model.run_until_idle()
     model.assert_right("taken")
     model.assert_idle()

@@ -188,7 +188,7 @@ class AdapterCache(Generic[P]):
             self._transfers.forget(digest)
         if not wanted or not isinstance(result, Exception):
             return
-        self._host.release(digest)
+        self._host.let_go(digest)
         if digest in self._slots:  # it drains; sequences that wait for it can use it as it is
             self._slots.draining.pop(digest, None)
             self._arrived.append(digest)
@@ -247,4 +247,4 @@ class AdapterCache(Generic[P]):
         if digest in self._loading:
             self._loading[digest] = False
         self._transfers.discard(digest)
-        self._host.release(digest)
+        self._host.let_go(digest)

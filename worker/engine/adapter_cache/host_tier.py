@@ -51,7 +51,7 @@ class HostTier(Generic[P]):
         self._trim()
         return True
 
-    def release(self, digest: str) -> None:
+    def let_go(self, digest: str) -> None:
         """Undo hold: an adapter that is held may leave, as the most recently used one."""
         prepared = self._held.pop(digest, None)
         if prepared is not None:

@@ -18,7 +18,7 @@ class BatchPlan:
         self.singles: list[Row] = []
         self._chunks: list[Row] = []
 
-    def schedule(self, sequence: Sequence, count: int) -> None:
+    def add_row(self, sequence: Sequence, count: int) -> None:
         """Add a sequence's next `count` ids: they count as computed, and a placeholder follows if one is sampled."""
         start = sequence.computed
         sequence.computed = start + count
@@ -26,12 +26,12 @@ class BatchPlan:
         sequence.placeholders += samples
         (self.singles if count == 1 else self._chunks).append(Row(sequence, start, count, samples, sequence.epoch))
 
-    def schedule_chunk(self, sequence: Sequence, budget: ChunkBudget) -> None:
+    def add_chunk(self, sequence: Sequence, budget: ChunkBudget) -> None:
         """Add as many of a sequence's next ids as the budget allows, if any."""
         begins = sequence.computed == (sequence.cached_tokens or 0)
         count = budget.take(sequence.computed, sequence.length - sequence.computed, begins=begins)
         if count:
-            self.schedule(sequence, count)
+            self.add_row(sequence, count)
 
     def batch(self) -> Batch | None:
         """Return the batch, or None where there are no rows."""

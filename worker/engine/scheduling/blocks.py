@@ -92,7 +92,7 @@ class BlockManager:
                 self._key_of[block] = keys[index]
         sequence.registered = full
 
-    def release(self, sequence: Sequence) -> None:
+    def release_blocks(self, sequence: Sequence) -> None:
         """Take a sequence's blocks back; nothing of it is computed afterwards."""
         # The last block first: of a cached chain the tail goes before what leads to it.
         for block in reversed(sequence.block_table):

@@ -35,7 +35,7 @@ class RunningSequences:
     def stop(self, sequence: Sequence) -> None:
         """Free all that a running sequence holds."""
         self.in_rank.remove(sequence)
-        self._blocks.release(sequence)
+        self._blocks.release_blocks(sequence)
         sequence.stop()
         if sequence.spec.adapter:
             self._residency.unpin(sequence.spec.adapter.digest)

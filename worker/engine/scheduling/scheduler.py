@@ -2,7 +2,7 @@
 
 One step of an engine:
 
-    outputs = scheduler.poll()                      adapters that arrived; answers that were complete on arrival
+    outputs = scheduler.take_arrivals()             adapters that arrived; answers that were complete on arrival
     batch = scheduler.schedule()                    decodes first, prefill chunks with what is left of step_tokens
     if batch:
         sampled = run the model on batch.rows       one id for each row with `samples`, in order
@@ -75,7 +75,7 @@ class Scheduler:
         self._complete: list[Output] = []
         self._counters = Counters()
 
-    def add(self, spec: NewSequence) -> None:
+    def add_sequence(self, spec: NewSequence) -> None:
         """Take a sequence, and request its adapter where it is not resident. Raises SequenceRefusedError."""
         check_sequence(spec, self.limits)
         if spec.sequence_id in self._sequences:
@@ -107,10 +107,10 @@ class Scheduler:
         return outputs
 
     def has_work(self) -> bool:
-        """Tell whether poll or schedule would do anything now."""
+        """Tell whether take_arrivals or schedule would do anything now."""
         return bool(self._running or self._complete or self._waiting.any_ready) or self._residency.has_work()
 
-    def poll(self) -> list[Output]:
+    def take_arrivals(self) -> list[Output]:
         """Let in adapters that have been loaded; end the sequences whose adapter could not be."""
         outputs, self._complete = self._complete, []
         arrivals = self._residency.poll(busy=bool(self._running))
@@ -138,12 +138,12 @@ class Scheduler:
             if sequence.length - computed > 1:
                 prefilling.append(sequence)
             elif computed < len(sequence.block_table) * self.limits.block_size or self._running.extend(sequence):
-                plan.schedule(sequence, 1)
+                plan.add_row(sequence, 1)
                 decodes.append(computed)
         budget = self._chunk_budget(decodes, len(plan.singles), len(prefilling))
         for sequence in prefilling:
             if budget.any:
-                plan.schedule_chunk(sequence, budget)
+                plan.add_chunk(sequence, budget)
         self._admit(plan, budget)
         return plan.batch()
 
@@ -236,7 +236,7 @@ class Scheduler:
                 self._counters.prefix_queries += len(sequence.ids)
                 self._counters.prefix_hits += sequence.computed
             self._running.start(sequence)
-            plan.schedule_chunk(sequence, budget)
+            plan.add_chunk(sequence, budget)
 
     def _end(self, sequence: Sequence) -> None:
         if sequence.state is SequenceState.RUNNING:
