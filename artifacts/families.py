@@ -1,7 +1,7 @@
 """The model families that are served, as data: what was compared with transformers' own generate, not what loads.
 
 Read by store and routers (what may be registered, and which modules adapters can change), by workers (what to load),
-and by the sweep of tests/worker/engine/test_architectures.py, which keeps every line true.
+and by the sweep of tests/worker/engine/model/test_architectures.py, which keeps every line true.
 """
 
 from __future__ import annotations

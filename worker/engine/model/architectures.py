@@ -2,7 +2,7 @@
 
 A transformers model whose window, chunk or state lives in its attention mask or in its own cache would answer, and
 answer wrongly: the mask is never built here (see paged.py). So the list is of what was compared with transformers'
-own generate; tests/worker/engine/test_architectures.py does it again for every one of them.
+own generate; tests/worker/engine/model/test_architectures.py does it again for every one of them.
 """
 
 from __future__ import annotations

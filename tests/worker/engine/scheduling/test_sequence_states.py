@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.worker.engine.paged_model import PagedModel, spec
+from tests.worker.engine.scheduling.paged_model import PagedModel, spec
 from worker.engine.scheduling.sequence import Sequence, SequenceState, SequenceStateError
 from worker.engine_api import NewSequence
 

@@ -11,7 +11,7 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 from hypothesis.strategies import integers
 
-from tests.worker.engine.paged_model import LIMITS, VOCAB, PagedModel, oracle
+from tests.worker.engine.scheduling.paged_model import LIMITS, VOCAB, PagedModel, oracle
 from worker.engine.scheduling import adapter_demand as demand
 from worker.engine_api import AdapterSource, Failure, NewSequence, Sampling, Stopping
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.worker.engine.paged_model import END, LIMITS, PagedModel, oracle, spec
+from tests.worker.engine.scheduling.paged_model import END, LIMITS, PagedModel, oracle, spec
 from worker.engine_api import Failure, FinishKind, NewSequence, SequenceRefusedError, Stopping
 
 

@@ -8,7 +8,15 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.worker.engine.cliff_simulation import IN_FLIGHT, INSTALL, MEAN_TOKENS, ROWS, SLOTS, Result, Simulation
+from tests.worker.engine.adapter_cache.cliff_simulation import (
+    IN_FLIGHT,
+    INSTALL,
+    MEAN_TOKENS,
+    ROWS,
+    SLOTS,
+    Result,
+    Simulation,
+)
 from worker.engine.scheduling.adapter_demand import PASSED_OVER_MOST
 
 SEED = 7

@@ -44,7 +44,7 @@ def test_the_page_has_the_tables() -> None:
         for one in FAMILIES.values()
     ]
     refused = [f"| `{name}` | {why} |" for name, why in WHY_REFUSED.items()]
-    root = Path(__file__).parents[3]
+    root = Path(__file__).parents[4]
     page = (root / "docs" / "models.md").read_text()
     assert tables(page) == [served, refused], "write the tables of docs/models.md anew"
     assert f"{len(FAMILIES)} families" in (root / "README.md").read_text()

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.worker.engine.paged_model import LIMITS, PagedModel, oracle, spec
+from tests.worker.engine.scheduling.paged_model import LIMITS, PagedModel, oracle, spec
 from worker.engine.scheduling.batch import Batch
 from worker.engine_api import Failure, FinishKind, NewSequence, Sampling, Stopping
 

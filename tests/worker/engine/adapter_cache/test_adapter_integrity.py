@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis.strategies import integers
 
-from tests.worker.engine.test_adapter_walk import SIZES, SLOTS, Walk
+from tests.worker.engine.adapter_cache.test_adapter_walk import SIZES, SLOTS, Walk
 from worker.engine.adapter_cache.integrity import AdapterIntegrityError
 from worker.engine_api import AdapterSource
 
