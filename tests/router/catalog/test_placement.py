@@ -1,0 +1,32 @@
+"""Placement of a job: the workers that it prefers, and what the load of its adapter is charged as."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from broker.messages import AdapterRef, Job, StoppingParams, WorkerPhase, WorkerState
+from broker.rendezvous import WorkerLoad, preferred
+from broker.terms import Placement
+from router.catalog.placement import MIB, Placer
+
+JOB = Job("j", "acme", "tiny", "sha256:0", "here", (1, 2), StoppingParams(100), 1, request_id="j")
+
+
+def worker(worker_id: str, *, used: int, max_rank: int = 64) -> WorkerState:
+    kinds = {"int": 0, "str": ""}
+    rest: dict[str, Any] = {name: kinds[kind] for name, kind in WorkerState.__annotations__.items() if kind in kinds}
+    rest |= {"worker_id": worker_id, "rows_running": used, "rows_limit": 8, "max_rank": max_rank, "max_tokens": 1000}
+    return WorkerState(phase=WorkerPhase.SERVING, adapters=(), **rest)
+
+
+def test_a_job_prefers_able_workers_and_pays_for_its_adapter() -> None:
+    states = [worker("busy", used=8), worker("free", used=0), worker("small", used=0, max_rank=8)]
+    placer = Placer(lambda _: states, {"acme": 2.0}, 10.0)
+    adapter = AdapterRef("r", "sha256:a", 16, 3 * MIB)
+    assert placer.place(replace(JOB, adapter=adapter)) == Placement(2.0, ("free",), 30.0)
+    assert placer.place(replace(JOB, tenant="other")) == Placement(1.0)
+    loads = [WorkerLoad(name, 0, 8) for name in ("free", "small", "busy")]
+    states[0] = worker("busy", used=0)
+    small = replace(JOB, adapter=replace(adapter, rank=8))
+    assert placer.place(small).prefer == preferred("sha256:a", loads)

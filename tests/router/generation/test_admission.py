@@ -1,0 +1,130 @@
+"""Admission: what a request becomes as a job, what is refused, and what a resumed request keeps."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+
+from broker.messages import AdapterRef, Job
+from router.catalog.store_client import Manifest
+from router.generation.admission import DEFAULT_MAX_TOKENS, Admission
+from router.generation.resume import Began, ResumeClaims, Resumption
+from router.request import Received, Request, Stopping
+from router.text.tokenizer import HashText
+from rpc.errors import CallError, InvalidField, Mismatch, NotFound, Unavailable
+
+MANIFEST = Manifest("tiny", "sha256:0", "hash", context_length=300, vocab_size=512, files={})
+ADAPTER = AdapterRef("tenants/acme/adapters/a/revisions/sha256:1", "sha256:1", 8, 1000)
+REQUEST = Request("acme", "hello", "prompt", request_id="r")
+BEGAN = Began(0, 0.0, 0.0, 0.0, 0.0)
+CLAIMS = ResumeClaims("r", "f", "tiny", "sha256:0", ADAPTER, seed=7, max_tokens=9, began=BEGAN)
+
+
+class Cluster:
+    """The models and workers that an admission sees."""
+
+    def __init__(self) -> None:
+        self.served = {"tiny": SimpleNamespace(manifest=MANIFEST, text=HashText(MANIFEST.vocab_size))}
+        self.workers = [SimpleNamespace(max_rank=16, max_tokens=200)]
+
+    def get(self, name: str) -> Any:
+        if name not in {"", *self.served}:
+            raise NotFound("model", name)
+        return self.served["tiny"]
+
+    def serving(self, name: str) -> Any:
+        return self.workers
+
+
+@pytest.fixture
+def cluster() -> Cluster:
+    return Cluster()
+
+
+@pytest.fixture
+def admission(cluster: Any) -> Admission:
+    store: Any = None  # no request of these tests names an adapter
+    return Admission(cluster, store, "router:1")
+
+
+async def refusal(admission: Admission, request: Request) -> CallError:
+    with pytest.raises(CallError) as refused:
+        await admission.new_job(request, None)
+    return refused.value
+
+
+async def test_a_request_becomes_a_job(admission: Admission) -> None:
+    job = await admission.new_job(REQUEST, 1.5)
+    assert job.prompt_ids == tuple(b"hello")
+    assert (job.tenant, job.model, job.base_digest, job.reply_to) == ("acme", "tiny", "sha256:0", "router:1")
+    assert (job.attempt, job.stopping.max_tokens, job.deadline_ms) == (1, DEFAULT_MAX_TOKENS, 1500)
+    assert (await admission.new_job(REQUEST, None)).job_id != job.job_id
+
+
+async def test_candidates_are_computed_with_log_probabilities(admission: Admission) -> None:
+    job = await admission.new_job(replace(REQUEST, n=1, best_of=3), None)
+    assert (job.n, job.logprobs) == (3, 0)
+
+
+async def test_the_largest_worker_bounds_the_context(admission: Admission, cluster: Cluster) -> None:
+    def asking(max_tokens: int) -> Request:
+        return replace(REQUEST, stopping=Stopping(max_tokens=max_tokens))
+
+    assert (await admission.new_job(asking(195), None)).stopping.max_tokens == 195
+    error = await refusal(admission, asking(196))
+    assert isinstance(error, InvalidField)
+    assert (error.field, error.reason) == ("stopping.max_tokens", "CONTEXT_EXCEEDED")
+    cluster.workers[0].max_tokens = 100_000
+    assert (await admission.new_job(asking(295), None)).stopping.max_tokens == 295  # the model's own limit
+    assert isinstance(await refusal(admission, asking(296)), InvalidField)
+
+
+async def test_ids_beyond_the_vocabulary_are_refused_by_their_field(admission: Admission) -> None:
+    for field, request in (
+        ("token_ids", replace(REQUEST, prompt=(1, 512), prompt_field="token_ids")),
+        ("stopping.stop_token_ids", replace(REQUEST, stopping=Stopping(stop_token_ids=(512,)))),
+    ):
+        error = await refusal(admission, request)
+        assert isinstance(error, InvalidField)
+        assert error.field == field
+
+
+async def test_without_a_live_worker_nothing_is_admitted(admission: Admission, cluster: Cluster) -> None:
+    cluster.workers.clear()
+    error = await refusal(admission, REQUEST)
+    assert isinstance(error, Unavailable)
+    assert error.reason == "NO_WORKER"
+
+
+async def resumed(admission: Admission, request: Request = REQUEST, **received: Received) -> Job:
+    """Resume a request whose client has something of choices `c0`, `c1`, ..."""
+    parts = {int(name[1:]): part for name, part in received.items()}
+    return await admission.resumed_job(request, Resumption(CLAIMS, parts), None)
+
+
+async def test_a_resumed_job_goes_on_after_what_was_received(admission: Admission) -> None:
+    request = replace(REQUEST, n=3, best_of=3, prompt_logprobs=1)
+    job = await resumed(admission, request, c0=Received((5, 6)), c1=Received((7,), finished=True))
+    assert (job.emitted, job.done, job.prompt_logprobs) == ({0: (5, 6)}, (1,), None)
+    assert job.adapter == ADAPTER
+    ranked = replace(REQUEST, n=1, best_of=3)
+    assert (await resumed(admission, ranked, c0=Received((5, 6)))).emitted == {}
+
+
+async def test_what_can_not_be_resumed_is_refused(admission: Admission, cluster: Cluster) -> None:
+    for received, message in (((512,), "beyond the vocabulary"), ((1,) * 10, "more than max_tokens")):
+        with pytest.raises(InvalidField, match=message):
+            await resumed(admission, c0=Received(received))
+    unknown = Resumption(msgspec.structs.replace(CLAIMS, model="other"))
+    with pytest.raises(Unavailable, match="not served here yet"):
+        await admission.resumed_job(REQUEST, unknown, None)
+    replaced = Resumption(msgspec.structs.replace(CLAIMS, base_digest="sha256:2"))
+    with pytest.raises(Mismatch, match="replaced since"):
+        await admission.resumed_job(REQUEST, replaced, None)
+    cluster.workers[0].max_rank = 4
+    with pytest.raises(Mismatch, match="rank 8; the workers take at most 4"):
+        await resumed(admission)
