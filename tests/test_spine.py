@@ -19,6 +19,8 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs/request-life.md"
 MOST_FILES, MOST_LINES = 16, 250
+# Files that do not know the one before them yet; this set only shrinks.
+NOT_LINKED_YET = frozenset({"worker/engine/lora/cpu/group.py"})
 LINK = re.compile(r"\]\(\.\./([\w/.-]+)\)")
 
 
@@ -79,15 +81,24 @@ def test_the_spine_has_few_files() -> None:
     assert len({item.path for item in SPINE}) == len(SPINE)
 
 
-@pytest.mark.xfail(reason="the spine is being restructured")
 @pytest.mark.parametrize("path", [item.path for item in SPINE])
 def test_a_file_of_the_spine_is_short(path: str) -> None:
     lines = len((ROOT / path).read_text(encoding="utf-8").splitlines())
     assert lines <= MOST_LINES
 
 
-@pytest.mark.xfail(reason="the spine is being restructured")
-@pytest.mark.parametrize(("above", "item"), list(itertools.pairwise(SPINE)), ids=[item.path for item in SPINE[1:]])
+@pytest.mark.parametrize(
+    ("above", "item"),
+    [
+        pytest.param(
+            above,
+            item,
+            id=item.path,
+            marks=[pytest.mark.xfail(reason="torch's modules are between the two")] * (item.path in NOT_LINKED_YET),
+        )
+        for above, item in itertools.pairwise(SPINE)
+    ],
+)
 def test_a_file_of_the_spine_knows_the_one_before_it(above: Item, item: Item) -> None:
     earlier = [other.path for other in SPINE[: SPINE.index(item)] if other.path in item.named]
     linked = [before for before in (above.path, *earlier) if know_each_other(before, item.path, item.named)]
