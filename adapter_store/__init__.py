@@ -1,1 +1,1 @@
-"""The adapter store: who owns which adapter, its immutable revisions, and the base models that they belong to."""
+"""The adapter store: adapters and their tenants, their immutable revisions, and the base models of these."""

@@ -1,4 +1,4 @@
-"""`python -m adapter_store`: read the settings, run the store. Exits 2 with one line on whatever stops start-up."""
+"""`python -m adapter_store`: read the settings, run the store. Exits with 2 and one line when it cannot start."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from telemetry.metrics import MetricsPortError
 
 
 def main() -> int:
-    """The process's exit status."""
+    """Run the process; returns its exit status."""
     try:
         settings = read_settings(StoreSettings, "adapter-store", sys.argv[1:], os.environ)
         set_up_logging("adapter_store", settings.log_format, settings.log_level)

@@ -1,4 +1,4 @@
-"""The store's process: the data directory, the catalog over it, the server over both; and their end in reverse."""
+"""The store's process: opens the data directory, the catalog and the server, and closes them in reverse order."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from telemetry.metrics import serve_metrics
 
 log = logging.getLogger(__name__)
 
-# How long uploads and downloads under way may go on after SIGTERM.
+# Time in seconds for which running uploads and downloads go on after SIGTERM; then they are cancelled.
 DRAIN_S = 10.0
 
 
 class Store:
-    """A running store; `port` is where it listens."""
+    """A running store that listens on `port`."""
 
     def __init__(self, settings: StoreSettings) -> None:
         self._settings = settings
@@ -35,7 +35,7 @@ class Store:
         self.port = 0
 
     async def start(self) -> None:
-        """Open the data, listen, serve. Raises DataDirectoryError, PortInUse; then nothing is left open."""
+        """Open the data, listen, serve. Raises DataDirectoryError or PortInUse, and leaves nothing open."""
         await asyncio.to_thread(self._open)
         try:
             catalog, bases = Catalog(self._database, self._data), BaseModels(self._database, self._data)

@@ -1,4 +1,4 @@
-"""Base models' manifests and small files. Blocks: call it in a thread."""
+"""Manifests and small files of base models. Its calls block: make them in a thread."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ class BaseModels:
         self._data = data
 
     def get(self, name: str) -> Base:
-        """The model. Raises NotFound."""
+        """Return a model. Raises NotFound."""
         with self._database.reading() as rows:
             return _get(rows, name)
 
     def get_or_only(self, name: str, field: str) -> Base:
-        """The model; the only one when the name is empty. Raises NotFound, InvalidField where there are several."""
+        """Return a model; an empty name means the only one. Raises NotFound, or InvalidField if there are several."""
         if name:
             return self.get(name)
         models = self.list_bases("", limit=2)
@@ -39,26 +39,27 @@ class BaseModels:
         return models[0]
 
     def list_bases(self, after: str, limit: int) -> list[Base]:
-        """Models by name, from the first that comes after `after`."""
+        """Return models in order of name, from the first after `after`."""
         with self._database.reading() as rows:
             found = rows.execute("SELECT * FROM base_models WHERE name > ? ORDER BY name LIMIT ?", (after, limit))
             return [_to_base(rows, row) for row in found.fetchall()]
 
     def register(self, new: NewBase, upload: Upload) -> Base:
-        """Keep the model with the upload's files; the same again changes nothing. Raises AlreadyExists where the name
-        has another digest, manifest or files and `replace` is not set.
+        """Keep a model with the upload's files; the same model again changes nothing.
+
+        Raises AlreadyExists where the name has another digest, manifest or files and `replace` is not set.
         """
         manifest, files = new.manifest, new.files
         with self._database.lock:
             outdated: set[str] = set()
             with self._database.transaction() as rows:
-                known = _find(rows, manifest.name)
-                if known is not None:
-                    if known.manifest == manifest and known.files == files:
-                        return known
+                registered = _find(rows, manifest.name)
+                if registered is not None:
+                    if registered.manifest == manifest and registered.files == files:
+                        return registered
                     if not new.replace:
-                        raise AlreadyExists(_what_differs(known, manifest))
-                    outdated = {blob.digest for blob in known.files.values()}
+                        raise AlreadyExists(_what_differs(registered, manifest))
+                    outdated = {blob.digest for blob in registered.files.values()}
                     rows.execute("DELETE FROM base_models WHERE name = ?", (manifest.name,))
                 _insert(rows, manifest, files)
                 for name, blob in files.items():
@@ -69,7 +70,7 @@ class BaseModels:
             return base
 
     def open(self, name: str) -> tuple[Base, dict[str, BlobReader]]:
-        """The model and its files, opened at one moment. Raises NotFound, CorruptBlob."""
+        """Open a model's files; returns model and readers of the same moment. Raises NotFound, CorruptBlob."""
         with self._database.reading() as rows:
             base = _get(rows, name)
             readers: dict[str, BlobReader] = {}
@@ -83,9 +84,11 @@ class BaseModels:
             return base, readers
 
 
-def _what_differs(known: Base, manifest: BaseModel) -> str:
-    if known.manifest.digest != manifest.digest:
-        return f"base model {manifest.name} is registered with digest {known.manifest.digest}, not {manifest.digest}"
+def _what_differs(registered: Base, manifest: BaseModel) -> str:
+    if registered.manifest.digest != manifest.digest:
+        return (
+            f"base model {manifest.name} is registered with digest {registered.manifest.digest}, not {manifest.digest}"
+        )
     return f"base model {manifest.name} is registered with the same weights but another manifest or other small files"
 
 

@@ -21,19 +21,19 @@ _MAX_ALIASES = 100
 
 
 class Catalog:
-    """The adapters of all tenants."""
+    """Adapters of all tenants, with their revisions and aliases."""
 
     def __init__(self, database: Database, data: DataDirectory) -> None:
         self._database = database
         self._data = data
 
     def get(self, name: AdapterName) -> Adapter:
-        """The adapter. Raises NotFound."""
+        """Return an adapter. Raises NotFound."""
         with self._database.reading() as rows:
             return to_adapter(rows, adapter_row(rows, name))
 
     def resolve(self, reference: Reference, asked: str) -> tuple[Adapter, Revision]:
-        """The first candidate that exists, and the revision meant. Raises NotFound, with what was `asked` for."""
+        """Return the first candidate that exists, and its revision. Raises NotFound with the text `asked` for."""
         with self._database.reading() as rows:
             row = next((row for name in reference.candidates if (row := find_adapter(rows, name))), None)
             if row is None:
@@ -45,7 +45,7 @@ class Catalog:
             return adapter, read_revision(rows, RevisionName(adapter.name.tenant, adapter.name.adapter, digest))
 
     def list_adapters(self, tenants: Sequence[str], after: tuple[str, str], limit: int) -> list[Adapter]:
-        """Adapters of the tenants, by tenant and adapter, from the first that comes after `after`."""
+        """Return adapters of the tenants in order of tenant and name, from the first after `after`."""
         places = ", ".join("?" for _ in tenants)
         with self._database.reading() as rows:
             found = rows.execute(
@@ -56,7 +56,7 @@ class Catalog:
             return [to_adapter(rows, row) for row in found]
 
     def list_revisions(self, name: AdapterName, before: int, limit: int) -> list[Revision]:
-        """Revisions of the adapter, newest first, those whose `order` is below `before`. Raises NotFound."""
+        """Return the adapter's revisions whose `order` is below `before`, newest first. Raises NotFound."""
         with self._database.reading() as rows:
             row = adapter_row(rows, name)
             found = rows.execute(
@@ -66,7 +66,7 @@ class Catalog:
             return [to_revision(found_row) for found_row in found]
 
     def open_revision(self, name: RevisionName) -> tuple[Revision, dict[str, BlobReader]]:
-        """The revision and its files, opened at one moment. Raises NotFound, CorruptBlob."""
+        """Open a revision's files; returns revision and readers of the same moment. Raises NotFound, CorruptBlob."""
         with self._database.reading() as rows:
             revision = read_revision(rows, name)
             config = self._data.open(revision.config)
@@ -76,14 +76,15 @@ class Catalog:
                 config.close()
                 raise
 
-    def check(self, name: AdapterName, base_model: str, etag: str) -> None:
-        """That a revision may be uploaded. Raises Aborted on a stale etag, Mismatch on an adapter of another base."""
+    def check_upload(self, name: AdapterName, base_model: str, etag: str) -> None:
+        """Check that a revision may be uploaded. Raises Aborted on a stale etag, Mismatch if the base is another."""
         with self._database.reading() as rows:
             _check(find_adapter(rows, name), name, base_model, etag)
 
     def publish(self, new: NewRevision, upload: Upload) -> tuple[Adapter, Revision, bool]:
-        """Keep the upload as a revision and move its alias; True where the revision is new. Raises as `check` does, and
-        Aborted when the base model was replaced meanwhile.
+        """Keep an upload as a revision and move its alias; returns True for a new revision.
+
+        Raises as `check_upload` does, and Aborted if the base model was replaced meanwhile.
         """
         name, now = new.name.adapter_name, time.time_ns()
         with self._database.transaction() as rows:
@@ -102,14 +103,14 @@ class Catalog:
             if created or moved:
                 _touch(rows, row["id"], now)
             revision = read_revision(rows, new.name)
-            # The same revision may have come with its config's keys in another order: the first one's bytes stay.
+            # The config of the same revision may have its keys in another order: the bytes that came first stay.
             if revision.config == new.config:
                 self._data.keep(upload.path / CONFIG_FILE, new.config)
             self._data.keep(upload.path / WEIGHTS_FILE, new.weights)
             return to_adapter(rows, adapter_row(rows, name)), revision, created
 
     def set_alias(self, name: AdapterName, alias: str, digest: str, etag: str) -> Adapter:
-        """Move the alias, or remove it when the digest is empty. Raises NotFound, Aborted on a stale etag."""
+        """Move an alias, or remove it if the digest is empty. Raises NotFound, Aborted on a stale etag."""
         with self._database.transaction() as rows:
             row = adapter_row(rows, name)
             _check(row, name, row["base_model"], etag)
@@ -125,7 +126,7 @@ class Catalog:
             return to_adapter(rows, adapter_row(rows, name))
 
     def delete(self, name: AdapterName, etag: str) -> None:
-        """Remove the adapter with its revisions. Raises NotFound, Aborted on a stale etag."""
+        """Delete an adapter with its revisions. Raises NotFound, Aborted on a stale etag."""
         with self._database.lock:
             with self._database.transaction() as rows:
                 row = adapter_row(rows, name)
@@ -155,7 +156,7 @@ def _check_base(rows: sqlite3.Connection, new: NewRevision) -> None:
 
 
 def _insert_revision(rows: sqlite3.Connection, adapter_id: int, new: NewRevision, now: int) -> bool:
-    """Add it; False where the same bytes are there already, which now stand validated against the new base digest."""
+    """Insert a revision; returns False for bytes that are there, which now count as validated against the new base."""
     same = rows.execute(
         "UPDATE revisions SET base_digest = ?, rank = ? WHERE adapter_id = ? AND digest = ?",
         (new.base_digest, new.rank, adapter_id, new.name.digest),
@@ -174,11 +175,11 @@ def _insert_revision(rows: sqlite3.Connection, adapter_id: int, new: NewRevision
 
 
 def _set_alias(rows: sqlite3.Connection, adapter_id: int, alias: str, digest: str) -> bool:
-    """Point the alias at the digest; whether it pointed elsewhere."""
-    known = dict(rows.execute("SELECT alias, digest FROM aliases WHERE adapter_id = ?", (adapter_id,)).fetchall())
-    if known.get(alias) == digest:
+    """Point the alias at the digest; returns whether it pointed elsewhere."""
+    aliases = dict(rows.execute("SELECT alias, digest FROM aliases WHERE adapter_id = ?", (adapter_id,)).fetchall())
+    if aliases.get(alias) == digest:
         return False
-    if alias not in known and len(known) >= _MAX_ALIASES:
+    if alias not in aliases and len(aliases) >= _MAX_ALIASES:
         raise InvalidField("alias", f"the adapter has {_MAX_ALIASES} aliases already; remove one first")
     rows.execute(
         "INSERT OR REPLACE INTO aliases (adapter_id, alias, digest) VALUES (?, ?, ?)", (adapter_id, alias, digest)

@@ -1,4 +1,4 @@
-"""Between the wire's messages and this room's records, and from the artifacts' errors to the calls'."""
+"""Converts between protobuf messages and records, and errors of artifacts to errors of calls."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _MODULE_NAME = re.compile(r"[A-Za-z0-9_]+(\.[A-Za-z0-9_]+)*")
 
 @contextmanager
 def refusals(field: str = "") -> Iterator[None]:
-    """Inside, bad artifacts become InvalidField of `field` (of the artifact's own file or field when empty), and those
+    """Translate bad artifacts to InvalidField of `field` (if empty, of the artifact's own file or field), and those
     that do not go with the base model become Mismatch.
     """
     try:
@@ -35,7 +35,7 @@ def refusals(field: str = "") -> Iterator[None]:
 
 
 def adapter_to_pb(adapter: Adapter) -> pb.Adapter:
-    """The adapter's message."""
+    """Return an adapter's message."""
     return pb.Adapter(
         name=str(adapter.name),
         base_model=adapter.base_model,
@@ -47,7 +47,7 @@ def adapter_to_pb(adapter: Adapter) -> pb.Adapter:
 
 
 def revision_to_pb(revision: Revision | NewRevision) -> pb.Revision:
-    """The revision's message; one that is not kept has no create_time."""
+    """Return a revision's message; without create_time if the revision is not kept."""
     return pb.Revision(
         name=str(revision.name),
         digest=revision.name.digest,
@@ -60,7 +60,7 @@ def revision_to_pb(revision: Revision | NewRevision) -> pb.Revision:
 
 
 def base_to_pb(base: Base) -> pb.BaseModel:
-    """The base model's message."""
+    """Return a base model's message."""
     manifest = base.manifest
     return pb.BaseModel(
         name=manifest.name,
@@ -79,7 +79,7 @@ def base_to_pb(base: Base) -> pb.BaseModel:
 
 
 def base_from_pb(model: pb.BaseModel) -> BaseModel:
-    """The manifest that a client registers, checked; its files come apart. Raises InvalidField."""
+    """Check and return the manifest that a client registers, without its files. Raises InvalidField."""
     if model.ByteSize() > _MAX_MANIFEST_BYTES:
         raise InvalidField("model", f"is larger than {_MAX_MANIFEST_BYTES} bytes")
     with refusals("model.name"):
@@ -106,7 +106,7 @@ def base_from_pb(model: pb.BaseModel) -> BaseModel:
 
 
 def masked(model: pb.BaseModel, mask: FieldMask) -> pb.BaseModel:
-    """Only the fields that the mask names; all when it is empty. Raises InvalidField on a field that is none."""
+    """Keep only the fields that the mask names; an empty mask keeps all. Raises InvalidField on an unknown field."""
     if not mask.paths:
         return model
     if not mask.IsValidForDescriptor(pb.BaseModel.DESCRIPTOR):

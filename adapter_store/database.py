@@ -1,4 +1,7 @@
-"""The catalog's SQLite file: schema, and transactions that are durable when they end. Blocks: call it in a thread."""
+"""The catalog's SQLite file: schema, and transactions that are durable when they end.
+
+Its calls block: make them in a thread.
+"""
 
 from __future__ import annotations
 
@@ -73,7 +76,7 @@ SELECT EXISTS (SELECT 1 FROM revisions WHERE config_digest = :digest)
 
 
 class Database:
-    """One connection, used by one thread at a time. `lock` may be held around several transactions."""
+    """A connection that one thread uses at a time. `lock` may be held around several transactions."""
 
     def __init__(self, path: Path) -> None:
         self.lock = threading.RLock()
@@ -94,7 +97,7 @@ class Database:
 
     @contextmanager
     def transaction(self) -> Iterator[sqlite3.Connection]:
-        """Everything inside happens or nothing; on disk when it ends."""
+        """Run a transaction: all of it happens or nothing, and it is on disk when it ends."""
         with self.lock:
             self._connection.execute("BEGIN IMMEDIATE")
             try:
@@ -107,19 +110,19 @@ class Database:
 
     @contextmanager
     def reading(self) -> Iterator[sqlite3.Connection]:
-        """What is read inside belongs to one moment."""
+        """Run a transaction that reads: all that it reads belongs to the same moment."""
         with self.lock:
             yield self._connection
 
     def referenced_blobs(self) -> set[str]:
-        """Digests of all blobs that some row needs."""
+        """Return the digests of all blobs that a row needs."""
         with self.reading() as rows:
             return {row[0] for row in rows.execute(_BLOBS)}
 
     def unreferenced(self, digests: Iterable[str]) -> list[str]:
-        """Those of the blobs that no row needs any more."""
+        """Return which of these blobs no row needs any more."""
         with self.reading() as rows:
-            return [one for one in digests if not rows.execute(_IS_REFERENCED, {"digest": one}).fetchone()[0]]
+            return [digest for digest in digests if not rows.execute(_IS_REFERENCED, {"digest": digest}).fetchone()[0]]
 
     def close(self) -> None:
         """Close the connection."""

@@ -1,4 +1,4 @@
-"""What the adapter store counts. Names and meanings for people: docs/metrics.md, which a test holds to this file."""
+"""Metrics of the adapter store. docs/metrics.md explains them; a test compares it with this file."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from telemetry.metrics import Meters
 
 
 class StoreMetrics(Meters):
-    """One store's."""
+    """Metrics of one store process."""
 
     def __init__(self) -> None:
         super().__init__()

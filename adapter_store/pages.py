@@ -1,4 +1,4 @@
-"""Pages of lists (https://google.aip.dev/158): sizes, and tokens that say where the next page begins."""
+"""Pages of lists (https://google.aip.dev/158): their sizes, and the tokens from which the next page begins."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ M = TypeVar("M", bound=Message)
 
 
 def page_size(asked: int) -> int:
-    """How many items a page may have. Raises InvalidField."""
+    """Return how many items a page may have. Raises InvalidField."""
     if asked < 0:
         raise InvalidField("page_size", f"{asked} is negative")
     return min(asked or DEFAULT_SIZE, MAX_SIZE)
 
 
 def encode_token(key: Sequence[str | int]) -> str:
-    """The token of the page that begins after the item with this key."""
+    """Return the token of the page that begins after the item of this key."""
     return base64.urlsafe_b64encode(json.dumps(key).encode()).decode()
 
 
 def decode_token(token: str, first: Sequence[Any]) -> list[Any]:
-    """The key that the token was made of, `first` when it is empty. Raises InvalidField on one that is not ours."""
+    """Return the key that a token was made from; `first` for an empty token. Raises InvalidField on a foreign token."""
     if not token:
         return list(first)
     try:
@@ -46,7 +46,7 @@ def decode_token(token: str, first: Sequence[Any]) -> list[Any]:
 
 
 def fit_page(messages: Sequence[M], size: int) -> Sequence[M]:
-    """As many of the messages, in order, as one page takes; at least one if there is any."""
+    """Return as many of the messages, in order, as a page takes, but at least one if there are any."""
     used = 0
     for count, message in enumerate(messages[:size]):
         used += message.ByteSize()
@@ -56,5 +56,5 @@ def fit_page(messages: Sequence[M], size: int) -> Sequence[M]:
 
 
 def _fits(value: Any) -> bool:
-    """Whether the database takes it."""
+    """Return whether the database can store the number."""
     return abs(value) < 2**63 if isinstance(value, int) else value.isprintable()

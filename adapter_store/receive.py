@@ -1,4 +1,4 @@
-"""Receiving what clients upload: an adapter's two files, a base model's small files."""
+"""Receives what clients upload: an adapter's two files, or a base model's small files."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Receiver:
     async def revision(
         self, parts: AsyncIterable[UploadPart], tenant: str
     ) -> AsyncIterator[tuple[NewRevision, Upload]]:
-        """A validated revision and its files, which are removed afterwards unless kept. Raises the calls' errors."""
+        """Receive and validate a revision; its files are removed afterwards unless kept. Raises errors of the call."""
         coming = aiter(parts)
         async with _heard_out(coming):
             header = await self._header(await anext(coming, None), tenant)
@@ -70,7 +70,7 @@ class Receiver:
     async def base_model(
         self, parts: AsyncIterable[pb.RegisterBaseModelRequest]
     ) -> AsyncIterator[tuple[NewBase, Upload]]:
-        """A checked manifest and its files, which are removed afterwards unless kept. Raises the calls' errors."""
+        """Receive and check a manifest; its files are removed afterwards unless kept. Raises errors of the call."""
         coming = aiter(parts)
         async with _heard_out(coming):
             first = await anext(coming, None)
@@ -98,7 +98,7 @@ class Receiver:
         with refusals("header.alias"):
             alias = None if header.alias == _NO_ALIAS else check_alias(header.alias or LIVE)
         base = await asyncio.to_thread(self._bases.get_or_only, header.base_model, "header.base_model")
-        await asyncio.to_thread(self._catalog.check, name, base.manifest.name, header.etag)
+        await asyncio.to_thread(self._catalog.check_upload, name, base.manifest.name, header.etag)
         return _Header(name, alias, header.etag, base)
 
     def _adapter_limit(self, file: str) -> int:
@@ -126,7 +126,7 @@ class Receiver:
 
 @asynccontextmanager
 async def _heard_out(coming: AsyncIterator[object]) -> AsyncIterator[None]:
-    """A refusal waits until the client has sent the rest, for a while.
+    """Delay a refusal until the client has sent the rest, for a limited time.
 
     grpc.aio's client takes a refusal that overtakes its own messages for an internal error.
     """
@@ -141,7 +141,7 @@ async def _heard_out(coming: AsyncIterator[object]) -> AsyncIterator[None]:
 
 
 def check_owner(name: AdapterName, tenant: str) -> None:
-    """Whether the tenant may change the adapter. Raises NotFound on another tenant's, whether it exists or not, and
+    """Check that the tenant may change the adapter. Raises NotFound on another tenant's, whether it exists or not, and
     Mismatch on a shared one, which it may use.
     """
     if name.tenant == tenant:
@@ -152,7 +152,7 @@ def check_owner(name: AdapterName, tenant: str) -> None:
 
 
 def _check_announced(model: pb.BaseModel, received: Mapping[str, Blob]) -> None:
-    """A client that vanishes can end its stream like one that is done; what it announced tells the two apart."""
+    """Check that all announced files arrived: a client that vanished may end its stream like one that is done."""
     announced = {file.name: Blob(file.sha256, file.size) for file in model.files}
     if announced and announced != received:
         wrong = min(name for name in {*announced, *received} if announced.get(name) != received.get(name))

@@ -1,4 +1,4 @@
-"""What the catalog keeps. Times are nanoseconds since the epoch, sizes bytes."""
+"""Records of the catalog. Times are nanoseconds since 1970, sizes bytes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from artifacts.names import AdapterName, RevisionName
 
 @dataclass(frozen=True, slots=True)
 class Blob:
-    """A file's content."""
+    """The content of a file, by its digest."""
 
     digest: str
     size: int
@@ -19,7 +19,7 @@ class Blob:
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """An adapter; `aliases` map to revisions' digests, `etag` changes with every change of it."""
+    """An adapter. `aliases` map to digests of revisions; `etag` changes with every change of the adapter."""
 
     name: AdapterName
     base_model: str
@@ -31,7 +31,7 @@ class Adapter:
 
 @dataclass(frozen=True, slots=True)
 class Revision:
-    """One revision; `order` grows with every revision of the store."""
+    """A revision. `order` grows with every revision of the store."""
 
     name: RevisionName
     base_model: str
@@ -45,7 +45,7 @@ class Revision:
 
 @dataclass(frozen=True, slots=True)
 class NewRevision:
-    """A validated upload, before it is kept. `alias` None moves none; an empty `etag` goes with any."""
+    """A validated upload before it is kept. `alias` None moves no alias; an empty `etag` matches any."""
 
     name: RevisionName
     base_model: str
@@ -59,7 +59,7 @@ class NewRevision:
 
 @dataclass(frozen=True, slots=True)
 class Base:
-    """A registered base model; the manifest's own `files` are empty, theirs are blobs."""
+    """A registered base model. The manifest's own `files` are empty: the files are blobs."""
 
     manifest: BaseModel
     files: Mapping[str, Blob]
@@ -68,7 +68,7 @@ class Base:
 
 @dataclass(frozen=True, slots=True)
 class NewBase:
-    """A checked registration, before it is kept. `replace` lets it take the place of one that differs."""
+    """A checked registration before it is kept. `replace` allows it to replace a model that differs."""
 
     manifest: BaseModel
     files: Mapping[str, Blob]

@@ -1,4 +1,4 @@
-"""Reading the catalog's rows of adapters and revisions into records."""
+"""Reads the catalog's rows of adapters and revisions into records."""
 
 from __future__ import annotations
 

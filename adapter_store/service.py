@@ -38,7 +38,7 @@ _NEWEST = 2**63 - 1
 
 
 class AdapterService(pb_grpc.AdapterServiceServicer):
-    """The store's methods. `tenant_of` names the caller of a call, or raises Unauthenticated."""
+    """Methods of the store. `tenant_of` returns the tenant of a call, or raises Unauthenticated."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class AdapterService(pb_grpc.AdapterServiceServicer):
     async def UploadRevision(
         self, request_iterator: AsyncIterator[pb.UploadRevisionRequest], context: Context
     ) -> pb.UploadRevisionResponse:
-        """Keep a revision once all of it is valid, and move its alias."""
+        """Keep a revision if all of it is valid, and move its alias."""
         async with self._receiver.revision(request_iterator, self._tenant_of(context)) as (new, upload):
             self._metrics.received.inc(sum(upload.sizes.values()))
             adapter, revision, created = await asyncio.to_thread(self._catalog.publish, new, upload)
@@ -70,14 +70,14 @@ class AdapterService(pb_grpc.AdapterServiceServicer):
     async def ValidateAdapter(
         self, request_iterator: AsyncIterator[pb.ValidateAdapterRequest], context: Context
     ) -> pb.ValidateAdapterResponse:
-        """Check what UploadRevision checks; nothing is kept."""
+        """Check a revision as UploadRevision does, and keep nothing."""
         async with self._receiver.revision(request_iterator, self._tenant_of(context)) as (new, _):
             return pb.ValidateAdapterResponse(revision=revision_to_pb(new))
 
     async def DownloadRevision(
         self, request: pb.DownloadRevisionRequest, context: Context
     ) -> AsyncIterator[pb.DownloadRevisionResponse]:
-        """The revision, then its files; DATA_LOSS before the last piece of a damaged one."""
+        """Send a revision, then its files; DATA_LOSS before the last piece of a damaged file."""
         tenant = self._tenant_of(context)
         with refusals("name"):
             name = parse_revision_name(request.name)
@@ -90,7 +90,7 @@ class AdapterService(pb_grpc.AdapterServiceServicer):
                 yield pb.DownloadRevisionResponse(chunk=pb.FileChunk(name=file, data=piece))
 
     async def GetAdapter(self, request: pb.GetAdapterRequest, context: Context) -> pb.GetAdapterResponse:
-        """The adapter and the revision that the name means now."""
+        """Return the adapter and the revision that a name means now."""
         tenant = self._tenant_of(context)
         with refusals("name"):
             reference = parse_reference(request.name, tenant)
@@ -100,7 +100,7 @@ class AdapterService(pb_grpc.AdapterServiceServicer):
         return pb.GetAdapterResponse(adapter=adapter_to_pb(adapter), revision=revision_to_pb(revision))
 
     async def ListAdapters(self, request: pb.ListAdaptersRequest, context: Context) -> pb.ListAdaptersResponse:
-        """A page of the adapters that the caller may use, by name."""
+        """Return a page of the adapters that the caller may use, in order of name."""
         tenants = _listed_tenants(request.parent, self._tenant_of(context))
         size = page_size(request.page_size)
         after = decode_token(request.page_token, first=("", ""))
@@ -113,14 +113,14 @@ class AdapterService(pb_grpc.AdapterServiceServicer):
         )
 
     async def DeleteAdapter(self, request: pb.DeleteAdapterRequest, context: Context) -> pb.DeleteAdapterResponse:
-        """Remove an adapter with its revisions; downloads under way go on."""
+        """Delete an adapter with its revisions; running downloads go on."""
         name = self._own("name", request.name, context)
         await asyncio.to_thread(self._catalog.delete, name, request.etag)
         log.info("deleted %s", name)
         return pb.DeleteAdapterResponse()
 
     async def ListRevisions(self, request: pb.ListRevisionsRequest, context: Context) -> pb.ListRevisionsResponse:
-        """A page of an adapter's revisions, newest first."""
+        """Return a page of an adapter's revisions, newest first."""
         tenant = self._tenant_of(context)
         with refusals("parent"):
             name = parse_adapter_name(request.parent, tenant)
@@ -156,14 +156,14 @@ class AdapterService(pb_grpc.AdapterServiceServicer):
         return pb.RegisterBaseModelResponse(model=base_to_pb(base))
 
     async def GetBaseModel(self, request: pb.GetBaseModelRequest, context: Context) -> pb.GetBaseModelResponse:
-        """The fields of the manifest that the mask names."""
+        """Return the fields of a manifest that the mask names."""
         base = await asyncio.to_thread(self._bases.get, request.name)
         return pb.GetBaseModelResponse(model=masked(base_to_pb(base), request.read_mask))
 
     async def DownloadBaseModel(
         self, request: pb.DownloadBaseModelRequest, context: Context
     ) -> AsyncIterator[pb.DownloadBaseModelResponse]:
-        """The manifest, then the small files; DATA_LOSS before the last piece of a damaged one."""
+        """Send a manifest, then the small files; DATA_LOSS before the last piece of a damaged file."""
         async with outgoing(self._bases.open, request.name, "base model") as (base, pieces):
             yield pb.DownloadBaseModelResponse(model=base_to_pb(base))
             async for file, piece in pieces:
@@ -171,7 +171,7 @@ class AdapterService(pb_grpc.AdapterServiceServicer):
                 yield pb.DownloadBaseModelResponse(chunk=pb.FileChunk(name=file, data=piece))
 
     async def ListBaseModels(self, request: pb.ListBaseModelsRequest, context: Context) -> pb.ListBaseModelsResponse:
-        """A page of the registered models, by name."""
+        """Return a page of the registered models, in order of name."""
         size = page_size(request.page_size)
         after = decode_token(request.page_token, first=("",))[0]
         found = await asyncio.to_thread(self._bases.list_bases, after, size + 1)
@@ -180,7 +180,7 @@ class AdapterService(pb_grpc.AdapterServiceServicer):
         return pb.ListBaseModelsResponse(models=page, next_page_token=encode_token((page[-1].name,)) if more else "")
 
     def _own(self, field: str, text: str, context: Context) -> AdapterName:
-        """The adapter that the caller is about to change."""
+        """Return the name of the adapter that the caller is about to change."""
         tenant = self._tenant_of(context)
         with refusals(field):
             name = parse_adapter_name(text, tenant)

@@ -30,15 +30,15 @@ PIECE_BYTES = 1024 * 1024
 
 
 class DataDirectoryError(Exception):
-    """The directory can't be used; the message is one line."""
+    """The data directory cannot be used; the message is one line."""
 
 
 class CorruptBlob(Exception):
-    """A blob's file is missing or does not have the bytes that its digest says."""
+    """A blob's file is missing, or its bytes do not have its digest."""
 
 
 class Upload:
-    """A directory of files that grow, made with the first one. Its methods may meet in several threads, as when a call
+    """A directory of growing files, made with the first of them. Its methods may run in several threads, as when a call
     is cancelled while a thread still writes for it.
     """
 
@@ -53,12 +53,12 @@ class Upload:
 
     @property
     def current(self) -> str:
-        """The file that grows, empty before the first."""
+        """Return the name of the file that grows; empty before the first."""
         return self._current
 
     @property
     def sizes(self) -> Mapping[str, int]:
-        """Bytes received, by file."""
+        """Return the bytes received, by file."""
         return self._sizes
 
     def append(self, name: str, data: bytes) -> None:
@@ -77,13 +77,13 @@ class Upload:
             self._sizes[name] += len(data)
 
     def finish(self) -> dict[str, Blob]:
-        """Make the files durable; what they hold. Raises Exhausted on a full disk."""
+        """Make the files durable; returns their digests and sizes. Raises Exhausted on a full disk."""
         with self._lock, _DiskErrors():
             self._finish_file()
             return {name: Blob(PREFIX + self._hashes[name].hexdigest(), size) for name, size in self._sizes.items()}
 
     def discard(self) -> None:
-        """Remove what was not kept."""
+        """Delete the files that were not kept."""
         with self._lock:
             self._discarded = True
             if self._file is not None:
@@ -100,7 +100,7 @@ class Upload:
 
 
 class BlobReader:
-    """Reads a blob piece by piece; its last piece comes only if all of them have the digest."""
+    """Reads a blob piece by piece; returns the last piece only if all pieces together have the digest."""
 
     def __init__(self, path: Path, blob: Blob) -> None:
         self._blob = blob
@@ -116,7 +116,7 @@ class BlobReader:
             raise CorruptBlob(f"{blob.digest} does not have {blob.size} bytes")
 
     def read(self) -> bytes:
-        """The next piece, empty at the end. Raises CorruptBlob."""
+        """Return the next piece; empty at the end. Raises CorruptBlob."""
         with self._lock:
             try:
                 piece = self._file.read(min(PIECE_BYTES, self.remaining))
@@ -136,7 +136,7 @@ class BlobReader:
 
 
 class DataDirectory:
-    """The directory, locked against other stores. Raises DataDirectoryError."""
+    """The data directory, locked against other stores. Raises DataDirectoryError."""
 
     def __init__(self, root: Path) -> None:
         self._uploads, self._blobs = root / "uploads", root / "blobs"
@@ -154,11 +154,11 @@ class DataDirectory:
         self.catalog_path = root / "catalog.db"
 
     def close(self) -> None:
-        """Let another store have the directory."""
+        """Unlock the directory."""
         self._lock.close()
 
     def clean(self, referenced: set[str]) -> int:
-        """Remove what a crash left: uploads, and blobs whose digest is not `referenced`; how many of both."""
+        """Delete what a crash left: uploads, and blobs whose digest is not `referenced`. Returns how many."""
         left = [*self._uploads.iterdir()]
         orphans = [path for path in self._blobs.iterdir() if PREFIX + path.name not in referenced]
         for path in left:
@@ -168,21 +168,21 @@ class DataDirectory:
         return len(left) + len(orphans)
 
     def new_upload(self) -> Upload:
-        """An empty upload; touches no disk yet."""
+        """Return an empty upload; it touches the disk with its first bytes."""
         return Upload(self._uploads / uuid.uuid4().hex)
 
     def keep(self, path: Path, blob: Blob) -> None:
-        """Move a finished upload's file to its blob, durably. Replaces one that is there, which may be damaged."""
+        """Move a finished upload's file to its blob, durably. Replaces an existing blob, which may be damaged."""
         with _DiskErrors():
             os.replace(path, self._path(blob.digest))
             _sync_directory(self._blobs)
 
     def open(self, blob: Blob) -> BlobReader:
-        """Start reading. Raises CorruptBlob."""
+        """Open a blob for reading. Raises CorruptBlob."""
         return BlobReader(self._path(blob.digest), blob)
 
     def remove(self, digest: str) -> None:
-        """Remove a blob; readers that have it open go on."""
+        """Delete a blob; open readers go on."""
         self._path(digest).unlink(missing_ok=True)
 
     def _path(self, digest: str) -> Path:
@@ -198,7 +198,7 @@ def _sync_directory(path: Path) -> None:
 
 
 class _DiskErrors:
-    """Turns a full disk into the status that says so."""
+    """Translate a full disk to Exhausted."""
 
     def __enter__(self) -> None:
         pass

@@ -1,4 +1,4 @@
-"""Files on the wire: chunks in, held in an upload that is always cleaned up; chunks out, verified as they go."""
+"""Files on the wire: received chunks go into an upload that is always cleaned up, sent chunks are verified."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from rpc.errors import DataLoss, InvalidField
 
 N = TypeVar("N")
 R = TypeVar("R")
-# Refuses a file by its name, or gives the most bytes that it may have. Raises InvalidField.
+# Returns the maximum size in bytes of a file by its name. Raises InvalidField on a name that is refused.
 LimitOf = Callable[[str], int]
 
 
 class Incoming:
-    """The files of one call, in the making."""
+    """The files of a call that are being received."""
 
     def __init__(self, upload: Upload, limit_of: LimitOf, total_bytes: int) -> None:
         self.upload = upload
@@ -41,7 +41,7 @@ class Incoming:
 
 @asynccontextmanager
 async def incoming(data: DataDirectory, limit_of: LimitOf, total_bytes: int) -> AsyncIterator[Incoming]:
-    """Files to be received; whatever is not kept by the end is removed, also when the call breaks off."""
+    """Open an upload; files that are not kept by the end are deleted, also when the call breaks off."""
     upload = data.new_upload()
     try:
         yield Incoming(upload, limit_of, total_bytes)
@@ -54,7 +54,7 @@ async def incoming(data: DataDirectory, limit_of: LimitOf, total_bytes: int) -> 
 async def outgoing(
     open_files: Callable[[N], tuple[R, Mapping[str, BlobReader]]], name: N, kind: str
 ) -> AsyncIterator[tuple[R, AsyncIterator[tuple[str, bytes]]]]:
-    """What `open_files(name)` opened: the record, and (file, piece) of each file in turn. Closes the files.
+    """Open files with `open_files(name)`; yields the record, and (file, piece) of each file in turn. Closes the files.
 
     Raises DataLoss of the `kind` `name` when the files are damaged, before a damaged file's last piece.
     """

@@ -1,4 +1,4 @@
-"""What an adapter's files must be before they are accepted: every field, tensor, shape and number checked.
+"""Validates an adapter's files before they are accepted: every field, tensor, shape and number.
 
 Blocks, for seconds with gigabytes of weights: call it in a thread.
 """
@@ -15,13 +15,13 @@ from artifacts.peft_config import CONFIG_FILE, MAX_RANK, PeftConfig, parse_peft_
 from artifacts.revision import WEIGHTS_FILE, LoraShape, base_copies, lora_tensors
 from artifacts.safetensors_header import TensorInfo, read_header
 
-# By dtype: an unsigned type of its size, and the exponent's bits, which are all set in infinities and NaNs alone.
+# By dtype: an unsigned type of its size, and the bits of the exponent; infinities and NaNs alone have all of them set.
 _EXPONENTS: dict[str, tuple[str, int]] = {"F32": ("<u4", 0x7F80_0000), "F16": ("<u2", 0x7C00), "BF16": ("<u2", 0x7F80)}
 _PIECE_BYTES = 4 * 1024 * 1024
 
 
 def validate_adapter(directory: Path, base: BaseModel) -> int:
-    """Check the two files in `directory` against the base model; the adapter's largest rank.
+    """Check the two files in `directory` against the base model; returns the adapter's largest rank.
 
     Raises ArtifactError for what is broken, MismatchError for what does not go with the base or is not served.
     """
@@ -48,7 +48,7 @@ def validate_adapter(directory: Path, base: BaseModel) -> int:
 
 
 def _rank_if_readable(config: bytes) -> int:
-    """The hash model takes any bytes; a rank that no worker could hold would only keep its jobs waiting."""
+    """Return the largest rank of an adapter of a hash model, which takes any bytes but no rank that no worker holds."""
     try:
         return min(parse_peft_config(config).max_rank, MAX_RANK)
     except ArtifactError:

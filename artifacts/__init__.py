@@ -1,1 +1,1 @@
-"""What store, worker and command line must agree on: digests, names, manifests, the PEFT fields that are served."""
+"""Formats that store, workers, routers and command line share: digests, names, manifests, PEFT fields. No torch."""

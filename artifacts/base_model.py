@@ -1,4 +1,4 @@
-"""A base model's manifest: what store, routers and workers agree on about a model whose weights only workers hold."""
+"""The manifest of a base model: store and routers know the model by it, as only workers hold the weights."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ _SMALL_FILES = (
 
 @dataclass(frozen=True, slots=True, order=True)
 class ModuleShape:
-    """A linear layer by its name in the model, such as model.layers.0.self_attn.q_proj.
+    """The name and sizes of a module that adapters can change, such as model.layers.0.self_attn.q_proj.
 
-    Or the token embeddings, from vocabulary to features; the output head is there also where it uses their weight.
+    Token embeddings have the vocabulary as in_features. The output head is listed even if it shares their weight.
     """
 
     name: str
@@ -48,7 +48,7 @@ class ModuleShape:
 
 @dataclass(frozen=True, slots=True)
 class BaseModel:
-    """The manifest. `context_length` counts prompt and answer; `files` are the small ones, by name."""
+    """A base model's manifest. `context_length` counts prompt and answer; `files` has the small files by name."""
 
     name: str
     digest: str
@@ -61,8 +61,10 @@ class BaseModel:
 
 
 def read_base_model(path_or_spec: str, name: str = "") -> BaseModel:
-    """The manifest of a transformers directory or of a `hash:?...` spec. The name is the directory's, or `hash`, unless
-    given. Reads headers and samples, not the weights. Raises ArtifactError.
+    """Read the manifest of a transformers directory or of a `hash:?...` spec.
+
+    The name defaults to the directory's, or to `hash`. Of the weights only headers and samples are read. Raises
+    ArtifactError.
     """
     if is_hash_spec(path_or_spec):
         model = parse_hash_model(path_or_spec)
@@ -105,7 +107,7 @@ def _read_directory(directory: Path, name: str) -> BaseModel:
 
 
 def _modules(checkpoint: Checkpoint, family: Family, layers: int) -> tuple[ModuleShape, ...]:
-    """What adapters can change, named as transformers names it once it has loaded the checkpoint."""
+    """Return the modules that adapters can change, under the names that they have once transformers has loaded them."""
     found = []
     has_prefix = any(name.startswith(f"{family.prefix}.") for name in checkpoint.tensors)
     for tensor_name, (_, tensor) in checkpoint.tensors.items():
@@ -117,8 +119,9 @@ def _modules(checkpoint: Checkpoint, family: Family, layers: int) -> tuple[Modul
         found.append(ModuleShape(name if has_prefix or is_head(name) else f"{family.prefix}.{name}", *shape))
     if not any(is_inner(module.name) for module in found):
         raise ArtifactError("model", "has no linear layers that adapters could change")
-    if not any(is_head(module.name) for module in found):  # it uses the embeddings' weight
-        found += [ModuleShape(HEAD, one.out_features, one.in_features) for one in found if is_embedding(one.name)]
+    if not any(is_head(module.name) for module in found):  # the head shares the embeddings' weight
+        embeddings = [module for module in found if is_embedding(module.name)]
+        found += [ModuleShape(HEAD, module.out_features, module.in_features) for module in embeddings]
     return tuple(sorted(found))
 
 
@@ -132,11 +135,11 @@ def _is_linear(name: str, family: Family, layers: int) -> bool:
     if "mtp" in name or (number and int(number[1]) >= layers):
         return False
     # transformers joins the experts of a layer to tensors with three dimensions, and its routers are no linear layers.
-    return not (family.experts and (".experts." in name or name.endswith(tuple(f".{one}" for one in _ROUTERS))))
+    return not (family.experts and (".experts." in name or name.endswith(tuple(f".{router}" for router in _ROUTERS))))
 
 
 def _end_token_ids(config: dict[str, Any], files: Mapping[str, bytes]) -> tuple[int, ...]:
-    """As transformers' generate reads them: the generation config's where there is one, else the config's."""
+    """Return the end tokens of the generation config if there is one, else of the config, as transformers does."""
     ids = config.get("eos_token_id")
     if _GENERATION in files:
         ids = parse_object(files[_GENERATION], _GENERATION).get("eos_token_id", ids)

@@ -1,4 +1,4 @@
-"""A transformers checkpoint directory: its safetensors files' headers and samples of its weights, without torch."""
+"""Read a transformers checkpoint without torch: the headers of its safetensors files, and samples of its weights."""
 
 from __future__ import annotations
 
@@ -15,19 +15,20 @@ from artifacts.safetensors_header import TensorInfo, read_header
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
+# Size in bytes of each of the three samples of a tensor.
 _SAMPLE_BYTES = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """Tensors by name, each with the file that holds it."""
+    """A checkpoint's tensors by name, each with the file that holds it."""
 
     tensors: Mapping[str, tuple[Path, TensorInfo]]
 
     def fingerprint(self) -> list[list[Any]]:
-        """Name, dtype, shape, size and a hash of sampled bytes of every tensor; how the files are cut does not count.
+        """Return name, dtype, shape, size and a hash of sampled bytes of every tensor, whatever file holds it.
 
-        Raises ArtifactError when a file can't be read.
+        Raises ArtifactError when a file cannot be read.
         """
         samples: dict[str, str] = {}
         by_file: dict[Path, list[str]] = {}
@@ -46,7 +47,7 @@ class Checkpoint:
 
 
 def read_checkpoint(directory: Path) -> Checkpoint:
-    """Headers of the one safetensors file, or of those that the index names. Raises ArtifactError."""
+    """Read the headers of the safetensors file, or of all files that the index names. Raises ArtifactError."""
     if (directory / _SINGLE).is_file():
         path = directory / _SINGLE
         return Checkpoint({name: (path, tensor) for name, tensor in read_header(path).items()})
@@ -64,7 +65,7 @@ def read_checkpoint(directory: Path) -> Checkpoint:
 
 
 def read_small_file(path: Path) -> bytes:
-    """A file's bytes. Raises ArtifactError with its name."""
+    """Read a whole file. Raises ArtifactError with its name."""
     try:
         return path.read_bytes()
     except OSError as error:
@@ -76,7 +77,7 @@ def _is_file_name(name: Any) -> bool:
 
 
 def _sample(descriptor: int, tensor: TensorInfo) -> str:
-    """A hash over the tensor's first, middle and last bytes."""
+    """Hash the tensor's first, middle and last bytes."""
     size = tensor.end - tensor.start
     middle = tensor.start + max(0, (size - _SAMPLE_BYTES) // 2)
     last = max(tensor.start, tensor.end - _SAMPLE_BYTES)

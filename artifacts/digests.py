@@ -1,4 +1,4 @@
-"""Digests as they stand in names, manifests and messages: `sha256:` and 64 lower-case hexadecimal digits."""
+"""Digests as names, manifests and messages write them: `sha256:` and 64 lower-case hexadecimal digits."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ from typing import Any
 
 PREFIX = "sha256:"
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
+# Size in bytes of the pieces in which a file is read.
 _READ_BYTES = 1 << 20
 
 
 def sha256_bytes(data: bytes) -> str:
-    """The digest of some bytes."""
+    """Return the digest of bytes."""
     return PREFIX + hashlib.sha256(data).hexdigest()
 
 
 def sha256_file(path: str | Path) -> str:
-    """The digest of a file's bytes. Raises OSError."""
+    """Return the digest of a file's bytes. Raises OSError."""
     sha256 = hashlib.sha256()
     with open(path, "rb") as file:
         while piece := file.read(_READ_BYTES):
@@ -30,20 +31,20 @@ def sha256_file(path: str | Path) -> str:
 
 
 def sha256_json(value: Any) -> str:
-    """The digest of a value's canonical JSON: sorted keys, no spaces, ASCII. Raises ValueError on NaN and infinity."""
+    """Return the digest of a value's JSON: sorted keys, no spaces, ASCII. Raises ValueError on NaN and infinity."""
     text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
     return sha256_bytes(text.encode("ascii"))
 
 
 def weighted_digest(parts: Iterable[tuple[str, float]]) -> str:
-    """The digest of a weighted set of adapters: over its (digest, weight) pairs, in whatever order they come.
+    """Return the digest of a weighted set of adapters: over its sorted (digest, weight) pairs.
 
-    A weight counts with the 32 bits that it has on the wire. Raises ValueError on NaN and infinity.
+    Weights are rounded to 32 bits, as on the wire. Raises ValueError on NaN and infinity.
     """
     pairs = sorted([digest, array("f", [weight])[0]] for digest, weight in parts)
     return sha256_json({"format": 1, "weighted": pairs})
 
 
 def is_digest(text: str) -> bool:
-    """Whether the text is a digest."""
+    """Return whether the text is a digest."""
     return _DIGEST.fullmatch(text) is not None

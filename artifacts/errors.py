@@ -1,10 +1,10 @@
-"""The two errors of this room; callers turn them into their own (a start-up line, a gRPC status)."""
+"""Errors of artifacts; callers translate them into a start-up line or a gRPC status."""
 
 from __future__ import annotations
 
 
 class ArtifactError(Exception):
-    """Bad input: a broken or missing file, bad JSON, a bad name. `subject` is the file or field at fault."""
+    """A broken or missing file, bad JSON, a bad name. `subject` is the file or field at fault."""
 
     def __init__(self, subject: str, message: str) -> None:
         super().__init__(f"{subject}: {message}")
@@ -13,4 +13,4 @@ class ArtifactError(Exception):
 
 
 class MismatchError(ArtifactError):
-    """Readable, but does not go with the base model: another base, shapes, a rank, a PEFT field that is not served."""
+    """An artifact that is readable but not served: another base, shapes or rank, an unsupported PEFT field."""

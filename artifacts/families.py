@@ -1,7 +1,7 @@
-"""The model families that are served, as data: what was compared with transformers' own generate, not what loads.
+"""The model families that are served: those whose answers were compared with transformers' own generate.
 
-Read by store and routers (what may be registered, and which modules adapters can change), by workers (what to load),
-and by the sweep of tests/worker/engine/model/test_architectures.py, which keeps every line true.
+Store and routers read from this table what may be registered and which modules adapters can change, workers what to
+load. tests/worker/engine/model/test_architectures.py checks every line.
 """
 
 from __future__ import annotations
@@ -9,24 +9,24 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-# The token embeddings, by the last part of their modules' names; the output head, which checkpoints may call otherwise.
+# The last part of the names of token embeddings; the output head's name, and its weight's names in checkpoints.
 _EMBEDDINGS = frozenset({"embed_tokens", "embed_in", "wte"})
 HEAD = "lm_head"
 HEAD_WEIGHTS = frozenset({"lm_head.weight", "embed_out.weight"})
 
 
 def is_embedding(module: str) -> bool:
-    """Whether a module of this name is a model's token embeddings."""
+    """Return whether a module of this name is a model's token embeddings."""
     return module.rpartition(".")[2] in _EMBEDDINGS
 
 
 def is_head(module: str) -> bool:
-    """Whether a module of this name is the output head."""
+    """Return whether a module of this name is the output head."""
     return module == HEAD
 
 
 def is_inner(module: str) -> bool:
-    """Whether it is neither."""
+    """Return whether a module of this name is neither token embeddings nor output head."""
     return not (is_embedding(module) or is_head(module))
 
 
@@ -45,11 +45,11 @@ class KeyValues(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """One `model_type` of transformers. `architecture` is the class that config.json names.
+    """A `model_type` of transformers. `architecture` is the class that config.json names.
 
     `prefix` begins the names of all weights but the output head's; checkpoints saved without the head lack it.
-    `experts`: a mixture of experts; neither these nor their router can be adapted. `input_first`: linear weights are
-    stored (in_features, out_features).
+    `experts` marks a mixture of experts: adapters change neither the experts nor their router. `input_first` says that
+    linear weights are stored as (in_features, out_features).
     """
 
     model_type: str

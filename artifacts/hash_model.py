@@ -1,6 +1,6 @@
 """The hash model's spec: `hash:?vocab=32000&step_ms=5&seed=1&end_after=0&context=32768`.
 
-Its engine's next token is a hash of everything that the answer depends on; see the design's section on it.
+The next token of its engine is a hash of all that the answer depends on, so that tests see every wrong token.
 """
 
 from __future__ import annotations
@@ -12,15 +12,17 @@ from artifacts.digests import sha256_json
 from artifacts.errors import ArtifactError
 
 _PREFIX = "hash:"
-_SMALLEST_VOCAB = 512  # 256 bytes, and as many ids that are none
+# Minimum size of the vocabulary: 256 ids of bytes, and as many others.
+_SMALLEST_VOCAB = 512
 _LARGEST = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True)
 class HashModel:
-    """`vocab` and `context` in tokens; `step_ms` is how long a step takes; an answer ends by itself after `end_after`
-    tokens, never when 0. A step that has the token `die_on` among its inputs kills the engine process, one with
-    `hang_on` never ends: for tests of what becomes of requests that do so.
+    """Settings of the hash model. `vocab` and `context` count tokens.
+
+    A step takes `step_ms`. An answer ends by itself after `end_after` tokens; 0: never. For tests of bad requests, a
+    step whose input has the token `die_on` kills the engine process, and one with `hang_on` never ends.
     """
 
     vocab: int = 32_000
@@ -33,12 +35,12 @@ class HashModel:
 
     @property
     def end_token_ids(self) -> tuple[int, ...]:
-        """The last id of the vocabulary where answers end by themselves, else none."""
+        """Return the last id of the vocabulary if answers end by themselves, else nothing."""
         return (self.vocab - 1,) if self.end_after > 0 else ()
 
     @property
     def digest(self) -> str:
-        """Over what decides the tokens; `step_ms`, `die_on` and `hang_on` do not."""
+        """Return the digest of the settings that decide tokens, which `step_ms`, `die_on` and `hang_on` do not."""
         manifest = {
             "architecture": "hash",
             "vocab": self.vocab,
@@ -50,12 +52,12 @@ class HashModel:
 
 
 def is_hash_spec(text: str) -> bool:
-    """Whether a model setting means a hash model and not a directory."""
+    """Return whether a model setting names a hash model, not a directory."""
     return text.startswith(_PREFIX)
 
 
 def parse_hash_model(spec: str) -> HashModel:
-    """Read a spec; keys left out have their defaults. Raises ArtifactError that names the key."""
+    """Parse a spec; missing keys have their defaults. Raises ArtifactError that names the key."""
     if not is_hash_spec(spec):
         raise ArtifactError("model", f"{spec!r} is not a hash model like hash:?vocab=32000&seed=1")
     query = spec.removeprefix(_PREFIX).removeprefix("?")

@@ -1,4 +1,4 @@
-"""Reading JSON that somebody else wrote."""
+"""Parses JSON from outside strictly: every process accepts and refuses the same bytes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _MAX_DEPTH = 64
 
 
 def parse_object(data: bytes, subject: str) -> dict[str, Any]:
-    """The JSON object in `data`, UTF-8. Raises ArtifactError with the subject, also on NaN and on a key given twice."""
+    """Parse a JSON object in UTF-8. Raises ArtifactError with the subject, also on NaN and on a repeated key."""
     try:
         value = json.loads(
             data.decode("utf-8"), parse_constant=_refuse_constant, parse_float=_finite, object_pairs_hook=_unique
@@ -23,7 +23,7 @@ def parse_object(data: bytes, subject: str) -> dict[str, Any]:
         raise ArtifactError(subject, f"is not valid JSON: {error}") from error
     if not isinstance(value, dict):
         raise ArtifactError(subject, "is not a JSON object")
-    # Far below what the interpreter takes, so that every process gives the same answer whatever is on its stack.
+    # Far below the interpreter's own limit, which depends on the caller's stack.
     if not _is_shallow(value, _MAX_DEPTH):
         raise ArtifactError(subject, "is nested too deeply")
     return value
@@ -32,7 +32,9 @@ def parse_object(data: bytes, subject: str) -> dict[str, Any]:
 def _is_shallow(value: Any, levels: int) -> bool:
     inner = [value]
     for _ in range(levels):
-        items = (item for one in inner for item in (one.values() if isinstance(one, dict) else one))
+        items = (
+            item for container in inner for item in (container.values() if isinstance(container, dict) else container)
+        )
         inner = [item for item in items if isinstance(item, (dict, list))]
         if not inner:
             return True

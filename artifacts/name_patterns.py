@@ -1,8 +1,8 @@
-"""peft's rank_pattern and alpha_pattern: values by patterns of module names.
+"""Values by patterns of module names: peft's rank_pattern and alpha_pattern.
 
-A pattern is a regular expression that matches a whole name, or its end after a dot; the first that matches counts
-(peft `utils/other.py:get_pattern_key`). The expressions come from tenants and run in a backtracking engine, so what
-could take long on a name is refused: names, classes, one or two quantifiers or groups are all that adapters use.
+A pattern is a regular expression that matches a whole name, or its end after a dot; the first match counts (peft
+`utils/other.py:get_pattern_key`). Tenants write the expressions, and Python's engine backtracks, so an expression that
+could take long is refused: adapters use names, classes, and one or two quantifiers or groups.
 """
 
 from __future__ import annotations
@@ -14,33 +14,34 @@ from typing import Any
 
 from artifacts.errors import ArtifactError, MismatchError
 
+# Maximum number of patterns, of those among them that are more than a name, and of a pattern's characters.
 _MAX_PATTERNS = 4096
-_MAX_EXPRESSIONS = 256  # of the patterns, those that are more than a name
+_MAX_EXPRESSIONS = 256
 _MAX_LENGTH = 256
 _NAME = re.compile(r"\^?(?:[A-Za-z0-9_-]|\\?\.)+\$?")
 _ALLOWED = re.compile(r"(?:[A-Za-z0-9_.^$()|*+?\[\]-]|\\[.dw_-])+")
-# Quantified groups, lookarounds: what makes backtracking exponential or is more than a name needs.
+# Quantified groups and lookarounds: backtracking may take exponential time, and names do not need them.
 _REFUSED = re.compile(r"\)[*+?]|\(\?")
 
 
 @dataclass(frozen=True, slots=True)
 class NamePatterns:
-    """Patterns and their values, in the order of the file."""
+    """Compiled patterns and their values, in the order of the file."""
 
     entries: tuple[tuple[re.Pattern[str], float], ...]
 
     def value_of(self, module: str, default: float) -> float:
-        """The value of the first pattern that matches the module's name."""
+        """Return the value of the first pattern that matches the module's name."""
         return next((value for pattern, value in self.entries if pattern.match(module)), default)
 
     @property
     def values(self) -> tuple[float, ...]:
-        """All values."""
+        """Return all values, in the order of the file."""
         return tuple(value for _, value in self.entries)
 
 
 def parse_name_patterns(field: str, patterns: Mapping[str, Any]) -> NamePatterns:
-    """Compile the patterns; the values are the caller's to have checked. Raises ArtifactError, MismatchError."""
+    """Compile patterns whose values the caller has checked. Raises ArtifactError, MismatchError."""
     if len(patterns) > _MAX_PATTERNS:
         raise MismatchError(field, f"has {len(patterns)} patterns; at most {_MAX_PATTERNS} are served")
     if sum(not _NAME.fullmatch(pattern) for pattern in patterns) > _MAX_EXPRESSIONS:

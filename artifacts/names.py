@@ -1,8 +1,8 @@
-"""Names of adapters, their revisions and aliases, and of base models: how they read, and what they may contain.
+"""Names of adapters, revisions, aliases and base models: how they are written, and what they may contain.
 
 tenants/acme/adapters/support                       an adapter
 tenants/acme/adapters/support/revisions/sha256:...  one of its revisions
-support, support@canary, support@sha256:...         what a request says: the tenant's own adapter, or the shared one
+support, support@canary, support@sha256:...         in a request: the tenant's own adapter, or the shared one
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from artifacts.digests import is_digest
 from artifacts.errors import ArtifactError
 
-# Adapters of this tenant may be used by every tenant.
+# The tenant whose adapters every tenant may use.
 SHARED = "shared"
-# The alias that is meant when none is given.
+# The alias of a reference that gives neither alias nor digest.
 LIVE = "live"
 
 _PART = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
@@ -27,7 +27,7 @@ _PART_RULE = "1 to 63 lower-case letters, digits, '-', '_' and '.', beginning wi
 
 @dataclass(frozen=True, slots=True, order=True)
 class AdapterName:
-    """Whose adapter, and which."""
+    """The full name of an adapter."""
 
     tenant: str
     adapter: str
@@ -38,7 +38,7 @@ class AdapterName:
 
 @dataclass(frozen=True, slots=True, order=True)
 class RevisionName:
-    """One immutable revision of an adapter."""
+    """The full name of an immutable revision of an adapter."""
 
     tenant: str
     adapter: str
@@ -49,13 +49,13 @@ class RevisionName:
 
     @property
     def adapter_name(self) -> AdapterName:
-        """The adapter that it is a revision of."""
+        """Return the name of the revision's adapter."""
         return AdapterName(self.tenant, self.adapter)
 
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """What a request's adapter text means: the first candidate that exists; its `digest`, or else its `alias`."""
+    """The adapter that a request names: the first candidate that exists, at `digest`, or else at `alias`."""
 
     candidates: tuple[AdapterName, ...]
     alias: str
@@ -63,17 +63,17 @@ class Reference:
 
 
 def check_tenant(tenant: str) -> str:
-    """The tenant's name, if it may be one. Raises ArtifactError("tenant")."""
+    """Return the tenant's name if it is allowed. Raises ArtifactError("tenant")."""
     return _check_part("tenant", tenant)
 
 
 def check_alias(alias: str) -> str:
-    """The alias, if it may be one. Raises ArtifactError("alias")."""
+    """Return the alias if it is allowed. Raises ArtifactError("alias")."""
     return _check_part("alias", alias)
 
 
 def check_base_name(name: str) -> str:
-    """A base model's name, if it may be one. Raises ArtifactError("model")."""
+    """Return a base model's name if it is allowed. Raises ArtifactError("model")."""
     if not _BASE.fullmatch(name):
         rule = "1 to 128 letters, digits, '-', '_' and '.', beginning with a letter or digit"
         raise ArtifactError("model", f"{name!r} is not a base model's name: {rule}")
@@ -81,7 +81,7 @@ def check_base_name(name: str) -> str:
 
 
 def parse_adapter_name(text: str, tenant: str) -> AdapterName:
-    """A full name, or a short one: the tenant's own. No alias or digest. Raises ArtifactError."""
+    """Parse a full name, or a short one of the tenant's own, without alias or digest. Raises ArtifactError."""
     if "/" not in text:
         return AdapterName(check_tenant(tenant), _check_part("adapter", text))
     match = _ADAPTER.fullmatch(text)
@@ -91,7 +91,7 @@ def parse_adapter_name(text: str, tenant: str) -> AdapterName:
 
 
 def parse_revision_name(text: str) -> RevisionName:
-    """A revision's full name. Raises ArtifactError."""
+    """Parse a revision's full name. Raises ArtifactError."""
     match = _REVISION.fullmatch(text)
     if match is None or not is_digest(match[2]):
         raise ArtifactError(
@@ -102,7 +102,7 @@ def parse_revision_name(text: str) -> RevisionName:
 
 
 def parse_reference(text: str, tenant: str) -> Reference:
-    """What `text` means to `tenant`: NAME, NAME@ALIAS or NAME@sha256:..., NAME short or full. Raises ArtifactError."""
+    """Parse NAME, NAME@ALIAS or NAME@sha256:... as `tenant` writes it, NAME short or full. Raises ArtifactError."""
     name, at, suffix = text.partition("@")
     adapter = parse_adapter_name(name, tenant)
     candidates: tuple[AdapterName, ...] = (adapter,)

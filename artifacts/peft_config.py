@@ -1,6 +1,6 @@
-"""peft's adapter_config.json: the fields that are served, those that change nothing here, and those that are refused.
+"""Read peft's adapter_config.json: fields that are served, fields without effect here, and fields that are refused.
 
-Whatever is not known to be harmless is refused by its name, so that no adapter is ever served wrongly.
+A field that is not known to be harmless is refused by its name, so that no adapter is served wrongly.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from artifacts.json_object import parse_object
 from artifacts.name_patterns import NamePatterns, parse_name_patterns
 
 CONFIG_FILE = "adapter_config.json"
-# The largest rank that any part of the system takes.
+# Maximum rank that the system serves.
 MAX_RANK = 256
 
 _SERVED = {
@@ -28,18 +28,18 @@ _SERVED = {
     "base_model_name_or_path",
 }
 _CHECKED = {"peft_type", "task_type", "bias", "init_lora_weights"}
-# Of training and bookkeeping alone. The checkpoint's own tensors say which modules are adapted; fan_in_fan_out is about
-# how the base stores its weight; the *_config only mean something with an init that is refused or leaves the base be.
+# Fields of training and bookkeeping. The checkpoint's tensors say which modules are adapted; fan_in_fan_out tells how
+# the base stores its weight; each *_config belongs to an init that is refused or leaves the base model as it is.
 _WITHOUT_EFFECT = {
     "auto_mapping", "corda_config", "eva_config", "exclude_modules", "inference_mode", "layers_pattern",
     "layers_to_transform", "loftq_config", "lora_dropout", "lora_ga_config", "megatron_core", "peft_version",
     "qalora_group_size", "revision", "runtime_config", "target_modules",
 }  # fmt: skip
-# Fields that may have other values than their default; docs/adapters.md shows them, and what is refused.
+# Fields that may differ from their default; docs/adapters.md lists them, and the refused ones.
 ACCEPTED = frozenset(_SERVED | _CHECKED | _WITHOUT_EFFECT)
 _PLAIN_INITS = {True, False, None, "gaussian", "orthogonal", "eva", "mica"}
 _REWRITING_INITS = ("pissa", "olora", "corda", "loftq", "lora_ga")
-# Why, and what to do instead.
+# Why a field is refused, and what to do instead.
 WHY_REFUSED = {
     "alora_invocation_tokens": "activated LoRA is not served; train plain LoRA",
     "arrow_config": "Arrow routes between adapters; push each as an adapter of its own",
@@ -60,7 +60,7 @@ WHY_REFUSED = {
 
 @dataclass(frozen=True, slots=True)
 class PeftConfig:
-    """What decides the numbers that are served. `base_model` is the file's own hint, often a path; nobody checks it."""
+    """The fields that decide an adapter's output. `base_model` is the file's hint, often a path, and is not checked."""
 
     rank: int
     alpha: float
@@ -73,21 +73,21 @@ class PeftConfig:
 
     @property
     def max_rank(self) -> int:
-        """The largest rank that the file names."""
+        """Return the largest rank that the file names."""
         return max((self.rank, *(int(value) for value in self.rank_pattern.values)))
 
     def rank_of(self, module: str) -> int:
-        """The rank that the file gives a module, such as model.layers.0.self_attn.q_proj."""
+        """Return the rank that the file gives a module, such as model.layers.0.self_attn.q_proj."""
         return int(self.rank_pattern.value_of(module, self.rank))
 
     def scaling_of(self, module: str, rank: int) -> float:
-        """The factor of B·A: alpha/rank, or alpha/sqrt(rank) with rsLoRA. `rank` is the module's own, unpadded."""
+        """Return the factor of B·A: alpha/rank, or alpha/sqrt(rank) with rsLoRA. `rank` is the module's own."""
         alpha = self.alpha_pattern.value_of(module, self.alpha)
         return alpha / math.sqrt(rank) if self.use_rslora else alpha / rank
 
 
 def parse_peft_config(data: bytes) -> PeftConfig:
-    """Read the file's bytes. Raises ArtifactError for what is broken, MismatchError for a field that is not served."""
+    """Parse the file. Raises ArtifactError for a broken file, MismatchError for a field that is not served."""
     config = parse_object(data, CONFIG_FILE)
     _check_kind(config)
     _check_init(config.get("init_lora_weights"))

@@ -1,4 +1,4 @@
-"""A revision of an adapter: the digest that names it, and where each of its tensors belongs."""
+"""A revision of an adapter: its digest, and the module of each of its tensors."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ _EMBEDDING_SUFFIXES = {"A": ".lora_embedding_A", "B": ".lora_embedding_B", _MAGN
 
 
 class LoraShape(NamedTuple):
-    """The sizes of one module's pair: A is (rank, in_features), B is (out_features, rank).
+    """The sizes of a module's LoRA pair: A is (rank, in_features), B is (out_features, rank).
 
-    Token embeddings have as many in_features as there are tokens.
+    Token embeddings have the vocabulary as in_features.
     """
 
     rank: int
@@ -34,17 +34,17 @@ class LoraShape(NamedTuple):
 
 
 def revision_digest(config: bytes, weights_sha256: str) -> str:
-    """The digest of a revision's manifest: format, configuration, digest of the safetensors file.
+    """Return the digest of a revision's manifest: format, configuration, digest of the safetensors file.
 
-    The configuration counts as JSON, whatever the order of its keys; where it is none (a hash model takes any bytes),
-    as bytes.
+    The configuration counts as JSON, so the order of its keys does not matter; bytes that are not JSON, which a hash
+    model accepts, count as bytes.
     """
     manifest: dict[str, Any] = {"format": _FORMAT, "weights": weights_sha256}
     try:
         parsed = parse_object(config, CONFIG_FILE)
     except ArtifactError:
         return sha256_json(manifest | {"config_bytes": sha256_bytes(config)})
-    # Of these the first pattern that matches counts, so their order is part of what the adapter computes.
+    # The first pattern that matches counts, so the order of patterns is part of the adapter.
     for field in ("rank_pattern", "alpha_pattern"):
         if isinstance(parsed.get(field), dict):
             parsed[field] = list(parsed[field].items())
@@ -52,10 +52,10 @@ def revision_digest(config: bytes, weights_sha256: str) -> str:
 
 
 def lora_tensors(header: Mapping[str, TensorInfo], *, use_dora: bool = False) -> dict[str, LoraShape]:
-    """The adapted modules of a checkpoint's header, by their name in the base model.
+    """Return the adapted modules of a checkpoint's header, by their name in the base model.
 
-    With `use_dora` each must have a magnitude vector. What `base_copies` tells of is left out. Raises ArtifactError
-    naming the tensor that is none of a module's, or lacks its partner, or has a shape that does not fit it.
+    With `use_dora` each must have a magnitude vector. The tensors of `base_copies` are left out. Raises ArtifactError
+    that names a tensor of no module, one whose partner is missing, or one of a shape that does not fit it.
     """
     parts: dict[str, dict[str, TensorInfo]] = {}
     copies = base_copies(header)
@@ -75,9 +75,9 @@ def lora_tensors(header: Mapping[str, TensorInfo], *, use_dora: bool = False) ->
 
 
 def base_copies(header: Mapping[str, TensorInfo]) -> dict[str, str]:
-    """Tensors that repeat the base's own embeddings or output head, by name, each with its parameter's name there.
+    """Return the tensors that copy the base's embeddings or output head, each with its parameter's name in the base.
 
-    peft saves them beside an adapter of these modules, and reads them in place of the base's: so they have to be equal.
+    peft saves them beside an adapter of these modules and loads them in place of the base's, so they must be equal.
     """
     copies = {}
     for name in header:
@@ -88,7 +88,7 @@ def base_copies(header: Mapping[str, TensorInfo]) -> dict[str, str]:
 
 
 def tensor_names(module: str) -> dict[str, str]:
-    """The names of a module's tensors in a checkpoint: A, B, and magnitude."""
+    """Return the names of a module's tensors in a checkpoint: A, B, and magnitude."""
     return {part: f"{_PREFIX}{module}{suffix}" for part, suffix in _suffixes(module).items()}
 
 
@@ -97,7 +97,7 @@ def _suffixes(module: str) -> Mapping[str, str]:
 
 
 def _place(name: str) -> tuple[str, str | None]:
-    """The module that a tensor belongs to, and as what; None where it is nothing that is served."""
+    """Return a tensor's module and its part of it; None for a tensor that is not served."""
     for suffixes in (_SUFFIXES, _EMBEDDING_SUFFIXES):
         for part, suffix in suffixes.items():
             module = name.removeprefix(_PREFIX).removesuffix(suffix)

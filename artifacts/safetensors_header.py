@@ -1,4 +1,4 @@
-"""The header of a safetensors file, read with every bound checked before any byte is believed.
+"""Read the header of a safetensors file, which may be hostile: every bound is checked before it is used.
 
 Layout (https://github.com/huggingface/safetensors): 8 bytes little-endian header length, JSON header, tensor bytes. The
 tensors must cover the bytes after the header exactly, without holes or overlaps.
@@ -15,7 +15,7 @@ from typing import Any
 from artifacts.errors import ArtifactError
 from artifacts.json_object import parse_object
 
-# Bytes of one element.
+# Bytes of an element, by dtype.
 ITEM_BYTES = {
     "BOOL": 1,
     "U8": 1,
@@ -33,6 +33,7 @@ ITEM_BYTES = {
     "I64": 8,
     "F64": 8,
 }
+# Size of the header's length; maximum size of a header, which is read into memory; maximum dimensions of a tensor.
 _LENGTH_BYTES = 8
 _MAX_HEADER_BYTES = 16 * 1024 * 1024
 _MAX_DIMENSIONS = 8
@@ -40,7 +41,7 @@ _MAX_DIMENSIONS = 8
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """One tensor: its bytes are file[start:end], row-major, little-endian."""
+    """A tensor whose bytes are file[start:end], row-major, little-endian."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -49,7 +50,7 @@ class TensorInfo:
 
 
 def read_header(path: str | Path) -> dict[str, TensorInfo]:
-    """The file's tensors by name, in the order of their bytes. Raises ArtifactError with the file's name."""
+    """Return the file's tensors by name, in the order of their bytes. Raises ArtifactError with the file's name."""
     path = Path(path)
     try:
         with open(path, "rb") as file:
@@ -105,5 +106,5 @@ def _tensor(subject: str, name: str, entry: Any, data_start: int) -> TensorInfo:
 
 
 def _sizes(value: Any) -> bool:
-    """Whether it is a list of whole numbers from 0 that a file can hold."""
+    """Return whether a value is a list of whole numbers from 0 that a file can hold."""
     return isinstance(value, list) and all(type(size) is int and 0 <= size < 2**63 for size in value)

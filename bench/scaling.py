@@ -103,7 +103,7 @@ def main() -> None:
 
 
 def measure(setup: Setup, quick: bool) -> Report:
-    """All clusters, and the scripts on a real server."""
+    """Simulate all clusters, and measure the scripts on a real server."""
     sizes = [run for workers in setup.workers for run in _size(setup, workers)]
     loads = [_run(f"load {load:g}", replace(_scale(setup, setup.middle), load=load)) for load in setup.loads]
     ten = replace(_scale(setup, setup.few), jobs=setup.flood, loud=0.5, tenants=10)
@@ -134,7 +134,8 @@ def measure(setup: Setup, quick: bool) -> Report:
             "first_free_hit_rate_100_workers": at_100[_FIRST_FREE].result.hit_rate,
             "hit_rate_when_full": loads[-1].result.hit_rate,
             "quiet_p99_wait_ms_beside_loud": loud.wait_ms(99, quiet),
-            "loud_over_others_service": flood.result.served["t0"] / median(flood.result.served[one] for one in quiet),
+            "loud_over_others_service": flood.result.served["t0"]
+            / median(flood.result.served[tenant] for tenant in quiet),
             "claims_per_s_of_a_redis_core": 1e6 / costs[CLAIM],
             "jobs_per_s_of_one_cell": _CORE_SHARE / share[largest] * _row(by_size[largest])["jobs/s"],
             "workers_of_one_cell": _CORE_SHARE / share[largest] * largest,

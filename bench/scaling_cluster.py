@@ -82,7 +82,7 @@ class _Worker:
         self.claimed_at = 0.0
 
     def use(self, digest: str) -> bool:
-        """Whether it was there; it is now."""
+        """Put an adapter into the cache; returns whether it was there."""
         there = digest in self.adapters
         self.adapters[digest] = None
         self.adapters.move_to_end(digest)
@@ -103,7 +103,7 @@ class VirtualCluster:
         self._jobs: dict[str, tuple[Job, float]] = {}
         self._refs = [AdapterRef(f"a{n}", f"sha256:{n:064x}", 16, 1 << 20) for n in range(scale.adapters)]
         self._events: list[tuple[float, int, _Event, str]] = []
-        self._known: set[str] = set()
+        self._seen: set[str] = set()
         self._order = count()
         self._now_ms = 0.0
         self._loads: list[WorkerLoad] = []
@@ -166,12 +166,14 @@ class VirtualCluster:
         self._wake(placement.prefer)
 
     def _watch(self) -> None:
-        """What routers know of the workers' loads until their next look."""
-        self._loads = [WorkerLoad(one.worker_id, len(one.running), self._scale.rows) for one in self._worker_list]
+        """Record the workers' loads as routers know them until their next look."""
+        self._loads = [
+            WorkerLoad(worker.worker_id, len(worker.running), self._scale.rows) for worker in self._worker_list
+        ]
         self._at(self._now_ms + BEAT_MS, "watch", "")
 
     def _wake(self, prefer: Sequence[str]) -> None:
-        """As the script: the first preferred worker with free rows; or any that idles."""
+        """Wake the first preferred worker with free rows, or else any idle one, as the script does."""
         for worker_id in prefer:
             if self._free_rows(self._workers[worker_id]):
                 self._claim(self._workers[worker_id])
@@ -215,11 +217,11 @@ class VirtualCluster:
         (job, arrived_ms), scale, result = self._jobs[job_id], self._scale, self.result
         assert job.adapter is not None
         there = worker.use(job.adapter.digest)
-        known = job.adapter.digest in self._known
-        self._known.add(job.adapter.digest)
+        seen = job.adapter.digest in self._seen
+        self._seen.add(job.adapter.digest)
         result.hits += there
-        result.misses += known and not there
-        result.firsts += not known
+        result.misses += seen and not there
+        result.firsts += not seen
         result.waits_ms[job.tenant].append(self._now_ms - arrived_ms)
         result.served[job.tenant] += PROMPT_WEIGHT * scale.prompt + OUTPUT_WEIGHT * job.stopping.max_tokens
         worker.running[job_id] = self._now_ms

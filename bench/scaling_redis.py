@@ -51,7 +51,7 @@ async def _measure(url: str, calls: int) -> dict[str, float]:
     redis = await connect(url)
     queue = JobQueue(redis, Keys("model", "main"), limits=_LIMITS, worker_id="w1")
     held = tuple(f"sha256:{number:064x}" for number in range(_ADAPTERS))
-    one, all_rows = Capacity(1, 32, 1 << 20, 1 << 20, 64, held), Capacity(32, 32, 1 << 20, 1 << 20, 64, held)
+    one_row, all_rows = Capacity(1, 32, 1 << 20, 1 << 20, 64, held), Capacity(32, 32, 1 << 20, 1 << 20, 64, held)
     placement = Placement(prefer=("w1", "w2", "w3"), load_tokens=10.0)
     number = 0
 
@@ -61,7 +61,7 @@ async def _measure(url: str, calls: int) -> dict[str, float]:
         await queue.enqueue(_job(number), placement)
 
     async def claim() -> None:
-        claimed = await queue.claim(BASE, one)
+        claimed = await queue.claim(BASE, one_row)
         if len(claimed.jobs) != 1:
             raise RuntimeError("a claim took no job")
 

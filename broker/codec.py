@@ -1,4 +1,4 @@
-"""Domain objects to the bytes that Redis carries (queue.v1) and back."""
+"""Converts domain objects to the bytes that Redis carries (queue.v1) and back."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _FROM_PHASE = {number: phase for phase, number in _PHASES.items()}
 
 
 def encode_job(job: Job) -> bytes:
-    """A job's bytes."""
+    """Encode a job."""
     message = queue_pb2.Job(
         job_id=job.job_id,
         request_id=job.request_id,
@@ -62,7 +62,7 @@ def encode_job(job: Job) -> bytes:
 
 
 def decode_job(data: bytes) -> Job:
-    """The job in `data`. Raises google.protobuf.message.DecodeError."""
+    """Decode a job. Raises google.protobuf.message.DecodeError."""
     message = queue_pb2.Job.FromString(data)
     return Job(
         job_id=message.job_id,
@@ -95,12 +95,12 @@ def decode_job(data: bytes) -> Job:
 
 
 def encode_adapter_request(request: AdapterRequest) -> bytes:
-    """What a worker needs to fetch an adapter before a job comes that uses it."""
+    """Encode an adapter request."""
     return queue_pb2.Wanted(adapter=_write_adapter(request.adapter), tenant=request.tenant).SerializeToString()
 
 
 def decode_adapter_request(data: bytes) -> AdapterRequest:
-    """What `encode_adapter_request` wrote. Raises google.protobuf.message.DecodeError."""
+    """Decode an adapter request. Raises google.protobuf.message.DecodeError."""
     message = queue_pb2.Wanted.FromString(data)
     return AdapterRequest(_read_adapter(message.adapter), message.tenant)
 
@@ -109,12 +109,12 @@ _DEAD_FIELDS = tuple(DeadJob.__dataclass_fields__)
 
 
 def encode_dead_job(dead: DeadJob) -> bytes:
-    """A dead letter's bytes; both sides name the fields alike."""
+    """Encode a dead letter; message and dataclass have the same field names."""
     return queue_pb2.DeadJob(**{name: getattr(dead, name) for name in _DEAD_FIELDS}).SerializeToString()
 
 
 def decode_dead_job(data: bytes) -> DeadJob:
-    """What `encode_dead_job` wrote. Raises google.protobuf.message.DecodeError."""
+    """Decode a dead letter. Raises google.protobuf.message.DecodeError."""
     message = queue_pb2.DeadJob.FromString(data)
     return DeadJob(**{name: getattr(message, name) for name in _DEAD_FIELDS})
 
@@ -151,7 +151,7 @@ _STATE_FIELDS = tuple(name for name in WorkerState.__dataclass_fields__ if name 
 
 
 def encode_worker(state: WorkerState) -> bytes:
-    """A worker state's bytes; both sides name the fields alike."""
+    """Encode a worker's state; message and dataclass have the same field names."""
     plain = {name: getattr(state, name) for name in _STATE_FIELDS}
     tiers = queue_pb2.AdapterTiers(**asdict(state.tiers))
     return queue_pb2.WorkerState(
@@ -160,7 +160,7 @@ def encode_worker(state: WorkerState) -> bytes:
 
 
 def decode_worker(data: bytes) -> WorkerState:
-    """The worker state in `data`. Raises google.protobuf.message.DecodeError."""
+    """Decode a worker's state. Raises google.protobuf.message.DecodeError."""
     message = queue_pb2.WorkerState.FromString(data)
     plain = {name: getattr(message, name) for name in _STATE_FIELDS}
     phase = _FROM_PHASE.get(message.phase, WorkerPhase.DRAINING)

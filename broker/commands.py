@@ -1,6 +1,6 @@
-"""Operators' commands to one incarnation of a worker, over a list of its own; not known to be obeyed.
+"""Operators' commands to an incarnation of a worker, over a list of its own. Commands are not acknowledged.
 
-On the list: the verb, and where it is about an adapter a space and the bytes of a queue.v1 Wanted.
+An entry of the list is the verb; if it concerns an adapter, a space and the bytes of a queue.v1 Wanted follow.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ from broker.codec import decode_adapter_request, encode_adapter_request
 from broker.keys import Keys
 from broker.messages import AdapterRequest
 
-# So long a command waits for its worker.
+# Time in ms that a command waits for its worker.
 COMMAND_TTL_MS = 30_000
 
 
 class Verb(StrEnum):
-    """What an operator asks of a worker; all but the first are about an adapter."""
+    """An operator's command; all but the first concern an adapter."""
 
     DRAIN = "drain"
-    # Bring it to the device.
+    # Load the adapter onto the device.
     WARM = "warm"
-    # The same, and keep it there.
+    # Load the adapter onto the device and keep it there.
     PIN = "pin"
     UNPIN = "unpin"
 
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """One command; `request` names its adapter, None for a drain."""
+    """A command and its adapter, None for a drain."""
 
     verb: Verb
     request: AdapterRequest | None = None
@@ -42,13 +42,13 @@ DRAIN = Command(Verb.DRAIN)
 
 
 def encode_command(command: Command) -> bytes:
-    """A command's bytes."""
+    """Encode a command."""
     verb = command.verb.value.encode()
     return verb if command.request is None else verb + b" " + encode_adapter_request(command.request)
 
 
 def decode_command(data: bytes) -> Command | None:
-    """What `encode_command` wrote; None where it is another version's."""
+    """Decode a command; None if another version wrote it."""
     name, _, about = data.partition(b" ")
     try:
         verb = Verb(name.decode())
@@ -60,14 +60,14 @@ def decode_command(data: bytes) -> Command | None:
 
 
 class CommandQueue:
-    """The commands of one cell's workers."""
+    """Commands to the workers of a cell."""
 
     def __init__(self, redis: Redis, keys: Keys) -> None:
         self._redis = redis
         self._keys = keys
 
     async def send(self, incarnation: str, command: Command) -> None:
-        """Tell a worker; it hears of it at once while it lives."""
+        """Send a command; a live worker receives it at once."""
         key = self._keys.commands(incarnation)
         async with self._redis.pipeline(transaction=True) as pipe:
             pipe.rpush(key, encode_command(command))
@@ -75,7 +75,7 @@ class CommandQueue:
             await pipe.execute()
 
     async def next(self, incarnation: str, timeout_s: float) -> Command | None:
-        """The next command, or None when none came in that time or it is another version's."""
+        """Return the next command; None if none came in that time, or another version wrote it."""
         answer = await self._redis.blpop([self._keys.commands(incarnation)], timeout=timeout_s)
         if answer is None:
             return None

@@ -1,4 +1,4 @@
-"""Connecting to Redis or Valkey, and saying clearly when that does not work.
+"""Connects to Redis or Valkey, with one clear line when that does not work.
 
 redis://[USER:PASSWORD@]HOST:PORT/DB   rediss:// the same over TLS   unix://PATH
 redis+sentinel://[USER:PASSWORD@]HOST:PORT[,HOST:PORT...]/SERVICE[/DB]   the primary that the sentinels name
@@ -31,9 +31,10 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import ReadOnlyError, RedisClusterException, RedisError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
-# What a server looks like that is lost, slow, or refuses to work for now (a replica, a full disk).
+# Errors of a server that is lost, slow, or refuses to work for now (a replica, a full disk).
 REDIS_DOWN = (RedisError, RedisClusterException, OSError)
 
+# Maximum connections of a process, and timeout in seconds for making one.
 CONNECTIONS = 16
 CONNECT_S = 2.0
 # Timeout in seconds of a whole call, from the wait for a connection to the answer; longer than any BLPOP blocks. The
@@ -44,18 +45,18 @@ _SCHEMES = (
     "redis",
     "rediss",
     "unix",
-    *(f"{one}+{kind}" for one in ("redis", "rediss") for kind in ("sentinel", "cluster")),
+    *(f"{scheme}+{kind}" for scheme in ("redis", "rediss") for kind in ("sentinel", "cluster")),
 )
 _SENTINEL_PORT = 26_379
 _TLS_FILES = {"ssl_ca_certs", "ssl_certfile", "ssl_keyfile", "ssl_cert_reqs"}
 
 
 class RedisUnreachableError(Exception):
-    """The server does not answer, or is not one that can be used; one line that says what to do."""
+    """The server does not answer or cannot be used; the message is one line that says what to do."""
 
 
 async def connect(url: str) -> Redis:
-    """A client (bytes in, bytes out) whose server answered. Raises RedisUnreachableError."""
+    """Return a client of bytes whose server has answered. Raises RedisUnreachableError."""
     try:
         client = _client(url)
     except ValueError as error:
@@ -64,7 +65,7 @@ async def connect(url: str) -> Redis:
         info = await client.info("server")
     except REDIS_DOWN as error:
         await client.aclose()
-        why = str(error).partition(" : ")[0]  # sentinels are told with all their settings
+        why = str(error).partition(" : ")[0]  # for sentinels the library adds all their settings
         raise RedisUnreachableError(f"--redis-url {_shown(url)}: no answer ({why}); is the server up?") from error
     version = str(info["redis_version"])
     if int(version.split(".", maxsplit=1)[0]) < 7:
@@ -74,7 +75,7 @@ async def connect(url: str) -> Redis:
 
 
 def _client(url: str) -> Redis:
-    """Raises ValueError."""
+    """Return a client for a URL. Raises ValueError on a bad one."""
     parts = urlsplit(url)
     unknown = sorted(set(parse_qs(parts.query)) - set(URL_QUERY_ARGUMENT_PARSERS) - _TLS_FILES)
     if unknown:
@@ -99,7 +100,7 @@ def _waits() -> dict[str, Any]:
 
 
 class _Redis(Redis):
-    """Its calls end in time."""
+    """A client whose calls end within CALL_S."""
 
     async def execute_command(self, *arguments: Any, **options: Any) -> Any:
         async with _within_time():
@@ -129,14 +130,14 @@ async def _within_time() -> AsyncIterator[None]:
 
 
 class _Pool(BlockingConnectionPool):
-    """Callers wait for a connection rather than open hundreds at once."""
+    """A pool in which callers wait for a connection, rather than open hundreds at once."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**{"max_connections": CONNECTIONS, "timeout": CALL_S, **options})
 
 
 class _FollowsPrimary(AbstractConnection):
-    """A primary that became a replica is left: its address may lead to the new one now."""
+    """A connection that closes when its server has become a replica: the address may lead to the new primary now."""
 
     async def read_response(self, *arguments: Any, **options: Any) -> Any:
         try:
@@ -147,15 +148,15 @@ class _FollowsPrimary(AbstractConnection):
 
 
 class _FollowsPrimaryTCP(_FollowsPrimary, Connection):
-    """Over TCP."""
+    """A connection over TCP."""
 
 
 class _FollowsPrimaryTLS(_FollowsPrimary, SSLConnection):
-    """Over TLS."""
+    """A connection over TLS."""
 
 
 class _FollowsPrimaryLocally(_FollowsPrimary, UnixDomainSocketConnection):
-    """Over a Unix socket."""
+    """A connection over a Unix socket."""
 
 
 _FOLLOWING: Mapping[type, type] = {
@@ -166,7 +167,7 @@ _FOLLOWING: Mapping[type, type] = {
 
 
 class _SentinelPool(SentinelConnectionPool, _Pool):
-    """The same for a primary that sentinels name; these connections follow it by themselves."""
+    """A pool of connections to the primary that sentinels name; the connections follow it by themselves."""
 
 
 def _sentinel(url: str) -> Redis:
@@ -182,7 +183,7 @@ def _sentinel(url: str) -> Redis:
     options.pop("host", None)
     tls = {"ssl": True} if options.pop("connection_class", None) is SSLConnection else {}
     names = {name: value for name, value in options.items() if name.startswith("ssl_")}
-    # There are others to ask.
+    # A sentinel that does not answer is not asked again: there are others.
     once = Retry(NoBackoff(), 0)
     to_sentinels = {**names, **tls, "socket_timeout": 1.0, "socket_connect_timeout": 1.0, "retry": once}
     options = {**_waits(), **options, **tls, "connection_pool_class": _SentinelPool, "redis_class": _Redis}
@@ -215,10 +216,10 @@ def _cluster(options: dict[str, Any]) -> Redis:
     tls = options.pop("connection_class", None) is SSLConnection
     if options.pop("db", 0):
         raise ValueError("a cluster has database 0 alone")
-    # It takes the same commands, and all keys of a cell lie in one slot.
+    # A cluster takes the same commands, and all keys of a cell lie in one slot.
     return cast(Redis, _Cluster(**{**_waits(), **options, "ssl": tls}))
 
 
 def _shown(url: str) -> str:
-    """The URL without its password, which must not reach a terminal or a log."""
+    """Return the URL without its password, which must not reach a terminal or a log."""
     return re.sub(r"//([^:/@]*):[^@]*@", r"//\1:***@", url)

@@ -1,4 +1,4 @@
-"""The dead letters of one cell: the last jobs that were ended because they killed their workers' engines."""
+"""Dead letters of a cell: records of the last jobs that were ended because they killed their workers' engines."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DEAD_BYTES = 1 << 20
 
 
 class DeadLetters:
-    """A list in Redis, bounded in count and bytes."""
+    """A list of dead letters in Redis, bounded in count and bytes."""
 
     def __init__(self, redis: Redis, keys: Keys, *, limit: int = DEAD_LIMIT, bytes_limit: int = DEAD_BYTES) -> None:
         self._redis = redis
@@ -29,16 +29,16 @@ class DeadLetters:
         self._add = SCRIPTS.register(redis, "dead_add")
 
     async def add(self, dead: DeadJob) -> None:
-        """Keep one; the same one twice in a row, a call that was retried, is kept once."""
+        """Keep a dead letter; a repeated call keeps it once."""
         await self._add(keys=[self._key], args=[encode_dead_job(dead), *self._limits])
 
     async def list(self) -> list[DeadJob]:
-        """All that are kept, the newest first."""
+        """Return all dead letters, the newest first."""
         found: list[DeadJob] = []
         for data in await self._redis.lrange(self._key, 0, -1):
             assert isinstance(data, bytes), "connect() makes clients of bytes"
             try:
                 found.append(decode_dead_job(data))
-            except DecodeError:  # another version's
-                log.warning("a dead letter of %d bytes can't be read", len(data))
+            except DecodeError:  # another version wrote it
+                log.warning("cannot read a dead letter of %d bytes", len(data))
         return found

@@ -1,27 +1,27 @@
-"""Every Redis key on one page. All keys of a cell share a hash tag, so that scripts run on one shard.
+"""All Redis keys. The keys of a cell share a hash tag, so that scripts run on one shard.
 
-key                          type    what
-lp:{MODEL/CELL}:waiting      zset    ids of the jobs that wait, by deadline
-lp:{MODEL/CELL}:again        zset    those of them that were dispatched again, by arrival
-lp:{MODEL/CELL}:queue:TENANT zset    a tenant's others, in the order of claims: priority, deadline, arrival
-lp:{MODEL/CELL}:job:ID       hash    a waiting job: body, attempt, what a claim must know of it
+key                          type    content
+lp:{MODEL/CELL}:waiting      zset    ids of the waiting jobs, by deadline
+lp:{MODEL/CELL}:again        zset    redispatched jobs among them, by arrival
+lp:{MODEL/CELL}:queue:TENANT zset    the other jobs of a tenant, in the order of claims: priority, deadline, arrival
+lp:{MODEL/CELL}:job:ID       hash    a waiting job: body, attempt, and the facts that a claim needs
 lp:{MODEL/CELL}:arrivals     string  counter that numbers arrivals
-lp:{MODEL/CELL}:tenants      zset    tenants that have a queue, by their counters of service
-lp:{MODEL/CELL}:idle         zset    the counters of tenants that have none, so far as above the lowest
-lp:{MODEL/CELL}:floor        string  the counter of the last tenant that had a queue
-lp:{MODEL/CELL}:bytes        hash    bytes that wait, in all and by tenant, and the work of each tenant's
-lp:{MODEL/CELL}:charged:ID   string  a claimed job: what its tenant has been charged; expires
-lp:{MODEL/CELL}:pace         hash    how much work a second is claimed while work waits
+lp:{MODEL/CELL}:tenants      zset    tenants with a queue, by their counters of service
+lp:{MODEL/CELL}:idle         zset    counters of the other tenants, where they are above the lowest
+lp:{MODEL/CELL}:floor        string  counter of the last tenant that had a queue
+lp:{MODEL/CELL}:bytes        hash    totals: bytes that wait, in all and by tenant, and work by tenant
+lp:{MODEL/CELL}:charged:ID   string  what the tenant of a claimed job has been charged; expires
+lp:{MODEL/CELL}:pace         hash    claim rate: how much work is claimed in a ms while work waits
 lp:{MODEL/CELL}:room:WORKER  string  free rows after a worker's last claim; expires
-lp:{MODEL/CELL}:wake         list    one entry wakes one idle worker
-lp:{MODEL/CELL}:wake:WORKER  list    the same for this one
-lp:{MODEL/CELL}:dead         list    the last jobs that were ended because they killed engines, the newest first
-lp:{MODEL/CELL}:pins         hash    the adapters that every worker keeps on its device, by digest
-lp:{MODEL/CELL}:workers      hash    worker incarnations that may live, and which worker's they are
-lp:{MODEL/CELL}:commands:INC list    what operators ask of an incarnation; expires
-lp:{MODEL/CELL}:worker:INC   string  a live incarnation's state; its time to live is the liveness
-lp:{MODEL/CELL}:routers      zset    routers, by when they are taken for dead
-lp:{MODEL/CELL}:born         string  a name for this data, made when it began
+lp:{MODEL/CELL}:wake         list    wake-ups: an entry wakes one idle worker
+lp:{MODEL/CELL}:wake:WORKER  list    wake-ups of this worker
+lp:{MODEL/CELL}:dead         list    dead letters: the last jobs that were ended because they killed engines
+lp:{MODEL/CELL}:pins         hash    adapters that every worker keeps on its device, by digest
+lp:{MODEL/CELL}:workers      hash    worker incarnations that may live, and the workers that they belong to
+lp:{MODEL/CELL}:commands:INC list    operators' commands to an incarnation; expires
+lp:{MODEL/CELL}:worker:INC   string  state of a live incarnation; expires without beats
+lp:{MODEL/CELL}:routers      zset    routers, by the time from which they are taken for dead
+lp:{MODEL/CELL}:born         string  random name of this data, made when it began
 """
 
 from __future__ import annotations
@@ -31,53 +31,53 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """The keys of one cell of one model."""
+    """Keys of a cell of a model."""
 
     model: str
     cell: str
 
     @property
     def prefix(self) -> str:
-        """What every key of the cell begins with, colon included."""
+        """Return the common prefix of the cell's keys, colon included."""
         return f"lp:{{{self.model}/{self.cell}}}:"
 
     @property
     def waiting(self) -> str:
-        """Ids of waiting jobs; the score is the deadline in ms of Redis's clock, or infinity."""
+        """Key of the waiting jobs' ids; the score is the deadline in ms of Redis's clock, or infinity."""
         return self.prefix + "waiting"
 
     @property
     def wake(self) -> str:
-        """The list that idle workers block on."""
+        """Key of the list that idle workers block on."""
         return self.prefix + "wake"
 
     def wake_of(self, worker_id: str) -> str:
-        """The list that this worker blocks on besides."""
+        """Key of a second list, on which this worker alone blocks."""
         return f"{self.wake}:{worker_id}"
 
     @property
     def dead(self) -> str:
-        """The dead letters."""
+        """Key of the dead letters."""
         return self.prefix + "dead"
 
     @property
     def pins(self) -> str:
-        """The adapters that every worker keeps."""
+        """Key of the adapters that every worker keeps."""
         return self.prefix + "pins"
 
     @property
     def workers(self) -> str:
-        """Incarnations of workers that may live, with their workers."""
+        """Key of the incarnations of workers that may live, with their workers."""
         return self.prefix + "workers"
 
     def job(self, job_id: str) -> str:
-        """A waiting job."""
+        """Key of a waiting job."""
         return f"{self.prefix}job:{job_id}"
 
     def commands(self, incarnation: str) -> str:
-        """What operators ask of an incarnation."""
+        """Key of the commands to an incarnation."""
         return f"{self.prefix}commands:{incarnation}"
 
     def worker(self, incarnation: str) -> str:
-        """An incarnation's liveness."""
+        """Key of an incarnation's state, which exists while it lives."""
         return f"{self.prefix}worker:{incarnation}"

@@ -1,4 +1,4 @@
-"""What the queue carries, as the code inside both rooms sees it. `broker.codec` turns these to bytes and back."""
+"""Dataclasses of what the queue carries. `broker.codec` converts them to bytes and back."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from enum import StrEnum
 
 from artifacts.sampling import SamplingParams
 
-# So many engines may die with a job newly in their batch before it has to run alone.
+# Number of strikes, engines that died with the job newly in their batch, from which on a job runs alone.
 STRIKES_LIMIT = 2
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterRef:
-    """One immutable revision. `revision` is its full name, `weight_bytes` the size of its safetensors file.
+    """An immutable revision of an adapter. `revision` is its full name, `weight_bytes` its safetensors' size.
 
-    Or a weighted set of them, which has `parts`: then `revision` is its digest (see artifacts.digests.weighted_digest),
-    rank and bytes are the sums of the parts'.
+    A weighted set of revisions has `parts`: then `revision` is its digest (see artifacts.digests.weighted_digest), and
+    rank and bytes are the sums over the parts.
     """
 
     revision: str
@@ -27,13 +27,13 @@ class AdapterRef:
 
     @property
     def summands(self) -> tuple[AdapterRef, ...]:
-        """The revisions that it needs: itself, or the parts of a set."""
+        """Return the revisions to load: this one, or the parts of a set."""
         return tuple(part.adapter for part in self.parts) or (self,)
 
 
 @dataclass(frozen=True, slots=True)
 class WeightedRef:
-    """One revision of a weighted set, and the factor of what it adds to the base model."""
+    """A revision of a weighted set, and the factor of its output."""
 
     adapter: AdapterRef
     weight: float
@@ -49,7 +49,7 @@ class AdapterRequest:
 
 @dataclass(frozen=True, slots=True)
 class StoppingParams:
-    """When an answer ends; counts are of the whole answer."""
+    """Options that end an answer; counts are of the whole answer, over all attempts."""
 
     max_tokens: int
     min_tokens: int = 0
@@ -59,7 +59,7 @@ class StoppingParams:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A request as it waits in the queue. `emitted` has what earlier attempts produced, per choice."""
+    """A request as it waits in the queue. `emitted` has the tokens of earlier attempts, by choice."""
 
     job_id: str
     tenant: str
@@ -76,47 +76,47 @@ class Job:
     sampling: SamplingParams = field(default_factory=SamplingParams)
     n: int = 1
     priority: int = 0
-    # Milliseconds that were left at the enqueue; 0: no deadline.
+    # Time in ms that was left at the enqueue; 0: no deadline.
     deadline_ms: int = 0
     strikes: int = 0
-    # How many alternatives to report for each token; None: no logprobs.
+    # Number of alternatives to report for each token; None: no logprobs.
     logprobs: int | None = None
     prompt_logprobs: int | None = None
-    # Choices that need no more work, though their siblings do.
+    # Choices that have ended, while others of the request go on.
     done: tuple[int, ...] = ()
-    # The W3C trace context of its request's span; empty: it is not traced.
+    # The W3C traceparent of the request's span; empty: not traced.
     traceparent: str = ""
 
     @property
     def tokens(self) -> int:
-        """The most tokens that prompt and answer can come to."""
+        """Return the maximum tokens of prompt and answer together."""
         return len(self.prompt_ids) + self.stopping.max_tokens
 
     @property
     def prefill_tokens(self) -> int:
-        """Tokens that a worker computes before the first new one."""
+        """Return the number of tokens to compute before the first new one."""
         # The choices share the prompt's blocks.
         return len(self.prompt_ids) + sum(len(ids) for ids in self.emitted.values())
 
     @property
     def rows(self) -> int:
-        """Answers still to be made."""
+        """Return the number of choices that have not ended, each of which takes a row."""
         return self.n - len(self.done)
 
     @property
     def rank(self) -> int:
-        """The largest rank of its adapter; 0 without one."""
+        """Return the rank of the adapter; 0 without an adapter."""
         return self.adapter.rank if self.adapter else 0
 
     @property
     def suspect(self) -> bool:
-        """Whether it is to run alone on its worker: it may be what kills the engines."""
+        """Return whether the job runs alone on its worker, because it may be what kills the engines."""
         return self.strikes >= STRIKES_LIMIT
 
 
 @dataclass(frozen=True, slots=True)
 class DeadJob:
-    """What is kept of a job that killed its workers' engines: no prompt, no output."""
+    """The record of a job that killed its workers' engines, without prompt and output."""
 
     job_id: str
     request_id: str
@@ -128,39 +128,39 @@ class DeadJob:
     # Of all choices.
     completion_tokens: int
     attempts: int
-    # UPPER_SNAKE_CASE, as the client was told.
+    # The reason that the client got, in UPPER_SNAKE_CASE.
     reason: str
-    # Milliseconds since 1970, by the router's clock.
+    # Time in ms since 1970, by the router's clock.
     died_at_ms: int
 
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """What a claiming worker has room for, and what it holds."""
+    """The free capacity of a claiming worker, and its adapters."""
 
     rows: int
-    # All that it has, free or not: a job of more choices than these takes them all.
+    # All rows of the worker, free or not; a job of more choices takes all of them.
     rows_limit: int
     # Free tokens of KV cache.
     tokens: int
-    # The longest prompt and answer together that it takes at all.
+    # Maximum tokens of a job, prompt and answer together.
     max_tokens: int
     max_rank: int
-    # Digests of the revisions that are on its device.
+    # Digests of the revisions on the device.
     adapters: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterTiers:
-    """A worker's adapters on the device, in host memory, on disk: counts since its start, bytes as stored."""
+    """Counts of a worker's adapters on the device, in host memory and on disk, since its start; bytes as stored."""
 
-    # On their way from the store to the disk, and from there to the device.
+    # Adapters on the way from the store to the disk, and from the disk to the device.
     fetching: int = 0
     loading: int = 0
     # Requests that found their adapter on the device, and that did not.
     hits: int = 0
     misses: int = 0
-    # Adapters that took another's slot.
+    # Loads that evicted another adapter from its slot.
     swaps: int = 0
     device_bytes: int = 0
     host_bytes: int = 0
@@ -173,7 +173,7 @@ class AdapterTiers:
 
 
 class WorkerPhase(StrEnum):
-    """What a live worker does with new work."""
+    """Whether a live worker claims jobs."""
 
     SERVING = "serving"
     DRAINING = "draining"
@@ -181,7 +181,7 @@ class WorkerPhase(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class WorkerState:
-    """What a live worker says of itself with every beat."""
+    """The state that a live worker reports with every beat."""
 
     worker_id: str
     incarnation: str

@@ -1,4 +1,4 @@
-"""The adapters that all workers of a cell keep on their devices: those that serve now, and those that start later."""
+"""The adapters that every worker of a cell keeps on its device, also workers that start later."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ log = logging.getLogger(__name__)
 
 
 def is_let_go(pinned: AdapterRef, unpinned: AdapterRef) -> bool:
-    """Whether to unpin a revision is to unpin that one: the same bytes, or another revision of the same adapter."""
+    """Return whether unpinning one revision unpins the other: the same bytes, or a revision of the same adapter."""
     return pinned.digest == unpinned.digest or _adapter(pinned) == _adapter(unpinned)
 
 
@@ -24,29 +24,30 @@ def _adapter(ref: AdapterRef) -> str:
 
 
 class PinnedAdapters:
-    """A hash in Redis, by digest."""
+    """Pinned adapters in Redis, a hash by digest."""
 
     def __init__(self, redis: Redis, keys: Keys) -> None:
         self._redis = redis
         self._key = keys.pins
 
     async def add(self, request: AdapterRequest) -> None:
-        """Pin one."""
+        """Pin an adapter."""
         await self._redis.hset(self._key, request.adapter.digest, encode_adapter_request(request))
 
     async def remove(self, ref: AdapterRef) -> None:
-        """Unpin one, and other revisions of the same adapter; one that is not pinned is none."""
-        gone = [one.adapter.digest for one in await self.list() if is_let_go(one.adapter, ref)]
+        """Unpin an adapter with all its revisions; does nothing if none is pinned."""
+        pinned = [request.adapter for request in await self.list()]
+        gone = [adapter.digest for adapter in pinned if is_let_go(adapter, ref)]
         if gone:
             await self._redis.hdel(self._key, *gone)
 
     async def list(self) -> list[AdapterRequest]:
-        """All of them."""
+        """Return all pinned adapters."""
         found: list[AdapterRequest] = []
         for data in (await self._redis.hgetall(self._key)).values():
             assert isinstance(data, bytes), "connect() makes clients of bytes"
             try:
                 found.append(decode_adapter_request(data))
-            except DecodeError:  # another version's
-                log.warning("a pin of %d bytes can't be read", len(data))
+            except DecodeError:  # another version wrote it
+                log.warning("cannot read a pin of %d bytes", len(data))
         return found

@@ -1,4 +1,4 @@
-"""Which workers an adapter prefers: rendezvous hashing with bounded load.
+"""The workers that an adapter prefers, by rendezvous hashing with bounded load.
 
 Thaler and Ravishankar, Using name-based mappings to increase hit rates, 1998: each worker's weight for an adapter is a
 hash of both, the highest comes first; one that comes or goes moves only its own adapters. The bound on load: Mirrokni
@@ -17,15 +17,16 @@ from operator import attrgetter
 import numpy as np
 import numpy.typing as npt
 
-# So many workers may be preferred, each where those before it have no room.
+# Maximum number of preferred workers; each counts where those before it have no free rows.
 PREFERRED = 3
-# A worker is overloaded beyond so many times the mean load, and half of its rows: below that a row more costs little.
+# A worker is overloaded above this many times the mean load, if more than half of its rows are used: below that a row
+# more costs little.
 LOAD_BOUND = 1.25
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerLoad:
-    """A live worker and the rows that it uses of its own."""
+    """A live worker, its used rows and all its rows."""
 
     worker_id: str
     used: int
@@ -39,8 +40,8 @@ def _hashes(worker_ids: tuple[str, ...]) -> npt.NDArray[np.uint64]:
 
 @lru_cache(maxsize=4096)
 def _ranking(digest: str, worker_ids: tuple[str, ...]) -> tuple[int, ...]:
-    """The workers' places in `worker_ids`, those of the highest weight first."""
-    # A hash of each alone, mixed: with a hash of both a thousand workers would take a router two milliseconds a job.
+    """Return the indices of `worker_ids`, ordered by falling weight."""
+    # The hashes of both are mixed: hashing each pair of a thousand workers would take a router two ms a job.
     weights = _mixed(_hashes(worker_ids) ^ np.uint64(_hash(digest)))
     return tuple(np.argsort(weights)[::-1].tolist())
 
@@ -57,12 +58,12 @@ def _mixed(numbers: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 
 def preferred(digest: str, workers: Sequence[WorkerLoad]) -> tuple[str, ...]:
-    """The ids of the workers that an adapter prefers, the best first; none of them overloaded."""
+    """Return the ids of the workers that an adapter prefers, the best first, without overloaded ones."""
     ordered = sorted(workers, key=_id_of)
     mean = sum(worker.used for worker in ordered) / max(1, len(ordered))
     ranking = _ranking(digest, tuple(map(_id_of, ordered)))
     by_rank = map(ordered.__getitem__, ranking)
-    fit = (one for one in by_rank if one.used <= max(LOAD_BOUND * mean, one.rows / 2))
+    fit = (worker for worker in by_rank if worker.used <= max(LOAD_BOUND * mean, worker.rows / 2))
     return tuple(worker.worker_id for worker in islice(fit, PREFERRED))
 
 

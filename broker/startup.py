@@ -1,4 +1,4 @@
-"""The start of a process whose Redis may come up later than itself."""
+"""Connects a starting process to a Redis that may start later."""
 
 from __future__ import annotations
 
@@ -12,21 +12,22 @@ from broker.connection import REDIS_DOWN, RedisUnreachableError, connect
 
 log = logging.getLogger(__name__)
 
+# Interval in seconds between attempts to connect.
 RETRY_S = 0.5
 
 
 async def connect_once_up(url: str) -> Redis:
-    """Wait for the server, and say so in the log. Raises RedisUnreachableError for what no waiting mends."""
-    told = False
+    """Wait for the server and log that once. Raises RedisUnreachableError for errors that waiting cannot fix."""
+    logged = False
     while True:
         try:
             return await connect(url)
         except RedisUnreachableError as error:
             cause = error.__cause__
-            # A URL that can't be read has a ValueError as its cause, a version that is too old has none.
+            # A bad URL has a ValueError as its cause, a version that is too old has no cause.
             if not isinstance(cause, REDIS_DOWN) or isinstance(cause, AuthenticationError):
                 raise
-            if not told:
+            if not logged:
                 log.warning("waits for Redis: %s", error)
-                told = True
+                logged = True
         await asyncio.sleep(RETRY_S)

@@ -1,1 +1,1 @@
-"""What every process tells of itself: set-up of logs, metrics and traces."""
+"""Logs, metrics and traces: their set-up in every process."""

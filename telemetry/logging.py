@@ -1,6 +1,6 @@
-"""Logging for a process: one line an event on stderr, plain or JSON, never a prompt or an output.
+"""Sets up a process's logs: a line on stderr for each event, plain or JSON, without prompts and outputs.
 
-What a line is about comes as fields beside its words: `log.info("request ended", extra=fields(request_id="r-1"))`.
+Fields stand beside a line's message: `log.info("request ended", extra=fields(request_id="r-1"))`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 FORMATS = ("text", "json")
 LEVELS = ("debug", "info", "warning", "error")
-# What all processes of a host share.
+# Log settings that all processes of a host share.
 FORMAT_VARIABLE, LEVEL_VARIABLE = "LORAPLEX_LOG_FORMAT", "LORAPLEX_LOG_LEVEL"
 FORMAT_HELP = f"how log lines are written: text or json; also {FORMAT_VARIABLE}"
 LEVEL_HELP = f"the least that is logged: {', '.join(LEVELS)}; also {LEVEL_VARIABLE}"
@@ -23,12 +23,12 @@ _FIELDS = "loraplex_fields"
 
 
 def fields(**values: Any) -> dict[str, Any]:
-    """For `extra=` of a logging call: names and values that the line carries."""
+    """Return the `extra=` of a logging call: names and values that the line carries."""
     return {_FIELDS: values}
 
 
 def check_logging(log_format: str, log_level: str) -> None:
-    """Raises ValueError on what no process can log as."""
+    """Check log settings. Raises ValueError on an unknown format or level."""
     if log_format not in FORMATS:
         raise ValueError(f"--log-format {log_format}: not one of {', '.join(FORMATS)}")
     if log_level not in LEVELS:
@@ -46,37 +46,37 @@ def set_up_logging(process: str, log_format: str = "text", log_level: str = "inf
 
 
 def logging_of(environ: Mapping[str, str]) -> dict[str, str]:
-    """A child's own `log_format` and `log_level`, as `environment_of` has given them to it."""
+    """Return a child's own `log_format` and `log_level`, as `environment_of` has given them to it."""
     given = {"log_format": environ.get(FORMAT_VARIABLE), "log_level": environ.get(LEVEL_VARIABLE)}
     return {name: value for name, value in given.items() if value}
 
 
 def environment_of(log_format: str, log_level: str) -> Mapping[str, str]:
-    """The variables that make a child process log alike."""
+    """Return the environment variables with which a child process logs alike."""
     return {FORMAT_VARIABLE: log_format, LEVEL_VARIABLE: log_level}
 
 
 class _TextLines(logging.Formatter):
-    """`time level process logger: message name=value ...`."""
+    """Formats a line as `time level process logger: message name=value ...`."""
 
     def __init__(self, process: str) -> None:
         super().__init__(f"%(asctime)s %(levelname)s {process} %(name)s: %(message)s")
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # logging's own name
-        """The line without a traceback."""
+        """Return the line without a traceback."""
         values = getattr(record, _FIELDS, {})
         return super().formatMessage(record) + "".join(f" {name}={value}" for name, value in values.items())
 
 
 class _JsonLines(logging.Formatter):
-    """One JSON object a line, a traceback among its values."""
+    """Formats a line as a JSON object, with the traceback among its values."""
 
     def __init__(self, process: str) -> None:
         super().__init__()
         self._process = process
 
     def format(self, record: logging.LogRecord) -> str:
-        """The object. `time` is UTC."""
+        """Return the line; its `time` is UTC."""
         at = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
         line: dict[str, Any] = {
             "time": f"{at}.{int(record.msecs):03d}Z",

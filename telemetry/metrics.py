@@ -19,70 +19,70 @@ from prometheus_client import (
 )
 
 PREFIX = "loraplex"
-# Of a setting `metrics_port`.
+# The help text of a setting `metrics_port`.
 NO_METRICS = -1
 PORT_HELP = f"the port of the Prometheus metrics; 0: the system chooses; {NO_METRICS}: none"
-# So many tenants, and so many adapters, have a time series of their own; those that come later share one.
+# Maximum number of tenants, and of adapters, with a time series of their own; later ones share `other`.
 NAMES = 1_000
 OTHER = "other"
 
-# Seconds: what a step, a claim or a gap takes; what a request takes.
+# Bounds in seconds of histograms: for a step, a claim or a gap between tokens; for a request.
 SHORT_S = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5, 10.0)
 LONG_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 600.0)
 TOKENS = tuple(float(2**power) for power in range(18))
 
-# Else every series has a second one that tells when it began.
+# Without this every series has a second one with its start time.
 disable_created_metrics()  # type: ignore[no-untyped-call]
 
 
 class MetricsPortError(Exception):
-    """The metrics can't be served; one line."""
+    """Metrics cannot be served; the message is one line."""
 
 
 class Meters:
-    """Declares metrics, each under the project's prefix, in a registry of its own."""
+    """Declares metrics under the project's prefix, in a registry of the process's own."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        # What the process's ready line says of them: where they are served.
+        # Where the metrics are served, for the process's ready line.
         self.ready_word = ""
 
     def counter(self, name: str, text: str, labels: Sequence[str] = ()) -> Counter:
-        """A count, served as `loraplex_{name}_total`."""
+        """Declare a counter, served as `loraplex_{name}_total`."""
         return Counter(name, text, labels, namespace=PREFIX, registry=self.registry)
 
     def gauge(self, name: str, text: str, labels: Sequence[str] = ()) -> Gauge:
-        """A value that rises and falls."""
+        """Declare a gauge, a value that rises and falls."""
         return Gauge(name, text, labels, namespace=PREFIX, registry=self.registry)
 
     def histogram(self, name: str, text: str, buckets: Sequence[float], labels: Sequence[str] = ()) -> Histogram:
-        """How often values came up to each of `buckets`."""
+        """Declare a histogram: how many values are at most each of `buckets`."""
         return Histogram(name, text, labels, namespace=PREFIX, registry=self.registry, buckets=buckets)
 
     def rpc_calls(self) -> tuple[Counter, Histogram]:
-        """Of a gRPC server: how its calls ended, and how long they took."""
+        """Declare a gRPC server's metrics: how its calls ended, and how long they took."""
         ended = self.counter("rpc_requests", "gRPC calls that ended.", ("method", "code"))
         return ended, self.histogram("rpc_seconds", "From a gRPC call to its end.", LONG_S, ("method",))
 
 
 class BoundedNames:
-    """Names that come from outside, as label values: the first `limit` as they are, then `other` for those to come."""
+    """Bounds a label whose values come from outside: the first `limit` values stay, later ones become `other`."""
 
     def __init__(self, limit: int = NAMES) -> None:
         self._limit = limit
-        self._known: set[str] = set()
+        self._values: set[str] = set()
 
     def bounded(self, name: str) -> str:
-        """The name, or OTHER."""
-        if name not in self._known:
-            if len(self._known) >= self._limit:
+        """Return the label value of a name: the name itself, or OTHER."""
+        if name not in self._values:
+            if len(self._values) >= self._limit:
                 return OTHER
-            self._known.add(name)
+            self._values.add(name)
         return name
 
 
 class MetricsServer:
-    """Serves `/metrics` over HTTP from a thread of its own, which costs nothing until somebody asks."""
+    """Serves `/metrics` over HTTP from a thread of its own, which is idle between requests."""
 
     def __init__(self, meters: Meters, host: str, port: int) -> None:
         """Listen on host:port, 0 for a port that the system chooses. Raises MetricsPortError."""
@@ -102,5 +102,5 @@ class MetricsServer:
 
 
 def serve_metrics(meters: Meters, host: str, port: int) -> MetricsServer | None:
-    """Serve them, unless the port says that nobody wants them. Raises MetricsPortError."""
+    """Serve metrics, unless the port turns them off. Raises MetricsPortError."""
     return None if port == NO_METRICS else MetricsServer(meters, host, port)

@@ -17,7 +17,7 @@ from opentelemetry.trace import Span, SpanKind, Status, StatusCode, Tracer, set_
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 TRACEPARENT = "traceparent"
-# So long a process that stops tries to send its last spans.
+# Timeout in seconds for sending the last spans of a process that stops.
 CLOSE_S = 1.0
 Attributes = Mapping[str, str | bool | int | float | tuple[str, ...]]
 
@@ -25,7 +25,7 @@ _propagator = TraceContextTextMapPropagator()
 
 
 def asked_for(environ: Mapping[str, str]) -> bool:
-    """Whether the environment wants traces."""
+    """Return whether the environment turns traces on."""
     if environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
         return False
     exporters = environ.get("OTEL_TRACES_EXPORTER", "").strip()
@@ -35,19 +35,19 @@ def asked_for(environ: Mapping[str, str]) -> bool:
 
 
 class Spans:
-    """Makes one process's spans. Times are of the monotonic clock; `on` is False where nobody wants any."""
+    """Makes the spans of a process; `on` is False while traces are off. Times are of the monotonic clock."""
 
     def __init__(self, tracer: Tracer | None = None, close: Callable[[], None] = lambda: None) -> None:
         self._tracer = tracer
         self.on = tracer is not None
-        # Sends what is still to be sent; blocks for CLOSE_S at most.
+        # Sends the remaining spans; blocks for CLOSE_S at most.
         self.close = close
         self._epoch_ns = time.time_ns() - time.monotonic_ns()
 
     def begin(
         self, name: str, parent: str | Span, attributes: Attributes, *, kind: SpanKind, at_s: float | None = None
     ) -> Span | None:
-        """A span that `end` ends, beneath another one or a traceparent (empty: a trace of its own)."""
+        """Begin a span beneath another span or a traceparent; an empty traceparent begins a trace. `end` ends it."""
         if self._tracer is None:
             return None
         began_ns = self._ns(time.monotonic() if at_s is None else at_s)
@@ -56,13 +56,13 @@ class Spans:
         )
 
     def end(self, span: Span, *, error: str = "", at_s: float | None = None) -> None:
-        """It is over; `error`: what went wrong."""
+        """End a span; `error` says what went wrong."""
         if error:
             span.set_status(Status(StatusCode.ERROR, error))
         span.end(self._ns(time.monotonic() if at_s is None else at_s))
 
     def record(self, name: str, parent: Span, began_s: float, ended_s: float, attributes: Attributes) -> None:
-        """A span beneath another one, of what is over."""
+        """Record a span of work that is over, beneath another span."""
         span = self.begin(name, parent, attributes, kind=SpanKind.INTERNAL, at_s=began_s)
         if span is not None:
             self.end(span, at_s=max(began_s, ended_s))
@@ -72,7 +72,7 @@ class Spans:
 
 
 def set_up_tracing(process: str, environ: Mapping[str, str]) -> Spans:
-    """The process's spans, sent in batches from a thread; `close` sends the last ones."""
+    """Return the process's spans, which a thread sends in batches; `close` sends the last ones."""
     if not asked_for(environ):
         return Spans()
     # The SDK takes a fifth of a second to import.
@@ -101,7 +101,7 @@ def set_up_tracing(process: str, environ: Mapping[str, str]) -> Spans:
 
 
 def traceparent_of(span: Span | None) -> str:
-    """What another process needs to put its spans beneath this one; empty without one."""
+    """Return a span's W3C traceparent, under which other processes put their spans; empty without a span."""
     carrier: dict[str, str] = {}
     if span is not None:
         _propagator.inject(carrier, set_span_in_context(span))
@@ -109,7 +109,7 @@ def traceparent_of(span: Span | None) -> str:
 
 
 def traceparent_in(metadata: Iterable[tuple[str, str | bytes]] | None) -> str:
-    """A caller's, from a call's metadata; empty where there is none. What is none is ignored when it is used."""
+    """Return the traceparent of a call's metadata; empty without one. A malformed one is ignored when it is used."""
     found = (value for key, value in metadata or () if key == TRACEPARENT)
     value = next(found, "")
     return value if isinstance(value, str) else ""

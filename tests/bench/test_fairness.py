@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 
-from bench.fairness import AIMS, Setup, Simulation, measure
+from bench.fairness import AIMS, measure
+from bench.fairness_simulation import FairnessSetup, FairnessSimulation
 
 
 def test_every_run_and_ratio_is_there() -> None:
-    written = measure(Setup(minutes=0.5, prompt=64, answer=32), quick=True).to_json()
+    written = measure(FairnessSetup(minutes=0.5, prompt=64, answer=32), quick=True).to_json()
     runs = [(row["run"], row["tenant"]) for row in written["rows"]]
     assert runs == [
         *((run, tenant) for run in ("fair", "first come first served") for tenant in ("one", "two")),
@@ -20,9 +21,12 @@ def test_every_run_and_ratio_is_there() -> None:
 
 
 def test_fair_claims_share_what_first_come_first_served_gives_to_the_loud_one() -> None:
-    setup = Setup(minutes=1, rates={"one": 6.0, "two": 18.0}, prompt=64, answer=32, kv_tokens=1_000)
+    setup = FairnessSetup(minutes=1, rates={"one": 6.0, "two": 18.0}, prompt=64, answer=32, kv_tokens=1_000)
     answers = {
-        fair: {tenant: len(times) for tenant, times in Simulation(setup, setup.rates, fair=fair).run().ttft_s.items()}
+        fair: {
+            tenant: len(times)
+            for tenant, times in FairnessSimulation(setup, setup.rates, fair=fair).run().ttft_s.items()
+        }
         for fair in (True, False)
     }
     assert abs(answers[True]["one"] - answers[True]["two"]) < 0.1 * answers[True]["one"]

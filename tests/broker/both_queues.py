@@ -88,19 +88,19 @@ class BothQueues:
         placement = placement or Placement()
         refusal = self.model.enqueue(job, placement, self.now_ms)
         why = refusal.why if refusal else ""
-        told, wait_ms = "", 0
+        message, wait_ms = "", 0
         try:
             await self._queue().enqueue(job, placement)
         except QueueFullError as error:
-            told = str(error)
+            message = str(error)
         except DeadlineUnattainableError as error:
-            told, wait_ms = "late", error.wait_ms
+            message, wait_ms = "late", error.wait_ms
         if why not in ("", "late"):
             whose = f" of {job.tenant}" if why.startswith("tenant") else ""
             unit = "bytes" if why.endswith("bytes") else "jobs"
-            assert told == f"{getattr(self.limits, why)} {unit} may wait{whose}"
+            assert message == f"{getattr(self.limits, why)} {unit} may wait{whose}"
         else:
-            assert (told, wait_ms) == (why, refusal.wait_ms if refusal else 0)
+            assert (message, wait_ms) == (why, refusal.wait_ms if refusal else 0)
         return why
 
     async def claim(self, worker: str, capacity: Capacity, *reports: Usage) -> Claimed:

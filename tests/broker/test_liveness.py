@@ -58,7 +58,7 @@ async def test_workers_live_as_long_as_they_beat(redis: Redis, liveness: Livenes
 
 @pytest.mark.parametrize("lapses", [False, True])
 async def test_nothing_waits_for_a_worker_that_is_gone(redis: Redis, liveness: Liveness, lapses: bool) -> None:
-    """Its room goes with it, and what it was told of work somebody else is told."""
+    """Its free rows go with it, and its wake-ups go to another worker."""
     queues = {name: make_queue(redis, name) for name in ("w1", "w2")}
     for name, queue in queues.items():
         await liveness.beat(worker(name))

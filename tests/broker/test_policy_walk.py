@@ -104,10 +104,10 @@ class Walk(RuleBasedStateMachine):
             self.waiting[job.job_id] = 1
 
     def dispatch_again(self, chance: random.Random) -> None:
-        known = [*self.running, *self.waiting.items()]
-        if known:
-            job_id = chance.choice(known)[0]
-            attempt = max(attempt for other, attempt in known if other == job_id)
+        attempts = [*self.running, *self.waiting.items()]
+        if attempts:
+            job_id = chance.choice(attempts)[0]
+            attempt = max(attempt for other, attempt in attempts if other == job_id)
             job = make_job(job_id, job_id[0], adapter=chance.choice(ADAPTERS), attempt=attempt + 1)
             assert not self.run(self.both.enqueue(job, Placement(WEIGHTS[job_id[0]])))
             self.waiting[job_id] = attempt + 1
