@@ -12,7 +12,7 @@ from statistics import mean
 
 from bench.queue_model.queue_model import QueueModel
 from broker.messages import Capacity, Job, StoppingParams
-from broker.terms import OUTPUT_WEIGHT, PROMPT_WEIGHT, Placement, QueueLimits, Usage
+from broker.terms import OUTPUT_WEIGHT, PROMPT_WEIGHT, Placement, QueueLimits, UsageReport
 from worker.engine.adapter_cache.cache import AdapterCache
 from worker.engine.adapter_cache.loading import LoaderThreads
 from worker.engine.hash_engine import HashAdapterMemory
@@ -155,11 +155,11 @@ class FairnessSimulation:
         reports = [report for report in ended if report]
         if self._now_ms >= self._beat_ms:
             self._beat_ms = self._now_ms + BEAT_MS
-            reports += [Usage(job_id, 1, made) for job_id, made in self._made.items()]
+            reports += [UsageReport(job_id, 1, made) for job_id, made in self._made.items()]
         self._queue.charge(reports)
         return True
 
-    def _take(self, output: Output) -> Usage | None:
+    def _take(self, output: Output) -> UsageReport | None:
         """Count a step's output; returns the last usage report of a sequence that has ended."""
         job_id, tenant = output.sequence_id, self._tenant_of[output.sequence_id]
         if not self._made[job_id]:
@@ -170,7 +170,7 @@ class FairnessSimulation:
         if output.finish is None:
             return None
         self._held_s.append((self._now_ms - self._claimed_ms[job_id]) / 1e3)
-        return Usage(job_id, 1, self._made.pop(job_id), ended=True)
+        return UsageReport(job_id, 1, self._made.pop(job_id), ended=True)
 
     def _watch(self) -> None:
         if not all(self._waiting.values()):

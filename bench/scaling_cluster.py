@@ -18,7 +18,7 @@ from typing import Literal
 from bench.queue_model.queue_model import QueueModel
 from broker.messages import AdapterRef, Capacity, Job, StoppingParams
 from broker.rendezvous import WorkerLoad, preferred
-from broker.terms import FREE_ROWS_MS, OUTPUT_WEIGHT, PROMPT_WEIGHT, Placement, QueueLimits, Usage
+from broker.terms import FREE_ROWS_MS, OUTPUT_WEIGHT, PROMPT_WEIGHT, Placement, QueueLimits, UsageReport
 
 BASE = "sha256:0"
 _NO_LIMITS = QueueLimits(jobs=1 << 40, bytes=1 << 50, tenant_jobs=1 << 40, tenant_bytes=1 << 50)
@@ -231,13 +231,14 @@ class VirtualCluster:
     def _end(self, worker: _Worker, job_id: str) -> None:
         job, _ = self._jobs.pop(job_id)
         del worker.running[job_id]
-        self._queue.charge([Usage(job_id, 1, job.stopping.max_tokens, ended=True)])
+        self._queue.charge([UsageReport(job_id, 1, job.stopping.max_tokens, ended=True)])
         self._claim(worker)
 
     def _beat(self, worker: _Worker) -> None:
         scale = self._scale
         reports = [
-            Usage(job_id, 1, int((self._now_ms - since) / scale.token_ms)) for job_id, since in worker.running.items()
+            UsageReport(job_id, 1, int((self._now_ms - since_ms) / scale.token_ms))
+            for job_id, since_ms in worker.running.items()
         ]
         self._queue.charge(reports)
         if self._now_ms - worker.claimed_at > FREE_ROWS_MS:

@@ -16,7 +16,7 @@ from broker.connection import connect
 from broker.keys import Keys
 from broker.messages import AdapterRef, Capacity, Job, StoppingParams
 from broker.queue import JobQueue
-from broker.terms import Placement, QueueLimits, Usage
+from broker.terms import Placement, QueueLimits, UsageReport
 from deploy.local import valkey
 
 # What waits while it is measured, of how many tenants, and the adapters that a claiming worker names.
@@ -69,10 +69,10 @@ async def _measure(url: str, calls: int) -> dict[str, float]:
         await queue.claim(BASE, all_rows)
 
     async def charge() -> None:
-        await queue.charge([Usage(f"j{number - back}", 1, 10) for back in range(16)])
+        await queue.charge([UsageReport(f"j{number - back}", 1, 10) for back in range(16)])
 
     async def look() -> None:
-        await queue.waiting([(f"j{number - back}", 1) for back in range(16)])
+        await queue.are_waiting([(f"j{number - back}", 1) for back in range(16)])
 
     for _ in range(_WAITING):
         await enqueue()

@@ -26,11 +26,11 @@ class DeadLetters:
         self._redis = redis
         self._key = keys.dead
         self._limits = (limit, bytes_limit)
-        self._add = SCRIPTS.register(redis, "dead_add")
+        self._push = SCRIPTS.register(redis, "dead_push")
 
-    async def add(self, dead: DeadJob) -> None:
+    async def push(self, dead: DeadJob) -> None:
         """Keep a dead letter; a repeated call keeps it once."""
-        await self._add(keys=[self._key], args=[encode_dead_job(dead), *self._limits])
+        await self._push(keys=[self._key], args=[encode_dead_job(dead), *self._limits])
 
     async def list(self) -> list[DeadJob]:
         """Return all dead letters, the newest first."""

@@ -32,8 +32,8 @@ class Liveness:
     def __init__(self, redis: Redis, keys: Keys, *, scripts: Scripts = SCRIPTS) -> None:
         self._keys = keys
         self._beat = scripts.register(redis, "beat")
-        self._remove = scripts.register(redis, "remove")
-        self._look = scripts.register(redis, "look")
+        self._declare_dead = scripts.register(redis, "declare_dead")
+        self._census = scripts.register(redis, "census")
 
     async def beat(self, state: WorkerState) -> None:
         """Record that a worker lives, for the next TTL_MS."""
@@ -42,14 +42,14 @@ class Liveness:
             args=[self._keys.prefix, state.incarnation, state.worker_id, encode_worker(state), TTL_MS],
         )
 
-    async def remove(self, incarnation: str) -> None:
+    async def declare_dead(self, incarnation: str) -> None:
         """Record at once that an incarnation lives no more; jobs are not held for its worker."""
-        await self._remove(keys=[self._keys.workers], args=[self._keys.prefix, incarnation])
+        await self._declare_dead(keys=[self._keys.workers], args=[self._keys.prefix, incarnation])
 
-    async def look(self, router: str = "") -> Census:
+    async def take_census(self, router: str = "") -> Census:
         """Return who lives; a router that gives its own address is recorded as alive."""
         arguments = [self._keys.prefix, router, secrets.token_hex(8)]
-        server, states = await self._look(keys=[self._keys.workers], args=arguments)
+        server, states = await self._census(keys=[self._keys.workers], args=arguments)
         workers: list[WorkerState] = []
         for state in states:
             try:
@@ -58,6 +58,6 @@ class Liveness:
                 continue
         return Census(server.decode(), sorted(workers, key=lambda worker: worker.worker_id))
 
-    async def living(self) -> list[WorkerState]:
+    async def live_workers(self) -> list[WorkerState]:
         """Return the live workers, ordered by id."""
-        return (await self.look()).workers
+        return (await self.take_census()).workers

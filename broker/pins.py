@@ -14,7 +14,7 @@ from broker.messages import AdapterRef, AdapterRequest
 log = logging.getLogger(__name__)
 
 
-def is_let_go(pinned: AdapterRef, unpinned: AdapterRef) -> bool:
+def is_unpinned_by(pinned: AdapterRef, unpinned: AdapterRef) -> bool:
     """Return whether unpinning one revision unpins the other: the same bytes, or a revision of the same adapter."""
     return pinned.digest == unpinned.digest or _adapter(pinned) == _adapter(unpinned)
 
@@ -30,14 +30,14 @@ class PinnedAdapters:
         self._redis = redis
         self._key = keys.pins
 
-    async def add(self, request: AdapterRequest) -> None:
+    async def pin(self, request: AdapterRequest) -> None:
         """Pin an adapter."""
         await self._redis.hset(self._key, request.adapter.digest, encode_adapter_request(request))
 
-    async def remove(self, ref: AdapterRef) -> None:
+    async def unpin(self, ref: AdapterRef) -> None:
         """Unpin an adapter with all its revisions; does nothing if none is pinned."""
         pinned = [request.adapter for request in await self.list()]
-        gone = [adapter.digest for adapter in pinned if is_let_go(adapter, ref)]
+        gone = [adapter.digest for adapter in pinned if is_unpinned_by(adapter, ref)]
         if gone:
             await self._redis.hdel(self._key, *gone)
 

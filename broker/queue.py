@@ -22,7 +22,7 @@ from broker.keys import Keys
 from broker.messages import Capacity, Job
 from broker.pins import PinnedAdapters
 from broker.scripts import SCRIPTS, Scripts
-from broker.terms import SCANS_PER_CLAIM, Claimed, Entry, Placement, QueueLimits, Usage
+from broker.terms import SCANS_PER_CLAIM, Claimed, Entry, Placement, QueueLimits, UsageReport
 
 log = logging.getLogger(__name__)
 
@@ -74,8 +74,8 @@ class JobQueue:
         self._claim = scripts.register(redis, "claim")
         self._charge = scripts.register(redis, "charge")
         self._finish = scripts.register(redis, "finish")
-        self._waiting = scripts.register(redis, "waiting")
-        self._withdraw = scripts.register(redis, "withdraw")
+        self._are_waiting = scripts.register(redis, "are_waiting")
+        self._stop_claiming = scripts.register(redis, "stop_claiming")
 
     async def enqueue(self, job: Job, placement: Placement | None = None) -> None:
         """Put a job into the queue; a newer attempt replaces an older one.
@@ -100,7 +100,7 @@ class JobQueue:
         if answer[0] == b"full":
             raise _full(answer[1].decode(), answer[2].decode(), limits)
 
-    async def claim(self, base_digest: str, capacity: Capacity, reports: Sequence[Usage] = ()) -> Claimed:
+    async def claim(self, base_digest: str, capacity: Capacity, reports: Sequence[UsageReport] = ()) -> Claimed:
         """Take the next jobs of a base model that suit a worker, up to its free rows; from now on they are its own.
 
         `reports` are charged first, as `charge` does it, so that they count for whose turn it is.
@@ -126,7 +126,7 @@ class JobQueue:
         return Claimed(jobs, waiting, _readable(requests, decode_adapter_request), hold_ms)
 
     async def _scan(
-        self, base_digest: str, capacity: Capacity, reports: Sequence[Usage], skip: int
+        self, base_digest: str, capacity: Capacity, reports: Sequence[UsageReport], skip: int
     ) -> tuple[int, list[bytes], list[bytes], int, int, int]:
         arguments = [
             *(self.keys.prefix, self._worker_id, base_digest),
@@ -139,21 +139,21 @@ class JobQueue:
         self._scan_number += 1
         return waiting, bodies, demanded, held_ms, skip, done
 
-    async def charge(self, reports: Sequence[Usage]) -> None:
+    async def charge(self, reports: Sequence[UsageReport]) -> None:
         """Charge tenants what their jobs have made since the last report. Idempotent by job, attempt and tokens."""
         for at in range(0, len(reports), CHARGES_AT_ONCE):
             arguments = [self.keys.prefix, *_report_arguments(reports[at : at + CHARGES_AT_ONCE])]
             await self._charge(keys=[self.keys.waiting], args=arguments)
 
-    async def withdraw(self) -> None:
+    async def stop_claiming(self) -> None:
         """Claim no more for now: jobs are not held for this worker, and its wake-ups go to another."""
-        await self._withdraw(keys=[self.keys.waiting], args=[self.keys.prefix, self._worker_id])
+        await self._stop_claiming(keys=[self.keys.waiting], args=[self.keys.prefix, self._worker_id])
 
     async def finish(self, job_id: str, attempt: int) -> None:
         """Forget a job, up to this attempt. Idempotent."""
         await self._finish(keys=[self.keys.waiting], args=[self.keys.prefix, job_id, attempt])
 
-    async def waiting(self, jobs: Sequence[tuple[str, int]]) -> list[bool]:
+    async def are_waiting(self, jobs: Sequence[tuple[str, int]]) -> list[bool]:
         """Return for each job id and attempt whether it waits; a newer attempt of the same job counts too.
 
         False: it was claimed, lost, dropped at its deadline, or Redis knows only an older attempt.
@@ -161,7 +161,7 @@ class JobQueue:
         waits: list[bool] = []
         for at in range(0, len(jobs), LOOKS_AT_ONCE):
             arguments = [self.keys.prefix, *(part for job in jobs[at : at + LOOKS_AT_ONCE] for part in job)]
-            waits += map(bool, await self._waiting(keys=[self.keys.waiting], args=arguments))
+            waits += map(bool, await self._are_waiting(keys=[self.keys.waiting], args=arguments))
         return waits
 
     async def wait_for_work(self, timeout_s: float) -> bool:
@@ -174,7 +174,7 @@ class JobQueue:
         return int(await self._redis.zcard(self.keys.waiting))
 
 
-def _report_arguments(reports: Sequence[Usage]) -> list[str | int]:
+def _report_arguments(reports: Sequence[UsageReport]) -> list[str | int]:
     """Return how many reports there are, and their fields as broker/lua/include/charges.lua reads them."""
     arguments: list[str | int] = [len(reports)]
     for report in reports:

@@ -95,7 +95,7 @@ class Claimed:
 
 
 @dataclass(frozen=True, slots=True)
-class Usage:
+class UsageReport:
     """A worker's report of an attempt's output so far."""
 
     job_id: str

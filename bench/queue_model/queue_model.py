@@ -15,7 +15,7 @@ from bench.queue_model.live_routers import LiveRouters
 from bench.queue_model.waiting_jobs import WaitingJob, WaitingJobs
 from broker import terms
 from broker.messages import Capacity, Job
-from broker.terms import Entry, Placement, QueueLimits, Usage
+from broker.terms import Entry, Placement, QueueLimits, UsageReport
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +175,7 @@ class QueueModel:
             self.waiting.counters.charge(entry.tenant, cost + (entry.load / entry.weight if loads else 0))
         self._charges[job.job_id] = _ChargeRecord(entry.tenant, entry.weight, entry.attempt, 0, cost)
 
-    def charge(self, reports: Sequence[Usage]) -> None:
+    def charge(self, reports: Sequence[UsageReport]) -> None:
         """Charge tenants what their jobs have made since the last report."""
         for report in reports:
             record = self._charges.get(report.job_id)

@@ -34,7 +34,7 @@ class AdapterCommands:
                 # Before the look at live workers: a worker that starts meanwhile is seen, or reads the pin itself.
                 for model in self._models_of(resolved):
                     pins = model.queue.pins
-                    await (pins.add(request) if verb is Verb.PIN else pins.remove(request.adapter))
+                    await (pins.pin(request) if verb is Verb.PIN else pins.unpin(request.adapter))
             for model, state in await self._workers(resolved, worker_id):
                 if verb is Verb.UNPIN or resolved.ref.rank <= state.max_rank:
                     await model.queue.commands.send(state.incarnation, Command(verb, request))

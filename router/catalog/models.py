@@ -109,7 +109,7 @@ class Models:
     async def living(self, model: ServedModel) -> list[WorkerState]:
         """Ask Redis for the model's live workers. Raises Unavailable."""
         try:
-            return await model.liveness.living()
+            return await model.liveness.live_workers()
         except REDIS_DOWN as error:
             raise Unavailable("Redis does not answer", reason="QUEUE_DOWN") from error
 
@@ -132,7 +132,7 @@ class Models:
         try:
             async with asyncio.timeout(self._answer_s):
                 for model in self.served:
-                    self._count(model.manifest.name, await model.liveness.look(self._reply_to))
+                    self._count(model.manifest.name, await model.liveness.take_census(self._reply_to))
         except REDIS_DOWN as error:  # a timeout is one of them
             self._no_lapse_before = self._clock() + NO_LAPSE_S
             if not self._away:

@@ -224,7 +224,7 @@ class Dispatcher:
                     unbound.setdefault(routed.job.model, []).append(routed)
             for model, jobs in unbound.items():
                 try:
-                    waiting = await self._queue_of(model).waiting([(r.job.job_id, r.job.attempt) for r in jobs])
+                    waiting = await self._queue_of(model).are_waiting([(r.job.job_id, r.job.attempt) for r in jobs])
                     self._redispatch_unclaimed(jobs, waiting)
                 except REDIS_DOWN:
                     continue

@@ -81,7 +81,7 @@ class Outbox:
         dead = _dead_job(routed, reason)
 
         async def add() -> None:
-            await self._queue_of(dead.model).dead.add(dead)
+            await self._queue_of(dead.model).dead.push(dead)
 
         self._remove(f"adding the dead letter of job {dead.job_id}", add)
 

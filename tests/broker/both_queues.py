@@ -13,7 +13,7 @@ from broker.keys import Keys
 from broker.liveness import Liveness
 from broker.messages import AdapterRef, Capacity, Job, StoppingParams
 from broker.queue import DeadlineUnattainableError, JobQueue, QueueFullError
-from broker.terms import Claimed, Placement, QueueLimits, Usage
+from broker.terms import Claimed, Placement, QueueLimits, UsageReport
 from tests.broker.scripts_clock import CLOCK, SCRIPTS_ON_TEST_CLOCK, START_MS
 
 KEYS = Keys("tiny", "main")
@@ -103,7 +103,7 @@ class BothQueues:
             assert (message, wait_ms) == (why, refusal.wait_ms if refusal else 0)
         return why
 
-    async def claim(self, worker: str, capacity: Capacity, *reports: Usage) -> Claimed:
+    async def claim(self, worker: str, capacity: Capacity, *reports: UsageReport) -> Claimed:
         """What the worker gets, which reports what jobs have made."""
         claimed = await self._queue(worker).claim(BASE, capacity, reports)
         self.model.charge(reports)
@@ -113,7 +113,7 @@ class BothQueues:
         assert [decode_adapter_request(data) for data in decided.adapter_requests] == claimed.adapter_requests
         return claimed
 
-    async def charge(self, *reports: Usage) -> None:
+    async def charge(self, *reports: UsageReport) -> None:
         """Report what jobs have made."""
         self.model.charge(reports)
         await self._queue().charge(reports)
@@ -131,7 +131,7 @@ class BothQueues:
     async def beat_router(self, router: str) -> None:
         """A router says that it lives."""
         self.model.beat_router(router, self.now_ms)
-        await self._liveness.look(router)
+        await self._liveness.take_census(router)
 
     async def counter(self, tenant: str) -> float:
         """A tenant's counter."""

@@ -46,10 +46,10 @@ async def test_commands_come_in_their_order(redis: Redis) -> None:
 async def test_to_unpin_an_adapter_is_to_unpin_its_revisions_and_no_others(redis: Redis) -> None:
     pins = PinnedAdapters(redis, KEYS)
     for adapter, digest in (("a", "sha256-1"), ("a", "sha256-2"), ("ab", "sha256-3"), ("a", "sha256-1")):
-        await pins.add(AdapterRequest(ref(adapter, digest), "acme"))
+        await pins.pin(AdapterRequest(ref(adapter, digest), "acme"))
     await redis.hset(KEYS.pins, "another version's", b"\xff")
     assert {one.adapter.digest for one in await pins.list()} == {"sha256-1", "sha256-2", "sha256-3"}
-    await pins.remove(ref("a", "sha256-9"))
+    await pins.unpin(ref("a", "sha256-9"))
     assert await pins.list() == [AdapterRequest(ref("ab", "sha256-3"), "acme")]
-    await pins.remove(ref("other", "sha256-3"))
+    await pins.unpin(ref("other", "sha256-3"))
     assert await pins.list() == []

@@ -68,7 +68,7 @@ async def use(url: str) -> None:
         commands = CommandQueue(client, KEYS)
         await commands.send("incarnation", DRAIN)
         assert await commands.next("incarnation", 30) is DRAIN
-        assert await Liveness(client, KEYS).living() == []
+        assert await Liveness(client, KEYS).live_workers() == []
         assert await queue.dead.list() == []
 
 

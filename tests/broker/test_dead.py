@@ -68,19 +68,19 @@ async def test_dead_letters_come_back_whole_and_the_newest_first(redis: Redis) -
     dead = DeadLetters(redis, KEYS)
     assert await dead.list() == []
     for number in range(3):
-        await dead.add(dead_job(number))
-    await dead.add(dead_job(2))  # a call whose answer was lost
+        await dead.push(dead_job(number))
+    await dead.push(dead_job(2))  # a call whose answer was lost
     assert await dead.list() == [dead_job(2), dead_job(1), dead_job(0)]
 
 
 async def test_dead_letters_are_bounded_in_count_and_bytes(redis: Redis) -> None:
     few = DeadLetters(redis, KEYS, limit=5)
     for number in range(12):
-        await few.add(dead_job(number))
+        await few.push(dead_job(number))
     assert await few.list() == [dead_job(number) for number in range(11, 6, -1)]
     small = DeadLetters(redis, KEYS, bytes_limit=1_000)
     for number in range(20):
-        await small.add(dead_job(number, request_id="r" * 100))
+        await small.push(dead_job(number, request_id="r" * 100))
     kept = [len(data) for data in await redis.lrange(KEYS.dead, 0, -1)]
     assert 900 - max(kept) < sum(kept) <= 1_000
     assert (await small.list())[0] == dead_job(19, request_id="r" * 100)
@@ -88,6 +88,6 @@ async def test_dead_letters_are_bounded_in_count_and_bytes(redis: Redis) -> None
 
 async def test_a_letter_that_cannot_be_read_hides_no_other(redis: Redis) -> None:
     dead = DeadLetters(redis, KEYS)
-    await dead.add(dead_job(1))
+    await dead.push(dead_job(1))
     await redis.lpush(KEYS.dead, b"\xff\xff")
     assert await dead.list() == [dead_job(1)]

@@ -47,12 +47,12 @@ def liveness(redis: Redis, clock: Clock) -> Liveness:
 async def test_workers_live_as_long_as_they_beat(redis: Redis, liveness: Liveness) -> None:
     for name in ("w2", "w1"):
         await liveness.beat(worker(name))
-    assert await liveness.living() == [worker("w1"), worker("w2")]
+    assert await liveness.live_workers() == [worker("w1"), worker("w2")]
     assert 0 < await redis.pttl(KEYS.worker("w1-inc")) <= TTL_MS
-    await liveness.remove("w1-inc")
-    assert [state.worker_id for state in await liveness.living()] == ["w2"]
+    await liveness.declare_dead("w1-inc")
+    assert [state.worker_id for state in await liveness.live_workers()] == ["w2"]
     await redis.delete(KEYS.worker("w2-inc"))  # as its time to live would
-    assert await liveness.living() == []
+    assert await liveness.live_workers() == []
     assert await redis.hlen(KEYS.workers) == 0
 
 
@@ -69,9 +69,9 @@ async def test_nothing_waits_for_a_worker_that_is_gone(redis: Redis, liveness: L
     assert (await queues["w2"].claim("sha256:0", ROOMY)).hold_ms > 0
     if lapses:
         await redis.delete(KEYS.worker("w1-inc"))
-        await liveness.look()
+        await liveness.take_census()
     else:
-        await liveness.remove("w1-inc")
+        await liveness.declare_dead("w1-inc")
     assert await other
     assert [one.job_id for one in (await queues["w2"].claim("sha256:0", ROOMY)).jobs] == ["j"]
     # It is not held for it any more.
@@ -88,16 +88,16 @@ async def test_an_incarnation_that_ends_after_the_next_one_began_takes_no_room(
     await redis.hset(KEYS.workers, "older", "w")  # its key has lapsed
     await liveness.beat(worker("w"))
     await queue.claim("sha256:0", ROOMY)
-    assert [state.incarnation for state in await liveness.living()] == ["w-inc"]
+    assert [state.incarnation for state in await liveness.live_workers()] == ["w-inc"]
     assert await redis.get(f"{KEYS.prefix}room:w") == b"8"
 
 
 async def test_a_server_that_lost_its_data_is_another_one(redis: Redis, clock: Clock, liveness: Liveness) -> None:
-    first = await liveness.look()
-    assert (await liveness.look()).server == first.server
+    first = await liveness.take_census()
+    assert (await liveness.take_census()).server == first.server
     await redis.flushall()
     await clock.advance(0)  # however soon it is seen
-    assert (await liveness.look()).server != first.server
+    assert (await liveness.take_census()).server != first.server
 
 
 def test_a_worker_state_survives_its_bytes() -> None:

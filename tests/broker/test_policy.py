@@ -11,7 +11,7 @@ from redis.asyncio import Redis
 from broker import terms
 from broker.messages import Capacity
 from broker.queue import CHARGES_AT_ONCE
-from broker.terms import OUTPUT_WEIGHT, Placement, QueueLimits, Usage
+from broker.terms import OUTPUT_WEIGHT, Placement, QueueLimits, UsageReport
 from tests.broker.both_queues import BothQueues, make_job
 from tests.broker.scripts_clock import Clock
 
@@ -75,16 +75,16 @@ async def test_charges_count_once_whatever_is_repeated(both: BothQueues) -> None
     assert await claim(both, ONE) == ["j"]
     assert await both.counter("a") == (10 + 30) / 2
     for _ in range(2):
-        await both.charge(Usage("j", 1, 6))
+        await both.charge(UsageReport("j", 1, 6))
         assert await both.counter("a") == 20 + 2 * 6 / 2
-    await both.charge(Usage("j", 1, 4))
+    await both.charge(UsageReport("j", 1, 4))
     # Its worker is lost: the next attempt pays neither the prompt nor the adapter again.
     await both.enqueue(replace(adapter, attempt=2, emitted={0: tuple(range(6))}), Placement(2.0, (), 30.0))
     assert await claim(both, ONE) == ["j"]
-    await both.charge(Usage("j", 1, 50), Usage("j", 1, 50, ended=True))
+    await both.charge(UsageReport("j", 1, 50), UsageReport("j", 1, 50, ended=True))
     assert await both.counter("a") == 26
     for _ in range(2):
-        await both.charge(Usage("j", 2, 3, ended=True))
+        await both.charge(UsageReport("j", 2, 3, ended=True))
         assert await both.counter("a") == 29
 
 
@@ -97,7 +97,7 @@ async def test_what_ended_counts_for_whose_turn_the_next_claim_is(both: BothQueu
     assert set(await claim(both, replace(ROOMY, rows=len(names) + 1))) == {*names, "b0"}
     assert await both.counter("a") < await both.counter("b")
     # More than one script takes; without them it were a's turn.
-    reports = [Usage(name, 1, 1_000 if name == "a0" else 1, ended=True) for name in names]
+    reports = [UsageReport(name, 1, 1_000 if name == "a0" else 1, ended=True) for name in names]
     assert [job.job_id for job in (await both.claim("w", ONE, *reports)).jobs] == ["b-next"]
     assert await both.counter("a") == len(names) + OUTPUT_WEIGHT * (1_000 + len(names) - 1)
 
@@ -114,7 +114,7 @@ async def test_what_never_ran_is_refunded_once(both: BothQueues) -> None:
     await both.enqueue(make_job("waits", "a"))
     await claim(both, ONE)
     for _ in range(2):
-        await both.charge(Usage("j", 1, 0, ended=True, ran=False))
+        await both.charge(UsageReport("j", 1, 0, ended=True, ran=False))
         assert await both.counter("a") == 0
 
 
@@ -243,7 +243,7 @@ async def test_two_backlogged_tenants_differ_by_a_bounded_service_and_nobody_sta
         for job_id, (made, length) in list(running.items()):
             served[job_id[0]] += terms.OUTPUT_WEIGHT
             running[job_id] = (made + 1, length)
-            await both.charge(Usage(job_id, 1, made + 1, ended=made + 1 == length))
+            await both.charge(UsageReport(job_id, 1, made + 1, ended=made + 1 == length))
             if made + 1 == length:
                 del running[job_id]
         gaps.append(max(served.values()) - min(served.values()))

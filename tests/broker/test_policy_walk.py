@@ -20,7 +20,7 @@ from redis.asyncio import Redis
 
 from broker.connection import connect
 from broker.messages import Capacity
-from broker.terms import Placement, QueueLimits, Usage
+from broker.terms import Placement, QueueLimits, UsageReport
 from tests.broker.both_queues import BASE, BothQueues, make_job
 from tests.broker.scripts_clock import CLOCK
 
@@ -138,12 +138,12 @@ class Walk(RuleBasedStateMachine):
         for _ in range(chance.choice((1, 2))):
             self.run(self.both.charge(*reports))
 
-    def _reports(self, chance: random.Random) -> tuple[Usage, ...]:
+    def _reports(self, chance: random.Random) -> tuple[UsageReport, ...]:
         if not self.running:
             return ()
         key = chance.choice(sorted(self.running))
         self.running[key] += chance.choice((0, 0, 1, 8))
-        report = Usage(*key, self.running[key], ended=chance.random() < 0.5, ran=self.running[key] > 0)
+        report = UsageReport(*key, self.running[key], ended=chance.random() < 0.5, ran=self.running[key] > 0)
         self.happened["refunded"] += report.ended and not report.ran
         if report.ended:
             del self.running[key]
@@ -168,7 +168,7 @@ class Walk(RuleBasedStateMachine):
         for job_id, attempt in self.waiting.items():
             self.run(self.both.finish(job_id, attempt))
         for key, made in self.running.items():
-            self.run(self.both.charge(Usage(*key, made, ended=True)))
+            self.run(self.both.charge(UsageReport(*key, made, ended=True)))
         left = self.run(self.both.names())
         kept = ("arrivals", "floor", "idle", "wake", "room:", "pace", "routers", "born", CLOCK)
         stale = {name for name in left if not name.startswith((*kept, "charged:"))}

@@ -20,7 +20,7 @@ from broker.messages import (
     WeightedRef,
 )
 from broker.queue import JobQueue, QueueFullError
-from broker.terms import QueueLimits, Usage
+from broker.terms import QueueLimits, UsageReport
 
 KEYS = Keys("tiny", "main")
 ROOMY = Capacity(rows=8, rows_limit=8, tokens=10_000, max_tokens=4096, max_rank=64)
@@ -185,8 +185,8 @@ async def test_finish_is_idempotent_and_leaves_nothing(redis: Redis, queue: JobQ
     await queue.finish("waits", 1)
     await queue.enqueue(job("runs"))
     assert await claim(queue) == ["runs"]
-    await queue.charge([Usage("runs", 1, 4, ended=True)])
-    await queue.charge([Usage("runs", 1, 4, ended=True)])
+    await queue.charge([UsageReport("runs", 1, 4, ended=True)])
+    await queue.charge([UsageReport("runs", 1, 4, ended=True)])
     await queue.finish("runs", 1)
     assert await left_behind(redis) == set()
 
@@ -255,9 +255,9 @@ async def test_waiting_tells_who_still_waits(queue: JobQueue) -> None:
     await queue.enqueue(job("a"))
     await queue.enqueue(job("b"))
     await claim(queue, rows=1)
-    assert await queue.waiting([("a", 1), ("b", 1), ("b", 2), ("c", 1)]) == [False, True, False, False]
+    assert await queue.are_waiting([("a", 1), ("b", 1), ("b", 2), ("c", 1)]) == [False, True, False, False]
     await queue.enqueue(job("b", attempt=2))
-    assert await queue.waiting([("b", 1), ("b", 2)]) == [True, True]
+    assert await queue.are_waiting([("b", 1), ("b", 2)]) == [True, True]
     assert await queue.count_waiting() == 1
 
 

@@ -12,7 +12,7 @@ from broker.keys import Keys
 from broker.liveness import TTL_MS, Census
 from broker.messages import AdapterRequest, Capacity, DeadJob, Job, WorkerState
 from broker.queue import DeadlineUnattainableError, QueueFullError
-from broker.terms import FREE_ROWS_MS, Claimed, Placement, QueueLimits, Usage
+from broker.terms import FREE_ROWS_MS, Claimed, Placement, QueueLimits, UsageReport
 from tests.simulation.redis import SimulatedRedis
 
 
@@ -48,11 +48,11 @@ class SimulatedQueue:
             self._redis.enqueued(job)
         return refusal
 
-    async def claim(self, base_digest: str, capacity: Capacity, reports: Sequence[Usage] = ()) -> Claimed:
+    async def claim(self, base_digest: str, capacity: Capacity, reports: Sequence[UsageReport] = ()) -> Claimed:
         """See JobQueue."""
         return await self._redis.call(lambda: self._claim(base_digest, capacity, reports))
 
-    def _claim(self, base_digest: str, capacity: Capacity, reports: Sequence[Usage]) -> Claimed:
+    def _claim(self, base_digest: str, capacity: Capacity, reports: Sequence[UsageReport]) -> Claimed:
         data, now_ms = self._redis.data, self._redis.now_ms
         data.queue.charge(reports)
         for worker, at_ms in tuple(data.claimed_ms.items()):
@@ -67,12 +67,12 @@ class SimulatedQueue:
         requests = [decode_adapter_request(data) for data in decision.adapter_requests]
         return Claimed(jobs, decision.waiting, requests, decision.hold_ms)
 
-    async def charge(self, reports: Sequence[Usage]) -> None:
+    async def charge(self, reports: Sequence[UsageReport]) -> None:
         """See JobQueue."""
         if reports:
             await self._redis.call(lambda: self._redis.data.queue.charge(reports))
 
-    async def withdraw(self) -> None:
+    async def stop_claiming(self) -> None:
         """See JobQueue."""
         await self._redis.call(lambda: self._redis.data.queue.clear_free_rows(self._worker_id))
         self._redis.wake_all()
@@ -81,7 +81,7 @@ class SimulatedQueue:
         """See JobQueue."""
         await self._redis.call(lambda: self._redis.data.queue.finish(job_id, attempt))
 
-    async def waiting(self, jobs: Sequence[tuple[str, int]]) -> list[bool]:
+    async def are_waiting(self, jobs: Sequence[tuple[str, int]]) -> list[bool]:
         """See JobQueue."""
         return await self._redis.call(lambda: [self._waits(*job) for job in jobs])
 
@@ -104,7 +104,7 @@ class SimulatedDeadLetters:
     def __init__(self, redis: SimulatedRedis) -> None:
         self._redis = redis
 
-    async def add(self, dead: DeadJob) -> None:
+    async def push(self, dead: DeadJob) -> None:
         """See DeadLetters."""
         await self._redis.call(lambda: self._redis.data.dead.insert(0, dead))
 
@@ -124,21 +124,21 @@ class SimulatedLiveness:
         redis = self._redis
         await redis.call(lambda: redis.data.living.update({state.incarnation: (redis.now_ms + TTL_MS, state)}))
 
-    async def remove(self, incarnation: str) -> None:
+    async def declare_dead(self, incarnation: str) -> None:
         """See Liveness."""
-        await self._redis.call(lambda: self._remove(incarnation))
+        await self._redis.call(lambda: self._declare_dead(incarnation))
 
-    def _remove(self, incarnation: str) -> None:
+    def _declare_dead(self, incarnation: str) -> None:
         data = self._redis.data
         _, state = data.living.pop(incarnation, (0, None))
         if state is not None:
             data.queue.clear_free_rows(state.worker_id)
 
-    async def look(self, router: str = "") -> Census:
+    async def take_census(self, router: str = "") -> Census:
         """See Liveness."""
-        return await self._redis.call(lambda: self._look(router))
+        return await self._redis.call(lambda: self._take_census(router))
 
-    def _look(self, router: str) -> Census:
+    def _take_census(self, router: str) -> Census:
         redis, data = self._redis, self._redis.data
         if router:
             data.queue.beat_router(router, redis.now_ms)
@@ -150,9 +150,9 @@ class SimulatedLiveness:
             data.queue.clear_free_rows(worker_id)
         return Census(f"{redis.run} {data.born}", sorted(states, key=lambda state: state.worker_id))
 
-    async def living(self) -> list[WorkerState]:
+    async def live_workers(self) -> list[WorkerState]:
         """See Liveness."""
-        return (await self.look()).workers
+        return (await self.take_census()).workers
 
 
 class SimulatedCommands:

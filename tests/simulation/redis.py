@@ -20,7 +20,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from bench.queue_model.queue_model import QueueModel
 from broker.commands import Command
 from broker.messages import DeadJob, Job, WorkerState
-from broker.terms import QueueLimits, Usage
+from broker.terms import QueueLimits, UsageReport
 from tests.simulation.loop import Node
 from tests.simulation.network import Network
 
@@ -55,7 +55,7 @@ class SimulatedRedis:
         self.run = 0
         self.enqueued: Callable[[Job], None] = lambda job: None
         self.claimed: Callable[[Job], None] = lambda job: None
-        self.made: Callable[[Usage], None] = lambda report: None
+        self.made: Callable[[UsageReport], None] = lambda report: None
         self._limits = limits or QueueLimits()
         self._chance = chance
         self._network = network

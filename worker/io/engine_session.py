@@ -159,7 +159,7 @@ class EngineSession:
             async with asyncio.timeout(LEAVE_S):
                 await intake.finish_claim()
                 try:
-                    await self._queue.withdraw()
+                    await self._queue.stop_claiming()
                 except REDIS_DOWN as error:
                     log.warning("Redis does not answer: %s", error)
 

@@ -127,6 +127,6 @@ async def test_a_worker_that_is_removed_is_gone_at_the_next_look(redis: Redis) -
     await liveness.beat(serves("w1"))
     assert await router.look() == ["w1"]
     assert not router.models.waits_for()
-    await liveness.remove("w1-inc")
+    await liveness.declare_dead("w1-inc")
     assert await router.look() == []
     assert "a worker that serves tiny" in router.models.waits_for()

@@ -25,7 +25,7 @@ class ShakyQueue(JobQueue):
 
     def __init__(self, redis: Redis) -> None:
         super().__init__(redis, KEYS)
-        self.faults: dict[str, list[Exception]] = {"enqueue": [], "finish": [], "waiting": []}
+        self.faults: dict[str, list[Exception]] = {"enqueue": [], "finish": [], "are_waiting": []}
         self.calls: Counter[str] = Counter()
         self.in_flight = 0
         self.most_in_flight = 0
@@ -49,9 +49,9 @@ class ShakyQueue(JobQueue):
         await self._call("finish")
         await super().finish(job_id, attempt)
 
-    async def waiting(self, job_ids: object) -> list[bool]:
-        await self._call("waiting")
-        return await super().waiting(job_ids)  # type: ignore[arg-type]
+    async def are_waiting(self, job_ids: object) -> list[bool]:
+        await self._call("are_waiting")
+        return await super().are_waiting(job_ids)  # type: ignore[arg-type]
 
     async def was_called(self, name: str, times: int) -> None:
         """Wait for so many calls."""
@@ -128,12 +128,12 @@ async def test_a_fault_that_nobody_expected_strands_no_job(
 
 async def test_a_fault_of_one_look_does_not_end_the_looks(queue: ShakyQueue) -> None:
     dispatcher = quick(queue, look_s=0.01, claim_grace_s=0.05)
-    queue.faults["waiting"] = [RuntimeError("a bug"), ConnectionError("down")]
+    queue.faults["are_waiting"] = [RuntimeError("a bug"), ConnectionError("down")]
     watch = asyncio.create_task(dispatcher.redispatch_missing())
     async with dispatched(dispatcher, job()):
         assert (await claim(queue)).attempt == 1  # and its worker dies before it says so
         assert (await claim(queue)).attempt == 2
-    assert not queue.faults["waiting"]
+    assert not queue.faults["are_waiting"]
     watch.cancel()
 
 

@@ -32,7 +32,7 @@ async def test_the_older_attempt_that_a_replica_still_has(redis: Redis) -> None:
         watching = asyncio.create_task(dispatcher.redispatch_missing())
         try:
             async with asyncio.timeout(20):
-                while await queue.waiting([("j", 2)]) == [False]:  # noqa: ASYNC110 — as above
+                while await queue.are_waiting([("j", 2)]) == [False]:  # noqa: ASYNC110 — as above
                     await asyncio.sleep(0.01)
         finally:
             watching.cancel()

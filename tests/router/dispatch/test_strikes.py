@@ -120,15 +120,15 @@ async def test_others_of_the_same_engine_go_on_when_a_suspect_ends(dispatcher: D
 async def test_a_dead_letter_is_kept_though_redis_does_not_answer_at_first(
     dispatcher: Dispatcher, queue: JobQueue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    add, failed = queue.dead.add, asyncio.Event()
+    push, failed = queue.dead.push, asyncio.Event()
 
     async def down_once(dead: DeadJob) -> None:
         if not failed.is_set():
             failed.set()
             raise ConnectionError("down")
-        await add(dead)
+        await push(dead)
 
-    monkeypatch.setattr(queue.dead, "add", down_once)
+    monkeypatch.setattr(queue.dead, "push", down_once)
     async with dispatched(dispatcher, job()) as routed:
         for _ in range(3):
             await lose(dispatcher, queue, blamed=True)

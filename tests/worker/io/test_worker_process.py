@@ -132,7 +132,7 @@ async def living(redis_url: str, name: str, count: int) -> list[WorkerState]:
     redis = await connect(redis_url)
     try:
         async with asyncio.timeout(20):
-            while len(states := await Liveness(redis, Keys(name, "main")).living()) != count:  # noqa: ASYNC110 - keys are all there is
+            while len(states := await Liveness(redis, Keys(name, "main")).live_workers()) != count:  # noqa: ASYNC110 - keys are all there is
                 await asyncio.sleep(0.02)
     finally:
         await redis.aclose()

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from broker.commands import Command, Verb
 from broker.connection import REDIS_DOWN
 from broker.messages import AdapterRef, AdapterRequest
-from broker.pins import is_let_go
+from broker.pins import is_unpinned_by
 from broker.queue import JobQueue
 from worker.io.adapters.fetch import AdapterFetcher, DiskPin, FetchFailedError
 from worker.io.adapters.source import fetch_source
@@ -116,7 +116,7 @@ class OperatorCommands:
     def _unpin(self, ref: AdapterRef) -> None:
         pinned = [placement for placement in self._placements.values() if placement.pinned]
         for placement in pinned:
-            if is_let_go(placement.request.adapter, ref):
+            if is_unpinned_by(placement.request.adapter, ref):
                 log.info("unpins %s", placement.request.adapter.revision)
                 self._engine.send(Unpin(placement.request.adapter.digest))
                 self._end(placement)

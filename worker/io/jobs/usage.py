@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from broker.queue import JobQueue
-from broker.terms import Usage
+from broker.terms import UsageReport
 from worker.io.local_jobs.jobs import LocalJob, LocalJobs
 
 
@@ -16,14 +16,14 @@ class UsageLog:
     def __init__(self, jobs: LocalJobs, queue: JobQueue) -> None:
         self._jobs = jobs
         self._queue = queue
-        self._ended: list[Usage] = []
+        self._ended: list[UsageReport] = []
 
     def ended(self, local: LocalJob) -> None:
         """Keep the last report of a job that is removed."""
         self._ended.append(_usage(local, ended=True))
 
     @contextmanager
-    def last_reports(self) -> Iterator[Sequence[Usage]]:
+    def last_reports(self) -> Iterator[Sequence[UsageReport]]:
         """Hand out the last reports of removed jobs, to be sent inside the context; an error there keeps them."""
         ended, self._ended = self._ended, []
         try:
@@ -39,5 +39,5 @@ class UsageLog:
         await self._queue.charge([_usage(local, ended=False) for local in self._jobs.all()])
 
 
-def _usage(local: LocalJob, *, ended: bool) -> Usage:
-    return Usage(local.job.job_id, local.job.attempt, local.tokens, ended=ended, ran=local.ran)
+def _usage(local: LocalJob, *, ended: bool) -> UsageReport:
+    return UsageReport(local.job.job_id, local.job.attempt, local.tokens, ended=ended, ran=local.ran)

@@ -87,7 +87,7 @@ class Presence:
         try:
             async with asyncio.timeout(BEAT_TIMEOUT_S):
                 if self.withdrawn:
-                    await self._liveness.remove(self._incarnation)
+                    await self._liveness.declare_dead(self._incarnation)
                     return
                 await self._liveness.beat(self._state(self._phase))
                 await self._report()

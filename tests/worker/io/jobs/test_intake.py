@@ -9,7 +9,7 @@ import pytest
 from redis.asyncio import Redis
 
 from broker.messages import Capacity
-from broker.terms import Claimed, Usage
+from broker.terms import Claimed, UsageReport
 from tests.worker.io.relayed_worker import ROWS, Router, Worker, job, running
 
 
@@ -18,14 +18,14 @@ class RecordedQueue:
 
     def __init__(self, worker: Worker, patch: pytest.MonkeyPatch) -> None:
         self.events: list[tuple[str, int]] = []
-        self.reports: list[Usage] = []
+        self.reports: list[UsageReport] = []
         self.waited_without_room = 0
         self._worker = worker
         self._claim, self._wait = worker.queue.claim, worker.queue.wait_for_work
         patch.setattr(worker.queue, "claim", self.claim)
         patch.setattr(worker.queue, "wait_for_work", self.wait_for_work)
 
-    async def claim(self, base: str, capacity: Capacity, reports: Sequence[Usage] = ()) -> Claimed:
+    async def claim(self, base: str, capacity: Capacity, reports: Sequence[UsageReport] = ()) -> Claimed:
         claimed = await self._claim(base, capacity, reports)
         self.reports += reports
         self.events.append(("claim", len(claimed.jobs)))
