@@ -21,10 +21,13 @@ from artifacts.names import LIVE, SHARED, AdapterName, RevisionName, check_alias
 from artifacts.revision import CONFIG_FILE, WEIGHTS_FILE, revision_digest
 from rpc.errors import CallError, InvalidField, Mismatch, NotFound
 
+# Maximum bytes of an adapter's configuration, maximum bytes of a base model's small files, and maximum number of these.
 _CONFIG_BYTES = 1024 * 1024
 _BASE_FILES_BYTES = 64 * 1024 * 1024
 _BASE_FILES = 64
+# The alias of an upload that moves none.
 _NO_ALIAS = "-"
+# Timeout in seconds for receiving what a client still sends before its upload is refused.
 _HEAR_OUT_S = 2.0
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
 
@@ -141,8 +144,9 @@ async def _heard_out(coming: AsyncIterator[object]) -> AsyncIterator[None]:
 
 
 def check_owner(name: AdapterName, tenant: str) -> None:
-    """Check that the tenant may change the adapter. Raises NotFound on another tenant's, whether it exists or not, and
-    Mismatch on a shared one, which it may use.
+    """Check that the tenant may change the adapter.
+
+    Raises Mismatch on a shared adapter, which the tenant may use, and NotFound on another tenant's, also if it exists.
     """
     if name.tenant == tenant:
         return

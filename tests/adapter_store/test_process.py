@@ -1,4 +1,7 @@
-"""`python -m adapter_store` as a process: start, refusals, SIGTERM, and kill -9 at any moment."""
+"""`python -m adapter_store` as a process: start, refusals, SIGTERM, and kill -9 at any moment.
+
+`STORE_KILLS=20` kills more often than the gate does.
+"""
 
 from __future__ import annotations
 
@@ -26,6 +29,7 @@ if TYPE_CHECKING:
 
 Process = asyncio.subprocess.Process
 SEED = 17
+KILLS = int(os.environ.get("STORE_KILLS", "2"))
 
 
 async def spawn(*flags: str, **environ: str) -> Process:
@@ -97,7 +101,7 @@ async def test_kill_9_at_any_moment_loses_nothing_acknowledged_and_shows_nothing
             acknowledged[name] = sent[name]
             done.release()
 
-    for round_ in range(4):
+    for round_ in range(KILLS):
         async with running(data) as (process, address):
             client = connect(address)
             await client.register(hash_base)

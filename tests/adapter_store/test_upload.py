@@ -220,12 +220,17 @@ async def test_a_stale_etag_is_refused_before_the_files_come(client: Client, has
     other = {CONFIG_FILE: b'{"r": 2}', WEIGHTS_FILE: b"w"}
     newer = (await client.upload("support", other, etag=etag)).adapter.etag
     assert newer != etag
-    for adapter, stale in (("support", etag), ("unknown", newer)):
+
+    async def refused(adapter: str, stale: str) -> grpc.StatusCode:
         call = client.stub.UploadRevision(metadata=(("x-loraplex-tenant", "acme"),))
         await call.write(header(adapter, etag=stale))
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await call
-        assert caught.value.code() is grpc.StatusCode.ABORTED
+        return caught.value.code()
+
+    # At once: each refusal waits for files that do not come.
+    codes = await asyncio.gather(refused("support", etag), refused("unknown", newer))
+    assert set(codes) == {grpc.StatusCode.ABORTED}
 
 
 async def test_an_etag_that_turns_stale_during_the_upload_is_refused(client: Client, hash_base: BaseModel) -> None:

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from artifacts.errors import ArtifactError
@@ -22,6 +22,7 @@ OWN_THEN_SHARED = (AdapterName("acme", "support"), AdapterName("shared", "suppor
 parts = st.from_regex(r"[a-z0-9][a-z0-9._-]{0,62}", fullmatch=True)
 
 
+@settings(max_examples=25)
 @given(tenant=parts, adapter=parts)
 def test_names_read_back_what_they_print(tenant: str, adapter: str) -> None:
     name = AdapterName(tenant, adapter)

@@ -240,12 +240,14 @@ async def test_two_backlogged_tenants_differ_by_a_bounded_service_and_nobody_sta
         for job in (await both.claim("w", Capacity(rows - len(running), rows, 10_000, 4096, 64))).jobs:
             running[job.job_id] = (0, chance.randint(1, most))
             served[job.tenant] += len(job.prompt_ids)
+        reports = []
         for job_id, (made, length) in list(running.items()):
             served[job_id[0]] += terms.OUTPUT_WEIGHT
             running[job_id] = (made + 1, length)
-            await both.charge(UsageReport(job_id, 1, made + 1, ended=made + 1 == length))
+            reports.append(UsageReport(job_id, 1, made + 1, ended=made + 1 == length))
             if made + 1 == length:
                 del running[job_id]
+        await both.charge(*reports)
         gaps.append(max(served.values()) - min(served.values()))
     bound = 2 * max(longest, terms.OUTPUT_WEIGHT * rows * most)
     assert 0 < max(gaps) <= bound

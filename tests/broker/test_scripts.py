@@ -1,0 +1,40 @@
+"""How the queue's scripts are assembled from the files of broker/lua."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+import broker
+from broker import terms
+from broker.scripts import SCRIPTS, Scripts
+
+LUA = Path(broker.__path__[0]) / "lua"
+NAMES = sorted(path.stem for path in LUA.glob("*.lua"))
+CONSTANTS = {name for name, value in vars(terms).items() if isinstance(value, int) and name.isupper()}
+# Scripts that only take away run though Redis is out of memory.
+DRAINING = {"beat", "census", "charge", "claim", "declare_dead", "finish", "stop_claiming"}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_script_is_whole(name: str) -> None:
+    text = SCRIPTS.assemble(name)
+    assert text.splitlines()[0] == ("#!lua flags=allow-oom" if name in DRAINING else "#!lua")
+    assert "@include" not in text
+    assert not CONSTANTS & set(re.findall(r"\w+", text))
+    functions = re.findall(r"^local function (\w+)", text, re.MULTILINE)
+    assert len(functions) == len(set(functions))
+
+
+def test_every_include_is_included() -> None:
+    included = {name for path in LUA.rglob("*.lua") for name in re.findall(r'@include "(\w+)"', path.read_text())}
+    assert included == {path.stem for path in (LUA / "include").glob("*.lua")}
+
+
+def test_includes_and_constants_can_be_replaced() -> None:
+    text = Scripts({"clock": "local now = 7\n"}, {"HOLD_MS": 1234}).assemble("claim")
+    assert text.count("local now = 7\n") == 1
+    assert "redis.call('TIME')" not in text
+    assert "queued + 1234 - now" in text
