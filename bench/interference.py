@@ -1,7 +1,7 @@
-"""What a long prompt does to the answers beside it: `python -m bench.interference [--quick] [--json FILE]`.
+"""Delay of running answers by a long prompt: `python -m bench.interference [--quick] [--json FILE]`.
 
-8 sequences decode with the 28 M model; then a prompt of 4,000 tokens arrives. The longest gap between two tokens of
-any of the 8 while the prompt is prefilled stands against their median gap before it came.
+8 sequences decode with the 28 M model; then a prompt of 4,000 tokens arrives. `gap_ratio` is the longest gap between
+two tokens of any of the 8 while the prompt is prefilled, over their median gap before.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ AIMS = {"gap_ratio": Aim(at_most=2.5), "longest_step_s": Aim(at_most=0.5)}
 
 @dataclass(frozen=True)
 class Setup:
-    """`calm_gaps`: how many gaps of each decode are looked at before the prompt comes."""
+    """Sizes of a run. `calm_gaps` is the number of each decode's gaps that are measured before the prompt comes."""
 
     shape: ModelShape
     repeats: int
@@ -45,7 +45,7 @@ QUICK = Setup(LLAMA_28M, repeats=2, calm_gaps=30)
 
 @dataclass(frozen=True)
 class Interference:
-    """One repeat. Gaps in seconds, over all decodes; `longest_step_s` of every step since the decodes began."""
+    """The result of a repeat: gaps in seconds, over all decodes; `longest_step_s` over all steps of the repeat."""
 
     calm_gap_s: float
     longest_gap_s: float
@@ -55,24 +55,24 @@ class Interference:
 
     @property
     def gap_ratio(self) -> float:
-        """How many times as long as usual someone waited for a token."""
+        """Return the longest gap beside the prompt over the median gap before it."""
         return self.longest_gap_s / self.calm_gap_s
 
 
 def main() -> None:
-    """Run it as the arguments say."""
+    """Run the benchmark with the command's arguments."""
     run_command("interference", __doc__ or "", lambda quick: measure(QUICK if quick else FULL, quick))
 
 
 def measure(setup: Setup, quick: bool) -> Report:
-    """Make the model, then repeat: decodes, prompt, gaps."""
+    """Make the model, then measure `repeats` times: decodes, prompt, gaps."""
     progress(f"making {setup.shape.name}")
     with tempfile.TemporaryDirectory(prefix="loraplex-bench-") as directory:
         model = save_model(setup.shape, Path(directory) / setup.shape.name)
         engine = build_engine(EngineConfig(str(model), dtype="bfloat16", rows=setup.decodes + 1))
         freeze_gc()  # as the engine's process does
         try:
-            # The first one warms up: it meets memory that was never written.
+            # The first repeat is a warm-up and dropped: its memory pages are allocated while it runs.
             repeats = [_interfere(engine, setup, seed) for seed in range(setup.repeats + 1)][1:]
         finally:
             engine.close()
@@ -81,41 +81,41 @@ def measure(setup: Setup, quick: bool) -> Report:
         command="python -m bench.interference" + (" --quick" if quick else ""),
         quick=quick,
         setup=asdict(setup) | {"dtype": "bfloat16"},
-        rows=[_row(number, one) for number, one in enumerate(repeats, 1)],
+        rows=[_row(number, repeat) for number, repeat in enumerate(repeats, 1)],
         ratios={
-            "gap_ratio": median(one.gap_ratio for one in repeats),
-            "longest_step_s": max(one.longest_step_s for one in repeats),
+            "gap_ratio": median(repeat.gap_ratio for repeat in repeats),
+            "longest_step_s": max(repeat.longest_step_s for repeat in repeats),
         },
         aims=AIMS,
     )
 
 
 def _interfere(engine: TorchEngine, setup: Setup, seed: int) -> Interference:
-    watch = _Watch(engine)
-    # Random ids, of other seeds in each repeat: nothing is found in the prefix cache.
+    recorder = _StepRecorder(engine)
+    # Random ids, with another seed in each repeat, so that nothing is found in the prefix cache.
     chance = random.Random(seed)
     names = [f"decode-{index}" for index in range(setup.decodes)]
     for name in names:
-        watch.add(name, _random_ids(chance, setup.decodes_prompt, setup.shape.vocabulary), setup.shape.context // 2)
-    while any(len(watch.times.get(name, ())) <= setup.calm_gaps for name in names):
-        watch.step()
-    calm = [gap for name in names for gap in watch.gaps(name)]
-    came, steps = time.perf_counter(), len(watch.steps)
-    watch.add("prompt", _random_ids(chance, setup.prompt, setup.shape.vocabulary), 1)
-    while "prompt" not in watch.times:
-        watch.step()
-    prefill_s, prefill_steps = time.perf_counter() - came, len(watch.steps) - steps
-    # One step more: whoever got no token beside the prompt's last chunk has waited until now.
-    watch.step()
+        recorder.add(name, _random_ids(chance, setup.decodes_prompt, setup.shape.vocabulary), setup.shape.context // 2)
+    while any(len(recorder.times.get(name, ())) <= setup.calm_gaps for name in names):
+        recorder.step()
+    calm = [gap for name in names for gap in recorder.gaps(name)]
+    came, steps = time.perf_counter(), len(recorder.steps)
+    recorder.add("prompt", _random_ids(chance, setup.prompt, setup.shape.vocabulary), 1)
+    while "prompt" not in recorder.times:
+        recorder.step()
+    prefill_s, prefill_steps = time.perf_counter() - came, len(recorder.steps) - steps
+    # One step more ends the gap of decodes that got no token beside the prompt's last chunk.
+    recorder.step()
     for name in names:
         engine.abort(name)
-    after = [gap for name in names for gap in watch.gaps(name, since=came)]
+    after = [gap for name in names for gap in recorder.gaps(name, since=came)]
     progress(f"longest gap {max(after) * 1000:.1f} ms, before {median(calm) * 1000:.1f} ms, prefill {prefill_s:.2f} s")
-    return Interference(median(calm), max(after), prefill_s, prefill_steps, max(watch.steps))
+    return Interference(median(calm), max(after), prefill_s, prefill_steps, max(recorder.steps))
 
 
-class _Watch:
-    """Steps an engine, and notes when each sequence's tokens came and how long each step took."""
+class _StepRecorder:
+    """Runs an engine's steps, and records the times of each sequence's tokens and of each step."""
 
     def __init__(self, engine: TorchEngine) -> None:
         self._engine = engine
@@ -137,7 +137,7 @@ class _Watch:
                 self.times.setdefault(output.sequence_id, []).append(now)
 
     def gaps(self, name: str, since: float = 0.0) -> list[float]:
-        """Seconds between tokens that follow each other, the later one after `since`."""
+        """Return the seconds between consecutive tokens of which the later came after `since`."""
         times = self.times[name]
         return [later - earlier for earlier, later in pairwise(times) if later > since]
 
@@ -146,15 +146,15 @@ def _random_ids(chance: random.Random, count: int, vocabulary: int) -> tuple[int
     return tuple(chance.randrange(5, vocabulary) for _ in range(count))
 
 
-def _row(number: int, one: Interference) -> dict[str, Any]:
+def _row(number: int, result: Interference) -> dict[str, Any]:
     return {
         "repeat": number,
-        "median gap before ms": one.calm_gap_s * 1000,
-        "longest gap during ms": one.longest_gap_s * 1000,
-        "gap ratio": one.gap_ratio,
-        "prefill s": one.prefill_s,
-        "prefill steps": one.prefill_steps,
-        "longest step ms": one.longest_step_s * 1000,
+        "median gap before ms": result.calm_gap_s * 1000,
+        "longest gap during ms": result.longest_gap_s * 1000,
+        "gap ratio": result.gap_ratio,
+        "prefill s": result.prefill_s,
+        "prefill steps": result.prefill_steps,
+        "longest step ms": result.longest_step_s * 1000,
     }
 
 

@@ -20,7 +20,7 @@ from worker.engine.scheduling.batch import Batch
 
 
 def by_kernels(numbers: Numbers, batch: Batch | None = None) -> Tensor:
-    """What the kernels make of the numbers; of another batch, that of its tokens, which have the first queries."""
+    """Run the kernels on the numbers; another batch gets the first of their queries."""
     batch = batch or numbers.batch
     return (
         triton_plan(batch, numbers.cache, numbers.device)
@@ -37,7 +37,7 @@ def difference(case: Case, device: torch.device, dtype: torch.dtype) -> float:
 
 
 def difference_alone(device: torch.device, dtype: torch.dtype) -> float:
-    """How a row's result changes when the rest of the batch is away: it should not, not in one bit."""
+    """Return the largest difference between a row's result alone and in its batch, which should be 0."""
     numbers = Numbers(Case(decodes=(300, 5, 12), window=200), device, dtype)
     alone = by_kernels(numbers, Batch(numbers.batch.rows[:1], 1, 1))
     return float((alone - by_kernels(numbers)[:1]).abs().max().nan_to_num(math.inf))

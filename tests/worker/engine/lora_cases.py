@@ -154,7 +154,7 @@ class Numbers:
         return out
 
     def by_loop(self, name: str) -> Tensor:
-        """The same row by row, in float32 on the CPU."""
+        """Compute the group's output row by row, in float32 on the CPU."""
         slots = [slot for slot, tokens in self.case.rows for _ in range(tokens)]
         out = self.y[name].float().cpu()
         for row, slot in enumerate(slots):
@@ -189,9 +189,9 @@ def difference(case: Case, device: torch.device, dtype: torch.dtype) -> float:
 
 
 def difference_alone(device: torch.device, dtype: torch.dtype, *, exact: bool) -> float:
-    """How a row's result changes with the rest of the batch: beside rows of its adapter, in a chunk, alone.
+    """Return how a row's result changes with the batch: beside rows of its adapter, in a chunk, alone.
 
-    The largest difference over the largest number.
+    That is the largest difference over the largest number.
     """
     case = Case(((0, 1), (4, 70), (6, 3)), (8, 16, 1, 5, 40, 12, 3, 16), max_rank=40, features=2500)
     numbers = Numbers(case, device, dtype, exact=exact)

@@ -52,7 +52,7 @@ class Group:
         """Of one row for each slot, and behind them a prompt's (slot, rows)."""
         self.y = y
         self.step.set_rows([(slot, 1) for slot in slots] + ([prompt] if prompt else []))
-        return self.group(x)
+        return self.group.compute(x)
 
     def expected(self, slots: Sequence[int], x: Tensor, y: Tensor) -> Tensor:
         """In float32, row by row."""

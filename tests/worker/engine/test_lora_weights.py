@@ -1,4 +1,4 @@
-"""What is read from peft's files: the numbers that peft itself computes with."""
+"""Adapters read from peft's files have the numbers that peft itself computes with."""
 
 from __future__ import annotations
 

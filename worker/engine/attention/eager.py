@@ -1,4 +1,4 @@
-"""Attention as it is defined, step by step, and who sees whom."""
+"""Attention operator by operator (transformers' eager form), and the masks of causal and sliding-window attention."""
 
 from __future__ import annotations
 
@@ -9,7 +9,11 @@ from worker.engine.attention.paged import LayerCall
 
 
 def eager_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, call: LayerCall, sinks: Tensor | None) -> Tensor:
-    """Attention with a softcap or sinks: q [..., queries, dim]; k, v [..., positions, dim]; sinks [heads, queries]."""
+    """Attend with a softcap or sinks, which scaled_dot_product_attention has not.
+
+    q [..., queries, dim]; k, v [..., positions, dim]; mask [queries, positions], additive; sinks [heads, queries]. The
+    formulas are those of LayerCall.
+    """
     scores = torch.matmul(q, k.transpose(-1, -2)) * call.scaling
     if call.softcap is not None:
         scores = torch.tanh(scores / call.softcap) * call.softcap
@@ -21,7 +25,7 @@ def eager_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, call: LayerCa
 
 
 def visibility(keys: Tensor, queries: Tensor, window: int | None) -> Tensor:
-    """Which key positions [1, k] each query position [q, 1] sees: [q, k]. Or the other way round."""
+    """Return the key positions [1, k] that query positions [q, 1] attend to: bool [q, k]. Transposed, [k, q]."""
     seen = keys <= queries
     if window is not None:
         seen &= keys > queries - window
@@ -29,5 +33,5 @@ def visibility(keys: Tensor, queries: Tensor, window: int | None) -> Tensor:
 
 
 def additive_mask(seen: Tensor, dtype: torch.dtype) -> Tensor:
-    """0 where something is seen, minus infinity where not."""
+    """Return an additive mask: 0 where `seen` is true, minus infinity elsewhere."""
     return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, float("-inf"))

@@ -7,7 +7,7 @@ context. (Keyword arguments of forward would not do: some models do not pass the
 
     flat batch   │ decode rows, one token each │ chunk │ chunk │ ...
 
-How the step's tokens attend is up to its plan: attention/cpu/plan.py or attention/cuda/plan.py.
+The step's AttentionPlan computes the attention: cpu/plan.py on the CPU, cuda/plan.py on CUDA.
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ NAME = "loraplex"
 class LayerCall:
     """One layer's attention. query [tokens, heads, dim]; key, value [tokens, kv_heads, dim].
 
-    A query at position p sees the positions up to p, with a window the last `window` of them. Scores are scaled, then,
-    with a softcap, softcap * tanh(score / softcap). `sinks` [heads] are scores of one more position without a value.
+    A query at position p attends to positions up to p, with a window to the last `window` of them. Scores are
+    multiplied by `scaling`; a softcap makes them softcap * tanh(score / softcap) (Gemma 2, arXiv 2408.00118). `sinks`
+    [heads] are scores of one more position, without a value (attention sinks of gpt-oss).
     """
 
     layer: int
@@ -44,7 +45,7 @@ class LayerCall:
 
 
 class AttentionPlan(Protocol):
-    """How the tokens of one step attend, laid out once for all layers."""
+    """The attention of one step's tokens, laid out once for all layers."""
 
     def attend(self, call: LayerCall, cache: KvCache) -> Tensor:
         """Return all tokens' attention, [tokens, heads, dim of the values]; the cache has their keys and values."""

@@ -1,1 +1,1 @@
-"""What every part of the engine needs of its device: memory, transfers, threads, kernel launches."""
+"""The engine's device: free memory, transfers, threads, kernel launches."""

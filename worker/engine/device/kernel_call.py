@@ -1,6 +1,6 @@
-"""One launch of a Triton kernel, as a value: the model's and the adapters' kernels can be run or only compiled with it.
+"""A launch of a Triton kernel as a value, which can be run, or only compiled, as the tests do without a GPU.
 
-Imports no Triton, which may be absent on the CPU.
+Does not import Triton, which may be absent on the CPU.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class KernelCall:
-    """One launch: `arguments` and compile-time `constants` by parameter name."""
+    """A kernel launch: `arguments` and compile-time `constants` by parameter name."""
 
     kernel: Any
     grid: tuple[int, ...]
@@ -22,5 +22,5 @@ class KernelCall:
     stages: int
 
     def launch(self) -> None:
-        """Put it on the current stream."""
+        """Queue the launch on the current stream."""
         self.kernel[self.grid](**self.arguments, **self.constants, num_warps=self.warps, num_stages=self.stages)

@@ -1,4 +1,4 @@
-"""How much memory is left for weights and KV blocks."""
+"""Free memory of a device, for weights and KV blocks."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Reads LoRA adapters and applies a different one to every row of a step."""
+"""Reading LoRA adapters, and applying a different one to each row of a step."""

@@ -1,4 +1,4 @@
-"""What the runner needs of a model's adaptable layers, whatever device they are on."""
+"""The interface between the runner and a model's adaptable layers, the same on every device."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from worker.engine.lora.weights import AdapterWeights
 
 
 class AdapterLayers(Protocol):
-    """A model's adaptable layers: cpu_layers.py on the CPU, cuda_layers.py on CUDA; from one thread."""
+    """A model's adaptable layers: cpu/layers.py on the CPU, cuda/layers.py on CUDA. Called by one thread."""
 
     def install(self, weights: AdapterWeights, slot: int) -> None:
-        """Put an adapter into a slot, in place of what was there, behind the steps that were launched before."""
+        """Replace a slot's adapter; steps that are already launched still use the old one."""
 
     def begin_step(self, rows: Sequence[tuple[int, int]], wanted: Sequence[int] = ()) -> None:
-        """Set what the layers do until the next call.
+        """Set the rows that the layers compute until the next call.
 
-        `rows` are (slot or -1, tokens), those with one token and those with more each sorted by slot; `wanted` says of
-        how many of each row's tokens the output head gives logits.
+        `rows` are (slot or -1, tokens): first those with one token, then those with more, each sorted by slot. `wanted`
+        is the number of each row's tokens that the output head computes logits for.
         """
 
     def begin_decode(self, row_slots: Sequence[int], padded: int) -> None:
-        """The same for one token a row, and rows up to `padded` that pad; `row_slots` are sorted.
+        """Set rows of one token each, with padding rows up to `padded`; `row_slots` are sorted.
 
-        On CUDA every call with this `padded` leads to the same launches, so that a graph can hold them.
+        On CUDA all calls with the same `padded` lead to the same launches, so that a CUDA graph can hold them.
         """

@@ -1,11 +1,11 @@
-"""Adapters of a torch model on their way from files over host memory to the device: one piece of memory each.
+"""Adapter weights on their way from files through host memory to the device, each adapter in one contiguous buffer.
 
-What is read is cast straight into that piece, and checked there: as a slot will hold it.
+Tensors are cast to the model's dtype while they are copied into the buffer, and their values are checked there.
 
-On CUDA the piece is pinned and copied in one go on a stream of its own, by a loader thread that alone waits for it:
-steps go on meanwhile. Into a slot it is then copied on the device, on the steps' own stream: behind whatever step was
-launched before, so that none sees a slot change. On the CPU a slot tells where in host memory the piece is,
-and keeps it there.
+On CUDA the buffer is pinned and copied to the device in one transfer, on a stream of its own; only the loader thread
+waits for the transfer, so steps go on. The copy into a slot is on the device, on the steps' stream, behind all steps
+launched before it, so that no step sees its slot change. On the CPU nothing is copied into a slot: the slot holds the
+addresses in host memory, and a reference that keeps the buffer alive.
 """
 
 from __future__ import annotations
@@ -22,23 +22,25 @@ from worker.engine.lora.dora import Rescale
 from worker.engine.lora.weights import AdapterWeights, LoraPair
 from worker.engine_api import AdapterSource
 
-# Tensors begin at multiples of so many bytes.
+# Alignment of each tensor in the buffer, in bytes: a cache line of the CPU, four times what CUDA reads at once.
 _ALIGNMENT = 64
-# No trained weight is near it; products with it do not overflow for any input that a model could go on with.
+# Largest magnitude of a weight that is accepted. Trained weights are far below; a larger one would overflow in products
+# with usual activations and give NaN logits.
 _LARGEST = 1e20
 
 
 @dataclass(frozen=True, slots=True)
 class PackedAdapter:
-    """An adapter whose tensors are contiguous views of `memory`, one after the other, all of one dtype."""
+    """An adapter whose tensors are contiguous views of the buffer `memory`, one after the other, all of one dtype."""
 
     weights: AdapterWeights
     memory: Tensor
 
 
 class TorchAdapterMemory:
-    """`read` gives an adapter in host memory, `install` puts it in a slot; see
-    worker.engine.adapter_cache.loading.AdapterMemory.
+    """Implements worker.engine.adapter_cache.loading.AdapterMemory for torch models.
+
+    `read` reads an adapter from its directory, `install` puts it into a slot of the model's layers.
     """
 
     def __init__(
@@ -56,11 +58,11 @@ class TorchAdapterMemory:
         self._stream = torch.cuda.Stream(device) if self.stages else None  # type: ignore[no-untyped-call]  # torch's own
 
     def read(self, source: AdapterSource) -> PackedAdapter:
-        """From files to host memory."""
+        """Read an adapter from its files into host memory."""
         return pack_adapter(self._read(source), self._dtype, pinned=self.stages)
 
     def stage(self, prepared: PackedAdapter) -> PackedAdapter:
-        """To the device; returns when it is there. The calling thread sleeps, it does not spin."""
+        """Copy an adapter to the device and wait for the transfer; the calling thread sleeps, it does not spin."""
         copied = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # torch's own
         with torch.cuda.stream(self._stream):
             memory = prepared.memory.to(self._device, non_blocking=True)
@@ -69,19 +71,19 @@ class TorchAdapterMemory:
         return PackedAdapter(_views(prepared.weights, memory), memory)
 
     def install(self, prepared: PackedAdapter, slot: int) -> None:
-        """Into a slot."""
+        """Put an adapter into a slot."""
         self._install(prepared.weights, slot)
         if prepared.memory.is_cuda:
-            # It was allocated on the other stream, which might give it away before this one has copied it.
+            # The buffer belongs to the transfer stream's allocator: keep it until this stream has copied from it.
             prepared.memory.record_stream(torch.cuda.current_stream(self._device))
 
     def size(self, prepared: PackedAdapter) -> int:
-        """Bytes as stored: cast, and padded to the alignment."""
+        """Return the buffer's bytes: cast to the model's dtype, and padded to the alignment."""
         return prepared.memory.nbytes
 
 
 def pack_adapter(weights: AdapterWeights, dtype: torch.dtype, *, pinned: bool = False) -> PackedAdapter:
-    """The adapter in one piece of host memory. Raises ArtifactError where it has numbers that can't be used."""
+    """Copy an adapter into one host buffer. Raises ArtifactError for values that are not finite or too large."""
     tensors = weights.tensors
     memory = torch.zeros(sum(sum(_padded_size(tensor, dtype)) for tensor in tensors), dtype=dtype, pin_memory=pinned)
     packed = _views(weights, memory)
@@ -97,7 +99,7 @@ def pack_adapter(weights: AdapterWeights, dtype: torch.dtype, *, pinned: bool = 
 
 
 def _views(like: AdapterWeights, memory: Tensor) -> AdapterWeights:
-    """Tensors of the same shapes, one after the other in `memory`."""
+    """Return views of `memory` with the shapes of the adapter's tensors, one after the other."""
     sizes = [size for tensor in like.tensors for size in _padded_size(tensor, memory.dtype)]
     places = iter(memory.split_with_sizes(sizes)[::2])
 
@@ -112,12 +114,12 @@ def _views(like: AdapterWeights, memory: Tensor) -> AdapterWeights:
 
 
 def _padded_size(tensor: Tensor, dtype: torch.dtype) -> tuple[int, int]:
-    """How many numbers it takes, and how many are left out behind it so that the next one is aligned."""
+    """Return a tensor's number of elements, and the number of padding elements behind it that align the next tensor."""
     return tensor.numel(), -tensor.numel() % (_ALIGNMENT // dtype.itemsize)
 
 
 def _usable(numbers: Tensor) -> bool:
-    """Whether tokens can be made with them."""
-    # As Python's numbers: in float16 the bound itself is infinite. NaN is within no bounds.
+    """Tell whether all values are finite and within the bound."""
+    # Compared as Python floats: in float16 the bound would be infinite. Comparisons with NaN are false.
     low, high = (bound.item() for bound in numbers.aminmax())
     return low >= -_LARGEST and high <= _LARGEST

@@ -1,4 +1,4 @@
-"""What reading an adapter asks of the base model: for DoRA, and for copies of its weights in a checkpoint."""
+"""The interface to the base model's weights that reading an adapter needs: for DoRA, and to check copied weights."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from torch import Tensor
 
 
 class BaseLayers(Protocol):
-    """The base model's own layers by name; asked by loader threads, while steps go on."""
+    """The base model's layers by name. Called by loader threads while steps run."""
 
     def squares(self, module: str) -> Tensor:
-        """The sum of squares of each output's weights: [out_features] float32."""
+        """Return the sum of squares of each output's weights: [out_features] float32."""
 
     def product(self, module: str, a: Tensor) -> Tensor:
-        """What the layer makes of a [rows, in_features], without its bias: [rows, out_features] float32.
+        """Multiply a [rows, in_features] with the layer's weight, without its bias: [rows, out_features] float32.
 
-        Of token embeddings: the sums of all tokens' rows, weighted by a.
+        For token embeddings in_features is the vocabulary: each row of a weights the tokens' embeddings.
         """
 
     def bias(self, module: str) -> Tensor | None:
-        """[out_features] float32, where the layer has one."""
+        """Return the layer's bias [out_features] float32; None where it has none."""
 
     def output_scale(self, module: str) -> float:
-        """By what token embeddings multiply their rows."""
+        """Return the factor that the model multiplies token embeddings by (1 in most families)."""
 
     def repeats(self, parameter: str, values: Tensor) -> bool:
-        """Whether a parameter of the embeddings or the output head has these values, in the model's dtype."""
+        """Tell whether a parameter of the embeddings or the output head equals these values in the model's dtype."""

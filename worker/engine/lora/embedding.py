@@ -1,4 +1,4 @@
-"""Token embeddings with an adapter for every row, on the CPU, as torch's operators: no other device has them yet."""
+"""Token embeddings with an adapter per row, in torch operators. On the CPU only: CUDA does not serve them yet."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from torch import Tensor, nn
 from worker.engine.lora.weights import LoraPair
 
 if TYPE_CHECKING:
-    from worker.engine.lora.cpu.group import CpuStep  # numba is there only where the CPU computes
+    from worker.engine.lora.cpu.group import CpuStep  # numba is installed only where the engine computes on the CPU
 
 
 class CpuEmbedding(nn.Module):
-    """A row of A^T for each token, times B."""
+    """Token embeddings plus, for each token, its row of the adapter's A^T times B."""
 
     def __init__(self, base: nn.Embedding, slots: int, step: CpuStep) -> None:
         super().__init__()
@@ -22,7 +22,7 @@ class CpuEmbedding(nn.Module):
         self._step = step
 
     def forward(self, ids: Tensor) -> Tensor:
-        """The base's rows plus each adapter's: [...] to [..., features]."""
+        """Look up ids [...] and add each row's adapter: [..., features]."""
         y: Tensor = self.base(ids)
         out, flat = y.view(-1, y.shape[-1]), ids.reshape(-1)
         for slot, first, stop in self._step.segments:
@@ -33,7 +33,10 @@ class CpuEmbedding(nn.Module):
 
 
 def add_pair(out: Tensor, shrunk: Tensor, pair: LoraPair) -> None:
-    """Change the base's output [rows, out_features] of rows of one adapter; `shrunk` [rows, rank] is x A^T."""
+    """Add a pair to the base output of one adapter's rows, in place.
+
+    out [rows, out_features] is the base output; shrunk [rows, rank] is x A^T.
+    """
     if pair.rescale is not None:
         out.addcmul_(out, pair.rescale.gain).add_(pair.rescale.shift)
     out.addmm_(shrunk, pair.b)

@@ -1,4 +1,7 @@
-"""Linear layers that models call one after the other with the same input, computed as one product."""
+"""Fused linears: linear layers that a model calls one after the other with the same input, computed as one product.
+
+x ──▶ FusedProduct.compute(x) ──▶ y [..., q | k | v] ──▶ q_proj, k_proj and v_proj each return a view of y
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,8 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
-_SHARING = (
+# Names of layers that transformers' models call with the same input, inside one parent module.
+_SAME_INPUT = (
     frozenset({"q_proj", "k_proj", "v_proj"}),
     frozenset({"gate_proj", "up_proj"}),
     frozenset({"w1", "w3"}),
@@ -16,22 +20,22 @@ _SHARING = (
 
 
 def fusion_candidates(names: Iterable[str]) -> list[list[str]]:
-    """The names of layers, those together that are likely to share an input; who relies on it must look whether."""
+    """Group layers by names that suggest a shared input; FusedProduct stays correct where the inputs differ."""
     groups: dict[tuple[str, frozenset[str]], list[str]] = {}
     for name in names:
         parent, _, child = name.rpartition(".")
-        sharing = next((names for names in _SHARING if child in names), frozenset({child}))
-        groups.setdefault((parent, sharing), []).append(name)
+        group = next((names for names in _SAME_INPUT if child in names), frozenset({child}))
+        groups.setdefault((parent, group), []).append(name)
     return list(groups.values())
 
 
 def can_fuse(linears: Sequence[nn.Linear]) -> bool:
-    """Whether these layers can be one product: as many inputs, and all or none with a bias."""
+    """Tell whether the layers can be one product: all have the same in_features, and all or none a bias."""
     return len({(linear.in_features, linear.bias is None) for linear in linears}) == 1
 
 
 def fuse(linears: Sequence[nn.Linear]) -> nn.Linear:
-    """Layers that can be fused as one, with their outputs side by side; one alone is returned as it is."""
+    """Concatenate the outputs of layers that can be fused into one layer; a single layer is returned unchanged."""
     if len(linears) == 1:
         return linears[0]
     has_bias = linears[0].bias is not None
@@ -46,7 +50,7 @@ def fuse(linears: Sequence[nn.Linear]) -> nn.Linear:
 
 
 def fused_groups(model: nn.Module, names: Iterable[str]) -> list[list[str]]:
-    """The names of layers, those together that are one product."""
+    """Group the names of layers by the product that computes them."""
     groups: dict[object, list[str]] = {}
     for name in names:
         layer = model.get_submodule(name)
@@ -55,49 +59,47 @@ def fused_groups(model: nn.Module, names: Iterable[str]) -> list[list[str]]:
 
 
 def replace_linears(model: nn.Module, names: Sequence[str], product: FusedProduct) -> None:
-    """Put the parts of a product in the places of these layers, in their order."""
+    """Replace these layers of the model by the parts of a product, in the order of its widths."""
     for index, name in enumerate(names):
         parent, _, child = name.rpartition(".")
         setattr(model.get_submodule(parent), child, FusedPart(product, index))
 
 
 class FusedProduct:
-    """What layers that are called with the same input give, `widths` features each: computed for the first that asks.
+    """The outputs of layers with the same input, side by side: computed for the first layer that is called.
 
-    `product` makes [..., in_features] into [..., sum of the widths]; `base` is the same without adapters.
+    `base` computes x [..., in_features] to [..., sum of `widths`]. Subclasses add the rows' adapters in `compute`.
     """
 
-    def __init__(
-        self,
-        product: Callable[[Tensor], Tensor],
-        widths: Sequence[int],
-        base: Callable[[Tensor], Tensor] | None = None,
-    ) -> None:
-        self._product = product
-        self.base = base or product
+    def __init__(self, base: Callable[[Tensor], Tensor], widths: Sequence[int]) -> None:
+        self.base = base
         self.widths = tuple(widths)
         self._x: Tensor | None = None
         self._parts: tuple[Tensor, ...] = ()
-        self._asked = 0
+        self._returned = 0
+
+    def compute(self, x: Tensor) -> Tensor:
+        """Compute all layers' outputs: x [..., in_features] to [..., sum of the widths]."""
+        return self.base(x)
 
     def part(self, index: int, x: Tensor) -> Tensor:
-        """What the layer of that index gives for x: a view of the whole product."""
+        """Return the output of one layer for x, by its index in `widths`: a view of the whole product."""
         if len(self.widths) == 1:
-            return self._product(x)
-        # The same object: a layer that was called with something else meanwhile is not mistaken.
+            return self.compute(x)
+        # Compared by identity, so that a layer called with another tensor gets its own product.
         if self._x is not x:
-            parts = self._product(x).split_with_sizes(self.widths, -1)
-            self._x, self._parts, self._asked = x, parts, 0
+            parts = self.compute(x).split_with_sizes(self.widths, -1)
+            self._x, self._parts, self._returned = x, parts, 0
         part = self._parts[index]
-        self._asked += 1
-        if self._asked == len(self.widths):
-            # Nobody else will ask: a long prompt's numbers need not stay.
+        self._returned += 1
+        if self._returned == len(self.widths):
+            # Every layer has its part: free a long prompt's activations.
             self._x, self._parts = None, ()
         return part
 
 
 class FusedPart(nn.Module):
-    """One of the layers of a FusedProduct."""
+    """A layer of a FusedProduct."""
 
     def __init__(self, product: FusedProduct, index: int) -> None:
         super().__init__()
@@ -105,5 +107,5 @@ class FusedPart(nn.Module):
         self.index = index
 
     def forward(self, x: Tensor) -> Tensor:
-        """Its part of the product."""
+        """Compute the layer's output: [..., in_features] to [..., its width]."""
         return self.product.part(self.index, x)

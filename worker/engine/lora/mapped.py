@@ -1,4 +1,4 @@
-"""The tensors of a safetensors file where they lie in it: of a mapped file only what is read is brought in."""
+"""Tensors of a safetensors file as views of the mapped file: only the pages that are used are read."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 def map_tensors(path: Path, header: Mapping[str, TensorInfo]) -> dict[str, Tensor]:
-    """Views of the file, by name; its dtypes are some of DTYPES. They keep it mapped. Raises OSError."""
+    """Return views of the file by tensor name; each keeps it mapped. All dtypes must be in DTYPES. Raises OSError."""
     with open(path, "rb") as file:
-        # Private to this process: torch wants memory that may be written, and nobody does.
+        # torch requires writable memory. ACCESS_COPY gives it, and nothing is written to the file.
         mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
     return {name: _view(mapped, info) for name, info in header.items()}
 

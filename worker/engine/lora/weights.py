@@ -1,4 +1,4 @@
-"""Reads adapters from directories in peft's layout, checked against the model."""
+"""Reading adapters from directories in peft's layout, checked against the model."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from worker.engine_api import AdapterSource
 
 @dataclass(frozen=True, slots=True)
 class LoraPair:
-    """One module's product x A^T B: a [rank, in_features], b [rank, out_features] with the scaling folded in.
+    """A module's A [rank, in_features] and B [rank, out_features]: the layer adds x A^T B; B contains the scaling.
 
-    Of token embeddings x is 1 at the token's place. `rescale` is there with DoRA.
+    For token embeddings x is one-hot, in_features the vocabulary. `rescale` is set for DoRA (see dora.py).
     """
 
     a: Tensor
@@ -33,20 +33,20 @@ class LoraPair:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """All that has to be stored."""
+        """Return all tensors of the pair."""
         return (self.a, self.b) if self.rescale is None else (self.a, self.b, self.rescale.gain, self.rescale.shift)
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterWeights:
-    """Pairs by module name; `rank` is the largest of their ranks."""
+    """An adapter's pairs by module name; `rank` is the largest of their ranks."""
 
     pairs: Mapping[str, LoraPair]
     rank: int
 
     @property
     def tensors(self) -> list[Tensor]:
-        """All that has to be stored, module by module."""
+        """Return all tensors, module by module."""
         return [tensor for pair in self.pairs.values() for tensor in pair.tensors]
 
 
@@ -56,10 +56,10 @@ def read_source(
     max_rank: int,
     base: BaseLayers | None = None,
 ) -> AdapterWeights:
-    """An adapter, or a weighted set of them as one: A's and B's side by side, so that its ranks are the sums.
+    """Read an adapter, or a weighted set of adapters as one whose A's and B's are concatenated: ranks add up.
 
-    That is peft's add_weighted_adapter with combination_type "cat" (lora/model.py), whose new adapter is the sum of
-    weight * scaling * B A. Raises as read_adapter does.
+    A set equals peft's add_weighted_adapter with combination_type "cat" (lora/model.py): the sum of
+    weight * scaling * B A. Raises what read_adapter raises.
     """
     adapters = [read_adapter(part.directory, linears, max_rank, part.weight, base) for part in source.summands]
     if source.parts and any(pair.rescale for adapter in adapters for pair in adapter.pairs.values()):
@@ -85,12 +85,13 @@ def read_adapter(
     weight: float = 1.0,
     base: BaseLayers | None = None,
 ) -> AdapterWeights:
-    """Read and scale; `linears` are what the model can have changed, (in_features, out_features) by module name.
+    """Read an adapter and scale its B's.
 
-    Each A stays where it lies in the mapped file, each B is float32 and a transpose; their values are
-    not checked here, adapter_memory.pack_adapter does that. `weight` is a factor of the whole adapter. Without `base`
-    DoRA adapters and copies of the base's weights are refused. Raises ArtifactError for broken files, MismatchError
-    where the adapter does not fit the model or `max_rank`.
+    `linears` are the layers that adapters can change, (in_features, out_features) by module name. Each A is a view of
+    the mapped file, each B float32 and transposed; their values are checked by
+    adapter_memory.pack_adapter. `weight` is a factor of the whole adapter. Without `base` DoRA adapters and copies of
+    the base's weights are refused. Raises ArtifactError for broken files, MismatchError where the adapter does not fit
+    the model or `max_rank`.
     """
     path = Path(directory)
     try:
@@ -124,7 +125,7 @@ def _pairs(
 ) -> dict[str, LoraPair]:
     names = {module: tensor_names(module) for module in shapes}
     scales = [weight * config.scaling_of(module, shape.rank) for module, shape in shapes.items()]
-    # One call: of a small adapter the calls cost more than the numbers.
+    # One call for all tensors: for a small adapter the calls cost more than the arithmetic.
     scaled = torch._foreach_mul([tensors[names[module]["B"]].float() for module in shapes], scales)
     pairs = {}
     for module, b in zip(shapes, scaled, strict=True):

@@ -1,1 +1,1 @@
-"""Turns logits into token ids and log probabilities."""
+"""Sampling: from logits to token ids and log probabilities."""

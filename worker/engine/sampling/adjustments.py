@@ -1,9 +1,9 @@
-"""What a request changes in its logits before anything is drawn: bias, penalties for ids that it has, banned ids.
+"""Changes of a request's logits before sampling: bias, penalties for tokens that occurred, banned ids.
 
     logits ──▶ + logit_bias ──▶ repetition_penalty ──▶ frequency and presence penalty ──▶ banned ids to -inf
 
-Repetition (Keskar et al. 2019, CTRL, section 4.1; as transformers has it) looks at prompt and answer, the other two
-(as OpenAI defines them) at the answer alone, ids of earlier attempts included.
+The repetition penalty (Keskar et al. 2019, CTRL, section 4.1; as in transformers) counts tokens of prompt and answer;
+the other two (as OpenAI's API defines them) count the answer's alone, ids of earlier attempts included.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from torch import Tensor
 from worker.engine.device.transfer import upload
 from worker.engine_api import Sampling
 
-# float32 holds a penalty between these, and a logit multiplied or divided by it.
+# Bounds of a penalty: with it, a float32 logit multiplied or divided by the penalty stays finite.
 _SMALLEST, _LARGEST = 1e-30, 1e30
 
 
 class Adjustments:
-    """One sequence's bias, and its ids, each once with its count in the answer: kept from token to token."""
+    """A sequence's logit bias, and its distinct ids with their counts in the answer; updated token by token."""
 
     def __init__(self, sampling: Sampling, prompt_length: int) -> None:
         self.penalties = (sampling.repetition_penalty, sampling.frequency_penalty, sampling.presence_penalty)
@@ -34,11 +34,11 @@ class Adjustments:
         self.counts = array("i")
         self._places: dict[int, int] = {}
         self._prompt_length = prompt_length
-        # The prompt matters to the repetition penalty alone.
+        # Only the repetition penalty counts the prompt.
         self._seen = prompt_length if sampling.repetition_penalty == 1.0 else 0
 
     def catch_up(self, ids: Sequence[int]) -> None:
-        """Count what `ids`, the prompt's and the answer's so far, have more than at the last call."""
+        """Count the ids, of prompt and answer so far, that are new since the last call."""
         if not self._penalizes:
             return
         for position in range(self._seen, len(ids)):
@@ -52,12 +52,12 @@ class Adjustments:
 
 
 def adjust_logits(scores: Tensor, rows: Sequence[Adjustments | None], banned: Sequence[Collection[int]]) -> None:
-    """Change float32 scores [rows, vocab] in place; each row by its own."""
-    biased = [(row, one) for row, one in enumerate(rows) if one and len(one.bias_ids)]
+    """Change float32 scores [rows, vocab] in place, each row by its own adjustments and banned ids."""
+    biased = [(row, each) for row, each in enumerate(rows) if each and len(each.bias_ids)]
     if biased:
-        where = _places(scores, [(row, one.bias_ids) for row, one in biased])
-        scores.index_put_(where, _tensor([one.bias for _, one in biased], scores), accumulate=True)
-    penalized = [(row, one) for row, one in enumerate(rows) if one and len(one.ids)]
+        where = _places(scores, [(row, each.bias_ids) for row, each in biased])
+        scores.index_put_(where, _tensor([each.bias for _, each in biased], scores), accumulate=True)
+    penalized = [(row, each) for row, each in enumerate(rows) if each and len(each.ids)]
     if penalized:
         _penalize(scores, penalized)
     pairs = [(row, token) for row, ids in enumerate(banned) for token in ids]
@@ -67,9 +67,9 @@ def adjust_logits(scores: Tensor, rows: Sequence[Adjustments | None], banned: Se
 
 
 def _penalize(scores: Tensor, rows: Sequence[tuple[int, Adjustments]]) -> None:
-    where = _places(scores, [(row, np.asarray(one.ids)) for row, one in rows])
-    counts = _tensor([np.asarray(one.counts) for _, one in rows], scores)
-    penalties = np.repeat([one.penalties for _, one in rows], [len(one.ids) for _, one in rows], axis=0)
+    where = _places(scores, [(row, np.asarray(each.ids)) for row, each in rows])
+    counts = _tensor([np.asarray(each.counts) for _, each in rows], scores)
+    penalties = np.repeat([each.penalties for _, each in rows], [len(each.ids) for _, each in rows], axis=0)
     repetition, frequency, presence = upload(penalties, scores.device).unbind(1)
     repetition = repetition.clamp(_SMALLEST, _LARGEST).float()
     values = scores[where]
@@ -78,7 +78,7 @@ def _penalize(scores: Tensor, rows: Sequence[tuple[int, Adjustments]]) -> None:
 
 
 def _places(scores: Tensor, rows: Sequence[tuple[int, np.ndarray]]) -> tuple[Tensor, Tensor]:
-    """Index of the given ids in the given rows of scores."""
+    """Return the index of the given ids in the given rows of scores."""
     numbers = np.repeat([row for row, _ in rows], [len(ids) for _, ids in rows])
     ids = np.concatenate([ids for _, ids in rows])
     return upload(numbers, scores.device), upload(ids, scores.device)

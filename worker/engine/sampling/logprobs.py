@@ -1,4 +1,4 @@
-"""Log probabilities of tokens under the model itself: before bias, penalties, temperature and limits."""
+"""Log probabilities of tokens under the model: before bias, penalties, temperature and limits."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from torch import Tensor
 from worker.engine.device.transfer import download
 from worker.engine_api import TokenLogprobs
 
-# To be called when the device has come so far.
+# Returns the log probabilities; call it when the step is done on the device.
 PendingLogprobs = Callable[[], list[TokenLogprobs]]
 
-# A long prompt's logits are looked at in parts: float32 copies of all of them may be gigabytes.
+# Maximum number of rows of logits that are converted to float32 together: all rows of a long prompt may be gigabytes.
 _ROWS_AT_ONCE = 64
 
 
 def token_logprobs(logits: Tensor, ids: Tensor, alternatives: Sequence[int]) -> PendingLogprobs:
-    """Of each row of the model's logits [rows, vocab], its id's log probability and its `alternatives` likeliest.
+    """Compute the log probability of each row's id and of its `alternatives` likeliest ids, of logits [rows, vocab].
 
-    `ids` [rows] int64 lie on the same device.
+    `ids` [rows] int64 are on the same device.
     """
     parts = []
     for first in range(0, len(ids), _ROWS_AT_ONCE):

@@ -1,7 +1,7 @@
-"""The randomness of sampling: a pure function of (seed, choice, position, token id).
+"""Sampling noise: a pure function of (seed, choice, position, token id).
 
-Not a generator with a state: a row draws the same noise alone, in any company, after a preemption, and on another
-worker that takes over after a crash; on the CPU and on CUDA.
+There is no generator state: a row draws the same noise alone and in any batch, after a preemption, on another worker
+after a crash, on the CPU and on CUDA.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ _LANES = struct.Struct("<ii")
 
 
 def row_key(seed: int, choice: int, position: int) -> tuple[int, int]:
-    """Two 32-bit numbers (signed) that stand for a place in an answer."""
+    """Return two signed 32-bit integers, a hash of a position in an answer."""
     digest = hashlib.blake2b(_KEY.pack(seed, choice, position), digest_size=8).digest()
     first, second = _LANES.unpack(digest)
     return first, second
 
 
 def gumbel_noise(keys: Tensor, ids: Tensor) -> Tensor:
-    """Standard Gumbel noise: keys [rows, 2] int32 and token ids [rows or 1, n] int32 to float32 [rows, n].
+    """Compute standard Gumbel noise: keys [rows, 2] int32 and token ids [rows or 1, n] int32 to float32 [rows, n].
 
     The token with the largest logit plus noise is a draw from softmax(logits) (the Gumbel-max trick).
     """
     bits = _mix(_mix(ids + keys[:, :1]).add_(keys[:, 1:]))
-    # 31 bits as a number above 0 and below 1; small ones, which make the large noise, keep their precision.
+    # 31 bits as a number in (0, 1); small numbers, which give large noise, keep their precision.
     uniform = bits.bitwise_and_(0x7FFFFFFF).to(torch.float32).add_(0.5).mul_(2.0**-31)
     return uniform.neg_().log1p_().neg_().log_().neg_()
 
 
 def _mix(x: Tensor) -> Tensor:
-    """A bijection of 32-bit numbers in which every input bit flips about half of the output bits; in place.
+    """Hash 32-bit integers in place, by a bijection in which each input bit flips about half of the output bits.
 
     The constants are those of lowbias32 (https://nullprogram.com/blog/2018/07/31/). Shifts are logical: int32 keeps its
     sign bit otherwise.

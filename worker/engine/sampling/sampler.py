@@ -1,4 +1,4 @@
-"""Chooses the next token of every row, each by its own parameters: greedy, or seeded from what its limits leave.
+"""Choosing the next token of each row by its own parameters: greedy, or seeded sampling within its limits.
 
     logits ──▶ adjustments ──▶ greedy: the best
                           └──▶ / temperature ──▶ limits ──▶ + noise of (seed, choice, position): the best
@@ -20,18 +20,18 @@ from worker.engine.sampling.limits import mask_atypical, smallest_kept
 from worker.engine.sampling.noise import gumbel_noise, row_key
 from worker.engine_api import Sampling
 
-# So many tokens are looked at for a small top_k, and for any other limit; for a row for which those are not enough (a
-# flat distribution and a high top_p) so many times more, until they are.
+# Numbers of likeliest tokens that are sorted: for a small top_k, and for any other limit. Where they are too few for a
+# row (a flat distribution and a high top_p), the number is multiplied by _WIDER until they suffice.
 _FEW = 128
 _LIKELY = 1024
 _WIDER = 8
-# What float32 can divide the difference of two logits by.
+# Bounds of the temperature, which keep a float32 difference of logits divided by it finite.
 _COLDEST, _HOTTEST = 1e-30, 1e30
 
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """What one row's choice depends on beside its logits. `position` is where the token will stand in its sequence."""
+    """The parameters of one row's draw besides its logits. `position` is the token's position in its sequence."""
 
     sampling: Sampling
     choice: int
@@ -42,7 +42,7 @@ class Draw:
 
 @dataclass(frozen=True, slots=True)
 class _Look:
-    """Which limits cut a row's tokens, and how many of the first are looked at to tell where; 0: no limit cuts."""
+    """The limits of a row, and the number of likeliest tokens sorted for them; width 0 where no limit applies."""
 
     width: int
     likely: bool = False
@@ -50,13 +50,13 @@ class _Look:
 
 
 def sample(logits: Tensor, draws: Sequence[Draw], *, wait: bool = True) -> Tensor:
-    """The chosen token id of each row of logits [rows, vocab], int64; -1 where a row's logits are not numbers.
+    """Choose a token id for each row of logits [rows, vocab]: int64 [rows], -1 where a row's logits are NaN.
 
-    A row's result does not depend on the others; `logits` stay as they are. Without `wait` the host never waits for the
-    device: at the cost of sorting all tokens where limits cut, since it can't be told whether the likeliest are enough.
+    A row's result does not depend on the other rows; `logits` are not changed. Without `wait` the host never waits for
+    the device, at the cost of sorting all tokens of rows with limits: whether fewer suffice is known on the device.
     """
     best, chosen = logits.max(dim=-1)
-    # NaN wins every max; where all is -inf there is nothing to choose from either.
+    # max returns NaN if there is any; where all logits are -inf there is nothing to choose from either.
     usable = best.isfinite()
     random = [row for row, draw in enumerate(draws) if draw.sampling.temperature > 0]
     adjusted = [
@@ -72,16 +72,15 @@ def sample(logits: Tensor, draws: Sequence[Draw], *, wait: bool = True) -> Tenso
         best, picked = scores.max(dim=-1)
         usable[index] &= best.isfinite()
         if random:
-            # A row that is no numbers must not raise, nor cost the others their draw.
             count = len(random)
-            # Subtracting the largest first: a tiny temperature must not make infinities of what is finite.
+            # The largest is subtracted first, so that a tiny temperature does not make finite logits infinite.
             picked[:count] = _sample_random(scores[:count].sub_(best[:count, None]), some[:count], wait)
         chosen[index] = picked
     return chosen.masked_fill(~usable, -1)
 
 
 def _sample_random(scores: Tensor, draws: Sequence[Draw], wait: bool) -> Tensor:
-    """Draw from scores [rows, vocab] whose largest is 0; changes them."""
+    """Draw an id [rows] from scores [rows, vocab] whose largest is 0; changes the scores."""
     device, vocab = scores.device, scores.shape[-1]
     temperature = upload([min(max(draw.sampling.temperature, _COLDEST), _HOTTEST) for draw in draws], device)
     scores.div_(temperature[:, None])
@@ -107,7 +106,7 @@ def _sample_random(scores: Tensor, draws: Sequence[Draw], wait: bool) -> Tensor:
 
 
 def _look(sampling: Sampling, vocab: int) -> _Look:
-    """What a row needs must not depend on other rows."""
+    """Return what to sort for a row; must not depend on other rows, or its result might."""
     likely = bool(sampling.top_k or sampling.top_p < 1 or sampling.min_p)
     if sampling.typical_p < 1:
         return _Look(min(_LIKELY, vocab), likely, typical=True)
@@ -117,7 +116,7 @@ def _look(sampling: Sampling, vocab: int) -> _Look:
 
 
 def _draw_among(scores: Tensor, samplings: Sequence[Sampling], keys: Tensor, look: _Look) -> tuple[Tensor, Tensor]:
-    """Draw from scores [rows, vocab]: ids [rows], and whether what was looked at was enough to tell."""
+    """Draw ids [rows] from scores [rows, vocab]; also return whether `look.width` tokens sufficed [rows]."""
     enough = torch.ones(len(samplings), dtype=torch.bool, device=scores.device)
     if look.likely:
         values, ids = scores.topk(look.width, dim=-1)
@@ -127,7 +126,7 @@ def _draw_among(scores: Tensor, samplings: Sequence[Sampling], keys: Tensor, loo
             return ids.gather(-1, drawn.max(-1, keepdim=True).indices)[:, 0], enough
         scores = scores.masked_fill(scores < smallest, float("-inf"))
     if look.typical:
-        scores, told = mask_atypical(scores, samplings, look.width)
-        enough = enough & told
+        scores, decided = mask_atypical(scores, samplings, look.width)
+        enough = enough & decided
     every_id = torch.arange(scores.shape[-1], dtype=torch.int32, device=scores.device)[None]
     return (scores + gumbel_noise(keys, every_id)).max(-1).indices, enough

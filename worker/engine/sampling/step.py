@@ -1,8 +1,8 @@
-"""What a step's logits give: the next id of every row that samples, and the log probabilities that were asked for.
+"""Sampling of one step: the next id of each row that samples, and the log probabilities that requests asked for.
 
-All of it is launched at once, on the device, and looked at later: the next step may overwrite the logits, and take the
-ids as its inputs, before the host knows them. A row's fault, NaN logits or an exception, ends that row alone; want of
-memory is no row's fault, and is raised.
+Everything is launched on the device at once and read by the host later: the next step may overwrite the logits, and use
+the ids as its inputs, before the host has them. NaN logits or an exception fail their own row only; out of memory fails
+no row, and is raised.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ _SAMPLING_FAILED = Failure("INTERNAL", "SAMPLING_FAILED", "the next token could 
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """One id for each row that samples, in order; of the rows in `failures` it means nothing.
+    """The ids of the rows that sample, in order; the ids of rows in `failures` are meaningless.
 
-    `logprobs` has an entry for each id, or none at all where no row asks for them.
+    `logprobs` has an entry for each id, or is empty where no row asks for them.
     """
 
     ids: list[int]
@@ -44,7 +44,7 @@ class Sampled:
 
 @dataclass(slots=True)
 class InFlight:
-    """A step that has been launched. `rows` are those of its batch that sample, `ids` [rows] what, on the device."""
+    """A launched step. `rows` are those of its batch that sample, `ids` [rows] their ids on the device."""
 
     batch: Batch
     rows: list[Row]
@@ -56,25 +56,25 @@ class InFlight:
     done: torch.cuda.Event | None = field(default=None)
 
     def collect(self) -> Sampled:
-        """Wait for this step, not for what was launched after it. What it tells of prompts is kept in the sequences."""
+        """Wait for this step, but not for later ones; log probabilities of prompts are added to their sequences."""
         if self.done is not None:
             self.done.synchronize()
         ids = self.host_ids.tolist()
         for row, token in zip(self.rows, ids, strict=True):
             if token < 0:
                 self.failures.setdefault(row, _NAN_LOGITS)
-        for row, tell in self.prompts:
+        for row, read in self.prompts:
             if row.live:
-                row.sequence.prompt_logprobs += tell()
-        told: list[TokenLogprobs | None] = [None] * len(ids) if self.logprobs else []
-        for places, tell in self.logprobs:
-            for place, one in zip(places, tell(), strict=True):
-                told[place] = one
-        return Sampled(ids, self.failures, told)
+                row.sequence.prompt_logprobs += read()
+        logprobs: list[TokenLogprobs | None] = [None] * len(ids) if self.logprobs else []
+        for places, read in self.logprobs:
+            for place, logprob in zip(places, read(), strict=True):
+                logprobs[place] = logprob
+        return Sampled(ids, self.failures, logprobs)
 
 
 def launch_sampling(logits: Tensor, batch: Batch, *, wait: bool) -> InFlight:
-    """Choose from logits [wanted, vocab], in the order of the rows: their prompt positions, then the one that samples.
+    """Sample from logits [wanted, vocab], which has, row by row, prompt positions, then the position that samples.
 
     Without `wait` the host never waits for the device.
     """
@@ -95,10 +95,10 @@ def launch_sampling(logits: Tensor, batch: Batch, *, wait: bool) -> InFlight:
 def _take_prompts(
     logits: Tensor, batch: Batch, failures: dict[Row, Failure]
 ) -> tuple[Tensor, list[tuple[Row, PendingLogprobs]]]:
-    """The logits of the rows that sample [rows, vocab], and what the others tell of prompts."""
+    """Return the logits of rows that sample [rows, vocab], and the pending log probabilities of prompts."""
     at = 0
     samples = []
-    told = []
+    pending = []
     for row in batch.rows:
         positions = row.prompt_positions
         if positions:
@@ -106,14 +106,14 @@ def _take_prompts(
             following = sequence.ids[positions.start + 1 : positions.stop + 1]
             counts = [sequence.spec.prompt_logprobs or 0] * len(positions)
             try:
-                told.append((row, token_logprobs(part, upload(following, logits.device), counts)))
+                pending.append((row, token_logprobs(part, upload(following, logits.device), counts)))
             except Exception as error:
                 _fail(row, error, failures)
             at += len(positions)
         if row.samples:
             samples.append(at)
             at += 1
-    return logits[upload(samples, logits.device, torch.int64)], told
+    return logits[upload(samples, logits.device, torch.int64)], pending
 
 
 def _logprobs(
@@ -123,21 +123,21 @@ def _logprobs(
     if not asking:
         return []
 
-    def tell(part: slice) -> PendingLogprobs:
+    def launch(part: slice) -> PendingLogprobs:
         index = upload(asking[part], ids.device)
         counts = [rows[place].sequence.spec.logprobs or 0 for place in asking[part]]
         return token_logprobs(logits[index], ids[index].clamp(min=0), counts)
 
-    told = _each_alone(tell, [rows[place] for place in asking], failures)
-    return [(asking[part], pending) for part, pending in told]
+    launched = _each_alone(launch, [rows[place] for place in asking], failures)
+    return [(asking[part], pending) for part, pending in launched]
 
 
 def _each_alone(
     launch: Callable[[slice], _T], rows: Sequence[Row], failures: dict[Row, Failure]
 ) -> list[tuple[slice, _T]]:
-    """`launch` of all rows at once; where that raises, of each row, so that only the one at fault ends.
+    """Launch all rows at once; if that raises, launch each row alone, so that only the failing row ends.
 
-    Raises what is about memory.
+    Raises out-of-memory errors.
     """
     everything = slice(0, len(rows))
     try:
@@ -157,7 +157,7 @@ def _each_alone(
 
 
 def _fail(row: Row, error: Exception, failures: dict[Row, Failure]) -> None:
-    """The row is at fault, unless there is too little memory: then raises the error."""
+    """Record the row's failure; raises the error if it means out of memory."""
     if is_out_of_memory(error):
         raise error
     _log.exception("sampling failed for sequence %s", row.sequence.sequence_id)

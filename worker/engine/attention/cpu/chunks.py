@@ -1,8 +1,8 @@
-"""Attention of a chunk: some tokens of one sequence, over all of it so far.
+"""Attention of a long chunk on the CPU: many tokens of one sequence over all its positions so far, as matrix products.
 
-transformers' and torch's own way, scaled_dot_product_attention with a mask, takes about twice as long for more than a
-few scores in bfloat16: keys are the right factor of its product, and mkldnn lays a right factor out anew every time.
-Here keys are the left one, a block of queries after the other, so that no block's scores leave the caches.
+torch's scaled_dot_product_attention with a mask takes about twice as long for more than a few scores in bfloat16: keys
+are the right factor of its product, and mkldnn reorders a right factor in each call. Here keys are the left factor,
+and queries are processed in blocks, whose scores stay in the CPU's caches.
 """
 
 from __future__ import annotations
@@ -18,42 +18,42 @@ from worker.engine.attention.kv_cache import KvCache
 from worker.engine.attention.paged import LayerCall
 from worker.engine.scheduling.batch import Row
 
-# Tokens of a block. Measured: 32 to 128 are alike, fewer and more are slower.
+# Tokens of a block of queries. Measured: 32 to 128 take the same time, fewer and more are slower.
 _BLOCK_TOKENS = 64
-# So few scores of a key head are sooner done in one call.
-_FEW_SCORES = 6_000
-# torch's softmax over rows works on 16 columns at a time; on fewer one by one.
-_FEW_COLUMNS = 24
+# Maximum number of scores of a key head for which one call of scaled_dot_product_attention is faster.
+_ONE_CALL_SCORES = 6_000
+# Minimum number of columns for a softmax over rows, which torch vectorizes by 16 columns; fewer are transposed first.
+_SOFTMAX_COLUMNS = 24
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Tokens [first, stop) of the flat batch, which are the positions from `start` of one sequence.
+    """Tokens [first, stop) of the flat batch: the positions from `start` on of one sequence.
 
-    `table` [blocks] covers the positions up to the last one; None where the chunk begins its sequence.
+    `table` [blocks] covers all positions up to the chunk's last; None where the chunk begins its sequence.
     """
 
     first: int
     stop: int
     start: int
     table: Tensor | None
-    # Additive masks, made by the first layer that needs them.
+    # Additive masks by (first token, first position, window), made by the first layer that needs them.
     masks: dict[tuple[int, int, int | None], Tensor] = field(default_factory=dict)
 
     def attend(self, call: LayerCall, cache: KvCache, out: Tensor) -> None:
-        """Write what the chunk's tokens attend to into out [tokens, heads, dim of the values]."""
+        """Compute the chunk's attention into out [tokens, heads, dim of the values]."""
         q, keys, values = (tensor[self.first : self.stop] for tensor in (call.query, call.key, call.value))
         tokens, heads, dim = q.shape
         end = self.start + tokens
         if self.table is not None:
             keys, values = (blocks[:end] for blocks in cache.gather_blocks(call.layer, self.table))
-        # The query heads that share a key head stand one below the other, as if they were more tokens of one head.
+        # Query heads that share a key head are concatenated along tokens, as if they were more tokens of one head.
         kv_heads = keys.shape[1]
         shared = heads // kv_heads
         grouped = q.view(tokens, kv_heads, shared, dim).permute(1, 2, 0, 3)
         keys, values = keys.transpose(0, 1), values.transpose(0, 1)
         plain = call.softcap is None and call.sinks is None
-        if plain and shared * tokens * end > _FEW_SCORES:
+        if plain and shared * tokens * end > _ONE_CALL_SCORES:
             self._attend_blocks(call, grouped * call.scaling, keys, values, out.view(tokens, kv_heads, shared, -1))
             return
         packed, mask = grouped.flatten(1, 2), self._mask(0, tokens, 0, call).t().repeat(shared, 1)
@@ -68,7 +68,7 @@ class Chunk:
         out.view(ungrouped.shape).copy_(ungrouped)
 
     def _attend_blocks(self, call: LayerCall, q: Tensor, keys: Tensor, values: Tensor, out: Tensor) -> None:
-        """With scaled q [kv_heads, shared, tokens, dim]; keys and values [kv_heads, end, dim]."""
+        """Attend block by block: scaled q [kv_heads, shared, tokens, dim]; keys and values [kv_heads, end, dim]."""
         kv_heads, shared, tokens, dim = q.shape
         for first in range(0, tokens, _BLOCK_TOKENS):
             stop = min(first + _BLOCK_TOKENS, tokens)
@@ -76,10 +76,10 @@ class Chunk:
             low = 0 if call.window is None else max(0, begin - call.window + 1)
             block = q[:, :, first:stop].reshape(kv_heads, -1, dim)
             scores = torch.bmm(keys[:, low:end], block.transpose(1, 2))
-            # Without a window all of the block's tokens see all that came before it.
+            # Without a window all tokens of the block attend to all positions before it: only the rest needs a mask.
             mask = self._mask(first, stop, begin if call.window is None else low, call)
             scores[:, -len(mask) :] += mask.repeat(1, shared)
-            if scores.shape[2] < _FEW_COLUMNS:
+            if scores.shape[2] < _SOFTMAX_COLUMNS:
                 weights = scores.transpose(1, 2).contiguous().softmax(-1)
             else:
                 weights = scores.softmax(1).transpose(1, 2)
@@ -87,7 +87,7 @@ class Chunk:
             out[first:stop] = attended.view(kv_heads, shared, stop - first, -1).permute(2, 0, 1, 3)
 
     def _mask(self, first: int, stop: int, low: int, call: LayerCall) -> Tensor:
-        """Of the chunk's tokens [first, stop) over the positions from `low` to the last one's: [positions, tokens]."""
+        """Return the additive mask [positions, tokens] of tokens [first, stop) over positions from `low` on."""
         mask = self.masks.get((first, low, call.window))
         if mask is None:
             device, end = call.query.device, self.start + stop
@@ -99,7 +99,7 @@ class Chunk:
 
 
 def chunk_from_row(row: Row, first: int, cache: KvCache) -> Chunk:
-    """A row as a chunk that begins at token `first` of the flat batch."""
+    """Return a row as a chunk that begins at token `first` of the flat batch."""
     past = None
     if row.start:
         blocks = -(-(row.start + row.count) // cache.block_size)

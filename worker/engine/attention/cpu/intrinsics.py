@@ -1,10 +1,10 @@
-"""Pieces of the CPU's attention kernel as vector instructions: intrinsics for one shape, whole products at a time.
+"""Vector instructions of the CPU's attention kernel, unrolled for one shape.
 
-See worker.engine.device.cpu.llvm; the shape is in the type of cpu_kernel's parameters, so nothing of it is left
-to find out at run time.
+See worker.engine.device.cpu.llvm. Head dims, the number of query heads per key head and the dtype are compile-time
+constants in the type of the kernel's parameters (kernel.attention_parameters). Strides are in bytes.
 """
 
-# numba looks at the functions' names and bytecode; it needs no annotations, and has no types for mypy to check.
+# numba compiles these functions from their bytecode, without annotations, so mypy has no types to check.
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, misc"
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ from worker.engine.device.cpu.llvm import (
     sum_lanes,
 )
 
-# So many numbers of a product are written out in a row, without a loop.
+# Maximum number of elements of a product that is unrolled, to bound the code's size and its compile time.
 _UNROLLED = 2048
 
 
 def heads_at_once(shared: int, dim: int) -> int:
-    """A divisor of `shared`: for so many heads a product is written out."""
+    """Return the largest divisor of `shared` whose heads, of `dim` elements each, are unrolled together."""
     return next(
         heads for heads in range(shared, 0, -1) if heads == 1 or (shared % heads == 0 and heads * dim <= _UNROLLED)
     )
 
 
 def _pieces(dim: int) -> Iterator[tuple[int, int]]:
-    """The vectors [first, first + lanes) that make up so many numbers."""
+    """Cut `dim` elements into vectors [first, first + lanes) of LANES lanes or a smaller power of two."""
     first = 0
     while first < dim:
         lanes = LANES
@@ -57,7 +57,7 @@ def _pieces(dim: int) -> Iterator[tuple[int, int]]:
 
 @intrinsic
 def score_rows(typingctx, parameters, queries, key, scores, stride):
-    """scores[row * stride] = queries[row] . key, for so many rows as are written out at once; queries are float32."""
+    """Compute scores[row * stride] = queries[row] . key for heads_at_once rows; queries are float32."""
     dim, kind = field_length(parameters, "of_key_dim"), field_length(parameters, "of_kind")
     rows = heads_at_once(field_length(parameters, "of_shared"), dim)
 
@@ -81,7 +81,7 @@ def score_rows(typingctx, parameters, queries, key, scores, stride):
 def _adding_values(positions: int) -> Any:
     @intrinsic
     def add_values(typingctx, parameters, sums, weights, stride, value, value_stride):
-        """sums[row] += weights[row * stride + i] * value[i * value_stride], for so many rows; i: so many positions."""
+        """Compute sums[row] += weights[row * stride + i] * value[i * value_stride] for heads_at_once rows and all i."""
         dim, kind = field_length(parameters, "of_value_dim"), field_length(parameters, "of_kind")
         rows = heads_at_once(field_length(parameters, "of_shared"), field_length(parameters, "of_key_dim"))
 
@@ -109,7 +109,7 @@ add_value, add_four_values = _adding_values(1), _adding_values(4)
 
 @intrinsic
 def widen_query(typingctx, parameters, wide, numbers, factor):
-    """A query as float32, times a factor."""
+    """Convert a query to float32, multiplied by a factor."""
     dim, kind = field_length(parameters, "of_key_dim"), field_length(parameters, "of_kind")
 
     def generate(context, b, signature, arguments):
@@ -124,7 +124,7 @@ def widen_query(typingctx, parameters, wide, numbers, factor):
 
 @intrinsic
 def store_attended(typingctx, parameters, numbers, wide, factor):
-    """What a head attends to, times a factor, as numbers."""
+    """Convert a head's sum of values, multiplied by a factor, to the kernel's dtype."""
     dim, kind = field_length(parameters, "of_value_dim"), field_length(parameters, "of_kind")
     size = kind_bytes(kind)
 
@@ -140,7 +140,7 @@ def store_attended(typingctx, parameters, numbers, wide, factor):
 
 @intrinsic
 def power_of_two(typingctx, exponent):
-    """2 ** exponent as a float32, for -126 to 127."""
+    """Return 2 ** exponent as a float32, for exponents from -126 to 127."""
 
     def generate(context, b, signature, arguments):
         biased = b.add(b.trunc(arguments[0], I32), ir.Constant(I32, 127))

@@ -1,17 +1,18 @@
-"""Attention of few tokens over many keys on the CPU: straight from the blocks, compiled by numba for one shape.
+"""The CPU's attention kernel for few tokens over many keys: reads keys and values in their blocks, in place.
 
-torch would first gather a sequence's blocks (a read and a write of all that is read afterwards), and then multiply
-matrices of a few rows, for which its products are not made. Here every key is read once, from where it lies:
+torch would first gather a sequence's blocks, one more read and write of all keys and values, and then multiply matrices
+of a few rows, for which its products are slow. This kernel, compiled by numba for one shape, reads each key once:
 
-    for each task (some tokens of a sequence, some key heads), by whichever thread is free:
-        scores[head, token, position] = query . key         block after block
-        weights = softmax(scores), in place, less the sum
-        out[token, head] = sum of weights * values           block after block
+    for each task (some tokens of a sequence, some key heads), taken by the next free thread:
+        scores[head, token, position] = scaling * query . key               block after block
+        weights = exp(scores - max), in place; factor = 1 / sum of weights
+        out[token, head] = factor * sum of weights * values                 block after block
 
-All is computed in float32. A softcap and sinks are as in worker/engine/attention/paged.py.
+query, out [tokens, heads, dim]; keys, values [slots, kv_heads, dim]. All sums are float32. The formulas of softcap and
+sinks are those of worker.engine.attention.paged.LayerCall.
 """
 
-# numba compiles these functions from their bytecode: it needs no annotations, and has no types for mypy to check.
+# numba compiles these functions from their bytecode, without annotations, so mypy has no types to check.
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, misc"
 
 from __future__ import annotations
@@ -33,8 +34,9 @@ from worker.engine.attention.cpu.intrinsics import (
 from worker.engine.device.cpu import compilation
 from worker.engine.device.cpu.llvm import KINDS, fetch_add, float32_pointer, int64_pointer
 
-# Integers of a task: its first token in the flat batch, how many, the position of the first, where its block table
-# begins in `tables`, its first key head, how many, and the positions that a row of scores has room for.
+# 64-bit integers of a task: its first token in the flat batch, the number of tokens, the position of the first, the
+# index in `tables` where its block table begins, its first key head, the number of key heads, and the positions
+# allocated for a row of scores.
 TASK_FIELDS = 7
 _INTEGERS = (
     "query query_token query_head out out_token out_head keys values key_bytes value_bytes block_size sinks window "
@@ -43,27 +45,28 @@ _INTEGERS = (
 
 
 def attention_parameters(shared: int, key_dim: int, value_dim: int, kind: str) -> np.dtype[Any]:
-    """What the kernel is given: addresses, and strides in bytes; `shared` query heads have the same key head.
+    """Return the dtype of the kernel's parameters: addresses, counts, and strides in bytes.
 
-    0 as the address of `sinks` (float32 [heads]), as `window` and as `softcap` means none.
+    `shared` is the number of query heads per key head. 0 for the address of `sinks` (float32 [heads]), for `window` and
+    for `softcap` means none.
     """
     made_for = {"of_shared": shared, "of_key_dim": key_dim, "of_value_dim": value_dim, "of_kind": KINDS[kind]}
     return compilation.parameter_dtype(_INTEGERS.split(), ["scaling", "softcap"], made_for)
 
 
-def compile_attention(given: np.dtype[Any]) -> Any:
-    """The kernel for such parameters. `counters` are two zeros: threads called with the same ones share the tasks."""
-    return compilation.compile_kernel(_attend, given, intrinsics)
+def compile_attention(parameters: np.dtype[Any]) -> Any:
+    """Compile the kernel for these parameters. Threads called with the same two zeroed `counters` share the tasks."""
+    return compilation.compile_kernel(_attend, parameters, intrinsics)
 
 
 def scratch_floats(key_dim: int, value_dim: int) -> int:
-    """What a token's head needs of its own beside its scores: its query, what it attends to, and a factor."""
+    """Return the scratch float32 of a token's head, besides its scores: its query, its sum of values, and a factor."""
     return key_dim + value_dim + 1
 
 
 @njit(fastmath=True, error_model="numpy", inline="always")
 def _exp(x):
-    """Cephes' expf: 2 ** n times a polynomial; vectors of it where it stands in a loop."""
+    """Return exp(x) in float32: 2 ** n times a polynomial, as Cephes' expf; inlined, so that loops of it vectorize."""
     x = max(x, np.float32(-87.0))
     n = np.floor(x * np.float32(1.4426950408889634) + np.float32(0.5))
     r = x - n * np.float32(0.693359375) + n * np.float32(2.12194440e-4)
@@ -78,7 +81,7 @@ def _exp(x):
 
 @njit(fastmath=True, error_model="numpy")
 def _softmax(scores, softcap, sink, has_sink):
-    """Scores become weights, but for a factor: that is returned."""
+    """Replace scores by exp(score - max), in place, and return the factor that makes their sum 1."""
     if softcap > 0:
         for i in range(len(scores)):
             # tanh(x) = 1 - 2 / (exp(2 x) + 1); beyond 20 it is 1.
@@ -102,16 +105,16 @@ def _first_seen(position, window):
 
 @njit(fastmath=True, error_model="numpy", inline="always")
 def _seeing(position, start, count, window):
-    """Which of a task's tokens see a position: the first one, and the first behind them that does not."""
+    """Return the range [first, stop) of a task's tokens that attend to a position."""
     behind = position - start + window
     return max(0, position - start), min(count, behind) if window > 0 else count
 
 
 @njit(fastmath=True, error_model="numpy")
 def _score(p, at, task, table, scores, queries):
-    """Scores of a task's tokens and heads."""
+    """Compute the scores of a task's tokens and heads."""
     _, count, start, _, head, heads, span = task
-    # In variables: a compiler must take it that what is stored might change what is behind an address.
+    # Copied to variables: otherwise the compiler reloads them after each store, which might alias them.
     size, window, shared, group = at.block_size, at.window, at.shared, at.group
     key_bytes, query_bytes, kv_heads = at.key_bytes, at.key_dim * 4, at.kv_heads
     first = _first_seen(start, window)
@@ -131,7 +134,7 @@ def _score(p, at, task, table, scores, queries):
 
 @njit(fastmath=True, error_model="numpy")
 def _sum_values(p, at, task, table, weights, sums):
-    """Sums of the values, weighted, of a task's tokens and heads."""
+    """Compute the weighted sums of values of a task's tokens and heads."""
     _, count, start, _, head, heads, span = task
     size, window, shared, group = at.block_size, at.window, at.shared, at.group
     value_bytes, sum_bytes, kv_heads = at.value_bytes, at.value_dim * 4, at.kv_heads
@@ -143,7 +146,7 @@ def _sum_values(p, at, task, table, weights, sums):
         values = at.values + ((table[block] - block) * size * kv_heads + head) * value_bytes
         while position < end:
             first_token, end_token = _seeing(position, start, count, window)
-            # Four at a time where the same tokens see all of them.
+            # Four positions at a time where the same tokens attend to all four.
             four = position + 4 <= end and (first_token, end_token) == _seeing(position + 3, start, count, window)
             value = values + position * step
             column = weights + (position - first_block * size) * 4
@@ -159,7 +162,7 @@ def _sum_values(p, at, task, table, weights, sums):
 
 @njit(fastmath=True, error_model="numpy")
 def _weigh_scores(at, task, scores, factors):
-    """Scores of a task's tokens and heads become weights, each token's but for a factor."""
+    """Replace the scores of a task's tokens and heads by weights, without the factors, which go to `factors`."""
     _, count, start, _, head, heads, span = task
     first_position = _first_seen(start, at.window) // at.block_size * at.block_size
     shared = at.shared

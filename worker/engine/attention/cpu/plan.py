@@ -1,7 +1,7 @@
-"""Attention on the CPU: rows of a few tokens by a kernel of our own, longer chunks as products of matrices.
+"""Attention on the CPU: rows of a few tokens by the compiled kernel, longer chunks as matrix products in torch.
 
 flat batch   │ decode rows, one token each │ short chunk │ chunk │ ...
-               cpu_kernel.py                              torch_chunks.py
+               kernel.py                                   chunks.py
 """
 
 from __future__ import annotations
@@ -25,17 +25,18 @@ from worker.engine.attention.paged import LayerCall
 from worker.engine.device.cpu import threads
 from worker.engine.scheduling.batch import Batch
 
-# With more, products of matrices are faster: tokens, whatever they see, or tokens times what the last one sees.
-_FEW_TOKENS, _FEW_PAIRS = 31, 16_000
-# Of so many tasks, about equal, none keeps the others waiting for long.
+# Maximum of a row for the kernel: this many tokens, or this many tokens times the last one's positions. Above both,
+# matrix products are faster.
+_KERNEL_TOKENS, _KERNEL_PAIRS = 31, 16_000
+# Minimum number of tasks of about equal size per thread: with two, no thread waits long for the last one.
 _TASKS_PER_THREAD = 2
 
 
 @dataclass(frozen=True, slots=True)
 class CpuPlan:
-    """A step's short rows as `tasks` [n, 7] over their block `tables` (see cpu_kernel.py), and its chunks.
+    """A step's short rows as `tasks` [n, TASK_FIELDS] over their block `tables` (see kernel.py), and its chunks.
 
-    `rows` and `scores` are the most that a task has for one of the query heads that share a key head.
+    `rows` and `scores` are the maxima of a task, per query head of a key head.
     """
 
     tasks: NDArray[np.int64]
@@ -68,7 +69,7 @@ class CpuPlan:
         kernel = _kernel(shared, key_dim, value_dim, str(query.dtype).removeprefix("torch."))
         self.counters[:] = 0
         addresses = self.addresses
-        given = kernel.given.pack(
+        parameters = kernel.layout.pack(
             *(query.data_ptr(), query.stride(0) * number, query.stride(1) * number),
             *(out.data_ptr(), out.stride(0) * number, out.stride(1) * number),
             *(keys.data_ptr(), values.data_ptr(), key_dim * number, value_dim * number, cache.block_size),
@@ -76,14 +77,14 @@ class CpuPlan:
             *(addresses[0], len(self.tasks), addresses[1], addresses[2], scratch, floats * 4),
             *(kv_heads, shared, kernel.group, key_dim, value_dim, call.scaling, call.softcap or 0.0),
         )
-        threads.run_on_all_threads(kernel.address, given)
+        threads.run_on_all_threads(kernel.address, parameters)
 
 
 @dataclass(frozen=True, slots=True)
 class _Kernel:
-    """`given` packs the parameters; `compiled` keeps what is at `address`."""
+    """A compiled kernel: the `layout` of its parameters, and `compiled`, which keeps the code at `address` alive."""
 
-    given: Struct
+    layout: Struct
     group: int
     address: int
     compiled: Any
@@ -97,7 +98,7 @@ def _kernel(shared: int, key_dim: int, value_dim: int, kind: str) -> _Kernel:
 
 @dataclass(frozen=True, slots=True)
 class _Short:
-    """Some tokens of a sequence: where they begin in the flat batch, how many, and the position of the first."""
+    """A row for the kernel: its first token in the flat batch, the number of tokens, and the position of the first."""
 
     first: int
     count: int
@@ -106,13 +107,13 @@ class _Short:
 
 
 def cpu_plan(batch: Batch, cache: KvCache) -> CpuPlan:
-    """Lay out a batch."""
+    """Lay out the attention of a batch."""
     short: list[_Short] = []
     chunks: list[Chunk] = []
     first = 0
     for row in batch.rows:
         end = row.start + row.count
-        if row.count <= _FEW_TOKENS or row.count * end <= _FEW_PAIRS:
+        if row.count <= _KERNEL_TOKENS or row.count * end <= _KERNEL_PAIRS:
             blocks = row.sequence.block_table[: -(-end // cache.block_size)]
             short.append(_Short(first, row.count, row.start, blocks))
         else:
@@ -122,7 +123,7 @@ def cpu_plan(batch: Batch, cache: KvCache) -> CpuPlan:
 
 
 def decode_plan(tables: Ids[Ids[int]], positions: Ids[int], cache: KvCache) -> CpuPlan:
-    """One token for each block table, at these positions."""
+    """Lay out a step of one token for each block table, at these positions."""
     short = [
         _Short(index, 1, position, table[: position // cache.block_size + 1])
         for index, (table, position) in enumerate(zip(tables, positions, strict=True))
@@ -132,21 +133,21 @@ def decode_plan(tables: Ids[Ids[int]], positions: Ids[int], cache: KvCache) -> C
 
 def _plan(short: Ids[_Short], chunks: tuple[Chunk, ...], cache: KvCache) -> CpuPlan:
     kv_heads = cache.slots[0][0].shape[1]
-    work = [one.count * (one.start + one.count) for one in short]
-    # A row is read from one end to the other, unless the threads would wait for it: then head by head.
+    work = [row.count * (row.start + row.count) for row in short]
+    # A row is one task, unless it is so long that other threads would wait for it: then one task per key head.
     share = sum(work) / (_TASKS_PER_THREAD * torch.get_num_threads())
     tasks: list[tuple[int, ...]] = []
     tables: list[int] = []
     rows = scores = 0
-    # The largest first, so that no thread is left alone with it in the end.
+    # The largest first, so that no thread starts a large task last.
     for index in sorted(range(len(short)), key=work.__getitem__, reverse=True):
-        one, heads = short[index], kv_heads if work[index] <= share else 1
-        span = len(one.blocks) * cache.block_size
+        row, heads = short[index], kv_heads if work[index] <= share else 1
+        span = len(row.blocks) * cache.block_size
         tasks += [
-            (one.first, one.count, one.start, len(tables), head, heads, span) for head in range(0, kv_heads, heads)
+            (row.first, row.count, row.start, len(tables), head, heads, span) for head in range(0, kv_heads, heads)
         ]
-        tables += one.blocks
-        rows, scores = max(rows, heads * one.count), max(scores, heads * one.count * span)
+        tables += row.blocks
+        rows, scores = max(rows, heads * row.count), max(scores, heads * row.count * span)
     lines, table, counters = np.array(tasks, np.int64), np.array(tables, np.int64), np.zeros(2, np.int64)
     addresses = lines.ctypes.data, table.ctypes.data, counters.ctypes.data
     return CpuPlan(lines, table, counters, addresses, rows, scores, chunks)

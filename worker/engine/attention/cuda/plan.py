@@ -1,4 +1,4 @@
-"""Attention on CUDA: the kernels' launches for a step's decode rows and chunks. Imported where there is CUDA only."""
+"""Attention on CUDA: the kernel launches of a step's decode rows and chunks. Imported only where there is Triton."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from worker.engine.scheduling.batch import Batch, Row
 
 @dataclass(frozen=True, slots=True)
 class DecodeRows:
-    """The first rows of the flat batch, one token each: tables [rows, blocks] int32 and positions [rows] int64.
+    """The decode rows, first in the flat batch: block tables [rows, blocks] int32 and positions [rows] int64.
 
-    A table's entries beyond the row's position are never read.
+    Entries of a table beyond the row's position are never read.
     """
 
     tables: Tensor
@@ -31,17 +31,17 @@ class DecodeRows:
 
 @dataclass(frozen=True, slots=True)
 class ChunkRows:
-    """tables [chunks, blocks] int32, and each chunk's first token in the flat batch, its position, and the count."""
+    """Chunks: block tables [chunks, blocks] int32; spans of (first token in the flat batch, its position, count)."""
 
     tables: Tensor
     spans: tuple[tuple[int, int, int], ...]
-    # The spans cut into tiles for so many query heads to a key head, made by the first layer that needs them.
+    # The spans cut into tiles, by the number of query heads per key head; made by the first layer that needs them.
     tiles: dict[int, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class TritonPlan:
-    """A step's decode rows, and its chunks."""
+    """Implements AttentionPlan for a step's decode rows and chunks."""
 
     decodes: DecodeRows | None
     chunks: ChunkRows | None
@@ -54,7 +54,7 @@ class TritonPlan:
         return out
 
     def kernels(self, call: LayerCall, cache: KvCache, out: Tensor) -> Sequence[KernelCall]:
-        """The launches, in order, that fill `out`."""
+        """Return the launches that compute `out` [tokens, heads, dim of the values], in order."""
         if call.query.stride(-1) != 1:
             call = replace(call, query=call.query.contiguous())
         kernels: list[KernelCall] = []
@@ -73,7 +73,7 @@ class TritonPlan:
 
 
 def triton_plan(batch: Batch, cache: KvCache, device: torch.device) -> TritonPlan:
-    """Lay out a batch."""
+    """Lay out the attention of a batch."""
     rows, longer = batch.rows[: batch.decodes], batch.rows[batch.decodes :]
     decodes = chunks = None
     if rows:

@@ -1,1 +1,1 @@
-"""What the compiled CPU kernels share: vector operations, compilation, threads."""
+"""Shared parts of the compiled CPU kernels: vector instructions, compilation, threads, scratch memory."""

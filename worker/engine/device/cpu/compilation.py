@@ -1,4 +1,4 @@
-"""How the kernels are compiled: by numba, once for each type of parameters, and kept beside their files."""
+"""Compiling the CPU kernels with numba: once for each parameter dtype, cached on disk beside their modules."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from worker.engine.device.cpu import llvm
 
 
 def parameter_dtype(integers: Sequence[str], reals: Sequence[str], made_for: Mapping[str, int]) -> np.dtype[Any]:
-    """What a kernel is given: 64-bit integers (addresses, numbers, strides in bytes) and float32.
+    """Return the dtype of a kernel's parameters: 64-bit integers (addresses, counts, strides in bytes), then float32.
 
-    The kernel is compiled for the numbers in `made_for`: they are the lengths of the last fields, and nobody looks at
-    what is in those.
+    `made_for` are compile-time constants. They are encoded as the lengths of further fields, whose contents are never
+    read, because numba specializes a kernel by its parameters' type (see llvm.field_length).
     """
     return np.dtype(
         [(name, "i8") for name in integers]
@@ -28,28 +28,28 @@ def parameter_dtype(integers: Sequence[str], reals: Sequence[str], made_for: Map
     )
 
 
-def compile_kernel(kernel: Callable[..., None], given: np.dtype[Any], pieces: ModuleType) -> Any:
-    """A function of a pointer to such parameters: its `address` is C's. Takes some seconds, once.
+def compile_kernel(kernel: Callable[..., None], parameters: np.dtype[Any], intrinsics: ModuleType) -> Any:
+    """Compile a kernel to a C function of a pointer to its parameters, whose address is the result's `address`.
 
-    `pieces` are the intrinsics of its own that it is made of.
+    Takes some seconds where it is not cached. `intrinsics` is the module of the kernel's own intrinsics.
     """
-    signature = types.void(types.CPointer(from_dtype(given)))
-    named = _named(kernel, given, pieces)
+    signature = types.void(types.CPointer(from_dtype(parameters)))
+    named = _named(kernel, parameters, intrinsics)
     try:
         return cfunc(signature, cache=True)(named)
-    except RuntimeError:  # nowhere to keep it
+    except RuntimeError:  # no writable cache folder
         return cfunc(signature)(named)
 
 
-def _named(kernel: Callable[..., None], given: np.dtype[Any], pieces: ModuleType) -> Callable[..., None]:
-    """The same function, by a name that nothing else has which would be compiled to something else.
+def _named(kernel: Callable[..., None], parameters: np.dtype[Any], intrinsics: ModuleType) -> Callable[..., None]:
+    """Return the function under a name that contains a digest of its sources and of its parameters' dtype.
 
-    numba keeps what it compiles by a function's name: it would not see that the pieces have changed, and of two
-    processes that compile it for two types one might get the other's.
+    numba's cache is keyed by a function's name and its own file: without the digest it would miss changes of the
+    intrinsics, and two processes that compile for different dtypes could read each other's entry.
     """
     assert isinstance(kernel, FunctionType), "a function of Python"
-    digest = sha256(repr(given.descr).encode())
-    for module in (llvm, pieces, inspect.getmodule(kernel)):
+    digest = sha256(repr(parameters.descr).encode())
+    for module in (llvm, intrinsics, inspect.getmodule(kernel)):
         digest.update(inspect.getsource(module).encode() if module else b"")
     named = FunctionType(kernel.__code__, kernel.__globals__)
     # numba's cache goes by the qualified name, which a copy takes from the code.

@@ -1,11 +1,11 @@
-"""Pieces of kernels as LLVM's vector instructions, which numba makes of no loop over addresses.
+"""LLVM vector instructions for numba kernels: numba does not vectorize loops over raw addresses.
 
-Functions of `b` write code for the builder b. The intrinsics are called from compiled code: numba calls them with the
-types of what they are given, and they write the code for it. What a kernel is made for it knows from the type of its
-parameters: the lengths of fields that nobody looks into (see `length`).
+Functions with an argument `b` emit instructions with that llvmlite IRBuilder. Functions marked @intrinsic are called
+from compiled code: numba calls them with their arguments' types, and they return a function that emits the code. A
+kernel's compile-time constants are in the type of its parameters (see field_length).
 """
 
-# numba looks at the functions' names and bytecode; it needs no annotations, and has no types for mypy to check.
+# numba compiles these functions from their bytecode, without annotations, so mypy has no types to check.
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, misc"
 
 from __future__ import annotations
@@ -17,59 +17,61 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-# How numbers lie in memory.
+# Codes of the dtypes that kernels are compiled for.
 KINDS = {"float32": 1, "bfloat16": 2, "float16": 3}
+# Float32 lanes of a vector: one register of AVX-512, two of AVX2.
 LANES = 16
+# LLVM fast-math flags of operations whose order may change.
 FAST = ("fast",)
 F32, I32, I64 = ir.FloatType(), ir.IntType(32), ir.IntType(64)
 _I16 = ir.IntType(16)
 
 
 def field_length(parameters: Any, name: str) -> int:
-    """The length of a field, from the type of a pointer to parameters."""
+    """Return the length of an array field, a compile-time constant, from the type of a pointer to the parameters."""
     return int(parameters.dtype.fields[name].type.shape[0])
 
 
 def load_field(b: Any, parameters: Any, pointer: Any, name: str) -> Any:
-    """A 64-bit field of what a pointer to parameters points to."""
+    """Load a 64-bit integer field of the parameters."""
     offset = int(parameters.dtype.fields[name].offset)
     return load(b, b.ptrtoint(pointer, I64), offset, I64, 1)
 
 
 def kind_bytes(kind: int) -> int:
-    """Of one number of a kind."""
+    """Return the bytes of one element of a dtype in KINDS."""
     return 4 if kind == KINDS["float32"] else 2
 
 
 def int64(number: int) -> Any:
-    """A constant of 64 bits."""
+    """Return a 64-bit integer constant."""
     return ir.Constant(I64, number)
 
 
 def vector_type(of: Any, lanes: int) -> Any:
-    """The type of so many of them."""
+    """Return the vector type of `lanes` elements."""
     return ir.VectorType(of, lanes)
 
 
 def load(b: Any, address: Any, offset: int, of: Any, align: int) -> Any:
-    """What lies at an address; offset and align in bytes."""
+    """Load a value of type `of` from an address; offset and align in bytes."""
     loaded = b.load(_at(b, address, offset, of))
     loaded.align = align
     return loaded
 
 
 def store(b: Any, value: Any, address: Any, offset: int, align: int) -> None:
-    """Put a value to an address; offset and align in bytes."""
+    """Store a value at an address; offset and align in bytes."""
     b.store(value, _at(b, address, offset, value.type)).align = align
 
 
 def load_floats(b: Any, address: Any, first: int, lanes: int) -> Any:
-    """So many float32 from the `first`."""
+    """Load `lanes` float32, from element `first` on."""
     return load(b, address, 4 * first, vector_type(F32, lanes), 4)
 
 
 def load_as_float32(b: Any, kind: int, address: Any, first: int, lanes: int) -> Any:
-    """Numbers of a kind as float32."""
+    """Load `lanes` elements of a dtype in KINDS, from element `first` on, and convert them to float32."""
     if kind == KINDS["float32"]:
         return load_floats(b, address, first, lanes)
     if kind == KINDS["float16"]:
@@ -79,7 +81,7 @@ def load_as_float32(b: Any, kind: int, address: Any, first: int, lanes: int) -> 
 
 
 def round_to_kind(b: Any, kind: int, wide: Any, lanes: int) -> Any:
-    """Float32 as numbers of a kind, rounded to the nearest, ties to even."""
+    """Convert float32 to a dtype in KINDS, rounded to nearest, ties to even."""
     if kind == KINDS["float32"]:
         return wide
     if kind == KINDS["float16"]:
@@ -91,13 +93,13 @@ def round_to_kind(b: Any, kind: int, wide: Any, lanes: int) -> Any:
 
 
 def broadcast(b: Any, number: Any, lanes: int) -> Any:
-    """A float32 in every lane."""
-    one = b.insert_element(ir.Constant(vector_type(F32, lanes), ir.Undefined), number, ir.Constant(I32, 0))
-    return b.shuffle_vector(one, one, _all(0, lanes))
+    """Return a vector with a float32 in every lane."""
+    first = b.insert_element(ir.Constant(vector_type(F32, lanes), ir.Undefined), number, ir.Constant(I32, 0))
+    return b.shuffle_vector(first, first, _all(0, lanes))
 
 
 def sum_lanes(b: Any, wide: Any, lanes: int) -> Any:
-    """The sum of the lanes."""
+    """Sum the lanes of a vector, pairwise."""
     while lanes > 1:
         lanes //= 2
         halves = [
@@ -118,7 +120,7 @@ def _all(number: int, lanes: int) -> Any:
 
 @intrinsic
 def fetch_add(typingctx, counter):
-    """A counter's number, which nobody else gets."""
+    """Atomically increment a counter and return its old value."""
 
     def generate(context, b, signature, arguments):
         return b.atomic_rmw("add", b.inttoptr(arguments[0], I64.as_pointer()), int64(1), "seq_cst")
@@ -128,7 +130,7 @@ def fetch_add(typingctx, counter):
 
 @intrinsic
 def load_counter(typingctx, counter):
-    """How far a counter is that others may be changing; what they wrote before they did is seen."""
+    """Atomically load a counter; sequentially consistent, so all writes before its increments are visible."""
 
     def generate(context, b, signature, arguments):
         return b.load_atomic(b.inttoptr(arguments[0], I64.as_pointer()), "seq_cst", 8)
@@ -138,7 +140,7 @@ def load_counter(typingctx, counter):
 
 @intrinsic
 def yield_thread(typingctx):
-    """Let another thread have this one's core, if one waits for it: POSIX's sched_yield."""
+    """Call POSIX sched_yield: another thread that waits for this core runs first."""
 
     def generate(context, b, signature, arguments):
         b.call(cgutils.get_or_insert_function(b.module, ir.FunctionType(I32, []), "sched_yield"), [])
@@ -150,7 +152,7 @@ def yield_thread(typingctx):
 def _pointer_to(what: types.Type) -> Any:
     @intrinsic
     def pointer(typingctx, address):
-        """An address as a pointer, for carray."""
+        """Convert an address to a pointer, for carray."""
 
         def generate(context, b, signature, arguments):
             return b.inttoptr(arguments[0], context.get_value_type(types.CPointer(what)))

@@ -1,6 +1,6 @@
-"""Runs a C function on torch's own threads.
+"""Running a C function on torch's own OpenMP threads.
 
-Others would stand beside them: torch's wait for their next work in a loop for a while, on cores that are ours.
+Threads of our own would compete with torch's, which spin on the same cores for a while after each operator.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 
 
 def run_on_all_threads(function: int, argument: bytes) -> None:
-    """Call a function of a pointer, by its address, in as many threads as torch computes with, each once."""
+    """Call a C function of one pointer, given by its address, once in each of torch's intra-op threads."""
     threads = torch.get_num_threads()
     parallel = _parallel()
     if threads == 1 or parallel is None:
@@ -27,7 +27,7 @@ _ONE = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 @cache
 def _parallel() -> Callable[[int, bytes, int, int], None] | None:
-    """How gcc calls OpenMP, which LLVM's and Intel's understand too; None: torch was built without."""
+    """Return libgomp's GOMP_parallel, which LLVM's and Intel's OpenMP provide too; None if torch has no OpenMP."""
     try:
         parallel = ctypes.CDLL(None).GOMP_parallel
     except AttributeError:

@@ -1,10 +1,10 @@
-"""Pieces of the CPU's LoRA kernel as vector instructions: products and sums of as many numbers as there are.
+"""Vector instructions of the CPU's LoRA kernel: shrink_RxK and expand_R, for R rows and K ranks at a time.
 
-See worker.engine.device.cpu.llvm. What is shrunk is float32; rows of x and y, and weights, are numbers of the
-kind that the kernel is made for. Strides are in bytes, lengths in numbers.
+See worker.engine.device.cpu.llvm. `shrunk` is float32; x, y, A, B, gain and shift have the kernel's dtype. Strides are
+in bytes, lengths in elements.
 """
 
-# numba looks at the functions' names and bytecode; it needs no annotations, and has no types for mypy to check.
+# numba compiles these functions from their bytecode, without annotations, so mypy has no types to check.
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, misc"
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from worker.engine.device.cpu.llvm import (
     vector_type,
 )
 
-# A product and the sum that it goes into may be one instruction; nothing is put in another order, so that a row's
-# numbers are the same however many rows are computed with it.
+# Multiply and add may be fused into one instruction, but sums are not reordered: a row's bits are the same however many
+# rows are computed together.
 _CONTRACT = ("contract",)
 
 
 def _each(b: Any, count: Any, body: Callable[[Any, int, int], None], unrolled: int = 1) -> None:
-    """Call body(index, lanes, vectors) for all of `count` numbers: so many vectors of so many lanes from the index."""
+    """Emit loops over `count` elements: body(index, lanes, vectors) for so many vectors of so many lanes from index."""
     start = int64(0)
     for lanes, vectors in dict.fromkeys([(LANES, unrolled), (LANES, 1), (1, 1)]):
         step = int64(lanes * vectors)
@@ -67,7 +67,7 @@ def _offset(b: Any, address: Any, index: Any, size: int) -> Any:
 def _shrinking(rows: int, ranks: int) -> Any:
     @intrinsic
     def shrink(typingctx, parameters, x, weights, count, out):
-        """out[row, rank] = x[row] . weights[rank], for so many rows and ranks; weights lie side by side."""
+        """Compute out[row, rank] = x[row] . weights[rank] for `rows` rows and `ranks` contiguous ranks of A."""
         kind = field_length(parameters, "of_kind")
         size = kind_bytes(kind)
 
@@ -80,7 +80,7 @@ def _shrinking(rows: int, ranks: int) -> Any:
             def zeros(lanes):
                 return cgutils.alloca_once_value(b, ir.Constant(vector_type(F32, lanes), [0.0] * lanes))
 
-            # A sum in a vector for each, and one of the numbers that fill no vector.
+            # For each pair of row and rank a vector of sums, and a scalar sum of the elements that fill no vector.
             pairs = [(row, rank) for row in range(rows) for rank in range(ranks)]
             sums = {(pair, lanes): zeros(lanes) for pair in pairs for lanes in (LANES, 1)}
 
@@ -108,10 +108,10 @@ def _shrinking(rows: int, ranks: int) -> Any:
 def _expanding(rows: int, vectors: int, *, rescaled: bool) -> Any:
     @intrinsic
     def expand(typingctx, parameters, y, factors, ranks, weights, change, count):
-        """y[row] += sum over ranks of factors[row, rank] * weights[rank], for so many rows, rounded once.
+        """Compute y[row] += sum over ranks of factors[row, rank] * weights[rank] for `rows` rows, rounded once.
 
-        `weights` are where the first rank's are, and their stride. `rescaled`: y is multiplied by 1 + gain, and shift
-        added, too; `change` are where these are.
+        `weights` are the address of B's first rank and the stride of ranks. With `rescaled`, y + gain * y + shift takes
+        the place of y; `change` are the addresses of gain and shift.
         """
         kind = field_length(parameters, "of_kind")
         size = kind_bytes(kind)
@@ -140,7 +140,7 @@ def _expanding(rows: int, vectors: int, *, rescaled: bool) -> Any:
                             b.store(
                                 b.fadd(b.load(place), b.fmul(factor, piece, flags=_CONTRACT), flags=_CONTRACT), place
                             )
-                gains, shifts = (_offset(b, one, index, size) for one in (gain, shift))
+                gains, shifts = (_offset(b, address, index, size) for address in (gain, shift))
                 for places, of_row in zip(totals, of_y, strict=True):
                     here = _offset(b, of_row, index, size)
                     for place, part in zip(places, parts, strict=True):
@@ -160,7 +160,7 @@ def _expanding(rows: int, vectors: int, *, rescaled: bool) -> Any:
     return expand
 
 
-# So many rows of one adapter share what is read of it.
+# Number of rows of one adapter that share each read of its weights.
 ROWS = 4
 shrink_1x1, shrink_1x4 = _shrinking(1, 1), _shrinking(1, 4)
 shrink_4x1, shrink_4x4 = _shrinking(ROWS, 1), _shrinking(ROWS, 4)

@@ -1,18 +1,19 @@
-"""LoRA for the rows of a step on the CPU: each with its own adapter, straight from where the adapters lie.
+"""The CPU's LoRA kernel: adds each row's own adapter to a group of layers, reading A and B in host memory in place.
 
-torch's products of a few rows and ranks spend most of their time on being called, and gathering the adapters of a step
-would read and write all of what is read again afterwards. Here every number of an adapter is read once for every four
-of its rows, by one call for each group of layers with the same input:
+torch's products of a few rows and ranks spend most of their time in calls, and gathering the adapters of a step first
+would read and write all of their weights once more. This kernel reads each weight once for every ROWS rows of its
+adapter, in one call for each group of layers with the same input:
 
-    for each task (rows of one adapter, layer of the group, part of the ranks), by whichever thread is free:
-        shrunk[row, layer, rank] = x[row] . A[rank]
-    when all of them are done, for each task (rows of one adapter, layer of the group, part of the columns):
-        y[row, columns] += sum over ranks of shrunk[row, layer, rank] * B[rank, columns]
+    for each task (rows of one adapter, layer of the group, part of the ranks), taken by the next free thread:
+        shrunk[row, layer, rank] = x[row] . A[rank]                         x [rows, in_features], A [rank, in_features]
+    when all of these are done, for each task (rows of one adapter, layer of the group, part of the columns):
+        y[row, columns] += sum over ranks of shrunk[row, layer, rank] * B[rank, columns]        B [rank, out_features]
 
-All is computed in float32 and rounded once. What a row gets does not depend on the rows of other adapters.
+With DoRA (see dora.py) y is first rescaled: y + gain * y + shift. Sums are float32, and y is rounded once. A row's bits
+do not depend on the other rows of the step.
 """
 
-# numba compiles these functions from their bytecode: it needs no annotations, and has no types for mypy to check.
+# numba compiles these functions from their bytecode, without annotations, so mypy has no types to check.
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, misc"
 
 from __future__ import annotations
@@ -37,18 +38,20 @@ from worker.engine.lora.cpu.intrinsics import (
     shrink_4x4,
 )
 
-# So many columns of B, of ranks that people use, stay in the nearest cache while many rows need them.
+# Number of columns of B that one pass covers where many rows share B: with usual ranks (8 to 64) they stay in L1 or L2.
 _BLOCK = 512
-# Integers of a slot's share of a layer: where A [rank, in_features] and B [rank, out_features] are, the rank, and where
-# gain and shift [out_features] are, 0 for none (see dora.py). `slots` are [slots, layers] of these.
+# 64-bit integers of a pair in the table `slots` [slots, layers, PAIR_FIELDS]: the addresses of A [rank, in_features]
+# and B [rank, out_features], the rank, and the addresses of gain and shift [out_features], 0 without DoRA.
 PAIR_FIELDS = 5
-# Of a layer: its first column in y, and how many.
+# 64-bit integers of a layer in the table `layers`: its first column in y, and its number of columns.
 _COLUMN_FIELDS = 2
-# Of rows in a row with the same adapter: its slot, the first one, and the one behind the last.
+# 64-bit integers of a segment, consecutive rows with one adapter: its slot, its first row, its last row + 1.
 SEGMENT_FIELDS = 3
+# Counters that threads share, 64-bit integers at these byte offsets: shrink tasks taken, shrink tasks done, expand
+# tasks taken.
 COUNTERS = 3
 _SHRINKS, _SHRUNK, _EXPANDS = 0, 8, 16
-# Some tens of microseconds.
+# Number of times that a thread spins for the end of the shrink before it yields its core: some tens of microseconds.
 _SPINS = 20_000
 
 _INTEGERS = (
@@ -59,7 +62,7 @@ _INTEGERS = (
 
 @cache
 def compile_lora(kind: str) -> Any:
-    """The kernel for numbers of a kind. `counters` are zeros: threads called with the same ones share the tasks."""
+    """Compile the kernel for a dtype in KINDS. Threads called with the same zeroed `counters` share the tasks."""
     return compilation.compile_kernel(
         _apply, compilation.parameter_dtype(_INTEGERS.split(), [], {"of_kind": KINDS[kind]}), intrinsics
     )
@@ -121,13 +124,13 @@ def _expand(p, at, pair, layer, columns, segment, part):
 
 @njit(fastmath=True, error_model="numpy")
 def _task(at, index):
-    """A task's part, its layer, and what concerns it: the slot's pair there, the layer's columns, the segment."""
+    """Unpack a task: its part, its layer, the slot's pair in that layer, the layer's columns, and the segment."""
     part, index = index % at.parts, index // at.parts
     layer = index % at.layer_count
     line = carray(int64_pointer(at.segments), (at.segment_count, SEGMENT_FIELDS))[index // at.layer_count]
     of_layer = carray(int64_pointer(at.layers), (at.layer_count, _COLUMN_FIELDS))[layer]
-    held = carray(int64_pointer(at.slots + (line[0] * at.layer_count + layer) * PAIR_FIELDS * 8), (PAIR_FIELDS,))
-    pair = (held[0], held[1], held[2], held[3], held[4])
+    fields = carray(int64_pointer(at.slots + (line[0] * at.layer_count + layer) * PAIR_FIELDS * 8), (PAIR_FIELDS,))
+    pair = (fields[0], fields[1], fields[2], fields[3], fields[4])
     return part, layer, pair, (of_layer[0], of_layer[1]), (line[0], line[1], line[2])
 
 
@@ -142,11 +145,11 @@ def _apply(p):
         part, layer, pair, columns, segment = _task(at, index)
         _shrink(p, at, pair, layer, segment, part)
         fetch_add(counters + _SHRUNK)
-    # Others may still be at it: not for long, unless they have lost their core.
-    looks = 0
+    # Other threads may still shrink: a short wait, unless the system has taken a thread's core.
+    spins = 0
     while load_counter(counters + _SHRUNK) < tasks:
-        looks += 1
-        if looks > _SPINS:
+        spins += 1
+        if spins > _SPINS:
             yield_thread()
     while True:
         index = fetch_add(counters + _EXPANDS)

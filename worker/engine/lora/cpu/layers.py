@@ -1,8 +1,9 @@
-"""The model's adaptable layers on the CPU: those with the same input together, every row with its own adapter.
+"""The model's adaptable layers on the CPU; layers that are one product share one CpuGroup.
 
     x ──▶ q, k and v's weights, one product ──▶ y [rows, q | k | v] ──▶ CpuGroup adds to y ──▶ views of y
 
-Rows without an adapter keep their numbers, bit for bit. Work for a step is O(its adapters), whatever is resident.
+Rows without an adapter keep the base model's bits. A step costs time for the adapters of its own rows, not for all that
+are in slots.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ from torch import Tensor, nn
 
 from worker.engine.lora.cpu.group import CpuGroup, CpuStep
 from worker.engine.lora.embedding import CpuEmbedding
-from worker.engine.lora.fused_linears import FusedPart, FusedProduct, fused_groups, replace_linears
+from worker.engine.lora.fused_linears import FusedPart, fused_groups, replace_linears
 from worker.engine.lora.weights import AdapterWeights
 
 
 class CpuLayers:
-    """See worker.engine.lora.adapter_layers. What is installed stays where it is: its tensors are kept, not copied."""
+    """Implements worker.engine.lora.adapter_layers.AdapterLayers. An adapter's tensors are referenced, not copied."""
 
     def __init__(
         self,
@@ -31,12 +32,13 @@ class CpuLayers:
         dtype: torch.dtype,
         ends: Mapping[str, tuple[int, int]] = MappingProxyType({}),
     ) -> None:
-        """`linears` and `ends` are (in_features, out_features) by name: the layers between, and embeddings and head.
+        """Replace the model's layers, and compile the kernel.
 
-        Compiles the kernel.
+        `linears` are (in_features, out_features) by name of the layers between embeddings and output head; `ends` are
+        those of the embeddings and the head, where adapters may change them.
         """
         self._step = CpuStep()
-        # The head sees those rows alone whose logits are wanted.
+        # The head computes only the rows whose logits are needed, so it has row numbers of its own.
         self._head_step = CpuStep()
         self._embeddings: dict[str, CpuEmbedding] = {}
         self._groups: list[tuple[Sequence[str], CpuGroup]] = []
@@ -47,10 +49,10 @@ class CpuLayers:
             base: Callable[[Tensor], Tensor] = layers[0]
             if isinstance(layers[0], FusedPart):
                 parts = [layer.index for layer in layers if isinstance(layer, FusedPart)]
-                assert parts == list(range(len(layers[0].product.widths))), "a product's parts, all and in their order"
+                assert parts == list(range(len(layers[0].product.widths))), "all parts of the product, in their order"
                 base = layers[0].product.base
             group = CpuGroup(base, shapes[names[0]][0], widths, slots, max_rank, dtype, step)
-            replace_linears(model, names, FusedProduct(group, widths, base))
+            replace_linears(model, names, group)
             self._groups.append((names, group))
 
         for names in fused_groups(model, linears):

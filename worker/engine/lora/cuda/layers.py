@@ -1,8 +1,8 @@
-"""The model's linear layers on CUDA: those with the same input as one product, their rows' adapters added by kernels.
+"""The model's linear layers on CUDA: fused linears as one product, their rows' adapters added by Triton kernels.
 
     x ──▶ q, k and v's weights, one product ──▶ y [rows, q | k | v] ──▶ CudaLora.apply(x, y) ──▶ views of y
 
-Imported where there is Triton only.
+Imported only where Triton is installed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from worker.engine.lora.weights import AdapterWeights
 
 
 class CudaLayers:
-    """All of a model's adaptable linear layers, replaced; see worker.engine.lora.adapter_layers."""
+    """Implements worker.engine.lora.adapter_layers.AdapterLayers for the model's linear layers."""
 
     def __init__(
         self,
@@ -31,16 +31,14 @@ class CudaLayers:
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
-        """Takes the memory of all slots, and compiles the kernels; `rows` is the most that a step decodes."""
+        """Replace the layers, allocate all slots, and compile the kernels; `rows` is the maximum a step decodes."""
         groups = {names[0]: names for names in _groups(model, linears)}
         self.lora = CudaLora(linears, groups, slots, max_rank, rows, dtype, device)
         for name, members in groups.items():
-            product = _Adapted(fuse(_linears(model, members)), self.lora, name)
-            widths = [layer.out_features for layer in _linears(model, members)]
-            replace_linears(model, members, FusedProduct(product, widths, product.linear))
+            replace_linears(model, members, _CudaGroup(_linears(model, members), self.lora, name))
         self.lora.warm_up()
         if device.type == "cuda":
-            # Of the weights that were fused: torch would keep their memory, and who measures what is free not see it.
+            # Return the memory of the separate weights: torch would keep it, and KV blocks are sized by what is free.
             torch.cuda.empty_cache()
 
     def install(self, weights: AdapterWeights, slot: int) -> None:
@@ -56,22 +54,23 @@ class CudaLayers:
         self.lora.set_decode_slots(row_slots, padded)
 
 
-class _Adapted:
-    """A group's product, and what each row's adapter adds to it."""
+class _CudaGroup(FusedProduct):
+    """Fused linears, with each row's adapter added to their product."""
 
-    def __init__(self, linear: nn.Linear, lora: CudaLora, group: str) -> None:
-        self.linear = linear
+    def __init__(self, linears: Sequence[nn.Linear], lora: CudaLora, group: str) -> None:
+        super().__init__(fuse(linears), [linear.out_features for linear in linears])
         self._lora = lora
         self._group = group
 
-    def __call__(self, x: Tensor) -> Tensor:
-        y: Tensor = self.linear(x)
+    def compute(self, x: Tensor) -> Tensor:
+        """Compute the base product and add the adapters: [..., in_features] to [..., sum of the widths]."""
+        y = self.base(x)
         self._lora.apply(x, y, self._group)
         return y
 
 
 def _groups(model: nn.Module, linears: Mapping[str, tuple[int, int]]) -> list[list[str]]:
-    """Siblings, where they can be one product for which there is a kernel; else each alone."""
+    """Group the layers that can be fused, at most MAX_MODULES to a group; the others are groups of one."""
     groups: list[list[str]] = []
     for names in fusion_candidates(linears):
         together = len(names) <= MAX_MODULES and can_fuse(_linears(model, names))

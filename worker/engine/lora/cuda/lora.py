@@ -1,4 +1,4 @@
-"""LoRA on CUDA: every row's adapter from its slot, two launches for each group of modules.
+"""LoRA on CUDA: adds each row's adapter from its slot, in two launches per group of modules (shrink, expand).
 
     lora.set_decode_slots(slots, padded=8)    before a step of one token per row, captured or not
     lora.set_rows([(slot, tokens), ...])      before any other step
@@ -27,7 +27,7 @@ _NO_TILE = (-1, 0, 0)
 
 
 class CudaLora:
-    """All slots of a model's modules, in groups that share their input; from one thread."""
+    """The adapter slots of a model's modules, in groups with the same input. Called by one thread."""
 
     def __init__(
         self,
@@ -39,10 +39,11 @@ class CudaLora:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        """`groups` are the modules of each group by the group's name, in the order of their columns in its output.
+        """Allocate all slots: slots * max_rank * (in_features + out_features) elements for each module, and a few more.
+
+        `groups` are the modules of each group by the group's name, in the order of their columns in its output.
 
         `linears` are (in_features, out_features) by module name; `rows` is the largest `padded`.
-        Takes slots * max_rank * (in_features of each module + out_features) numbers, and a few more.
         """
         self._device = device
         self._modules = dict(groups)
@@ -57,7 +58,7 @@ class CudaLora:
         self._tiles = Tiles(self._table[:0], LOW_TILE)
 
     def warm_up(self) -> None:
-        """Compile every kernel, so that no step has to; nothing is computed."""
+        """Compile all kernels before the first step; nothing is computed."""
         for height in (LOW_TILE, HIGH_TILE):
             self._tiles = Tiles(upload([_NO_TILE], self._device, torch.int32), height)
             for name, group in self._groups.items():
@@ -65,7 +66,7 @@ class CudaLora:
         self.set_rows([])
 
     def write_slot(self, weights: AdapterWeights, slot: int) -> None:
-        """Put an adapter into a slot, in place of what was there, behind what the stream holds already."""
+        """Replace a slot's adapter; the copies are queued behind all launches that are in the stream already."""
         places: list[Tensor] = []
         tensors: list[Tensor] = []
         ranks: list[int] = []
@@ -77,7 +78,7 @@ class CudaLora:
                 if pair is not None:
                     tensors += pair.tensors
                     places += group.place(slot, index, rank).tensors[: len(pair.tensors)]
-        # A few launches for all of them, where one each would keep the host from the next step for milliseconds.
+        # A few launches for all tensors: one for each would keep the host from the next step for milliseconds.
         if places:
             torch._foreach_copy_(places, tensors, non_blocking=True)
         groups = list(self._groups.values())
@@ -85,20 +86,20 @@ class CudaLora:
         torch._foreach_copy_([group.ranks[slot] for group in groups], list(parts))
 
     def set_decode_slots(self, row_slots: Sequence[int], padded: int) -> None:
-        """Set the slots of the next step's rows, sorted, one token each, -1 for none; further rows up to `padded` pad.
+        """Set the slots of the next step's rows, sorted, one token each, -1 for none; padding rows up to `padded`.
 
-        The launches are the same for every call with this `padded`.
+        The launches are the same for all calls with the same `padded`.
         """
         lines = tile_lines([(slot, 1) for slot in row_slots], LOW_TILE)
-        # A row has at most one tile.
+        # At most one tile per row, so `padded` tiles are enough.
         lines += [_NO_TILE] * (padded - len(lines))
         self._table[:padded].copy_(upload(lines, self._device, torch.int32))
         self._tiles = Tiles(self._table[:padded], LOW_TILE)
 
     def set_rows(self, rows: Sequence[tuple[int, int]]) -> None:
-        """Set what the layers do until the next call: rows are (slot or -1, tokens) in the order of the flat batch.
+        """Set the rows until the next call: (slot or -1, tokens) in the order of the flat batch.
 
-        Work on the host is O(rows and tiles). Without a row that has an adapter nothing is launched.
+        The host's work is O(rows + tiles). Where no row has an adapter nothing is launched.
         """
         height = HIGH_TILE if any(slot >= 0 and tokens > LOW_TILE for slot, tokens in rows) else LOW_TILE
         lines = tile_lines(rows, height)
@@ -106,12 +107,12 @@ class CudaLora:
         self._tiles = Tiles(table, height)
 
     def apply(self, x: Tensor, y: Tensor, group: str) -> None:
-        """Add to y [..., width of the group] what the rows' adapters make of x [..., in_features]. y is contiguous."""
+        """Add x A^T B of each row's adapter to y [..., width of the group], contiguous; x [..., in_features]."""
         for call in self.launches(x, y, group):
             call.launch()
 
     def launches(self, x: Tensor, y: Tensor, group: str) -> tuple[KernelCall, ...]:
-        """The launches of `apply`, in order."""
+        """Return the launches of `apply`, in order."""
         if not len(self._tiles):
             return ()
         slots = self._groups[group]

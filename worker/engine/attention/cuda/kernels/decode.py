@@ -1,11 +1,11 @@
-"""Attention of one query for each sequence over its blocks (flash-decoding): partial results by split, then combined.
+"""Attention of one query per sequence over its blocks, in splits that are combined (flash-decoding, Dao et al. 2023).
 
     row of length 700    │ split 0 │ split 1 │ split 2 │ ...      each: sums, total, top of its positions
     row of length 90     │ split 0 │
                            └────────── combined in split order
 
-How a row is split depends on its length alone, so that its result does not depend on the batch. The grid depends on the
-shapes alone, so that CUDA graphs can hold it: a program takes every so many-th split of its row, maybe none.
+A row's splits depend on its length alone, so that its bits do not depend on the batch. The grid depends on the shapes
+alone, so that CUDA graphs can hold it: program i of n of a row takes the splits i, i + n, i + 2n, ..., or none.
 """
 
 # ruff: noqa: N803, PLR0913, PLR0917 - kernels take every size as an argument, and compile-time ones in capitals
@@ -23,10 +23,11 @@ from worker.engine.attention.kv_cache import KvCache
 from worker.engine.attention.paged import LayerCall
 from worker.engine.device.kernel_call import KernelCall
 
-# A split has at least so many positions, and a row at most so many splits.
+# Minimum number of positions of a split, and maximum number of splits of a row.
 SPLIT_POSITIONS = 128
 MAX_SPLITS = 32
-# Programs wanted on the device; with fewer rows and key heads, more of a row's splits run side by side.
+# Target number of programs of a launch, enough to fill an H100: with fewer rows and key heads, more of a row's splits
+# run in parallel.
 _PROGRAMS = 1024
 
 
@@ -67,7 +68,7 @@ def attend_splits(  # type: ignore[no-untyped-def]
     SPLIT: tl.constexpr,
     SPLITS: tl.constexpr,
 ):
-    """Sums, totals, tops of a row's splits, for the GROUP query heads of one key head. Grid: row, key head, split."""
+    """Compute a row's splits for the GROUP query heads of one key head. Grid: row, key head, split."""
     row = tl.program_id(0)
     kv_head = tl.program_id(1)
     last = tl.load(last_positions + row).to(tl.int32)
@@ -124,7 +125,7 @@ def combine_splits(  # type: ignore[no-untyped-def]
     SPLIT: tl.constexpr,
     SPLITS: tl.constexpr,
 ):
-    """The attention of one row and head from its splits. Grid: row, head."""
+    """Combine the splits of one row and head, in their order. Grid: row, head."""
     row = tl.program_id(0)
     head = tl.program_id(1)
     positions = tl.load(last_positions + row).to(tl.int32) + 1
@@ -156,10 +157,10 @@ def combine_splits(  # type: ignore[no-untyped-def]
 def decode_calls(
     call: LayerCall, cache: KvCache, tables: Tensor, last_positions: Tensor, out: Tensor
 ) -> tuple[KernelCall, KernelCall]:
-    """The two launches that fill the first rows of out [tokens, heads, value dim] (contiguous).
+    """Return the two launches that compute the first rows of out [tokens, heads, value dim], contiguous.
 
-    Their queries are the call's first; tables [rows, blocks] int32, last_positions [rows] int64, from 0. Of every
-    tensor the last dimension is contiguous.
+    The rows' queries are the call's first; tables [rows, blocks] int32, last_positions [rows] int64, from 0. The last
+    dimension of all tensors is contiguous.
     """
     query = call.query[: last_positions.shape[0]]
     keys, values = cache.slots[call.layer]

@@ -1,11 +1,11 @@
-"""Attention of chunks of several sequences, each over its blocks: past positions and its own, causal by position.
+"""Attention of chunks of several sequences, each over its blocks: earlier positions and its own, causal by position.
 
-The chunks' tokens lie one after the other in the flat batch, and their keys and values are in the cache already. A
-program takes some tokens of one chunk for the query heads that share a key head:
+The chunks' tokens are consecutive in the flat batch, and their keys and values are in the cache already. A program
+computes some tokens of one chunk for the query heads that share a key head:
 
     lanes of its tile    token 0: head 0 1 2 │ token 1: head 0 1 2 │ ...
 
-so that keys are read once for the group, and short chunks of models with many heads to a key head still fill a tile.
+so that keys are read once for all of them, and short chunks of models with many heads per key head still fill a tile.
 """
 
 # ruff: noqa: N803, PLR0913, PLR0917 - kernels take every size as an argument, and compile-time ones in capitals
@@ -24,6 +24,7 @@ from worker.engine.attention.kv_cache import KvCache
 from worker.engine.attention.paged import LayerCall
 from worker.engine.device.kernel_call import KernelCall
 
+# Minimum number of lanes (tokens times query heads per key head) of a tile.
 _LANES = 64
 
 
@@ -56,7 +57,7 @@ def attend_chunks(  # type: ignore[no-untyped-def]
     VALUE_TILE: tl.constexpr,
     POSITIONS: tl.constexpr,
 ):
-    """The attention of one tile's tokens, for the GROUP query heads of one key head. Grid: tile, key head."""
+    """Compute a tile's attention for the GROUP query heads of one key head. Grid: tile, key head."""
     tile = tiles + tl.program_id(0) * 4
     kv_head = tl.program_id(1)
     table = tables + tl.load(tile).to(tl.int64) * table_stride
@@ -76,12 +77,12 @@ def attend_chunks(  # type: ignore[no-untyped-def]
     )
     first = 0
     if WINDOW is not None:
-        # From a multiple of POSITIONS: what a token's result is does not depend on where its chunk begins.
+        # From a multiple of POSITIONS, so that a token's bits do not depend on where its chunk begins.
         first = tl.maximum(first_position + 1 - WINDOW, 0) // POSITIONS * POSITIONS
     top = tl.full([LANES], float("-inf"), tl.float32)
     total = tl.zeros([LANES], tl.float32)
     if sinks is not None:
-        # As a position seen before all others, with a value of zero.
+        # A sink counts as a first position whose value is zero.
         top = tl.load(sinks + heads, mask=live, other=0.0).to(tl.float32) * LOG2_E
         total = total + 1.0
     state = (tl.zeros([LANES, VALUE_TILE], tl.float32), total, top)
@@ -100,7 +101,7 @@ def attend_chunks(  # type: ignore[no-untyped-def]
 
 
 def prefill_tiles(chunks: Sequence[tuple[int, int, int]], group: int) -> list[tuple[int, int, int, int]]:
-    """Cut chunks (first token of the flat batch, its position, count) into tiles for `group` heads to a key head.
+    """Cut chunks (first token of the flat batch, its position, count) into tiles for `group` heads per key head.
 
     A tile is (chunk, first token, its position, count).
     """
@@ -113,7 +114,7 @@ def prefill_tiles(chunks: Sequence[tuple[int, int, int]], group: int) -> list[tu
 
 
 def tokens_per_tile(group: int) -> int:
-    """How many tokens of a chunk a program takes."""
+    """Return the number of a chunk's tokens in a tile."""
     return max(_LANES, tile_size(group)) // group
 
 

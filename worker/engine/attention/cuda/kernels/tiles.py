@@ -1,7 +1,7 @@
-"""What the attention kernels share: one tile of queries over a range of a sequence's cached positions.
+"""The common part of the attention kernels: a tile of queries over a range of a sequence's cached positions.
 
-The softmax is computed as it goes (online softmax, Milakov and Gimelshein 2018; FlashAttention), in float32 and to the
-base 2, of scores that are multiplied by log2(e).
+The softmax is computed block by block (online softmax, Milakov and Gimelshein 2018; FlashAttention, arXiv 2205.14135),
+in float32 and to the base 2, of scores multiplied by log2(e).
 """
 
 # ruff: noqa: N803, PLR0913, PLR0917 - kernels take every size as an argument, and compile-time ones in capitals
@@ -14,17 +14,17 @@ import triton.language as tl
 from torch import Tensor
 
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
-# A product on tensor cores has at least so many rows and columns.
+# Minimum number of rows and columns of a product on tensor cores.
 _LEAST_TILE = 16
 
 
 def tile_size(size: int) -> int:
-    """The tile that holds `size` rows or columns: a power of two."""
+    """Return the smallest tile, a power of two, that holds `size` rows or columns."""
     return max(_LEAST_TILE, 1 << (size - 1).bit_length())
 
 
 def position_tile(query: Tensor, value: Tensor) -> int:
-    """How many cached positions are looked at together, so that keys and values of two tiles fit in shared memory."""
+    """Return the positions of one tile, so that keys and values of two tiles fit in shared memory."""
     widest = max(tile_size(query.shape[-1]), tile_size(value.shape[-1]))
     fitting = 16384 // (widest * query.dtype.itemsize)
     return max(_LEAST_TILE, min(64, fitting))
@@ -32,8 +32,8 @@ def position_tile(query: Tensor, value: Tensor) -> int:
 
 @triton.jit
 def scaled_scores(q, k, scaling, SOFTCAP: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Scores [queries, positions] to the base 2, of q [queries, dim] and k [dim, positions]."""
-    # "ieee": float32 is not rounded to what tensor cores take.
+    """Compute scores [queries, positions], to the base 2, of q [queries, dim] and k [dim, positions]."""
+    # "ieee": without rounding float32 to TF32.
     scores = tl.dot(q, k, input_precision="ieee") * scaling
     if SOFTCAP is not None:
         # softcap * tanh(x / softcap)
@@ -61,11 +61,11 @@ def attend_range(  # type: ignore[no-untyped-def]
     VALUE_DIM: tl.constexpr,
     POSITIONS: tl.constexpr,
 ):
-    """Go on from `state` over the positions [first, stop) of the sequence with block table `table`.
+    """Update `state` with the positions [first, stop) of the sequence with block table `table`.
 
-    state is (sums [queries, value dim], total [queries], top [queries]): sums and total of 2^(score - top) so far.
-    q [queries, dim] is zero beyond DIM; keys and values point at the head's slot 0; q_positions [queries] is the last
-    position each query sees.
+    state is (sums [queries, value dim], total [queries], top [queries]): the sums of 2^(score - top) * value and of
+    2^(score - top), and the largest score, so far. q [queries, dim] is zero beyond DIM; keys and values point at the
+    head's slot 0; q_positions [queries] is the last position that each query attends to.
     """
     sums, total, top = state
     dims = tl.arange(0, q.shape[1])
@@ -75,7 +75,7 @@ def attend_range(  # type: ignore[no-untyped-def]
         inside = positions < stop
         blocks = tl.load(table + positions // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
         slots = blocks * BLOCK_SIZE + positions % BLOCK_SIZE
-        # What is not loaded is zero: nothing that another sequence left behind gets in, also no NaN.
+        # Masked elements are zero: what another sequence left in a block, NaN included, does not count.
         k = tl.load(
             keys + slots[None, :] * key_stride + dims[:, None], mask=inside[None, :] & (dims < DIM)[:, None], other=0.0
         )
@@ -84,7 +84,7 @@ def attend_range(  # type: ignore[no-untyped-def]
             visible = visible & (positions[None, :] > q_positions[:, None] - WINDOW)
         scores = tl.where(visible, scaled_scores(q, k, scaling, SOFTCAP), float("-inf"))
         new_top = tl.maximum(top, tl.max(scores, 1))
-        # A query that has seen nothing yet: -inf - -inf would be NaN.
+        # Where a query has no position yet, -inf - -inf would be NaN.
         base = tl.where(new_top == float("-inf"), 0.0, new_top)
         weights = tl.exp2(scores - base[:, None])
         fade = tl.exp2(top - base)

@@ -1,9 +1,9 @@
-"""Adds every row's shrunk input times its own adapter's B to what the base layers gave: y [rows, width of all modules].
+"""The expand of LoRA (Punica, arXiv 2310.18547): y[row] += shrunk[row] B of the row's adapter.
 
     columns    │ q_proj: block 0 │ 1 │ ... │ k_proj: 0 │ ...     one program: a tile of rows of one slot, a block
 
-What the base layers gave is rescaled first where the adapter is a DoRA. Rows in no tile, and modules that their
-adapter does not change, keep their bits.
+y [rows, width of all modules] is the base layers' output; where the adapter is a DoRA it is rescaled first. Rows in no
+tile, and modules that their adapter does not change, keep their bits.
 """
 
 # ruff: noqa: N803, PLR0913, PLR0917 - kernels take every size as an argument, and compile-time ones in capitals
@@ -19,8 +19,9 @@ from worker.engine.device.kernel_call import KernelCall
 from worker.engine.lora.cuda.kernels.groups import LOW_TILE, MAX_MODULES, SlotGroup, Tiles
 from worker.engine.lora.cuda.kernels.shrink import tile_rows
 
-# So that a tile's float32 sums fit in registers.
+# Columns of a block, for low and for high tiles: as many as float32 sums of a tile fit in registers.
 _LOW_COLUMNS, _HIGH_COLUMNS = 256, 128
+# Ranks of one product: the smallest tile of a tensor core.
 _RANKS = 16
 
 
@@ -47,7 +48,7 @@ def expand_rows(  # type: ignore[no-untyped-def]
     COLUMNS: tl.constexpr,
     RANKS: tl.constexpr,
 ):
-    """Adds to one block of columns of a tile's rows. Grid: tile, block, module."""
+    """Add one block of columns to a tile's rows. Grid: tile, block, module."""
     tile = tiles + tl.program_id(0) * 3
     slot = tl.load(tile).to(tl.int64)
     if slot < 0:
@@ -68,7 +69,7 @@ def expand_rows(  # type: ignore[no-untyped-def]
     weights = b + slot * slot_stride + first_of_module.to(tl.int64) * MAX_RANK + in_module[None, :]
     outputs = y + row_index[:, None] * y_stride + (first_of_module + in_module)[None, :]
     mask = live[:, None] & inside[None, :]
-    # Asked for first, so that it is there when the product is.
+    # Loaded before the product, so that the load overlaps with it.
     base = tl.load(outputs, mask=mask, other=0.0)
     delta = tl.zeros([HEIGHT, COLUMNS], tl.float32)
     for first_rank in range(0, rank, RANKS):
@@ -91,9 +92,9 @@ def expand_rows(  # type: ignore[no-untyped-def]
 
 
 def expand_call(y: Tensor, sums: Tensor, group: SlotGroup, tiles: Tiles) -> KernelCall:
-    """The launch that adds to y [rows, width of all modules], with a last dimension that is contiguous.
+    """Return the launch that adds to y [rows, width of all modules], whose last dimension is contiguous.
 
-    `sums` are what the shrink of the same tiles left.
+    `sums` is the output of the shrink of the same tiles.
     """
     widths = group.widths + (0,) * (MAX_MODULES - len(group.widths))
     columns = _LOW_COLUMNS if tiles.height == LOW_TILE else _HIGH_COLUMNS

@@ -1,9 +1,9 @@
-"""The adapters of modules that share their input, in slots at fixed addresses; and which rows of a step use which.
+"""Adapter slots at fixed addresses for a group of modules with the same input, and the tiles of a step's rows.
 
 a [slots, modules, max_rank, in_features]     b [slots, max_rank * width of each module]     ranks [slots, modules]
-rescales, two of [slots, width of each module]: DoRA's gains and shifts, of pairs whose rank is negative in `ranks`
+rescales: gain and shift, [slots, sum of the widths] each, of DoRA pairs, whose rank is negative in `ranks`
 
-A pair is contiguous in both, so that an adapter is installed with few launches, and read 16 bytes at a time.
+A pair's A and B are contiguous, so that installing an adapter takes few launches, and reads are 16 bytes wide.
 """
 
 from __future__ import annotations
@@ -17,19 +17,20 @@ from torch import Tensor
 from worker.engine.lora.dora import Rescale
 from worker.engine.lora.weights import LoraPair
 
+# Maximum number of modules in a group, which the expand kernel has arguments for: q, k and v.
 MAX_MODULES = 3
-# A tile's rows: a product on tensor cores has at least 16; for long runs of one adapter the higher reads it less often.
+# Rows of a tile: 16 is the least for a product on tensor cores; with 64, long runs of one adapter read it less often.
 LOW_TILE, HIGH_TILE = 16, 64
-# Features that one program of the shrink sums up. They depend on the module alone, so that a row's result does not
-# depend on the batch. The expand adds the partial sums, at most so many.
+# Features that one program of the shrink sums up, and the maximum number of partial sums that the expand adds. Both
+# depend on the module alone, so that a row's bits do not depend on the batch.
 _SPLIT = 1024
 _MOST_SPLITS = 16
-# Ranks that a program takes: as few as a tile can have, while there are at most so many tiles of them.
+# Ranks that a program of the shrink computes: the smallest tile with which max_rank takes at most _RANK_TILES tiles.
 _LEAST_RANKS, _MOST_RANKS, _RANK_TILES = 16, 64, 8
 
 
 class SlotGroup:
-    """Slots of modules with one input; their outputs stand side by side in the order of `widths`."""
+    """The slots of modules with the same input; their outputs are side by side in the order of `widths`."""
 
     def __init__(
         self,
@@ -45,7 +46,7 @@ class SlotGroup:
         self.in_features = in_features
         self.widths = tuple(widths)
         self.max_rank = max_rank
-        # Not cleared: nothing behind a pair's own rank is read.
+        # Not zeroed: nothing beyond a pair's own rank is read.
         self.a = torch.empty(slots, len(widths), max_rank, in_features, dtype=dtype, device=device)
         self.b = torch.empty(slots, max_rank * sum(widths), dtype=dtype, device=device)
         self.rescales = Rescale(*torch.empty(2, slots, sum(widths), dtype=dtype, device=device))
@@ -53,17 +54,17 @@ class SlotGroup:
 
     @property
     def splits(self) -> int:
-        """Into how many partial sums a row's shrink is cut."""
+        """Return the number of partial sums of a row's shrink."""
         return -(-self.in_features // self.split_features)
 
     @property
     def split_features(self) -> int:
-        """Features of a partial sum."""
+        """Return the number of features of a partial sum."""
         return _SPLIT * max(1, -(-self.in_features // (_SPLIT * _MOST_SPLITS)))
 
     @property
     def rank_tile(self) -> int:
-        """How many ranks a program of the shrink takes. Programs beyond an adapter's rank do nothing, and take time."""
+        """Return the ranks of a shrink program; programs beyond an adapter's rank do nothing, but cost a launch."""
         ranks = _LEAST_RANKS
         while ranks < _MOST_RANKS and ranks * _RANK_TILES < self.max_rank:
             ranks *= 2
@@ -71,11 +72,11 @@ class SlotGroup:
 
     @property
     def rank_space(self) -> int:
-        """Ranks that a row's partial sums have room for: max_rank, up to whole tiles."""
+        """Return the ranks allocated for a row's partial sums: max_rank rounded up to whole tiles."""
         return -(-self.max_rank // self.rank_tile) * self.rank_tile
 
     def place(self, slot: int, module: int, rank: int) -> LoraPair:
-        """Where a module's pair of such a rank belongs: contiguous views."""
+        """Return contiguous views of the slot where a module's pair of this rank is stored."""
         column, width = sum(self.widths[:module]), self.widths[module]
         first, columns = self.max_rank * column, slice(column, column + width)
         return LoraPair(
@@ -89,7 +90,7 @@ class SlotGroup:
 class Tiles:
     """A step's rows cut into tiles of at most `height` rows of one slot: `table` [tiles, 3] int32.
 
-    A line is (slot, first row, rows); slot -1 is a tile without rows. Rows in no tile are left alone.
+    A line is (slot, first row, rows); slot -1 is a tile without rows. The kernels do not change rows in no tile.
     """
 
     table: Tensor
@@ -100,9 +101,9 @@ class Tiles:
 
 
 def tile_lines(rows: Sequence[tuple[int, int]], height: int) -> list[tuple[int, int, int]]:
-    """Cut rows, which are (slot or -1, tokens) one after the other, into the lines of a Tiles.
+    """Cut consecutive rows, given as (slot or -1, tokens), into the lines of a Tiles.
 
-    Neighbours with the same slot share tiles.
+    Consecutive entries with the same slot share tiles.
     """
     lines: list[tuple[int, int, int]] = []
     first = 0

@@ -1,10 +1,12 @@
-"""Every row's input times its own adapter's A: [rows, in_features] to partial sums [splits, rows, modules, rank_space].
+"""The shrink of LoRA (Punica, arXiv 2310.18547): x[row] A^T of the row's adapter, as partial sums over the features.
+
+x [rows, in_features]     sums [splits, rows, modules, rank_space], float32
 
     features   │ split 0 │ split 1 │ ...      one program: a tile of rows of one slot, some ranks of one module
 
-The sums are float32, and the expand adds them up in the order of the splits: no atomics, the same bits every time.
-An adapter's A is read once for each tile, and not beyond its own rank; from there to the end of the ranks that its last
-program took the sums are zeros, so that the expand can read them 16 bytes at a time.
+The expand adds the partial sums in the order of the splits: without atomics, so the bits are the same in every run. A
+is read once for each tile, and not beyond the adapter's rank; from there to the end of the last program's ranks the
+sums are zeros, so that the expand can read them 16 bytes at a time.
 """
 
 # ruff: noqa: N803, PLR0913, PLR0917 - kernels take every size as an argument, and compile-time ones in capitals
@@ -19,18 +21,18 @@ from torch import Tensor
 from worker.engine.device.kernel_call import KernelCall
 from worker.engine.lora.cuda.kernels.groups import LOW_TILE, SlotGroup, Tiles
 
-# What is read of a row or a rank at a time, in bytes.
+# Bytes of a row of x, or of a rank of A, that one product reads.
 _FEATURE_BYTES = 256
 
 
 @triton.jit
 def tile_rows(tile, HEIGHT: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The rows of a line of Tiles.table: their indices, and which of them there are."""
+    """Return the row indices [HEIGHT] of a line of Tiles.table, and a mask of the rows that exist."""
     lanes = tl.arange(0, HEIGHT)
     return tl.load(tile + 1).to(tl.int64) + lanes, lanes < tl.load(tile + 2)
 
 
-# A program for each number of rows would have to be compiled while somebody waits.
+# Not specialized by the number of rows: each new number would compile a kernel while requests wait.
 @triton.jit(do_not_specialize=["rows"])
 def shrink_rows(  # type: ignore[no-untyped-def]
     sums_out,
@@ -50,7 +52,7 @@ def shrink_rows(  # type: ignore[no-untyped-def]
     FEATURES: tl.constexpr,
     SPLIT: tl.constexpr,
 ):
-    """A tile's partial sums. Grid: tile, module and ranks, split."""
+    """Compute a tile's partial sums. Grid: tile, module and ranks, split."""
     tile = tiles + tl.program_id(0) * 3
     slot = tl.load(tile).to(tl.int64)
     if slot < 0:
@@ -71,19 +73,19 @@ def shrink_rows(  # type: ignore[no-untyped-def]
     for at in range(begin, tl.minimum(begin + SPLIT, in_features), FEATURES):
         features = at + tl.arange(0, FEATURES)
         inside = features < in_features
-        # What is not loaded is zero: nothing that another adapter left behind a smaller rank gets in, also no NaN.
+        # Masked elements are zero: what an earlier adapter left beyond this rank, NaN included, does not count.
         rows_part = tl.load(inputs + features[None, :], mask=live[:, None] & inside[None, :], other=0.0)
         part = tl.load(weights + features[:, None], mask=inside[:, None] & used[None, :], other=0.0)
-        # "ieee": float32 is not rounded to what tensor cores take.
+        # "ieee": without rounding float32 to TF32.
         sums = tl.dot(rows_part, part, sums, input_precision="ieee")
     places = (tl.program_id(2).to(tl.int64) * rows + row_index) * MODULES + module
     tl.store(sums_out + places[:, None] * RANK_SPACE + rank_index[None, :], sums, mask=live[:, None])
 
 
 def shrink_call(x: Tensor, group: SlotGroup, tiles: Tiles, sums: Tensor) -> KernelCall:
-    """The launch that fills sums [splits, rows, modules, rank_space] float32, contiguous, of x [rows, in_features].
+    """Return the launch that computes sums [splits, rows, modules, rank_space] float32, contiguous.
 
-    Of x the last dimension is contiguous. Of rows in no tile nothing is written.
+    x [rows, in_features] has a contiguous last dimension. For rows in no tile nothing is written.
     """
     modules = len(group.widths)
     return KernelCall(
