@@ -170,14 +170,14 @@ def test_it_follows_a_machine_that_changes_its_speed_in_a_prompt(machine: Machin
         run.step()
     run.speed = SMALL.times(factor)
     changed = len(run.steps)
-    for _ in range(80):
+    for _ in range(55):
         run.step()
-    # Without a chunk in between it can't tell at once what decodes take now, but what its chunks take.
-    settled = run.seconds(changed + 60)
+    # The decodes are measured within 32 steps; their cost is not known at once, but that of the chunks is.
+    settled = run.seconds(changed + 40)
     assert max(settled) <= MOST_STRETCH * calm * max(1.0, factor)
     assert max(run.seconds(changed + 5)) <= MOST_STEP_S
-    assert min(run.tokens(changed + 60)) == 0 or min(run.tokens(changed + 60)) >= 4
-    assert sum(run.tokens(changed + 60)) > 0
+    assert min(run.tokens(changed + 40)) == 0 or min(run.tokens(changed + 40)) >= 4
+    assert sum(run.tokens(changed + 40)) > 0
 
 
 def test_a_wrong_first_guess_is_forgotten(machine: MachineOf) -> None:
@@ -243,9 +243,8 @@ def test_many_that_wait_get_more_than_few_that_decode(machine: MachineOf) -> Non
     assert run.seconds(first)[-1] <= MOST_STRETCH * calm
 
 
-@pytest.mark.parametrize("speed", [LARGE, replace(LARGE, token=1.8e-3)], ids=["fits", "takes three steps' time"])
-def test_short_prompts_beside_decodes_of_a_large_model_are_not_cut(machine: MachineOf, speed: Speed) -> None:
-    run = machine(speed, rows=8)
+def test_short_prompts_beside_decodes_of_a_large_model_are_not_cut(machine: MachineOf) -> None:
+    run = machine(LARGE, rows=8)
     run.decode(7, 50)
     run.prefill(64, "first")
     for number in range(20):
@@ -255,12 +254,8 @@ def test_short_prompts_beside_decodes_of_a_large_model_are_not_cut(machine: Mach
 
 def test_without_a_chunk_sizer_a_step_takes_all_its_tokens() -> None:
     budget = ChunkBudget(20)
-    assert [budget.take(0, 12, begins=True), budget.any, budget.take(500, 12, begins=False), budget.any] == [
-        12,
-        True,
-        8,
-        False,
-    ]
+    taken = [budget.take(0, 12), budget.any, budget.take(500, 12), budget.any]
+    assert taken == [12, True, 8, False]
 
 
 @pytest.mark.parametrize(

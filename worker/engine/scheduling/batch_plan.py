@@ -28,8 +28,7 @@ class BatchPlan:
 
     def add_chunk(self, sequence: Sequence, budget: ChunkBudget) -> None:
         """Add as many of a sequence's next ids as the budget allows, if any."""
-        begins = sequence.computed == (sequence.cached_tokens or 0)
-        count = budget.take(sequence.computed, sequence.length - sequence.computed, begins=begins)
+        count = budget.take(sequence.computed, sequence.length - sequence.computed)
         if count:
             self.add_row(sequence, count)
 
