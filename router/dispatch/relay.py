@@ -56,7 +56,7 @@ class WorkerLink:
 
 
 class RelayService(relay_pb2_grpc.RelayServiceServicer):
-    """ReaderRounds the workers' messages to calls of the dispatcher."""
+    """Turns the workers' messages into calls of the dispatcher."""
 
     def __init__(self, dispatcher: Dispatcher, metrics: RouterMetrics | None = None) -> None:
         self._dispatcher = dispatcher

@@ -1,1 +1,1 @@
-"""ReaderRounds token ids into the events that a client receives."""
+"""Turns token ids into the events that a client receives."""
