@@ -1,4 +1,4 @@
-"""One answer of a job inside its router: every token made so far, and how many of them its reader has got."""
+"""A choice of a job inside its router: every token made so far, and how many of them its reader has got."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Arrival:
 
 @dataclass(slots=True)
 class Choice:
-    """One answer of a job. `emitted` has every id produced so far, over all attempts."""
+    """A choice of a job. `emitted` has every id produced so far, over all attempts."""
 
     index: int
     emitted: list[int] = field(default_factory=list)

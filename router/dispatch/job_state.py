@@ -1,4 +1,4 @@
-"""Where a job of a router is, and where it can go from there.
+"""States of a job inside its router, and the transitions between them.
 
                    ┌─────────────── attempt + 1 ──────────────┐
                    ▼                                          │

@@ -26,7 +26,7 @@ class Reader:
 
 
 class RoutedJob:
-    """One admitted job: its state, its redo log, and the way of its tokens from the relay to its one reader."""
+    """An admitted job: its state, its redo log, and the way of its tokens from the relay to its one reader."""
 
     def __init__(self, job: Job, rounds: ReaderRounds | None = None) -> None:
         self.job = job

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class DispatchTiming:
-    """How long a dispatcher and its outbox wait for what; in seconds."""
+    """Timeouts, intervals and grace periods of a dispatcher and its outbox, in seconds."""
 
     # Time that a worker whose link broke has to connect again before its jobs go on elsewhere. A broken link is the
     # first sign of a death, within milliseconds.

@@ -32,7 +32,7 @@ _TOKEN_CHARACTERS = 16_384
 
 
 class Began(msgspec.Struct, frozen=True, array_like=True):
-    """How a request began, which only its first router saw. Times in seconds; `first_at_s` by the wall clock."""
+    """The beginning of a request, which only its first router saw. Times in seconds; `first_at_s` by the wall clock."""
 
     cached_tokens: int
     queue_s: float
@@ -42,7 +42,7 @@ class Began(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ResumeClaims(msgspec.Struct, frozen=True, array_like=True):
-    """What a request was resolved to: with the request itself and the ids received, the same answer goes on."""
+    """The resolution of a request: with the request itself and the ids received, the same answer goes on."""
 
     request_id: str
     # Fingerprint of the request that the token was given for.

@@ -18,7 +18,7 @@ Key = tuple[str, str]
 
 @dataclass(slots=True, eq=False)
 class Run:
-    """One admitted request; where it was resumed here, `resumption` has what its client had by then."""
+    """An admitted request; where it was resumed here, `resumption` has what its client had by then."""
 
     fingerprint: str
     routed: RoutedJob

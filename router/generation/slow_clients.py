@@ -27,7 +27,7 @@ RETRY_S = 1.0
 
 @dataclass(slots=True, eq=False)
 class ClientStream:
-    """One stream to a client. `waits_since`: when gRPC was given the last message; None: it asks for the next one."""
+    """A stream to a client. `waits_since`: when gRPC was given the last message; None: it asks for the next one."""
 
     drop: Callable[[CallError], None]
     call: asyncio.Task[Any] | None

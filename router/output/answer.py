@@ -88,7 +88,7 @@ class _PendingToken(msgspec.Struct, frozen=True):
 
 
 class ChoiceAnswer:
-    """One choice of an answer. The client has the first `received` of its tokens already, with their text."""
+    """A choice of an answer. The client has the first `received` of its tokens already, with their text."""
 
     def __init__(
         self, stream: TextStream, stop: Sequence[str], stream_interval: int, choice: int = 0, received: int = 0
