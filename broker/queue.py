@@ -12,8 +12,8 @@ from dataclasses import asdict
 from typing import TypeVar
 
 from google.protobuf.message import DecodeError
-from redis.asyncio import Redis
-from redis.exceptions import OutOfMemoryError
+from redis.asyncio import Redis, RedisCluster
+from redis.exceptions import NoScriptError, OutOfMemoryError
 
 from broker.codec import decode_adapter_request, decode_job
 from broker.commands import CommandQueue
@@ -22,11 +22,13 @@ from broker.keys import Keys
 from broker.messages import Capacity, Job
 from broker.pins import PinnedAdapters
 from broker.scripts import SCRIPTS, Scripts
-from broker.terms import SCANS_PER_CLAIM, Claimed, Entry, Placement, QueueLimits, UsageReport
+from broker.terms import FREE_ROWS_MS, SCANS_PER_CLAIM, Claimed, Entry, Placement, QueueLimits, UsageReport
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+# Jobs that still wait, bodies, adapter requests, hold_ms, tenants to skip, 1 for no reason to scan again.
+ScanAnswer = tuple[int, list[bytes], list[bytes], int, int, int]
 
 # Maximum usage reports and maximum jobs that one script handles: it stops the whole server while it runs.
 CHARGES_AT_ONCE = 64
@@ -70,6 +72,7 @@ class JobQueue:
         self._worker_id = worker_id
         # Scans so far, and the tenants that the last claim has passed over without finding a job.
         self._scan_number, self._skipped_tenants = 0, 0
+        self._wake_lists = [keys.wake_of(worker_id), keys.wake]
         self._enqueue = scripts.register(redis, "enqueue")
         self._claim = scripts.register(redis, "claim")
         self._charge = scripts.register(redis, "charge")
@@ -100,10 +103,13 @@ class JobQueue:
         if answer[0] == b"full":
             raise _full(answer[1].decode(), answer[2].decode(), limits)
 
-    async def claim(self, base_digest: str, capacity: Capacity, reports: Sequence[UsageReport] = ()) -> Claimed:
+    async def claim(
+        self, base_digest: str, capacity: Capacity, reports: Sequence[UsageReport] = (), *, wait_s: float = 0.0
+    ) -> Claimed:
         """Take the next jobs of a base model that suit a worker, up to its free rows; from now on they are its own.
 
-        `reports` are charged first, as `charge` does it, so that they count for whose turn it is.
+        `reports` are charged first, as `charge` does it, so that they count for whose turn it is. With `wait_s` the
+        server waits up to so many seconds for a wake-up before it claims; `stop_waiting` ends the wait.
         """
         await self.charge(reports[:-CHARGES_AT_ONCE])
         reports = reports[-CHARGES_AT_ONCE:]
@@ -111,8 +117,10 @@ class JobQueue:
         bodies: list[bytes] = []
         requests: list[bytes] = []
         for scan in range(SCANS_PER_CLAIM):
-            waiting, bodies, demanded, held_ms, skip, done = await self._scan(base_digest, capacity, reports, skip)
-            reports = ()
+            arguments = self._scan_arguments(base_digest, capacity, reports, skip)
+            answer = await (self._scan_once_woken(arguments, wait_s) if wait_s else self._scan(arguments))
+            waiting, bodies, demanded, held_ms, skip, done = answer
+            reports, wait_s = (), 0.0
             hold_ms = min(hold_ms or held_ms, held_ms or hold_ms)
             requests = requests or demanded
             if done:
@@ -125,19 +133,47 @@ class JobQueue:
         jobs = _readable(bodies, decode_job)
         return Claimed(jobs, waiting, _readable(requests, decode_adapter_request), hold_ms)
 
-    async def _scan(
+    def _scan_arguments(
         self, base_digest: str, capacity: Capacity, reports: Sequence[UsageReport], skip: int
-    ) -> tuple[int, list[bytes], list[bytes], int, int, int]:
-        arguments = [
+    ) -> list[str | int]:
+        self._scan_number += 1
+        return [
             *(self.keys.prefix, self._worker_id, base_digest),
             *(capacity.rows, capacity.rows_limit, capacity.tokens, capacity.max_tokens, capacity.max_rank),
-            *(self._scan_number, skip),
+            *(self._scan_number - 1, skip),
             *_report_arguments(reports),
             *capacity.adapters,
         ]
+
+    async def _scan(self, arguments: Sequence[str | int]) -> ScanAnswer:
         waiting, bodies, demanded, held_ms, skip, done = await self._claim(keys=[self.keys.waiting], args=arguments)
-        self._scan_number += 1
         return waiting, bodies, demanded, held_ms, skip, done
+
+    async def _scan_once_woken(self, arguments: Sequence[str | int], wait_s: float) -> ScanAnswer:
+        """Send the wait and the scan together: the server scans as soon as it wakes, without another round trip."""
+        if isinstance(self._redis, RedisCluster):  # its pipelines take no scripts
+            await self.wait_for_work(wait_s)
+            return await self._scan(arguments)
+        async with self._redis.pipeline(transaction=False) as pipe:
+            pipe.blpop(self._wake_lists, timeout=wait_s)
+            pipe.evalsha(self._claim.sha, 1, self.keys.waiting, *arguments)
+            try:
+                _, answer = await pipe.execute()
+            except NoScriptError:  # the server has restarted
+                return await self._scan(arguments)
+        waiting, bodies, demanded, held_ms, skip, done = answer
+        return waiting, bodies, demanded, held_ms, skip, done
+
+    async def wait_for_work(self, timeout_s: float) -> bool:
+        """Block until a wake-up comes; False when the time passed without one."""
+        return await self._redis.blpop(self._wake_lists, timeout=timeout_s) is not None
+
+    async def stop_waiting(self) -> None:
+        """End the wait of this worker's claim, which then is made at once."""
+        async with self._redis.pipeline(transaction=True) as pipe:
+            pipe.lpush(self.keys.wake_of(self._worker_id), 1)
+            pipe.pexpire(self.keys.wake_of(self._worker_id), FREE_ROWS_MS)
+            await pipe.execute()
 
     async def charge(self, reports: Sequence[UsageReport]) -> None:
         """Charge tenants what their jobs have made since the last report. Idempotent by job, attempt and tokens."""
@@ -163,11 +199,6 @@ class JobQueue:
             arguments = [self.keys.prefix, *(part for job in jobs[at : at + LOOKS_AT_ONCE] for part in job)]
             waits += map(bool, await self._are_waiting(keys=[self.keys.waiting], args=arguments))
         return waits
-
-    async def wait_for_work(self, timeout_s: float) -> bool:
-        """Block until a wake-up comes; False when the time passed without one."""
-        lists = [self.keys.wake_of(self._worker_id), self.keys.wake] if self._worker_id else [self.keys.wake]
-        return await self._redis.blpop(lists, timeout=timeout_s) is not None
 
     async def count_waiting(self) -> int:
         """Return how many jobs wait."""

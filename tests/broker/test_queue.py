@@ -279,3 +279,21 @@ async def test_scripts_survive_a_server_that_forgot_them(redis: Redis, queue: Jo
     await queue.enqueue(job("a"))
     await redis.script_flush()
     assert await claim(queue) == ["a"]
+
+
+async def test_a_claim_that_waits_takes_the_job_that_wakes_it(redis: Redis, queue: JobQueue) -> None:
+    waiting = asyncio.create_task(queue.claim("sha256:0", ROOMY, wait_s=30))
+    await queue.enqueue(job("a"))
+    assert [taken.job_id for taken in (await waiting).jobs] == ["a"]
+    # A server that has forgotten the script meanwhile, and one on which nobody enqueues.
+    waiting = asyncio.create_task(queue.claim("sha256:0", ROOMY, wait_s=30))
+    await redis.script_flush()
+    await queue.enqueue(job("b"))
+    assert [taken.job_id for taken in (await waiting).jobs] == ["b"]
+    assert (await queue.claim("sha256:0", ROOMY, wait_s=0.01)).jobs == []
+
+
+async def test_a_worker_that_is_told_to_stop_does_not_wait_on(queue: JobQueue) -> None:
+    waiting = asyncio.create_task(queue.claim("sha256:0", ROOMY, wait_s=30))
+    await queue.stop_waiting()
+    assert (await waiting).jobs == []

@@ -48,8 +48,12 @@ class SimulatedQueue:
             self._redis.enqueued(job)
         return refusal
 
-    async def claim(self, base_digest: str, capacity: Capacity, reports: Sequence[UsageReport] = ()) -> Claimed:
+    async def claim(
+        self, base_digest: str, capacity: Capacity, reports: Sequence[UsageReport] = (), *, wait_s: float = 0.0
+    ) -> Claimed:
         """See JobQueue."""
+        if wait_s:
+            await self.wait_for_work(wait_s)
         return await self._redis.call(lambda: self._claim(base_digest, capacity, reports))
 
     def _claim(self, base_digest: str, capacity: Capacity, reports: Sequence[UsageReport]) -> Claimed:
@@ -92,6 +96,10 @@ class SimulatedQueue:
     async def wait_for_work(self, timeout_s: float) -> bool:
         """See JobQueue."""
         return await self._redis.work_within(timeout_s)
+
+    async def stop_waiting(self) -> None:
+        """See JobQueue."""
+        await self._redis.call(self._redis.wake_all)
 
     async def count_waiting(self) -> int:
         """See JobQueue."""

@@ -37,7 +37,7 @@ from worker.io.membership.health import WorkerHealth
 from worker.io.membership.presence import Presence
 from worker.io.membership.registration import wait_until_registered
 from worker.io.membership.state import worker_state
-from worker.io.relay.links import LinkSettings
+from worker.io.relay.link_settings import LinkSettings
 from worker.io.settings import Settings
 from worker.ipc import Begun, Configure, PinRefused, Ready, Refused, Stepped
 

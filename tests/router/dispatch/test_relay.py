@@ -23,7 +23,8 @@ from tests.router.recording_link import dispatched
 from worker.engine_api import FinishKind, Output
 from worker.io.local_jobs.choice import LocalChoice
 from worker.io.local_jobs.jobs import LocalJobs
-from worker.io.relay.links import LinkSettings, RouterLinks
+from worker.io.relay.link_settings import LinkSettings
+from worker.io.relay.links import RouterLinks
 
 
 class Proxy:

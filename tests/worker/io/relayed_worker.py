@@ -31,7 +31,7 @@ from worker.io.jobs.telemetry import JobTelemetry
 from worker.io.jobs.usage import UsageLog
 from worker.io.local_jobs.jobs import LocalJobs
 from worker.io.metrics import WorkerMetrics
-from worker.io.relay.links import LinkSettings
+from worker.io.relay.link_settings import LinkSettings
 from worker.ipc import Begun, Configure, Stepped
 
 KEYS = Keys("hash", "main")
@@ -68,6 +68,8 @@ class Router(relay_pb2_grpc.RelayServiceServicer):
                 self._news.notify_all()
 
     def _take(self, frame: pb.Frame) -> pb.JobAttempt | None:
+        if ("claimed", frame.job_id) not in self.events:  # a first frame tells it as well
+            self.events.append(("claimed", frame.job_id))
         self.ids[frame.job_id] += frame.token_ids
         if frame.finish.kind == pb.FINISH_KIND_UNSPECIFIED:
             return None

@@ -69,6 +69,7 @@ class Intake:
 
     async def run(self) -> None:
         """Claim whatever there is room for; never returns."""
+        wait_s = 0.0
         while True:
             change = self._jobs.next_change
             capacity = self._capacity()
@@ -77,39 +78,48 @@ class Intake:
                 continue
             try:
                 # Shielded: jobs that the queue has given away must come in even when the worker is told to stop.
-                self._claiming = asyncio.create_task(self._claim(capacity))
+                self._claiming = asyncio.create_task(self._claim(capacity, wait_s))
                 self._claiming.add_done_callback(_retrieve_error)
                 claimed = await asyncio.shield(self._claiming)
-                if self._is_idle(full, claimed):
-                    # Ends at an enqueue, or when jobs that are reserved for another worker become free for all.
-                    await self._queue.wait_for_work(claimed.hold_ms / 1e3 or IDLE_S)
             except REDIS_DOWN as error:
                 log.warning("the queue does not answer: %s", error)
                 await asyncio.sleep(RETRY_S)
+                wait_s = 0.0
                 continue
             self._fetcher.prefetch(claimed.adapter_requests)
-            if not full and not claimed.jobs and claimed.waiting and self._jobs.running:
+            wait_s = 0.0
+            if self._is_idle(full, claimed):
+                # The next claim is made at an enqueue, or when jobs that are held for another worker are free for all.
+                wait_s = claimed.hold_ms / 1e3 or IDLE_S
+            elif not full and not claimed.jobs and claimed.waiting and self._jobs.running:
                 # The waiting jobs do not fit now: they may when a job here has ended, or other workers take them.
                 await _is_set_within(change, claimed.hold_ms / 1e3 or FIT_S)
 
     async def finish_claim(self) -> None:
-        """Wait for the jobs of a claim that is under way; call it when `run` was cancelled."""
-        if self._claiming is not None:
+        """Take in the jobs of a claim that is under way; call it when `run` was cancelled."""
+        if self._claiming is not None and not self._claiming.done():
+            try:
+                await self._queue.stop_waiting()
+            except REDIS_DOWN as error:
+                log.warning("the queue does not answer: %s", error)
             await asyncio.wait({self._claiming})
 
     async def close(self) -> None:
         """End what is under way."""
         if self._claiming is not None:
             self._claiming.cancel()
-            await self.finish_claim()
+            await asyncio.wait({self._claiming})
         for task in tuple(self._preparing):
             task.cancel()
         await asyncio.gather(*self._preparing, return_exceptions=True)
 
-    async def _claim(self, capacity: Capacity) -> Claimed:
+    async def _claim(self, capacity: Capacity, wait_s: float) -> Claimed:
         self._metrics.claims.inc()
-        with self._metrics.claim_time.time(), self._usage.last_reports() as reports:
-            claimed = await self._queue.claim(self._base_digest, capacity, reports)
+        began = time.monotonic()
+        with self._usage.last_reports() as reports:
+            claimed = await self._queue.claim(self._base_digest, capacity, reports, wait_s=wait_s)
+        if not wait_s:
+            self._metrics.claim_time.observe(time.monotonic() - began)
         self._metrics.claimed.inc(len(claimed.jobs))
         for job in claimed.jobs:
             self.accept(job)

@@ -17,7 +17,6 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
 
 import grpc
 from loraplex.relay.v1 import relay_pb2 as pb
@@ -29,6 +28,7 @@ from worker.io.local_jobs.jobs import LocalJob, LocalJobs
 from worker.io.metrics import WorkerMetrics
 from worker.io.relay.frames import attempt_of, next_frame
 from worker.io.relay.handler import RelayHandler
+from worker.io.relay.link_settings import LinkSettings
 from worker.io.relay.send_throttle import SendThrottle
 
 log = logging.getLogger(__name__)
@@ -41,21 +41,6 @@ _OPTIONS = [
     ("grpc.min_reconnect_backoff_ms", 1_000),
     ("grpc.max_reconnect_backoff_ms", 500),
 ]
-
-
-@dataclass(frozen=True, slots=True)
-class LinkSettings:
-    """The worker as its routers know it, and the links' times in seconds.
-
-    `send_interval_s`: minimum time between two messages without the first ids or the end of an answer. `gone_s`: time
-    without a stream after which a router is given up. `retry_s`: pause before a broken stream is opened again.
-    """
-
-    worker_id: str
-    incarnation: str
-    send_interval_s: float = 0.0
-    gone_s: float = 5.0
-    retry_s: float = 0.05
 
 
 class RouterLinks:
@@ -114,6 +99,7 @@ class RouterLink:
         self._forget = forget
         # What the next messages tell: claims, and answers that have progressed, in order.
         self._claims: list[LocalJob] = []
+        self._claims_due = False
         self._progress: dict[LocalChoice, None] = {}
         self._throttle = SendThrottle(settings.send_interval_s)
         self._closing = False
@@ -122,9 +108,15 @@ class RouterLink:
         self._task = asyncio.create_task(self._run())
 
     def claimed(self, local: LocalJob) -> None:
-        """Send that this worker has a job."""
+        """Send that this worker has a job, unless its first frame comes before."""
+        if not self._claims:
+            asyncio.get_running_loop().call_later(self._settings.claim_notice_s, self._notify_claims)
         self._claims.append(local)
-        self._throttle.due.set()
+
+    def _notify_claims(self) -> None:
+        if self._claims:
+            self._claims_due = True
+            self._throttle.due.set()
 
     def progressed(self, choice: LocalChoice) -> None:
         """Send what an answer has got."""
@@ -211,15 +203,18 @@ class RouterLink:
         return pb.ConnectRequest(hello=hello)
 
     def _next_request(self) -> pb.ConnectRequest | None:
-        if self._claims:
-            claims, self._claims = self._claims, []
-            return pb.ConnectRequest(claims=pb.Claims(jobs=[attempt_of(local) for local in claims]))
         if self._progress and (self._closing or self._throttle.due.is_set()):
             self._throttle.sent()
             progress, self._progress = self._progress, {}
             self._metrics.messages.inc()
             self._metrics.frames.inc(len(progress))
+            # A frame says as well who has its job.
+            shown = {id(choice.job) for choice in progress}
+            self._claims = [local for local in self._claims if id(local.job) not in shown]
             return pb.ConnectRequest(frames=pb.FrameBatch(frames=[next_frame(choice) for choice in progress]))
+        if self._claims and (self._closing or self._claims_due):
+            claims, self._claims, self._claims_due = self._claims, [], False
+            return pb.ConnectRequest(claims=pb.Claims(jobs=[attempt_of(local) for local in claims]))
         return None
 
     def _handle(self, response: pb.ConnectResponse) -> None:

@@ -72,6 +72,9 @@ async def test_a_stalled_engine_s_jobs_are_given_back_at_once_and_only_the_new_o
         await router.until(lambda: len(router.returned) == 3)
         assert router.returned["late"] is False
         os.kill(worker.engine.pid, signal.SIGCONT)
+        async with asyncio.timeout(30):
+            while presence.withdrawn:  # noqa: ASYNC110 - the end of a stall has no event
+                await asyncio.sleep(0.05)
         await worker.queue.enqueue(job("after", worker.address, max_tokens=10))
         await router.until(lambda: ("ended", "after") in router.events)
         assert len(router.ids["after"]) == 10

@@ -21,20 +21,19 @@ class RecordedQueue:
         self.reports: list[UsageReport] = []
         self.waited_without_room = 0
         self._worker = worker
-        self._claim, self._wait = worker.queue.claim, worker.queue.wait_for_work
+        self._claim = worker.queue.claim
         patch.setattr(worker.queue, "claim", self.claim)
-        patch.setattr(worker.queue, "wait_for_work", self.wait_for_work)
 
-    async def claim(self, base: str, capacity: Capacity, reports: Sequence[UsageReport] = ()) -> Claimed:
-        claimed = await self._claim(base, capacity, reports)
+    async def claim(
+        self, base: str, capacity: Capacity, reports: Sequence[UsageReport] = (), *, wait_s: float = 0.0
+    ) -> Claimed:
+        if wait_s:
+            self.events.append(("wait", 0))
+            self.waited_without_room += len(self._worker.jobs.running) >= ROWS
+        claimed = await self._claim(base, capacity, reports, wait_s=wait_s)
         self.reports += reports
         self.events.append(("claim", len(claimed.jobs)))
         return claimed
-
-    async def wait_for_work(self, timeout_s: float) -> bool:
-        self.events.append(("wait", 0))
-        self.waited_without_room += len(self._worker.jobs.running) >= ROWS
-        return await self._wait(timeout_s)
 
 
 @pytest.fixture

@@ -18,7 +18,8 @@ from worker.io.local_jobs.choice import LocalChoice
 from worker.io.local_jobs.jobs import LocalJobs
 from worker.io.relay import links
 from worker.io.relay.frames import next_frame
-from worker.io.relay.links import LinkSettings, RouterLinks
+from worker.io.relay.link_settings import LinkSettings
+from worker.io.relay.links import RouterLinks
 
 
 class Router(relay_pb2_grpc.RelayServiceServicer):

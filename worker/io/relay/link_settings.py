@@ -1,0 +1,22 @@
+"""The settings of a worker's links to its routers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class LinkSettings:
+    """The worker as its routers know it, and the links' times in seconds.
+
+    `send_interval_s`: minimum time between two messages without the first ids or the end of an answer. `gone_s`: time
+    without a stream after which a router is given up. `retry_s`: pause before a broken stream is opened again.
+    `claim_notice_s`: time after a claim in which the job's first frame is awaited, which tells of the claim as well.
+    """
+
+    worker_id: str
+    incarnation: str
+    send_interval_s: float = 0.0
+    gone_s: float = 5.0
+    retry_s: float = 0.05
+    claim_notice_s: float = 0.002
