@@ -173,7 +173,7 @@ class AdapterTiers:
 
 
 class WorkerPhase(StrEnum):
-    """Whether a live worker claims jobs."""
+    """The phase of a live worker: a draining one claims no jobs."""
 
     SERVING = "serving"
     DRAINING = "draining"

@@ -52,7 +52,7 @@ class DeadlineUnattainableError(Exception):
 
 
 class JobQueue:
-    """One cell's queue: a router uses it with its limits, a worker with its id."""
+    """The queue of a cell: a router uses it with its limits, a worker with its id."""
 
     def __init__(
         self,

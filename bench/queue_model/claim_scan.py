@@ -1,4 +1,4 @@
-"""One scan of a claim over the waiting jobs, as broker/lua/claim.lua makes it."""
+"""A scan of a claim over the waiting jobs, as broker/lua/claim.lua makes it."""
 
 from __future__ import annotations
 

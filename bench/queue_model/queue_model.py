@@ -57,7 +57,7 @@ class _ClaimRate:
 
 
 class QueueModel:
-    """One cell's queue."""
+    """The model of a cell's queue."""
 
     def __init__(self, limits: QueueLimits | None = None) -> None:
         self.waiting = WaitingJobs()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from redis.asyncio import Redis
 
+from tests.broker.both_queues import BothQueues
 from tests.broker.scripts_clock import Clock
 
 
@@ -14,3 +15,11 @@ async def clock(redis: Redis) -> Clock:
     clock = Clock(redis)
     await clock.advance(0)
     return clock
+
+
+@pytest.fixture
+async def both(redis: Redis, clock: Clock) -> BothQueues:
+    """An empty queue on Redis and its model, on that clock."""
+    both = BothQueues(redis)
+    await both.start()
+    return both

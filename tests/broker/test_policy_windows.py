@@ -11,16 +11,8 @@ from redis.asyncio import Redis
 from broker import terms
 from broker.messages import Capacity
 from tests.broker.both_queues import BothQueues, make_job
-from tests.broker.scripts_clock import Clock
 
 ONE = Capacity(rows=1, rows_limit=8, tokens=10_000, max_tokens=4096, max_rank=64)
-
-
-@pytest.fixture
-async def both(redis: Redis, clock: Clock) -> BothQueues:
-    both = BothQueues(redis)
-    await both.start()
-    return both
 
 
 async def claim(both: BothQueues, capacity: Capacity = ONE, worker: str = "w") -> list[str]:

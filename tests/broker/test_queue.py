@@ -10,44 +10,20 @@ from redis.asyncio import Redis
 
 from artifacts.sampling import SamplingParams
 from broker.codec import decode_job, encode_job
-from broker.keys import Keys
 from broker.messages import (
     AdapterRef,
     AdapterRequest,
-    Capacity,
-    Job,
     StoppingParams,
     WeightedRef,
 )
-from broker.queue import JobQueue, QueueFullError
-from broker.terms import QueueLimits, UsageReport
-
-KEYS = Keys("tiny", "main")
-ROOMY = Capacity(rows=8, rows_limit=8, tokens=10_000, max_tokens=4096, max_rank=64)
-
-
-def job(job_id: str, **changes: object) -> Job:
-    base = Job(
-        job_id=job_id,
-        tenant="acme",
-        model="tiny",
-        base_digest="sha256:0",
-        reply_to="127.0.0.1:1",
-        prompt_ids=(1, 2, 3),
-        stopping=StoppingParams(max_tokens=10),
-        seed=7,
-    )
-    return replace(base, **changes)  # type: ignore[arg-type]  # field names are checked by replace
+from broker.queue import JobQueue
+from broker.terms import UsageReport
+from tests.broker.queued_jobs import KEYS, ROOMY, claim, job
 
 
 @pytest.fixture
 def queue(redis: Redis) -> JobQueue:
     return JobQueue(redis, KEYS)
-
-
-async def claim(queue: JobQueue, **changes: object) -> list[str]:
-    capacity = replace(ROOMY, **changes)  # type: ignore[arg-type]  # as above
-    return [claimed.job_id for claimed in (await queue.claim("sha256:0", capacity)).jobs]
 
 
 async def left_behind(redis: Redis) -> set[str]:
@@ -208,47 +184,6 @@ async def test_what_lost_its_keys_is_dropped(redis: Redis, queue: JobQueue) -> N
     await queue.finish("c", 1)
     await queue.enqueue(job("c", tenant="beta", attempt=2))
     assert await claim(queue) == ["c"]
-
-
-async def test_a_full_queue_refuses_first_attempts_only(redis: Redis) -> None:
-    queue = JobQueue(redis, KEYS, limits=QueueLimits(jobs=2, tenant_jobs=1))
-    await queue.enqueue(job("a"))
-    with pytest.raises(QueueFullError, match="1 jobs may wait of acme") as refused:
-        await queue.enqueue(job("b"))
-    assert refused.value.tenant == "acme"
-    await queue.enqueue(job("b", tenant="beta"))
-    with pytest.raises(QueueFullError, match="2 jobs may wait") as refused:
-        await queue.enqueue(job("c", tenant="carol"))
-    assert refused.value.tenant == ""
-    await queue.enqueue(job("c", attempt=2))
-
-
-async def test_a_queue_is_bounded_in_bytes_and_what_leaves_counts_no_more(redis: Redis) -> None:
-    size = len(encode_job(job("a")))
-    queue = JobQueue(redis, KEYS, limits=QueueLimits(bytes=3 * size, tenant_bytes=2 * size))
-    await queue.enqueue(job("a"))
-    await queue.enqueue(job("b"))
-    with pytest.raises(QueueFullError, match=f"{2 * size} bytes may wait of acme"):
-        await queue.enqueue(job("c"))
-    await queue.enqueue(job("c", tenant="abcd"))
-    with pytest.raises(QueueFullError, match=f"{3 * size} bytes may wait"):
-        await queue.enqueue(job("d", tenant="efgh"))
-    await queue.finish("a", 1)
-    await queue.enqueue(job("d"))
-    assert sorted(await claim(queue)) == ["b", "c", "d"]
-    assert await redis.exists(KEYS.prefix + "bytes") == 0
-
-
-async def test_out_of_memory_refuses_new_jobs_but_not_claims(redis: Redis, queue: JobQueue) -> None:
-    await queue.enqueue(job("a"))
-    await redis.config_set("maxmemory", "1")
-    try:
-        with pytest.raises(QueueFullError, match="out of memory"):
-            await queue.enqueue(job("b"))
-        assert await claim(queue) == ["a"]
-        await queue.finish("a", 1)
-    finally:
-        await redis.config_set("maxmemory", "0")
 
 
 async def test_waiting_tells_who_still_waits(queue: JobQueue) -> None:

@@ -1,0 +1,122 @@
+"""What tenants are charged, and that service is shared by it: each time of both the scripts and their model."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+from broker import terms
+from broker.messages import Capacity
+from broker.queue import CHARGES_AT_ONCE
+from broker.terms import OUTPUT_WEIGHT, Placement, UsageReport
+from tests.broker.both_queues import BothQueues, make_job
+
+ROOMY = Capacity(rows=8, rows_limit=8, tokens=10_000, max_tokens=4096, max_rank=64)
+ONE = replace(ROOMY, rows=1)
+
+
+async def claim(both: BothQueues, capacity: Capacity = ROOMY, worker: str = "w") -> list[str]:
+    return [job.job_id for job in (await both.claim(worker, capacity)).jobs]
+
+
+async def test_service_goes_by_weight(both: BothQueues) -> None:
+    for number in range(60):
+        for tenant, weight in (("heavy", 3.0), ("light", 1.0)):
+            await both.enqueue(make_job(f"{tenant}/{number}", tenant), Placement(weight))
+    got = [await claim(both, ONE) for _ in range(60)]
+    assert sum(ids[0].startswith("heavy") for ids in got) == 45
+
+
+async def test_a_tenant_back_from_idle_gets_no_credit_for_it(both: BothQueues) -> None:
+    for number in range(40):
+        await both.enqueue(make_job(f"busy/{number}", "busy", prompt=10))
+    await both.enqueue(make_job("back/first", "back", prompt=10))
+    for _ in range(21):
+        await claim(both, ONE)
+    for number in range(10):
+        await both.enqueue(make_job(f"back/{number}", "back", prompt=10))
+    assert await both.counter("back") == await both.counter("busy") == 200
+    got = [(await claim(both, ONE))[0].partition("/")[0] for _ in range(10)]
+    assert got == ["back", "busy"] * 5
+
+
+async def test_charges_count_once_whatever_is_repeated(both: BothQueues) -> None:
+    adapter = make_job("j", "a", prompt=10, adapter="sha256:x")
+    await both.enqueue(adapter, Placement(2.0, (), 30.0))
+    await both.enqueue(make_job("other", "a"))
+    assert await claim(both, ONE) == ["j"]
+    assert await both.counter("a") == (10 + 30) / 2
+    for _ in range(2):
+        await both.charge(UsageReport("j", 1, 6))
+        assert await both.counter("a") == 20 + 2 * 6 / 2
+    await both.charge(UsageReport("j", 1, 4))
+    # Its worker is lost: the next attempt pays neither the prompt nor the adapter again.
+    await both.enqueue(replace(adapter, attempt=2, emitted={0: tuple(range(6))}), Placement(2.0, (), 30.0))
+    assert await claim(both, ONE) == ["j"]
+    await both.charge(UsageReport("j", 1, 50), UsageReport("j", 1, 50, ended=True))
+    assert await both.counter("a") == 26
+    for _ in range(2):
+        await both.charge(UsageReport("j", 2, 3, ended=True))
+        assert await both.counter("a") == 29
+
+
+async def test_what_ended_counts_for_whose_turn_the_next_claim_is(both: BothQueues) -> None:
+    names = [f"a{index}" for index in range(CHARGES_AT_ONCE + 6)]
+    for name in (*names, "a-next"):
+        await both.enqueue(make_job(name, "a", prompt=1))
+    for name in ("b0", "b-next"):
+        await both.enqueue(make_job(name, "b", prompt=1_000))
+    assert set(await claim(both, replace(ROOMY, rows=len(names) + 1))) == {*names, "b0"}
+    assert await both.counter("a") < await both.counter("b")
+    # More than one script takes; without them it were a's turn.
+    reports = [UsageReport(name, 1, 1_000 if name == "a0" else 1, ended=True) for name in names]
+    assert [job.job_id for job in (await both.claim("w", ONE, *reports)).jobs] == ["b-next"]
+    assert await both.counter("a") == len(names) + OUTPUT_WEIGHT * (1_000 + len(names) - 1)
+
+
+async def test_a_worker_that_holds_the_adapter_costs_nothing_for_it(both: BothQueues) -> None:
+    for name in ("first", "second"):
+        await both.enqueue(make_job(name, "a", prompt=10, adapter="sha256:x"), Placement(load_tokens=30))
+    await claim(both, replace(ONE, adapters=("sha256:x",)))
+    assert await both.counter("a") == 10
+
+
+async def test_what_never_ran_is_refunded_once(both: BothQueues) -> None:
+    await both.enqueue(make_job("j", "a", prompt=10))
+    await both.enqueue(make_job("waits", "a"))
+    await claim(both, ONE)
+    for _ in range(2):
+        await both.charge(UsageReport("j", 1, 0, ended=True, ran=False))
+        assert await both.counter("a") == 0
+
+
+async def test_two_backlogged_tenants_differ_by_a_bounded_service_and_nobody_starves(both: BothQueues) -> None:
+    """VTC's bound, 2 * max(w_p * longest input, w_q * tokens in flight), over random lengths and a random worker."""
+    seed, rows, longest, most = 3, 6, 40, 30
+    print(f"seed {seed}")
+    chance = random.Random(seed)
+    served = dict.fromkeys("abc", 0)
+    count, running = 0, dict[str, tuple[int, int]]()
+    gaps = []
+    for _ in range(500):
+        for tenant in served:
+            # The tenants send different work; c as much as it may.
+            while len(both.model.waiting.queue(tenant)) < (20 if tenant == "c" else 3):
+                prompt = {"a": 1, "b": longest, "c": chance.randint(1, longest)}[tenant]
+                await both.enqueue(make_job(f"{tenant}/{count}", tenant, prompt=prompt, max_tokens=most))
+                count += 1
+        for job in (await both.claim("w", Capacity(rows - len(running), rows, 10_000, 4096, 64))).jobs:
+            running[job.job_id] = (0, chance.randint(1, most))
+            served[job.tenant] += len(job.prompt_ids)
+        reports = []
+        for job_id, (made, length) in list(running.items()):
+            served[job_id[0]] += terms.OUTPUT_WEIGHT
+            running[job_id] = (made + 1, length)
+            reports.append(UsageReport(job_id, 1, made + 1, ended=made + 1 == length))
+            if made + 1 == length:
+                del running[job_id]
+        await both.charge(*reports)
+        gaps.append(max(served.values()) - min(served.values()))
+    bound = 2 * max(longest, terms.OUTPUT_WEIGHT * rows * most)
+    assert 0 < max(gaps) <= bound
+    assert min(served.values()) > 3 * bound
