@@ -85,13 +85,12 @@ class JobQueue:
 
         Only first attempts are refused: raises QueueFullError or DeadlineUnattainableError.
         """
-        limits = self._limits
         entry = Entry.from_job(job, placement or Placement())
         arguments = [
             self.keys.prefix,
             job.job_id,
             job.deadline_ms,
-            *(limits.jobs, limits.bytes, limits.tenant_jobs, limits.tenant_bytes),
+            *(part for name, limit in asdict(self._limits).items() for part in (f"max_{name}", limit)),
             *(part for field in asdict(entry).items() for part in field),
         ]
         try:
@@ -101,7 +100,7 @@ class JobQueue:
         if answer[0] == b"late":
             raise DeadlineUnattainableError(int(answer[1]))
         if answer[0] == b"full":
-            raise _full(answer[1].decode(), answer[2].decode(), limits)
+            raise _full(answer[1].decode(), answer[2].decode(), self._limits)
 
     async def claim(
         self, base_digest: str, capacity: Capacity, reports: Sequence[UsageReport] = (), *, wait_s: float = 0.0

@@ -6,11 +6,12 @@
 --- @include "workers"
 
 local id, deadline_ms = ARGV[2], tonumber(ARGV[3])
-local max_jobs, max_bytes, max_tenant_jobs, max_tenant_bytes =
-  tonumber(ARGV[4]), tonumber(ARGV[5]), tonumber(ARGV[6]), tonumber(ARGV[7])
--- The rest are the fields of the entry (broker/terms.py), each followed by its value.
-local job = {}
-for i = 8, #ARGV, 2 do job[ARGV[i]] = ARGV[i + 1] end
+-- The rest are names and values: the queue's limits, which begin with max_, and the fields of the entry (broker/terms.py).
+local max, job = {}, {}
+for i = 4, #ARGV, 2 do
+  local limit = string.match(ARGV[i], '^max_(.+)')
+  if limit then max[limit] = tonumber(ARGV[i + 1]) else job[ARGV[i]] = ARGV[i + 1] end
+end
 for _, field in ipairs({'attempt', 'weight', 'priority', 'tokens', 'prefill', 'prompt', 'rank', 'rows', 'load'}) do
   job[field] = tonumber(job[field])
 end
@@ -21,10 +22,10 @@ local key, queue = PREFIX .. 'job:' .. id, PREFIX .. 'queue:' .. job.tenant
 
 -- Return the answer that refuses the job where a limit is reached.
 local function reached_limit(tenant_jobs, all_bytes, tenant_bytes)
-  if redis.call('ZCARD', WAITING) >= max_jobs then return {'full', 'jobs', ''} end
-  if all_bytes + job.size > max_bytes then return {'full', 'bytes', ''} end
-  if tenant_jobs >= max_tenant_jobs then return {'full', 'tenant_jobs', job.tenant} end
-  if tenant_bytes + job.size > max_tenant_bytes then return {'full', 'tenant_bytes', job.tenant} end
+  if redis.call('ZCARD', WAITING) >= max.jobs then return {'full', 'jobs', ''} end
+  if all_bytes + job.size > max.bytes then return {'full', 'bytes', ''} end
+  if tenant_jobs >= max.tenant_jobs then return {'full', 'tenant_jobs', job.tenant} end
+  if tenant_bytes + job.size > max.tenant_bytes then return {'full', 'tenant_bytes', job.tenant} end
 end
 
 -- Return in how many ms the job's turn comes, were all workers to serve this tenant alone; 0 where nothing tells. The
