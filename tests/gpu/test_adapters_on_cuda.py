@@ -29,17 +29,17 @@ def test_adapters_arrive_whole_while_the_device_is_busy() -> None:
         slots[slot].copy_(adapter.pairs["layer"].a)
 
     memory = TorchAdapterMemory(lambda source: weights(int(source.digest)), install, CUDA, torch.float32)
-    assert memory.stages
+    assert memory.transfers
     busy = torch.randn(4096, 4096, device=CUDA)
     for number in range(64):
         prepared = memory.read(AdapterSource(str(number), "/"))
         assert prepared.memory.is_pinned()
-        staged = memory.stage(prepared)
-        assert staged.memory.device.type == "cuda"
+        transferred = memory.transfer(prepared)
+        assert transferred.memory.device.type == "cuda"
         for _ in range(4):
             busy = (busy @ busy).clamp(-1, 1)
-        memory.install(staged, number % 32)
-        del staged, prepared
+        memory.install(transferred, number % 32)
+        del transferred, prepared
     torch.cuda.synchronize()
     assert slots[:, 0, 0].tolist() == [float(32 + slot) for slot in range(32)]
     assert all(bool((slots[slot] == slots[slot, 0, 0]).all()) for slot in range(32))

@@ -97,7 +97,7 @@ class GatedLoads:
     An adapter has as many bytes as `sizes` says, or one.
     """
 
-    stages = False
+    transfers = False
 
     def __init__(
         self,
@@ -159,7 +159,7 @@ class GatedLoads:
             raise OSError(f"{source.directory} is broken")
         return source.digest
 
-    def stage(self, prepared: str) -> str:
+    def transfer(self, prepared: str) -> str:
         """See worker.engine.adapter_cache.loading.AdapterMemory."""
         return prepared
 

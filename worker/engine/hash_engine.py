@@ -160,7 +160,7 @@ def _limits(model: HashModel, config: EngineConfig) -> EngineLimits:
 class HashAdapterMemory:
     """Adapters of which only the size in bytes is kept: an AdapterMemory without memory."""
 
-    stages = False
+    transfers = False
 
     def read(self, source: AdapterSource) -> int:
         """Return the size of the adapter's files, which must be readable."""
@@ -171,7 +171,7 @@ class HashAdapterMemory:
                     size += file.seek(0, SEEK_END)
         return size
 
-    def stage(self, prepared: int) -> int:
+    def transfer(self, prepared: int) -> int:
         """Return the adapter as it is: there is no device."""
         return prepared
 

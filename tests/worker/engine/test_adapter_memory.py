@@ -46,7 +46,7 @@ def test_its_size_is_what_it_takes() -> None:
     memory = TorchAdapterMemory(lambda _: weights(), lambda _weights, _slot: None, CPU, torch.float32)
     prepared = memory.read(AdapterSource("a", "/"))
     tensors = [tensor for pair in prepared.weights.pairs.values() for tensor in pair.tensors]
-    assert not memory.stages
+    assert not memory.transfers
     assert memory.size(prepared) == prepared.memory.untyped_storage().nbytes()
     assert sum(tensor.nbytes for tensor in tensors) <= memory.size(prepared)
     assert memory.size(prepared) < sum(tensor.nbytes for tensor in tensors) + 64 * len(tensors)

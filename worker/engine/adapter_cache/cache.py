@@ -2,7 +2,7 @@
 
               loader thread                     loader thread (CUDA)        step thread, in poll
  request ──▶ wanted ──▶ loading ──▶ host tier, held ──▶ transfer ──▶ copied ──▶ resident ──pin──▶ pinned ──unpin──▶ idle
-                         read()                          stage()      install(), within the swap budget         │
+                         read()                          transfer()   install(), within the swap budget         │
                                     host tier, kept while its budget allows ◀────────── evicted ◀───────────────┘
 
 What the sequences wait for decides which adapter is next, and which one leaves: slots.py, scheduling/adapter_demand.py.
@@ -154,7 +154,7 @@ class AdapterCache(Generic[P]):
 
     def _feed(self) -> None:
         # One loader stays free for copies to the device: slow files must not delay adapters that are in memory.
-        most = self._loads.most - self._memory.stages
+        most = self._loads.most - self._memory.transfers
         while self._wanted and (ahead := len(self._loading) + 1) <= most:
             # A reservation of the largest so far for each load: it ends with the load, whatever comes of that.
             if not self._host.has_room_for(ahead, self._largest, MAX_AHEAD):

@@ -18,17 +18,17 @@ class AdapterMemory(Protocol[P]):
     """Host memory and the device's slots. An exception of any method fails that adapter alone."""
 
     @property
-    def stages(self) -> bool:
+    def transfers(self) -> bool:
         """Tell whether an adapter is copied to the device before it is installed."""
 
     def read(self, source: AdapterSource) -> P:
         """Read an adapter from its files to host memory, checked, cast and scaled; in a loader thread."""
 
-    def stage(self, prepared: P) -> P:
+    def transfer(self, prepared: P) -> P:
         """Copy an adapter to the device, though not to a slot; in a loader thread."""
 
     def install(self, prepared: P, slot: int) -> None:
-        """Copy into a slot what `stage` has returned; between steps, on the thread that steps."""
+        """Copy into a slot what `transfer` has returned; between steps, on the thread that steps."""
 
     def size(self, prepared: P) -> int:
         """Return the bytes as stored."""

@@ -1,4 +1,4 @@
-"""Copies of adapters to the device, beside the batch; where memory does not stage, there are none."""
+"""Copies of adapters to the device, beside the batch; where memory needs no transfer, there are none."""
 
 from __future__ import annotations
 
@@ -43,16 +43,16 @@ class Transfers(Generic[P]):
 
         `first`: it is the most urgent one, which does not wait for the places of others.
         """
-        if not self._memory.stages:
+        if not self._memory.transfers:
             return held
         if digest not in self._copies and held is not None and (first or len(self._copies) < MAX_AHEAD):
             self._copies[digest] = None
-            self._loads.start(digest, partial(self._memory.stage, held))
+            self._loads.start(digest, partial(self._memory.transfer, held))
         return self._copies.get(digest)
 
     def can_move(self, digest: str) -> bool:
         """Tell whether `installable` would return something or start a copy."""
-        if not self._memory.stages or self._copies.get(digest) is not None:
+        if not self._memory.transfers or self._copies.get(digest) is not None:
             return True
         return digest not in self._copies and len(self._copies) < MAX_AHEAD
 

@@ -54,14 +54,14 @@ class TorchAdapterMemory:
         self._install = install
         self._device = device
         self._dtype = dtype
-        self.stages = device.type == "cuda"
-        self._stream = torch.cuda.Stream(device) if self.stages else None  # type: ignore[no-untyped-call]  # torch's own
+        self.transfers = device.type == "cuda"
+        self._stream = torch.cuda.Stream(device) if self.transfers else None  # type: ignore[no-untyped-call]  # torch's own
 
     def read(self, source: AdapterSource) -> PackedAdapter:
         """Read an adapter from its files into host memory."""
-        return pack_adapter(self._read(source), self._dtype, pinned=self.stages)
+        return pack_adapter(self._read(source), self._dtype, pinned=self.transfers)
 
-    def stage(self, prepared: PackedAdapter) -> PackedAdapter:
+    def transfer(self, prepared: PackedAdapter) -> PackedAdapter:
         """Copy an adapter to the device and wait for the transfer; the calling thread sleeps, it does not spin."""
         copied = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # torch's own
         with torch.cuda.stream(self._stream):

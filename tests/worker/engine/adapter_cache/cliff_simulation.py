@@ -26,7 +26,7 @@ MEAN_TOKENS = (LENGTHS[0] + LENGTHS[1] - 1) / 2
 class VirtualMemory:
     """Adapter memory and loads that take virtual time. An adapter is its digest and has one byte."""
 
-    stages = False
+    transfers = False
     most = 4
 
     def __init__(self) -> None:
@@ -50,7 +50,7 @@ class VirtualMemory:
     def read(self, source: AdapterSource) -> str:
         return source.digest
 
-    def stage(self, prepared: str) -> str:
+    def transfer(self, prepared: str) -> str:
         return prepared
 
     def install(self, prepared: str, slot: int) -> None:

@@ -294,7 +294,7 @@ def test_threads_go_on_beside_one_that_hangs() -> None:
     hangs, news = threading.Event(), threading.Semaphore(0)
 
     class Memory:
-        stages = False
+        transfers = False
 
         def read(self, source: AdapterSource) -> str:
             if source.digest == "hangs":
@@ -303,7 +303,7 @@ def test_threads_go_on_beside_one_that_hangs() -> None:
                 raise OSError("broken")
             return source.digest
 
-        def stage(self, prepared: str) -> str:
+        def transfer(self, prepared: str) -> str:
             return prepared
 
         def install(self, prepared: str, slot: int) -> None:

@@ -16,21 +16,21 @@ from worker.engine.adapter_cache.integrity import AdapterIntegrityError
 from worker.engine_api import AdapterSource
 
 
-@pytest.mark.parametrize("stages", [False, True])
-def test_random_operations_leave_all_parts_in_agreement(gated_loads: Any, stages: bool) -> None:
+@pytest.mark.parametrize("transfers", [False, True])
+def test_random_operations_leave_all_parts_in_agreement(gated_loads: Any, transfers: bool) -> None:
     @settings(max_examples=60, deadline=None, derandomize=True, database=None)
     @given(seed=integers(0, 1 << 32), operations=integers(1, 120))
     def walk_randomly(seed: int, operations: int) -> None:
-        walk = walked(gated_loads, seed, operations, stages=stages)
+        walk = walked(gated_loads, seed, operations, transfers=transfers)
         walk.finish()
         walk.cache.check({})
 
     walk_randomly()
 
 
-def walked(gated_loads: Any, seed: int, operations: int, *, stages: bool = False) -> Walk:
+def walked(gated_loads: Any, seed: int, operations: int, *, transfers: bool = False) -> Walk:
     loads = gated_loads(SLOTS, host_bytes=20, sizes=SIZES)
-    loads.stages = stages
+    loads.transfers = transfers
     walk = Walk(loads, seed)
     for _ in range(operations):
         walk.step()

@@ -184,7 +184,7 @@ class Walk:
         stages = [*cache._wanted, *loading, *cache._host._held]
         assert Counter(stages) == Counter(parked), "who waits for an adapter waits for exactly one thing"
         # A thread is left to bring to the device what is in memory.
-        assert len(cache._loading) <= self.loads.most - self.loads.stages
+        assert len(cache._loading) <= self.loads.most - self.loads.transfers
 
     def finish(self) -> None:
         """Everything that waits comes to an end, and nothing stays held."""
@@ -203,16 +203,16 @@ class Walk:
         assert self.cache.demand._waiting == self.cache.demand._parked == self.cache.demand._carried == {}
 
 
-@pytest.mark.parametrize("stages", [False, True])
+@pytest.mark.parametrize("transfers", [False, True])
 @pytest.mark.parametrize("host_bytes", [0, 8, 20, 1000])
-def test_random_operations(gated_loads: Any, host_bytes: int, stages: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_random_operations(gated_loads: Any, host_bytes: int, transfers: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demand, "PASSED_OVER_MOST", PASSED_OVER_MOST)
     seed = 11 + host_bytes
     print(f"seed {seed}")
     # Looking at the clock takes time, so that installing does; a step takes none but that.
     budget = SwapBudget(itertools.count().__next__)
     loads = gated_loads(SLOTS, BROKEN, host_bytes=host_bytes, sizes=SIZES, budget=budget)
-    loads.stages = stages
+    loads.transfers = transfers
     walk = Walk(loads, seed)
     for _ in range(OPERATIONS):
         walk.step()

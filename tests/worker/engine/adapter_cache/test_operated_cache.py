@@ -24,9 +24,9 @@ def source(digest: str) -> AdapterSource:
 
 @pytest.fixture
 def make_loads(gated_loads: Any) -> Callable[..., Any]:
-    def make(slots: int, *, stages: bool = False, host_bytes: int = 1 << 20) -> Any:
+    def make(slots: int, *, transfers: bool = False, host_bytes: int = 1 << 20) -> Any:
         loads = gated_loads(slots, frozenset(["broken"]))
-        loads.stages = stages
+        loads.transfers = transfers
         loads.cache = OperatedCache(slots, loads, loads, host_bytes)
         return loads
 
@@ -45,9 +45,9 @@ def settle(loads: Any) -> tuple[str, ...]:
     raise AssertionError("the tiers do not come to rest")
 
 
-@pytest.mark.parametrize("stages", [False, True])
-def test_a_warm_adapter_is_there_before_anybody_asks(make_loads: Callable[..., Any], stages: bool) -> None:
-    loads = make_loads(3, stages=stages)
+@pytest.mark.parametrize("transfers", [False, True])
+def test_a_warm_adapter_is_there_before_anybody_asks(make_loads: Callable[..., Any], transfers: bool) -> None:
+    loads = make_loads(3, transfers=transfers)
     for digest in ("a", "broken", "b", "c", "d"):
         loads.cache.warm_adapter(source(digest))
     assert loads.cache.has_work()
@@ -57,9 +57,9 @@ def test_a_warm_adapter_is_there_before_anybody_asks(make_loads: Callable[..., A
     assert (loads.cache.pinned, loads.cache.kept, loads.reads.total()) == (0, (), 5)
 
 
-@pytest.mark.parametrize("stages", [False, True])
-def test_a_kept_adapter_stays_whoever_waits(make_loads: Callable[..., Any], stages: bool) -> None:
-    loads = make_loads(2, stages=stages)
+@pytest.mark.parametrize("transfers", [False, True])
+def test_a_kept_adapter_stays_whoever_waits(make_loads: Callable[..., Any], transfers: bool) -> None:
+    loads = make_loads(2, transfers=transfers)
     cache, waiting = loads.cache, WaitingSequences(loads.cache)
     cache.pin_adapter(source("kept"))
     settle(loads)
@@ -187,11 +187,13 @@ class Walk:
         settle(self.loads)
 
 
-@pytest.mark.parametrize("stages", [False, True])
+@pytest.mark.parametrize("transfers", [False, True])
 @pytest.mark.parametrize("seed", range(3))
-def test_orders_beside_sequences_leave_nothing_behind(make_loads: Callable[..., Any], seed: int, stages: bool) -> None:
+def test_orders_beside_sequences_leave_nothing_behind(
+    make_loads: Callable[..., Any], seed: int, transfers: bool
+) -> None:
     print("seed", seed)
-    walk = Walk(make_loads(SLOTS, stages=stages, host_bytes=3), seed)
+    walk = Walk(make_loads(SLOTS, transfers=transfers, host_bytes=3), seed)
     for _ in range(3000):
         walk.step()
     walk.finish()
