@@ -17,6 +17,13 @@ from deploy.local import valkey
 pytest_plugins = ["tests.tiny_models", "tests.task_stacks"]
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _interruptible_children() -> None:
+    """Take SIGINT again where the parent ignores it, as a shell does for `make test &`: children inherit that."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 @pytest.fixture(scope="session")
 def valkey_url() -> Iterator[str]:
     """The URL of a server that lives as long as the test session."""
