@@ -1,4 +1,4 @@
-"""Entry of the `loraplex` command: whatever goes wrong is one line on stderr and an exit code."""
+"""Entry point of the `loraplex` command: every failure is one line on stderr and an exit code."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from clients.cli.terminal import CommandError, print_error
 
 
 def main() -> None:
-    """Run the command that the arguments name; exits."""
-    # grpc logs what the calls raise anyway, in Python and, unless told otherwise, in C
+    """Run the command that the arguments name, and exit."""
+    # grpc logs errors that its calls raise as well; the variable silences its C library.
     logging.getLogger("grpc").setLevel(logging.CRITICAL)
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     sys.exit(_run())
@@ -36,7 +36,7 @@ def _run() -> int:
 
 
 def _usage(error: typer.TyperException) -> int:
-    """An unknown command or flag, or a value that it does not take."""
+    """Report an unknown command or flag, or a bad value of a flag."""
     message = error.format_message().rstrip(".")
     if message:  # without arguments the help has just been shown
         context = getattr(error, "ctx", None)

@@ -1,4 +1,4 @@
-"""A folder of adapters, as `loraplex up --adapters` takes it: TENANT/NAME/ for a tenant's own, NAME/ for shared."""
+"""The directory of `loraplex up --adapters`: TENANT/NAME/ for a tenant's adapters, NAME/ for shared ones."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from clients.cli.terminal import CommandError
 
 @dataclass(frozen=True)
 class AdapterDirectory:
-    """A peft adapter on disk, and whose it is to be."""
+    """A peft adapter on disk, and the tenant that will own it."""
 
     tenant: str
     name: str
@@ -21,11 +21,11 @@ class AdapterDirectory:
 
 
 def find_adapters(root: Path) -> tuple[AdapterDirectory, ...]:
-    """All of them, by tenant and name. Raises CommandError where the tree holds none, or something else."""
+    """Return the adapters below `root` by tenant and name. Raises CommandError unless it holds adapters only."""
     if not root.is_dir():
         raise CommandError(f"--adapters: {root} {'is not a directory' if root.exists() else 'does not exist'}")
     if (root / CONFIG_FILE).exists():
-        raise CommandError(f"--adapters: {root} is an adapter itself; give the directory that it lies in")
+        raise CommandError(f"--adapters: {root} is an adapter itself; give its parent directory")
     found: list[AdapterDirectory] = []
     for child in _directories(root):
         if (child / CONFIG_FILE).exists():

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from clients.cli.adapter_orders import NameArgument, pin, unpin, warm
+from clients.cli.adapter_commands import NameArgument, pin, unpin, warm
+from clients.cli.adapters_top import adapters_top
 from clients.cli.options import STORE, TENANT, JsonOption, StoreOption, TenantOption
 from clients.cli.terminal import err, out, print_fields, print_json, print_rows
-from clients.cli.top import top
 
 if TYPE_CHECKING:
     from loraplex_client import Adapter, Revision, StoreClient
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 
 app = typer.Typer(
     no_args_is_help=True,
-    help="Push, list, show and delete a tenant's adapters; see and say where the workers keep them.",
+    help="Push, list, show and delete a tenant's adapters; show and control where workers keep them.",
 )
 
 
 @contextmanager
 def store_client(address: str, tenant: str) -> Iterator[StoreClient]:
-    """A client of the store whose failures are one line each."""
+    """Open a client of the store whose failures are one-line CommandErrors."""
     from loraplex_client import StoreClient
 
     from clients.cli.failures import explained
@@ -41,11 +41,11 @@ def push(
     directory: Annotated[
         Path, typer.Argument(metavar="DIR", help="A peft adapter: its configuration and safetensors.")
     ],
-    name: Annotated[str, typer.Option(metavar="NAME", help="What requests call it.")],
+    name: Annotated[str, typer.Option(metavar="NAME", help="Name that requests use.")],
     tenant: TenantOption = TENANT,
-    model: Annotated[str, typer.Option(metavar="NAME", help="Its base, where the store knows more than one.")] = "",
+    model: Annotated[str, typer.Option(metavar="NAME", help="Its base model, needed if the store has several.")] = "",
     alias: Annotated[
-        str, typer.Option(metavar="ALIAS", help="What to point at this revision: `live` if not given, `-` for none.")
+        str, typer.Option(metavar="ALIAS", help="Alias to move to this revision: `live` by default, `-` for none.")
     ] = "",
     store: StoreOption = STORE,
     as_json: JsonOption = False,
@@ -59,13 +59,13 @@ def push(
     if as_json:
         print_json({**_revision_json(pushed.revision), "created": pushed.created})
         return
-    state = "pushed" if pushed.created else "unchanged, the same bytes were there already:"
+    state = "pushed" if pushed.created else "unchanged, the store already has the same bytes:"
     out().print(f"{state} {pushed.revision.name}", markup=False, soft_wrap=True)
 
 
 @app.command("list")
 def list_(tenant: TenantOption = TENANT, store: StoreOption = STORE, as_json: JsonOption = False) -> None:
-    """What the tenant may use: its own adapters and the shared ones."""
+    """List the adapters that the tenant may use: its own and the shared ones."""
     with store_client(store, tenant) as client:
         adapters = client.list()
     if as_json:
@@ -84,12 +84,12 @@ def list_(tenant: TenantOption = TENANT, store: StoreOption = STORE, as_json: Js
 def show(
     name: NameArgument, tenant: TenantOption = TENANT, store: StoreOption = STORE, as_json: JsonOption = False
 ) -> None:
-    """An adapter, its aliases and its revisions, newest first."""
+    """Show an adapter, its aliases and its revisions, newest first."""
     with store_client(store, tenant) as client:
         adapter, revision = client.get(name)
         revisions = client.revisions(adapter.name)
     if as_json:
-        listed = [_revision_json(one) for one in revisions]
+        listed = [_revision_json(revision) for revision in revisions]
         print_json({**_adapter_json(adapter), "revision": revision.digest, "revisions": listed})
         return
     aliases = sorted(adapter.aliases.items())
@@ -104,7 +104,10 @@ def show(
     )
     print_rows(
         ("revision", "rank", "MiB", "created"),
-        ((one.digest, one.rank, f"{one.weight_bytes / 2**20:.1f}", _local(one.create_time)) for one in revisions),
+        (
+            (revision.digest, revision.rank, f"{revision.weight_bytes / 2**20:.1f}", _local(revision.create_time))
+            for revision in revisions
+        ),
     )
 
 
@@ -116,13 +119,14 @@ def delete(name: NameArgument, tenant: TenantOption = TENANT, store: StoreOption
     out().print(f"deleted {name}", markup=False)
 
 
-for command in (top, warm, pin, unpin):
+app.command("top")(adapters_top)
+for command in (warm, pin, unpin):
     app.command()(command)
 
 
 @contextmanager
 def _progress_bar(what: str) -> Iterator[Progress | None]:
-    """What draws the bytes sent, at a terminal."""
+    """Provide the callback that draws the bytes sent, or None outside a terminal."""
     if not err().is_terminal:
         yield None
         return

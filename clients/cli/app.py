@@ -1,4 +1,4 @@
-"""The commands, put together."""
+"""The `loraplex` application with its commands."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ app = typer.Typer(
     "[bold]loraplex up[/] starts a cluster on this machine; the other commands talk to one that runs.",
     epilog="Exit codes: 0 done; 2 bad input, or an address where nobody listens; 130 Ctrl-C; 1 anything else.",
 )
-# in the order of the help page
+# The help page lists the commands in this order.
 app.command()(up)
 app.command()(generate)
 app.add_typer(adapters.app, name="adapters")

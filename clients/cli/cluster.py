@@ -1,4 +1,4 @@
-"""Asks a router for the state of its cluster, as often as one likes, and what two answers say of the time between."""
+"""Reads a cluster's state from a router, and compares two snapshots."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """One look. `traffic` is of the router that was asked, since its start; the rest is of the whole cluster."""
+    """The cluster's state at one moment. `traffic` is the asked router's own, since its start."""
 
     workers: Sequence[Mapping[str, Any]]
     queues: Sequence[Mapping[str, Any]]
     traffic: cluster_pb2.GetTrafficResponse
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON values."""
+        """Return the snapshot as JSON values."""
         from google.protobuf.json_format import MessageToDict
 
         traffic = MessageToDict(
@@ -45,14 +45,14 @@ class ClusterReader:
             self._connection = Connection(router, cluster_pb2_grpc.ClusterServiceStub, tenant=tenant)
 
     def look(self) -> Snapshot:
-        """Everything, now. Raises CommandError."""
+        """Take a snapshot. Raises CommandError."""
         from clients.cli.failures import explained
 
         with explained("router", self.router):
             return self._connection.run(_look())
 
     def queues(self) -> list[dict[str, Any]]:
-        """The models' queues. Raises CommandError."""
+        """Return the models' queues. Raises CommandError."""
         from clients.cli.failures import explained
 
         with explained("router", self.router):
@@ -74,47 +74,47 @@ def _queues() -> Script[list[dict[str, Any]]]:
     from loraplex_client.calls import Call
 
     answer = yield Call("ListQueues", cluster_pb2.ListQueuesRequest())
-    return [{"model": one.model, "waiting": one.waiting, "running": one.running} for one in answer.queues]
+    return [{"model": queue.model, "waiting": queue.waiting, "running": queue.running} for queue in answer.queues]
 
 
 def _numbers(value: Any) -> Any:
-    """Protobuf's JSON has 64-bit integers as strings; no count of ours needs that."""
+    """Convert 64-bit integers, which Protobuf's JSON writes as strings, to numbers."""
     if isinstance(value, dict):
-        return {key: one if key in {"tenant", "adapter"} else _numbers(one) for key, one in value.items()}
+        return {key: item if key in {"tenant", "adapter"} else _numbers(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [_numbers(one) for one in value]
+        return [_numbers(item) for item in value]
     return int(value) if isinstance(value, str) and value.isdigit() else value
 
 
 @dataclass(frozen=True)
 class Interval:
-    """What happened between two looks; with one alone, since the router's start."""
+    """The change between two snapshots, or from the router's start to a single one."""
 
     now: Snapshot
     before: Snapshot | None
 
     @property
     def seconds(self) -> float:
-        """How long it was."""
+        """The interval's length."""
         return max(1e-3, self.now.traffic.uptime - (self._last.uptime if self._last is not None else 0.0))
 
     @property
     def since_start(self) -> bool:
-        """Whether there is nothing before; a router that was started again counts from 0."""
+        """Tell whether the interval begins at the router's start: no earlier snapshot, or one of before a restart."""
         return self._last is None
 
     def requests(self) -> dict[str, int]:
-        """Requests that ended, by status."""
+        """Return the number of requests that ended, by status."""
         last = dict(self._last.requests) if self._last is not None else {}
         return {code: count - last.get(code, 0) for code, count in self.now.traffic.requests.items()}
 
     def count(self, field: str) -> int:
-        """What a counting field of the traffic gained."""
+        """Return the increase of a counter of the traffic."""
         last = getattr(self._last, field) if self._last is not None else 0
         return int(getattr(self.now.traffic, field) - last)
 
     def quantile(self, field: str, share: float) -> float | None:
-        """Of a distribution, in seconds, as Prometheus's histogram_quantile reckons it; None: nothing was measured."""
+        """Return a quantile in seconds, interpolated like Prometheus's histogram_quantile; None without samples."""
         now = getattr(self.now.traffic, field)
         counts = list(now.counts)
         if self._last is not None:
@@ -132,31 +132,31 @@ class Interval:
         return None
 
     def steps_per_s(self, worker: Mapping[str, Any]) -> float | None:
-        """Of one worker; None where it was not there before."""
-        for one in self.before.workers if self.before is not None else ():
-            if one["incarnation"] == worker["incarnation"] and not self.since_start:
-                return float(worker["steps"] - one["steps"]) / self.seconds
+        """Return a worker's steps per second; None if the earlier snapshot lacks it."""
+        for earlier in self.before.workers if self.before is not None else ():
+            if earlier["incarnation"] == worker["incarnation"] and not self.since_start:
+                return float(worker["steps"] - earlier["steps"]) / self.seconds
         return None
 
     def adapters(self) -> list[dict[str, Any]]:
-        """What each tenant's adapters gained, the busiest first."""
-        last = {(one.tenant, one.adapter): one for one in self._last.adapters} if self._last is not None else {}
+        """Return the increase of each tenant's adapters, the busiest first."""
+        last = {(row.tenant, row.adapter): row for row in self._last.adapters} if self._last is not None else {}
         found = []
-        for one in self.now.traffic.adapters:
-            before = last.get((one.tenant, one.adapter))
-            requests = one.requests - (before.requests if before else 0)
-            waited = one.time_to_first_token - (before.time_to_first_token if before else 0.0)
+        for row in self.now.traffic.adapters:
+            before = last.get((row.tenant, row.adapter))
+            requests = row.requests - (before.requests if before else 0)
+            waited = row.time_to_first_token - (before.time_to_first_token if before else 0.0)
             found.append(
                 {
-                    "tenant": one.tenant,
-                    "adapter": one.adapter,
+                    "tenant": row.tenant,
+                    "adapter": row.adapter,
                     "requests": requests,
-                    "tokens": one.completion_tokens - (before.completion_tokens if before else 0),
+                    "tokens": row.completion_tokens - (before.completion_tokens if before else 0),
                     "ttft_s": waited / requests if requests else None,
-                    "all_requests": one.requests,
+                    "all_requests": row.requests,
                 }
             )
-        return sorted(found, key=lambda one: (-one["tokens"], -one["all_requests"], one["tenant"], one["adapter"]))
+        return sorted(found, key=lambda row: (-row["tokens"], -row["all_requests"], row["tenant"], row["adapter"]))
 
     @property
     def _last(self) -> cluster_pb2.GetTrafficResponse | None:

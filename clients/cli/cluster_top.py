@@ -1,4 +1,4 @@
-"""`loraplex top`: the cluster at work, live: workers, queues, adapters, rates and latencies."""
+"""`loraplex top`: a live view of workers, queues, adapters, rates and latencies."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ def top(
     once: Annotated[bool, typer.Option("--once", help="Print one look and end, as in a pipe.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """The cluster at work, live; Ctrl-C ends it.
+    """Show a live view of the cluster until Ctrl-C.
 
-    Workers and queues are the whole cluster's; rates, latencies and adapters are the asked router's. One look alone
-    tells them since that router's start.
+    Workers and queues are the whole cluster's. Rates, latencies and adapters are those of the asked router; --once
+    shows them since that router's start.
     """
     reader = ClusterReader(router, tenant)
     if as_json:
@@ -45,7 +45,7 @@ def top(
 
 
 def _live(reader: ClusterReader) -> None:
-    """Until Ctrl-C, or until the router is gone."""
+    """Refresh the view until Ctrl-C, or until the router is gone."""
     from rich.live import Live
 
     before: Snapshot | None = None
@@ -58,7 +58,7 @@ def _live(reader: ClusterReader) -> None:
 
 
 def view(router: str, interval: Interval) -> RenderableType:
-    """All of it for a terminal."""
+    """Render the view for a terminal."""
     from rich.console import Group
     from rich.text import Text
 
@@ -68,20 +68,20 @@ def view(router: str, interval: Interval) -> RenderableType:
         parts.append(Text("  no worker lives", style="yellow"))
     parts.append(table_of(_QUEUES, [_queue(queue) for queue in interval.now.queues]))
     adapters = interval.adapters()
-    parts.append(table_of(_ADAPTERS, [_adapter(one, interval) for one in adapters[:ADAPTERS_SHOWN]]))
+    parts.append(table_of(_ADAPTERS, [_adapter(row, interval) for row in adapters[:ADAPTERS_SHOWN]]))
     if len(adapters) > ADAPTERS_SHOWN:
         parts.append(Text(f"  and {len(adapters) - ADAPTERS_SHOWN} more", style="dim"))
     return Group(*parts)
 
 
 def _print(interval: Interval) -> None:
-    """Tables one after the other; in a pipe an empty line between them."""
+    """Print the tables; in a pipe with an empty line between them."""
     print_fields(_figures(interval))
     for headers, rows in (
         (_LATENCIES, _latency_rows(interval)),
         (_WORKERS, [_worker(worker, interval, bars=False) for worker in interval.now.workers]),
         (_QUEUES, [_queue(queue) for queue in interval.now.queues]),
-        (_ADAPTERS, [_adapter(one, interval) for one in interval.adapters()]),
+        (_ADAPTERS, [_adapter(row, interval) for row in interval.adapters()]),
     ):
         out().print()
         print_rows(headers, rows)
@@ -98,7 +98,7 @@ def _figures(interval: Interval) -> list[tuple[str, str]]:
         ("prompt tokens/s", f"{interval.count('prompt_tokens') / seconds:.0f}"),
     ]
     figures += [(f"{code}/s", f"{count / seconds:.1f}") for code, count in sorted(ended.items()) if count]
-    # These are rare: since the router's start.
+    # These events are rare, so they are counted since the router's start.
     return [*figures, ("workers lost", f"{traffic.workers_lost}"), ("redispatches", f"{traffic.redispatches}")]
 
 
@@ -152,19 +152,19 @@ def _queue(queue: Any) -> tuple[object, ...]:
     return (queue["model"], queue["waiting"], queue["running"])
 
 
-def _adapter(one: dict[str, Any], interval: Interval) -> tuple[object, ...]:
+def _adapter(row: dict[str, Any], interval: Interval) -> tuple[object, ...]:
     return (
-        one["tenant"],
-        one["adapter"] or "base model",
-        f"{one['requests'] / interval.seconds:.1f}",
-        f"{one['tokens'] / interval.seconds:.0f}",
-        _ms(one["ttft_s"]),
-        one["all_requests"],
+        row["tenant"],
+        row["adapter"] or "base model",
+        f"{row['requests'] / interval.seconds:.1f}",
+        f"{row['tokens'] / interval.seconds:.0f}",
+        _ms(row["ttft_s"]),
+        row["all_requests"],
     )
 
 
 def _bar(part: int, whole: int) -> str:
-    """As far as it is full."""
+    """Draw a bar filled in proportion to `part`."""
     full = min(_BAR, -(-_BAR * part // whole)) if whole else 0
     return "█" * full + "░" * (_BAR - full)
 

@@ -1,4 +1,4 @@
-"""Several tenants' answers and the plain base model's, streamed together: at a terminal side by side as they come."""
+"""The demo of `loraplex up`: streams answers of several tenants' adapters and of the base model at once."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 from loraplex_client import AsyncClient, LoraplexError
 
 from clients.cli.adapter_tree import AdapterDirectory
+from clients.cli.answer_timer import AnswerTimer, format_figure
 from clients.cli.failures import explain
 from clients.cli.options import TENANT
-from clients.cli.pace import Pace, shown
 from clients.cli.terminal import CommandError, out, print_rows, printable
 
 if TYPE_CHECKING:
@@ -25,36 +25,36 @@ _COLOURS = ("cyan", "magenta", "yellow", "green")
 
 
 class _Answer:
-    """One of the answers while it comes. `adapter` is empty for the plain base model."""
+    """A streaming answer. `adapter` is empty for the plain base model."""
 
     def __init__(self, tenant: str, adapter: str, colour: str) -> None:
         self.tenant = tenant
         self.adapter = adapter
         self.colour = colour
         self.text = ""
-        self.pace = Pace()
+        self.timer = AnswerTimer()
 
     @property
     def label(self) -> str:
         return f"{self.tenant}/{self.adapter}" if self.adapter else "base model"
 
     async def follow(self, router: str, changed: Callable[[], None]) -> None:
-        """Stream it. Raises CommandError."""
+        """Stream the answer, calling `changed` after each message. Raises CommandError."""
         try:
             async with AsyncClient(router, self.tenant) as client:
-                self.pace = Pace()
+                self.timer = AnswerTimer()
                 stream = client.generate_stream(
                     DEMO_PROMPT, adapter_id=self.adapter or None, max_new_tokens=DEMO_TOKENS, temperature=0.0
                 )
                 async for piece in stream:
-                    self.pace.note(len(piece.token_ids))
+                    self.timer.record(len(piece.token_ids))
                     self.text += printable(piece.text)
                     changed()
         except LoraplexError as error:
             raise CommandError(f"{self.label}: {explain(error, 'router', router)}", 1) from error
 
     def panel(self) -> RenderableType:
-        """It, as far as it has come."""
+        """Render the partial answer."""
         from rich.panel import Panel
         from rich.text import Text
 
@@ -76,9 +76,9 @@ async def run_demo(router: str, adapters: Sequence[AdapterDirectory]) -> None:
             (
                 answer.adapter or "(base model)",
                 answer.tenant,
-                shown(answer.pace.ttft_ms, 0),
-                answer.pace.tokens,
-                shown(answer.pace.tokens_per_s),
+                format_figure(answer.timer.ttft_ms, 0),
+                answer.timer.tokens,
+                format_figure(answer.timer.tokens_per_s),
             )
             for answer in answers
         ),
@@ -87,7 +87,7 @@ async def run_demo(router: str, adapters: Sequence[AdapterDirectory]) -> None:
 
 
 def choose(adapters: Sequence[AdapterDirectory]) -> list[AdapterDirectory]:
-    """At most three: one of each tenant first, then more of the same."""
+    """Choose at most DEMO_ADAPTERS: one of each tenant first, then second ones."""
     seen: dict[str, int] = {}
     ranked = []
     for adapter in adapters:
@@ -111,7 +111,7 @@ async def _stream_live(router: str, answers: Sequence[_Answer]) -> None:
 
 
 async def _stream_plain(router: str, answers: Sequence[_Answer]) -> None:
-    """Each answer when it is whole, its lines marked with whose they are."""
+    """Print each answer when it is complete, its lines prefixed with tenant and adapter."""
     sys.stdout.write(f"{DEMO_PROMPT} ...\n")
 
     async def follow(answer: _Answer) -> None:

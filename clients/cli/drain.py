@@ -1,4 +1,4 @@
-"""`loraplex drain WORKER`: a worker finishes what is short, hands the rest over, and ends."""
+"""`loraplex drain WORKER`: takes a worker out of the cluster."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from clients.cli.options import ROUTER, TENANT, RouterOption, TenantOption
 if TYPE_CHECKING:
     from loraplex_client.calls import Script
 
-WorkerArgument = Annotated[str, typer.Argument(metavar="WORKER", help="Its id, as `loraplex workers` shows it.")]
+WorkerArgument = Annotated[str, typer.Argument(metavar="WORKER", help="The worker's id from `loraplex workers`.")]
 
 
 def drain(worker: WorkerArgument, router: RouterOption = ROUTER, tenant: TenantOption = TENANT) -> None:
-    """Take a worker out: it claims no more, its running answers end or go on elsewhere, and its process ends."""
+    """Drain a worker: it claims no more jobs, its running answers end or continue on other workers, and it exits."""
     from loraplex.cluster.v1 import cluster_pb2_grpc
     from loraplex_client.connection import Connection
 
@@ -23,7 +23,7 @@ def drain(worker: WorkerArgument, router: RouterOption = ROUTER, tenant: TenantO
 
     with explained("router", router):
         Connection(router, cluster_pb2_grpc.ClusterServiceStub, tenant=tenant).run(_drain(worker))
-    typer.echo(f"{worker} drains; it is gone when `loraplex workers` no longer shows it")
+    typer.echo(f"{worker} is draining; it has ended when `loraplex workers` no longer shows it")
 
 
 def _drain(worker: str) -> Script[None]:

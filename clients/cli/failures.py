@@ -1,4 +1,4 @@
-"""Failed calls in one line each, with the next thing to try."""
+"""Explanations of failed calls: one line each, with a hint what to try next."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def explained(service: str, address: str) -> Iterator[None]:
 
 
 def explain(error: LoraplexError, service: str, address: str) -> CommandError:
-    """The one line for it."""
+    """Return the CommandError for a failed call to `service` at `address`."""
     if isinstance(error, UnavailableError) and not error.reason:
         return _no_answer(error, service, address)
     return CommandError(error.message + _next(error), 2 if isinstance(error, _BAD_INPUT) else 1)
@@ -51,15 +51,15 @@ def _no_answer(error: UnavailableError, service: str, address: str) -> CommandEr
     if "connect" not in error.message and "resol" not in error.message:
         return CommandError(f"the {service} at {address} went away: {cause}; try again", 1)
     return CommandError(
-        f"no {service} answers at {address} ({cause}); start one with `loraplex up`, or say with {_FLAGS[service]} "
-        "where it listens"
+        f"no {service} answers at {address} ({cause}); start one with `loraplex up`, or give its "
+        f"address with {_FLAGS[service]}"
     )
 
 
 def _next(error: LoraplexError) -> str:
     match error:
         case NotFoundError(kind="adapter" | "revision" | "alias"):
-            return "; `loraplex adapters list` shows what there is"
+            return "; `loraplex adapters list` lists the adapters"
         case NotFoundError(kind="model" | "base_model" | "base model"):
             return "; `loraplex models list` shows what is registered, `loraplex models push` registers one"
         case UnavailableError(retry_after_s=after) | ResourceExhaustedError(retry_after_s=after) if after:

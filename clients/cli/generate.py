@@ -1,4 +1,4 @@
-"""`loraplex generate`: one answer, streamed to the terminal."""
+"""`loraplex generate`: streams an answer to the terminal."""
 
 from __future__ import annotations
 
@@ -14,49 +14,58 @@ from clients.cli.terminal import err, print_json, printable
 if TYPE_CHECKING:
     from loraplex_client import Generation, GenerationStream
 
-    from clients.cli.pace import Pace
+    from clients.cli.answer_timer import AnswerTimer
 
 
 def generate(  # noqa: PLR0913, PLR0917  # one parameter a flag
-    prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="What to go on from.")],
+    prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="The text to continue.")],
     adapter: Annotated[
         list[str] | None,
         typer.Option(
             "--adapter",
             "-a",
             metavar="NAME[=WEIGHT]",
-            help="NAME, NAME@ALIAS or a full name; none: plain base. Repeated: their sum, each times its WEIGHT, or 1.",
+            help="NAME, NAME@ALIAS or a full name; default: the base model. Repeat it for a sum; default WEIGHT: 1.",
         ),
     ] = None,
     tenant: TenantOption = TENANT,
-    model: Annotated[str, typer.Option(metavar="NAME", help="Where the router serves more than one.")] = "",
-    max_tokens: Annotated[int | None, typer.Option(metavar="N", help="128 if not given.")] = None,
-    temperature: Annotated[float | None, typer.Option(metavar="T", help="0, or not given, is greedy.")] = None,
-    top_k: Annotated[int | None, typer.Option(metavar="K", help="Only the K likeliest tokens.")] = None,
-    top_p: Annotated[
-        float | None, typer.Option(metavar="P", help="Only the likeliest tokens that together reach P.")
+    model: Annotated[str, typer.Option(metavar="NAME", help="Base model, needed if the router serves several.")] = "",
+    max_tokens: Annotated[
+        int | None, typer.Option(metavar="N", help="Maximum number of tokens; 128 by default.")
     ] = None,
-    seed: Annotated[int | None, typer.Option(metavar="N", help="The same seed gives the same answer.")] = None,
-    stop: Annotated[list[str] | None, typer.Option(metavar="TEXT", help="End before TEXT. May be repeated.")] = None,
+    temperature: Annotated[
+        float | None, typer.Option(metavar="T", help="Sampling temperature; 0, the default, is greedy.")
+    ] = None,
+    top_k: Annotated[int | None, typer.Option(metavar="K", help="Sample from the K likeliest tokens.")] = None,
+    top_p: Annotated[
+        float | None,
+        typer.Option(metavar="P", help="Sample from the likeliest tokens whose probabilities add up to P."),
+    ] = None,
+    seed: Annotated[
+        int | None, typer.Option(metavar="N", help="Seed of the sampling; the same seed gives the same answer.")
+    ] = None,
+    stop: Annotated[
+        list[str] | None, typer.Option(metavar="TEXT", help="End the answer before TEXT. Repeatable.")
+    ] = None,
     router: RouterOption = ROUTER,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object at the end.")] = False,
 ) -> None:
-    """Stream an answer to stdout as it comes. Ctrl-C cancels it.
+    """Stream an answer to stdout. Ctrl-C cancels the request.
 
     [bold]loraplex generate "Dear customer," --tenant acme --adapter support --max-tokens 64[/]
     """
     from loraplex_client import Client
 
+    from clients.cli.answer_timer import AnswerTimer
     from clients.cli.failures import explained
-    from clients.cli.pace import Pace
 
-    one, several = _adapters(adapter or [])
+    single, weighted = _adapters(adapter or [])
     with explained("router", router), Client(router, tenant) as client:
-        pace = Pace()
+        timer = AnswerTimer()
         with client.generate_stream(
             prompt,
-            adapter_id=one,
-            adapters=several,
+            adapter_id=single,
+            adapters=weighted,
             model=model or None,
             max_new_tokens=max_tokens,
             temperature=temperature,
@@ -65,15 +74,15 @@ def generate(  # noqa: PLR0913, PLR0917  # one parameter a flag
             seed=seed,
             stop=stop,
         ) as stream:
-            generation = _follow(stream, pace, quiet=as_json)
+            generation = _follow(stream, timer, quiet=as_json)
     if as_json:
         print_json(_as_json(generation))
     elif err().is_terminal:
-        err().print(_closing_line(generation, pace), style="dim", markup=False, soft_wrap=True)
+        err().print(_closing_line(generation, timer), style="dim", markup=False, soft_wrap=True)
 
 
 def _adapters(given: list[str]) -> tuple[str | None, list[tuple[str, float]] | None]:
-    """One adapter's name, as it is, or several with their weights: `a=0.5` and `b`."""
+    """Parse --adapter: a single name, or several with weights, such as `a=0.5` and `b`."""
     if not any(given):
         return None, None
     if len(given) == 1 and "=" not in given[0]:
@@ -88,36 +97,36 @@ def _adapters(given: list[str]) -> tuple[str | None, list[tuple[str, float]] | N
     return None, pairs
 
 
-def _follow(stream: GenerationStream, pace: Pace, *, quiet: bool) -> Generation:
-    """Write the text as it comes, unless `quiet`; the whole."""
+def _follow(stream: GenerationStream, timer: AnswerTimer, *, quiet: bool) -> Generation:
+    """Write the text as it arrives, unless `quiet`, and return the whole answer."""
     at_terminal = sys.stdout.isatty()
     text = "\n"
     try:
         for piece in stream:
-            pace.note(len(piece.token_ids))
+            timer.record(len(piece.token_ids))
             if piece.text and not quiet:
                 text = printable(piece.text) if at_terminal else piece.text
                 sys.stdout.write(text)
                 sys.stdout.flush()
-    finally:  # what comes next, an error too, begins a line of its own
+    finally:  # Whatever is printed next, an error included, starts a new line.
         if not text.endswith("\n"):
             sys.stdout.write("\n")
     return stream.result()
 
 
-def _closing_line(generation: Generation, pace: Pace) -> str:
-    from clients.cli.pace import shown
+def _closing_line(generation: Generation, timer: AnswerTimer) -> str:
+    from clients.cli.answer_timer import format_figure
 
     who = " + ".join(f"{weight:g} x {_short(revision)}" for revision, weight in generation.adapters)
     who = who or _short(generation.adapter_revision) or "plain base model"
     return (
-        f"{who} · {generation.usage.completion_tokens} tokens · TTFT {shown(pace.ttft_ms, 0)} ms · "
-        f"{shown(pace.tokens_per_s)} tokens/s · ended by {generation.finish_reason}"
+        f"{who} · {generation.usage.completion_tokens} tokens · TTFT {format_figure(timer.ttft_ms, 0)} ms · "
+        f"{format_figure(timer.tokens_per_s)} tokens/s · ended by {generation.finish_reason}"
     )
 
 
 def _short(revision: str) -> str:
-    """.../adapters/support/revisions/sha256:0123... reads better as .../adapters/support@sha256:0123."""
+    """Shorten .../adapters/support/revisions/sha256:0123... to .../adapters/support@sha256:0123."""
     adapter, _, digest = revision.partition("/revisions/")
     return f"{adapter}@{digest[:19]}" if digest else adapter
 

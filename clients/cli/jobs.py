@@ -1,4 +1,4 @@
-"""`loraplex jobs`: what runs and waits at a router, and the jobs that were ended because they killed engines."""
+"""`loraplex jobs`: a router's running and waiting jobs, and the jobs that killed engines."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Which(StrEnum):
-    """The jobs to show."""
+    """Kinds of jobs to list."""
 
     OPEN = "open"
     DEAD = "dead"
@@ -25,7 +25,7 @@ class Which(StrEnum):
 WhichArgument = Annotated[
     Which,
     typer.Argument(
-        help="open: what runs or waits now, of this router; dead: the last ones that killed engines, of all."
+        help="open: running and waiting jobs of this router. dead: the latest jobs that killed engines, of all routers."
     ),
 ]
 
@@ -36,7 +36,7 @@ def jobs(
     tenant: TenantOption = TENANT,
     as_json: JsonOption = False,
 ) -> None:
-    """The jobs of a router that run or wait; `dead`: those that were ended because they killed engines."""
+    """List a router's running and waiting jobs; with `dead`, the jobs that were ended because they killed engines."""
     found = _fetch(router, tenant, which)
     if as_json:
         print_json(found)
@@ -88,7 +88,7 @@ def _print_dead(found: list[dict[str, Any]]) -> None:
 
 
 def _short(revision: str) -> str:
-    """An adapter's name with the beginning of its digest, which is what tells revisions apart."""
+    """Shorten a revision's name to the adapter's name and the beginning of the digest."""
     if not revision:
         return "(base)"
     name, _, digest = revision.rpartition("/revisions/")
@@ -96,7 +96,7 @@ def _short(revision: str) -> str:
 
 
 def _fetch(router: str, tenant: str, which: Which) -> list[dict[str, Any]]:
-    """Each as JSON. Raises CommandError."""
+    """Return the jobs as JSON values. Raises CommandError."""
     from loraplex.cluster.v1 import cluster_pb2_grpc
     from loraplex_client.connection import Connection
 
@@ -126,5 +126,5 @@ def _list_dead_jobs() -> Script[list[cluster_pb2.DeadJob]]:
 
 
 def _plain(message: cluster_pb2.Job | cluster_pb2.DeadJob) -> dict[str, Any]:
-    """Every field under its own name."""
+    """Convert a message to a mapping of field names to values."""
     return {field.name: getattr(message, field.name) for field in message.DESCRIPTOR.fields}

@@ -1,4 +1,4 @@
-"""The life of `loraplex up`: start, register, upload, ready, demo, stay, stop."""
+"""The steps of `loraplex up`: start, register, upload, ready, demo, wait, stop."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from deploy.local.cluster import ClusterSettings, LaunchError, LocalCluster
 
 T = TypeVar("T")
 
-# Loading a large model from a slow disk takes its time; whoever has none presses Ctrl-C.
+# Timeout in seconds for loading a model: large models on slow disks take minutes, and Ctrl-C ends it sooner.
 LOADING_S = 3600.0
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What to start and what to fill it with; all of it has been checked. `once` implies `demo`."""
+class LaunchPlan:
+    """The cluster to start, its model and its adapters, all validated. `once` implies `demo`."""
 
     settings: ClusterSettings
     model: BaseModel
@@ -39,13 +39,13 @@ class Plan:
     once: bool
 
 
-async def launch(plan: Plan) -> None:
+async def launch(plan: LaunchPlan) -> None:
     """Run the cluster until SIGINT or SIGTERM, then stop it in order. Raises CommandError."""
     task = asyncio.current_task()
     assert task is not None
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
-        # The first one unwinds and drains; a second one cancels the draining, which then kills.
+        # The first signal drains and stops. A second one cancels the draining, which then kills.
         loop.add_signal_handler(number, task.cancel)
     try:
         await _serve(plan)
@@ -53,25 +53,25 @@ async def launch(plan: Plan) -> None:
         return
 
 
-async def _serve(plan: Plan) -> None:
+async def _serve(plan: LaunchPlan) -> None:
     with Activity() as activity:
         many = f"{plan.settings.workers} workers" if plan.settings.workers > 1 else "worker"
         activity.step(f"starting store, router, {many}")
-        exit_code = 2  # until it serves, what fails is what was asked for
+        exit_code = 2  # A failure before it serves is caused by the arguments.
         try:
             async with LocalCluster(plan.settings) as cluster:
                 try:
                     await _make_ready(plan, cluster, activity)
                     exit_code = 1
-                    await _stay(plan, cluster)
+                    await _run_until_failure(plan, cluster)
                 finally:
                     activity.step("stopping")
         except LaunchError as error:
             raise CommandError(str(error), exit_code) from error
 
 
-async def _make_ready(plan: Plan, cluster: LocalCluster, activity: Activity) -> None:
-    """Returns when requests are served. Raises CommandError, LaunchError."""
+async def _make_ready(plan: LaunchPlan, cluster: LocalCluster, activity: Activity) -> None:
+    """Register, upload, and wait until requests are served. Raises CommandError, LaunchError."""
     await _fill(plan, cluster.store, activity)
     activity.step(f"loading model {plan.model.name}")
     await cluster.wait_serving(timeout_s=LOADING_S)
@@ -79,16 +79,16 @@ async def _make_ready(plan: Plan, cluster: LocalCluster, activity: Activity) -> 
     print(f"ready router={cluster.router} store={cluster.store}", flush=True)
 
 
-async def _stay(plan: Plan, cluster: LocalCluster) -> None:
-    """The demo, if asked for; then, unless that was all, until a process fails. Raises CommandError, LaunchError."""
+async def _run_until_failure(plan: LaunchPlan, cluster: LocalCluster) -> None:
+    """Run the demo if requested; then, unless `once`, wait until a process fails. Raises CommandError, LaunchError."""
     if plan.demo:
         await cluster.unless_failed(run_demo(cluster.router, plan.adapters))
     if not plan.once:
-        _say_what_next(plan, cluster)
+        _print_next_command(plan, cluster)
         raise await cluster.wait_failed()
 
 
-async def _fill(plan: Plan, store: str, activity: Activity) -> None:
+async def _fill(plan: LaunchPlan, store: str, activity: Activity) -> None:
     """Register the model and upload the adapters, while the workers load. Raises CommandError."""
     async with AsyncStoreClient(store, TENANT) as client:
         activity.step(f"registering model {plan.model.name}")
@@ -106,19 +106,19 @@ async def _fill(plan: Plan, store: str, activity: Activity) -> None:
                     raise CommandError(f"--adapters: {adapter.directory}: {explain(error, 'store', store)}") from error
 
 
-def _say_what_next(plan: Plan, cluster: LocalCluster) -> None:
-    """For people: at a terminal, and after the demo."""
+def _print_next_command(plan: LaunchPlan, cluster: LocalCluster) -> None:
+    """Print a command to try next, at a terminal or after the demo."""
     if not (plan.demo or out().is_terminal):
         return
-    whose = "".join(f" --tenant {one.tenant} --adapter {one.name}" for one in plan.adapters[:1])
+    flags = "".join(f" --tenant {adapter.tenant} --adapter {adapter.name}" for adapter in plan.adapters[:1])
     out().print(f"\nThe router listens on {cluster.router}, the adapter store on {cluster.store}. Try:", markup=False)
-    command = f'{_program()} generate "{DEMO_PROMPT}"{whose} --router {cluster.router}'
+    command = f'{_program()} generate "{DEMO_PROMPT}"{flags} --router {cluster.router}'
     out().print(f"\n  {command}\n", markup=False, soft_wrap=True, style="bold")
     out().print("Ctrl-C stops everything.", markup=False)
 
 
 def _program() -> str:
-    """How to call `loraplex` from here: by its name where that is this one, else by its path."""
+    """Return `loraplex` if that is this installation on PATH, else its path."""
     here = Path(sys.executable).parent / "loraplex"
     if shutil.which("loraplex") == str(here):
         return "loraplex"

@@ -1,4 +1,4 @@
-"""`loraplex loadtest`: load a cluster as its clients will, and report what they saw."""
+"""`loraplex loadtest`: loads a cluster as its clients do, and reports what they saw."""
 
 from __future__ import annotations
 
@@ -26,37 +26,53 @@ Repeated = list[str] | None
 
 def loadtest(  # noqa: PLR0913, PLR0917  # one parameter a flag
     file: Annotated[
-        Path | None, typer.Argument(metavar="[FILE]", help="A load-test file (TOML). Flags win over what it says.")
+        Path | None, typer.Argument(metavar="[FILE]", help="A load-test file (TOML). Flags override it.")
     ] = None,
     rate: Annotated[
-        float | None, typer.Option(metavar="PER_S", help="Open loop: a Poisson process of so many requests a second.")
+        float | None, typer.Option(metavar="PER_S", help="Open loop: requests per second of a Poisson process.")
     ] = None,
-    concurrency: Annotated[int | None, typer.Option(metavar="N", help="Closed loop: so many requests at once.")] = None,
-    requests: Annotated[int | None, typer.Option(metavar="N", help="End after so many requests.")] = None,
-    duration: Annotated[float | None, typer.Option(metavar="S", help="End after so many seconds.")] = None,
+    concurrency: Annotated[
+        int | None, typer.Option(metavar="N", help="Closed loop: number of concurrent requests.")
+    ] = None,
+    requests: Annotated[int | None, typer.Option(metavar="N", help="End after N requests.")] = None,
+    duration: Annotated[float | None, typer.Option(metavar="S", help="End after S seconds.")] = None,
     adapter: Annotated[
-        Repeated, typer.Option("--adapter", "-a", metavar="NAME", help="Ask for this adapter. Repeated: all alike.")
+        Repeated,
+        typer.Option(
+            "--adapter", "-a", metavar="NAME", help="Adapter to request. Repeat it to draw from several uniformly."
+        ),
     ] = None,
-    prompt_tokens: Annotated[int | None, typer.Option(metavar="N", help="Of each prompt; 64 if not given.")] = None,
-    answer_tokens: Annotated[int | None, typer.Option(metavar="N", help="Of each answer; 64 if not given.")] = None,
+    prompt_tokens: Annotated[
+        int | None, typer.Option(metavar="N", help="Length of each prompt; 64 by default.")
+    ] = None,
+    answer_tokens: Annotated[
+        int | None, typer.Option(metavar="N", help="Length of each answer; 64 by default.")
+    ] = None,
     sweep: Annotated[
-        str, typer.Option(metavar="N,N,...", help="A run for each of these concurrencies, or rates.")
+        str, typer.Option(metavar="N,N,...", help="One run for each of these concurrencies or rates.")
     ] = "",
     slo: Annotated[
-        Repeated, typer.Option(metavar="SLO", help="What a request must keep to count as good: ttft<500ms. Repeated.")
+        Repeated,
+        typer.Option(metavar="SLO", help="Objective that a good request meets, such as ttft<500ms. Repeatable."),
     ] = None,
     fail_if: Annotated[
         Repeated,
-        typer.Option(metavar="CONDITION", help="Exit 1 if this holds in any run: ttft.p99>500ms, error_share>1%."),
+        typer.Option(
+            metavar="CONDITION", help="Exit with 1 if this holds in any run, such as ttft.p99>500ms or error_share>1%."
+        ),
     ] = None,
-    seed: Annotated[int | None, typer.Option(metavar="N", help="The same seed draws the same requests.")] = None,
-    processes: Annotated[int | None, typer.Option(metavar="N", help="Generator processes that share each run.")] = None,
+    seed: Annotated[
+        int | None, typer.Option(metavar="N", help="Seed of all draws; the same seed gives the same requests.")
+    ] = None,
+    processes: Annotated[
+        int | None, typer.Option(metavar="N", help="Number of generator processes that share each run.")
+    ] = None,
     router: RouterOption = ROUTER,
     tenant: TenantOption = TENANT,
-    out: Annotated[Path, typer.Option(metavar="DIR", help="Where the report goes.")] = Path("loadtest"),
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Directory of the report.")] = Path("loadtest"),
     compare: Annotated[
         tuple[Path, Path] | None,
-        typer.Option(metavar="A.json B.json", help="Run nothing; print what changed from one report to the other."),
+        typer.Option(metavar="A.json B.json", help="Run nothing; compare two reports."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
@@ -68,7 +84,7 @@ def loadtest(  # noqa: PLR0913, PLR0917  # one parameter a flag
         if compare is not None:
             print_comparison(*compare, as_json=as_json)
             return
-        _refuse_nothing(
+        _check_positive(
             {
                 "--requests": requests,
                 "--duration": duration,
@@ -95,7 +111,7 @@ def loadtest(  # noqa: PLR0913, PLR0917  # one parameter a flag
 
 @contextlib.contextmanager
 def _bad_input() -> Iterator[None]:
-    """What the plan, the flags or a report's file has wrong is the user's to mend: exit 2."""
+    """Turn mistakes in a plan, a flag or a report's file into CommandErrors with exit code 2."""
     from clients.loadtest.decoding import PlanError
 
     try:
@@ -104,7 +120,7 @@ def _bad_input() -> Iterator[None]:
         raise CommandError(str(error)) from error
 
 
-def _refuse_nothing(flags: Mapping[str, float | None]) -> None:
+def _check_positive(flags: Mapping[str, float | None]) -> None:
     for flag, value in flags.items():
         if value is not None and not 0 < value < math.inf:
             raise CommandError(f"{flag}: {value:g} must be a number greater than 0")
@@ -132,12 +148,12 @@ def _plan(
     sweep: Sequence[float],
     tenant: str,
 ) -> Plan:
-    """The file's plan with the flags laid over it."""
+    """Return the file's plan, overridden by the flags."""
     from clients.loadtest.plan_file import load_toml, read_plan
 
     values = load_toml(file) if file is not None else {}
     given = {key: value for key, value in flags.items() if value is not None}
-    if "requests" in given or "duration_s" in given:  # one replaces the other, with its warm-up
+    if "requests" in given or "duration_s" in given:  # A flag replaces either, with its warm-up.
         for key in ("requests", "duration_s", "warm_up_requests", "warm_up_s"):
             values.pop(key, None)
     values |= given
@@ -172,7 +188,7 @@ def _run(plan: Plan, router: str) -> Done:
 
 
 def _finish(plan: Plan, router: str, done: Done, conditions: Sequence[Condition], out: Path, *, as_json: bool) -> None:
-    """Write and print the report; exit 1 where a condition holds or the test did not go to its end."""
+    """Write and print the report. Exits with 1 if a condition holds or the test ended early."""
     from clients.loadtest.report import PAGE_NAME, whole_report, write
 
     command = shlex.join(["loraplex", *sys.argv[1:]])

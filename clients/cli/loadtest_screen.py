@@ -1,4 +1,4 @@
-"""What is seen of a load test while it runs: a live table at a terminal, a line every few seconds in a pipe."""
+"""The progress of a running load test: a live table at a terminal, a line every few seconds in a pipe."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ if TYPE_CHECKING:
     from rich.live import Live
     from rich.table import Table
 
+# Interval of the progress lines in a pipe, in seconds.
 _LINE_EVERY_S = 2.0
 
 
 class Screen:
-    """Shows the progress of all generator processes together, on stderr, so that stdout stays a program's."""
+    """Shows the total progress of all generator processes on stderr; stdout is for the report."""
 
     def __init__(self) -> None:
         self._live: Live | None = None
@@ -42,7 +43,7 @@ class Screen:
             self._live.stop()
 
     def show(self, label: str, latest: Sequence[Progress]) -> None:
-        """The latest word of each process."""
+        """Show the latest progress of each process."""
         if not latest:
             return
         if self._live is not None:
@@ -53,21 +54,21 @@ class Screen:
 
     def _table(self, label: str, latest: Sequence[Progress]) -> Table:
         ok, errors = _ended(latest)
-        at_s, tokens = max(one.at_s for one in latest), sum(one.tokens for one in latest)
+        at_s, tokens = max(progress.at_s for progress in latest), sum(progress.tokens for progress in latest)
         last_at_s, last_tokens, rate = self._rate
-        if at_s < last_at_s:  # another run
+        if at_s < last_at_s:  # A new run has begun.
             last_at_s, last_tokens = 0.0, 0
         if at_s - last_at_s > 1.0:
             rate = (tokens - last_tokens) / (at_s - last_at_s)
             self._rate = (at_s, tokens, rate)
         rows: list[tuple[object, ...]] = [
-            ("sent", sum(one.sent for one in latest)),
-            ("running", sum(one.running for one in latest)),
+            ("sent", sum(progress.sent for progress in latest)),
+            ("running", sum(progress.running for progress in latest)),
             ("answered", ok),
             ("errors", errors),
             ("tokens/s", f"{rate:.0f}"),
-            ("TTFT ms, p50 p99", _recent([one.recent_ttft_s for one in latest])),
-            ("ITL ms, p50 p99", _recent([one.recent_gap_s for one in latest])),
+            ("TTFT ms, p50 p99", _recent([progress.recent_ttft_s for progress in latest])),
+            ("ITL ms, p50 p99", _recent([progress.recent_gap_s for progress in latest])),
         ]
         table = table_of((f"{label}, {at_s:.0f} s", ""), rows)
         for status, count in sorted(_statuses(latest).items()):
@@ -79,16 +80,17 @@ class Screen:
 def _line(label: str, latest: Sequence[Progress]) -> str:
     ok, errors = _ended(latest)
     return (
-        f"{label}, {max(one.at_s for one in latest):.0f} s: {sum(one.sent for one in latest)} sent, "
-        f"{sum(one.running for one in latest)} running, {ok} answered, {errors} errors; "
-        f"TTFT {_recent([one.recent_ttft_s for one in latest])} ms (p50, p99)"
+        f"{label}, {max(progress.at_s for progress in latest):.0f} s: "
+        f"{sum(progress.sent for progress in latest)} sent, "
+        f"{sum(progress.running for progress in latest)} running, {ok} answered, {errors} errors; "
+        f"TTFT {_recent([progress.recent_ttft_s for progress in latest])} ms (p50, p99)"
     )
 
 
 def _statuses(latest: Sequence[Progress]) -> dict[str, int]:
     found: dict[str, int] = {}
-    for one in latest:
-        for status, count in one.statuses.items():
+    for progress in latest:
+        for status, count in progress.statuses.items():
             found[status] = found.get(status, 0) + count
     return found
 

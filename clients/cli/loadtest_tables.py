@@ -10,7 +10,7 @@ from clients.cli.terminal import print_json, print_rows
 
 
 def print_runs(runs: Sequence[Mapping[str, Any]]) -> None:
-    """A line for each run."""
+    """Print a line for each run."""
     from clients.loadtest.page import milliseconds, percent
 
     columns = [("ttft", "p50"), ("ttft", "p99"), ("itl", "p50"), ("itl", "p99"), ("latency", "p50"), ("latency", "p99")]
@@ -34,7 +34,7 @@ def print_runs(runs: Sequence[Mapping[str, Any]]) -> None:
 
 
 def print_comparison(first: Path, second: Path, *, as_json: bool) -> None:
-    """What changed from one report to the other. Raises PlanError for a file that is none."""
+    """Print what changed between two reports. Raises PlanError if a file is not a report."""
     from clients.loadtest.compare import compare
     from clients.loadtest.report import read_report
 
@@ -60,7 +60,7 @@ def print_comparison(first: Path, second: Path, *, as_json: bool) -> None:
 
 
 def _value(name: str, value: float | None) -> str:
-    """A time with its unit, a share in percent, a rate as it is."""
+    """Format a time with its unit, a share as a percentage, a rate as a number."""
     from clients.loadtest.page import milliseconds, percent
 
     if "." in name:

@@ -1,4 +1,4 @@
-"""`loraplex models`: the base models that the adapter store knows."""
+"""`loraplex models`: registers and lists the adapter store's base models."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def push(
     path: Annotated[
         str, typer.Argument(metavar="PATH", help="A transformers directory, or hash:?... for the hash model.")
     ],
-    name: Annotated[str, typer.Option(metavar="NAME", help="The directory's if not given.")] = "",
+    name: Annotated[str, typer.Option(metavar="NAME", help="Name to register; the directory's by default.")] = "",
     replace: Annotated[bool, typer.Option("--replace", help="Replace another model of that name.")] = False,
     tenant: TenantOption = TENANT,
     store: StoreOption = STORE,
 ) -> None:
-    """Register a base model: its manifest and its small files. The weights stay where the workers find them."""
+    """Register a base model: its manifest and small files. The weights stay on the workers' disks."""
     model = read_model(path, name)
     with store_client(store, tenant) as client:
         client.register_model(registered(model), model.files, replace=replace)
@@ -38,7 +38,7 @@ def push(
 
 @app.command("list")
 def list_(tenant: TenantOption = TENANT, store: StoreOption = STORE, as_json: JsonOption = False) -> None:
-    """The registered base models."""
+    """List the registered base models."""
     with store_client(store, tenant) as client:
         models = client.models()
     if as_json:
@@ -61,7 +61,7 @@ def list_(tenant: TenantOption = TENANT, store: StoreOption = STORE, as_json: Js
 
 
 def read_model(path: str, name: str) -> artifacts.base_model.BaseModel:
-    """The manifest of the model at `path`. Raises CommandError."""
+    """Read the manifest of the model at `path`. Raises CommandError."""
     from artifacts.base_model import read_base_model
     from artifacts.errors import ArtifactError
     from artifacts.hash_model import is_hash_spec
@@ -75,7 +75,7 @@ def read_model(path: str, name: str) -> artifacts.base_model.BaseModel:
 
 
 def registered(model: artifacts.base_model.BaseModel) -> BaseModel:
-    """The manifest as the SDK sends it."""
+    """Convert a manifest to the SDK's class."""
     from loraplex_client import BaseModel, Module
 
     return BaseModel(

@@ -1,5 +1,6 @@
-"""Options that several commands share. Their variables don't begin as those of the servers do: LORAPLEX_ROUTER_... and
-such belong to the processes, which refuse what they don't know.
+"""Options that several commands share.
+
+Their variables avoid the prefixes of the servers' (LORAPLEX_ROUTER_...), because servers refuse unknown variables.
 """
 
 from __future__ import annotations
@@ -14,16 +15,16 @@ RouterOption = Annotated[
         "--router",
         metavar="HOST:PORT[,...]",
         envvar="LORAPLEX_ADDRESS",
-        help="Where the router listens, or several routers: what one loses goes on at another.",
+        help="Address of the router. With several, a stream that loses its router continues at another.",
     ),
 ]
 StoreOption = Annotated[
     str,
-    typer.Option(
-        "--store", metavar="HOST:PORT", envvar="LORAPLEX_STORE_ADDRESS", help="Where the adapter store listens."
-    ),
+    typer.Option("--store", metavar="HOST:PORT", envvar="LORAPLEX_STORE_ADDRESS", help="Address of the adapter store."),
 ]
-TenantOption = Annotated[str, typer.Option("--tenant", metavar="NAME", envvar="LORAPLEX_TENANT", help="Who asks.")]
+TenantOption = Annotated[
+    str, typer.Option("--tenant", metavar="NAME", envvar="LORAPLEX_TENANT", help="Tenant that the requests are for.")
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 ROUTER = "127.0.0.1:50051"

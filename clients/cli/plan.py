@@ -1,4 +1,4 @@
-"""`loraplex plan`: what a model takes and how much fits. The worker knows; it is asked as a process of its own."""
+"""`loraplex plan`: how much memory a model takes and what fits. A worker process computes it."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from clients.cli.options import JsonOption
 
 def plan(
     model: Annotated[str, typer.Option(help="A transformers directory.")],
-    context: Annotated[int, typer.Option(help="Tokens of prompt and answer together.")] = 4096,
-    batch: Annotated[int, typer.Option(help="Sequences at once.")] = 32,
-    adapters: Annotated[int, typer.Option(help="Adapters on the device at once.")] = 64,
-    rank: Annotated[int, typer.Option(help="The rank of each, on every linear layer.")] = 16,
+    context: Annotated[int, typer.Option(help="Maximum tokens of prompt and answer together.")] = 4096,
+    batch: Annotated[int, typer.Option(help="Concurrent sequences.")] = 32,
+    adapters: Annotated[int, typer.Option(help="Adapters on the device.")] = 64,
+    rank: Annotated[int, typer.Option(help="Rank of each adapter, on every linear layer.")] = 16,
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
-    memory: Annotated[str, typer.Option(help="The device's, such as 80GiB; this machine's if not given.")] = "",
+    memory: Annotated[str, typer.Option(help="The device's memory, such as 80GiB; this machine's by default.")] = "",
     as_json: JsonOption = False,
 ) -> None:
-    """Weights, KV cache and adapter slots of a model, and how many sequences fit, without loading it."""
+    """Compute a model's weights, KV cache and adapter slots, and how many sequences fit, without loading it."""
     flags = [f"--model={model}", f"--context={context}", f"--batch={batch}", f"--adapters={adapters}"]
     flags += [f"--rank={rank}", f"--dtype={dtype}", f"--memory={memory}", *(["--json"] if as_json else [])]
     raise typer.Exit(subprocess.run([sys.executable, "-P", "-m", "worker", "plan", *flags], check=False).returncode)

@@ -1,4 +1,4 @@
-"""`loraplex queues`: how much waits and runs, by model."""
+"""`loraplex queues`: waiting and running jobs of each model."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from clients.cli.terminal import print_json, print_rows
 
 
 def queues(router: RouterOption = ROUTER, tenant: TenantOption = TENANT, as_json: JsonOption = False) -> None:
-    """The models' queues: jobs that wait for a worker, and answers that run."""
+    """List the models' queues: jobs that wait for a worker, and running answers."""
     found = ClusterReader(router, tenant).queues()
     if as_json:
         print_json(found)

@@ -1,4 +1,4 @@
-"""What the command prints: tables and colours at a terminal, plain lines in a pipe, JSON when asked for."""
+"""Output of the command: tables and colours at a terminal, plain lines in a pipe, JSON with --json."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ if TYPE_CHECKING:
     from rich.status import Status
     from rich.table import Table
 
-# Control characters but tab and newline: what a model writes must not steer a terminal.
+# Control characters except tab and newline: a model's text must not control the terminal.
 _CONTROLS = dict.fromkeys([*(code for code in range(32) if code not in (9, 10)), *range(127, 160)])
 
 
 class CommandError(Exception):
-    """Ends the command with one line. `exit_code`: 2 for bad input or an address where nobody listens, else 1."""
+    """A failure that ends the command with one line. `exit_code`: 2 for bad input or an unreachable address, else 1."""
 
     def __init__(self, message: str, exit_code: int = 2) -> None:
         super().__init__(message)
@@ -28,7 +28,7 @@ class CommandError(Exception):
 
 @cache
 def out() -> Console:
-    """The console of stdout."""
+    """Return the console of stdout."""
     from rich.console import Console
 
     return Console(highlight=False)
@@ -36,19 +36,19 @@ def out() -> Console:
 
 @cache
 def err() -> Console:
-    """The console of stderr."""
+    """Return the console of stderr."""
     from rich.console import Console
 
     return Console(stderr=True, highlight=False)
 
 
 def printable(text: str) -> str:
-    """Text from a model or a server, without what would steer the terminal."""
+    """Remove control characters from a model's or a server's text."""
     return text.translate(_CONTROLS)
 
 
 def print_error(message: str) -> None:
-    """One line on stderr, whatever the message holds."""
+    """Print a message as a single line on stderr."""
     from rich.text import Text
 
     line = " ".join(printable(message).split())
@@ -56,12 +56,12 @@ def print_error(message: str) -> None:
 
 
 def print_json(value: Any) -> None:
-    """One JSON value, indented at a terminal."""
+    """Print a JSON value, indented at a terminal."""
     sys.stdout.write(json.dumps(value, indent=2 if sys.stdout.isatty() else None, ensure_ascii=False) + "\n")
 
 
 def print_rows(headers: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    """A table; in a pipe a line for each row, separated by tabs."""
+    """Print a table; in a pipe, tab-separated lines."""
     cells = [[printable(str(cell)) for cell in row] for row in rows]
     if not out().is_terminal:
         for line in (headers, *cells):
@@ -71,7 +71,7 @@ def print_rows(headers: Sequence[str], rows: Iterable[Sequence[object]]) -> None
 
 
 def table_of(headers: Sequence[str], rows: Iterable[Sequence[object]]) -> Table:
-    """A table for a terminal, columns of numbers to the right."""
+    """Build a table for a terminal, with columns of numbers right-aligned."""
     from rich import box
     from rich.table import Table
     from rich.text import Text
@@ -87,7 +87,7 @@ def table_of(headers: Sequence[str], rows: Iterable[Sequence[object]]) -> Table:
 
 
 def print_fields(fields: Iterable[tuple[str, object]]) -> None:
-    """Names with their values, one a line."""
+    """Print names with their values, one pair in each line."""
     pairs = [(name, printable(str(value))) for name, value in fields]
     if not out().is_terminal:
         for name, value in pairs:
@@ -107,13 +107,13 @@ def _is_number(cell: str) -> bool:
 
 
 class Activity:
-    """Says on stderr what is being done: a spinner at a terminal, a line for each step in a pipe."""
+    """Shows the current step on stderr: a spinner at a terminal, a line for each step in a pipe."""
 
     def __init__(self) -> None:
         self._status: Status | None = None
 
     def step(self, text: str) -> None:
-        """Now this is done."""
+        """Show that a step begins."""
         if not err().is_terminal:
             sys.stderr.write(f"{text} ...\n")
         elif self._status is None:
@@ -123,7 +123,7 @@ class Activity:
             self._status.update(f"{text} ...")
 
     def stop(self) -> None:
-        """Nothing is being done; the spinner goes."""
+        """Remove the spinner."""
         if self._status is not None:
             self._status.stop()
         self._status = None

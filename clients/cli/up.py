@@ -1,4 +1,4 @@
-"""`loraplex up`: a whole cluster on this machine, started, filled, and kept until Ctrl-C."""
+"""`loraplex up`: runs a whole cluster on this machine until Ctrl-C."""
 
 from __future__ import annotations
 
@@ -12,27 +12,31 @@ import typer
 def up(  # noqa: PLR0913, PLR0917  # one parameter a flag
     model: Annotated[str, typer.Option(metavar="PATH", help="A transformers directory, or hash:?... .")],
     adapters: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="peft adapters: DIR/TENANT/NAME/, shared ones in DIR/NAME/.")
+        Path | None,
+        typer.Option(metavar="DIR", help="peft adapters in DIR/TENANT/NAME/; shared adapters in DIR/NAME/."),
     ] = None,
-    workers: Annotated[int, typer.Option(min=1, metavar="N", help="How many workers.")] = 1,
+    workers: Annotated[int, typer.Option(min=1, metavar="N", help="Number of workers.")] = 1,
     port: Annotated[
-        int, typer.Option(min=0, max=65535, metavar="PORT", help="The router's port; 0: any free one.")
+        int, typer.Option(min=0, max=65535, metavar="PORT", help="The router's port; 0 for any free port.")
     ] = 50051,
     store_port: Annotated[
-        int, typer.Option(min=0, max=65535, metavar="PORT", help="The store's port; 0: any free one.")
+        int, typer.Option(min=0, max=65535, metavar="PORT", help="The store's port; 0 for any free port.")
     ] = 50052,
     device: Annotated[str, typer.Option(metavar="NAME", help="cpu or cuda.")] = "cpu",
     dtype: Annotated[str, typer.Option(metavar="NAME", help="auto, float32, bfloat16 or float16.")] = "auto",
     redis_url: Annotated[
-        str, typer.Option(envvar="LORAPLEX_REDIS_URL", metavar="URL", help="None: a Valkey server of its own.")
+        str,
+        typer.Option(
+            envvar="LORAPLEX_REDIS_URL", metavar="URL", help="Redis to use; by default it starts a Valkey server."
+        ),
     ] = "",
     data_dir: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Keep adapters, caches and logs there; none: a temporary one.")
+        Path | None, typer.Option(metavar="DIR", help="Directory for adapters, caches and logs; temporary by default.")
     ] = None,
     demo: Annotated[
-        bool, typer.Option("--demo", help="Stream three tenants' answers and the plain base model's together.")
+        bool, typer.Option("--demo", help="Stream answers of three tenants' adapters and of the base model.")
     ] = False,
-    once: Annotated[bool, typer.Option("--once", help="The demo, then stop.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="Run the demo, then stop.")] = False,
 ) -> None:
     """Start a cluster on this machine: Valkey, adapter store, router, workers. Ctrl-C drains and stops all of it.
 
@@ -41,11 +45,11 @@ def up(  # noqa: PLR0913, PLR0917  # one parameter a flag
     [bold]loraplex up --model ./Qwen2-0.5B --adapters ./adapters --workers 2[/]
     """
     from clients.cli.adapter_tree import find_adapters
-    from clients.cli.launch import Plan, launch
+    from clients.cli.launch import LaunchPlan, launch
     from clients.cli.models import read_model
     from deploy.local.cluster import ClusterSettings
 
-    # What can be refused without a process is refused before there is one.
+    # Refuse bad arguments before any process starts.
     base = read_model(model, "")
     found = () if adapters is None else find_adapters(adapters)
     settings = ClusterSettings(
@@ -59,4 +63,4 @@ def up(  # noqa: PLR0913, PLR0917  # one parameter a flag
         redis_url=redis_url,
         data_dir=data_dir,
     )
-    asyncio.run(launch(Plan(settings, base, found, demo=demo or once, once=once)))
+    asyncio.run(launch(LaunchPlan(settings, base, found, demo=demo or once, once=once)))

@@ -1,4 +1,4 @@
-"""`loraplex workers`: what the workers are doing, as the router sees them."""
+"""`loraplex workers`: the live workers, as the router sees them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def workers(router: RouterOption = ROUTER, tenant: TenantOption = TENANT, as_json: JsonOption = False) -> None:
-    """The live workers: rows running, KV blocks, adapters on the device."""
+    """List the live workers: running rows, KV blocks, adapters on the device."""
     found = WorkerList(router, tenant).fetch()
     if as_json:
         print_json(found)
@@ -39,7 +39,7 @@ def workers(router: RouterOption = ROUTER, tenant: TenantOption = TENANT, as_jso
 
 
 class WorkerList:
-    """Asks a router for the live workers, as often as one likes."""
+    """A connection to a router that lists its live workers."""
 
     def __init__(self, router: str, tenant: str) -> None:
         from loraplex.cluster.v1 import cluster_pb2_grpc
@@ -52,7 +52,7 @@ class WorkerList:
             self._connection = Connection(router, cluster_pb2_grpc.ClusterServiceStub, tenant=tenant)
 
     def fetch(self) -> list[dict[str, Any]]:
-        """Each as JSON. Raises CommandError."""
+        """Return the workers as JSON values. Raises CommandError."""
         from clients.cli.failures import explained
 
         with explained("router", self._router):
@@ -68,7 +68,7 @@ def _list_workers() -> Script[list[cluster_pb2.Worker]]:
 
 
 def worker_json(worker: cluster_pb2.Worker) -> dict[str, Any]:
-    """Every field under its own name; the phase as a word."""
+    """Convert a worker's message to JSON values, with the phase as a word."""
     from loraplex.cluster.v1 import cluster_pb2
 
     fields = {field.name: getattr(worker, field.name) for field in worker.DESCRIPTOR.fields}

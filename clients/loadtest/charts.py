@@ -1,4 +1,4 @@
-"""Charts as Vega-Lite specifications: lines, histograms, shares and timetables. `drawing` makes pictures of them."""
+"""Charts as Vega-Lite specifications: lines, histograms, shares and timetables. `drawing` draws them."""
 
 from __future__ import annotations
 
@@ -238,6 +238,6 @@ def _tip(field: str, title: str, number_format: str = ",.4~g") -> Spec:
 
 
 def _zoom(*encodings: str) -> Spec:
-    """Dragging moves the chart, the wheel with Ctrl zooms, a double click resets; the wheel alone scrolls the page."""
+    """Let dragging move the chart, the wheel with Ctrl zoom it, and a double click reset it."""
     select = {"type": "interval", "encodings": list(encodings), "zoom": "wheel![event.ctrlKey]"}
     return {"name": "zoom", "select": select, "bind": "scales"}

@@ -1,4 +1,4 @@
-"""Two reports side by side: the runs that both have, and what changed."""
+"""Comparison of two reports: the runs that both have, and what changed."""
 
 from __future__ import annotations
 
@@ -9,29 +9,34 @@ from clients.loadtest.decoding import PlanError
 
 _TIMES = ("ttft", "itl", "tpot", "latency")
 _FIGURES = ("requests_per_s", "tokens_per_s", "goodput_per_s", "error_share", "cold_share")
-# More of these is better; of everything else less is.
+# Figures of which more is better; of all others, less is.
 _HIGHER = {"requests_per_s", "tokens_per_s", "goodput_per_s"}
 
 
 def compare(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """A row for each run and value of both: `a`, `b`, `change` (b / a - 1) and whether that is `better`.
+    """Return a row for each run and value of both: `a`, `b`, `change` (b / a - 1) and whether that is `better`.
 
-    Times in seconds. Runs pair by label; two reports of one run each pair whatever it is called. Raises PlanError where
-    no run pairs.
+    Times are in seconds. Runs with the same label are compared, and so are two reports of a single run each. Raises
+    PlanError if there is nothing to compare.
     """
-    pairs = [(one["label"], one, other) for one in a["runs"] for other in b["runs"] if one["label"] == other["label"]]
+    pairs = [
+        (first["label"], first, second)
+        for first in a["runs"]
+        for second in b["runs"]
+        if first["label"] == second["label"]
+    ]
     if not pairs and len(a["runs"]) == len(b["runs"]) == 1:
-        one, other = a["runs"][0], b["runs"][0]
-        pairs = [(f"{one['label']} / {other['label']}", one, other)]
+        first, second = a["runs"][0], b["runs"][0]
+        pairs = [(f"{first['label']} / {second['label']}", first, second)]
     if not pairs:
         raise PlanError("the two reports have no run in common: compare tests of the same arrivals")
     rows = []
-    for label, one, other in pairs:
+    for label, first, second in pairs:
         for metric in _TIMES:
             for statistic in ("p50", "p90", "p99"):
-                before, after = one["times"][metric][statistic], other["times"][metric][statistic]
+                before, after = first["times"][metric][statistic], second["times"][metric][statistic]
                 rows.append(_row(label, f"{metric}.{statistic}", before, after))
-        rows += [_row(label, name, one["figures"][name], other["figures"][name]) for name in _FIGURES]
+        rows += [_row(label, name, first["figures"][name], second["figures"][name]) for name in _FIGURES]
     return rows
 
 

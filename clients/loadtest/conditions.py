@@ -1,4 +1,4 @@
-"""Service levels of one request (`ttft<500ms`) and conditions on a whole report (`ttft.p99>500ms`)."""
+"""Service-level objectives of requests (`ttft<500ms`) and conditions on reports (`ttft.p99>500ms`)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from clients.loadtest.decoding import PlanError
 
 TIMES = ("ttft", "itl", "tpot", "latency")
 STATISTICS = ("mean", "min", "max", "p50", "p90", "p95", "p99", "p99.9")
-# Of a run as a whole: numbers without a unit; shares are from 0 to 1.
+# Figures of a whole run: numbers without a unit; shares are from 0 to 1.
 FIGURES = (
     "errors",
     "error_share",
@@ -36,7 +36,7 @@ _CONDITION = re.compile(r"\s*([a-z_]+)(?:\.([a-z0-9.]+))?\s*(>=|<=|>|<)\s*([0-9.
 
 @dataclass(frozen=True)
 class Slo:
-    """A request meets it when its `metric` is at most `limit_s`; of `itl` every gap of the request counts."""
+    """An objective: a request meets it if its `metric`, or each of its gaps for `itl`, is at most `limit_s`."""
 
     metric: str
     limit_s: float
@@ -45,7 +45,7 @@ class Slo:
 
 @dataclass(frozen=True)
 class Condition:
-    """Holds when the report's value compares so to `limit` (seconds, or the figure's own unit)."""
+    """A comparison of a report's value with `limit`, in seconds or in the figure's own unit."""
 
     metric: str
     statistic: str
@@ -54,19 +54,19 @@ class Condition:
     text: str
 
     def value(self, run: Mapping[str, Any]) -> float | None:
-        """The value in a run of a report; None where nothing was measured."""
+        """Return the value in a run of a report; None if nothing was measured."""
         found = run["times"][self.metric][self.statistic] if self.statistic else run["figures"][self.metric]
         return None if found is None else float(found)
 
     def holds(self, run: Mapping[str, Any]) -> bool:
-        """Whether it does. A time that nobody measured is not below anything, and above everything."""
+        """Return whether the condition holds. A time that was never measured counts as above every limit."""
         value = self.value(run)
         if value is None:
             return self.compare in {">", ">="}
         return _OPERATORS[self.compare](value, self.limit)
 
     def describe(self, run: Mapping[str, Any]) -> str:
-        """The value as people read it."""
+        """Format the value for a message."""
         value = self.value(run)
         name = f"{self.metric}.{self.statistic}" if self.statistic else self.metric
         if value is None:

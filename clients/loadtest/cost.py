@@ -1,4 +1,4 @@
-"""What generating the load cost, and whether that was the bottleneck."""
+"""The cost of generating the load, and warnings where it distorts the figures."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from clients.loadtest.generator import Share
 from clients.loadtest.samples import Samples
 from clients.loadtest.statistics import spread
 
-# Of one core. grpc.aio has one busy thread and a little more; from here on queues form in the generator itself.
+# Share of a core above which requests queue in the generator: grpc.aio has one busy thread and a little more.
 BUSY_SHARE = 0.85
-# Lateness that matters: beyond this, and beyond such shares of what it falls on.
+# Lateness is reported above this many seconds and above these shares of the times that it distorts.
 LATE_S = 0.005
 SEND_LATE_OF_TTFT = 0.1
 READ_LATE_OF_ITL = 0.25
 
 
 def generator_cost(shares: Sequence[Share], samples: Samples) -> dict[str, Any]:
-    """Processor time of each process, how late requests were sent, how late what came was read. Seconds.
+    """Compute processor time, send delays and read delays, in seconds.
 
-    `send_delay` is the time from when a request was due until it was sent, `read_delay` how much later than asked for
-    the event loop woke up, sampled 50 times a second.
+    `send_delay` is the time from a request's due time until it was sent. `read_delay` is how late the event loop woke
+    up, sampled 50 times a second.
     """
     messages, requests = float(samples.column("messages").sum()), len(samples)
     cpu_s = sum(share.cpu_s for share in shares)
@@ -39,7 +39,7 @@ def generator_cost(shares: Sequence[Share], samples: Samples) -> dict[str, Any]:
 
 
 def warnings(cost: Mapping[str, Any], times: Mapping[str, Mapping[str, float | None]]) -> list[str]:
-    """Why the figures may be the generator's own, in lines that say what to do."""
+    """Return warnings for figures that the generator distorts, each with advice."""
     found = []
     if cost["busy_share"] > BUSY_SHARE:
         found.append(

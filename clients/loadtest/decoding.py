@@ -1,4 +1,4 @@
-"""Reads what a user wrote into typed values; a mistake is one line that names the file and the key."""
+"""Decoding of a user's files into typed values; a mistake is one line that names the file and the key."""
 
 from __future__ import annotations
 

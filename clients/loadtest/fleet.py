@@ -1,7 +1,7 @@
-"""Generator processes that share runs: started once, told what to run, asked for what they saw.
+"""Generator processes that share runs: started once, sent plans, and asked for their samples.
 
-The parent only watches, so that drawing the screen takes no time from sending. Processes are spawned, not forked:
-gRPC's threads do not survive a fork.
+The parent sends no requests, so that drawing the screen does not delay them. Processes are spawned, not forked,
+because gRPC's threads do not survive a fork.
 """
 
 from __future__ import annotations
@@ -27,18 +27,19 @@ from clients.loadtest.plan import Plan
 from clients.loadtest.sender import Sender
 from clients.loadtest.workload import Workload
 
-# From the order to run to the first request, so that every process has drawn its part by then.
+# Time in seconds from the command to the first request, so that every process has drawn its part by then.
 _LEAD_S = 0.25
+# Interval of a process's progress messages, in seconds.
 _REPORT_S = 0.25
 
 
 class GeneratorDiedError(Exception):
-    """A generator process ended without handing in what it saw."""
+    """A generator process ended without sending its samples."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """What the processes saw of one run. `interrupted`: somebody pressed Ctrl-C."""
+    """The processes' results of a run. `interrupted` by Ctrl-C."""
 
     shares: tuple[Share, ...]
     started_unix_s: float
@@ -47,7 +48,7 @@ class Run:
 
 @dataclass(frozen=True)
 class _Part:
-    """What a process needs to know for a run: `part` is its number, and how many there are."""
+    """A process's part of a run: `part` is its number and the number of processes."""
 
     plan: Plan
     router: str
@@ -90,15 +91,15 @@ class Fleet:
                 process.join()
 
     def run(self, plan: Plan, on_progress: Callable[[Sequence[Progress]], None]) -> Run:
-        """Run a plan to its end, or to Ctrl-C. Raises GeneratorDiedError."""
+        """Run a plan to its end or to Ctrl-C. Raises GeneratorDiedError."""
         for pipe in self._pipes:
-            self._say(pipe, plan)
-        for pipe in self._pipes:  # connected, and its draws made
-            self._hear(pipe)
+            self._send(pipe, plan)
+        for pipe in self._pipes:  # Each answers when it is connected and has drawn its first requests.
+            self._receive(pipe)
         start_s = time.monotonic() + _LEAD_S
         started_unix_s = time.time() + _LEAD_S
         for pipe in self._pipes:
-            self._say(pipe, start_s)
+            self._send(pipe, start_s)
         shares: dict[int, Share] = {}
         latest: dict[int, Progress] = {}
         interrupted = False
@@ -112,26 +113,26 @@ class Fleet:
                 interrupted = True
                 for number, pipe in enumerate(self._pipes):
                     if number not in shares:
-                        self._say(pipe, "stop")
+                        self._send(pipe, "stop")
         return Run(tuple(share for _, share in sorted(shares.items())), started_unix_s, interrupted)
 
     def _collect(self, shares: dict[int, Share], latest: dict[int, Progress]) -> None:
         waiting = [pipe for number, pipe in enumerate(self._pipes) if number not in shares]
         for ready in wait(waiting):
             number = self._pipes.index(ready)  # type: ignore[arg-type]  # it is one of those given
-            message = self._hear(self._pipes[number])
+            message = self._receive(self._pipes[number])
             if isinstance(message, Share):
                 shares[number] = message
             else:
                 latest[number] = message
 
-    def _say(self, pipe: Connection, message: Any) -> None:
+    def _send(self, pipe: Connection, message: Any) -> None:
         try:
             pipe.send(message)
         except OSError as error:
             raise GeneratorDiedError(self._death(pipe)) from error
 
-    def _hear(self, pipe: Connection) -> Any:
+    def _receive(self, pipe: Connection) -> Any:
         try:
             return pipe.recv()
         except (EOFError, OSError) as error:
@@ -144,35 +145,35 @@ class Fleet:
 
 
 def _serve(pipe: Connection, router: str, pool: Sequence[int], number: int, count: int) -> None:
-    """A generator process: runs what it is told until the pipe is closed. Ctrl-C is the parent's."""
+    """Run plans from the pipe until it is closed, as a generator process. The parent handles Ctrl-C."""
     import uvloop
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     logging.getLogger("grpc").setLevel(logging.CRITICAL)
-    with contextlib.suppress(OSError):  # the parent is gone
+    with contextlib.suppress(OSError):  # The parent has ended.
         uvloop.run(_serve_runs(pipe, router, pool, (number, count)))
 
 
 async def _serve_runs(pipe: Connection, router: str, pool: Sequence[int], part: tuple[int, int]) -> None:
     inbox: asyncio.Queue[Any] = asyncio.Queue()
     loop = asyncio.get_running_loop()
-    # A thread and not add_reader: that would make the pipe non-blocking for what is sent, too.
+    # A thread, because add_reader would make the pipe non-blocking for sending too.
     threading.Thread(target=_read, args=(pipe, loop, inbox), daemon=True).start()
     while (message := await inbox.get()) is not None:
-        if isinstance(message, Plan):  # else a stop that came when the run was over
+        if isinstance(message, Plan):  # Anything else is a stop that arrived after the run.
             await _run(pipe, inbox, _Part(message, router, pool, part))
 
 
 def _read(pipe: Connection, loop: asyncio.AbstractEventLoop, inbox: asyncio.Queue[Any]) -> None:
-    """Pass on what the parent says; None when it has closed the pipe."""
+    """Put the parent's messages into the inbox, and None when the pipe is closed."""
     message: Any = ""
     while message is not None:
         try:
             message = pipe.recv()
         except (EOFError, OSError):
             message = None
-        with contextlib.suppress(RuntimeError):  # the loop has ended
+        with contextlib.suppress(RuntimeError):  # The loop has ended.
             loop.call_soon_threadsafe(inbox.put_nowait, message)
 
 
@@ -180,7 +181,7 @@ async def _run(pipe: Connection, inbox: asyncio.Queue[Any], make: _Part) -> None
     generator, sender = make.parts()
     helpers: list[asyncio.Task[None]] = []
     try:
-        with contextlib.suppress(LoraplexError):  # gone since it was asked last: the requests will tell
+        with contextlib.suppress(LoraplexError):  # The router is unreachable: the requests record it.
             await sender.connect()
         pipe.send("ready")
         start_s = await inbox.get()
@@ -188,7 +189,10 @@ async def _run(pipe: Connection, inbox: asyncio.Queue[Any], make: _Part) -> None
             inbox.put_nowait(None)
             return
         sender.start_s = start_s
-        helpers = [asyncio.create_task(_report(pipe, generator)), asyncio.create_task(_obey(inbox, generator))]
+        helpers = [
+            asyncio.create_task(_report(pipe, generator)),
+            asyncio.create_task(_stop_when_asked(inbox, generator)),
+        ]
         share = await generator.run()
     finally:
         for helper in helpers:
@@ -204,8 +208,8 @@ async def _report(pipe: Connection, generator: Generator) -> None:
         pipe.send(generator.progress())
 
 
-async def _obey(inbox: asyncio.Queue[Any], generator: Generator) -> None:
-    """Stop when the parent says so, or is gone."""
+async def _stop_when_asked(inbox: asyncio.Queue[Any], generator: Generator) -> None:
+    """Stop the run when the parent sends a stop or has ended."""
     message = await inbox.get()
     generator.stop()
     if message is None:

@@ -1,4 +1,4 @@
-"""One generator process: it sends its share of a run's requests, every n-th, and measures what that costs it."""
+"""A generator: sends its share of a run's requests, every n-th, and measures its own cost."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from clients.loadtest.samples import STOPPED, Outcome, Recorder, Samples
 from clients.loadtest.sender import Sender
 from clients.loadtest.workload import Request, Workload
 
-# A run ends when for so long nothing has come but failures to connect.
+# Timeout in seconds of a run in which every request fails to connect.
 GIVE_UP_S = 5.0
-# Of a closed loop's client that was refused, where the server does not say how long to wait.
+# Pause in seconds of a refused client in a closed loop, unless the server says how long to wait.
 _PAUSE_S = 0.1
 _PROBE_S = 0.02
 _RECENT = 512
@@ -30,7 +30,7 @@ _RECENT = 512
 
 @dataclass(frozen=True)
 class Progress:
-    """Where a process stands; counts since the start of the run, `recent_*` of the last requests and messages."""
+    """A process's progress: counts since the start of the run, `recent_*` of the last requests and messages."""
 
     at_s: float
     sent: int
@@ -43,19 +43,19 @@ class Progress:
 
 @dataclass(frozen=True)
 class Share:
-    """What a process hands in. `delays_s`: how much later than asked for its event loop woke, sampled all along."""
+    """A process's results. `delays_s` are samples of how late its event loop woke up."""
 
     samples: Samples
     cpu_s: float
     wall_s: float
     delays_s: array[float]
     never_sent: int
-    # When it gave up on a cluster that no longer answered; nan if it did not.
+    # Time at which the process gave up because nothing answered; nan if it did not.
     gave_up_s: float
 
 
 class Generator:
-    """Runs the `number`-th of `count` shares of a plan."""
+    """Runs share `number` of `count` of a plan."""
 
     def __init__(self, plan: Plan, workload: Workload, sender: Sender, number: int, count: int) -> None:
         self._plan = plan
@@ -78,7 +78,7 @@ class Generator:
         self._gave_up_s = float("nan")
 
     async def run(self) -> Share:
-        """Send everything; returns when every request has ended."""
+        """Send all requests, and return when every one has ended."""
         await asyncio.sleep(max(0.0, -self._sender.now_s()))
         cpu_s, wall_s = time.process_time(), time.monotonic()
         delays_s = array("d")
@@ -90,7 +90,7 @@ class Generator:
         await asyncio.gather(self._arriving, return_exceptions=True)
         await asyncio.gather(*self._tasks, return_exceptions=True)
         probe.cancel()
-        for outcome in list(self._running.values()):  # cancelled before they had begun
+        for outcome in list(self._running.values()):  # These were cancelled before they had begun.
             outcome.status, outcome.end_s = STOPPED, self._sender.now_s()
             outcome.sent_s = outcome.end_s
             self._record(outcome)
@@ -106,7 +106,7 @@ class Generator:
         )
 
     def stop(self) -> None:
-        """End it now: nothing more is sent, what runs is cancelled; `run` then returns."""
+        """Stop sending and cancel running requests; `run` then returns."""
         self._send_no_more()
         for task in self._tasks:
             task.cancel()
@@ -117,7 +117,7 @@ class Generator:
             self._arriving.cancel()
 
     def progress(self) -> Progress:
-        """Where it stands."""
+        """Return the progress so far."""
         return Progress(
             self._sender.now_s(),
             self._sent,
@@ -129,7 +129,7 @@ class Generator:
         )
 
     async def _open(self, arrivals: Open) -> None:
-        """Each at its time, however many run."""
+        """Send each request at its time, however many are running."""
         times = arrival_times(arrivals, self._plan.extent, self._plan.seed)
         mine = range(self._number, len(times), self._count)
         self._due = len(mine)
@@ -138,12 +138,12 @@ class Generator:
             options = self._sender.prepare(request)
             due_s = float(times[index])
             wait_s = due_s - self._sender.now_s()
-            # Late ones are sent at once, but what has come in meanwhile is read in between.
+            # Late requests are sent at once, with arrived messages read in between.
             await asyncio.sleep(max(0.0, wait_s))
             self._spawn(self._one(request, options, self._begin(request, due_s)))
 
     async def _closed(self, arrivals: Closed) -> None:
-        sharing = min(self._count, arrivals.concurrency)  # a process without a client has no requests either
+        sharing = min(self._count, arrivals.concurrency)  # A process without a client has no requests either.
         if self._number >= sharing:
             return
         indices: Iterator[int] = itertools.count(self._number, sharing)
@@ -154,7 +154,7 @@ class Generator:
             self._spawn(self._client(indices))
 
     async def _client(self, indices: Iterator[int]) -> None:
-        """One client of a closed loop: its next request follows its last one."""
+        """Send one request after the other, as a client of a closed loop."""
         total_s = self._plan.extent.total_s or float("inf")
         while not self._stopping and self._sender.now_s() < total_s:
             index = next(indices, None)
@@ -174,7 +174,7 @@ class Generator:
     def _begin(self, request: Request, intended_s: float) -> Outcome:
         self._sent += 1
         adapter = -1 if request.adapter is None else request.adapter
-        # Timers are a millisecond coarse: one that is sent early began early.
+        # Timers have a resolution of a millisecond: a request may be sent early, and then it is due early.
         outcome = Outcome(request.index, request.tenant, adapter, min(intended_s, self._sender.now_s()), math.nan)
         self._running[request.index] = outcome
         return outcome
@@ -198,7 +198,7 @@ class Generator:
             self._recent_gap_s.extend(outcome.gaps_s)
 
     def _watch(self, outcome: Outcome, error: lx.LoraplexError | None) -> None:
-        """Give up on a cluster that is gone: when nobody has been there for so long, not even to refuse."""
+        """Stop the run when nothing has answered, not even with a refusal, for the timeout."""
         if not isinstance(error, lx.UnavailableError) or error.reason or outcome.messages:
             self._unreachable_since_s = float("nan")
         elif math.isnan(self._unreachable_since_s):
@@ -209,7 +209,7 @@ class Generator:
 
 
 async def _probe(delays_s: array[float]) -> None:
-    """Until cancelled, note how late the event loop is: what waits for it is read that much too late."""
+    """Sample how late the event loop wakes up, until cancelled: messages are read late by as much."""
     while True:
         began_s = time.monotonic()
         await asyncio.sleep(_PROBE_S)

@@ -1,6 +1,6 @@
 """The report for people: one HTML file with its script and style inside, so that it opens without a network.
 
-Tables and plots are there without JavaScript too; with it the plots answer the pointer.
+Without JavaScript it has its tables and pictures of the plots; with it, plots that can be pointed at and zoomed.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def _rate(value: float, digits: int = 2) -> str:
 
 @cache
 def _template() -> Template:
-    import jinja2  # not needed by the command's other parts
+    import jinja2  # The command's other parts do not need it.
 
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("clients.loadtest", "."),

@@ -87,7 +87,7 @@ class Plan:
                 case Poisson() | Constant() | Gamma():
                     arrivals = msgspec.structs.replace(self.arrivals, rate_per_s=value)
                 case _:
-                    raise TypeError(f"a sweep over {self.arrivals}")  # plan_file lets none through
+                    raise TypeError(f"a sweep over {self.arrivals}")  # plan_file refuses these.
             runs.append((describe(arrivals), dataclasses.replace(self, arrivals=arrivals, sweep=())))
         return runs
 

@@ -64,7 +64,7 @@ class SweepTable(Decoded, frozen=True):
 
 
 class TenantSettings(Decoded, frozen=True, kw_only=True):
-    """What a tenant asks for: at the top of a file for all tenants, and in a tenant's table for itself."""
+    """Settings of a tenant's requests: at the top of a file for all tenants, and in a tenant's own table."""
 
     adapters: AdapterTable | None = None
     prompts: Some[str] | None = None

@@ -35,7 +35,7 @@ class Plot:
 
     @property
     def name(self) -> str:
-        """The title's words before a colon, joined by hyphens, as in `one-stream`."""
+        """The title's words before its colon, joined by hyphens, as in `one-stream`."""
         return "-".join(re.findall("[a-z]+", self.title.partition(":")[0].lower()))
 
     @cached_property

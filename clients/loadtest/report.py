@@ -1,4 +1,4 @@
-"""The report: one JSON object for programs, a CSV line for each request, `page` for people, its plots as files."""
+"""The report: JSON for programs, a CSV line for each request, a page for people, and its plots as files."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ CLOSED_NOTE = (
 
 
 def run_report(label: str, plan: Plan, run: Run) -> tuple[dict[str, Any], Samples]:
-    """What the report says of one run, and the samples behind it."""
+    """Build the report of a run; returns it with its samples."""
     samples = merge(share.samples for share in run.shares)
     adapters = [(plan.tenants[number].name, name) for number, name in Workload(plan).adapters]
     summary = dict(summarise(plan, samples, adapters))
@@ -47,7 +47,7 @@ def run_report(label: str, plan: Plan, run: Run) -> tuple[dict[str, Any], Sample
     if run.interrupted:
         ended_early = "interrupted"
     elif gave_up_s:
-        ended_early = f"nobody answered any more; gave up after {min(gave_up_s):.1f} s"
+        ended_early = f"nothing answered any more; gave up after {min(gave_up_s):.1f} s"
     return {
         "label": label,
         "sweep_value": _sweep_value(plan),
@@ -67,7 +67,7 @@ def run_report(label: str, plan: Plan, run: Run) -> tuple[dict[str, Any], Sample
 
 
 def whole_report(plan: Plan, router: str, command: str, runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The report of all runs."""
+    """Build the report of all runs."""
     return {
         "format": FORMAT,
         "name": plan.name,
@@ -85,7 +85,7 @@ def whole_report(plan: Plan, router: str, command: str, runs: Sequence[Mapping[s
 
 
 def write(directory: Path, report: Mapping[str, Any], samples: Sequence[tuple[str, Samples]], plan: Plan) -> None:
-    """Write the files into `directory`, which is made; each whole or not at all. Raises OSError."""
+    """Write the files into `directory`, creating it; each file is replaced atomically. Raises OSError."""
     directory.mkdir(parents=True, exist_ok=True)
     plots = report_plots(report["runs"])
     _place(directory / JSON_NAME, json.dumps(report, allow_nan=False) + "\n")
@@ -100,7 +100,7 @@ def write(directory: Path, report: Mapping[str, Any], samples: Sequence[tuple[st
 
 
 def read_report(path: Path) -> dict[str, Any]:
-    """A report's JSON file. Raises PlanError."""
+    """Read a report's JSON file. Raises PlanError."""
     try:
         report = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -119,7 +119,7 @@ def _place(path: Path, content: str) -> None:
 
 
 def _write_csv(writer: Any, parts: Sequence[tuple[str, Samples]], plan: Plan) -> None:
-    """Numbers as they are, an empty cell where there is none; tenants, adapters and statuses by name."""
+    """Write a line for each request: numbers, empty cells for missing ones, names of tenants, adapters and statuses."""
     adapters = Workload(plan).adapters
     writer.writerow(("run", *COLUMNS))
     for label, samples in parts:
@@ -135,7 +135,7 @@ def _write_csv(writer: Any, parts: Sequence[tuple[str, Samples]], plan: Plan) ->
 
 
 def _sweep_value(plan: Plan) -> float | None:
-    """What a sweep varies: the concurrency or the rate."""
+    """Return the value that a sweep varies: the concurrency or the rate."""
     arrivals = plan.arrivals
     return getattr(arrivals, "concurrency", None) or getattr(arrivals, "rate_per_s", None)
 

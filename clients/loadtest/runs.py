@@ -1,4 +1,4 @@
-"""Runs a plan from beginning to end, every point of its sweep, whatever happens to the cluster meanwhile."""
+"""Runs all points of a plan's sweep, even if the cluster fails meanwhile."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from clients.loadtest.report import run_report
 from clients.loadtest.samples import Samples
 from clients.loadtest.workload import WORDS
 
-# For an answer to what is asked before the test.
+# Timeout in seconds of the calls before the test.
 _ASK_S = 10.0
 
 
 @dataclass(frozen=True)
 class Done:
-    """The reports of the runs that took place, each with its samples."""
+    """Reports of the finished runs, each with its samples."""
 
     runs: tuple[dict[str, Any], ...]
     samples: tuple[tuple[str, Samples], ...]
 
 
 def prompt_pool(plan: Plan, router: str) -> tuple[int, ...]:
-    """Ask the router for token ids to make prompts of; this is also how one learns that it is there.
+    """Ask the router for token ids to build prompts from, which also checks that it answers.
 
-    Raises LoraplexError, for a tenant's name too.
+    Raises LoraplexError, also for a bad tenant name.
     """
     for tenant in plan.tenants:
         Client(router, tenant.name).close()
@@ -45,7 +45,7 @@ def run_all(
     pool: Sequence[int],
     on_progress: Callable[[str, Sequence[Progress]], None],
 ) -> Done:
-    """Every run of the plan; none after one that ended early. `on_progress` gets the run's label.
+    """Run every point of the plan until a run ends early. `on_progress` gets the run's label.
 
     Raises GeneratorDiedError.
     """

@@ -1,6 +1,6 @@
-"""What was seen of every request: exact times, in columns, so that a million requests stay small and merge exactly.
+"""Samples of every request: exact times in columns, which stay small and merge exactly.
 
-A request takes 19 numbers and one for each gap between its messages: a million requests of 64 tokens are 0.7 GB.
+A request takes 19 numbers, and one for each gap between its messages: a million requests of 64 tokens are 0.7 GB.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Column = npt.NDArray[np.float64]
 Mask = npt.NDArray[np.bool_]
 
 OK = "OK"
-# The client's own doing: it was asked to leave early, or the whole test was ended.
+# Statuses of requests that the test itself ended: a planned cancel, and the end of the whole test.
 LEFT = "CANCELLED_BY_CLIENT"
 STOPPED = "STOPPED"
 
@@ -25,10 +25,10 @@ NAN = float("nan")
 
 @dataclass(slots=True)
 class Outcome:
-    """One request, as its client saw it. Times in seconds from the run's start; nan where it did not come to it.
+    """A request as its client saw it. Times in seconds from the run's start, nan if the event did not happen.
 
-    `intended_s` is when it should have been sent: in an open loop latencies count from there. What the server told
-    (prompt_tokens to continuations) is there for whole answers. `gaps_s` are the times between its messages.
+    `intended_s` is the time at which it was due: in an open loop latencies count from there. The server's figures
+    (prompt_tokens to continuations) exist for whole answers. `gaps_s` are the times between its messages.
     """
 
     index: int
@@ -52,13 +52,13 @@ class Outcome:
     gaps_s: array[float] = field(default_factory=lambda: array("d"))
 
 
-# The numbers of an Outcome, by name; `status` as an index into the samples' list of statuses.
+# Columns of an Outcome's numbers; `status` is an index into the samples' list of statuses.
 COLUMNS = tuple(name for name in Outcome.__slots__ if name != "gaps_s")
 _AT = {name: number for number, name in enumerate(COLUMNS)}
 
 
 class Recorder:
-    """Takes outcomes as they end."""
+    """Collects outcomes of ended requests."""
 
     def __init__(self) -> None:
         self._rows = array("d")
@@ -66,20 +66,20 @@ class Recorder:
         self._statuses: dict[str, int] = {}
 
     def add(self, outcome: Outcome) -> None:
-        """Keep one."""
+        """Add an outcome."""
         status = self._statuses.setdefault(outcome.status, len(self._statuses))
         self._rows.extend(status if name == "status" else getattr(outcome, name) for name in COLUMNS)
         self._gaps.extend(outcome.gaps_s)
 
     def samples(self) -> Samples:
-        """All of them."""
+        """Return the samples of all outcomes."""
         rows = np.array(self._rows, dtype=np.float64).reshape(-1, len(COLUMNS))
         return Samples(rows, np.array(self._gaps, dtype=np.float64), tuple(self._statuses))
 
 
 @dataclass(frozen=True)
 class Samples:
-    """Outcomes as an array (requests, columns). A request with m messages has max(0, m - 1) of `gaps`, in its order."""
+    """Outcomes as an array (requests, columns). A request of m messages has max(0, m - 1) of the `gaps`, in order."""
 
     rows: npt.NDArray[np.float64]
     gaps: Column
@@ -89,34 +89,34 @@ class Samples:
         return len(self.rows)
 
     def column(self, name: str) -> Column:
-        """One number of each request."""
+        """Return a column: one number of each request."""
         column: Column = self.rows[:, _AT[name]]
         return column
 
     def with_status(self, *statuses: str) -> Mask:
-        """Which requests ended so."""
+        """Return a mask of the requests with this status."""
         wanted = [number for number, status in enumerate(self.statuses) if status in statuses]
         return np.isin(self.column("status"), wanted)
 
     def gap_counts(self) -> npt.NDArray[np.int64]:
-        """How many gaps each request has."""
+        """Return the number of gaps of each request."""
         return np.maximum(self.column("messages") - 1, 0).astype(np.int64)
 
     def where(self, mask: Mask) -> Samples:
-        """Some of the requests."""
+        """Return the requests that a mask selects."""
         return Samples(self.rows[mask], self.gaps[np.repeat(mask, self.gap_counts())], self.statuses)
 
     def take(self, order: npt.NDArray[np.int64]) -> Samples:
-        """The requests at these places, in this order."""
+        """Return the requests at these indices, in this order."""
         counts = self.gap_counts()
         begins, taken = np.cumsum(counts) - counts, counts[order]
-        # each gap's place: where its request's gaps begin, and how far it is from the first of them
+        # Index of each gap: the start of its request's gaps, plus its distance from the first of them.
         within = np.arange(taken.sum()) - np.repeat(np.cumsum(taken) - taken, taken)
         return Samples(self.rows[order], self.gaps[np.repeat(begins[order], taken) + within], self.statuses)
 
 
 def merge(parts: Iterable[Samples]) -> Samples:
-    """The samples of several processes as one, in the order of the requests' numbers."""
+    """Merge the samples of several processes, sorted by the requests' numbers."""
     parts = list(parts)
     statuses = tuple(dict.fromkeys(status for part in parts for status in part.statuses))
     rows = [_renumbered(part, statuses) for part in parts]

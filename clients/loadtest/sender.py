@@ -1,4 +1,4 @@
-"""Sends one request as a stream and notes when what came."""
+"""Sends requests as streams and records when their messages arrive."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _STATUSES: dict[type[lx.LoraplexError], str] = {
 
 
 def status_of(error: lx.LoraplexError) -> str:
-    """The gRPC status, with the server's reason where it gave one that says more."""
+    """Return the gRPC status, with the server's reason if that says more."""
     status = _STATUSES.get(type(error), "UNKNOWN")
     return f"{status}: {error.reason}" if error.reason and error.reason not in status else status
 
@@ -38,7 +38,7 @@ class Sender:
     """Sends a workload's requests to one router; `start_s` is the run's start on the monotonic clock."""
 
     def __init__(self, router: str, workload: Workload, pool: Sequence[int], *, model: str, timeout_s: float) -> None:
-        # A stream that is lost moves to another router at once; what a dead cluster loses is an error soon.
+        # Few attempts: a lost stream moves to another router at once, and a dead cluster gives errors soon.
         self._clients = [lx.AsyncClient(router, tenant.name, resume_attempts=3) for tenant in workload.tenants]
         self._workload = workload
         self._pool = pool
@@ -55,11 +55,11 @@ class Sender:
         await asyncio.gather(*(client.close() for client in self._clients))
 
     def now_s(self) -> float:
-        """Since the start."""
+        """Return the seconds since the start."""
         return time.monotonic() - self.start_s
 
     def prepare(self, request: Request) -> lx.GenerateOptions:
-        """What can be made before its time has come."""
+        """Build a request's options, before it is due."""
         options = lx.GenerateOptions(
             max_new_tokens=request.answer_tokens,
             ignore_eos=True,
@@ -71,7 +71,7 @@ class Sender:
         return options
 
     async def send(self, request: Request, options: lx.GenerateOptions, outcome: Outcome) -> lx.LoraplexError | None:
-        """Fill in `outcome` until the request has ended, in whatever way; the error that ended it."""
+        """Send a request and fill in `outcome` until it ends. Returns the error that ended it, if any."""
         timeout_s = request.deadline_s or self._timeout_s
         try:
             async with self._clients[request.tenant].generate_stream(

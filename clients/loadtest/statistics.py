@@ -1,8 +1,8 @@
-"""From samples to figures. Percentiles are exact and by nearest rank: each is a time that somebody really waited.
+"""Figures computed from samples. Percentiles are exact, by nearest rank: each is a time that was measured.
 
-Which requests count for what: the warm-up for nothing. ttft and itl: all that got tokens, however they ended. latency
-and tpot: those that ended well. In an open loop ttft and latency begin when the request should have been sent, which
-corrects for coordinated omission (Tene, "How NOT to Measure Latency"); `*_from_send` are there to compare.
+The warm-up counts for nothing. ttft and itl are of all requests that got tokens, latency and tpot of those that ended
+well. In an open loop ttft and latency begin when the request was due, which corrects for coordinated omission (Tene,
+"How NOT to Measure Latency"); `*_from_send` are the uncorrected times.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from clients.loadtest.plan import Plan
 from clients.loadtest.samples import LEFT, OK, Column, Mask, Samples
 from clients.loadtest.timeline import streams, timeline
 
-# An adapter that is on the device costs a request some microseconds; one that is not costs a load.
+# Threshold in seconds of a cold adapter: one on the device costs microseconds, one that must be loaded more.
 COLD_S = 0.001
 # Bounds of the histograms: 10 us to 1,000 s, eight to each power of ten.
 BOUNDS_S = np.power(10.0, np.arange(-40, 25) / 8)
@@ -27,20 +27,20 @@ _THOUSANDTHS = {"p50": 500, "p90": 900, "p95": 950, "p99": 990, "p99.9": 999}
 
 
 def spread(values: Column) -> dict[str, float | None]:
-    """Count, mean, extremes and percentiles; None where there are no values."""
+    """Compute count, mean, extremes and percentiles; None without values."""
     count = len(values)
     found: dict[str, float | None] = {"count": count}
     if not count:
         return found | dict.fromkeys(("mean", "min", "max", *_THOUSANDTHS))
     found |= {"mean": float(values.mean()), "min": float(values.min()), "max": float(values.max())}
     ordered = np.sort(values)
-    # In thousandths, so that the rank of p99.9 of 1,000 values is 999 and not, by a rounding, 1,000.
+    # In thousandths, because rounding would make the rank of p99.9 of 1,000 values 1,000 instead of 999.
     ranks = {name: -(-thousandths * count // 1000) for name, thousandths in _THOUSANDTHS.items()}
     return found | {name: float(ordered[rank - 1]) for name, rank in ranks.items()}
 
 
 def histogram(values: Column) -> dict[str, list[float]]:
-    """`counts[i]` values lie from `bounds_s[i]` up to `bounds_s[i + 1]`; what lies outside is in the outermost ones."""
+    """Count values between `bounds_s[i]` and `bounds_s[i + 1]`; the outermost buckets include all beyond them."""
     counts, _ = np.histogram(np.clip(values, BOUNDS_S[0], BOUNDS_S[-1]), BOUNDS_S)
     filled = np.flatnonzero(counts)
     if not len(filled):
@@ -51,7 +51,7 @@ def histogram(values: Column) -> dict[str, list[float]]:
 
 @dataclass(frozen=True)
 class Measured:
-    """The requests of a run after its warm-up, and the times that they make."""
+    """The requests of a run after its warm-up, and their times."""
 
     samples: Samples
     begin_s: float
@@ -59,11 +59,11 @@ class Measured:
 
     @property
     def elapsed_s(self) -> float:
-        """From when the first of them was due until the last one's end."""
+        """Seconds from the first request's due time to the last one's end."""
         return max(self.end_s - self.begin_s, 1e-9)
 
     def times(self) -> dict[str, Column]:
-        """The samples of each time, in seconds."""
+        """Return the samples of each time, in seconds."""
         samples = self.samples
         begun, whole = samples.column("messages") > 0, samples.with_status(OK)
         several = whole & (samples.column("tokens") > 1)
@@ -81,7 +81,7 @@ class Measured:
         }
 
     def good(self, plan: Plan) -> Mask:
-        """Which ended well and met every SLO of their tenant."""
+        """Return a mask of the requests that ended well and met every SLO of their tenant."""
         samples = self.samples
         first, intended = samples.column("first_s"), samples.column("intended_s")
         of_request = {
@@ -99,7 +99,7 @@ class Measured:
 
 
 def measured(plan: Plan, samples: Samples) -> Measured:
-    """Leave the warm-up away."""
+    """Return a run without its warm-up."""
     extent = plan.extent
     warm = (samples.column("index") < extent.warm_up_requests) | (samples.column("intended_s") < extent.warm_up_s)
     rest = samples.where(~warm)
@@ -109,7 +109,7 @@ def measured(plan: Plan, samples: Samples) -> Measured:
 
 
 def figures(plan: Plan, run: Measured) -> dict[str, Any]:
-    """Rates per second of the elapsed time, shares of the requests, sums."""
+    """Compute rates per second of the elapsed time, shares of the requests, and sums."""
     samples, count = run.samples, len(run.samples)
     ok, left = samples.with_status(OK), samples.with_status(LEFT)
     errors, good = count - int(ok.sum()) - int(left.sum()), int(run.good(plan).sum())
@@ -138,22 +138,22 @@ def figures(plan: Plan, run: Measured) -> dict[str, Any]:
 
 
 def statuses(samples: Samples) -> dict[str, int]:
-    """How many ended how, the most frequent first."""
+    """Count the requests by status, the most frequent first."""
     numbers, counts = np.unique(samples.column("status").astype(np.int64), return_counts=True)
     found = {samples.statuses[number]: int(count) for number, count in zip(numbers, counts, strict=True)}
     return dict(sorted(found.items(), key=lambda item: -item[1]))
 
 
 def by_tenant(plan: Plan, run: Measured) -> list[dict[str, Any]]:
-    """Each tenant's figures and times, with its shares of what was asked and of what was delivered."""
+    """Compute each tenant's figures and times, and its shares of requests and tokens."""
     tenant, tokens = run.samples.column("tenant"), run.samples.column("tokens")
     rows = []
-    for number, one in enumerate(plan.tenants):
+    for number, owner in enumerate(plan.tenants):
         mask = tenant == number
         part = Measured(run.samples.where(mask), run.begin_s, run.end_s)
         rows.append(
             {
-                "tenant": one.name,
+                "tenant": owner.name,
                 "request_share": _ratio(int(mask.sum()), len(run.samples)),
                 "token_share": _ratio(float(tokens[mask].sum()), float(tokens.sum())),
                 "figures": figures(plan, part),
@@ -165,7 +165,7 @@ def by_tenant(plan: Plan, run: Measured) -> list[dict[str, Any]]:
 
 
 def by_adapter(adapters: list[tuple[str, str]], plan: Plan, run: Measured) -> list[dict[str, Any]]:
-    """Each (tenant, adapter) that was asked for, the most asked for first; the base model as adapter None."""
+    """Compute figures of each (tenant, adapter), the most requested first; the base model is adapter None."""
     samples = run.samples
     order = np.argsort(samples.column("adapter"), kind="stable")
     numbers, starts = np.unique(samples.column("adapter")[order], return_index=True)
@@ -173,13 +173,13 @@ def by_adapter(adapters: list[tuple[str, str]], plan: Plan, run: Measured) -> li
     for number, members in zip(numbers.astype(np.int64), np.split(order, starts[1:]), strict=True):
         part = Measured(samples.take(members), run.begin_s, run.end_s)
         tenant, adapter = adapters[number] if number >= 0 else (None, None)
-        told = figures(plan, part)
+        sums = figures(plan, part)
         times = part.times()
         rows.append(
             {
                 "tenant": tenant,
                 "adapter": adapter,
-                **{name: told[name] for name in ("requests", "ok", "errors", "cold", "tokens")},
+                **{name: sums[name] for name in ("requests", "ok", "errors", "cold", "tokens")},
                 "ttft": spread(times["ttft"]),
                 "itl": spread(times["itl"]),
                 "latency": spread(times["latency"]),
@@ -189,7 +189,7 @@ def by_adapter(adapters: list[tuple[str, str]], plan: Plan, run: Measured) -> li
 
 
 def loop_kind(plan: Plan) -> str:
-    """`open` or `closed`."""
+    """Return `open` or `closed`."""
     return "closed" if isinstance(plan.arrivals, Closed) else "open"
 
 
@@ -198,7 +198,7 @@ def _ratio(part: float, whole: float) -> float | None:
 
 
 def summarise(plan: Plan, samples: Samples, adapters: list[tuple[str, str]]) -> Mapping[str, Any]:
-    """Everything that a report says about one run's requests, as JSON values."""
+    """Compute all figures of a run's requests, as JSON values."""
     run = measured(plan, samples)
     times = run.times()
     return {

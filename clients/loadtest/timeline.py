@@ -1,4 +1,4 @@
-"""What happened when: rates over the time of a run, and the first streams message by message."""
+"""The course of a run: rates over time, and the first streams message by message."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from clients.loadtest.samples import LEFT, OK, Column, Samples
 
 
 def timeline(samples: Samples, begin_s: float, end_s: float, buckets: int = 120) -> dict[str, list[float]]:
-    """In equal spans: rates of what was sent, has ended, failed, came; what runs at its end; the median ttft."""
+    """Compute, for equal spans of time, rates of requests and messages, running requests, and the median ttft."""
     edges = np.linspace(begin_s, end_s, min(buckets, max(10, len(samples))) + 1)
     span_s = max(float(edges[1] - edges[0]), 1e-9)
     sent, end = samples.column("sent_s"), samples.column("end_s")
@@ -31,7 +31,7 @@ def timeline(samples: Samples, begin_s: float, end_s: float, buckets: int = 120)
 
 
 def message_times(samples: Samples) -> Column:
-    """When each message with tokens came, since the run's start, request after request."""
+    """Return the arrival time of each message with tokens, since the run's start, request by request."""
     counts = samples.gap_counts()
     begun = samples.column("messages") > 0
     running = np.cumsum(samples.gaps)
@@ -41,7 +41,7 @@ def message_times(samples: Samples) -> Column:
 
 
 def streams(samples: Samples, adapters: list[tuple[str, str]], plan: Plan, limit: int = 32) -> list[dict[str, Any]]:
-    """The first requests, message by message: for a plot of what streams looked like beside each other."""
+    """Return the message times of the first requests, for a plot of concurrent streams."""
     ends = np.cumsum(samples.gap_counts())
     rows = []
     for at in range(min(limit, len(samples))):

@@ -1,4 +1,4 @@
-"""What each request asks for: a function of the seed and the request's number, whichever process sends it."""
+"""The content of each request: a function of the seed and the request's number, the same in every process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from clients.loadtest.lengths import Whole
 from clients.loadtest.plan import Plan, TraceRow
 from clients.loadtest.popularity import BASE
 
-# Tokenized once, it gives the ids that prompts are made of: whatever the model's vocabulary is, they are in it.
+# Text whose token ids prompts are built from, so that the ids exist in any model's vocabulary.
 WORDS = (
     "Once upon a time there was a small town by the river where people wrote letters to each other about the weather, "
     "the harvest, new machines, old songs, the price of bread and 1234567890 other things that kept them busy: a list "
@@ -24,9 +24,9 @@ _BLOCK = 1024
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One request. `tenant` and `adapter` are indices into the workload's lists; `adapter` None is the base model.
+    """A request. `tenant` and `adapter` are indices into the workload's lists; `adapter` None is the base model.
 
-    It has either a `prompt` or a number of `prompt_tokens`.
+    A request has either a `prompt` or a number of `prompt_tokens`.
     """
 
     index: int
@@ -40,7 +40,7 @@ class Request:
 
 
 class Workload:
-    """Draws requests in blocks, each from a generator of its own, so that the n-th is the same for everybody."""
+    """Draws requests in blocks, each with a generator of its own, so that every process draws the same n-th request."""
 
     def __init__(self, plan: Plan) -> None:
         self.tenants = plan.tenants
@@ -49,7 +49,7 @@ class Workload:
         weights = np.asarray([tenant.weight for tenant in plan.tenants])
         self._weights = weights / weights.sum()
         self._numbers = {tenant.name: number for number, tenant in enumerate(plan.tenants)}
-        # (tenant's number, adapter's name), in the order of the plan, then of the trace
+        # (tenant's number, adapter's name), in the order of the plan, then of the trace.
         self.adapters: list[tuple[int, str]] = [
             (number, name) for number, tenant in enumerate(plan.tenants) for name in tenant.adapters.names
         ]
@@ -64,14 +64,14 @@ class Workload:
         self._block: Sequence[Request] = ()
 
     def request(self, index: int) -> Request:
-        """The request of that number, from 0; of a trace, that of its row."""
+        """Return request number `index`, from 0; of a trace, the one in that row."""
         number, offset = divmod(index, _BLOCK)
         if number != self._block_number:
             self._block_number, self._block = number, self._draw(number)
         return self._block[offset]
 
     def prompt_ids(self, request: Request, pool: Sequence[int]) -> list[int]:
-        """Ids from `pool`, other ones for each request, so that no prompt begins as another does."""
+        """Draw a prompt's ids from `pool`, differently for each request, so that no two prompts share a prefix."""
         rng = np.random.default_rng([self._seed, 3, request.index])
         picked: list[int] = np.asarray(pool)[rng.integers(0, len(pool), request.prompt_tokens)].tolist()
         return picked
@@ -95,7 +95,7 @@ class Workload:
         return found
 
     def _draw_of(self, number: int, rows: npt.NDArray[np.int64], rng: np.random.Generator) -> list[Request]:
-        """The requests of these numbers, all of one tenant."""
+        """Draw the requests with these numbers, all of one tenant."""
         tenant, count = self.tenants[number], len(rows)
         adapters = tenant.adapters.draw(rng, count)
         prompts = rng.integers(0, max(1, len(tenant.prompts)), count)

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from clients.cli.adapter_tree import AdapterDirectory, find_adapters
+from clients.cli.answer_timer import AnswerTimer, format_figure
 from clients.cli.demo import DEMO_PROMPT, choose, run_demo
-from clients.cli.pace import Pace, shown
 from clients.cli.terminal import CommandError, printable
 from rpc import errors
 
@@ -46,7 +46,7 @@ def test_an_adapter_without_weights(tmp_path: Path) -> None:
         ("missing", "missing does not exist"),
         ("file", "file is not a directory"),
         ("empty", "empty holds no adapters"),
-        ("tree/acme/support", "is an adapter itself; give the directory that it lies in"),
+        ("tree/acme/support", "is an adapter itself; give its parent directory"),
         ("half", "half/globex is not an adapter, and holds none"),
         ("stray", "stray/acme/notes is not an adapter: it has no adapter_config.json"),
         ("names", "Support Desk: adapter: .* lower-case"),
@@ -101,16 +101,16 @@ def test_the_demo_shows_three_tenants_before_a_second_adapter_of_one() -> None:
     assert chosen() == []
 
 
-def test_pace_counts_what_came() -> None:
-    pace = Pace()
-    assert (shown(pace.ttft_ms), shown(pace.tokens_per_s), pace.tokens) == ("-", "-", 0)
-    pace.note(0)
-    assert pace.ttft_ms is None
-    pace.note(2)
-    assert pace.ttft_ms is not None
-    assert pace.tokens_per_s is None
-    pace.note(3)
-    assert pace.tokens == 5
+def test_an_answer_timer_counts_tokens() -> None:
+    timer = AnswerTimer()
+    assert (format_figure(timer.ttft_ms), format_figure(timer.tokens_per_s), timer.tokens) == ("-", "-", 0)
+    timer.record(0)
+    assert timer.ttft_ms is None
+    timer.record(2)
+    assert timer.ttft_ms is not None
+    assert timer.tokens_per_s is None
+    timer.record(3)
+    assert timer.tokens == 5
 
 
 def test_text_can_not_steer_the_terminal() -> None:

@@ -182,10 +182,10 @@ async def test_a_cluster_that_dies_ends_the_run_with_the_errors_counted(
         cluster.local.kill("router-1")
         code, stderr, report = await finish(process, out)
     assert code == 1
-    assert "nobody answered any more" in stderr.splitlines()[-1]
+    assert "nothing answered any more" in stderr.splitlines()[-1]
     (run,) = report["runs"]
     assert run["statuses"]["UNAVAILABLE"] > 0
     assert sum(run["statuses"].values()) == run["accounting"]["measured"] == len(rows_of(out))
     assert run["accounting"]["measured"] + run["accounting"]["never_sent"] == 2000
     assert run["accounting"]["never_sent"] > 0
-    assert "Ended early: nobody answered any more" in (out / "report.html").read_text()
+    assert "Ended early: nothing answered any more" in (out / "report.html").read_text()

@@ -1,4 +1,4 @@
-"""`loraplex adapters warm, pin, unpin`: what the workers are to have on their devices."""
+"""`loraplex adapters warm`, `pin` and `unpin`: which adapters the workers keep on their devices."""
 
 from __future__ import annotations
 
@@ -13,35 +13,38 @@ if TYPE_CHECKING:
 
 NameArgument = Annotated[str, typer.Argument(metavar="NAME", help="NAME, or tenants/TENANT/adapters/NAME.")]
 WorkerOption = Annotated[
-    str, typer.Option("--worker", metavar="WORKER", help="This worker alone; if not given, all of the adapter's base.")
+    str,
+    typer.Option(
+        "--worker", metavar="WORKER", help="Only this worker. Without it: every worker of the adapter's base model."
+    ),
 ]
 
 
 def warm(
     name: NameArgument, worker: WorkerOption = "", router: RouterOption = ROUTER, tenant: TenantOption = TENANT
 ) -> None:
-    """Bring an adapter to the workers' devices before anybody asks for it; it may leave again."""
+    """Load an adapter on the workers' devices before the first request for it. It may be evicted again."""
     _send("WarmAdapter", name, worker, router, tenant)
-    typer.echo(f"{name} comes to {_whom(worker)}")
+    typer.echo(f"{name} is loading on {_target(worker)}")
 
 
 def pin(
     name: NameArgument, worker: WorkerOption = "", router: RouterOption = ROUTER, tenant: TenantOption = TENANT
 ) -> None:
-    """Keep an adapter's present revision on the workers' devices; without --worker also on those that start later."""
+    """Keep an adapter's current revision on the workers' devices; without --worker also on workers that start later."""
     _send("PinAdapter", name, worker, router, tenant)
-    typer.echo(f"{name} stays on {_whom(worker)}; `loraplex adapters top` shows how many do")
+    typer.echo(f"{name} is pinned on {_target(worker)}; `loraplex adapters top` counts pinned adapters")
 
 
 def unpin(
     name: NameArgument, worker: WorkerOption = "", router: RouterOption = ROUTER, tenant: TenantOption = TENANT
 ) -> None:
-    """Let an adapter leave the workers' devices again, all its revisions."""
+    """Allow the workers to evict an adapter again, with all its revisions."""
     _send("UnpinAdapter", name, worker, router, tenant)
-    typer.echo(f"{name} may leave {_whom(worker)}")
+    typer.echo(f"{name} is no longer pinned on {_target(worker)}")
 
 
-def _whom(worker: str) -> str:
+def _target(worker: str) -> str:
     return worker or "every worker"
 
 
@@ -52,10 +55,10 @@ def _send(method: str, name: str, worker: str, router: str, tenant: str) -> None
     from clients.cli.failures import explained
 
     with explained("router", router):
-        Connection(router, cluster_pb2_grpc.ClusterServiceStub, tenant=tenant).run(_order(method, name, worker))
+        Connection(router, cluster_pb2_grpc.ClusterServiceStub, tenant=tenant).run(_call(method, name, worker))
 
 
-def _order(method: str, name: str, worker: str) -> Script[None]:
+def _call(method: str, name: str, worker: str) -> Script[None]:
     from loraplex.cluster.v1 import cluster_pb2
     from loraplex_client.calls import Call
 

@@ -1,4 +1,4 @@
-"""`loraplex adapters top`: where the adapters are, worker by worker, as it changes."""
+"""`loraplex adapters top`: a live view of the adapters on each worker."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from clients.cli.options import ROUTER, TENANT, JsonOption, RouterOption, Tenant
 from clients.cli.terminal import out, print_json, print_rows, table_of
 from clients.cli.workers import WorkerList
 
-# Workers report themselves twice a second.
+# Refresh interval in seconds: workers publish their state this often.
 REFRESH_S = 0.5
 
 HEADERS = (
@@ -33,15 +33,15 @@ HEADERS = (
 )
 
 
-def top(
+def adapters_top(
     router: RouterOption = ROUTER,
     tenant: TenantOption = TENANT,
     once: Annotated[bool, typer.Option("--once", help="Print one table and end, as in a pipe.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Where the adapters are, live: on the device, in host memory, on disk; hits, misses and swaps since the start.
+    """Show where adapters are, live: on the device, in host memory, on disk; hits, misses and swaps since the start.
 
-    Hits and misses count requests: whether their adapter was on the device, and, of those fetched, on the disk.
+    A hit is a request whose adapter is on the device; a disk hit, one whose adapter is fetched from the disk.
     """
     workers = WorkerList(router, tenant)
     if as_json:
@@ -54,7 +54,7 @@ def top(
 
 
 def _live(workers: WorkerList) -> None:
-    """Until Ctrl-C, or until the router is gone."""
+    """Refresh the table until Ctrl-C, or until the router is gone."""
     from rich.live import Live
 
     with Live(table_of(HEADERS, _rows(workers.fetch())), console=out(), auto_refresh=False) as live:
