@@ -19,8 +19,8 @@ from bench.workload import Request
 from worker.engine.build import build_engine
 from worker.engine.interpreter import freeze_gc
 from worker.engine_api import AdapterSource, NewSequence, Output, Stopping
-from worker.engine_config import EngineConfig
-from worker.engine_stats import EngineStats
+from worker.engine_api.config import EngineConfig
+from worker.engine_api.stats import EngineStats
 
 R = TypeVar("R")
 

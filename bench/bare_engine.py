@@ -12,7 +12,7 @@ from bench.rounds import Timed
 from bench.workload import Request, answered_tokens
 from worker.engine.build import build_engine
 from worker.engine_api import AdapterSource, NewSequence, Output, Stopping
-from worker.engine_config import EngineConfig
+from worker.engine_api.config import EngineConfig
 
 
 class BareEngine:

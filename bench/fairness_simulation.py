@@ -18,7 +18,7 @@ from worker.engine.adapter_cache.loading import LoaderThreads
 from worker.engine.hash_engine import HashAdapterMemory
 from worker.engine.scheduling.scheduler import Scheduler
 from worker.engine_api import NewSequence, Output, Stopping
-from worker.engine_config import EngineLimits
+from worker.engine_api.config import EngineLimits
 
 BASE = "sha256:0"
 # Interval in ms of the worker's usage reports.

@@ -22,7 +22,7 @@ from worker.engine.build import build_engine
 from worker.engine.interpreter import freeze_gc
 from worker.engine.torch_engine import TorchEngine
 from worker.engine_api import NewSequence, Stopping
-from worker.engine_config import EngineConfig
+from worker.engine_api.config import EngineConfig
 
 AIMS = {"gap_ratio": Aim(at_most=2.5), "longest_step_s": Aim(at_most=0.5)}
 

@@ -54,11 +54,10 @@ def imported(path: str) -> frozenset[str]:
 
 
 def imports(path: str, other: str) -> bool:
-    """Tell whether a Python file imports the module of another, or the stubs of a proto."""
-    stem, _, kind = other.removeprefix("protos/").rpartition(".")
-    module = stem.replace("/", ".")
+    """Tell whether a Python file imports the module of another, a package (`folder/`), or the stubs of a proto."""
+    module = re.sub(r"\.py$|\.proto$|/$", "", other.removeprefix("protos/")).replace("/", ".")
     stubs = {f"{module}_pb2", f"{module}_pb2_grpc"}
-    return bool(imported(path) & (stubs if kind == "proto" else {module}))
+    return bool(imported(path) & (stubs if other.endswith(".proto") else {module}))
 
 
 def know_each_other(before: str, after: str, shared: tuple[str, ...]) -> bool:

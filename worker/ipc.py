@@ -16,8 +16,8 @@ from collections.abc import Iterable
 import msgspec
 
 from worker.engine_api import AdapterSource, NewSequence, Output
-from worker.engine_config import EngineConfig, EngineLimits
-from worker.engine_stats import EngineStats
+from worker.engine_api.config import EngineConfig, EngineLimits
+from worker.engine_api.stats import EngineStats
 
 _LENGTH = struct.Struct("<I")
 

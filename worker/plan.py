@@ -18,7 +18,7 @@ from artifacts.errors import ArtifactError
 from artifacts.families import is_inner
 from artifacts.kv_shape import kv_shape
 from rpc.settings import setting
-from worker.capacity import DTYPE_BYTES, available_host_bytes, cpu_dtype, own_dtype
+from worker.sizing import DTYPE_BYTES, available_host_bytes, cpu_dtype, own_dtype
 
 # Share of the memory that the weights leave free; the rest is for activations and everything else on the device.
 USABLE = 0.9

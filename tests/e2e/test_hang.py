@@ -12,7 +12,7 @@ from typing import Any
 
 from worker.engine.hash_tokens import expected_ids
 from worker.engine_api import Stopping
-from worker.engine_config import EngineConfig
+from worker.engine_api.config import EngineConfig
 from worker.io.engine_client.process import EngineProcess
 from worker.ipc import Configure
 

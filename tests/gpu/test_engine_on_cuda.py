@@ -15,7 +15,7 @@ from worker.engine.build import build_engine
 from worker.engine.model.cuda_graphs import DecodeGraphs
 from worker.engine.torch_engine import TorchEngine
 from worker.engine_api import NewSequence, Output
-from worker.engine_config import EngineConfig
+from worker.engine_api.config import EngineConfig
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device")
 

@@ -11,7 +11,7 @@ import pytest
 
 from worker.engine.adapter_cache.cache import AdapterCache
 from worker.engine_api import AdapterSource
-from worker.engine_config import EngineConfig
+from worker.engine_api.config import EngineConfig
 
 if TYPE_CHECKING:
     from worker.engine.torch_engine import TorchEngine

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from artifacts.errors import ArtifactError
-from worker import capacity
+from worker import sizing
 from worker.plan import PlanSettings, plan
 
 MODEL = "examples/model"
@@ -44,7 +44,7 @@ def test_the_memory_of_this_machine_is_what_its_control_group_allows(
 ) -> None:
     (tmp_path / "memory.max").write_text(f"{300 << 20}\n")
     (tmp_path / "memory.current").write_text(f"{100 << 20}\n")
-    monkeypatch.setattr(capacity, "CONTROL_GROUP", tmp_path)
+    monkeypatch.setattr(sizing, "CONTROL_GROUP", tmp_path)
     assert plan(PlanSettings(MODEL)).memory_bytes == 200 << 20
     (tmp_path / "memory.max").write_text("max\n")
     assert plan(PlanSettings(MODEL)).memory_bytes > 200 << 20

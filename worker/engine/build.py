@@ -22,7 +22,7 @@ from worker.engine.model.runner import Runner
 from worker.engine.scheduling.chunk_sizer import ChunkSizer
 from worker.engine.scheduling.scheduler import Scheduler
 from worker.engine.torch_engine import TorchEngine
-from worker.engine_config import EngineConfig, EngineLimits
+from worker.engine_api.config import EngineConfig, EngineLimits
 
 # Share of the available host memory that adapters may take by default: one part in this many.
 _HOST_ADAPTER_SHARE = 8

@@ -23,8 +23,8 @@ from worker.engine.scheduling.batch import Batch
 from worker.engine.scheduling.scheduler import Scheduler
 from worker.engine.scheduling.sequence import Sequence
 from worker.engine_api import AdapterSource, NewSequence, Output, TokenLogprobs
-from worker.engine_config import EngineConfig, EngineLimits
-from worker.engine_stats import EngineStats
+from worker.engine_api.config import EngineConfig, EngineLimits
+from worker.engine_api.stats import EngineStats
 
 # Maximum bytes of adapters in host memory by default; like blocks, these are counted and take no memory.
 _HOST_BYTES = 1 << 30

@@ -23,8 +23,8 @@ from worker.engine.hash_engine import HashEngine
 from worker.engine.interpreter import freeze_gc
 from worker.engine.model.errors import ModelUnusableError
 from worker.engine_api import Engine, SequenceRefusedError
-from worker.engine_config import EngineConfig
-from worker.engine_stats import EngineStats
+from worker.engine_api.config import EngineConfig
+from worker.engine_api.stats import EngineStats
 from worker.ipc import (
     Abort,
     Add,

@@ -19,8 +19,8 @@ from worker.engine.scheduling.batch import Batch
 from worker.engine.scheduling.chunk_sizer import ChunkSizer, StepTimer
 from worker.engine.scheduling.scheduler import Scheduler
 from worker.engine_api import AdapterSource, NewSequence, Output
-from worker.engine_config import EngineLimits
-from worker.engine_stats import EngineStats
+from worker.engine_api.config import EngineLimits
+from worker.engine_api.stats import EngineStats
 
 _log = logging.getLogger(__name__)
 

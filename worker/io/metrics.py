@@ -10,8 +10,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from telemetry.metrics import LONG_S, PREFIX, SHORT_S, TOKENS, BoundedNames, Meters
-from worker.engine_config import EngineLimits
-from worker.engine_stats import EngineStats
+from worker.engine_api.config import EngineLimits
+from worker.engine_api.stats import EngineStats
 
 
 @dataclass(frozen=True, slots=True)

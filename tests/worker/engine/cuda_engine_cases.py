@@ -19,7 +19,7 @@ from worker.engine import build
 from worker.engine.lora.cuda.layers import CudaLayers
 from worker.engine.model.decode_buffers import DecodeBuffers
 from worker.engine_api import AdapterSource, NewSequence, Stopping
-from worker.engine_config import EngineConfig
+from worker.engine_api.config import EngineConfig
 
 
 def answers(case: dict[str, Any]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from worker.engine.scheduling.batch import Batch
 from worker.engine.scheduling.chunk_sizer import ChunkBudget, ChunkSizer, StepTimer
 from worker.engine.scheduling.scheduler import Scheduler
 from worker.engine_api import NewSequence, Stopping
-from worker.engine_config import EngineLimits
+from worker.engine_api.config import EngineLimits
 
 STEP_TOKENS = 512
 # What is promised: bench/interference.py, and liveness.

@@ -19,7 +19,7 @@ from worker.engine_api import (
     Sampling,
     Stopping,
 )
-from worker.engine_config import EngineConfig
+from worker.engine_api.config import EngineConfig
 
 SPEC = "hash:?vocab=600&seed=3"
 PROMPT = (1, 2, 300)

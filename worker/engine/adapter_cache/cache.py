@@ -24,7 +24,7 @@ from worker.engine.adapter_cache.transfers import MAX_AHEAD, Transfers
 from worker.engine.scheduling.adapter_demand import WINDOW, Demand, Urgency
 from worker.engine.scheduling.residency import Arrivals
 from worker.engine_api import AdapterSource
-from worker.engine_stats import TierStats
+from worker.engine_api.stats import TierStats
 
 P = TypeVar("P")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from worker.capacity import available_host_bytes
+from worker.sizing import available_host_bytes
 
 
 def available_bytes(device: torch.device) -> int:

@@ -20,13 +20,13 @@ from artifacts.errors import ArtifactError
 from artifacts.json_object import parse_object
 from artifacts.kv_shape import KvShape
 from artifacts.safetensors_header import TensorInfo
-from worker.capacity import DTYPE_BYTES, cpu_dtype, own_dtype
 from worker.engine.attention import paged as attention
 from worker.engine.device.memory import available_bytes
 from worker.engine.model.architectures import check_architecture
 from worker.engine.model.errors import ModelUnusableError
 from worker.engine.model.packed import packing_works
 from worker.engine.model.probe import probe_kv_shape
+from worker.sizing import DTYPE_BYTES, cpu_dtype, own_dtype
 
 _log = logging.getLogger(__name__)
 

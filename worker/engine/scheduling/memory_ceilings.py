@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from worker.engine_config import EngineLimits
+from worker.engine_api.config import EngineLimits
 
 
 class MemoryCeilings:

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from worker.engine.scheduling.adapter_demand import Demand
 from worker.engine_api import AdapterSource
-from worker.engine_stats import TierStats
+from worker.engine_api.stats import TierStats
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,8 +39,8 @@ from worker.engine_api import (
     SequenceRefusedError,
     TokenLogprobs,
 )
-from worker.engine_config import EngineLimits
-from worker.engine_stats import EngineStats
+from worker.engine_api.config import EngineLimits
+from worker.engine_api.stats import EngineStats
 
 
 class Scheduler:

@@ -8,7 +8,7 @@ from worker.engine.scheduling.blocks import BlockManager
 from worker.engine.scheduling.residency import Residency
 from worker.engine.scheduling.running import RunningSequences
 from worker.engine.scheduling.waiting import WaitingSequences
-from worker.engine_stats import EngineStats
+from worker.engine_api.stats import EngineStats
 
 
 @dataclass(slots=True)

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from artifacts.sampling import OutOfRangeError, check_sampling
 from worker.engine_api import AdapterSource, NewSequence, Sampling, SequenceRefusedError, Stopping
-from worker.engine_config import EngineLimits
+from worker.engine_api.config import EngineLimits
 
 MAX_STOP_TOKEN_IDS = 64
 MAX_PRIORITY = 100

@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 
 from broker.messages import Capacity
-from worker.engine_config import EngineLimits
-from worker.engine_stats import EngineStats
+from worker.engine_api.config import EngineLimits
+from worker.engine_api.stats import EngineStats
 from worker.io.local_jobs.jobs import LocalJobs
 
 # Seconds after which a job that still waits for its adapter lends its row to another job. A fetch from a healthy store

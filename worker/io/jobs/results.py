@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 
 from worker.engine_api import Failure
-from worker.engine_stats import EngineStats
+from worker.engine_api.stats import EngineStats
 from worker.io.engine_client.process import EngineProcess
 from worker.io.jobs.telemetry import JobTelemetry
 from worker.io.jobs.usage import UsageLog

@@ -13,7 +13,7 @@ from opentelemetry.trace import Span, SpanKind
 
 from telemetry.tracing import Attributes, Spans
 from worker.engine_api import Output
-from worker.engine_stats import EngineStats
+from worker.engine_api.stats import EngineStats
 from worker.io.local_jobs.choice import LocalChoice
 from worker.io.local_jobs.jobs import LocalJob
 from worker.io.metrics import WorkerMetrics

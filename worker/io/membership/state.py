@@ -7,8 +7,8 @@ import socket
 
 from artifacts.base_model import BaseModel
 from broker.messages import AdapterTiers, WorkerPhase, WorkerState
-from worker.engine_config import EngineLimits
-from worker.engine_stats import EngineStats
+from worker.engine_api.config import EngineLimits
+from worker.engine_api.stats import EngineStats
 from worker.io.metrics import FetchStats
 
 

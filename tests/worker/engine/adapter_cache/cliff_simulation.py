@@ -11,7 +11,7 @@ from worker.engine.adapter_cache.swap_budget import SwapBudget
 from worker.engine.scheduling.batch import Batch
 from worker.engine.scheduling.scheduler import Scheduler
 from worker.engine_api import AdapterSource, NewSequence, Stopping
-from worker.engine_config import EngineLimits
+from worker.engine_api.config import EngineLimits
 
 SLOTS = 32
 ROWS = 32

@@ -17,7 +17,7 @@ from worker.engine_api import (
     Output,
     Stopping,
 )
-from worker.engine_config import EngineLimits
+from worker.engine_api.config import EngineLimits
 
 VOCAB = 50
 END = VOCAB - 1

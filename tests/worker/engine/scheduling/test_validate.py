@@ -8,7 +8,7 @@ import pytest
 
 from worker.engine.scheduling.validate import check_sequence
 from worker.engine_api import AdapterSource, NewSequence, Sampling, SequenceRefusedError, Stopping
-from worker.engine_config import EngineLimits
+from worker.engine_api.config import EngineLimits
 
 VOCAB = 50
 LIMITS = EngineLimits(rows=4, max_tokens=64, max_rank=8, vocab_size=VOCAB, block_size=4, blocks=24, adapter_slots=2)

@@ -10,8 +10,8 @@ from enum import StrEnum
 from typing import Literal, Protocol
 
 from artifacts.sampling import SamplingParams
-from worker.engine_config import EngineLimits
-from worker.engine_stats import EngineStats
+from worker.engine_api.config import EngineLimits
+from worker.engine_api.stats import EngineStats
 
 
 class SequenceRefusedError(Exception):
