@@ -23,7 +23,7 @@ class Lengths(Protocol):
 
 
 class Fixed(Decoded, frozen=True, tag="fixed"):
-    """The same length for every request."""
+    """A constant length for every request."""
 
     tokens: PositiveInt
 

@@ -24,7 +24,7 @@ def read_addresses(given: str | Sequence[str]) -> tuple[str, ...]:
 
 
 class Rotation:
-    """Whose turn it is. May be shared by threads."""
+    """The order in which addresses are called. May be shared by threads."""
 
     def __init__(self, addresses: Sequence[str]) -> None:
         self.addresses = tuple(addresses)

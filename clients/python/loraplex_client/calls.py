@@ -34,7 +34,7 @@ class Upload(Iterator[Any]):
 
 @dataclass(frozen=True)
 class Call:
-    """One RPC. `request` is a message, or an Upload; `take` gets each message of an answer that is a stream."""
+    """An RPC. `request` is a message, or an Upload; `take` gets each message of an answer that is a stream."""
 
     method: str
     request: Any
@@ -42,12 +42,12 @@ class Call:
 
     @property
     def failure(self) -> Exception | None:
-        """What broke on our side while the request was being sent."""
+        """Return the error that our side raised while sending the request, if any."""
         return self.request.failure if isinstance(self.request, Upload) else None
 
     @property
     def may_repeat(self) -> bool:
-        """Whether it can be sent once more: an upload's requests are gone, and what came has been taken."""
+        """Return whether the call can be repeated: an upload's requests are used up, a stream's messages delivered."""
         return not isinstance(self.request, Upload) and self.take is None
 
 

@@ -63,7 +63,7 @@ _CLIENT_OPTIONS: list[tuple[str, Any]] = [
 
 
 class _Endpoint:
-    """Who is called, as whom, and for how long at most."""
+    """A service's addresses, the tenant, and the timeout of each call."""
 
     def __init__(
         self,
@@ -111,7 +111,7 @@ class _Endpoint:
         return Attempt(tried[-1], call, self._timeout_s)
 
     def _failed(self, call: Call, tried: Sequence[str], error: grpc.RpcError) -> LoraplexError | None:
-        """What the call ends with; None where another address is to be tried."""
+        """Return the error that ends the call; None to try another address."""
         failure = error_of(error, tried[-1])
         if isinstance(failure, UnavailableError):
             self._rotation.failed(tried[-1])

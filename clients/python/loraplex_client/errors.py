@@ -1,4 +1,4 @@
-"""What a call can raise: one class for each gRPC status that Loraplex answers with.
+"""Errors of calls: one class for each gRPC status that Loraplex answers with.
 
 LoraplexError                     any of these; `reason` is empty where no Loraplex server has answered
 ├── InvalidRequestError           INVALID_ARGUMENT: a bad value, `field` names it
@@ -138,7 +138,7 @@ _CLASSES: dict[grpc.StatusCode, tuple[type[LoraplexError], tuple[str, ...]]] = {
 
 @dataclass
 class _Details:
-    """What the google.rpc messages of a status say."""
+    """The contents of a status's google.rpc messages."""
 
     reason: str = ""
     field: str = ""

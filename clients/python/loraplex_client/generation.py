@@ -28,7 +28,7 @@ class TokenLogprobs:
 
 @dataclass(frozen=True)
 class Choice:
-    """One answer. `stop` is the stop string or stop token id that ended it, if one did."""
+    """An answer. `stop` is the stop string or stop token id that ended it, if one did."""
 
     text: str
     token_ids: tuple[int, ...]
@@ -98,7 +98,7 @@ class Generation:
 
 @dataclass(frozen=True)
 class Piece:
-    """What one message of a stream adds: `offset` tokens of this choice came before.
+    """The content of a stream's message: `offset` tokens of this choice came before.
 
     The last piece of a stream adds nothing and carries the whole in `finished`.
     """
@@ -150,11 +150,11 @@ class Fold:
 
     @property
     def begun(self) -> bool:
-        """Whether anything has come."""
+        """Return whether anything has arrived."""
         return bool(self._choices)
 
     def received(self) -> list[inference_pb2.ReceivedTokens]:
-        """What has come of each choice."""
+        """Return what has arrived of each choice."""
         return [
             inference_pb2.ReceivedTokens(choice=choice, token_ids=growing.token_ids, finished=growing.end is not None)
             for choice, growing in sorted(self._choices.items())

@@ -1,4 +1,4 @@
-"""What may be asked of a generation, and the request that it makes."""
+"""Options of a generation, and the request made from them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a stream does when it is lost: no transport, so that the blocking and the async one do the same.
+"""Recovery of lost streams, without a transport, so that blocking and async streams share it.
 
           lost before the first message: Generate, a few times at every address where there are several
 Generate ─┤
@@ -37,7 +37,7 @@ _LONGEST_PAUSE_S = 3.0
 
 @dataclass(frozen=True)
 class Attempt:
-    """One call to make: at which address, and how many seconds it may take."""
+    """The next call: its address, and its timeout in seconds."""
 
     address: str
     call: Call
@@ -45,7 +45,7 @@ class Attempt:
 
 
 class Recovery:
-    """One generation over as many calls as it takes. Raises InternalError where a stream breaks the protocol."""
+    """A generation over as many calls as it takes. Raises InternalError where a stream breaks the protocol."""
 
     def __init__(
         self,
@@ -123,7 +123,7 @@ class Recovery:
         return pause_s
 
     def _is_loss(self, error: LoraplexError) -> bool:
-        """Whether the call may go through elsewhere or later: the router, its process or the way to it is gone."""
+        """Return whether the call may succeed elsewhere or later, because the router or the way to it is lost."""
         if self._fold.begun and not self._token:  # a server that gives no tokens
             return False
         if isinstance(error, UnavailableError):

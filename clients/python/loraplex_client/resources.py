@@ -1,4 +1,4 @@
-"""What the adapter store keeps: adapters, their immutable revisions, and base models."""
+"""Resources of the adapter store: adapters, their immutable revisions, and base models."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Revision:
 
 @dataclass(frozen=True)
 class Pushed:
-    """What an upload made; `created` is False where the same bytes were there already."""
+    """The result of an upload; `created` is False where the same bytes were there already."""
 
     adapter: Adapter
     revision: Revision
@@ -55,7 +55,7 @@ class Module:
 
 @dataclass(frozen=True)
 class ModelFile:
-    """One of a base model's small files, as the store keeps it."""
+    """A small file of a base model in the store."""
 
     name: str
     size: int
@@ -64,7 +64,7 @@ class ModelFile:
 
 @dataclass(frozen=True)
 class BaseModel:
-    """What everyone must agree on about a base model. `files` and `create_time` are the store's to fill in.
+    """The properties of a base model that all parts share. `files` and `create_time` are the store's to fill in.
 
     `digest` covers configuration, tensor headers and sizes, and sampled bytes of every tensor; `architecture` is
     transformers' model_type; `context_length` counts tokens of prompt and answer together.

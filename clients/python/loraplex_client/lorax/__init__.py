@@ -1,4 +1,4 @@
-"""What programs written for LoRAX's Python client call: change the import and the address, and they run.
+"""A drop-in for LoRAX's Python client: change the import and the address, and programs run.
 
     from loraplex_client.lorax import Client          # was: from lorax import Client
 

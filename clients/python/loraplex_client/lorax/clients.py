@@ -125,7 +125,7 @@ class AsyncClient:
 
 
 class _Ask:
-    """One request: its options, and the responses that the pieces of its stream make."""
+    """A request: its options, and the responses made from the pieces of its stream."""
 
     def __init__(self, prompt: str, adapter_id: str | None, adapter_source: str | None, parameters: Parameters) -> None:
         if adapter_source is not None and adapter_source not in ADAPTER_SOURCES:

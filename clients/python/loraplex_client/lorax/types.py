@@ -98,7 +98,7 @@ class Response:
 
 @dataclass(frozen=True)
 class StreamResponse:
-    """One token; the last has the whole text and the details."""
+    """A token; the last has the whole text and the details."""
 
     token: Token
     generated_text: str | None = None
