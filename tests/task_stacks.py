@@ -30,7 +30,8 @@ def waiting_tasks() -> Iterator[str]:
 
     The garbage collector finds the tasks, whichever loop they belong to.
     """
-    for task in [found for found in gc.get_objects() if isinstance(found, asyncio.Task)]:
+    # isinstance would ask weak references for the class of what is gone.
+    for task in [found for found in gc.get_objects() if issubclass(type(found), asyncio.Task)]:
         if not task.done():
             yield repr(task.get_name())
             for frame in _frames(task.get_coro()):

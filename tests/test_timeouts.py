@@ -7,8 +7,10 @@ import sys
 from pathlib import Path
 
 HANGING = """
-import asyncio, os, subprocess
+import asyncio, subprocess, weakref
 import pytest
+
+PROXY = weakref.proxy(set())  # nothing is behind it: asking for its class raises
 
 @pytest.fixture
 async def child():
