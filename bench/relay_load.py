@@ -1,0 +1,114 @@
+"""The load of bench.relay: a client whose streams run side by side, and requests beside them."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import AsyncIterator, Iterable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from loraplex_client import AsyncClient
+
+from bench.processor_time import processor_s
+
+PROMPT = tuple(range(32))
+
+
+@dataclass(frozen=True)
+class Setup:
+    """`alone`: requests one after the other; `probes`: those beside 64 streams; `seconds`: how long streams count."""
+
+    alone: int
+    probes: int
+    seconds: float
+    warm_s: float
+    few: int = 64
+    many: int = 256
+    # Of a stream; another follows it.
+    tokens: int = 2000
+
+
+@dataclass(frozen=True)
+class Flow:
+    """Streams that ran side by side for a while; `processor_us` a token, by process."""
+
+    name: str
+    streams: int
+    step_ms: float
+    tokens: int
+    seconds: float
+    processor_us: Mapping[str, float]
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Its throughput."""
+        return self.tokens / self.seconds
+
+
+class Load:
+    """A client and its streams. `received` counts tokens of all of them."""
+
+    def __init__(self, setup: Setup, step_ms: float, client: AsyncClient, pids: Mapping[str, int]) -> None:
+        self._setup = setup
+        self._step_ms = step_ms
+        self._client = client
+        self._pids = pids
+        self._chance = random.Random(42)
+        self.received = 0
+
+    async def ttfts_ms(self, count: int, pause_ms: float) -> list[float]:
+        """Milliseconds to the first token of requests one after the other, with random pauses around `pause_ms`."""
+        times = []
+        for _ in range(count):
+            start = time.perf_counter()
+            async with self._client.generate_stream(token_ids=PROMPT, max_new_tokens=1) as stream:
+                came = [time.perf_counter() - start async for piece in stream if piece.token_ids]
+            times.append(came[0] * 1e3)
+            # At any moment of a step.
+            await asyncio.sleep(self._chance.uniform(0.0, 2.0) * pause_ms / 1e3)
+        return times
+
+    async def flow(self, name: str, streams: int) -> Flow:
+        """Count what streams give side by side, once all of them run."""
+        setup = self._setup
+        async with self.streams(streams):
+            await asyncio.sleep(setup.warm_s)
+            began, used, received = time.perf_counter(), processor_s(self._pids), self.received
+            await asyncio.sleep(setup.seconds)
+            seconds, now, tokens = time.perf_counter() - began, processor_s(self._pids), self.received - received
+        if not tokens:
+            raise RuntimeError(f"{name}: no token in {seconds:.1f} s")
+        us = {whose: (after - used.get(whose, 0.0)) / tokens * 1e6 for whose, after in now.items()}
+        return Flow(name, streams, self._step_ms, tokens, seconds, us)
+
+    @asynccontextmanager
+    async def streams(self, count: int) -> AsyncIterator[None]:
+        """So many streams, all running; cancelled at the end. Raises what ended one of them before."""
+        started = [asyncio.Event() for _ in range(count)]
+        tasks = [asyncio.create_task(self._read(event)) for event in started]
+        starting = asyncio.create_task(_all(started))
+        try:
+            await asyncio.wait({starting, *tasks}, return_when=asyncio.FIRST_COMPLETED)
+            yield
+            for task in tasks:
+                if task.done():
+                    task.result()
+        finally:
+            for task in (starting, *tasks):
+                task.cancel()
+            await asyncio.gather(starting, *tasks, return_exceptions=True)
+
+    async def _read(self, started: asyncio.Event) -> None:
+        while True:
+            stream = self._client.generate_stream(token_ids=PROMPT, max_new_tokens=self._setup.tokens)
+            async with stream:
+                async for piece in stream:
+                    self.received += len(piece.token_ids)
+                    started.set()
+
+
+async def _all(events: Iterable[asyncio.Event]) -> None:
+    for event in events:
+        await event.wait()
