@@ -1,1 +1,1 @@
-"""Benchmarks against peers and against what the machine can do; `python -m bench` runs them all."""
+"""Benchmarks against other engines and against the machine's limits; `python -m bench` runs all of them."""

@@ -1,6 +1,6 @@
 """Runs every benchmark, each in a process of its own, and rewrites the tables of docs/benchmarks.md and scaling.md.
 
-python -m bench [--quick]        --quick: only to see that they run; the page stays as it is
+python -m bench [--quick]        --quick: small runs that show that every benchmark works; the pages stay unchanged
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from bench.report import progress
 from bench.tables import rewrite
 
 NAMES = ("engine", "lora_layer", "adapters", "interference", "fairness", "relay")
-# These write pages of their own.
+# Benchmarks that write their own pages.
 _OTHERS = ("scaling",)
 _PAGE = Path(__file__).parents[1] / "docs" / "benchmarks.md"
 
 
 def main() -> int:
-    """Exit code: 0, or 1 where one of them failed; the others still run."""
+    """Run all benchmarks; return exit code 0, or 1 if a benchmark failed. A failure does not stop the others."""
     parser = argparse.ArgumentParser(prog="python -m bench", description=(__doc__ or "").splitlines()[0])
     parser.add_argument(
         "--quick", action="store_true", help="smaller models and fewer repeats; the page stays as it is"

@@ -1,6 +1,6 @@
-"""The bare engine with far more adapters than slots, and what bench.adapters asks of it.
+"""The engine without a cluster, with far more adapters than slots, and the scenarios that bench.adapters runs on it.
 
-It runs scenarios, which are picklable and get the engine: AdapterEngine.run(Saturated(...)).
+A scenario is a picklable callable that takes the engine, for example `AdapterEngine.run(Saturated(...))`.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ R = TypeVar("R")
 
 
 class AdapterEngine:
-    """An engine in bfloat16, in a process of its own, as workers have it.
+    """An engine in bfloat16, configured as in a worker's engine process.
 
-    Adapter i's files lie in directory i mod their number, under a digest of its own.
+    The files of adapter i are in directory i mod the number of directories; each adapter has its own digest.
     """
 
     def __init__(self, model: Path, directories: Sequence[Path], vocabulary: int, **settings: Any) -> None:
-        """`settings` are more of EngineConfig's."""
+        """Build the engine; `settings` are further fields of EngineConfig."""
         self._loaded = threading.Event()
         self._engine = build_engine(EngineConfig(str(model), dtype="bfloat16", **settings), on_loaded=self._loaded.set)
         freeze_gc()
@@ -42,14 +42,14 @@ class AdapterEngine:
         self._live: set[str] = set()
 
     def run(self, requests: Callable[[AdapterEngine], R]) -> R:
-        """Run a scenario."""
+        """Run a scenario, then abort its remaining sequences; return the scenario's result."""
         try:
             return requests(self)
         finally:
             self.abort()
 
     def add_request(self, request: Request, *, unknown: bool = False) -> str:
-        """Take a request and return its name; `unknown`: its adapter's digest is new, so that its files are read."""
+        """Add a request and return its name. `unknown` gives its adapter a new digest, so that its files are read."""
         self._names += 1
         name = f"{self._names}"
         adapter = None
@@ -63,9 +63,9 @@ class AdapterEngine:
         return name
 
     def step(self, until: float | None = None) -> list[Output]:
-        """One step, after waiting for an adapter if only that is left to do; at the latest at `until` (perf_counter).
+        """Run one step. If all sequences wait for adapters, wait for a load first, at most until `until`.
 
-        Raises RuntimeError where a sequence failed.
+        `until` is a time of perf_counter; when it passes, no step runs. Raises RuntimeError if a sequence failed.
         """
         while not self._engine.has_work():
             left = None if until is None else until - time.perf_counter()
@@ -82,7 +82,7 @@ class AdapterEngine:
         return outputs
 
     def abort(self) -> None:
-        """Forget all that has not ended."""
+        """Abort every sequence that has not ended."""
         for name in self._live:
             self._engine.abort(name)
         self._live.clear()
@@ -90,7 +90,7 @@ class AdapterEngine:
             self._engine.step()
 
     def first_token_s(self, request: Request, *, unknown: bool = False) -> float:
-        """Seconds from a lone request to its first token."""
+        """Return the seconds from a lone request's arrival to its first token."""
         start = time.perf_counter()
         name = self.add_request(request, unknown=unknown)
         while not any(output.sequence_id == name and output.token_ids for output in self.step()):
@@ -101,17 +101,17 @@ class AdapterEngine:
 
     @property
     def stats(self) -> EngineStats:
-        """What it holds now."""
+        """Return the engine's current statistics."""
         return self._engine.stats()
 
     def close(self) -> None:
-        """End its threads."""
+        """End the engine's threads."""
         self._engine.close()
 
 
 @dataclass(frozen=True)
 class Saturation:
-    """What came of Saturated; `steps` are those of its time."""
+    """The result of a Saturated scenario; `steps` are the engine's steps while it ran."""
 
     requests: int
     tokens: int
@@ -121,20 +121,20 @@ class Saturation:
 
     @property
     def tokens_per_s(self) -> float:
-        """Its throughput."""
+        """Return the throughput."""
         return self.tokens / self.seconds
 
 
 @dataclass(frozen=True)
 class Saturated:
-    """A closed loop over a trace with so many requests in flight, until all but the last `in_flight` have ended."""
+    """A closed loop over a trace with `in_flight` requests at a time, until all but the last `in_flight` have ended."""
 
     trace: Trace
     prompts: int
     in_flight: int
 
     def __call__(self, engine: AdapterEngine) -> Saturation:
-        """Run it."""
+        """Run the scenario."""
         waiting = deque(arrival.request for arrival in draw(self.trace, engine.vocabulary, self.prompts))
         ends = len(waiting) - self.in_flight
         swaps = engine.stats.tiers.swaps
@@ -156,14 +156,17 @@ class Saturated:
 
 @dataclass(frozen=True)
 class FirstTokens:
-    """An open loop: the trace's requests at its times. Returns seconds to the first token, of all after `warm_up`."""
+    """An open loop that adds the trace's requests at their times.
+
+    Returns the seconds to the first token of each request after the first `warm_up`.
+    """
 
     trace: Trace
     prompts: int
     warm_up: int
 
     def __call__(self, engine: AdapterEngine) -> list[float]:
-        """Run it."""
+        """Run the scenario."""
         coming = deque(draw(self.trace, engine.vocabulary, self.prompts))
         names: dict[str, Arrival] = {}
         taken: dict[str, float] = {}
@@ -174,12 +177,12 @@ class FirstTokens:
                 names[engine.add_request(arrival.request)] = arrival
             for output in engine.step(until=start + coming[0].at_s if coming else None):
                 if output.token_ids and output.sequence_id not in taken:
-                    # From when it was to come: what a step of that moment delays counts.
+                    # Timed from the trace's arrival time, so that a delay by the step that was running counts.
                     taken[output.sequence_id] = time.perf_counter() - start - names[output.sequence_id].at_s
         return [taken[name] for name in list(names)[self.warm_up :]]
 
 
 def resident_bytes() -> int:
-    """Of this process's memory, what lies in RAM; from /proc, so on Linux alone."""
+    """Return this process's resident memory in bytes, from /proc (Linux only)."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * 4096

@@ -1,4 +1,4 @@
-"""Scenarios of bench.adapters about single loads: beside decodes, for a lone request, and ten thousand in a row."""
+"""Scenarios of bench.adapters about adapter loads: beside decodes, for a lone request, and ten thousand in a row."""
 
 from __future__ import annotations
 
@@ -12,14 +12,16 @@ from bench.adapter_engine import AdapterEngine, resident_bytes
 from bench.trace import random_ids
 from bench.workload import Request
 
-# Short: what is looked at is the adapter's load, not the prompt's prefill beside the decodes.
+# Tokens of an arriving request's prompt and of its answer: few, because the scenario measures the adapter's load and
+# not a long prefill.
 _ARRIVAL_TOKENS = 8
+# Interval in seconds between arrivals.
 _EVERY_S = 0.1
 _IN_FLIGHT = 64
 
 
 class Loads(Enum):
-    """What arrives beside decodes: nothing, or ten short requests a second whose adapters are there, or are new."""
+    """The requests that arrive beside decodes: none, or ten short ones a second with loaded or with new adapters."""
 
     NONE = "nothing arrives"
     WARM = "10 requests a second"
@@ -28,7 +30,7 @@ class Loads(Enum):
 
 @dataclass(frozen=True)
 class DecodingGaps:
-    """Sequences that decode, each with its own adapter; returns the seconds between their tokens."""
+    """Decoding sequences, each with its own adapter, and arrivals; returns the seconds between the decodes' tokens."""
 
     loads: Loads
     seconds: float
@@ -36,12 +38,12 @@ class DecodingGaps:
     seed: int
 
     def __call__(self, engine: AdapterEngine) -> list[float]:
-        """Run it."""
+        """Run the scenario."""
         chance = random.Random(f"{self.seed} {self.loads}")
         watched = {
             engine.add_request(_request(chance, engine, 8, 8000, adapter)): 0.0 for adapter in range(self.decodes)
         }
-        # Adapters of warm arrivals, and the decodes' first steps.
+        # Warm-up: the adapters of warm arrivals are loaded, and the decodes pass their first steps.
         for adapter in range(self.decodes, self.decodes + 4):
             engine.add_request(_request(chance, engine, _ARRIVAL_TOKENS, _ARRIVAL_TOKENS, adapter))
         for _ in range(60):
@@ -67,10 +69,10 @@ class DecodingGaps:
 
 @dataclass(frozen=True)
 class LoneFirstTokens:
-    """A request of 64 tokens on an idle engine, so many times; seconds to the first token, by where the adapter is.
+    """Lone requests of 64 tokens on an idle engine; returns the seconds to the first token, by the adapter's place.
 
-    Each time with the next of the last `cycle` of `adapters`, more than there are slots: first it is in host memory,
-    then in its slot.
+    Each of the `repeats` uses the next of the last `cycle` of `adapters`, which are more than the slots, and asks
+    twice: the first request finds the adapter in host memory, the second in its slot.
     """
 
     repeats: int
@@ -78,23 +80,26 @@ class LoneFirstTokens:
     cycle: int
 
     def __call__(self, engine: AdapterEngine) -> dict[str, list[float]]:
-        """Run it."""
+        """Run the scenario."""
         chance = random.Random(self.repeats)
         cycle = min(self.cycle, self.adapters)
         taken: dict[str, list[float]] = {"in host memory": [], "in a slot": []}
-        # Once around before: so each is in host memory, and has left its slot when its turn comes.
+        # The first cycle is a warm-up: it brings each adapter to host memory, and its slot is taken again before its
+        # next turn.
         for turn in range(cycle + self.repeats):
             for seconds in taken.values():
-                one = engine.first_token_s(_request(chance, engine, 64, 1, self.adapters - cycle + turn % cycle))
+                adapter = self.adapters - cycle + turn % cycle
+                first_token_s = engine.first_token_s(_request(chance, engine, 64, 1, adapter))
                 if turn >= cycle:
-                    seconds.append(one)
+                    seconds.append(first_token_s)
         return taken
 
 
 @dataclass(frozen=True)
 class Swapping:
-    """Requests for random ones of `adapters`, far more than slots, until so many were swapped; returns the growth of
-    the process's memory over the time, in MB. `warm_up` swaps go before: they fill the tiers and grow buffers.
+    """Requests for random adapters, far more than slots, until `swaps` swaps; returns the memory's growth in MB.
+
+    `warm_up` swaps run before the measurement: they fill the tiers and grow the process's buffers.
     """
 
     swaps: int
@@ -102,7 +107,7 @@ class Swapping:
     adapters: int
 
     def __call__(self, engine: AdapterEngine) -> float:
-        """Run it."""
+        """Run the scenario."""
         chance = random.Random(1)
 
         def swap(count: int) -> None:
@@ -121,7 +126,7 @@ class Swapping:
 
 
 def percentile(values: Sequence[float], percent: int) -> float:
-    """The value that so many percent of them do not exceed."""
+    """Return the value that `percent` percent of the values do not exceed."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, len(ordered) * percent // 100)]
 

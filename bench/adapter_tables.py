@@ -1,4 +1,4 @@
-"""Rows and plot of bench.adapters."""
+"""The table rows and the plot of bench.adapters."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from bench.plots import Panel
 
 
 def saturated_rows(runs: dict[int, list[Saturation]]) -> list[dict[str, Any]]:
-    """Rows of saturated runs, by the number of adapters."""
+    """Return the rows of saturated runs, by the number of adapters."""
     return [
-        row(f"{count} adapters, saturated", "tokens/s", [one.tokens_per_s for one in mine])
-        | {"swaps a request": sum(one.swaps for one in mine) / sum(one.requests for one in mine)}
-        for count, mine in runs.items()
+        row(f"{count} adapters, saturated", "tokens/s", [run.tokens_per_s for run in measured])
+        | {"swaps a request": sum(run.swaps for run in measured) / sum(run.requests for run in measured)}
+        for count, measured in runs.items()
     ]
 
 
 def row(case: str, unit: str, values: Sequence[float]) -> dict[str, Any]:
-    """A row: median, spread and 99th percentile."""
+    """Return a row with the median, the spread and the 99th percentile."""
     return {
         "case": case,
         "unit": unit,
@@ -34,7 +34,7 @@ def row(case: str, unit: str, values: Sequence[float]) -> dict[str, Any]:
 
 
 def panels(slots: int, taken: dict[float, list[float]]) -> list[Panel]:
-    """The plot of seconds to the first token by active adapters a slot."""
+    """Return the plot of the time to the first token by active adapters a slot."""
     lines = {
         name: [(share, 1e3 * percentile(values, percent)) for share, values in taken.items()]
         for name, percent in (("median", 50), ("99th percentile", 99))

@@ -1,8 +1,8 @@
 """Many adapters on few slots: `python -m bench.adapters [--quick] [--json FILE]`.
 
 The 28 M model in bfloat16, adapters of ranks 2, 4 and 8 on q, k, v and o, 32 slots, at most 32 rows; requests of the
-published multi-LoRA trace (trace.py). The engine is bare and has a process of its own; only the time to the first token
-with an adapter that is in the store alone is taken through a whole cluster.
+published multi-LoRA trace (trace.py). The engine runs without a cluster, in its own process. A whole cluster serves
+only the measurement of the first token with an adapter that no worker has yet.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ AIMS = {
     "rss_growth_mb": Aim(at_most=20),
 }
 RANKS, LINEARS = (2, 4, 8), ("q_proj", "k_proj", "v_proj", "o_proj")
-# Distinct files; more adapters share them under digests of their own, each read for itself.
+# Number of distinct adapter files. More adapters share them under their own digests, and each is read separately.
 _FILES = 60
 _FEW, _MANY = 5, 1000
 _LONE_PROMPT = 64
-# Active adapters a slot, for the time to the first token.
+# Active adapters a slot at which the time to the first token is measured.
 _SHARES = (0.25, 0.5, 1.0, 2.0, 4.0)
 
 
 @dataclass(frozen=True)
 class Setup:
-    """How much is run. Seconds are of one run."""
+    """The sizes of a run; fields in seconds are the lengths of one measurement."""
 
     shape: ModelShape
     counts: tuple[int, ...] = (_FEW, 100, _MANY)
@@ -58,7 +58,7 @@ class Setup:
     in_flight: int = 64
     lengths: tuple[int, int] = (8, 64)
     rounds: int = 2
-    # Of a saturated run.
+    # Requests of a saturated run.
     requests: int = 400
     open_s: float = 5.0
     decoding_s: float = 5.0
@@ -70,7 +70,7 @@ class Setup:
 
     @property
     def adapter_bytes(self) -> int:
-        """What the largest adapter takes."""
+        """Return the bytes of the largest adapter."""
         return int(2 * self.shape.adapter_parameters(max(RANKS), LINEARS))
 
 
@@ -91,12 +91,12 @@ Engine = Isolated[Any, Any]
 
 
 def main() -> None:
-    """Run it as the arguments say; a full run draws the plot."""
+    """Run the benchmark with the command line's arguments; a full run draws the plot."""
     run_command("adapters", __doc__ or "", lambda quick: measure(QUICK if quick else FULL, quick))
 
 
 def measure(setup: Setup, quick: bool) -> Report:
-    """Make the model and its adapters, and run all scenarios, each beside what it is compared with."""
+    """Make the model and its adapters, and run each scenario next to the one that it is compared with."""
     meter = CeilingMeter(setup.ceiling_bytes)
     with ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="loraplex-bench-")))
@@ -112,7 +112,7 @@ def measure(setup: Setup, quick: bool) -> Report:
             gaps = _gaps(setup, engine)
             first_tokens = _first_tokens(setup, engine)
         progress(f"{setup.swaps} swaps")
-        # Host memory for some of them: the others are read again.
+        # Host memory holds only some of the adapters, so the others are read from their files again.
         with _isolated(setup, model, adapters, 4 * setup.slots) as engine:
             growth = engine.run(Swapping(setup.swaps, setup.warm_up_swaps, 6 * setup.slots))
         stored = _store_first_tokens(setup, model, adapters[: setup.lone_store])
@@ -121,8 +121,8 @@ def measure(setup: Setup, quick: bool) -> Report:
     ceilings = meter.median()
     mean_rank = sum(RANKS) / len(RANKS)
     few, many = saturated[min(setup.counts)], saturated[max(setup.counts)]
-    over_few = [one.tokens_per_s / other.tokens_per_s for one, other in zip(many, few, strict=True)]
-    of_limit = [limit_s(one.steps, setup.shape, mean_rank, ceilings, LINEARS) / one.seconds for one in many]
+    over_few = [run.tokens_per_s / other.tokens_per_s for run, other in zip(many, few, strict=True)]
+    of_limit = [limit_s(run.steps, setup.shape, mean_rank, ceilings, LINEARS) / run.seconds for run in many]
     fits, twice = (median(first_tokens[share]) for share in (0.5, 2.0))
     return Report(
         name="adapters",
@@ -174,24 +174,24 @@ def _engine(
 
 
 def _saturated(setup: Setup, engine: Engine, meter: CeilingMeter) -> dict[int, list[Saturation]]:
-    """Runs by the number of adapters; the first round warms up, and brings every adapter to host memory."""
+    """Return the runs by the number of adapters. The first round is a warm-up that loads adapters into host memory."""
     runs: dict[int, list[Saturation]] = {}
     engine.run(Saturated(Trace(max(setup.counts), 3 * max(setup.counts) + setup.in_flight, (1, 2)), 0, setup.in_flight))
     for turn in range(setup.rounds + 1):
         for count in setup.counts:
             meter.measure()
             trace = Trace(count, setup.requests + setup.in_flight, setup.lengths)
-            one = engine.run(
+            run = engine.run(
                 Saturated(trace, 1 + turn * len(setup.counts) + setup.counts.index(count), setup.in_flight)
             )
-            progress(f"round {turn}: {count} adapters: {one.tokens_per_s:.0f} tokens/s, {one.swaps} swaps")
+            progress(f"round {turn}: {count} adapters: {run.tokens_per_s:.0f} tokens/s, {run.swaps} swaps")
             if turn:
-                runs.setdefault(count, []).append(one)
+                runs.setdefault(count, []).append(run)
     return runs
 
 
 def _gaps(setup: Setup, engine: Engine) -> dict[Loads, list[float]]:
-    """Gaps of decodes without and with adapters that arrive beside them."""
+    """Return the gaps between the decodes' tokens, by the adapters that arrive beside them."""
     gaps: dict[Loads, list[float]] = {}
     for turn in range(setup.rounds):
         for load in Loads:
@@ -200,7 +200,7 @@ def _gaps(setup: Setup, engine: Engine) -> dict[Loads, list[float]]:
 
 
 def _first_tokens(setup: Setup, engine: Engine) -> dict[float, list[float]]:
-    """Seconds to the first token at half the load that is the peak while all adapters fit."""
+    """Return the seconds to the first token at half of the peak load, which is measured while all adapters fit."""
     requests = setup.requests + setup.in_flight
     active = {share: max(1, int(share * setup.slots)) for share in _SHARES}
     peak = engine.run(Saturated(Trace(active[0.5], requests, setup.lengths), 10_000, setup.in_flight))
@@ -210,23 +210,25 @@ def _first_tokens(setup: Setup, engine: Engine) -> dict[float, list[float]]:
         for share in _SHARES:
             trace = Trace(active[share], max(10, int(rate * setup.open_s)), setup.lengths, rate=rate)
             prompts = 20_000 + turn * len(_SHARES) + _SHARES.index(share)
-            one = engine.run(FirstTokens(trace, prompts, trace.requests // 5))
-            progress(f"{rate:.1f} requests/s, {share:g} adapters a slot: first token after {1e3 * median(one):.1f} ms")
-            taken.setdefault(share, []).extend(one)
+            times = engine.run(FirstTokens(trace, prompts, trace.requests // 5))
+            progress(
+                f"{rate:.1f} requests/s, {share:g} adapters a slot: first token after {1e3 * median(times):.1f} ms"
+            )
+            taken.setdefault(share, []).extend(times)
     return taken
 
 
 def _store_first_tokens(setup: Setup, model: Path, adapters: Sequence[Path]) -> dict[str, list[float]]:
-    """Through a cluster whose worker has never seen an adapter, and once more when it has."""
+    """Return the seconds to the first token through a cluster: with adapters new to its worker, and once more."""
     taken: dict[str, list[float]] = {"in the store": [], "in a slot": []}
-    progress("a cluster")
+    progress("first tokens through a cluster")
     with ServedCluster(model, adapters, setup.rows) as cluster:
         for number in range(setup.lone_store):
             for turn, times in enumerate(taken.values()):
                 seed = 30_000 + 2 * number + turn
                 request = random_request(seed, _LONE_PROMPT, 1, number, setup.shape.vocabulary)
                 times.append(cluster.first_token_s(request))
-    # The first one meets a worker that has never run.
+    # Without the first request, which is slower because the worker has not run before.
     return {where: times[1:] for where, times in taken.items()}
 
 

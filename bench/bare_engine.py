@@ -1,4 +1,4 @@
-"""The bare engine that is timed, in this process: it needs the engine half of the worker and nothing else."""
+"""The engine without a cluster, in this process: it needs only the worker's engine code."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from worker.engine_api.config import EngineConfig
 
 
 class BareEngine:
-    """An engine with at most `rows` sequences in a batch; `settings` are more of EngineConfig's."""
+    """An engine with at most `rows` sequences in a batch; `settings` are further fields of EngineConfig."""
 
     def __init__(self, model: Path, adapters: Sequence[Path], rows: int, device: str = "cpu", **settings: Any) -> None:
         self._engine = build_engine(EngineConfig(str(model), device, "bfloat16", rows, **settings))
         self._adapters = [AdapterSource(directory.name, str(directory)) for directory in adapters]
 
     def run(self, requests: Sequence[Request]) -> Timed:
-        """Answer all of them; they arrive at once."""
+        """Answer the requests, which all arrive at once, and time them."""
         with recorded_steps() as steps:
             start = time.perf_counter()
             self.add_requests(requests)
@@ -34,12 +34,12 @@ class BareEngine:
         return Timed(answered_tokens(requests), seconds, tuple(steps))
 
     def add_requests(self, requests: Sequence[Request]) -> None:
-        """Take requests; they are called by their places, "0" and so on."""
+        """Add requests; their names are their indices: "0", "1" and so on."""
         for index, request in enumerate(requests):
             self._engine.add_sequence(self._sequence(f"{index}", request))
 
     def step(self) -> list[Output]:
-        """One step. Raises RuntimeError where a sequence failed."""
+        """Run one step. Raises RuntimeError if a sequence failed."""
         outputs = self._engine.step()
         for output in outputs:
             if output.failure:
@@ -47,14 +47,14 @@ class BareEngine:
         return outputs
 
     def abort(self, requests: Sequence[Request]) -> None:
-        """Forget what was added and has not ended; returns when no step is under way."""
+        """Abort the requests that have not ended; returns when no step is running."""
         for index in range(len(requests)):
             self._engine.abort(f"{index}")
         while self._engine.has_work():
             self.step()
 
     def close(self) -> None:
-        """End its threads."""
+        """End the engine's threads."""
         self._engine.close()
 
     def _sequence(self, name: str, request: Request) -> NewSequence:

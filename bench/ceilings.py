@@ -1,6 +1,6 @@
-"""What the machine can do: bytes read and operations done a second, through the fastest linear layer there is.
+"""The machine's ceilings: bytes read and operations a second, measured with the fastest linear layer available.
 
-The two are measured over and over between the runs that are compared with them: on a shared machine they change.
+Benchmarks measure both again between their runs, because the ceilings of a shared machine change.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.nn.functional import linear
 from worker.engine.model.packed import PackedWeight, packing_works
 
 _OUT, _IN = 4864, 896
-# All of them together are far larger than a cache: none of them is still there when its turn comes again.
+# Bytes of all weights: far more than a processor's cache, so that no weight is still cached at its next use.
 WEIGHTS_BYTES = 384 * 2**20
 _DTYPE = torch.bfloat16
 _ROWS = 512
@@ -26,14 +26,14 @@ _ROWS_WEIGHTS = 3
 
 @dataclass(frozen=True)
 class Ceilings:
-    """Bytes a second with one row, and operations a second with many; a multiplication and an addition are two."""
+    """Bytes a second with one row, and operations a second with many rows; a multiply-add counts as two operations."""
 
     bytes_per_s: float
     operations_per_s: float
 
 
 class CeilingMeter:
-    """Measures, and keeps what it measured. Holds its weights in memory for as long as it lives."""
+    """Measures the ceilings and keeps all measurements; its weights stay in memory as long as it does."""
 
     def __init__(self, weights_bytes: int = WEIGHTS_BYTES) -> None:
         weight_bytes = _OUT * _IN * _DTYPE.itemsize
@@ -47,7 +47,7 @@ class CeilingMeter:
 
     @torch.inference_mode()
     def measure(self) -> None:
-        """One look at each ceiling, a fraction of a second; the better of two passes, so that none is cold."""
+        """Measure both ceilings, in a fraction of a second. The better of two passes counts: the first may be cold."""
         x = torch.randn(1, _IN).to(_DTYPE)
         many = torch.randn(_ROWS, _IN).to(_DTYPE)
         read_s = min(_pass_s(self._linears, x) for _ in range(2))
@@ -56,15 +56,16 @@ class CeilingMeter:
         self.measured.append(Ceilings(self._bytes / read_s, operations / compute_s))
 
     def median(self) -> Ceilings:
-        """The medians of all looks."""
+        """Return the medians of all measurements."""
         return Ceilings(
-            median(one.bytes_per_s for one in self.measured), median(one.operations_per_s for one in self.measured)
+            median(measurement.bytes_per_s for measurement in self.measured),
+            median(measurement.operations_per_s for measurement in self.measured),
         )
 
     def rows(self) -> list[dict[str, object]]:
-        """Rows of a report: median, and the spread from lowest to highest."""
-        bandwidths = [one.bytes_per_s / 1e9 for one in self.measured]
-        rates = [one.operations_per_s / 1e9 for one in self.measured]
+        """Return the rows of a report: the median, and the spread from lowest to highest."""
+        bandwidths = [measurement.bytes_per_s / 1e9 for measurement in self.measured]
+        rates = [measurement.operations_per_s / 1e9 for measurement in self.measured]
         return [
             {
                 "case": case,
@@ -87,6 +88,6 @@ def _plain(weight: Tensor) -> Callable[[Tensor], Tensor]:
 
 def _pass_s(linears: list[PackedWeight | Callable[[Tensor], Tensor]], x: Tensor) -> float:
     start = time.perf_counter()
-    for one in linears:
-        one(x)
+    for layer in linears:
+        layer(x)
     return time.perf_counter() - start

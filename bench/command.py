@@ -10,12 +10,12 @@ from bench.report import Report
 
 
 def run_command(name: str, description: str, measure: Callable[[bool], Report]) -> Report:
-    """Read the arguments, measure (quickly or not), print the tables, write the file; returns what was measured."""
+    """Read the arguments, call `measure`, print the tables, write the JSON file; return the report."""
     parser = argparse.ArgumentParser(prog=f"python -m bench.{name}", description=description.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="a smaller model and fewer repeats, under a minute")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
     arguments = parser.parse_args()
-    # Minutes of measuring must not end in a path that can't be written.
+    # Checked before the measurement, which takes minutes.
     if arguments.json and not arguments.json.resolve().parent.is_dir():
         parser.error(f"--json: {arguments.json.parent} is not a directory")
     report = measure(arguments.quick)

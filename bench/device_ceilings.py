@@ -1,6 +1,6 @@
-"""What a device can do: bytes of its memory read or written a second, and operations of a large matrix product.
+"""A device's ceilings: bytes of its memory read or written a second, and operations a second of a large matrix product.
 
-Looked at over and over between the runs that are compared with them, as ceilings.py does it on the CPU.
+Benchmarks measure both again between their runs, as with ceilings.py on the CPU.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ _REPEATS = 10
 
 
 class DeviceCeilingMeter:
-    """Measures, and keeps what it measured.
+    """Measures the ceilings and keeps all measurements.
 
-    Holds two buffers of `buffer_bytes`, which should be far larger than the device's cache, and three matrices of
-    `side` x `side` in bfloat16. All are filled at random: products of zeros are faster.
+    The meter has two buffers of `buffer_bytes`, which should be far larger than the device's cache, and three matrices
+    of `side` x `side` in bfloat16. All are random, because products of zeros are faster.
     """
 
     def __init__(self, device: torch.device, buffer_bytes: int, side: int) -> None:
@@ -35,30 +35,33 @@ class DeviceCeilingMeter:
         self.measured: list[Ceilings] = []
 
     def measure(self) -> None:
-        """One look at each: the better of a copy and a sum, counting bytes read plus bytes written; and a product."""
+        """Measure both ceilings: bandwidth by the faster of a copy (read and written) and a sum, rate by a product."""
         size = self._from.numel() * self._from.itemsize
-        one, other, out = self._matrices
+        left, right, product = self._matrices
         copied_s = mean_s(self._device, lambda: self._to.copy_(self._from))
         read_s = mean_s(self._device, self._from.sum)
-        product_s = mean_s(self._device, lambda: torch.mm(one, other, out=out))
-        self.measured.append(Ceilings(max(2 * size / copied_s, size / read_s), 2 * len(one) ** 3 / product_s))
+        product_s = mean_s(self._device, lambda: torch.mm(left, right, out=product))
+        self.measured.append(Ceilings(max(2 * size / copied_s, size / read_s), 2 * len(left) ** 3 / product_s))
 
     def median(self) -> Ceilings:
-        """The medians of all looks."""
+        """Return the medians of all measurements."""
         return Ceilings(
-            median(one.bytes_per_s for one in self.measured), median(one.operations_per_s for one in self.measured)
+            median(measurement.bytes_per_s for measurement in self.measured),
+            median(measurement.operations_per_s for measurement in self.measured),
         )
 
     def rows(self) -> list[Mapping[str, Any]]:
-        """Rows of a report."""
+        """Return the rows of a report."""
         return [
-            spread("ceiling: memory", "GB/s", [one.bytes_per_s / 1e9 for one in self.measured]),
-            spread("ceiling: bfloat16 product", "TFLOP/s", [one.operations_per_s / 1e12 for one in self.measured]),
+            spread("ceiling: memory", "GB/s", [ceilings.bytes_per_s / 1e9 for ceilings in self.measured]),
+            spread(
+                "ceiling: bfloat16 product", "TFLOP/s", [ceilings.operations_per_s / 1e12 for ceilings in self.measured]
+            ),
         ]
 
 
 def spread(case: str, unit: str, values: Sequence[float]) -> dict[str, Any]:
-    """A row of a report: the median, and the spread from lowest to highest."""
+    """Return a row of a report: the median, and the spread from lowest to highest."""
     return {
         "case": case, "unit": unit, "median": median(values), "low": min(values), "high": max(values),
         "runs": len(values),
@@ -66,14 +69,14 @@ def spread(case: str, unit: str, values: Sequence[float]) -> dict[str, Any]:
 
 
 def now_s(device: torch.device) -> float:
-    """The clock, when the device has done all that it was given."""
+    """Wait until the device has finished its work, then return the time of perf_counter."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
 
 
 def mean_s(device: torch.device, work: Callable[[], Any]) -> float:
-    """Seconds that `work` takes on the device, after one call that warms up."""
+    """Return the mean seconds that `work` takes on the device, after one call as a warm-up."""
     work()
     start = now_s(device)
     for _ in range(_REPEATS):

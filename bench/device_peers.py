@@ -1,4 +1,4 @@
-"""Ours on a device in turn with what people start with there: transformers' continuous batching, peft's batches."""
+"""Our engine on a device, in turn with two peers: transformers' continuous batching and peft's mixed batches."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from bench.rounds import Case, Rounds, Timed
 from bench.workload import Request, Workload
 
 _STEP_TOKENS, _PAGE = 4096, 256
-# No prompt of the other measurements is drawn with seeds like these.
+# Seeds that no other measurement uses, so that no prompt is in the prefix cache.
 _BASE_SEED, _MIXED_SEED = 1_000_000, 2_000_000
 _BASE, _CONTINUOUS = "engine, no adapters", "transformers, continuous"
 
 
 @dataclass(frozen=True)
 class PeerSetup:
-    """What is asked; of ours with adapters and of peft the first `static_requests`, each with an adapter of its own."""
+    """The requests: all of them without adapters; the first `static_requests` with an adapter each, also for peft."""
 
     workload: Workload
     static_requests: int
@@ -32,7 +32,7 @@ class PeerSetup:
 
 @dataclass(frozen=True)
 class PeerFigures:
-    """Rows and ratios of a report."""
+    """The rows and ratios of a report."""
 
     rows: Sequence[Mapping[str, Any]]
     ratios: Mapping[str, float]
@@ -45,7 +45,7 @@ class _Answers(Protocol):
 def against_peers(
     setup: PeerSetup, engine: BareEngine, model: Path, adapters: Sequence[Path], vocabulary: int, device: str
 ) -> PeerFigures:
-    """Run ours and one peer in turn, then the other: a device need not hold all three models."""
+    """Run our engine in turn with each peer, one peer after the other: a device need not hold all three models."""
     base = _against_continuous(setup, engine, model, vocabulary, device)
     _free(device)
     mixed = _against_peft(setup, engine, model, adapters[: setup.static_requests], vocabulary, device)
@@ -59,7 +59,8 @@ def against_peers(
 
 def _against_continuous(setup: PeerSetup, engine: BareEngine, model: Path, vocabulary: int, device: str) -> Rounds:
     work, rounds = setup.workload, Rounds()
-    # What the work needs, and room for a second request where a page is shared out badly.
+    # The blocks of all requests, with a spare page for each request and the pages of a spare request, because the peer
+    # shares pages out unevenly.
     blocks = (work.requests + 1) * (-(-(work.prompt + work.long) // _PAGE) + 1)
     with ContinuousBatches(model, device, _STEP_TOKENS, blocks) as continuous:
 

@@ -1,4 +1,4 @@
-"""Steps of the engine on a device: decode steps of so many rows at a context, and prefills of one long prompt."""
+"""Timed steps of the engine on a device: decode steps of some rows at a context, and prefills of one long prompt."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from bench.device_ceilings import now_s
 from bench.limit import Step, recorded_steps
 from bench.workload import Request, Workload
 
-# The rows of a case begin within so many steps.
+# Maximum number of steps within which the rows of a case begin.
 _BEGINNING_STEPS = 64
 
 
 @dataclass(frozen=True)
 class StepSetup:
-    """A decode case is timed in `windows` of `steps` steps around `context` tokens; a prefill has `prefill` tokens."""
+    """Sizes of the cases: decodes run `windows` of `steps` steps around `context` tokens, prefills `prefill` tokens."""
 
     context: int = 512
     prefill: int = 4096
@@ -27,18 +27,18 @@ class StepSetup:
 
     @property
     def prompt(self) -> int:
-        """Tokens of a decode case's prompts, so that what is timed has the context in its middle."""
+        """Return the tokens of a decode case's prompts, so that the timed steps have the context in their middle."""
         return max(1, self.context - self.steps - self.windows * self.steps // 2)
 
     @property
     def answer(self) -> int:
-        """Tokens that a row may come to, so that the first that begins is there as long as the last."""
+        """Return the tokens of a row's answer, enough that the first row to begin runs until the last timed step."""
         return (self.windows + 1) * self.steps + _BEGINNING_STEPS
 
 
 @dataclass(frozen=True)
 class StepCase:
-    """So many rows, which share so many adapters, decode; or one prompt is prefilled."""
+    """A case: `rows` rows decode and share `adapters` adapters; or one prompt is prefilled."""
 
     rows: int
     adapters: int = 0
@@ -51,30 +51,30 @@ class StepCase:
 
 @dataclass(frozen=True)
 class Window:
-    """Steps that were timed together."""
+    """The steps that were timed together, and the seconds that they took."""
 
     seconds: float
     steps: tuple[Step, ...]
 
     @property
     def step_ms(self) -> float:
-        """The mean of its steps, in milliseconds."""
+        """Return the mean milliseconds of a step."""
         return 1e3 * self.seconds / len(self.steps)
 
 
 def time_case(
     engine: BareEngine, case: StepCase, setup: StepSetup, vocabulary: int, seed: int, device: torch.device
 ) -> list[Window]:
-    """Run a case once, with prompts that no other seed gives; a prefill is one window."""
+    """Run a case once, with prompts drawn from the seed; a prefill is one window."""
     prompt, answer = (setup.prefill, 1) if case.prefill else (setup.prompt, setup.answer)
     requests = Workload(case.rows, prompt, answer, answer).draw(seed, vocabulary, case.adapters)
     return [_prefill(engine, requests, device)] if case.prefill else _decode(engine, requests, setup, device)
 
 
 def _decode(engine: BareEngine, requests: Sequence[Request], setup: StepSetup, device: torch.device) -> list[Window]:
-    """Start them, wait until all of them decode, time the steps after, forget them."""
-    # Their prompts are in the prefix cache then: the rows begin together, whatever the scheduler thinks of prompts that
-    # come while others decode.
+    """Add the requests, wait until all decode, time the steps after that, then abort the requests."""
+    # This run puts the prompts into the prefix cache, so that the rows begin together even if the scheduler delays
+    # prefills while others decode.
     engine.run([replace(request, tokens=1) for request in requests])
     engine.add_requests(requests)
     begun: set[str] = set()
@@ -96,7 +96,7 @@ def _decode(engine: BareEngine, requests: Sequence[Request], setup: StepSetup, d
 
 
 def _prefill(engine: BareEngine, requests: Sequence[Request], device: torch.device) -> Window:
-    """From a prompt's arrival to its first token."""
+    """Time a prompt from its arrival to its first token."""
     with recorded_steps() as steps:
         start = now_s(device)
         engine.add_requests(requests)

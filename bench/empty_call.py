@@ -1,4 +1,4 @@
-"""An empty streaming call over grpc.aio, in a server process of its own: the unit that bench.relay compares with.
+"""An empty streaming call over grpc.aio, to a server in its own process: the unit that bench.relay compares with.
 
 python -m bench.empty_call      serves until its standard input closes; prints its port
 """

@@ -1,8 +1,8 @@
-"""Continuous batching against what people start with: `python -m bench.engine [--quick] [--json FILE]`.
+"""Continuous batching against transformers and peft: `python -m bench.engine [--quick] [--json FILE]`.
 
-32 requests of 64 prompt tokens; every eighth wants 100 new tokens, the rest 10; greedy, no end token. Ours and the
-peers run in turn; a ratio is the median of the rounds' ratios. The limit is what the steps that ran would take if the
-machine did nothing but read weights or multiply (see limit.py, ceilings.py).
+32 requests of 64 prompt tokens; every eighth asks for 100 new tokens, the rest for 10; greedy, no end token. Our engine
+and the peers run in turn; a ratio is the median of the rounds' ratios. The limit is the time of the same steps on a
+machine that only reads weights or multiplies (see limit.py, ceilings.py).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ AIMS = {
     "cluster_over_engine": Aim(at_least=0.90),
 }
 
-# The cases, by what they are called in the tables.
+# The cases' names in the tables.
 _STATIC, _CONTINUOUS, _PEFT = "transformers, static", "transformers, continuous", "peft, mixed, static"
 _BASE, _BASE_32 = "engine, base, batch 8", "engine, base, batch 32"
 _MIXED, _MIXED_32 = "engine, 8 adapters, batch 8", "engine, 8 adapters, batch 32"
@@ -50,16 +50,16 @@ _CLUSTER = "cluster, 8 adapters, batch 8"
 
 @dataclass(frozen=True)
 class Setup:
-    """What is run, and how often after the round that warms up.
+    """The model, the requests, and the number of rounds after the warm-up.
 
-    Static peers answer the first `static_requests` of a round's requests: their batches are all alike.
+    Static peers answer only the first `static_requests` of a round's requests, because all their batches are alike.
     """
 
     shape: ModelShape
     workload: Workload
     rounds: int
     static_requests: int = 8
-    # Over how many bytes of weights the bandwidth is measured.
+    # Bytes of weights over which the bandwidth is measured.
     ceiling_bytes: int = WEIGHTS_BYTES
 
 
@@ -68,7 +68,7 @@ QUICK = Setup(QWEN2_QUICK, Workload(long=40), rounds=1)
 
 
 def main() -> None:
-    """Run it as the arguments say."""
+    """Run the benchmark with the command line's arguments."""
     run_command("engine", __doc__ or "", lambda quick: measure(QUICK if quick else FULL, quick))
 
 
@@ -79,7 +79,7 @@ def measure(setup: Setup, quick: bool) -> Report:
         rounds.run(_cases(setup, stack), setup.rounds, between=meter.measure)
     ceilings = meter.median()
     of_limit = {
-        key: median(limit_s(one.steps, setup.shape, RANK, ceilings) / one.seconds for one in rounds.runs[case])
+        key: median(limit_s(run.steps, setup.shape, RANK, ceilings) / run.seconds for run in rounds.runs[case])
         for key, case in (("base_of_limit", _BASE_32), ("mixed_of_limit", _MIXED_32))
     }
     return Report(
@@ -94,13 +94,13 @@ def measure(setup: Setup, quick: bool) -> Report:
 
 
 def _cases(setup: Setup, stack: ExitStack) -> list[Case]:
-    """All that is timed, ready to run, in an order that has next to each other what is compared."""
+    """Start the engines and return their cases, in an order that puts compared cases next to each other."""
     shape = setup.shape
     progress(f"making {shape.name} and {ADAPTERS} adapters of rank {RANK}")
     directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="loraplex-bench-")))
     model = save_model(shape, directory / shape.name)
     adapters = [save_adapter(shape, RANK, directory / f"a{index}", seed=index) for index in range(ADAPTERS)]
-    progress("loading it into the engine, transformers, peft and a cluster")
+    progress("loading the model into the engine, transformers, peft and a cluster")
     small, large, static, mixed_static, continuous = (
         stack.enter_context(Isolated(make))
         for make in (

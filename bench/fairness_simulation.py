@@ -1,4 +1,4 @@
-"""One worker and two tenants in virtual time, for bench.fairness.
+"""A simulation of one worker and two tenants in virtual time, for bench.fairness.
 
 The queue is the model of the scripts in Python (bench.queue_model), the engine the real scheduler with a KV cache.
 """
@@ -45,7 +45,7 @@ class FairnessSetup:
 
 @dataclass(frozen=True)
 class FairnessRun:
-    """A simulation's result. `difference` is the largest of all times in which every tenant had waiting work."""
+    """A simulation's result. `difference` is the largest service difference while every tenant had waiting work."""
 
     tokens_per_s: float
     ttft_s: Mapping[str, tuple[float, ...]]
@@ -54,7 +54,7 @@ class FairnessRun:
 
 
 class FairnessSimulation:
-    """A cell with one worker; the tenants' requests come at random, at their rates."""
+    """A queue with one worker; the tenants' requests arrive at random, at their rates."""
 
     def __init__(self, setup: FairnessSetup, rates: Mapping[str, float], *, fair: bool) -> None:
         self._setup = setup
@@ -78,7 +78,7 @@ class FairnessSimulation:
         self._ttft_s: dict[str, list[float]] = {tenant: [] for tenant in rates}
         self._held_s: list[float] = []
         self._tokens = 0
-        # Of the time in which every tenant has had waiting work without a break.
+        # Counted since every tenant has had waiting work without a break.
         self._leads: list[float] = []
         self._difference = 0.0
 
@@ -104,14 +104,14 @@ class FairnessSimulation:
 
     def _arrive(self, tenant: str, at_ms: float) -> None:
         setup, job_id = self._setup, f"{len(self._tenant_of)}"
-        # One queue for all is first come first served.
+        # A single tenant's queue is first come, first served.
         job = Job(
             job_id=job_id,
             tenant=tenant if self._fair else "all",
             model="model",
             base_digest=BASE,
             reply_to="router",
-            # Other ids in every prompt: nothing is found in the prefix cache.
+            # Every prompt has different ids, so that none is found in the prefix cache.
             prompt_ids=tuple(range(len(self._tenant_of), len(self._tenant_of) + setup.prompt)),
             stopping=StoppingParams(setup.answer),
             seed=1,

@@ -1,10 +1,10 @@
 """The engine on CUDA against the device's own limits: `python -m bench.gpu [--quick] [--json FILE]`.
 
 llama3-8b in bfloat16 with random weights; decode steps at a context of 512, with and without adapters, and prefills of
-4,096 tokens, each against the bytes it must read and the operations it must do at the bandwidth and the rate that are
-measured between the runs. Then transformers' continuous batching and peft's mixed batches, in turn with ours.
+4,096 tokens. Each is compared with the time of its bytes and operations at the bandwidth and the rate that are measured
+between the runs. Then transformers' continuous batching and peft's mixed batches run in turn with ours.
 
-A full run writes docs/benchmarks-gpu.md. Without a CUDA device it says so, and that is no failure.
+A full run writes docs/benchmarks-gpu.md. Without a CUDA device the benchmark says so and ends with exit code 0.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from bench.workload import Workload
 
 RANK, ADAPTERS = 16, 64
 _BLOCK = 16
-# The adapters lie in so many files; each of them is read into a slot of its own.
+# Number of distinct adapter files; the adapters link to them, and each is read into its own slot.
 _ADAPTER_FILES = 4
 AIMS = {
     "decode_of_limit_1": Aim(at_least=0.85),
@@ -50,7 +50,7 @@ AIMS = {
 _ONE, _BASE = StepCase(1), StepCase(64)
 _MIXED, _IDENTICAL = StepCase(64, ADAPTERS), StepCase(64, 1)
 _PREFILL = StepCase(1, prefill=True)
-# In an order that has next to each other what is compared.
+# In an order that puts compared cases next to each other.
 CASES = (
     _ONE, StepCase(32), StepCase(128), _BASE, _MIXED, _IDENTICAL, StepCase(64, 8), _PREFILL,
     StepCase(1, 1, prefill=True),
@@ -59,7 +59,7 @@ CASES = (
 
 @dataclass(frozen=True)
 class Setup:
-    """What is run; every step case `repeats` times. The ceilings are measured with buffers and matrices of a size."""
+    """The sizes of a run. Every step case runs `repeats` times; the last two fields are those of DeviceCeilingMeter."""
 
     shape: ModelShape
     peers: PeerSetup
@@ -74,7 +74,7 @@ QUICK = Setup(LLAMA3_QUICK, PeerSetup(Workload(64, prompt=448, short=8, long=16)
 
 
 def main() -> int:
-    """Run it as the arguments say; returns the exit code."""
+    """Run the benchmark with the command line's arguments; return the exit code."""
     if not torch.cuda.is_available():
         print("no CUDA device: torch finds none, so there is nothing to measure")
         return 0
@@ -86,7 +86,7 @@ def main() -> int:
 
 
 def measure(setup: Setup, quick: bool, device: str) -> Report:
-    """Make the model and the adapters on the device, time ours against the limits, then ours and the peers in turn."""
+    """Make the model and the adapters, time our engine against the limits, then our engine and the peers in turn."""
     shape, place = setup.shape, torch.device(device)
     with tempfile.TemporaryDirectory(prefix="loraplex-bench-") as name:
         directory = Path(name)
@@ -94,13 +94,13 @@ def measure(setup: Setup, quick: bool, device: str) -> Report:
         progress(f"making {shape.name} and {ADAPTERS} adapters of rank {RANK}")
         model = save_model(shape, directory / shape.name, device=device)
         adapters = _save_adapters(shape, directory)
-        progress("loading it into the engine")
+        progress("loading the model into the engine")
         engine = _engine(setup, model, adapters, device)
         try:
             meter = DeviceCeilingMeter(place, setup.buffer_bytes, setup.matrix_side)
             windows = _measure_cases(setup, engine, meter, place)
             ceilings, ceiling_rows = meter.median(), meter.rows()
-            # Its memory is wanted.
+            # The peers need the meter's memory.
             del meter
             peers = against_peers(setup.peers, engine, model, adapters, shape.vocabulary, device)
         finally:
@@ -140,7 +140,7 @@ def _save_adapters(shape: ModelShape, directory: Path) -> list[Path]:
 def _engine(setup: Setup, model: Path, adapters: Sequence[Path], device: str) -> BareEngine:
     rows, steps, work = max(case.rows for case in CASES), setup.steps, setup.peers.workload
     tokens = max(steps.prompt + steps.answer, work.prompt + work.long)
-    # As many blocks as the largest case fills: the peers need memory too.
+    # Only the blocks that the largest case fills, because the peers need memory too.
     blocks = rows * -(-tokens // _BLOCK) + -(-steps.prefill // _BLOCK) + 1
     return BareEngine(
         model, adapters, rows, device, kv_blocks=blocks, block_size=_BLOCK, adapter_slots=ADAPTERS, max_rank=RANK,
@@ -151,7 +151,7 @@ def _engine(setup: Setup, model: Path, adapters: Sequence[Path], device: str) ->
 def _measure_cases(
     setup: Setup, engine: BareEngine, meter: DeviceCeilingMeter, device: torch.device
 ) -> dict[StepCase, list[Window]]:
-    """All cases in turn, `repeats` times, after one turn that warms up and is not kept."""
+    """Time all cases in turn, `repeats` times; an earlier turn is a warm-up and dropped."""
     windows: dict[StepCase, list[Window]] = {case: [] for case in CASES}
     seed = 0
     for turn in range(setup.repeats + 1):
@@ -160,7 +160,7 @@ def _measure_cases(
             seed += 1
             timed = time_case(engine, case, setup.steps, setup.shape.vocabulary, seed, device)
             which = f"turn {turn} of {setup.repeats}" if turn else "warming up"
-            progress(f"{which}: {case}: {median(one.step_ms for one in timed):.2f} ms a step")
+            progress(f"{which}: {case}: {median(window.step_ms for window in timed):.2f} ms a step")
             if turn:
                 windows[case] += timed
     return windows
@@ -171,17 +171,17 @@ def _rows(
 ) -> list[Mapping[str, Any]]:
     rows: list[Mapping[str, Any]] = []
     for case, timed in windows.items():
-        limit = median(1e3 * limit_s(one.steps, shape, RANK, ceilings) / len(one.steps) for one in timed)
-        rows.append(spread(str(case), "ms/step", [one.step_ms for one in timed]) | {"limit": limit})
+        limit = median(1e3 * limit_s(window.steps, shape, RANK, ceilings) / len(window.steps) for window in timed)
+        rows.append(spread(str(case), "ms/step", [window.step_ms for window in timed]) | {"limit": limit})
     return rows
 
 
 def _ratios(windows: Mapping[StepCase, Sequence[Window]], ceilings: Ceilings, shape: ModelShape) -> dict[str, float]:
     def of_limit(case: StepCase) -> float:
-        return median(limit_s(one.steps, shape, RANK, ceilings) / one.seconds for one in windows[case])
+        return median(limit_s(window.steps, shape, RANK, ceilings) / window.seconds for window in windows[case])
 
-    def over(one: StepCase, other: StepCase) -> float:
-        return median(b.step_ms / a.step_ms for a, b in zip(windows[one], windows[other], strict=True))
+    def over(case: StepCase, other: StepCase) -> float:
+        return median(b.step_ms / a.step_ms for a, b in zip(windows[case], windows[other], strict=True))
 
     return {
         "decode_of_limit_1": of_limit(_ONE),

@@ -1,4 +1,4 @@
-"""docs/benchmarks-gpu.md, which is written whole by a full run of bench.gpu on a machine with CUDA."""
+"""The text of docs/benchmarks-gpu.md, which a full run of bench.gpu on a machine with CUDA writes."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ Written by `make gpu`, which runs tests/gpu and then `python -m bench.gpu`; edit
 
 @dataclass(frozen=True)
 class DeviceFacts:
-    """The machine and the versions of a report, with the device's."""
+    """The machine and the versions of a report, including the device and its software."""
 
     machine: dict[str, Any]
     versions: dict[str, str]
 
 
 def device_facts(device: torch.device) -> DeviceFacts:
-    """What the figures depend on beside the code."""
+    """Return the machine and the versions that the figures depend on."""
     machine = describe_machine()
     versions = {name: version for name, version in describe_versions().items() if version != "not installed"}
     if device.type == "cuda":
@@ -55,5 +55,5 @@ def device_facts(device: torch.device) -> DeviceFacts:
 
 
 def page(report: Report) -> str:
-    """The whole page."""
+    """Return the whole page."""
     return _TEXT + markdown(report.to_json()) + "\n"

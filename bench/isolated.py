@@ -1,7 +1,7 @@
-"""Each case in a process of its own: one that starts threads, or keeps many, must not slow the others' down.
+"""Runs each benchmark case in its own process, so that the threads of one case do not slow the others.
 
-(With more OpenMP threads in a process than cores, libgomp stops to let any of them spin: every operator of every model
-in that process then takes longer.)
+With more OpenMP threads in a process than cores, libgomp stops spinning in all of them, and every operator of every
+model in that process takes longer.
 """
 
 from __future__ import annotations
@@ -22,29 +22,29 @@ Result_co = TypeVar("Result_co", covariant=True)
 
 
 class Answers(Protocol):
-    """Ours or a peer."""
+    """An engine that can be timed: our engine, a cluster or a peer."""
 
     def run(self, requests: Sequence[Request]) -> Timed:
-        """Answer all of them."""
+        """Answer the requests and time them."""
 
 
 class Runs(Protocol[Asked_contra, Result_co]):
-    """What can be isolated; what it is asked, and what it returns, must be picklable, and the latter no string."""
+    """An object that can run in another process. Requests and results must be picklable; a result is never a string."""
 
     def run(self, requests: Asked_contra) -> Result_co:
-        """Do what is asked."""
+        """Run the requests and return their result."""
 
 
 class Isolated(Generic[Asked_contra, Result_co]):
-    """What `make` gives, a context manager, entered and run in another process, which waits without a sound between."""
+    """Enters the context manager that `make` returns in another process, which sleeps between its runs."""
 
     def __init__(self, make: Callable[[], AbstractContextManager[Runs[Asked_contra, Result_co]]]) -> None:
-        """`make` must be picklable."""
+        """Take `make`, which must be picklable."""
         self._make = make
 
     def __enter__(self) -> Self:
-        """Returns when it is ready. Raises RuntimeError where it can't be made."""
-        # Forked from one that has imported what they all need, and has started no thread.
+        """Start the process; returns when it is ready. Raises RuntimeError if `make` or entering its context fails."""
+        # Forked from a server process that has imported the common modules and has started no thread.
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["torch", "transformers.generation", "peft", "worker.engine.build"])
         self._pipe, theirs = context.Pipe()
@@ -55,7 +55,7 @@ class Isolated(Generic[Asked_contra, Result_co]):
         return self
 
     def run(self, requests: Asked_contra) -> Result_co:
-        """Do what is asked there. Raises RuntimeError where that fails."""
+        """Run the requests in the process and return their result. Raises RuntimeError if that fails."""
         self._pipe.send(requests)
         result = self._result()
         assert result is not None, "a run has a result"

@@ -1,4 +1,4 @@
-"""How fast a run could have been: the steps that the engine really ran, held against the machine's ceilings.
+"""The minimum time of a run: the steps that the engine really ran, at the machine's ceilings.
 
 limit of a run = sum over its steps of max(bytes that the step must read / bandwidth, operations / peak)
 """
@@ -19,7 +19,7 @@ _WEIGHT_BYTES = 2
 
 @dataclass(frozen=True)
 class Step:
-    """What one step computed: tokens, sampled rows, tokens with an adapter, and how many adapters.
+    """The work of a step: its tokens, sampled rows, tokens with an adapter, and the number of adapters.
 
     `kept` is the sum over the rows of the positions whose keys and values are read, `seen` the sum over all tokens of
     the positions each one attends to.
@@ -35,7 +35,7 @@ class Step:
 
 @contextmanager
 def recorded_steps() -> Iterator[list[Step]]:
-    """The steps that any engine of this process schedules while the context is open."""
+    """Record the steps that any engine of this process schedules while the context is open."""
     steps: list[Step] = []
     schedule = Scheduler.schedule
 
@@ -53,7 +53,7 @@ def recorded_steps() -> Iterator[list[Step]]:
 
 
 def step_of(batch: Batch) -> Step:
-    """The figures of a batch that is about to run."""
+    """Return the work of a batch that is about to run."""
     slots = [row.sequence.adapter_slot for row in batch.rows]
     adapted = sum(row.count for row, slot in zip(batch.rows, slots, strict=True) if slot >= 0)
     return Step(
@@ -73,7 +73,7 @@ def limit_s(
     ceilings: Ceilings,
     linears: Collection[str] = ALL_LINEARS,
 ) -> float:
-    """Seconds that these steps take at least, in bfloat16; the adapters have a mean rank and change these layers."""
+    """Return the minimum seconds of the steps in bfloat16. Adapters have the mean rank `rank` and change `linears`."""
     adapter = shape.adapter_parameters(rank, linears)
     return sum(
         max(
@@ -92,6 +92,6 @@ def _bytes(step: Step, shape: ModelShape, adapter: float) -> float:
 
 def _operations(step: Step, shape: ModelShape, adapter: float) -> float:
     products = step.tokens * shape.linear_parameters + step.samples * shape.head_parameters + step.adapted * adapter
-    # Queries with keys, and the weights with values.
+    # Products of queries with keys, and of attention weights with values.
     attention = 2 * shape.layers * shape.heads * shape.head_dim * step.seen
     return 2 * (products + attention)

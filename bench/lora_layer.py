@@ -1,8 +1,8 @@
-"""One linear layer with adapters, ways to apply them: `python -m bench.lora_layer [--quick] [--json FILE]`.
+"""Ways to apply adapters to a linear layer: `python -m bench.lora_layer [--quick] [--json FILE]`.
 
 One layer of qwen2-0.4b and one of 4096 x 4096, bfloat16, batch 1 to 64, 64 adapters: a loop over rows, gathered weights
-in batched products, peft's loop over adapters, torch's grouped_mm, and ours. The base product is left out for all: each
-adds its adapters to an output that is there already.
+in batched products, peft's loop over adapters, torch's grouped_mm, and ours. No method computes the base product: each
+adds its adapters to a given output.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _OTHERS: dict[str, Callable[[Adapters, Sequence[GivenOutput]], Method]] = {
 }
 _OURS = "ours"
 _DISTINCT = "distinct"
-# Which of 64 adapters the rows use; the first `rows` numbers of a random order are distinct.
+# Adapters of the rows, by the mix's name. The first `rows` adapters of a random order are distinct.
 _MIXES: dict[str, Callable[[random.Random, list[int], int], list[int]]] = {
     _DISTINCT: lambda chance, order, rows: order[:rows],
     "uniform": lambda chance, order, rows: [chance.randrange(len(order)) for _ in range(rows)],
@@ -57,13 +57,13 @@ _MIXES: dict[str, Callable[[random.Random, list[int], int], list[int]]] = {
     "half without": lambda chance, order, rows: [NONE] * (rows // 2) + order[: rows - rows // 2],
 }
 _MIXED = "ranks 4 to 64"
-# Before each pass so much else is written, so that no weight is still in a cache.
+# Bytes written before each pass, so that no weight is still in the processor's cache.
 _FLUSHED_BYTES = 64 * 2**20
 
 
 @dataclass(frozen=True)
 class Setup:
-    """`layers` by width: how many of them a pass goes through, each with weights of its own."""
+    """The sizes of a run. `layers` gives, by width, the number of a pass's layers, each with its own weights."""
 
     layers: dict[int, int]
     repeats: int
@@ -78,7 +78,7 @@ QUICK = Setup({896: 4, 4096: 3}, repeats=2, batches=(1, 8, 64))
 
 @dataclass(frozen=True)
 class Point:
-    """Microseconds that each method takes for one layer."""
+    """The microseconds that each method takes for one layer, at one width, mix and number of rows."""
 
     width: int
     mix: str
@@ -87,17 +87,17 @@ class Point:
 
     @property
     def over_best_other(self) -> float:
-        """Our time over that of the best of the others."""
+        """Return our time over the time of the best other method."""
         return self.us[_OURS] / min(self.us[name] for name in _OTHERS)
 
 
 def main() -> None:
-    """Run it as the arguments say; a full run draws the plot."""
+    """Run the benchmark with the command line's arguments; a full run draws the plot."""
     run_command("lora_layer", __doc__ or "", lambda quick: measure(QUICK if quick else FULL, quick))
 
 
 def measure(setup: Setup, quick: bool) -> Report:
-    """All points, in turn."""
+    """Measure all points and report them."""
     points = [point for width in setup.layers for point in _points(setup, width)]
     if not quick:
         draw(_panels(points), PLOTS / "lora_layer.svg")
@@ -118,7 +118,7 @@ def measure(setup: Setup, quick: bool) -> Report:
 
 
 class _Layers:
-    """Layers of one width with their adapters, and every method over the same ones."""
+    """Layers of one width with their adapters, and every method on these layers."""
 
     def __init__(self, setup: Setup, width: int, ranks: Sequence[int]) -> None:
         layers = setup.layers[width]
@@ -131,12 +131,12 @@ class _Layers:
         self._flushed = torch.zeros(setup.flushed_bytes, dtype=torch.int8)
 
     def times(self, rows: list[int]) -> dict[str, float]:
-        """Median microseconds a layer; the methods take turns."""
+        """Return each method's median microseconds a layer; the methods run in turn."""
         x = torch.randn(len(rows), self._width).to(DTYPE)
         for base in self._bases:
             base.y = torch.zeros(len(rows), self._width, dtype=DTYPE)
         taken: dict[str, list[float]] = {}
-        # The first turn warms up.
+        # The first turn is a warm-up and dropped.
         for turn in range(self._repeats + 1):
             for name, method in self._methods.items():
                 method.prepare(rows)
@@ -146,7 +146,7 @@ class _Layers:
         return {name: median(us) for name, us in taken.items()}
 
     def _pass_us(self, method: Method, x: Tensor) -> float:
-        """Microseconds a layer; the first is not timed: in a model only weights are new to the cache, not the code."""
+        """Return the microseconds a layer. The first layer is not timed: it loads the method's code into the cache."""
         self._flushed.add_(1)
         method.apply(0, x)
         start = time.perf_counter()

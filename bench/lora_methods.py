@@ -1,7 +1,7 @@
-"""Ways to add each row's own adapter to the output of a linear layer: what bench.lora_layer compares.
+"""Methods that add each row's own adapter to the output of a linear layer, for bench.lora_layer.
 
-All get the base layer's output and add x A^T B to it; none computes the base product. What a model would do once a step
-for all of its layers (sorting, indices) is done in `prepare`, which is not timed.
+Each method adds x A^T B to the base layer's given output; none computes the base product. The work that a model does
+once a step for all of its layers (sorting, indices) is in `prepare`, which is not timed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ NONE = -1
 class Adapters:
     """The adapters of several layers of one shape, padded to the largest rank: `a` and `b` [adapters, rank, features].
 
-    Each layer has weights of its own, so that together they do not fit into the cache, as in a model.
+    Each layer has its own weights, so that they do not fit into the cache together, as in a model.
     """
 
     def __init__(self, ranks: Sequence[int], features: int, layers: int, seed: int = 0) -> None:
@@ -41,35 +41,35 @@ class Adapters:
                 side.append(stack)
 
     def pair(self, layer: int, adapter: int) -> LoraPair:
-        """One adapter's share of a layer, without the padding."""
+        """Return an adapter's weights of a layer, without the padding."""
         rank = self.ranks[adapter]
         return LoraPair(self.a[layer][adapter, :rank], self.b[layer][adapter, :rank])
 
 
 class GivenOutput(nn.Module):
-    """In the place of a base layer, for all methods: its output, which is there already."""
+    """Stands in for a base layer and returns a given output."""
 
     def __init__(self, y: Tensor) -> None:
         super().__init__()
         self.y = y
 
     def forward(self, _: Tensor) -> Tensor:
-        """The output."""
+        """Return the given output."""
         return self.y
 
 
 class Method(Protocol):
-    """One way."""
+    """A way to apply the adapters."""
 
     def prepare(self, rows: Sequence[int]) -> None:
-        """The adapter of each row, or NONE; sorted. What comes next is for these."""
+        """Set the rows of the next `apply` calls: each row's adapter or NONE, sorted."""
 
     def apply(self, layer: int, x: Tensor) -> Tensor:
-        """The layer's base output plus what the adapters make of x [rows, features]; may write to the former."""
+        """Return the layer's base output plus the adapters' change for x [rows, features]; may write to that output."""
 
 
 class _RememberedRows:
-    """What a method needs that looks at the rows in every layer."""
+    """The state of a method that reads the rows in every layer."""
 
     def __init__(self, adapters: Adapters, bases: Sequence[GivenOutput]) -> None:
         self._adapters = adapters
@@ -82,7 +82,7 @@ class _RememberedRows:
 
 
 class LoopOverRows(_RememberedRows):
-    """Row by row: two small products each."""
+    """Two small products for each row."""
 
     def apply(self, layer: int, x: Tensor) -> Tensor:
         """See Method."""
@@ -95,7 +95,7 @@ class LoopOverRows(_RememberedRows):
 
 
 class Gathered:
-    """Every row's A and B copied to where two batched products want them; ranks are padded to the largest."""
+    """Copies of every row's A and B for two batched products; ranks are padded to the largest."""
 
     def __init__(self, adapters: Adapters, bases: Sequence[GivenOutput]) -> None:
         self._adapters = adapters
@@ -120,7 +120,7 @@ class PeftsWay(_RememberedRows):
     """A loop over the batch's adapters, each with its rows: peft 0.21, lora/layer.py, _mixed_batch_forward."""
 
     def apply(self, layer: int, x: Tensor) -> Tensor:
-        """See Method. Which rows are whose is looked up in every layer, as there."""
+        """See Method. As in peft, each layer finds the adapters' rows again."""
         y: Tensor = self._bases[layer](x)
         unique = set(self._rows)
         of_adapter = [[row for row, other in enumerate(self._rows) if other == adapter] for adapter in unique]
@@ -132,7 +132,7 @@ class PeftsWay(_RememberedRows):
 
 
 class Grouped:
-    """torch's grouped_mm over the sorted rows, an adapter a group; ranks are padded to the largest."""
+    """Uses torch's grouped_mm over the sorted rows, with a group for each adapter; ranks are padded to the largest."""
 
     def __init__(self, adapters: Adapters, bases: Sequence[GivenOutput]) -> None:
         self._adapters = adapters
@@ -154,7 +154,7 @@ class Grouped:
 
 
 class Ours:
-    """The engine's own layers, every adapter in a slot."""
+    """Uses the engine's own layers, with every adapter in a slot."""
 
     def __init__(self, adapters: Adapters, bases: Sequence[GivenOutput]) -> None:
         model = nn.ModuleList(nn.ModuleDict({"linear": base}) for base in bases)
@@ -167,7 +167,7 @@ class Ours:
             self._lora.install(AdapterWeights(pairs, rank), adapter)
 
     def prepare(self, rows: Sequence[int]) -> None:
-        """See Method: what the engine does before a step of decode rows."""
+        """See Method; begins a step as the engine does before decode rows."""
         self._lora.begin_step([(slot, 1) for slot in rows])
 
     def apply(self, layer: int, x: Tensor) -> Tensor:
@@ -177,7 +177,7 @@ class Ours:
 
 
 def rows_by_loop(adapters: Adapters, rows: Sequence[int], layer: int, x: Tensor, y: Tensor) -> Tensor:
-    """The oracle, in float32: what every method is to give."""
+    """Compute the result that every method must give, in float32."""
     out = y.float()
     for adapter, group in groupby(range(len(rows)), key=lambda row: rows[row]):
         if adapter != NONE:

@@ -1,4 +1,4 @@
-"""The models that benchmarks run: their shapes, made on the spot with random weights and adapters."""
+"""The models of the benchmarks: their shapes, and files of random weights and adapters in these shapes."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from transformers.utils.logging import disable_progress_bar
 
 from artifacts.revision import CONFIG_FILE, WEIGHTS_FILE
 
-# What LoRA adapters are on in benchmarks: all linear layers.
+# The modules that adapters change in benchmarks: all linear layers of a decoder layer.
 ALL_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 _CONFIGS: dict[str, Callable[..., PreTrainedConfig]] = {"qwen2": Qwen2Config, "llama": LlamaConfig}
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """A decoder with gated MLPs, as Llama and Qwen2 have them. `family`: qwen2 or llama; `tied`: the embeddings."""
+    """A decoder with gated MLPs, like Llama and Qwen2. `family` is qwen2 or llama; `tied`: tied embeddings."""
 
     name: str
     family: str
@@ -36,12 +36,12 @@ class ModelShape:
 
     @property
     def head_dim(self) -> int:
-        """Features of one attention head."""
+        """Return the number of features of an attention head."""
         return self.hidden // self.heads
 
     @property
     def linear_shapes(self) -> dict[str, tuple[int, int]]:
-        """(in_features, out_features) of one layer's linear layers, by the last part of their names."""
+        """Return (in_features, out_features) of a layer's linear layers, by the last part of their names."""
         query, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
         return {
             "q_proj": (self.hidden, query),
@@ -55,25 +55,25 @@ class ModelShape:
 
     @property
     def linear_parameters(self) -> int:
-        """Weights of the linear layers in all layers, without the output head."""
+        """Return the number of weights of all linear layers, without the output head."""
         return self.layers * sum(inputs * outputs for inputs, outputs in self.linear_shapes.values())
 
     @property
     def head_parameters(self) -> int:
-        """Weights of the output head, and of the embeddings."""
+        """Return the number of weights of the output head, which the embeddings have as well."""
         return self.vocabulary * self.hidden
 
     @property
     def parameters(self) -> int:
-        """Weights of all layers, the head and the embeddings; norms are not counted."""
+        """Return the number of weights of all layers, the head and the embeddings, without norms."""
         return self.linear_parameters + self.head_parameters * (1 if self.tied else 2)
 
     def adapter_parameters(self, rank: float, linears: Collection[str] = ALL_LINEARS) -> float:
-        """Weights of one adapter on these linear layers; of a mean rank, the mean weights."""
+        """Return the number of weights of an adapter on these linear layers; the mean number for a mean rank."""
         return self.layers * rank * sum(sum(self.linear_shapes[linear]) for linear in linears)
 
     def config(self) -> PreTrainedConfig:
-        """The transformers config. It has no end token, so that every answer has the length it is asked for."""
+        """Return the transformers config. It has no end token, so that every answer has the requested length."""
         return _CONFIGS[self.family](
             hidden_size=self.hidden,
             intermediate_size=self.mlp,
@@ -91,16 +91,16 @@ class ModelShape:
 
 QWEN2_04B = ModelShape("qwen2-0.4b", "qwen2", 24, 896, 4864, 14, 2, 32_000, 32_768)
 LLAMA_28M = ModelShape("llama-28m", "llama", 8, 512, 1408, 8, 4, 8_192, 8_192)
-# For --quick: the wide layers of qwen2-0.4b, and four of them.
+# For --quick: four layers as wide as those of qwen2-0.4b.
 QWEN2_QUICK = ModelShape("qwen2-quick", "qwen2", 4, 896, 4864, 14, 2, 32_000, 32_768)
-# The real shape, for CUDA; and for --quick fewer of its layers.
+# For CUDA: the real shape, and for --quick fewer of its layers.
 LLAMA3_8B = ModelShape("llama3-8b", "llama", 32, 4096, 14_336, 32, 8, 128_256, 8_192, tied=False)
 LLAMA3_QUICK = ModelShape("llama3-quick", "llama", 4, 4096, 14_336, 32, 8, 32_000, 8_192, tied=False)
 TINY = ModelShape("tiny", "qwen2", 2, 64, 128, 4, 2, 512, 8_192)
 
 
 def save_model(shape: ModelShape, directory: Path, seed: int = 0, device: str = "cpu") -> Path:
-    """Write a transformers directory in bfloat16, its numbers drawn on the device; returns it."""
+    """Write a transformers directory in bfloat16 with weights drawn on the device; return the directory."""
     disable_progress_bar()  # type: ignore[no-untyped-call]
     torch.manual_seed(seed)
     with torch.device(device):
@@ -112,7 +112,7 @@ def save_model(shape: ModelShape, directory: Path, seed: int = 0, device: str = 
 def save_adapter(
     shape: ModelShape, rank: int, directory: Path, seed: int, linears: Collection[str] = ALL_LINEARS
 ) -> Path:
-    """Write an adapter on these linear layers in peft's layout, in bfloat16 with a B that is not zero; returns it."""
+    """Write an adapter on these linear layers in peft's layout, in bfloat16, B not zero; return the directory."""
     directory.mkdir(parents=True)
     config = {
         "peft_type": "LORA",

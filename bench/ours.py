@@ -1,4 +1,4 @@
-"""The cluster that is timed: the bare engine's worker behind client, router and Redis."""
+"""The cluster of the benchmarks: a worker with the same engine, behind client, router and Redis."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class ServedCluster:
         self._stack = AsyncExitStack()
 
     def __enter__(self) -> Self:
-        """Returns when it serves."""
+        """Start the cluster; returns when it serves."""
         try:
             self._runner.run(self._start())
         except BaseException:
@@ -48,11 +48,11 @@ class ServedCluster:
             self._runner.close()
 
     def run(self, requests: Sequence[Request]) -> Timed:
-        """Answer all of them; they arrive at once, each as a stream of its own."""
+        """Answer the requests, which all arrive at once as separate streams, and time them."""
         return self._runner.run(self._run(requests))
 
     def first_token_s(self, request: Request) -> float:
-        """Seconds from a lone request to its first token, here at the client."""
+        """Return the seconds from a lone request to its first token, as the client sees it."""
         return self._runner.run(self._first_token_s(request))
 
     async def _start(self) -> None:

@@ -1,4 +1,4 @@
-"""What people start with: transformers' generate, transformers' continuous batching, peft's mixed batches."""
+"""The peers of the benchmarks: transformers' generate, transformers' continuous batching, peft's mixed batches."""
 
 from __future__ import annotations
 
@@ -17,16 +17,17 @@ from bench.rounds import Timed
 from bench.workload import Request, answered_tokens
 
 _BATCH = 8
-# Left alone it takes nine tenths of a CPU's memory. So many tokens hold all prompts, so many blocks of 256 all answers.
+# Maximum tokens of a step, enough for all prompts, and the number of 256-token blocks, enough for all answers. By
+# default continuous batching takes nine tenths of the memory.
 _STEP_TOKENS, _BLOCKS = 2048, 64
-# How long continuous batching may take for one answer before it counts as stuck.
+# Timeout in seconds for an answer of continuous batching, after which it counts as stuck.
 _STUCK_S = 120
 
 
 class StaticBatches:
     """transformers' `generate` in batches of `batch`; with `adapters`, peft's `adapter_names` gives each row its own.
 
-    A batch runs until its longest answer is complete; of a shorter one only the tokens asked for count.
+    A batch runs until its longest answer is complete. Only the requested tokens of shorter answers count.
     """
 
     def __init__(self, model: Path, adapters: Sequence[Path] = (), device: str = "cpu", batch: int = _BATCH) -> None:
@@ -42,7 +43,7 @@ class StaticBatches:
 
     @torch.inference_mode()
     def run(self, requests: Sequence[Request]) -> Timed:
-        """Answer all of them, batch after batch."""
+        """Answer the requests, batch after batch, and time them."""
         start = time.perf_counter()
         for first in range(0, len(requests), self._batch):
             batch = requests[first : first + self._batch]
@@ -72,7 +73,7 @@ class ContinuousBatches:
         self._runs = 0
 
     def __enter__(self) -> Self:
-        """Start its thread."""
+        """Start the manager's thread."""
         self._manager = self._module.init_continuous_batching(
             GenerationConfig(max_new_tokens=1, do_sample=False, eos_token_id=-1, pad_token_id=0),  # type: ignore[no-untyped-call]
             ContinuousBatchingConfig(num_blocks=self._blocks, max_batch_tokens=self._step_tokens),
@@ -81,11 +82,11 @@ class ContinuousBatches:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        """End its thread."""
+        """End the manager's thread."""
         self._manager.stop(block=True)
 
     def run(self, requests: Sequence[Request]) -> Timed:
-        """Answer all of them; they arrive at once."""
+        """Answer the requests, which all arrive at once, and time them."""
         self._runs += 1
         start = time.perf_counter()
         for index, request in enumerate(requests):

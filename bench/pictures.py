@@ -1,6 +1,6 @@
 """Runs the load tests of examples/loadtest on the shipped model, and makes the pictures of docs/plots.
 
-    python -m bench.pictures [--quick]       --quick: short runs, to see that it works; not the pictures to keep
+    python -m bench.pictures [--quick]       --quick: short runs that show that it works; not the pictures to keep
 
 The plots are the load tester's own; the screenshots are its report's, wide, dark and narrow; `loadtest-top.svg` is
 `loraplex top` while the last of them runs. Needs a Chromium on PATH.
@@ -40,22 +40,23 @@ from deploy.local.cluster import ClusterSettings, LocalCluster
 _ROOT = Path(__file__).parents[1]
 PLOTS = _ROOT / "docs" / "plots"
 EXAMPLES = _ROOT / "examples"
-# Of a kept picture.
+# Maximum bytes of a picture in docs/plots.
 MOST_BYTES = 300_000
-# When the cluster is looked at, after its load test began, and between two looks.
+# Delay in seconds of the picture of `loraplex top` after its load test began, so that the table shows a busy cluster,
+# and interval in seconds between the two readings whose difference it shows.
 _TOP_S = 8.0
 _BETWEEN_S = 2.0
 
 
 @dataclass(frozen=True)
 class Experiment:
-    """A load-test file; `plots` are kept under their names, as (the report's plot, the kept one)."""
+    """A load-test file and its plots to keep, as (name in the report, name in docs/plots)."""
 
     file: str
     plots: Sequence[tuple[str, str]] = ()
     quick: Sequence[str] = ()
     flags: Sequence[str] = ()
-    # Of its report's directory.
+    # Name of its report's directory; empty for the file's own name.
     name: str = ""
 
 
@@ -78,9 +79,11 @@ _SHOWN = Experiment("tenants.toml", quick=("--duration", "12"))
 
 
 def main() -> int:
-    """Exit code: 0; 2 without a browser."""
+    """Make all pictures; return exit code 0, or 2 without a browser."""
     parser = argparse.ArgumentParser(prog="python -m bench.pictures", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="short runs, to see that it works")
+    parser.add_argument(
+        "--quick", action="store_true", help="short runs that show that it works; not the pictures to keep"
+    )
     quick = parser.parse_args().quick
     try:
         browser = find_browser()
@@ -96,9 +99,9 @@ def main() -> int:
 async def _make(directory: Path, *, quick: bool) -> None:
     PLOTS.mkdir(parents=True, exist_ok=True)
     model = str(EXAMPLES / "model")
-    # What the report says of its command is to hold on any machine.
+    # A relative path in the command, so that the report shows a command that works on any machine.
     (directory / "examples").symlink_to(EXAMPLES)
-    # Else its name is the host's.
+    # Without the flag, the worker would have the host's name.
     settings = ClusterSettings(model, port=0, store_port=0, worker_flags=("--worker-id", "worker-1"))
     async with LocalCluster(settings) as cluster:
         base = await asyncio.to_thread(read_base_model, model)
@@ -120,7 +123,7 @@ async def _make(directory: Path, *, quick: bool) -> None:
 
 
 async def _run(experiment: Experiment, router: str, directory: Path, *, quick: bool) -> None:
-    """The load test as a user runs it. Raises RuntimeError where it fails."""
+    """Run the load test as a user does. Raises RuntimeError if it fails."""
     progress(f"loraplex loadtest examples/loadtest/{experiment.file}")
     flags = [f"examples/loadtest/{experiment.file}", "--router", router, "--out", _out(directory, experiment).name]
     process = await asyncio.create_subprocess_exec(
@@ -138,13 +141,13 @@ def _out(directory: Path, experiment: Experiment) -> Path:
 
 
 def _compare_caches(directory: Path) -> None:
-    """Time per token over the tokens before it: gaps of one stream, and requests that compute all of them again."""
+    """Draw the time of a token over the tokens before it: for a stream, and for requests that compute all of them."""
     with (directory / "without-cache" / "requests.csv").open(newline="") as file:
         rows = [row for row in csv.DictReader(file) if row["status"] == "OK"]
     without = [(float(row["prompt_tokens"]), (float(row["first_s"]) - float(row["sent_s"])) * 1e3) for row in rows]
     (run,) = json.loads((directory / "long-stream" / "report.json").read_text())["runs"]
     times, tokens = run["streams"][0]["messages_s"], run["figures"]["tokens"]
-    # A busy machine makes messages of several tokens.
+    # A message may have several tokens if the machine is busy.
     each = tokens / len(times)
     cached = [(8 + at * each, (later - earlier) / each * 1e3) for at, (earlier, later) in enumerate(pairwise(times))]
     chart = line_chart(
@@ -156,7 +159,7 @@ def _compare_caches(directory: Path) -> None:
 
 
 def _show_top(router: str) -> None:
-    """What a terminal shows, between two looks."""
+    """Draw the page that `loraplex top` shows in a terminal."""
     reader = ClusterReader(router, TENANT)
     before = reader.look()
     time.sleep(_BETWEEN_S)
@@ -167,7 +170,7 @@ def _show_top(router: str) -> None:
 
 
 def _draw(browser: str, directory: Path) -> None:
-    """The report of the last load test."""
+    """Draw the report of the last load test."""
     page = _out(directory, _SHOWN) / "report.html"
     for name, width, dark in (("report", 1280, False), ("report-dark", 1280, True), ("report-narrow", 430, False)):
         picture = PLOTS / f"loadtest-{name}.png"

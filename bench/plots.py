@@ -1,4 +1,4 @@
-"""Plots that stand beside the tables: SVG files whose bytes follow from the figures alone."""
+"""Plots of the benchmarks: SVG files whose bytes depend only on the figures."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _WIDTH, _HEIGHT = 3.6, 2.8
 
 @dataclass(frozen=True)
 class Panel:
-    """One drawing: lines by name, each of (x, y) points."""
+    """A drawing: lines by name, each of (x, y) points."""
 
     title: str
     x_label: str
@@ -23,13 +23,13 @@ class Panel:
 
 
 def draw(panels: Sequence[Panel], path: Path, columns: int = 3) -> None:
-    """Draw panels side by side, `columns` a line, with one legend; both axes are of powers of two or from zero."""
-    # Only a full run needs it.
+    """Draw panels side by side, `columns` a line, with one legend. The y axis is logarithmic or begins at zero."""
+    # Imported here, because only a full run needs matplotlib.
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
     lines = -(-len(panels) // columns)
-    # Ids in the file are random unless salted.
+    # Without a salt, the ids in the file are random.
     with rc_context({"svg.hashsalt": path.stem, "svg.fonttype": "none"}):
         figure = Figure(figsize=(_WIDTH * min(columns, len(panels)), _HEIGHT * lines + 0.4), layout="constrained")
         grid = figure.subplots(lines, min(columns, len(panels)), squeeze=False)

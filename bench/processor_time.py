@@ -1,4 +1,4 @@
-"""Processor time of the processes of a cluster, from /proc (Linux alone has it)."""
+"""Processor time of a cluster's processes, from /proc (Linux only)."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 _PROC = Path("/proc")
-# In /proc/PID/stat, counted behind the name's closing bracket: parent, user time, system time.
+# Indices in /proc/PID/stat after the name's closing bracket: parent, user time, system time.
 _PARENT, _USER, _SYSTEM = 1, 11, 12
 ENGINE = "worker's engine"
 _ENGINE_MODULE = b"worker.engine.process"
 
 
 def processor_s(roots: Mapping[str, int]) -> dict[str, float]:
-    """Seconds used so far by each of these processes and its children; engines of workers count on their own.
+    """Return the seconds used so far by each process with its children; workers' engines are counted separately.
 
-    Empty where the system does not tell.
+    The result is empty on a system without /proc.
     """
     if not (_PROC / "self" / "stat").exists():
         return {}
@@ -35,8 +35,8 @@ def processor_s(roots: Mapping[str, int]) -> dict[str, float]:
 
 def _tree(root: int, children: Mapping[int, Iterable[int]]) -> list[int]:
     found = [root]
-    for pid in found:  # grows while it is read
-        # The children of this very process are other rooms'.
+    for pid in found:  # The list grows in the loop.
+        # The children of this process are the cluster's processes, which have their own entries.
         found += children.get(pid, ()) if pid != os.getpid() else ()
     return found
 
@@ -44,7 +44,7 @@ def _tree(root: int, children: Mapping[int, Iterable[int]]) -> list[int]:
 def _stat(path: Path) -> list[str] | None:
     try:
         return (path / "stat").read_text().rpartition(")")[2].split()
-    except OSError:  # it has ended
+    except OSError:  # The process has ended.
         return None
 
 

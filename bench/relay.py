@@ -1,8 +1,9 @@
-"""What the cluster costs beside its engine: `python -m bench.relay [--quick] [--json FILE]`.
+"""The cluster's overhead beside its engine: `python -m bench.relay [--quick] [--json FILE]`.
 
-The hash model: client, router, Redis, store and one worker as processes of this machine. Lone requests and a saturated
-worker over an engine that takes no time; then the same with a step of 5 ms, with 64 streams and with 256. Between the
-lone requests it makes empty streaming calls to a bare grpc.aio server, so that the ratios hold on any machine.
+Client, router, Redis, store and one worker with the hash model run as processes of this machine. First the engine takes
+no time: lone requests, then a saturated worker. Then its steps take 5 ms: requests beside 64 streams, then 64 and 256
+streams. After each lone request comes an empty streaming call to a bare grpc.aio server, so that the ratios hold on any
+machine.
 """
 
 from __future__ import annotations
@@ -36,7 +37,9 @@ AIMS = {
     "step_5ms_of_possible": Aim(at_least=0.75),
 }
 TENANT = "bench"
+# Milliseconds of an engine's step in the second cluster.
 STEP_MS = 5.0
+# Tokens of a KV cache block.
 _BLOCK = 16
 _ROOMS = ("router", "worker", "valkey", "store")
 
@@ -47,7 +50,7 @@ QUICK = Setup(alone=50, probes=20, seconds=1.0, warm_s=0.5)
 
 @dataclass(frozen=True)
 class Instant:
-    """What an engine that takes no time showed: milliseconds to first tokens and of empty calls, and a full load."""
+    """Measurements with an engine that takes no time: milliseconds to first tokens and of empty calls, a full load."""
 
     alone_ms: list[float]
     empty_ms: list[float]
@@ -56,7 +59,7 @@ class Instant:
 
 @dataclass(frozen=True)
 class Stepping:
-    """What an engine with steps of STEP_MS showed: milliseconds to first tokens beside streams, and two loads."""
+    """Measurements with an engine with steps of STEP_MS: milliseconds to first tokens beside streams, and two loads."""
 
     beside_ms: list[float]
     few: Flow
@@ -64,7 +67,7 @@ class Stepping:
 
 
 def main() -> None:
-    """Run it as the arguments say."""
+    """Run the benchmark with the command line's arguments."""
     run_command("relay", __doc__ or "", lambda quick: measure(QUICK if quick else FULL, quick))
 
 
@@ -76,7 +79,7 @@ def measure(setup: Setup, quick: bool) -> Report:
 
 def report(setup: Setup, quick: bool, instant: Instant, stepping: Stepping) -> Report:
     """Put both clusters' measurements into one report."""
-    # A request beside others pays its own step, and half of the one that runs when it comes.
+    # A request beside others waits for half of the step that runs when it arrives, on average, and for its own step.
     alone, beside = median(instant.alone_ms), median(stepping.beside_ms) - 1.5 * STEP_MS
     empty = median(instant.empty_ms)
     times = {

@@ -18,7 +18,10 @@ PROMPT = tuple(range(32))
 
 @dataclass(frozen=True)
 class Setup:
-    """`alone`: requests one after the other; `probes`: those beside 64 streams; `seconds`: how long streams count."""
+    """The sizes of a run. `alone` requests run one after the other, `probes` beside `few` streams.
+
+    `warm_s` and `seconds` are the warm-up and the measurement of running streams.
+    """
 
     alone: int
     probes: int
@@ -26,13 +29,13 @@ class Setup:
     warm_s: float
     few: int = 64
     many: int = 256
-    # Of a stream; another follows it.
+    # Tokens of a stream; another stream follows it.
     tokens: int = 2000
 
 
 @dataclass(frozen=True)
 class Flow:
-    """Streams that ran side by side for a while; `processor_us` a token, by process."""
+    """The result of streams that ran side by side; `processor_us` is microseconds a token, by process."""
 
     name: str
     streams: int
@@ -43,7 +46,7 @@ class Flow:
 
     @property
     def tokens_per_s(self) -> float:
-        """Its throughput."""
+        """Return the throughput."""
         return self.tokens / self.seconds
 
 
@@ -59,19 +62,19 @@ class Load:
         self.received = 0
 
     async def ttfts_ms(self, count: int, pause_ms: float) -> list[float]:
-        """Milliseconds to the first token of requests one after the other, with random pauses around `pause_ms`."""
+        """Return the milliseconds to the first token of requests in sequence, with random pauses around `pause_ms`."""
         times = []
         for _ in range(count):
             start = time.perf_counter()
             async with self._client.generate_stream(token_ids=PROMPT, max_new_tokens=1) as stream:
                 came = [time.perf_counter() - start async for piece in stream if piece.token_ids]
             times.append(came[0] * 1e3)
-            # At any moment of a step.
+            # A random pause, so that requests arrive at any moment of a step.
             await asyncio.sleep(self._chance.uniform(0.0, 2.0) * pause_ms / 1e3)
         return times
 
     async def flow(self, name: str, streams: int) -> Flow:
-        """Count what streams give side by side, once all of them run."""
+        """Measure the tokens and the processor time of streams side by side, after all of them have begun."""
         setup = self._setup
         async with self.streams(streams):
             await asyncio.sleep(setup.warm_s)
@@ -85,7 +88,7 @@ class Load:
 
     @asynccontextmanager
     async def streams(self, count: int) -> AsyncIterator[None]:
-        """So many streams, all running; cancelled at the end. Raises what ended one of them before."""
+        """Run `count` streams while the context is open, and cancel them at its end. Raises the error of a stream."""
         started = [asyncio.Event() for _ in range(count)]
         tasks = [asyncio.create_task(self._read(event)) for event in started]
         starting = asyncio.create_task(_all(started))

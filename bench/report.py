@@ -1,4 +1,4 @@
-"""What a benchmark says: a table for people on stdout, JSON for programs, progress on stderr."""
+"""A benchmark's report: tables for people on stdout, JSON for programs, progress on stderr."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _PACKAGES = ("loraplex", "torch", "transformers", "peft", "grpcio", "redis")
 
 @dataclass(frozen=True)
 class Aim:
-    """What a ratio is to reach; `at_most` where lower is better. None: it is reported only."""
+    """The value that a ratio must reach; `at_most` if lower is better. Without either, the ratio is only reported."""
 
     at_least: float | None = None
     at_most: float | None = None
@@ -35,12 +35,12 @@ class Aim:
         return "reported" if self.at_most is None else f"<= {self.at_most:g}"
 
     def reached(self, value: float) -> bool:
-        """Whether a value reaches it."""
+        """Return whether a value reaches the aim."""
         return (self.at_least is None or value >= self.at_least) and (self.at_most is None or value <= self.at_most)
 
 
 def describe_machine() -> dict[str, Any]:
-    """What the figures depend on beside the code."""
+    """Return the properties of the machine that the figures depend on."""
     return {
         "processor": _processor(),
         "system": f"{platform.system()} {platform.machine()}",
@@ -53,7 +53,7 @@ def describe_machine() -> dict[str, Any]:
 
 
 def describe_versions() -> dict[str, str]:
-    """Of Python and of the packages that the figures depend on."""
+    """Return the versions of Python and of the packages that the figures depend on."""
     versions = {"python": platform.python_version()}
     for package in _PACKAGES:
         try:
@@ -65,7 +65,7 @@ def describe_versions() -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Report:
-    """One run of a benchmark. `rows` are flat and may differ in their keys; `aims` has a key for each of `ratios`."""
+    """A benchmark's result. `rows` are flat and may differ in their keys; `aims` has a key for each of `ratios`."""
 
     name: str
     command: str
@@ -78,14 +78,14 @@ class Report:
     versions: Mapping[str, str] = field(default_factory=describe_versions)
 
     def to_json(self) -> dict[str, Any]:
-        """The same as JSON values."""
+        """Return the report as JSON values."""
         return asdict(self) | {"aims": {key: str(aim) for key, aim in self.aims.items()}}
 
     def write(self, path: Path) -> None:
-        """Write the JSON file, whole or not at all."""
-        staging = path.with_name(path.name + ".new")
-        staging.write_text(json.dumps(self.to_json(), indent=2) + "\n")
-        staging.replace(path)
+        """Write the JSON file atomically."""
+        unfinished = path.with_name(path.name + ".new")
+        unfinished.write_text(json.dumps(self.to_json(), indent=2) + "\n")
+        unfinished.replace(path)
 
     def show(self) -> None:
         """Print the tables."""
@@ -105,7 +105,7 @@ class Report:
 
 
 def progress(message: str) -> None:
-    """A line on stderr: what is being done."""
+    """Print the current activity as a line on stderr."""
     print(message, file=sys.stderr, flush=True)
 
 

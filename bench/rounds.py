@@ -1,4 +1,4 @@
-"""Runs several cases in turn, A B A B, so that whatever else the machine does falls on all of them alike."""
+"""Runs several cases in turn, A B A B, so that other load of the machine affects all of them alike."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from bench.report import progress
 
 @dataclass(frozen=True)
 class Timed:
-    """Tokens that a run answered, and the seconds it took; of our engine also the steps it ran."""
+    """A timed run: its answered tokens and its seconds; for our engine also its steps."""
 
     tokens: int
     seconds: float
@@ -21,26 +21,26 @@ class Timed:
 
     @property
     def tokens_per_s(self) -> float:
-        """Its throughput."""
+        """Return the throughput."""
         return self.tokens / self.seconds
 
 
 @dataclass(frozen=True)
 class Case:
-    """Something to be timed. `run` gets a number that no other run of the benchmark gets, to seed its prompts with."""
+    """A benchmark case to be timed. `run` takes a number, unique in the benchmark, as the seed of its prompts."""
 
     name: str
     run: Callable[[int], Timed]
 
 
 class Rounds:
-    """What each round's runs gave, by case."""
+    """The timed runs of all rounds, by case."""
 
     def __init__(self) -> None:
         self.runs: dict[str, list[Timed]] = {}
 
     def run(self, cases: Sequence[Case], rounds: int, between: Callable[[], None] = lambda: None) -> None:
-        """Run every case once a round, after one round that warms up and is not kept; `between` before each run."""
+        """Run every case once a round, and `between` before each run. An earlier round is a warm-up and dropped."""
         number = 0
         for turn in range(rounds + 1):
             for case in cases:
@@ -53,15 +53,15 @@ class Rounds:
                     self.runs.setdefault(case.name, []).append(timed)
 
     def ratio(self, ours: str, other: str) -> float:
-        """The throughput of one case over another's: the median of the rounds' ratios."""
+        """Return a case's throughput over another's: the median of the rounds' ratios."""
         pairs = zip(self.runs[ours], self.runs[other], strict=True)
-        return median(one.tokens_per_s / two.tokens_per_s for one, two in pairs)
+        return median(run.tokens_per_s / other_run.tokens_per_s for run, other_run in pairs)
 
     def rows(self) -> list[Mapping[str, Any]]:
-        """Rows of a report: the median throughput, and the spread from lowest to highest."""
+        """Return the rows of a report: the median throughput, and the spread from lowest to highest."""
         rows: list[Mapping[str, Any]] = []
         for name, timed in self.runs.items():
-            rates = [one.tokens_per_s for one in timed]
+            rates = [run.tokens_per_s for run in timed]
             rows.append(
                 {
                     "case": name,

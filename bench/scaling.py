@@ -1,8 +1,8 @@
-"""How the cluster grows: `python -m bench.scaling [--quick] [--json FILE]`.
+"""Clusters of growing size: `python -m bench.scaling [--quick] [--json FILE]`.
 
-Clusters of up to 1,000 workers and 100,000 adapters in virtual time: how often a job meets its adapter, how long it
-waits, how service is shared, and how often workers claim; and on a real Valkey what a claim costs, from which follows
-how many workers one cell serves. A full run rewrites docs/scaling.md and its plots.
+Clusters of up to 1,000 workers and 100,000 adapters run in virtual time and show how often a job's worker has its
+adapter, how long jobs wait, how service is shared, and how often workers claim. The cost of a claim is measured on a
+real Valkey and gives the number of workers that a cell serves. A full run rewrites docs/scaling.md and its plots.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ AIMS = {
     "workers_of_one_cell": Aim(),
 }
 PAGE = Path(__file__).parents[1] / "docs" / "scaling.md"
-# Of a core a cell's Redis should use no more, so that a burst finds room.
+# Maximum share of a core that a cell's Redis should use, so that it has reserves for bursts.
 _CORE_SHARE = 0.7
-# As router.dispatch.dispatcher and router.catalog.models.
+# Queries a second by each router, as in router.dispatch.dispatcher and router.catalog.models, and number of routers.
 _WATCHES_PER_S, _LOOKS_PER_S, ROUTERS = 4, 2, 4
 
 
 @dataclass(frozen=True)
 class Setup:
-    """`workers`: the sizes, with so many adapters and jobs for each worker; `calls`: of each script that is timed.
+    """The sizes of the clusters in `workers`, with adapters and jobs for each worker; `calls` times each script runs.
 
-    Beyond 100 workers, where every second costs most, half as many jobs for each.
+    Clusters of more than 100 workers run half as many jobs for each worker, because they take longest to simulate.
     """
 
     workers: Sequence[int]
@@ -50,7 +50,7 @@ class Setup:
     skewed_adapters: int
     loads: Sequence[float]
     calls: int
-    # Workers of the runs that are about load; workers and jobs of those that are about fairness.
+    # Workers of the runs about load; workers and jobs of the runs about fairness.
     middle: int = 100
     few: int = 20
     flood: int = 24_000
@@ -81,14 +81,14 @@ _SKEW = 0.3
 
 @dataclass(frozen=True)
 class Run:
-    """One virtual cluster, by what it shows."""
+    """A virtual cluster's run and its result."""
 
     name: str
     scale: Scale
     result: Result
 
     def wait_ms(self, quantile: int, tenants: Sequence[str] = ()) -> float:
-        """Percent `quantile` of the waits, of all tenants or of some."""
+        """Return the `quantile`-th percentile of the waits of all tenants, or of some."""
         waits = [
             wait for tenant, waits in self.result.waits_ms.items() if not tenants or tenant in tenants for wait in waits
         ]
@@ -96,7 +96,7 @@ class Run:
 
 
 def main() -> None:
-    """Run it as the arguments say; a full run rewrites the page and the plots."""
+    """Run the benchmark with the command line's arguments; a full run rewrites the page and the plots."""
     report = run_command("scaling", __doc__ or "", lambda quick: measure(QUICK if quick else FULL, quick))
     if not report.quick:
         PAGE.write_text(rewrite(PAGE.read_text(), report.to_json()))
@@ -107,10 +107,10 @@ def measure(setup: Setup, quick: bool) -> Report:
     sizes = [run for workers in setup.workers for run in _size(setup, workers)]
     loads = [_run(f"load {load:g}", replace(_scale(setup, setup.middle), load=load)) for load in setup.loads]
     ten = replace(_scale(setup, setup.few), jobs=setup.flood, loud=0.5, tenants=10)
-    # Of the ten the quiet ones want less than their share, or all more.
+    # At load 1.1 the nine quiet tenants ask for less than their share, at load 3 for more.
     loud = _run("one of ten tenants sends half, load 1.1", replace(ten, load=1.1))
     flood = _run("one of ten tenants sends half, load 3", replace(ten, load=3.0))
-    progress("the scripts on a real server")
+    progress("timing the scripts on a real server")
     costs = measure_costs(setup.calls)
     by_size = {run.scale.workers: run for run in sizes if run.name == _UNIFORM}
     share = {workers: _core_share(run, costs) for workers, run in by_size.items()}
@@ -165,10 +165,10 @@ def _run(name: str, scale: Scale) -> Run:
 
 
 def _core_share(run: Run, costs: Mapping[str, float]) -> float:
-    """Cores of a Redis that a cluster of this size takes: claims, enqueues, beats with their charges, looks."""
+    """Return the cores that a cluster's Redis uses for claims, enqueues, workers' beats and routers' queries."""
     result, scale = run.result, run.scale
     full = result.claims - result.empty_claims
-    # Each job is enqueued and charged once more at its end; every worker reports with each beat.
+    # Each job is enqueued once and charged once at its end; every worker also charges with each beat.
     jobs_us = full * (costs[CLAIM] + costs[ENQUEUE] + costs[CHARGE] / 16) + result.empty_claims * costs[EMPTY_CLAIM]
     beats_us = scale.workers * 1e3 / BEAT_MS * costs[CHARGE]
     looks_us = ROUTERS * (_WATCHES_PER_S + _LOOKS_PER_S) * costs[WAITING]

@@ -1,8 +1,7 @@
-"""A large cluster in virtual time: the queue's policy (bench.queue_model), the router's placement, workers as
-counters.
+"""A large cluster in virtual time: the queue's policy (bench.queue_model), the router's placement, simple workers.
 
-A worker is rows, slots of a least-recently-used cache of adapters, and the claims that worker.io.jobs.intake makes:
-when it is woken, when one of its jobs has ended, after a hold, and once a second when it idles.
+A worker has rows and slots of a least-recently-used cache of adapters. It claims as worker.io.jobs.intake does: when it
+is woken, when one of its jobs has ended, after a hold, and once a second while it is idle.
 """
 
 from __future__ import annotations
@@ -22,16 +21,17 @@ from broker.terms import FREE_ROWS_MS, OUTPUT_WEIGHT, PROMPT_WEIGHT, Placement, 
 
 BASE = "sha256:0"
 _NO_LIMITS = QueueLimits(jobs=1 << 40, bytes=1 << 50, tenant_jobs=1 << 40, tenant_bytes=1 << 50)
-# As worker.io.jobs.intake and broker.liveness have them.
+# Intervals in ms of an idle worker's claims and of its beats, as in worker.io.jobs.intake and broker.liveness.
 _IDLE_MS, BEAT_MS = 1_000, 500
 _Event = Literal["arrival", "end", "look", "beat", "watch"]
 
 
 @dataclass(frozen=True)
 class Scale:
-    """`load`: of what all rows together can do; `skew`: adapter floor(n * u ** (1 / skew)), 1 is uniform.
+    """The size and the load of a cluster. `load` is the share of all rows' capacity that the requests take.
 
-    `loud`: the share of the requests that the first of the tenants sends; the others share the rest alike.
+    `loud` is the first tenant's share of the requests; the other tenants share the rest evenly. A request's adapter is
+    floor(n * u ** (1 / skew)): with skew 1 all are equally likely.
     """
 
     workers: int
@@ -45,7 +45,7 @@ class Scale:
     rows: int = 32
     slots: int = 32
     prompt: int = 64
-    # An answer has 1 to 199 tokens, 100 on average.
+    # Mean tokens of an answer; 100 gives answers of 1 to 199 tokens.
     answer: int = 100
     token_ms: float = 20.0
     load_ms: float = 150.0
@@ -53,21 +53,21 @@ class Scale:
 
 @dataclass
 class Result:
-    """`waits_ms` from arrival to claim by tenant, of the second half; `served` in charged tokens by tenant."""
+    """The figures of the second half: `waits_ms` from arrival to claim and `served` charged tokens, by tenant."""
 
     seconds: float = 0.0
     claims: int = 0
     empty_claims: int = 0
     hits: int = 0
     misses: int = 0
-    # Adapters that no worker had ever had.
+    # Claimed jobs whose adapter no worker had had before.
     firsts: int = 0
     waits_ms: defaultdict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     served: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
 
     @property
     def hit_rate(self) -> float:
-        """Claimed jobs whose adapter was there, of those whose adapter some worker had had before."""
+        """Return the share of cached adapters among claimed jobs whose adapter some worker had had before."""
         return self.hits / max(1, self.hits + self.misses)
 
 
@@ -77,12 +77,12 @@ class _Worker:
         self.slots = slots
         self.running: dict[str, float] = {}
         self.adapters: OrderedDict[str, None] = OrderedDict()
-        # A later look makes an earlier one void.
+        # Time of the next look at the queue; an earlier time in the event list is void.
         self.look_at = 0.0
         self.claimed_at = 0.0
 
     def use(self, digest: str) -> bool:
-        """Put an adapter into the cache; returns whether it was there."""
+        """Put an adapter into the cache; return whether it was cached before."""
         there = digest in self.adapters
         self.adapters[digest] = None
         self.adapters.move_to_end(digest)
@@ -92,7 +92,7 @@ class _Worker:
 
 
 class VirtualCluster:
-    """One run."""
+    """A simulation of one cluster."""
 
     def __init__(self, scale: Scale, seed: int = 42) -> None:
         self._scale = scale
@@ -111,7 +111,7 @@ class VirtualCluster:
         self.result = Result()
 
     def run(self) -> Result:
-        """Until the last request has arrived; the first half warms the caches."""
+        """Simulate until the last request has arrived. The first half fills the caches and does not count."""
         scale = self._scale
         job_ms = scale.answer * scale.token_ms
         gap_ms = job_ms / (scale.load * scale.rows * scale.workers)
@@ -178,7 +178,7 @@ class VirtualCluster:
             if self._free_rows(self._workers[worker_id]):
                 self._claim(self._workers[worker_id])
                 return
-        # Any worker may be the one that blocks; one of a few tries has free rows unless nearly all are full.
+        # Redis wakes any of the waiting workers. Eight random tries find one unless nearly all workers are full.
         for _ in range(8):
             worker = self._chance.choice(self._worker_list)
             if self._free_rows(worker):
@@ -207,7 +207,7 @@ class VirtualCluster:
         for job_id in decision.job_ids:
             self._start(worker, job_id)
         if decision.job_ids and decision.waiting and free_rows > len(decision.job_ids):
-            # A worker claims again until nothing comes.
+            # A worker claims again until a claim gives no job.
             worker.look_at = self._now_ms
         else:
             worker.look_at = self._now_ms + (decision.hold_ms or _IDLE_MS)

@@ -1,4 +1,4 @@
-"""What the queue's scripts cost a Redis: its own processor time a call, on a real server over its socket."""
+"""The cost of the queue's scripts: a real server's processor time for each call, over its socket."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from broker.queue import JobQueue
 from broker.terms import Placement, QueueLimits, UsageReport
 from deploy.local import valkey
 
-# What waits while it is measured, of how many tenants, and the adapters that a claiming worker names.
+# Waiting jobs during the measurement, their tenants, and the adapters that a claiming worker reports.
 _WAITING, _TENANTS, _ADAPTERS = 1_000, 100, 32
 _LIMITS = QueueLimits(jobs=1 << 30, tenant_jobs=1 << 30)
 ENQUEUE, CLAIM, EMPTY_CLAIM, CHARGE, WAITING = (
@@ -32,7 +32,7 @@ ENQUEUE, CLAIM, EMPTY_CLAIM, CHARGE, WAITING = (
 
 
 def measure_costs(calls: int) -> dict[str, float]:
-    """Microseconds of the server's processor a call, by operation."""
+    """Return the microseconds of the server's processor time a call, by operation."""
     with tempfile.TemporaryDirectory(prefix="lp-") as name:
         directory = Path(name)
         server = subprocess.Popen(valkey.command(directory), stdout=subprocess.PIPE, text=True)
@@ -50,8 +50,11 @@ def measure_costs(calls: int) -> dict[str, float]:
 async def _measure(url: str, calls: int) -> dict[str, float]:
     redis = await connect(url)
     queue = JobQueue(redis, Keys("model", "main"), limits=_LIMITS, worker_id="w1")
-    held = tuple(f"sha256:{number:064x}" for number in range(_ADAPTERS))
-    one_row, all_rows = Capacity(1, 32, 1 << 20, 1 << 20, 64, held), Capacity(32, 32, 1 << 20, 1 << 20, 64, held)
+    adapters = tuple(f"sha256:{number:064x}" for number in range(_ADAPTERS))
+    one_row, all_rows = (
+        Capacity(1, 32, 1 << 20, 1 << 20, 64, adapters),
+        Capacity(32, 32, 1 << 20, 1 << 20, 64, adapters),
+    )
     placement = Placement(prefer=("w1", "w2", "w3"), load_tokens=10.0)
     number = 0
 

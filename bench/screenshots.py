@@ -8,7 +8,7 @@ import tempfile
 from pathlib import Path
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
-# Nothing of the user's, and nothing over the network.
+# Without the user's profile and without network traffic.
 _FLAGS = (
     "--headless",
     "--no-sandbox",
@@ -21,17 +21,18 @@ _FLAGS = (
     "--hide-scrollbars",
 )
 _DARK = "--blink-settings=preferredColorScheme=0"
-# Taller than any of our pages; what is empty below is cut off.
+# Height of the window in pixels, more than any page needs; the empty part below a page is cut off.
 _TALLEST = 12_000
+# Timeout in seconds for drawing a page.
 TIMEOUT_S = 120.0
 
 
 class NoBrowserError(Exception):
-    """Nothing on PATH can draw a page, or it did not; one line."""
+    """No browser on PATH, or the browser drew no page; the message is one line."""
 
 
 def find_browser() -> str:
-    """Its path. Raises NoBrowserError."""
+    """Return the path of the browser. Raises NoBrowserError."""
     for name in NAMES:
         found = shutil.which(name)
         if found is not None:
@@ -40,9 +41,9 @@ def find_browser() -> str:
 
 
 def screenshot(browser: str, page: Path, picture: Path, *, width: int, dark: bool = False, most: int = 0) -> None:
-    """Draw a file's page, `width` pixels wide, as a PNG of at most 64 colours; `most`: pixels of its height.
+    """Draw a file's page, `width` pixels wide, as a PNG of at most 64 colours. Raises NoBrowserError.
 
-    Raises NoBrowserError.
+    The picture is cut at `most` pixels of height; 0 keeps the whole page.
     """
     from PIL import Image
 
@@ -55,7 +56,7 @@ def screenshot(browser: str, page: Path, picture: Path, *, width: int, dark: boo
         except subprocess.TimeoutExpired as error:
             raise NoBrowserError(f"{browser} did not draw {page} in {TIMEOUT_S:g} s") from error
         if not raw.exists():
-            last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
+            last = (done.stderr.strip().splitlines() or ["no error message"])[-1]
             raise NoBrowserError(f"{browser} did not draw {page}: {last}")
         with Image.open(raw) as image:
             drawn = image.convert("RGB")
@@ -65,7 +66,7 @@ def screenshot(browser: str, page: Path, picture: Path, *, width: int, dark: boo
 
 
 def _used_height(image: object) -> int:
-    """The height without what is empty below."""
+    """Return the height of the page without the empty part below it."""
     from PIL import Image, ImageChops
 
     assert isinstance(image, Image.Image)

@@ -13,11 +13,11 @@ from typing import Any
 
 
 class MarkersMissingError(Exception):
-    """The page has no place for a benchmark's figures."""
+    """A page without the markers for a benchmark's figures."""
 
 
 def rewrite(page: str, report: Mapping[str, Any]) -> str:
-    """The page with the tables of `report`, the content of a benchmark's JSON file. Raises MarkersMissingError."""
+    """Return the page with the tables of `report`, a benchmark's JSON values. Raises MarkersMissingError."""
     name = report["name"]
     begin, end = f"<!-- bench.{name} -->", f"<!-- end of bench.{name} -->"
     pattern = re.compile(f"{re.escape(begin)}.*?{re.escape(end)}", re.DOTALL)
@@ -27,7 +27,7 @@ def rewrite(page: str, report: Mapping[str, Any]) -> str:
 
 
 def markdown(report: Mapping[str, Any]) -> str:
-    """The command, the machine, and the two tables."""
+    """Return the report's command, machine and two tables as Markdown."""
     machine, versions = report["machine"], report["versions"]
     packages = ", ".join(f"{package} {version}" for package, version in versions.items())
     where = (
@@ -41,7 +41,7 @@ def markdown(report: Mapping[str, Any]) -> str:
 
 
 def cell(value: Any) -> str:
-    """A value as tables show it: numbers with three digits or one decimal place."""
+    """Return a value as text: numbers below 10 with three digits, larger ones with one decimal place."""
     if isinstance(value, float):
         return f"{value:.3g}" if abs(value) < 10 else f"{value:,.1f}"
     return str(value)

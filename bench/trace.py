@@ -19,9 +19,9 @@ SEED = 42
 
 @dataclass(frozen=True)
 class Trace:
-    """What is drawn: `adapters` in use, lengths in [low, high), requests a second with their coefficient of variation.
+    """A trace's parameters: `adapters` in use, lengths in [low, high), requests a second, coefficient of variation.
 
-    In a closed loop the rate means nothing.
+    A closed loop ignores the rate.
     """
 
     adapters: int
@@ -34,14 +34,14 @@ class Trace:
 
 @dataclass(frozen=True)
 class Arrival:
-    """A request and when it comes, in seconds from the start."""
+    """A request and its arrival time in seconds from the start."""
 
     at_s: float
     request: Request
 
 
 def draw(trace: Trace, vocabulary: int, prompts: int) -> list[Arrival]:
-    """The trace's requests; `prompts` seeds their ids, so that no two runs share a prefix."""
+    """Draw the trace's requests. `prompts` seeds their ids; with different seeds, runs share no prefix."""
     state = np.random.RandomState(SEED)
     adapters = np.floor(trace.adapters * state.power(trace.alpha, trace.requests)).astype(int)
     inputs = state.randint(*trace.lengths, trace.requests)
@@ -55,10 +55,10 @@ def draw(trace: Trace, vocabulary: int, prompts: int) -> list[Arrival]:
 
 
 def random_ids(chance: random.Random, count: int, vocabulary: int) -> tuple[int, ...]:
-    """So many token ids; those below 5 are left to special tokens."""
+    """Draw `count` token ids from 5 on; lower ids may be special tokens."""
     return tuple(chance.randrange(5, vocabulary) for _ in range(count))
 
 
 def random_request(seed: int, prompt: int, tokens: int, adapter: int, vocabulary: int) -> Request:
-    """A single request."""
+    """Draw a single request."""
     return Request(random_ids(random.Random(seed), prompt, vocabulary), tokens, adapter)

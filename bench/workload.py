@@ -1,4 +1,4 @@
-"""What the engine is asked in bench.engine: many short answers and a few long ones, so that batches empty unevenly."""
+"""The requests of bench.engine: many short answers and a few long ones, so that batches empty unevenly."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _LONG_EVERY = 8
 
 @dataclass(frozen=True)
 class Request:
-    """One prompt, how many tokens to answer, and which adapter's answer it is (None: the base model's)."""
+    """A prompt, the number of tokens to answer, and the adapter's number (None for the base model)."""
 
     prompt_ids: tuple[int, ...]
     tokens: int
@@ -20,7 +20,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Workload:
-    """How much is asked: requests, their prompts' tokens, and the answers' tokens (every eighth is long)."""
+    """The sizes of a workload: requests, tokens of a prompt, tokens of a short and of a long answer (every eighth)."""
 
     requests: int = 32
     prompt: int = 64
@@ -28,9 +28,10 @@ class Workload:
     long: int = 100
 
     def draw(self, seed: int, vocabulary: int, adapters: int = 0) -> list[Request]:
-        """Random prompts; request i uses adapter (i + i // 8) mod `adapters`, so that the long ones differ too.
+        """Draw requests with random prompts; request i uses adapter (i + i // 8) mod `adapters`.
 
-        Two draws must not share a seed: the second would find its prompts in the prefix cache.
+        So the long answers use different adapters too. Two draws must not share a seed: the second would find its
+        prompts in the prefix cache.
         """
         chance = random.Random(seed)
         return [
@@ -44,5 +45,5 @@ class Workload:
 
 
 def answered_tokens(requests: Sequence[Request]) -> int:
-    """The tokens that these requests are answered with."""
+    """Return the total tokens of the requests' answers."""
     return sum(request.tokens for request in requests)

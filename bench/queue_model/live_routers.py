@@ -1,4 +1,4 @@
-"""Which routers live, as broker/lua/include/routers.lua decides it."""
+"""The live routers, as broker/lua/include/routers.lua decides them."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from broker.terms import Entry, Placement, QueueLimits, UsageReport
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Why a job was refused: the field of QueueLimits that is reached, or `late` with the wait before its turn."""
+    """A refusal of a job: the field of QueueLimits that is reached, or `late` with the wait before its turn."""
 
     why: str
     wait_ms: int = 0
@@ -38,7 +38,7 @@ class ClaimDecision:
 
 @dataclass(frozen=True, slots=True)
 class _ChargeRecord:
-    """What a claimed job's tenant has been charged."""
+    """The amount that a claimed job's tenant has been charged."""
 
     tenant: str
     weight: float

@@ -6,7 +6,7 @@ from bisect import bisect_left, insort
 
 
 class TenantCounters:
-    """What each tenant was served, in charged tokens over its weight. A tenant with waiting jobs is active."""
+    """Each tenant's service, in charged tokens over its weight. A tenant with waiting jobs is active."""
 
     def __init__(self) -> None:
         self._active: dict[str, float] = {}

@@ -25,7 +25,7 @@ class WaitingJob:
     place: Place
     queued_ms: int
     deadline_ms: float
-    # The worker that makes room for the job.
+    # The worker that is reserved for the job.
     reserved_for: str | None = None
     reserved_until_ms: int = 0
 
