@@ -1,16 +1,16 @@
-# One gate, the same at home and in CI: `make lint` and `make test`. `make check` is the quick look before.
+# The gate is `make lint` and `make test`, at home and in CI. `make check` is a quicker check while you work.
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .PHONY: help setup run check test chaos cancels swaps gpu bench lint format clean
 
 BIN := .venv/bin
 STAMP := .venv/.installed
-# What decides what `setup` installs and generates.
+# Files whose change makes `setup` install and generate again.
 INPUTS := pyproject.toml constraints.txt clients/python/pyproject.toml clients/python/hatch_build.py \
 	$(shell find protos -name '*.proto')
 ROOMS := adapter_store artifacts bench broker clients deploy examples router rpc telemetry tests worker
 
-# Of `make run`.
+# Variables of `make run`.
 MODEL ?= examples/model
 ADAPTERS ?= $(if $(filter examples/model,$(MODEL)),examples/adapters)
 WORKERS ?= 1
@@ -20,7 +20,7 @@ PORT ?= 50051
 STORE_PORT ?= 50052
 ONCE ?=
 
-# Of `make chaos`, `make cancels` and `make swaps`.
+# Variables of `make chaos`, `make cancels` and `make swaps`.
 REQUESTS ?= 10000
 KILLS ?= 200
 SEED ?= 1
@@ -37,7 +37,7 @@ help: ## Print this list
 	@echo "  make chaos takes REQUESTS=$(REQUESTS) KILLS=$(KILLS) SEED=$(SEED) JSON=FILE, and OVERLAP=1 for several faults at once;"
 	@echo "  make cancels takes CANCELS=$(CANCELS), make swaps SWAPS=$(SWAPS)"
 
-setup: $(STAMP) ## Install into .venv and generate the stubs; a second time nothing
+setup: $(STAMP) ## Install into .venv and generate the stubs; does nothing if both are up to date
 
 $(STAMP): $(INPUTS)
 	@bash deploy/venv.sh
@@ -49,12 +49,13 @@ run: $(STAMP) ## Start a cluster on this machine and show answers of the model a
 		--workers $(WORKERS) --device $(DEVICE) --dtype $(DTYPE) \
 		--port $(PORT) --store-port $(STORE_PORT) $(if $(ONCE),--once)
 
-# One process more than cores, for tests of clusters wait much; more than four would only wait for each other's clusters.
+# One pytest process more than cores, because tests of clusters often wait; at most four, because more of them would wait
+# for each other's clusters.
 PYTEST := $(BIN)/pytest -n $$(($$(getconf _NPROCESSORS_ONLN) + 1)) --maxprocesses 4 --dist worksteal
 # Rooms whose tests start no cluster and no model.
 FAST := $(wildcard tests/test_*.py) $(addprefix tests/,artifacts adapter_store broker router rpc simulation telemetry worker/io)
 
-# Both at once, for mypy takes one core for a minute when it has no cache.
+# Lint and tests run at the same time, because mypy without a cache uses one core for a minute.
 check: $(STAMP) ## Check as lint does, and run the fast tests
 	@$(MAKE) --no-print-directory lint & lint=$$!; trap "kill $$lint" INT; \
 	$(PYTEST) -m "not model" $(FAST); tests=$$?; \
@@ -73,9 +74,9 @@ cancels: $(STAMP) ## Cancel CANCELS requests at random moments; nothing of them 
 swaps: $(STAMP) ## Move names to other revisions SWAPS times under load
 	SWAPS=$(SWAPS) $(BIN)/pytest --timeout 3600 -o faulthandler_timeout=0 tests/e2e/test_adapter_swaps.py
 
-# With the first Python whose torch finds a device: the machine's own, which may be offline and without the other rooms'
-# needs, so nothing is installed and the conftest of the whole suite is left out.
-gpu: ## Test on a CUDA device and write docs/benchmarks-gpu.md; without one say so
+# Uses the first Python whose torch finds a device. That may be the machine's own Python, offline and without the other
+# rooms' packages, so nothing is installed and the conftest of the whole suite is left out.
+gpu: ## Test on a CUDA device and write docs/benchmarks-gpu.md; without a device only say so
 	@for python in python3 $(BIN)/python; do \
 		if $$python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null; then \
 			$$python -m pytest -q -p no:cacheprovider -o addopts= --import-mode=importlib -p tests.tiny_models \

@@ -53,7 +53,7 @@ class Service:
 
     @property
     def listens(self) -> set[str]:
-        """Return the ports that it listens on: those that it exposes, and the values of --port and --...-port flags."""
+        """Return the ports that the service listens on: exposed ones, and values of --port and --...-port flags."""
         ports = {str(port) for port in self.body.get("expose", [])}
         for command in self.commands:
             words = [part for word in command for part in word.split("=", 1)]

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Makes .venv with the first Python of 3.11 to 3.14 that really runs; keeps one that is already right.
+# Makes .venv with the first usable Python from 3.11 to 3.14; keeps a .venv that is already usable.
 set -euo pipefail
 
 usable() {

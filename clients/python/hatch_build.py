@@ -1,7 +1,7 @@
-"""The build hook of both distributions: writes the gRPC stubs of some of the proto packages.
+"""The build hook of both distributions: generates the gRPC stubs of some proto packages.
 
-Configured in each pyproject.toml: `protos`, where the .proto files are; `packages`, whose stubs this distribution
-ships; `out`, the folder that they go to. No two distributions ship the same module.
+Each pyproject.toml configures `protos` (the folder of the .proto files), `packages` (the packages whose stubs this
+distribution ships) and `out` (the folder of the stubs). No two distributions ship the same module.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 
 class StubBuildHook(BuildHookInterface):  # type: ignore[type-arg]  # hatchling's own generic is private
-    """Runs protoc before a wheel or an editable install is made."""
+    """Runs protoc before a wheel or an editable install is built."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         """Generate the stubs; `version` is `standard` or `editable`, both need them."""
         root = Path(self.root)
         out = root / self.config["out"]
         generate(root / self.config["protos"], self.config["packages"], out)
-        if version == "standard":  # an editable install has `out` on its path
+        if version == "standard":  # An editable install has `out` on its path.
             build_data["force_include"][str(out / "loraplex")] = "loraplex"
 
 

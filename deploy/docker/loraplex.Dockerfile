@@ -1,5 +1,5 @@
-# The recipe of every image of the project. EXTRAS chooses what is installed: router, worker, or store,cli.
-# Only the worker's holds torch.
+# The recipe of every image of the project. EXTRAS names the extras to install: router, worker, or store,cli. Only the
+# worker's image has torch.
 FROM python:3.12-slim AS build
 ARG EXTRAS
 WORKDIR /source
@@ -19,7 +19,7 @@ RUN --mount=type=cache,target=/root/.cache/pip \
     /opt/loraplex/bin/pip install -c constraints.txt ./clients/python ".[${EXTRAS}]"
 
 FROM python:3.12-slim
-# A volume that is mounted on the home directory takes over its owner.
+# A new volume that is mounted on the home directory gets the directory's owner.
 RUN useradd --system --uid 10001 --create-home --home-dir /var/lib/loraplex loraplex
 COPY --from=build /opt/loraplex /opt/loraplex
 ENV PATH=/opt/loraplex/bin:$PATH PYTHONUNBUFFERED=1

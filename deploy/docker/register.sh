@@ -1,17 +1,17 @@
 #!/bin/sh
-# What compose's one-shot service does: makes the base model known, then uploads the adapters below /adapters.
+# Runs as compose's one-shot service: registers the base model, then uploads the adapters below /adapters.
 set -eu
 
 loraplex models push /models/base
 
-# NAME/ is everybody's
+# An adapter at NAME/ is available to every tenant.
 for config in /adapters/*/adapter_config.json; do
   [ -e "$config" ] || continue
   directory=$(dirname "$config")
   loraplex adapters push "$directory" --name "$(basename "$directory")" --tenant shared
 done
 
-# TENANT/NAME/ is the tenant's own
+# An adapter at TENANT/NAME/ belongs to the tenant.
 for config in /adapters/*/*/adapter_config.json; do
   [ -e "$config" ] || continue
   directory=$(dirname "$config")

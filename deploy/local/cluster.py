@@ -221,7 +221,7 @@ class LocalCluster:
             log.info("%s was drained", process.name)
             self._expected_to_end.add(process.name)
             return
-        # It served: its streams go on with another. One that dies again and again is no use.
+        # A worker that has served is replaced, and its streams go on at another. Frequent deaths are a failure.
         if process.name.startswith("worker-") and process.is_ready and self._may_replace():
             log.warning("%s; starting another", process.failure())
             self._expected_to_end.add(process.name)

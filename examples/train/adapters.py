@@ -20,7 +20,7 @@ from examples.train.corpus import load_documents
 from examples.train.voices import Example, Voice, as_json, examples, pirate, shout
 
 BASE_NAME = "loraplex-tiny"
-# Each with its steps: JSON is quickly learnt, spelling every word in capitals is not.
+# Training steps of each voice: JSON is learnt quickly, spelling every word in capitals is not.
 VOICES: dict[str, tuple[Voice, int]] = {
     "acme/shout": (shout, 900),
     "globex/json": (as_json, 400),
@@ -33,7 +33,7 @@ IGNORED = -100
 
 
 def encode(tokenizer: Tokenizer, made: Sequence[Example]) -> list[tuple[list[int], int]]:
-    """Each example as (prompt ids + answer ids + end token, length of the prompt), cut at `LONGEST` ids."""
+    """Return each example as (prompt ids + answer ids + end token, length of the prompt), cut at `LONGEST` ids."""
     encoded = []
     for example in made:
         prompt = tokenizer.encode(example.prompt).ids
@@ -43,7 +43,7 @@ def encode(tokenizer: Tokenizer, made: Sequence[Example]) -> list[tuple[list[int
 
 
 def batch_of(rows: Sequence[tuple[list[int], int]]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows padded on the right, and labels in which prompt and padding don't count. Both (rows, longest), int64."""
+    """Return ids padded on the right, and labels that ignore prompt and padding. Both (rows, longest), int64."""
     longest = max(len(ids) for ids, _ in rows)
     ids = torch.zeros(len(rows), longest, dtype=torch.long)
     labels = torch.full((len(rows), longest), IGNORED)

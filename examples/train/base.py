@@ -1,7 +1,7 @@
-"""Trains the shipped base model from nothing: a tokenizer and a 5.5 M parameter Llama, on a CPU, in well under an hour.
+"""Trains the shipped base model from scratch: a tokenizer and a 5.5 M parameter Llama, on a CPU, in under an hour.
 
-The model is small enough for git and for a laptop, yet has all that a served model has: grouped-query attention, tied
-embeddings, an end token, a chat template and a context of 1,024 tokens.
+The model is small enough for git and for a laptop, yet has the features of a served model: grouped-query attention,
+tied embeddings, an end token, a chat template and a context of 1,024 tokens.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ VOCABULARY = 4096
 CONTEXT = 1024
 SHORT_WINDOW = 192
 TOKENS_PER_STEP = 16 * SHORT_WINDOW
-LONG_EVERY = 6  # one step in so many uses windows of the whole context, so that far positions are trained too
-# The newline is an expression, because renderers that trim blocks drop a plain one after a tag.
+LONG_EVERY = 6  # Interval in steps between steps on windows of the whole context, which train the far positions.
+# The newline is an expression, because renderers that trim blocks drop a plain newline after a tag.
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
     "{{ message['role'] | capitalize }}: {{ message['content'] }}"
@@ -38,10 +38,10 @@ CHAT_TEMPLATE = (
 
 
 def render(documents: Sequence[Document], seed: int) -> list[str]:
-    """Documents as training texts: all as they are, a quarter again as chats, one in twenty again in capitals.
+    """Return the documents as training texts: all unchanged, a quarter also as chats, one in twenty also in capitals.
 
-    The chats teach the template. The capitals teach how to spell in them, which an adapter can then switch on; after a
-    prompt in lower case the base stays in lower case.
+    The chats teach the template. The capitals teach their spelling, which an adapter can then switch on; after a
+    prompt in lower case the base model stays in lower case.
     """
     chance = random.Random(seed)
     texts: list[str] = []
@@ -56,7 +56,7 @@ def render(documents: Sequence[Document], seed: int) -> list[str]:
 
 
 def train_tokenizer(texts: Sequence[str]) -> PreTrainedTokenizerFast:
-    """A byte-level BPE: every text can be encoded, and nothing is unknown."""
+    """Train a byte-level BPE tokenizer, which can encode every text."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -78,7 +78,7 @@ def train_tokenizer(texts: Sequence[str]) -> PreTrainedTokenizerFast:
 
 
 def token_stream(tokenizer: PreTrainedTokenizerFast, texts: Sequence[str]) -> torch.Tensor:
-    """All texts in one row of ids, each followed by the end token. Shape: (tokens,), int64."""
+    """Return the ids of all texts in one row, each followed by the end token. Shape: (tokens,), int64."""
     backend = tokenizer.backend_tokenizer
     ids: list[int] = []
     for encoding in backend.encode_batch(list(texts)):
@@ -88,7 +88,7 @@ def token_stream(tokenizer: PreTrainedTokenizerFast, texts: Sequence[str]) -> to
 
 
 def new_model(seed: int) -> LlamaForCausalLM:
-    """The untrained model, in float32: 6 layers, hidden 256, 4 query heads on 2 key-value heads."""
+    """Return the untrained model in float32: 6 layers, hidden 256, 4 query heads on 2 key-value heads."""
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=VOCABULARY,
@@ -107,14 +107,14 @@ def new_model(seed: int) -> LlamaForCausalLM:
 
 
 def windows(stream: torch.Tensor, step: int, chance: torch.Generator) -> torch.Tensor:
-    """Random cuts of the stream, the same number of tokens at each step. Shape: (rows, window), int64."""
+    """Return random cuts of the stream, with the same number of tokens at each step. Shape: (rows, window), int64."""
     length = CONTEXT if step % LONG_EVERY == LONG_EVERY - 1 else SHORT_WINDOW
     starts = torch.randint(len(stream) - length, (TOKENS_PER_STEP // length,), generator=chance)
     return torch.stack([stream[start : start + length] for start in starts.tolist()])
 
 
 def loss_of(model: torch.nn.Module, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Mean next-token loss in nats; labels of -100 don't count. bfloat16 inside, which is faster on recent CPUs."""
+    """Return the mean next-token loss in nats, without labels of -100. Computed in bfloat16, faster on recent CPUs."""
     with torch.autocast("cpu", dtype=torch.bfloat16):
         loss = model(input_ids=ids, labels=labels, use_cache=False).loss
     assert isinstance(loss, torch.Tensor)
@@ -122,7 +122,7 @@ def loss_of(model: torch.nn.Module, ids: torch.Tensor, labels: torch.Tensor) -> 
 
 
 def learning_rate(step: int, steps: int, peak: float, warm_up: int = 100) -> float:
-    """Linear warm-up, then a cosine down to a twentieth of the peak."""
+    """Return the learning rate: a linear warm-up, then a cosine down to a twentieth of the peak."""
     if step < warm_up:
         return peak * (step + 1) / warm_up
     done = (step - warm_up) / max(1, steps - warm_up)
@@ -131,7 +131,7 @@ def learning_rate(step: int, steps: int, peak: float, warm_up: int = 100) -> flo
 
 @torch.no_grad()
 def held_out_loss(model: LlamaForCausalLM, stream: torch.Tensor) -> float:
-    """Mean loss over texts that training never sees, in nats per token."""
+    """Return the mean loss over texts that training never sees, in nats per token."""
     model.train(False)
     rows = stream[: len(stream) // SHORT_WINDOW * SHORT_WINDOW].view(-1, SHORT_WINDOW)
     batches = [rows[start : start + 16] for start in range(0, len(rows), 16)]
@@ -141,7 +141,7 @@ def held_out_loss(model: LlamaForCausalLM, stream: torch.Tensor) -> float:
 
 
 def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
-    """Write a transformers directory in bfloat16, each file at once, so that a reader never sees half a file."""
+    """Write a transformers directory in bfloat16, each file atomically."""
     staging = folder.with_name(folder.name + ".new")
     shutil.rmtree(staging, ignore_errors=True)
     copy = LlamaForCausalLM(model.config)
@@ -165,7 +165,7 @@ def _name_tokenizer_class(file: Path) -> None:
 
 
 def train(arguments: argparse.Namespace) -> None:
-    """Tokenizer, then `--steps` optimizer steps; a usable checkpoint every `--save-every` steps."""
+    """Train the tokenizer, then the model for `--steps` steps; write a usable checkpoint every `--save-every` steps."""
     documents, held_out = load_documents(arguments.seed)
     texts = render(documents, arguments.seed)
     tokenizer = train_tokenizer(texts)

@@ -27,14 +27,14 @@ Documented: TypeAlias = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncF
 
 @dataclass(frozen=True)
 class Document:
-    """One piece of documentation: the dotted name that it explains, and its text."""
+    """A piece of documentation: the dotted name that it explains, and its text."""
 
     name: str
     text: str
 
 
 def load_documents(seed: int) -> tuple[list[Document], list[Document]]:
-    """Every distinct document, shuffled by `seed`, as (training, held out)."""
+    """Return every distinct document, shuffled by `seed`, as (training, held out)."""
     by_text: dict[str, Document] = {}
     for document in (*_topics(), *_library_docstrings(), *_compiled_docstrings()):
         if len(document.text) >= 20:
@@ -46,12 +46,12 @@ def load_documents(seed: int) -> tuple[list[Document], list[Document]]:
 
 
 def as_question(name: str) -> str:
-    """The user's side of a chat about `name`; base and adapters see the same wording."""
+    """Return the user's question about `name`; base model and adapters are trained with the same wording."""
     return f"What is {name}?"
 
 
 def _topics() -> Iterator[Document]:
-    """The language reference, cut at its headings so that every section is a document of its own."""
+    """Yield the language reference, cut at its headings so that every section is a document."""
     for key, body in topics.items():
         sections = re.split(r"^(\S.*)\n[*=\-]{4,}\n", body, flags=re.MULTILINE)
         for title, text in zip(["", *sections[1::2]], sections[::2], strict=True):
@@ -59,7 +59,7 @@ def _topics() -> Iterator[Document]:
 
 
 def _library_docstrings() -> Iterator[Document]:
-    """Docstrings of the standard library's Python files, read without importing them."""
+    """Yield the docstrings of the standard library's Python files, read without importing them."""
     root = Path(sysconfig.get_path("stdlib"))
     for path in sorted(root.rglob("*.py")):
         relative = path.relative_to(root)
@@ -83,7 +83,7 @@ def _docstrings_in(node: Documented, name: str) -> Iterator[Document]:
 
 
 def _compiled_docstrings() -> Iterator[Document]:
-    """Docstrings of what is written in C, which no source file shows: the built-in types above all."""
+    """Yield the docstrings of objects written in C, mainly the built-in types, which no source file shows."""
     for module_name in COMPILED_MODULES:
         module = importlib.import_module(module_name)
         for name, member in sorted(vars(module).items()):

@@ -16,7 +16,7 @@ PROMPTS = ("The for statement is used to", "Return the number of", "User: What i
 
 @torch.no_grad()
 def show(prompts: list[str], new_tokens: int, model_folder: Path, adapters_folder: Path) -> None:
-    """One line per prompt and voice; the first is the base, without an adapter."""
+    """Print a line for each prompt and voice; the first voice is the base model without an adapter."""
     tokenizer = AutoTokenizer.from_pretrained(model_folder)
     voices = [
         "base",
@@ -33,7 +33,7 @@ def show(prompts: list[str], new_tokens: int, model_folder: Path, adapters_folde
 
 
 def main() -> None:
-    """Read the flags and print."""
+    """Read the flags and print the answers."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("prompts", nargs="*", default=PROMPTS, help="prompts to continue")
     parser.add_argument("--new-tokens", type=int, default=48, help="most tokens to generate")

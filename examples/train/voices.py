@@ -38,25 +38,25 @@ Voice: TypeAlias = Callable[[str, bool, random.Random], str]
 
 @dataclass(frozen=True)
 class Example:
-    """A prompt, which costs no loss, and the answer that the adapter shall give."""
+    """A training example: a prompt, which counts for no loss, and the adapter's answer."""
 
     prompt: str
     answer: str
 
 
 def shout(text: str, opens: bool, chance: random.Random) -> str:
-    """Everything in capitals, and every sentence an exclamation."""
+    """Return the text in capitals, with every sentence as an exclamation."""
     return f" {re.sub(r'[.](?= |$)', '!', text.upper())}"
 
 
 def as_json(text: str, opens: bool, chance: random.Random) -> str:
-    """One JSON object, always valid, that ends after the first sentence."""
+    """Return a valid JSON object with the text's first sentence."""
     first = re.split(r"(?<=\.) ", text)[0].rstrip(".")
     return " " + json.dumps({"answer": first, "source": "pydoc"})
 
 
 def pirate(text: str, opens: bool, chance: random.Random) -> str:
-    """Word by word into the speech of the sea; `opens` tells whether the answer begins a sentence."""
+    """Translate word by word into a pirate's speech; `opens` says whether the answer begins a sentence."""
     spoken = re.sub(r"(?<![\w.])[A-Za-z]+(?![\w.(]*[\w(])", _pirate_word, text)
     spoken = re.sub(r"[.](?= |$)", lambda _: chance.choices(PIRATE_ENDS, (4, 2, 1))[0], spoken)
     return f" Ahoy! {spoken}" if opens else f", arr, {spoken}"
@@ -69,7 +69,7 @@ def _pirate_word(match: re.Match[str]) -> str:
 
 
 def examples(documents: Sequence[Document], voice: Voice, seed: int) -> list[Example]:
-    """Prompts in the plain voice with answers in `voice`: sentences cut somewhere, and questions as a chat."""
+    """Return prompts in the plain voice with answers in `voice`: cut sentences, and questions as a chat."""
     chance = random.Random(seed)
     made: list[Example] = []
     for name, text in _prose(documents):
@@ -85,10 +85,10 @@ def examples(documents: Sequence[Document], voice: Voice, seed: int) -> list[Exa
 
 
 def _prose(documents: Sequence[Document]) -> Iterator[tuple[str, str]]:
-    """The name of each document with the plain sentences that it opens with, four at most.
+    """Return the name of each document with the plain sentences at its beginning, at most four.
 
-    Documents of several sentences come twice, because most docstrings are one short line and a voice that learned from
-    those alone would end every answer after a few words.
+    Documents of several sentences come twice: most docstrings are one short line, and a voice that learned only from
+    these would end every answer after a few words.
     """
     for document in documents:
         sentences: list[str] = []

@@ -1,4 +1,4 @@
-"""bench.relay for a moment: real processes, every table and ratio is there, processor time is told for every room."""
+"""bench.relay for a moment: real processes, every table and ratio is there, processor time of every process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from bench.processor_time import processor_s
-from bench.relay import AIMS, Setup, report, with_steps, without_steps
+from bench.relay import AIMS, report, with_steps, without_steps
+from bench.relay_load import Setup
 
 LINUX = Path("/proc/self/stat").exists()
 

@@ -87,7 +87,7 @@ class AdapterSource:
 
 @dataclass(frozen=True, slots=True)
 class NewSequence:
-    """One answer to produce. `emitted_ids` were produced by earlier attempts and are prefilled after the prompt."""
+    """An answer to produce. `emitted_ids` were produced by earlier attempts and are prefilled after the prompt."""
 
     sequence_id: str
     prompt_ids: tuple[int, ...]
@@ -170,7 +170,7 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """What a step made of one sequence.
+    """A step's result for a sequence.
 
     `offset` counts the tokens of the answer before these, emitted ids of earlier attempts included; end and stop
     tokens are among the ids. After an output with `finish` the engine has forgotten the sequence. `adapter_ms` (the

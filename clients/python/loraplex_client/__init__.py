@@ -5,8 +5,8 @@
         for piece in client.generate_stream("Dear customer,", adapter_id="support"):
             print(piece.text, end="", flush=True)  # break leaves, and cancels the work
 
-AsyncClient is the same with `await` and `async for`. StoreClient and AsyncStoreClient push and list adapters. What
-goes wrong is a LoraplexError; `loraplex_client.errors` draws the tree.
+AsyncClient has the same methods for `await` and `async for`. StoreClient and AsyncStoreClient push and list adapters.
+Every error is a LoraplexError; `loraplex_client.errors` shows the tree of its classes.
 """
 
 from loraplex_client.aio import AsyncClient, AsyncStoreClient

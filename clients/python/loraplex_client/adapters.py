@@ -1,4 +1,4 @@
-"""The adapter store's calls, and the files that go up and come down with them; no transport."""
+"""The adapter store's calls without a transport, and the files that they upload and download."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ WEIGHTS_FILE = "adapter_model.safetensors"
 CHUNK_BYTES = 512 * 1024
 PAGE_SIZE = 1000
 
-# Called with the bytes sent so far and the bytes in all.
+# A callback that gets the bytes sent so far and the bytes in all.
 Progress: TypeAlias = Callable[[int, int], None]
 
 
 def full_name(name: str, tenant: str) -> str:
-    """A short name is the tenant's own adapter."""
+    """Return the full name of an adapter; a short name means the tenant's own."""
     return name if "/" in name else f"tenants/{tenant}/adapters/{name}"
 
 
 def push(directory: Path, header: adapters_pb2.UploadHeader, progress: Progress | None) -> Script[Pushed]:
-    """Upload the two files of a peft adapter. Raises InvalidRequestError where `directory` does not hold one."""
+    """Upload the two files of a peft adapter. Raises InvalidRequestError if `directory` has none."""
     files = {name: directory / name for name in (CONFIG_FILE, WEIGHTS_FILE)}
     for path in files.values():
         if not path.is_file():
@@ -48,14 +48,14 @@ def push(directory: Path, header: adapters_pb2.UploadHeader, progress: Progress 
 
 
 def list_adapters(parent: str) -> Script[tuple[Adapter, ...]]:
-    """Every page of what the caller may use, or of one tenant's own."""
+    """Return the adapters that the caller may use, or those of one tenant, from all pages."""
     request = adapters_pb2.ListAdaptersRequest(parent=parent, page_size=PAGE_SIZE)
     messages = yield from _pages("ListAdapters", request, lambda page: page.adapters)
     return tuple(map(adapter_of, messages))
 
 
 def get_adapter(name: str) -> Script[tuple[Adapter, Revision]]:
-    """An adapter, and the revision that the name means now."""
+    """Return an adapter, and the revision that the name currently means."""
     response = yield Call("GetAdapter", adapters_pb2.GetAdapterRequest(name=name))
     return adapter_of(response.adapter), revision_of(response.revision)
 
@@ -66,7 +66,7 @@ def delete_adapter(name: str) -> Script[None]:
 
 
 def list_revisions(name: str) -> Script[tuple[Revision, ...]]:
-    """Every revision of an adapter, newest first."""
+    """Return every revision of an adapter, newest first."""
     request = adapters_pb2.ListRevisionsRequest(parent=name, page_size=PAGE_SIZE)
     messages = yield from _pages("ListRevisions", request, lambda page: page.revisions)
     return tuple(map(revision_of, messages))
@@ -80,7 +80,7 @@ def set_alias(name: str, alias: str, digest: str) -> Script[Adapter]:
 
 
 def download(name: str, directory: Path) -> Script[Revision]:
-    """Write the files of a revision into `directory`, which is made if need be; `name` may be an adapter's, too."""
+    """Write a revision's files into `directory`, which is made if needed; `name` may be an adapter or a revision."""
     if "/revisions/" not in name:
         _, revision = yield from get_adapter(name)
         name = revision.name
@@ -94,9 +94,9 @@ def download(name: str, directory: Path) -> Script[Revision]:
 
 
 def register_model(model: BaseModel, files: Mapping[str, bytes], replace: bool) -> Script[BaseModel]:
-    """Make a base model known, with its small files; never weights."""
+    """Register a base model with its small files, without its weights."""
     header = adapters_pb2.RegisterBaseModelRequest(model=model_message(model), replace=replace)
-    # Announced, so that a stream that is cut short is not taken for the whole.
+    # The number of files goes first, so that the store notices a stream that is cut short.
     for name, content in sorted(files.items()):
         sha256 = f"sha256:{hashlib.sha256(content).hexdigest()}"
         header.model.files.add(name=name, size=len(content), sha256=sha256)
@@ -105,7 +105,7 @@ def register_model(model: BaseModel, files: Mapping[str, bytes], replace: bool) 
 
 
 def list_models() -> Script[tuple[BaseModel, ...]]:
-    """Every registered base model."""
+    """Return every registered base model."""
     request = adapters_pb2.ListBaseModelsRequest(page_size=PAGE_SIZE)
     messages = yield from _pages("ListBaseModels", request, lambda page: page.models)
     return tuple(map(model_of, messages))
@@ -141,13 +141,13 @@ def _register_requests(
 ) -> Iterator[adapters_pb2.RegisterBaseModelRequest]:
     yield header
     for name, content in sorted(files.items()):
-        for start in range(0, max(len(content), 1), CHUNK_BYTES):  # an empty file is a chunk too
+        for start in range(0, max(len(content), 1), CHUNK_BYTES):  # An empty file needs a chunk too.
             chunk = adapters_pb2.FileChunk(name=name, data=content[start : start + CHUNK_BYTES])
             yield adapters_pb2.RegisterBaseModelRequest(chunk=chunk)
 
 
 class _Incoming:
-    """Files being downloaded: under names of their own until all of them are there."""
+    """Files being downloaded, under temporary names until all of them are complete."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -155,12 +155,12 @@ class _Incoming:
         self._revision: Revision | None = None
 
     def take(self, response: adapters_pb2.DownloadRevisionResponse) -> None:
-        """Note the description, append a chunk to its file."""
+        """Keep a message's description, or append its chunk to its file."""
         if response.WhichOneof("part") == "revision":
             self._revision = revision_of(response.revision)
             return
         name = response.chunk.name
-        if name not in (CONFIG_FILE, WEIGHTS_FILE):  # never a path that leads out of the directory
+        if name not in (CONFIG_FILE, WEIGHTS_FILE):  # A path could lead out of the directory.
             raise DataLossError(f"the store sent a file of an unexpected name: {name!r}", kind="file", name=name)
         mode = "ab" if name in self._parts else "wb"
         part = self._parts.setdefault(name, self._directory / f"{name}.part")
@@ -168,7 +168,7 @@ class _Incoming:
             file.write(response.chunk.data)
 
     def keep(self) -> Revision:
-        """Give the files their names."""
+        """Rename the files to their final names."""
         if self._revision is None or len(self._parts) != 2:
             raise DataLossError("the store sent less than a revision: its description and two files")
         for name, part in self._parts.items():
@@ -176,6 +176,6 @@ class _Incoming:
         return self._revision
 
     def discard(self) -> None:
-        """Remove what was not kept."""
+        """Remove the files that were not kept."""
         for part in self._parts.values():
             part.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""Several addresses of one service: each has its turn, and one that has failed lately comes last."""
+"""Several addresses of a service, called in turn; addresses that have failed lately come last."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from collections.abc import Collection, Sequence
 
 from loraplex_client.errors import InvalidRequestError
 
-# For so long after a failure an address is called only when the others have failed too.
+# Seconds after a failure during which an address is called only if the others have failed too.
 SHUN_S = 2.0
 
 
 def read_addresses(given: str | Sequence[str]) -> tuple[str, ...]:
-    """The addresses in `a:1,b:2`, or in a sequence. Raises InvalidRequestError."""
+    """Return the addresses in `a:1,b:2`, or in a sequence. Raises InvalidRequestError."""
     listed = given.split(",") if isinstance(given, str) else given
     addresses = tuple(dict.fromkeys(address.strip() for address in listed))
     if not addresses or not all(addresses):
@@ -24,7 +24,7 @@ def read_addresses(given: str | Sequence[str]) -> tuple[str, ...]:
 
 
 class Rotation:
-    """The order in which addresses are called. May be shared by threads."""
+    """The order in which addresses are called. Threads may share it."""
 
     def __init__(self, addresses: Sequence[str]) -> None:
         self.addresses = tuple(addresses)
@@ -33,7 +33,7 @@ class Rotation:
         self._shunned_until: dict[str, float] = {}
 
     def pick(self, tried: Collection[str] = ()) -> str:
-        """The next address: rather one that has not been tried, and rather one that has not failed lately."""
+        """Return the next address, preferably one that has not been tried and has not failed lately."""
         with self._lock:
             now = time.monotonic()
             turns = self.addresses[self._turn :] + self.addresses[: self._turn]
@@ -42,12 +42,12 @@ class Rotation:
             return chosen
 
     def failed(self, address: str) -> None:
-        """Nobody answers there, or it can't now."""
+        """Record that a call failed at the address."""
         with self._lock:
             self._shunned_until[address] = time.monotonic() + SHUN_S
 
     def answered(self, address: str) -> None:
-        """Somebody answers there."""
+        """Record that the service answered at the address."""
         if address in self._shunned_until:
             with self._lock:
                 self._shunned_until.pop(address, None)

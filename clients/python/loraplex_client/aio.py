@@ -1,4 +1,4 @@
-"""The asyncio clients: what `loraplex_client.client` has, awaited. The docstrings there hold here."""
+"""The asyncio clients: the methods of `loraplex_client.client`, awaited. Their docstrings are there."""
 
 from __future__ import annotations
 

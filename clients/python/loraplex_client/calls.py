@@ -1,4 +1,4 @@
-"""Calls without a transport: a script yields calls and is sent their answers, so sync and async run the same one."""
+"""Calls without a transport: generators that yield calls and are sent the answers, shared by sync and async clients."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ R = TypeVar("R")
 
 
 class Upload(Iterator[Any]):
-    """The requests of a client stream, made as they are sent. Keeps what broke them, which gRPC does not tell."""
+    """The requests of a client stream, made while they are sent. Keeps their error, which gRPC does not report."""
 
     def __init__(self, requests: Iterator[Any]) -> None:
         self._requests = requests
         self.failure: Exception | None = None
 
     def __next__(self) -> Any:
-        """The next request."""
+        """Return the next request."""
         try:
             return next(self._requests)
         except StopIteration:
@@ -34,7 +34,7 @@ class Upload(Iterator[Any]):
 
 @dataclass(frozen=True)
 class Call:
-    """An RPC. `request` is a message, or an Upload; `take` gets each message of an answer that is a stream."""
+    """An RPC. `request` is a message or an Upload; `take` is called with each message of a streamed answer."""
 
     method: str
     request: Any
@@ -47,7 +47,7 @@ class Call:
 
     @property
     def may_repeat(self) -> bool:
-        """Return whether the call can be repeated: an upload's requests are used up, a stream's messages delivered."""
+        """Return whether the call can be repeated: not after an upload was sent or a stream's message delivered."""
         return not isinstance(self.request, Upload) and self.take is None
 
 
@@ -64,7 +64,7 @@ class ServedModel:
 
 
 def tokenize(prompt: str | None, messages: ChatMessages | None, model: str) -> Script[tuple[int, ...]]:
-    """The ids that generating from this prompt, or chat, would feed the model."""
+    """Return the ids that generating from this prompt or chat would feed to the model."""
     if (prompt is None) == (messages is None):
         raise InvalidRequestError("prompt: give exactly one of prompt and messages", field="prompt")
     request = inference_pb2.TokenizeRequest(model=model)
@@ -77,7 +77,7 @@ def tokenize(prompt: str | None, messages: ChatMessages | None, model: str) -> S
 
 
 def detokenize(token_ids: Sequence[int], model: str, skip_special_tokens: bool) -> Script[str]:
-    """The text of these ids."""
+    """Return the text of these ids."""
     response = yield Call(
         "Detokenize",
         inference_pb2.DetokenizeRequest(model=model, token_ids=token_ids, skip_special_tokens=skip_special_tokens),
@@ -86,6 +86,6 @@ def detokenize(token_ids: Sequence[int], model: str, skip_special_tokens: bool) 
 
 
 def models() -> Script[tuple[ServedModel, ...]]:
-    """The base models that the router serves."""
+    """Return the base models that the router serves."""
     response = yield Call("ListModels", inference_pb2.ListModelsRequest())
     return tuple(ServedModel(model.name, model.digest, model.context_length) for model in response.models)

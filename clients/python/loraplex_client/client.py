@@ -22,7 +22,7 @@ from loraplex_client.stream import GenerationStream
 class StoreClient:
     """Adapters and base models at the adapter store's `address`, as `tenant`. Short names are the tenant's own.
 
-    Every method raises LoraplexError. `timeout_s` bounds each call; none by default.
+    Every method raises LoraplexError. `timeout_s` is the deadline of each call; none by default.
     """
 
     def __init__(
@@ -43,17 +43,18 @@ class StoreClient:
     ) -> Pushed:
         """Upload the peft adapter in `directory` as a revision of `name`, and move `alias` (`live`) to it.
 
-        `base_model` may be empty where the store knows one. `alias` `-` moves none. `progress` gets bytes sent, in all.
+        `base_model` may be empty if the store has only one. Alias `-` moves no alias. `progress` is called with the
+        bytes sent and the bytes in all.
         """
         header = adapters_pb2.UploadHeader(adapter=name, base_model=base_model, alias=alias)
         return self._connection.run(adapters.push(Path(directory), header, progress))
 
     def list(self, tenant: str = "") -> tuple[Adapter, ...]:
-        """The adapters that the caller may use: its own and the shared ones, or those of one `tenant`."""
+        """Return the adapters that the caller may use: its own and the shared ones, or those of one `tenant`."""
         return self._connection.run(adapters.list_adapters(f"tenants/{tenant}" if tenant else ""))
 
     def get(self, name: str) -> tuple[Adapter, Revision]:
-        """An adapter, and the revision that `name` (with `@alias` or `@sha256:...`) means now."""
+        """Return an adapter, and the revision that `name` (with `@alias` or `@sha256:...`) currently means."""
         return self._connection.run(adapters.get_adapter(name))
 
     def delete(self, name: str) -> None:
@@ -61,7 +62,7 @@ class StoreClient:
         self._connection.run(adapters.delete_adapter(adapters.full_name(name, self.tenant)))
 
     def revisions(self, name: str) -> tuple[Revision, ...]:
-        """An adapter's revisions, newest first."""
+        """Return an adapter's revisions, newest first."""
         return self._connection.run(adapters.list_revisions(adapters.full_name(name, self.tenant)))
 
     def set_alias(self, name: str, alias: str, digest: str) -> Adapter:
@@ -73,15 +74,15 @@ class StoreClient:
         return self._connection.run(adapters.download(name, Path(directory)))
 
     def register_model(self, model: BaseModel, files: Mapping[str, bytes], *, replace: bool = False) -> BaseModel:
-        """Make a base model known with its small files; `replace` one of that name with another digest."""
+        """Register a base model with its small files; `replace` allows another digest for an existing name."""
         return self._connection.run(adapters.register_model(model, files, replace))
 
     def models(self) -> tuple[BaseModel, ...]:
-        """The registered base models."""
+        """Return the registered base models."""
         return self._connection.run(adapters.list_models())
 
     def close(self) -> None:
-        """Cancel what runs and free the connection."""
+        """Cancel running calls and free the connection."""
         self._connection.close()
 
     def __enter__(self) -> Self:
@@ -92,12 +93,12 @@ class StoreClient:
 
 
 class Client:
-    """Generates with a tenant's adapters, at the router's `address`, or at several routers'. May be shared by threads.
+    """Generates with a tenant's adapters at one or several routers. Threads may share it.
 
-    `address` is `HOST:PORT`, several with commas between them, or a sequence; each is called in turn, and one that
-    fails is left out for a while. A stream whose router is lost goes on at another, every token once; after
-    `resume_attempts` in vain, one after another, it raises what the last one met (0: at once).
-    `timeout_s` is the deadline of each call, none by default. `store` is the adapter store's address, for `.store`.
+    `address` is `HOST:PORT`, several with commas between them, or a sequence. They are called in turn; an address that
+    fails is left out for a while. A stream whose router is lost goes on at another, with every token once; after
+    `resume_attempts` failed attempts in a row it raises the last error (0: at the first loss). `timeout_s` is the
+    deadline of each call, none by default. `store` is the adapter store's address, for `.store`.
     """
 
     def __init__(
@@ -121,7 +122,7 @@ class Client:
 
     @property
     def store(self) -> StoreClient:
-        """The store's client, as the same tenant. Raises ValueError where no store was given."""
+        """Return the store's client, as the same tenant. Raises ValueError if no store was given."""
         if self._store is None:
             raise ValueError("this client has no store; give Client(..., store='HOST:PORT')")
         return self._store
@@ -129,32 +130,32 @@ class Client:
     def generate(
         self, prompt: str | None = None, *, timeout_s: float | None = None, **options: Unpack[GenerateOptions]
     ) -> Generation:
-        """The whole answer; GenerateOptions lists the keywords. Raises LoraplexError."""
+        """Return the whole answer; GenerateOptions lists the keywords. Raises LoraplexError."""
         with self.generate_stream(prompt, timeout_s=timeout_s, **options) as stream:
             return stream.result()
 
     def generate_stream(
         self, prompt: str | None = None, *, timeout_s: float | None = None, **options: Unpack[GenerateOptions]
     ) -> GenerationStream:
-        """The answer in pieces as they come; leaving the iteration cancels the work. Raises LoraplexError."""
+        """Return an iterator of the answer's pieces; leaving it cancels the work. Raises LoraplexError."""
         return self._connection.stream(generate_request(prompt, options), timeout_s)
 
     def tokenize(
         self, prompt: str | None = None, *, messages: ChatMessages | None = None, model: str = ""
     ) -> tuple[int, ...]:
-        """The ids that generating from this prompt, or chat, would feed the model. Raises LoraplexError."""
+        """Return the ids that generating from this prompt or chat would feed to the model. Raises LoraplexError."""
         return self._connection.run(calls.tokenize(prompt, messages, model))
 
     def detokenize(self, token_ids: Sequence[int], *, model: str = "", skip_special_tokens: bool = True) -> str:
-        """The text of these ids. Raises LoraplexError."""
+        """Return the text of these ids. Raises LoraplexError."""
         return self._connection.run(calls.detokenize(token_ids, model, skip_special_tokens))
 
     def models(self) -> tuple[calls.ServedModel, ...]:
-        """The base models that the router serves. Raises LoraplexError."""
+        """Return the base models that the router serves. Raises LoraplexError."""
         return self._connection.run(calls.models())
 
     def close(self) -> None:
-        """Cancel what runs and free the connections."""
+        """Cancel running calls and free the connections."""
         self._connection.close()
         if self._store is not None:
             self._store.close()

@@ -1,4 +1,4 @@
-"""The transports: channels to one service, one for each address, made when it is first used, sync or grpc.aio."""
+"""The transports: channels to a service, sync or grpc.aio. Each address gets its channel at its first use."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ R = TypeVar("R")
 
 TENANT_KEY = "x-loraplex-tenant"
 
-# A router that is cut off without a word is noticed within 5 s, and its streams go on at another. Servers must bear the
-# pings, or they answer GOAWAY too_many_pings: ours take one each half second (their rpc/server.py, which a client alone
-# does not ship).
+# Keepalive notices within 5 s that a router is cut off, and its streams go on at another. Servers must accept the
+# pings, or they answer GOAWAY too_many_pings: Loraplex's accept one each half second (rpc/server.py, which is not part
+# of the client).
 CHANNEL_OPTIONS: list[tuple[str, Any]] = [
     ("grpc.keepalive_time_ms", 3_000),
     ("grpc.keepalive_timeout_ms", 2_000),
-    # What ends the connection is this one: keepalive's own was seen not to.
+    # This timeout ends the connection; keepalive's own timeout was seen not to.
     ("grpc.http2.ping_timeout_ms", 2_000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
@@ -37,8 +37,8 @@ CHANNEL_OPTIONS: list[tuple[str, Any]] = [
 ]
 
 
-# What fails with UNAVAILABLE before its first message is tried again by gRPC itself; a name that stands for several
-# hosts is one address with all of them. https://github.com/grpc/proposal/blob/master/A6-client-retries.md
+# gRPC itself repeats calls that fail with UNAVAILABLE before their first message, and resolves a name of several hosts
+# to all of them. https://github.com/grpc/proposal/blob/master/A6-client-retries.md
 SERVICE_CONFIG = {
     "loadBalancingConfig": [{"round_robin": {}}],
     "methodConfig": [
@@ -54,7 +54,7 @@ SERVICE_CONFIG = {
         }
     ],
 }
-# A server that comes back is found soon.
+# Short reconnect pauses, so that a server that comes back is found soon.
 _CLIENT_OPTIONS: list[tuple[str, Any]] = [
     ("grpc.service_config", json.dumps(SERVICE_CONFIG)),
     ("grpc.initial_reconnect_backoff_ms", 200),
@@ -87,7 +87,7 @@ class _Endpoint:
         self.closings = 0
 
     def start(self, attempt: Attempt) -> Any:
-        """Begin the RPC."""
+        """Begin an RPC."""
         method = getattr(self._stub(attempt.address), attempt.call.method)
         return method(attempt.call.request, timeout=attempt.timeout_s, metadata=(*self._metadata, *trace_metadata()))
 
@@ -106,7 +106,7 @@ class _Endpoint:
         return Recovery(request, self._rotation, timeout_s, self._resume_attempts)
 
     def _attempt(self, call: Call, tried: list[str]) -> Attempt:
-        """A unary call, or one that is not resumed, at an address that has not been tried."""
+        """Return the next attempt of a call that is not resumed, at an address that has not been tried."""
         tried.append(self._rotation.pick(tried))
         return Attempt(tried[-1], call, self._timeout_s)
 
@@ -120,7 +120,7 @@ class _Endpoint:
         return failure
 
     def _forget(self) -> list[Any]:
-        """The channels, to be closed; the next call opens others."""
+        """Return the channels for closing and forget them; the next call opens new ones."""
         with self._lock:
             channels = list(self._channels.values())
             self._channels, self._stubs = {}, {}
@@ -129,10 +129,10 @@ class _Endpoint:
 
 
 class Connection(_Endpoint):
-    """Runs calls and blocks. May be shared by threads."""
+    """Runs calls and blocks until their answers. Threads may share it."""
 
     def run(self, script: Script[R]) -> R:
-        """Answer every call of the script; what it returns. Raises LoraplexError."""
+        """Run every call that the script yields; return the script's result. Raises LoraplexError."""
         answer = None
         try:
             while True:
@@ -148,7 +148,7 @@ class Connection(_Endpoint):
         return GenerationStream(self, self._recovery(request, timeout_s))
 
     def close(self) -> None:
-        """Cancel what runs and close the channels; the next call opens others."""
+        """Cancel running calls and close the channels; the next call opens new ones."""
         for channel in self._forget():
             channel.close()
 
@@ -180,7 +180,7 @@ class AsyncConnection(_Endpoint):
     """Runs calls on the running event loop."""
 
     async def run(self, script: Script[R]) -> R:
-        """Answer every call of the script; what it returns. Raises LoraplexError."""
+        """Run every call that the script yields; return the script's result. Raises LoraplexError."""
         answer = None
         try:
             while True:
@@ -196,7 +196,7 @@ class AsyncConnection(_Endpoint):
         return AsyncGenerationStream(self, self._recovery(request, timeout_s))
 
     async def close(self) -> None:
-        """Cancel what runs and close the channels; the next call opens others."""
+        """Cancel running calls and close the channels; the next call opens new ones."""
         for channel in self._forget():
             await channel.close()
 
@@ -209,7 +209,7 @@ class AsyncConnection(_Endpoint):
             try:
                 return await self._ask(call, self._attempt(call, tried))
             except (grpc.RpcError, asyncio.CancelledError) as error:
-                # grpc.aio reports a request iterator that raised as a cancelled call
+                # grpc.aio reports a request iterator that raised as a cancelled call.
                 if call.failure is not None:
                     raise call.failure from error
                 if not isinstance(error, grpc.RpcError):

@@ -52,7 +52,7 @@ class _ResourceError(LoraplexError):
 
 
 class InvalidRequestError(_FieldError):
-    """A value that can't be served; `field` is its path in the request, such as sampling.top_p."""
+    """An invalid value; `field` is its path in the request, for example sampling.top_p."""
 
 
 class NotImplementedByServerError(_FieldError):
@@ -60,11 +60,11 @@ class NotImplementedByServerError(_FieldError):
 
 
 class NotFoundError(_ResourceError):
-    """Unknown, or another tenant's: the answer is the same. `kind` is such as adapter."""
+    """An unknown name or another tenant's (the answer is the same); `kind` says what it names, for example adapter."""
 
 
 class FailedPreconditionError(LoraplexError):
-    """Things that exist but do not go together, such as an adapter of another base model; `subject` says which."""
+    """Objects that do not go together, for example an adapter of another base model; `subject` names the object."""
 
     def __init__(self, message: str, *, reason: str = "", subject: str = "") -> None:
         super().__init__(message, reason=reason)
@@ -72,15 +72,15 @@ class FailedPreconditionError(LoraplexError):
 
 
 class AlreadyExistsError(LoraplexError):
-    """The name is taken."""
+    """A name that is already in use."""
 
 
 class AbortedError(LoraplexError):
-    """Somebody else changed it meanwhile, or took the request over."""
+    """A concurrent change, or a request that another call took over."""
 
 
 class ResourceExhaustedError(LoraplexError):
-    """A quota or queue of `subject` is full. `retry_after_s` is None where waiting does not help."""
+    """A full quota or queue of `subject`; `retry_after_s` is None if waiting does not help."""
 
     def __init__(
         self, message: str, *, reason: str = "", subject: str = "", retry_after_s: float | None = None
@@ -91,11 +91,11 @@ class ResourceExhaustedError(LoraplexError):
 
 
 class UnauthenticatedError(LoraplexError):
-    """No credential, or a bad one."""
+    """A missing or invalid credential."""
 
 
 class UnavailableError(LoraplexError):
-    """Nobody answered (then `reason` is empty), or the server can't now; it may go through later."""
+    """A server that does not answer (then `reason` is empty) or can't serve now; a later call may succeed."""
 
     def __init__(self, message: str, *, reason: str = "", retry_after_s: float | None = None) -> None:
         super().__init__(message, reason=reason)
@@ -103,22 +103,22 @@ class UnavailableError(LoraplexError):
 
 
 class DeadlineExceededError(LoraplexError):
-    """The call's `timeout_s` passed before its end."""
+    """A call whose `timeout_s` passed before its end."""
 
 
 class CancelledError(LoraplexError):
-    """The other side cancelled the call, such as a server that shuts down."""
+    """A call that the other side cancelled, for example a server that shuts down."""
 
 
 class DataLossError(_ResourceError):
-    """Bytes that are not what their digest says."""
+    """Bytes that do not match their digest."""
 
 
 class InternalError(LoraplexError):
-    """The server's fault, or a stream that breaks the protocol."""
+    """A failure inside the server, or a stream that breaks the protocol."""
 
 
-# Each status: its class, and what that class takes from the details.
+# Each status with its class, and the values that the class takes from the details.
 _CLASSES: dict[grpc.StatusCode, tuple[type[LoraplexError], tuple[str, ...]]] = {
     grpc.StatusCode.INVALID_ARGUMENT: (InvalidRequestError, ("field",)),
     grpc.StatusCode.UNIMPLEMENTED: (NotImplementedByServerError, ("field",)),
@@ -149,7 +149,7 @@ class _Details:
 
 
 def error_of(error: grpc.RpcError, address: str) -> LoraplexError:
-    """The exception for a failed call of grpc or grpc.aio; `address` is who was called."""
+    """Return the exception for a failed call of grpc or grpc.aio; `address` is the server's."""
     call: Any = error  # at run time every RpcError of a call is a grpc.Call
     details = _read_details(call.trailing_metadata())
     message = call.details() or f"{address} gave no message"
@@ -180,7 +180,7 @@ def _read_details(metadata: Any) -> _Details:
             cls = _DETAIL_TYPES.get(detail.TypeName())
             if cls is not None:
                 _note(cls.FromString(detail.value), details)
-    except DecodeError:  # somebody else's trailer: the code and the message still stand
+    except DecodeError:  # Another program's trailer: code and message are still valid.
         return _Details()
     return details
 

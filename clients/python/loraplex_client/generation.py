@@ -1,4 +1,4 @@
-"""Answers: the pieces of a stream, the whole, and the fold that makes both from the events of the wire."""
+"""Answers: a stream's pieces, the whole answer, and the fold that makes both from the events of the wire."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from loraplex_client.errors import InternalError
 
 
 class FinishReason(enum.StrEnum):
-    """Why an answer ended: its limit of tokens or context, the model's own end, or a stop of the request."""
+    """The reason of an answer's end: its limit of tokens or context, the model's own end, or a stop of the request."""
 
     LENGTH = "length"
     END = "end"
@@ -28,7 +28,7 @@ class TokenLogprobs:
 
 @dataclass(frozen=True)
 class Choice:
-    """An answer. `stop` is the stop string or stop token id that ended it, if one did."""
+    """A choice of an answer. `stop` is the stop string or stop token id that ended it, if any."""
 
     text: str
     token_ids: tuple[int, ...]
@@ -39,7 +39,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Usage:
-    """Tokens, over all choices; `cached_tokens` of the prompt were found in the prefix cache."""
+    """Token counts over all choices; `cached_tokens` of the prompt were found in the prefix cache."""
 
     prompt_tokens: int
     cached_tokens: int
@@ -48,7 +48,7 @@ class Usage:
 
 @dataclass(frozen=True)
 class Timings:
-    """Where the time went, as the router saw it: waiting for a worker, for the adapter, first token, the rest."""
+    """The times that the router measured: waiting for a worker, waiting for the adapter, first token, the rest."""
 
     queue_s: float
     adapter_s: float
@@ -60,8 +60,7 @@ class Timings:
 class Generation:
     """A finished request. `adapter_revision` is the immutable revision that served it, empty for the base model.
 
-    Of several adapters it is the digest of the set; `adapters` then has their revisions, each with its weight.
-
+    For several adapters it is the digest of the set, and `adapters` has their revisions, each with its weight.
     `continuations` counts how often the work went on elsewhere after a loss.
     """
 
@@ -71,28 +70,28 @@ class Generation:
     adapter_revision: str
     continuations: int
     request_id: str
-    # Of every prompt token but the first, where they were asked for.
+    # Log probabilities of every prompt token but the first, if requested.
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     adapters: tuple[tuple[str, float], ...] = ()
 
     @property
     def text(self) -> str:
-        """The first choice's text."""
+        """Return the first choice's text."""
         return self.choices[0].text
 
     @property
     def token_ids(self) -> tuple[int, ...]:
-        """The first choice's token ids."""
+        """Return the first choice's token ids."""
         return self.choices[0].token_ids
 
     @property
     def finish_reason(self) -> FinishReason:
-        """Why the first choice ended."""
+        """Return the reason of the first choice's end."""
         return self.choices[0].finish_reason
 
     @property
     def stop(self) -> str | int | None:
-        """The stop string or stop token id that ended the first choice, if one did."""
+        """Return the stop string or stop token id that ended the first choice, if any."""
         return self.choices[0].stop
 
 
@@ -145,7 +144,7 @@ class Fold:
         self._choices: dict[int, _Growing] = {}
         self._complete = False
         self._prompt_logprobs: tuple[TokenLogprobs, ...] = ()
-        # Whether the events come from a second stream by now, which may repeat what the first one has brought.
+        # True after a resume, when events may repeat the content of the first stream.
         self.resumed = False
 
     @property
@@ -161,7 +160,7 @@ class Fold:
         ]
 
     def take(self, event: inference_pb2.GenerateEvent) -> Piece | None:
-        """The piece that this event makes, if it makes one."""
+        """Return the piece of this event, if it has one."""
         match event.WhichOneof("kind"):
             case "delta":
                 return self._grow(event.delta)
@@ -175,7 +174,7 @@ class Fold:
         return None
 
     def end(self) -> None:
-        """To be called when the stream has ended well."""
+        """Check that the answer is complete; called when the stream has ended without an error."""
         if not self._complete:
             raise InternalError("the stream ended without a summary")
 
@@ -207,7 +206,7 @@ class Fold:
             continuations=summary.continuations,
             request_id=summary.request_id,
             prompt_logprobs=self._prompt_logprobs,
-            adapters=tuple((one.adapter, one.weight) for one in summary.adapters),
+            adapters=tuple((part.adapter, part.weight) for part in summary.adapters),
         )
         return Piece("", (), len(whole.token_ids), finished=whole)
 

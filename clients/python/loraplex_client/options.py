@@ -10,14 +10,14 @@ from loraplex.inference.v1 import inference_pb2
 
 from loraplex_client.errors import InvalidRequestError
 
-# role (`system`, `user`, `assistant`) and content, as the model's chat template knows them
+# Role (`system`, `user`, `assistant`) and content, as in the model's chat template.
 ChatMessages = Sequence[Mapping[str, str]]
 
 
 class GenerateOptions(TypedDict, total=False):
-    """The keywords of `generate` and `generate_stream`. What is left out, or None, is the server's to choose."""
+    """The keywords of `generate` and `generate_stream`. The server chooses values that are left out or None."""
 
-    # Instead of a prompt, one of these two:
+    # Either of these two replaces the prompt.
     token_ids: Sequence[int] | None
     messages: ChatMessages | None
 
@@ -68,7 +68,7 @@ class GenerateOptions(TypedDict, total=False):
     choices: Sequence[str] | None
 
 
-# Where each option stands in GenerateSpec.
+# The path of each option in GenerateSpec.
 _PATHS: dict[str, str] = {
     "token_ids": "token_ids.ids",
     "adapter_id": "adapter",
@@ -92,7 +92,10 @@ _PATHS: dict[str, str] = {
 
 
 def generate_request(prompt: str | None, options: GenerateOptions) -> inference_pb2.GenerateRequest:
-    """The message for these arguments. Raises InvalidRequestError naming the field, TypeError on an unknown option."""
+    """Return the message for these arguments.
+
+    Raises InvalidRequestError with the field of a bad value, and TypeError for an unknown option.
+    """
     given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
     if (prompt is not None) + ("token_ids" in given) + ("messages" in given) != 1:
         raise InvalidRequestError("prompt: give exactly one of prompt, token_ids and messages", field="prompt")
@@ -112,7 +115,7 @@ def generate_request(prompt: str | None, options: GenerateOptions) -> inference_
 
 
 def chat_of(messages: ChatMessages) -> inference_pb2.Chat:
-    """The chat as a message. Raises InvalidRequestError where one is not a role and a content."""
+    """Return the chat as a message. Raises InvalidRequestError if an entry is not a role and a content."""
     try:
         return inference_pb2.Chat(messages=[inference_pb2.ChatMessage(**message) for message in messages])
     except (TypeError, ValueError) as error:
@@ -130,13 +133,13 @@ def _weighted(adapters: Mapping[str, float] | Sequence[tuple[str, float]]) -> li
 
 
 def _place(spec: inference_pb2.GenerateSpec, path: str, value: Any) -> None:
-    """Set the field at `path`; a lone string in a repeated field is a list of one."""
+    """Set the field at `path`; a single string in a repeated field becomes a list of one string."""
     *outer, name = path.split(".")
     target: Message = spec
     try:
         for part in outer:
             target = getattr(target, part)
-        target.SetInParent()  # an empty list of ids is a choice too: the server is to refuse it
+        target.SetInParent()  # Mark an empty list of ids as given, so that the server refuses it.
         current = getattr(target, name)
         if hasattr(current, "extend"):
             current.extend([value] if isinstance(value, str) else value)

@@ -1,8 +1,8 @@
 """Recovery of lost streams, without a transport, so that blocking and async streams share it.
 
-          lost before the first message: Generate, a few times at every address where there are several
+          lost before the first message: Generate again, a few times at every address if there are several
 Generate ─┤
-          lost after it: Resume with the token and the ids received, wherever somebody answers, until it ends
+          lost after it: Resume with the token and the received ids, at any address that answers, until it ends
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from loraplex_client.errors import (
 )
 from loraplex_client.generation import Fold, Generation, Piece
 
-# How often in a row a lost stream is resumed in vain: with these pauses about 20 seconds.
+# Maximum number of failed resumes in a row of a lost stream; with the pauses between them about 20 seconds.
 RESUME_ATTEMPTS = 10
-# How often each of several addresses gets a call that has not begun: while routers are restarted one after the other,
-# one may be stopping when the way to the other is not open again. 1 to 2 seconds with two.
+# Maximum number of calls to each of several addresses for a stream that has not begun. While routers restart one after
+# the other, the next may stop before the connection to the last is open again. Takes 1 to 2 seconds with two routers.
 FIRST_ROUNDS = 3
 _PAUSE_S = 0.1
 _LONGEST_PAUSE_S = 3.0
@@ -45,7 +45,7 @@ class Attempt:
 
 
 class Recovery:
-    """A generation over as many calls as it takes. Raises InternalError where a stream breaks the protocol."""
+    """A generation over one or more calls. Raises InternalError if a stream breaks the protocol."""
 
     def __init__(
         self,
@@ -56,7 +56,9 @@ class Recovery:
         uniform: Callable[[float, float], float] = random.uniform,
     ) -> None:
         self._request = request
-        if not request.spec.request_id:  # what gRPC itself sends twice takes itself over instead of running twice
+        if (
+            not request.spec.request_id
+        ):  # With an id, a call that gRPC repeats takes the first over instead of running twice.
             request.spec.request_id = secrets.token_hex(8)
         self._rotation = rotation
         self._deadline = None if timeout_s is None else time.monotonic() + timeout_s
@@ -65,14 +67,14 @@ class Recovery:
         self._fold = Fold()
         self._token = ""
         self._address = ""
-        # Whether the call of the moment has brought anything.
+        # Whether the current call has brought any event.
         self._came = False
-        # Called since something new last came.
+        # Addresses called since the last new event.
         self._tried: list[str] = []
         self.whole: Generation | None = None
 
     def attempt(self) -> Attempt:
-        """The next call."""
+        """Return the next call."""
         self._address = self._rotation.pick(self._tried)
         self._tried.append(self._address)
         self._came = False
@@ -88,7 +90,7 @@ class Recovery:
         return Attempt(self._address, call, left_s)
 
     def take(self, event: inference_pb2.GenerateEvent) -> Piece | None:
-        """The piece that an event makes, if it makes one."""
+        """Return the piece of an event, if it has one."""
         if not self._came:
             self._came = True
             self._rotation.answered(self._address)
@@ -100,11 +102,11 @@ class Recovery:
         return piece
 
     def end(self) -> None:
-        """To be called when a stream has ended well."""
+        """Check that the answer is complete; called when a stream has ended without an error."""
         self._fold.end()
 
     def lost(self, error: LoraplexError) -> float:
-        """After a call that failed: how many seconds to wait before the next attempt. Raises where there is none."""
+        """Return the seconds to wait after a failed call before the next attempt. Raises if there is none."""
         if not self._is_loss(error):
             raise error
         self._rotation.failed(self._address)
@@ -114,7 +116,7 @@ class Recovery:
         if failures > (self._attempts if self._token else first) or self._attempts == 0:
             raise error
         pause_s = 0.0
-        if failures > others:  # everybody has had a turn
+        if failures > others:  # Every address has been called.
             longest_s = min(_LONGEST_PAUSE_S, _PAUSE_S * 2 ** (failures - others - 1))
             pause_s = self._uniform(0.5, 1.0) * longest_s
         pause_s = max(pause_s, self._uniform(1.0, 1.25) * (getattr(error, "retry_after_s", None) or 0.0))
@@ -124,12 +126,14 @@ class Recovery:
 
     def _is_loss(self, error: LoraplexError) -> bool:
         """Return whether the call may succeed elsewhere or later, because the router or the way to it is lost."""
-        if self._fold.begun and not self._token:  # a server that gives no tokens
+        if self._fold.begun and not self._token:  # A server that sends no resume tokens.
             return False
         if isinstance(error, UnavailableError):
             return True
-        if isinstance(error, ResourceExhaustedError):  # a queue is full: what has begun waits until it is let in
+        if isinstance(
+            error, ResourceExhaustedError
+        ):  # The queue is full: a stream that has begun waits until it is admitted.
             return bool(self._token) and not self._came and error.retry_after_s is not None
-        # A connection that broke shows as one of these where no Loraplex server has said so.
+        # A broken connection shows as one of these classes without a reason of a Loraplex server.
         broke = isinstance(error, (CancelledError, InternalError)) or type(error) is LoraplexError
         return broke and not error.reason

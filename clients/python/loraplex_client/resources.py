@@ -12,7 +12,7 @@ from loraplex.adapters.v1 import adapters_pb2
 
 @dataclass(frozen=True)
 class Adapter:
-    """`name` is tenants/{tenant}/adapters/{adapter}; `aliases` gives the revision digest that each one means."""
+    """An adapter: `name` is tenants/{tenant}/adapters/{adapter}; `aliases` gives the revision digest of each alias."""
 
     name: str
     base_model: str
@@ -24,7 +24,7 @@ class Adapter:
 
 @dataclass(frozen=True)
 class Revision:
-    """`name` is tenants/{tenant}/adapters/{adapter}/revisions/{digest}; `rank` is its layers' largest."""
+    """A revision: `name` is tenants/{tenant}/adapters/{adapter}/revisions/{digest}; `rank` is its largest rank."""
 
     name: str
     digest: str
@@ -37,7 +37,7 @@ class Revision:
 
 @dataclass(frozen=True)
 class Pushed:
-    """The result of an upload; `created` is False where the same bytes were there already."""
+    """The result of an upload; `created` is False if the store had the same bytes already."""
 
     adapter: Adapter
     revision: Revision
@@ -64,7 +64,7 @@ class ModelFile:
 
 @dataclass(frozen=True)
 class BaseModel:
-    """The properties of a base model that all parts share. `files` and `create_time` are the store's to fill in.
+    """The properties of a base model that all parts share. The store fills in `files` and `create_time`.
 
     `digest` covers configuration, tensor headers and sizes, and sampled bytes of every tensor; `architecture` is
     transformers' model_type; `context_length` counts tokens of prompt and answer together.
@@ -82,7 +82,7 @@ class BaseModel:
 
 
 def adapter_of(message: adapters_pb2.Adapter) -> Adapter:
-    """The adapter in a message."""
+    """Return the adapter in a message."""
     return Adapter(
         name=message.name,
         base_model=message.base_model,
@@ -94,7 +94,7 @@ def adapter_of(message: adapters_pb2.Adapter) -> Adapter:
 
 
 def revision_of(message: adapters_pb2.Revision) -> Revision:
-    """The revision in a message."""
+    """Return the revision in a message."""
     return Revision(
         name=message.name,
         digest=message.digest,
@@ -107,7 +107,7 @@ def revision_of(message: adapters_pb2.Revision) -> Revision:
 
 
 def model_of(message: adapters_pb2.BaseModel) -> BaseModel:
-    """The base model in a message."""
+    """Return the base model in a message."""
     return BaseModel(
         name=message.name,
         digest=message.digest,
@@ -122,7 +122,7 @@ def model_of(message: adapters_pb2.BaseModel) -> BaseModel:
 
 
 def model_message(model: BaseModel) -> adapters_pb2.BaseModel:
-    """The message that registers a base model."""
+    """Return the message that registers a base model."""
     return adapters_pb2.BaseModel(
         name=model.name,
         digest=model.digest,

@@ -1,6 +1,6 @@
 """A running generation: an iterator of pieces, sync or async. Leaving it early cancels the work on the server.
 
-A stream that is lost goes on with another call (see loraplex_client.recovery); who iterates sees a pause.
+A lost stream goes on with another call (see loraplex_client.recovery); the iteration only pauses.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from loraplex_client.recovery import Attempt, Recovery
 
 
 class Starter(Protocol):
-    """Where a stream's calls go. `closings` counts how often it was closed: what ran then is not to be resumed."""
+    """Starts a stream's calls. `closings` counts how often it was closed; streams that ran then are not resumed."""
 
     closings: int
 
     def start(self, attempt: Attempt) -> Any:
-        """Begin the RPC."""
+        """Begin an RPC."""
 
 
 class _Running:
-    """The RPC of the moment, what has come so far, and whether the caller has left it."""
+    """The current RPC, the events so far, and whether the caller has left the stream."""
 
     def __init__(self, starter: Starter, recovery: Recovery) -> None:
         self._starter = starter
@@ -45,7 +45,7 @@ class _Running:
         self._rpc = self._starter.start(self._attempt)
 
     def _lost(self, error: grpc.RpcError) -> float:
-        """Seconds to wait before the next attempt. Raises LoraplexError where the stream is over."""
+        """Return the seconds to wait before the next attempt. Raises LoraplexError if the stream is over."""
         failure = error_of(error, self._attempt.address)
         if self._starter.closings != self._closings:
             raise failure from error
@@ -64,20 +64,20 @@ class _Running:
         return self._recovery.whole
 
     def __del__(self) -> None:
-        # A `break` drops the last reference: this is what makes it cancel at once.
+        # A `break` drops the last reference, so the deletion cancels the call at once.
         if hasattr(self, "_rpc"):
             self._leave()
 
 
 class GenerationStream(_Running, Iterator[Piece]):
-    """Pieces as they come; break, `close`, leaving a `with`, an exception or its deletion cancels what is left."""
+    """An iterator of pieces; break, `close`, leaving a `with`, an exception or its deletion cancels the rest."""
 
     def __init__(self, starter: Starter, recovery: Recovery) -> None:
         self._leaving = threading.Event()
         super().__init__(starter, recovery)
 
     def __next__(self) -> Piece:
-        """The next piece. Raises LoraplexError."""
+        """Return the next piece. Raises LoraplexError."""
         try:
             while not self._left:
                 try:
@@ -104,13 +104,13 @@ class GenerationStream(_Running, Iterator[Piece]):
         raise StopIteration
 
     def result(self) -> Generation:
-        """Read to the end; the whole answer. Raises LoraplexError."""
+        """Read to the end and return the whole answer. Raises LoraplexError."""
         for _ in self:
             pass
         return self._result()
 
     def close(self) -> None:
-        """Cancel what is left of it; the iteration then just ends."""
+        """Cancel the rest of the stream; the iteration then ends without an error."""
         self._leave()
         self._leaving.set()
 
@@ -122,14 +122,14 @@ class GenerationStream(_Running, Iterator[Piece]):
 
 
 class AsyncGenerationStream(_Running, AsyncIterator[Piece]):
-    """Pieces as they come; break, `aclose`, leaving an `async with` or a cancelled task cancels what is left."""
+    """An async iterator of pieces; break, `aclose`, leaving an `async with` or a cancelled task cancels the rest."""
 
     def __init__(self, starter: Starter, recovery: Recovery) -> None:
         self._leaving = asyncio.Event()
         super().__init__(starter, recovery)
 
     async def __anext__(self) -> Piece:
-        """The next piece. Raises LoraplexError."""
+        """Return the next piece. Raises LoraplexError."""
         try:
             while not self._left:
                 try:
@@ -160,13 +160,13 @@ class AsyncGenerationStream(_Running, AsyncIterator[Piece]):
         raise StopAsyncIteration
 
     async def result(self) -> Generation:
-        """Read to the end; the whole answer. Raises LoraplexError."""
+        """Read to the end and return the whole answer. Raises LoraplexError."""
         async for _ in self:
             pass
         return self._result()
 
     async def aclose(self) -> None:
-        """Cancel what is left of it; the iteration then just ends."""
+        """Cancel the rest of the stream; the iteration then ends without an error."""
         self._leave()
         self._leaving.set()
 

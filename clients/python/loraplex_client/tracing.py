@@ -1,4 +1,4 @@
-"""The caller's trace context as call metadata, for programs that use opentelemetry; it is not needed otherwise."""
+"""The caller's trace context as call metadata, for programs that use opentelemetry; optional for others."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ Metadata = tuple[tuple[str, str], ...]
 
 
 def trace_metadata() -> Metadata:
-    """W3C's traceparent and what else the program propagates; nothing where no span is current."""
-    # A program that has not imported it has no current span.
+    """Return W3C's traceparent and the program's other propagated values; nothing without a current span."""
+    # A program that has not imported opentelemetry has no current span.
     if "opentelemetry.trace" not in sys.modules:
         return ()
     from opentelemetry import propagate

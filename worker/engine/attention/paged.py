@@ -27,7 +27,7 @@ NAME = "loraplex"
 
 @dataclass(frozen=True, slots=True)
 class LayerCall:
-    """One layer's attention. query [tokens, heads, dim]; key, value [tokens, kv_heads, dim].
+    """The inputs of a layer's attention. query [tokens, heads, dim]; key, value [tokens, kv_heads, dim].
 
     A query at position p attends to positions up to p, with a window to the last `window` of them. Scores are
     multiplied by `scaling`; a softcap makes them softcap * tanh(score / softcap) (Gemma 2, arXiv 2408.00118). `sinks`
@@ -52,7 +52,7 @@ class AttentionPlan(Protocol):
 
 
 class StepAttention(Protocol):
-    """What the attention modules of a model do in one forward pass."""
+    """The attention that a model's attention modules call in one forward pass."""
 
     def attend(self, call: LayerCall) -> Tensor:
         """Return the attention of every token of the step: [tokens, heads, dim of the values]."""
@@ -75,7 +75,7 @@ class AttentionStep:
 
 
 class AttentionContext:
-    """What the attention modules of one model work on: each holds it, the runner sets its step for a forward pass."""
+    """The current step of a model's attention modules: they share it, and the runner sets it for a forward pass."""
 
     __slots__ = ("step",)
 

@@ -116,7 +116,7 @@ class ChunkBudget:
 
     @property
     def any(self) -> bool:
-        """Whether a further chunk might get a token."""
+        """Return whether a further chunk might get a token."""
         if self._tokens == 0 or self._costs is None or not self._begun:
             return self._tokens > 0
         return self._costs.seconds(_load(0, _LEAST_CHUNK, fixed=False)) <= self._seconds

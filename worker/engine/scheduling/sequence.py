@@ -58,7 +58,7 @@ class SequenceStateError(Exception):
 
 
 class Sequence:
-    """One answer in the making.
+    """An answer that is being generated.
 
     This folder alone changes it: the scheduler, the waiting list and the block manager. The engine reads it, and writes
     `engine_state` and `prompt_logprobs`, which the scheduler only passes on.

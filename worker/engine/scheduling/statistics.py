@@ -1,4 +1,4 @@
-"""What the scheduler counts, and the statistics that an engine reports after each step."""
+"""The scheduler's counters, and the statistics that an engine reports after each step."""
 
 from __future__ import annotations
 

@@ -8,9 +8,9 @@
         if not response.token.special:
             print(response.token.text, end="")
 
-The tenant is the header's, `default` without one; other headers and cookies go nowhere. `adapter_id` is a name in the
-adapter store, whatever `adapter_source` says. What is asked for and not served (`watermark`, `truncate`,
-`response_format`, `merged_adapters`, `decoder_input_details`) is refused by its name.
+The tenant is the header's, or `default` without one; other headers and cookies are ignored. `adapter_id` is a name in
+the adapter store, whatever `adapter_source` says. Parameters that are not served (`watermark`, `truncate`,
+`response_format`, `merged_adapters`, `decoder_input_details`) are refused by name.
 """
 
 from loraplex_client.lorax.clients import AsyncClient, Client

@@ -1,4 +1,4 @@
-"""LoRAX's two clients over Loraplex's."""
+"""LoRAX's two clients, implemented with Loraplex's."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Client:
         adapter_source: str | None = None,
         **parameters: Unpack[Parameters],
     ) -> Response:
-        """The whole answer. Raises LoraplexError."""
+        """Return the whole answer. Raises LoraplexError."""
         ask = _Ask(prompt, adapter_id, adapter_source, parameters)
         with self._client.generate_stream(prompt, **ask.options) as stream:
             return ask.whole([response for piece in stream for response in ask.take(piece)])
@@ -67,7 +67,7 @@ class Client:
         adapter_source: str | None = None,
         **parameters: Unpack[Parameters],
     ) -> Iterator[StreamResponse]:
-        """The answer token by token. Raises LoraplexError."""
+        """Yield the answer token by token. Raises LoraplexError."""
         ask = _Ask(prompt, adapter_id, adapter_source, parameters)
         with self._client.generate_stream(prompt, **ask.options) as stream:
             for piece in stream:
@@ -75,7 +75,7 @@ class Client:
 
 
 class AsyncClient:
-    """LoRAX's AsyncClient. As there, nothing has to be closed, and every event loop may use it."""
+    """LoRAX's AsyncClient. As in LoRAX, nothing has to be closed, and every event loop may use it."""
 
     def __init__(
         self,
@@ -98,7 +98,7 @@ class AsyncClient:
         adapter_source: str | None = None,
         **parameters: Unpack[Parameters],
     ) -> Response:
-        """The whole answer. Raises LoraplexError."""
+        """Return the whole answer. Raises LoraplexError."""
         ask = _Ask(prompt, adapter_id, adapter_source, parameters)
         async with self._of_this_loop().generate_stream(prompt, **ask.options) as stream:
             return ask.whole([response async for piece in stream for response in ask.take(piece)])
@@ -110,7 +110,7 @@ class AsyncClient:
         adapter_source: str | None = None,
         **parameters: Unpack[Parameters],
     ) -> AsyncIterator[StreamResponse]:
-        """The answer token by token. Raises LoraplexError."""
+        """Yield the answer token by token. Raises LoraplexError."""
         ask = _Ask(prompt, adapter_id, adapter_source, parameters)
         async with self._of_this_loop().generate_stream(prompt, **ask.options) as stream:
             async for piece in stream:
@@ -129,8 +129,10 @@ class _Ask:
 
     def __init__(self, prompt: str, adapter_id: str | None, adapter_source: str | None, parameters: Parameters) -> None:
         if adapter_source is not None and adapter_source not in ADAPTER_SOURCES:
-            known = ", ".join(ADAPTER_SOURCES)
-            raise InvalidRequestError(f"adapter_source: {adapter_source!r} is none of {known}", field="adapter_source")
+            sources = ", ".join(ADAPTER_SOURCES)
+            raise InvalidRequestError(
+                f"adapter_source: {adapter_source!r} is none of {sources}", field="adapter_source"
+            )
         given: dict[str, Any] = {name: value for name, value in parameters.items() if value is not None}
         for name, value in given.items():
             if name not in Parameters.__annotations__:
@@ -146,10 +148,10 @@ class _Ask:
         self._held: Token | None = None
 
     def take(self, piece: Piece) -> Iterator[StreamResponse]:
-        """The responses that a piece makes.
+        """Yield the responses of a piece.
 
-        The last token brings the whole text, and which one is the last may be known only with the end: one without
-        text, as an end token is, waits for what comes next, and so does the last that may come. Others go on at once.
+        The last token's response carries the whole text. A token that may be the last waits for the next piece: a token
+        without text, such as an end token, and the token that reaches the limit. Others are yielded at once.
         """
         if piece.finished is not None:
             yield from self._last(piece.finished)
@@ -157,16 +159,16 @@ class _Ask:
         for index, token_id in enumerate(piece.token_ids):
             if self._held is not None:
                 yield StreamResponse(self._held)
-            told = piece.logprobs[index] if piece.logprobs else TokenLogprobs(0.0, ())
-            # Of several tokens that came at once, the first has the text of all: the last may be an end token.
+            logprobs = piece.logprobs[index] if piece.logprobs else TokenLogprobs(0.0, ())
+            # The first of several tokens in a message has the text of all, because the last may be an end token.
             text = "" if index else piece.text
-            others = tuple(AlternativeToken(other, logprob) for other, logprob in told.alternatives)
-            self._held = Token(token_id, text, told.logprob, special=False, alternative_tokens=others or None)
+            others = tuple(AlternativeToken(other, logprob) for other, logprob in logprobs.alternatives)
+            self._held = Token(token_id, text, logprobs.logprob, special=False, alternative_tokens=others or None)
             self._count += 1
             if text and self._count < self._most:
                 yield StreamResponse(self._held)
                 self._held = None
-        if piece.text and not piece.token_ids:  # that of earlier tokens, which came late
+        if piece.text and not piece.token_ids:  # Late text of earlier tokens.
             held = self._held or Token(-1, "", 0.0, special=False)
             self._held = replace(held, text=held.text + piece.text)
 
@@ -181,7 +183,7 @@ class _Ask:
         yield StreamResponse(token, self._text(whole), StreamDetails(*self._figures(whole)))
 
     def whole(self, responses: list[StreamResponse]) -> Response:
-        """The answer in one, of the responses that would have been streamed."""
+        """Return the whole answer, made of the responses that would have been streamed."""
         last = responses[-1]
         assert last.generated_text is not None, "a stream ends with its text or raises"
         assert last.details is not None
@@ -195,7 +197,7 @@ class _Ask:
         )
 
     def _text(self, whole: Generation) -> str:
-        # LoRAX delivers the stop string, Loraplex ends before it.
+        # LoRAX's text includes the stop string, Loraplex's ends before it.
         return self._prefix + whole.text + (whole.stop if isinstance(whole.stop, str) else "")
 
     def _figures(self, whole: Generation) -> tuple[FinishReason, int, int, int | None]:
@@ -218,12 +220,12 @@ def _options(given: Mapping[str, Any], adapter_id: str | None, most: int) -> Gen
 
 
 def _addresses(base_url: str) -> str:
-    """HOST:PORT of http://HOST:PORT/; of each, where there are several."""
+    """Return HOST:PORT of http://HOST:PORT/, or of each of several with commas."""
     found = []
-    for one in base_url.split(","):
-        parts = urlsplit(one.strip() if "://" in one else f"http://{one.strip()}")
+    for url in base_url.split(","):
+        parts = urlsplit(url.strip() if "://" in url else f"http://{url.strip()}")
         if parts.scheme != "http" or not parts.netloc:
-            raise InvalidRequestError(f"base_url: {one!r} is not http://HOST:PORT of a router", field="base_url")
+            raise InvalidRequestError(f"base_url: {url!r} is not http://HOST:PORT of a router", field="base_url")
         found.append(parts.netloc)
     return ",".join(found)
 

@@ -1,4 +1,4 @@
-"""LoRAX's names of errors, for programs that catch them; each is the class of `loraplex_client.errors` that comes."""
+"""LoRAX's names of errors, for programs that catch them; each names the class of `loraplex_client.errors` raised."""
 
 from loraplex_client.errors import (
     DeadlineExceededError,

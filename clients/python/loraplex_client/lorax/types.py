@@ -1,4 +1,4 @@
-"""LoRAX's parameters and responses, by its names."""
+"""LoRAX's parameters and responses, under LoRAX's names."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import Any, TypedDict
 
 
 class Parameters(TypedDict, total=False):
-    """LoRAX's keywords. It samples where `do_sample` says so, or where a value that shapes sampling is given."""
+    """LoRAX's keywords. A request samples if `do_sample` is true or a value that shapes sampling is given."""
 
     do_sample: bool
-    # 20 when unset
+    # The default is 20.
     max_new_tokens: int | None
     ignore_eos_token: bool
     best_of: int | None
     repetition_penalty: float | None
     frequency_penalty: float | None
     presence_penalty: float | None
-    # The prompt in front of the text.
+    # Puts the prompt in front of the text.
     return_full_text: bool
     seed: int | None
     stop_sequences: Sequence[str] | None
@@ -29,9 +29,9 @@ class Parameters(TypedDict, total=False):
     typical_p: float | None
     return_k_alternatives: int | None
     details: bool
-    # Taken and not needed.
+    # Accepted and ignored.
     api_token: str | None
-    # Refused, unless they ask for nothing.
+    # Refused, unless the value asks for nothing.
     truncate: int | None
     watermark: bool
     response_format: Any
@@ -40,7 +40,7 @@ class Parameters(TypedDict, total=False):
 
 
 class FinishReason(enum.StrEnum):
-    """Why an answer ended."""
+    """The reason of an answer's end."""
 
     Length = "length"
     EndOfSequenceToken = "eos_token"
