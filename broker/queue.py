@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from typing import TypeVar
 
 from google.protobuf.message import DecodeError
@@ -33,6 +33,9 @@ ScanAnswer = tuple[int, list[bytes], list[bytes], int, int, int]
 # Maximum usage reports and maximum jobs that one script handles: it stops the whole server while it runs.
 CHARGES_AT_ONCE = 64
 LOOKS_AT_ONCE = 256
+
+
+_ENTRY_FIELDS = tuple(field.name for field in fields(Entry))
 
 
 class QueueFullError(Exception):
@@ -69,6 +72,9 @@ class JobQueue:
         self.commands = CommandQueue(redis, keys)
         self.pins = PinnedAdapters(redis, keys)
         self._limits = limits or QueueLimits()
+        self._limit_arguments = [
+            part for name, limit in asdict(self._limits).items() for part in (f"max_{name}", limit)
+        ]
         self._worker_id = worker_id
         # Scans so far, and the tenants that the last claim has passed over without finding a job.
         self._scan_number, self._skipped_tenants = 0, 0
@@ -90,8 +96,8 @@ class JobQueue:
             self.keys.prefix,
             job.job_id,
             job.deadline_ms,
-            *(part for name, limit in asdict(self._limits).items() for part in (f"max_{name}", limit)),
-            *(part for field in asdict(entry).items() for part in field),
+            *self._limit_arguments,
+            *(part for name in _ENTRY_FIELDS for part in (name, getattr(entry, name))),
         ]
         try:
             answer = await self._enqueue(keys=[self.keys.waiting], args=arguments)
