@@ -62,15 +62,15 @@ def _late(text: str) -> str:
     return next(stop for at in range(len(text) - 12, 0, -1) if text.find(stop := text[at : at + 8]) == at)
 
 
-async def engine_of(cluster: Cluster, request_id: str) -> int:
-    """The process of the engine that a request is bound to."""
+async def worker_of(cluster: Cluster, request_id: str) -> str:
+    """Return the id of the worker that a request is bound to."""
     async with grpc.aio.insecure_channel(cluster.local.router) as channel:
         stub = cluster_pb2_grpc.ClusterServiceStub(channel)
         while True:
             jobs = (await stub.ListJobs(cluster_pb2.ListJobsRequest())).jobs
             for job in jobs:
                 if job.request_id == request_id and job.worker_id:
-                    return {worker.worker_id: worker.engine_pid for worker in await cluster.workers()}[job.worker_id]
+                    return str(job.worker_id)
             await asyncio.sleep(0.001)
 
 
@@ -99,6 +99,8 @@ async def test_the_answers_are_the_undisturbed_run_s(
         return len(await cluster.workers()) == 2
 
     await eventually(both_serve)
+    # Known beforehand, since an answer takes only a few hundred milliseconds.
+    engines = {worker.worker_id: worker.engine_pid for worker in await cluster.workers()}
     reached = asyncio.Event()
     first, *rest = [
         cluster.client.generate_stream(**options, request_id=f"{k} {number}")
@@ -107,7 +109,7 @@ async def test_the_answers_are_the_undisturbed_run_s(
     reading = [asyncio.create_task(read(first, k, reached))]
     reading += [asyncio.create_task(read(stream, TOKENS, asyncio.Event())) for stream in rest]
     async with asyncio.timeout(60):
-        victim = await engine_of(cluster, f"{k} 0")
+        victim = engines[await worker_of(cluster, f"{k} 0")]
         await reached.wait()
         os.kill(victim, signal.SIGKILL)
         answers = await asyncio.gather(*reading)

@@ -62,7 +62,7 @@ def counted(workers: list[cluster_pb2.Worker], field: str) -> int:
 async def test_a_warm_adapter_is_there_when_the_first_request_comes(cluster: Cluster, eventually: Eventually) -> None:
     before = await cluster.workers()
     assert cluster.digests["c"] not in before[0].adapters
-    assert await adapters_command(cluster, "warm", "c") == (0, "c comes to every worker")
+    assert await adapters_command(cluster, "warm", "c") == (0, "c is loading on every worker")
 
     async def is_there() -> bool:
         return cluster.digests["c"] in (await cluster.workers())[0].adapters
@@ -97,7 +97,7 @@ async def test_a_pinned_adapter_stays_until_it_is_unpinned(cluster: Cluster, eve
         return pinned in (await cluster.workers())[0].adapters
 
     code, line = await adapters_command(cluster, "pin", "a")
-    assert (code, line) == (0, "a stays on every worker; `loraplex adapters top` shows how many do")
+    assert (code, line) == (0, "a is pinned on every worker; `loraplex adapters top` counts pinned adapters")
     await eventually(have_it)
     assert await pressed()
 
@@ -123,7 +123,7 @@ async def test_a_pinned_adapter_stays_until_it_is_unpinned(cluster: Cluster, eve
     await eventually(another_lives)
     assert await pressed()
 
-    assert await adapters_command(cluster, "unpin", "a") == (0, "a may leave every worker")
+    assert await adapters_command(cluster, "unpin", "a") == (0, "a is no longer pinned on every worker")
 
     async def let_go() -> bool:
         return (await cluster.workers())[0].adapter_slots.pinned == 0

@@ -15,6 +15,7 @@ import pytest
 from loraplex_client import AsyncClient, AsyncGenerationStream, InternalError
 
 from broker.messages import STRIKES_LIMIT
+from tests.e2e.full_cluster import jobs as jobs_of
 from worker.engine.hash_tokens import expected_ids
 from worker.engine_api import Sampling, Stopping
 from worker.io.local_jobs.jobs import CLEARED_ATTEMPTS
@@ -146,13 +147,18 @@ async def test_what_always_gives_tokens_before_it_kills_ends_too(
     """Here a signal kills, as soon as a new engine has given some."""
     async with start_cluster(PLAIN, {}, workers=1) as cluster:
         killed: set[int] = set()
+        # How much of the answer there was when an engine was first seen: what comes later is its own.
+        tokens_before: dict[int, int] = {}
 
         async def answer() -> None:
             async for _ in cluster.client.generate_stream("gives, then kills", max_new_tokens=4000):
-                for worker in await cluster.workers():
-                    if worker.engine_pid not in killed:
-                        killed.add(worker.engine_pid)
-                        os.kill(worker.engine_pid, signal.SIGKILL)
+                (worker,) = await cluster.workers() or (None,)
+                (job,) = await jobs_of(cluster) or (None,)
+                if worker is None or job is None or worker.engine_pid in killed:
+                    continue
+                if job.completion_tokens > tokens_before.setdefault(worker.engine_pid, job.completion_tokens):
+                    killed.add(worker.engine_pid)
+                    os.kill(worker.engine_pid, signal.SIGKILL)
 
         with pytest.raises(InternalError) as caught:
             await answer()

@@ -11,13 +11,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis.strategies import integers
 
-from tests.worker.engine.adapter_cache.test_adapter_walk import SIZES, SLOTS, Walk
+from tests.worker.engine.adapter_cache.test_adapter_walk import PASSED_OVER_MOST, SIZES, SLOTS, Walk
 from worker.engine.adapter_cache.integrity import AdapterIntegrityError
+from worker.engine.scheduling import adapter_demand
 from worker.engine_api import AdapterSource
 
 
 @pytest.mark.parametrize("transfers", [False, True])
-def test_random_operations_leave_all_parts_in_agreement(gated_loads: Any, transfers: bool) -> None:
+def test_random_operations_leave_all_parts_in_agreement(
+    gated_loads: Any, transfers: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(adapter_demand, "PASSED_OVER_MOST", PASSED_OVER_MOST)
+
     @settings(max_examples=60, deadline=None, derandomize=True, database=None)
     @given(seed=integers(0, 1 << 32), operations=integers(1, 120))
     def walk_randomly(seed: int, operations: int) -> None:
