@@ -108,7 +108,9 @@ class EngineSession:
         presence = self._presence(engine, results, usage)
         metrics.follow(results, self._fetcher)
         listening = asyncio.create_task(_listen(engine, results, commands))
-        watching = asyncio.create_task(watch_steps(engine, presence, results, settings.stall_s, settings.replace_s))
+        watching = asyncio.create_task(
+            watch_steps(engine, presence, results, intake, settings.stall_s, settings.replace_s)
+        )
         claiming: asyncio.Task[None] | None = None
         others: list[asyncio.Task[None]] = []
         try:
@@ -146,6 +148,8 @@ class EngineSession:
     async def _give_up(self, intake: Intake, results: Results, presence: Presence) -> None:
         """Give every job back at once: the engine is gone."""
         await presence.withdraw()
+        results.accepting = False
+        await intake.end_wait()  # or it would take back what is given back
         results.engine_lost()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(FLUSH_S):

@@ -40,8 +40,20 @@ class StallHandler(Protocol):
         """Give every job back."""
 
 
+class Claims(Protocol):
+    """The claims of this worker: worker.io.jobs.intake.Intake."""
+
+    async def end_wait(self) -> None:
+        """End the wait of a claim for a job."""
+
+
 async def watch_steps(
-    engine: EngineProcess, service: ServiceSwitch, handler: StallHandler, stall_s: float, replace_s: float
+    engine: EngineProcess,
+    service: ServiceSwitch,
+    handler: StallHandler,
+    claims: Claims,
+    stall_s: float,
+    replace_s: float,
 ) -> None:
     """Watch the engine; never returns. Raises EngineLostError when it has ended the engine.
 
@@ -66,8 +78,9 @@ async def watch_steps(
         if silent_s > patience_s and not service.withdrawn:
             log.error("the engine has not stepped for %.1f s; its jobs go on elsewhere", silent_s)
             engine.stalled = True
-            # First, so that no job that is given back is reserved for this worker again.
+            # First, so that no job that is given back comes to this worker again.
             await service.withdraw()
+            await claims.end_wait()
             handler.engine_stalled()
         elif silent_s <= patience_s and service.withdrawn:
             log.warning("the engine steps again")

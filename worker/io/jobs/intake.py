@@ -39,6 +39,8 @@ FULL_S = 1.0
 FIT_S = 0.1
 # Seconds until the next claim after Redis did not answer.
 RETRY_S = 0.1
+# Timeout in seconds for ending the wait of a claim: jobs that are to be given back must not wait for Redis.
+END_WAIT_S = 0.2
 # Seconds for which an answer that has begun asks again for an adapter that can't be fetched: another worker had it.
 BEGUN_FETCH_S = 15.0
 
@@ -94,6 +96,12 @@ class Intake:
             elif not full and not claimed.jobs and claimed.waiting and self._jobs.running:
                 # The waiting jobs do not fit now: they may when a job here has ended, or other workers take them.
                 await _is_set_within(change, claimed.hold_ms / 1e3 or FIT_S)
+
+    async def end_wait(self) -> None:
+        """End a claim that waits for a job; gives up after END_WAIT_S where Redis does not answer."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(END_WAIT_S):
+                await self.finish_claim()
 
     async def finish_claim(self) -> None:
         """Take in the jobs of a claim that is under way; call it when `run` was cancelled."""

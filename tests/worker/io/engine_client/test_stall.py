@@ -46,7 +46,7 @@ async def watched(worker: Worker, redis: Redis) -> AsyncIterator[Presence]:
     await presence.announce()
     tasks = [
         asyncio.create_task(presence.beat()),
-        asyncio.create_task(watch_steps(worker.engine, presence, worker.results, STALL_S, 60.0)),
+        asyncio.create_task(watch_steps(worker.engine, presence, worker.results, worker.intake, STALL_S, 60.0)),
     ]
     try:
         yield presence
