@@ -31,7 +31,7 @@ def is_inner(module: str) -> bool:
 
 
 class KeyValues(Enum):
-    """How a family's attention makes keys and values, and so which fields of config.json give their shape."""
+    """The way in which a family's attention makes keys and values; it decides which config fields give their shape."""
 
     # num_key_value_heads (by default all heads) of head_dim (by default hidden_size / heads).
     GROUPED = "grouped"

@@ -1,4 +1,4 @@
-"""How the next token is chosen: the fields of a request, their neutral values and the ranges that every room checks.
+"""Sampling parameters: the fields of a request, their neutral values and the ranges that every room checks.
 
 The public message (`loraplex.inference.v1.Sampling`), the queue and the engine name the fields alike, so a new field
 is declared here once and read by name everywhere else.
@@ -45,7 +45,7 @@ def _in_range(neutral: float, least: float, most: float, *, above: bool = False)
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How tokens are chosen. Temperature 0 is greedy; the other defaults change nothing.
+    """The sampling parameters of a request. Temperature 0 is greedy; the other defaults change nothing.
 
     First what changes the logits, greedy or not: `logit_bias` is added to those of single token ids; then the
     repetition penalty (ids of prompt and answer), the frequency and the presence penalty (ids of the answer alone).

@@ -1,4 +1,4 @@
-"""Which workers and routers live: a key per worker that expires without beats, a score per router. By Redis's clock."""
+"""Live workers and routers: a key per worker that expires without beats, a score per router. By Redis's clock."""
 
 from __future__ import annotations
 

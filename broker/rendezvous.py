@@ -51,7 +51,10 @@ def _hash(name: str) -> int:
 
 
 def _mixed(numbers: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """Stafford's variant 13 of the finalizer of Steele et al., Fast splittable pseudorandom number generators, 2014."""
+    """Mix the numbers' bits with Stafford's variant 13 of a finalizer.
+
+    Steele et al., Fast splittable pseudorandom number generators, 2014.
+    """
     numbers = (numbers ^ (numbers >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     numbers = (numbers ^ (numbers >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return numbers ^ (numbers >> np.uint64(31))

@@ -71,7 +71,7 @@ class QueueLimits:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """How a router places a job in the queue."""
+    """A router's placement of a job in the queue."""
 
     # The tenant's weight: twice the weight gets twice the service.
     weight: float = 1.0

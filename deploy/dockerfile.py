@@ -25,13 +25,13 @@ class Instruction:
 
     @property
     def flags(self) -> dict[str, str]:
-        """The instruction's --key=value flags."""
+        """Return the instruction's --key=value flags."""
         pairs = (word[2:].partition("=") for word in self.text.split() if word.startswith("--"))
         return {key: value for key, _, value in pairs}
 
     @property
     def arguments(self) -> list[str]:
-        """The instruction's words without flags."""
+        """Return the instruction's words without flags."""
         return [word for word in shlex.split(self.text) if not word.startswith("--")]
 
 

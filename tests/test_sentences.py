@@ -24,8 +24,8 @@ ROOMS = (
     "worker",
 )
 GENERATED = ROOT / "clients/python/gen"
-# "It waits ..." does not say what waits; "Whether ..." and "Who ..." are fragments: "Return whether ...".
-VAGUE = re.compile(r"(It|Its|What|Whatever|Who|Whoever|Whose|Whom|Whether|The same|One)\b")
+# "It waits ..." does not say what waits; "Whether ..." and "Why ..." are fragments: "Return whether ...".
+VAGUE = re.compile(r"(It|Its|The same|One|Wh(at|atever|ich|o|oever|ose|om|ether|y|en|ere)|How)\b")
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 

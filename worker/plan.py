@@ -38,7 +38,7 @@ class PlanSettings:
     memory: str = setting("the device's memory, such as 80GiB; empty: what this machine has available", "")
 
     def __post_init__(self) -> None:
-        """Raises ValueError on a number that means nothing."""
+        """Check the numbers. Raises ValueError for a number that makes no sense."""
         for name in ("context", "batch"):
             if getattr(self, name) < 1:
                 raise ValueError(f"--{name} {getattr(self, name)}: at least 1")

@@ -1,4 +1,4 @@
-"""Which numbers a model is computed in, and how much memory this machine has: one rule for the engine and the plan."""
+"""The dtype of a model and the memory of this machine, by the same rules for the engine and for `loraplex plan`."""
 
 from __future__ import annotations
 

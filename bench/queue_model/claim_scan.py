@@ -21,7 +21,7 @@ class ChargeClaim(Protocol):
 
 
 class _TenantScan:
-    """How far a scan has come in a tenant's queue."""
+    """The progress of a scan in a tenant's queue."""
 
     def __init__(self, counter: float, name: str) -> None:
         self.counter = counter
@@ -70,7 +70,7 @@ class ClaimScan:
         self.saturated = False
 
     def run(self, charge: ChargeClaim) -> int | None:
-        """Scan. Returns how many tenants the next scan is to skip; None where there is no reason to scan again."""
+        """Scan the queue; return how many tenants the next scan must skip, or None if another scan is not needed."""
         for _, job_id in self._redispatched():
             if not self._may_look():
                 break

@@ -31,7 +31,7 @@ class WaitingJob:
 
     @property
     def work(self) -> int:
-        """Tokens charged for the job, as though its answer had its full length."""
+        """Return the tokens charged for the job if its answer has its full length."""
         entry = self.entry
         return terms.PROMPT_WEIGHT * entry.prompt + terms.OUTPUT_WEIGHT * (entry.tokens - entry.prompt)
 

@@ -95,7 +95,7 @@ class Interval:
 
     @property
     def seconds(self) -> float:
-        """The interval's length."""
+        """Return the interval's length."""
         return max(1e-3, self.now.traffic.uptime - (self._last.uptime if self._last is not None else 0.0))
 
     @property

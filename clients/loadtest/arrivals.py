@@ -33,12 +33,12 @@ class Extent:
 
     @property
     def total_requests(self) -> int | None:
-        """The number of requests with the warm-up."""
+        """Return the number of requests with the warm-up."""
         return None if self.requests is None else self.requests + self.warm_up_requests
 
     @property
     def total_s(self) -> float | None:
-        """The duration with the warm-up, in seconds."""
+        """Return the duration with the warm-up, in seconds."""
         return None if self.duration_s is None else self.duration_s + self.warm_up_s
 
 

@@ -35,12 +35,12 @@ class Plot:
 
     @property
     def name(self) -> str:
-        """The title's words before its colon, joined by hyphens, as in `one-stream`."""
+        """Return the title's words before its colon, joined by hyphens, as in `one-stream`."""
         return "-".join(re.findall("[a-z]+", self.title.partition(":")[0].lower()))
 
     @cached_property
     def svg(self) -> str:
-        """The chart as an SVG element, drawn once."""
+        """Return the chart as an SVG element, drawn once."""
         return draw_svg(self.spec)
 
 

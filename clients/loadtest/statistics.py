@@ -59,7 +59,7 @@ class Measured:
 
     @property
     def elapsed_s(self) -> float:
-        """Seconds from the first request's due time to the last one's end."""
+        """Return the seconds from the first request's due time to the last request's end."""
         return max(self.end_s - self.begin_s, 1e-9)
 
     def times(self) -> dict[str, Column]:

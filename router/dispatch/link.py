@@ -28,7 +28,7 @@ class Link(Protocol):
 
 
 class WorkerFinish(StrEnum):
-    """Why a worker ended an answer."""
+    """A worker's reason for the end of an answer."""
 
     LENGTH = "length"
     END = "end"

@@ -1,4 +1,4 @@
-"""From a worker's token ids to the events that a client gets: text as it becomes whole, stop strings, the end.
+"""Turns a worker's token ids into the events that a client gets: text as it becomes whole, stop strings, the end.
 
         ids ──▶ text pieces ──▶ pending while they may begin a stop string ──▶ deltas
 

@@ -41,7 +41,7 @@ class HashEngine:
         on_loaded: Callable[[], None] = lambda: None,
         on_begun: Callable[[str], None] = lambda sequence_id: None,
     ) -> None:
-        """Raises ArtifactError where `config.model` names no hash model."""
+        """Build the engine from the model's options. Raises ArtifactError if `config.model` names no hash model."""
         self._model = model = parse_hash_model(config.model)
         self._limits = _limits(model, config)
         self._step_s = model.step_ms / 1000

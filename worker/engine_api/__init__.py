@@ -25,7 +25,7 @@ class SequenceRefusedError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Sampling(SamplingParams):
-    """How the tokens of one sequence are chosen: the request's parameters and the seed of its noise."""
+    """The sampling of a sequence: the request's parameters and the seed of its noise."""
 
     seed: int = 0
 
@@ -50,7 +50,7 @@ _PARAMS = tuple(declared.name for declared in fields(SamplingParams))
 
 @dataclass(frozen=True, slots=True)
 class Stopping:
-    """When an answer ends. All counts are of the whole answer, emitted ids of earlier attempts included."""
+    """The conditions that end an answer. All counts include emitted ids of earlier attempts."""
 
     max_tokens: int = 128
     min_tokens: int = 0
@@ -105,7 +105,7 @@ class NewSequence:
 
 
 class FinishKind(StrEnum):
-    """Why an answer ended."""
+    """The reason of an answer's end."""
 
     LENGTH = "length"
     END = "end"
@@ -146,7 +146,7 @@ FailureReason = Literal[
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why a sequence can't go on. With NOT_FOUND and DATA_LOSS `message` is the name of the resource at fault.
+    """The failure of a sequence. With NOT_FOUND and DATA_LOSS `message` is the name of the resource at fault.
 
     `field` names the value of the request at fault, or the kind of the resource.
     """

@@ -28,7 +28,7 @@ class EngineConfig:
     threads: int = 0
 
     def __post_init__(self) -> None:
-        """Raises ValueError on a number that no engine can work with."""
+        """Check the numbers. Raises ValueError for a number that no engine can work with."""
         for name in ("rows", "block_size", "step_tokens"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be 1 or more, is {getattr(self, name)}")

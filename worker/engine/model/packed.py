@@ -66,7 +66,7 @@ def pack_linears(model: nn.Module) -> None:
 
 
 def _fuse_packed(linears: Sequence[nn.Linear]) -> FusedProduct:
-    """Layers that are called with the same input, as one product: fewer calls, and no small ones."""
+    """Fuse layers that are called with the same input into a single product: fewer calls, and none of them small."""
     return FusedProduct(PackedLinear(fuse(linears)), [linear.out_features for linear in linears])
 
 

@@ -27,7 +27,7 @@ Rank = tuple[int, int]
 
 
 class Urgency(IntEnum):
-    """How urgently an adapter that lacks a slot needs one."""
+    """The urgency with which an adapter without a slot needs a slot."""
 
     CALM = 0
     STARVED = 1

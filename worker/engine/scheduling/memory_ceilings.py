@@ -1,4 +1,4 @@
-"""How much a step may take since memory was not enough for one: less, then step by step more again."""
+"""Ceilings of a step's size: they fall when a step runs out of memory, and rise again as sequences end."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ PLACES_PER_PRIORITY = 64
 
 
 class SequenceState(IntEnum):
-    """Where a sequence is between its arrival and its end."""
+    """The state of a sequence between its arrival and its end."""
 
     # In no list yet.
     ARRIVED = auto()

@@ -119,7 +119,7 @@ def tokens_per_tile(group: int) -> int:
 
 
 def prefill_call(call: LayerCall, cache: KvCache, tables: Tensor, tiles: Tensor, out: Tensor) -> KernelCall:
-    """The launch that fills out [tokens, heads, value dim] (contiguous) at the tokens of `tiles` [n, 4] int32.
+    """Return the launch that fills out [tokens, heads, value dim] (contiguous) at the tokens of `tiles` [n, 4] int32.
 
     tables [chunks, blocks] int32. Of every tensor the last dimension is contiguous.
     """
