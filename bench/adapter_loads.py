@@ -17,6 +17,7 @@ from bench.workload import Request
 _ARRIVAL_TOKENS = 8
 # Interval in seconds between arrivals.
 _EVERY_S = 0.1
+# Requests in flight while adapters are swapped.
 _IN_FLIGHT = 64
 
 

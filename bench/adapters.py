@@ -38,10 +38,13 @@ AIMS = {
     "ttft_cliff_ratio": Aim(at_most=2),
     "rss_growth_mb": Aim(at_most=20),
 }
+# Ranks of the adapters, in turn, and the linear layers that they change.
 RANKS, LINEARS = (2, 4, 8), ("q_proj", "k_proj", "v_proj", "o_proj")
 # Number of distinct adapter files. More adapters share them under their own digests, and each is read separately.
 _FILES = 60
+# Smallest and largest number of adapters: the few all fit into the slots, the many do not.
 _FEW, _MANY = 5, 1000
+# Tokens of a lone request's prompt.
 _LONE_PROMPT = 64
 # Active adapters a slot at which the time to the first token is measured.
 _SHARES = (0.25, 0.5, 1.0, 2.0, 4.0)

@@ -16,10 +16,12 @@ from torch.nn.functional import linear
 
 from worker.engine.model.packed import PackedWeight, packing_works
 
+# Features of the measured layer: the MLP of qwen2-0.4b.
 _OUT, _IN = 4864, 896
 # Bytes of all weights: far more than a processor's cache, so that no weight is still cached at its next use.
 WEIGHTS_BYTES = 384 * 2**20
 _DTYPE = torch.bfloat16
+# Rows of the arithmetic's products, and the number of weights that they use in turn.
 _ROWS = 512
 _ROWS_WEIGHTS = 3
 

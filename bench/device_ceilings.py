@@ -14,6 +14,7 @@ import torch
 
 from bench.ceilings import Ceilings
 
+# Calls of an operation in a measurement, whose mean counts.
 _REPEATS = 10
 
 

@@ -15,6 +15,7 @@ from bench.peers import ContinuousBatches, StaticBatches
 from bench.rounds import Case, Rounds, Timed
 from bench.workload import Request, Workload
 
+# Maximum tokens of a step, and tokens of a page, of transformers' continuous batching.
 _STEP_TOKENS, _PAGE = 4096, 256
 # Seeds that no other measurement uses, so that no prompt is in the prefix cache.
 _BASE_SEED, _MIXED_SEED = 1_000_000, 2_000_000

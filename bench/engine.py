@@ -27,6 +27,7 @@ from bench.report import Aim, Report, progress
 from bench.rounds import Case, Rounds, Timed
 from bench.workload import Workload
 
+# Number and rank of the adapters.
 ADAPTERS, RANK = 8, 16
 AIMS = {
     "base_vs_hf_static": Aim(at_least=6),

@@ -32,7 +32,9 @@ from bench.models import LLAMA3_8B, LLAMA3_QUICK, ModelShape, save_adapter, save
 from bench.report import Aim, Report, progress
 from bench.workload import Workload
 
+# Rank and number of the adapters.
 RANK, ADAPTERS = 16, 64
+# Tokens of a KV cache block.
 _BLOCK = 16
 # Number of distinct adapter files; the adapters link to them, and each is read into its own slot.
 _ADAPTER_FILES = 4

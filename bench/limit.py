@@ -14,6 +14,7 @@ from bench.models import ALL_LINEARS, ModelShape
 from worker.engine.scheduling.batch import Batch
 from worker.engine.scheduling.scheduler import Scheduler
 
+# Bytes of a bfloat16 number.
 _WEIGHT_BYTES = 2
 
 

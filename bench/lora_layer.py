@@ -37,6 +37,7 @@ AIMS = {
     "worst_over_best_other": Aim(at_most=1.1),
     "vs_gathered_64": Aim(at_least=1.5),
 }
+# Rank of the adapters, and their ranks in turn where a mix has several.
 RANK, MIXED_RANKS = 16, (4, 8, 16, 32, 64)
 _OTHERS: dict[str, Callable[[Adapters, Sequence[GivenOutput]], Method]] = {
     "loop over rows": LoopOverRows,

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, Generat
 from bench.rounds import Timed
 from bench.workload import Request, answered_tokens
 
+# Requests of a static batch.
 _BATCH = 8
 # Maximum tokens of a step, enough for all prompts, and the number of 256-token blocks, enough for all answers. By
 # default continuous batching takes nine tenths of the memory.

@@ -8,6 +8,7 @@ from pathlib import Path
 
 PLOTS = Path(__file__).parents[1] / "docs" / "plots"
 
+# Size of a panel in inches.
 _WIDTH, _HEIGHT = 3.6, 2.8
 
 

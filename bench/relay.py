@@ -41,6 +41,7 @@ TENANT = "bench"
 STEP_MS = 5.0
 # Tokens of a KV cache block.
 _BLOCK = 16
+# Processes of the cluster whose processor time is measured.
 _ROOMS = ("router", "worker", "valkey", "store")
 
 

@@ -19,6 +19,7 @@ from rich.table import Table
 
 from bench.tables import cell
 
+# Packages whose versions a report names.
 _PACKAGES = ("loraplex", "torch", "transformers", "peft", "grpcio", "redis")
 
 

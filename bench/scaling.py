@@ -76,6 +76,7 @@ QUICK = Setup(
     flood=3_000,
 )
 _UNIFORM, _SKEWED, _FIRST_FREE = "rendezvous, uniform", "rendezvous, skewed", "first free worker, uniform"
+# Skew of the adapters' popularity, as in the published trace.
 _SKEW = 0.3
 
 
