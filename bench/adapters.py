@@ -10,7 +10,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack, closing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -19,7 +19,7 @@ from typing import Any
 from bench.adapter_engine import AdapterEngine, FirstTokens, Saturated, Saturation
 from bench.adapter_loads import DecodingGaps, Loads, LoneFirstTokens, Swapping, percentile
 from bench.adapter_tables import panels, row, saturated_rows
-from bench.ceilings import WEIGHTS_BYTES, CeilingMeter
+from bench.ceilings import CeilingMeter, CeilingSize
 from bench.command import run_command
 from bench.isolated import Isolated
 from bench.limit import limit_s
@@ -69,7 +69,7 @@ class Setup:
     lone_store: int = 20
     swaps: int = 10_000
     warm_up_swaps: int = 1_000
-    ceiling_bytes: int = WEIGHTS_BYTES
+    ceilings: CeilingSize = field(default_factory=CeilingSize)
 
     @property
     def adapter_bytes(self) -> int:
@@ -100,7 +100,7 @@ def main() -> None:
 
 def measure(setup: Setup, quick: bool) -> Report:
     """Make the model and its adapters, and run each scenario next to the one that it is compared with."""
-    meter = CeilingMeter(setup.ceiling_bytes)
+    meter = CeilingMeter(setup.ceilings)
     with ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="loraplex-bench-")))
         progress(f"making {setup.shape.name} and {_FILES} adapters")

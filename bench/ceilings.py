@@ -21,9 +21,16 @@ _OUT, _IN = 4864, 896
 # Bytes of all weights: far more than a processor's cache, so that no weight is still cached at its next use.
 WEIGHTS_BYTES = 384 * 2**20
 _DTYPE = torch.bfloat16
-# Rows of the arithmetic's products, and the number of weights that they use in turn.
-_ROWS = 512
+# Number of weights that the arithmetic's products use in turn.
 _ROWS_WEIGHTS = 3
+
+
+@dataclass(frozen=True)
+class CeilingSize:
+    """What is measured: reading so many bytes of weights, and products of so many rows."""
+
+    weights_bytes: int = WEIGHTS_BYTES
+    rows: int = 512
 
 
 @dataclass(frozen=True)
@@ -37,9 +44,10 @@ class Ceilings:
 class CeilingMeter:
     """Measures the ceilings and keeps all measurements; its weights stay in memory as long as it does."""
 
-    def __init__(self, weights_bytes: int = WEIGHTS_BYTES) -> None:
+    def __init__(self, size: CeilingSize) -> None:
+        self._rows = size.rows
         weight_bytes = _OUT * _IN * _DTYPE.itemsize
-        count = max(_ROWS_WEIGHTS, weights_bytes // weight_bytes)
+        count = max(_ROWS_WEIGHTS, size.weights_bytes // weight_bytes)
         packs = packing_works(_DTYPE)
         generator = torch.Generator().manual_seed(0)
         weight = torch.randn(_OUT, _IN, generator=generator).to(_DTYPE)
@@ -51,10 +59,10 @@ class CeilingMeter:
     def measure(self) -> None:
         """Measure both ceilings, in a fraction of a second. The better of two passes counts: the first may be cold."""
         x = torch.randn(1, _IN).to(_DTYPE)
-        many = torch.randn(_ROWS, _IN).to(_DTYPE)
+        many = torch.randn(self._rows, _IN).to(_DTYPE)
         read_s = min(_pass_s(self._linears, x) for _ in range(2))
         compute_s = min(_pass_s(self._linears[:_ROWS_WEIGHTS], many) for _ in range(2))
-        operations = 2 * _ROWS * _OUT * _IN * _ROWS_WEIGHTS
+        operations = 2 * self._rows * _OUT * _IN * _ROWS_WEIGHTS
         self.measured.append(Ceilings(self._bytes / read_s, operations / compute_s))
 
     def median(self) -> Ceilings:
@@ -79,7 +87,7 @@ class CeilingMeter:
             }
             for case, unit, values in (
                 ("ceiling: weights read, 1 row", "GB/s", bandwidths),
-                (f"ceiling: arithmetic, {_ROWS} rows", "GFLOP/s", rates),
+                (f"ceiling: arithmetic, {self._rows} rows", "GFLOP/s", rates),
             )
         ]
 

@@ -10,13 +10,13 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from statistics import median
 
 from bench.bare_engine import BareEngine
-from bench.ceilings import WEIGHTS_BYTES, CeilingMeter
+from bench.ceilings import CeilingMeter, CeilingSize
 from bench.command import run_command
 from bench.isolated import Answers, Isolated
 from bench.limit import limit_s
@@ -60,8 +60,7 @@ class Setup:
     workload: Workload
     rounds: int
     static_requests: int = 8
-    # Bytes of weights over which the bandwidth is measured.
-    ceiling_bytes: int = WEIGHTS_BYTES
+    ceilings: CeilingSize = field(default_factory=CeilingSize)
 
 
 FULL = Setup(QWEN2_04B, Workload(), rounds=3)
@@ -75,7 +74,7 @@ def main() -> None:
 
 def measure(setup: Setup, quick: bool) -> Report:
     """Make the model and its adapters, start everything, run all cases in turn."""
-    meter, rounds = CeilingMeter(setup.ceiling_bytes), Rounds()
+    meter, rounds = CeilingMeter(setup.ceilings), Rounds()
     with ExitStack() as stack:
         rounds.run(_cases(setup, stack), setup.rounds, between=meter.measure)
     ceilings = meter.median()

@@ -10,6 +10,7 @@ import pytest
 
 from bench.adapter_loads import percentile
 from bench.adapters import AIMS, Setup, measure
+from bench.ceilings import CeilingSize
 from bench.models import TINY
 from bench.trace import Trace, draw
 
@@ -31,7 +32,7 @@ def test_every_case_and_ratio_is_there() -> None:
         lone_store=3,
         swaps=20,
         warm_up_swaps=20,
-        ceiling_bytes=1,
+        ceilings=CeilingSize(weights_bytes=1, rows=4),
     )
     report = measure(setup, quick=True)
     report.show()

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from bench.ceilings import CeilingSize
 from bench.engine import AIMS, Setup, measure
 from bench.models import TINY
 from bench.workload import Workload
@@ -16,7 +17,7 @@ from bench.workload import Workload
 @pytest.mark.model
 def test_every_row_and_ratio_is_there(tmp_path: Path) -> None:
     workload = Workload(requests=8, prompt=12, short=2, long=6)
-    report = measure(Setup(TINY, workload, rounds=1, ceiling_bytes=1), quick=True)
+    report = measure(Setup(TINY, workload, rounds=1, ceilings=CeilingSize(weights_bytes=1, rows=4)), quick=True)
     report.show()
     report.write(tmp_path / "engine.json")
     written = json.loads((tmp_path / "engine.json").read_text())
