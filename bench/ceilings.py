@@ -27,7 +27,7 @@ _ROWS_WEIGHTS = 3
 
 @dataclass(frozen=True)
 class CeilingSize:
-    """What is measured: reading so many bytes of weights, and products of so many rows."""
+    """The bytes of weights that are read, and the rows of the products that are computed."""
 
     weights_bytes: int = WEIGHTS_BYTES
     rows: int = 512
