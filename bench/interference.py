@@ -105,7 +105,7 @@ def _interfere(engine: TorchEngine, setup: Setup, seed: int) -> Interference:
     while "prompt" not in recorder.times:
         recorder.step()
     prefill_s, prefill_steps = time.perf_counter() - came, len(recorder.steps) - steps
-    # One step more ends the gap of decodes that got no token beside the prompt's last chunk.
+    # A further step, which ends the gaps of decodes that got no token beside the prompt's last chunk.
     recorder.step()
     for name in names:
         engine.abort(name)

@@ -26,7 +26,7 @@ class Choice:
 
     index: int
     emitted: list[int] = field(default_factory=list)
-    # One entry for each id, where the job asks for log probabilities.
+    # The log probabilities of the emitted ids, in their order; empty unless the job asks for them.
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish: WorkerFinish | None = None
     # Whether the router needs no more of it, though its worker has not ended it.

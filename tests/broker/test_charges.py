@@ -1,4 +1,4 @@
-"""What tenants are charged, and that service is shared by it: each time of both the scripts and their model."""
+"""Charges of tenants, and the fair service that follows from them; each test runs the scripts and their model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the policy promises, each time of both the scripts and their model."""
+"""The promises of the queue's policy; each test runs the scripts and their model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What lies beyond a claim's windows is reached nevertheless, at a bounded cost a scan; of scripts and model."""
+"""Jobs beyond a claim's windows are found by later scans, each of bounded cost; in the scripts and in their model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the queue's scripts are assembled from the files of broker/lua."""
+"""The assembly of the queue's scripts from the files in broker/lua: flags, includes and constants."""
 
 from __future__ import annotations
 

@@ -147,7 +147,7 @@ async def test_what_always_gives_tokens_before_it_kills_ends_too(
     """Here a signal kills, as soon as a new engine has given some."""
     async with start_cluster(PLAIN, {}, workers=1) as cluster:
         killed: set[int] = set()
-        # How much of the answer there was when an engine was first seen: what comes later is its own.
+        # Tokens of the answer when each engine was first seen; an engine has given those that came after.
         tokens_before: dict[int, int] = {}
 
         async def answer() -> None:

@@ -104,7 +104,7 @@ class SimulatedEngine:
     def _tell(self, message: FromEngine) -> None:
         asyncio.get_running_loop().call_later(_MESSAGE_S, self._outbox.put_nowait, message)
 
-    # What the I/O process calls
+    # Methods that the I/O process calls
 
     async def ready(self) -> Ready:
         """See EngineProcess."""

@@ -58,7 +58,7 @@ async def test_a_deadline_that_can_not_be_met_is_refused_at_once(redis: Redis) -
         for step in range(3):
             await clock.advance(CLAIM_RATE_MIN_MS if step else 0)
             assert (await queue.claim("sha256:0", one)).jobs
-        # One every two seconds: the last of 27 has its turn in about a minute.
+        # Claims take a job every two seconds, so the last of 27 waits for about a minute.
         with pytest.raises(Exhausted) as refused:
             async with dispatched(dispatcher, replace(JOB, deadline_ms=10_000, priority=-1)):
                 pass

@@ -14,7 +14,7 @@ from rpc.errors import Internal
 from tests.router.recording_link import RecordingLink, job
 
 LINK = RecordingLink("w")
-# What brings a new job into each state.
+# The calls that bring a new job into each state.
 PATHS: dict[JobState, list[Callable[[RoutedJob], object]]] = {
     JobState.ENQUEUEING: [],
     JobState.QUEUED: [lambda routed: routed.enqueued(1)],
