@@ -2,7 +2,8 @@
 
 Each item of the list under "The spine" begins with a link to its file. A file comes after the one above it, or after an
 earlier file that its item names with a further link (the way back begins at one of them). The two know each other: one
-imports the other, or both import a module (or the stubs of a proto) that the item links to.
+imports the other, or a chain of imports through the files, packages and protos that the item links to leads from one to
+the other.
 """
 
 from __future__ import annotations
@@ -19,8 +20,6 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs/request-life.md"
 MOST_FILES, MOST_LINES = 16, 250
-# Files that do not know the one before them yet; this set only shrinks.
-NOT_LINKED_YET = frozenset({"worker/engine/lora/cpu/group.py"})
 LINK = re.compile(r"\]\(\.\./([\w/.-]+)\)")
 
 
@@ -60,10 +59,21 @@ def imports(path: str, other: str) -> bool:
     return bool(imported(path) & (stubs if other.endswith(".proto") else {module}))
 
 
-def know_each_other(before: str, after: str, shared: tuple[str, ...]) -> bool:
-    """Tell whether one imports the other, or both import one of the shared modules."""
-    meet = any(imports(before, module) and imports(after, module) for module in shared)
-    return imports(before, after) or imports(after, before) or meet
+def know_each_other(path: str, other: str) -> bool:
+    """Tell whether one of two files imports the other."""
+    return any(
+        importing.endswith(".py") and imports(importing, target) for importing, target in ((path, other), (other, path))
+    )
+
+
+def are_linked(before: str, after: str, named: tuple[str, ...]) -> bool:
+    """Tell whether a chain of files that know each other leads from one to the other, through named files alone."""
+    reached, ahead = {before}, [before]
+    for path in ahead:  # grows while it is read
+        found = [other for other in (after, *named) if other not in reached and know_each_other(path, other)]
+        reached.update(found)
+        ahead += found
+    return after in reached
 
 
 SPINE = read_spine(PAGE.read_text(encoding="utf-8"))
@@ -87,18 +97,14 @@ def test_a_file_of_the_spine_is_short(path: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("above", "item"),
-    [
-        pytest.param(
-            above,
-            item,
-            id=item.path,
-            marks=[pytest.mark.xfail(reason="torch's modules are between the two")] * (item.path in NOT_LINKED_YET),
-        )
-        for above, item in itertools.pairwise(SPINE)
-    ],
+    ("above", "item"), [pytest.param(above, item, id=item.path) for above, item in itertools.pairwise(SPINE)]
 )
 def test_a_file_of_the_spine_knows_the_one_before_it(above: Item, item: Item) -> None:
     earlier = [other.path for other in SPINE[: SPINE.index(item)] if other.path in item.named]
-    linked = [before for before in (above.path, *earlier) if know_each_other(before, item.path, item.named)]
-    assert linked, f"{item.path} and {above.path} do not import each other, nor both a module that the item links to"
+    linked = [before for before in (above.path, *earlier) if are_linked(before, item.path, item.named)]
+    assert linked, f"{item.path} and {above.path} do not import each other, nor are they linked by what the item names"
+
+
+def test_files_that_nothing_links_are_found() -> None:
+    assert not are_linked("worker/engine/torch_engine.py", "worker/engine/lora/cpu/group.py", ())
+    assert not are_linked("router/dispatch/relay.py", "worker/io/relay/links.py", ("worker/ipc.py",))
