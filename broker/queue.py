@@ -15,6 +15,7 @@ from google.protobuf.message import DecodeError
 from redis.asyncio import Redis, RedisCluster
 from redis.exceptions import NoScriptError, OutOfMemoryError
 
+from broker.batched_script import BatchedScript
 from broker.codec import decode_adapter_request, decode_job
 from broker.commands import CommandQueue
 from broker.dead import DeadLetters
@@ -79,7 +80,7 @@ class JobQueue:
         # Scans so far, and the tenants that the last claim has passed over without finding a job.
         self._scan_number, self._skipped_tenants = 0, 0
         self._wake_lists = [keys.wake_of(worker_id), keys.wake]
-        self._enqueue = scripts.register(redis, "enqueue")
+        self._enqueue = BatchedScript(redis, scripts.register(redis, "enqueue"), keys.waiting)
         self._claim = scripts.register(redis, "claim")
         self._charge = scripts.register(redis, "charge")
         self._finish = scripts.register(redis, "finish")
@@ -100,7 +101,7 @@ class JobQueue:
             *(part for name in _ENTRY_FIELDS for part in (name, getattr(entry, name))),
         ]
         try:
-            answer = await self._enqueue(keys=[self.keys.waiting], args=arguments)
+            answer = await self._enqueue(arguments)
         except OutOfMemoryError as error:
             raise QueueFullError("Redis is out of memory") from error
         if answer[0] == b"late":

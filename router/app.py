@@ -12,6 +12,7 @@ from loraplex.relay.v1 import relay_pb2_grpc
 
 from broker.startup import connect_once_up
 from router.api.cluster import ClusterService
+from router.api.open_calls import OpenCalls
 from router.api.operator_commands import AdapterCommands
 from router.api.request_telemetry import RequestTelemetry
 from router.api.service import InferenceService
@@ -26,6 +27,7 @@ from router.generation.generation import Generation
 from router.generation.resume import ResumeTokens
 from router.metrics import RouterMetrics
 from router.settings import Settings, read_weights
+from router.text.prompt_encoder import PromptEncoder
 from rpc.metrics import CallMeter
 from rpc.server import Server, relay_options, stop_signal, unless_stopped
 from telemetry.metrics import serve_metrics
@@ -50,10 +52,8 @@ async def run(settings: Settings) -> None:
     placer = Placer(models.serving, read_weights(settings.tenant_weights), settings.adapter_mib_tokens)
     dispatcher = Dispatcher(models.queue_of, placer.place, metrics)
     relay_service = RelayService(dispatcher, metrics)
-    public, relay = (
-        Server(interceptors=[CallMeter(*metrics.calls, ("Generate", "Resume"))]),
-        Server(options=relay_options()),
-    )
+    telemetry, encoder = RequestTelemetry(metrics, spans, models), PromptEncoder()
+    public, relay = _public_server(settings, telemetry), Server(options=relay_options())
     if not settings.resume_key:
         log.info("no resume key: other routers can resume the streams of this one only if all are given the same key")
     following: asyncio.Task[None] | None = None
@@ -64,12 +64,12 @@ async def run(settings: Settings) -> None:
         models.announce(reply_to)
         generation = Generation(
             models,
-            Admission(models, store, reply_to),
+            Admission(models, store, reply_to, encoder),
             dispatcher,
             ResumeTokens(settings.resume_key),
             client_stall_s=settings.client_stall_s,
         )
-        service = InferenceService(generation, models, RequestTelemetry(metrics, spans, models))
+        service = InferenceService(generation, models, telemetry, encoder)
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(service, public.grpc)
         cluster = ClusterService(models, dispatcher, metrics, AdapterCommands(models, store))
         cluster_pb2_grpc.add_ClusterServiceServicer_to_server(cluster, public.grpc)
@@ -89,6 +89,7 @@ async def run(settings: Settings) -> None:
             following.cancel()
             await asyncio.gather(following, return_exceptions=True)
         await dispatcher.drain_tasks()
+        encoder.close()
         relay_service.close()
         await relay.stop(1.0)
         await store.close()
@@ -96,6 +97,12 @@ async def run(settings: Settings) -> None:
         if metrics_server is not None:
             metrics_server.close()
         await asyncio.to_thread(spans.close)
+
+
+def _public_server(settings: Settings, telemetry: RequestTelemetry) -> Server:
+    meter = CallMeter(*telemetry.metrics.calls, ("Generate", "Resume"))
+    open_calls = OpenCalls(settings.open_calls_limit, settings.open_bytes_limit, telemetry.refused)
+    return Server(interceptors=[meter, open_calls])
 
 
 async def _drain(public: Server, generation: Generation | None, drain_s: float) -> None:

@@ -15,6 +15,7 @@ class RouterMetrics(Meters):
         super().__init__()
         model = ("model",)
         self.requests = self.counter("requests", "Generate and Resume calls that ended, by gRPC status.", ("code",))
+        self.errors = self.counter("request_errors", "Of these, those with an error, by its reason.", ("reason",))
         self.success = self.counter("request_success", "Answers that ended well.", ("model", "finished_reason"))
         self.prompt_tokens = self.counter("prompt_tokens", "Prompt tokens of answered requests.", model)
         self.cached_tokens = self.counter("prompt_tokens_cached", "Of these, found in a prefix cache.", model)

@@ -8,9 +8,19 @@ from dataclasses import dataclass
 from broker.terms import QueueLimits
 from router.generation.resume import KEY_CHARACTERS
 from rpc.auth import check_exposure
+from rpc.server import MESSAGE_BYTES
 from rpc.settings import REDIS_URL_HELP, REDIS_URL_VARIABLE, setting
 from telemetry.logging import FORMAT_HELP, FORMAT_VARIABLE, LEVEL_HELP, LEVEL_VARIABLE, check_logging
 from telemetry.metrics import PORT_HELP
+
+_LIMITS = (
+    "waiting_limit",
+    "waiting_bytes",
+    "tenant_waiting_limit",
+    "tenant_waiting_bytes",
+    "open_calls_limit",
+    "open_bytes_limit",
+)
 
 
 @dataclass(frozen=True)
@@ -29,6 +39,8 @@ class Settings:
     waiting_bytes: int = setting("how many bytes these may take", 1 << 30)
     tenant_waiting_limit: int = setting("how many jobs of one tenant may wait in a model's queue", 5_000)
     tenant_waiting_bytes: int = setting("how many bytes these may take", 1 << 28)
+    open_calls_limit: int = setting("how many calls of clients may be open; a tenant gets a share of them", 8_192)
+    open_bytes_limit: int = setting("how many bytes the messages of these may have", 1 << 28)
     tenant_weights: str = setting("shares of tenants beside the others' 1, such as acme=3,globex=0.5", "")
     adapter_mib_tokens: float = setting("prompt tokens that a MiB of an adapter's load is charged as", 10.0)
     client_stall_s: float = setting(
@@ -53,9 +65,10 @@ class Settings:
         check_logging(self.log_format, self.log_level)
         if not self.client_stall_s > 0:
             raise ValueError(f"--client-stall-s {self.client_stall_s}: more than 0")
-        for name in ("waiting_limit", "waiting_bytes", "tenant_waiting_limit", "tenant_waiting_bytes"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"--{name.replace('_', '-')} {getattr(self, name)}: at least 1")
+        for name in _LIMITS:
+            least = 2 * MESSAGE_BYTES if name == "open_bytes_limit" else 1
+            if getattr(self, name) < least:
+                raise ValueError(f"--{name.replace('_', '-')} {getattr(self, name)}: at least {least}")
         if not 0 <= self.adapter_mib_tokens < math.inf:
             raise ValueError(f"--adapter-mib-tokens {self.adapter_mib_tokens}: 0 or more")
         read_weights(self.tenant_weights)

@@ -53,7 +53,15 @@ def _options(message_bytes: int, keepalive_ms: int, timeout_ms: int) -> list[tup
     ]
 
 
+# Maximum of a gRPC option.
+_UNBOUNDED = (1 << 31) - 1
 _SERVER_OPTIONS: list[tuple[str, Any]] = [
+    # Calls that wait to be accepted: by default gRPC cancels some beyond 1,000, all beyond 3,000 and any after 30 s,
+    # without a reason and whoever calls. They are accepted instead, and refused where there is no room for them.
+    ("grpc.server.max_pending_requests", _UNBOUNDED),
+    ("grpc.server.max_pending_requests_hard_limit", _UNBOUNDED),
+    # In seconds.
+    ("grpc.server_max_unrequested_time_in_server", 3_600),
     ("grpc.http2.min_recv_ping_interval_without_data_ms", RELAY_KEEPALIVE_MS // 2),
     ("grpc.http2.max_ping_strikes", 0),
     ("grpc.so_reuseport", 0),

@@ -127,26 +127,39 @@ async def abort(context: grpc.aio.ServicerContext[Any, Any], error: CallError) -
 
 
 class StatusInterceptor(grpc.aio.ServerInterceptor):
-    """End every call that raised with its status; an error outside the table is logged and becomes INTERNAL."""
+    """End every call that raised with its status; an error outside the table is logged and becomes INTERNAL.
+
+    Put it before all other interceptors: it asks them for a method's handler once and keeps it.
+    """
+
+    def __init__(self) -> None:
+        self._guarded: dict[str, grpc.RpcMethodHandler[Any, Any]] = {}
 
     async def intercept_service(
         self,
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler[Any, Any] | None:
-        """Wrap the method's handler, whichever of the four kinds it is."""
-        handler = await continuation(handler_call_details)
-        if handler is None:
-            return handler
+        """Return the method's handler, guarded."""
         name = handler_call_details.method
-        serializers = (handler.request_deserializer, handler.response_serializer)
-        if handler.unary_unary:
-            return grpc.unary_unary_rpc_method_handler(_guard(handler.unary_unary, name), *serializers)
-        if handler.stream_unary:
-            return grpc.stream_unary_rpc_method_handler(_guard(handler.stream_unary, name), *serializers)
-        if handler.unary_stream:
-            return grpc.unary_stream_rpc_method_handler(_guard_stream(handler.unary_stream, name), *serializers)
-        return grpc.stream_stream_rpc_method_handler(_guard_stream(handler.stream_stream, name), *serializers)
+        if name not in self._guarded:
+            handler = await continuation(handler_call_details)
+            if handler is None:
+                return None
+            self._guarded[name] = _guarded(handler, name)
+        return self._guarded[name]
+
+
+def _guarded(handler: grpc.RpcMethodHandler[Any, Any], name: str) -> grpc.RpcMethodHandler[Any, Any]:
+    """Guard a method's handler, whichever of the four kinds it is."""
+    serializers = (handler.request_deserializer, handler.response_serializer)
+    if handler.unary_unary:
+        return grpc.unary_unary_rpc_method_handler(_guard(handler.unary_unary, name), *serializers)
+    if handler.stream_unary:
+        return grpc.stream_unary_rpc_method_handler(_guard(handler.stream_unary, name), *serializers)
+    if handler.unary_stream:
+        return grpc.unary_stream_rpc_method_handler(_guard_stream(handler.unary_stream, name), *serializers)
+    return grpc.stream_stream_rpc_method_handler(_guard_stream(handler.stream_stream, name), *serializers)
 
 
 def _guard(method: Callable[..., Awaitable[Any]], name: str) -> Callable[..., Awaitable[Any]]:

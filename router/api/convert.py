@@ -7,7 +7,7 @@ import math
 
 from loraplex.inference.v1 import inference_pb2 as pb
 
-from artifacts.sampling import RANGES, OutOfRangeError, SamplingParams, check_sampling
+from artifacts.sampling import LOGIT_BIASES, RANGES, OutOfRangeError, SamplingParams, check_sampling
 from broker.terms import PRIORITY_LIMIT
 from router.request import (
     ChatMessage,
@@ -146,6 +146,8 @@ def read_prompt(message: pb.GenerateSpec | pb.TokenizeRequest) -> tuple[str, Pro
 
 def _sampling(message: pb.Sampling) -> SamplingParams:
     given = {field.name: value for field, value in message.ListFields() if field.name in RANGES}
+    if len(message.logit_bias) > LOGIT_BIASES:  # before they are sorted
+        raise InvalidField("sampling.logit_bias", f"{len(message.logit_bias)} entries; at most {LOGIT_BIASES}")
     params = SamplingParams(logit_bias=tuple(sorted(message.logit_bias.items())), **given)
     try:
         check_sampling(params)

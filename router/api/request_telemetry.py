@@ -15,6 +15,7 @@ from opentelemetry.trace import Span, SpanKind
 from router.catalog.models import Models
 from router.metrics import RouterMetrics
 from router.request import Delta, Event, Finished, Request, Summary
+from rpc.auth import tenant_of
 from rpc.errors import CallError
 from rpc.status import CODES
 from telemetry.logging import fields
@@ -33,35 +34,58 @@ class RequestTelemetry:
         self.spans = spans
         self._models = models
 
-    def new_record(self, request: Request, context: Context) -> RequestRecord:
-        """Return the record of a request: enter it, then run its `request`, which may have a new traceparent."""
+    def new_record(self, context: Context) -> RequestRecord:
+        """Return the record of a request: enter it, then run the request that its `begin` returns."""
+        return RequestRecord(self, context)
+
+    def refused(self, method: str, tenant: str, error: CallError) -> None:
+        """Count a call that ends before it has a record."""
+        if method in {"Generate", "Resume"}:
+            self.ended(CODES[type(error)].name, tenant, error)
+
+    def ended(self, code: str, tenant: str, error: BaseException | None) -> None:
+        """Count the end of a call, and who was refused and why."""
+        self.metrics.requests.labels(code).inc()
+        if code != "OK":
+            self.metrics.tenant_failures.labels(self.metrics.tenants.bounded(tenant), code).inc()
+        if isinstance(error, CallError):
+            self.metrics.errors.labels(error.reason).inc()
+
+    def label_of(self, model: str) -> str:
+        """Return the label of a request's model; a name that no model has must not become one."""
         served = [model.manifest.name for model in self._models.served]
-        # A name that no model has must not become a label.
-        named = [name for name in served if request.model in {name, ""}]
-        return RequestRecord(self, request, named[0] if len(named) == 1 else "", context)
+        named = [name for name in served if model in {name, ""}]
+        return named[0] if len(named) == 1 else ""
 
 
 class RequestRecord:
     """The record of a request, from its call to its end. A message costs one observation, a request some twenty."""
 
-    def __init__(self, telemetry: RequestTelemetry, request: Request, model: str, context: Context) -> None:
+    def __init__(self, telemetry: RequestTelemetry, context: Context) -> None:
+        self._telemetry = telemetry
         self._metrics, self._spans = telemetry.metrics, telemetry.spans
-        self._model = model
         self._context = context
         self._began = time.monotonic()
         self._first: float | None = None
         # Time of the last message of each choice.
         self._last: dict[int, float] = {}
-        self._gap = self._metrics.itl.labels(model).observe
         self._messages = 0
         self._reasons: list[str] = []
         self._summary: Summary | None = None
         self._span: Span | None = None
+        self._model, self._request_id = "", ""
+        self.tenant = ""
+
+    def begin(self, request: Request) -> Request:
+        """Take the request, once it is read; return it, with the traceparent of its span if there is one."""
+        self._model, self._request_id = self._telemetry.label_of(request.model), request.request_id
+        self._gap = self._metrics.itl.labels(self._model).observe
         if self._spans.on:
-            parent, name = traceparent_in(context.invocation_metadata()), f"{_operation(request)} {model}".strip()
-            self._span = self._spans.begin(name, parent, _asked(request, model), kind=SpanKind.SERVER, at_s=self._began)
+            parent = traceparent_in(self._context.invocation_metadata())
+            name, asked = f"{_operation(request)} {self._model}".strip(), _asked(request, self._model)
+            self._span = self._spans.begin(name, parent, asked, kind=SpanKind.SERVER, at_s=self._began)
             request = replace(request, traceparent=traceparent_of(self._span))
-        self.request = request
+        return request
 
     def count(self, event: Event) -> None:
         """Count an event that the client gets now."""
@@ -82,17 +106,15 @@ class RequestRecord:
                 self._summary = event
 
     def __enter__(self) -> Self:
+        self.tenant = tenant_of(self._context)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         ended = time.monotonic()
         code = "OK" if self._summary is not None else self._code(error)
-        self._metrics.requests.labels(code).inc()
+        self._telemetry.ended(code, self.tenant, error)
         if self._summary is not None:
             self._answered(self._summary, ended)
-        else:
-            tenant = self._metrics.tenants.bounded(self.request.tenant)
-            self._metrics.tenant_failures.labels(tenant, code).inc()
         if self._span is not None:
             self._trace(self._span, code, error, ended)
         self._log(code, error, ended)
@@ -119,7 +141,7 @@ class RequestRecord:
         metrics.prompt_tokens.labels(model).inc(summary.prompt_tokens)
         metrics.cached_tokens.labels(model).inc(summary.cached_tokens)
         metrics.generation_tokens.labels(model).inc(summary.completion_tokens)
-        whose = (metrics.tenants.bounded(self.request.tenant), metrics.adapters.bounded(adapter_label(summary)))
+        whose = (metrics.tenants.bounded(self.tenant), metrics.adapters.bounded(adapter_label(summary)))
         metrics.tenant_requests.labels(*whose).inc()
         metrics.tenant_prompt_tokens.labels(*whose).inc(summary.prompt_tokens)
         metrics.tenant_generation_tokens.labels(*whose).inc(summary.completion_tokens)
@@ -145,12 +167,12 @@ class RequestRecord:
         if not log.isEnabledFor(level):
             return
         summary = self._summary
-        log_fields: dict[str, Any] = {"code": code, "tenant": self.request.tenant, "s": round(ended - self._began, 4)}
+        log_fields: dict[str, Any] = {"code": code, "tenant": self.tenant, "s": round(ended - self._began, 4)}
         if isinstance(error, CallError):
             log_fields["reason"] = error.reason
         if summary is not None:
             log_fields |= {"adapter": adapter_label(summary), "completion_tokens": summary.completion_tokens}
-        request_id = summary.request_id if summary is not None else self.request.request_id
+        request_id = summary.request_id if summary is not None else self._request_id
         log.log(level, "request ended", extra=fields(request_id=request_id, **log_fields))
 
 

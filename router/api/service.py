@@ -11,11 +11,12 @@ from loraplex.inference.v1 import inference_pb2 as pb
 from loraplex.inference.v1 import inference_pb2_grpc
 
 from router.api.convert import read_prompt, read_request, write_message
+from router.api.prompt_size import check_count, check_prompt_size
 from router.api.request_telemetry import RequestTelemetry
 from router.catalog.models import Models
 from router.generation.generation import Generation
-from router.request import Received
-from router.text.tokenizer import encode_prompt
+from router.request import Received, Request
+from router.text.prompt_encoder import PromptEncoder
 from rpc.auth import tenant_of
 from rpc.errors import InvalidField
 
@@ -25,46 +26,55 @@ Context = grpc.aio.ServicerContext[Any, Any]
 class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
     """Serves loraplex.inference.v1.InferenceService."""
 
-    def __init__(self, generation: Generation, models: Models, telemetry: RequestTelemetry) -> None:
+    def __init__(
+        self, generation: Generation, models: Models, telemetry: RequestTelemetry, encoder: PromptEncoder
+    ) -> None:
         self._generation = generation
         self._models = models
         self._telemetry = telemetry
+        self._encoder = encoder
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> AsyncIterator[pb.GenerateResponse]:
         """Stream the answer to a request."""
-        call = read_request(request.spec, tenant_of(context))
-        with self._telemetry.new_record(call, context) as record:
-            async with aclosing(self._generation.run(record.request, context.time_remaining())) as messages:
+        with self._telemetry.new_record(context) as record:
+            call = record.begin(self._read(request.spec, record.tenant))
+            async with aclosing(self._generation.run(call, context.time_remaining())) as messages:
                 async for message in messages:
                     record.count(message.event)
                     yield pb.GenerateResponse(event=write_message(message))
 
     async def Resume(self, request: pb.ResumeRequest, context: Context) -> AsyncIterator[pb.ResumeResponse]:
         """Stream the rest of an answer whose stream was lost, at this router or another."""
-        call = read_request(request.spec, tenant_of(context))
-        received = _read_received(request.received, call.n)
-        with self._telemetry.new_record(call, context) as record:
-            rest = self._generation.resume(record.request, request.resume_token, received, context.time_remaining())
+        with self._telemetry.new_record(context) as record:
+            call = record.begin(self._read(request.spec, record.tenant))
+            context_length = self._models.get(call.model).manifest.context_length
+            received = _read_received(request.received, call.n, context_length)
+            rest = self._generation.resume(call, request.resume_token, received, context.time_remaining())
             async with aclosing(rest) as messages:
                 async for message in messages:
                     record.count(message.event)
                     yield pb.ResumeResponse(event=write_message(message))
 
+    def _read(self, spec: pb.GenerateSpec, tenant: str) -> Request:
+        check_prompt_size(spec, self._models.get(spec.model))
+        return read_request(spec, tenant)
+
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
         """Return the ids of a prompt, as Generate makes them."""
-        tenant_of(context)
-        field, prompt = read_prompt(request)
+        tenant = tenant_of(context)
         model = self._models.get(request.model)
-        return pb.TokenizeResponse(token_ids=await encode_prompt(model.text, prompt, field))
+        check_prompt_size(request, model)
+        field, prompt = read_prompt(request)
+        ids = await self._encoder.encode(model.text, prompt, field, tenant, model.manifest.context_length)
+        return pb.TokenizeResponse(token_ids=ids)
 
     async def Detokenize(self, request: pb.DetokenizeRequest, context: Context) -> pb.DetokenizeResponse:
         """Return the text of ids."""
         tenant_of(context)
         model = self._models.get(request.model)
+        check_count("token_ids", request.token_ids, model.manifest.context_length)
         if request.token_ids and max(request.token_ids) >= model.manifest.vocab_size:
             raise InvalidField("token_ids", f"an id is beyond the vocabulary of {model.manifest.vocab_size}")
-        if len(request.token_ids) > model.manifest.context_length:
-            raise InvalidField("token_ids", f"more than the context of {model.manifest.context_length}")
         skip = not request.HasField("skip_special_tokens") or request.skip_special_tokens
         return pb.DetokenizeResponse(text=model.text.decode(request.token_ids, skip_special_tokens=skip))
 
@@ -78,7 +88,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         )
 
 
-def _read_received(received: Sequence[pb.ReceivedTokens], n: int) -> dict[int, Received]:
+def _read_received(received: Sequence[pb.ReceivedTokens], n: int, context_length: int) -> dict[int, Received]:
     """Return what the client has of each of `n` choices. Raises InvalidField."""
     read: dict[int, Received] = {}
     for index, part in enumerate(received):
@@ -86,5 +96,6 @@ def _read_received(received: Sequence[pb.ReceivedTokens], n: int) -> dict[int, R
             raise InvalidField(f"received[{index}].choice", f"{part.choice}; the request has {n}")
         if part.choice in read:
             raise InvalidField(f"received[{index}].choice", f"{part.choice} is there twice")
+        check_count(f"received[{index}].token_ids", part.token_ids, context_length)
         read[part.choice] = Received(tuple(part.token_ids), part.finished)
     return read

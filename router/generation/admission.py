@@ -9,9 +9,10 @@ from broker.messages import AdapterRef, Job, StoppingParams
 from router.catalog.adapters import check_rank, resolve_adapters
 from router.catalog.models import Models, ServedModel
 from router.catalog.store_client import StoreClient
+from router.generation.answer_size import check_answer_size
 from router.generation.resume import Resumption
 from router.request import Request
-from router.text.tokenizer import encode_prompt
+from router.text.prompt_encoder import PromptEncoder
 from rpc.errors import InvalidField, Mismatch, NotFound, Unavailable
 
 # Tokens of an answer where the client sets no maximum; fewer where the context ends before.
@@ -21,17 +22,20 @@ DEFAULT_MAX_TOKENS = 128
 class Admission:
     """Makes the jobs of one router, which workers reach at `reply_to`."""
 
-    def __init__(self, models: Models, store: StoreClient, reply_to: str) -> None:
+    def __init__(self, models: Models, store: StoreClient, reply_to: str, encoder: PromptEncoder | None = None) -> None:
         self._models = models
         self._store = store
         self._reply_to = reply_to
+        self._encoder = encoder or PromptEncoder()
 
     async def new_job(self, request: Request, deadline_s: float | None) -> Job:
         """Make the job of a new request. Raises a CallError where it can't be served."""
         model = self._models.get(request.model)
         adapter = await resolve_adapters(request, model.manifest, self._store)
         check_rank(adapter, self._max_rank(model))
-        return await self._job(request, model, adapter, deadline_s)
+        job = await self._job(request, model, adapter, deadline_s)
+        check_answer_size(request, len(job.prompt_ids), job.stopping.max_tokens)
+        return job
 
     async def resumed_job(self, request: Request, resumption: Resumption, deadline_s: float | None) -> Job:
         """Make the job that goes on after the received tokens, with what the request was resolved to at first.
@@ -65,7 +69,9 @@ class Admission:
         self, request: Request, model: ServedModel, adapter: AdapterRef | None, deadline_s: float | None
     ) -> Job:
         manifest = model.manifest
-        prompt_ids = await encode_prompt(model.text, request.prompt, request.prompt_field)
+        prompt_ids = await self._encoder.encode(
+            model.text, request.prompt, request.prompt_field, request.tenant, manifest.context_length
+        )
         workers = self._models.serving(manifest.name)
         if not workers:
             raise Unavailable(f"no worker serves {manifest.name} now", reason="NO_WORKER")

@@ -19,6 +19,10 @@ from router.output.best_of import BestOf
 from router.request import Delta, Event, Finished, FinishReason, PromptLogprobs, Received, Request, TokenLogprobs
 from router.text.tokenizer import Text, TextStream
 
+# Maximum tokens of one read that go into a delta: with the most log probabilities, and those of the held back tokens,
+# about 1.5 MiB of a message's 4 (router.generation.answer_size).
+DELTA_TOKENS = 4_096
+
 
 class Answer:
     """The answer to one request: turns a job's tokens into events, or into those that come after `received`."""
@@ -62,17 +66,27 @@ class Answer:
         for arrival in arrivals:
             if arrival.choice not in self._open:
                 continue
-            delta, finished = self._choices[arrival.choice].push(arrival.token_ids, arrival.finish, arrival.logprobs)
-            if delta is not None:
-                events.append(delta)
-            if finished is not None:
-                self._open.discard(arrival.choice)
-                self._routed.close_choice(arrival.choice)
-                events.append(finished)
+            choice = self._choices[arrival.choice]
+            for start in range(0, max(1, len(arrival.token_ids)), DELTA_TOKENS):
+                delta, finished = choice.push(*_part(arrival, start))
+                if delta is not None:
+                    events.append(delta)
+                if finished is not None:
+                    self._open.discard(arrival.choice)
+                    self._routed.close_choice(arrival.choice)
+                    events.append(finished)
+                    break
         if self._ranking is None:
             return events
         events = self._ranking.collect(events)
         return events if self._open else events + self._ranking.ranked()
+
+
+def _part(arrival: Arrival, start: int) -> tuple[Sequence[int], WorkerFinish | None, Sequence[TokenLogprobs]]:
+    """Return the next DELTA_TOKENS ids of an arrival; the end belongs to the last part."""
+    end = start + DELTA_TOKENS
+    finish = arrival.finish if end >= len(arrival.token_ids) else None
+    return arrival.token_ids[start:end], finish, arrival.logprobs[start:end]
 
 
 def _finished_before(received: Mapping[int, Received], choice: int) -> bool:

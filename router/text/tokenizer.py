@@ -1,26 +1,30 @@
-"""Text to ids and back for a base model: with its own tokenizer, as bytes for the hash model, or not at all.
-
-A long text is tokenized in a thread, so that nobody's tokens wait for it.
-"""
+"""Text to ids and back for a base model: with its own tokenizer, as bytes for the hash model, or not at all."""
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
-from router.request import ChatMessage, Prompt
+from router.request import ChatMessage
 from router.text.chat import ChatTemplate
+from router.text.token_bytes import longest_token_bytes
 from rpc.errors import InvalidField
 
-THREAD_CHARACTERS = 2_000
 # Number of ids at the end of the prompt that the answer's first characters may depend on.
 CONTEXT_IDS = 32
 # Text of a character that is cut in the middle.
 _CUT = "\N{REPLACEMENT CHARACTER}"
+
+
+class TooManyTokensError(Exception):
+    """A text of more tokens than its caller takes; `tokens` is their number."""
+
+    def __init__(self, tokens: int) -> None:
+        super().__init__(f"{tokens} tokens")
+        self.tokens = tokens
 
 
 class TextStream(Protocol):
@@ -36,8 +40,11 @@ class TextStream(Protocol):
 class Text(Protocol):
     """The tokenizer and the chat template of a model."""
 
-    def encode(self, text: str, *, special_tokens: bool) -> list[int]:
-        """Return the ids of a text; may take long."""
+    # Maximum bytes of text that one token stands for; None: unknown.
+    longest_token: int | None
+
+    def encode(self, text: str, *, special_tokens: bool, limit: int | None = None) -> list[int]:
+        """Return the ids of a text; may take long. Raises TooManyTokensError beyond `limit` of them."""
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         """Return the text of ids."""
@@ -47,23 +54,6 @@ class Text(Protocol):
 
     def render(self, messages: Sequence[ChatMessage]) -> str:
         """Render a chat as the model's prompt. Raises InvalidField."""
-
-
-async def encode_prompt(text: Text, prompt: Prompt, field: str) -> tuple[int, ...]:
-    """Return the ids of a request's prompt. Raises InvalidField, naming `field`."""
-    if isinstance(prompt, str):
-        return await _encode(text, prompt, special_tokens=True)
-    if prompt and isinstance(prompt[0], ChatMessage):
-        messages = [message for message in prompt if isinstance(message, ChatMessage)]
-        rendered = await asyncio.to_thread(text.render, messages)
-        return await _encode(text, rendered, special_tokens=False)
-    return tuple(token_id for token_id in prompt if isinstance(token_id, int))
-
-
-async def _encode(text: Text, prompt: str, *, special_tokens: bool) -> tuple[int, ...]:
-    if len(prompt) > THREAD_CHARACTERS:
-        return tuple(await asyncio.to_thread(text.encode, prompt, special_tokens=special_tokens))
-    return tuple(text.encode(prompt, special_tokens=special_tokens))
 
 
 def text_of(architecture: str, vocab_size: int, files: Mapping[str, bytes]) -> Text:
@@ -85,12 +75,15 @@ class TokenizerText:
             raise ValueError(f"tokenizer.json: {error}") from error
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
+        self.longest_token = longest_token_bytes(files["tokenizer.json"])
         self._chat = ChatTemplate.of_files(files)
 
-    def encode(self, text: str, *, special_tokens: bool) -> list[int]:
+    def encode(self, text: str, *, special_tokens: bool, limit: int | None = None) -> list[int]:
         """See Text."""
         # Only the batch call releases the interpreter's lock; offsets are not needed.
         (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=special_tokens)
+        if limit is not None and len(encoding) > limit:  # before the ids become objects
+            raise TooManyTokensError(len(encoding))
         return list(encoding.ids)
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
@@ -140,12 +133,17 @@ class _TokenizerStream:
 class HashText:
     """The hash model's text: bytes for ids below 256, `<id>` for the others."""
 
+    longest_token: int | None = 1
+
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
 
-    def encode(self, text: str, *, special_tokens: bool) -> list[int]:
+    def encode(self, text: str, *, special_tokens: bool, limit: int | None = None) -> list[int]:
         """See Text; there are no special tokens."""
-        return list(text.encode())
+        data = text.encode()
+        if limit is not None and len(data) > limit:
+            raise TooManyTokensError(len(data))
+        return list(data)
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         """See Text."""
@@ -171,7 +169,9 @@ class HashText:
 class NoText:
     """The text of a model without a tokenizer: requests and answers are ids alone."""
 
-    def encode(self, text: str, *, special_tokens: bool) -> list[int]:
+    longest_token: int | None = None
+
+    def encode(self, text: str, *, special_tokens: bool, limit: int | None = None) -> list[int]:
         """See Text. Raises InvalidField."""
         raise InvalidField("prompt", "the model has no tokenizer.json; send token_ids")
 

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
+from router.dispatch.choice import Arrival
 from router.dispatch.link import WorkerFinish
-from router.output.answer import ChoiceAnswer
-from router.request import Delta, Finished, FinishReason
+from router.dispatch.routed_job import RoutedJob
+from router.output.answer import DELTA_TOKENS, Answer, ChoiceAnswer
+from router.request import Delta, Finished, FinishReason, Request, Stopping
 from router.text.tokenizer import HashText
+from tests.router.recording_link import job
+
+REQUEST = Request("acme", "x", "prompt")
 
 
 def answer(*stop: str, interval: int = 1) -> ChoiceAnswer:
@@ -111,3 +117,25 @@ def test_chunking_never_changes_what_is_delivered() -> None:
         assert text(deltas) == letters[:at], (letters, stops, chunks)
         assert (finished is not None and finished.reason is FinishReason.STOP) == (at is not None)
         assert [d.offset for d in deltas] == [sum(len(e.token_ids) for e in deltas[:i]) for i in range(len(deltas))]
+
+
+def test_a_long_read_makes_several_deltas_and_a_stop_string_is_found_across_them() -> None:
+    size = 2 * DELTA_TOKENS + 10
+    arrival = Arrival(0, [97] * DELTA_TOKENS + [98] * (size - DELTA_TOKENS), [], WorkerFinish.LENGTH)
+    deltas, finished = read(Answer(REQUEST, HashText(1024), RoutedJob(job())), arrival)
+    assert [(delta.offset, len(delta.token_ids)) for delta in deltas] == [
+        (0, DELTA_TOKENS),
+        (DELTA_TOKENS, DELTA_TOKENS),
+        (2 * DELTA_TOKENS, 10),
+    ]
+    assert finished == Finished(FinishReason.LENGTH)
+    stopping = replace(REQUEST, stopping=Stopping(stop=("aabb",)))
+    deltas, finished = read(Answer(stopping, HashText(1024), RoutedJob(job())), arrival)
+    assert sum(len(delta.token_ids) for delta in deltas) == DELTA_TOKENS - 2
+    assert finished == Finished(FinishReason.STOP, stop_string="aabb")
+
+
+def read(whole: Answer, arrival: Arrival) -> tuple[list[Delta], Finished | None]:
+    events = whole.events_of([arrival])
+    ends = [event for event in events if isinstance(event, Finished)]
+    return [event for event in events if isinstance(event, Delta)], ends[0] if ends else None

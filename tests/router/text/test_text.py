@@ -8,11 +8,16 @@ import random
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from router.request import ChatMessage
-from router.text.tokenizer import HashText, NoText, TokenizerText, encode_prompt, text_of
+from router.request import ChatMessage, Prompt
+from router.text.prompt_encoder import PromptEncoder
+from router.text.tokenizer import HashText, NoText, Text, TokenizerText, text_of
 from rpc.errors import InvalidField
 
 SAMPLE = "The quick brown fox — naïve café 日本語 🦊🦊 jumped over the lazy dog. " * 3
+
+
+async def encode_prompt(text: Text, prompt: Prompt, field: str) -> tuple[int, ...]:
+    return await PromptEncoder(1).encode(text, prompt, field, "acme", 512)
 
 
 @pytest.fixture(scope="module")

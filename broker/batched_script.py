@@ -1,0 +1,98 @@
+"""A script whose calls share round trips: those that come while others are under way go together in the next one.
+
+A call by itself costs its process several times as much as one of many, and the connections of a burst fill the pool.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+from redis.asyncio import Redis, RedisCluster
+from redis.commands.core import AsyncScript
+from redis.exceptions import NoScriptError
+from redis.exceptions import TimeoutError as RedisTimeoutError
+
+# Maximum calls, and bytes of their arguments, in one round trip: a call waits for those before it.
+CALLS_AT_ONCE = 64
+BYTES_AT_ONCE = 1 << 20
+
+Call = tuple[Sequence[Any], "asyncio.Future[Any]"]
+
+
+class BatchedScript:
+    """Calls a script. One round trip is under way at a time."""
+
+    def __init__(self, redis: Redis, script: AsyncScript, key: str) -> None:
+        self._redis = redis
+        self._script = script
+        self._key = key
+        self._waiting: deque[Call] = deque()
+        self._sending: asyncio.Task[None] | None = None
+
+    async def __call__(self, arguments: Sequence[Any]) -> Any:
+        """Return the script's answer. Raises an error of broker.connection.REDIS_DOWN."""
+        if isinstance(self._redis, RedisCluster):  # its pipelines take no scripts
+            return await self._script(keys=[self._key], args=arguments)
+        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._waiting.append((arguments, answer))
+        if self._sending is None:
+            self._sending = asyncio.create_task(self._send())
+        return await answer
+
+    async def _send(self) -> None:
+        try:
+            while self._waiting:
+                batch = self._next_batch()
+                try:
+                    answers = await self._run([arguments for arguments, _ in batch])
+                except Exception as error:
+                    if isinstance(error, RedisTimeoutError):  # the others have waited as long
+                        batch += self._waiting
+                        self._waiting.clear()
+                    answers = [error] * len(batch)
+                for (_, answer), value in zip(batch, answers, strict=True):
+                    _settle(answer, value)
+        finally:
+            self._sending = None
+            for _, answer in self._waiting:  # only where this task is cancelled
+                answer.cancel()
+
+    def _next_batch(self) -> list[Call]:
+        """Take the next calls, at least one; calls that nobody waits for any more are left out."""
+        batch: list[Call] = []
+        size = 0
+        while self._waiting and len(batch) < CALLS_AT_ONCE and size < BYTES_AT_ONCE:
+            arguments, answer = self._waiting.popleft()
+            if not answer.cancelled():
+                batch.append((arguments, answer))
+                size += sum(len(part) for part in arguments if isinstance(part, bytes))
+        return batch
+
+    async def _run(self, calls: Sequence[Sequence[Any]]) -> list[Any]:
+        """Return the calls' answers, some of which may be errors."""
+        async with self._redis.pipeline(transaction=False) as pipe:
+            for arguments in calls:
+                pipe.evalsha(self._script.sha, 1, self._key, *arguments)
+            answers = await pipe.execute(raise_on_error=False)
+        for index, answer in enumerate(answers):
+            if isinstance(answer, NoScriptError):  # the server has restarted
+                answers[index] = await self._alone(calls[index])
+        return list(answers)
+
+    async def _alone(self, arguments: Sequence[Any]) -> Any:
+        try:
+            return await self._script(keys=[self._key], args=arguments)
+        except Exception as error:
+            return error
+
+
+def _settle(answer: asyncio.Future[Any], value: Any) -> None:
+    if answer.done():
+        return
+    if isinstance(value, Exception):
+        answer.set_exception(value)
+    else:
+        answer.set_result(value)

@@ -1,0 +1,92 @@
+"""Limits that tenants share: a tenant takes more only while it then has no more than what was free before.
+
+So n tenants that take all they can get have 1 / (n + 1) of the limit each, and as much stays free: a tenant that has
+nothing finds room, whatever the others do. (A dynamic threshold: Choudhury and Hahne, Dynamic Queue Length Thresholds,
+IEEE/ACM Transactions on Networking, 1998.)
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+
+
+class Shares:
+    """The shares of one limit; an amount is of any unit."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self._taken = 0
+        self._of_tenant: dict[str, int] = {}
+
+    def take(self, tenant: str, amount: int = 1) -> bool:
+        """Take an amount for a tenant until `give`; False where the tenant's share does not allow it now."""
+        had = self._of_tenant.get(tenant, 0)
+        if had + amount > self.limit - self._taken:
+            return False
+        self._taken += amount
+        self._of_tenant[tenant] = had + amount
+        return True
+
+    def give(self, tenant: str, amount: int = 1) -> None:
+        """Give back what `take` took."""
+        self._taken -= amount
+        left = self._of_tenant[tenant] - amount
+        if left:
+            self._of_tenant[tenant] = left
+        else:
+            del self._of_tenant[tenant]
+
+
+class FairTurns:
+    """Shares that are waited for: tenants take turns, and the requests of one tenant come in their order."""
+
+    def __init__(self, limit: int) -> None:
+        self._shares = Shares(limit)
+        # Amounts that are waited for, by tenant; the tenant whose turn is next comes first.
+        self._waiting: dict[str, deque[tuple[int, asyncio.Future[None]]]] = {}
+
+    async def take(self, tenant: str, amount: int = 1) -> None:
+        """Wait until the tenant's share allows the amount, at most the limit; then it is taken until `give`."""
+        if tenant not in self._waiting and self._shares.take(tenant, amount):
+            return
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        place = (amount, turn)
+        self._waiting.setdefault(tenant, deque()).append(place)
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled():
+                self.give(tenant, amount)
+            else:
+                self._remove(tenant, place)
+            raise
+
+    def give(self, tenant: str, amount: int = 1) -> None:
+        """Give back what `take` took; who waits may take it."""
+        self._shares.give(tenant, amount)
+        self._grant()
+
+    def _remove(self, tenant: str, place: tuple[int, asyncio.Future[None]]) -> None:
+        queue = self._waiting.get(tenant, deque())
+        if place in queue:  # else it was the first, and passed over already
+            queue.remove(place)
+            self._grant()  # a smaller amount behind this one may fit
+
+    def _grant(self) -> None:
+        """Let tenants take in turn until none of them may take more."""
+        refused = 0
+        while refused < len(self._waiting):
+            tenant, queue = next(iter(self._waiting.items()))
+            del self._waiting[tenant]
+            while queue and queue[0][1].cancelled():
+                queue.popleft()
+            if not queue:
+                continue
+            if self._shares.take(tenant, queue[0][0]):
+                queue.popleft()[1].set_result(None)
+                refused = 0
+            else:
+                refused += 1
+            if queue:
+                self._waiting[tenant] = queue

@@ -1,0 +1,91 @@
+"""Prompts to ids: checked against the context before they are tokenized, long ones in threads, in turns of the tenants.
+
+    prompt ──▶ more text than the context can hold? ──▶ short: tokenized here
+                                                    └─▶ long: waits for its tenant's turn ──▶ a thread
+
+A thread tokenizes some megabytes of text a second and takes up to 150 bytes of memory for each of its bytes, so that
+their number bounds both. A short prompt waits for nobody.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+from router.request import ChatMessage, Prompt
+from router.shares import FairTurns
+from router.text.tokenizer import Text, TooManyTokensError
+from rpc.errors import InvalidField
+
+T = TypeVar("T")
+
+# Maximum length in characters of a text that is tokenized on the event loop, in about half a millisecond.
+SHORT_CHARACTERS = 2_000
+# Number of threads for long prompts: half of the cores, since workers and Redis may share the machine.
+THREADS = max(2, (os.cpu_count() or 1) // 2)
+
+
+class PromptEncoder:
+    """Makes ids of the prompts of one router."""
+
+    def __init__(self, threads: int = THREADS) -> None:
+        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="tokenizer")
+        self._turns = FairTurns(threads)
+
+    async def encode(self, text: Text, prompt: Prompt, field: str, tenant: str, context: int) -> tuple[int, ...]:
+        """Return the ids of a prompt, at most `context`. Raises InvalidField, naming `field`."""
+        try:
+            if isinstance(prompt, str):
+                return await self._encode(text, prompt, field, tenant, context, special_tokens=True)
+            if prompt and isinstance(prompt[0], ChatMessage):
+                chat = [message for message in prompt if isinstance(message, ChatMessage)]
+                if sum(len(message.content) for message in chat) <= SHORT_CHARACTERS:
+                    rendered = await asyncio.to_thread(text.render, chat)
+                else:
+                    rendered = await self._in_turn(tenant, lambda: text.render(chat))
+                return await self._encode(text, rendered, field, tenant, context, special_tokens=False)
+        except TooManyTokensError as error:
+            raise _too_long(field, f"{error.tokens} tokens", context) from None
+        if len(prompt) > context:
+            raise _too_long(field, f"{len(prompt)} tokens", context)
+        return tuple(token_id for token_id in prompt if isinstance(token_id, int))
+
+    async def _encode(
+        self, text: Text, prompt: str, field: str, tenant: str, context: int, *, special_tokens: bool
+    ) -> tuple[int, ...]:
+        check_text(text, prompt, field, context)
+
+        def encode() -> tuple[int, ...]:
+            return tuple(text.encode(prompt, special_tokens=special_tokens, limit=context))
+
+        return encode() if len(prompt) <= SHORT_CHARACTERS else await self._in_turn(tenant, encode)
+
+    async def _in_turn(self, tenant: str, work: Callable[[], T]) -> T:
+        """Do work in a thread once it is the tenant's turn; a caller that leaves does not free the thread."""
+        await self._turns.take(tenant)
+        working = asyncio.get_running_loop().run_in_executor(self._threads, work)
+        working.add_done_callback(lambda _: self._turns.give(tenant))
+        return await asyncio.shield(working)
+
+    def close(self) -> None:
+        """Take no more prompts; a thread that works ends by itself."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+def check_text(text: Text, prompt: str, field: str, context: int) -> None:
+    """Raise InvalidField where a text has more bytes than `context` of the model's longest tokens stand for."""
+    if text.longest_token is None:
+        return
+    limit = context * text.longest_token
+    size = len(prompt)  # characters: no more than its bytes
+    if size <= limit < 4 * size:
+        size = len(prompt.encode())
+    if size > limit:
+        raise _too_long(field, f"{size} bytes of text", context)
+
+
+def _too_long(field: str, size: str, context: int) -> InvalidField:
+    return InvalidField(field, f"{size} do not fit the context of {context}", reason="CONTEXT_EXCEEDED")

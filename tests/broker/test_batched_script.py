@@ -1,0 +1,77 @@
+"""Calls of a script that share round trips: each gets its own answer or error, also after a restart and a timeout."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from redis.asyncio import Redis
+from redis.exceptions import OutOfMemoryError, ResponseError
+from redis.exceptions import TimeoutError as RedisTimeoutError
+
+from broker.batched_script import CALLS_AT_ONCE, BatchedScript
+
+ECHO = "if ARGV[1] == 'bad' then return redis.error_reply('ERR bad') end return ARGV[1]"
+
+
+@pytest.fixture
+def script(redis: Redis) -> BatchedScript:
+    return BatchedScript(redis, redis.register_script(ECHO), "key")
+
+
+async def round_trips(redis: Redis) -> int:
+    """Return how often the server has read from its clients."""
+    return int((await redis.info("stats"))["total_reads_processed"])
+
+
+async def test_calls_of_one_moment_share_round_trips_and_each_gets_its_answer(
+    redis: Redis, script: BatchedScript
+) -> None:
+    assert await script(["first"]) == b"first"
+    before = await round_trips(redis)
+    names = [f"call-{number}" for number in range(3 * CALLS_AT_ONCE)]
+    assert await asyncio.gather(*(script([name]) for name in names)) == [name.encode() for name in names]
+    assert await round_trips(redis) - before < 10
+
+
+async def test_an_error_belongs_to_its_call_alone(script: BatchedScript) -> None:
+    answers = await asyncio.gather(script(["a"]), script(["bad"]), script(["b"]), return_exceptions=True)
+    assert (answers[0], answers[2]) == (b"a", b"b")
+    assert isinstance(answers[1], ResponseError)
+
+
+async def test_a_server_that_has_forgotten_the_script_gets_it_again(redis: Redis, script: BatchedScript) -> None:
+    await script(["a"])
+    await redis.script_flush()
+    assert list(await asyncio.gather(script(["b"]), script(["c"]))) == [b"b", b"c"]
+
+
+async def test_a_call_that_is_left_before_it_is_sent_is_not_sent(redis: Redis) -> None:
+    script = BatchedScript(redis, redis.register_script("return redis.call('RPUSH', KEYS[1], ARGV[1])"), "list")
+    leaving, staying = asyncio.create_task(script(["left"])), asyncio.create_task(script(["stayed"]))
+    await asyncio.sleep(0)
+    leaving.cancel()
+    await staying
+    assert await redis.lrange("list", 0, -1) == [b"stayed"]
+
+
+async def test_who_waits_behind_a_call_that_times_out_fails_with_it(redis: Redis) -> None:
+    class Hung(BatchedScript):
+        async def _run(self, calls: Any) -> list[Any]:
+            await asyncio.sleep(0)
+            raise RedisTimeoutError("no answer")
+
+    script = Hung(redis, redis.register_script(ECHO), "key")
+    answers = await asyncio.gather(*(script(["x"]) for _ in range(2 * CALLS_AT_ONCE)), return_exceptions=True)
+    assert {type(answer) for answer in answers} == {RedisTimeoutError}
+
+
+async def test_a_full_server_refuses_each_call_by_itself(redis: Redis) -> None:
+    writing = BatchedScript(redis, redis.register_script("return redis.call('SET', KEYS[1], ARGV[1])"), "key")
+    await redis.config_set("maxmemory", 1)
+    try:
+        answers = await asyncio.gather(writing(["a"]), writing(["b"]), return_exceptions=True)
+        assert {type(answer) for answer in answers} == {OutOfMemoryError}
+    finally:
+        await redis.config_set("maxmemory", 0)

@@ -1,0 +1,169 @@
+"""Open calls of a real server: bursts are refused with a reason, running streams stay, nothing is held after a call."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+from google.rpc import error_details_pb2 as details_pb2
+from google.rpc.status_pb2 import Status
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from loraplex.inference.v1 import inference_pb2 as pb
+from loraplex.inference.v1 import inference_pb2_grpc
+
+from router.api.open_calls import OpenCalls
+from rpc.auth import TENANT_KEY
+from rpc.errors import CallError
+from rpc.server import MESSAGE_BYTES, Server
+from rpc.status import DETAILS_KEY
+
+
+class Service(inference_pb2_grpc.InferenceServiceServicer):
+    """Streams one event, and another one once `go` is set."""
+
+    def __init__(self) -> None:
+        self.go = asyncio.Event()
+        self.running: Counter[str] = Counter()
+        self.left = asyncio.Event()
+
+    async def Generate(self, request: pb.GenerateRequest, context: Any) -> AsyncIterator[pb.GenerateResponse]:
+        tenant = dict(context.invocation_metadata())[TENANT_KEY]
+        self.running[tenant] += 1
+        try:
+            yield pb.GenerateResponse()
+            await self.go.wait()
+            yield pb.GenerateResponse()
+        finally:
+            self.running[tenant] -= 1
+            self.left.set()
+
+    async def Tokenize(self, request: pb.TokenizeRequest, context: Any) -> pb.TokenizeResponse:
+        return pb.TokenizeResponse(token_ids=[len(request.prompt)])
+
+
+class Served:
+    """A server with bounds, and what it refused."""
+
+    def __init__(self, calls: int, message_bytes: int, receive_s: float) -> None:
+        self.refused: Counter[str] = Counter()
+        self.service = Service()  # type: ignore[abstract]  # grpc has its own methods for those left out
+        self.server = Server(
+            interceptors=[OpenCalls(calls, message_bytes, self._refuse, receive_s=receive_s)],
+        )
+        inference_pb2_grpc.add_InferenceServiceServicer_to_server(self.service, self.server.grpc)
+        self.channel: grpc.aio.Channel
+
+    def _refuse(self, method: str, tenant: str, error: CallError) -> None:
+        self.refused[error.reason] += 1
+
+    @property
+    def stub(self) -> Any:
+        return inference_pb2_grpc.InferenceServiceStub(self.channel)
+
+    def generate(self, tenant: str, prompt: str = "") -> Any:
+        return self.stub.Generate(
+            pb.GenerateRequest(spec=pb.GenerateSpec(prompt=prompt)), metadata=((TENANT_KEY, tenant),)
+        )
+
+    async def begun(self, tenant: str) -> Any:
+        call = self.generate(tenant)
+        assert await call.read() is not grpc.aio.EOF
+        return call
+
+
+@asynccontextmanager
+async def serving(calls: int = 100, message_bytes: int = 1 << 28, receive_s: float = 10.0) -> AsyncIterator[Served]:
+    served = Served(calls, message_bytes, receive_s)
+    port = served.server.bind("127.0.0.1", 0)
+    await served.server.start()
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as served.channel:
+        yield served
+    await served.server.stop(0)
+
+
+async def end_of(call: Any) -> str:
+    """Read a call to its end; return its code and the reason that the server gave."""
+    while True:
+        try:
+            if await call.read() is grpc.aio.EOF:
+                code: grpc.StatusCode = await call.code()
+                return str(code.name)
+        except grpc.aio.AioRpcError as error:
+            return f"{error.code().name} {reason_of(error)}"
+
+
+def reason_of(error: grpc.aio.AioRpcError) -> str:
+    """Return the reason, with `later` where the client is told when to call again."""
+    given = dict(error.trailing_metadata() or ()).get(DETAILS_KEY)
+    if given is None:
+        return "without a reason"
+    info, later = details_pb2.ErrorInfo(), ""
+    assert isinstance(given, bytes)
+    for packed in Status.FromString(given).details:
+        packed.Unpack(info)
+        later = later or (" later" if packed.Is(details_pb2.RetryInfo.DESCRIPTOR) else "")
+    return str(info.reason) + later
+
+
+async def test_every_call_of_a_burst_is_served_or_refused_with_a_reason() -> None:
+    async with serving(calls=100) as served:
+        running = [await served.begun("quiet") for _ in range(5)]
+        burst = [asyncio.create_task(end_of(served.generate("loud"))) for _ in range(1500)]
+        while sum(task.done() for task in burst) + served.service.running["loud"] < len(burst):
+            await asyncio.wait([task for task in burst if not task.done()], timeout=0.05)
+        assert served.service.running == {"loud": 48, "quiet": 5}  # as many as are left free, in whole calls
+        assert (await served.begun("newcomer")).cancel()
+        served.service.go.set()
+        ends = Counter(await asyncio.gather(*burst))
+        assert ends == {"OK": 48, "RESOURCE_EXHAUSTED ROUTER_FULL later": 1452}
+        assert served.refused == {"ROUTER_FULL": 1452}
+        assert {await end_of(call) for call in running} == {"OK"}
+
+
+async def test_operators_and_health_get_through_a_full_router() -> None:
+    async with serving(calls=1) as served:
+        await served.begun("acme")
+        assert await end_of(served.generate("acme")) == "RESOURCE_EXHAUSTED ROUTER_FULL later"
+        health = health_pb2_grpc.HealthStub(served.channel)
+        assert (await health.Check(health_pb2.HealthCheckRequest())).status
+
+
+async def test_a_call_that_its_client_leaves_holds_nothing() -> None:
+    async with serving(calls=1) as served:
+        for _ in range(3):
+            call = await served.begun("acme")
+            served.service.left.clear()
+            call.cancel()
+            await served.service.left.wait()
+        metadata = ((TENANT_KEY, "acme"),)
+        assert (await served.stub.Tokenize(pb.TokenizeRequest(prompt="abc"), metadata=metadata)).token_ids == [3]
+
+
+async def test_the_messages_of_open_calls_are_bounded_in_bytes() -> None:
+    async with serving(message_bytes=MESSAGE_BYTES) as served:
+        long = served.generate("acme", "x" * (MESSAGE_BYTES // 2))
+        assert await long.read() is not grpc.aio.EOF
+        assert (
+            await end_of(served.generate("acme", "x" * (MESSAGE_BYTES // 4))) == "RESOURCE_EXHAUSTED ROUTER_FULL later"
+        )
+        await served.begun("other")
+        long.cancel()
+
+
+async def test_a_message_that_does_not_come_ends_the_call() -> None:
+    async with serving(receive_s=0.01) as served:
+        method = "/loraplex.inference.v1.InferenceService/Generate"
+        call: Any = served.channel.stream_stream(method)(metadata=((TENANT_KEY, "acme"),))
+        assert await end_of(call) == "DEADLINE_EXCEEDED MESSAGE_LATE"
+        assert served.refused == {"MESSAGE_LATE": 1}
+
+
+async def test_a_call_without_a_tenant_is_refused_before_its_message() -> None:
+    async with serving() as served:
+        call = served.stub.Generate(pb.GenerateRequest())
+        assert await end_of(call) == "UNAUTHENTICATED UNAUTHENTICATED"
+        assert served.refused == {"UNAUTHENTICATED": 1}
