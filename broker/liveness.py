@@ -35,12 +35,13 @@ class Liveness:
         self._declare_dead = scripts.register(redis, "declare_dead")
         self._census = scripts.register(redis, "census")
 
-    async def beat(self, state: WorkerState) -> None:
-        """Record that a worker lives, for the next TTL_MS."""
-        await self._beat(
+    async def beat(self, state: WorkerState) -> list[str]:
+        """Record that a worker lives, for the next TTL_MS; return the relay addresses of the live routers."""
+        routers = await self._beat(
             keys=[self._keys.workers],
             args=[self._keys.prefix, state.incarnation, state.worker_id, encode_worker(state), TTL_MS],
         )
+        return [router.decode() for router in routers]
 
     async def declare_dead(self, incarnation: str) -> None:
         """Record at once that an incarnation lives no more; jobs are not held for its worker."""

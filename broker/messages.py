@@ -148,6 +148,8 @@ class Capacity:
     max_rank: int
     # Digests of the revisions on the device.
     adapters: tuple[str, ...] = ()
+    # Relay addresses of the routers that the worker has a link to: it gets jobs of these alone. None: of all routers.
+    routers: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,3 +208,5 @@ class WorkerState:
     pid: int
     engine_pid: int
     tiers: AdapterTiers = AdapterTiers()
+    # Whether the worker keeps a link to every live router, and claims only jobs of routers that it has a link to.
+    keeps_links: bool = False

@@ -28,8 +28,9 @@ from broker.terms import FREE_ROWS_MS, SCANS_PER_CLAIM, Claimed, Entry, Placemen
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-# Jobs that still wait, bodies, adapter requests, hold_ms, tenants to skip, 1 for no reason to scan again.
-ScanAnswer = tuple[int, list[bytes], list[bytes], int, int, int]
+# Jobs that still wait, bodies, adapter requests, hold_ms, tenants to skip, 1 for no reason to scan again, routers of
+# jobs that the worker has no link to.
+ScanAnswer = tuple[int, list[bytes], list[bytes], int, int, int, list[bytes]]
 
 # Maximum usage reports and maximum jobs that one script handles: it stops the whole server while it runs.
 CHARGES_AT_ONCE = 64
@@ -122,11 +123,13 @@ class JobQueue:
         hold_ms, waiting, skip = 0, 0, 0
         bodies: list[bytes] = []
         requests: list[bytes] = []
+        unlinked: dict[bytes, None] = {}
         for scan in range(SCANS_PER_CLAIM):
             arguments = self._scan_arguments(base_digest, capacity, reports, skip)
             answer = await (self._scan_once_woken(arguments, wait_s) if wait_s else self._scan(arguments))
-            waiting, bodies, demanded, held_ms, skip, done = answer
+            waiting, bodies, demanded, held_ms, skip, done, without_link = answer
             reports, wait_s = (), 0.0
+            unlinked.update(dict.fromkeys(without_link))
             hold_ms = min(hold_ms or held_ms, held_ms or hold_ms)
             requests = requests or demanded
             if done:
@@ -137,7 +140,8 @@ class JobQueue:
         self._skipped_tenants = skip
         # The router of a body that cannot be read dispatches it again, for a worker of its own version.
         jobs = _readable(bodies, decode_job)
-        return Claimed(jobs, waiting, _readable(requests, decode_adapter_request), hold_ms)
+        requested = _readable(requests, decode_adapter_request)
+        return Claimed(jobs, waiting, requested, hold_ms, tuple(router.decode() for router in unlinked))
 
     def _scan_arguments(
         self, base_digest: str, capacity: Capacity, reports: Sequence[UsageReport], skip: int
@@ -147,13 +151,14 @@ class JobQueue:
             *(self.keys.prefix, self._worker_id, base_digest),
             *(capacity.rows, capacity.rows_limit, capacity.tokens, capacity.max_tokens, capacity.max_rank),
             *(self._scan_number - 1, skip),
+            "*" if capacity.routers is None else "\n".join(capacity.routers),
             *_report_arguments(reports),
             *capacity.adapters,
         ]
 
     async def _scan(self, arguments: Sequence[str | int]) -> ScanAnswer:
-        waiting, bodies, demanded, held_ms, skip, done = await self._claim(keys=[self.keys.waiting], args=arguments)
-        return waiting, bodies, demanded, held_ms, skip, done
+        answer: ScanAnswer = await self._claim(keys=[self.keys.waiting], args=arguments)
+        return answer
 
     async def _scan_once_woken(self, arguments: Sequence[str | int], wait_s: float) -> ScanAnswer:
         """Send the wait and the scan together: the server scans as soon as it wakes, without another round trip."""
@@ -164,11 +169,10 @@ class JobQueue:
             pipe.blpop(self._wake_lists, timeout=wait_s)
             pipe.evalsha(self._claim.sha, 1, self.keys.waiting, *arguments)
             try:
-                _, answer = await pipe.execute()
+                answer: ScanAnswer = (await pipe.execute())[1]
             except NoScriptError:  # the server has restarted
                 return await self._scan(arguments)
-        waiting, bodies, demanded, held_ms, skip, done = answer
-        return waiting, bodies, demanded, held_ms, skip, done
+        return answer
 
     async def wait_for_work(self, timeout_s: float) -> bool:
         """Block until a wake-up comes; False when the time passed without one."""

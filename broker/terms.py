@@ -92,6 +92,8 @@ class Claimed:
     adapter_requests: list[AdapterRequest]
     # Time in ms after which the worker may get a job that is held for another one; 0: no such job.
     hold_ms: int = 0
+    # Routers of jobs that suit the worker but for its missing link to them.
+    unlinked: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,6 @@ import os
 
 from loraplex.cluster.v1 import cluster_pb2_grpc
 from loraplex.inference.v1 import inference_pb2_grpc
-from loraplex.relay.v1 import relay_pb2_grpc
 
 from broker.startup import connect_once_up
 from router.api.cluster import ClusterService
@@ -20,6 +19,7 @@ from router.catalog.models import LOOK_S, Models
 from router.catalog.placement import Placer
 from router.catalog.store_client import StoreClient
 from router.dispatch.dispatcher import Dispatcher
+from router.dispatch.reach import RelayReach
 from router.dispatch.relay import RelayService
 from router.gauges import follow_gauges
 from router.generation.admission import Admission
@@ -28,6 +28,7 @@ from router.generation.resume import ResumeTokens
 from router.metrics import RouterMetrics
 from router.settings import Settings, read_weights
 from router.text.prompt_encoder import PromptEncoder
+from router.worker_watch import look_at_workers
 from rpc.metrics import CallMeter
 from rpc.server import Server, relay_options, stop_signal, unless_stopped
 from telemetry.metrics import serve_metrics
@@ -49,8 +50,13 @@ async def run(settings: Settings) -> None:
         return
     store = StoreClient(settings.store)
     models = Models(store, redis, settings.cell, settings.queue_limits)
-    placer = Placer(models.serving, read_weights(settings.tenant_weights), settings.adapter_mib_tokens)
-    dispatcher = Dispatcher(models.queue_of, placer.place, metrics)
+    reach = RelayReach(metrics)
+    placer = Placer(
+        lambda name: reach.linked(models.serving(name)),
+        read_weights(settings.tenant_weights),
+        settings.adapter_mib_tokens,
+    )
+    dispatcher = Dispatcher(models.queue_of, placer.place, metrics, links=reach.links)
     relay_service = RelayService(dispatcher, metrics)
     telemetry, encoder = RequestTelemetry(metrics, spans, models), PromptEncoder()
     public, relay = _public_server(settings, telemetry), Server(options=relay_options())
@@ -60,11 +66,11 @@ async def run(settings: Settings) -> None:
     generation: Generation | None = None
     try:
         relay_port = relay.bind(settings.relay_host, settings.relay_port)
-        reply_to = f"{settings.relay_advertise or settings.relay_host}:{relay_port}"
+        reply_to = reach.address = f"{settings.relay_name}:{relay_port}"
         models.announce(reply_to)
         generation = Generation(
             models,
-            Admission(models, store, reply_to, encoder),
+            Admission(models, store, reply_to, reach, encoder),
             dispatcher,
             ResumeTokens(settings.resume_key),
             client_stall_s=settings.client_stall_s,
@@ -73,12 +79,12 @@ async def run(settings: Settings) -> None:
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(service, public.grpc)
         cluster = ClusterService(models, dispatcher, metrics, AdapterCommands(models, store))
         cluster_pb2_grpc.add_ClusterServiceServicer_to_server(cluster, public.grpc)
-        relay_pb2_grpc.add_RelayServiceServicer_to_server(relay_service, relay.grpc)
+        relay_service.add_to(relay)
         port = public.bind(settings.host, settings.port)
         await relay.start()
         await public.start()
         print(f"ready router={settings.host}:{port}{metrics.ready_word}", flush=True)
-        following = asyncio.create_task(_follow(public, models, dispatcher, metrics, generation))
+        following = asyncio.create_task(_follow(public, models, dispatcher, reach, metrics, generation))
         await asyncio.wait({following, asyncio.create_task(stop.wait())}, return_when=asyncio.FIRST_COMPLETED)
         if following.done():
             following.result()  # it never returns: this raises what ended it, and the process fails
@@ -115,25 +121,28 @@ async def _drain(public: Server, generation: Generation | None, drain_s: float) 
 
 
 async def _follow(
-    public: Server, models: Models, dispatcher: Dispatcher, metrics: RouterMetrics, generation: Generation
+    public: Server,
+    models: Models,
+    dispatcher: Dispatcher,
+    reach: RelayReach,
+    metrics: RouterMetrics,
+    generation: Generation,
 ) -> None:
     """Follow the store, the workers and the router's own jobs; never returns."""
     async with asyncio.TaskGroup() as tasks:  # one that fails ends the router: all of them are needed
         tasks.create_task(dispatcher.redispatch_missing())
         tasks.create_task(models.follow_store())
         tasks.create_task(generation.slow_clients.drop_stalled())
-        tasks.create_task(_follow_workers(public, models, dispatcher))
+        tasks.create_task(_follow_workers(public, models, dispatcher, reach))
         tasks.create_task(follow_gauges(metrics, models, dispatcher))
 
 
-async def _follow_workers(public: Server, models: Models, dispatcher: Dispatcher) -> None:
-    """Tell the dispatcher which workers are alive, and set the router's health; never returns."""
+async def _follow_workers(public: Server, models: Models, dispatcher: Dispatcher, reach: RelayReach) -> None:
+    """Follow which workers are alive and reach this router, and set the router's health; never returns."""
     health, last_logged = False, ""
     while True:
-        alive = await models.look_at_workers()
-        if alive is not None:
-            dispatcher.update_live_workers(alive)
-        waits_for = models.waits_for()
+        await look_at_workers(models, dispatcher, reach)
+        waits_for = models.waits_for() or reach.waits_for()
         if waits_for != last_logged:
             log.info("waits for %s", waits_for) if waits_for else log.info("serves")
             last_logged = waits_for

@@ -53,6 +53,8 @@ class RouterMetrics(Meters):
         self.waiting = self.gauge("queue_jobs_waiting", "Jobs in a model's queue, of all routers.", model)
         self.workers = self.gauge("workers", "Live workers, by phase.", ("model", "phase"))
         self.links = self.gauge("relay_links", "Workers whose relay stream is open.")
+        self.unlinked_workers = self.gauge("relay_workers_unlinked", "Live workers that do not reach this router.")
+        self.unreachable = self.counter("relay_unreachable", "Requests that no worker could claim for want of a link.")
         for cause in (LOST, RETURNED, UNCLAIMED):
             self.redispatches.labels(cause)
         self.tenants, self.adapters = BoundedNames(), BoundedNames()

@@ -74,16 +74,33 @@ class Settings:
         read_weights(self.tenant_weights)
         if 0 < len(self.resume_key) < KEY_CHARACTERS:
             raise ValueError(f"--resume-key: {len(self.resume_key)} characters; at least {KEY_CHARACTERS}")
-        if not self.relay_advertise and self.relay_host in {"0.0.0.0", "::", "[::]"}:
-            raise ValueError(
-                f"--relay-host {self.relay_host}: no address that workers could call back; "
-                "say with --relay-advertise under which host name they reach this router"
-            )
+        _check_relay(self.relay_host, self.relay_advertise)
+
+    @property
+    def relay_name(self) -> str:
+        """Return the host under which workers reach the relay."""
+        return self.relay_advertise or self.relay_host
 
     @property
     def queue_limits(self) -> QueueLimits:
         """Return the limits of a model's queue."""
         return QueueLimits(self.waiting_limit, self.waiting_bytes, self.tenant_waiting_limit, self.tenant_waiting_bytes)
+
+
+def _check_relay(host: str, advertised: str) -> None:
+    """Raise ValueError on an address of the relay that workers can't call."""
+    every = {"0.0.0.0", "::", "[::]"}
+    if not advertised and host in every:
+        raise ValueError(
+            f"--relay-host {host}: no address that workers could call back; "
+            "say with --relay-advertise under which host name they reach this router"
+        )
+    if advertised in every:
+        raise ValueError(f"--relay-advertise {advertised}: no address that workers could call back")
+    if ":" in advertised and not (advertised.startswith("[") and advertised.endswith("]")):
+        raise ValueError(
+            f"--relay-advertise {advertised}: write HOST, or an IPv6 address in brackets; --relay-port sets the port"
+        )
 
 
 def read_weights(text: str) -> dict[str, float]:

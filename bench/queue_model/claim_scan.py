@@ -67,6 +67,8 @@ class ClaimScan:
         self.taken: list[str] = []
         self.work = 0
         self.hold_ms = 0
+        # Routers of jobs that suit the worker but for its missing link, in the order of the scan.
+        self.unlinked: dict[str, None] = {}
         self.saturated = False
 
     def run(self, charge: ChargeClaim) -> int | None:
@@ -166,6 +168,10 @@ class ClaimScan:
         if entry.tokens > capacity.max_tokens or entry.rank > capacity.max_rank:
             return False
         if entry.base != self._arguments.base_digest:
+            return False
+        if capacity.routers is not None and entry.router not in capacity.routers:
+            self.unlinked[entry.router] = None
+            self.saturated = True
             return False
         if job.reserved_for not in (None, worker) and job.reserved_until_ms > self._now_ms:
             return False

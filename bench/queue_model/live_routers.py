@@ -23,6 +23,11 @@ class LiveRouters:
         """Return whether a router's jobs may still be claimed."""
         return self._until.get(router, 0) > now_ms or self._are_quiet(now_ms)
 
+    def live(self, now_ms: int) -> list[str]:
+        """Return the live routers, in the order of their last beats."""
+        alive = [name for name in self._until if self.is_alive(name, now_ms)]
+        return sorted(alive, key=lambda name: (self._until[name], name))
+
     def _are_quiet(self, now_ms: int) -> bool:
         if not self._until:
             return False

@@ -34,6 +34,7 @@ class ClaimDecision:
     waiting: int
     adapter_requests: tuple[bytes, ...]
     hold_ms: int
+    unlinked: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +127,7 @@ class QueueModel:
     def claim(self, worker: str, base_digest: str, capacity: Capacity, now_ms: int) -> ClaimDecision:
         """Take the next jobs that suit a worker."""
         hold_ms, requests, taken = 0, tuple[bytes, ...](), tuple[str, ...]()
+        unlinked: dict[str, None] = {}
         skip: int | None = 0
         for scan_count in range(terms.SCANS_PER_CLAIM):
             for expired in self.waiting.expired(now_ms, terms.EXPIRED_PER_SCAN):
@@ -140,15 +142,20 @@ class QueueModel:
             self._free_rows[worker] = max(scan.free_rows, 0)
             hold_ms = min(hold_ms or scan.hold_ms, scan.hold_ms or hold_ms)
             requests, taken = requests or scan.most_demanded(), tuple(scan.taken)
+            unlinked.update(scan.unlinked)
             if skip is None:
                 break
             skip = max(skip, self._skipped_tenants.get(worker, 0)) if scan_count == 0 else skip
         self._skipped_tenants[worker] = skip or 0
-        return ClaimDecision(taken, len(self.waiting), requests, hold_ms)
+        return ClaimDecision(taken, len(self.waiting), requests, hold_ms, tuple(unlinked))
 
     def beat_router(self, router: str, now_ms: int) -> None:
         """Record that a router lives, as each of its enqueues does; jobs of dead routers are dropped."""
         self._routers.beat(router, now_ms)
+
+    def live_routers(self, now_ms: int) -> list[str]:
+        """Return the addresses of the live routers."""
+        return self._routers.live(now_ms)
 
     def clear_free_rows(self, worker: str) -> None:
         """Hold no job for a worker until its next claim."""

@@ -2,7 +2,8 @@
 -- Give a worker the waiting jobs that suit it: redispatched jobs first, then always the next job of the tenant with the
 -- lowest counter, which what it gets raises. A job that does not fit is passed over, within limits for each scan.
 -- Answers {jobs that still wait, bodies, adapter requests, hold_ms, tenants to skip in the next scan, 1 for no reason
--- to scan again}. The same in Python, decision for decision: bench.queue_model.ClaimScan.
+-- to scan again, routers of jobs that suit the worker but for its missing link}. The same in Python, decision for
+-- decision: bench.queue_model.ClaimScan.
 --- @include "charges"
 --- @include "waiting_jobs"
 --- @include "workers"
@@ -13,8 +14,14 @@ local worker, base_digest = ARGV[2], ARGV[3]
 local free_rows, all_rows, free_tokens = tonumber(ARGV[4]), tonumber(ARGV[5]), tonumber(ARGV[6])
 local max_tokens, max_rank = tonumber(ARGV[7]), tonumber(ARGV[8])
 local scan_number, skipped_tenants = tonumber(ARGV[9]), tonumber(ARGV[10])
+-- Routers that the worker has a link to, one a line; '*': all.
+local linked
+if ARGV[11] ~= '*' then
+  linked = {}
+  for router in string.gmatch(ARGV[11], '[^\n]+') do linked[router] = true end
+end
 -- Usage is charged before the claim: it counts for whose turn it is.
-local reports_end = 11 + charge_reports(12, tonumber(ARGV[11]))
+local reports_end = 12 + charge_reports(13, tonumber(ARGV[12]))
 local resident = {}
 for i = reports_end + 1, #ARGV do resident[ARGV[i]] = true end
 
@@ -27,6 +34,7 @@ local is_first = skipped_tenants == 0
 local gone_ids, gone_keys = {}, {}
 
 local free_rows_by_worker, router_alive = {}, {}
+local unlinked, is_unlinked = {}, {}
 local function has_free_rows(other)
   free_rows_by_worker[other] = free_rows_by_worker[other] or free_rows_of(other)
   return free_rows_by_worker[other] > 0
@@ -34,6 +42,14 @@ end
 local function owner_lives(router)
   if router_alive[router] == nil then router_alive[router] = is_router_alive(router) end
   return router_alive[router]
+end
+
+-- Return whether the worker has a link to a router; one without is in the answer, so that the worker opens it.
+local function has_link(router)
+  if not linked or linked[router] then return true end
+  if not is_unlinked[router] then unlinked[#unlinked + 1] = router end
+  is_unlinked[router], saturated = true, true
+  return false
 end
 
 -- Return how many ms a job is still held for a worker with free rows that its adapter prefers to this one.
@@ -77,6 +93,7 @@ local function look(id, tenant)
     return GONE
   end
   if tokens > max_tokens or rank > max_rank or base ~= base_digest then return PASSED end
+  if not has_link(router) then return PASSED end
   local reserved_for = values[2]
   if reserved_for and reserved_for ~= worker and tonumber(values[3]) > now then return PASSED end
   local held_ms = held_for_ms(adapter, attempt, queued, prefer)
@@ -220,7 +237,7 @@ local waiting = redis.call('ZCARD', WAITING)
 measure_claim_rate(waiting)
 if waiting == 0 then
   redis.call('DEL', WAKE)
-elseif #bodies > 0 then
+elseif #bodies > 0 or #unlinked > 0 then
   wake_a_worker()
 end
 if worker ~= '' then
@@ -228,4 +245,4 @@ if worker ~= '' then
   redis.call('SET', PREFIX .. 'room:' .. worker, math.max(free_rows, 0), 'PX', FREE_ROWS_MS)
 end
 local done = #bodies > 0 or free_rows < 1 or not (more or window_exceeded)
-return {waiting, bodies, most_demanded(), hold_ms, next_skip, done and 1 or 0}
+return {waiting, bodies, most_demanded(), hold_ms, next_skip, done and 1 or 0, unlinked}

@@ -24,8 +24,9 @@ from router.dispatch.outbox import Outbox
 from router.dispatch.reader_rounds import ReaderRounds
 from router.dispatch.routed_job import RoutedJob
 from router.dispatch.timing import DispatchTiming
+from router.dispatch.worker_links import WorkerLinks
 from router.metrics import LOST, RETURNED, UNCLAIMED, RouterMetrics
-from rpc.errors import DeadlinePassed, Exhausted, Internal, Unavailable
+from rpc.errors import CallError, DeadlinePassed, Exhausted, Internal, Unavailable
 from telemetry.logging import fields
 
 log = logging.getLogger(__name__)
@@ -46,16 +47,14 @@ class Dispatcher:
         place: Callable[[Job], Placement],
         metrics: RouterMetrics | None = None,
         timing: DispatchTiming | None = None,
+        links: WorkerLinks | None = None,
     ) -> None:
         self._queue_of = queue_of
         self._place = place
         self._metrics = metrics or RouterMetrics()
         self._timing = timing or DispatchTiming()
         self._jobs: dict[str, RoutedJob] = {}
-        # The live link of each incarnation.
-        self._links: dict[str, Link] = {}
-        # Since when an incarnation that has jobs of this router is not among the live ones.
-        self._missing: dict[str, float] = {}
+        self._links = links or WorkerLinks(self._timing)
         self._outbox = Outbox(queue_of, place, self._timing)
         self._rounds = ReaderRounds()
         self._grace_periods: set[asyncio.Task[None]] = set()
@@ -104,7 +103,7 @@ class Dispatcher:
 
     def link_up(self, link: Link, holds: Sequence[tuple[str, int]]) -> None:
         """Take the link of a worker, perhaps a new one: it goes on with the jobs that are still its own."""
-        self._links[link.incarnation] = link
+        self._links.up(link)
         for job_id, attempt in holds:
             routed = self._bind(link, job_id, attempt)
             for choice in routed.choices if routed else ():
@@ -120,15 +119,14 @@ class Dispatcher:
 
     def link_down(self, link: Link) -> None:
         """Note that a link broke: its worker has a moment to come back, then its jobs go on elsewhere."""
-        if self._links.get(link.incarnation) is link:
-            del self._links[link.incarnation]
+        if self._links.down(link):
             task = asyncio.get_running_loop().create_task(self._wait_for_link(link.incarnation))
             self._grace_periods.add(task)
             task.add_done_callback(self._grace_periods.discard)
 
     async def _wait_for_link(self, incarnation: str) -> None:
         await asyncio.sleep(self._timing.link_grace_s)
-        if incarnation not in self._links:
+        if incarnation not in self._links.incarnations:
             self._redispatch_jobs_of({incarnation})
 
     def receive_claims(self, link: Link, jobs: Sequence[tuple[str, int]]) -> None:
@@ -170,15 +168,15 @@ class Dispatcher:
     # Recovery
 
     def update_live_workers(self, incarnations: AbstractSet[str]) -> None:
-        """Dispatch again the jobs of workers that have been missing in Redis for a while, though their link is open.
-
-        One look is not enough: a Redis that has just lost its data knows no worker until the next beats.
-        """
-        now = time.monotonic()
+        """Dispatch again the jobs of workers that are missing in Redis, and silent though their link is open."""
         bound = {routed.link.incarnation for routed in self._jobs.values() if routed.link is not None}
-        self._missing = {missing: self._missing.get(missing, now) for missing in bound - incarnations}
-        grace_s = self._timing.liveness_grace_s
-        self._redispatch_jobs_of({missing for missing, since in self._missing.items() if now - since >= grace_s})
+        self._redispatch_jobs_of(self._links.lost(bound, incarnations))
+
+    def fail_waiting(self, model: str, error_of: Callable[[str], CallError]) -> None:
+        """End the jobs of a model that no worker has: no worker could claim them."""
+        for routed in self._jobs.values():
+            if routed.job.model == model and not routed.ended and routed.state is not JobState.BOUND:
+                routed.fail(error_of(model))
 
     def _redispatch_jobs_of(self, incarnations: AbstractSet[str]) -> None:
         jobs = self._bound_to(incarnations)

@@ -16,6 +16,8 @@ class Link(Protocol):
 
     worker_id: str
     incarnation: str
+    # Time of the monotonic clock at which the last message came.
+    heard_at: float
 
     def ack(self, job_id: str, attempt: int) -> None:
         """Let the worker forget the job."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -16,6 +17,7 @@ from router.dispatch.link import Frame, WorkerFinish
 from router.metrics import RouterMetrics
 from router.request import TokenLogprobs
 from rpc.errors import CallError, InvalidField
+from rpc.server import Server
 from rpc.status import to_error
 
 log = logging.getLogger(__name__)
@@ -27,6 +29,7 @@ class WorkerLink:
     def __init__(self, worker_id: str, incarnation: str) -> None:
         self.worker_id = worker_id
         self.incarnation = incarnation
+        self.heard_at = time.monotonic()
         self._outgoing: asyncio.Queue[pb.ConnectResponse | None] = asyncio.Queue()
 
     def ack(self, job_id: str, attempt: int) -> None:
@@ -63,6 +66,10 @@ class RelayService(relay_pb2_grpc.RelayServiceServicer):
         self._metrics = metrics or RouterMetrics()
         self._links: set[WorkerLink] = set()
 
+    def add_to(self, server: Server) -> None:
+        """Serve the relay."""
+        relay_pb2_grpc.add_RelayServiceServicer_to_server(self, server.grpc)
+
     def close(self) -> None:
         """End every stream, after the messages that are still to be sent."""
         for link in self._links:
@@ -93,6 +100,7 @@ class RelayService(relay_pb2_grpc.RelayServiceServicer):
     async def _read(self, link: WorkerLink, requests: AsyncIterator[pb.ConnectRequest]) -> None:
         try:
             async for request in requests:
+                link.heard_at = time.monotonic()
                 match request.WhichOneof("message"):
                     case "frames":
                         self._metrics.messages.inc()

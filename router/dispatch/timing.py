@@ -14,6 +14,8 @@ class DispatchTiming:
     link_grace_s: float = 0.2
     # Time that a worker may be missing in Redis before its jobs go on elsewhere: two of its beats.
     liveness_grace_s: float = 1.0
+    # Time without a message over its link after which such a worker counts as lost; it sends one every half second.
+    silent_s: float = 2.0
     # Time that a job may be neither queued nor bound before it is dispatched again: its claim may still be on its way.
     claim_grace_s: float = 1.0
     # Interval between looks into the queue for jobs that are in nobody's hands.

@@ -9,6 +9,7 @@ from broker.messages import AdapterRef, Job, StoppingParams
 from router.catalog.adapters import check_rank, resolve_adapters
 from router.catalog.models import Models, ServedModel
 from router.catalog.store_client import StoreClient
+from router.dispatch.reach import RelayReach
 from router.generation.answer_size import check_answer_size
 from router.generation.resume import Resumption
 from router.request import Request
@@ -22,8 +23,16 @@ DEFAULT_MAX_TOKENS = 128
 class Admission:
     """Makes the jobs of one router, which workers reach at `reply_to`."""
 
-    def __init__(self, models: Models, store: StoreClient, reply_to: str, encoder: PromptEncoder | None = None) -> None:
+    def __init__(
+        self,
+        models: Models,
+        store: StoreClient,
+        reply_to: str,
+        reach: RelayReach,
+        encoder: PromptEncoder | None = None,
+    ) -> None:
         self._models = models
+        self._reach = reach
         self._store = store
         self._reply_to = reply_to
         self._encoder = encoder or PromptEncoder()
@@ -75,6 +84,7 @@ class Admission:
         workers = self._models.serving(manifest.name)
         if not workers:
             raise Unavailable(f"no worker serves {manifest.name} now", reason="NO_WORKER")
+        self._reach.check(manifest.name)
         # A job that is longer than every worker's KV cache would wait for ever.
         context = min(manifest.context_length, max(state.max_tokens for state in workers))
         stopping = request.stopping

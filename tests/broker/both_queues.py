@@ -110,6 +110,7 @@ class BothQueues:
         decided = self.model.claim(worker, BASE, capacity, self.now_ms)
         assert decided.job_ids == tuple(job.job_id for job in claimed.jobs)
         assert (decided.waiting, decided.hold_ms) == (claimed.waiting, claimed.hold_ms)
+        assert decided.unlinked == claimed.unlinked
         assert [decode_adapter_request(data) for data in decided.adapter_requests] == claimed.adapter_requests
         return claimed
 

@@ -31,6 +31,7 @@ def worker(worker_id: str) -> WorkerState:
         adapters=("sha256:1", "sha256:2"),
         host="here",
         tiers=AdapterTiers(**{name: at for at, name in enumerate(AdapterTiers.__dataclass_fields__, 1)}),
+        keeps_links=True,
         **numbers,
     )
 
@@ -102,3 +103,18 @@ async def test_a_server_that_lost_its_data_is_another_one(redis: Redis, clock: C
 
 def test_a_worker_state_survives_its_bytes() -> None:
     assert decode_worker(encode_worker(worker("w"))) == worker("w")
+
+
+async def test_a_beat_answers_the_routers_that_live(liveness: Liveness, clock: Clock) -> None:
+    assert await liveness.beat(worker("w")) == []
+    await liveness.take_census("10.0.0.1:1")
+    await clock.advance(1_000)
+    await liveness.take_census("10.0.0.2:1")
+    assert await liveness.beat(worker("w")) == ["10.0.0.1:1", "10.0.0.2:1"]
+    for _ in range(2):
+        await clock.advance(1_000)
+        await liveness.take_census("10.0.0.2:1")
+    assert await liveness.beat(worker("w")) == ["10.0.0.2:1"]
+    # While no router beats, Redis may have been away: all of them may live.
+    await clock.advance(10_000)
+    assert await liveness.beat(worker("w")) == ["10.0.0.2:1"]

@@ -150,3 +150,21 @@ async def test_bounds_are_of_all_and_of_a_tenant(redis: Redis, clock: Clock) -> 
     assert not await both.enqueue(make_job("c", "y"))
     assert await both.enqueue(make_job("d", "z")) == "jobs"
     assert not await both.enqueue(make_job("e", "z", attempt=2))
+
+
+async def test_a_worker_gets_jobs_of_routers_alone_that_it_has_a_link_to(both: BothQueues) -> None:
+    for router in ("one", "two", "one"):
+        await both.enqueue(make_job(f"{router}-{len(both.model.waiting)}", "a", router=router))
+    without = await both.claim("cut off", replace(ROOMY, routers=()))
+    assert (without.jobs, without.waiting, without.unlinked) == ([], 3, ("one", "two"))
+    assert (await both.claim("cut off", replace(ROOMY, routers=("gone",)))).unlinked == ("one", "two")
+    half = await both.claim("half", replace(ROOMY, routers=("two", "gone")))
+    assert ([job.job_id for job in half.jobs], half.unlinked) == (["two-1"], ("one",))
+    # Its links are back.
+    assert await claim(both, replace(ROOMY, routers=("one", "two")), "cut off") == ["one-0", "one-2"]
+
+
+async def test_a_link_that_is_missing_for_a_redispatched_job_is_named_too(both: BothQueues) -> None:
+    await both.enqueue(make_job("j", "a", router="one", attempt=2))
+    assert (await both.claim("w", replace(ROOMY, routers=("two",)))).unlinked == ("one",)
+    assert await claim(both, replace(ROOMY, routers=None)) == ["j"]

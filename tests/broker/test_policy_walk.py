@@ -115,7 +115,8 @@ class Walk(RuleBasedStateMachine):
     def claim(self, chance: random.Random) -> None:
         worker, rows, max_rank = chance.choice(WORKERS), chance.randint(0, 4), chance.choice((8, 64, 64))
         resident = chance.choice(((), ("sha256:x",), ("sha256:y", "sha256:z")))
-        capacity = Capacity(rows, 4, chance.choice((0, 10, 100)), 60, max_rank, resident)
+        routers = chance.choice((None, None, ROUTERS, ROUTERS[:1], ()))
+        capacity = Capacity(rows, 4, chance.choice((0, 10, 100)), 60, max_rank, resident, routers)
         reports = self._reports(chance) if chance.random() < 0.5 else ()
         self.happened["reported"] += any(report.tokens for report in reports)
         before = len(self.both.model.waiting)
@@ -124,12 +125,14 @@ class Walk(RuleBasedStateMachine):
         self.happened["dropped"] += before - len(claimed.jobs) - claimed.waiting
         self.happened["held"] += claimed.hold_ms > 0
         self.happened["ahead"] += bool(claimed.adapter_requests)
+        self.happened["unlinked"] += bool(claimed.unlinked)
         waiting = map(self.both.model.waiting.find, self.waiting)
         self.happened["reserved"] += any(one.reserved_for == worker for one in waiting if one is not None)
         for job in claimed.jobs:
             assert self.waiting.pop(job.job_id) == job.attempt, "handed out twice, or an older attempt"
             assert job.rank <= max_rank
             assert job.base_digest == BASE
+            assert routers is None or job.reply_to in routers
             self.happened["again" if job.attempt > 1 else "claimed"] += 1
             self.running[job.job_id, job.attempt] = 0
 
@@ -191,5 +194,5 @@ def test_the_scripts_and_their_model_decide_alike(runner: asyncio.Runner) -> Non
     )
     print(Walk.happened)
     for event in ("queued", "claimed", "again", "reported", "held", "ahead", "reserved", "late", "refunded", "dropped",
-                  "jobs", "bytes", "tenant_jobs", "tenant_bytes"):  # fmt: skip
+                  "unlinked", "jobs", "bytes", "tenant_jobs", "tenant_bytes"):  # fmt: skip
         assert Walk.happened[event], f"no walk has shown {event}"

@@ -210,6 +210,14 @@ async def test_a_claim_that_leaves_work_wakes_the_next_worker(redis: Redis, queu
     assert await queue.wait_for_work(timeout_s=30)
 
 
+async def test_a_worker_without_a_link_to_the_job_s_router_wakes_the_next_one(redis: Redis, queue: JobQueue) -> None:
+    await queue.enqueue(job("a"))
+    await redis.delete(KEYS.wake)  # as the worker takes it that was woken
+    assert await claim(queue, routers=()) == []
+    assert await queue.wait_for_work(timeout_s=30)
+    assert await claim(queue, routers=("127.0.0.1:1",)) == ["a"]
+
+
 async def test_scripts_survive_a_server_that_forgot_them(redis: Redis, queue: JobQueue) -> None:
     await queue.enqueue(job("a"))
     await redis.script_flush()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -22,6 +23,7 @@ class RecordingLink:
     def __init__(self, name: str) -> None:
         self.worker_id = name
         self.incarnation = f"{name}-1"
+        self.heard_at = time.monotonic()
         self.sent: list[tuple[str | int, ...]] = []
 
     def ack(self, job_id: str, attempt: int) -> None:

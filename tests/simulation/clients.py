@@ -50,6 +50,9 @@ class Story:
     faults: list[str] = field(default_factory=list)
     failure: CallError | None = None
     resumes: int = 0
+    ttft_s: float | None = None
+    # Reasons of the refusals after which the client asked again.
+    reasons: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.ids = [[] for _ in self.plan.expected]
@@ -64,6 +67,8 @@ class Story:
         """Take a message and check it."""
         match message.event:
             case Delta(offset=offset, token_ids=token_ids, choice=choice):
+                if self.ttft_s is None:
+                    self.ttft_s = asyncio.get_running_loop().time() - self.plan.start_s
                 if self.finished[choice]:
                     self.faults.append(f"choice {choice}: tokens after its end")
                 if offset != len(self.ids[choice]):
@@ -115,6 +120,8 @@ async def ask(story: Story, routers: Sequence[SimulatedRouter], network: Network
             token = await _call(story, router, network, token, None if due is None else due - loop.time())
         except (BrokenError, Unavailable) as error:
             token = getattr(error, "token", token)
+            if isinstance(error.__cause__, Unavailable):
+                story.reasons.append(error.__cause__.reason)
         except (DeadlinePassed, TimeoutError):
             story.end(End.LATE)
         except Exhausted as error:

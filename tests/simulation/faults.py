@@ -28,6 +28,7 @@ class Kind(StrEnum):
     LINK_CUT = "link cut"
     LINK_HELD = "link silent"
     LINK_HALF_HELD = "link silent in one direction"
+    REDIS_CUT = "worker cut off from Redis"
     REDIS_DOWN = "Redis down"
     REDIS_HANG = "Redis stopped and woken"
     REDIS_WIPE = "Redis wiped"
@@ -92,6 +93,11 @@ async def happen(fault: Fault, cluster: Cluster) -> bool:
             return await _router(fault, router)
         case Kind.LINK_CUT | Kind.LINK_HELD | Kind.LINK_HALF_HELD:
             await _link(fault, worker, router, cluster.network)
+        case Kind.REDIS_CUT:
+            node = worker.node
+            cluster.redis.cut_off.add(node)
+            await asyncio.sleep(fault.length_s)
+            cluster.redis.cut_off.discard(node)
         case _:
             await _redis(fault, cluster.redis)
     return True

@@ -69,7 +69,7 @@ class SimulatedQueue:
         for job in jobs:
             self._redis.claimed(job)
         requests = [decode_adapter_request(data) for data in decision.adapter_requests]
-        return Claimed(jobs, decision.waiting, requests, decision.hold_ms)
+        return Claimed(jobs, decision.waiting, requests, decision.hold_ms, decision.unlinked)
 
     async def charge(self, reports: Sequence[UsageReport]) -> None:
         """See JobQueue."""
@@ -127,10 +127,14 @@ class SimulatedLiveness:
     def __init__(self, redis: SimulatedRedis, keys: Keys) -> None:
         self._redis = redis
 
-    async def beat(self, state: WorkerState) -> None:
+    async def beat(self, state: WorkerState) -> list[str]:
         """See Liveness."""
-        redis = self._redis
-        await redis.call(lambda: redis.data.living.update({state.incarnation: (redis.now_ms + TTL_MS, state)}))
+        return await self._redis.call(lambda: self._beat(state))
+
+    def _beat(self, state: WorkerState) -> list[str]:
+        redis, data = self._redis, self._redis.data
+        data.living[state.incarnation] = (redis.now_ms + TTL_MS, state)
+        return data.queue.live_routers(redis.now_ms)
 
     async def declare_dead(self, incarnation: str) -> None:
         """See Liveness."""

@@ -21,7 +21,7 @@ from bench.queue_model.queue_model import QueueModel
 from broker.commands import Command
 from broker.messages import DeadJob, Job, WorkerState
 from broker.terms import QueueLimits, UsageReport
-from tests.simulation.loop import Node
+from tests.simulation.loop import NODE, Node
 from tests.simulation.network import Network
 
 T = TypeVar("T")
@@ -51,6 +51,8 @@ class SimulatedRedis:
     def __init__(self, chance: Random, network: Network, limits: QueueLimits | None = None) -> None:
         self.node = Node("redis")
         self.down = False
+        # Processes that do not reach it.
+        self.cut_off: set[Node] = set()
         # Which start of which server it is.
         self.run = 0
         self.enqueued: Callable[[Job], None] = lambda job: None
@@ -100,13 +102,17 @@ class SimulatedRedis:
 
     async def _try(self, work: Callable[[], T]) -> T:
         await asyncio.sleep(self._network.delay_s())
-        if self.down:
+        if self._is_away():
             raise RedisConnectionError("refused")
         result = await self.node.start(self._carry_out(work))
         await asyncio.sleep(self._network.delay_s())
-        if self.down:
+        if self._is_away():
             raise RedisConnectionError("the answer was lost")
         return result
+
+    def _is_away(self) -> bool:
+        """Tell whether the process that calls does not reach it now."""
+        return self.down or NODE.get() in self.cut_off
 
     async def _carry_out(self, work: Callable[[], T]) -> T:
         return work()
@@ -118,7 +124,7 @@ class SimulatedRedis:
 
     async def work_within(self, timeout_s: float) -> bool:
         """Tell whether there may be work, waiting for it for a while."""
-        if self.down:
+        if self._is_away():
             raise RedisConnectionError("refused")
         woken = self._woken
         with contextlib.suppress(TimeoutError):

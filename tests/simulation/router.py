@@ -16,12 +16,14 @@ from router.catalog.placement import Placer
 from router.catalog.store_client import Manifest, ResolvedAdapter
 from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.link import Frame, Link
+from router.dispatch.reach import RelayReach
 from router.dispatch.relay import RelayService
 from router.dispatch.routed_job import RoutedJob
 from router.generation.admission import Admission
 from router.generation.generation import Generation
 from router.generation.resume import ResumeTokens
 from router.request import Message, Received, Request
+from router.worker_watch import look_at_workers
 from rpc.errors import NotFound
 from tests.simulation.channels import Registrar
 from tests.simulation.loop import Node
@@ -102,13 +104,15 @@ class SimulatedRouter:
         self.calls: dict[asyncio.Queue[Any], None] = {}
         self.models = Models(self._store, self._redis, "main", QueueLimits())
         self.models.announce(self.name)
-        placer = Placer(self.models.serving, {}, _MIB_TOKENS)
-        self.dispatcher = WatchedDispatcher(self.models.queue_of, placer.place)
+        self.reach = RelayReach()
+        self.reach.address = self.name
+        placer = Placer(lambda name: self.reach.linked(self.models.serving(name)), {}, _MIB_TOKENS)
+        self.dispatcher = WatchedDispatcher(self.models.queue_of, placer.place, links=self.reach.links)
         self.dispatcher.accepted = self._accepted
         relay: Any = Registrar(self._network.listen(self.name, self.node))
         relay_pb2_grpc.add_RelayServiceServicer_to_server(RelayService(self.dispatcher), relay)
         tokens = ResumeTokens("the key that all routers share")
-        admission = Admission(self.models, self._store, self.name)
+        admission = Admission(self.models, self._store, self.name, self.reach)
         self.generation = Generation(self.models, admission, self.dispatcher, tokens)
         for_ever = (
             self.models.follow_store(),
@@ -121,9 +125,7 @@ class SimulatedRouter:
     async def _follow_workers(self) -> None:
         # As router.app, but for its health.
         while True:
-            alive = await self.models.look_at_workers()
-            if alive is not None:
-                self.dispatcher.update_live_workers(alive)
+            await look_at_workers(self.models, self.dispatcher, self.reach)
             await asyncio.sleep(LOOK_S)
 
     def messages(

@@ -59,6 +59,10 @@ class Outcome:
     attempts: int = 0
     resumes: int = 0
     seconds: float = 0.0
+    # Of each request that got a token, from its start.
+    ttft_s: list[float] = field(default_factory=list)
+    # Of the refusals after which clients asked again.
+    reasons: set[str] = field(default_factory=set)
     difference: float = 0.0
     trace: list[str] = field(default_factory=list)
     fired: list[Kind] = field(default_factory=list)
@@ -70,7 +74,12 @@ class Outcome:
 
 def simulate(seed: int) -> Outcome:
     """Run a seed."""
-    chance, scenario = Random(seed), draw(seed)
+    return simulate_scenario(draw(seed))
+
+
+def simulate_scenario(scenario: Scenario) -> Outcome:
+    """Run a scenario; its seed decides of the delays."""
+    chance = Random(scenario.seed)
     with _exceptions_logged() as logged:
         with tempfile.TemporaryDirectory() as name, contextlib.redirect_stdout(io.StringIO()):
             directory = Path(name)
@@ -185,6 +194,8 @@ class _Run:
             for end in story.ends:
                 outcome.ends[end] = outcome.ends.get(end, 0) + 1
         outcome.tokens = sum(story.tokens for story in stories)
+        outcome.ttft_s = [story.ttft_s for story in stories if story.ttft_s is not None]
+        outcome.reasons = {reason for story in stories for reason in story.reasons}
         outcome.resumes = sum(story.resumes for story in stories)
         outcome.attempts, outcome.difference = self._attempts.attempts, self._shares.difference
         outcome.wrong += self._attempts.faults + self._unfair() + self._left()

@@ -117,6 +117,7 @@ class EngineSession:
             await presence.announce()
             claiming = asyncio.create_task(intake.run())
             others.append(asyncio.create_task(presence.beat()))
+            others.append(asyncio.create_task(results.links.keep_alive()))
             others.append(asyncio.create_task(commands.run(self._incarnation, stop)))
             self.served = True
             print(f"ready worker={self._worker_id}{metrics.ready_word} health={self._health.address}", flush=True)
@@ -143,7 +144,8 @@ class EngineSession:
             identity = (self._worker_id, self._incarnation, phase, self._base, engine.pid)
             return worker_state(*identity, results.limits, results.stats, self._fetcher.stats)
 
-        return Presence(self._incarnation, self._liveness, self._health, state, usage.report)
+        follow_routers = results.links.follow
+        return Presence(self._incarnation, self._liveness, self._health, state, usage.report, follow_routers)
 
     async def _give_up(self, intake: Intake, results: Results, presence: Presence) -> None:
         """Give every job back at once: the engine is gone."""

@@ -65,6 +65,7 @@ class WorkerMetrics(Meters):
             "worker_tenant_tokens", "Tokens that the engine made, by tenant.", ("tenant",)
         )
         self.engines_lost = self.counter("engines_lost", "Engine processes that died or were ended.")
+        self.router_links = self.gauge("relay_routers", "Live routers, by whether this worker reaches them.", ("link",))
         self.messages = self.counter("relay_messages_sent", "Messages with frames to routers.")
         self.frames = self.counter("relay_frames_sent", "Frames in messages to routers.")
         self.fetches = self.counter("adapter_fetches", "Downloads from the store, by result.", ("result",))

@@ -19,6 +19,11 @@ local function beat_router(router)
   redis.call('ZREMRANGEBYSCORE', ROUTERS, '-inf', now)
 end
 
+-- Return the addresses of the live routers.
+local function live_routers()
+  return redis.call('ZRANGEBYSCORE', ROUTERS, are_routers_quiet() and '-inf' or '(' .. now, '+inf')
+end
+
 local function is_router_alive(router)
   return tonumber(redis.call('ZSCORE', ROUTERS, router) or 0) > now or are_routers_quiet()
 end

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 
 import pytest
 from redis.asyncio import Redis
 
 from broker.queue import JobQueue
+from broker.terms import Placement
 from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.link import Frame, WorkerFinish
-from rpc.errors import Internal
+from router.dispatch.timing import DispatchTiming
+from rpc.errors import Internal, Unavailable
 from tests.router.recording_link import KEYS, RecordingLink, claim, dispatched, frame, job, read
 
 
@@ -98,10 +101,11 @@ async def test_a_worker_that_comes_back_without_a_job_has_lost_it(dispatcher: Di
         assert (await claim(queue)).attempt == 2
 
 
-async def test_a_worker_whose_key_lapsed_is_lost_though_its_link_is_open(
+async def test_a_silent_worker_whose_key_lapsed_is_lost_though_its_link_is_open(
     dispatcher: Dispatcher, queue: JobQueue
 ) -> None:
     link = RecordingLink("w")
+    link.heard_at = -math.inf
     dispatcher.link_up(link, [])
     async with dispatched(dispatcher, job()):
         await claim(queue)
@@ -111,6 +115,39 @@ async def test_a_worker_whose_key_lapsed_is_lost_though_its_link_is_open(
         dispatcher.update_live_workers({"w-1"})
         await look_until_lost(dispatcher)
         assert (await claim(queue)).attempt == 2
+
+
+async def test_a_worker_that_is_cut_off_from_redis_alone_keeps_its_jobs(redis: Redis, queue: JobQueue) -> None:
+    timing = DispatchTiming(liveness_grace_s=0.0)
+    dispatcher = Dispatcher(lambda model: queue, lambda job: Placement(), timing=timing)
+    link = RecordingLink("w")
+    dispatcher.link_up(link, [])
+    async with dispatched(dispatcher, job()) as routed:
+        dispatcher.receive_claims(link, [("j", 1)])
+        dispatcher.update_live_workers(set())
+        dispatcher.receive_frame(link, frame(0, 5))
+        assert (routed.job.attempt, routed.link) == (1, link)
+        link.heard_at -= timing.silent_s
+        dispatcher.update_live_workers(set())
+        assert routed.job.attempt == 2
+    await dispatcher.drain_tasks()
+
+
+async def test_jobs_that_no_worker_can_claim_end_and_others_go_on(dispatcher: Dispatcher, redis: Redis) -> None:
+    link = RecordingLink("w")
+    dispatcher.link_up(link, [])
+    async with dispatched(dispatcher, job("waits")) as waits, dispatched(dispatcher, job("runs")) as runs:
+        dispatcher.receive_claims(link, [("runs", 1)])
+        dispatcher.fail_waiting("other", Unavailable)
+        assert not waits.ended
+        dispatcher.fail_waiting("tiny", Unavailable)
+        with pytest.raises(Unavailable, match="tiny"):
+            await read(waits)
+        assert runs.failure is None
+        dispatcher.receive_claims(link, [("waits", 1)])  # it was claimed after all
+        assert link.sent == [("cancel", "waits", 1)]
+    await dispatcher.drain_tasks()
+    assert await redis.zscore(KEYS.waiting, "waits") is None
 
 
 async def test_a_claim_that_never_shows_is_dispatched_again(dispatcher: Dispatcher, queue: JobQueue) -> None:

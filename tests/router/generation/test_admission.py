@@ -11,6 +11,7 @@ import pytest
 
 from broker.messages import AdapterRef, Job
 from router.catalog.store_client import Manifest
+from router.dispatch.reach import RelayReach
 from router.generation.admission import DEFAULT_MAX_TOKENS, Admission
 from router.generation.resume import Began, ResumeClaims, Resumption
 from router.request import Received, Request, Stopping
@@ -48,7 +49,7 @@ def cluster() -> Cluster:
 @pytest.fixture
 def admission(cluster: Any) -> Admission:
     store: Any = None  # no request of these tests names an adapter
-    return Admission(cluster, store, "router:1")
+    return Admission(cluster, store, "router:1", RelayReach())
 
 
 async def refusal(admission: Admission, request: Request) -> CallError:

@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import logging
 import time
+from dataclasses import replace
 
 from broker.connection import REDIS_DOWN
 from broker.messages import Capacity, Job
@@ -23,6 +24,7 @@ from worker.io.adapters.fetch import AdapterFetcher, FetchFailedError
 from worker.io.adapters.source import fetch_source
 from worker.io.engine_client.process import EngineProcess
 from worker.io.jobs.capacity import free_capacity
+from worker.io.jobs.event_waits import one_is_set_within
 from worker.io.jobs.results import Results
 from worker.io.jobs.usage import UsageLog
 from worker.io.local_jobs.jobs import LocalJob, LocalJobState
@@ -63,22 +65,41 @@ class Intake:
         self._engine = engine
         self._fetcher = fetcher
         self._results = results
+        self._links = results.links
         self._jobs = results.jobs
         self._usage = usage
         self._metrics = metrics
         self._claiming: asyncio.Task[Claimed] | None = None
+        # Whether the claim that is under way waits in Redis for a job.
+        self._waits = False
         self._preparing: set[asyncio.Task[None]] = set()
 
     async def run(self) -> None:
         """Claim whatever there is room for; never returns."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._claim_forever())
+            tasks.create_task(self._follow_links())
+
+    async def _follow_links(self) -> None:
+        """End a claim's wait when a link comes up or is lost: it names the routers that had a link when it began."""
+        change = self._links.next_change
+        while True:
+            await change.wait()
+            change = self._links.next_change
+            if self._waits:
+                with contextlib.suppress(*REDIS_DOWN):  # then the claim fails as well
+                    await self._queue.stop_waiting()
+
+    async def _claim_forever(self) -> None:
         wait_s = 0.0
         while True:
-            change = self._jobs.next_change
+            change, link_change = self._jobs.next_change, self._links.next_change
             capacity = self._capacity()
             full = capacity.rows <= 0
-            if full and await _is_set_within(change, FULL_S):
+            if full and await one_is_set_within(FULL_S, change):
                 continue
             try:
+                self._waits = wait_s > 0
                 # Shielded: jobs that the queue has given away must come in even when the worker is told to stop.
                 self._claiming = asyncio.create_task(self._claim(capacity, wait_s))
                 self._claiming.add_done_callback(_retrieve_error)
@@ -89,13 +110,17 @@ class Intake:
                 wait_s = 0.0
                 continue
             self._fetcher.prefetch(claimed.adapter_requests)
+            self._links.dial(claimed.unlinked)
             wait_s = 0.0
-            if self._is_idle(full, claimed):
+            if claimed.unlinked and not full and not claimed.jobs:
+                # Meanwhile wake-ups are left to workers that reach these routers.
+                await one_is_set_within(claimed.hold_ms / 1e3 or FIT_S, change, link_change)
+            elif self._is_idle(full, claimed):
                 # The next claim is made at an enqueue, or when jobs that are held for another worker are free for all.
                 wait_s = claimed.hold_ms / 1e3 or IDLE_S
             elif not full and not claimed.jobs and claimed.waiting and self._jobs.running:
                 # The waiting jobs do not fit now: they may when a job here has ended, or other workers take them.
-                await _is_set_within(change, claimed.hold_ms / 1e3 or FIT_S)
+                await one_is_set_within(claimed.hold_ms / 1e3 or FIT_S, change)
 
     async def end_wait(self) -> None:
         """End a claim that waits for a job; gives up after END_WAIT_S where Redis does not answer."""
@@ -124,8 +149,11 @@ class Intake:
     async def _claim(self, capacity: Capacity, wait_s: float) -> Claimed:
         self._metrics.claims.inc()
         began = time.monotonic()
-        with self._usage.last_reports() as reports:
-            claimed = await self._queue.claim(self._base_digest, capacity, reports, wait_s=wait_s)
+        try:
+            with self._usage.last_reports() as reports:
+                claimed = await self._queue.claim(self._base_digest, capacity, reports, wait_s=wait_s)
+        finally:
+            self._waits = False
         if not wait_s:
             self._metrics.claim_time.observe(time.monotonic() - began)
         self._metrics.claimed.inc(len(claimed.jobs))
@@ -135,7 +163,8 @@ class Intake:
 
     def _capacity(self) -> Capacity:
         results = self._results
-        return free_capacity(self._jobs, results.limits, results.stats, stalled=self._engine.stalled)
+        capacity = free_capacity(self._jobs, results.limits, results.stats, stalled=self._engine.stalled)
+        return replace(capacity, routers=self._links.live)
 
     def _is_idle(self, full: bool, claimed: Claimed) -> bool:
         """Return whether there is room, and nothing waits that another claim could take now."""
@@ -148,7 +177,7 @@ class Intake:
         if self._jobs.get(job.job_id, job.attempt) is not None:  # an enqueue that was retried
             return
         local = self._jobs.add(job)
-        self._results.links.claimed(local)
+        self._links.claimed(local)
         if not self._results.accepting or self._engine.stalled:
             self._results.give_back(local)
         elif job.adapter is None and not job.suspect and job.base_digest == self._base_digest:
@@ -201,15 +230,6 @@ class Intake:
         if not self._jobs.any_in_engine:  # otherwise the engine owes a message already
             self._engine.expect()
         self._engine.send(Add(self._jobs.hand_over(local, local.waiting[:1])))
-
-
-async def _is_set_within(event: asyncio.Event, timeout_s: float) -> bool:
-    """Wait for an event; returns whether it is set."""
-    # Not wait_for: in Python 3.11 that loses a cancellation which comes together with the event.
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(timeout_s):
-            await event.wait()
-    return event.is_set()
 
 
 def _retrieve_error(claiming: asyncio.Task[Claimed]) -> None:

@@ -16,7 +16,7 @@ from worker.io.jobs.usage import UsageLog
 from worker.io.local_jobs.choice import Ending, LocalChoiceState
 from worker.io.local_jobs.jobs import LocalJob, LocalJobs, LocalJobState
 from worker.io.relay.link_settings import LinkSettings
-from worker.io.relay.links import RouterLinks
+from worker.io.relay.router_links import RouterLinks
 from worker.ipc import Abort, Add, Begun, Ready, Refused, Stepped
 
 log = logging.getLogger(__name__)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 
 from broker.connection import REDIS_DOWN
 from broker.liveness import BEAT_MS, Liveness
@@ -23,7 +23,9 @@ BEAT_TIMEOUT_S = 1.0
 
 
 class Presence:
-    """The presence of one incarnation. Each beat writes what `state` returns for the phase, and awaits `report`."""
+    """The presence of one incarnation. Each beat writes what `state` returns for the phase, awaits `report`, and calls
+    `follow_routers` with the relay addresses of the live routers.
+    """
 
     def __init__(
         self,
@@ -32,12 +34,14 @@ class Presence:
         health: WorkerHealth,
         state: Callable[[WorkerPhase], WorkerState],
         report: Callable[[], Awaitable[None]],
+        follow_routers: Callable[[Sequence[str]], None],
     ) -> None:
         self._incarnation = incarnation
         self._liveness = liveness
         self._health = health
         self._state = state
         self._report = report
+        self._follow_routers = follow_routers
         self._phase = WorkerPhase.SERVING
         self._changed = asyncio.Event()
         # True while the key is removed although this process lives.
@@ -89,7 +93,7 @@ class Presence:
                 if self.withdrawn:
                     await self._liveness.declare_dead(self._incarnation)
                     return
-                await self._liveness.beat(self._state(self._phase))
+                self._follow_routers(await self._liveness.beat(self._state(self._phase)))
                 await self._report()
         except REDIS_DOWN as error:  # a timeout is one of them
             log.warning("Redis does not answer: %s", error or type(error).__name__)

@@ -47,6 +47,7 @@ def worker_state(
         pid=os.getpid(),
         engine_pid=engine_pid,
         tiers=_tiers(stats, disk),
+        keeps_links=True,
     )
 
 

@@ -10,8 +10,10 @@ class LinkSettings:
     """The worker as its routers know it, and the links' times in seconds.
 
     `send_interval_s`: minimum time between two messages without the first ids or the end of an answer. `gone_s`: time
-    without a stream after which a router is given up. `retry_s`: pause before a broken stream is opened again.
-    `claim_notice_s`: time after a claim in which the job's first frame is awaited, which tells of the claim as well.
+    without a stream after which a router's jobs are dropped. `retry_s`: pause before a broken stream is opened again;
+    without jobs of the router it doubles up to `retry_limit_s`. `beat_s`: interval of signs of life to routers that
+    have jobs here. `claim_notice_s`: time after a claim in which the job's first frame is awaited, which tells of the
+    claim as well.
     """
 
     worker_id: str
@@ -19,4 +21,6 @@ class LinkSettings:
     send_interval_s: float = 0.0
     gone_s: float = 5.0
     retry_s: float = 0.05
+    retry_limit_s: float = 1.0
+    beat_s: float = 0.5
     claim_notice_s: float = 0.002

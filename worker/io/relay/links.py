@@ -1,7 +1,9 @@
-"""The worker's end of the relay: one gRPC stream to every router that it works for.
+"""The worker's end of the relay: one gRPC stream to a router.
 
     Results, Intake ──claimed, progressed──▶ RouterLinks ──▶ RouterLink ══stream══▶ router
     Results (RelayHandler) ◀──acked, cancel, cancel_choice, router_gone──┘ ◀═══════
+
+The stream stays open while the router lives (router_links.py), since a worker claims only for routers that it reaches.
 
 A link sends what its jobs have made since its last message. The first ids and the end of an answer are sent at once;
 other ids are throttled where sending takes cores that the engine computes on.
@@ -16,7 +18,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
+from typing import Protocol
 
 import grpc
 from loraplex.relay.v1 import relay_pb2 as pb
@@ -29,6 +32,7 @@ from worker.io.metrics import WorkerMetrics
 from worker.io.relay.frames import attempt_of, next_frame
 from worker.io.relay.handler import RelayHandler
 from worker.io.relay.link_settings import LinkSettings
+from worker.io.relay.link_state import LinkState
 from worker.io.relay.send_throttle import SendThrottle
 
 log = logging.getLogger(__name__)
@@ -43,44 +47,21 @@ _OPTIONS = [
 ]
 
 
-class RouterLinks:
-    """The links of one engine session, by router address; opened by the first job of a router."""
+class LinkOwner(Protocol):
+    """Keeps the links: worker.io.relay.router_links.RouterLinks."""
 
-    def __init__(
-        self, settings: LinkSettings, jobs: LocalJobs, handler: RelayHandler, metrics: WorkerMetrics | None = None
-    ) -> None:
-        self._settings = settings
-        self._jobs = jobs
-        self._handler = handler
-        self._metrics = metrics or WorkerMetrics()
-        self._links: dict[str, RouterLink] = {}
+    def is_wanted(self, address: str) -> bool:
+        """Return whether a link is to be opened again when it breaks, though no job of its router is here."""
 
-    def claimed(self, local: LocalJob) -> None:
-        """Tell the job's router which worker has it."""
-        self._link(local.job.reply_to).claimed(local)
+    def changed(self) -> None:
+        """Note that a link has come up, or is lost."""
 
-    def progressed(self, choice: LocalChoice) -> None:
-        """Send what an answer has got: ids, or its end."""
-        self._link(choice.job.reply_to).progressed(choice)
-
-    def _link(self, address: str) -> RouterLink:
-        link = self._links.get(address)
-        if link is None:
-            shared = (self._settings, self._jobs, self._handler, self._metrics, self._forget)
-            link = self._links[address] = RouterLink(address, *shared)
-        return link
-
-    def _forget(self, address: str, link: RouterLink) -> None:
-        if self._links.get(address) is link:
-            del self._links[address]
-
-    async def close(self, flush_s: float) -> None:
-        """End every link; what is still to be sent has `flush_s`."""
-        await asyncio.gather(*[link.close(flush_s) for link in self._links.values()])
+    def ended(self, address: str, link: RouterLink) -> None:
+        """Forget a link: what comes now opens another."""
 
 
 class RouterLink:
-    """The stream to one router, opened again while there is something to send."""
+    """The stream to one router, opened again while the router is wanted or has jobs here."""
 
     def __init__(
         self,
@@ -89,19 +70,22 @@ class RouterLink:
         jobs: LocalJobs,
         handler: RelayHandler,
         metrics: WorkerMetrics,
-        forget: Callable[[str, RouterLink], None],
+        owner: LinkOwner,
     ) -> None:
         self._address = address
         self._settings = settings
         self._jobs = jobs
         self._handler = handler
         self._metrics = metrics
-        self._forget = forget
+        self._owner = owner
+        self.state = LinkState(address, owner.changed)
         # What the next messages tell: claims, and answers that have progressed, in order.
         self._claims: list[LocalJob] = []
         self._claims_due = False
         self._progress: dict[LocalChoice, None] = {}
         self._throttle = SendThrottle(settings.send_interval_s)
+        self._beat_due = False
+        self._sent_at = time.monotonic()
         self._closing = False
         self._failed = False  # a stream ended because of an error in this worker
         self._stream = object()
@@ -123,29 +107,37 @@ class RouterLink:
         self._progress[choice] = None
         self._throttle.request(urgent=choice.sent == 0 or choice.ending is not None)
 
+    def beat(self) -> None:
+        """Send a sign of life, unless the router has just heard of this worker."""
+        if self.state.is_live and time.monotonic() - self._sent_at >= self._settings.beat_s:
+            self._beat_due = True
+            self._throttle.due.set()
+
     async def _run(self) -> None:
         try:
             await self._keep_open()
         finally:  # whatever ended this link, later jobs must open another
             self._throttle.stop()
-            self._forget(self._address, self)
+            self._owner.ended(self._address, self)
 
     async def _keep_open(self) -> None:
-        lost_at = time.monotonic()
+        lost_at, pause_s = time.monotonic(), self._settings.retry_s
         async with grpc.aio.insecure_channel(self._address, options=_OPTIONS) as channel:
             stub = relay_pb2_grpc.RelayServiceStub(channel)
             while True:
                 if await self._serve(stub):
-                    lost_at = time.monotonic()
+                    lost_at, pause_s = time.monotonic(), self._settings.retry_s
                 jobs = self._jobs.of_router(self._address)
-                if not jobs or time.monotonic() - lost_at > self._settings.gone_s:
-                    break
-                await asyncio.sleep(self._settings.retry_s)
-            # Before anything is awaited: a job that comes now must open a link of its own.
-            self._forget(self._address, self)
-            if jobs:
-                log.warning("router %s is out of reach; %d jobs are dropped", self._address, len(jobs))
-                self._handler.router_gone(self._address)
+                if jobs and time.monotonic() - lost_at > self._settings.gone_s:
+                    log.warning("router %s is out of reach; %d jobs are dropped", self._address, len(jobs))
+                    self._handler.router_gone(self._address)
+                    lost_at, jobs = time.monotonic(), []
+                if not jobs and not self._owner.is_wanted(self._address):
+                    # Before anything is awaited: a job that comes now must open a link of its own.
+                    self._owner.ended(self._address, self)
+                    return
+                await self.state.pause(pause_s)
+                pause_s = self._settings.retry_s if jobs else min(2 * pause_s, self._settings.retry_limit_s)
 
     async def _serve(self, stub: relay_pb2_grpc.RelayServiceAsyncStub) -> bool:
         """Run one stream until it ends; returns whether the router answered, without an error in this worker."""
@@ -154,9 +146,10 @@ class RouterLink:
         try:
             async for response in call:
                 reached = True  # the first response is the welcome
+                self.state.welcomed()
                 self._handle(response)
         except grpc.aio.AioRpcError as error:
-            log.info("router %s: link lost (%s)", self._address, error.code().name)
+            self.state.failed(error)
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if task is not None and task.cancelling():
@@ -168,6 +161,7 @@ class RouterLink:
             self._failed = True
         finally:
             call.cancel()
+            self.state.ended()
         return reached and not self._failed
 
     async def _requests(self) -> AsyncIterator[pb.ConnectRequest]:
@@ -179,6 +173,7 @@ class RouterLink:
             yield self._hello()
             while self._stream is stream:
                 if (request := self._next_request()) is not None:
+                    self._sent_at = time.monotonic()
                     yield request
                 elif self._closing:
                     return
@@ -215,6 +210,9 @@ class RouterLink:
         if self._claims and (self._closing or self._claims_due):
             claims, self._claims, self._claims_due = self._claims, [], False
             return pb.ConnectRequest(claims=pb.Claims(jobs=[attempt_of(local) for local in claims]))
+        if self._beat_due:
+            self._beat_due = False
+            return pb.ConnectRequest(beat=pb.Beat())
         return None
 
     def _handle(self, response: pb.ConnectResponse) -> None:
@@ -240,6 +238,8 @@ class RouterLink:
         """End the stream once all is sent, at most after `flush_s`; the router ends its side when it has read all."""
         self._closing = True
         self._throttle.due.set()
-        await asyncio.wait({self._task}, timeout=flush_s)
+        if self.state.is_live or self._jobs.of_router(self._address):
+            self.state.hurry()
+            await asyncio.wait({self._task}, timeout=flush_s)
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)

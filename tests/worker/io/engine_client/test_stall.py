@@ -42,7 +42,8 @@ async def watched(worker: Worker, redis: Redis) -> AsyncIterator[Presence]:
 
     health = WorkerHealth("127.0.0.1")
     await health.start(0)
-    presence = Presence("w-1", Liveness(redis, KEYS), health, state, UsageLog(worker.jobs, worker.queue).report)
+    report, follow = UsageLog(worker.jobs, worker.queue).report, worker.results.links.follow
+    presence = Presence("w-1", Liveness(redis, KEYS), health, state, report, follow)
     await presence.announce()
     tasks = [
         asyncio.create_task(presence.beat()),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
@@ -77,3 +78,15 @@ async def test_a_worker_that_its_last_claim_filled_takes_no_wake_up(
     await router.until(lambda: ("ended", "another") in router.events)
     assert sum(jobs for what, jobs in asked.events if what == "claim") == ROWS + 1
     assert asked.waited_without_room == 0
+
+
+async def test_jobs_of_a_router_that_the_worker_does_not_reach_are_left_to_others(
+    router: Router, worker: Worker
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        nowhere = f"127.0.0.1:{closed.getsockname()[1]}"
+    await worker.queue.enqueue(job("unreached", nowhere))
+    await worker.queue.enqueue(job("reached", worker.address, max_tokens=2))
+    await router.until(lambda: ("ended", "reached") in router.events)
+    assert worker.jobs.get("unreached", 1) is None
+    assert await worker.queue.are_waiting([("unreached", 1)]) == [True]

@@ -19,7 +19,7 @@ from worker.io.local_jobs.jobs import LocalJobs
 from worker.io.relay import links
 from worker.io.relay.frames import next_frame
 from worker.io.relay.link_settings import LinkSettings
-from worker.io.relay.links import RouterLinks
+from worker.io.relay.router_links import RouterLinks
 
 
 class Router(relay_pb2_grpc.RelayServiceServicer):

@@ -16,7 +16,7 @@ from worker.engine_api import FinishKind, Output
 from worker.io.local_jobs.choice import LocalChoice
 from worker.io.local_jobs.jobs import LocalJobs
 from worker.io.relay.link_settings import LinkSettings
-from worker.io.relay.links import RouterLinks
+from worker.io.relay.router_links import RouterLinks
 
 # Seconds: so many that a test which waits for the interval fails by its own timeout.
 NEVER_S = 3600.0
