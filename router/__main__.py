@@ -9,6 +9,7 @@ import uvloop
 
 from broker.connection import RedisUnreachableError
 from router.app import run
+from router.dispatch.advertised import AdvertisedAddressError
 from router.settings import Settings
 from rpc.server import PortInUse
 from rpc.settings import SettingsError, read_settings
@@ -22,7 +23,7 @@ def main() -> int:
         settings = read_settings(Settings, "router", sys.argv[1:], os.environ)
         set_up_logging("router", settings.log_format, settings.log_level)
         uvloop.run(run(settings))
-    except (SettingsError, PortInUse, MetricsPortError, RedisUnreachableError) as error:
+    except (SettingsError, PortInUse, MetricsPortError, RedisUnreachableError, AdvertisedAddressError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0

@@ -18,6 +18,7 @@ from router.api.service import InferenceService
 from router.catalog.models import LOOK_S, Models
 from router.catalog.placement import Placer
 from router.catalog.store_client import StoreClient
+from router.dispatch.advertised import check_advertised
 from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.reach import RelayReach
 from router.dispatch.relay import RelayService
@@ -41,7 +42,10 @@ HAND_OVER_S = 1.0
 
 
 async def run(settings: Settings) -> None:
-    """Serve until SIGTERM or SIGINT. Raises PortInUse or RedisUnreachableError before it serves."""
+    """Serve until SIGTERM or SIGINT.
+
+    Raises PortInUse, RedisUnreachableError or AdvertisedAddressError before it serves.
+    """
     stop = stop_signal()
     metrics, spans = RouterMetrics(), set_up_tracing("router", os.environ)
     metrics_server = serve_metrics(metrics, settings.host, settings.metrics_port)
@@ -83,6 +87,7 @@ async def run(settings: Settings) -> None:
         port = public.bind(settings.host, settings.port)
         await relay.start()
         await public.start()
+        await unless_stopped(stop, check_advertised(settings.relay_name, relay_port, relay_service.router_id))
         print(f"ready router={settings.host}:{port}{metrics.ready_word}", flush=True)
         following = asyncio.create_task(_follow(public, models, dispatcher, reach, metrics, generation))
         await asyncio.wait({following, asyncio.create_task(stop.wait())}, return_when=asyncio.FIRST_COMPLETED)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 import time
 from collections.abc import AsyncIterator
 from typing import Any
@@ -58,22 +59,28 @@ class WorkerLink:
             yield message
 
 
-class RelayService(relay_pb2_grpc.RelayServiceServicer):
+class RelayService(relay_pb2_grpc.RelayServiceServicer, relay_pb2_grpc.IdentityServiceServicer):
     """Turns the workers' messages into calls of the dispatcher."""
 
     def __init__(self, dispatcher: Dispatcher, metrics: RouterMetrics | None = None) -> None:
+        self.router_id = secrets.token_hex(16)
         self._dispatcher = dispatcher
         self._metrics = metrics or RouterMetrics()
         self._links: set[WorkerLink] = set()
 
     def add_to(self, server: Server) -> None:
-        """Serve the relay."""
+        """Serve the relay, and the router's id."""
         relay_pb2_grpc.add_RelayServiceServicer_to_server(self, server.grpc)
+        relay_pb2_grpc.add_IdentityServiceServicer_to_server(self, server.grpc)
 
     def close(self) -> None:
         """End every stream, after the messages that are still to be sent."""
         for link in self._links:
             link.close()
+
+    async def Identify(self, request: pb.IdentifyRequest, context: object) -> pb.IdentifyResponse:
+        """Tell which router answers here."""
+        return pb.IdentifyResponse(router_id=self.router_id)
 
     async def Connect(
         self, request_iterator: AsyncIterator[pb.ConnectRequest], context: grpc.aio.ServicerContext[Any, Any]

@@ -14,3 +14,10 @@ def test_weights_are_read_or_refused_by_name() -> None:
             Settings(store="s", redis_url="r", tenant_weights=bad)
     with pytest.raises(ValueError, match="--tenant-waiting-limit 0: at least 1"):
         Settings(store="s", redis_url="r", tenant_waiting_limit=0)
+
+
+@pytest.mark.parametrize("advertised", ["0.0.0.0", "router:50053", "10.0.0.1:50053", "::1"])
+def test_an_address_that_no_worker_could_call_is_refused(advertised: str) -> None:
+    with pytest.raises(ValueError, match="--relay-advertise"):
+        Settings(store="s", redis_url="r", relay_advertise=advertised)
+    Settings(store="s", redis_url="r", relay_advertise="[::1]")
