@@ -90,9 +90,7 @@ async def run(settings: Settings) -> None:
         await unless_stopped(stop, check_advertised(settings.relay_name, relay_port, relay_service.router_id))
         print(f"ready router={settings.host}:{port}{metrics.ready_word}", flush=True)
         following = asyncio.create_task(_follow(public, models, dispatcher, reach, metrics, generation))
-        await asyncio.wait({following, asyncio.create_task(stop.wait())}, return_when=asyncio.FIRST_COMPLETED)
-        if following.done():
-            following.result()  # it never returns: this raises what ended it, and the process fails
+        await _run_until(stop, following)
     finally:
         # First the streams, which may end or be recovered until then; then the relay, which they need; then the rest.
         await _drain(public, generation, settings.drain_s)
@@ -114,6 +112,13 @@ def _public_server(settings: Settings, telemetry: RequestTelemetry) -> Server:
     meter = CallMeter(*telemetry.metrics.calls, ("Generate", "Resume"))
     open_calls = OpenCalls(settings.open_calls_limit, settings.open_bytes_limit, telemetry.refused)
     return Server(interceptors=[meter, open_calls])
+
+
+async def _run_until(stop: asyncio.Event, following: asyncio.Task[None]) -> None:
+    """Return when the router is told to stop. Raises what ended `following`, which never returns."""
+    await asyncio.wait({following, asyncio.create_task(stop.wait())}, return_when=asyncio.FIRST_COMPLETED)
+    if following.done():
+        following.result()
 
 
 async def _drain(public: Server, generation: Generation | None, drain_s: float) -> None:
