@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import pytest
 from loraplex.inference.v1 import inference_pb2
@@ -80,8 +80,12 @@ def test_everything_finds_its_field() -> None:
 
 
 def test_every_option_reaches_the_wire() -> None:
-    for name in set(GenerateOptions.__annotations__) - {"token_ids", "messages"}:
-        value: Any = EVERYTHING.get(name) or ["x"] if name == "choices" else EVERYTHING.get(name, "x")
+    of_type = {int: 3, float: 0.5, str: "x"}
+    for name, hint in get_type_hints(GenerateOptions).items():
+        if name in {"token_ids", "messages"}:
+            continue
+        example = next((of_type[kind] for kind in get_args(hint) if kind in of_type), ["x"])
+        value: Any = EVERYTHING.get(name, example)
         options: Any = {name: value}
         assert generate_request("p", options).spec != generate_request("p", {}).spec, name
 
