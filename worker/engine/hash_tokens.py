@@ -5,10 +5,16 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections.abc import Collection, Iterable
+from dataclasses import fields
 from typing import Protocol
 
 from artifacts.hash_model import HashModel, parse_hash_model
 from worker.engine_api import Sampling, Stopping, TokenLogprobs
+
+# Numbers of a request that change the logits, and all others, which only choose among them; new fields are among these.
+_ADJUSTING = ("repetition_penalty", "frequency_penalty", "presence_penalty")
+_DRAWING = tuple(declared.name for declared in fields(Sampling) if declared.name not in {*_ADJUSTING, "logit_bias"})
+_FLOATS = frozenset(declared.name for declared in fields(Sampling) if declared.type == "float")
 
 
 class Hash(Protocol):
@@ -55,18 +61,19 @@ def hash_root(model: HashModel, adapter_digest: str, sampling: Sampling, choice:
     """
     root = f"{model.seed}|{adapter_digest}|{choice}|"
     if sampling.temperature:
-        limits = _wired(sampling.temperature, sampling.top_p, sampling.min_p, sampling.typical_p)
-        root += f"{limits}|{sampling.top_k}|{sampling.seed}|"
+        root += f"{_values(sampling, _DRAWING)}|"
     if sampling.adjusts_logits:
-        penalties = _wired(sampling.repetition_penalty, sampling.frequency_penalty, sampling.presence_penalty)
-        bias = [(token, *_wired(value)) for token, value in sampling.logit_bias]
-        root += f"{penalties}|{bias}|"
+        root += f"{_values(sampling, _ADJUSTING)}|{[(token, _wired(value)) for token, value in sampling.logit_bias]}|"
     return hashlib.blake2b(root.encode(), digest_size=8)
 
 
-def _wired(*floats: float) -> list[float]:
-    """Round floats to the 32 bits that they had on the wire."""
-    return array("f", floats).tolist()
+def _values(sampling: Sampling, names: Iterable[str]) -> list[float]:
+    return [_wired(getattr(sampling, name)) if name in _FLOATS else getattr(sampling, name) for name in names]
+
+
+def _wired(value: float) -> float:
+    """Round a float to the 32 bits that it had on the wire."""
+    return array("f", [value])[0]
 
 
 def next_token(model: HashModel, state: Hash, answered: int, banned: Collection[int]) -> int:

@@ -12,6 +12,8 @@ class TierStats:
     # Adapters that came into a slot, and those that had to leave theirs for another, since the start.
     loads: int
     swaps: int
+    # Adapters that could not be read, copied or put into a slot, since the start.
+    load_failures: int
     # Adapters that are being read from disk now.
     loading: int
     host_bytes: int

@@ -153,6 +153,7 @@ _REPORTED = (
         counts=True,
     ),
     _stat("adapter_loads", "Adapters that came into a slot.", lambda stats: stats.tiers.loads, counts=True),
+    _stat("adapter_load_failures", "Adapters that failed to load.", lambda s: s.tiers.load_failures, counts=True),
     _stat("adapter_swaps", "Adapters that left their slot for another.", lambda stats: stats.tiers.swaps, counts=True),
     _stat("engine_steps", "Steps of the engine.", lambda stats: stats.steps, counts=True),
     _stat("engine_computed_tokens", "Tokens computed, prompts' too.", lambda stats: stats.computed_tokens, counts=True),

@@ -54,6 +54,7 @@ class AdapterCache(Generic[P]):
         self._transfers = Transfers(memory, loads)
         # What the next poll returns.
         self._arrived: list[str] = []
+        self._load_failures = 0
         self._failed: list[tuple[str, Exception]] = []
 
     def request(self, source: AdapterSource) -> None:
@@ -127,7 +128,8 @@ class AdapterCache(Generic[P]):
     @property
     def tiers(self) -> TierStats:
         """Return what the tiers hold now."""
-        return TierStats(self._slots.loads, self._slots.swaps, len(self._loading), self._host.bytes, self._slots.bytes)
+        slots, host, loading = self._slots, self._host, len(self._loading)
+        return TierStats(slots.loads, slots.swaps, self._load_failures, loading, host.bytes, slots.bytes)
 
     def check(self, pins: Mapping[str, int]) -> None:
         """Raise AdapterIntegrityError unless tiers, slots, requests and demand agree, and exactly `pins` are held."""
@@ -193,7 +195,11 @@ class AdapterCache(Generic[P]):
             self._slots.draining.pop(digest, None)
             self._arrived.append(digest)
         else:
-            self._failed.append((digest, result))
+            self._fail(digest, result)
+
+    def _fail(self, digest: str, error: Exception) -> None:
+        self._failed.append((digest, error))
+        self._load_failures += 1
 
     def _lacking(self) -> list[str]:
         """Return the adapters that lack only a slot, the most urgent first."""
@@ -229,7 +235,7 @@ class AdapterCache(Generic[P]):
                 self._memory.install(prepared, slot)
         except Exception as error:  # any: it belongs to this adapter alone
             self._slots.return_slot(slot)
-            self._failed.append((digest, error))
+            self._fail(digest, error)
         else:
             self._slots.occupy(digest, slot, self._memory.size(prepared))
             self._arrived.append(digest)

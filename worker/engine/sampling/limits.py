@@ -14,6 +14,11 @@ from worker.engine_api import Sampling
 _OFF = float("-inf")
 
 
+def limits_likeliest(sampling: Sampling) -> bool:
+    """Tell whether `smallest_kept` cuts any token of a row."""
+    return bool(sampling.top_k or sampling.top_p < 1 or sampling.min_p)
+
+
 def smallest_kept(scores: Tensor, values: Tensor, samplings: Sequence[Sampling]) -> tuple[Tensor, Tensor]:
     """Return the smallest score that top_k, top_p and min_p keep [rows, 1], and whether `values` suffice [rows].
 

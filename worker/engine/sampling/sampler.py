@@ -16,7 +16,7 @@ from torch import Tensor
 
 from worker.engine.device.transfer import upload
 from worker.engine.sampling.adjustments import Adjustments, adjust_logits
-from worker.engine.sampling.limits import mask_atypical, smallest_kept
+from worker.engine.sampling.limits import limits_likeliest, mask_atypical, smallest_kept
 from worker.engine.sampling.noise import gumbel_noise, row_key
 from worker.engine_api import Sampling
 
@@ -107,7 +107,7 @@ def _sample_random(scores: Tensor, draws: Sequence[Draw], wait: bool) -> Tensor:
 
 def _look(sampling: Sampling, vocab: int) -> _Look:
     """Return what to sort for a row; must not depend on other rows, or its result might."""
-    likely = bool(sampling.top_k or sampling.top_p < 1 or sampling.min_p)
+    likely = limits_likeliest(sampling)
     if sampling.typical_p < 1:
         return _Look(min(_LIKELY, vocab), likely, typical=True)
     if 0 < sampling.top_k <= _FEW // 2:

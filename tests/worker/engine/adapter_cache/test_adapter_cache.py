@@ -271,6 +271,7 @@ def test_a_failed_load_frees_its_place(room: Room) -> None:
         room.waiting.leave(sequence)
     room.run("a")
     assert (room.cache.tiers.loading, room.cache.tiers.host_bytes) == (0, 1)
+    assert (room.cache.tiers.loads, room.cache.tiers.load_failures) == (1, 1)
 
 
 def test_a_failed_install_frees_its_slot(make_room: Callable[..., Room], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -285,6 +286,7 @@ def test_a_failed_install_frees_its_slot(make_room: Callable[..., Room], monkeyp
         patch.setattr(room.loads, "install", install)
         assert room.poll() == ()
     assert len(room.waiting) == 0
+    assert room.cache.tiers.load_failures == 1
     room.run("b")
     assert room.cache.resident == ("b",)
 
