@@ -15,7 +15,7 @@ from pathlib import Path
 from bench.report import progress
 from bench.tables import rewrite
 
-NAMES = ("engine", "lora_layer", "adapters", "interference", "fairness", "relay")
+NAMES = ("engine", "lora_layer", "adapters", "interference", "fairness", "relay", "overload")
 # Benchmarks that write their own pages.
 _OTHERS = ("scaling",)
 _PAGE = Path(__file__).parents[1] / "docs" / "benchmarks.md"

@@ -64,8 +64,9 @@ class ClusterSettings:
     redis_url: str = ""
     # Directory of logs, adapters and caches; None for a temporary one.
     data_dir: Path | None = None
-    # Flags of every worker, after the launcher's own.
+    # Flags of every worker and of every router, after the launcher's own.
     worker_flags: tuple[str, ...] = ()
+    router_flags: tuple[str, ...] = ()
 
 
 class LocalCluster:
@@ -167,7 +168,8 @@ class LocalCluster:
         ports = [settings.port] + [0] * (settings.routers - 1)
         names = [f"router-{number}" for number in range(1, settings.routers + 1)]
         for name, port in zip(names, ports, strict=True):
-            await self._spawn_service(name, [*self._listen(port), "--store", self.store])
+            flags = [*self._listen(port), "--store", self.store, *settings.router_flags]
+            await self._spawn_service(name, flags)
         for _ in range(settings.workers):
             await self.start_worker()
         await self.processes["store"].wait_ready()
