@@ -25,6 +25,7 @@ REQUESTS ?= 10000
 KILLS ?= 200
 SEED ?= 1
 OVERLAP ?=
+KINDS ?=
 JSON ?=
 CANCELS ?= 100000
 SWAPS ?= 10000
@@ -34,7 +35,8 @@ help: ## Print this list
 	@echo
 	@echo "  make run takes MODEL=DIR ADAPTERS=DIR WORKERS=$(WORKERS) DEVICE=$(DEVICE) DTYPE=$(DTYPE) PORT=$(PORT)"
 	@echo "  STORE_PORT=$(STORE_PORT), and ONCE=1 to exit after the answers"
-	@echo "  make chaos takes REQUESTS=$(REQUESTS) KILLS=$(KILLS) SEED=$(SEED) JSON=FILE, and OVERLAP=1 for several faults at once;"
+	@echo "  make chaos takes REQUESTS=$(REQUESTS) KILLS=$(KILLS) SEED=$(SEED) JSON=FILE, KINDS=burst,queue_full"
+	@echo "  for these faults alone, and OVERLAP=1 for several at once;"
 	@echo "  make cancels takes CANCELS=$(CANCELS), make swaps SWAPS=$(SWAPS)"
 
 setup: $(STAMP) ## Install into .venv and generate the stubs; does nothing if both are up to date
@@ -66,7 +68,7 @@ test: $(STAMP) ## Run every test
 
 chaos: $(STAMP) ## Kill, stop and cut off every part under load; check every token
 	$(BIN)/python -m tests.chaos --requests $(REQUESTS) --kills $(KILLS) --seed $(SEED) \
-		$(if $(OVERLAP),--overlap) $(if $(JSON),--json "$(JSON)")
+		$(if $(OVERLAP),--overlap) $(if $(KINDS),--kinds "$(KINDS)") $(if $(JSON),--json "$(JSON)")
 
 cancels: $(STAMP) ## Cancel CANCELS requests at random moments; nothing of them may be left
 	CANCELS=$(CANCELS) $(BIN)/pytest --timeout 3600 -o faulthandler_timeout=0 tests/e2e/test_cancels.py

@@ -9,18 +9,23 @@ import grpc
 
 from tests.chaos.cluster import ChaosCluster
 from tests.chaos.driver import Driver
+from tests.chaos.history import CrowdCall
 from tests.chaos.plan import PlannedFault
 from tests.chaos.processes import runs_under
 
 
 @dataclass
 class Strike:
-    """A fault that has happened: what it hit, and what proves it. `proof` may still be empty until it is mended."""
+    """A fault that has happened: what it hit, and what proves it. `proof` may still be empty until it is mended.
+
+    `calls` are those of its crowd.
+    """
 
     victim: str
     began: float
     hit: list[int]
     proof: str = ""
+    calls: list[CrowdCall] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -83,9 +88,10 @@ class Arena:
                     workers = {}
                 on: dict[str, list[int]] = {}
                 for job in await self.cluster.jobs():
-                    number = int(job.request_id.partition(".")[0])
-                    if job.worker_id and number in self.driver.streaming:
-                        on.setdefault(job.worker_id, []).append(number)
+                    # A crowd's requests have other ids than numbers.
+                    number = job.request_id.partition(".")[0]
+                    if job.worker_id and number.isdecimal() and int(number) in self.driver.streaming:
+                        on.setdefault(job.worker_id, []).append(int(number))
                 pids = {name: self.cluster.processes[name].pid for name in self.cluster.running_workers()}
                 # What a worker said of itself may be half a second old, and its engine another by now.
                 able = [n for n in on if n in pids and n in workers and runs_under(pids[n], workers[n].engine_pid)]

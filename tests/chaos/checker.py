@@ -7,70 +7,47 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from tests.chaos.history import Answer, Begun, Fault, Left, Line, Observation, Request
+from tests.chaos.history import Answer, Begun, CrowdCall, Fault, Left, Line, Observation, Request
 from tests.chaos.oracle import next_token, truth
+from tests.chaos.refusals import Doors, check_crowd, check_refusals
+from tests.chaos.verdict import Verdict
 
 
 @dataclass
-class Verdict:
-    """Counts of tokens, but `requests`, `completed` and `refused`, which count requests and calls.
+class _Records:
+    """The lines of a history, by what they tell of."""
 
-    `gaps`: by kind of fault the longest silence, in seconds, of each stream that such a fault hit.
-    """
+    begun: Begun | None = None
+    requests: dict[int, Observation] = field(default_factory=dict)
+    crowd: list[CrowdCall] = field(default_factory=list)
+    faults: list[Fault] = field(default_factory=list)
 
-    requests: int = 0
-    completed: int = 0
-    refused: int = 0
-    lost: int = 0
-    duplicated: int = 0
-    reordered: int = 0
-    wrong_adapter: int = 0
-    stale_attempt_delivered: int = 0
-    # Everything else that an answer differs in: text, reason, log probabilities, a token of nobody's.
-    other: int = 0
-    faults: Counter[str] = field(default_factory=Counter)
-    planned: dict[str, int] = field(default_factory=dict)
-    gaps: dict[str, list[float]] = field(default_factory=dict)
-    left: Left | None = None
-    findings: list[str] = field(default_factory=list)
-
-    @property
-    def not_fired(self) -> list[str]:
-        """Kinds of which fewer happened than were planned."""
-        return [kind for kind, count in self.planned.items() if self.faults[kind] < count]
-
-    @property
-    def leaks(self) -> int:
-        """Blocks, pins and keys that an idle cluster still held; at least 1 when nobody looked."""
-        return self.left.blocks + self.left.pins + len(self.left.redis_keys) if self.left else 1
-
-    @property
-    def holds(self) -> bool:
-        """Tell whether the promise was kept and every planned fault was tried."""
-        wrong = self.lost + self.duplicated + self.reordered + self.wrong_adapter + self.stale_attempt_delivered
-        whole = self.completed == self.requests > 0
-        return whole and not (wrong or self.other or self.leaks or self.not_fired or self.findings)
+    def read(self, lines: Iterable[Line], verdict: Verdict) -> Begun:
+        """Read a whole history; return its beginning."""
+        for line in lines:
+            match line:
+                case Begun():
+                    self.begun = line
+                case Observation():
+                    if line.request.number in self.requests:
+                        verdict.findings.append(f"request {line.request.number} has two outcomes")
+                    self.requests[line.request.number] = line
+                case CrowdCall():
+                    self.crowd.append(line)
+                case Fault():
+                    self.faults.append(line)
+                case Left():
+                    verdict.left = line
+        if self.begun is None:
+            raise ValueError("the history has no beginning")
+        return self.begun
 
 
 def check(lines: Iterable[Line]) -> Verdict:
     """Check a whole history; the first line is its Begun."""
-    verdict, begun = Verdict(), None
-    requests: dict[int, Observation] = {}
-    faults: list[Fault] = []
-    for line in lines:
-        match line:
-            case Begun():
-                begun = line
-            case Observation():
-                if line.request.number in requests:
-                    verdict.findings.append(f"request {line.request.number} has two outcomes")
-                requests[line.request.number] = line
-            case Fault():
-                faults.append(line)
-            case Left():
-                verdict.left = line
-    if begun is None:
-        raise ValueError("the history has no beginning")
+    verdict, records = Verdict(), _Records()
+    begun = records.read(lines, verdict)
+    requests, faults, doors = records.requests, records.faults, Doors(records.faults)
     verdict.planned = begun.planned
     verdict.requests = max(begun.requests, len(requests))
     for number in range(begun.requests):
@@ -80,11 +57,13 @@ def check(lines: Iterable[Line]) -> Verdict:
     for observation in requests.values():
         _check_request(verdict, begun.model, observation, digests)
     for fault in faults:
-        _check_fault(verdict, fault, requests)
+        _check_fault(verdict, fault, requests, doors)
+    check_crowd(verdict, records.crowd, doors)
+    check_refusals(verdict, requests.values(), () if begun.overlap else faults, doors)
     return verdict
 
 
-def _check_fault(verdict: Verdict, fault: Fault, requests: dict[int, Observation]) -> None:
+def _check_fault(verdict: Verdict, fault: Fault, requests: dict[int, Observation], doors: Doors) -> None:
     if fault.proof:
         verdict.faults[fault.kind] += 1
     if fault.error:
@@ -92,6 +71,9 @@ def _check_fault(verdict: Verdict, fault: Fault, requests: dict[int, Observation
     for number in fault.hit:
         if number in requests and requests[number].ended > fault.began:
             verdict.gaps.setdefault(fault.kind, []).append(_gap(requests[number], fault))
+            again = [call for call in requests[number].calls[1:] if fault.began < call.at <= fault.mended]
+            if again and not doors.broken(again[0].at, again[0].at):
+                verdict.findings.append(f"request {number}: fault {fault.number} ({fault.kind}) broke its call")
 
 
 def _gap(observation: Observation, fault: Fault) -> float:
@@ -103,7 +85,7 @@ def _gap(observation: Observation, fault: Fault) -> float:
 
 def _check_request(verdict: Verdict, model: str, observation: Observation, digests: Sequence[str]) -> None:
     request, number = observation.request, observation.request.number
-    verdict.refused += sum(observation.refused.values())
+    verdict.refused += len(observation.refused)
     verdict.completed += observation.completed
     if not observation.completed:
         verdict.findings.append(f"request {number} failed: {observation.error}")

@@ -23,7 +23,7 @@ from clients.cli.models import registered
 from deploy.local.cluster import ClusterSettings, LocalCluster
 from tests.chaos.history import Left, Revision
 from tests.chaos.links import Link
-from tests.chaos.plan import ADAPTERS, MODEL, TENANTS
+from tests.chaos.plan import ADAPTERS, MODEL, MODEL_NAME, TENANTS
 from tests.chaos.valkeys import Valkeys
 from tests.faulty_store import FaultyStore
 
@@ -33,6 +33,12 @@ WORKERS = 4
 ASK_S = 5.0
 # Few rows: every worker has work. The bytes of an adapter have to come while a store fault lasts.
 _WORKER_FLAGS = ("--rows", "12", "--fetch-silent-s", "5", "--drain-s", "0.5")
+# A queue that a crowd fills in a moment, and a router that soon drops a client that does not read.
+WAITING, TENANT_WAITING, CLIENT_STALL_S = 80, 40, 5.0
+_ROUTER_FLAGS = (
+    *("--waiting-limit", str(WAITING), "--tenant-waiting-limit", str(TENANT_WAITING)),
+    *("--client-stall-s", str(CLIENT_STALL_S)),
+)
 # Keys of a cell that are there without any job, by the word after the tag; the others must go, or expire.
 _LASTING = {"born", "routers", "workers", "worker", "arrivals", "floor", "idle", "pace", "wake", "dead", "commands"}
 
@@ -111,6 +117,15 @@ class ChaosCluster(LocalCluster):
         """Put an adapter into the store."""
         return await push_adapter(self.store, self.data_dir / "pushed", tenant, name)
 
+    async def start_worker_of(self, model: str, name: str, worker_id: str) -> None:
+        """Start a worker of another model, registered as `name`; returns when the first router lists it."""
+        flags = ["--model", model, "--model-name", name, "--cache-dir", str(self.data_dir / "cache" / worker_id)]
+        await self._spawn_service(worker_id, [*flags, "--store", self.store, *self.settings.worker_flags])
+        await self.unless_failed(self.processes[worker_id].wait_ready())
+        async with asyncio.timeout(ASK_S):
+            while worker_id not in await self.workers():  # noqa: ASYNC110 — another process's state has no event
+                await asyncio.sleep(0.05)
+
     async def left(self) -> Left:
         """Return what is held now."""
         return await what_is_left((await self.workers()).values(), self.valkeys.primary.client)
@@ -124,14 +139,14 @@ async def push_adapter(store: str, directory: Path, tenant: str, name: str) -> R
     (files / "adapter_config.json").write_text(json.dumps(config))
     (files / "adapter_model.safetensors").write_bytes(f"weights of {tenant} {name}".encode())
     async with AsyncStoreClient(store, tenant) as client:
-        return Revision(tenant, name, (await client.push(files, name)).revision.digest)
+        return Revision(tenant, name, (await client.push(files, name, base_model=MODEL_NAME)).revision.digest)
 
 
-async def register_model(store: str) -> None:
-    """Tell the store at this address of the model."""
+async def register_model(store: str, model: str = MODEL, name: str = MODEL_NAME) -> None:
+    """Register a model at the store at this address, in place of what has its name."""
     async with AsyncStoreClient(store, TENANTS[0]) as client:
-        base = read_base_model(MODEL)
-        await client.register_model(registered(base), base.files)
+        base = read_base_model(model, name)
+        await client.register_model(registered(base), base.files, replace=True)
 
 
 async def what_is_left(workers: Iterable[cluster_pb2.Worker], redis: Redis) -> Left:
@@ -173,6 +188,7 @@ async def chaos_cluster(directory: Path) -> AsyncIterator[tuple[ChaosCluster, li
             data_dir=directory,
             redis_url=f"unix://{valkeys.primary.socket}",
             worker_flags=("--store", store_address, *_WORKER_FLAGS),
+            router_flags=_ROUTER_FLAGS,
         )
         cluster = ChaosCluster(settings, valkeys, store)
         try:

@@ -11,8 +11,8 @@ from typing import Any
 from loraplex_client import LoraplexError, Piece, UnavailableError
 from loraplex_client.errors import DataLossError, ResourceExhaustedError
 
-from tests.chaos.history import Answer, History, Observation, Request, Revision
-from tests.chaos.plan import TENANTS, Plan, make_request
+from tests.chaos.history import Answer, History, Observation, Refusal, Request, Revision
+from tests.chaos.plan import MODEL_NAME, TENANTS, Plan, make_request
 from tests.chaos.tapped_client import TappedClient
 
 # A request that has no outcome after so long has lost its tokens.
@@ -113,14 +113,14 @@ class Driver:
             return self._next - 1
 
     async def _ask(self, client: TappedClient, request: Request) -> None:
-        observation = self.live[request.number] = Observation(request, [], [], {}, {}, 0.0)
+        observation = self.live[request.number] = Observation(request, [], [], {}, [], 0.0)
         until, turn = time.monotonic() + PATIENCE_S, 0
         while True:
             turn += 1
             refused = await self._attempt(client, observation, f"{request.number}.{turn}", until)
-            if not refused:
+            if refused is None:
                 break
-            observation.refused[refused] = observation.refused.get(refused, 0) + 1
+            observation.refused.append(refused)
             observation.calls.clear()
             await asyncio.sleep(RETRY_S)
         observation.ended = self.now
@@ -128,8 +128,10 @@ class Driver:
         self._history.append(observation)
         await self._notify()
 
-    async def _attempt(self, client: TappedClient, observation: Observation, request_id: str, until: float) -> str:
-        """Read one stream to its outcome, kept in `observation`. Return why it was refused, or nothing."""
+    async def _attempt(
+        self, client: TappedClient, observation: Observation, request_id: str, until: float
+    ) -> Refusal | None:
+        """Read one stream to its outcome, kept in `observation`; return how it was refused, if it was."""
         client.observations[request_id] = observation
         try:
             async with (
@@ -146,13 +148,13 @@ class Driver:
         except TimeoutError:
             observation.error = f"no outcome in {PATIENCE_S:g} s"
         except LoraplexError as error:
-            message = f"{type(error).__name__} {error.reason}: {error}"
             if isinstance(error, _REFUSALS) and not observation.deltas:
-                return message
-            observation.error = message
+                code = observation.calls[-1].error.partition(":")[0]
+                return Refusal(self.now, code, error.reason, getattr(error, "retry_after_s", None))
+            observation.error = f"{type(error).__name__} {error.reason}: {error}"
         finally:
             del client.observations[request_id]
-        return ""
+        return None
 
     async def _notify(self) -> None:
         async with self._changed:
@@ -161,6 +163,7 @@ class Driver:
 
 def _options(request: Request) -> dict[str, Any]:
     options: dict[str, Any] = {
+        "model": MODEL_NAME,
         "adapter_id": request.revision.name or None,
         "max_new_tokens": request.max_tokens,
         "n": request.n,

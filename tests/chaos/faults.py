@@ -8,6 +8,7 @@ import signal
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
+from tests.chaos import crowd_faults, redis_faults
 from tests.chaos.arena import Arena, Strike, Victim
 from tests.chaos.links import Link, Way
 from tests.chaos.plan import TENANTS, Kind, PlannedFault
@@ -85,17 +86,6 @@ async def _router_kill(arena: Arena, planned: PlannedFault) -> AsyncIterator[Str
     await arena.cluster.restart(name)
 
 
-def _redis(what: str) -> Striker:
-    @asynccontextmanager
-    async def strike(arena: Arena, planned: PlannedFault) -> AsyncIterator[Strike]:
-        valkeys = arena.cluster.valkeys
-        struck = Strike(await arena.take(["redis"], planned), arena.driver.now, arena.driver.streaming)
-        struck.proof = await getattr(valkeys, what)()
-        yield struck
-
-    return strike
-
-
 def _link(disturb: Callable[[Link, PlannedFault], int | None], lasts_s: float) -> Striker:
     """Disturb every link of a host, or one; `disturb` returns how many connections it broke, or None."""
 
@@ -148,6 +138,36 @@ def _delay(link: Link, planned: PlannedFault) -> None:
     link.delay(0.05 + 0.15 * planned.hold)
 
 
+@asynccontextmanager
+async def _relay_unreachable(arena: Arena, planned: PlannedFault) -> AsyncIterator[Strike]:
+    """Cut a worker off from the relay of one router, or of all; it reaches Redis and the store."""
+    victim = await arena.take_worker(planned)
+    link, store = arena.cluster.links[victim.name].grpc, arena.cluster.settings.worker_flags[1]
+    strike = Strike(victim.name, arena.driver.now, victim.streams)
+    relays = sorted(link.targets - {store})
+    cut = relays if planned.hold < 0.5 else relays[:1]
+    try:
+        strike.proof = _broken(sum(link.cut_target(relay) for relay in cut))
+        yield strike
+        await asyncio.sleep(4.0 + 3.0 * planned.hold)
+    finally:
+        link.heal()
+
+
+@asynccontextmanager
+async def _redis_unreachable(arena: Arena, planned: PlannedFault) -> AsyncIterator[Strike]:
+    """Cut a worker off from Redis for longer than its liveness key lasts; routers and store stay."""
+    victim = await arena.take_worker(planned)
+    link = arena.cluster.links[victim.name].redis
+    strike = Strike(victim.name, arena.driver.now, victim.streams)
+    try:
+        strike.proof = _broken(link.cut())
+        yield strike
+        await asyncio.sleep(4.0 + 4.0 * planned.hold)
+    finally:
+        link.heal()
+
+
 def _store(fault: StoreFault) -> Striker:
     """A new adapter, which no worker has, while the store is slow or sends other bytes; other streams go on."""
 
@@ -185,12 +205,23 @@ STRIKERS: dict[Kind, Striker] = {
     Kind.WORKER_HANG: _worker_hang,
     Kind.ENGINE_HANG: _engine_hang,
     Kind.ROUTER_KILL: _router_kill,
-    Kind.REDIS_RESTART: _redis("restart"),
-    Kind.REDIS_WIPE: _redis("wipe"),
-    Kind.REDIS_FAILOVER: _redis("failover"),
+    Kind.REDIS_RESTART: redis_faults.restart,
+    Kind.REDIS_WIPE: redis_faults.wipe,
+    Kind.REDIS_FAILOVER: redis_faults.failover,
     Kind.LINK_CUT: _link(lambda link, planned: link.cut(), 2.0),
     Kind.LINK_ONE_WAY: _link(_hold, 4.0),
     Kind.LINK_DELAY: _link(_delay, 2.0),
     Kind.STORE_SLOW: _store(StoreFault.GATED),
     Kind.STORE_LIES: _store(StoreFault.GARBLED),
+    Kind.RELAY_UNREACHABLE: _relay_unreachable,
+    Kind.REDIS_UNREACHABLE: _redis_unreachable,
+    Kind.REDIS_FULL: redis_faults.full,
+    Kind.KEYS_LOST: redis_faults.keys_lost,
+    Kind.QUEUE_FULL: crowd_faults.queue_full,
+    Kind.GREEDY_TENANTS: crowd_faults.greedy_tenants,
+    Kind.BURST: crowd_faults.burst,
+    Kind.OVERSIZE: crowd_faults.oversize,
+    Kind.SLOW_READER: crowd_faults.slow_reader,
+    Kind.BASE_REPLACED: crowd_faults.base_replaced,
+    Kind.ROUTER_KILL_FULL: crowd_faults.router_kill_full,
 }

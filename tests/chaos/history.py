@@ -77,6 +77,16 @@ class Answer(msgspec.Struct):
     likeliest: list[int] | None = None
 
 
+class Refusal(msgspec.Struct, frozen=True):
+    """A call that ended with an error before anything came; `reason` is the ErrorInfo's, empty without one."""
+
+    at: float
+    code: str
+    reason: str
+    # The server's RetryInfo, in seconds.
+    retry_s: float | None = None
+
+
 class Observation(msgspec.Struct, tag=True):
     """A client's view of one request, from its first call to its outcome: completed, or the error."""
 
@@ -84,13 +94,35 @@ class Observation(msgspec.Struct, tag=True):
     calls: list[Call]
     deltas: list[Delta]
     answers: dict[int, Answer]
-    # Calls that were answered with an error before anything came, and were made again.
-    refused: dict[str, int]
+    # Calls that were refused and made again.
+    refused: list[Refusal]
     ended: float
     completed: bool = False
     error: str = ""
     continuations: int = 0
     revision: str = ""
+
+
+class CrowdCall(msgspec.Struct, frozen=True, tag=True):
+    """A call of a crowd: made once over plain gRPC, never repeated or resumed.
+
+    `router` is the name of the router that it went to. `code` is the status, `ends` counts the Summary messages.
+    """
+
+    fault: int
+    request: Request
+    # Specs of the models any of which may have answered; none: the request must be refused.
+    models: tuple[str, ...]
+    router: str
+    began: float
+    ended: float
+    code: str
+    reason: str = ""
+    retry_s: float | None = None
+    token_ids: tuple[int, ...] = ()
+    ends: int = 0
+    # Whether a stream that has begun may end with an error, where that has a reason.
+    may_break: bool = False
 
 
 class Fault(msgspec.Struct, tag=True):
@@ -116,7 +148,7 @@ class Left(msgspec.Struct, frozen=True, tag=True):
     redis_keys: list[str]
 
 
-Line = Begun | Observation | Fault | Left
+Line = Begun | Observation | CrowdCall | Fault | Left
 _decoder = msgspec.json.Decoder(Line)
 
 

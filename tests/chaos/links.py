@@ -28,11 +28,14 @@ class Link:
         # Pieces that were held up or delayed, so far.
         self.disturbed = 0
         self._refuses = False
+        # Targets to which no connection is made.
+        self._refused: set[str] = set()
         self._delay_s = 0.0
         self._open = {way: asyncio.Event() for way in Way}
         for gate in self._open.values():
             gate.set()
-        self._writers: set[asyncio.StreamWriter] = set()
+        # Both ends of each connection, with its target.
+        self._writers: dict[asyncio.StreamWriter, str] = {}
         self._connections: set[asyncio.Task[None]] = set()
 
     async def start(self) -> Self:
@@ -61,9 +64,23 @@ class Link:
             writer.transport.abort()
         return count
 
+    @property
+    def targets(self) -> set[str]:
+        """Return the targets of the open connections."""
+        return set(self._writers.values())
+
+    def cut_target(self, target: str) -> int:
+        """Break the connections to one target and refuse new ones until `heal`; how many were broken."""
+        self._refused.add(target)
+        broken = [writer for writer, to in self._writers.items() if to == target]
+        for writer in broken:
+            writer.transport.abort()
+        return len(broken) // 2
+
     def heal(self) -> None:
         """Let everything pass again, also what was held up."""
         self._refuses = False
+        self._refused.clear()
         self._delay_s = 0.0
         for gate in self._open.values():
             gate.set()
@@ -90,26 +107,26 @@ class Link:
     async def _join(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         if self._refuses:
             return
-        async with self._connected(reader, writer) as (other_reader, other_writer):
-            if self._refuses:
+        target = self.target or await _named_target(reader)
+        if target in self._refused:
+            return
+        async with self._connected(target, writer) as (other_reader, other_writer):
+            if self._refuses or target in self._refused:
                 return
-            ends = {writer, other_writer}
+            ends = {writer: target, other_writer: target}
             self._writers |= ends
             try:
                 await asyncio.gather(
                     self._copy(reader, other_writer, Way.UP), self._copy(other_reader, writer, Way.DOWN)
                 )
             finally:
-                self._writers -= ends
+                for end in ends:
+                    del self._writers[end]
 
     @asynccontextmanager
     async def _connected(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+        self, target: str, writer: asyncio.StreamWriter
     ) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
-        target = self.target
-        if target is None:
-            head = await reader.readuntil(b"\r\n\r\n")
-            target = head.split()[1].decode()
         if "/" in target:
             other_reader, other_writer = await asyncio.open_unix_connection(target)
         else:
@@ -134,3 +151,9 @@ class Link:
                 writer.write(data)
                 await writer.drain()
         writer.transport.abort()
+
+
+async def _named_target(reader: asyncio.StreamReader) -> str:
+    """Return the target that a caller names with HTTP CONNECT."""
+    head = await reader.readuntil(b"\r\n\r\n")
+    return head.split()[1].decode()

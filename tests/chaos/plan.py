@@ -13,6 +13,8 @@ from tests.chaos.history import Request, Revision
 from tests.chaos.oracle import text_of, truth
 
 MODEL = "hash:?vocab=32000&seed=1&step_ms=5"
+# The name under which it is registered.
+MODEL_NAME = "hash"
 TENANTS = ("acme", "globex")
 ADAPTERS = ("a", "b", "c")
 
@@ -33,7 +35,27 @@ class Kind(StrEnum):
     LINK_DELAY = "link_delay"
     STORE_SLOW = "store_slow"
     STORE_LIES = "store_lies"
+    # Between one worker and the relay of a router, or of all routers; the worker reaches Redis.
+    RELAY_UNREACHABLE = "relay_unreachable"
+    # Between one worker and Redis alone, for longer than its liveness key lasts.
+    REDIS_UNREACHABLE = "redis_unreachable"
+    REDIS_FULL = "redis_full"
+    KEYS_LOST = "keys_lost"
+    QUEUE_FULL = "queue_full"
+    GREEDY_TENANTS = "greedy_tenants"
+    BURST = "burst"
+    OVERSIZE = "oversize"
+    SLOW_READER = "slow_reader"
+    BASE_REPLACED = "base_replaced"
+    # A router that dies while the queue is full.
+    ROUTER_KILL_FULL = "router_kill_full"
 
+
+# Faults that the cluster does not survive yet: drawn only when they are named.
+PENDING = frozenset({Kind.KEYS_LOST, Kind.QUEUE_FULL, Kind.GREEDY_TENANTS, Kind.BASE_REPLACED})
+
+# Faults in which no tenant within its share of the queue may be refused.
+FAIR_KINDS = frozenset({Kind.QUEUE_FULL, Kind.GREEDY_TENANTS})
 
 # So often each comes in a round of a long schedule.
 _OFTEN = {Kind.WORKER_KILL: 3, Kind.ENGINE_KILL: 3, Kind.WORKER_HANG: 2, Kind.ROUTER_KILL: 2}
@@ -68,11 +90,11 @@ class Plan:
 
 
 def make_plan(requests: int, faults: int, seed: int, *, overlap: bool = False, kinds: Sequence[Kind] = ()) -> Plan:
-    """The plan of a seed. With `kinds` only these, each as often as the others."""
+    """The plan of a seed. With `kinds` only these, each as often as the others; without, all but the pending ones."""
     rng = random.Random(f"faults {seed}")
     schedule: list[Kind] = []
-    first = list(kinds or Kind)
-    later = list(kinds) or [kind for kind in Kind for _ in range(_OFTEN.get(kind, 1))]
+    first = list(kinds) or [kind for kind in Kind if kind not in PENDING]
+    later = list(kinds) or [kind for kind in first for _ in range(_OFTEN.get(kind, 1))]
     while len(schedule) < faults:
         kinds_of_round = later if len(schedule) >= len(first) else first
         schedule += rng.sample(kinds_of_round, len(kinds_of_round))

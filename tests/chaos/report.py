@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.chaos.checker import Verdict
+from tests.chaos.verdict import Verdict
 
 # The longest p99 of the silence of a stream that such a fault hit, in ms, where faults come one at a time.
 AIMS_MS = {"worker_kill": 1_000, "engine_kill": 1_000, "worker_hang": 4_000, "engine_hang": 4_000}
@@ -22,6 +22,8 @@ def as_json(verdict: Verdict) -> dict[str, Any]:
     left = verdict.left
     return {
         **{name: getattr(verdict, name) for name in (*_COUNTS, "stale_attempt_delivered")},
+        "crowd": dict(verdict.crowd),
+        "refusals": dict(verdict.refusals.most_common()),
         "faults": {kind: verdict.faults[kind] for kind in verdict.planned},
         "token_gap_ms": {kind: _gap(verdict.gaps[kind]) for kind in verdict.planned if verdict.gaps.get(kind)},
         "leaked": {
@@ -50,11 +52,15 @@ def as_lines(verdict: Verdict) -> list[str]:
     """Return the lines that the command prints."""
     values = as_json(verdict)
     lines = [", ".join(f"{values[name]} {name.replace('_', ' ')}" for name in (*_COUNTS, "stale_attempt_delivered"))]
-    lines.append(f"{'fault':<16}{'planned':>8}{'fired':>8}{'hit':>8}{'gap p50 ms':>12}{'gap p99 ms':>12}")
+    lines.append(f"{'fault':<18}{'planned':>8}{'fired':>8}{'hit':>8}{'gap p50 ms':>12}{'gap p99 ms':>12}")
     for kind, planned in verdict.planned.items():
+        if not planned:
+            continue
         gap = values["token_gap_ms"].get(kind)
         shown = f"{gap['p50']:>12.0f}{gap['p99']:>12.0f}" if gap else ""
-        lines.append(f"{kind:<16}{planned:>8}{verdict.faults[kind]:>8}{len(verdict.gaps.get(kind, ())):>8}{shown}")
+        lines.append(f"{kind:<18}{planned:>8}{verdict.faults[kind]:>8}{len(verdict.gaps.get(kind, ())):>8}{shown}")
+    lines.append("crowds: " + (", ".join(f"{count} calls {how}" for how, count in verdict.crowd.items()) or "none"))
+    lines += [f"refused: {count:>8} {how}" for how, count in verdict.refusals.most_common()]
     lines.append("left when idle: " + ", ".join(f"{count} {name}" for name, count in values["leaked"].items()))
     lines += [f"WRONG: {finding}" for finding in verdict.findings[:50]]
     lines += [f"WRONG: {kind} was planned more often than it happened" for kind in verdict.not_fired]

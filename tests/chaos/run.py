@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 
 from tests.chaos.arena import Arena
 from tests.chaos.cluster import WORKERS, ChaosCluster, chaos_cluster
 from tests.chaos.driver import Driver
 from tests.chaos.faults import STRIKERS
-from tests.chaos.history import Begun, Fault, History, Left
+from tests.chaos.history import Begun, CrowdCall, Fault, History, Left
 from tests.chaos.plan import MODEL, Plan, PlannedFault
 
 log = logging.getLogger(__name__)
@@ -45,7 +46,10 @@ async def _strike_all(plan: Plan, arena: Arena, history: History) -> None:
 
     async def strike(planned: PlannedFault) -> None:
         try:
-            history.append(await _strike(arena, planned, alone=not plan.overlap))
+            fault, calls = await _strike(arena, planned, alone=not plan.overlap)
+            history.append(fault)
+            for call in calls:
+                history.append(call)
         finally:
             room.release()
 
@@ -62,14 +66,15 @@ async def _strike_all(plan: Plan, arena: Arena, history: History) -> None:
     await arena.driver.finish()
 
 
-async def _strike(arena: Arena, planned: PlannedFault, *, alone: bool) -> Fault:
-    """Carry out a fault, from its beginning to the cluster's recovery."""
+async def _strike(arena: Arena, planned: PlannedFault, *, alone: bool) -> tuple[Fault, Sequence[CrowdCall]]:
+    """Carry out a fault, from its beginning to the cluster's recovery; return it with the calls of its crowd."""
+    calls: Sequence[CrowdCall] = ()
     fault = Fault(planned.number, planned.kind.value, "", 0.0, 0.0, [])
     try:
         async with STRIKERS[planned.kind](arena, planned) as strike:
             pass  # until it has been mended
         fault.victim, fault.began, fault.hit, fault.proof = strike.victim, strike.began, strike.hit, strike.proof
-        fault.mended = arena.driver.now
+        fault.mended, calls = arena.driver.now, strike.calls
         async with asyncio.timeout(RECOVERY_S):
             await arena.driver.until_moved(fault.hit)
             if alone:
@@ -82,7 +87,7 @@ async def _strike(arena: Arena, planned: PlannedFault, *, alone: bool) -> Fault:
     finally:
         arena.release(planned)
     log.info("%s of %s: %s %s", fault.kind, fault.victim, fault.proof, fault.error)
-    return fault
+    return fault, calls
 
 
 async def _whole(cluster: ChaosCluster) -> None:

@@ -14,7 +14,7 @@ from tests.chaos.report import as_json, as_lines
 from tests.chaos.run import run
 
 # One of each family that is quick to mend; the long run has them all.
-SHORT = (Kind.WORKER_KILL, Kind.ENGINE_KILL, Kind.ROUTER_KILL, Kind.REDIS_WIPE, Kind.REDIS_FAILOVER, Kind.LINK_CUT)
+SHORT = (Kind.WORKER_KILL, Kind.ENGINE_KILL, Kind.ROUTER_KILL_FULL, Kind.REDIS_WIPE, Kind.REDIS_FULL, Kind.LINK_CUT)
 
 
 # Failed once: tests/e2e/test_adapter_faults.py has what it found (an answer that has begun), made small.

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import signal
 import socket
 import tempfile
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Self
 
 from redis.asyncio import Redis
-from redis.exceptions import ResponseError
+from redis.exceptions import OutOfMemoryError, ResponseError
 
 from broker.connection import connect
 from deploy.local import valkey
@@ -113,6 +116,28 @@ class Valkeys:
         self._replication.heal()
         await self._replicate()
         return await self._proof(proof, kept=1)
+
+    @asynccontextmanager
+    async def full(self) -> AsyncIterator[str]:
+        """Leave the primary no memory while the context is open; yield the proof that it refuses writes."""
+        client = self.primary.client
+        await client.config_set("maxmemory", 1)
+        try:
+            await client.set(EARLIER, 1)
+        except OutOfMemoryError as error:
+            proof = f"{self.primary.directory.name}: {error}"
+        else:
+            proof = ""
+        try:
+            yield proof
+        finally:
+            await client.config_set("maxmemory", 0)
+
+    async def lose_keys(self, seed: str) -> int:
+        """Delete about half of the project's keys; how many were deleted."""
+        client, rng = self.primary.client, random.Random(seed)
+        keys = sorted([key async for key in client.scan_iter("lp:*", count=1000)])
+        return int(await client.delete(*chosen)) if (chosen := [key for key in keys if rng.random() < 0.5]) else 0
 
     async def _save(self) -> None:
         """Write all to the disk, which it refuses while it does so for a new replica."""

@@ -1,0 +1,183 @@
+"""A crowd: many callers over plain gRPC, whose calls are made once. What comes of each is kept for the checker."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+
+import grpc
+from loraplex.inference.v1 import inference_pb2 as pb
+from loraplex.inference.v1 import inference_pb2_grpc
+from loraplex_client.connection import TENANT_KEY
+from loraplex_client.errors import error_of
+
+from rpc.server import channel_options
+from tests.chaos.arena import Arena
+from tests.chaos.history import CrowdCall, Request, Revision
+from tests.chaos.plan import MODEL, MODEL_NAME, PlannedFault
+
+# Timeout of a call in seconds; one that has not ended by then has no outcome.
+CALL_S = 40.0
+# Seconds that a caller waits after a refusal without RetryInfo.
+_PAUSE_S = 0.3
+# Interval in seconds of new requests of the other tenants, while there is a crowd.
+_BESIDE_S = 0.2
+
+
+@dataclass(frozen=True)
+class Sort:
+    """A sort of call: whose it is, which model it names, and how long its answer is."""
+
+    tenants: Sequence[str]
+    tokens: tuple[int, int] = (50, 150)
+    # Name of the model, and the specs of which any may answer; none: the call must be refused.
+    model: str = MODEL_NAME
+    specs: tuple[str, ...] = (MODEL,)
+    # Bytes of the prompt; 0: a short one.
+    prompt_bytes: int = 0
+    logprobs: int | None = None
+    # Seconds for which the caller reads nothing after the first message.
+    stops_s: float = 0.0
+    may_break: bool = False
+
+
+class Crowd:
+    """Calls of one fault, to all routers in turn; leave the context to wait until all have ended.
+
+    Meanwhile the driver's tenants send new requests too.
+    """
+
+    def __init__(self, arena: Arena, planned: PlannedFault, *, channels: int = 1, options: Sequence[Any] = ()) -> None:
+        self._arena = arena
+        self._planned = planned
+        self._channels = channels
+        self._options = [*channel_options(), ("grpc.use_local_subchannel_pool", 1), *options]
+        self._stack = AsyncExitStack()
+        self._stubs: list[tuple[str, Any]] = []
+        self._numbers = itertools.count()
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._changed = asyncio.Condition()
+        # Calls that have brought tokens and still run.
+        self.streaming = 0
+        self.begun = 0
+        self.calls: list[CrowdCall] = []
+
+    async def __aenter__(self) -> Self:
+        for _ in range(self._channels):
+            for name, door in self._arena.cluster.doors.items():
+                channel = grpc.aio.insecure_channel(door.address, options=self._options)
+                await self._stack.enter_async_context(channel)
+                self._stubs.append((name, inference_pb2_grpc.InferenceServiceStub(channel)))
+        self._beside = asyncio.create_task(self._send_beside())
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+    ) -> None:
+        async with self._stack:
+            try:
+                if kind is None:
+                    await asyncio.gather(*self._tasks)
+            finally:
+                for task in (self._beside, *self._tasks):
+                    task.cancel()
+                await asyncio.gather(self._beside, *self._tasks, return_exceptions=True)
+
+    def begin(self, count: int, sort: Sort) -> None:
+        """Begin so many calls now."""
+        for _ in range(count):
+            self._spawn(self._call(sort))
+
+    def press(self, callers: int, sort: Sort, seconds: float) -> None:
+        """Begin a closed loop of so many callers, each of which waits after a refusal; it lasts `seconds`."""
+        until = self._arena.driver.now + seconds
+        for _ in range(callers):
+            self._spawn(self._call_again(sort, until))
+
+    async def until_streaming(self, count: int) -> None:
+        """Wait until so many calls have brought tokens and still run."""
+        async with asyncio.timeout(20), self._changed:
+            await self._changed.wait_for(lambda: self.streaming >= count)
+
+    async def until_refused(self, reason: str) -> None:
+        """Wait until a call was refused for this reason."""
+        async with asyncio.timeout(20), self._changed:
+            await self._changed.wait_for(lambda: any(call.reason == reason for call in self.calls))
+
+    def ends(self) -> str:
+        """Return how the calls have ended, by number, status and reason."""
+        counts = Counter(f"{call.code} {call.reason}".strip() for call in self.calls)
+        return ", ".join(f"{count} {end}" for end, count in counts.most_common())
+
+    async def _send_beside(self) -> None:
+        while True:
+            await self._arena.driver.allow_more(1)
+            await asyncio.sleep(_BESIDE_S)
+
+    def _spawn(self, work: Any) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _call_again(self, sort: Sort, until: float) -> None:
+        while self._arena.driver.now < until:
+            ended = await self._call(sort)
+            if ended.code != "OK":
+                await asyncio.sleep(_PAUSE_S if ended.retry_s is None else ended.retry_s)
+
+    async def _call(self, sort: Sort) -> CrowdCall:
+        self.begun += 1
+        number = next(self._numbers)
+        request = self._request(number, sort)
+        router, stub = self._stubs[number % len(self._stubs)]
+        began, ids, ends, code = self._arena.driver.now, list[int](), 0, "OK"
+        reason, retry_s = "", None
+        call = stub.Generate(_message(request, sort), timeout=CALL_S, metadata=((TENANT_KEY, request.revision.tenant),))
+        try:
+            async for response in call:
+                came = response.event.delta.token_ids
+                begins = bool(came) and not ids
+                ids += came
+                ends += response.event.HasField("summary")
+                if begins:
+                    await self._count_streaming(1)
+                    await asyncio.sleep(sort.stops_s)
+        except grpc.aio.AioRpcError as error:
+            failure = error_of(error, router)
+            code, reason, retry_s = error.code().name, failure.reason, getattr(failure, "retry_after_s", None)
+        kept = CrowdCall(
+            *(self._planned.number, request, sort.specs, router, began, self._arena.driver.now, code, reason, retry_s),
+            *(tuple(ids), ends, sort.may_break),
+        )
+        self.calls.append(kept)
+        await self._count_streaming(-bool(ids))
+        return kept
+
+    def _request(self, number: int, sort: Sort) -> Request:
+        rng = random.Random(f"crowd {self._planned.pick} {number}")
+        tenant = sort.tenants[number % len(sort.tenants)]
+        # A long prompt is not kept: nothing may answer it.
+        prompt = "" if sort.prompt_bytes else f"{self._planned.number} {number} {rng.getrandbits(64):x}"
+        return Request(number, Revision(tenant), prompt, rng.randint(*sort.tokens), logprobs=sort.logprobs)
+
+    async def _count_streaming(self, change: int) -> None:
+        async with self._changed:
+            self.streaming += change
+            self._changed.notify_all()
+
+
+def _message(request: Request, sort: Sort) -> pb.GenerateRequest:
+    spec = pb.GenerateSpec(
+        model=sort.model,
+        prompt=request.prompt or "x" * sort.prompt_bytes,
+        stopping=pb.Stopping(max_tokens=request.max_tokens),
+        output=pb.Output(logprobs=request.logprobs),
+    )
+    return pb.GenerateRequest(spec=spec)

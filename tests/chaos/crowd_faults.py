@@ -1,0 +1,143 @@
+"""The kinds of faults that a crowd makes: full queues, bursts, floods, readers that stop, a replaced base model."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from tests.chaos.arena import Arena, Strike
+from tests.chaos.cluster import CLIENT_STALL_S, TENANT_WAITING, WAITING, register_model
+from tests.chaos.crowd import Crowd, Sort
+from tests.chaos.history import CrowdCall
+from tests.chaos.plan import PlannedFault
+
+QUEUE_FULL = "QUEUE_FULL"
+# Callers that keep a tenant's share of the queue full: it, all rows, and some that are refused.
+_CALLERS = TENANT_WAITING + 80
+# As much of gRPC's receive window as a client can give up, so that one that does not read is noticed soon.
+_SMALL_WINDOW = (("grpc.http2.lookahead_bytes", 16_384), ("grpc.http2.bdp_probe", 0))
+
+
+@asynccontextmanager
+async def queue_full(arena: Arena, planned: PlannedFault) -> AsyncIterator[Strike]:
+    """Fill a tenant's share of the queue, or the cell's whole queue with jobs of many tenants."""
+    tenants = ["filler"] if planned.hold < 0.5 else [f"filler-{number}" for number in range(8)]
+    callers = _CALLERS if planned.hold < 0.5 else _CALLERS + WAITING
+    async with _press(arena, planned, callers, tenants, 2.0 + 2.0 * planned.pick) as strike:
+        yield strike
+
+
+@asynccontextmanager
+async def greedy_tenants(arena: Arena, planned: PlannedFault) -> AsyncIterator[Strike]:
+    """Let two tenants ask for more than the whole cluster has."""
+    async with _press(arena, planned, 2 * _CALLERS, ["greedy-1", "greedy-2"], 3.0 + 3.0 * planned.hold) as strike:
+        yield strike
+
+
+@asynccontextmanager
+async def _press(
+    arena: Arena, planned: PlannedFault, callers: int, tenants: list[str], seconds: float
+) -> AsyncIterator[Strike]:
+    await arena.take(["crowd"], planned)
+    async with Crowd(arena, planned) as crowd:
+        strike = Strike(", ".join(tenants), arena.driver.now, arena.driver.streaming, calls=crowd.calls)
+        crowd.press(callers, Sort(tenants), seconds)
+        await crowd.until_refused(QUEUE_FULL)
+        yield strike
+        await asyncio.sleep(max(0.0, strike.began + seconds - arena.driver.now))
+    strike.proof = crowd.ends()
+
+
+@asynccontextmanager
+async def waiting_crowd(arena: Arena, planned: PlannedFault) -> AsyncIterator[list[CrowdCall]]:
+    """Keep jobs of a crowd waiting in the queue while the context is open, at most three seconds; yield its calls."""
+    await arena.take(["crowd"], planned)
+    async with Crowd(arena, planned) as crowd:
+        crowd.press(_CALLERS, Sort(["filler"]), 3.0)
+        await crowd.until_streaming(8)
+        yield crowd.calls
+
+
+@asynccontextmanager
+async def burst(arena: Arena, planned: PlannedFault) -> AsyncIterator[Strike]:
+    """Begin thousands of calls in one moment, over one connection to each router or several."""
+    await arena.take(["crowd"], planned)
+    async with Crowd(arena, planned, channels=1 if planned.hold < 0.5 else 8) as crowd:
+        tenants = [f"burst-{number}" for number in range(10)]
+        strike = Strike("the routers", arena.driver.now, arena.driver.streaming, calls=crowd.calls)
+        crowd.begin(2000 + int(1000 * planned.pick), Sort(tenants, tokens=(5, 20)))
+        yield strike
+    strike.proof = f"{crowd.begun} calls at once: {crowd.ends()}"
+
+
+@asynccontextmanager
+async def oversize(arena: Arena, planned: PlannedFault) -> AsyncIterator[Strike]:
+    """Send texts of almost 4 MiB, more than any context, four to eight a second."""
+    await arena.take(["crowd"], planned)
+    async with Crowd(arena, planned) as crowd:
+        strike = Strike("the routers", arena.driver.now, arena.driver.streaming, calls=crowd.calls)
+        sort = Sort(["oversize"], specs=(), prompt_bytes=4_190_000)
+        for _ in range(16):
+            crowd.begin(1, sort)
+            await asyncio.sleep(0.25 - 0.125 * planned.hold)
+        yield strike
+    strike.proof = crowd.ends()
+
+
+@asynccontextmanager
+async def slow_reader(arena: Arena, planned: PlannedFault) -> AsyncIterator[Strike]:
+    """Read the first message of long answers and then nothing; the routers drop such clients after a while."""
+    await arena.take(["crowd"], planned)
+    async with Crowd(arena, planned, options=_SMALL_WINDOW) as crowd:
+        strike = Strike("slow readers", arena.driver.now, arena.driver.streaming, calls=crowd.calls)
+        stops_s = 2 * CLIENT_STALL_S
+        crowd.begin(4, Sort(["slow"], tokens=(4000, 5000), logprobs=20, stops_s=stops_s, may_break=True))
+        yield strike
+    if any(call.reason == "CLIENT_TOO_SLOW" for call in crowd.calls):
+        strike.proof = crowd.ends()
+
+
+@asynccontextmanager
+async def base_replaced(arena: Arena, planned: PlannedFault) -> AsyncIterator[Strike]:
+    """Register another base model under the name of one whose jobs wait and run; its only worker may die then."""
+    await arena.take(["crowd"], planned)
+    cluster, name = arena.cluster, f"base-{planned.number}"
+    old, new = (f"hash:?vocab=32000&seed={seed + planned.number}&step_ms=10" for seed in (1000, 5000))
+    sort = Sort(["owner"], tokens=(100, 300), model=name, specs=(old, new), may_break=True)
+    workers = [f"worker-{name}-{which}" for which in ("old", "new")]
+    try:
+        await register_model(cluster.store, old, name)
+        await cluster.start_worker_of(old, name, workers[0])
+        async with Crowd(arena, planned) as crowd:
+            # More callers than rows: some jobs wait.
+            crowd.press(24, sort, 8.0)
+            await crowd.until_streaming(4)
+            strike = Strike(name, arena.driver.now, arena.driver.streaming, calls=crowd.calls)
+            await register_model(cluster.store, new, name)
+            await cluster.start_worker_of(new, name, workers[1])
+            if planned.hold < 0.5:
+                cluster.kill(workers[0])
+            yield strike
+        strike.proof = f"{workers[0]} {'died' if planned.hold < 0.5 else 'went on'}: {crowd.ends()}"
+    finally:
+        for worker in workers:
+            if worker in cluster.processes:
+                cluster.kill(worker)
+
+
+@asynccontextmanager
+async def router_kill_full(arena: Arena, planned: PlannedFault) -> AsyncIterator[Strike]:
+    """Kill a router while other tenants' jobs fill the queue: its streams go on at the other router."""
+    await arena.take(["crowd"], planned)
+    async with Crowd(arena, planned) as crowd:
+        crowd.press(2 * _CALLERS, Sort(["filler-1", "filler-2"]), 5.0 + planned.hold)
+        await crowd.until_refused(QUEUE_FULL)
+        name, hit = await arena.take_router(planned)
+        strike = Strike(name, arena.driver.now, hit, calls=crowd.calls)
+        arena.cluster.kill(name)
+        code = await arena.cluster.processes[name].exited
+        yield strike
+        await asyncio.sleep(planned.hold)
+        await arena.cluster.restart(name)
+    strike.proof = f"process {arena.cluster.processes[name].pid} ended with {code}: {crowd.ends()}"

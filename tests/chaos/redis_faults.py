@@ -1,0 +1,49 @@
+"""The kinds of faults of Redis: it restarts, is wiped, fails over, is full, or loses keys."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+
+from tests.chaos.arena import Arena, Strike
+from tests.chaos.crowd_faults import waiting_crowd
+from tests.chaos.plan import PlannedFault
+
+Striker = Callable[[Arena, PlannedFault], AbstractAsyncContextManager[Strike]]
+
+
+def _server(what: str) -> Striker:
+    @asynccontextmanager
+    async def strike(arena: Arena, planned: PlannedFault) -> AsyncIterator[Strike]:
+        valkeys = arena.cluster.valkeys
+        struck = Strike(await arena.take(["redis"], planned), arena.driver.now, arena.driver.streaming)
+        struck.proof = await getattr(valkeys, what)()
+        yield struck
+
+    return strike
+
+
+@asynccontextmanager
+async def full(arena: Arena, planned: PlannedFault) -> AsyncIterator[Strike]:
+    """Let Redis refuse whatever needs memory; running streams, claims and ends go on."""
+    struck = Strike(await arena.take(["redis"], planned), arena.driver.now, arena.driver.streaming)
+    async with arena.cluster.valkeys.full() as struck.proof:
+        yield struck
+        await asyncio.sleep(2.0 + 2.0 * planned.hold)
+
+
+@asynccontextmanager
+async def keys_lost(arena: Arena, planned: PlannedFault) -> AsyncIterator[Strike]:
+    """Delete any half of the keys a few times, as an eviction or an operator's mistake does, while jobs wait."""
+    struck = Strike(await arena.take(["redis"], planned), arena.driver.now, arena.driver.streaming)
+    async with waiting_crowd(arena, planned) as struck.calls:
+        lost = 0
+        for number in range(3):
+            lost += await arena.cluster.valkeys.lose_keys(f"{planned.pick} {number}")
+            await asyncio.sleep(0.2 + 0.5 * planned.hold)
+        struck.proof = f"{lost} keys were deleted" if lost else ""
+        yield struck
+
+
+restart, wipe, failover = _server("restart"), _server("wipe"), _server("failover")

@@ -1,0 +1,92 @@
+"""The check of refusals: each has a status and a reason, and breaks no stream that has begun.
+
+Where the connection to a router was broken by a fault, its calls may end without a reason.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from tests.chaos.history import CrowdCall, Fault, Observation
+from tests.chaos.oracle import truth
+from tests.chaos.plan import FAIR_KINDS, Kind
+from tests.chaos.verdict import Verdict
+
+# Seconds for which the end of a broken connection may still show after it was mended: keepalive takes five of them.
+BROKEN_S = 10.0
+# Statuses that no refusal has: they say that something was not refused but failed.
+_FAILURES = {"CANCELLED", "UNKNOWN", "INTERNAL", "DEADLINE_EXCEEDED"}
+# Reasons after which no wait helps, so that no RetryInfo belongs to them.
+_FINAL = {"CLIENT_TOO_SLOW"}
+_KILLS = {Kind.ROUTER_KILL.value, Kind.ROUTER_KILL_FULL.value}
+
+
+class Doors:
+    """The times at which the connections of clients to routers were broken."""
+
+    def __init__(self, faults: Iterable[Fault]) -> None:
+        self._broken = [
+            (fault.victim.partition(" ")[0], fault.began, fault.mended + BROKEN_S)
+            for fault in faults
+            if fault.kind in _KILLS or fault.victim.endswith(" from its clients")
+        ]
+
+    def broken(self, began: float, ended: float, router: str = "") -> bool:
+        """Return whether a connection to this router, or to any, was broken between two times."""
+        return any(since <= ended and until >= began for name, since, until in self._broken if router in {"", name})
+
+
+def check_crowd(verdict: Verdict, calls: Iterable[CrowdCall], doors: Doors) -> None:
+    """Check the calls of all crowds; one finding for all of a fault that have the same one."""
+    found = Counter[tuple[int, str]]()
+    for call in calls:
+        verdict.crowd["answered" if call.code == "OK" else "refused"] += 1
+        if call.code != "OK":
+            verdict.refusals[f"{call.code} {call.reason or 'without a reason'}"] += 1
+        problem = _problem(call, broken=doors.broken(call.began, call.ended, call.router))
+        if problem:
+            found[call.fault, problem] += 1
+    verdict.findings += [f"fault {fault}: {count} calls of its crowd {what}" for (fault, what), count in found.items()]
+
+
+def _problem(call: CrowdCall, *, broken: bool) -> str:
+    """Return what is wrong with a call; empty: nothing."""
+    tokens = call.token_ids
+    answers = [truth(model, call.request, 0).token_ids for model in call.models] if tokens else []
+    if tokens and not any(answer[: len(tokens)] == tokens for answer in answers):
+        return "got tokens that are not the answer's"
+    if call.code != "OK":
+        return "ended twice" if call.ends else _problem_of_refusal(call, broken=broken)
+    if call.ends != 1:
+        return f"got {call.ends} summaries"
+    return "" if tokens in answers else "got a part of the answer"
+
+
+def _problem_of_refusal(call: CrowdCall, *, broken: bool) -> str:
+    if broken:
+        return ""
+    if not call.reason or call.code in _FAILURES:
+        return f"ended with {call.code} and {call.reason or 'no reason'}"
+    if call.code == "RESOURCE_EXHAUSTED" and call.retry_s is None and call.reason not in _FINAL:
+        return f"were refused with {call.reason} and no RetryInfo"
+    return f"had begun and were ended with {call.reason}" if call.token_ids and not call.may_break else ""
+
+
+def check_refusals(
+    verdict: Verdict, observations: Iterable[Observation], faults: Sequence[Fault], doors: Doors
+) -> None:
+    """Check the refusals of requests that were sent again; `faults` are those that came one at a time."""
+    fair = [fault for fault in faults if fault.kind in FAIR_KINDS]
+    for observation in observations:
+        number = observation.request.number
+        for refusal in observation.refused:
+            verdict.refusals[f"{refusal.code} {refusal.reason or 'without a reason'}"] += 1
+            if not refusal.reason and not doors.broken(refusal.at - BROKEN_S, refusal.at):
+                verdict.findings.append(f"request {number} was refused with {refusal.code} and no reason")
+            crowded = [fault for fault in fair if fault.began <= refusal.at <= fault.mended]
+            if refusal.code == "RESOURCE_EXHAUSTED" and crowded:
+                verdict.findings.append(
+                    f"request {number}, of a tenant within its share, was refused with {refusal.reason} at fault "
+                    f"{crowded[0].number} ({crowded[0].kind})"
+                )

@@ -1,0 +1,52 @@
+"""The verdict on a history: what was counted, and what was found wrong."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from tests.chaos.history import Left
+
+
+@dataclass
+class Verdict:
+    """Counts of tokens, but `requests`, `completed` and `refused`, which count requests and calls.
+
+    `gaps`: by kind of fault the longest silence, in seconds, of each stream that such a fault hit. `crowd` counts the
+    calls of crowds by their end, `refusals` all calls that ended with an error by status and reason.
+    """
+
+    requests: int = 0
+    completed: int = 0
+    refused: int = 0
+    lost: int = 0
+    duplicated: int = 0
+    reordered: int = 0
+    wrong_adapter: int = 0
+    stale_attempt_delivered: int = 0
+    # Everything else that an answer differs in: text, reason, log probabilities, a token of nobody's.
+    other: int = 0
+    faults: Counter[str] = field(default_factory=Counter)
+    planned: dict[str, int] = field(default_factory=dict)
+    gaps: dict[str, list[float]] = field(default_factory=dict)
+    crowd: Counter[str] = field(default_factory=Counter)
+    refusals: Counter[str] = field(default_factory=Counter)
+    left: Left | None = None
+    findings: list[str] = field(default_factory=list)
+
+    @property
+    def not_fired(self) -> list[str]:
+        """Kinds of which fewer happened than were planned."""
+        return [kind for kind, count in self.planned.items() if self.faults[kind] < count]
+
+    @property
+    def leaks(self) -> int:
+        """Blocks, pins and keys that an idle cluster still held; at least 1 when nobody looked."""
+        return self.left.blocks + self.left.pins + len(self.left.redis_keys) if self.left else 1
+
+    @property
+    def holds(self) -> bool:
+        """Tell whether the promise was kept and every planned fault was tried."""
+        wrong = self.lost + self.duplicated + self.reordered + self.wrong_adapter + self.stale_attempt_delivered
+        whole = self.completed == self.requests > 0
+        return whole and not (wrong or self.other or self.leaks or self.not_fired or self.findings)
