@@ -63,7 +63,7 @@ class FairnessSimulation:
         self._beat_ms = 0.0
         self._queue = QueueModel(QueueLimits(jobs=1 << 30, tenant_jobs=1 << 30, bytes=1 << 50, tenant_bytes=1 << 50))
         blocks = setup.kv_tokens // setup.block_size
-        self._limits = EngineLimits(setup.rows, setup.kv_tokens, 64, 1 << 20, setup.block_size, blocks, 1)
+        self._limits = EngineLimits(setup.rows, blocks * setup.block_size, 64, 1 << 20, setup.block_size, blocks, 1)
         adapters = AdapterCache[int](1, HashAdapterMemory(), LoaderThreads(lambda: None), 1 << 20)
         self._scheduler = Scheduler(self._limits, (), setup.step_tokens, adapters)
         self._arrivals = sorted(
@@ -130,7 +130,7 @@ class FairnessSimulation:
         if rows < 1 or not len(self._queue.waiting):
             return
         decision = self._queue.claim(
-            "worker", BASE, Capacity(rows, setup.rows, tokens, setup.kv_tokens, 64), int(self._now_ms)
+            "worker", BASE, Capacity(rows, setup.rows, tokens, self._limits.max_tokens, 64), int(self._now_ms)
         )
         for job_id in decision.job_ids:
             tenant, first = self._tenant_of[job_id], int(job_id)

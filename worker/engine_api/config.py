@@ -39,10 +39,16 @@ class EngineLimits:
     """The limits of an engine; measured at start-up, never changed."""
 
     rows: int
-    # Prompt and answer together.
+    # Maximum tokens of a sequence, prompt and answer together; the KV cache holds so many.
     max_tokens: int
     max_rank: int
     vocab_size: int
     block_size: int
     blocks: int
     adapter_slots: int
+
+    def __post_init__(self) -> None:
+        """Raise ValueError where the KV cache cannot hold the longest sequence: the worker would claim such jobs."""
+        # The last token is never an input: its keys and values are not kept.
+        if self.max_tokens > self.blocks * self.block_size + 1:
+            raise ValueError(f"{self.blocks} blocks of {self.block_size} do not hold max_tokens, {self.max_tokens}")

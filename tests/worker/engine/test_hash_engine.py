@@ -17,6 +17,7 @@ from worker.engine_api import (
     NewSequence,
     Output,
     Sampling,
+    SequenceRefusedError,
     Stopping,
 )
 from worker.engine_api.config import EngineConfig
@@ -246,3 +247,11 @@ def test_a_sequence_is_told_of_once_before_its_first_step() -> None:
     first, second = ["first"], ["first", "second"]
     assert told[:4] == [(first, []), (first, []), (first, ["first"]), (first, ["first"])]
     assert told[4:] == [(second, []), (second, []), (second, ["second"]), (second, ["second"])]
+
+
+def test_no_sequence_is_larger_than_the_blocks() -> None:
+    """A worker that claimed such a job would refuse it, although another worker could run it."""
+    engine = RunningEngine("hash:?context=100", blocks=10).engine
+    assert engine.limits.max_tokens == 40
+    with pytest.raises(SequenceRefusedError):
+        engine.add_sequence(NewSequence("s", (1,) * 30, stopping=Stopping(max_tokens=11)))

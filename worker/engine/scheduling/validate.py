@@ -85,8 +85,7 @@ def _check_room(sequence: NewSequence, limits: EngineLimits) -> None:
         raise SequenceRefusedError(
             "emitted_ids", f"has {len(sequence.emitted_ids)} ids, more than stopping.max_tokens, which is {answer}"
         )
-    # The last token is never an input: its keys and values are not kept.
-    capacity = min(limits.max_tokens, limits.blocks * limits.block_size + 1)
+    capacity = limits.max_tokens
     if prompt >= capacity:
         raise SequenceRefusedError(
             "prompt_ids", f"has {prompt} tokens; this engine takes {capacity}, prompt and answer together"

@@ -242,7 +242,7 @@ def test_a_refused_sequence_leaves_no_trace(model: PagedModel) -> None:
 def test_the_last_token_needs_no_block(gated_loads: Any) -> None:
     loads = gated_loads(0)
     try:
-        model = PagedModel(loads, replace(LIMITS, blocks=4, adapter_slots=0))
+        model = PagedModel(loads, replace(LIMITS, blocks=4, max_tokens=17, adapter_slots=0))
         model.add(spec("fits", prompt=7, tokens=10))
         model.run_until_idle()
         model.assert_right("fits")

@@ -82,11 +82,13 @@ def test_the_limits_themselves_are_taken(good: NewSequence) -> None:
 
 
 def test_too_few_blocks_refuse_what_could_never_run() -> None:
-    limits = replace(LIMITS, blocks=4)
-    made = NewSequence("s", (1,) * 7, stopping=Stopping(max_tokens=10))
+    with pytest.raises(ValueError, match="4 blocks of 4 do not hold max_tokens, 64"):
+        replace(LIMITS, blocks=4)
+    limits = replace(LIMITS, blocks=4, max_tokens=16)
+    made = NewSequence("s", (1,) * 7, stopping=Stopping(max_tokens=9))
     check_sequence(made, limits)
-    larger = replace(made, stopping=Stopping(max_tokens=11))
-    with pytest.raises(SequenceRefusedError, match=r"^stopping.max_tokens: 11 and a prompt of 7 .* the 17 "):
+    larger = replace(made, stopping=Stopping(max_tokens=10))
+    with pytest.raises(SequenceRefusedError, match=r"^stopping.max_tokens: 10 and a prompt of 7 .* the 16 "):
         check_sequence(larger, limits)
 
 
