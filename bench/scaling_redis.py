@@ -75,7 +75,7 @@ async def _measure(url: str, calls: int) -> dict[str, float]:
         await queue.charge([UsageReport(f"j{number - back}", 1, 10) for back in range(16)])
 
     async def look() -> None:
-        await queue.are_waiting([(f"j{number - back}", 1) for back in range(16)])
+        await queue.look_up([(f"j{number - back}", 1) for back in range(16)])
 
     for _ in range(_WAITING):
         await enqueue()

@@ -55,6 +55,7 @@ def encode_job(job: Job) -> bytes:
         prompt_logprobs=job.prompt_logprobs,
         done=job.done,
         traceparent=job.traceparent,
+        resumed=job.resumed,
     )
     if job.adapter:
         message.adapter.CopyFrom(_write_adapter(job.adapter))
@@ -91,6 +92,7 @@ def decode_job(data: bytes) -> Job:
         prompt_logprobs=message.prompt_logprobs if message.HasField("prompt_logprobs") else None,
         done=tuple(message.done),
         traceparent=message.traceparent,
+        resumed=message.resumed,
     )
 
 

@@ -2,14 +2,17 @@
 
 key                          type    content
 lp:{MODEL/CELL}:waiting      zset    ids of the waiting jobs, by deadline
-lp:{MODEL/CELL}:again        zset    redispatched jobs among them, by arrival
+lp:{MODEL/CELL}:again        zset    jobs that have begun among them, redispatched or resumed, by arrival
 lp:{MODEL/CELL}:queue:TENANT zset    the other jobs of a tenant, in the order of claims: priority, deadline, arrival
-lp:{MODEL/CELL}:job:ID       hash    a waiting job: body, attempt, and the facts that a claim needs
+lp:{MODEL/CELL}:uses         zset    tenants by their use of the queue at their last enqueue; it may have become less
+lp:{MODEL/CELL}:job:ID       hash    a waiting job: body, attempt, and the facts that a claim needs; a displaced one
+                                     has a mark instead, and expires
 lp:{MODEL/CELL}:arrivals     string  counter that numbers arrivals
 lp:{MODEL/CELL}:tenants      zset    tenants with a queue, by their counters of service
 lp:{MODEL/CELL}:idle         zset    counters of the other tenants, where they are above the lowest
 lp:{MODEL/CELL}:floor        string  counter of the last tenant that had a queue
-lp:{MODEL/CELL}:bytes        hash    totals: bytes that wait, in all and by tenant, and work by tenant
+lp:{MODEL/CELL}:bytes        hash    totals: bytes that wait, in all and by tenant, and work by tenant, also of the
+                                     jobs that have begun alone
 lp:{MODEL/CELL}:charged:ID   string  what the tenant of a claimed job has been charged; expires
 lp:{MODEL/CELL}:pace         hash    claim rate: how much work is claimed in a ms while work waits
 lp:{MODEL/CELL}:room:WORKER  string  free rows after a worker's last claim; expires

@@ -86,6 +86,8 @@ class Job:
     done: tuple[int, ...] = ()
     # The W3C traceparent of the request's span; empty: not traced.
     traceparent: str = ""
+    # Whether the answer had begun at another router: the job was admitted before.
+    resumed: bool = False
 
     @property
     def tokens(self) -> int:

@@ -23,7 +23,16 @@ from broker.keys import Keys
 from broker.messages import Capacity, Job
 from broker.pins import PinnedAdapters
 from broker.scripts import SCRIPTS, Scripts
-from broker.terms import FREE_ROWS_MS, SCANS_PER_CLAIM, Claimed, Entry, Placement, QueueLimits, UsageReport
+from broker.terms import (
+    FREE_ROWS_MS,
+    SCANS_PER_CLAIM,
+    Claimed,
+    Entry,
+    Placement,
+    QueueLimits,
+    QueueState,
+    UsageReport,
+)
 
 log = logging.getLogger(__name__)
 
@@ -85,13 +94,13 @@ class JobQueue:
         self._claim = scripts.register(redis, "claim")
         self._charge = scripts.register(redis, "charge")
         self._finish = scripts.register(redis, "finish")
-        self._are_waiting = scripts.register(redis, "are_waiting")
+        self._look_up = scripts.register(redis, "look_up")
         self._stop_claiming = scripts.register(redis, "stop_claiming")
 
     async def enqueue(self, job: Job, placement: Placement | None = None) -> None:
         """Put a job into the queue; a newer attempt replaces an older one.
 
-        Only first attempts are refused: raises QueueFullError or DeadlineUnattainableError.
+        Only newcomers are refused, whose answer has not begun: raises QueueFullError or DeadlineUnattainableError.
         """
         entry = Entry.from_job(job, placement or Placement())
         arguments = [
@@ -199,16 +208,13 @@ class JobQueue:
         """Forget a job, up to this attempt. Idempotent."""
         await self._finish(keys=[self.keys.waiting], args=[self.keys.prefix, job_id, attempt])
 
-    async def are_waiting(self, jobs: Sequence[tuple[str, int]]) -> list[bool]:
-        """Return for each job id and attempt whether it waits; a newer attempt of the same job counts too.
-
-        False: it was claimed, lost, dropped at its deadline, or Redis knows only an older attempt.
-        """
-        waits: list[bool] = []
+    async def look_up(self, jobs: Sequence[tuple[str, int]]) -> list[QueueState]:
+        """Return the state of each attempt, by job id and attempt; a newer attempt of the same job counts too."""
+        states: list[QueueState] = []
         for at in range(0, len(jobs), LOOKS_AT_ONCE):
             arguments = [self.keys.prefix, *(part for job in jobs[at : at + LOOKS_AT_ONCE] for part in job)]
-            waits += map(bool, await self._are_waiting(keys=[self.keys.waiting], args=arguments))
-        return waits
+            states += map(QueueState, await self._look_up(keys=[self.keys.waiting], args=arguments))
+        return states
 
     async def count_waiting(self) -> int:
         """Return how many jobs wait."""

@@ -8,6 +8,7 @@ next; a tenant that was idle is lifted to the lowest counter of the others.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import IntEnum
 
 from broker.codec import encode_adapter_request, encode_job
 from broker.messages import AdapterRequest, Job
@@ -49,6 +50,16 @@ CLAIM_RATE_MS = 10_000
 CLAIM_RATE_MIN_MS = 2_000
 # A first attempt is refused when its turn comes later than this many times its deadline: the estimate is rough.
 DEADLINE_DOUBT = 2
+# Maximum lead of a tenant whose resumed job goes before newcomers, as the time in ms in which the whole cell claims so
+# much work. A tenant that is further ahead of one that waits cannot pass it by resuming answers.
+RESUME_LEAD_MS = 60_000
+# Resumed jobs may wait up to this many times the limits of the queue's jobs and bytes; newcomers only up to the limits.
+RESUMED_LIMITS = 2
+# Maximum jobs that one enqueue displaces, and maximum tenants of which it corrects the use of the queue.
+DISPLACED_PER_ENQUEUE = 64
+USES_PER_ENQUEUE = 256
+# Time in ms for which a displaced job is remembered; its router looks for it every quarter of a second.
+DISPLACED_MS = 30_000
 # Maximum wake-ups in a list; more of them than idle workers are of no use.
 WAKE_LIMIT = 64
 
@@ -61,12 +72,26 @@ ALL_ROWS = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class QueueLimits:
-    """Maximum number and bytes of the jobs that wait in a cell: of all tenants, and of one."""
+    """Maximum number and bytes of the jobs that wait in a cell: of all tenants, and of one.
+
+    Jobs that have begun are never refused. When the limit of all tenants is reached, a tenant with a lower use of the
+    queue displaces the last job of the tenant with the highest.
+    """
 
     jobs: int = 10_000
     bytes: int = 1 << 30
     tenant_jobs: int = 5_000
     tenant_bytes: int = 1 << 28
+
+
+class QueueState(IntEnum):
+    """The state of an attempt in the queue, as broker/lua/look_up.lua answers it."""
+
+    # It was claimed, lost, dropped at its deadline, or Redis knows only an older attempt.
+    ABSENT = 0
+    WAITS = 1
+    # It lost its place to a job of a tenant with a lower use of the queue.
+    DISPLACED = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,13 +140,15 @@ class Entry:
 
     tenant: str
     attempt: int
+    # 1 for an answer that had begun at another router, else 0.
+    resumed: int
     weight: float
     priority: int
     # Maximum tokens of prompt and answer together.
     tokens: int
     # Tokens to compute before the first new one: the prompt, and what earlier attempts emitted.
     prefill: int
-    # Prompt tokens, which are charged.
+    # Prompt tokens, which are charged; with the received ones of a resumed answer, which are computed again.
     prompt: int
     rank: int
     rows: int
@@ -141,11 +168,12 @@ class Entry:
         return cls(
             tenant=job.tenant,
             attempt=job.attempt,
+            resumed=int(job.resumed),
             weight=placement.weight,
             priority=max(-PRIORITY_LIMIT, min(job.priority, PRIORITY_LIMIT)),
             tokens=job.tokens,
             prefill=job.prefill_tokens,
-            prompt=len(job.prompt_ids),
+            prompt=job.prefill_tokens if job.resumed and job.attempt == 1 else len(job.prompt_ids),
             rank=job.rank,
             rows=ALL_ROWS if job.suspect else job.rows,
             base=job.base_digest,

@@ -56,11 +56,13 @@ async def run(settings: Settings) -> None:
     models = Models(store, redis, settings.cell, settings.queue_limits)
     reach = RelayReach(metrics)
     placer = Placer(
-        lambda name: reach.linked(models.serving(name)),
+        lambda name, digest: reach.linked(models.serving(name, digest)),
         read_weights(settings.tenant_weights),
         settings.adapter_mib_tokens,
     )
-    dispatcher = Dispatcher(models.queue_of, placer.place, metrics, links=reach.links)
+    dispatcher = Dispatcher(
+        models.queue_of, placer.place, metrics, links=reach.links, why_unservable=models.why_unservable
+    )
     relay_service = RelayService(dispatcher, metrics)
     telemetry, encoder = RequestTelemetry(metrics, spans, models), PromptEncoder()
     public, relay = _public_server(settings, telemetry), Server(options=relay_options())

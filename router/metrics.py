@@ -40,6 +40,10 @@ class RouterMetrics(Meters):
         self.redispatches = self.counter("redispatches", "Attempts after the first, by what made them.", ("cause",))
         self.workers_lost = self.counter("workers_lost", "Worker incarnations that were lost with jobs of ours.")
         self.poisoned = self.counter("jobs_poisoned", "Jobs that were ended because they killed engines.")
+        self.displaced = self.counter("jobs_displaced", "Waiting jobs that a tenant with a lower use displaced.")
+        self.unservable = self.counter(
+            "jobs_unservable", "Jobs that were ended because no live worker could take them.", ("reason",)
+        )
         self.enqueue_time = self.histogram("enqueue_seconds", "To put a job into the queue.", SHORT_S)
         self.frames = self.counter("relay_frames_received", "Frames that came from workers.")
         self.messages = self.counter("relay_messages_received", "Messages that these came in.")

@@ -103,7 +103,7 @@ class ClaimScan:
         return tuple(ordered[: terms.ADAPTER_REQUESTS_LIMIT])
 
     def _redispatched(self) -> list[tuple[Place, str]]:
-        """Return the redispatched jobs that this scan looks at."""
+        """Return the jobs that have begun and that this scan looks at."""
         jobs, window = self._waiting.redispatched, terms.REDISPATCHED_PER_SCAN
         if len(jobs) <= window:
             return list(jobs)
@@ -183,7 +183,7 @@ class ClaimScan:
     def _held_for_ms(self, job: WaitingJob, entry: Entry) -> int:
         """Return how many ms a job is still held for a worker with free rows that its adapter prefers to this one."""
         left_ms = job.queued_ms + terms.HOLD_MS - self._now_ms
-        if not entry.adapter or entry.attempt > 1 or entry.adapter in self._resident or left_ms <= 0:
+        if not entry.adapter or job.has_begun or entry.adapter in self._resident or left_ms <= 0:
             return 0
         for other in filter(None, entry.prefer.split("\n")):
             if other == self._arguments.worker:

@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 
 from bench.queue_model.claim_scan import ClaimScan, ScanArguments
 from bench.queue_model.live_routers import LiveRouters
-from bench.queue_model.waiting_jobs import WaitingJob, WaitingJobs
+from bench.queue_model.waiting_jobs import WaitingJob, WaitingJobs, use_of
 from broker import terms
 from broker.messages import Capacity, Job
-from broker.terms import Entry, Placement, QueueLimits, UsageReport
+from broker.terms import Entry, Placement, QueueLimits, QueueState, UsageReport
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,53 +72,93 @@ class QueueModel:
         self._skipped_tenants: dict[str, int] = {}
         self._claim_rate: _ClaimRate | None = None
         self._arrivals = 0
+        self._displaced: set[str] = set()
 
     def counter_of(self, tenant: str) -> float:
         """Return what a tenant was served, in charged tokens over its weight."""
         return self.waiting.counters.value(tenant)
 
     def enqueue(self, job: Job, placement: Placement, now_ms: int) -> Refusal | None:
-        """Put a job into the queue; a newer attempt replaces an older one. Only first attempts are refused."""
+        """Put a job into the queue; a newer attempt replaces an older one. Only newcomers are refused."""
         self.beat_router(job.reply_to, now_ms)
         waiting = self.waiting.find(job.job_id)
         if waiting is not None and waiting.entry.attempt >= job.attempt:
             return None
         if waiting is not None:
             self.waiting.forget(job.job_id)
+        self._displaced.discard(job.job_id)
         entry = Entry.from_job(job, placement)
-        is_first = entry.attempt == 1
-        refusal = self._reached_limit(entry) if is_first else None
-        if refusal is not None:
-            return refusal
         self._arrivals += 1
         deadline = now_ms + job.deadline_ms if job.deadline_ms else math.inf
-        place = (-entry.priority, deadline, self._arrivals) if is_first else (0, 0.0, self._arrivals)
-        arrived = WaitingJob(job.job_id, entry, place, now_ms, deadline)
-        if is_first and job.deadline_ms:
-            wait_ms = self._wait_before_turn_ms(arrived, now_ms)
-            if wait_ms > terms.DEADLINE_DOUBT * job.deadline_ms:
-                return Refusal("late", math.floor(wait_ms))
+        arrived = WaitingJob(job.job_id, entry, (-entry.priority, deadline, self._arrivals), now_ms, deadline)
+        if job.attempt > 1 or (entry.resumed and self._may_lead(arrived, now_ms)):
+            arrived.place, arrived.has_begun = (0, 0.0, self._arrivals), True
+        elif refusal := self._refusal_of_newcomer(arrived, now_ms):
+            return refusal
         self.waiting.insert(arrived)
         return None
 
-    def _reached_limit(self, entry: Entry) -> Refusal | None:
-        size, limits, waiting = len(entry.body), self._limits, self.waiting
-        if len(waiting) >= limits.jobs:
-            return Refusal("jobs")
-        if waiting.bytes + size > limits.bytes:
-            return Refusal("bytes")
-        if len(waiting.queue(entry.tenant)) >= limits.tenant_jobs:
+    def look_up(self, job_id: str, attempt: int) -> QueueState:
+        """Return the state of an attempt; a newer attempt of the same job counts too."""
+        waiting = self.waiting.find(job_id)
+        if waiting is not None and waiting.entry.attempt >= attempt:
+            return QueueState.WAITS
+        return QueueState.DISPLACED if job_id in self._displaced else QueueState.ABSENT
+
+    def _may_lead(self, job: WaitingJob, now_ms: int) -> bool:
+        """Return whether a resumed job goes before newcomers."""
+        limits, waiting, tenant = self._limits, self.waiting, job.entry.tenant
+        if len(waiting) >= terms.RESUMED_LIMITS * limits.jobs:
+            return False
+        if waiting.bytes + len(job.entry.body) > terms.RESUMED_LIMITS * limits.bytes:
+            return False
+        rate = self._claims_per_ms(now_ms)
+        if rate <= 0 or not waiting.others_wait(tenant):
+            return True
+        lead = max(0.0, waiting.counters.value(tenant) - waiting.counters.lowest()) * job.entry.weight
+        return lead + waiting.begun_work(tenant) + job.work <= terms.RESUME_LEAD_MS * rate
+
+    def _refusal_of_newcomer(self, job: WaitingJob, now_ms: int) -> Refusal | None:
+        entry, limits, waiting = job.entry, self._limits, self.waiting
+        jobs, size = len(waiting.queue(entry.tenant)) + 1, waiting.tenant_bytes(entry.tenant) + len(entry.body)
+        if jobs > limits.tenant_jobs:
             return Refusal("tenant_jobs")
-        if waiting.tenant_bytes(entry.tenant) + size > limits.tenant_bytes:
+        if size > limits.tenant_bytes:
             return Refusal("tenant_bytes")
-        return None
+        if math.isfinite(job.deadline_ms):
+            wait_ms = self._wait_before_turn_ms(job, now_ms)
+            if wait_ms > terms.DEADLINE_DOUBT * (job.deadline_ms - now_ms):
+                return Refusal("late", math.floor(wait_ms))
+        limit = self._make_room(len(entry.body), use_of(jobs, size, entry.weight, limits))
+        return Refusal(limit) if limit else None
+
+    def _make_room(self, size: int, use: float) -> str:
+        """Displace other tenants' jobs until one of `size` bytes fits; return the limit that is still exceeded."""
+        for displaced_count in range(terms.DISPLACED_PER_ENQUEUE + 1):
+            limit = self._exceeded_limit(size)
+            highest, job_id = self.waiting.highest_use(self._limits) if limit else (0.0, "")
+            if not limit or highest <= use or displaced_count == terms.DISPLACED_PER_ENQUEUE:
+                return limit
+            self.waiting.forget(job_id)
+            self._displaced.add(job_id)
+        raise AssertionError("the loop returns")
+
+    def _exceeded_limit(self, size: int) -> str:
+        if len(self.waiting) >= self._limits.jobs:
+            return "jobs"
+        return "bytes" if self.waiting.bytes + size > self._limits.bytes else ""
+
+    def _claims_per_ms(self, now_ms: int) -> float:
+        """Return the claim rate; 0 where no work waits for a row."""
+        measured = self._claim_rate
+        if measured is None:
+            return 0.0
+        measured_ms = now_ms - measured.since_ms
+        return max(measured.per_ms, measured.work / measured_ms if measured_ms >= terms.CLAIM_RATE_MIN_MS else 0.0)
 
     def _wait_before_turn_ms(self, job: WaitingJob, now_ms: int) -> float:
         """Return in how many ms a job's turn comes, were all workers to serve its tenant alone; 0 where unknown."""
-        tenant, measured = job.entry.tenant, self._claim_rate
-        rate = measured.per_ms if measured else 0.0
-        if measured and now_ms - measured.since_ms >= terms.CLAIM_RATE_MIN_MS:
-            rate = max(rate, measured.work / (now_ms - measured.since_ms))
+        tenant, rate = job.entry.tenant, self._claims_per_ms(now_ms)
         tenant_jobs = len(self.waiting.queue(tenant))
         if not tenant_jobs or rate <= 0:
             return 0.0
@@ -200,7 +240,9 @@ class QueueModel:
     def finish(self, job_id: str, attempt: int) -> None:
         """Forget a job, up to this attempt."""
         waiting, record = self.waiting.find(job_id), self._charges.get(job_id)
-        if waiting is not None and waiting.entry.attempt <= attempt:
+        if waiting is None:
+            self._displaced.discard(job_id)
+        elif waiting.entry.attempt <= attempt:
             self.waiting.forget(job_id)
         if record is not None and record.attempt <= attempt:
             del self._charges[job_id]

@@ -1,4 +1,4 @@
-"""The waiting jobs: each tenant's queue, the redispatched jobs, and totals of bytes and work."""
+"""The waiting jobs: each tenant's queue, the jobs that have begun, and totals of bytes and work."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from bench.queue_model.tenant_counters import TenantCounters
 from broker import terms
-from broker.terms import Entry
+from broker.terms import Entry, QueueLimits
 
 # Negated priority, deadline, arrival.
 Place = tuple[int, float, int]
@@ -28,12 +28,14 @@ class WaitingJob:
     # The worker that is reserved for the job.
     reserved_for: str | None = None
     reserved_until_ms: int = 0
+    # Whether the answer has begun: the job goes before newcomers.
+    has_begun: bool = False
 
     @property
     def work(self) -> int:
         """Return the tokens charged for the job if its answer has its full length."""
         entry = self.entry
-        return terms.PROMPT_WEIGHT * entry.prompt + terms.OUTPUT_WEIGHT * (entry.tokens - entry.prompt)
+        return terms.PROMPT_WEIGHT * entry.prompt + terms.OUTPUT_WEIGHT * max(0, entry.tokens - entry.prompt)
 
 
 class WaitingJobs:
@@ -48,6 +50,7 @@ class WaitingJobs:
         self._deadlines: list[tuple[float, str]] = []
         self._tenant_bytes: defaultdict[str, int] = defaultdict(int)
         self._tenant_work: defaultdict[str, int] = defaultdict(int)
+        self._begun_work: defaultdict[str, int] = defaultdict(int)
 
     def __len__(self) -> int:
         return len(self._jobs)
@@ -57,8 +60,30 @@ class WaitingJobs:
         return self._jobs.get(job_id)
 
     def queue(self, tenant: str) -> Sequence[tuple[Place, str]]:
-        """Return place and id of a tenant's jobs in order, without the redispatched ones."""
+        """Return place and id of a tenant's newcomers in order: its jobs that have not begun."""
         return self._queues.get(tenant, ())
+
+    def others_wait(self, tenant: str) -> bool:
+        """Return whether another tenant has newcomers."""
+        return len(self._queues) > (tenant in self._queues)
+
+    def begun_work(self, tenant: str) -> int:
+        """Return the sum of the work of a tenant's jobs that have begun."""
+        return self._begun_work[tenant]
+
+    def highest_use(self, limits: QueueLimits) -> tuple[float, str]:
+        """Return the highest use of the queue by a tenant with newcomers, and its last job; 0 without any."""
+        uses = [(self.use(tenant, limits), tenant.encode()) for tenant in self._queues]
+        if not uses:
+            return 0.0, ""
+        use, tenant = max(uses)
+        return use, self._queues[tenant.decode()][-1][1]
+
+    def use(self, tenant: str, limits: QueueLimits) -> float:
+        """Return the use of the queue by a tenant with newcomers."""
+        queue = self._queues[tenant]
+        weight = self._jobs[queue[-1][1]].entry.weight
+        return use_of(len(queue), self._tenant_bytes[tenant], weight, limits)
 
     def tenant_bytes(self, tenant: str) -> int:
         """Return the bytes of a tenant's jobs."""
@@ -83,11 +108,11 @@ class WaitingJobs:
         self._count(job, 1)
         if job.deadline_ms < math.inf:
             insort(self._deadlines, (job.deadline_ms, job.job_id))
-        if job.entry.attempt == 1:
+        if job.has_begun:
+            insort(self.redispatched, (job.place, job.job_id))
+        else:
             insort(self._queues.setdefault(tenant, []), (job.place, job.job_id))
             self.counters.activate(tenant)
-        else:
-            insort(self.redispatched, (job.place, job.job_id))
 
     def forget(self, job_id: str) -> None:
         """Delete a waiting job."""
@@ -96,9 +121,9 @@ class WaitingJobs:
         self._count(job, -1)
         if job.deadline_ms < math.inf:
             del self._deadlines[bisect_left(self._deadlines, (job.deadline_ms, job_id))]
-        queue = self._queues[tenant] if job.entry.attempt == 1 else self.redispatched
+        queue = self.redispatched if job.has_begun else self._queues[tenant]
         del queue[bisect_left(queue, (job.place, job_id))]
-        if job.entry.attempt == 1 and not queue:
+        if not job.has_begun and not queue:
             del self._queues[tenant]
             self.counters.deactivate(tenant)
 
@@ -107,3 +132,9 @@ class WaitingJobs:
         self.bytes += size
         self._tenant_bytes[tenant] += size
         self._tenant_work[tenant] += sign * job.work
+        self._begun_work[tenant] += sign * job.work if job.has_begun else 0
+
+
+def use_of(jobs: int, size: int, weight: float, limits: QueueLimits) -> float:
+    """Return the larger of the shares of jobs and bytes, over the weight."""
+    return max(jobs / limits.jobs, size / limits.bytes) / weight

@@ -1,5 +1,5 @@
 #!lua flags=allow-oom
--- Give a worker the waiting jobs that suit it: redispatched jobs first, then always the next job of the tenant with the
+-- Give a worker the waiting jobs that suit it: jobs that have begun first, then always the next job of the tenant with the
 -- lowest counter, which what it gets raises. A job that does not fit is passed over, within limits for each scan.
 -- Answers {jobs that still wait, bodies, adapter requests, hold_ms, tenants to skip in the next scan, 1 for no reason
 -- to scan again, routers of jobs that suit the worker but for its missing link}. The same in Python, decision for
@@ -53,8 +53,8 @@ local function has_link(router)
 end
 
 -- Return how many ms a job is still held for a worker with free rows that its adapter prefers to this one.
-local function held_for_ms(adapter, attempt, queued, prefer)
-  if adapter == '' or attempt > 1 or resident[adapter] then return 0 end
+local function held_for_ms(adapter, has_begun, queued, prefer)
+  if adapter == '' or has_begun or resident[adapter] then return 0 end
   local left_ms = queued + HOLD_MS - now
   if left_ms <= 0 then return 0 end
   for other in string.gmatch(prefer, '[^\n]+') do
@@ -66,16 +66,16 @@ end
 
 local function take_out(id, ...)
   gone_ids[#gone_ids + 1], gone_keys[#gone_keys + 1] = id, PREFIX .. 'job:' .. id
-  leave_queue(...)
+  leave_queue(id, ...)
 end
 
--- Charge the tenant for a claim; nil for a redispatched job, which costs nothing.
+-- Charge the tenant for a claim; nil for a job that has begun, whose tenant may have no other that waits.
 local function charge_for(id, tenant, name, weight, attempt, prompt, load)
   local cost = charge_claim(id, name, weight, attempt, prompt, load)
-  if tenant and cost > 0 then
-    tenant.counter = tenant.counter + cost
-    redis.call('ZADD', TENANTS, exact(tenant.counter), name)
-  end
+  if cost == 0 then return end
+  if not tenant then return charge_tenant(name, cost) end
+  tenant.counter = tenant.counter + cost
+  redis.call('ZADD', TENANTS, exact(tenant.counter), name)
 end
 
 -- Take a job, pass it over, or drop one that is of no use any more.
@@ -89,14 +89,14 @@ local function look(id, tenant)
   local name, base, adapter, prefer, router, attempt, weight, tokens, prefill, prompt, rank, rows, load,
     place, size, work, queued, deadline = cmsgpack.unpack(values[1])
   if deadline > 0 and deadline <= now or not owner_lives(router) then
-    take_out(id, name, place, size, attempt, work)
+    take_out(id, name, place, size, work)
     return GONE
   end
   if tokens > max_tokens or rank > max_rank or base ~= base_digest then return PASSED end
   if not has_link(router) then return PASSED end
   local reserved_for = values[2]
   if reserved_for and reserved_for ~= worker and tonumber(values[3]) > now then return PASSED end
-  local held_ms = held_for_ms(adapter, attempt, queued, prefer)
+  local held_ms = held_for_ms(adapter, place == id, queued, prefer)
   if held_ms > 0 then
     if hold_ms == 0 or held_ms < hold_ms then hold_ms = held_ms end
     return PASSED
@@ -109,7 +109,7 @@ local function look(id, tenant)
     bodies[#bodies + 1] = redis.call('HGET', key, 'body')
     -- Before the job leaves: a tenant that becomes idle keeps its counter.
     charge_for(id, tenant, name, weight, attempt, prompt, resident[adapter] and 0 or load)
-    take_out(id, name, place, size, attempt, work)
+    take_out(id, name, place, size, work)
     return TAKEN
   end
   saturated = true

@@ -1,9 +1,10 @@
 #!lua
 -- Put a job into the queue. Answers {'queued'}, {'known'} for an attempt that is not newer than the one that waits, or
--- for a refused first attempt {'full', bound, tenant} or {'late', wait in ms}.
+-- for a refused newcomer {'full', bound, tenant} or {'late', wait in ms}. A job that has begun is never refused.
 --- @include "routers"
 --- @include "waiting_jobs"
 --- @include "workers"
+--- @include "queue_shares"
 
 local id, deadline_ms = ARGV[2], tonumber(ARGV[3])
 -- The rest are names and values: the queue's limits, which begin with max_, and the fields of the entry (broker/terms.py).
@@ -12,37 +13,74 @@ for i = 4, #ARGV, 2 do
   local limit = string.match(ARGV[i], '^max_(.+)')
   if limit then max[limit] = tonumber(ARGV[i + 1]) else job[ARGV[i]] = ARGV[i + 1] end
 end
-for _, field in ipairs({'attempt', 'weight', 'priority', 'tokens', 'prefill', 'prompt', 'rank', 'rows', 'load'}) do
+for _, field in ipairs({'attempt', 'resumed', 'weight', 'priority', 'tokens', 'prefill', 'prompt', 'rank', 'rows',
+    'load'}) do
   job[field] = tonumber(job[field])
 end
 job.size, job.queued, job.deadline = #job.body, now, deadline_ms > 0 and now + deadline_ms or 0
-job.work = PROMPT_WEIGHT * job.prompt + OUTPUT_WEIGHT * (job.tokens - job.prompt)
-local is_first = job.attempt == 1
+job.work = PROMPT_WEIGHT * job.prompt + OUTPUT_WEIGHT * math.max(0, job.tokens - job.prompt)
 local key, queue = PREFIX .. 'job:' .. id, PREFIX .. 'queue:' .. job.tenant
 
--- Return the answer that refuses the job where a limit is reached.
-local function reached_limit(tenant_jobs, all_bytes, tenant_bytes)
-  if redis.call('ZCARD', WAITING) >= max.jobs then return {'full', 'jobs', ''} end
-  if all_bytes + job.size > max.bytes then return {'full', 'bytes', ''} end
+-- Return the claim rate, work in ms, measured by claim.lua: that of the last interval, or of the current one if it is
+-- higher; 0 where no work waits for a row.
+local function claim_rate()
+  local measured = redis.call('HMGET', CLAIM_RATE, 'since', 'work', 'pace')
+  local rate, measured_ms = tonumber(measured[3] or 0), now - tonumber(measured[1] or now)
+  if measured_ms >= CLAIM_RATE_MIN_MS then rate = math.max(rate, tonumber(measured[2]) / measured_ms) end
+  return rate
+end
+
+-- Return whether an answer that had begun at another router goes before newcomers. Its tenant must not gain by resuming
+-- again and again: so it does not once its tenant is RESUME_LEAD_MS of the cell's work ahead of another that waits.
+local function may_lead()
+  if redis.call('ZCARD', WAITING) >= RESUMED_LIMITS * max.jobs then return false end
+  local totals = redis.call('HMGET', TOTALS, 'all', 'begun:' .. job.tenant)
+  if tonumber(totals[1] or 0) + job.size > RESUMED_LIMITS * max.bytes then return false end
+  local rate, own = claim_rate(), redis.call('ZSCORE', TENANTS, job.tenant)
+  if rate <= 0 or redis.call('ZCARD', TENANTS) == (own and 1 or 0) then return true end
+  local begun_work = tonumber(totals[2] or 0)
+  if begun_work > 0 and redis.call('EXISTS', REDISPATCHED) == 0 then
+    redis.call('HDEL', TOTALS, 'begun:' .. job.tenant) -- an older version of claim.lua took jobs and did not count them
+    begun_work = 0
+  end
+  local lowest = lowest_counter()
+  local counter = math.max(lowest, tonumber(own or redis.call('ZSCORE', IDLE, job.tenant) or lowest))
+  return (counter - lowest) * job.weight + begun_work + job.work <= RESUME_LEAD_MS * rate
+end
+
+-- Return the answer that refuses the job where a limit of its tenant is reached.
+local function reached_tenant_limit(tenant_jobs, tenant_bytes)
   if tenant_jobs >= max.tenant_jobs then return {'full', 'tenant_jobs', job.tenant} end
   if tenant_bytes + job.size > max.tenant_bytes then return {'full', 'tenant_bytes', job.tenant} end
 end
 
--- Return in how many ms the job's turn comes, were all workers to serve this tenant alone; 0 where nothing tells. The
--- claim rate is work in ms, measured by claim.lua: that of the last interval, or of the current one if it is higher.
+-- Return in how many ms the job's turn comes, were all workers to serve this tenant alone; 0 where nothing tells.
 local function wait_before_turn_ms(tenant_jobs, tenant_work)
-  local measured = redis.call('HMGET', CLAIM_RATE, 'since', 'work', 'pace')
-  local rate, measured_ms = tonumber(measured[3] or 0), now - tonumber(measured[1] or now)
-  if measured_ms >= CLAIM_RATE_MIN_MS then rate = math.max(rate, tonumber(measured[2]) / measured_ms) end
+  local rate = claim_rate()
   if rate <= 0 or tenant_jobs == 0 then return 0 end
   local jobs_before = redis.call('ZLEXCOUNT', queue, '-', '(' .. job.place)
   return jobs_before * tenant_work / tenant_jobs / rate
 end
 
+-- Return the answer that refuses a newcomer; nil: it has a place, perhaps that of another job.
+local function refusal_of_newcomer()
+  local tenant_jobs = redis.call('ZCARD', queue)
+  local totals = redis.call('HMGET', TOTALS, 'of:' .. job.tenant, 'work:' .. job.tenant, 'all')
+  local tenant_bytes = tonumber(totals[1] or 0)
+  local refusal = reached_tenant_limit(tenant_jobs, tenant_bytes)
+  if refusal then return refusal end
+  local wait_ms = deadline_ms > 0 and wait_before_turn_ms(tenant_jobs, tonumber(totals[2] or 0)) or 0
+  if wait_ms > DEADLINE_DOUBT * deadline_ms then return {'late', math.floor(wait_ms)} end
+  local use = use_of(tenant_jobs + 1, tenant_bytes + job.size, job.weight, max)
+  local limit = make_room(tonumber(totals[3] or 0), job.size, use, max)
+  if limit then return {'full', limit, ''} end
+  redis.call('ZADD', USES, exact(use), job.tenant)
+end
+
 -- Wake the first preferred worker with free rows, or else any.
-local function wake_for_job()
+local function wake_for_job(has_begun)
   local list = WAKE
-  for worker in string.gmatch(is_first and job.prefer or '', '[^\n]+') do
+  for worker in string.gmatch(has_begun and '' or job.prefer, '[^\n]+') do
     if free_rows_of(worker) > 0 then
       list = WAKE .. ':' .. worker
       break
@@ -53,21 +91,22 @@ local function wake_for_job()
 end
 
 beat_router(job.router)
-local waiting_attempt = redis.call('HGET', key, 'attempt')
-if waiting_attempt and tonumber(waiting_attempt) >= job.attempt then return {'known'} end
-if waiting_attempt then forget_job(id) end
-if is_first then
-  local tenant_jobs = redis.call('ZCARD', queue)
-  local totals = redis.call('HMGET', TOTALS, 'all', 'of:' .. job.tenant, 'work:' .. job.tenant)
-  local refusal = reached_limit(tenant_jobs, tonumber(totals[1] or 0), tonumber(totals[2] or 0))
-  if refusal then return refusal end
+local left = redis.call('HMGET', key, 'attempt', 'displaced')
+if left[1] and tonumber(left[1]) >= job.attempt then return {'known'} end
+if left[1] or left[2] then
+  forget_job(id)
+  flush_counts()
+end
+local has_begun = job.attempt > 1 or job.resumed == 1 and may_lead()
+local arrival = redis.call('INCR', ARRIVALS)
+if has_begun then
+  job.place = id
+else
   -- Members of equal score are ordered by their bytes: priority, deadline, arrival. PLACE_BYTES stand before the id.
   job.place = string.format('%03d%015d%016d:', PRIORITY_LIMIT - job.priority,
-    deadline_ms > 0 and job.deadline or 999999999999999, redis.call('INCR', ARRIVALS)) .. id
-  local wait_ms = deadline_ms > 0 and wait_before_turn_ms(tenant_jobs, tonumber(totals[3] or 0)) or 0
-  if wait_ms > DEADLINE_DOUBT * deadline_ms then return {'late', math.floor(wait_ms)} end
-else
-  job.place = id
+    deadline_ms > 0 and job.deadline or 999999999999999, arrival) .. id
+  local refusal = refusal_of_newcomer()
+  if refusal then return refusal end
 end
 -- In the order that include/waiting_jobs.lua gives.
 local facts = cmsgpack.pack(job.tenant, job.base, job.adapter, job.prefer, job.router, job.attempt, job.weight,
@@ -75,13 +114,14 @@ local facts = cmsgpack.pack(job.tenant, job.base, job.adapter, job.prefer, job.r
   job.deadline)
 redis.call('HSET', key, 'body', job.body, 'wanted', job.wanted, 'attempt', job.attempt, 'facts', facts)
 redis.call('ZADD', WAITING, deadline_ms > 0 and job.deadline or '+inf', id)
-count_waiting(job.tenant, job.size, job.work)
+count_waiting(job.tenant, job.size, job.work, has_begun)
 flush_counts()
-if is_first then
+if has_begun then
+  redis.call('ZADD', REDISPATCHED, arrival, id)
+  raise_use(job.tenant, job.weight, max)
+else
   redis.call('ZADD', queue, 0, job.place)
   activate_tenant(job.tenant)
-else
-  redis.call('ZADD', REDISPATCHED, redis.call('INCR', ARRIVALS), id)
 end
-wake_for_job()
+wake_for_job(has_begun)
 return {'queued'}

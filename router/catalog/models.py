@@ -13,12 +13,12 @@ from redis.asyncio import Redis
 from broker.connection import REDIS_DOWN
 from broker.keys import Keys
 from broker.liveness import TTL_MS, Census, Liveness
-from broker.messages import WorkerPhase, WorkerState
+from broker.messages import Job, WorkerPhase, WorkerState
 from broker.queue import JobQueue
 from broker.terms import QueueLimits
 from router.catalog.store_client import Manifest, StoreClient
 from router.text.tokenizer import Text, text_of
-from rpc.errors import CallError, InvalidField, NotFound, Unavailable
+from rpc.errors import CallError, InvalidField, Mismatch, NotFound, Unavailable
 
 log = logging.getLogger(__name__)
 
@@ -30,6 +30,10 @@ ANSWER_S = 1.0
 AWAY_S = TTL_MS / 1e3
 # Time in seconds after an outage or a loss of data during which no worker counts as dead: all must beat again first.
 NO_LAPSE_S = TTL_MS / 1e3
+
+
+# Reasons of errors: the base model of a request was replaced; no live worker is large enough for a request.
+BASE_REPLACED, NO_WORKER_FITS = "BASE_REPLACED", "NO_WORKER_FITS"
 
 
 @dataclass(frozen=True)
@@ -64,7 +68,11 @@ class Models:
         self._served: dict[str, ServedModel] = {}
         # Digests of models whose tokenizer files can't be read.
         self._refused: set[str] = set()
+        # Models that another one has replaced under their name, by digest, while workers serve them.
+        self._replaced: dict[str, ServedModel] = {}
         self._workers: dict[str, list[WorkerState]] = {}
+        # The sizes of the live workers that take new jobs: maximum tokens and rank, by model and base digest.
+        self._sizes: dict[str, dict[str, set[tuple[int, int]]]] = {}
         # Address of this router's relay; empty until it listens.
         self._reply_to = ""
         # Server and data that each model's last census came from.
@@ -101,10 +109,39 @@ class Models:
         """Return the model's live workers, at most LOOK_S stale."""
         return self._workers.get(name, [])
 
-    def serving(self, name: str) -> list[WorkerState]:
-        """Return the live workers that take new jobs of the model as it is registered now."""
-        digest = self._served[name].manifest.digest
+    def serving(self, name: str, digest: str = "") -> list[WorkerState]:
+        """Return the live workers that take new jobs of the base model of that digest; empty: the registered one."""
+        digest = digest or self._served[name].manifest.digest
         return [s for s in self.workers(name) if s.phase is WorkerPhase.SERVING and s.base_digest == digest]
+
+    def with_digest(self, name: str, digest: str) -> ServedModel:
+        """Return the model of that name and digest, also one that was replaced while its workers live.
+
+        Raises Mismatch once none does, Unavailable where only another router knows the replaced one, else as `get`.
+        """
+        model = self.get(name)
+        if model.manifest.digest == digest:
+            return model
+        if digest in self._replaced:
+            return self._replaced[digest]
+        if name not in self._workers or any(state.base_digest == digest for state in self._workers[name]):
+            raise Unavailable(f"{name} was replaced, and this router does not know what it was", reason=BASE_REPLACED)
+        raise Mismatch("model", f"{name} has been replaced since", reason=BASE_REPLACED)
+
+    def why_unservable(self, job: Job) -> CallError | None:
+        """Return the error of a job that no live worker can take; None while one can, or while one may still come."""
+        of_base = self._sizes.get(job.model, {}).get(job.base_digest)
+        if of_base is None:
+            if job.base_digest == self._served[job.model].manifest.digest:
+                return None
+            message = f"{job.model} was replaced, and no worker serves what it was"
+            if job.resumed or job.done or any(job.emitted.values()):  # it can't go on elsewhere
+                return Mismatch("model", message, reason=BASE_REPLACED)
+            return Unavailable(f"{message}; call again for what it is now", reason=BASE_REPLACED)
+        if any(job.tokens <= max_tokens and job.rank <= max_rank for max_tokens, max_rank in of_base):
+            return None
+        message = f"no live worker takes {job.tokens} tokens of prompt and answer with an adapter of rank {job.rank}"
+        return Unavailable(message, reason=NO_WORKER_FITS)
 
     async def living(self, model: ServedModel) -> list[WorkerState]:
         """Ask Redis for the model's live workers. Raises Unavailable."""
@@ -158,6 +195,13 @@ class Models:
             seen = {state.incarnation for state in workers}
             workers = [*workers, *(state for state in self.workers(name) if state.incarnation not in seen)]
         self._workers[name] = workers
+        sizes = self._sizes[name] = dict[str, set[tuple[int, int]]]()
+        for state in workers:
+            if state.phase is WorkerPhase.SERVING:
+                sizes.setdefault(state.base_digest, set()).add((state.max_tokens, state.max_rank))
+        live = {state.base_digest for state in workers}
+        replaced = self._replaced.items()
+        self._replaced = {digest: model for digest, model in replaced if model.manifest.name != name or digest in live}
 
     async def follow_store(self) -> None:
         """Serve the models that are registered with the store; never returns."""
@@ -179,6 +223,9 @@ class Models:
             log.warning("base model %s can't be served: %s: %s", name, type(error).__name__, error)
             self._refused.add(manifest.digest)
             return
+        if (replaced := self._served.get(name)) is not None:
+            self._replaced[replaced.manifest.digest] = replaced
+        self._replaced.pop(manifest.digest, None)
         keys = Keys(name, self._cell)
         queue = JobQueue(self._redis, keys, limits=self._limits)
         self._served[name] = ServedModel(manifest, text, queue, Liveness(self._redis, keys))

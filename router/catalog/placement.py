@@ -16,7 +16,7 @@ class Placer:
 
     def __init__(
         self,
-        serving: Callable[[str], Sequence[WorkerState]],
+        serving: Callable[[str, str], Sequence[WorkerState]],
         weights: Mapping[str, float],
         adapter_mib_tokens: float,
     ) -> None:
@@ -31,7 +31,7 @@ class Placer:
             return Placement(weight)
         able = [
             WorkerLoad(state.worker_id, state.rows_running + state.rows_waiting, state.rows_limit)
-            for state in self._serving(job.model)
+            for state in self._serving(job.model, job.base_digest)
             if state.max_rank >= job.rank and state.max_tokens >= job.tokens
         ]
         load_tokens = job.adapter.weight_bytes / MIB * self._adapter_mib_tokens

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-import time
 from collections.abc import Callable, Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import suppress
@@ -24,8 +23,9 @@ from router.dispatch.outbox import Outbox
 from router.dispatch.reader_rounds import ReaderRounds
 from router.dispatch.routed_job import RoutedJob
 from router.dispatch.timing import DispatchTiming
+from router.dispatch.unbound_jobs import UnboundJobs, queue_full
 from router.dispatch.worker_links import WorkerLinks
-from router.metrics import LOST, RETURNED, UNCLAIMED, RouterMetrics
+from router.metrics import LOST, RETURNED, RouterMetrics
 from rpc.errors import CallError, DeadlinePassed, Exhausted, Internal, Unavailable
 from telemetry.logging import fields
 
@@ -33,9 +33,6 @@ log = logging.getLogger(__name__)
 
 # Reason that the client gets of a request that kills engines.
 POISON = "POISON_REQUEST"
-# Mean time in seconds after which a refused client is to call again; each gets its own, so that they do not all come
-# at once.
-FULL_RETRY_S = 1.0
 
 
 class Dispatcher:
@@ -48,6 +45,7 @@ class Dispatcher:
         metrics: RouterMetrics | None = None,
         timing: DispatchTiming | None = None,
         links: WorkerLinks | None = None,
+        why_unservable: Callable[[Job], CallError | None] = lambda job: None,
     ) -> None:
         self._queue_of = queue_of
         self._place = place
@@ -56,6 +54,9 @@ class Dispatcher:
         self._jobs: dict[str, RoutedJob] = {}
         self._links = links or WorkerLinks(self._timing)
         self._outbox = Outbox(queue_of, place, self._timing)
+        self._unbound_jobs = UnboundJobs(
+            queue_of, lambda: self.jobs, self._redispatch, why_unservable, self._metrics, self._timing
+        )
         self._rounds = ReaderRounds()
         self._grace_periods: set[asyncio.Task[None]] = set()
 
@@ -80,9 +81,7 @@ class Dispatcher:
             with self._metrics.enqueue_time.time():
                 await self._queue_of(job.model).enqueue(job, self._place(job))
         except QueueFullError as error:
-            whose = f"tenants/{error.tenant}/queue" if error.tenant else "queue"
-            after_s = random.uniform(0.5, 1.5) * FULL_RETRY_S
-            raise Exhausted(whose, f"the queue is full: {error}", retry_after_s=after_s, reason="QUEUE_FULL") from error
+            raise queue_full(error.tenant, str(error)) from error
         except DeadlineUnattainableError as error:
             message, after_s = f"the deadline can't be met: {error}", random.uniform(0.5, 1.0) * error.wait_ms / 1e3
             raise Exhausted("deadline", message, retry_after_s=after_s, reason="DEADLINE_UNATTAINABLE") from error
@@ -168,9 +167,13 @@ class Dispatcher:
     # Recovery
 
     def update_live_workers(self, incarnations: AbstractSet[str]) -> None:
-        """Dispatch again the jobs of workers that are missing in Redis, and silent though their link is open."""
+        """Dispatch again the jobs of workers that are missing in Redis, and silent though their link is open.
+
+        End the jobs that no live worker can take.
+        """
         bound = {routed.link.incarnation for routed in self._jobs.values() if routed.link is not None}
         self._redispatch_jobs_of(self._links.lost(bound, incarnations))
+        self._unbound_jobs.end_unservable()
 
     def fail_waiting(self, model: str, error_of: Callable[[str], CallError]) -> None:
         """End the jobs of a model that no worker has: no worker could claim them."""
@@ -214,29 +217,7 @@ class Dispatcher:
 
     async def redispatch_missing(self) -> None:
         """Dispatch again the jobs that left the queue and that no worker reported; never returns."""
-        while True:
-            await asyncio.sleep(self._timing.look_s)
-            unbound: dict[str, list[RoutedJob]] = {}
-            for routed in self._jobs.values():
-                if routed.state in {JobState.QUEUED, JobState.MISSING}:
-                    unbound.setdefault(routed.job.model, []).append(routed)
-            for model, jobs in unbound.items():
-                try:
-                    waiting = await self._queue_of(model).are_waiting([(r.job.job_id, r.job.attempt) for r in jobs])
-                    self._redispatch_unclaimed(jobs, waiting)
-                except REDIS_DOWN:
-                    continue
-                except Exception:  # the next look may succeed, and other jobs need it
-                    log.exception("could not look for missing jobs of %s", model)
-
-    def _redispatch_unclaimed(self, jobs: Sequence[RoutedJob], waiting: Sequence[bool]) -> None:
-        now = time.monotonic()
-        for routed, waits in zip(jobs, waiting, strict=True):
-            if routed.looked_up(waiting=waits, now=now) >= self._timing.claim_grace_s:
-                log_fields = fields(job_id=routed.job.job_id, attempt=routed.job.attempt)
-                log.warning("a job was claimed and never bound", extra=log_fields)
-                self._metrics.redispatches.labels(UNCLAIMED).inc()
-                self._redispatch(routed)
+        await self._unbound_jobs.look()
 
     async def drain_tasks(self) -> None:
         """Wait for what was begun in the background, up to a timeout: Redis may be gone for good."""

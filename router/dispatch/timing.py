@@ -18,6 +18,8 @@ class DispatchTiming:
     silent_s: float = 2.0
     # Time that a job may be neither queued nor bound before it is dispatched again: its claim may still be on its way.
     claim_grace_s: float = 1.0
+    # Time that no live worker may be able to take a waiting job before the job ends: a worker may be restarting.
+    unservable_grace_s: float = 5.0
     # Interval between looks into the queue for jobs that are in nobody's hands.
     look_s: float = 0.25
     # Interval between attempts of an operation on a queue that does not answer.

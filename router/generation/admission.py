@@ -14,7 +14,7 @@ from router.generation.answer_size import check_answer_size
 from router.generation.resume import Resumption
 from router.request import Request
 from router.text.prompt_encoder import PromptEncoder
-from rpc.errors import InvalidField, Mismatch, NotFound, Unavailable
+from rpc.errors import InvalidField, NotFound, Unavailable
 
 # Tokens of an answer where the client sets no maximum; fewer where the context ends before.
 DEFAULT_MAX_TOKENS = 128
@@ -41,8 +41,11 @@ class Admission:
         """Make the job of a new request. Raises a CallError where it can't be served."""
         model = self._models.get(request.model)
         adapter = await resolve_adapters(request, model.manifest, self._store)
-        check_rank(adapter, self._max_rank(model))
-        job = await self._job(request, model, adapter, deadline_s)
+        workers = self._models.serving(model.manifest.name)
+        check_rank(adapter, max((state.max_rank for state in workers), default=None))
+        # A job that is longer than every worker's KV cache would wait for ever.
+        largest = max((state.max_tokens for state in workers), default=model.manifest.context_length)
+        job = await self._job(request, model, adapter, deadline_s, min(model.manifest.context_length, largest))
         check_answer_size(request, len(job.prompt_ids), job.stopping.max_tokens)
         return job
 
@@ -53,13 +56,13 @@ class Admission:
         """
         claims = resumption.claims
         try:
-            model = self._models.get(claims.model)
+            model = self._models.with_digest(claims.model, claims.base_digest)
         except NotFound as error:  # it was served when the token was signed: this router has just started
             raise Unavailable(f"{claims.model} is not served here yet", reason="NO_MODEL") from error
-        if model.manifest.digest != claims.base_digest:
-            raise Mismatch("model", f"{claims.model} has been replaced since", reason="BASE_REPLACED")
-        check_rank(claims.adapter, self._max_rank(model))
-        job = await self._job(request, model, claims.adapter, deadline_s)
+        job = await self._job(request, model, claims.adapter, deadline_s, model.manifest.context_length)
+        job = replace(job, resumed=True)
+        if unservable := self._models.why_unservable(job):  # it was admitted: a worker that fits may be restarting
+            raise unservable
         _check_received(resumption, model.manifest.vocab_size)
         if request.best_of > request.n:  # nothing of the candidates was delivered
             return replace(job, prompt_logprobs=None)
@@ -71,22 +74,16 @@ class Admission:
             prompt_logprobs=None,
         )
 
-    def _max_rank(self, model: ServedModel) -> int | None:
-        return max((state.max_rank for state in self._models.serving(model.manifest.name)), default=None)
-
     async def _job(
-        self, request: Request, model: ServedModel, adapter: AdapterRef | None, deadline_s: float | None
+        self, request: Request, model: ServedModel, adapter: AdapterRef | None, deadline_s: float | None, context: int
     ) -> Job:
         manifest = model.manifest
         prompt_ids = await self._encoder.encode(
             model.text, request.prompt, request.prompt_field, request.tenant, manifest.context_length
         )
-        workers = self._models.serving(manifest.name)
-        if not workers:
+        if not self._models.serving(manifest.name, manifest.digest):
             raise Unavailable(f"no worker serves {manifest.name} now", reason="NO_WORKER")
         self._reach.check(manifest.name)
-        # A job that is longer than every worker's KV cache would wait for ever.
-        context = min(manifest.context_length, max(state.max_tokens for state in workers))
         stopping = request.stopping
         max_tokens = _max_tokens(request, len(prompt_ids), context)
         _check_ids(request.prompt_field, prompt_ids, manifest.vocab_size)

@@ -78,7 +78,8 @@ class Generation:
         run, reader = await self._enter(request, resumption, deadline_s)
         try:
             run.routed.limit(deadline_s)
-            text = self._models.get(run.routed.job.model).text
+            job = run.routed.job
+            text = self._models.with_digest(job.model, job.base_digest).text
             answer = Answer(request, text, run.routed, resumption.received if resumption else None)
             started = False
             with self.slow_clients.watched(partial(self._drop, run, reader)) as stream:

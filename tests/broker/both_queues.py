@@ -13,7 +13,8 @@ from broker.keys import Keys
 from broker.liveness import Liveness
 from broker.messages import AdapterRef, Capacity, Job, StoppingParams
 from broker.queue import DeadlineUnattainableError, JobQueue, QueueFullError
-from broker.terms import Claimed, Placement, QueueLimits, UsageReport
+from broker.scripts import Scripts
+from broker.terms import Claimed, Placement, QueueLimits, QueueState, UsageReport
 from tests.broker.scripts_clock import CLOCK, SCRIPTS_ON_TEST_CLOCK, START_MS
 
 KEYS = Keys("tiny", "main")
@@ -34,6 +35,7 @@ def make_job(
     priority: int = 0,
     deadline_ms: int = 0,
     router: str = "here",
+    resumed: bool = False,
 ) -> Job:
     """A job of `prompt` tokens."""
     return Job(
@@ -49,6 +51,7 @@ def make_job(
         n=n,
         priority=priority,
         deadline_ms=deadline_ms,
+        resumed=resumed,
         adapter=AdapterRef(f"r/{adapter}", adapter, rank, 1000) if adapter else None,
     )
 
@@ -60,16 +63,17 @@ class BothQueues:
     redis: Redis
     limits: QueueLimits = field(default_factory=QueueLimits)
     now_ms: int = START_MS
+    scripts: Scripts = SCRIPTS_ON_TEST_CLOCK
 
     def __post_init__(self) -> None:
         self.model = QueueModel(self.limits)
         self._queues: dict[str, JobQueue] = {}
-        self._liveness = Liveness(self.redis, KEYS, scripts=SCRIPTS_ON_TEST_CLOCK)
+        self._liveness = Liveness(self.redis, KEYS, scripts=self.scripts)
 
     def _queue(self, worker: str = "") -> JobQueue:
         if worker not in self._queues:
             self._queues[worker] = JobQueue(
-                self.redis, KEYS, limits=self.limits, worker_id=worker, scripts=SCRIPTS_ON_TEST_CLOCK
+                self.redis, KEYS, limits=self.limits, worker_id=worker, scripts=self.scripts
             )
         return self._queues[worker]
 
@@ -123,6 +127,12 @@ class BothQueues:
         """A job ended."""
         self.model.finish(job_id, attempt)
         await self._queue().finish(job_id, attempt)
+
+    async def look_up(self, *jobs: tuple[str, int]) -> list[QueueState]:
+        """The states of attempts, by job id and attempt."""
+        states = await self._queue().look_up(jobs)
+        assert states == [self.model.look_up(*job) for job in jobs]
+        return states
 
     async def clear_free_rows(self, worker: str) -> None:
         """A worker has not claimed for long."""

@@ -10,10 +10,15 @@ from broker.scripts import Scripts
 
 CLOCK = "test:now"
 START_MS = 1_700_000_000_000
-# Scripts whose clock is a key that the test sets; free rows are believed however slow the test is.
-SCRIPTS_ON_TEST_CLOCK = Scripts(
-    {"clock": f"local now = tonumber(redis.call('GET', '{CLOCK}'))\n"}, {"FREE_ROWS_MS": 600_000}
-)
+
+
+def scripts_on_test_clock(**constants: int) -> Scripts:
+    """Scripts whose clock is a key that the test sets; free rows are believed however slow the test is."""
+    clock = f"local now = tonumber(redis.call('GET', '{CLOCK}'))\n"
+    return Scripts({"clock": clock}, {"FREE_ROWS_MS": 600_000, **constants})
+
+
+SCRIPTS_ON_TEST_CLOCK = scripts_on_test_clock()
 
 
 @dataclass

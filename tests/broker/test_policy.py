@@ -8,7 +8,7 @@ from redis.asyncio import Redis
 
 from broker import terms
 from broker.messages import Capacity
-from broker.terms import Placement, QueueLimits
+from broker.terms import Placement, QueueLimits, QueueState
 from tests.broker.both_queues import BothQueues, make_job
 from tests.broker.scripts_clock import Clock
 
@@ -148,8 +148,15 @@ async def test_bounds_are_of_all_and_of_a_tenant(redis: Redis, clock: Clock) -> 
         assert not await both.enqueue(make_job(name, "x"))
     assert await both.enqueue(make_job("c", "x")) == "tenant_jobs"
     assert not await both.enqueue(make_job("c", "y"))
-    assert await both.enqueue(make_job("d", "z")) == "jobs"
-    assert not await both.enqueue(make_job("e", "z", attempt=2))
+    # Of a full queue each has its share; nobody has more than who comes last.
+    assert not await both.enqueue(make_job("d", "z"))
+    assert await both.look_up(("a", 1), ("b", 1), ("c", 1)) == [
+        QueueState.WAITS,
+        QueueState.DISPLACED,
+        QueueState.WAITS,
+    ]
+    assert await both.enqueue(make_job("e", "u")) == "jobs"
+    assert not await both.enqueue(make_job("e", "u", attempt=2))
 
 
 async def test_a_worker_gets_jobs_of_routers_alone_that_it_has_a_link_to(both: BothQueues) -> None:

@@ -18,11 +18,12 @@ from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_a
 from hypothesis.strategies import integers
 from redis.asyncio import Redis
 
+from broker import terms
 from broker.connection import connect
 from broker.messages import Capacity
-from broker.terms import Placement, QueueLimits, UsageReport
+from broker.terms import Placement, QueueLimits, QueueState, UsageReport
 from tests.broker.both_queues import BASE, BothQueues, make_job
-from tests.broker.scripts_clock import CLOCK
+from tests.broker.scripts_clock import CLOCK, scripts_on_test_clock
 
 TENANTS = ("a", "b", "c", "d")
 WORKERS = ("w1", "w2", "w3")
@@ -32,11 +33,13 @@ WEIGHTS = {"a": 1.0, "b": 3.0, "c": 0.7, "d": 1.0}
 WALKS = int(os.environ.get("BROKER_WALKS", "8"))
 # One for each walk in turn.
 LIMITS = (
-    QueueLimits(jobs=25),
-    QueueLimits(bytes=2_500),
+    QueueLimits(jobs=6),
+    QueueLimits(bytes=1_500),
     QueueLimits(tenant_jobs=8),
     QueueLimits(tenant_bytes=1_000),
 )
+# Short, so that some resumed jobs are beyond it.
+RESUME_LEAD_MS = 1_000
 T = TypeVar("T")
 
 
@@ -50,13 +53,15 @@ class Walk(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.both = BothQueues(self.redis, LIMITS[self.happened["walks"] % len(LIMITS)])
+        scripts = scripts_on_test_clock(RESUME_LEAD_MS=RESUME_LEAD_MS)
+        self.both = BothQueues(self.redis, LIMITS[self.happened["walks"] % len(LIMITS)], scripts=scripts)
         self.happened["walks"] += 1
         self.run(self.both.start())
         self.count = 0
         # Job ids that were let in, with their attempts; those that are claimed, and what they have made.
         self.waiting: dict[str, int] = {}
         self.running: dict[tuple[str, int], int] = {}
+        self.displaced: dict[str, int] = {}
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Drive the queue on Redis; hypothesis knows no coroutines."""
@@ -96,12 +101,23 @@ class Walk(RuleBasedStateMachine):
             deadline_ms=chance.choice((0, 0, 400, 5_000)),
             base=chance.choice((BASE, BASE, BASE, BASE, "sha256:9")),
             router=chance.choice(ROUTERS),
+            resumed=chance.random() < 0.3,
         )
         prefer = chance.choice(((), ("w1",), ("w2", "w1"), ("w3", "w2"))) if adapter else ()
         refused = self.run(self.both.enqueue(job, Placement(WEIGHTS[tenant], prefer, 20.5)))
         self.happened[refused or "queued"] += 1
+        self.happened["resumed"] += job.job_id in {job_id for _, job_id in self.both.model.waiting.redispatched}
+        self.happened["resumed as a newcomer"] += job.resumed and job.job_id in self._newcomers(tenant)
         if not refused:
             self.waiting[job.job_id] = 1
+        states = self.run(self.both.look_up(*self.waiting.items()))
+        for job_id, state in zip(tuple(self.waiting), states, strict=True):
+            if state is QueueState.DISPLACED:
+                self.displaced[job_id] = self.waiting.pop(job_id)
+                self.happened["displaced"] += 1
+
+    def _newcomers(self, tenant: str) -> set[str]:
+        return {job_id for _, job_id in self.both.model.waiting.queue(tenant)}
 
     def dispatch_again(self, chance: random.Random) -> None:
         attempts = [*self.running, *self.waiting.items()]
@@ -168,7 +184,7 @@ class Walk(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         """Once everything has ended nothing is left of it."""
-        for job_id, attempt in self.waiting.items():
+        for job_id, attempt in (self.waiting | self.displaced).items():
             self.run(self.both.finish(job_id, attempt))
         for key, made in self.running.items():
             self.run(self.both.charge(UsageReport(*key, made, ended=True)))
@@ -187,12 +203,14 @@ def runner(valkey_url: str) -> Iterator[asyncio.Runner]:
         runner.run(Walk.redis.aclose())
 
 
-def test_the_scripts_and_their_model_decide_alike(runner: asyncio.Runner) -> None:
+def test_the_scripts_and_their_model_decide_alike(runner: asyncio.Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(terms, "RESUME_LEAD_MS", RESUME_LEAD_MS)
     run_state_machine_as_test(
         Walk,
         settings=settings(max_examples=WALKS, stateful_step_count=10, derandomize=True, deadline=None, database=None),
     )
     print(Walk.happened)
     for event in ("queued", "claimed", "again", "reported", "held", "ahead", "reserved", "late", "refunded", "dropped",
-                  "unlinked", "jobs", "bytes", "tenant_jobs", "tenant_bytes"):  # fmt: skip
+                  "unlinked", "jobs", "bytes", "tenant_jobs", "tenant_bytes", "displaced", "resumed",
+                  "resumed as a newcomer"):  # fmt: skip
         assert Walk.happened[event], f"no walk has shown {event}"

@@ -17,7 +17,7 @@ from broker.messages import (
     WeightedRef,
 )
 from broker.queue import JobQueue
-from broker.terms import UsageReport
+from broker.terms import QueueState, UsageReport
 from tests.broker.queued_jobs import KEYS, ROOMY, claim, job
 
 
@@ -190,9 +190,10 @@ async def test_waiting_tells_who_still_waits(queue: JobQueue) -> None:
     await queue.enqueue(job("a"))
     await queue.enqueue(job("b"))
     await claim(queue, rows=1)
-    assert await queue.are_waiting([("a", 1), ("b", 1), ("b", 2), ("c", 1)]) == [False, True, False, False]
+    looked_up = await queue.look_up([("a", 1), ("b", 1), ("b", 2), ("c", 1)])
+    assert looked_up == [QueueState.ABSENT, QueueState.WAITS, QueueState.ABSENT, QueueState.ABSENT]
     await queue.enqueue(job("b", attempt=2))
-    assert await queue.are_waiting([("b", 1), ("b", 2)]) == [True, True]
+    assert await queue.look_up([("b", 1), ("b", 2)]) == [QueueState.WAITS, QueueState.WAITS]
     assert await queue.count_waiting() == 1
 
 

@@ -16,7 +16,7 @@ def queue(redis: Redis) -> JobQueue:
     return JobQueue(redis, KEYS)
 
 
-async def test_a_full_queue_refuses_first_attempts_only(redis: Redis) -> None:
+async def test_a_full_queue_refuses_newcomers_only(redis: Redis) -> None:
     queue = JobQueue(redis, KEYS, limits=QueueLimits(jobs=2, tenant_jobs=1))
     await queue.enqueue(job("a"))
     with pytest.raises(QueueFullError, match="1 jobs may wait of acme") as refused:
@@ -38,7 +38,7 @@ async def test_a_queue_is_bounded_in_bytes_and_what_leaves_counts_no_more(redis:
         await queue.enqueue(job("c"))
     await queue.enqueue(job("c", tenant="abcd"))
     with pytest.raises(QueueFullError, match=f"{3 * size} bytes may wait"):
-        await queue.enqueue(job("d", tenant="efgh"))
+        await queue.enqueue(job("d", tenant="abcd"))
     await queue.finish("a", 1)
     await queue.enqueue(job("d"))
     assert sorted(await claim(queue)) == ["b", "c", "d"]

@@ -12,7 +12,7 @@ from broker.keys import Keys
 from broker.liveness import TTL_MS, Census
 from broker.messages import AdapterRequest, Capacity, DeadJob, Job, WorkerState
 from broker.queue import DeadlineUnattainableError, QueueFullError
-from broker.terms import FREE_ROWS_MS, Claimed, Placement, QueueLimits, UsageReport
+from broker.terms import FREE_ROWS_MS, Claimed, Placement, QueueLimits, QueueState, UsageReport
 from tests.simulation.redis import SimulatedRedis
 
 
@@ -85,13 +85,9 @@ class SimulatedQueue:
         """See JobQueue."""
         await self._redis.call(lambda: self._redis.data.queue.finish(job_id, attempt))
 
-    async def are_waiting(self, jobs: Sequence[tuple[str, int]]) -> list[bool]:
+    async def look_up(self, jobs: Sequence[tuple[str, int]]) -> list[QueueState]:
         """See JobQueue."""
-        return await self._redis.call(lambda: [self._waits(*job) for job in jobs])
-
-    def _waits(self, job_id: str, attempt: int) -> bool:
-        one = self._redis.data.queue.waiting.find(job_id)
-        return one is not None and one.entry.attempt >= attempt
+        return await self._redis.call(lambda: [self._redis.data.queue.look_up(*job) for job in jobs])
 
     async def wait_for_work(self, timeout_s: float) -> bool:
         """See JobQueue."""

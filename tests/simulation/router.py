@@ -106,8 +106,13 @@ class SimulatedRouter:
         self.models.announce(self.name)
         self.reach = RelayReach()
         self.reach.address = self.name
-        placer = Placer(lambda name: self.reach.linked(self.models.serving(name)), {}, _MIB_TOKENS)
-        self.dispatcher = WatchedDispatcher(self.models.queue_of, placer.place, links=self.reach.links)
+        placer = Placer(lambda name, digest: self.reach.linked(self.models.serving(name, digest)), {}, _MIB_TOKENS)
+        self.dispatcher = WatchedDispatcher(
+            self.models.queue_of,
+            placer.place,
+            links=self.reach.links,
+            why_unservable=self.models.why_unservable,
+        )
         self.dispatcher.accepted = self._accepted
         relay: Any = Registrar(self._network.listen(self.name, self.node))
         relay_pb2_grpc.add_RelayServiceServicer_to_server(RelayService(self.dispatcher), relay)

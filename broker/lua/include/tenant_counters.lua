@@ -25,6 +25,7 @@ end
 local function deactivate_tenant(tenant)
   local counter = tonumber(redis.call('ZSCORE', TENANTS, tenant))
   redis.call('ZREM', TENANTS, tenant)
+  redis.call('ZREM', USES, tenant)
   if redis.call('ZCARD', TENANTS) == 0 then redis.call('SET', FLOOR, exact(counter)) end
   if counter > lowest_counter() then redis.call('ZADD', IDLE, exact(counter), tenant) end
 end

@@ -8,10 +8,10 @@
 --- @include "tenant_counters"
 --- @include "totals"
 
--- Take a job out of its tenant's queue, or out of the redispatched jobs.
-local function leave_queue(tenant, place, size, attempt, work)
-  count_waiting(tenant, -size, -work)
-  if attempt > 1 then
+-- Take a job out of its tenant's queue, or out of the jobs that have begun, where its place is its id.
+local function leave_queue(id, tenant, place, size, work)
+  count_waiting(tenant, -size, -work, place == id)
+  if place == id then
     redis.call('ZREM', REDISPATCHED, place)
     return
   end
@@ -19,13 +19,13 @@ local function leave_queue(tenant, place, size, attempt, work)
   if redis.call('ZREM', queue, place) == 1 and redis.call('EXISTS', queue) == 0 then deactivate_tenant(tenant) end
 end
 
--- Delete a waiting job.
+-- Delete a waiting job, or the mark of one that was displaced.
 local function forget_job(id)
   local key = PREFIX .. 'job:' .. id
   local facts = redis.call('HGET', key, 'facts')
   redis.call('ZREM', WAITING, id)
-  if not facts then return end
   redis.call('DEL', key)
-  local tenant, _, _, _, _, attempt, _, _, _, _, _, _, _, place, size, work = cmsgpack.unpack(facts)
-  leave_queue(tenant, place, size, attempt, work)
+  if not facts then return end
+  local tenant, _, _, _, _, _, _, _, _, _, _, _, _, place, size, work = cmsgpack.unpack(facts)
+  leave_queue(id, tenant, place, size, work)
 end

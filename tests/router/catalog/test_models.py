@@ -14,9 +14,11 @@ from redis.asyncio import Redis
 from artifacts.base_model import read_base_model
 from broker.keys import Keys
 from broker.liveness import Liveness
+from broker.messages import AdapterRef, Job, StoppingParams, WorkerPhase
 from broker.terms import QueueLimits
 from router.catalog.models import Models
 from router.catalog.store_client import Manifest
+from rpc.errors import Mismatch, Unavailable
 from tests.broker.test_liveness import worker
 from tests.valkey_server import ValkeyServer
 
@@ -27,11 +29,13 @@ KEYS = Keys("tiny", "main")
 class OneModel:
     """A store in which one model is registered."""
 
+    digest = BASE.digest
+
     async def models(self) -> dict[str, str]:
-        return {BASE.name: BASE.digest}
+        return {BASE.name: self.digest}
 
     async def manifest(self, name: str) -> Manifest:
-        return Manifest(name, BASE.digest, BASE.architecture, BASE.context_length, BASE.vocab_size, dict(BASE.files))
+        return Manifest(name, self.digest, BASE.architecture, BASE.context_length, BASE.vocab_size, dict(BASE.files))
 
 
 class Router:
@@ -40,7 +44,8 @@ class Router:
     def __init__(self, redis: Redis, answer_s: float) -> None:
         # Seconds that the router's clock is ahead.
         self.ahead_s = 0.0
-        store: Any = OneModel()
+        self.store = OneModel()
+        store: Any = self.store
         self.models = Models(store, redis, "main", QueueLimits(), answer_s=answer_s, clock=self._now)
         self.live: list[set[str]] = []
 
@@ -58,11 +63,16 @@ class Router:
 async def following(redis: Redis, answer_s: float = 1.0) -> Router:
     router = Router(redis, answer_s)
     router.models.announce("127.0.0.1:1")
+    await serves_registered(router)
+    return router
+
+
+async def serves_registered(router: Router) -> None:
+    """Follow the store until the router serves what is registered there."""
     serving = asyncio.create_task(router.models.follow_store())
-    while not router.models.served:  # noqa: ASYNC110 — nothing reports it
+    while not any(m.manifest.digest == router.store.digest for m in router.models.served):  # noqa: ASYNC110 — nothing reports it
         await asyncio.sleep(0.01)
     serving.cancel()
-    return router
 
 
 @pytest.fixture
@@ -130,3 +140,58 @@ async def test_a_worker_that_is_removed_is_gone_at_the_next_look(redis: Redis) -
     await liveness.declare_dead("w1-inc")
     assert await router.look() == []
     assert "a worker that serves tiny" in router.models.waits_for()
+
+
+OLD = replace(serves("old"), max_tokens=1000)
+JOB = Job("j", "acme", "tiny", BASE.digest, "here", (1, 2), StoppingParams(100), 1)
+
+
+async def test_the_jobs_of_a_replaced_model_go_on_while_its_workers_live(redis: Redis) -> None:
+    router, liveness = await following(redis), Liveness(redis, KEYS)
+    models, former = router.models, router.models.get("tiny")
+    await liveness.beat(OLD)
+    await router.look()
+    router.store.digest = "sha256:new"
+    await serves_registered(router)
+    assert models.get("tiny").manifest.digest == "sha256:new"
+    assert models.with_digest("tiny", BASE.digest) is former
+    assert models.why_unservable(JOB) is None
+    # A draining worker takes no more, but what it runs needs the tokenizer.
+    await liveness.beat(replace(OLD, phase=WorkerPhase.DRAINING))
+    await router.look()
+    assert models.with_digest("tiny", BASE.digest) is former
+    waiting, begun = models.why_unservable(JOB), models.why_unservable(replace(JOB, attempt=2, emitted={0: (5,)}))
+    assert isinstance(waiting, Unavailable)  # a new call gets the new model
+    assert isinstance(begun, Mismatch)
+    assert {waiting.reason, begun.reason} == {"BASE_REPLACED"}
+    await liveness.declare_dead("old-inc")
+    await router.look()
+    with pytest.raises(Mismatch, match="replaced"):
+        models.with_digest("tiny", BASE.digest)
+    # Without any worker a job of the registered model waits for one.
+    assert models.why_unservable(replace(JOB, base_digest="sha256:new")) is None
+
+
+async def test_a_router_that_never_had_the_replaced_manifest_sends_a_resume_elsewhere(redis: Redis) -> None:
+    router = await following(redis)
+    with pytest.raises(Unavailable):  # it has not looked at the workers yet
+        router.models.with_digest("tiny", "sha256:old")
+    await Liveness(redis, KEYS).beat(replace(OLD, base_digest="sha256:old"))
+    await router.look()
+    with pytest.raises(Unavailable):
+        router.models.with_digest("tiny", "sha256:old")
+
+
+async def test_a_job_that_is_larger_than_each_live_worker_is_unservable(redis: Redis) -> None:
+    router, liveness = await following(redis), Liveness(redis, KEYS)
+    await liveness.beat(replace(serves("small"), max_tokens=102, max_rank=8))
+    await liveness.beat(replace(serves("low"), max_tokens=500, max_rank=4))
+    await router.look()
+    adapter = AdapterRef("r", "sha256:a", 8, 1)
+    assert router.models.why_unservable(replace(JOB, adapter=adapter)) is None
+    longer = replace(JOB, stopping=StoppingParams(101))
+    assert router.models.why_unservable(longer) is None
+    # One has the rank, the other the cache.
+    error = router.models.why_unservable(replace(longer, adapter=adapter))
+    assert isinstance(error, Unavailable)
+    assert error.reason == "NO_WORKER_FITS"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 
 import pytest
@@ -11,7 +12,7 @@ from redis.asyncio import Redis
 
 from broker.messages import Capacity, Job
 from broker.queue import JobQueue
-from broker.terms import Placement
+from broker.terms import Placement, QueueState
 from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.link import WorkerFinish
 from router.dispatch.outbox import AT_ONCE, FAULTS_LIMIT
@@ -25,7 +26,7 @@ class ShakyQueue(JobQueue):
 
     def __init__(self, redis: Redis) -> None:
         super().__init__(redis, KEYS)
-        self.faults: dict[str, list[Exception]] = {"enqueue": [], "finish": [], "are_waiting": []}
+        self.faults: dict[str, list[Exception]] = {"enqueue": [], "finish": [], "look_up": []}
         self.calls: Counter[str] = Counter()
         self.in_flight = 0
         self.most_in_flight = 0
@@ -49,9 +50,9 @@ class ShakyQueue(JobQueue):
         await self._call("finish")
         await super().finish(job_id, attempt)
 
-    async def are_waiting(self, job_ids: object) -> list[bool]:
-        await self._call("are_waiting")
-        return await super().are_waiting(job_ids)  # type: ignore[arg-type]
+    async def look_up(self, jobs: Sequence[tuple[str, int]]) -> list[QueueState]:
+        await self._call("look_up")
+        return await super().look_up(jobs)
 
     async def was_called(self, name: str, times: int) -> None:
         """Wait for so many calls."""
@@ -128,12 +129,12 @@ async def test_a_fault_that_nobody_expected_strands_no_job(
 
 async def test_a_fault_of_one_look_does_not_end_the_looks(queue: ShakyQueue) -> None:
     dispatcher = quick(queue, look_s=0.01, claim_grace_s=0.05)
-    queue.faults["are_waiting"] = [RuntimeError("a bug"), ConnectionError("down")]
+    queue.faults["look_up"] = [RuntimeError("a bug"), ConnectionError("down")]
     watch = asyncio.create_task(dispatcher.redispatch_missing())
     async with dispatched(dispatcher, job()):
         assert (await claim(queue)).attempt == 1  # and its worker dies before it says so
         assert (await claim(queue)).attempt == 2
-    assert not queue.faults["are_waiting"]
+    assert not queue.faults["look_up"]
     watch.cancel()
 
 

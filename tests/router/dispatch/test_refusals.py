@@ -7,6 +7,7 @@ from contextlib import AsyncExitStack
 from dataclasses import replace
 
 import pytest
+from prometheus_client import generate_latest
 from redis.asyncio import Redis
 
 from broker.keys import Keys
@@ -15,12 +16,15 @@ from broker.queue import JobQueue
 from broker.scripts import SCRIPTS, Scripts
 from broker.terms import CLAIM_RATE_MIN_MS, Placement, QueueLimits
 from router.dispatch.dispatcher import Dispatcher
+from router.dispatch.timing import DispatchTiming
+from router.metrics import RouterMetrics
 from rpc.errors import DeadlinePassed, Exhausted
 from tests.broker.scripts_clock import SCRIPTS_ON_TEST_CLOCK, Clock
 from tests.router.recording_link import dispatched, read
 
 KEYS = Keys("tiny", "main")
 JOB = Job("j", "acme", "tiny", "sha256:0", "here", (1, 2), StoppingParams(100), 1, request_id="j")
+ONE = Capacity(rows=1, rows_limit=1, tokens=1000, max_tokens=1000, max_rank=0)
 
 
 def dispatcher_of(
@@ -46,18 +50,50 @@ async def test_a_full_queue_names_whose_it_is_and_spreads_the_retries(redis: Red
     await dispatcher.drain_tasks()
 
 
+async def test_a_job_that_another_tenant_displaced_ends_as_if_it_had_been_refused(redis: Redis) -> None:
+    queue, metrics = JobQueue(redis, KEYS, limits=QueueLimits(jobs=2)), RouterMetrics()
+    dispatcher = Dispatcher(lambda _: queue, lambda _: Placement(), metrics, DispatchTiming(look_s=0.01))
+    watch = asyncio.create_task(dispatcher.redispatch_missing())
+    async with AsyncExitStack() as stack:
+        await stack.enter_async_context(dispatched(dispatcher, JOB))
+        last = await stack.enter_async_context(dispatched(dispatcher, replace(JOB, job_id="last")))
+        await stack.enter_async_context(dispatched(dispatcher, replace(JOB, job_id="other", tenant="beta")))
+        with pytest.raises(Exhausted) as displaced:
+            await read(last)
+        assert (displaced.value.reason, displaced.value.subject) == ("QUEUE_FULL", "tenants/acme/queue")
+        assert displaced.value.retry_after_s
+        assert last.job.attempt == 1
+        assert b"loraplex_jobs_displaced_total 1.0" in generate_latest(metrics.registry)
+        assert await queue.count_waiting() == 2
+    watch.cancel()
+    await dispatcher.drain_tasks()
+    assert not await redis.keys("*:job:*")
+
+
+async def test_another_router_takes_what_had_begun_though_the_tenant_s_queue_is_full(redis: Redis) -> None:
+    limits = QueueLimits(jobs=1, tenant_jobs=1)
+    (router, queue), (other, _) = dispatcher_of(redis, limits), dispatcher_of(redis, limits)
+    async with dispatched(router, JOB):
+        with pytest.raises(Exhausted):
+            async with dispatched(other, replace(JOB, job_id="new")):
+                pass
+        async with dispatched(other, replace(JOB, job_id="begun", resumed=True, emitted={0: (5,)})):
+            assert [job.job_id for job in (await queue.claim("sha256:0", ONE)).jobs] == ["begun"]
+    for dispatcher in (router, other):
+        await dispatcher.drain_tasks()
+
+
 async def test_a_deadline_that_can_not_be_met_is_refused_at_once(redis: Redis) -> None:
     clock = Clock(redis)
     dispatcher, queue = dispatcher_of(redis, scripts=SCRIPTS_ON_TEST_CLOCK)
     await clock.advance(0)
-    one = Capacity(rows=1, rows_limit=1, tokens=1000, max_tokens=1000, max_rank=0)
     async with AsyncExitStack() as stack:
         for number in range(30):
             job = replace(JOB, job_id=f"{number}", request_id=f"{number}")
             await stack.enter_async_context(dispatched(dispatcher, job))
         for step in range(3):
             await clock.advance(CLAIM_RATE_MIN_MS if step else 0)
-            assert (await queue.claim("sha256:0", one)).jobs
+            assert (await queue.claim("sha256:0", ONE)).jobs
         # Claims take a job every two seconds, so the last of 27 waits for about a minute.
         with pytest.raises(Exhausted) as refused:
             async with dispatched(dispatcher, replace(JOB, deadline_ms=10_000, priority=-1)):
@@ -73,10 +109,9 @@ async def test_a_deadline_that_can_not_be_met_is_refused_at_once(redis: Redis) -
 async def test_a_job_whose_deadline_passed_in_the_queue_ends_and_is_not_dispatched_again(redis: Redis) -> None:
     dispatcher, queue = dispatcher_of(redis)
     watch = asyncio.create_task(dispatcher.redispatch_missing())
-    capacity = Capacity(rows=1, rows_limit=1, tokens=1000, max_tokens=1000, max_rank=0)
     async with dispatched(dispatcher, replace(JOB, deadline_ms=1)) as routed:
         while await queue.count_waiting():
-            assert (await queue.claim("sha256:0", replace(capacity, rows=0))).jobs == []
+            assert (await queue.claim("sha256:0", replace(ONE, rows=0))).jobs == []
         with pytest.raises(DeadlinePassed):
             await read(routed)
         assert routed.job.attempt == 1

@@ -7,7 +7,7 @@ import asyncio
 from redis.asyncio import Redis
 
 from broker.queue import JobQueue
-from broker.terms import Placement
+from broker.terms import Placement, QueueState
 from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.timing import DispatchTiming
 from tests.router.recording_link import KEYS, RecordingLink, claim, dispatched, frame, job
@@ -32,7 +32,7 @@ async def test_the_older_attempt_that_a_replica_still_has(redis: Redis) -> None:
         watching = asyncio.create_task(dispatcher.redispatch_missing())
         try:
             async with asyncio.timeout(20):
-                while await queue.are_waiting([("j", 2)]) == [False]:  # noqa: ASYNC110 — as above
+                while await queue.look_up([("j", 2)]) == [QueueState.ABSENT]:  # noqa: ASYNC110 — as above
                     await asyncio.sleep(0.01)
         finally:
             watching.cancel()

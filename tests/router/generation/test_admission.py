@@ -31,13 +31,22 @@ class Cluster:
     def __init__(self) -> None:
         self.served = {"tiny": SimpleNamespace(manifest=MANIFEST, text=HashText(MANIFEST.vocab_size))}
         self.workers = [SimpleNamespace(max_rank=16, max_tokens=200)]
+        self.unservable: CallError | None = None
+
+    def with_digest(self, name: str, digest: str) -> Any:
+        if digest != MANIFEST.digest:
+            raise Mismatch("model", f"{name} has been replaced since", reason="BASE_REPLACED")
+        return self.get(name)
+
+    def why_unservable(self, job: Job) -> CallError | None:
+        return self.unservable
 
     def get(self, name: str) -> Any:
         if name not in {"", *self.served}:
             raise NotFound("model", name)
         return self.served["tiny"]
 
-    def serving(self, name: str) -> Any:
+    def serving(self, name: str, digest: str = "") -> Any:
         return self.workers
 
 
@@ -111,6 +120,7 @@ async def test_a_resumed_job_goes_on_after_what_was_received(admission: Admissio
     request = replace(REQUEST, n=3, best_of=3, prompt_logprobs=1)
     job = await resumed(admission, request, c0=Received((5, 6)), c1=Received((7,), finished=True))
     assert (job.emitted, job.done, job.prompt_logprobs) == ({0: (5, 6)}, (1,), None)
+    assert job.resumed
     assert job.adapter == ADAPTER
     ranked = replace(REQUEST, n=1, best_of=3)
     assert (await resumed(admission, ranked, c0=Received((5, 6)))).emitted == {}
@@ -126,6 +136,6 @@ async def test_what_can_not_be_resumed_is_refused(admission: Admission, cluster:
     replaced = Resumption(msgspec.structs.replace(CLAIMS, base_digest="sha256:2"))
     with pytest.raises(Mismatch, match="replaced since"):
         await admission.resumed_job(REQUEST, replaced, None)
-    cluster.workers[0].max_rank = 4
-    with pytest.raises(Mismatch, match="rank 8; the workers take at most 4"):
+    cluster.unservable = Unavailable("the only worker that is large enough restarts", reason="NO_WORKER_FITS")
+    with pytest.raises(Unavailable, match="restarts"):
         await resumed(admission)

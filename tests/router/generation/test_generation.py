@@ -55,7 +55,7 @@ def admission() -> Admission:
 
 @pytest.fixture
 def generation(dispatcher: Dispatcher, admission: Any) -> Generation:
-    models: Any = SimpleNamespace(get=lambda name: SimpleNamespace(text=HashText(512)))
+    models: Any = SimpleNamespace(with_digest=lambda *_: SimpleNamespace(text=HashText(512)))
     return Generation(models, admission, dispatcher, TOKENS)
 
 

@@ -10,7 +10,7 @@ import pytest
 from redis.asyncio import Redis
 
 from broker.messages import Capacity
-from broker.terms import Claimed, UsageReport
+from broker.terms import Claimed, QueueState, UsageReport
 from tests.worker.io.relayed_worker import ROWS, Router, Worker, job, running
 
 
@@ -89,4 +89,4 @@ async def test_jobs_of_a_router_that_the_worker_does_not_reach_are_left_to_other
     await worker.queue.enqueue(job("reached", worker.address, max_tokens=2))
     await router.until(lambda: ("ended", "reached") in router.events)
     assert worker.jobs.get("unreached", 1) is None
-    assert await worker.queue.are_waiting([("unreached", 1)]) == [True]
+    assert await worker.queue.look_up([("unreached", 1)]) == [QueueState.WAITS]

@@ -1,0 +1,68 @@
+-- Shares of a full queue. A tenant's use is the larger of its shares of jobs and bytes, over its weight, as in Ghodsi et
+-- al., Dominant Resource Fairness, 2011. A job whose tenant would have a lower use than another displaces the last job
+-- of the tenant with the highest. So a tenant is refused only where no tenant uses more of the queue than it would
+-- itself: below its share it is always admitted, whatever the number of tenants.
+--- @include "keys"
+--- @include "waiting_jobs"
+
+local function use_of(jobs, bytes, weight, max) return math.max(jobs / max.jobs, bytes / max.bytes) / weight end
+
+-- Return a tenant's use of the queue now and its last job; nil without a job that has not begun.
+local function use_now(tenant, max)
+  local queue = PREFIX .. 'queue:' .. tenant
+  local place = redis.call('ZREVRANGE', queue, 0, 0)[1]
+  if not place then return end
+  local id = string.sub(place, PLACE_BYTES + 1)
+  local facts = redis.call('HGET', PREFIX .. 'job:' .. id, 'facts')
+  if not facts then return end
+  local _, _, _, _, _, _, weight = cmsgpack.unpack(facts)
+  local bytes = tonumber(redis.call('HGET', TOTALS, 'of:' .. tenant) or 0)
+  return use_of(redis.call('ZCARD', queue), bytes, weight, max), id
+end
+
+-- Return the highest use of a tenant, if it is above `use`, and that tenant's last job. Jobs that were claimed have not
+-- been taken off the uses in USES: those that turn out too high are corrected.
+local function highest_use(use, max)
+  for _ = 1, USES_PER_ENQUEUE do
+    local top = redis.call('ZREVRANGE', USES, 0, 0, 'WITHSCORES')
+    if not top[1] or tonumber(top[2]) <= use then return end
+    local found, id = use_now(top[1], max)
+    if not found then
+      redis.call('ZREM', USES, top[1])
+    elseif found < tonumber(top[2]) then
+      redis.call('ZADD', USES, exact(found), top[1])
+    else
+      return found, id
+    end
+  end
+end
+
+-- Note that the bytes of a tenant's jobs that have begun have become more: they count for its use as well.
+local function raise_use(tenant, weight, max)
+  if not redis.call('ZSCORE', USES, tenant) then return end
+  local jobs, bytes = redis.call('ZCARD', PREFIX .. 'queue:' .. tenant), redis.call('HGET', TOTALS, 'of:' .. tenant)
+  redis.call('ZADD', USES, exact(use_of(jobs, tonumber(bytes or 0), weight, max)), tenant)
+end
+
+-- Return the limit that a further job of `size` bytes would exceed; nil: it fits.
+local function exceeded_limit(all_bytes, size, max)
+  if redis.call('ZCARD', WAITING) >= max.jobs then return 'jobs' end
+  if all_bytes + size > max.bytes then return 'bytes' end
+end
+
+-- Displace other tenants' jobs until one of `size` bytes fits, whose tenant's use is then `use`. Their routers find the
+-- mark that a displaced job leaves. Returns the limit that is still exceeded.
+local function make_room(all_bytes, size, use, max)
+  local limit = exceeded_limit(all_bytes, size, max)
+  for _ = 1, DISPLACED_PER_ENQUEUE do
+    if not limit then return end
+    local _, id = highest_use(use, max)
+    if not id then return limit end
+    forget_job(id)
+    flush_counts()
+    redis.call('HSET', PREFIX .. 'job:' .. id, 'displaced', 1)
+    redis.call('PEXPIRE', PREFIX .. 'job:' .. id, DISPLACED_MS)
+    limit = exceeded_limit(tonumber(redis.call('HGET', TOTALS, 'all') or 0), size, max)
+  end
+  return limit
+end
