@@ -17,7 +17,7 @@ from bench.tables import rewrite
 
 NAMES = ("engine", "lora_layer", "adapters", "interference", "fairness", "relay", "overload")
 # Benchmarks that write their own pages.
-_OTHERS = ("scaling",)
+_OTHERS = ("scaling", "calls")
 _PAGE = Path(__file__).parents[1] / "docs" / "benchmarks.md"
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any, cast
 from urllib.parse import parse_qs, urlsplit, urlunsplit
@@ -21,15 +21,16 @@ from redis.asyncio.connection import (
     AbstractConnection,
     Connection,
     SSLConnection,
-    UnixDomainSocketConnection,
     parse_url,
 )
 from redis.asyncio.retry import Retry
 from redis.asyncio.sentinel import Sentinel, SentinelConnectionPool
 from redis.backoff import ExponentialWithJitterBackoff, NoBackoff
 from redis.exceptions import ConnectionError as RedisConnectionError
-from redis.exceptions import ReadOnlyError, RedisClusterException, RedisError
+from redis.exceptions import RedisClusterException, RedisError
 from redis.exceptions import TimeoutError as RedisTimeoutError
+
+from broker.primary_connection import FOLLOWING
 
 # Errors of a server that is lost, slow, or refuses to work for now (a replica, a full disk).
 REDIS_DOWN = (RedisError, RedisClusterException, OSError)
@@ -89,7 +90,7 @@ def _client(url: str) -> Redis:
     if kind == "cluster":
         return _cluster(options)
     made = options.pop("connection_class", Connection)
-    pool = _Pool(connection_class=_FOLLOWING[made], **{**_waits(), **options})
+    pool = _Pool(connection_class=FOLLOWING[made], **{**_waits(), **options})
     return _Redis.from_pool(pool)
 
 
@@ -158,36 +159,6 @@ class _Pool(BlockingConnectionPool):
         else:
             self._in_use_connections.remove(connection)
             self._available_connections.append(connection)
-
-
-class _FollowsPrimary(AbstractConnection):
-    """A connection that closes when its server has become a replica: the address may lead to the new primary now."""
-
-    async def read_response(self, *arguments: Any, **options: Any) -> Any:
-        try:
-            return await super().read_response(*arguments, **options)
-        except ReadOnlyError as error:
-            await self.disconnect()
-            raise RedisConnectionError("the server is a replica now") from error
-
-
-class _FollowsPrimaryTCP(_FollowsPrimary, Connection):
-    """A connection over TCP."""
-
-
-class _FollowsPrimaryTLS(_FollowsPrimary, SSLConnection):
-    """A connection over TLS."""
-
-
-class _FollowsPrimaryLocally(_FollowsPrimary, UnixDomainSocketConnection):
-    """A connection over a Unix socket."""
-
-
-_FOLLOWING: Mapping[type, type] = {
-    Connection: _FollowsPrimaryTCP,
-    SSLConnection: _FollowsPrimaryTLS,
-    UnixDomainSocketConnection: _FollowsPrimaryLocally,
-}
 
 
 class _SentinelPool(SentinelConnectionPool, _Pool):

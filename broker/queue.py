@@ -93,7 +93,7 @@ class JobQueue:
         self._enqueue = BatchedScript(redis, scripts.register(redis, "enqueue"), keys.waiting)
         self._claim = scripts.register(redis, "claim")
         self._charge = scripts.register(redis, "charge")
-        self._finish = scripts.register(redis, "finish")
+        self._finish = BatchedScript(redis, scripts.register(redis, "finish"), keys.waiting)
         self._look_up = scripts.register(redis, "look_up")
         self._stop_claiming = scripts.register(redis, "stop_claiming")
 
@@ -206,7 +206,7 @@ class JobQueue:
 
     async def finish(self, job_id: str, attempt: int) -> None:
         """Forget a job, up to this attempt. Idempotent."""
-        await self._finish(keys=[self.keys.waiting], args=[self.keys.prefix, job_id, attempt])
+        await self._finish([self.keys.prefix, job_id, attempt])
 
     async def look_up(self, jobs: Sequence[tuple[str, int]]) -> list[QueueState]:
         """Return the state of each attempt, by job id and attempt; a newer attempt of the same job counts too."""

@@ -36,6 +36,8 @@ LOGPROBS = 20
 ADAPTERS = 8
 CHAT_ROLES = ("system", "user", "assistant")
 
+_NEUTRAL = SamplingParams()
+
 # Fields of the contract that this version does not serve, with their neutral values: any other value is refused.
 _UNBUILT: dict[str, object] = {
     "json_schema": None,
@@ -145,6 +147,8 @@ def read_prompt(message: pb.GenerateSpec | pb.TokenizeRequest) -> tuple[str, Pro
 
 
 def _sampling(message: pb.Sampling) -> SamplingParams:
+    if not message.ByteSize():
+        return _NEUTRAL
     given = {field.name: value for field, value in message.ListFields() if field.name in RANGES}
     if len(message.logit_bias) > LOGIT_BIASES:  # before they are sorted
         raise InvalidField("sampling.logit_bias", f"{len(message.logit_bias)} entries; at most {LOGIT_BIASES}")

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import Awaitable, Callable
+from contextlib import aclosing
 from typing import Any
 
 import grpc
@@ -52,7 +52,7 @@ class OpenCalls(grpc.aio.ServerInterceptor):
         self._bytes = Shares(message_bytes)
         self._receiving = FairTurns(RECEIVING_BYTES)
         self._refused = refused
-        self._receive_s = receive_s
+        self._readings = _Readings(receive_s)
 
     async def intercept_service(
         self,
@@ -74,43 +74,47 @@ class OpenCalls(grpc.aio.ServerInterceptor):
 
     def _stream(self, method: Any, name: str) -> Callable[[Any, Context], Awaitable[None]]:
         async def bounded(_: Any, context: Context) -> None:
-            async with self._entered(name, context) as request, aclosing(method(request, context)) as responses:
-                async for response in responses:
-                    await context.write(response)
+            tenant, size, request = await self._enter(name, context)
+            try:
+                async with aclosing(method(request, context)) as responses:
+                    async for response in responses:
+                        await context.write(response)
+            finally:
+                self._leave(tenant, size)
 
         return bounded
 
     def _single(self, method: Any, name: str) -> Callable[[Any, Context], Awaitable[Any]]:
         async def bounded(_: Any, context: Context) -> Any:
-            async with self._entered(name, context) as request:
+            tenant, size, request = await self._enter(name, context)
+            try:
                 return await method(request, context)
+            finally:
+                self._leave(tenant, size)
 
         return bounded
 
-    @asynccontextmanager
-    async def _entered(self, name: str, context: Context) -> AsyncIterator[Any]:
-        """Count a call while the context is open, which yields its message. Raises Exhausted or Unauthenticated."""
-        tenant, taken = "", 0
+    async def _enter(self, name: str, context: Context) -> tuple[str, int, Any]:
+        """Count a call until `_leave`; return its tenant, and its message with its size. Raises a CallError."""
+        tenant = ""
         try:
             tenant = tenant_of(context)
             self._take(self._calls, tenant, 1, "calls")
+            try:
+                request = await self._receive(tenant, context)
+                size = int(request.ByteSize())
+                self._take(self._bytes, tenant, size, "bytes of calls' messages")
+            except BaseException:
+                self._calls.give(tenant)
+                raise
         except CallError as error:
             self._refused(name, tenant, error)
             raise
-        try:
-            try:
-                request = await self._receive(tenant, context)
-                size = request.ByteSize()
-                self._take(self._bytes, tenant, size, "bytes of calls' messages")
-                taken = size
-            except CallError as error:
-                self._refused(name, tenant, error)
-                raise
-            yield request
-        finally:
-            self._calls.give(tenant)
-            if taken:
-                self._bytes.give(tenant, taken)
+        return tenant, size, request
+
+    def _leave(self, tenant: str, size: int) -> None:
+        self._calls.give(tenant)
+        self._bytes.give(tenant, size)
 
     def _take(self, shares: Shares, tenant: str, amount: int, what: str) -> None:
         if not shares.take(tenant, amount):
@@ -124,10 +128,51 @@ class OpenCalls(grpc.aio.ServerInterceptor):
     async def _receive(self, tenant: str, context: Context) -> Any:
         await self._receiving.take(tenant, MESSAGE_BYTES)
         try:
-            async with asyncio.timeout(self._receive_s):
-                return await context.read()
-        except TimeoutError:
-            message = f"the call's message did not come within {self._receive_s:g} s"
-            raise DeadlinePassed(message, reason="MESSAGE_LATE") from None
+            return await self._readings.read(context)
         finally:
             self._receiving.give(tenant, MESSAGE_BYTES)
+
+
+class _Readings:
+    """The messages that are being read, each within `limit_s` seconds. One timer watches all of them."""
+
+    def __init__(self, limit_s: float) -> None:
+        self._limit_s = limit_s
+        # When each began, in their order.
+        self._began: dict[asyncio.Task[Any], float] = {}
+        self._late: set[asyncio.Task[Any]] = set()
+        self._watching = False
+
+    async def read(self, context: Context) -> Any:
+        """Return the call's message. Raises DeadlinePassed where it does not come."""
+        task = asyncio.current_task()
+        assert task is not None
+        loop = asyncio.get_running_loop()
+        self._began[task] = loop.time()
+        if not self._watching:
+            self._watching = True
+            loop.call_later(self._limit_s, self._look)
+        try:
+            return await context.read()
+        except asyncio.CancelledError:
+            if task not in self._late:  # its client has left
+                raise
+            task.uncancel()
+            message = f"the call's message did not come within {self._limit_s:g} s"
+            raise DeadlinePassed(message, reason="MESSAGE_LATE") from None
+        finally:
+            self._began.pop(task, None)
+            self._late.discard(task)
+
+    def _look(self) -> None:
+        """Give up readings that take too long; come back when the next one may."""
+        loop = asyncio.get_running_loop()
+        while self._began:
+            task, began = next(iter(self._began.items()))
+            if (left_s := began + self._limit_s - loop.time()) > 0:
+                loop.call_later(left_s, self._look)
+                return
+            del self._began[task]
+            self._late.add(task)
+            task.cancel()
+        self._watching = False

@@ -12,6 +12,7 @@ from typing import Any, Self
 import grpc
 from opentelemetry.trace import Span, SpanKind
 
+from router.api.metric_series import ModelSeries, TenantSeries
 from router.catalog.models import Models
 from router.metrics import RouterMetrics
 from router.request import Delta, Event, Finished, Request, Summary
@@ -33,6 +34,24 @@ class RequestTelemetry:
         self.metrics = metrics
         self.spans = spans
         self._models = models
+        # Series by their labels, since finding one takes longer than counting: of models, and of tenants and adapters.
+        self._of_model: dict[str, ModelSeries] = {}
+        self._of_tenant: dict[tuple[str, str], TenantSeries] = {}
+
+    def of_model(self, model: str) -> ModelSeries:
+        """Return the series of a model."""
+        series = self._of_model.get(model)
+        if series is None:
+            series = self._of_model[model] = ModelSeries(self.metrics, model)
+        return series
+
+    def of_tenant(self, tenant: str, adapter: str) -> TenantSeries:
+        """Return the series of a tenant and an adapter, whose numbers are bounded."""
+        key = self.metrics.tenants.bounded(tenant), self.metrics.adapters.bounded(adapter)
+        series = self._of_tenant.get(key)
+        if series is None:
+            series = self._of_tenant[key] = TenantSeries(self.metrics, *key)
+        return series
 
     def new_record(self, context: Context) -> RequestRecord:
         """Return the record of a request: enter it, then run the request that its `begin` returns."""
@@ -63,7 +82,7 @@ class RequestRecord:
 
     def __init__(self, telemetry: RequestTelemetry, context: Context) -> None:
         self._telemetry = telemetry
-        self._metrics, self._spans = telemetry.metrics, telemetry.spans
+        self._spans = telemetry.spans
         self._context = context
         self._began = time.monotonic()
         self._first: float | None = None
@@ -79,7 +98,7 @@ class RequestRecord:
     def begin(self, request: Request) -> Request:
         """Take the request, once it is read; return it, with the traceparent of its span if there is one."""
         self._model, self._request_id = self._telemetry.label_of(request.model), request.request_id
-        self._gap = self._metrics.itl.labels(self._model).observe
+        self._series = self._telemetry.of_model(self._model)
         if self._spans.on:
             parent = traceparent_in(self._context.invocation_metadata())
             name, asked = f"{_operation(request)} {self._model}".strip(), _asked(request, self._model)
@@ -96,10 +115,10 @@ class RequestRecord:
                 self._last[event.choice] = now
                 self._messages += 1
                 if last is not None:
-                    self._gap(now - last)
+                    self._series.itl.observe(now - last)
                 elif self._first is None:
                     self._first = now
-                    self._metrics.ttft.labels(self._model).observe(now - self._began)
+                    self._series.ttft.observe(now - self._began)
             case Finished():
                 self._reasons.append(event.reason.value)
             case Summary():
@@ -129,23 +148,23 @@ class RequestRecord:
         return "INTERNAL"
 
     def _answered(self, summary: Summary, ended: float) -> None:
-        metrics, model = self._metrics, self._model
+        series = self._series
         for reason in self._reasons:
-            metrics.success.labels(model, reason).inc()
-        metrics.e2e.labels(model).observe(ended - self._began)
-        metrics.queue_time.labels(model).observe(summary.queue_s)
+            series.success[reason].inc()
+        series.e2e.observe(ended - self._began)
+        series.queue_time.observe(summary.queue_s)
         if summary.completion_tokens > 1:
-            metrics.tpot.labels(model).observe(summary.decode_s / (summary.completion_tokens - 1))
-        metrics.prompt_length.labels(model).observe(summary.prompt_tokens)
-        metrics.answer_length.labels(model).observe(summary.completion_tokens)
-        metrics.prompt_tokens.labels(model).inc(summary.prompt_tokens)
-        metrics.cached_tokens.labels(model).inc(summary.cached_tokens)
-        metrics.generation_tokens.labels(model).inc(summary.completion_tokens)
-        whose = (metrics.tenants.bounded(self.tenant), metrics.adapters.bounded(adapter_label(summary)))
-        metrics.tenant_requests.labels(*whose).inc()
-        metrics.tenant_prompt_tokens.labels(*whose).inc(summary.prompt_tokens)
-        metrics.tenant_generation_tokens.labels(*whose).inc(summary.completion_tokens)
-        metrics.tenant_ttft.labels(*whose).inc(max(0.0, (self._first or ended) - self._began))
+            series.tpot.observe(summary.decode_s / (summary.completion_tokens - 1))
+        series.prompt_length.observe(summary.prompt_tokens)
+        series.answer_length.observe(summary.completion_tokens)
+        series.prompt_tokens.inc(summary.prompt_tokens)
+        series.cached_tokens.inc(summary.cached_tokens)
+        series.generation_tokens.inc(summary.completion_tokens)
+        whose = self._telemetry.of_tenant(self.tenant, adapter_label(summary))
+        whose.requests.inc()
+        whose.prompt_tokens.inc(summary.prompt_tokens)
+        whose.generation_tokens.inc(summary.completion_tokens)
+        whose.ttft.inc(max(0.0, (self._first or ended) - self._began))
 
     def _trace(self, span: Span, code: str, error: BaseException | None, ended: float) -> None:
         """End the span; add the spans of the wait in the queue and of the relay of tokens beneath it."""

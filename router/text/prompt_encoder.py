@@ -13,7 +13,7 @@ import asyncio
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from typing import TypeVar, cast
 
 from router.request import ChatMessage, Prompt
 from router.shares import FairTurns
@@ -51,7 +51,7 @@ class PromptEncoder:
             raise _too_long(field, f"{error.tokens} tokens", context) from None
         if len(prompt) > context:
             raise _too_long(field, f"{len(prompt)} tokens", context)
-        return tuple(token_id for token_id in prompt if isinstance(token_id, int))
+        return cast("tuple[int, ...]", prompt)
 
     async def _encode(
         self, text: Text, prompt: str, field: str, tenant: str, context: int, *, special_tokens: bool
