@@ -51,10 +51,10 @@ CLAIM_RATE_MIN_MS = 2_000
 # A first attempt is refused when its turn comes later than this many times its deadline: the estimate is rough.
 DEADLINE_DOUBT = 2
 # Maximum lead of a tenant whose resumed job goes before newcomers, as the time in ms in which the whole cell claims so
-# much work. A tenant that is further ahead of one that waits cannot pass it by resuming answers.
+# much work, and its minimum in charged tokens: some 50 answers of 1,000 tokens. A tenant that is further ahead cannot
+# pass others by resuming answers.
 RESUME_LEAD_MS = 60_000
-# Resumed jobs may wait up to this many times the limits of the queue's jobs and bytes; newcomers only up to the limits.
-RESUMED_LIMITS = 2
+RESUME_LEAD_WORK = 100_000
 # Maximum jobs that one enqueue displaces, and maximum tenants of which it corrects the use of the queue.
 DISPLACED_PER_ENQUEUE = 64
 USES_PER_ENQUEUE = 256

@@ -107,16 +107,10 @@ class QueueModel:
 
     def _may_lead(self, job: WaitingJob, now_ms: int) -> bool:
         """Return whether a resumed job goes before newcomers."""
-        limits, waiting, tenant = self._limits, self.waiting, job.entry.tenant
-        if len(waiting) >= terms.RESUMED_LIMITS * limits.jobs:
-            return False
-        if waiting.bytes + len(job.entry.body) > terms.RESUMED_LIMITS * limits.bytes:
-            return False
-        rate = self._claims_per_ms(now_ms)
-        if rate <= 0 or not waiting.others_wait(tenant):
-            return True
-        lead = max(0.0, waiting.counters.value(tenant) - waiting.counters.lowest()) * job.entry.weight
-        return lead + waiting.begun_work(tenant) + job.work <= terms.RESUME_LEAD_MS * rate
+        waiting, tenant = self.waiting, job.entry.tenant
+        ahead = max(0.0, waiting.counters.value(tenant) - waiting.counters.lowest()) * job.entry.weight
+        lead = ahead + waiting.begun_work(tenant)
+        return lead <= max(terms.RESUME_LEAD_WORK, terms.RESUME_LEAD_MS * self._claims_per_ms(now_ms))
 
     def _refusal_of_newcomer(self, job: WaitingJob, now_ms: int) -> Refusal | None:
         entry, limits, waiting = job.entry, self._limits, self.waiting

@@ -63,10 +63,6 @@ class WaitingJobs:
         """Return place and id of a tenant's newcomers in order: its jobs that have not begun."""
         return self._queues.get(tenant, ())
 
-    def others_wait(self, tenant: str) -> bool:
-        """Return whether another tenant has newcomers."""
-        return len(self._queues) > (tenant in self._queues)
-
     def begun_work(self, tenant: str) -> int:
         """Return the sum of the work of a tenant's jobs that have begun."""
         return self._begun_work[tenant]

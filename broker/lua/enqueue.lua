@@ -30,22 +30,18 @@ local function claim_rate()
   return rate
 end
 
--- Return whether an answer that had begun at another router goes before newcomers. Its tenant must not gain by resuming
--- again and again: so it does not once its tenant is RESUME_LEAD_MS of the cell's work ahead of another that waits.
+-- Return whether an answer that had begun at another router goes before newcomers. A tenant must not gain by resuming
+-- again and again: its lead, with what it has resumed and not been given yet, is limited.
 local function may_lead()
-  if redis.call('ZCARD', WAITING) >= RESUMED_LIMITS * max.jobs then return false end
-  local totals = redis.call('HMGET', TOTALS, 'all', 'begun:' .. job.tenant)
-  if tonumber(totals[1] or 0) + job.size > RESUMED_LIMITS * max.bytes then return false end
-  local rate, own = claim_rate(), redis.call('ZSCORE', TENANTS, job.tenant)
-  if rate <= 0 or redis.call('ZCARD', TENANTS) == (own and 1 or 0) then return true end
-  local begun_work = tonumber(totals[2] or 0)
+  local begun_work = tonumber(redis.call('HGET', TOTALS, 'begun:' .. job.tenant) or 0)
   if begun_work > 0 and redis.call('EXISTS', REDISPATCHED) == 0 then
     redis.call('HDEL', TOTALS, 'begun:' .. job.tenant) -- an older version of claim.lua took jobs and did not count them
     begun_work = 0
   end
   local lowest = lowest_counter()
-  local counter = math.max(lowest, tonumber(own or redis.call('ZSCORE', IDLE, job.tenant) or lowest))
-  return (counter - lowest) * job.weight + begun_work + job.work <= RESUME_LEAD_MS * rate
+  local counter = redis.call('ZSCORE', TENANTS, job.tenant) or redis.call('ZSCORE', IDLE, job.tenant) or lowest
+  local lead = math.max(0, tonumber(counter) - lowest) * job.weight + begun_work
+  return lead <= math.max(RESUME_LEAD_WORK, RESUME_LEAD_MS * claim_rate())
 end
 
 -- Return the answer that refuses the job where a limit of its tenant is reached.

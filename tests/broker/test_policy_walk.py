@@ -38,8 +38,8 @@ LIMITS = (
     QueueLimits(tenant_jobs=8),
     QueueLimits(tenant_bytes=1_000),
 )
-# Short, so that some resumed jobs are beyond it.
-RESUME_LEAD_MS = 1_000
+# Low, so that some resumed jobs are beyond them.
+LEADS = {"RESUME_LEAD_MS": 1_000, "RESUME_LEAD_WORK": 100}
 T = TypeVar("T")
 
 
@@ -53,7 +53,7 @@ class Walk(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        scripts = scripts_on_test_clock(RESUME_LEAD_MS=RESUME_LEAD_MS)
+        scripts = scripts_on_test_clock(**LEADS)
         self.both = BothQueues(self.redis, LIMITS[self.happened["walks"] % len(LIMITS)], scripts=scripts)
         self.happened["walks"] += 1
         self.run(self.both.start())
@@ -204,7 +204,8 @@ def runner(valkey_url: str) -> Iterator[asyncio.Runner]:
 
 
 def test_the_scripts_and_their_model_decide_alike(runner: asyncio.Runner, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(terms, "RESUME_LEAD_MS", RESUME_LEAD_MS)
+    for name, lead in LEADS.items():
+        monkeypatch.setattr(terms, name, lead)
     run_state_machine_as_test(
         Walk,
         settings=settings(max_examples=WALKS, stateful_step_count=10, derandomize=True, deadline=None, database=None),
