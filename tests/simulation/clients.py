@@ -98,6 +98,8 @@ class Story:
                 wrong.append(f"choice {choice}: {ids} are not the model's {list(expected)}")
             if whole and not self.finished[choice]:
                 wrong.append(f"choice {choice}: has no end")
+        if self.ends == [End.REFUSED] and self.tokens:
+            wrong.append(f"refused after {self.tokens} tokens: {self.failure!r}")
         if self.ends == [End.FAILED]:
             wrong.append(f"failed: {self.failure!r}")
         return wrong

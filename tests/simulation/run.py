@@ -143,7 +143,7 @@ class _Run:
         self._scenario = scenario
         self._network = network
         self._outcome = Outcome(scenario)
-        self._redis = SimulatedRedis(chance, network)
+        self._redis = SimulatedRedis(chance, network, scenario.limits)
         self._attempts = Attempts()
         self._shares = Shares(self._redis, {"one": 1.0, "two": 1.0, "three": 1.0})
         self._redis.enqueued, self._redis.claimed = self._enqueued, self._claimed

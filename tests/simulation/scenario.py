@@ -9,6 +9,7 @@ from random import Random
 from artifacts.digests import sha256_json
 from artifacts.sampling import SamplingParams
 from broker.messages import AdapterRef
+from broker.terms import QueueLimits
 from router.request import Request, Stopping
 from tests.simulation.clients import Plan
 from tests.simulation.faults import Fault, draw_faults
@@ -34,6 +35,7 @@ class Scenario:
     faults: tuple[Fault, ...]
     # All requests come at once, from two tenants, so that their shares can be compared.
     backlog: bool
+    limits: QueueLimits
 
 
 def draw(seed: int) -> Scenario:
@@ -55,6 +57,8 @@ def draw(seed: int) -> Scenario:
         plans=tuple(plans),
         faults=tuple(draw_faults(chance, count, 3.0, workers, routers)),
         backlog=backlog,
+        # In every fifth the queue is soon full: newcomers are refused, or displaced, and what has begun is not.
+        limits=QueueLimits(jobs=3, tenant_jobs=2) if seed % 5 == 2 and not backlog else QueueLimits(),
     )
 
 

@@ -7,6 +7,7 @@ from collections import Counter
 
 import pytest
 
+from bench.queue_model.queue_model import QueueModel
 from bench.queue_model.tenant_counters import TenantCounters
 from broker.commands import CommandQueue
 from broker.dead import DeadLetters
@@ -77,6 +78,13 @@ def test_shares_that_are_not_fair_are_found(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(TenantCounters, "charge", lambda self, tenant, cost: None)
     backlogs = (seed for seed in range(SEEDS) if seed % 4 == 3)
     assert any("the service of two tenants" in line for seed in backlogs for line in simulate(seed).wrong)
+
+
+def test_begun_answers_that_a_full_queue_refuses_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    seed = 882  # a router is killed while the queue is full
+    assert not simulate(seed).wrong
+    monkeypatch.setattr(QueueModel, "_may_lead", lambda self, job, now_ms: False)
+    assert any("refused after" in line for line in simulate(seed).wrong)
 
 
 @pytest.mark.parametrize(
