@@ -7,7 +7,7 @@ can serve.
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from statistics import median, quantiles
 from typing import Any
 
@@ -20,8 +20,13 @@ AIMS = {
     "service_difference_over_bound": Aim(at_most=1),
     "fair_over_fcfs": Aim(at_least=0.97),
     "quiet_tenant_turnovers": Aim(at_most=2),
+    # Beside a tenant whose long answers hold all rows: the quiet tenant's ttft with shared rows over that without, and
+    # what sharing costs.
+    "shared_over_unshared_ttft_p99": Aim(at_most=0.2),
+    "shared_over_unshared_tokens": Aim(at_least=0.97),
 }
 
+SHARED, UNSHARED = "quiet beside long answers", "the same, rows not shared"
 
 FULL = FairnessSetup(minutes=6)
 QUICK = FairnessSetup(minutes=1)
@@ -33,7 +38,7 @@ def main() -> None:
 
 
 def measure(setup: FairnessSetup, quick: bool) -> Report:
-    """Run the four simulations and report them."""
+    """Run the six simulations and report them."""
     runs: dict[str, FairnessRun] = {}
     for name, fair in (("fair", True), ("first come first served", False)):
         progress(name)
@@ -44,6 +49,11 @@ def measure(setup: FairnessSetup, quick: bool) -> Report:
     for name, rates in (("quiet alone", {}), ("quiet beside loud", loud)):
         progress(name)
         runs[name] = FairnessSimulation(setup, {"quiet": setup.quiet_rate, **rates}, fair=True).run()
+    long_setup = replace(setup, kv_tokens=setup.long_kv_tokens)
+    for name, shared in ((SHARED, True), (UNSHARED, False)):
+        progress(name)
+        rates = {"quiet": setup.quiet_rate, "long": setup.long_rate}
+        runs[name] = FairnessSimulation(long_setup, rates, fair=True, shared=shared).run()
     beside = runs["quiet beside loud"]
     waited_s = _p99(beside.ttft_s["quiet"]) - _p99(runs["quiet alone"].ttft_s["quiet"])
     bound = 2 * max(PROMPT_WEIGHT * setup.prompt, OUTPUT_WEIGHT * setup.kv_tokens)
@@ -57,6 +67,8 @@ def measure(setup: FairnessSetup, quick: bool) -> Report:
             "service_difference_over_bound": fair_run.difference / bound,
             "fair_over_fcfs": fair_run.tokens_per_s / fcfs.tokens_per_s,
             "quiet_tenant_turnovers": waited_s / beside.turnover_s,
+            "shared_over_unshared_ttft_p99": _p99(runs[SHARED].ttft_s["quiet"]) / _p99(runs[UNSHARED].ttft_s["quiet"]),
+            "shared_over_unshared_tokens": runs[SHARED].tokens_per_s / runs[UNSHARED].tokens_per_s,
         },
         aims=AIMS,
     )

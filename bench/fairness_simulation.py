@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from statistics import mean
 
 from bench.queue_model.queue_model import QueueModel
-from broker.messages import Capacity, Job, StoppingParams
+from broker.messages import Capacity, Job, RowToShare, StoppingParams
 from broker.terms import OUTPUT_WEIGHT, PROMPT_WEIGHT, Placement, QueueLimits, UsageReport
 from worker.engine.adapter_cache.cache import AdapterCache
 from worker.engine.adapter_cache.loading import LoaderThreads
@@ -19,6 +19,8 @@ from worker.engine.hash_engine import HashAdapterMemory
 from worker.engine.scheduling.scheduler import Scheduler
 from worker.engine_api import NewSequence, Output, Stopping
 from worker.engine_api.config import EngineLimits
+from worker.io.jobs.intake import FULL_S
+from worker.io.jobs.row_shares import row_to_share
 
 BASE = "sha256:0"
 # Interval in ms of the worker's usage reports.
@@ -41,6 +43,15 @@ class FairnessSetup:
     step_tokens: int = 512
     step_ms: float = 40.0
     token_ms: float = 0.1
+    # Tokens of an answer of the tenant called long, whose answers hold their rows for longer than all others, the rate
+    # of its requests, and the KV cache beside it: rows are what is scarce.
+    long_answer: int = 1_000
+    long_rate: float = 4.0
+    long_kv_tokens: int = 48_000
+
+    def answer_of(self, tenant: str) -> int:
+        """Return the tokens of a tenant's answers."""
+        return self.long_answer if tenant == "long" else self.answer
 
 
 @dataclass(frozen=True)
@@ -56,9 +67,10 @@ class FairnessRun:
 class FairnessSimulation:
     """A queue with one worker; the tenants' requests arrive at random, at their rates."""
 
-    def __init__(self, setup: FairnessSetup, rates: Mapping[str, float], *, fair: bool) -> None:
+    def __init__(self, setup: FairnessSetup, rates: Mapping[str, float], *, fair: bool, shared: bool = True) -> None:
         self._setup = setup
         self._fair = fair
+        self._shared = shared
         self._now_ms = 0.0
         self._beat_ms = 0.0
         self._queue = QueueModel(QueueLimits(jobs=1 << 30, tenant_jobs=1 << 30, bytes=1 << 50, tenant_bytes=1 << 50))
@@ -73,6 +85,9 @@ class FairnessSimulation:
         self._arrived_ms: dict[str, float] = {}
         self._claimed_ms: dict[str, float] = {}
         self._made: dict[str, int] = {}
+        self._jobs: dict[str, Job] = {}
+        # The row to share after the last claim of the full worker, and the claim's time.
+        self._last_claim: tuple[RowToShare | None, float] = None, 0.0
         self._served: dict[str, float] = dict.fromkeys(rates, 0.0)
         self._waiting: dict[str, int] = dict.fromkeys(rates, 0)
         self._ttft_s: dict[str, list[float]] = {tenant: [] for tenant in rates}
@@ -113,36 +128,53 @@ class FairnessSimulation:
             reply_to="router",
             # Every prompt has different ids, so that none is found in the prefix cache.
             prompt_ids=tuple(range(len(self._tenant_of), len(self._tenant_of) + setup.prompt)),
-            stopping=StoppingParams(setup.answer),
+            stopping=StoppingParams(setup.answer_of(tenant)),
             seed=1,
         )
+        self._jobs[job_id] = job
         self._tenant_of[job_id] = tenant
         self._arrived_ms[job_id] = at_ms
         self._waiting[tenant] += 1
         self._queue.enqueue(job, Placement(), int(at_ms))
 
     def _claim(self) -> None:
+        while len(self._queue.waiting) and (capacity := self._capacity()) is not None:
+            decision = self._queue.claim("worker", BASE, capacity, int(self._now_ms))
+            for job_id in decision.job_ids:
+                self._take_in(job_id)
+            if capacity.rows < 1:
+                self._last_claim = self._row_to_share(), self._now_ms
+            if capacity.rows > 0 or not decision.job_ids:
+                return
+
+    def _capacity(self) -> Capacity | None:
+        """Return what the worker can take; None while it is full and it is not time for a claim."""
         setup, stats = self._setup, self._scheduler.stats()
         free = (stats.blocks_free + stats.blocks_cached) * setup.block_size
         entering = stats.rows_waiting * setup.prompt
         tokens = max(0, free - entering) if self._made else setup.kv_tokens
-        rows = setup.rows - len(self._made)
-        if rows < 1 or not len(self._queue.waiting):
-            return
-        decision = self._queue.claim(
-            "worker", BASE, Capacity(rows, setup.rows, tokens, self._limits.max_tokens, 64), int(self._now_ms)
-        )
-        for job_id in decision.job_ids:
-            tenant, first = self._tenant_of[job_id], int(job_id)
-            self._waiting[tenant] -= 1
-            self._served[tenant] += PROMPT_WEIGHT * setup.prompt
-            self._tokens += setup.prompt
-            self._made[job_id] = 0
-            self._claimed_ms[job_id] = self._now_ms
-            prompt_ids = tuple(range(first, first + setup.prompt))
-            self._scheduler.add_sequence(
-                NewSequence(job_id, prompt_ids, stopping=Stopping(setup.answer, ignore_eos=True))
-            )
+        rows, share = setup.rows - len(self._made), self._row_to_share()
+        row, claimed_ms = self._last_claim
+        if rows < 1 and (share is None or (share == row and self._now_ms - claimed_ms < FULL_S * 1e3)):
+            return None
+        return Capacity(rows, setup.rows, tokens, self._limits.max_tokens, 64, row_to_share=share)
+
+    def _row_to_share(self) -> RowToShare | None:
+        crowded = len(self._made) >= 2 * self._setup.rows
+        if crowded or not self._shared:
+            return None
+        return row_to_share((self._jobs[job_id] for job_id in self._made), self._setup.rows)
+
+    def _take_in(self, job_id: str) -> None:
+        setup, tenant, job = self._setup, self._tenant_of[job_id], self._jobs[job_id]
+        self._waiting[tenant] -= 1
+        self._served[tenant] += PROMPT_WEIGHT * setup.prompt
+        self._tokens += setup.prompt
+        self._made[job_id] = 0
+        self._claimed_ms[job_id] = self._now_ms
+        stopping = Stopping(setup.answer_of(tenant), ignore_eos=True)
+        shares = job.tenant if self._shared else ""
+        self._scheduler.add_sequence(NewSequence(job_id, job.prompt_ids, stopping=stopping, tenant=shares))
 
     def _step(self) -> bool:
         outputs = self._scheduler.take_arrivals()

@@ -56,6 +56,7 @@ def encode_job(job: Job) -> bytes:
         done=job.done,
         traceparent=job.traceparent,
         resumed=job.resumed,
+        weight=job.weight,
     )
     if job.adapter:
         message.adapter.CopyFrom(_write_adapter(job.adapter))
@@ -93,6 +94,7 @@ def decode_job(data: bytes) -> Job:
         done=tuple(message.done),
         traceparent=message.traceparent,
         resumed=message.resumed,
+        weight=message.weight or 1.0,
     )
 
 

@@ -88,6 +88,8 @@ class Job:
     traceparent: str = ""
     # Whether the answer had begun at another router: the job was admitted before.
     resumed: bool = False
+    # The tenant's weight, set at the enqueue: twice the weight gets twice the service.
+    weight: float = 1.0
 
     @property
     def tokens(self) -> int:
@@ -137,6 +139,17 @@ class DeadJob:
 
 
 @dataclass(frozen=True, slots=True)
+class RowToShare:
+    """A row that a worker would take from a tenant above its share for a waiting tenant below its share."""
+
+    tenant: str
+    # Number of rows, over its weight, that the tenant then still has on this worker.
+    rows_left: float
+    # Number of rows of every tenant on this worker, those that wait for a row included.
+    tenant_rows: tuple[tuple[str, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Capacity:
     """The free capacity of a claiming worker, and its adapters."""
 
@@ -152,6 +165,8 @@ class Capacity:
     adapters: tuple[str, ...] = ()
     # Relay addresses of the routers that the worker has a link to: it gets jobs of these alone. None: of all routers.
     routers: tuple[str, ...] | None = None
+    # None: no tenant has rows to share.
+    row_to_share: RowToShare | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from redis.asyncio import Redis, RedisCluster
 from redis.exceptions import NoScriptError, OutOfMemoryError
 
 from broker.batched_script import BatchedScript
+from broker.claim_arguments import report_arguments, scan_arguments
 from broker.codec import decode_adapter_request, decode_job
 from broker.commands import CommandQueue
 from broker.dead import DeadLetters
@@ -134,7 +135,9 @@ class JobQueue:
         requests: list[bytes] = []
         unlinked: dict[bytes, None] = {}
         for scan in range(SCANS_PER_CLAIM):
-            arguments = self._scan_arguments(base_digest, capacity, reports, skip)
+            place = (self._scan_number, skip)
+            self._scan_number += 1
+            arguments = [self.keys.prefix, self._worker_id, *scan_arguments(base_digest, capacity, reports, *place)]
             answer = await (self._scan_once_woken(arguments, wait_s) if wait_s else self._scan(arguments))
             waiting, bodies, demanded, held_ms, skip, done, without_link = answer
             reports, wait_s = (), 0.0
@@ -152,24 +155,11 @@ class JobQueue:
         requested = _readable(requests, decode_adapter_request)
         return Claimed(jobs, waiting, requested, hold_ms, tuple(router.decode() for router in unlinked))
 
-    def _scan_arguments(
-        self, base_digest: str, capacity: Capacity, reports: Sequence[UsageReport], skip: int
-    ) -> list[str | int]:
-        self._scan_number += 1
-        return [
-            *(self.keys.prefix, self._worker_id, base_digest),
-            *(capacity.rows, capacity.rows_limit, capacity.tokens, capacity.max_tokens, capacity.max_rank),
-            *(self._scan_number - 1, skip),
-            "*" if capacity.routers is None else "\n".join(capacity.routers),
-            *_report_arguments(reports),
-            *capacity.adapters,
-        ]
-
-    async def _scan(self, arguments: Sequence[str | int]) -> ScanAnswer:
+    async def _scan(self, arguments: Sequence[str | int | float]) -> ScanAnswer:
         answer: ScanAnswer = await self._claim(keys=[self.keys.waiting], args=arguments)
         return answer
 
-    async def _scan_once_woken(self, arguments: Sequence[str | int], wait_s: float) -> ScanAnswer:
+    async def _scan_once_woken(self, arguments: Sequence[str | int | float], wait_s: float) -> ScanAnswer:
         """Send the wait and the scan together: the server scans as soon as it wakes, without another round trip."""
         if isinstance(self._redis, RedisCluster):  # its pipelines take no scripts
             await self.wait_for_work(wait_s)
@@ -197,7 +187,7 @@ class JobQueue:
     async def charge(self, reports: Sequence[UsageReport]) -> None:
         """Charge tenants what their jobs have made since the last report. Idempotent by job, attempt and tokens."""
         for at in range(0, len(reports), CHARGES_AT_ONCE):
-            arguments = [self.keys.prefix, *_report_arguments(reports[at : at + CHARGES_AT_ONCE])]
+            arguments = [self.keys.prefix, *report_arguments(reports[at : at + CHARGES_AT_ONCE])]
             await self._charge(keys=[self.keys.waiting], args=arguments)
 
     async def stop_claiming(self) -> None:
@@ -219,14 +209,6 @@ class JobQueue:
     async def count_waiting(self) -> int:
         """Return how many jobs wait."""
         return int(await self._redis.zcard(self.keys.waiting))
-
-
-def _report_arguments(reports: Sequence[UsageReport]) -> list[str | int]:
-    """Return how many reports there are, and their fields as broker/lua/include/charges.lua reads them."""
-    arguments: list[str | int] = [len(reports)]
-    for report in reports:
-        arguments += [report.job_id, report.attempt, report.tokens, int(report.ended), int(report.ran)]
-    return arguments
 
 
 def _full(limit: str, tenant: str, limits: QueueLimits) -> QueueFullError:

@@ -7,7 +7,7 @@ next; a tenant that was idle is lifted to the lowest counter of the others.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 
 from broker.codec import encode_adapter_request, encode_job
@@ -25,8 +25,10 @@ PASSES_PER_TENANT = 16
 REDISPATCHED_PER_SCAN = 64
 # Maximum scans of one claim that finds no job; the worker's next claim goes on where this one ended.
 SCANS_PER_CLAIM = 8
-# Maximum jobs that a scan looks at without a free row, to learn which adapters to fetch beforehand.
+# Maximum jobs that a scan looks at without a free row, to learn which adapters to fetch beforehand; and of one tenant
+# where it also looks for a job of a tenant below its share. At most half of them are redispatched jobs then.
 LOOKAHEAD_LIMIT = 16
+LOOKAHEAD_PER_TENANT = 4
 # Maximum adapter requests that a claim answers with.
 ADAPTER_REQUESTS_LIMIT = 4
 # Maximum jobs past their deadline that a scan removes.
@@ -36,6 +38,8 @@ EXPIRED_PER_SCAN = 64
 HOLD_MS = 50
 # Time in ms after which the job that is first in line reserves a worker, which then makes room for it.
 PATIENCE_MS = 500
+# Time in ms after which a waiting job of a tenant below its share may have a row that another tenant's job is using.
+BELOW_SHARE_MS = 100
 # Time in ms that a reservation lasts; each claim of the reserved worker renews it.
 RESERVE_MS = 3_000
 # Time in ms for which a worker's count of free rows is believed; workers claim at least once a second.
@@ -182,5 +186,5 @@ class Entry:
             prefer="\n".join(placement.prefer),
             router=job.reply_to,
             wanted=encode_adapter_request(AdapterRequest(job.adapter, job.tenant)) if job.adapter else b"",
-            body=encode_job(job),
+            body=encode_job(replace(job, weight=placement.weight)),
         )

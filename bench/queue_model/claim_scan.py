@@ -62,6 +62,10 @@ class ClaimScan:
         self._free_tokens = arguments.capacity.tokens
         self._passes_left, self._lookahead_left = terms.PASSES_PER_SCAN, terms.LOOKAHEAD_LIMIT
         self._window_exceeded = False
+        # Of jobs that take a row from another tenant there is one a claim.
+        self._row_to_share = arguments.capacity.row_to_share
+        # Then the scan looks at more tenants, and at fewer jobs of each.
+        self._looks_around = self._row_to_share is not None and arguments.capacity.rows < 1
         self._demand: dict[bytes, int] = {}
         self.free_rows = arguments.capacity.rows
         self.taken: list[str] = []
@@ -104,7 +108,8 @@ class ClaimScan:
 
     def _redispatched(self) -> list[tuple[Place, str]]:
         """Return the jobs that have begun and that this scan looks at."""
-        jobs, window = self._waiting.redispatched, terms.REDISPATCHED_PER_SCAN
+        jobs = self._waiting.redispatched
+        window = terms.LOOKAHEAD_LIMIT // 2 if self._looks_around else terms.REDISPATCHED_PER_SCAN
         if len(jobs) <= window:
             return list(jobs)
         start = self._second_half_start(len(jobs), window)
@@ -121,7 +126,8 @@ class ClaimScan:
             if tenant.passed == window // 2 and left > window:
                 tenant.position = self._second_half_start(left, window)
         tenant.counter = self._waiting.counters.value(tenant.name)
-        tenant.done = tenant.passed >= window or tenant.position >= left
+        passes = terms.LOOKAHEAD_PER_TENANT if self._looks_around else window
+        tenant.done = tenant.passed >= passes or tenant.position >= left
 
     def _second_half_start(self, length: int, window: int) -> int:
         """Return where this scan goes on in a queue that is longer than its window."""
@@ -147,7 +153,10 @@ class ClaimScan:
         may_reserve = self._is_first or job.reserved_for == self._arguments.worker
         overdue = may_reserve and self._now_ms - job.queued_ms >= terms.PATIENCE_MS
         self._is_first = False
-        if rows <= self.free_rows and (entry.prefill <= self._free_tokens or overdue):
+        fits = rows <= self.free_rows and (entry.prefill <= self._free_tokens or overdue)
+        if fits or self._may_share_row(job, rows):
+            if not fits:
+                self._row_to_share = None
             self.free_rows -= rows
             self._free_tokens -= entry.prefill
             self.work += job.work
@@ -162,6 +171,17 @@ class ClaimScan:
             job.reserved_for, job.reserved_until_ms = self._arguments.worker, self._now_ms + terms.RESERVE_MS
             self.free_rows = 0
         return False
+
+    def _may_share_row(self, job: WaitingJob, rows: int) -> bool:
+        """Return whether a job that does not fit may have a row that another tenant's job is using."""
+        row, entry, counters = self._row_to_share, job.entry, self._waiting.counters
+        if row is None or rows >= self._capacity.rows_limit:
+            return False
+        if self._now_ms - job.queued_ms < terms.BELOW_SHARE_MS:
+            return False
+        if (dict(row.tenant_rows).get(entry.tenant, 0) + 1) / entry.weight > row.rows_left:
+            return False
+        return counters.value(entry.tenant) < counters.value(row.tenant)
 
     def _suits(self, job: WaitingJob) -> bool:
         entry, capacity, worker = job.entry, self._capacity, self._arguments.worker

@@ -22,8 +22,15 @@ if ARGV[11] ~= '*' then
 end
 -- Usage is charged before the claim: it counts for whose turn it is.
 local reports_end = 12 + charge_reports(13, tonumber(ARGV[12]))
-local resident = {}
-for i = reports_end + 1, #ARGV do resident[ARGV[i]] = true end
+-- The tenant whose row this worker would take for a tenant below its share, empty for none; the rows, over its weight,
+-- that it then still has; and the rows that each tenant has here.
+local row_of, rows_left, tenants_here = ARGV[reports_end + 1], tonumber(ARGV[reports_end + 2]), tonumber(ARGV[reports_end + 3])
+local tenants_end = reports_end + 3 + 2 * tenants_here
+-- Then the scan looks at more tenants, and at fewer jobs of each.
+local looks_around = row_of ~= '' and free_rows < 1
+local rows_here, resident = {}, {}
+for i = reports_end + 4, tenants_end, 2 do rows_here[ARGV[i]] = tonumber(ARGV[i + 1]) end
+for i = tenants_end + 1, #ARGV do resident[ARGV[i]] = true end
 
 local TAKEN, PASSED, GONE = 1, 2, 3
 local passes_left, lookahead_left = PASSES_PER_SCAN, LOOKAHEAD_LIMIT
@@ -62,6 +69,13 @@ local function held_for_ms(adapter, has_begun, queued, prefer)
     if has_free_rows(other) then return left_ms end
   end
   return 0
+end
+
+-- Return whether a job that does not fit may have a row that another tenant's job is using: its tenant has waited a
+-- moment, was served less than the other, and has fewer rows here for its weight than the other keeps.
+local function may_share_row(name, weight, rows, queued)
+  return row_of ~= '' and rows < all_rows and now - queued >= BELOW_SHARE_MS
+    and ((rows_here[name] or 0) + 1) / weight <= rows_left and counter_of(name) < counter_of(row_of)
 end
 
 local function take_out(id, ...)
@@ -104,7 +118,10 @@ local function look(id, tenant)
   rows = math.min(rows, all_rows)
   local overdue = (is_first or reserved_for == worker) and now - queued >= PATIENCE_MS
   is_first = false
-  if rows <= free_rows and (prefill <= free_tokens or overdue) then
+  local fits = rows <= free_rows and (prefill <= free_tokens or overdue)
+  if fits or may_share_row(name, weight, rows, queued) then
+    -- One job a claim: the worker's next one says who is above its share then.
+    if not fits then row_of = '' end
     free_rows, free_tokens, claimed_work = free_rows - rows, free_tokens - prefill, claimed_work + work
     bodies[#bodies + 1] = redis.call('HGET', key, 'body')
     -- Before the job leaves: a tenant that becomes idle keeps its counter.
@@ -136,7 +153,7 @@ local function second_half_start(length, window)
 end
 
 local function look_at_redispatched()
-  local length, window = redis.call('ZCARD', REDISPATCHED), REDISPATCHED_PER_SCAN
+  local length, window = redis.call('ZCARD', REDISPATCHED), looks_around and LOOKAHEAD_LIMIT / 2 or REDISPATCHED_PER_SCAN
   if length == 0 then return end
   local ids
   if length <= window then
@@ -170,7 +187,8 @@ local function look_at_tenant(tenant)
     if lost and redis.call('EXISTS', queue) == 0 then deactivate_tenant(tenant.name) end
     tenant.left = tenant.left - 1
   end
-  return not place or tenant.passed >= PASSES_PER_TENANT or tenant.position >= tenant.left
+  local passes = looks_around and LOOKAHEAD_PER_TENANT or PASSES_PER_TENANT
+  return not place or tenant.passed >= passes or tenant.position >= tenant.left
 end
 
 -- Look at tenants from the lowest counter on. Returns how many the next scan is to skip, and whether there may be more

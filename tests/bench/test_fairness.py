@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import math
 
-from bench.fairness import AIMS, measure
+from bench.fairness import AIMS, SHARED, UNSHARED, measure
 from bench.fairness_simulation import FairnessSetup, FairnessSimulation
 
 
 def test_every_run_and_ratio_is_there() -> None:
-    written = measure(FairnessSetup(minutes=0.5, prompt=64, answer=32), quick=True).to_json()
+    setup = FairnessSetup(minutes=0.5, prompt=64, answer=32, long_answer=100, quiet_rate=0.5)
+    written = measure(setup, quick=True).to_json()
     runs = [(row["run"], row["tenant"]) for row in written["rows"]]
     assert runs == [
         *((run, tenant) for run in ("fair", "first come first served") for tenant in ("one", "two")),
         ("quiet alone", "quiet"),
         *(("quiet beside loud", tenant) for tenant in ("quiet", "loud")),
+        *((run, tenant) for run in (SHARED, UNSHARED) for tenant in ("quiet", "long")),
     ]
     assert written["ratios"].keys() == written["aims"].keys() == AIMS.keys()
     assert all(math.isfinite(value) for value in written["ratios"].values())

@@ -20,7 +20,7 @@ from redis.asyncio import Redis
 
 from broker import terms
 from broker.connection import connect
-from broker.messages import Capacity
+from broker.messages import Capacity, RowToShare
 from broker.terms import Placement, QueueLimits, QueueState, UsageReport
 from tests.broker.both_queues import BASE, BothQueues, make_job
 from tests.broker.scripts_clock import CLOCK, scripts_on_test_clock
@@ -132,12 +132,16 @@ class Walk(RuleBasedStateMachine):
         worker, rows, max_rank = chance.choice(WORKERS), chance.randint(0, 4), chance.choice((8, 64, 64))
         resident = chance.choice(((), ("sha256:x",), ("sha256:y", "sha256:z")))
         routers = chance.choice((None, None, ROUTERS, ROUTERS[:1], ()))
-        capacity = Capacity(rows, 4, chance.choice((0, 10, 100)), 60, max_rank, resident, routers)
+        here = tuple((tenant, chance.randint(0, 3)) for tenant in TENANTS)
+        share = RowToShare(chance.choice(TENANTS), chance.choice((1.0, 2.0)), here) if chance.random() < 0.5 else None
+        capacity = Capacity(rows, 4, chance.choice((0, 10, 100)), 60, max_rank, resident, routers, share)
         reports = self._reports(chance) if chance.random() < 0.5 else ()
         self.happened["reported"] += any(report.tokens for report in reports)
         before = len(self.both.model.waiting)
         claimed = self.run(self.both.claim(worker, capacity, *reports))
-        assert sum(min(job.rows, 4) for job in claimed.jobs) <= rows
+        over = sum(min(job.rows, 4) for job in claimed.jobs) - rows
+        assert over <= (0 if share is None else 3)
+        self.happened["shared"] += over > 0
         self.happened["dropped"] += before - len(claimed.jobs) - claimed.waiting
         self.happened["held"] += claimed.hold_ms > 0
         self.happened["ahead"] += bool(claimed.adapter_requests)
@@ -211,7 +215,7 @@ def test_the_scripts_and_their_model_decide_alike(runner: asyncio.Runner, monkey
         settings=settings(max_examples=WALKS, stateful_step_count=10, derandomize=True, deadline=None, database=None),
     )
     print(Walk.happened)
-    for event in ("queued", "claimed", "again", "reported", "held", "ahead", "reserved", "late", "refunded", "dropped",
-                  "unlinked", "jobs", "bytes", "tenant_jobs", "tenant_bytes", "displaced", "resumed",
+    for event in ("queued", "claimed", "again", "shared", "reported", "held", "ahead", "reserved", "late", "refunded",
+                  "dropped", "unlinked", "jobs", "bytes", "tenant_jobs", "tenant_bytes", "displaced", "resumed",
                   "resumed as a newcomer"):  # fmt: skip
         assert Walk.happened[event], f"no walk has shown {event}"

@@ -97,6 +97,8 @@ class NewSequence:
     stopping: Stopping = field(default_factory=Stopping)
     choice: int = 0
     tenant: str = ""
+    # The tenant's weight: twice the weight gets twice the rows.
+    weight: float = 1.0
     priority: int = 0
     # How many alternatives to report for each token; None: no logprobs.
     logprobs: int | None = None

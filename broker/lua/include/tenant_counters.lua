@@ -11,6 +11,11 @@ local function lowest_counter()
   return tonumber(lowest[2] or redis.call('GET', FLOOR) or 0)
 end
 
+-- Return a tenant's counter; the lowest for a tenant without one.
+local function counter_of(tenant)
+  return tonumber(redis.call('ZSCORE', TENANTS, tenant) or redis.call('ZSCORE', IDLE, tenant) or lowest_counter())
+end
+
 -- Make a tenant active. An idle counter below the lowest is lifted to it, so nothing below needs to be kept.
 local function activate_tenant(tenant)
   if redis.call('ZSCORE', TENANTS, tenant) then return end

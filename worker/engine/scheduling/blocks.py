@@ -61,10 +61,9 @@ class BlockManager:
         False, and nothing changed, where not enough blocks are left. At least one id is left to compute.
         """
         hits = self._cached_prefix(sequence)
-        missing = self.needed(len(sequence.ids)) - len(hits)
-        idle_hits = sum(not self._references[block] for block in hits)
-        if missing > len(self._free) + len(self._cached) - idle_hits:
+        if self._shortage(sequence, hits) > 0:
             return False
+        missing = self.needed(len(sequence.ids)) - len(hits)
         for block in hits:
             if not self._references[block]:
                 del self._cached[block]
@@ -73,6 +72,14 @@ class BlockManager:
         sequence.registered = len(hits)
         sequence.computed = len(hits) * self.block_size
         return True
+
+    def shortage(self, sequence: Sequence) -> int:
+        """Return how many blocks more must lose their references before `allocate` succeeds; 0 or less: none."""
+        return self._shortage(sequence, self._cached_prefix(sequence))
+
+    def _shortage(self, sequence: Sequence, hits: list[int]) -> int:
+        idle_hits = sum(not self._references[block] for block in hits)
+        return self.needed(len(sequence.ids)) - len(hits) + idle_hits - len(self._free) - len(self._cached)
 
     def extend(self, sequence: Sequence) -> bool:
         """Give a sequence one more block. False, and nothing changed, where none is left."""

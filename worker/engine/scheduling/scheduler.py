@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Ids
 from itertools import zip_longest
 
+from worker.engine.scheduling.admission import Admission
 from worker.engine.scheduling.batch import Batch, Row
 from worker.engine.scheduling.batch_plan import BatchPlan
 from worker.engine.scheduling.blocks import BlockIntegrityError, BlockManager
@@ -26,6 +27,7 @@ from worker.engine.scheduling.chunk_sizer import ChunkBudget, ChunkSizer
 from worker.engine.scheduling.memory_ceilings import MemoryCeilings
 from worker.engine.scheduling.outputs import OUT_OF_MEMORY, adapter_failure, output_of
 from worker.engine.scheduling.residency import Residency
+from worker.engine.scheduling.row_shares import RUN_TOKENS, RowShares
 from worker.engine.scheduling.running import RunningSequences, by_rank
 from worker.engine.scheduling.sequence import Sequence, SequenceState
 from worker.engine.scheduling.statistics import Counters, engine_stats
@@ -44,11 +46,11 @@ from worker.engine_api.stats import EngineStats
 
 
 class Scheduler:
-    """Continuous batching: first come first served with priorities, preemption by recomputing. One thread.
+    """Continuous batching with preemption by recomputing; rows are shared by tenants (row_shares.py). One thread.
 
-    A step's work is O(batch), whatever waits. `step_tokens` bounds the tokens of a step, at least `limits.rows`. With a
-    chunk sizer its chunks get what that allows of them. `on_begun` is called with a sequence's id before anything is
-    computed of it.
+    Of a tenant's sequences the first to come is the first to run, with priorities. A step's work is O(batch and tenants
+    that wait). `step_tokens` bounds the tokens of a step, at least `limits.rows`. With a chunk sizer its chunks get of
+    them what that allows. `on_begun` is called with a sequence's id before anything is computed of it.
     """
 
     def __init__(
@@ -59,6 +61,7 @@ class Scheduler:
         residency: Residency,
         chunk_sizer: ChunkSizer | None = None,
         on_begun: Callable[[str], None] = lambda sequence_id: None,
+        run_tokens: int = RUN_TOKENS,
     ) -> None:
         self.limits = limits
         # A row that prefills leaves at most rows - 1 decodes: with so many tokens it always advances.
@@ -67,13 +70,16 @@ class Scheduler:
         self._end_ids = frozenset(end_token_ids)
         self._residency = residency
         self._chunk_sizer = chunk_sizer
-        self._on_begun = on_begun
         self._sequences: dict[str, Sequence] = {}
-        self._waiting = WaitingSequences(residency)
-        self._running = RunningSequences(self.blocks, self._waiting, residency)
+        shares = RowShares(run_tokens)
+        self._waiting = WaitingSequences(residency, shares)
+        self._running = RunningSequences(self.blocks, self._waiting, residency, shares)
         self._ceilings = MemoryCeilings(limits)
         self._complete: list[Output] = []
         self._counters = Counters()
+        self._admission = Admission(
+            self._waiting, self._running, self.blocks, self._ceilings, self._counters, on_begun, tries=limits.rows
+        )
 
     def add_sequence(self, spec: NewSequence) -> None:
         """Take a sequence, and request its adapter where it is not resident. Raises SequenceRefusedError."""
@@ -123,11 +129,12 @@ class Scheduler:
 
     def schedule(self) -> Batch | None:
         """Return the rows of the next step, with blocks for all of them; None where no sequence can run."""
+        self._admission.make_room()
         plan = BatchPlan()
         prefilling: list[Sequence] = []
         decodes: list[int] = []
         running, index = self._running.in_rank, 0
-        # From the first in rank on; preemption takes from the end.
+        # From the first in rank on; preemption takes the present one, or later ones.
         while index < len(running):
             sequence = running[index]
             index += 1
@@ -140,11 +147,13 @@ class Scheduler:
             elif computed < len(sequence.block_table) * self.limits.block_size or self._running.extend(sequence):
                 plan.add_row(sequence, 1)
                 decodes.append(computed)
+            else:
+                index -= 1
         budget = self._chunk_budget(decodes, len(plan.singles), len(prefilling))
         for sequence in prefilling:
             if budget.any:
                 plan.add_chunk(sequence, budget)
-        self._admit(plan, budget)
+        self._admission.admit(plan, budget)
         return plan.batch()
 
     def commit(
@@ -218,25 +227,6 @@ class Scheduler:
             return ChunkBudget(tokens)
         admissible = min(self._waiting.ready, self._ceilings.rows - len(self._running))
         return self._chunk_sizer.budget(tokens, decodes, prefilling + max(0, admissible))
-
-    def _admit(self, plan: BatchPlan, budget: ChunkBudget) -> None:
-        """Let sequences that wait run, and schedule their first chunks, while rows, blocks and budget last."""
-        tries = self.limits.rows
-        while budget.any and len(self._running) < self._ceilings.rows:
-            sequence = self._waiting.head(tries)
-            if sequence is None:
-                return
-            # Nobody overtakes one that waits for blocks, or a long prompt might wait for ever.
-            if not self.blocks.allocate(sequence):
-                return
-            self._waiting.take_head()
-            if sequence.cached_tokens is None:
-                self._on_begun(sequence.sequence_id)
-                sequence.cached_tokens = sequence.computed
-                self._counters.prefix_queries += len(sequence.ids)
-                self._counters.prefix_hits += sequence.computed
-            self._running.start(sequence)
-            plan.add_chunk(sequence, budget)
 
     def _end(self, sequence: Sequence) -> None:
         if sequence.state is SequenceState.RUNNING:

@@ -87,6 +87,7 @@ class Sequence:
         "registered",
         "sequence_id",
         "spec",
+        "started_at",
         "state",
         "stop_ids",
     )
@@ -101,6 +102,8 @@ class Sequence:
         self.prompt_length = len(spec.prompt_ids)
         # Tokens of the answer so far, emitted ids of earlier attempts included.
         self.answered = len(spec.emitted_ids)
+        # The value of `answered` when it began to run, or to run again.
+        self.started_at = self.answered
         self.max_tokens = spec.stopping.max_tokens
         self.min_tokens = spec.stopping.min_tokens
         # The model's end tokens; none of them end a sequence that ignores them.

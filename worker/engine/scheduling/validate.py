@@ -30,6 +30,8 @@ def check_sequence(sequence: NewSequence, limits: EngineLimits) -> None:
     _check_room(sequence, limits)
     if sequence.choice < 0:
         raise SequenceRefusedError("choice", f"must not be negative, is {sequence.choice}")
+    if not 0 < sequence.weight < math.inf:
+        raise SequenceRefusedError("weight", f"must be above 0, is {sequence.weight}")
     if abs(sequence.priority) > MAX_PRIORITY:
         raise SequenceRefusedError(
             "priority", f"must lie between -{MAX_PRIORITY} and {MAX_PRIORITY}, is {sequence.priority}"

@@ -1,10 +1,11 @@
-"""Sequences that do not run yet: ready ones in order of rank, parked ones by the adapter they wait for."""
+"""Sequences that do not run yet: ready ones by tenant and rank, parked ones by the adapter they wait for."""
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
 
 from worker.engine.scheduling.residency import Residency
+from worker.engine.scheduling.row_shares import RowShares
 from worker.engine.scheduling.sequence import Sequence, SequenceState
 
 
@@ -15,27 +16,29 @@ def _last_first(sequence: Sequence) -> tuple[int, int]:
 class WaitingSequences:
     """Lets sequences pass one whose adapter is not in a slot; adapter_demand.py bounds how many."""
 
-    def __init__(self, residency: Residency) -> None:
+    def __init__(self, residency: Residency, shares: RowShares) -> None:
         self._residency = residency
         self._demand = residency.demand
-        # The first in rank comes last, where it is cheap to take.
-        self._ready: list[Sequence] = []
+        self._shares = shares
+        # Ready sequences by tenant. The first in rank comes last, where it is cheap to take.
+        self._ready: dict[str, list[Sequence]] = {}
+        self._ready_count = 0
         # Counts of sequences whose adapter was, and was not, in a slot when they came.
         self.hits = 0
         self.misses = 0
 
     def __len__(self) -> int:
-        return len(self._ready) + self._demand.parked_count
+        return self._ready_count + self._demand.parked_count
 
     @property
     def any_ready(self) -> bool:
         """Tell whether any sequence is ready."""
-        return bool(self._ready)
+        return self._ready_count > 0
 
     @property
     def ready(self) -> int:
         """Return how many sequences are ready."""
-        return len(self._ready)
+        return self._ready_count
 
     def enter(self, sequence: Sequence) -> None:
         """Take a sequence that is to wait, and request its adapter where it is not in a slot."""
@@ -54,21 +57,29 @@ class WaitingSequences:
             self._park(sequence)
 
     def head(self, tries: int) -> Sequence | None:
-        """Return the first ready sequence if it may run now, its adapter in a slot; parks at most `tries` others."""
-        for _ in range(min(tries, len(self._ready))):
-            sequence = self._ready[-1]
+        """Return the next ready sequence if it may run now, its adapter in a slot; parks at most `tries` others."""
+        for _ in range(min(tries, self._ready_count)):
+            sequence = self._next_ready()
+            if sequence is None:
+                return None
             adapter = sequence.spec.adapter
             if adapter is None or self._residency.slot_of(adapter.digest) is not None:
-                barrier = self._demand.barrier()
-                return sequence if barrier is None or sequence.rank < barrier else None
+                return sequence
             # Its adapter was evicted since it became ready.
-            self._ready.pop()
+            self._unready(sequence)
             self._park(sequence)
         return None
 
-    def take_head(self) -> None:
+    def _next_ready(self) -> Sequence | None:
+        """Return the first in rank of the tenant that has fewest rows for its weight; None behind the barrier."""
+        firsts, barrier = [sequences[-1] for sequences in self._ready.values()], self._demand.barrier()
+        if barrier is not None:
+            firsts = [first for first in firsts if first.rank < barrier]
+        return min(firsts, key=lambda first: (self._shares.with_one_more(first), first.rank), default=None)
+
+    def take(self, sequence: Sequence) -> None:
         """Let the sequence run that head has just returned, and pin its adapter."""
-        sequence = self._ready.pop()
+        self._unready(sequence)
         sequence.move_to(SequenceState.RUNNING)
         adapter = sequence.spec.adapter
         if adapter:
@@ -76,11 +87,18 @@ class WaitingSequences:
             self._demand.leave(sequence, adapter.digest)
         self._demand.admitted()
 
+    def _unready(self, sequence: Sequence) -> None:
+        sequences = self._ready[sequence.spec.tenant]
+        del sequences[bisect_left(sequences, _last_first(sequence), key=_last_first)]
+        if not sequences:
+            del self._ready[sequence.spec.tenant]
+        self._ready_count -= 1
+
     def leave(self, sequence: Sequence) -> None:
         """Forget a sequence that waits, because it ends."""
         adapter = sequence.spec.adapter
         if sequence.state is SequenceState.READY:
-            del self._ready[bisect_left(self._ready, _last_first(sequence), key=_last_first)]
+            self._unready(sequence)
         sequence.move_to(SequenceState.ENDED)
         if adapter:
             self._demand.leave(sequence, adapter.digest)
@@ -98,7 +116,8 @@ class WaitingSequences:
 
     def _make_ready(self, sequence: Sequence) -> None:
         sequence.move_to(SequenceState.READY)
-        insort(self._ready, sequence, key=_last_first)
+        insort(self._ready.setdefault(sequence.spec.tenant, []), sequence, key=_last_first)
+        self._ready_count += 1
 
     def _park(self, sequence: Sequence) -> None:
         adapter = sequence.spec.adapter

@@ -7,6 +7,7 @@ import time
 from broker.messages import Capacity
 from worker.engine_api.config import EngineLimits
 from worker.engine_api.stats import EngineStats
+from worker.io.jobs.row_shares import row_to_share
 from worker.io.local_jobs.jobs import LocalJobs
 
 # Seconds after which a job that still waits for its adapter lends its row to another job. A fetch from a healthy store
@@ -30,11 +31,15 @@ def free_capacity(jobs: LocalJobs, limits: EngineLimits, stats: EngineStats, *, 
     if running:
         free = (stats.blocks_free + stats.blocks_cached) * limits.block_size
         tokens = max(0, free - sum(local.job.prefill_tokens for local in preparing))
+    # Those whose rows others got wait here.
+    crowded = len(running) >= 2 * limits.rows
+    closed = stalled or any(choice.job.suspect for choice in running)
     return Capacity(
-        rows=0 if stalled or any(choice.job.suspect for choice in running) else rows,
+        rows=0 if closed else rows,
         rows_limit=limits.rows,
         tokens=tokens,
         max_tokens=limits.max_tokens,
         max_rank=limits.max_rank,
         adapters=stats.adapters,
+        row_to_share=None if closed or crowded else row_to_share((choice.job for choice in running), limits.rows),
     )

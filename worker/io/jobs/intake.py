@@ -15,7 +15,7 @@ import time
 from dataclasses import replace
 
 from broker.connection import REDIS_DOWN
-from broker.messages import Capacity, Job
+from broker.messages import Capacity, Job, RowToShare
 from broker.queue import JobQueue
 from broker.terms import Claimed
 from telemetry.logging import fields
@@ -35,8 +35,9 @@ log = logging.getLogger(__name__)
 
 # Maximum seconds between two claims of an idle worker: a wake-up may be lost with its Redis.
 IDLE_S = 1.0
-# Seconds between two claims of a full worker, which only ask for adapters to prefetch and renew its free rows in Redis.
-FULL_S = 1.0
+# Maximum seconds between two claims of a full worker. They take jobs of tenants below their share, ask for adapters to
+# prefetch, and renew its free rows in Redis.
+FULL_S = 0.25
 # Seconds until a worker that could not take what waits claims again: something that fits may have come.
 FIT_S = 0.1
 # Seconds until the next claim after Redis did not answer.
@@ -73,6 +74,8 @@ class Intake:
         # Whether the claim that is under way waits in Redis for a job.
         self._waits = False
         self._preparing: set[asyncio.Task[None]] = set()
+        # The row to share after the last claim, and the claim's time.
+        self._last_claim: tuple[RowToShare | None, float] = None, 0.0
 
     async def run(self) -> None:
         """Claim whatever there is room for; never returns."""
@@ -93,11 +96,9 @@ class Intake:
     async def _claim_forever(self) -> None:
         wait_s = 0.0
         while True:
+            capacity = await self._capacity_to_claim()
             change, link_change = self._jobs.next_change, self._links.next_change
-            capacity = self._capacity()
             full = capacity.rows <= 0
-            if full and await one_is_set_within(FULL_S, change):
-                continue
             try:
                 self._waits = wait_s > 0
                 # Shielded: jobs that the queue has given away must come in even when the worker is told to stop.
@@ -112,6 +113,8 @@ class Intake:
             self._fetcher.prefetch(claimed.adapter_requests)
             self._links.dial(claimed.unlinked)
             wait_s = 0.0
+            # A full worker that got a job may get another at once.
+            self._last_claim = None if full and claimed.jobs else self._capacity().row_to_share, time.monotonic()
             if claimed.unlinked and not full and not claimed.jobs:
                 # Meanwhile wake-ups are left to workers that reach these routers.
                 await one_is_set_within(claimed.hold_ms / 1e3 or FIT_S, change, link_change)
@@ -121,6 +124,15 @@ class Intake:
             elif not full and not claimed.jobs and claimed.waiting and self._jobs.running:
                 # The waiting jobs do not fit now: they may when a job here has ended, or other workers take them.
                 await one_is_set_within(claimed.hold_ms / 1e3 or FIT_S, change)
+
+    async def _capacity_to_claim(self) -> Capacity:
+        """Wait while this worker is full and its tenants' rows are as they were at the last claim, up to FULL_S."""
+        while True:
+            change, capacity, (row, claimed_at) = self._jobs.next_change, self._capacity(), self._last_claim
+            left_s = claimed_at + FULL_S - time.monotonic()
+            if capacity.rows > 0 or capacity.row_to_share != row or left_s <= 0:
+                return capacity
+            await one_is_set_within(left_s, change)
 
     async def end_wait(self) -> None:
         """End a claim that waits for a job; gives up after END_WAIT_S where Redis does not answer."""

@@ -15,6 +15,7 @@ from worker.engine.adapter_cache.slots import MINIMUM_RESIDENCE
 from worker.engine.adapter_cache.swap_budget import SwapBudget
 from worker.engine.scheduling import adapter_demand as demand
 from worker.engine.scheduling.adapter_demand import PASSED_OVER_MOST
+from worker.engine.scheduling.row_shares import RowShares
 from worker.engine.scheduling.sequence import Sequence
 from worker.engine.scheduling.waiting import WaitingSequences
 from worker.engine_api import AdapterSource, NewSequence
@@ -32,7 +33,7 @@ class Room:
     def __init__(self, loads: Any) -> None:
         self.loads = loads
         self.cache = loads.cache
-        self.waiting = WaitingSequences(self.cache)
+        self.waiting = WaitingSequences(self.cache, RowShares())
         self._arrivals = itertools.count()
 
     def wait(self, digest: str = "") -> Sequence:
@@ -54,7 +55,7 @@ class Room:
     def admit(self) -> Sequence | None:
         sequence = self.waiting.head(8)
         if sequence is not None:
-            self.waiting.take_head()
+            self.waiting.take(sequence)
         return sequence
 
     def end(self, digest: str) -> None:
@@ -315,7 +316,7 @@ def test_threads_go_on_beside_one_that_hangs() -> None:
             return 1
 
     cache = AdapterCache[str](4, Memory(), LoaderThreads(news.release, threads=2), 100)
-    waiting = WaitingSequences(cache)
+    waiting = WaitingSequences(cache, RowShares())
     arrived: list[str] = []
     failed: list[str] = []
     try:

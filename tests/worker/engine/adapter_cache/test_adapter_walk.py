@@ -12,6 +12,7 @@ import pytest
 from worker.engine.adapter_cache.swap_budget import SwapBudget
 from worker.engine.scheduling import adapter_demand as demand
 from worker.engine.scheduling.adapter_demand import Urgency
+from worker.engine.scheduling.row_shares import RowShares
 from worker.engine.scheduling.sequence import Sequence
 from worker.engine.scheduling.waiting import WaitingSequences
 from worker.engine_api import AdapterSource, NewSequence
@@ -30,7 +31,7 @@ class Walk:
     def __init__(self, loads: Any, seed: int) -> None:
         self.loads = loads
         self.cache = loads.cache
-        self.waiting = WaitingSequences(self.cache)
+        self.waiting = WaitingSequences(self.cache, RowShares())
         self.chance = random.Random(seed)
         self.waits: list[Sequence] = []
         self.running: list[Sequence] = []
@@ -74,7 +75,7 @@ class Walk:
         if sequence is None:
             return
         lacking = set(self.cache.demand.lacking)
-        self.waiting.take_head()
+        self.waiting.take(sequence)
         self.waits.remove(sequence)
         self.running.append(sequence)
         for other in self.waits:

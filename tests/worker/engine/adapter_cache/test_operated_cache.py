@@ -11,6 +11,7 @@ import pytest
 
 from worker.engine.adapter_cache.operated_cache import OperatedCache
 from worker.engine.scheduling.adapter_demand import PASSED_OVER_MOST
+from worker.engine.scheduling.row_shares import RowShares
 from worker.engine.scheduling.sequence import Sequence
 from worker.engine.scheduling.waiting import WaitingSequences
 from worker.engine_api import AdapterSource, NewSequence
@@ -60,7 +61,7 @@ def test_a_warm_adapter_is_there_before_anybody_asks(make_loads: Callable[..., A
 @pytest.mark.parametrize("transfers", [False, True])
 def test_a_kept_adapter_stays_whoever_waits(make_loads: Callable[..., Any], transfers: bool) -> None:
     loads = make_loads(2, transfers=transfers)
-    cache, waiting = loads.cache, WaitingSequences(loads.cache)
+    cache, waiting = loads.cache, WaitingSequences(loads.cache, RowShares())
     cache.pin_adapter(source("kept"))
     settle(loads)
     for number in range(2 * PASSED_OVER_MOST):
@@ -69,7 +70,7 @@ def test_a_kept_adapter_stays_whoever_waits(make_loads: Callable[..., Any], tran
         for digest in settle(loads):
             waiting.arrived(digest)
         assert waiting.head(8) is sequence
-        waiting.take_head()
+        waiting.take(sequence)
         cache.unpin(f"other {number % 7}")
     assert cache.slot_of("kept") is not None
     assert loads.reads["kept"] == 1
@@ -95,7 +96,7 @@ def test_one_slot_is_left_for_others(make_loads: Callable[..., Any]) -> None:
 def test_an_order_waits_for_a_slot_that_nobody_wants(make_loads: Callable[..., Any]) -> None:
     """And while it does it is not read, nor does it keep those that wait from being read."""
     loads = make_loads(2)
-    cache, waiting = loads.cache, WaitingSequences(loads.cache)
+    cache, waiting = loads.cache, WaitingSequences(loads.cache, RowShares())
     for number, digest in enumerate("ab"):
         waiting.enter(Sequence(NewSequence(digest, (1,), adapter=source(digest)), number, frozenset()))
     for digest in settle(loads):
@@ -104,8 +105,9 @@ def test_an_order_waits_for_a_slot_that_nobody_wants(make_loads: Callable[..., A
     assert not cache.has_work()
     cache.poll()
     assert loads.reads["kept"] == 0
-    assert waiting.head(8) is not None
-    waiting.take_head()
+    sequence = waiting.head(8)
+    assert sequence is not None
+    waiting.take(sequence)
     cache.unpin("a")
     assert settle(loads) == ("kept",)
     assert set(cache.resident) == {"b", "kept"}
@@ -116,7 +118,7 @@ class Walk:
 
     def __init__(self, loads: Any, seed: int) -> None:
         self.loads, self.cache, self.chance = loads, loads.cache, random.Random(seed)
-        self.waiting = WaitingSequences(self.cache)
+        self.waiting = WaitingSequences(self.cache, RowShares())
         self.waits: list[Sequence] = []
         self.running: list[str] = []
         self.stayed: set[str] = set()
@@ -146,7 +148,7 @@ class Walk:
     def run(self) -> None:
         sequence = self.waiting.head(8)
         if sequence is not None and sequence.spec.adapter:
-            self.waiting.take_head()
+            self.waiting.take(sequence)
             self.waits.remove(sequence)
             self.running.append(sequence.spec.adapter.digest)
 

@@ -62,7 +62,13 @@ class PagedModel:
     """
 
     def __init__(
-        self, loads: Any, limits: EngineLimits = LIMITS, step_tokens: int = STEP_TOKENS, *, ahead: bool = False
+        self,
+        loads: Any,
+        limits: EngineLimits = LIMITS,
+        step_tokens: int = STEP_TOKENS,
+        *,
+        ahead: bool = False,
+        run_tokens: int = 2,
     ) -> None:
         self.loads = loads
         self.ahead = ahead
@@ -71,7 +77,7 @@ class PagedModel:
         self.sampled: dict[Sequence, int] = {}
         self.limits = limits
         self.step_tokens = step_tokens
-        self.scheduler = Scheduler(limits, [END], step_tokens, loads.cache)
+        self.scheduler = Scheduler(limits, [END], step_tokens, loads.cache, run_tokens=run_tokens)
         self.kv: dict[tuple[int, int], int] = {}
         self.specs: dict[str, NewSequence] = {}
         self.answers: dict[str, list[int]] = {}

@@ -1,0 +1,59 @@
+"""Lets waiting sequences run: of the tenant that has fewest rows for its weight the first in rank, and so on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from worker.engine.scheduling.batch_plan import BatchPlan
+from worker.engine.scheduling.blocks import BlockManager
+from worker.engine.scheduling.chunk_sizer import ChunkBudget
+from worker.engine.scheduling.memory_ceilings import MemoryCeilings
+from worker.engine.scheduling.running import RunningSequences
+from worker.engine.scheduling.statistics import Counters
+from worker.engine.scheduling.waiting import WaitingSequences
+
+
+class Admission:
+    """The way of a scheduler's sequences from waiting to running. A step parks at most `tries` sequences."""
+
+    def __init__(
+        self,
+        waiting: WaitingSequences,
+        running: RunningSequences,
+        blocks: BlockManager,
+        ceilings: MemoryCeilings,
+        counters: Counters,
+        on_begun: Callable[[str], None],
+        tries: int,
+    ) -> None:
+        self._waiting = waiting
+        self._running = running
+        self._blocks = blocks
+        self._ceilings = ceilings
+        self._counters = counters
+        self._on_begun = on_begun
+        self._tries = tries
+
+    def make_room(self) -> None:
+        """Let the next sequence that waits take the row and blocks that it lacks from tenants above their share."""
+        sequence = self._waiting.head(self._tries)
+        if sequence is not None:
+            self._running.yield_to(sequence, len(self._running) + 1 - self._ceilings.rows)
+
+    def admit(self, plan: BatchPlan, budget: ChunkBudget) -> None:
+        """Let sequences that wait run, and schedule their first chunks, while rows, blocks and budget last."""
+        while budget.any and len(self._running) < self._ceilings.rows:
+            sequence = self._waiting.head(self._tries)
+            if sequence is None:
+                return
+            # Nobody overtakes one that waits for blocks, or a long prompt might wait for ever.
+            if not self._blocks.allocate(sequence):
+                return
+            self._waiting.take(sequence)
+            if sequence.cached_tokens is None:
+                self._on_begun(sequence.sequence_id)
+                sequence.cached_tokens = sequence.computed
+                self._counters.prefix_queries += len(sequence.ids)
+                self._counters.prefix_hits += sequence.computed
+            self._running.start(sequence)
+            plan.add_chunk(sequence, budget)
