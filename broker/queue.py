@@ -212,7 +212,7 @@ class JobQueue:
 
 
 def _full(limit: str, tenant: str, limits: QueueLimits) -> QueueFullError:
-    unit = "bytes" if limit.endswith("bytes") else "jobs"
+    unit = limit.rpartition("_")[2]
     return QueueFullError(f"{getattr(limits, limit)} {unit} may wait{f' of {tenant}' if tenant else ''}", tenant)
 
 
