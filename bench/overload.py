@@ -212,17 +212,17 @@ def _row(setup: Setup, run: Run) -> dict[str, Any]:
     return {
         "case": f"{run.load:g}x",
         "calls/s": run.per_s,
-        "calls: client": len(run.samples),
+        "client": len(run.samples),
         "routers": run.count.routers.total(),
         "metrics": run.count.metrics,
         "answered": len(answered),
-        "goodput tokens/s": _goodput_per_s(setup, run),
-        "tenants within share": len(run.quiet),
-        "their ttft p50 ms": median(ttfts_ms),
-        "their ttft p99 ms": _p99(ttfts_ms),
-        "routers' MiB at start": run.memory_mib[0],
+        "tokens/s in time": _goodput_per_s(setup, run),
+        "quiet tenants": len(run.quiet),
+        "ttft p50 ms": median(ttfts_ms),
+        "ttft p99 ms": _p99(ttfts_ms),
+        "MiB": run.memory_mib[0],
         "peak MiB": max(run.memory_mib),
-        "client late p99 ms": 1e3 * _p99(run.delays_s),
+        "late p99 ms": 1e3 * _p99(run.delays_s),
         **{f"{name} cores": run.cores[name] for name in ("client", "router") if name in run.cores},
     }
 
@@ -230,7 +230,7 @@ def _row(setup: Setup, run: Run) -> dict[str, Any]:
 def _refusals(run: Run) -> list[dict[str, Any]]:
     """Return a row for each status and reason with which calls ended without an answer."""
     ends = Counter(f"{s.code} {s.reason}".strip() for s in run.samples if not s.answered)
-    return [{"case": f"{run.load:g}x: {end}", "calls: client": count} for end, count in ends.most_common()]
+    return [{"case": f"{run.load:g}x: {end}", "client": count} for end, count in ends.most_common()]
 
 
 def _p99(values: Sequence[float]) -> float:
