@@ -55,7 +55,8 @@ class FaultyStore:
                 response_serializer=pb.DownloadRevisionResponse.SerializeToString,
             ),
         }
-        self._server.grpc.add_registered_method_handlers("loraplex.adapters.v1.AdapterService", handlers)
+        generic = grpc.method_handlers_generic_handler("loraplex.adapters.v1.AdapterService", handlers)
+        self._server.grpc.add_generic_rpc_handlers((generic,))
         port = self._server.bind("127.0.0.1", 0)
         await self._server.start()
         return f"127.0.0.1:{port}"

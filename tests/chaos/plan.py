@@ -52,7 +52,7 @@ class Kind(StrEnum):
 
 
 # Faults that the cluster does not survive yet: drawn only when they are named.
-PENDING = frozenset({Kind.KEYS_LOST, Kind.QUEUE_FULL, Kind.GREEDY_TENANTS, Kind.BASE_REPLACED})
+PENDING = frozenset({Kind.KEYS_LOST})
 
 # Faults in which no tenant within its share of the queue may be refused.
 FAIR_KINDS = frozenset({Kind.QUEUE_FULL, Kind.GREEDY_TENANTS})

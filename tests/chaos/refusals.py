@@ -56,16 +56,16 @@ def _problem(call: CrowdCall, *, broken: bool) -> str:
     answers = [truth(model, call.request, 0).token_ids for model in call.models] if tokens else []
     if tokens and not any(answer[: len(tokens)] == tokens for answer in answers):
         return "got tokens that are not the answer's"
-    if call.code != "OK":
-        return "ended twice" if call.ends else _problem_of_refusal(call, broken=broken)
+    if call.code != "OK":  # a router may also die between an answer and its status
+        return "" if broken else _problem_of_refusal(call)
     if call.ends != 1:
         return f"got {call.ends} summaries"
     return "" if tokens in answers else "got a part of the answer"
 
 
-def _problem_of_refusal(call: CrowdCall, *, broken: bool) -> str:
-    if broken:
-        return ""
+def _problem_of_refusal(call: CrowdCall) -> str:
+    if call.ends:
+        return "ended twice"
     if not call.reason or call.code in _FAILURES:
         return f"ended with {call.code} and {call.reason or 'no reason'}"
     if call.code == "RESOURCE_EXHAUSTED" and call.retry_s is None and call.reason not in _FINAL:

@@ -64,7 +64,8 @@ def test_a_call_that_ends_badly_is_found(call: CrowdCall, found: str) -> None:
 
 def test_a_call_of_a_router_that_died_needs_no_reason_and_may_break() -> None:
     broken = changed(REFUSED, code="UNAVAILABLE", reason="", token_ids=IDS[:3])
-    assert verdict_of(broken, kind=Kind.ROUTER_KILL_FULL.value, victim="router-1").holds
+    whole = changed(broken, token_ids=IDS, ends=1)
+    assert verdict_of(broken, whole, kind=Kind.ROUTER_KILL_FULL.value, victim="router-1").holds
     assert not verdict_of(broken, kind=Kind.ROUTER_KILL_FULL.value, victim="router-2").holds
     assert verdict_of(changed(REFUSED, token_ids=IDS[:3], may_break=True)).holds
 
