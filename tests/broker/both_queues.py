@@ -101,7 +101,7 @@ class BothQueues:
             message, wait_ms = "late", error.wait_ms
         if why not in ("", "late"):
             whose = f" of {job.tenant}" if why.startswith("tenant") else ""
-            unit = "bytes" if why.endswith("bytes") else "jobs"
+            unit = why.rpartition("_")[2]
             assert message == f"{getattr(self.limits, why)} {unit} may wait{whose}"
         else:
             assert (message, wait_ms) == (why, refusal.wait_ms if refusal else 0)
