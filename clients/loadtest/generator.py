@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
+import random
 import time
 from array import array
 from collections import Counter, deque
@@ -164,7 +165,7 @@ class Generator:
             options = self._sender.prepare(request)
             error = await self._one(request, options, self._begin(request, self._sender.now_s()))
             if isinstance(error, lx.UnavailableError | lx.ResourceExhaustedError):
-                await asyncio.sleep(error.retry_after_s or _PAUSE_S)
+                await asyncio.sleep(random.uniform(1.0, 1.25) * (error.retry_after_s or _PAUSE_S))
 
     def _spawn(self, work: Coroutine[Any, Any, Any]) -> None:
         task = asyncio.create_task(work)

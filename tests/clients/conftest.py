@@ -22,8 +22,8 @@ from rpc.errors import CallError
 from rpc.server import Server
 
 HANG = "hang"
-# What a script may hold: an event to send, an error to end with, something to wait for, or HANG.
-Step = inference_pb2.GenerateEvent | CallError | threading.Event | str
+# What a script may hold: an event to send, an error or a bare status to end with, something to wait for, or HANG.
+Step = inference_pb2.GenerateEvent | CallError | grpc.StatusCode | threading.Event | str
 WAIT_S = 20.0
 
 
@@ -35,6 +35,10 @@ class ScriptedService(inference_pb2_grpc.InferenceServiceServicer):
         # Instead, one for each call of Generate.
         self.scripts: list[list[Step]] = []
         self.resume_script: list[Step] = []
+        # How Tokenize fails.
+        self.unary_failure: CallError | grpc.StatusCode | None = None
+        # Called in the server's thread when a call has come.
+        self.on_call: Callable[[], object] = lambda: None
         self.requests: list[Any] = []
         self.tenants: list[str] = []
         self.deadlines_s: list[float | None] = []
@@ -45,27 +49,30 @@ class ScriptedService(inference_pb2_grpc.InferenceServiceServicer):
         self.requests.append(request)
         self.tenants.append(dict(context.invocation_metadata()).get("x-loraplex-tenant", ""))
         self.deadlines_s.append(context.time_remaining())
+        self.on_call()
 
     async def Generate(
         self, request: inference_pb2.GenerateRequest, context: Any
     ) -> AsyncIterator[inference_pb2.GenerateResponse]:
         self._note(request, context)
-        async for event in self._play(self.scripts.pop(0) if self.scripts else self.script):
+        async for event in self._play(self.scripts.pop(0) if self.scripts else self.script, context):
             yield inference_pb2.GenerateResponse(event=event)
 
     async def Resume(
         self, request: inference_pb2.ResumeRequest, context: Any
     ) -> AsyncIterator[inference_pb2.ResumeResponse]:
         self._note(request, context)
-        async for event in self._play(self.resume_script):
+        async for event in self._play(self.resume_script, context):
             yield inference_pb2.ResumeResponse(event=event)
 
-    async def _play(self, script: list[Step]) -> AsyncIterator[inference_pb2.GenerateEvent]:
+    async def _play(self, script: list[Step], context: Any) -> AsyncIterator[inference_pb2.GenerateEvent]:
         try:
             for step in script:
                 if isinstance(step, CallError):
                     raise step
-                if isinstance(step, threading.Event):
+                if isinstance(step, grpc.StatusCode):
+                    await context.abort(step, "no details")
+                elif isinstance(step, threading.Event):
                     await asyncio.to_thread(step.wait, WAIT_S)
                 elif isinstance(step, str):
                     await asyncio.Event().wait()
@@ -77,6 +84,10 @@ class ScriptedService(inference_pb2_grpc.InferenceServiceServicer):
 
     async def Tokenize(self, request: inference_pb2.TokenizeRequest, context: Any) -> inference_pb2.TokenizeResponse:
         self._note(request, context)
+        if isinstance(self.unary_failure, CallError):
+            raise self.unary_failure
+        if self.unary_failure is not None:
+            await context.abort(self.unary_failure, "no details")
         text = request.prompt or "".join(message.content for message in request.chat.messages)
         return inference_pb2.TokenizeResponse(token_ids=text.encode())
 

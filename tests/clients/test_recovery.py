@@ -13,6 +13,7 @@ from loraplex.inference.v1 import inference_pb2
 from loraplex_client.addresses import Rotation, read_addresses
 from loraplex_client.options import generate_request
 from loraplex_client.recovery import Recovery
+from loraplex_client.retries import RetryBudget, Tries
 
 from rpc import errors
 
@@ -97,8 +98,8 @@ def test_a_call_that_nobody_has_begun_to_answer_is_made_elsewhere(server: Any, p
         assert text_of(pieces(addresses)) == "a"
 
 
-def test_grpc_tries_again_before_the_first_message(server: Any, pieces: PiecesBy) -> None:
-    refusal = errors.Unavailable("no worker", reason="NO_WORKER")
+def test_a_call_is_tried_again_before_the_first_message(server: Any, pieces: PiecesBy) -> None:
+    refusal = errors.Unavailable("no worker", retry_after_s=0.01, reason="NO_WORKER")
     server.service.scripts = [[refusal], [refusal], [delta(0, 97, token="first"), END, SUMMARY]]
     assert text_of(pieces([server.address])) == "a"
     assert [request.spec.request_id for request in server.service.requests] == ["r"] * 3
@@ -154,8 +155,8 @@ def test_closing_the_client_ends_its_streams_for_good(server: Any) -> None:
 
 
 def recovery(addresses: str = "a:1", timeout_s: float | None = None, attempts: int = 3) -> Recovery:
-    request = generate_request("hello", {})
-    return Recovery(request, Rotation(read_addresses(addresses)), timeout_s, attempts, lambda least, most: most)
+    tries = Tries(Rotation(read_addresses(addresses)), RetryBudget(), timeout_s, uniform=lambda least, most: most)
+    return Recovery(generate_request("hello", {}), tries, attempts)
 
 
 def test_attempts_are_bounded_and_slow_down() -> None:
@@ -173,18 +174,17 @@ def test_attempts_are_bounded_and_slow_down() -> None:
     assert pauses == [0.1, 0.2, 0.4, 0.8, 1.6, 3.0]
 
 
-@pytest.mark.parametrize(("addresses", "calls"), [("a:1", 1), ("a:1,b:1", 6)])
-def test_a_call_that_nobody_begins_to_answer_ends_soon(addresses: str, calls: int) -> None:
-    stream = recovery(addresses, attempts=10)
-    tried, pauses = [stream.attempt().address], []
-    error = lx.UnavailableError("gone")
-    for _ in range(calls - 1):
-        pauses.append(stream.lost(error))
-        tried.append(stream.attempt().address)
-    with pytest.raises(lx.UnavailableError):
-        stream.lost(error)
-    assert tried == (["a:1", "b:1"] * 3)[:calls]
-    assert pauses == [0.0, 0.1, 0.2, 0.4, 0.8][: calls - 1]
+def test_a_token_that_one_router_refuses_is_shown_to_each_other_once() -> None:
+    stream = recovery("a:1,b:1,c:1")
+    stream.attempt()
+    stream.take(delta(0, 97, token="first"))
+    assert stream.lost(lx.UnavailableError("gone")) == 0.0
+    stream.attempt()
+    refused = lx.InvalidRequestError("of another key", reason="RESUME_TOKEN_INVALID", field="resume_token")
+    assert stream.lost(refused) == 0.0
+    stream.attempt()
+    with pytest.raises(lx.InvalidRequestError):
+        stream.lost(refused)
 
 
 def test_progress_starts_the_count_again() -> None:

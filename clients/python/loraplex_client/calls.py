@@ -47,8 +47,11 @@ class Call:
 
     @property
     def may_repeat(self) -> bool:
-        """Return whether the call can be repeated: not after an upload was sent or a stream's message delivered."""
-        return not isinstance(self.request, Upload) and self.take is None
+        """Return whether the call can be repeated: not after an upload was sent or a stream's message delivered.
+
+        A deletion is not repeated either: if the first was carried out, the second would end with NotFoundError.
+        """
+        return not isinstance(self.request, Upload) and self.take is None and not self.method.startswith("Delete")
 
 
 Script: TypeAlias = Generator[Call, Any, R]

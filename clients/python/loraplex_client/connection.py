@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -13,8 +14,9 @@ from loraplex.inference.v1 import inference_pb2
 
 from loraplex_client.addresses import Rotation, read_addresses
 from loraplex_client.calls import Call, Script
-from loraplex_client.errors import InvalidRequestError, LoraplexError, UnavailableError, error_of
+from loraplex_client.errors import CancelledError, InvalidRequestError, LoraplexError, UnavailableError, error_of
 from loraplex_client.recovery import RESUME_ATTEMPTS, Attempt, Recovery
+from loraplex_client.retries import RetryBudget, Tries
 from loraplex_client.stream import AsyncGenerationStream, GenerationStream
 from loraplex_client.tracing import trace_metadata
 
@@ -37,27 +39,14 @@ CHANNEL_OPTIONS: list[tuple[str, Any]] = [
 ]
 
 
-# gRPC itself repeats calls that fail with UNAVAILABLE before their first message, and resolves a name of several hosts
-# to all of them. https://github.com/grpc/proposal/blob/master/A6-client-retries.md
-SERVICE_CONFIG = {
-    "loadBalancingConfig": [{"round_robin": {}}],
-    "methodConfig": [
-        {
-            "name": [{"service": "loraplex.inference.v1.InferenceService"}],
-            "retryPolicy": {
-                "maxAttempts": 3,
-                "initialBackoff": "0.05s",
-                "maxBackoff": "0.5s",
-                "backoffMultiplier": 2,
-                "retryableStatusCodes": ["UNAVAILABLE"],
-            },
-        }
-    ],
-}
-# Short reconnect pauses, so that a server that comes back is found soon.
+# A name of several hosts is resolved to all of them. Without a retryPolicy gRPC repeats only calls that no server has
+# seen: `retries` alone decides about the others.
+SERVICE_CONFIG: dict[str, Any] = {"loadBalancingConfig": [{"round_robin": {}}]}
+# Short reconnect pauses, so that a server that comes back is found soon; the minimum is the timeout of a connection.
 _CLIENT_OPTIONS: list[tuple[str, Any]] = [
     ("grpc.service_config", json.dumps(SERVICE_CONFIG)),
     ("grpc.initial_reconnect_backoff_ms", 200),
+    ("grpc.min_reconnect_backoff_ms", 3_000),
     ("grpc.max_reconnect_backoff_ms", 500),
 ]
 
@@ -77,6 +66,7 @@ class _Endpoint:
         if not (tenant.isascii() and tenant.isprintable()):
             raise InvalidRequestError(f"tenant: {tenant!r} is not a name", field="tenant")
         self._rotation = Rotation(read_addresses(address))
+        self._budget = RetryBudget()
         self._make_stub = stub
         self._metadata = ((TENANT_KEY, tenant),)
         self._timeout_s = timeout_s
@@ -102,22 +92,32 @@ class _Endpoint:
         raise NotImplementedError
 
     def _recovery(self, request: inference_pb2.GenerateRequest, timeout_s: float | None) -> Recovery:
-        timeout_s = self._timeout_s if timeout_s is None else timeout_s
-        return Recovery(request, self._rotation, timeout_s, self._resume_attempts)
+        return Recovery(request, self._tries(timeout_s), self._resume_attempts)
 
-    def _attempt(self, call: Call, tried: list[str]) -> Attempt:
-        """Return the next attempt of a call that is not resumed, at an address that has not been tried."""
-        tried.append(self._rotation.pick(tried))
-        return Attempt(tried[-1], call, self._timeout_s)
+    def _tries(self, timeout_s: float | None = None) -> Tries:
+        return Tries(self._rotation, self._budget, self._timeout_s if timeout_s is None else timeout_s)
 
-    def _failed(self, call: Call, tried: Sequence[str], error: grpc.RpcError) -> LoraplexError | None:
-        """Return the error that ends the call; None to try another address."""
-        failure = error_of(error, tried[-1])
-        if isinstance(failure, UnavailableError):
-            self._rotation.failed(tried[-1])
-            if call.may_repeat and len(tried) < len(self._rotation.addresses):
-                return None
-        return failure
+    def _attempt(self, call: Call, tries: Tries) -> Attempt:
+        address, timeout_s = tries.begin()
+        return Attempt(address, call, timeout_s)
+
+    def _failed(self, attempt: Attempt, tries: Tries, error: grpc.RpcError) -> float:
+        """Return the seconds until the next try of a call that is not resumed. Raises the error that ends it."""
+        failure = error_of(error, attempt.address)
+        try:
+            if not isinstance(failure, UnavailableError):
+                raise failure
+            if not attempt.call.may_repeat:
+                tries.failed()
+                raise failure
+            return tries.retry(failure)
+        except LoraplexError:
+            raise failure from error
+
+    def _check_open(self, closings: int) -> None:
+        """Raise CancelledError where the client was closed while a call waited for its next try."""
+        if self.closings != closings:
+            raise CancelledError("the client was closed")
 
     def _forget(self) -> list[Any]:
         """Return the channels for closing and forget them; the next call opens new ones."""
@@ -156,16 +156,20 @@ class Connection(_Endpoint):
         return grpc.insecure_channel(address, options=options)
 
     def _call(self, call: Call) -> Any:
-        tried: list[str] = []
+        tries, closings = self._tries(), self.closings
         while True:
+            attempt = self._attempt(call, tries)
             try:
-                return self._ask(call, self._attempt(call, tried))
+                return self._ask(attempt)
             except grpc.RpcError as error:
-                if failure := call.failure or self._failed(call, tried, error):
-                    raise failure from error
+                if call.failure is not None:
+                    raise call.failure from error
+                pause_s = self._failed(attempt, tries, error)
+            time.sleep(pause_s)
+            self._check_open(closings)
 
-    def _ask(self, call: Call, attempt: Attempt) -> Any:
-        answer = self.start(attempt)
+    def _ask(self, attempt: Attempt) -> Any:
+        call, answer = attempt.call, self.start(attempt)
         if call.take is None:
             return answer
         try:
@@ -204,21 +208,23 @@ class AsyncConnection(_Endpoint):
         return grpc.aio.insecure_channel(address, options=options)
 
     async def _call(self, call: Call) -> Any:
-        tried: list[str] = []
+        tries, closings = self._tries(), self.closings
         while True:
+            attempt = self._attempt(call, tries)
             try:
-                return await self._ask(call, self._attempt(call, tried))
+                return await self._ask(attempt)
             except (grpc.RpcError, asyncio.CancelledError) as error:
                 # grpc.aio reports a request iterator that raised as a cancelled call.
                 if call.failure is not None:
                     raise call.failure from error
                 if not isinstance(error, grpc.RpcError):
                     raise
-                if failure := self._failed(call, tried, error):
-                    raise failure from error
+                pause_s = self._failed(attempt, tries, error)
+            await asyncio.sleep(pause_s)
+            self._check_open(closings)
 
-    async def _ask(self, call: Call, attempt: Attempt) -> Any:
-        answer = self.start(attempt)
+    async def _ask(self, attempt: Attempt) -> Any:
+        call, answer = attempt.call, self.start(attempt)
         if call.take is None:
             return await answer
         try:
