@@ -25,11 +25,14 @@ lp:{MODEL/CELL}:commands:INC list    operators' commands to an incarnation; expi
 lp:{MODEL/CELL}:worker:INC   string  state of a live incarnation; expires without beats
 lp:{MODEL/CELL}:routers      zset    routers, by the time from which they are taken for dead
 lp:{MODEL/CELL}:born         string  random name of this data, made when it began
+lp:{resume}:keys             list    keys of the resume tokens of all routers, the newest first; secret
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+RESUME_KEYS = "lp:{resume}:keys"
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,6 +64,8 @@ DISPLACED_PER_ENQUEUE = 64
 USES_PER_ENQUEUE = 256
 # Time in ms for which a displaced job is remembered; its router looks for it every quarter of a second.
 DISPLACED_MS = 30_000
+# Maximum resume keys that are kept: each lost Redis or rotation adds one.
+RESUME_KEYS_LIMIT = 8
 # Maximum wake-ups in a list; more of them than idle workers are of no use.
 WAKE_LIMIT = 64
 

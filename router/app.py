@@ -8,7 +8,9 @@ import os
 
 from loraplex.cluster.v1 import cluster_pb2_grpc
 from loraplex.inference.v1 import inference_pb2_grpc
+from redis.asyncio import Redis
 
+from broker.resume_keys import StoredResumeKeys
 from broker.startup import connect_once_up
 from router.api.cluster import ClusterService
 from router.api.open_calls import OpenCalls
@@ -26,6 +28,7 @@ from router.gauges import follow_gauges
 from router.generation.admission import Admission
 from router.generation.generation import Generation
 from router.generation.resume import ResumeTokens
+from router.generation.resume_keys import GivenKeys, SharedKeys
 from router.metrics import RouterMetrics
 from router.settings import Settings, read_weights
 from router.text.prompt_encoder import PromptEncoder
@@ -66,19 +69,19 @@ async def run(settings: Settings) -> None:
     relay_service = RelayService(dispatcher, metrics)
     telemetry, encoder = RequestTelemetry(metrics, spans, models), PromptEncoder()
     public, relay = _public_server(settings, telemetry), Server(options=relay_options())
-    if not settings.resume_key:
-        log.info("no resume key: other routers can resume the streams of this one only if all are given the same key")
+    resume_keys = _resume_keys(settings, redis)
     following: asyncio.Task[None] | None = None
     generation: Generation | None = None
     try:
         relay_port = relay.bind(settings.relay_host, settings.relay_port)
         reply_to = reach.address = f"{settings.relay_name}:{relay_port}"
         models.announce(reply_to)
+        await resume_keys.look()
         generation = Generation(
             models,
             Admission(models, store, reply_to, reach, encoder),
             dispatcher,
-            ResumeTokens(settings.resume_key),
+            ResumeTokens(resume_keys),
             client_stall_s=settings.client_stall_s,
         )
         service = InferenceService(generation, models, telemetry, encoder)
@@ -91,7 +94,7 @@ async def run(settings: Settings) -> None:
         await public.start()
         await unless_stopped(stop, check_advertised(settings.relay_name, relay_port, relay_service.router_id))
         print(f"ready router={settings.host}:{port}{metrics.ready_word}", flush=True)
-        following = asyncio.create_task(_follow(public, models, dispatcher, reach, metrics, generation))
+        following = asyncio.create_task(_follow(public, models, dispatcher, reach, metrics, generation, resume_keys))
         await _run_until(stop, following)
     finally:
         # First the streams, which may end or be recovered until then; then the relay, which they need; then the rest.
@@ -123,6 +126,12 @@ async def _run_until(stop: asyncio.Event, following: asyncio.Task[None]) -> None
         following.result()
 
 
+def _resume_keys(settings: Settings, redis: Redis) -> GivenKeys:
+    if settings.resume_key:
+        return GivenKeys(settings.resume_key, settings.former_keys)
+    return SharedKeys(StoredResumeKeys(redis), settings.former_keys)
+
+
 async def _drain(public: Server, generation: Generation | None, drain_s: float) -> None:
     """Take no new calls; after `drain_s` end those that still run, which are resumed at another router."""
     stopping = asyncio.create_task(public.stop(drain_s + HAND_OVER_S))
@@ -139,11 +148,13 @@ async def _follow(
     reach: RelayReach,
     metrics: RouterMetrics,
     generation: Generation,
+    resume_keys: GivenKeys,
 ) -> None:
-    """Follow the store, the workers and the router's own jobs; never returns."""
+    """Follow the store, the workers, the resume keys and the router's own jobs; never returns."""
     async with asyncio.TaskGroup() as tasks:  # one that fails ends the router: all of them are needed
         tasks.create_task(dispatcher.redispatch_missing())
         tasks.create_task(models.follow_store())
+        tasks.create_task(resume_keys.follow())
         tasks.create_task(generation.slow_clients.drop_stalled())
         tasks.create_task(_follow_workers(public, models, dispatcher, reach))
         tasks.create_task(follow_gauges(metrics, models, dispatcher))

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from broker.terms import QueueLimits
-from router.generation.resume import KEY_CHARACTERS
+from router.generation.resume_keys import KEY_CHARACTERS
 from rpc.auth import check_exposure
 from rpc.server import MESSAGE_BYTES
 from rpc.settings import REDIS_URL_HELP, REDIS_URL_VARIABLE, setting
@@ -49,8 +49,11 @@ class Settings:
     drain_s: float = setting("seconds that running streams get when the router is told to stop", 5.0)
     resume_key: str = setting(
         "a secret that all routers share, so that one's streams can be resumed on another, better given as the "
-        "variable than as the flag; empty: a random one of this process's own",
+        "variable than as the flag; empty: the one that the routers keep in Redis",
         "",
+    )
+    accepted_resume_keys: str = setting(
+        "further resume keys whose tokens are accepted, with commas between them: former ones, or the next one", ""
     )
     metrics_port: int = setting(PORT_HELP, 0)
     log_format: str = setting(FORMAT_HELP, "text", variable=FORMAT_VARIABLE)
@@ -72,14 +75,19 @@ class Settings:
         if not 0 <= self.adapter_mib_tokens < math.inf:
             raise ValueError(f"--adapter-mib-tokens {self.adapter_mib_tokens}: 0 or more")
         read_weights(self.tenant_weights)
-        if 0 < len(self.resume_key) < KEY_CHARACTERS:
-            raise ValueError(f"--resume-key: {len(self.resume_key)} characters; at least {KEY_CHARACTERS}")
+        _check_keys("--resume-key", [self.resume_key] if self.resume_key else [])
+        _check_keys("--accepted-resume-keys", self.former_keys)
         _check_relay(self.relay_host, self.relay_advertise)
 
     @property
     def relay_name(self) -> str:
         """Return the host under which workers reach the relay."""
         return self.relay_advertise or self.relay_host
+
+    @property
+    def former_keys(self) -> list[str]:
+        """Return the further resume keys whose tokens are accepted."""
+        return self.accepted_resume_keys.split(",") if self.accepted_resume_keys else []
 
     @property
     def queue_limits(self) -> QueueLimits:
@@ -101,6 +109,12 @@ def _check_relay(host: str, advertised: str) -> None:
         raise ValueError(
             f"--relay-advertise {advertised}: write HOST, or an IPv6 address in brackets; --relay-port sets the port"
         )
+
+
+def _check_keys(flag: str, keys: list[str]) -> None:
+    for key in keys:  # the message must not show it
+        if len(key) < KEY_CHARACTERS:
+            raise ValueError(f"{flag}: a key of {len(key)} characters; at least {KEY_CHARACTERS}")
 
 
 def read_weights(text: str) -> dict[str, float]:

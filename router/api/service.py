@@ -49,7 +49,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             call = record.begin(self._read(request.spec, record.tenant))
             context_length = self._models.get(call.model).manifest.context_length
             received = _read_received(request.received, call.n, context_length)
-            rest = self._generation.resume(call, request.resume_token, received, context.time_remaining())
+            rest = await self._generation.resume(call, request.resume_token, received, context.time_remaining())
             async with aclosing(rest) as messages:
                 async for message in messages:
                     record.count(message.event)

@@ -51,11 +51,11 @@ class Generation:
         for run in self._runs:
             run.routed.end_reader(_router_draining())
 
-    def resume(
+    async def resume(
         self, request: Request, token: str, received: Mapping[int, Received], deadline_s: float | None
     ) -> AsyncGenerator[Message]:
-        """Yield the messages after what the client has received; see `run`. Raises InvalidField."""
-        claims = self._tokens.verify(token, request.tenant)
+        """Return the messages after what the client has received; see `run`. Raises InvalidField or Unavailable."""
+        claims = await self._tokens.verify(token, request.tenant)
         if claims.fingerprint != request.fingerprint:
             raise InvalidField("spec", "is not what the resume_token was given for", reason="RESUME_TOKEN_MISMATCH")
         request = replace(

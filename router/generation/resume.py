@@ -12,20 +12,18 @@ import base64
 import binascii
 import hashlib
 import hmac
-import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import msgspec
 
 from broker.messages import AdapterRef
+from router.generation.resume_keys import GivenKeys
 from router.request import Received, Request
-from rpc.errors import InvalidField
+from rpc.errors import InvalidField, Unavailable
 
 # Version of the payload's layout, the first byte of a payload; tokens of other versions are refused by that name.
 VERSION = 2
-# Minimum length of a key in characters.
-KEY_CHARACTERS = 16
 _MAC_BYTES = hashlib.sha256().digest_size
 # Maximum length of a token in characters, so that nothing longer is hashed.
 _TOKEN_CHARACTERS = 16_384
@@ -76,29 +74,23 @@ class Resumption:
 class ResumeTokens:
     """Signs claims into tokens and verifies them."""
 
-    def __init__(self, key: str = "") -> None:
-        self._key = key.encode() if key else secrets.token_bytes(_MAC_BYTES)
+    def __init__(self, keys: GivenKeys) -> None:
+        self._keys = keys
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(ResumeClaims)
 
     def sign(self, claims: ResumeClaims, tenant: str) -> str:
         """Return the token of the claims, good for this tenant alone."""
         payload = bytes([VERSION]) + self._encoder.encode(claims)
-        return base64.urlsafe_b64encode(self._mac(tenant, payload) + payload).decode()
+        return base64.urlsafe_b64encode(_mac(self._keys.keys[0], tenant, payload) + payload).decode()
 
-    def verify(self, token: str, tenant: str) -> ResumeClaims:
-        """Return the claims in a token. Raises InvalidField."""
-        if not token:
-            raise InvalidField("resume_token", "is empty")
-        if len(token) > _TOKEN_CHARACTERS:
-            raise _forged()
-        try:
-            signed = base64.b64decode(token.encode(), altchars=b"-_", validate=True)
-        except (binascii.Error, UnicodeEncodeError, ValueError):
-            raise _forged() from None
-        mac, payload = signed[:_MAC_BYTES], signed[_MAC_BYTES:]
-        if not hmac.compare_digest(mac, self._mac(tenant, payload)):
-            raise _forged()
+    async def verify(self, token: str, tenant: str) -> ResumeClaims:
+        """Return the claims in a token. Raises InvalidField, or Unavailable while keys may be missing."""
+        mac, payload = _split(token)
+        if not self._is_signed(mac, tenant, payload):
+            await self._keys.look()
+            if not self._is_signed(mac, tenant, payload):
+                raise _forged() if self._keys.settled else _keys_missing()
         if payload[:1] != bytes([VERSION]):  # signed by a router of another version: nobody forged it
             raise InvalidField(
                 "resume_token",
@@ -107,9 +99,32 @@ class ResumeTokens:
             )
         return self._decoder.decode(payload[1:])
 
-    def _mac(self, tenant: str, payload: bytes) -> bytes:
-        # No tenant has a zero byte in its name.
-        return hmac.digest(self._key, tenant.encode() + b"\0" + payload, "sha256")
+    def _is_signed(self, mac: bytes, tenant: str, payload: bytes) -> bool:
+        return any(hmac.compare_digest(mac, _mac(key, tenant, payload)) for key in self._keys.keys)
+
+
+def _split(token: str) -> tuple[bytes, bytes]:
+    """Return a token's signature and its payload. Raises InvalidField on what no router can have made."""
+    if not token:
+        raise InvalidField("resume_token", "is empty")
+    if len(token) > _TOKEN_CHARACTERS:
+        raise _forged()
+    try:
+        signed = base64.b64decode(token.encode(), altchars=b"-_", validate=True)
+    except (binascii.Error, UnicodeEncodeError, ValueError):
+        raise _forged() from None
+    return signed[:_MAC_BYTES], signed[_MAC_BYTES:]
+
+
+def _mac(key: str, tenant: str, payload: bytes) -> bytes:
+    # No tenant has a zero byte in its name.
+    return hmac.digest(key.encode(), tenant.encode() + b"\0" + payload, "sha256")
+
+
+def _keys_missing() -> Unavailable:
+    return Unavailable(
+        "other routers have yet to store their resume keys again", retry_after_s=0.5, reason="RESUME_KEYS_MISSING"
+    )
 
 
 def _forged() -> InvalidField:

@@ -87,6 +87,7 @@ async def test_a_rolling_restart_of_everything_fails_no_request(
     start_cluster: StartCluster, hash_adapters: Mapping[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LORAPLEX_ROUTER_DRAIN_S", "0.5")
+    monkeypatch.setenv("LORAPLEX_ROUTER_RESUME_KEY", "")  # the routers have the one that they keep in Redis
     flags = ("--rows", "16", "--drain-s", "0.5")
     async with start_cluster(MODEL, hash_adapters, workers=2, routers=2, worker_flags=flags) as cluster:
         local = cluster.local

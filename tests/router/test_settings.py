@@ -21,3 +21,11 @@ def test_an_address_that_no_worker_could_call_is_refused(advertised: str) -> Non
     with pytest.raises(ValueError, match="--relay-advertise"):
         Settings(store="s", redis_url="r", relay_advertise=advertised)
     Settings(store="s", redis_url="r", relay_advertise="[::1]")
+
+
+def test_a_resume_key_that_is_too_short_is_refused_and_not_shown() -> None:
+    short = "fifteen letters"
+    for key, accepted in ((short, ""), ("", f"sixteen letters!,{short}")):
+        with pytest.raises(ValueError, match=r"-keys?: a key of 15 characters; at least 16") as refused:
+            Settings(store="s", redis_url="r", resume_key=key, accepted_resume_keys=accepted)
+        assert "letters" not in str(refused.value)

@@ -152,7 +152,7 @@ async def _call(story: Story, router: SimulatedRouter, network: Network, token: 
     async def serve() -> None:
         await asyncio.sleep(network.delay_s())
         try:
-            async with aclosing(router.messages(plan.request, token, received, deadline_s)) as messages:
+            async with aclosing(await router.messages(plan.request, token, received, deadline_s)) as messages:
                 async for message in messages:
                     tell(message)
             tell(None)

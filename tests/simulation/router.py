@@ -22,6 +22,7 @@ from router.dispatch.routed_job import RoutedJob
 from router.generation.admission import Admission
 from router.generation.generation import Generation
 from router.generation.resume import ResumeTokens
+from router.generation.resume_keys import GivenKeys
 from router.request import Message, Received, Request
 from router.worker_watch import look_at_workers
 from rpc.errors import NotFound
@@ -116,7 +117,7 @@ class SimulatedRouter:
         self.dispatcher.accepted = self._accepted
         relay: Any = Registrar(self._network.listen(self.name, self.node))
         relay_pb2_grpc.add_RelayServiceServicer_to_server(RelayService(self.dispatcher), relay)
-        tokens = ResumeTokens("the key that all routers share")
+        tokens = ResumeTokens(GivenKeys("the key that all routers share"))
         admission = Admission(self.models, self._store, self.name, self.reach)
         self.generation = Generation(self.models, admission, self.dispatcher, tokens)
         for_ever = (
@@ -133,12 +134,12 @@ class SimulatedRouter:
             await look_at_workers(self.models, self.dispatcher, self.reach)
             await asyncio.sleep(LOOK_S)
 
-    def messages(
+    async def messages(
         self, request: Request, token: str, received: Mapping[int, Received], deadline_s: float | None
     ) -> AsyncGenerator[Message]:
-        """Yield the messages of a Generate call, or with a token of a Resume call."""
+        """Return the messages of a Generate call, or with a token of a Resume call."""
         if token:
-            return self.generation.resume(request, token, received, deadline_s)
+            return await self.generation.resume(request, token, received, deadline_s)
         return self.generation.run(request, deadline_s)
 
     def failed(self) -> Sequence[asyncio.Task[None]]:

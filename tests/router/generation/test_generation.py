@@ -18,6 +18,7 @@ from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.link import Frame, WorkerFinish
 from router.generation.generation import Generation
 from router.generation.resume import Began, ResumeClaims, ResumeTokens, Resumption
+from router.generation.resume_keys import GivenKeys
 from router.request import Delta, Message, Received, Request, Summary
 from router.text.tokenizer import HashText
 from rpc.errors import Aborted, AlreadyExists, CallError, Exhausted, InvalidField, Unavailable
@@ -26,7 +27,7 @@ from tests.router.recording_link import RecordingLink, claim, job
 REQUEST = Request("acme", "x", "prompt", request_id="j", fingerprint="one")
 BEGAN = Began(0, 0.0, 0.0, 0.0, 0.0)
 CLAIMS = ResumeClaims("j", "one", "tiny", "sha256:0", None, seed=1, max_tokens=100, began=BEGAN)
-TOKENS = ResumeTokens()
+TOKENS = ResumeTokens(GivenKeys())
 
 
 class Admission:
@@ -106,7 +107,7 @@ async def test_a_call_that_takes_over_gets_everything_from_the_first_token(
         make(dispatcher, "j1", 0, 5, 6)
         message = await waiting
         assert message.event == Delta(0, (5, 6), "\x05\x06")
-        assert TOKENS.verify(message.resume_token, "acme").request_id == "j"
+        assert (await TOKENS.verify(message.resume_token, "acme")).request_id == "j"
         second = call(generation)
         with pytest.raises(Aborted):
             await anext(first)
@@ -217,11 +218,11 @@ async def test_a_client_that_has_all_tokens_gets_the_summary_alone(
 ) -> None:
     token = TOKENS.sign(CLAIMS, "acme")
     received = {0: Received((5, 6), finished=True)}
-    messages = [message async for message in generation.resume(REQUEST, token, received, None)]
+    messages = [message async for message in await generation.resume(REQUEST, token, received, None)]
     assert [type(message.event) for message in messages] == [Summary]
     assert dispatcher.jobs == ()
     with pytest.raises(InvalidField, match="spec"):
-        generation.resume(replace(REQUEST, fingerprint="two"), token, received, None)
+        await generation.resume(replace(REQUEST, fingerprint="two"), token, received, None)
 
 
 async def test_a_drain_ends_every_call(

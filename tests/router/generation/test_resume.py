@@ -17,6 +17,7 @@ from router.dispatch.link import Frame, WorkerFinish
 from router.dispatch.routed_job import RoutedJob
 from router.generation import resume
 from router.generation.resume import Began, ResumeClaims, ResumeTokens
+from router.generation.resume_keys import GivenKeys
 from router.output.answer import Answer
 from router.request import Delta, Event, Finished, PromptLogprobs, Received, Request, Stopping, TokenLogprobs
 from router.text.tokenizer import HashText, Text, TokenizerText
@@ -39,46 +40,57 @@ CLAIMS = ResumeClaims(
 )
 
 
+def tokens_of(key: str = "", *accepted: str) -> ResumeTokens:
+    return ResumeTokens(GivenKeys(key, accepted))
+
+
 @pytest.mark.parametrize("adapter", [None, PART, SET])
-def test_a_token_holds_its_ticket(adapter: AdapterRef | None) -> None:
+async def test_a_token_holds_its_ticket(adapter: AdapterRef | None) -> None:
     claims = msgspec.structs.replace(CLAIMS, adapter=adapter)
-    assert ResumeTokens(KEY).verify(ResumeTokens(KEY).sign(claims, "acme"), "acme") == claims
+    assert await tokens_of(KEY).verify(tokens_of(KEY).sign(claims, "acme"), "acme") == claims
 
 
-def test_a_token_of_another_key_tenant_or_hand_is_none() -> None:
-    token = ResumeTokens(KEY).sign(CLAIMS, "acme")
+async def test_a_token_of_a_former_key_is_accepted_and_the_new_one_signs() -> None:
+    before, rotated = tokens_of(KEY), tokens_of("another of sixteen", KEY)
+    assert await rotated.verify(before.sign(CLAIMS, "acme"), "acme") == CLAIMS
+    with pytest.raises(InvalidField):
+        await before.verify(rotated.sign(CLAIMS, "acme"), "acme")
+
+
+async def test_a_token_of_another_key_tenant_or_hand_is_none() -> None:
+    token = tokens_of(KEY).sign(CLAIMS, "acme")
     signed = base64.urlsafe_b64decode(token)
     another = base64.urlsafe_b64encode(signed.replace(b"tiny", b"huge")).decode()
     assert another != token
     forged = [another, token[:-4], token + "AAAA", "", "é", "\0", "a" * 100_000, token[:20]]
     for tokens, tenant, given in (
-        (ResumeTokens(KEY + "!"), "acme", token),
-        (ResumeTokens(), "acme", token),
-        (ResumeTokens(KEY), "globex", token),
-        *((ResumeTokens(KEY), "acme", one) for one in forged),
+        (tokens_of(KEY + "!"), "acme", token),
+        (tokens_of(), "acme", token),
+        (tokens_of(KEY), "globex", token),
+        *((tokens_of(KEY), "acme", one) for one in forged),
     ):
         with pytest.raises(InvalidField) as refused:
-            tokens.verify(given, tenant)
+            await tokens.verify(given, tenant)
         assert refused.value.field == "resume_token"
 
 
-def test_every_bit_of_a_token_counts() -> None:
-    tokens = ResumeTokens(KEY)
+async def test_every_bit_of_a_token_counts() -> None:
+    tokens = tokens_of(KEY)
     signed = bytearray(base64.urlsafe_b64decode(tokens.sign(CLAIMS, "acme")))
     for index in range(len(signed)):
         signed[index] ^= 1 << index % 8
         with pytest.raises(InvalidField):
-            tokens.verify(base64.urlsafe_b64encode(signed).decode(), "acme")
+            await tokens.verify(base64.urlsafe_b64encode(signed).decode(), "acme")
         signed[index] ^= 1 << index % 8
-    tokens.verify(base64.urlsafe_b64encode(signed).decode(), "acme")
+    await tokens.verify(base64.urlsafe_b64encode(signed).decode(), "acme")
 
 
-def test_a_token_of_another_version_is_refused_by_that_name(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_token_of_another_version_is_refused_by_that_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resume, "VERSION", resume.VERSION - 1)
-    token = ResumeTokens(KEY).sign(CLAIMS, "acme")
+    token = tokens_of(KEY).sign(CLAIMS, "acme")
     monkeypatch.undo()
     with pytest.raises(InvalidField) as refused:
-        ResumeTokens(KEY).verify(token, "acme")
+        await tokens_of(KEY).verify(token, "acme")
     assert refused.value.reason == "RESUME_TOKEN_VERSION"
 
 

@@ -1,0 +1,25 @@
+"""The keys of resume tokens in Redis, which routers without a key of their own share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from redis.asyncio import Redis
+
+from broker.keys import RESUME_KEYS
+from broker.scripts import SCRIPTS
+
+
+class StoredResumeKeys:
+    """The list of keys in Redis, the newest first. Keys are secrets: nothing here may be logged."""
+
+    def __init__(self, redis: Redis) -> None:
+        self._merge = SCRIPTS.register(redis, "resume_keys")
+
+    async def merge(self, made: str, used: Sequence[str]) -> list[str]:
+        """Return the stored keys. If there are none, store the `used` ones of this router, or else the one it `made`.
+
+        Where the stored keys have none of the used ones, Redis lost its data: the used ones are stored behind them.
+        """
+        stored = await self._merge(keys=[RESUME_KEYS], args=[made, *used])
+        return [key.decode(errors="replace") for key in stored]
