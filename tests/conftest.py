@@ -14,7 +14,7 @@ from redis.asyncio import Redis
 from broker.connection import connect
 from deploy.local import valkey
 
-pytest_plugins = ["tests.tiny_models", "tests.task_stacks"]
+pytest_plugins = ["tests.tiny_models", "tests.task_stacks", "tests.small_disks"]
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from random import Random
 from typing import Any, cast
@@ -73,11 +73,11 @@ class SimulatedPin:
         self._fetcher = fetcher
         self._pins = 0
 
-    async def fetch(self, ref: AdapterRef, tenant: str) -> Path:
+    async def fetch(self, refs: Sequence[AdapterRef], tenant: str) -> list[Path]:
         """See DiskPin."""
-        self._pins += 1
-        self._fetcher.pins += 1
-        return await self._fetcher.get()
+        self._pins += len(refs)
+        self._fetcher.pins += len(refs)
+        return await asyncio.gather(*(self._fetcher.get() for _ in refs))
 
     def release(self) -> None:
         """See DiskPin."""

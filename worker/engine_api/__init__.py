@@ -132,6 +132,7 @@ FailureReason = Literal[
     "ADAPTER_TOO_LARGE",
     "ADAPTER_UNLOADABLE",
     "DATA_LOSS",
+    "DISK_FULL",
     "FETCH_FAILED",
     "STORE_DOWN",
     "STORE_TIMEOUT",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from contextlib import aclosing, closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,6 +44,11 @@ class DownloadTimeouts:
     silent_s: float
 
 
+def bytes_of(ref: AdapterRef) -> int:
+    """Return the most bytes that a revision's files take."""
+    return ref.weight_bytes + CONFIG_BYTES
+
+
 async def download(
     store: adapters_pb2_grpc.AdapterServiceAsyncStub,
     ref: AdapterRef,
@@ -52,20 +57,20 @@ async def download(
     timeouts: DownloadTimeouts,
 ) -> int:
     """Write a revision's two files, and check their digest; returns their bytes. Raises FetchFailedError, OSError."""
-    config, weights = _File(into / CONFIG_FILE, CONFIG_BYTES), _File(into / WEIGHTS_FILE, ref.weight_bytes)
-    files = {CONFIG_FILE: config, WEIGHTS_FILE: weights}
     try:
-        async with aclosing(_parts(store, ref, tenant, timeouts)) as parts:
-            async for part in parts:
-                if part.HasField("chunk") and part.chunk.name in files:
-                    await asyncio.to_thread(files[part.chunk.name].write, part.chunk.data)
+        with (
+            closing(_File(into / CONFIG_FILE, CONFIG_BYTES)) as config,
+            closing(_File(into / WEIGHTS_FILE, ref.weight_bytes)) as weights,
+        ):
+            files = {CONFIG_FILE: config, WEIGHTS_FILE: weights}
+            async with aclosing(_parts(store, ref, tenant, timeouts)) as parts:
+                async for part in parts:
+                    if part.HasField("chunk") and part.chunk.name in files:
+                        await asyncio.to_thread(files[part.chunk.name].write, part.chunk.data)
     except grpc.aio.AioRpcError as error:
         code, reason = _FAILURES.get(error.code(), ("UNAVAILABLE", "STORE_DOWN"))
         message = ref.revision if code in {"NOT_FOUND", "DATA_LOSS"} else f"{ref.revision}: {error.details()}"
         raise FetchFailedError(Failure(code, reason, message, "adapter")) from error
-    finally:
-        for file in files.values():
-            file.close()
     if config.too_large or weights.too_large or await asyncio.to_thread(_digest_of, into, weights) != ref.digest:
         raise FetchFailedError(Failure("DATA_LOSS", "DATA_LOSS", ref.revision, "adapter"))
     return config.size + weights.size

@@ -12,6 +12,7 @@ a broken adapter are not a thousand downloads.
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import time
 from collections.abc import Iterable
@@ -24,12 +25,12 @@ from loraplex.adapters.v1 import adapters_pb2_grpc
 
 from broker.messages import AdapterRef, AdapterRequest
 from rpc.server import channel_options
-from worker.engine_api import Failure
-from worker.io.adapters.disk import DiskTier, Stored, TooLargeError
-from worker.io.adapters.download import CONFIG_BYTES, DownloadTimeouts, FetchFailedError, digest_on_disk, download
+from worker.engine_api import Failure, FailureReason
+from worker.io.adapters.disk import DiskTier, NotReservedError
+from worker.io.adapters.disk_files import Stored
+from worker.io.adapters.disk_pin import DiskPin
+from worker.io.adapters.download import DownloadTimeouts, FetchFailedError, bytes_of, digest_on_disk, download
 from worker.io.metrics import FetchStats, WorkerMetrics
-
-__all__ = ["AdapterFetcher", "DiskPin", "FetchFailedError"]
 
 log = logging.getLogger(__name__)
 
@@ -39,6 +40,7 @@ FAILURE_S = 1.0
 DOWNLOADS_LIMIT = 64
 # Maximum downloads at a time for jobs that still wait in the queue, which another worker may claim.
 PREFETCHES_LIMIT = 2
+_NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT})
 # Back-off of gRPC's connection attempts, in milliseconds: a store that is back is found again soon.
 _OPTIONS = [
     *channel_options(),
@@ -84,7 +86,7 @@ class AdapterFetcher:
 
     def disk_pin(self) -> DiskPin:
         """Return the pin of one job, which has no revisions yet."""
-        return DiskPin(self, self._disk)
+        return DiskPin(self, self._disk, self._timeouts.total_s)
 
     @property
     def stats(self) -> FetchStats:
@@ -93,13 +95,21 @@ class AdapterFetcher:
         return FetchStats(disk.bytes, disk.budget, disk.count, len(self._shared), self._hits, self._misses)
 
     async def get(self, ref: AdapterRef, tenant: str) -> Path:
-        """Return the directory of a verified revision, which the caller has pinned. Raises FetchFailedError."""
+        """Return the directory of a verified revision, which the caller has pinned.
+
+        Raises FetchFailedError, or NotReservedError where the revision must be pinned again.
+        """
         stored = self._disk.find(ref.digest)
         if stored is not None and stored.verified:
             self._hits += 1
             return stored.path
         self._misses += stored is None
         return await self._fetch_shared(ref, tenant)
+
+    def count(self, failure: Failure) -> None:
+        """Count and log a fetch that failed."""
+        self._metrics.fetches.labels(failure.reason.lower()).inc()
+        log.warning("%s", failure.message)
 
     def prefetch(self, requests: Iterable[AdapterRequest]) -> None:
         """Begin to fetch adapters of waiting jobs, where no job's own fetch runs and the disk has the bytes at once."""
@@ -108,17 +118,22 @@ class AdapterFetcher:
                 if self._disk.find(ref.digest) is not None or ref.digest in self._shared or self._failure(ref):
                     continue
                 claimed = len(self._shared) > len(self._prefetches)
-                if claimed or len(self._prefetches) >= PREFETCHES_LIMIT or not self._disk.fits_now(_bytes_of(ref)):
+                if claimed or len(self._prefetches) >= PREFETCHES_LIMIT or not self._disk.fits_now(_size(ref)):
                     return
                 task = asyncio.get_running_loop().create_task(self._prefetch(ref, request.tenant))
                 self._prefetches.add(task)
                 task.add_done_callback(self._prefetches.discard)
 
     async def _prefetch(self, ref: AdapterRef, tenant: str) -> None:
+        if not self._disk.fits_now(_size(ref)):  # a job came first
+            return
+        await self._disk.pin(_size(ref))
         try:
             await self._fetch_shared(ref, tenant)
-        except FetchFailedError as error:
+        except (FetchFailedError, NotReservedError) as error:
             log.info("prefetch of %s: %s", ref.revision, error)
+        finally:
+            self._disk.unpin(ref.digest)
 
     async def _fetch_shared(self, ref: AdapterRef, tenant: str) -> Path:
         while True:
@@ -163,8 +178,7 @@ class AdapterFetcher:
                 return found.path
             return (await self._download(ref, tenant)).path
         except FetchFailedError as error:
-            self._metrics.fetches.labels(error.failure.reason.lower()).inc()
-            log.warning("%s", error)
+            self.count(error.failure)
             now = time.monotonic()
             self._failed = {revision: failed for revision, failed in self._failed.items() if failed[0] > now}
             self._failed[ref.revision] = now + self._failure_s, error
@@ -183,26 +197,29 @@ class AdapterFetcher:
 
     async def _download(self, ref: AdapterRef, tenant: str) -> Stored:
         try:
-            # The reservation may have to wait until jobs end; the timeout includes that.
-            async with (
-                asyncio.timeout(self._timeouts.total_s),
-                self._disk.reserve(_bytes_of(ref)) as reservation,
-                self._downloads,
-            ):
-                with self._metrics.fetch_time.time():
-                    size = await download(self.store, ref, tenant, reservation.path, self._timeouts)
-                self._metrics.fetches.labels("ok").inc()
-                self._metrics.fetch_bytes.inc(size)
-                return self._disk.keep(reservation, ref.digest, size)
-        except TooLargeError as error:
-            message = f"{ref.revision}: {error} on a worker's disk"
-            raise FetchFailedError(Failure("FAILED_PRECONDITION", "ADAPTER_TOO_LARGE", message, "adapter")) from error
+            async with asyncio.timeout(self._timeouts.total_s):
+                try:
+                    return await self._write(ref, tenant)
+                except OSError as error:
+                    # Another program fills the disk: give up what no job needs.
+                    if error.errno not in _NO_SPACE or not await self._disk.evict(bytes_of(ref)):
+                        raise
+                    return await self._write(ref, tenant)
         except TimeoutError as error:
             message = f"{ref.revision}: not here after {self._timeouts.total_s:g} s"
             raise FetchFailedError(Failure("UNAVAILABLE", "STORE_TIMEOUT", message, "adapter")) from error
         except OSError as error:
-            message = f"{ref.revision}: {error.strerror or error}"
-            raise FetchFailedError(Failure("UNAVAILABLE", "FETCH_FAILED", message, "adapter")) from error
+            reason: FailureReason = "DISK_FULL" if error.errno in _NO_SPACE else "FETCH_FAILED"
+            message = f"{ref.revision}: on the worker's disk: {error.strerror or error}"
+            raise FetchFailedError(Failure("UNAVAILABLE", reason, message, "adapter")) from error
+
+    async def _write(self, ref: AdapterRef, tenant: str) -> Stored:
+        async with self._disk.write(ref.digest) as path, self._downloads:
+            with self._metrics.fetch_time.time():
+                size = await download(self.store, ref, tenant, path, self._timeouts)
+            self._metrics.fetches.labels("ok").inc()
+            self._metrics.fetch_bytes.inc(size)
+            return self._disk.keep(path, ref.digest, size)
 
     async def close(self) -> None:
         """End what is under way."""
@@ -213,25 +230,5 @@ class AdapterFetcher:
         await self._channel.close()
 
 
-class DiskPin:
-    """The revisions of one job: none of them leaves the disk before `release`."""
-
-    def __init__(self, fetcher: AdapterFetcher, disk: DiskTier) -> None:
-        self._fetcher = fetcher
-        self._disk = disk
-        self._digests: list[str] = []
-
-    async def fetch(self, ref: AdapterRef, tenant: str) -> Path:
-        """Pin a revision, and return its verified directory. Raises FetchFailedError."""
-        self._disk.pin(ref.digest)
-        self._digests.append(ref.digest)
-        return await self._fetcher.get(ref, tenant)
-
-    def release(self) -> None:
-        """Unpin every revision."""
-        while self._digests:
-            self._disk.unpin(self._digests.pop())
-
-
-def _bytes_of(ref: AdapterRef) -> int:
-    return ref.weight_bytes + CONFIG_BYTES
+def _size(ref: AdapterRef) -> dict[str, int]:
+    return {ref.digest: bytes_of(ref)}

@@ -20,7 +20,9 @@ from broker.connection import REDIS_DOWN
 from broker.messages import AdapterRef, AdapterRequest
 from broker.pins import is_unpinned_by
 from broker.queue import JobQueue
-from worker.io.adapters.fetch import AdapterFetcher, DiskPin, FetchFailedError
+from worker.io.adapters.disk_pin import DiskPin
+from worker.io.adapters.download import FetchFailedError
+from worker.io.adapters.fetch import AdapterFetcher
 from worker.io.adapters.source import fetch_source
 from worker.io.engine_client.process import EngineProcess
 from worker.ipc import Pin, PinRefused, Unpin, Warm
@@ -133,7 +135,6 @@ class OperatorCommands:
                     self._end(placement)
                     return
                 log.warning("can't pin %s yet: %s", ref.revision, error)
-                placement.disk_pin.release()
                 await asyncio.sleep(FETCH_AGAIN_S)
         log.info("pins %s", ref.revision)
         self._engine.send(Pin(source))

@@ -8,7 +8,8 @@ import time
 from artifacts.digests import weighted_digest
 from broker.messages import AdapterRef
 from worker.engine_api import AdapterPart, AdapterSource, Failure
-from worker.io.adapters.fetch import DiskPin, FetchFailedError
+from worker.io.adapters.disk_pin import DiskPin
+from worker.io.adapters.download import FetchFailedError
 
 # Seconds between two tries after a failure that may pass.
 FETCH_AGAIN_S = 0.25
@@ -32,13 +33,14 @@ async def fetch_source(pin: DiskPin, ref: AdapterRef, tenant: str, *, retry_s: f
 
 async def _fetch_source(pin: DiskPin, ref: AdapterRef, tenant: str) -> AdapterSource:
     if not ref.parts:
-        return AdapterSource(ref.digest, str(await pin.fetch(ref, tenant)))
+        (directory,) = await pin.fetch([ref], tenant)
+        return AdapterSource(ref.digest, str(directory))
     # A set's digest is the key of KV blocks and of the slot, as a revision's is: it is checked like a revision's bytes.
     if ref.digest != weighted_digest((part.adapter.digest, part.weight) for part in ref.parts):
         raise FetchFailedError(
             Failure("INTERNAL", "WRONG_DIGEST", f"{ref.digest} is not its parts' digest", "adapters")
         )
-    directories = await asyncio.gather(*(pin.fetch(part.adapter, tenant) for part in ref.parts))
+    directories = await pin.fetch([part.adapter for part in ref.parts], tenant)
     parts = [
         AdapterPart(part.adapter.digest, str(directory), part.weight)
         for part, directory in zip(ref.parts, directories, strict=True)

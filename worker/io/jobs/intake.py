@@ -1,7 +1,7 @@
 """The way in of a job: claims what this worker has room for, fetches its adapter, and hands it to the engine.
 
     queue ──claim──▶ accept ──▶ Add ──▶ engine
-                        └──▶ fetch the adapter ──▶ wait until nothing else runs (a suspect) ──▶ Add ──▶ engine
+                        └──▶ wait until nothing else runs (a suspect) ──▶ fetch the adapter ──▶ Add ──▶ engine
 
 A job waits for its adapter outside the engine, so that a slow store delays no other job.
 """
@@ -20,7 +20,8 @@ from broker.queue import JobQueue
 from broker.terms import Claimed
 from telemetry.logging import fields
 from worker.engine_api import Failure
-from worker.io.adapters.fetch import AdapterFetcher, FetchFailedError
+from worker.io.adapters.download import FetchFailedError
+from worker.io.adapters.fetch import AdapterFetcher
 from worker.io.adapters.source import fetch_source
 from worker.io.engine_client.process import EngineProcess
 from worker.io.jobs.capacity import free_capacity
@@ -200,21 +201,20 @@ class Intake:
             local.preparing.add_done_callback(self._preparing.discard)
 
     async def _prepare(self, local: LocalJob) -> None:
-        """Fetch the adapter, wait until a suspect is alone, and hand the job over; or fail it."""
+        """Wait until a suspect is alone, fetch the adapter, and hand the job over; or fail it."""
         job = local.job
         if job.base_digest != self._base_digest:
             message = f"the job is for base model {job.base_digest}, this worker serves {self._base_digest}"
             self._results.fail(local, Failure("FAILED_PRECONDITION", "WRONG_BASE", message, "model"))
             return
-        if job.adapter is not None:
-            failure = await self._fetch_adapter(local)
-            if failure is not None:
-                self._results.fail(local, failure)
-                return
-        if job.suspect:
+        if job.suspect:  # before it pins an adapter, because the others may wait for the disk's bytes
             local.enter(LocalJobState.WAITING_ALONE)  # meanwhile nothing is claimed
             while any(choice.job is not job for choice in self._jobs.running):
                 await self._jobs.next_change.wait()
+        failure = None if job.adapter is None else await self._fetch_adapter(local)
+        if failure is not None:
+            self._results.fail(local, failure)
+            return
         self._hand_over(local)
 
     async def _fetch_adapter(self, local: LocalJob) -> Failure | None:

@@ -1,6 +1,6 @@
 """The jobs that this worker has claimed, by job id and attempt, each kept until its router acks or cancels it.
 
-    CLAIMED ──▶ FETCHING_ADAPTER ──▶ WAITING_ALONE ──▶ IN_ENGINE ──▶ ENDED or RETURNED ──▶ REMOVED
+    CLAIMED ──▶ WAITING_ALONE ──▶ FETCHING_ADAPTER ──▶ IN_ENGINE ──▶ ENDED or RETURNED ──▶ REMOVED
 
 A job may skip states, but never goes back; ENDED and RETURNED exclude each other.
 """
@@ -16,7 +16,7 @@ from enum import Enum
 
 from broker.messages import Job
 from worker.engine_api import AdapterSource, NewSequence
-from worker.io.adapters.fetch import DiskPin
+from worker.io.adapters.disk_pin import DiskPin
 from worker.io.local_jobs.choice import Ending, LocalChoice, LocalChoiceState, sequence_of
 
 # Number of attempts in which a token clears a job of an engine's death. A job that always gives a token before it kills
@@ -28,8 +28,8 @@ class LocalJobState(Enum):
     """The states of a job in this worker."""
 
     CLAIMED = "claimed"
-    FETCHING_ADAPTER = "fetching its adapter"
     WAITING_ALONE = "waiting to run alone"
+    FETCHING_ADAPTER = "fetching its adapter"
     IN_ENGINE = "in the engine"
     ENDED = "ended"  # every answer has finished, failed or been dropped; kept until the router acks
     RETURNED = "given back"  # to go on at another worker; kept until the router acks
@@ -39,9 +39,9 @@ class LocalJobState(Enum):
 _OUT = frozenset({LocalJobState.ENDED, LocalJobState.RETURNED, LocalJobState.REMOVED})
 _TRANSITIONS: dict[LocalJobState, frozenset[LocalJobState]] = {
     LocalJobState.CLAIMED: _OUT
-    | {LocalJobState.FETCHING_ADAPTER, LocalJobState.WAITING_ALONE, LocalJobState.IN_ENGINE},
-    LocalJobState.FETCHING_ADAPTER: _OUT | {LocalJobState.WAITING_ALONE, LocalJobState.IN_ENGINE},
-    LocalJobState.WAITING_ALONE: _OUT | {LocalJobState.IN_ENGINE},
+    | {LocalJobState.WAITING_ALONE, LocalJobState.FETCHING_ADAPTER, LocalJobState.IN_ENGINE},
+    LocalJobState.WAITING_ALONE: _OUT | {LocalJobState.FETCHING_ADAPTER, LocalJobState.IN_ENGINE},
+    LocalJobState.FETCHING_ADAPTER: _OUT | {LocalJobState.IN_ENGINE},
     LocalJobState.IN_ENGINE: _OUT,
     LocalJobState.ENDED: frozenset({LocalJobState.REMOVED}),
     LocalJobState.RETURNED: frozenset({LocalJobState.REMOVED}),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import random
+from collections import Counter
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,9 @@ from typing import Any
 import pytest
 
 from artifacts.errors import ArtifactError
-from worker.io.adapters.disk import DiskTier, Stored, TooLargeError
+from worker.io.adapters.disk import DiskTier, NotReservedError
+from worker.io.adapters.disk_budget import TooLargeError
+from worker.io.adapters.disk_files import Stored
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
@@ -21,12 +24,26 @@ def digest(name: str) -> str:
     return "sha256:" + hashlib.sha256(name.encode()).hexdigest()
 
 
-async def put(disk: DiskTier, name: str, size: int) -> Stored:
-    """Store a revision of `size` bytes."""
-    async with disk.reserve(size) as reservation:
-        (reservation.path / CONFIG).write_bytes(b"{}")
-        (reservation.path / WEIGHTS).write_bytes(b"w" * (size - 2))
-        return disk.keep(reservation, digest(name), size)
+async def pin(disk: DiskTier, names: str, size: int = 100) -> None:
+    """Pin revisions of at most `size` bytes each."""
+    await disk.pin({digest(name): size for name in names})
+
+
+async def write(disk: DiskTier, name: str, size: int = 100) -> Stored:
+    """Store a pinned revision of `size` bytes."""
+    async with disk.write(digest(name)) as path:
+        (path / CONFIG).write_bytes(b"{}")
+        (path / WEIGHTS).write_bytes(b"w" * (size - 2))
+        return disk.keep(path, digest(name), size)
+
+
+async def put(disk: DiskTier, name: str, size: int = 100) -> Stored:
+    """Store a revision of `size` bytes, which no job needs then."""
+    await disk.pin({digest(name): size})
+    try:
+        return await write(disk, name, size)
+    finally:
+        disk.unpin(digest(name))
 
 
 def there(disk: DiskTier, names: str) -> str:
@@ -58,60 +75,78 @@ def partials(directory: Path) -> list[Path]:
 async def test_the_least_recently_used_goes_first_and_what_is_pinned_stays(tmp_path: Path) -> None:
     async with opened(tmp_path, 300) as disk:
         for name in "abc":
-            await put(disk, name, 100)
+            await put(disk, name)
         disk.find(digest("a"))
-        disk.pin(digest("b"))
-        await put(disk, "d", 100)
+        await pin(disk, "b")
+        await put(disk, "d")
         assert there(disk, "abcd") == "abd"
-        await put(disk, "e", 100)
+        await put(disk, "e")
         assert there(disk, "abcde") == "bde"
         assert disk.bytes == bytes_below(tmp_path) == 300
 
 
-async def test_a_reservation_waits_for_an_unpin_and_a_smaller_one_does_not_wait_behind_it(tmp_path: Path) -> None:
+async def test_a_pin_waits_for_an_unpin_and_a_smaller_one_overtakes_it_for_a_while(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async with opened(tmp_path, 300) as disk:
-        for name in "ab":
-            await put(disk, name, 100)
-            disk.pin(digest(name))
-        large = asyncio.create_task(put(disk, "large", 200))
-        await put(disk, "c", 100)  # it may not take the room of what fits
+        await pin(disk, "ab")
+        large = asyncio.create_task(pin(disk, "cd"))
+        await put(disk, "e")  # it fits, and may go first
+        monkeypatch.setattr("worker.io.adapters.disk_budget.OVERTAKEN_S", 0.0)
+        later = asyncio.create_task(pin(disk, "f"))
+        await asyncio.sleep(0)
         assert not large.done()
+        assert not later.done(), "the first has waited long enough"
+        await pin(disk, "e")  # it needs no bytes
+        disk.unpin(digest("e"))
         disk.unpin(digest("a"))
         async with asyncio.timeout(20):
             await large
-        assert there(disk, "abc") == "b"
-        assert disk.bytes == 300
+        disk.unpin(digest("b"))
+        async with asyncio.timeout(20):
+            await later
 
 
 async def test_what_can_never_fit_is_refused_and_a_cancelled_wait_reserves_nothing(tmp_path: Path) -> None:
     async with opened(tmp_path, 100) as disk:
         with pytest.raises(TooLargeError, match="101 bytes"):
             await put(disk, "a", 101)
-        await put(disk, "a", 100)
-        disk.pin(digest("a"))
+        with pytest.raises(TooLargeError, match="102 bytes"):
+            await pin(disk, "ab", 51)
+        await pin(disk, "a")
         waits = asyncio.create_task(put(disk, "b", 50))
         await asyncio.sleep(0)
         waits.cancel()
         await asyncio.gather(waits, return_exceptions=True)
-        disk.unpin(digest("a"))
-        await put(disk, "c", 100)
+        granted = asyncio.create_task(pin(disk, "c"))
+        await asyncio.sleep(0)
+        disk.unpin(digest("a"))  # grants it
+        granted.cancel()
+        await asyncio.gather(granted, return_exceptions=True)
+        await put(disk, "d")
         assert disk.bytes == 100
 
 
 async def test_what_fails_while_it_is_written_leaves_nothing(tmp_path: Path) -> None:
-    async def write(disk: DiskTier, error: BaseException) -> None:
-        async with disk.reserve(80) as reservation:
-            (reservation.path / WEIGHTS).write_bytes(b"w" * 40)
+    async def fail(disk: DiskTier, error: BaseException) -> None:
+        async with disk.write(digest("a")) as path:
+            (path / WEIGHTS).write_bytes(b"w" * 40)
             assert disk.bytes == 80
             raise error
 
     async with opened(tmp_path, 100) as disk:
+        await pin(disk, "a", 80)
         with pytest.raises(OSError, match="full"):
-            await write(disk, OSError("full"))
+            await fail(disk, OSError("full"))
         with pytest.raises(asyncio.CancelledError):
-            await write(disk, asyncio.CancelledError())
-        assert disk.bytes == bytes_below(tmp_path) == 0
+            await fail(disk, asyncio.CancelledError())
+        assert bytes_below(tmp_path) == 0
         assert not partials(tmp_path)
+        await write(disk, "a", 70)  # the pin has kept its bytes
+        assert disk.bytes == 70
+        disk.unpin(digest("a"))
+        with pytest.raises(NotReservedError):
+            await write(disk, "b")
 
 
 async def test_a_restart_finds_what_was_whole_and_removes_the_rest(tmp_path: Path) -> None:
@@ -159,43 +194,55 @@ async def test_a_revision_whose_files_were_removed_is_not_found(tmp_path: Path) 
 
 
 async def test_a_random_walk_keeps_the_budget_and_the_pins(tmp_path: Path) -> None:
-    """Run 10,000 operations of 30 revisions on a budget of about 8, many at once."""
+    """Run 600 jobs of one to three of 30 revisions on a budget of about 8, many at once; some are cancelled."""
     seed, budget = 11, 800
     print(f"seed {seed}")
     rng = random.Random(seed)
     sizes = {f"{number}": rng.randrange(20, 200) for number in range(30)}
-    pinned: list[str] = []
-    writing: dict[str, asyncio.Task[Stored]] = {}
-    stored = evicted = 0
-    async with opened(tmp_path, budget) as disk:
-        for _ in range(10_000):
-            name = rng.choice(list(sizes))
-            match rng.randrange(8):
-                case 0 | 1 if len(pinned) < 4:
-                    disk.pin(digest(name))
-                    pinned.append(name)
-                case 2 | 3 if pinned:
-                    disk.unpin(digest(pinned.pop(rng.randrange(len(pinned)))))
-                case 4 if writing:
-                    rng.choice(list(writing.values())).cancel()
-                case 5 if name not in writing and disk.find(digest(name)) is None:
-                    writing[name] = asyncio.create_task(put(disk, name, sizes[name]))
-                case _:
+    fetching = {name: asyncio.Lock() for name in sizes}
+    held: Counter[str] = Counter()
+    done = written = 0
+
+    async def run(disk: DiskTier, parts: list[str]) -> None:
+        nonlocal done, written
+        await disk.pin({digest(name): sizes[name] for name in parts})
+        try:
+            for name in parts:
+                async with fetching[name]:
+                    if disk.find(digest(name)) is None:
+                        await write(disk, name, sizes[name])
+                        written += 1
+            held.update(parts)
+            try:
+                for _ in range(rng.randrange(20)):
                     await asyncio.sleep(0)
-            before = {name for name in pinned if digest(name) in disk._stored}
-            await asyncio.sleep(0)
+            finally:
+                held.subtract(parts)
+            done += 1
+        finally:
+            for name in parts:
+                disk.unpin(digest(name))
+
+    async with opened(tmp_path, budget) as disk:
+        jobs: list[asyncio.Task[None]] = []
+        for _ in range(600):
+            jobs.append(asyncio.create_task(run(disk, rng.sample(list(sizes), rng.randrange(1, 4)))))
+            if rng.random() < 0.1:
+                rng.choice(jobs).cancel()
+            for _ in range(rng.randrange(4)):
+                await asyncio.sleep(0)
             assert 0 <= disk.bytes <= budget
-            assert before <= {name for name in pinned if digest(name) in disk._stored}, "a pinned one was removed"
-            for done in [name for name, task in writing.items() if task.done()]:
-                stored += not writing.pop(done).cancelled()
-        for _ in range(len(pinned)):
-            disk.unpin(digest(pinned.pop()))
-        await asyncio.gather(*writing.values(), return_exceptions=True)
+            assert all(digest(name) in disk._stored for name in +held), "a pinned one was removed"
+            jobs = [job for job in jobs if not job.done()]
+        async with asyncio.timeout(60):
+            await asyncio.gather(*jobs, return_exceptions=True)
         while disk._removals:
             await asyncio.gather(*disk._removals)
-        evicted = stored - disk.count
         assert disk.bytes == bytes_below(tmp_path) == sum(revision.size for revision in disk._stored.values())
-        assert not disk._pins
+        assert not disk._budget._pins
+        assert not disk._budget._reserved
+        assert not disk._budget._requests
+        print(f"{done} done, {written} written, {disk.count} left")
+        assert written - disk.count > 50
+        assert done > 400
     assert not partials(tmp_path)
-    print(f"stored {stored}, evicted {evicted}")
-    assert min(stored, evicted) > 50

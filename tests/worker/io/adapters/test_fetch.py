@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -17,9 +18,11 @@ from artifacts.base_model import read_base_model
 from broker.messages import AdapterRef, AdapterRequest
 from clients.cli.models import registered
 from tests.faulty_store import Fault, FaultyStore
+from tests.small_disks import SmallDisk
 from worker.io.adapters.disk import DiskTier
-from worker.io.adapters.download import CONFIG_BYTES, DownloadTimeouts
-from worker.io.adapters.fetch import FAILURE_S, AdapterFetcher, DiskPin, FetchFailedError
+from worker.io.adapters.disk_pin import DiskPin
+from worker.io.adapters.download import CONFIG_BYTES, DownloadTimeouts, FetchFailedError
+from worker.io.adapters.fetch import FAILURE_S, AdapterFetcher
 
 TENANT = "acme"
 WEIGHTS = "adapter_model.safetensors"
@@ -73,13 +76,19 @@ async def world(tmp_path: Path) -> AsyncIterator[World]:
     await real.stop(0)
 
 
-def adapter(directory: Path, name: str) -> Path:
+def adapter(directory: Path, name: str, copies: int = 1000) -> Path:
     """Files that the hash model's store takes."""
     directory.mkdir()
     config = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": ["q_proj"]}
     (directory / "adapter_config.json").write_text(json.dumps(config))
-    (directory / WEIGHTS).write_bytes(name.encode() * 1000)
+    (directory / WEIGHTS).write_bytes(name.encode() * copies)
     return directory
+
+
+async def fetch_one(pin: DiskPin, ref: AdapterRef) -> Path:
+    """Return the directory of one revision."""
+    (path,) = await pin.fetch([ref], TENANT)
+    return path
 
 
 async def failure_of(fetch: Awaitable[Path]) -> tuple[str, str]:
@@ -108,10 +117,10 @@ async def test_a_fault_fails_its_own_jobs_while_others_are_fetched(world: World,
     world.store.faults["a"] = fault
     async with world.worker() as fetcher:
         pins = [fetcher.disk_pin() for _ in range(100)]
-        outcomes = [asyncio.create_task(failure_of(pin.fetch(world.refs["a"], TENANT))) for pin in pins]
+        outcomes = [asyncio.create_task(failure_of(fetch_one(pin, world.refs["a"]))) for pin in pins]
         await world.store.asked("a")
         for name in "bcde":
-            path = await fetcher.disk_pin().fetch(world.refs[name], TENANT)
+            path = await fetch_one(fetcher.disk_pin(), world.refs[name])
             assert (path / WEIGHTS).read_bytes() == name.encode() * 1000
         assert await asyncio.gather(*outcomes) == [FAILURES[fault]] * 100
         assert world.store.downloads == dict.fromkeys("abcde", 1)
@@ -122,19 +131,19 @@ async def test_a_failure_is_remembered_for_a_moment(world: World) -> None:
     world.store.faults["a"] = Fault.DOWN
     async with world.worker(failure_s=3600.0) as fetcher:
         for _ in range(1000):
-            assert await failure_of(fetcher.disk_pin().fetch(world.refs["a"], TENANT)) == FAILURES[Fault.DOWN]
+            assert await failure_of(fetch_one(fetcher.disk_pin(), world.refs["a"])) == FAILURES[Fault.DOWN]
         assert world.store.downloads["a"] == 1
     async with world.worker(failure_s=0.0) as fetcher:
-        assert await failure_of(fetcher.disk_pin().fetch(world.refs["a"], TENANT)) == FAILURES[Fault.DOWN]
+        assert await failure_of(fetch_one(fetcher.disk_pin(), world.refs["a"])) == FAILURES[Fault.DOWN]
         world.store.faults.clear()
-        assert (await fetcher.disk_pin().fetch(world.refs["a"], TENANT)).is_dir()
+        assert (await fetch_one(fetcher.disk_pin(), world.refs["a"])).is_dir()
 
 
 async def test_a_fetch_is_shared_and_ends_with_its_last_job(world: World) -> None:
     world.store.faults["a"] = Fault.GATED
     world.timeouts = DownloadTimeouts(60.0, 60.0)
     async with world.worker() as fetcher:
-        fetches = [asyncio.create_task(fetcher.disk_pin().fetch(world.refs["a"], TENANT)) for _ in range(10)]
+        fetches = [asyncio.create_task(fetch_one(fetcher.disk_pin(), world.refs["a"])) for _ in range(10)]
         await world.store.asked("a")
         for fetch in fetches[:9]:
             fetch.cancel()
@@ -144,7 +153,7 @@ async def test_a_fetch_is_shared_and_ends_with_its_last_job(world: World) -> Non
         await asyncio.gather(fetches[9], return_exceptions=True)
         assert fetcher.stats.fetching == 0
         # A cancelled fetch is not remembered as a failure.
-        again = [asyncio.create_task(fetcher.disk_pin().fetch(world.refs["a"], TENANT)) for _ in range(10)]
+        again = [asyncio.create_task(fetch_one(fetcher.disk_pin(), world.refs["a"])) for _ in range(10)]
         await world.store.asked("a", 2)
         again[0].cancel()
         world.store.gate.set()
@@ -156,10 +165,10 @@ async def test_a_fetch_is_shared_and_ends_with_its_last_job(world: World) -> Non
 async def test_the_disk_is_found_again_and_what_was_changed_is_not_used(world: World) -> None:
     async with world.worker() as fetcher:
         for name in "ab":
-            await fetcher.disk_pin().fetch(world.refs[name], TENANT)
+            await fetch_one(fetcher.disk_pin(), world.refs[name])
     (world.stored("b") / WEIGHTS).write_bytes(b"x" * 1000)
     async with world.worker() as fetcher:
-        fetches = [fetcher.disk_pin().fetch(world.refs[name], TENANT) for name in "aabb"]
+        fetches = [fetch_one(fetcher.disk_pin(), world.refs[name]) for name in "aabb"]
         for path, name in zip(await asyncio.gather(*fetches), "aabb", strict=True):
             assert (path / WEIGHTS).read_bytes() == name.encode() * 1000
         assert world.store.downloads == {"a": 1, "b": 2}
@@ -173,10 +182,10 @@ async def test_one_name_s_end_is_not_the_other_s(world: World, tmp_path: Path) -
     assert twin.digest == world.refs["a"].digest
     world.store.faults |= {"a": Fault.MISSING}
     async with world.worker() as fetcher:
-        gone = asyncio.create_task(failure_of(fetcher.disk_pin().fetch(world.refs["a"], TENANT)))
-        theirs = asyncio.create_task(fetcher.disk_pin().fetch(twin, TENANT))
+        gone = asyncio.create_task(failure_of(fetch_one(fetcher.disk_pin(), world.refs["a"])))
+        theirs = asyncio.create_task(fetch_one(fetcher.disk_pin(), twin))
         # A second waiter behind the other name: it tries again, and must not join the fetch that has just failed.
-        also_gone = asyncio.create_task(failure_of(fetcher.disk_pin().fetch(world.refs["a"], TENANT)))
+        also_gone = asyncio.create_task(failure_of(fetch_one(fetcher.disk_pin(), world.refs["a"])))
         assert await gone == await also_gone == FAILURES[Fault.MISSING]
         assert await theirs == world.stored("a")
         assert world.store.downloads == {"a": 1, "twin": 1}
@@ -187,10 +196,10 @@ async def test_an_adapter_waits_for_room_until_a_job_ends(world: World) -> None:
     world.timeouts = DownloadTimeouts(60.0, 60.0)
     async with world.worker() as fetcher:
         first = fetcher.disk_pin()
-        await first.fetch(world.refs["a"], TENANT)
-        waits = asyncio.create_task(fetcher.disk_pin().fetch(world.refs["b"], TENANT))
+        await fetch_one(first, world.refs["a"])
+        waits = asyncio.create_task(fetch_one(fetcher.disk_pin(), world.refs["b"]))
         second = fetcher.disk_pin()
-        assert await second.fetch(world.refs["a"], TENANT) == world.stored("a")
+        assert await fetch_one(second, world.refs["a"]) == world.stored("a")
         first.release()
         await asyncio.sleep(0)
         assert world.store.downloads["b"] == 0
@@ -200,23 +209,78 @@ async def test_an_adapter_waits_for_room_until_a_job_ends(world: World) -> None:
         assert not world.stored("a").exists()
 
 
+async def test_weighted_sets_do_not_wait_for_each_other_s_parts(world: World, tmp_path: Path) -> None:
+    """Run 48 jobs, each of three of six adapters, of which the disk holds five, or three that are being written."""
+    refs, size = [], 3 << 19
+    async with AsyncStoreClient(world.store.target, TENANT) as client:
+        for name in "uvwxyz":
+            revision = (await client.push(adapter(tmp_path / name, name, size), name)).revision
+            refs.append(AdapterRef(revision.name, revision.digest, revision.rank, revision.weight_bytes))
+    world.budget = 3 * (size + CONFIG_BYTES)
+    world.timeouts = DownloadTimeouts(20.0, 20.0)
+    chance = random.Random(3)
+
+    async def run(fetcher: AdapterFetcher) -> None:
+        pin = fetcher.disk_pin()
+        paths = await pin.fetch(chance.sample(refs, 3), TENANT)
+        assert all((path / WEIGHTS).stat().st_size == size for path in paths)
+        await asyncio.sleep(0)
+        pin.release()
+
+    async with world.worker() as fetcher, asyncio.TaskGroup() as jobs:
+        for _ in range(48):
+            jobs.create_task(run(fetcher))
+
+
+async def test_an_answer_whose_adapter_is_deleted_goes_on_at_another_worker(world: World, tmp_path: Path) -> None:
+    async with world.worker() as fetcher:
+        await fetch_one(fetcher.disk_pin(), world.refs["a"])
+    async with AsyncStoreClient(world.store.target, TENANT) as client:
+        await client.delete("a")
+    world.directory = tmp_path / "another worker"
+    async with world.worker() as fetcher:
+        assert (await fetch_one(fetcher.disk_pin(), world.refs["a"]) / WEIGHTS).read_bytes() == b"a" * 1000
+
+
+async def test_a_full_disk_takes_what_no_job_needs_or_is_named(world: World, small_disk: SmallDisk) -> None:
+    """The budget is larger than what other programs leave of the disk."""
+    world.directory = small_disk(3 << 20)
+    world.budget = 1 << 30
+    async with AsyncStoreClient(world.store.target, TENANT) as client:
+        refs = []
+        for name in "xyz":
+            revision = (await client.push(adapter(world.directory.parent / name, name, 2 << 20), name)).revision
+            refs.append(AdapterRef(revision.name, revision.digest, revision.rank, revision.weight_bytes))
+    async with world.worker(failure_s=0.0) as fetcher:
+        idle, running = fetcher.disk_pin(), fetcher.disk_pin()
+        await fetch_one(idle, refs[0])
+        idle.release()
+        path = await fetch_one(running, refs[1])
+        assert fetcher.stats.adapters == 1, "the idle one made room"
+        assert await failure_of(fetch_one(fetcher.disk_pin(), refs[2])) == ("UNAVAILABLE", "DISK_FULL")
+        assert (path / WEIGHTS).stat().st_size == 2 << 20
+        assert [entry.name for entry in world.directory.glob("partial-*")] == []
+        running.release()
+        await fetch_one(fetcher.disk_pin(), refs[2])
+
+
 async def test_what_no_job_needs_makes_room(world: World) -> None:
     world.budget = CONFIG_BYTES + 2000
     async with world.worker() as fetcher:
         for name in "abab":
             pin = fetcher.disk_pin()
-            assert await pin.fetch(world.refs[name], TENANT) == world.stored(name)
+            assert await fetch_one(pin, world.refs[name]) == world.stored(name)
             pin.release()
         assert world.store.downloads == {"a": 2, "b": 2}
         assert fetcher.stats.adapters == 1
         large = AdapterRef(world.refs["c"].revision, world.refs["c"].digest, 8, world.budget)
-        assert await failure_of(fetcher.disk_pin().fetch(large, TENANT)) == ("FAILED_PRECONDITION", "ADAPTER_TOO_LARGE")
+        assert await failure_of(fetch_one(fetcher.disk_pin(), large)) == ("FAILED_PRECONDITION", "ADAPTER_TOO_LARGE")
 
 
 async def test_a_store_that_is_not_there_is_named(world: World, unused_tcp_port: int) -> None:
     disk = DiskTier.open(world.directory)
     fetcher = AdapterFetcher(f"127.0.0.1:{unused_tcp_port}", disk, world.timeouts)
-    code, _ = await failure_of(DiskPin(fetcher, disk).fetch(world.refs["a"], TENANT))
+    code, _ = await failure_of(fetch_one(fetcher.disk_pin(), world.refs["a"]))
     assert (code, disk.bytes) == ("UNAVAILABLE", 0)
     await fetcher.close()
     await disk.close()
@@ -227,7 +291,7 @@ async def test_prefetches_are_few_and_never_beside_a_job_s_own(world: World) -> 
     world.timeouts = DownloadTimeouts(60.0, 60.0)
     requests = [AdapterRequest(world.refs[name], TENANT) for name in "abcde"]
     async with world.worker() as fetcher:
-        own = asyncio.create_task(fetcher.disk_pin().fetch(world.refs["e"], TENANT))
+        own = asyncio.create_task(fetch_one(fetcher.disk_pin(), world.refs["e"]))
         await world.store.asked("e")
         fetcher.prefetch(requests)
         assert fetcher.stats.fetching == 1
@@ -239,7 +303,7 @@ async def test_prefetches_are_few_and_never_beside_a_job_s_own(world: World) -> 
         await asyncio.gather(world.store.asked("a"), world.store.asked("b"))
         assert fetcher.stats.fetching == 2
         # A job that is claimed now joins the fetch.
-        joins = asyncio.create_task(fetcher.disk_pin().fetch(world.refs["a"], TENANT))
+        joins = asyncio.create_task(fetch_one(fetcher.disk_pin(), world.refs["a"]))
         await asyncio.sleep(0)
         world.store.gate.set()
         assert await joins == world.stored("a")

@@ -28,8 +28,8 @@ CHOICE_STEPS = {
 }
 JOB_PATHS = {
     LocalJobState.CLAIMED: (),
-    LocalJobState.FETCHING_ADAPTER: (LocalJobState.FETCHING_ADAPTER,),
-    LocalJobState.WAITING_ALONE: (LocalJobState.FETCHING_ADAPTER, LocalJobState.WAITING_ALONE),
+    LocalJobState.FETCHING_ADAPTER: (LocalJobState.WAITING_ALONE, LocalJobState.FETCHING_ADAPTER),
+    LocalJobState.WAITING_ALONE: (LocalJobState.WAITING_ALONE,),
     LocalJobState.IN_ENGINE: (LocalJobState.IN_ENGINE,),
     LocalJobState.ENDED: (LocalJobState.IN_ENGINE, LocalJobState.ENDED),
     LocalJobState.RETURNED: (LocalJobState.RETURNED,),
