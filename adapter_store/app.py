@@ -10,12 +10,14 @@ from loraplex.adapters.v1 import adapters_pb2_grpc as pb_grpc
 from adapter_store.bases import BaseModels
 from adapter_store.catalog import Catalog
 from adapter_store.database import Database
+from adapter_store.deleted import DeletedRevisions
 from adapter_store.metrics import StoreMetrics
 from adapter_store.receive import Receiver
 from adapter_store.service import AdapterService
 from adapter_store.settings import StoreSettings
 from adapter_store.storage import DataDirectory
 from rpc.auth import tenant_of
+from rpc.errors import CallError
 from rpc.metrics import CallMeter
 from rpc.server import Server, stop_signal
 from telemetry.metrics import serve_metrics
@@ -24,6 +26,8 @@ log = logging.getLogger(__name__)
 
 # Time in seconds for which running uploads and downloads go on after SIGTERM; then they are cancelled.
 DRAIN_S = 10.0
+# Interval in seconds between looks for deleted revisions whose time has passed.
+PURGE_S = 60.0
 
 
 class Store:
@@ -38,14 +42,16 @@ class Store:
         """Open the data, listen, serve. Raises DataDirectoryError or PortInUse, and leaves nothing open."""
         await asyncio.to_thread(self._open)
         try:
-            catalog, bases = Catalog(self._database, self._data), BaseModels(self._database, self._data)
+            deleted = DeletedRevisions(self._database, self._data, self._settings.keep_deleted_s)
+            catalog, bases = Catalog(self._database, self._data, deleted), BaseModels(self._database, self._data)
             receiver = Receiver(self._data, catalog, bases, self._settings.max_adapter_bytes)
             self._server = Server(interceptors=[CallMeter(*self.metrics.calls)])
-            service = AdapterService(catalog, bases, receiver, tenant_of, self.metrics)
+            service = AdapterService(catalog, bases, receiver, deleted, tenant_of, self.metrics)
             pb_grpc.add_AdapterServiceServicer_to_server(service, self._server.grpc)
             self.port = self._server.bind(self._settings.host, self._settings.port)
             await self._server.start()
             await self._server.set_serving(True)
+            self._purging = asyncio.create_task(_purge_deleted(deleted))
         except BaseException:
             await asyncio.to_thread(self._close)
             raise
@@ -53,12 +59,14 @@ class Store:
     async def stop(self, drain_s: float = DRAIN_S) -> None:
         """Refuse new calls, let running ones end for `drain_s`, cancel them, close the data."""
         await self._server.stop(drain_s)
+        self._purging.cancel()
+        await asyncio.gather(self._purging, return_exceptions=True)
         await asyncio.to_thread(self._close)
 
     def _open(self) -> None:
         self._data = DataDirectory(self._settings.data)
         try:
-            self._database = Database(self._data.catalog_path)
+            self._database = Database(self._data.catalog_path, self._data.count_blobs())
         except BaseException:
             self._data.close()
             raise
@@ -69,6 +77,19 @@ class Store:
     def _close(self) -> None:
         self._database.close()
         self._data.close()
+
+
+async def _purge_deleted(deleted: DeletedRevisions) -> None:
+    """Remove deleted revisions whose time has passed; never returns."""
+    while True:
+        try:
+            removed = await asyncio.to_thread(deleted.purge)
+        except CallError as error:  # the disk is full
+            log.warning("deleted revisions are not removed: %s", error)
+            removed = 0
+        if removed:
+            log.info("removed %d revisions of deleted adapters", removed)
+        await asyncio.sleep(PURGE_S)
 
 
 async def serve(settings: StoreSettings) -> None:

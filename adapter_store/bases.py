@@ -9,6 +9,7 @@ import time
 from collections.abc import Mapping
 
 from adapter_store.database import Database
+from adapter_store.deleted import swept
 from adapter_store.records import Base, Blob, NewBase
 from adapter_store.storage import BlobReader, DataDirectory, Upload
 from artifacts.base_model import BaseModel, ModuleShape
@@ -50,24 +51,20 @@ class BaseModels:
         Raises AlreadyExists where the name has another digest, manifest or files and `replace` is not set.
         """
         manifest, files = new.manifest, new.files
-        with self._database.lock:
-            outdated: set[str] = set()
-            with self._database.transaction() as rows:
-                registered = _find(rows, manifest.name)
-                if registered is not None:
-                    if registered.manifest == manifest and registered.files == files:
-                        return registered
-                    if not new.replace:
-                        raise AlreadyExists(_what_differs(registered, manifest))
-                    outdated = {blob.digest for blob in registered.files.values()}
-                    rows.execute("DELETE FROM base_models WHERE name = ?", (manifest.name,))
-                _insert(rows, manifest, files)
-                for name, blob in files.items():
-                    self._data.keep(upload.path / name, blob)
-                base = _get(rows, manifest.name)
-            for digest in self._database.unreferenced(outdated):
-                self._data.remove(digest)
-            return base
+        blobs = {blob.digest for blob in files.values()}
+        with swept(self._database, self._data, blobs), self._database.transaction() as rows:
+            registered = _find(rows, manifest.name)
+            if registered is not None:
+                if registered.manifest == manifest and registered.files == files:
+                    return registered
+                if not new.replace:
+                    raise AlreadyExists(_what_differs(registered, manifest))
+                blobs |= {blob.digest for blob in registered.files.values()}
+                rows.execute("DELETE FROM base_models WHERE name = ?", (manifest.name,))
+            _insert(rows, manifest, files)
+            for name, blob in files.items():
+                self._data.keep(upload.path / name, blob)
+            return _get(rows, manifest.name)
 
     def open(self, name: str) -> tuple[Base, dict[str, BlobReader]]:
         """Open a model's files; returns model and readers of the same moment. Raises NotFound, CorruptBlob."""

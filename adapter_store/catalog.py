@@ -8,14 +8,25 @@ from __future__ import annotations
 import sqlite3
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 
 from adapter_store.database import Database
+from adapter_store.deleted import DeletedRevisions, swept
 from adapter_store.records import Adapter, NewRevision, Revision
-from adapter_store.rows import REVISIONS, adapter_row, etag_of, find_adapter, read_revision, to_adapter, to_revision
+from adapter_store.rows import (
+    REVISIONS,
+    adapter_row,
+    etag_of,
+    find_adapter,
+    find_revision,
+    read_revision,
+    to_adapter,
+    to_revision,
+)
 from adapter_store.storage import BlobReader, DataDirectory, Upload
 from artifacts.names import AdapterName, Reference, RevisionName
 from artifacts.revision import CONFIG_FILE, WEIGHTS_FILE
-from rpc.errors import Aborted, InvalidField, Mismatch, NotFound
+from rpc.errors import Aborted, Exhausted, InvalidField, Mismatch, NotFound
 
 _MAX_ALIASES = 100
 
@@ -23,9 +34,10 @@ _MAX_ALIASES = 100
 class Catalog:
     """Adapters of all tenants, with their revisions and aliases."""
 
-    def __init__(self, database: Database, data: DataDirectory) -> None:
+    def __init__(self, database: Database, data: DataDirectory, deleted: DeletedRevisions) -> None:
         self._database = database
         self._data = data
+        self._deleted = deleted
 
     def get(self, name: AdapterName) -> Adapter:
         """Return an adapter. Raises NotFound."""
@@ -66,9 +78,14 @@ class Catalog:
             return [to_revision(found_row) for found_row in found]
 
     def open_revision(self, name: RevisionName) -> tuple[Revision, dict[str, BlobReader]]:
-        """Open a revision's files; returns revision and readers of the same moment. Raises NotFound, CorruptBlob."""
+        """Open a revision's files; returns revision and readers of the same moment. Raises NotFound, CorruptBlob.
+
+        The adapter may have been deleted a while ago.
+        """
         with self._database.reading() as rows:
-            revision = read_revision(rows, name)
+            revision = find_revision(rows, name) or self._deleted.find(rows, name)
+            if revision is None:
+                raise NotFound("revision", str(name))
             config = self._data.open(revision.config)
             try:
                 return revision, {CONFIG_FILE: config, WEIGHTS_FILE: self._data.open(revision.weights)}
@@ -87,7 +104,8 @@ class Catalog:
         Raises as `check_upload` does, and Aborted if the base model was replaced meanwhile.
         """
         name, now = new.name.adapter_name, time.time_ns()
-        with self._database.transaction() as rows:
+        blobs = {new.config.digest, new.weights.digest}
+        with swept(self._database, self._data, blobs), self._database.transaction() as rows:
             row = find_adapter(rows, name)
             _check(row, name, new.base_model, new.etag)
             _check_base(rows, new)
@@ -127,17 +145,13 @@ class Catalog:
 
     def delete(self, name: AdapterName, etag: str) -> None:
         """Delete an adapter with its revisions. Raises NotFound, Aborted on a stale etag."""
-        with self._database.lock:
-            with self._database.transaction() as rows:
-                row = adapter_row(rows, name)
-                _check(row, name, row["base_model"], etag)
-                found = rows.execute(
-                    "SELECT config_digest, weights_digest FROM revisions WHERE adapter_id = ?", (row["id"],)
-                )
-                digests = {digest for revision in found for digest in revision}
-                rows.execute("DELETE FROM adapters WHERE id = ?", (row["id"],))
-            for digest in self._database.unreferenced(digests):
-                self._data.remove(digest)
+        with self._database.transaction() as rows:
+            row = adapter_row(rows, name)
+            _check(row, name, row["base_model"], etag)
+            self._deleted.take(rows, row["id"])
+            rows.execute("DELETE FROM adapters WHERE id = ?", (row["id"],))
+        with suppress(Exhausted):  # the adapter is deleted; its bytes are freed later
+            self._deleted.purge()
 
 
 def _check(row: sqlite3.Row | None, name: AdapterName, base_model: str, etag: str) -> None:

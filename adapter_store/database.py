@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from adapter_store.storage import DataDirectoryError
+from adapter_store.storage import DataDirectoryError, disk_full
 
 _VERSION = 1
 _SCHEMA = f"""
@@ -65,21 +65,50 @@ CREATE INDEX base_files_by_digest ON base_files (digest);
 PRAGMA user_version = {_VERSION};
 COMMIT;
 """
+# Later than the schema's version, which stays the same: an older store leaves this table alone.
+_DELETED_REVISIONS = """
+CREATE TABLE IF NOT EXISTS deleted_revisions (
+    tenant TEXT NOT NULL,
+    adapter TEXT NOT NULL,
+    digest TEXT NOT NULL,
+    number INTEGER NOT NULL,
+    base_model TEXT NOT NULL,
+    base_digest TEXT NOT NULL,
+    rank INTEGER NOT NULL,
+    config_digest TEXT NOT NULL,
+    config_bytes INTEGER NOT NULL,
+    weights_digest TEXT NOT NULL,
+    weights_bytes INTEGER NOT NULL,
+    create_ns INTEGER NOT NULL,
+    delete_ns INTEGER NOT NULL,
+    PRIMARY KEY (tenant, adapter, digest)
+);
+CREATE INDEX IF NOT EXISTS deleted_by_config ON deleted_revisions (config_digest);
+CREATE INDEX IF NOT EXISTS deleted_by_weights ON deleted_revisions (weights_digest);
+"""
 _BLOBS = """
 SELECT config_digest FROM revisions UNION SELECT weights_digest FROM revisions UNION SELECT digest FROM base_files
+UNION SELECT config_digest FROM deleted_revisions UNION SELECT weights_digest FROM deleted_revisions
 """
 _IS_REFERENCED = """
 SELECT EXISTS (SELECT 1 FROM revisions WHERE config_digest = :digest)
     OR EXISTS (SELECT 1 FROM revisions WHERE weights_digest = :digest)
     OR EXISTS (SELECT 1 FROM base_files WHERE digest = :digest)
+    OR EXISTS (SELECT 1 FROM deleted_revisions WHERE config_digest = :digest)
+    OR EXISTS (SELECT 1 FROM deleted_revisions WHERE weights_digest = :digest)
 """
 
 
 class Database:
-    """A connection that one thread uses at a time. `lock` may be held around several transactions."""
+    """A connection that one thread uses at a time. `lock` may be held around several transactions.
 
-    def __init__(self, path: Path) -> None:
+    Raises DataDirectoryError, also where there are `blobs` of a catalog that is missing: it would have them removed.
+    """
+
+    def __init__(self, path: Path, blobs: int = 0) -> None:
         self.lock = threading.RLock()
+        if blobs and not (path.is_file() and path.stat().st_size):
+            raise _lost_catalog(path, blobs)
         try:
             self._connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
             self._connection.row_factory = sqlite3.Row
@@ -87,8 +116,13 @@ class Database:
             for pragma in ("journal_mode = WAL", "synchronous = FULL", "foreign_keys = ON"):
                 self._connection.execute(f"PRAGMA {pragma}")
             version = self._connection.execute("PRAGMA user_version").fetchone()[0]
+            if version == 0 and blobs:
+                self._connection.close()
+                raise _lost_catalog(path, blobs)
             if version == 0:
                 self._connection.executescript(_SCHEMA)
+            if version in {0, _VERSION}:
+                self._connection.executescript(_DELETED_REVISIONS)
         except sqlite3.Error as error:
             raise DataDirectoryError(f"--data: {path} cannot be opened as the catalog: {error}") from error
         if version not in {0, _VERSION}:
@@ -97,15 +131,20 @@ class Database:
 
     @contextmanager
     def transaction(self) -> Iterator[sqlite3.Connection]:
-        """Run a transaction: all of it happens or nothing, and it is on disk when it ends."""
+        """Run a transaction: all of it happens or nothing, and it is on disk when it ends.
+
+        Raises Exhausted on a full disk.
+        """
         with self.lock:
-            self._connection.execute("BEGIN IMMEDIATE")
             try:
+                self._connection.execute("BEGIN IMMEDIATE")
                 yield self._connection
                 self._connection.execute("COMMIT")
-            except BaseException:
+            except BaseException as error:
                 if self._connection.in_transaction:
                     self._connection.execute("ROLLBACK")
+                if getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL:
+                    raise disk_full() from error
                 raise
 
     @contextmanager
@@ -128,3 +167,10 @@ class Database:
         """Close the connection."""
         with self.lock:
             self._connection.close()
+
+
+def _lost_catalog(path: Path, blobs: int) -> DataDirectoryError:
+    return DataDirectoryError(
+        f"--data: {path} is missing or empty, but there are {blobs} files in {path.parent / 'blobs'}: "
+        "restore the catalog from a backup, or move the files away to begin with an empty store"
+    )

@@ -41,13 +41,18 @@ def etag_of(row: sqlite3.Row) -> str:
     return f"{row['id']}-{row['changes']}"
 
 
-def read_revision(rows: sqlite3.Connection, name: RevisionName) -> Revision:
+def find_revision(rows: sqlite3.Connection, name: RevisionName) -> Revision | None:
     found = rows.execute(
         REVISIONS + "WHERE tenant = ? AND adapter = ? AND digest = ?", (name.tenant, name.adapter, name.digest)
     ).fetchone()
-    if found is None:
+    return None if found is None else to_revision(found)
+
+
+def read_revision(rows: sqlite3.Connection, name: RevisionName) -> Revision:
+    revision = find_revision(rows, name)
+    if revision is None:
         raise NotFound("revision", str(name))
-    return to_revision(found)
+    return revision
 
 
 def to_revision(row: sqlite3.Row) -> Revision:

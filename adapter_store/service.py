@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import grpc
@@ -14,6 +15,7 @@ from loraplex.adapters.v1 import adapters_pb2_grpc as pb_grpc
 from adapter_store.bases import BaseModels
 from adapter_store.catalog import Catalog
 from adapter_store.convert import adapter_to_pb, base_to_pb, masked, refusals, revision_to_pb
+from adapter_store.deleted import DeletedRevisions
 from adapter_store.metrics import StoreMetrics
 from adapter_store.pages import decode_token, encode_token, fit_page, page_size
 from adapter_store.receive import Receiver, check_owner
@@ -29,7 +31,7 @@ from artifacts.names import (
     parse_reference,
     parse_revision_name,
 )
-from rpc.errors import InvalidField, NotFound
+from rpc.errors import CallError, Exhausted, InvalidField, NotFound
 
 log = logging.getLogger(__name__)
 
@@ -45,6 +47,7 @@ class AdapterService(pb_grpc.AdapterServiceServicer):
         catalog: Catalog,
         bases: BaseModels,
         receiver: Receiver,
+        deleted: DeletedRevisions,
         tenant_of: Callable[[Context], str],
         metrics: StoreMetrics,
     ) -> None:
@@ -52,19 +55,21 @@ class AdapterService(pb_grpc.AdapterServiceServicer):
         self._catalog = catalog
         self._bases = bases
         self._receiver = receiver
+        self._deleted = deleted
         self._tenant_of = tenant_of
 
     async def UploadRevision(
         self, request_iterator: AsyncIterator[pb.UploadRevisionRequest], context: Context
     ) -> pb.UploadRevisionResponse:
         """Keep a revision if all of it is valid, and move its alias."""
-        async with self._receiver.revision(request_iterator, self._tenant_of(context)) as (new, upload):
+        revision = self._receiver.revision(request_iterator, self._tenant_of(context))
+        async with self._making_room(), revision as (new, upload):
             self._metrics.received.inc(sum(upload.sizes.values()))
-            adapter, revision, created = await asyncio.to_thread(self._catalog.publish, new, upload)
+            adapter, published, created = await asyncio.to_thread(self._catalog.publish, new, upload)
         self._metrics.published.inc(created)
-        log.info("%s %s", "published" if created else "already there:", revision.name)
+        log.info("%s %s", "published" if created else "already there:", published.name)
         return pb.UploadRevisionResponse(
-            adapter=adapter_to_pb(adapter), revision=revision_to_pb(revision), created=created
+            adapter=adapter_to_pb(adapter), revision=revision_to_pb(published), created=created
         )
 
     async def ValidateAdapter(
@@ -113,9 +118,10 @@ class AdapterService(pb_grpc.AdapterServiceServicer):
         )
 
     async def DeleteAdapter(self, request: pb.DeleteAdapterRequest, context: Context) -> pb.DeleteAdapterResponse:
-        """Delete an adapter with its revisions; running downloads go on."""
+        """Delete an adapter with its revisions, whose files can be downloaded by digest for a while."""
         name = self._own("name", request.name, context)
-        await asyncio.to_thread(self._catalog.delete, name, request.etag)
+        async with self._making_room():
+            await asyncio.to_thread(self._catalog.delete, name, request.etag)
         log.info("deleted %s", name)
         return pb.DeleteAdapterResponse()
 
@@ -149,7 +155,7 @@ class AdapterService(pb_grpc.AdapterServiceServicer):
         self, request_iterator: AsyncIterator[pb.RegisterBaseModelRequest], context: Context
     ) -> pb.RegisterBaseModelResponse:
         """Keep a base model's manifest and small files."""
-        async with self._receiver.base_model(request_iterator) as (new, upload):
+        async with self._making_room(), self._receiver.base_model(request_iterator) as (new, upload):
             self._metrics.received.inc(sum(upload.sizes.values()))
             base = await asyncio.to_thread(self._bases.register, new, upload)
         log.info("registered base model %s, %s", base.manifest.name, base.manifest.digest)
@@ -178,6 +184,17 @@ class AdapterService(pb_grpc.AdapterServiceServicer):
         page = fit_page([base_to_pb(base) for base in found], size)
         more = len(page) < len(found)
         return pb.ListBaseModelsResponse(models=page, next_page_token=encode_token((page[-1].name,)) if more else "")
+
+    @asynccontextmanager
+    async def _making_room(self) -> AsyncIterator[None]:
+        """Give up the files of deleted adapters where the disk is full, so that the call can be repeated."""
+        try:
+            yield
+        except Exhausted:
+            with suppress(CallError):
+                removed = await asyncio.to_thread(self._deleted.purge, everything=True)
+                log.warning("the disk is full: removed %d revisions of deleted adapters", removed)
+            raise
 
     def _own(self, field: str, text: str, context: Context) -> AdapterName:
         """Return the name of the adapter that the caller is about to change."""

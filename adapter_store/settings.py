@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +20,11 @@ class StoreSettings:
     host: str = setting("address to listen on", "127.0.0.1")
     port: int = setting("port to listen on, 0 for one that the system chooses", 50052)
     max_adapter_bytes: int = setting("largest safetensors file accepted", 4 * 1024**3)
+    keep_deleted_s: float = setting(
+        "seconds for which a deleted adapter's files can still be fetched, for answers that run on it: at least the "
+        "longest answer",
+        3600.0,
+    )
     metrics_port: int = setting(PORT_HELP, 0)
     log_format: str = setting(FORMAT_HELP, "text", variable=FORMAT_VARIABLE)
     log_level: str = setting(LEVEL_HELP, "info", variable=LEVEL_VARIABLE)
@@ -29,5 +35,7 @@ class StoreSettings:
             raise ValueError(f"--port: {self.port} is not a port")
         if self.max_adapter_bytes < 1:
             raise ValueError(f"--max-adapter-bytes: {self.max_adapter_bytes} is not a size")
+        if not 0 <= self.keep_deleted_s < math.inf:
+            raise ValueError(f"--keep-deleted-s: {self.keep_deleted_s} is not a time")
         check_logging(self.log_format, self.log_level)
         check_exposure(self.host, self.insecure_tenants)

@@ -19,6 +19,7 @@ import shutil
 import threading
 import uuid
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -87,7 +88,8 @@ class Upload:
         with self._lock:
             self._discarded = True
             if self._file is not None:
-                self._file.close()
+                with suppress(OSError):  # a full disk cannot take what is still buffered
+                    self._file.close()
                 self._file = None
             shutil.rmtree(self.path, ignore_errors=True)
 
@@ -167,6 +169,10 @@ class DataDirectory:
             path.unlink()
         return len(left) + len(orphans)
 
+    def count_blobs(self) -> int:
+        """Return the number of blobs."""
+        return sum(1 for _ in self._blobs.iterdir())
+
     def new_upload(self) -> Upload:
         """Return an empty upload; it touches the disk with its first bytes."""
         return Upload(self._uploads / uuid.uuid4().hex)
@@ -205,4 +211,10 @@ class _DiskErrors:
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if isinstance(error, OSError) and error.errno in {errno.ENOSPC, errno.EDQUOT}:
-            raise Exhausted("adapter store", "the adapter store's disk is full", retry_after_s=60.0) from error
+            raise disk_full() from error
+
+
+def disk_full() -> Exhausted:
+    """Return the error of a call for which the store's disk has no room."""
+    message = "the adapter store's disk is full; delete adapters or enlarge it"
+    return Exhausted("adapter store", message, retry_after_s=60.0, reason="DISK_FULL")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +11,8 @@ import grpc
 import pytest
 from loraplex.adapters.v1 import adapters_pb2 as pb
 
+from adapter_store.app import Store
+from adapter_store.settings import StoreSettings
 from artifacts.base_model import BaseModel
 from artifacts.revision import CONFIG_FILE, WEIGHTS_FILE
 
@@ -143,24 +146,61 @@ async def test_page_sizes_have_bounds(ready: Client) -> None:
     await ready.call("ListAdapters", pb.ListAdaptersRequest(page_size=10**6))
 
 
-async def test_deleted_adapters_are_gone_and_their_files_too(ready: Client, refusal: Refusal, data: Path) -> None:
+async def test_a_deleted_adapter_is_gone_and_its_revisions_stay_for_a_while(ready: Client, refusal: Refusal) -> None:
     kept = (await ready.upload("kept", files("both"))).revision
-    uploaded = await ready.upload("support", files("both"))
+    first = await ready.upload("support", files("both"))
     uploaded = await ready.upload("support", files("one"))
     stale = pb.DeleteAdapterRequest(name="support", etag="1-0")
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await ready.call("DeleteAdapter", stale)
     assert refusal(caught.value)[0] == "ABORTED"
     await ready.call("DeleteAdapter", pb.DeleteAdapterRequest(name="support", etag=uploaded.adapter.etag))
-    for request in (ready.get("support"), ready.download(uploaded.revision.name)):
+    revisions = pb.ListRevisionsRequest(parent="support")
+    for request in (
+        ready.get("support"),
+        ready.get(f"support@{uploaded.revision.digest}"),
+        ready.call("ListRevisions", revisions),
+        ready.download(uploaded.revision.name, "globex"),
+    ):
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await request
         assert refusal(caught.value)[0] == "NOT_FOUND"
+    # An answer that runs on it may have to go on at a worker that has yet to fetch it.
+    assert (await ready.download(uploaded.revision.name))[1] == files("one")
+    assert (await ready.download(first.revision.name)) == (first.revision, files("both"))
     assert (await ready.download(kept.name))[1] == files("both")
-    assert len(list((data / "blobs").iterdir())) == 2
     again = await ready.upload("support", files("both"))
     assert again.created
     assert again.adapter.etag != uploaded.adapter.etag
+    await ready.call("DeleteAdapter", pb.DeleteAdapterRequest(name="support"))
+    assert (await ready.download(first.revision.name))[1] == files("both")
+
+
+async def test_deleted_revisions_go_when_their_time_has_passed(
+    store_settings: StoreSettings, connect: Callable[[str], Client], hash_base: BaseModel, data: Path, refusal: Refusal
+) -> None:
+    store = Store(store_settings)
+    await store.start()
+    client = connect(f"127.0.0.1:{store.port}")
+    await client.register(hash_base)
+    await client.upload("kept", files("both"))
+    names = [(await client.upload("support", files(weights))).revision.name for weights in ("both", "one")]
+    await client.call("DeleteAdapter", pb.DeleteAdapterRequest(name="support"))
+    await client.close()
+    await store.stop(drain_s=0)
+    assert len(list((data / "blobs").iterdir())) == 3
+    store = Store(replace(store_settings, keep_deleted_s=0.0))
+    await store.start()
+    client = connect(f"127.0.0.1:{store.port}")
+    for name in names:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await client.download(name)
+        assert refusal(caught.value)[0] == "NOT_FOUND"
+    await client.upload("support", files("two"))
+    await client.call("DeleteAdapter", pb.DeleteAdapterRequest(name="support"))
+    assert len(list((data / "blobs").iterdir())) == 2
+    await client.close()
+    await store.stop(drain_s=0)
 
 
 async def test_a_download_under_way_survives_deletion(ready: Client) -> None:
@@ -216,7 +256,9 @@ async def test_another_tenants_bytes_look_like_none(ready: Client, refusal: Refu
 
     foreign = await answer(name, "acme")
     await ready.call("DeleteAdapter", pb.DeleteAdapterRequest(name="secret"), tenant="globex")
-    assert await answer(name, "acme") == await answer(name, "globex") == foreign
+    assert await answer(name, "acme") == foreign
+    never = name.replace("secret", "never")
+    assert await answer(never, "acme") == await answer(never, "globex")
 
 
 async def test_only_its_tenant_writes(ready: Client, refusal: Refusal) -> None:

@@ -175,6 +175,44 @@ async def test_a_port_in_use_frees_the_directory(store: Store, tmp_path: Path) -
     await free.stop(drain_s=0)
 
 
+@pytest.mark.parametrize("lose", [Path.unlink, lambda path: os.truncate(path, 0), sqlite3.connect], ids=str)
+async def test_a_store_that_has_lost_its_catalog_keeps_its_files(
+    store_settings: StoreSettings,
+    connect: Callable[[str], Client],
+    hash_base: BaseModel,
+    data: Path,
+    lose: Callable[[Path], Any],
+) -> None:
+    store = Store(store_settings)
+    await store.start()
+    client = connect(f"127.0.0.1:{store.port}")
+    await client.register(hash_base)
+    name = (await client.upload("support", FILES)).revision.name
+    await client.close()
+    await store.stop(drain_s=0)
+    saved = (data / "catalog.db").rename(data / "saved.db")
+    if lose is not Path.unlink:
+        (data / "catalog.db").touch()
+        connection = lose(data / "catalog.db")
+        if connection is not None:
+            connection.executescript("PRAGMA journal_mode = WAL; CREATE TABLE other (id INTEGER)")
+            connection.close()
+    for _ in range(2):  # the first start must not make an empty catalog that the second one believes
+        with pytest.raises(
+            DataDirectoryError, match=r"--data: .*catalog\.db .*2 files in .*restore the catalog"
+        ) as refused:
+            await Store(store_settings).start()
+        assert "\n" not in str(refused.value)
+    (data / "catalog.db").unlink(missing_ok=True)
+    saved.rename(data / "catalog.db")
+    again = Store(store_settings)
+    await again.start()
+    client = connect(f"127.0.0.1:{again.port}")
+    assert (await client.download(name))[1] == FILES
+    await client.close()
+    await again.stop(drain_s=0)
+
+
 async def test_directories_that_cannot_be_used(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(DataDirectoryError, match=r"--data: .*file cannot be used"):

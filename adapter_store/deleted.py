@@ -1,0 +1,75 @@
+"""Revisions of deleted adapters: their files can still be downloaded for a while, so that answers that run on them end.
+
+A name means nothing from the deletion on. But a request keeps the revision that it was resolved to, and another worker
+may have to fetch it when the answer goes on there.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+
+from adapter_store.database import Database
+from adapter_store.records import Revision
+from adapter_store.rows import to_revision
+from adapter_store.storage import DataDirectory
+from artifacts.names import RevisionName
+
+_COLUMNS = (
+    "number, digest, base_digest, rank, config_digest, config_bytes, weights_digest, weights_bytes, "
+    "{0}create_ns, tenant, adapter, base_model"
+)
+
+
+@contextmanager
+def swept(database: Database, data: DataDirectory, digests: Iterable[str]) -> Iterator[None]:
+    """Hold the database's lock for a change, and afterwards remove those of these blobs that no row needs."""
+    with database.lock:
+        try:
+            yield
+        finally:
+            for digest in database.unreferenced(digests):
+                data.remove(digest)
+
+
+class DeletedRevisions:
+    """The revisions of deleted adapters, each for `keep_s` seconds after its deletion."""
+
+    def __init__(
+        self, database: Database, data: DataDirectory, keep_s: float, *, clock: Callable[[], int] = time.time_ns
+    ) -> None:
+        self._database = database
+        self._data = data
+        self._keep_ns = round(keep_s * 1e9)
+        self._clock = clock
+
+    def take(self, rows: sqlite3.Connection, adapter_id: int) -> None:
+        """Record an adapter's revisions as deleted; the caller deletes the adapter in the same transaction."""
+        rows.execute(
+            f"INSERT OR REPLACE INTO deleted_revisions ({_COLUMNS.format('')}, delete_ns) "
+            f"SELECT {_COLUMNS.format('revisions.')}, ? FROM revisions JOIN adapters ON adapters.id = adapter_id "
+            "WHERE adapter_id = ?",
+            (self._clock(), adapter_id),
+        )
+
+    def find(self, rows: sqlite3.Connection, name: RevisionName) -> Revision | None:
+        """Return a deleted revision that may still be downloaded."""
+        found = rows.execute(
+            "SELECT * FROM deleted_revisions WHERE tenant = ? AND adapter = ? AND digest = ? AND delete_ns > ?",
+            (name.tenant, name.adapter, name.digest, self._clock() - self._keep_ns),
+        ).fetchone()
+        return None if found is None else to_revision(found)
+
+    def purge(self, *, everything: bool = False) -> int:
+        """Remove the revisions whose time has passed, or all of them; returns how many."""
+        until = self._clock() if everything else self._clock() - self._keep_ns
+        digests: set[str] = set()
+        with swept(self._database, self._data, digests), self._database.transaction() as rows:
+            found = rows.execute(
+                "SELECT config_digest, weights_digest FROM deleted_revisions WHERE delete_ns <= ?", (until,)
+            ).fetchall()
+            rows.execute("DELETE FROM deleted_revisions WHERE delete_ns <= ?", (until,))
+            digests.update(digest for revision in found for digest in revision)
+        return len(found)
