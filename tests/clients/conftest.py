@@ -172,7 +172,10 @@ def serving() -> Iterator[Scripted]:
             request_deserializer=cluster_pb2.ListWorkersRequest.FromString,
             response_serializer=cluster_pb2.ListWorkersResponse.SerializeToString,
         )
-        grpc_server.add_registered_method_handlers("loraplex.cluster.v1.ClusterService", {"ListWorkers": list_workers})
+        generic = grpc.method_handlers_generic_handler(
+            "loraplex.cluster.v1.ClusterService", {"ListWorkers": list_workers}
+        )
+        grpc_server.add_generic_rpc_handlers((generic,))
 
     scripted.start(add)
     try:
