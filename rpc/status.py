@@ -10,7 +10,7 @@ import asyncio
 import inspect
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import grpc
 from google.protobuf.any_pb2 import Any as AnyMessage
@@ -120,7 +120,7 @@ def _retry(after_s: float) -> details_pb2.RetryInfo:
     return details_pb2.RetryInfo(retry_delay=delay)
 
 
-async def abort(context: grpc.aio.ServicerContext[Any, Any], error: CallError) -> None:
+async def abort(context: grpc.aio.ServicerContext[Any, Any], error: CallError) -> NoReturn:
     """End the call with the status of the error; always raises."""
     code, status = to_status(error)
     await context.abort(code, status.message, trailing_metadata=((DETAILS_KEY, status.SerializeToString()),))
@@ -169,7 +169,8 @@ def _guard(method: Callable[..., Awaitable[Any]], name: str) -> Callable[..., Aw
         except (grpc.aio.AbortError, asyncio.CancelledError):
             raise
         except Exception as error:
-            await abort(context, _as_call_error(error, name))
+            failure = _as_call_error(error, name)
+        return await abort(context, failure)
 
     return guarded
 
@@ -183,16 +184,24 @@ def _guard_stream(method: Any, name: str) -> Callable[..., AsyncIterator[Any]]:
                 return
             async for response in answer:
                 yield response
+            return
         except (grpc.aio.AbortError, asyncio.CancelledError):
             raise
         except Exception as error:
-            await abort(context, _as_call_error(error, name))
+            failure = _as_call_error(error, name)
+        await abort(context, failure)
 
     return guarded
 
 
 def _as_call_error(error: Exception, name: str) -> CallError:
-    if isinstance(error, CallError):
-        return error
-    log.exception("%s failed", name, exc_info=error)
-    return Internal("internal error; the server's log says more")
+    """Return the error that ends the call, without its traceback.
+
+    gRPC keeps what `abort` raises with the call. With the frames of a traceback, which know the call, that would be a
+    cycle that holds the request's message until a garbage collection.
+    """
+    if not isinstance(error, CallError):
+        log.exception("%s failed", name, exc_info=error)
+        return Internal("internal error; the server's log says more")
+    error.__traceback__ = error.__context__ = error.__cause__ = None
+    return error

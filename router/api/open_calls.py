@@ -19,7 +19,7 @@ import grpc
 
 from router.shares import FairTurns, Shares
 from rpc.auth import tenant_of
-from rpc.errors import CallError, DeadlinePassed, Exhausted
+from rpc.errors import CallError, DeadlinePassed, Exhausted, InvalidField
 from rpc.server import MESSAGE_BYTES
 
 # The service whose calls are bounded: operators and health checks must get through when a router is full.
@@ -76,7 +76,9 @@ class OpenCalls(grpc.aio.ServerInterceptor):
         async def bounded(_: Any, context: Context) -> None:
             tenant, size, request = await self._enter(name, context)
             try:
-                async with aclosing(method(request, context)) as responses:
+                answer = method(request, context)
+                del request  # it may be large, and a stream long
+                async with aclosing(answer) as responses:
                     async for response in responses:
                         await context.write(response)
             finally:
@@ -102,6 +104,8 @@ class OpenCalls(grpc.aio.ServerInterceptor):
             self._take(self._calls, tenant, 1, "calls")
             try:
                 request = await self._receive(tenant, context)
+                if request is grpc.aio.EOF:
+                    raise InvalidField("spec", "the call has no message")
                 size = int(request.ByteSize())
                 self._take(self._bytes, tenant, size, "bytes of calls' messages")
             except BaseException:

@@ -38,6 +38,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         """Stream the answer to a request."""
         with self._telemetry.new_record(context) as record:
             call = record.begin(self._read(request.spec, record.tenant))
+            del request  # it may be large, and a stream long
             async with aclosing(self._generation.run(call, context.time_remaining())) as messages:
                 async for message in messages:
                     record.count(message.event)
@@ -50,6 +51,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             context_length = self._models.get(call.model).manifest.context_length
             received = _read_received(request.received, call.n, context_length)
             rest = await self._generation.resume(call, request.resume_token, received, context.time_remaining())
+            del request
             async with aclosing(rest) as messages:
                 async for message in messages:
                     record.count(message.event)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
 import grpc
+import pytest
 from google.rpc import error_details_pb2 as details_pb2
 from google.rpc.status_pb2 import Status
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -17,9 +20,13 @@ from loraplex.inference.v1 import inference_pb2_grpc
 
 from router.api.open_calls import OpenCalls
 from rpc.auth import TENANT_KEY
-from rpc.errors import CallError
+from rpc.errors import CallError, InvalidField
 from rpc.server import MESSAGE_BYTES, Server
 from rpc.status import DETAILS_KEY
+
+
+class Made:
+    """Something large that a call has made."""
 
 
 class Service(inference_pb2_grpc.InferenceServiceServicer):
@@ -42,6 +49,10 @@ class Service(inference_pb2_grpc.InferenceServiceServicer):
             self.left.set()
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Any) -> pb.TokenizeResponse:
+        if not request.prompt:
+            made = Made()
+            self.made = weakref.ref(made)
+            raise InvalidField("prompt", "is empty")
         return pb.TokenizeResponse(token_ids=[len(request.prompt)])
 
 
@@ -160,6 +171,20 @@ async def test_a_message_that_does_not_come_ends_the_call() -> None:
         call: Any = served.channel.stream_stream(method)(metadata=((TENANT_KEY, "acme"),))
         assert await end_of(call) == "DEADLINE_EXCEEDED MESSAGE_LATE"
         assert served.refused == {"MESSAGE_LATE": 1}
+        call = served.channel.stream_stream(method)(metadata=((TENANT_KEY, "acme"),))
+        await call.done_writing()
+        assert await end_of(call) == "INVALID_ARGUMENT INVALID_FIELD"
+
+
+async def test_a_refused_call_keeps_nothing_until_a_garbage_collection() -> None:
+    async with serving() as served:
+        gc.disable()
+        try:
+            with pytest.raises(grpc.aio.AioRpcError, match="prompt: is empty"):
+                await served.stub.Tokenize(pb.TokenizeRequest(), metadata=((TENANT_KEY, "acme"),))
+            assert served.service.made() is None
+        finally:
+            gc.enable()
 
 
 async def test_a_call_without_a_tenant_is_refused_before_its_message() -> None:

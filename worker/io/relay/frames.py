@@ -14,6 +14,10 @@ _KINDS = {
     FinishKind.END: pb.FINISH_KIND_END,
     FinishKind.STOP_TOKEN: pb.FINISH_KIND_STOP_TOKEN,
 }
+# Bytes of frames after which a message takes no further one, and maximum ids of a frame: about 1 MiB with the most log
+# probabilities. A rewind may ask for whole answers of many jobs, and a router reads other messages between these.
+MESSAGE_BYTES = 4 * 1024 * 1024
+FRAME_TOKENS = 4_096
 _CODES = {code.name: code.value[0] for code in grpc.StatusCode}
 
 
@@ -22,23 +26,38 @@ def attempt_of(local: LocalJob) -> pb.JobAttempt:
     return pb.JobAttempt(job_id=local.job.job_id, attempt=local.job.attempt)
 
 
+def next_frames(progress: dict[LocalChoice, None]) -> list[pb.Frame]:
+    """Build the frames of one message, and take their answers out of the progress unless they have more to send."""
+    frames: list[pb.Frame] = []
+    size = 0
+    while progress and size < MESSAGE_BYTES:
+        choice = next(iter(progress))
+        frame = next_frame(choice)
+        if choice.sent == len(choice.ids):
+            del progress[choice]
+        size += frame.ByteSize()
+        frames.append(frame)
+    return frames
+
+
 def next_frame(choice: LocalChoice) -> pb.Frame:
-    """Build a frame of what an answer has got since its last frame, with its end if it has one."""
+    """Build a frame of what an answer has got since its last frame; of the last of it, with its end if it has one."""
+    end = choice.sent + FRAME_TOKENS
     frame = pb.Frame(
         job_id=choice.job.job_id,
         attempt=choice.job.attempt,
         choice=choice.choice,
         offset=choice.start + choice.sent,
-        token_ids=choice.ids[choice.sent :],
+        token_ids=choice.ids[choice.sent : end],
     )
     if choice.logprobs:
-        frame.logprobs.extend(map(_logprobs, choice.logprobs[choice.sent :]))
+        frame.logprobs.extend(map(_logprobs, choice.logprobs[choice.sent : end]))
     if choice.sent == 0:
         frame.first.adapter_ms = choice.adapter_ms
         frame.first.cached_tokens = choice.cached_tokens
         frame.first.prompt_logprobs.extend(map(_logprobs, choice.prompt_logprobs))
-    choice.sent = len(choice.ids)
-    if choice.ending is None:
+    choice.sent = min(end, len(choice.ids))
+    if choice.ending is None or choice.sent < len(choice.ids):
         return frame
     if choice.ending.kind is not None:
         frame.finish.kind = _KINDS[choice.ending.kind]

@@ -29,7 +29,7 @@ from rpc.server import relay_options
 from worker.io.local_jobs.choice import LocalChoice
 from worker.io.local_jobs.jobs import LocalJob, LocalJobs
 from worker.io.metrics import WorkerMetrics
-from worker.io.relay.frames import attempt_of, next_frame
+from worker.io.relay.frames import attempt_of, next_frames
 from worker.io.relay.handler import RelayHandler
 from worker.io.relay.link_settings import LinkSettings
 from worker.io.relay.link_state import LinkState
@@ -200,13 +200,15 @@ class RouterLink:
     def _next_request(self) -> pb.ConnectRequest | None:
         if self._progress and (self._closing or self._throttle.due.is_set()):
             self._throttle.sent()
-            progress, self._progress = self._progress, {}
+            frames = next_frames(self._progress)
+            if self._progress:  # the rest goes with the next message
+                self._throttle.due.set()
             self._metrics.messages.inc()
-            self._metrics.frames.inc(len(progress))
+            self._metrics.frames.inc(len(frames))
             # A frame says as well who has its job.
-            shown = {id(choice.job) for choice in progress}
-            self._claims = [local for local in self._claims if id(local.job) not in shown]
-            return pb.ConnectRequest(frames=pb.FrameBatch(frames=[next_frame(choice) for choice in progress]))
+            shown = {(frame.job_id, frame.attempt) for frame in frames}
+            self._claims = [local for local in self._claims if (local.job.job_id, local.job.attempt) not in shown]
+            return pb.ConnectRequest(frames=pb.FrameBatch(frames=frames))
         if self._claims and (self._closing or self._claims_due):
             claims, self._claims, self._claims_due = self._claims, [], False
             return pb.ConnectRequest(claims=pb.Claims(jobs=[attempt_of(local) for local in claims]))

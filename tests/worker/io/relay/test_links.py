@@ -16,7 +16,7 @@ from rpc.server import Server, relay_options
 from worker.engine_api import Output
 from worker.io.local_jobs.choice import LocalChoice
 from worker.io.local_jobs.jobs import LocalJobs
-from worker.io.relay import links
+from worker.io.relay import frames
 from worker.io.relay.frames import next_frame
 from worker.io.relay.link_settings import LinkSettings
 from worker.io.relay.router_links import RouterLinks
@@ -121,7 +121,7 @@ async def test_a_link_whose_messages_can_t_be_made_is_opened_again(monkeypatch: 
             raise ValueError("what nobody expected")
         return next_frame(choice)
 
-    monkeypatch.setattr(links, "next_frame", fails_once)
+    monkeypatch.setattr(frames, "next_frame", fails_once)
     async with serving() as (router, address):
         line = Line(address)
         line.make(5)

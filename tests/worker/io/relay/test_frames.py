@@ -1,0 +1,46 @@
+"""Frames of long answers: several messages, none of them large, and nothing lost between them."""
+
+from __future__ import annotations
+
+from broker.messages import Job, StoppingParams
+from worker.engine_api import FinishKind, Output, TokenLogprobs
+from worker.io.local_jobs.choice import LocalChoice
+from worker.io.local_jobs.jobs import LocalJobs
+from worker.io.relay.frames import FRAME_TOKENS, MESSAGE_BYTES, next_frames
+
+LENGTH = 2 * FRAME_TOKENS + 5
+
+
+def ended_answers(count: int) -> list[LocalChoice]:
+    jobs = LocalJobs()
+    choices = []
+    for number in range(count):
+        job = Job(f"j{number}", "acme", "tiny", "sha256:0", "router", (1,), StoppingParams(LENGTH), seed=1)
+        choice = jobs.add(job).choices[0]
+        logprobs = (TokenLogprobs(-1.0, ((1 << 31, -1.0),) * 20),) * LENGTH
+        choice.hand_over(number + 1, 0.0)
+        choice.begin()
+        choice.record(Output(choice.sequence_id, 0, tuple(range(LENGTH)), FinishKind.LENGTH, logprobs=logprobs))
+        choices.append(choice)
+    return choices
+
+
+def test_whole_answers_with_log_probabilities_go_in_several_messages() -> None:
+    choices = ended_answers(4)
+    progress: dict[LocalChoice, None] = dict.fromkeys(choices)
+    received: dict[str, list[int]] = {choice.job.job_id: [] for choice in choices}
+    finished: list[str] = []
+    messages = 0
+    while progress:
+        frames = next_frames(progress)
+        messages += 1
+        assert sum(frame.ByteSize() for frame in frames[:-1]) < MESSAGE_BYTES
+        for frame in frames:
+            assert frame.ByteSize() < MESSAGE_BYTES / 2
+            assert (frame.offset, len(frame.logprobs)) == (len(received[frame.job_id]), len(frame.token_ids))
+            received[frame.job_id] += frame.token_ids
+            if frame.HasField("finish"):
+                finished.append(frame.job_id)
+                assert received[frame.job_id] == list(range(LENGTH))
+    assert messages > 1
+    assert finished == [choice.job.job_id for choice in choices]
