@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +14,7 @@ import pytest
 from loraplex.inference.v1 import inference_pb2
 from loraplex_client.addresses import Rotation, read_addresses
 from loraplex_client.options import generate_request
-from loraplex_client.recovery import Recovery
+from loraplex_client.recovery import RESUME_PATIENCE_S, Recovery
 from loraplex_client.retries import RetryBudget, Tries
 
 from rpc import errors
@@ -154,8 +156,14 @@ def test_closing_the_client_ends_its_streams_for_good(server: Any) -> None:
     assert len(server.service.requests) == 1
 
 
-def recovery(addresses: str = "a:1", timeout_s: float | None = None, attempts: int = 3) -> Recovery:
-    tries = Tries(Rotation(read_addresses(addresses)), RetryBudget(), timeout_s, uniform=lambda least, most: most)
+def recovery(
+    addresses: str = "a:1",
+    timeout_s: float | None = None,
+    attempts: int = 3,
+    clock: Callable[[], float] = time.monotonic,
+) -> Recovery:
+    rotation = Rotation(read_addresses(addresses))
+    tries = Tries(rotation, RetryBudget(), timeout_s, uniform=lambda least, most: most, clock=clock)
     return Recovery(generate_request("hello", {}), tries, attempts)
 
 
@@ -172,6 +180,40 @@ def test_attempts_are_bounded_and_slow_down() -> None:
         stream.lost(error)
     assert raised.value is error
     assert pauses == [0.1, 0.2, 0.4, 0.8, 1.6, 3.0]
+
+
+@pytest.mark.parametrize("timeout_s", [None, 1_000.0])
+@pytest.mark.parametrize(
+    "error",
+    [
+        lx.ResourceExhaustedError("full", reason="QUEUE_FULL", retry_after_s=1.0),
+        lx.UnavailableError("no worker", reason="NO_WORKER", retry_after_s=1.0),
+    ],
+)
+def test_a_stream_that_has_begun_waits_while_the_cluster_answers(
+    error: lx.LoraplexError, timeout_s: float | None
+) -> None:
+    now = [1_000.0]
+    stream = recovery("a:1,b:1", timeout_s, clock=lambda: now[0])
+    stream.attempt()
+    stream.take(delta(0, 97, token="first"))
+    now[0] += 600.0  # the stream runs for long before its router dies
+    lost_at, calls = now[0], 0
+
+    def lose(error: lx.LoraplexError) -> None:
+        now[0] += stream.lost(error)
+        assert stream.attempt().call.method == "Resume"
+
+    with contextlib.suppress(type(error)):
+        for _ in range(1_000):
+            lose(lx.CancelledError("the connection broke"))
+            lose(error)
+            calls += 2
+    waited_s = now[0] - lost_at
+    assert 40 <= calls < 1_000
+    # With a deadline until that, of 1,000 s; the stream had run for 600.
+    least_s, most_s = (390.0, 400.0) if timeout_s else (RESUME_PATIENCE_S, RESUME_PATIENCE_S + 10.0)
+    assert least_s <= waited_s <= most_s
 
 
 def test_a_token_that_one_router_refuses_is_shown_to_each_other_once() -> None:

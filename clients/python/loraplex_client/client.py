@@ -96,9 +96,10 @@ class Client:
     """Generates with a tenant's adapters at one or several routers. Threads may share it.
 
     `address` is `HOST:PORT`, several with commas between them, or a sequence. They are called in turn; an address that
-    fails is left out for a while. A stream whose router is lost goes on at another, with every token once; after
-    `resume_attempts` failed attempts in a row it raises the last error (0: at the first loss). `timeout_s` is the
-    deadline of each call, none by default. `store` is the adapter store's address, for `.store`.
+    fails is left out for a while. A stream whose router is lost goes on at another, with every token once. It raises
+    the last error after `resume_attempts` attempts in a row that no server answers (0: at the first loss), or after two
+    minutes in which servers answer that it has to wait. `timeout_s` is the deadline of each call, none by default.
+    `store` is the adapter store's address, for `.store`.
     """
 
     def __init__(

@@ -24,8 +24,12 @@ from loraplex_client.errors import (
 from loraplex_client.generation import Fold, Generation, Piece
 from loraplex_client.retries import Tries
 
-# Maximum number of failed resumes in a row of a lost stream; with the pauses between them about 20 seconds.
+# Maximum number of resumes in a row of a lost stream that no server answers; with the pauses between them about 20
+# seconds.
 RESUME_ATTEMPTS = 10
+# Maximum time in seconds for which a lost stream without a deadline is resumed while servers answer that it has to
+# wait: the cluster is full, or has no worker.
+RESUME_PATIENCE_S = 120.0
 # First and longest pause in seconds between two resumes, while no address answers.
 _PAUSE_S = 0.1
 _LONGEST_PAUSE_S = 3.0
@@ -57,6 +61,8 @@ class Recovery:
         self._token = ""
         # Whether the current call has brought any event.
         self._came = False
+        # Number of resumes in a row that no server has answered.
+        self._unanswered = 0
         self.whole: Generation | None = None
 
     def attempt(self) -> Attempt:
@@ -77,6 +83,7 @@ class Recovery:
         """Return the piece of an event, if it has one."""
         if not self._came:
             self._came = True
+            self._unanswered = 0
             self._tries.answered()
         self._token = event.resume_token or self._token
         piece = self._fold.take(event)
@@ -95,7 +102,13 @@ class Recovery:
         if not self._token:
             return self._tries.retry(error)
         self._tries.failed()
-        if self._tries.count > self._resume_attempts:
+        if error.reason and getattr(error, "retry_after_s", None) is not None:  # the cluster lives: it has to wait
+            self._unanswered = 0
+            impatient = not self._tries.has_deadline and self._tries.failed_for_s >= RESUME_PATIENCE_S
+        else:
+            self._unanswered += 1
+            impatient = self._unanswered > self._resume_attempts
+        if impatient:
             raise error
         return self._tries.pause(error, _PAUSE_S, _LONGEST_PAUSE_S)
 

@@ -93,6 +93,16 @@ class Tries:
         """Return the number of further addresses."""
         return len(self._rotation.addresses) - 1
 
+    @property
+    def failed_for_s(self) -> float:
+        """Return the seconds since the first failure after the last answer."""
+        return 0.0 if self._failed_at is None else self._clock() - self._failed_at
+
+    @property
+    def has_deadline(self) -> bool:
+        """Return whether the call of the program has a deadline."""
+        return self._deadline is not None
+
     def begin(self) -> tuple[str, float | None]:
         """Return the next call's address, and its timeout in seconds."""
         self._address = self._rotation.pick(self._tried)
@@ -103,20 +113,21 @@ class Tries:
         """Record that the call has brought something: from now on all other addresses are untried."""
         self._rotation.answered(self._address)
         self._tried = [self._address]
+        self._failed_at = None
 
     def failed(self) -> None:
         """Record that the call's address has failed it."""
         self._rotation.failed(self._address)
+        if self._failed_at is None:
+            self._failed_at = self._clock()
 
     def retry(self, error: LoraplexError) -> float:
         """Return the seconds until the next try of a call that has brought nothing. Raises the error if it is over."""
         self.failed()
-        now = self._clock()
-        self._failed_at = now if self._failed_at is None else self._failed_at
         if self.count >= CALL_TRIES:
             raise error
         pause_s = self.pause(error, PAUSE_S, RETRY_S)
-        if now + pause_s > self._failed_at + RETRY_S or not self._budget.spend():
+        if self.failed_for_s + pause_s > RETRY_S or not self._budget.spend():
             raise error
         return pause_s
 
