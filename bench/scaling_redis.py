@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import signal
-import subprocess
-import tempfile
 from collections.abc import Awaitable, Callable
-from pathlib import Path
 
 from redis.asyncio import Redis
 
 from bench.scaling_cluster import BASE
+from bench.valkey import running_valkey
 from broker.connection import connect
 from broker.keys import Keys
 from broker.messages import AdapterRef, Capacity, Job, StoppingParams
 from broker.queue import JobQueue
 from broker.terms import Placement, QueueLimits, UsageReport
-from deploy.local import valkey
 
 # Waiting jobs during the measurement, their tenants, and the adapters that a claiming worker reports.
 _WAITING, _TENANTS, _ADAPTERS = 1_000, 100, 32
@@ -33,18 +29,8 @@ ENQUEUE, CLAIM, EMPTY_CLAIM, CHARGE, WAITING = (
 
 def measure_costs(calls: int) -> dict[str, float]:
     """Return the microseconds of the server's processor time a call, by operation."""
-    with tempfile.TemporaryDirectory(prefix="lp-") as name:
-        directory = Path(name)
-        server = subprocess.Popen(valkey.command(directory), stdout=subprocess.PIPE, text=True)
-        assert server.stdout is not None
-        try:
-            if not any(valkey.READY.search(line) for line in server.stdout):
-                raise RuntimeError("Valkey ended before it was ready")
-            return asyncio.run(_measure(valkey.socket_url(directory), calls))
-        finally:
-            server.send_signal(signal.SIGTERM)
-            server.wait()
-            server.stdout.close()
+    with running_valkey() as url:
+        return asyncio.run(_measure(url, calls))
 
 
 async def _measure(url: str, calls: int) -> dict[str, float]:
@@ -90,13 +76,14 @@ async def _measure(url: str, calls: int) -> dict[str, float]:
 
 
 async def _cost(redis: Redis, calls: int, call: Callable[[], Awaitable[None]]) -> float:
-    before = await _used_s(redis)
+    before = await used_s(redis)
     for _ in range(calls):
         await call()
-    return (await _used_s(redis) - before) / calls * 1e6
+    return (await used_s(redis) - before) / calls * 1e6
 
 
-async def _used_s(redis: Redis) -> float:
+async def used_s(redis: Redis) -> float:
+    """Return the processor time in seconds that the server has used since its start."""
     info = await redis.info("cpu")
     return float(info["used_cpu_user"]) + float(info["used_cpu_sys"])
 

@@ -3,20 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from broker.messages import Capacity, RowToShare
 from broker.terms import UsageReport
 
 
+@dataclass(frozen=True, slots=True)
+class ScanPlace:
+    """The number of a scan, the tenants that it skips, and when it looks at the arrivals after `seen`.
+
+    `news` is `only` for a scan of these alone, `now` or `later` for one that looks at them if it finds no job, or
+    leaves them to a later scan. `woken`: the scan follows a wait for a wake-up.
+    """
+
+    scan_number: int
+    skipped_tenants: int
+    seen: int
+    news: str
+    woken: bool
+
+
 def scan_arguments(
-    base_digest: str, capacity: Capacity, reports: Sequence[UsageReport], scan_number: int, skipped_tenants: int
+    base_digest: str, capacity: Capacity, reports: Sequence[UsageReport], place: ScanPlace
 ) -> list[str | int | float]:
     """Return the arguments after the prefix and the worker: what it can take, and where the scan begins."""
     return [
         base_digest,
         *(capacity.rows, capacity.rows_limit, capacity.tokens, capacity.max_tokens, capacity.max_rank),
-        *(scan_number, skipped_tenants),
+        *(place.scan_number, place.skipped_tenants),
         "*" if capacity.routers is None else "\n".join(capacity.routers),
+        *(place.seen, place.news, int(place.woken)),
         *report_arguments(reports),
         *_share_arguments(capacity.row_to_share),
         *capacity.adapters,

@@ -14,9 +14,11 @@ from redis.asyncio import Redis
 from broker.codec import decode_adapter_request, encode_adapter_request
 from broker.keys import Keys
 from broker.messages import AdapterRequest
+from broker.scripts import SCRIPTS
 
-# Time in ms that a command waits for its worker.
+# Time in ms that a command waits for its worker, and maximum number of commands that wait for one.
 COMMAND_TTL_MS = 30_000
+COMMANDS_LIMIT = 256
 
 
 class Verb(StrEnum):
@@ -65,14 +67,12 @@ class CommandQueue:
     def __init__(self, redis: Redis, keys: Keys) -> None:
         self._redis = redis
         self._keys = keys
+        self._send = SCRIPTS.register(redis, "send_command")
 
     async def send(self, incarnation: str, command: Command) -> None:
-        """Send a command; a live worker receives it at once."""
-        key = self._keys.commands(incarnation)
-        async with self._redis.pipeline(transaction=True) as pipe:
-            pipe.rpush(key, encode_command(command))
-            pipe.pexpire(key, COMMAND_TTL_MS)
-            await pipe.execute()
+        """Send a command; a live worker receives it at once. Of more than COMMANDS_LIMIT the oldest are dropped."""
+        arguments: list[bytes | int] = [encode_command(command), COMMANDS_LIMIT, COMMAND_TTL_MS]
+        await self._send(keys=[self._keys.commands(incarnation)], args=arguments)
 
     async def next(self, incarnation: str, timeout_s: float) -> Command | None:
         """Return the next command; None if none came in that time, or another version wrote it."""

@@ -8,16 +8,18 @@ lp:{MODEL/CELL}:uses         zset    tenants by their use of the queue at their 
 lp:{MODEL/CELL}:job:ID       hash    a waiting job: body, attempt, and the facts that a claim needs; a displaced one
                                      has a mark instead, and expires
 lp:{MODEL/CELL}:arrivals     string  counter that numbers arrivals
+lp:{MODEL/CELL}:news         list    ids of the last arrivals
 lp:{MODEL/CELL}:tenants      zset    tenants with a queue, by their counters of service
 lp:{MODEL/CELL}:idle         zset    counters of the other tenants, where they are above the lowest
 lp:{MODEL/CELL}:floor        string  counter of the last tenant that had a queue
-lp:{MODEL/CELL}:bytes        hash    totals: bytes that wait, in all and by tenant, and work by tenant, also of the
-                                     jobs that have begun alone
+lp:{MODEL/CELL}:bytes        hash    totals: bytes that wait and work by tenant, each of newcomers and of jobs that have
+                                     begun, and bytes of these in all
 lp:{MODEL/CELL}:charged:ID   string  what the tenant of a claimed job has been charged; expires
 lp:{MODEL/CELL}:pace         hash    claim rate: how much work is claimed in a ms while work waits
 lp:{MODEL/CELL}:room:WORKER  string  free rows after a worker's last claim; expires
 lp:{MODEL/CELL}:wake         list    wake-ups: an entry wakes one idle worker
 lp:{MODEL/CELL}:wake:WORKER  list    wake-ups of this worker
+lp:{MODEL/CELL}:passed_on    string  wake-ups that workers have passed on; expires
 lp:{MODEL/CELL}:dead         list    dead letters: the last jobs that were ended because they killed engines
 lp:{MODEL/CELL}:pins         hash    adapters that every worker keeps on its device, by digest
 lp:{MODEL/CELL}:workers      hash    worker incarnations that may live, and the workers that they belong to

@@ -6,46 +6,29 @@ bench/queue_model decides the same in Python, for simulations and for the tests 
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, fields
-from typing import TypeVar
 
-from google.protobuf.message import DecodeError
-from redis.asyncio import Redis, RedisCluster
-from redis.exceptions import NoScriptError, OutOfMemoryError
+from redis.asyncio import Redis
+from redis.exceptions import OutOfMemoryError
 
 from broker.batched_script import BatchedScript
-from broker.claim_arguments import report_arguments, scan_arguments
-from broker.codec import decode_adapter_request, decode_job
+from broker.claim_arguments import report_arguments
+from broker.claim_memory import ClaimMemory
+from broker.claims import Claims
 from broker.commands import CommandQueue
 from broker.dead import DeadLetters
 from broker.keys import Keys
 from broker.messages import Capacity, Job
 from broker.pins import PinnedAdapters
 from broker.scripts import SCRIPTS, Scripts
-from broker.terms import (
-    FREE_ROWS_MS,
-    SCANS_PER_CLAIM,
-    Claimed,
-    Entry,
-    Placement,
-    QueueLimits,
-    QueueState,
-    UsageReport,
-)
-
-log = logging.getLogger(__name__)
-
-T = TypeVar("T")
-# Jobs that still wait, bodies, adapter requests, hold_ms, tenants to skip, 1 for no reason to scan again, routers of
-# jobs that the worker has no link to.
-ScanAnswer = tuple[int, list[bytes], list[bytes], int, int, int, list[bytes]]
+from broker.terms import Claimed, Entry, Placement, QueueLimits, QueueState, UsageReport
 
 # Maximum usage reports and maximum jobs that one script handles: it stops the whole server while it runs.
 CHARGES_AT_ONCE = 64
 LOOKS_AT_ONCE = 256
-
+# Maximum bytes of the jobs that have begun, redispatched or resumed, in a Redis that is out of memory.
+BEGUN_BYTES_WHEN_FULL = 1 << 26
 
 _ENTRY_FIELDS = tuple(field.name for field in fields(Entry))
 
@@ -77,6 +60,7 @@ class JobQueue:
         limits: QueueLimits | None = None,
         worker_id: str = "",
         scripts: Scripts = SCRIPTS,
+        memory: ClaimMemory | None = None,
     ) -> None:
         self._redis = redis
         self.keys = keys
@@ -88,15 +72,15 @@ class JobQueue:
             part for name, limit in asdict(self._limits).items() for part in (f"max_{name}", limit)
         ]
         self._worker_id = worker_id
-        # Scans so far, and the tenants that the last claim has passed over without finding a job.
-        self._scan_number, self._skipped_tenants = 0, 0
-        self._wake_lists = [keys.wake_of(worker_id), keys.wake]
+        self._claims = Claims(redis, keys, worker_id, scripts, memory or ClaimMemory())
+        self._looks = 0
         self._enqueue = BatchedScript(redis, scripts.register(redis, "enqueue"), keys.waiting)
-        self._claim = scripts.register(redis, "claim")
+        self._enqueue_when_full = scripts.register(redis, "enqueue", allow_oom=True)
         self._charge = scripts.register(redis, "charge")
         self._finish = BatchedScript(redis, scripts.register(redis, "finish"), keys.waiting)
         self._look_up = scripts.register(redis, "look_up")
         self._stop_claiming = scripts.register(redis, "stop_claiming")
+        self._stop_waiting = scripts.register(redis, "stop_waiting")
 
     async def enqueue(self, job: Job, placement: Placement | None = None) -> None:
         """Put a job into the queue; a newer attempt replaces an older one.
@@ -114,75 +98,40 @@ class JobQueue:
         try:
             answer = await self._enqueue(arguments)
         except OutOfMemoryError as error:
-            raise QueueFullError("Redis is out of memory") from error
+            if job.attempt == 1 and not job.resumed:
+                raise QueueFullError("Redis is out of memory") from error
+            arguments += ["max_begun_bytes_when_full", BEGUN_BYTES_WHEN_FULL]
+            answer = await self._enqueue_when_full(keys=[self.keys.waiting], args=arguments)
         if answer[0] == b"late":
             raise DeadlineUnattainableError(int(answer[1]))
         if answer[0] == b"full":
             raise _full(answer[1].decode(), answer[2].decode(), self._limits)
 
     async def claim(
-        self, base_digest: str, capacity: Capacity, reports: Sequence[UsageReport] = (), *, wait_s: float = 0.0
+        self,
+        base_digest: str,
+        capacity: Capacity,
+        reports: Sequence[UsageReport] = (),
+        *,
+        wait_s: float = 0.0,
+        freed: bool = False,
     ) -> Claimed:
         """Take the next jobs of a base model that suit a worker, up to its free rows; from now on they are its own.
 
         `reports` are charged first, as `charge` does it, so that they count for whose turn it is. With `wait_s` the
-        server waits up to so many seconds for a wake-up before it claims; `stop_waiting` ends the wait.
+        server waits up to so many seconds for a wake-up before it claims; `stop_waiting` ends the wait. `freed`: the
+        last claim was `crowded`, and capacity has become free since.
         """
         await self.charge(reports[:-CHARGES_AT_ONCE])
-        reports = reports[-CHARGES_AT_ONCE:]
-        hold_ms, waiting, skip = 0, 0, 0
-        bodies: list[bytes] = []
-        requests: list[bytes] = []
-        unlinked: dict[bytes, None] = {}
-        for scan in range(SCANS_PER_CLAIM):
-            place = (self._scan_number, skip)
-            self._scan_number += 1
-            arguments = [self.keys.prefix, self._worker_id, *scan_arguments(base_digest, capacity, reports, *place)]
-            answer = await (self._scan_once_woken(arguments, wait_s) if wait_s else self._scan(arguments))
-            waiting, bodies, demanded, held_ms, skip, done, without_link = answer
-            reports, wait_s = (), 0.0
-            unlinked.update(dict.fromkeys(without_link))
-            hold_ms = min(hold_ms or held_ms, held_ms or hold_ms)
-            requests = requests or demanded
-            if done:
-                skip = 0
-                break
-            if scan == 0:  # the tenants with the lowest counters are always seen; then go on where the last claim ended
-                skip = max(skip, self._skipped_tenants)
-        self._skipped_tenants = skip
-        # The router of a body that cannot be read dispatches it again, for a worker of its own version.
-        jobs = _readable(bodies, decode_job)
-        requested = _readable(requests, decode_adapter_request)
-        return Claimed(jobs, waiting, requested, hold_ms, tuple(router.decode() for router in unlinked))
-
-    async def _scan(self, arguments: Sequence[str | int | float]) -> ScanAnswer:
-        answer: ScanAnswer = await self._claim(keys=[self.keys.waiting], args=arguments)
-        return answer
-
-    async def _scan_once_woken(self, arguments: Sequence[str | int | float], wait_s: float) -> ScanAnswer:
-        """Send the wait and the scan together: the server scans as soon as it wakes, without another round trip."""
-        if isinstance(self._redis, RedisCluster):  # its pipelines take no scripts
-            await self.wait_for_work(wait_s)
-            return await self._scan(arguments)
-        async with self._redis.pipeline(transaction=False) as pipe:
-            pipe.blpop(self._wake_lists, timeout=wait_s)
-            pipe.evalsha(self._claim.sha, 1, self.keys.waiting, *arguments)
-            try:
-                answer: ScanAnswer = (await pipe.execute())[1]
-            except NoScriptError:  # the server has restarted
-                return await self._scan(arguments)
-        return answer
+        return await self._claims.claim(base_digest, capacity, reports[-CHARGES_AT_ONCE:], wait_s=wait_s, freed=freed)
 
     async def wait_for_work(self, timeout_s: float) -> bool:
         """Block until a wake-up comes; False when the time passed without one."""
-        return await self._redis.blpop(self._wake_lists, timeout=timeout_s) is not None
+        return await self._claims.wait_for_work(timeout_s)
 
     async def stop_waiting(self) -> None:
         """End the wait of this worker's claim, which then is made at once."""
-        async with self._redis.pipeline(transaction=True) as pipe:
-            pipe.lpush(self.keys.wake_of(self._worker_id), 1)
-            pipe.pexpire(self.keys.wake_of(self._worker_id), FREE_ROWS_MS)
-            await pipe.execute()
+        await self._stop_waiting(keys=[self.keys.waiting], args=[self.keys.prefix, self._worker_id])
 
     async def charge(self, reports: Sequence[UsageReport]) -> None:
         """Charge tenants what their jobs have made since the last report. Idempotent by job, attempt and tokens."""
@@ -199,10 +148,15 @@ class JobQueue:
         await self._finish([self.keys.prefix, job_id, attempt])
 
     async def look_up(self, jobs: Sequence[tuple[str, int]]) -> list[QueueState]:
-        """Return the state of each attempt, by job id and attempt; a newer attempt of the same job counts too."""
+        """Return the state of each attempt, by job id and attempt; a newer attempt of the same job counts too.
+
+        A part of the jobs, another in each call, is put back where the queue has lost keys.
+        """
+        self._looks += 1
         states: list[QueueState] = []
         for at in range(0, len(jobs), LOOKS_AT_ONCE):
-            arguments = [self.keys.prefix, *(part for job in jobs[at : at + LOOKS_AT_ONCE] for part in job)]
+            asked = [part for job in jobs[at : at + LOOKS_AT_ONCE] for part in job]
+            arguments = [self.keys.prefix, self._looks, *asked]
             states += map(QueueState, await self._look_up(keys=[self.keys.waiting], args=arguments))
         return states
 
@@ -212,16 +166,7 @@ class JobQueue:
 
 
 def _full(limit: str, tenant: str, limits: QueueLimits) -> QueueFullError:
+    if limit == "begun_bytes_when_full":
+        return QueueFullError(f"Redis is out of memory, and {BEGUN_BYTES_WHEN_FULL} bytes of jobs that have begun wait")
     unit = limit.rpartition("_")[2]
     return QueueFullError(f"{getattr(limits, limit)} {unit} may wait{f' of {tenant}' if tenant else ''}", tenant)
-
-
-def _readable(messages: Sequence[bytes], decode: Callable[[bytes], T]) -> list[T]:
-    """Decode messages, without those that another version has written and this one cannot read."""
-    decoded = []
-    for message in messages:
-        try:
-            decoded.append(decode(message))
-        except DecodeError:
-            log.exception("cannot read a message of %d bytes in the queue", len(message))
-    return decoded

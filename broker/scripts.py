@@ -1,8 +1,8 @@
 """The Lua scripts of the queue, assembled from the files in broker/lua.
 
-A file begins with `#!lua` and its flags: `allow-oom` where the script only takes away, so that a full Redis can still
-empty itself. `--- @include "clock"` stands for broker/lua/include/clock.lua, once in a script. The names
-of broker/terms.py's whole numbers, such as HOLD_MS, are replaced by the numbers.
+A file begins with `#!lua` and its flags: `allow-oom` where the script takes away or adds a bounded amount, so that a
+full Redis can still empty itself. `--- @include "clock"` stands for broker/lua/include/clock.lua, once in a script. The
+names of broker/terms.py's whole numbers, such as HOLD_MS, are replaced by the numbers.
 
 Every script that includes "keys" gets the prefix of the cell's keys as ARGV[1]; KEYS[1] is one of these keys, so that
 the script runs on their shard.
@@ -32,9 +32,10 @@ class Scripts:
         self._includes = includes or {}
         self._constants = {**_CONSTANTS, **(constants or {})}
 
-    def register(self, redis: Redis, name: str) -> AsyncScript:
-        """Return the script broker/lua/`name`.lua, ready to be called."""
-        return redis.register_script(self.assemble(name))
+    def register(self, redis: Redis, name: str, *, allow_oom: bool = False) -> AsyncScript:
+        """Return the script broker/lua/`name`.lua, ready to be called; with `allow_oom` also for a full Redis."""
+        text = self.assemble(name)
+        return redis.register_script(re.sub(r"\A#!lua\n", "#!lua flags=allow-oom\n", text) if allow_oom else text)
 
     def assemble(self, name: str) -> str:
         """Return a script's whole text."""

@@ -29,6 +29,10 @@ SCANS_PER_CLAIM = 8
 # where it also looks for a job of a tenant below its share. At most half of them are redispatched jobs then.
 LOOKAHEAD_LIMIT = 16
 LOOKAHEAD_PER_TENANT = 4
+# Maximum places of a tenant's queue that a scan reads at once.
+PLACES_AT_ONCE = 8
+# Minimum number of the last arrivals that are kept for workers that have looked at all older jobs.
+NEWS_LIMIT = 64
 # Maximum adapter requests that a claim answers with.
 ADAPTER_REQUESTS_LIMIT = 4
 # Maximum jobs past their deadline that a scan removes.
@@ -47,8 +51,12 @@ FREE_ROWS_MS = 1_500
 # Time in ms after a router's last beat at which it is taken for dead, unless no router has beaten for ROUTERS_QUIET_MS.
 ROUTER_TTL_MS = 3_000
 ROUTERS_QUIET_MS = 1_500
+# Time in ms after a router's beat within which another one is not recorded.
+ROUTER_BEAT_MS = 250
 # Time in ms for which a claimed job's charges are remembered after its last usage report.
 CHARGE_RECORD_MS = 15_000
+# Time in ms for which the refund of a job that never ran is remembered: its next claim charges the prompt again.
+REFUND_RECORD_MS = 120_000
 # Interval in ms over which the claim rate is measured, and the time from which on a measurement counts.
 CLAIM_RATE_MS = 10_000
 CLAIM_RATE_MIN_MS = 2_000
@@ -68,10 +76,20 @@ DISPLACED_MS = 30_000
 RESUME_KEYS_LIMIT = 8
 # Maximum wake-ups in a list; more of them than idle workers are of no use.
 WAKE_LIMIT = 64
+# Maximum wake-ups that workers pass on in an interval, in ms, because they could not use them: each costs a claim.
+PASSED_ON_LIMIT = 50
+PASSED_ON_MS = 100
+# Time in ms after its arrival for which a job is a reason to pass a wake-up on; later all workers have looked at it.
+YOUNG_MS = 500
+# Number of a router's looks at its waiting jobs in which each job is looked for in its queue once.
+LOOKS_PER_CHECK = 8
+# Number of waiting jobs, drawn by chance, that a census looks for.
+LOST_IDS_PER_CENSUS = 4
 
 PRIORITY_LIMIT = 100
-# Bytes that stand before the id in a member of a tenant's queue.
+# Bytes that stand before the id in a member of a tenant's queue, and the first of these that give the arrival.
 PLACE_BYTES = 35
+ARRIVAL_BYTE = 19
 # Rows of a job that runs alone: more than any worker has, which means all rows of one worker.
 ALL_ROWS = 1 << 16
 
@@ -125,6 +143,8 @@ class Claimed:
     hold_ms: int = 0
     # Routers of jobs that suit the worker but for its missing link to them.
     unlinked: tuple[str, ...] = ()
+    # Whether a job waits that suits the worker once it has more free rows or tokens.
+    crowded: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -73,6 +73,9 @@ class ClaimScan:
         self.hold_ms = 0
         # Routers of jobs that suit the worker but for its missing link, in the order of the scan.
         self.unlinked: dict[str, None] = {}
+        # The arrival before the oldest held job's.
+        self.seen_before_held = math.inf
+        self.looks = 0
         self.saturated = False
 
     def run(self, charge: ChargeClaim) -> int | None:
@@ -100,6 +103,16 @@ class ClaimScan:
         if self.taken or self.free_rows < 1 or not (more or self._window_exceeded):
             return None
         return skipped + seen if more else 0
+
+    def run_news(self, job_ids: Iterable[str], charge: ChargeClaim) -> None:
+        """Look at the last arrivals."""
+        self._is_first = False
+        for job_id in job_ids:
+            if self.free_rows < 1:
+                break
+            if self._waiting.find(job_id) is not None:
+                self._look(job_id, charge)
+        self.saturated = self.saturated or self.free_rows < 1
 
     def most_demanded(self) -> tuple[bytes, ...]:
         """Return the adapter requests of most of the jobs that suit but did not fit."""
@@ -144,6 +157,7 @@ class ClaimScan:
         """Return True for a job that was taken, False for one that was passed over, None for one that is gone."""
         job = self._waiting.find(job_id)
         assert job is not None, "a queue has only jobs that wait"
+        self.looks += 1
         if job.deadline_ms <= self._now_ms or not self._routers.is_alive(job.entry.router, self._now_ms):
             self._waiting.forget(job_id)
             return None
@@ -198,6 +212,7 @@ class ClaimScan:
         held_ms = self._held_for_ms(job, entry)
         if held_ms > 0:
             self.hold_ms = min(self.hold_ms or held_ms, held_ms)
+            self.seen_before_held = min(self.seen_before_held, job.place[2] - 1)
         return held_ms <= 0
 
     def _held_for_ms(self, job: WaitingJob, entry: Entry) -> int:

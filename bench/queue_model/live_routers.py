@@ -12,8 +12,13 @@ class LiveRouters:
         self._until: dict[str, int] = {}
 
     def beat(self, router: str, now_ms: int) -> None:
-        """Record a router's beat. The first beat after an outage gives all routers their full time again."""
+        """Record a router's beat, unless the last one was just now.
+
+        The first beat after an outage gives all routers their full time again.
+        """
         until = now_ms + terms.ROUTER_TTL_MS
+        if self._until.get(router, 0) > until - terms.ROUTER_BEAT_MS:
+            return
         if self._are_quiet(now_ms):
             self._until = dict.fromkeys(self._until, until)
         self._until[router] = until
@@ -30,5 +35,5 @@ class LiveRouters:
 
     def _are_quiet(self, now_ms: int) -> bool:
         if not self._until:
-            return False
+            return True
         return max(self._until.values()) - terms.ROUTER_TTL_MS + terms.ROUTERS_QUIET_MS < now_ms

@@ -6,7 +6,7 @@ Time is an argument, in milliseconds. Free rows do not expire: the caller report
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -14,8 +14,12 @@ from bench.queue_model.claim_scan import ClaimScan, ScanArguments
 from bench.queue_model.live_routers import LiveRouters
 from bench.queue_model.waiting_jobs import WaitingJob, WaitingJobs, use_of
 from broker import terms
+from broker.claim_memory import ClaimPlan
 from broker.messages import Capacity, Job
 from broker.terms import Entry, Placement, QueueLimits, QueueState, UsageReport
+
+# A claim that looks at all jobs that it may.
+CLAIM_ALL = ClaimPlan(seen=0, news_only=False, scans=terms.SCANS_PER_CLAIM)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +39,10 @@ class ClaimDecision:
     adapter_requests: tuple[bytes, ...]
     hold_ms: int
     unlinked: tuple[str, ...]
+    crowded: bool = False
+    # Number of jobs looked at; of a claim that took none also the number of the last arrival that needs no second look.
+    looks: int = 0
+    seen: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +53,9 @@ class _ChargeRecord:
     weight: float
     attempt: int
     tokens: int
-    prompt_cost: float
+    # The cost of the prompt for as long as it may be refunded, and the refund that the next claim charges again.
+    refundable: float
+    refunded: float = 0.0
 
 
 @dataclass(slots=True)
@@ -73,6 +83,8 @@ class QueueModel:
         self._claim_rate: _ClaimRate | None = None
         self._arrivals = 0
         self._displaced: set[str] = set()
+        # Ids of the last arrivals.
+        self._news: deque[str] = deque(maxlen=terms.NEWS_LIMIT)
 
     def counter_of(self, tenant: str) -> float:
         """Return what a tenant was served, in charged tokens over its weight."""
@@ -80,7 +92,7 @@ class QueueModel:
 
     def enqueue(self, job: Job, placement: Placement, now_ms: int) -> Refusal | None:
         """Put a job into the queue; a newer attempt replaces an older one. Only newcomers are refused."""
-        self.beat_router(job.reply_to, now_ms)
+        self._routers.beat(job.reply_to, now_ms)
         waiting = self.waiting.find(job.job_id)
         if waiting is not None and waiting.entry.attempt >= job.attempt:
             return None
@@ -89,6 +101,7 @@ class QueueModel:
         self._displaced.discard(job.job_id)
         entry = Entry.from_job(job, placement)
         self._arrivals += 1
+        self._news.append(job.job_id)
         deadline = now_ms + job.deadline_ms if job.deadline_ms else math.inf
         arrived = WaitingJob(job.job_id, entry, (-entry.priority, deadline, self._arrivals), now_ms, deadline)
         if job.attempt > 1 or (entry.resumed and self._may_lead(arrived, now_ms)):
@@ -158,33 +171,48 @@ class QueueModel:
             return 0.0
         return self.waiting.count_before(job) * self.waiting.tenant_work(tenant) / tenant_jobs / rate
 
-    def claim(self, worker: str, base_digest: str, capacity: Capacity, now_ms: int) -> ClaimDecision:
+    def claim(
+        self, worker: str, base_digest: str, capacity: Capacity, now_ms: int, plan: ClaimPlan = CLAIM_ALL
+    ) -> ClaimDecision:
         """Take the next jobs that suit a worker."""
-        hold_ms, requests, taken = 0, tuple[bytes, ...](), tuple[str, ...]()
+        hold_ms, looks, requests = 0, 0, tuple[bytes, ...]()
         unlinked: dict[str, None] = {}
         skip: int | None = 0
-        for scan_count in range(terms.SCANS_PER_CLAIM):
+        for scan_count in range(plan.scans):
             for expired in self.waiting.expired(now_ms, terms.EXPIRED_PER_SCAN):
                 self.waiting.forget(expired)
             arguments = ScanArguments(
                 worker, base_digest, capacity, now_ms, self._scan_numbers[worker], skipped_tenants=skip or 0
             )
             scan = ClaimScan(self.waiting, self._routers, self._free_rows, arguments)
-            skip = scan.run(self._charge_claim)
+            skip = None if plan.news_only else scan.run(self._charge_claim)
+            if (skip is None or scan_count == plan.scans - 1) and not scan.taken:
+                scan.run_news(self._news_since(plan.seen), self._charge_claim)
+                skip = None if scan.taken or scan.free_rows < 1 else skip
             self._scan_numbers[worker] += 1
             self._measure_claim_rate(scan, now_ms)
             self._free_rows[worker] = max(scan.free_rows, 0)
-            hold_ms = min(hold_ms or scan.hold_ms, scan.hold_ms or hold_ms)
-            requests, taken = requests or scan.most_demanded(), tuple(scan.taken)
+            hold_ms, looks = min(hold_ms or scan.hold_ms, scan.hold_ms or hold_ms), looks + scan.looks
+            requests = requests or scan.most_demanded()
             unlinked.update(scan.unlinked)
             if skip is None:
                 break
             skip = max(skip, self._skipped_tenants.get(worker, 0)) if scan_count == 0 else skip
-        self._skipped_tenants[worker] = skip or 0
-        return ClaimDecision(taken, len(self.waiting), requests, hold_ms, tuple(unlinked))
+        if not plan.news_only:
+            self._skipped_tenants[worker] = skip or 0
+        seen = 0 if scan.taken else int(min(self._arrivals, scan.seen_before_held))
+        return ClaimDecision(
+            tuple(scan.taken), len(self.waiting), requests, hold_ms, tuple(unlinked), scan.saturated, looks, seen
+        )
+
+    def _news_since(self, seen: int) -> list[str]:
+        """Return the ids of the jobs that came after a number, as far as they are kept, each once."""
+        count = min(self._arrivals - seen, len(self._news))
+        return list(dict.fromkeys(list(self._news)[len(self._news) - count :]))
 
     def beat_router(self, router: str, now_ms: int) -> None:
         """Record that a router lives, as each of its enqueues does; jobs of dead routers are dropped."""
+        self.waiting.counters.prune_idle()
         self._routers.beat(router, now_ms)
 
     def live_routers(self, now_ms: int) -> list[str]:
@@ -207,29 +235,40 @@ class QueueModel:
             rate.work += scan.work
 
     def _charge_claim(self, job: WaitingJob, *, loads: bool) -> None:
-        """Charge the prompt and the adapter's load, at the first claim of the first attempt."""
-        entry, cost = job.entry, 0.0
-        if entry.attempt == 1:
-            if job.job_id in self._charges:
-                return
-            cost = terms.PROMPT_WEIGHT * entry.prompt / entry.weight
-            self.waiting.counters.charge(entry.tenant, cost + (entry.load / entry.weight if loads else 0))
-        self._charges[job.job_id] = _ChargeRecord(entry.tenant, entry.weight, entry.attempt, 0, cost)
+        """Charge the prompt and the load at the first claim of the first attempt, and a refund at the next claim."""
+        entry, record, counters = job.entry, self._charges.get(job.job_id), self.waiting.counters
+        if record is None:
+            refundable = 0.0
+            if entry.attempt == 1:
+                refundable = terms.PROMPT_WEIGHT * entry.prompt / entry.weight
+                counters.charge(entry.tenant, refundable + (entry.load / entry.weight if loads else 0))
+        elif record.attempt < entry.attempt or record.refunded:
+            counters.charge(entry.tenant, record.refunded)
+            refundable = record.refundable + record.refunded
+        else:
+            return
+        self._charges[job.job_id] = _ChargeRecord(entry.tenant, entry.weight, entry.attempt, 0, refundable)
 
     def charge(self, reports: Sequence[UsageReport]) -> None:
         """Charge tenants what their jobs have made since the last report."""
         for report in reports:
             record = self._charges.get(report.job_id)
-            if record is None or record.attempt != report.attempt:
-                continue
-            counters, new_tokens = self.waiting.counters, report.tokens - record.tokens
-            if new_tokens > 0:
-                counters.charge(record.tenant, terms.OUTPUT_WEIGHT * new_tokens / record.weight)
-                self._charges[report.job_id] = replace(record, tokens=report.tokens)
-            if report.ended:
-                if not report.ran:
-                    counters.charge(record.tenant, -record.prompt_cost)
-                del self._charges[report.job_id]
+            if record is not None and record.attempt == report.attempt:
+                self._charge_report(report, record)
+
+    def _charge_report(self, report: UsageReport, record: _ChargeRecord) -> None:
+        counters, new_tokens = self.waiting.counters, report.tokens - record.tokens
+        if new_tokens > 0:
+            counters.charge(record.tenant, terms.OUTPUT_WEIGHT * new_tokens / record.weight)
+        refundable = 0.0 if report.ran else record.refundable
+        if not report.ended:
+            tokens = max(report.tokens, record.tokens)
+            self._charges[report.job_id] = replace(record, tokens=tokens, refundable=refundable)
+        elif refundable:
+            counters.charge(record.tenant, -refundable)
+            self._charges[report.job_id] = replace(record, refundable=0.0, refunded=refundable)
+        elif not record.refunded:
+            del self._charges[report.job_id]
 
     def finish(self, job_id: str, attempt: int) -> None:
         """Forget a job, up to this attempt."""

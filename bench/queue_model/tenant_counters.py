@@ -17,8 +17,9 @@ class TenantCounters:
         self._floor = 0.0
 
     def value(self, tenant: str) -> float:
-        """Return a tenant's counter; the lowest for a tenant without one."""
-        return self._active.get(tenant, self._idle.get(tenant, self.lowest()))
+        """Return a tenant's counter; the lowest for a tenant without one, or with a lower one."""
+        lowest = self.lowest()
+        return self._active.get(tenant, max(lowest, self._idle.get(tenant, lowest)))
 
     def lowest_active(self, skip: int, limit: int) -> list[tuple[float, str]]:
         """Return counter and name of at most `limit` active tenants, from the lowest counter on, after `skip`."""
@@ -34,7 +35,6 @@ class TenantCounters:
             return
         lowest = self.lowest()
         counter = max(lowest, self._idle.pop(tenant, lowest))
-        self._idle = {name: value for name, value in self._idle.items() if value > lowest}
         self._active[tenant] = counter
         insort(self._order, (counter, tenant.encode()))
 
@@ -56,9 +56,14 @@ class TenantCounters:
             insort(self._order, (counter + cost, tenant.encode()))
             return
         lowest = self.lowest()
-        counter = self._idle.pop(tenant, lowest) + cost
+        counter = max(lowest, self._idle.pop(tenant, lowest)) + cost
         if counter > lowest:
             self._idle[tenant] = counter
+
+    def prune_idle(self) -> None:
+        """Forget the counters of idle tenants that would be lifted anyway."""
+        lowest = self.lowest()
+        self._idle = {name: value for name, value in self._idle.items() if value > lowest}
 
     def _remove(self, counter: float, tenant: str) -> None:
         del self._order[bisect_left(self._order, (counter, tenant.encode()))]

@@ -86,7 +86,7 @@ class WaitingJobs:
         return self._tenant_bytes[tenant]
 
     def tenant_work(self, tenant: str) -> int:
-        """Return the sum of the work of a tenant's jobs."""
+        """Return the sum of the work of a tenant's newcomers."""
         return self._tenant_work[tenant]
 
     def count_before(self, job: WaitingJob) -> int:
@@ -127,8 +127,10 @@ class WaitingJobs:
         tenant, size = job.entry.tenant, sign * len(job.entry.body)
         self.bytes += size
         self._tenant_bytes[tenant] += size
-        self._tenant_work[tenant] += sign * job.work
-        self._begun_work[tenant] += sign * job.work if job.has_begun else 0
+        if job.has_begun:
+            self._begun_work[tenant] += sign * job.work
+        else:
+            self._tenant_work[tenant] += sign * job.work
 
 
 def use_of(jobs: int, size: int, weight: float, limits: QueueLimits) -> float:

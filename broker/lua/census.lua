@@ -3,6 +3,7 @@
 -- expired are taken off the list; a router that asks is recorded as alive.
 --- @include "workers"
 --- @include "routers"
+--- @include "lost_keys"
 
 local router, new_data_name = ARGV[2], ARGV[3]
 if router ~= '' then beat_router(router) end
@@ -22,6 +23,8 @@ end
 for _, worker in ipairs(lapsed) do
   if not living[worker] then clear_free_rows(worker) end
 end
+prune_idle_tenants()
+drop_remains()
 redis.call('SET', PREFIX .. 'born', new_data_name, 'NX')
 local run = string.match(redis.call('INFO', 'server'), 'run_id:(%x+)')
 return {run .. ' ' .. redis.call('GET', PREFIX .. 'born'), states}

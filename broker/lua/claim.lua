@@ -1,14 +1,18 @@
 #!lua flags=allow-oom
 -- Give a worker the waiting jobs that suit it: jobs that have begun first, then always the next job of the tenant with the
--- lowest counter, which what it gets raises. A job that does not fit is passed over, within limits for each scan.
+-- lowest counter, which what it gets raises. A job that does not fit is passed over, within limits for each scan. A
+-- worker that has lately looked at all it may without finding a job looks at newer arrivals alone.
 -- Answers {jobs that still wait, bodies, adapter requests, hold_ms, tenants to skip in the next scan, 1 for no reason
--- to scan again, routers of jobs that suit the worker but for its missing link}. The same in Python, decision for
--- decision: bench.queue_model.ClaimScan.
+-- to scan again, routers of jobs that suit the worker but for its missing link, jobs looked at, 1 for a job that more
+-- free capacity suits; and of a scan that found no job: arrivals that need no second look, live workers}. The same in
+-- Python, decision for decision: bench.queue_model.ClaimScan.
 --- @include "charges"
 --- @include "waiting_jobs"
 --- @include "workers"
 --- @include "routers"
 --- @include "adapter_demand"
+--- @include "arrivals"
+--- @include "claim_rate"
 
 local worker, base_digest = ARGV[2], ARGV[3]
 local free_rows, all_rows, free_tokens = tonumber(ARGV[4]), tonumber(ARGV[5]), tonumber(ARGV[6])
@@ -20,8 +24,12 @@ if ARGV[11] ~= '*' then
   linked = {}
   for router in string.gmatch(ARGV[11], '[^\n]+') do linked[router] = true end
 end
+-- The number of the last arrival that needs no second look; whether to look at later ones alone, or, where nothing else
+-- is found, in this scan or in a later one; and whether the worker has waited for a wake-up.
+local seen, news, was_woken = tonumber(ARGV[12]), ARGV[13], ARGV[14] == '1'
+local NEWS_ONLY, NEWS_LATER = 'only', 'later'
 -- Usage is charged before the claim: it counts for whose turn it is.
-local reports_end = 12 + charge_reports(13, tonumber(ARGV[12]))
+local reports_end = 15 + charge_reports(16, tonumber(ARGV[15]))
 -- The tenant whose row this worker would take for a tenant below its share, empty for none; the rows, over its weight,
 -- that it then still has; and the rows that each tenant has here.
 local row_of, rows_left, tenants_here = ARGV[reports_end + 1], tonumber(ARGV[reports_end + 2]), tonumber(ARGV[reports_end + 3])
@@ -32,13 +40,16 @@ local rows_here, resident = {}, {}
 for i = reports_end + 4, tenants_end, 2 do rows_here[ARGV[i]] = tonumber(ARGV[i + 1]) end
 for i = tenants_end + 1, #ARGV do resident[ARGV[i]] = true end
 
-local TAKEN, PASSED, GONE = 1, 2, 3
+local TAKEN, PASSED, GONE, LOST = 1, 2, 3, 4
 local passes_left, lookahead_left = PASSES_PER_SCAN, LOOKAHEAD_LIMIT
-local bodies, claimed_work, hold_ms = {}, 0, 0
-local saturated, window_exceeded = false, false
+local bodies, claimed_work, looks = {}, 0, 0
+-- Time until the first held job is free for all, and the arrival before the oldest held one.
+local hold_ms, seen_before_held = 0, math.huge
+local saturated, window_exceeded, was_full = false, false, free_rows < 1
+local is_young_passed = false
 -- Only the job that is first in line may reserve a worker.
 local is_first = skipped_tenants == 0
-local gone_ids, gone_keys = {}, {}
+local gone_ids, gone_keys, is_gone = {}, {}, {}
 
 local free_rows_by_worker, router_alive = {}, {}
 local unlinked, is_unlinked = {}, {}
@@ -78,34 +89,44 @@ local function may_share_row(name, weight, rows, queued)
     and ((rows_here[name] or 0) + 1) / weight <= rows_left and counter_of(name) < counter_of(row_of)
 end
 
+-- Returns whether the tenant became idle; its `counter` may be known.
 local function take_out(id, ...)
-  gone_ids[#gone_ids + 1], gone_keys[#gone_keys + 1] = id, PREFIX .. 'job:' .. id
-  leave_queue(id, ...)
+  gone_ids[#gone_ids + 1], gone_keys[#gone_keys + 1], is_gone[id] = id, PREFIX .. 'job:' .. id, true
+  return leave_queue(id, ...)
 end
 
--- Charge the tenant for a claim; nil for a job that has begun, whose tenant may have no other that waits.
-local function charge_for(id, tenant, name, weight, attempt, prompt, load)
+-- Take a job, and charge its tenant for the claim; `tenant` is nil outside of a scan of the tenants.
+local function take(id, tenant, name, weight, attempt, prompt, load, place, size, work)
+  bodies[#bodies + 1] = redis.call('HGET', PREFIX .. 'job:' .. id, 'body')
+  claimed_work = claimed_work + work
   local cost = charge_claim(id, name, weight, attempt, prompt, load)
-  if cost == 0 then return end
-  if not tenant then return charge_tenant(name, cost) end
-  tenant.counter = tenant.counter + cost
-  redis.call('ZADD', TENANTS, exact(tenant.counter), name)
+  if tenant then
+    tenant.counter = tenant.counter + cost
+    local is_idle = take_out(id, name, place, size, work, tenant.counter)
+    if cost > 0 and not is_idle then redis.call('ZADD', TENANTS, exact(tenant.counter), name) end
+  else
+    if cost > 0 then charge_tenant(name, cost) end
+    take_out(id, name, place, size, work)
+  end
 end
 
--- Take a job, pass it over, or drop one that is of no use any more.
-local function look(id, tenant)
+-- Take a job, pass it over, or drop one that is of no use any more. `line_place` is its member of a tenant's queue.
+local function look(id, tenant, line_place)
   local key = PREFIX .. 'job:' .. id
   local values = redis.call('HMGET', key, 'facts', 'reserved', 'reserved_until')
   if not values[1] then
     redis.call('ZREM', WAITING, id)
-    return GONE
+    return LOST
   end
   local name, base, adapter, prefer, router, attempt, weight, tokens, prefill, prompt, rank, rows, load,
     place, size, work, queued, deadline = cmsgpack.unpack(values[1])
+  if line_place and line_place ~= place then return LOST end
+  looks = looks + 1
   if deadline > 0 and deadline <= now or not owner_lives(router) then
     take_out(id, name, place, size, work)
     return GONE
   end
+  is_young_passed = is_young_passed or now - queued < YOUNG_MS
   if tokens > max_tokens or rank > max_rank or base ~= base_digest then return PASSED end
   if not has_link(router) then return PASSED end
   local reserved_for = values[2]
@@ -113,6 +134,7 @@ local function look(id, tenant)
   local held_ms = held_for_ms(adapter, place == id, queued, prefer)
   if held_ms > 0 then
     if hold_ms == 0 or held_ms < hold_ms then hold_ms = held_ms end
+    seen_before_held = math.min(seen_before_held, tonumber(string.sub(place, ARRIVAL_BYTE, PLACE_BYTES - 1)) - 1)
     return PASSED
   end
   rows = math.min(rows, all_rows)
@@ -122,11 +144,8 @@ local function look(id, tenant)
   if fits or may_share_row(name, weight, rows, queued) then
     -- One job a claim: the worker's next one says who is above its share then.
     if not fits then row_of = '' end
-    free_rows, free_tokens, claimed_work = free_rows - rows, free_tokens - prefill, claimed_work + work
-    bodies[#bodies + 1] = redis.call('HGET', key, 'body')
-    -- Before the job leaves: a tenant that becomes idle keeps its counter.
-    charge_for(id, tenant, name, weight, attempt, prompt, resident[adapter] and 0 or load)
-    take_out(id, name, place, size, work)
+    free_rows, free_tokens = free_rows - rows, free_tokens - prefill
+    take(id, tenant, name, weight, attempt, prompt, resident[adapter] and 0 or load, place, size, work)
     return TAKEN
   end
   saturated = true
@@ -165,39 +184,60 @@ local function look_at_redispatched()
   end
   for _, id in ipairs(ids) do
     if not may_look() then return end
-    if look(id) == GONE then redis.call('ZREM', REDISPATCHED, id) end
+    if look(id) == LOST then redis.call('ZREM', REDISPATCHED, id) end
+  end
+end
+
+local function length_of(tenant)
+  tenant.length = tenant.length or redis.call('ZCARD', tenant.queue)
+  return tenant.length
+end
+
+-- Return the place of a tenant's next job; nil at the end of the queue. A few are read at once.
+local function next_place(tenant)
+  if not tenant.places[tenant.next] then
+    tenant.places = redis.call('ZRANGE', tenant.queue, tenant.position, tenant.position + PLACES_AT_ONCE - 1)
+    tenant.next = 1
+    if #tenant.places < PLACES_AT_ONCE then tenant.length = tenant.position + #tenant.places end
+  end
+  return tenant.places[tenant.next]
+end
+
+-- Note that a tenant's job was passed over.
+local function pass_over(tenant)
+  tenant.passed, tenant.position = tenant.passed + 1, tenant.position + 1
+  if tenant.passed == PASSES_PER_TENANT / 2 and length_of(tenant) > PASSES_PER_TENANT then
+    tenant.position, tenant.places = second_half_start(tenant.length, PASSES_PER_TENANT), {}
   end
 end
 
 -- Look at a tenant's next job. Returns whether the scan has seen all that it may of this tenant.
 local function look_at_tenant(tenant)
-  local queue = PREFIX .. 'queue:' .. tenant.name
-  tenant.left = tenant.left or redis.call('ZCARD', queue)
-  local place = redis.call('ZRANGE', queue, tenant.position, tenant.position)[1]
-  local result = place and look(string.sub(place, PLACE_BYTES + 1), tenant) or GONE
+  local place = next_place(tenant)
+  local result = place and look(string.sub(place, PLACE_BYTES + 1), tenant, place) or LOST
+  tenant.next = tenant.next + 1
   if result ~= TAKEN then passes_left = passes_left - 1 end
   if result == PASSED then
-    tenant.passed, tenant.position = tenant.passed + 1, tenant.position + 1
-    if tenant.passed == PASSES_PER_TENANT / 2 and tenant.left > PASSES_PER_TENANT then
-      tenant.position = second_half_start(tenant.left, PASSES_PER_TENANT)
-    end
+    pass_over(tenant)
   else
-    -- A place is left over where a job's own key has been lost.
-    local lost = not place or result == GONE and redis.call('ZREM', queue, place) == 1
-    if lost and redis.call('EXISTS', queue) == 0 then deactivate_tenant(tenant.name) end
-    tenant.left = tenant.left - 1
+    if tenant.length then tenant.length = tenant.length - 1 end
+    -- A place is left over where a job's own key has been lost, a tenant where its queue has.
+    if result == LOST and place then redis.call('ZREM', tenant.queue, place) end
+    if result == LOST and redis.call('EXISTS', tenant.queue) == 0 then deactivate_tenant(tenant.name, tenant.counter) end
   end
   local passes = looks_around and LOOKAHEAD_PER_TENANT or PASSES_PER_TENANT
-  return not place or tenant.passed >= passes or tenant.position >= tenant.left
+  if not place or tenant.passed >= passes then return true end
+  return not tenant.places[tenant.next] and tenant.position >= length_of(tenant)
 end
 
 -- Look at tenants from the lowest counter on. Returns how many the next scan is to skip, and whether there may be more
 -- beyond what this scan has seen.
 local function look_at_tenants()
-  local lowest, seen, head = {}, 0, 1
+  local lowest, seen_tenants, head = {}, 0, 1
   local found = redis.call('ZRANGE', TENANTS, skipped_tenants, skipped_tenants + TENANTS_PER_SCAN - 1, 'WITHSCORES')
   for i = 1, #found, 2 do
-    lowest[#lowest + 1] = {name = found[i], counter = tonumber(found[i + 1]), number = i, passed = 0, position = 0}
+    lowest[#lowest + 1] = {name = found[i], counter = tonumber(found[i + 1]), number = i, passed = 0, position = 0,
+      queue = PREFIX .. 'queue:' .. found[i], places = {}, next = 1}
   end
   -- Tenants that the scan does not see may have a lower counter than one that has grown beyond this.
   local horizon = #lowest == TENANTS_PER_SCAN and lowest[#lowest].counter or math.huge
@@ -205,7 +245,7 @@ local function look_at_tenants()
     local tenant = lowest[head]
     if look_at_tenant(tenant) then
       head = head + 1
-      if tenant.left > 0 then seen = seen + 1 end
+      if tenant.position > 0 then seen_tenants = seen_tenants + 1 end
     else
       -- Move the tenant behind those that have a lower counter now; equals keep their order.
       local at = head
@@ -219,48 +259,60 @@ local function look_at_tenants()
     end
   end
   local more = passes_left < 1 or horizon < math.huge
-  return more and skipped_tenants + seen or 0, more
+  return more and skipped_tenants + seen_tenants or 0, more
 end
 
--- Measure how much work the cell claims in a ms while more waits than the workers take. An interval of CLAIM_RATE_MS
--- replaces the one before; a queue that ran empty, or a worker that found no more, deletes both.
-local function measure_claim_rate(waiting)
-  if waiting == 0 or not saturated and free_rows > 0 then
-    redis.call('DEL', CLAIM_RATE)
-    return
-  end
-  local rate = redis.call('HMGET', CLAIM_RATE, 'since', 'work')
-  local work = tonumber(rate[2] or 0) + claimed_work
-  if not rate[1] then
-    redis.call('HSET', CLAIM_RATE, 'since', now, 'work', 0)
-  elseif now - tonumber(rate[1]) >= CLAIM_RATE_MS then
-    redis.call('HSET', CLAIM_RATE, 'since', now, 'work', 0, 'pace', exact(work / (now - tonumber(rate[1]))))
-  else
-    redis.call('HSET', CLAIM_RATE, 'work', work)
+-- Look at the last arrivals, as many as have come since `seen`.
+local function look_at_news()
+  local arrivals = tonumber(redis.call('GET', ARRIVALS) or 0)
+  if arrivals < seen then seen = 0 end -- the counter was lost
+  local count = math.min(arrivals - seen, NEWS_LIMIT)
+  if count == 0 then return end
+  is_first = false
+  for _, id in ipairs(redis.call('LRANGE', NEWS, -count, -1)) do
+    if free_rows < 1 then return end
+    if not is_gone[id] then look(id) end
+    is_gone[id] = true -- two attempts of a job may have come
   end
 end
 
 for _, id in ipairs(redis.call('ZRANGEBYSCORE', WAITING, '-inf', now, 'LIMIT', 0, EXPIRED_PER_SCAN)) do
   forget_job(id)
 end
-look_at_redispatched()
-local next_skip, more = look_at_tenants()
-if #gone_ids > 0 then
-  redis.call('ZREM', WAITING, unpack(gone_ids))
-  redis.call('DEL', unpack(gone_keys))
+local next_skip, more = 0, false
+if news ~= NEWS_ONLY then
+  look_at_redispatched()
+  next_skip, more = look_at_tenants()
 end
+local is_complete = news == NEWS_ONLY or not (more or window_exceeded)
+if (is_complete or news ~= NEWS_LATER) and #bodies == 0 then look_at_news() end
+if #gone_ids > 0 then redis.call('ZREM', WAITING, unpack(gone_ids)) end
 flush_counts()
 
 local waiting = redis.call('ZCARD', WAITING)
-measure_claim_rate(waiting)
-if waiting == 0 then
-  redis.call('DEL', WAKE)
-elseif #bodies > 0 or #unlinked > 0 then
-  wake_a_worker()
+local deleted = gone_keys
+if waiting == 0 or not saturated and free_rows > 0 then
+  deleted[#deleted + 1] = CLAIM_RATE
+else
+  measure_claim_rate(claimed_work)
 end
+if waiting == 0 then deleted[#deleted + 1] = WAKE end
 if worker ~= '' then
-  redis.call('DEL', WAKE .. ':' .. worker)
+  deleted[#deleted + 1] = WAKE .. ':' .. worker
   redis.call('SET', PREFIX .. 'room:' .. worker, math.max(free_rows, 0), 'PX', FREE_ROWS_MS)
 end
-local done = #bodies > 0 or free_rows < 1 or not (more or window_exceeded)
-return {waiting, bodies, most_demanded(), hold_ms, next_skip, done and 1 or 0, unlinked}
+if #deleted > 0 then redis.call('DEL', unpack(deleted)) end
+
+local seen_arrivals, live_workers = 0, 0
+if #bodies > 0 then
+  if waiting > 0 then wake_a_worker() end
+else
+  local arrivals = tonumber(redis.call('GET', ARRIVALS) or 0)
+  seen_arrivals, live_workers = math.min(arrivals, seen_before_held), redis.call('HLEN', WORKERS)
+  local is_woken_in_vain = was_woken and is_young_passed and not was_full and seen_arrivals > seen
+  if is_woken_in_vain or #unlinked > 0 then pass_wake_up_on() end
+end
+local done = is_complete or #bodies > 0 or free_rows < 1
+local is_crowded = saturated or free_rows < 1
+return {waiting, bodies, most_demanded(), hold_ms, next_skip, done and 1 or 0, unlinked, looks, is_crowded and 1 or 0,
+  seen_arrivals, live_workers}

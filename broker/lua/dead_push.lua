@@ -1,4 +1,4 @@
-#!lua
+#!lua flags=allow-oom
 -- Keep a dead letter in the list KEYS[1], the newest first; the oldest are dropped where there are more than
 -- `max_records` or they take more than `max_bytes`. A record that equals the newest, a repeated call, is not kept again.
 local record, max_records, max_bytes = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3])

@@ -1,8 +1,10 @@
 #!lua
 -- Put a job into the queue. Answers {'queued'}, {'known'} for an attempt that is not newer than the one that waits, or
--- for a refused newcomer {'full', bound, tenant} or {'late', wait in ms}. A job that has begun is never refused.
+-- for a refused newcomer {'full', limit, tenant} or {'late', wait in ms}. A job that has begun is refused by a full Redis
+-- alone, beyond a limit.
 --- @include "routers"
 --- @include "waiting_jobs"
+--- @include "arrivals"
 --- @include "workers"
 --- @include "queue_shares"
 
@@ -33,14 +35,10 @@ end
 -- Return whether an answer that had begun at another router goes before newcomers. A tenant must not gain by resuming
 -- again and again: its lead, with what it has resumed and not been given yet, is limited.
 local function may_lead()
-  local begun_work = tonumber(redis.call('HGET', TOTALS, 'begun:' .. job.tenant) or 0)
-  if begun_work > 0 and redis.call('EXISTS', REDISPATCHED) == 0 then
-    redis.call('HDEL', TOTALS, 'begun:' .. job.tenant) -- an older version of claim.lua took jobs and did not count them
-    begun_work = 0
-  end
+  local begun_work = totals['begun:' .. job.tenant]
+  if begun_work > 0 and redis.call('EXISTS', REDISPATCHED) == 0 then begun_work = 0 end -- their key was lost
   local lowest = lowest_counter()
-  local counter = redis.call('ZSCORE', TENANTS, job.tenant) or redis.call('ZSCORE', IDLE, job.tenant) or lowest
-  local lead = math.max(0, tonumber(counter) - lowest) * job.weight + begun_work
+  local lead = math.max(0, counter_of(job.tenant) - lowest) * job.weight + begun_work
   return lead <= math.max(RESUME_LEAD_WORK, RESUME_LEAD_MS * claim_rate())
 end
 
@@ -59,31 +57,24 @@ local function wait_before_turn_ms(tenant_jobs, tenant_work)
 end
 
 -- Return the answer that refuses a newcomer; nil: it has a place, perhaps that of another job.
-local function refusal_of_newcomer()
-  local tenant_jobs = redis.call('ZCARD', queue)
-  local totals = redis.call('HMGET', TOTALS, 'of:' .. job.tenant, 'work:' .. job.tenant, 'all')
-  local tenant_bytes = tonumber(totals[1] or 0)
+local function refusal_of_newcomer(tenant_jobs)
+  local tenant_bytes = totals['of:' .. job.tenant] + totals['begun_of:' .. job.tenant]
   local refusal = reached_tenant_limit(tenant_jobs, tenant_bytes)
   if refusal then return refusal end
-  local wait_ms = deadline_ms > 0 and wait_before_turn_ms(tenant_jobs, tonumber(totals[2] or 0)) or 0
+  local wait_ms = deadline_ms > 0 and wait_before_turn_ms(tenant_jobs, totals['work:' .. job.tenant]) or 0
   if wait_ms > DEADLINE_DOUBT * deadline_ms then return {'late', math.floor(wait_ms)} end
   local use = use_of(tenant_jobs + 1, tenant_bytes + job.size, job.weight, max)
-  local limit = make_room(tonumber(totals[3] or 0), job.size, use, max)
+  local limit = make_room(job.size, use, max)
   if limit then return {'full', limit, ''} end
   redis.call('ZADD', USES, exact(use), job.tenant)
 end
 
 -- Wake the first preferred worker with free rows, or else any.
 local function wake_for_job(has_begun)
-  local list = WAKE
   for worker in string.gmatch(has_begun and '' or job.prefer, '[^\n]+') do
-    if free_rows_of(worker) > 0 then
-      list = WAKE .. ':' .. worker
-      break
-    end
+    if free_rows_of(worker) > 0 then return wake_worker(worker) end
   end
-  if redis.call('LLEN', list) < WAKE_LIMIT then redis.call('LPUSH', list, 1) end
-  if list ~= WAKE then redis.call('PEXPIRE', list, FREE_ROWS_MS) end
+  if redis.call('LPUSH', WAKE, 1) > WAKE_LIMIT then redis.call('LPOP', WAKE) end
 end
 
 beat_router(job.router)
@@ -93,15 +84,22 @@ if left[1] or left[2] then
   forget_job(id)
   flush_counts()
 end
+read_totals('all', 'begun_bytes', 'of:' .. job.tenant, 'work:' .. job.tenant, 'begun_of:' .. job.tenant,
+  'begun:' .. job.tenant)
 local has_begun = job.attempt > 1 or job.resumed == 1 and may_lead()
-local arrival = redis.call('INCR', ARRIVALS)
+if max.begun_bytes_when_full and (not has_begun or totals.begun_bytes + job.size > max.begun_bytes_when_full) then
+  return {'full', 'begun_bytes_when_full', ''}
+end
+local arrival = record_arrival(id)
+local tenant_jobs = 0
 if has_begun then
   job.place = id
 else
   -- Members of equal score are ordered by their bytes: priority, deadline, arrival. PLACE_BYTES stand before the id.
   job.place = string.format('%03d%015d%016d:', PRIORITY_LIMIT - job.priority,
     deadline_ms > 0 and job.deadline or 999999999999999, arrival) .. id
-  local refusal = refusal_of_newcomer()
+  tenant_jobs = redis.call('ZCARD', queue)
+  local refusal = refusal_of_newcomer(tenant_jobs)
   if refusal then return refusal end
 end
 -- In the order that include/waiting_jobs.lua gives.
@@ -117,7 +115,7 @@ if has_begun then
   raise_use(job.tenant, job.weight, max)
 else
   redis.call('ZADD', queue, 0, job.place)
-  activate_tenant(job.tenant)
+  if tenant_jobs == 0 then activate_tenant(job.tenant) end
 end
 wake_for_job(has_begun)
 return {'queued'}

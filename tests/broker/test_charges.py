@@ -120,3 +120,50 @@ async def test_two_backlogged_tenants_differ_by_a_bounded_service_and_nobody_sta
     bound = 2 * max(longest, terms.OUTPUT_WEIGHT * rows * most)
     assert 0 < max(gaps) <= bound
     assert min(served.values()) > 3 * bound
+
+
+async def test_a_job_given_back_before_it_ran_is_charged_when_it_runs(both: BothQueues) -> None:
+    await both.enqueue(make_job("j", "a", prompt=10))
+    await both.enqueue(make_job("waits", "a"))
+    for attempt in (1, 2):
+        assert await claim(both, ONE) == ["j"]
+        assert await both.counter("a") == 10
+        for _ in range(2):
+            await both.charge(UsageReport("j", attempt, 0, ended=True, ran=False))
+            assert await both.counter("a") == 0
+        await both.enqueue(make_job("j", "a", prompt=10, attempt=attempt + 1))
+    assert await claim(both, ONE) == ["j"]
+    await both.charge(UsageReport("j", 3, 5, ended=True))
+    assert await both.counter("a") == 10 + OUTPUT_WEIGHT * 5
+
+
+async def test_each_token_is_charged_once_however_often_a_job_is_given_back(both: BothQueues) -> None:
+    """Random attempts: some never run, some report late, twice or never that they have not, some die in the middle."""
+    chance, seed, jobs, due = random.Random(5), 5, 60, 0
+    print(f"seed {seed}")
+    await both.enqueue(make_job("never taken", "a", base="sha256:other"))  # the tenant stays active
+    late: list[UsageReport] = []
+    for number in range(jobs):
+        name, prompt, attempt, runs = f"j{number}", chance.randint(1, 50), 0, False
+        while not runs or chance.random() < 0.5:
+            attempt += 1
+            await both.enqueue(make_job(name, "a", prompt=prompt, attempt=attempt))
+            taken = await both.claim("w", ROOMY, *late)
+            assert [(job.job_id, job.attempt) for job in taken.jobs] == [(name, attempt)]
+            late = []
+            if chance.random() < 0.6:
+                never_ran = UsageReport(name, attempt, 0, ended=True, ran=False)
+                when = chance.choice(("now", "twice", "late", "never"))
+                await both.charge(*[never_ran] * {"now": 1, "twice": 2, "late": 0, "never": 0}[when])
+                late += [never_ran] if when == "late" else []
+                continue
+            tokens, runs = chance.randint(0, 9), True
+            due += OUTPUT_WEIGHT * tokens
+            await both.charge(UsageReport(name, attempt, tokens // 2), UsageReport(name, attempt, tokens))
+            if chance.random() < 0.5:  # else its worker died
+                late.append(UsageReport(name, attempt, tokens, ended=True))
+        due += prompt
+        await both.charge(*late)
+        await both.finish(name, attempt)
+        late = []
+        assert await both.counter("a") == due

@@ -53,8 +53,14 @@ class Walk(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        scripts = scripts_on_test_clock(**LEADS)
-        self.both = BothQueues(self.redis, LIMITS[self.happened["walks"] % len(LIMITS)], scripts=scripts)
+        # In every other walk workers rest after they have looked at more than one job in vain.
+        looks_limit = 1 if self.happened["walks"] % 2 else 1 << 30
+        self.both = BothQueues(
+            self.redis,
+            LIMITS[self.happened["walks"] % len(LIMITS)],
+            scripts=scripts_on_test_clock(**LEADS),
+            looks_limit=looks_limit,
+        )
         self.happened["walks"] += 1
         self.run(self.both.start())
         self.count = 0
@@ -129,16 +135,18 @@ class Walk(RuleBasedStateMachine):
             self.waiting[job_id] = attempt + 1
 
     def claim(self, chance: random.Random) -> None:
-        worker, rows, max_rank = chance.choice(WORKERS), chance.randint(0, 4), chance.choice((8, 64, 64))
+        worker, rows = chance.choice(WORKERS), chance.randint(0, 4)
         resident = chance.choice(((), ("sha256:x",), ("sha256:y", "sha256:z")))
-        routers = chance.choice((None, None, ROUTERS, ROUTERS[:1], ()))
+        # A worker rests only while it takes the same kinds of jobs; the last one changes with every claim.
+        links = chance.choice((None, None, ROUTERS, ROUTERS[:1], ()))
+        max_rank, routers = {"w1": (64, None), "w2": (8, ROUTERS[:1])}.get(worker, (chance.choice((8, 64, 64)), links))
         here = tuple((tenant, chance.randint(0, 3)) for tenant in TENANTS)
         share = RowToShare(chance.choice(TENANTS), chance.choice((1.0, 2.0)), here) if chance.random() < 0.5 else None
         capacity = Capacity(rows, 4, chance.choice((0, 10, 100)), 60, max_rank, resident, routers, share)
         reports = self._reports(chance) if chance.random() < 0.5 else ()
         self.happened["reported"] += any(report.tokens for report in reports)
         before = len(self.both.model.waiting)
-        claimed = self.run(self.both.claim(worker, capacity, *reports))
+        claimed = self.run(self.both.claim(worker, capacity, *reports, freed=chance.random() < 0.2))
         over = sum(min(job.rows, 4) for job in claimed.jobs) - rows
         assert over <= (0 if share is None else 3)
         self.happened["shared"] += over > 0
@@ -188,12 +196,13 @@ class Walk(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         """Once everything has ended nothing is left of it."""
+        self.happened["news"] += self.both.found_in_news
         for job_id, attempt in (self.waiting | self.displaced).items():
             self.run(self.both.finish(job_id, attempt))
         for key, made in self.running.items():
             self.run(self.both.charge(UsageReport(*key, made, ended=True)))
         left = self.run(self.both.names())
-        kept = ("arrivals", "floor", "idle", "wake", "room:", "pace", "routers", "born", CLOCK)
+        kept = ("arrivals", "news", "floor", "idle", "wake", "room:", "pace", "routers", "born", "passed_on", CLOCK)
         stale = {name for name in left if not name.startswith((*kept, "charged:"))}
         assert stale == set()
 
@@ -216,6 +225,6 @@ def test_the_scripts_and_their_model_decide_alike(runner: asyncio.Runner, monkey
     )
     print(Walk.happened)
     for event in ("queued", "claimed", "again", "shared", "reported", "held", "ahead", "reserved", "late", "refunded",
-                  "dropped", "unlinked", "jobs", "bytes", "tenant_jobs", "tenant_bytes", "displaced", "resumed",
+                  "dropped", "unlinked", "news", "jobs", "bytes", "tenant_jobs", "tenant_bytes", "displaced", "resumed",
                   "resumed as a newcomer"):  # fmt: skip
         assert Walk.happened[event], f"no walk has shown {event}"

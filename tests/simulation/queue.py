@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Sequence
 
 from bench.queue_model.queue_model import Refusal
+from broker.claim_memory import ClaimMemory, ClaimPlan
 from broker.codec import decode_adapter_request, decode_job
 from broker.commands import Command
 from broker.keys import Keys
@@ -28,6 +29,8 @@ class SimulatedQueue:
         self.pins = NoPins()
         self._redis = redis
         self._worker_id = worker_id
+        # Few jobs wait here at a time: workers rest after a few of them.
+        self._memory = ClaimMemory(looks_limit=2, rest_per_look_s=0.02)
 
     async def enqueue(self, job: Job, placement: Placement | None = None) -> None:
         """See JobQueue."""
@@ -49,14 +52,21 @@ class SimulatedQueue:
         return refusal
 
     async def claim(
-        self, base_digest: str, capacity: Capacity, reports: Sequence[UsageReport] = (), *, wait_s: float = 0.0
+        self,
+        base_digest: str,
+        capacity: Capacity,
+        reports: Sequence[UsageReport] = (),
+        *,
+        wait_s: float = 0.0,
+        freed: bool = False,
     ) -> Claimed:
         """See JobQueue."""
         if wait_s:
             await self.wait_for_work(wait_s)
-        return await self._redis.call(lambda: self._claim(base_digest, capacity, reports))
+        plan = self._memory.plan(base_digest, capacity, freed=freed)
+        return await self._redis.call(lambda: self._claim(base_digest, capacity, reports, plan))
 
-    def _claim(self, base_digest: str, capacity: Capacity, reports: Sequence[UsageReport]) -> Claimed:
+    def _claim(self, base_digest: str, capacity: Capacity, reports: Sequence[UsageReport], plan: ClaimPlan) -> Claimed:
         data, now_ms = self._redis.data, self._redis.now_ms
         data.queue.charge(reports)
         for worker, at_ms in tuple(data.claimed_ms.items()):
@@ -64,12 +74,14 @@ class SimulatedQueue:
                 data.queue.clear_free_rows(worker)
                 del data.claimed_ms[worker]
         data.claimed_ms[self._worker_id] = now_ms
-        decision = data.queue.claim(self._worker_id, base_digest, capacity, now_ms)
+        decision = data.queue.claim(self._worker_id, base_digest, capacity, now_ms, plan)
+        found, looks, workers = bool(decision.job_ids), decision.looks, len(data.living)
+        self._memory.note(plan, capacity, found=found, seen=decision.seen, looks=looks, live_workers=workers)
         jobs = [decode_job(data.bodies.pop(job_id)) for job_id in decision.job_ids]
         for job in jobs:
             self._redis.claimed(job)
         requests = [decode_adapter_request(data) for data in decision.adapter_requests]
-        return Claimed(jobs, decision.waiting, requests, decision.hold_ms, decision.unlinked)
+        return Claimed(jobs, decision.waiting, requests, decision.hold_ms, decision.unlinked, crowded=decision.crowded)
 
     async def charge(self, reports: Sequence[UsageReport]) -> None:
         """See JobQueue."""

@@ -1,42 +1,56 @@
 -- What a claimed job's tenant has been charged, so that each token is charged once: tenant, weight, attempt, output
--- tokens, and the cost of the prompt. The order is a format, as that of the facts.
+-- tokens, the cost of the prompt for as long as it may be refunded, and the refund that the next claim charges again.
+-- The order is a format, as that of the facts; records of older versions have no refund.
 --- @include "keys"
 --- @include "tenant_counters"
 
--- Record a claim. Returns what it costs the tenant: the prompt and the adapter's load, at the first attempt's first claim.
+local function write_charges(key, ttl_ms, ...)
+  redis.call('SET', key, cmsgpack.pack(...), 'PX', ttl_ms)
+end
+
+-- Record a claim. Returns what it costs the tenant: the prompt and the adapter's load at the first claim of the first
+-- attempt, and what was refunded at the claim after a refund.
 local function charge_claim(id, tenant, weight, attempt, prompt, load)
   local key, is_first = PREFIX .. 'charged:' .. id, attempt == 1
   local prompt_cost = is_first and PROMPT_WEIGHT * prompt / weight or 0
-  local record = cmsgpack.pack(tenant, weight, attempt, 0, prompt_cost)
-  if not is_first then
-    redis.call('SET', key, record, 'PX', CHARGE_RECORD_MS)
-    return 0
+  local fresh = cmsgpack.pack(tenant, weight, attempt, 0, prompt_cost, 0)
+  local record = redis.call('SET', key, fresh, 'PX', CHARGE_RECORD_MS, 'NX', 'GET')
+  if not record then return is_first and prompt_cost + load / weight or 0 end
+  local _, _, charged_attempt, _, refundable, refunded = cmsgpack.unpack(record)
+  refunded = refunded or 0
+  if charged_attempt < attempt or refunded > 0 then
+    write_charges(key, CHARGE_RECORD_MS, tenant, weight, attempt, 0, refundable + refunded, 0)
   end
-  if not redis.call('SET', key, record, 'PX', CHARGE_RECORD_MS, 'NX') then return 0 end
-  return prompt_cost + load / weight
+  return refunded
+end
+
+-- Charge a usage report. Tokens of an earlier report are not charged again. An attempt that ended and never ran gets
+-- the cost of its prompt back, if no attempt before it has run.
+local function charge_report(key, report_attempt, report_tokens, ended, ran)
+  local record = redis.call('GET', key)
+  if not record then return end
+  local tenant, weight, attempt, tokens, refundable, refunded = cmsgpack.unpack(record)
+  if attempt ~= report_attempt then return end
+  local new_tokens = report_tokens - tokens
+  if new_tokens > 0 then charge_tenant(tenant, OUTPUT_WEIGHT * new_tokens / weight) end
+  if ran then refundable = 0 end
+  if not ended then
+    tokens = tokens + math.max(new_tokens, 0)
+    write_charges(key, CHARGE_RECORD_MS, tenant, weight, attempt, tokens, refundable, refunded or 0)
+  elseif refundable > 0 then
+    charge_tenant(tenant, -refundable)
+    write_charges(key, REFUND_RECORD_MS, tenant, weight, attempt, tokens, 0, refundable)
+  elseif (refunded or 0) == 0 then
+    redis.call('DEL', key)
+  end
 end
 
 -- Charge the usage reports that begin at argument `first`; returns how many arguments they take. Each is id, attempt,
--- output tokens so far, whether the attempt ended, whether it ran at all. Tokens of an earlier report are not charged
--- again; an attempt that never ran gets the cost of its prompt back.
+-- output tokens so far, whether the attempt ended, whether it ran at all.
 local function charge_reports(first, reports)
   for i = first, first + 5 * (reports - 1), 5 do
-    local key = PREFIX .. 'charged:' .. ARGV[i]
-    local record = redis.call('GET', key)
-    local tenant, weight, attempt, tokens, prompt_cost
-    if record then tenant, weight, attempt, tokens, prompt_cost = cmsgpack.unpack(record) end
-    if attempt == tonumber(ARGV[i + 1]) then
-      local new_tokens = tonumber(ARGV[i + 2]) - tokens
-      local ended, ran = ARGV[i + 3] == '1', ARGV[i + 4] == '1'
-      if new_tokens > 0 then charge_tenant(tenant, OUTPUT_WEIGHT * new_tokens / weight) end
-      if not ended then
-        tokens = tokens + math.max(new_tokens, 0)
-        redis.call('SET', key, cmsgpack.pack(tenant, weight, attempt, tokens, prompt_cost), 'PX', CHARGE_RECORD_MS)
-      else
-        if not ran then charge_tenant(tenant, -prompt_cost) end
-        redis.call('DEL', key)
-      end
-    end
+    charge_report(PREFIX .. 'charged:' .. ARGV[i], tonumber(ARGV[i + 1]), tonumber(ARGV[i + 2]), ARGV[i + 3] == '1',
+      ARGV[i + 4] == '1')
   end
   return 5 * reports
 end

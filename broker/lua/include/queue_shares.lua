@@ -7,6 +7,13 @@
 
 local function use_of(jobs, bytes, weight, max) return math.max(jobs / max.jobs, bytes / max.bytes) / weight end
 
+-- Return the bytes of a tenant's jobs, those that have begun included.
+local function bytes_of(tenant)
+  local newcomers, begun = 'of:' .. tenant, 'begun_of:' .. tenant
+  if totals[newcomers] == nil or totals[begun] == nil then read_totals(newcomers, begun) end
+  return totals[newcomers] + totals[begun]
+end
+
 -- Return a tenant's use of the queue now and its last job; nil without a job that has not begun.
 local function use_now(tenant, max)
   local queue = PREFIX .. 'queue:' .. tenant
@@ -16,8 +23,7 @@ local function use_now(tenant, max)
   local facts = redis.call('HGET', PREFIX .. 'job:' .. id, 'facts')
   if not facts then return end
   local _, _, _, _, _, _, weight = cmsgpack.unpack(facts)
-  local bytes = tonumber(redis.call('HGET', TOTALS, 'of:' .. tenant) or 0)
-  return use_of(redis.call('ZCARD', queue), bytes, weight, max), id
+  return use_of(redis.call('ZCARD', queue), bytes_of(tenant), weight, max), id
 end
 
 -- Return the highest use of a tenant, if it is above `use`, and that tenant's last job. Jobs that were claimed have not
@@ -40,20 +46,20 @@ end
 -- Note that the bytes of a tenant's jobs that have begun have become more: they count for its use as well.
 local function raise_use(tenant, weight, max)
   if not redis.call('ZSCORE', USES, tenant) then return end
-  local jobs, bytes = redis.call('ZCARD', PREFIX .. 'queue:' .. tenant), redis.call('HGET', TOTALS, 'of:' .. tenant)
-  redis.call('ZADD', USES, exact(use_of(jobs, tonumber(bytes or 0), weight, max)), tenant)
+  local jobs = redis.call('ZCARD', PREFIX .. 'queue:' .. tenant)
+  redis.call('ZADD', USES, exact(use_of(jobs, bytes_of(tenant), weight, max)), tenant)
 end
 
 -- Return the limit that a further job of `size` bytes would exceed; nil: it fits.
-local function exceeded_limit(all_bytes, size, max)
+local function exceeded_limit(size, max)
   if redis.call('ZCARD', WAITING) >= max.jobs then return 'jobs' end
-  if all_bytes + size > max.bytes then return 'bytes' end
+  if totals.all + totals.begun_bytes + size > max.bytes then return 'bytes' end
 end
 
 -- Displace other tenants' jobs until one of `size` bytes fits, whose tenant's use is then `use`. Their routers find the
 -- mark that a displaced job leaves. Returns the limit that is still exceeded.
-local function make_room(all_bytes, size, use, max)
-  local limit = exceeded_limit(all_bytes, size, max)
+local function make_room(size, use, max)
+  local limit = exceeded_limit(size, max)
   for _ = 1, DISPLACED_PER_ENQUEUE do
     if not limit then return end
     local _, id = highest_use(use, max)
@@ -62,7 +68,7 @@ local function make_room(all_bytes, size, use, max)
     flush_counts()
     redis.call('HSET', PREFIX .. 'job:' .. id, 'displaced', 1)
     redis.call('PEXPIRE', PREFIX .. 'job:' .. id, DISPLACED_MS)
-    limit = exceeded_limit(tonumber(redis.call('HGET', TOTALS, 'all') or 0), size, max)
+    limit = exceeded_limit(size, max)
   end
   return limit
 end

@@ -1,6 +1,7 @@
 -- The virtual counters of service (see broker/terms.py). A tenant with waiting jobs is active and stands in TENANTS;
 -- IDLE keeps the counters of the others that are above the lowest active one.
 --- @include "keys"
+--- @include "totals"
 
 -- Write a number with all its digits; Lua's own conversion writes 14.
 local function exact(number) return string.format('%.17g', number) end
@@ -11,28 +12,33 @@ local function lowest_counter()
   return tonumber(lowest[2] or redis.call('GET', FLOOR) or 0)
 end
 
--- Return a tenant's counter; the lowest for a tenant without one.
+-- Return a tenant's counter; the lowest for a tenant without one, or with a lower one.
 local function counter_of(tenant)
-  return tonumber(redis.call('ZSCORE', TENANTS, tenant) or redis.call('ZSCORE', IDLE, tenant) or lowest_counter())
-end
-
--- Make a tenant active. An idle counter below the lowest is lifted to it, so nothing below needs to be kept.
-local function activate_tenant(tenant)
-  if redis.call('ZSCORE', TENANTS, tenant) then return end
+  local counter = redis.call('ZSCORE', TENANTS, tenant)
+  if counter then return tonumber(counter) end
   local lowest = lowest_counter()
-  local counter = math.max(lowest, tonumber(redis.call('ZSCORE', IDLE, tenant) or lowest))
-  redis.call('ZREM', IDLE, tenant)
-  redis.call('ZREMRANGEBYSCORE', IDLE, '-inf', exact(lowest))
-  redis.call('ZADD', TENANTS, exact(counter), tenant)
+  return math.max(lowest, tonumber(redis.call('ZSCORE', IDLE, tenant) or lowest))
 end
 
--- Make a tenant idle whose last waiting job has left.
-local function deactivate_tenant(tenant)
-  local counter = tonumber(redis.call('ZSCORE', TENANTS, tenant))
+-- Make a tenant active that was idle. A counter below the lowest is lifted to it.
+local function activate_tenant(tenant)
+  local lowest, idle = lowest_counter(), redis.call('ZSCORE', IDLE, tenant)
+  if idle then redis.call('ZREM', IDLE, tenant) end
+  redis.call('ZADD', TENANTS, exact(math.max(lowest, tonumber(idle or lowest))), tenant)
+end
+
+-- Make a tenant idle whose last waiting job has left, or whose queue was lost; `counter` where it is known.
+local function deactivate_tenant(tenant, counter)
+  counter = counter or tonumber(redis.call('ZSCORE', TENANTS, tenant) or lowest_counter())
   redis.call('ZREM', TENANTS, tenant)
   redis.call('ZREM', USES, tenant)
-  if redis.call('ZCARD', TENANTS) == 0 then redis.call('SET', FLOOR, exact(counter)) end
-  if counter > lowest_counter() then redis.call('ZADD', IDLE, exact(counter), tenant) end
+  local lowest = redis.call('ZRANGE', TENANTS, 0, 0, 'WITHSCORES')[2]
+  if not lowest then
+    redis.call('SET', FLOOR, exact(counter))
+  elseif counter > tonumber(lowest) then
+    redis.call('ZADD', IDLE, exact(counter), tenant)
+  end
+  clear_totals(tenant)
 end
 
 -- Add to a tenant's counter; `cost` is in charged tokens over the tenant's weight.
@@ -42,11 +48,16 @@ local function charge_tenant(tenant, cost)
     redis.call('ZADD', TENANTS, exact(tonumber(counter) + cost), tenant)
     return
   end
-  local lowest = lowest_counter()
-  counter = tonumber(redis.call('ZSCORE', IDLE, tenant) or lowest) + cost
+  local lowest, idle = lowest_counter(), redis.call('ZSCORE', IDLE, tenant)
+  counter = math.max(lowest, tonumber(idle or lowest)) + cost
   if counter > lowest then
     redis.call('ZADD', IDLE, exact(counter), tenant)
-  else
+  elseif idle then
     redis.call('ZREM', IDLE, tenant)
   end
+end
+
+-- Forget the counters of idle tenants that would be lifted anyway.
+local function prune_idle_tenants()
+  redis.call('ZREMRANGEBYSCORE', IDLE, '-inf', exact(lowest_counter()))
 end

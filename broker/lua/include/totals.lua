@@ -1,22 +1,60 @@
--- Totals over the waiting jobs: bytes in all and of each tenant, and each tenant's work in charged tokens, as though
--- every answer had its full length, also of its jobs that have begun alone. A script adds its changes up, and
--- `flush_counts` writes them.
+-- Totals over the waiting jobs: bytes and work of each tenant's newcomers (of:, work:) and of its jobs that have begun
+-- (begun_of:, begun:), and the bytes of both in all. Work is in charged tokens, as though every answer had its full
+-- length. A script adds its changes up and writes them once, with `flush_counts`. The bytes in all change as the tenants'
+-- do, and a tenant without a queue has no newcomers, so that what a lost key has left behind goes with the last of them.
 --- @include "keys"
 
-local changes = {all = 0}
+local totals, changes, emptied = {}, {}, {}
+
+local function count(field, change) changes[field] = (changes[field] or 0) + change end
 
 -- Count `bytes` and `work` more; negative numbers count less.
 local function count_waiting(tenant, bytes, work, has_begun)
-  local bytes_field, work_field, begun_field = 'of:' .. tenant, 'work:' .. tenant, 'begun:' .. tenant
-  changes.all = changes.all + bytes
-  changes[bytes_field] = (changes[bytes_field] or 0) + bytes
-  changes[work_field] = (changes[work_field] or 0) + work
-  if has_begun then changes[begun_field] = (changes[begun_field] or 0) + work end
+  count((has_begun and 'begun_of:' or 'of:') .. tenant, bytes)
+  count((has_begun and 'begun:' or 'work:') .. tenant, work)
+end
+
+-- Forget the totals of a tenant's newcomers: its queue is empty, or was lost.
+local function clear_totals(tenant)
+  emptied['of:' .. tenant], emptied['work:' .. tenant] = true, true
+  count_waiting(tenant, 0, 0, false)
+end
+
+-- Read fields into `totals`.
+local function read_totals(...)
+  local values = redis.call('HMGET', TOTALS, ...)
+  for i = 1, #values do totals[select(i, ...)] = tonumber(values[i] or 0) end
+end
+
+local function read_changed_totals()
+  local unread = {}
+  if totals.all == nil then unread[#unread + 1] = 'all' end
+  if totals.begun_bytes == nil then unread[#unread + 1] = 'begun_bytes' end
+  for field in pairs(changes) do
+    if totals[field] == nil then unread[#unread + 1] = field end
+  end
+  if #unread > 0 then read_totals(unpack(unread)) end
 end
 
 local function flush_counts()
+  if next(changes) == nil then return end
+  read_changed_totals()
+  local values = {all = totals.all, begun_bytes = totals.begun_bytes}
   for field, change in pairs(changes) do
-    if change ~= 0 and redis.call('HINCRBY', TOTALS, field, change) <= 0 then redis.call('HDEL', TOTALS, field) end
+    values[field] = emptied[field] and 0 or math.max(0, totals[field] + change)
+    local sum = string.match(field, '^of:') and 'all' or string.match(field, '^begun_of:') and 'begun_bytes'
+    if sum then values[sum] = values[sum] + values[field] - totals[field] end
   end
-  changes = {all = 0}
+  local written, gone = {}, {}
+  for field, value in pairs(values) do
+    if value > 0 and value ~= totals[field] then
+      written[#written + 1], written[#written + 2] = field, value
+    elseif value <= 0 and (totals[field] > 0 or emptied[field]) then
+      gone[#gone + 1] = field
+    end
+    totals[field] = math.max(0, value)
+  end
+  changes, emptied = {}, {}
+  if #written > 0 then redis.call('HSET', TOTALS, unpack(written)) end
+  if #gone > 0 then redis.call('HDEL', TOTALS, unpack(gone)) end
 end

@@ -8,15 +8,18 @@
 --- @include "tenant_counters"
 --- @include "totals"
 
--- Take a job out of its tenant's queue, or out of the jobs that have begun, where its place is its id.
-local function leave_queue(id, tenant, place, size, work)
+-- Take a job out of its tenant's queue, or out of the jobs that have begun, where its place is its id. Returns whether
+-- the tenant became idle; its `counter` may be known.
+local function leave_queue(id, tenant, place, size, work, counter)
   count_waiting(tenant, -size, -work, place == id)
   if place == id then
     redis.call('ZREM', REDISPATCHED, place)
-    return
+    return false
   end
   local queue = PREFIX .. 'queue:' .. tenant
-  if redis.call('ZREM', queue, place) == 1 and redis.call('EXISTS', queue) == 0 then deactivate_tenant(tenant) end
+  if redis.call('ZREM', queue, place) == 0 or redis.call('EXISTS', queue) == 1 then return false end
+  deactivate_tenant(tenant, counter)
+  return true
 end
 
 -- Delete a waiting job, or the mark of one that was displaced.

@@ -9,6 +9,22 @@ local function wake_a_worker()
   if redis.call('EXISTS', WAKE) == 0 then redis.call('LPUSH', WAKE, 1) end
 end
 
+-- Wake another worker in place of one that could not use its wake-up. Each worker does so once for an arrival, and all
+-- of them together at most PASSED_ON_LIMIT times in PASSED_ON_MS.
+local function pass_wake_up_on()
+  local key = PREFIX .. 'passed_on'
+  local count = redis.call('INCR', key)
+  if count == 1 then redis.call('PEXPIRE', key, PASSED_ON_MS) end
+  if count <= PASSED_ON_LIMIT then wake_a_worker() end
+end
+
+-- Wake this worker.
+local function wake_worker(worker)
+  local list = WAKE .. ':' .. worker
+  if redis.call('LPUSH', list, 1) > WAKE_LIMIT then redis.call('LPOP', list) end
+  redis.call('PEXPIRE', list, FREE_ROWS_MS)
+end
+
 -- Record that a worker takes no jobs now. A wake-up that was meant for this worker goes to another.
 local function clear_free_rows(worker)
   redis.call('DEL', PREFIX .. 'room:' .. worker, WAKE .. ':' .. worker)

@@ -39,7 +39,7 @@ IDLE_S = 1.0
 # Maximum seconds between two claims of a full worker. They take jobs of tenants below their share, ask for adapters to
 # prefetch, and renew its free rows in Redis.
 FULL_S = 0.25
-# Seconds until a worker that could not take what waits claims again: something that fits may have come.
+# Maximum seconds until a worker that has no room for what waits claims again: something that fits may have come.
 FIT_S = 0.1
 # Seconds until the next claim after Redis did not answer.
 RETRY_S = 0.1
@@ -95,7 +95,7 @@ class Intake:
                     await self._queue.stop_waiting()
 
     async def _claim_forever(self) -> None:
-        wait_s = 0.0
+        wait_s, freed = 0.0, False
         while True:
             capacity = await self._capacity_to_claim()
             change, link_change = self._jobs.next_change, self._links.next_change
@@ -103,17 +103,17 @@ class Intake:
             try:
                 self._waits = wait_s > 0
                 # Shielded: jobs that the queue has given away must come in even when the worker is told to stop.
-                self._claiming = asyncio.create_task(self._claim(capacity, wait_s))
+                self._claiming = asyncio.create_task(self._claim(capacity, wait_s, freed=freed))
                 self._claiming.add_done_callback(_retrieve_error)
                 claimed = await asyncio.shield(self._claiming)
             except REDIS_DOWN as error:
                 log.warning("the queue does not answer: %s", error)
                 await asyncio.sleep(RETRY_S)
-                wait_s = 0.0
+                wait_s, freed = 0.0, False
                 continue
             self._fetcher.prefetch(claimed.adapter_requests)
             self._links.dial(claimed.unlinked)
-            wait_s = 0.0
+            wait_s, freed = 0.0, False
             # A full worker that got a job may get another at once.
             self._last_claim = None if full and claimed.jobs else self._capacity().row_to_share, time.monotonic()
             if claimed.unlinked and not full and not claimed.jobs:
@@ -122,9 +122,9 @@ class Intake:
             elif self._is_idle(full, claimed):
                 # The next claim is made at an enqueue, or when jobs that are held for another worker are free for all.
                 wait_s = claimed.hold_ms / 1e3 or IDLE_S
-            elif not full and not claimed.jobs and claimed.waiting and self._jobs.running:
+            elif not full and not claimed.jobs and claimed.waiting:
                 # The waiting jobs do not fit now: they may when a job here has ended, or other workers take them.
-                await one_is_set_within(claimed.hold_ms / 1e3 or FIT_S, change)
+                freed = await one_is_set_within(claimed.hold_ms / 1e3 or FIT_S, change)
 
     async def _capacity_to_claim(self) -> Capacity:
         """Wait while this worker is full and its tenants' rows are as they were at the last claim, up to FULL_S."""
@@ -159,12 +159,12 @@ class Intake:
             task.cancel()
         await asyncio.gather(*self._preparing, return_exceptions=True)
 
-    async def _claim(self, capacity: Capacity, wait_s: float) -> Claimed:
+    async def _claim(self, capacity: Capacity, wait_s: float, *, freed: bool) -> Claimed:
         self._metrics.claims.inc()
         began = time.monotonic()
         try:
             with self._usage.last_reports() as reports:
-                claimed = await self._queue.claim(self._base_digest, capacity, reports, wait_s=wait_s)
+                claimed = await self._queue.claim(self._base_digest, capacity, reports, wait_s=wait_s, freed=freed)
         finally:
             self._waits = False
         if not wait_s:
@@ -180,10 +180,10 @@ class Intake:
         return replace(capacity, routers=self._links.live)
 
     def _is_idle(self, full: bool, claimed: Claimed) -> bool:
-        """Return whether there is room, and nothing waits that another claim could take now."""
+        """Return whether there is room, and nothing waits that another claim could take, now or with more room."""
         if not claimed.waiting:  # another claim would only tell so again
             return not full and self._capacity().rows > 0
-        return not full and not claimed.jobs and not self._jobs.running
+        return not full and not claimed.jobs and not (claimed.crowded and self._jobs.running)
 
     def accept(self, job: Job) -> None:
         """Take a claimed job. Its router is told before anything else happens."""

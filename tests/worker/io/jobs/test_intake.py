@@ -26,12 +26,18 @@ class RecordedQueue:
         patch.setattr(worker.queue, "claim", self.claim)
 
     async def claim(
-        self, base: str, capacity: Capacity, reports: Sequence[UsageReport] = (), *, wait_s: float = 0.0
+        self,
+        base: str,
+        capacity: Capacity,
+        reports: Sequence[UsageReport] = (),
+        *,
+        wait_s: float = 0.0,
+        freed: bool = False,
     ) -> Claimed:
         if wait_s:
             self.events.append(("wait", 0))
             self.waited_without_room += len(self._worker.jobs.running) >= ROWS
-        claimed = await self._claim(base, capacity, reports, wait_s=wait_s)
+        claimed = await self._claim(base, capacity, reports, wait_s=wait_s, freed=freed)
         self.reports += reports
         self.events.append(("claim", len(claimed.jobs)))
         return claimed

@@ -1,0 +1,40 @@
+-- Repair of a queue that has lost some of its keys: evicted by a server with the wrong policy, or deleted.
+--- @include "waiting_jobs"
+--- @include "arrivals"
+
+-- Put a waiting job that has its own key back where other keys have lost it. Returns whether it was missing.
+local function restore_job(id, facts)
+  local tenant, _, _, _, _, _, _, _, _, _, _, _, _, place, size, work, _, deadline = cmsgpack.unpack(facts)
+  redis.call('ZADD', WAITING, 'NX', deadline > 0 and deadline or '+inf', id)
+  if place == id then
+    if redis.call('ZSCORE', REDISPATCHED, id) then return false end
+    redis.call('ZADD', REDISPATCHED, record_arrival(id), id)
+    count_waiting(tenant, size, work, true)
+    return true
+  end
+  local queue = PREFIX .. 'queue:' .. tenant
+  local is_new = redis.call('ZADD', queue, 'NX', 0, place) == 1
+  if is_new then
+    if redis.call('ZCARD', queue) == 1 then
+      clear_totals(tenant)
+      flush_counts()
+    end
+    count_waiting(tenant, size, work, false)
+    record_arrival(id)
+  end
+  if not redis.call('ZSCORE', TENANTS, tenant) then activate_tenant(tenant) end
+  return is_new
+end
+
+-- Drop what lost keys have left behind and nobody would find: totals of jobs that have begun, and ids of waiting jobs,
+-- some of them found by chance. A router dispatches a lost job again, and forgets it in the end; a dead one does not.
+local function drop_remains()
+  if redis.call('EXISTS', REDISPATCHED) == 0 and redis.call('HEXISTS', TOTALS, 'begun_bytes') == 1 then
+    for _, field in ipairs(redis.call('HKEYS', TOTALS)) do
+      if string.match(field, '^begun') then redis.call('HDEL', TOTALS, field) end
+    end
+  end
+  for _, id in ipairs(redis.call('ZRANDMEMBER', WAITING, LOST_IDS_PER_CENSUS)) do
+    if redis.call('EXISTS', PREFIX .. 'job:' .. id) == 0 then redis.call('ZREM', WAITING, id) end
+  end
+end
