@@ -27,6 +27,12 @@ Step = inference_pb2.GenerateEvent | CallError | grpc.StatusCode | threading.Eve
 WAIT_S = 20.0
 
 
+@pytest.fixture(autouse=True)
+def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Retry at once: nobody is restarting."""
+    monkeypatch.setattr("loraplex_client.retries.PAUSE_S", 0.01)
+
+
 class ScriptedService(inference_pb2_grpc.InferenceServiceServicer):
     """Answers Generate and Resume by its scripts; keeps what it was asked, and notes when a caller went away."""
 
