@@ -19,7 +19,7 @@ from telemetry.metrics import MetricsPortError
 
 # Number of new objects after which Python looks for garbage among them, and of such looks until one among older ones.
 # A call makes hundreds of objects that live as long as it does: by default the looks took an eighth of a burst's time.
-_COLLECTIONS = (20_000, 20, 100)
+_COLLECTIONS = (20_000, 20, 20)
 
 
 def main() -> int:

@@ -34,7 +34,7 @@ from router.settings import Settings, read_weights
 from router.text.prompt_encoder import PromptEncoder
 from router.worker_watch import look_at_workers
 from rpc.metrics import CallMeter
-from rpc.server import Server, relay_options, stop_signal, unless_stopped
+from rpc.server import Server, channel_options, relay_options, stop_signal, unless_stopped
 from telemetry.metrics import serve_metrics
 from telemetry.tracing import set_up_tracing
 
@@ -116,7 +116,9 @@ async def run(settings: Settings) -> None:
 def _public_server(settings: Settings, telemetry: RequestTelemetry) -> Server:
     meter = CallMeter(*telemetry.metrics.calls, ("Generate", "Resume"))
     open_calls = OpenCalls(settings.open_calls_limit, settings.open_bytes_limit, telemetry.refused)
-    return Server(interceptors=[meter, open_calls])
+    # Streams of one connection: its client keeps further ones to itself. More than the limit, so that they are refused.
+    streams = ("grpc.max_concurrent_streams", 2 * settings.open_calls_limit)
+    return Server(interceptors=[meter, open_calls], options=[*channel_options(), streams])
 
 
 async def _run_until(stop: asyncio.Event, following: asyncio.Task[None]) -> None:
