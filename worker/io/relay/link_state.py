@@ -35,8 +35,11 @@ class LinkState:
     def failed(self, error: grpc.aio.AioRpcError) -> None:
         """Log why the stream ended or could not be opened, once until the router answers again."""
         if not self._loss_logged:
-            what = "link lost" if self.is_live else "not reached, so its jobs are left to other workers"
-            log.info("router %s: %s (%s: %s)", self._address, what, error.code().name, error.details())
+            what = "link lost" if self.is_live else "not reached"
+            why = f"{error.code().name}: {error.details()}"
+            log.info(
+                "router %s: %s (%s); until it answers its jobs are left to other workers", self._address, what, why
+            )
         self._loss_logged = True
 
     def ended(self) -> None:
