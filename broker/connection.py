@@ -61,17 +61,19 @@ async def connect(url: str) -> Redis:
     try:
         client = _client(url)
     except ValueError as error:
-        raise RedisUnreachableError(f"--redis-url {_shown(url)}: {error}") from error
+        raise RedisUnreachableError(f"--redis-url {shown_url(url)}: {error}") from error
     try:
         info = await client.info("server")
     except REDIS_DOWN as error:
         await client.aclose()
         why = str(error).partition(" : ")[0]  # for sentinels the library adds all their settings
-        raise RedisUnreachableError(f"--redis-url {_shown(url)}: no answer ({why}); is the server up?") from error
+        raise RedisUnreachableError(f"--redis-url {shown_url(url)}: no answer ({why}); is the server up?") from error
     version = str(info["redis_version"])
     if int(version.split(".", maxsplit=1)[0]) < 7:
         await client.aclose()
-        raise RedisUnreachableError(f"--redis-url {_shown(url)}: version {version} is too old; 7.0 or newer is needed")
+        raise RedisUnreachableError(
+            f"--redis-url {shown_url(url)}: version {version} is too old; 7.0 or newer is needed"
+        )
     return client
 
 
@@ -215,6 +217,6 @@ def _cluster(options: dict[str, Any]) -> Redis:
     return cast(Redis, _Cluster(**{**_waits(), **options, "ssl": tls}))
 
 
-def _shown(url: str) -> str:
+def shown_url(url: str) -> str:
     """Return the URL without its password, which must not reach a terminal or a log."""
     return re.sub(r"//([^:/@]*):[^@]*@", r"//\1:***@", url)

@@ -8,7 +8,8 @@ import logging
 from redis.asyncio import Redis
 from redis.exceptions import AuthenticationError
 
-from broker.connection import REDIS_DOWN, RedisUnreachableError, connect
+from broker.connection import REDIS_DOWN, RedisUnreachableError, connect, shown_url
+from broker.eviction import check_eviction
 
 log = logging.getLogger(__name__)
 
@@ -21,13 +22,26 @@ async def connect_once_up(url: str) -> Redis:
     logged = False
     while True:
         try:
-            return await connect(url)
+            return await _connect_and_check(url)
         except RedisUnreachableError as error:
             cause = error.__cause__
-            # A bad URL has a ValueError as its cause, a version that is too old has no cause.
+            # A bad URL has a ValueError as its cause; a version that is too old, or a server that evicts, has no cause.
             if not isinstance(cause, REDIS_DOWN) or isinstance(cause, AuthenticationError):
                 raise
             if not logged:
                 log.warning("waits for Redis: %s", error)
                 logged = True
         await asyncio.sleep(RETRY_S)
+
+
+async def _connect_and_check(url: str) -> Redis:
+    redis = await connect(url)
+    try:
+        await check_eviction(redis, shown_url(url))
+    except REDIS_DOWN as error:
+        await redis.aclose()
+        raise RedisUnreachableError(f"--redis-url {shown_url(url)}: no answer ({error})") from error
+    except BaseException:
+        await redis.aclose()
+        raise
+    return redis

@@ -10,6 +10,7 @@ from loraplex.cluster.v1 import cluster_pb2_grpc
 from loraplex.inference.v1 import inference_pb2_grpc
 from redis.asyncio import Redis
 
+from broker.eviction import EvictionWatch
 from broker.resume_keys import StoredResumeKeys
 from broker.startup import connect_once_up
 from router.api.cluster import ClusterService
@@ -94,7 +95,9 @@ async def run(settings: Settings) -> None:
         await public.start()
         await unless_stopped(stop, check_advertised(settings.relay_name, relay_port, relay_service.router_id))
         print(f"ready router={settings.host}:{port}{metrics.ready_word}", flush=True)
-        following = asyncio.create_task(_follow(public, models, dispatcher, reach, metrics, generation, resume_keys))
+        following = asyncio.create_task(
+            _follow(public, models, dispatcher, reach, metrics, generation, resume_keys, redis)
+        )
         await _run_until(stop, following)
     finally:
         # First the streams, which may end or be recovered until then; then the relay, which they need; then the rest.
@@ -151,12 +154,14 @@ async def _follow(
     metrics: RouterMetrics,
     generation: Generation,
     resume_keys: GivenKeys,
+    redis: Redis,
 ) -> None:
-    """Follow the store, the workers, the resume keys and the router's own jobs; never returns."""
+    """Follow the store, the workers, the resume keys, Redis and the router's own jobs; never returns."""
     async with asyncio.TaskGroup() as tasks:  # one that fails ends the router: all of them are needed
         tasks.create_task(dispatcher.redispatch_missing())
         tasks.create_task(models.follow_store())
         tasks.create_task(resume_keys.follow())
+        tasks.create_task(EvictionWatch(redis, metrics.evicted_keys.inc).follow())
         tasks.create_task(generation.slow_clients.drop_stalled())
         tasks.create_task(_follow_workers(public, models, dispatcher, reach))
         tasks.create_task(follow_gauges(metrics, models, dispatcher))
