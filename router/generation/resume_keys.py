@@ -75,6 +75,8 @@ class SharedKeys(GivenKeys):
         self._used: list[str] = []
         self._looked_at = self._settled_at = clock()
         self._looking: asyncio.Task[None] | None = None
+        # Whether the last look failed.
+        self._away = False
 
     @property
     def keys(self) -> Sequence[str]:
@@ -108,9 +110,11 @@ class SharedKeys(GivenKeys):
         made = self._given[0]
         try:
             stored = [key for key in await self._stored.merge(made, self._used) if len(key) >= KEY_CHARACTERS]
+            self._away = False
         except REDIS_DOWN as error:
-            log.warning("the resume keys cannot be read: %s", type(error).__name__)
-            stored = []
+            if not self._away:
+                log.warning("the resume keys cannot be read: %s", type(error).__name__)
+            stored, self._away = [], True
         if not stored or stored[0] not in self._used:  # new, or new since Redis lost the others
             self._settled_at = self._clock() + self._settle_s
         # Without Redis the router's own key signs; it is stored behind the others later.
