@@ -27,7 +27,7 @@ from loraplex_client import AsyncStoreClient
 from artifacts.base_model import read_base_model
 from bench.command import run_command
 from bench.overload_accounts import Accounts, Count
-from bench.overload_load import Load, Sample, Setup, fair_share
+from bench.overload_load import Load, Sample, Setup, fair_share, within_share
 from bench.processor_time import processor_s
 from bench.report import Aim, Report, progress
 from clients.cli.models import registered
@@ -60,8 +60,8 @@ class Run:
     memory_mib: Sequence[float]
     delays_s: Sequence[float]
     cores: dict[str, float]
-    # Tenants that ask for no more than their share of the capacity.
-    quiet: frozenset[int]
+    # The rate that a tenant gets at most, were the capacity shared so that none has more than it asks.
+    share_per_s: float
 
 
 class Overload:
@@ -87,8 +87,7 @@ class Overload:
     async def run(self, load: float, seed: int) -> Run:
         """Offer a multiple of the capacity."""
         per_s = load * self.capacity_per_s
-        rates = self._setup.rates(per_s)
-        share = fair_share(rates, self.capacity_per_s)
+        share_per_s = fair_share(self._setup.rates(per_s), self.capacity_per_s)
         before, used = await self._accounts.now(), processor_s(self._pids())
         memory_mib: list[float] = []
         sampling = asyncio.create_task(self._sample_memory(memory_mib))
@@ -102,9 +101,8 @@ class Overload:
         for name, after in now.items():
             cores[name.partition("-")[0]] += (after - used.get(name, 0.0)) / seconds
         count = await self._accounts.after(before, len(samples))
-        quiet = frozenset(tenant for tenant, rate in enumerate(rates) if rate <= share)
         progress(f"{load:g}x: {len(samples)} calls, {sum(s.answered for s in samples)} answered")
-        return Run(load, per_s, samples, count, memory_mib, tuple(self._load.delays_s), dict(cores), quiet)
+        return Run(load, per_s, samples, count, memory_mib, tuple(self._load.delays_s), dict(cores), share_per_s)
 
     def _pids(self) -> dict[str, int]:
         return {"client": os.getpid(), **self._accounts.pids()}
@@ -195,8 +193,8 @@ def _goodput_per_s(setup: Setup, run: Run) -> float:
 
 
 def _quiet_ttfts_ms(setup: Setup, run: Run) -> list[float]:
-    """Return the TTFTs of tenants within their share; a call without an answer counts as one at its deadline."""
-    quiet = (s for s in run.samples if s.tenant in run.quiet and s.due_s >= setup.warm_s)
+    """Return the TTFTs of calls within their tenants' share; one without an answer counts as one at its deadline."""
+    quiet = (s for s in within_share(run.samples, run.share_per_s) if s.due_s >= setup.warm_s)
     return [1e3 * (s.first_s - s.due_s if s.answered else setup.deadline_s) for s in quiet] or [math.nan]
 
 
@@ -217,7 +215,7 @@ def _row(setup: Setup, run: Run) -> dict[str, Any]:
         "metrics": run.count.metrics,
         "answered": len(answered),
         "tokens/s in time": _goodput_per_s(setup, run),
-        "quiet tenants": len(run.quiet),
+        "quiet calls": len(ttfts_ms),
         "ttft p50 ms": median(ttfts_ms),
         "ttft p99 ms": _p99(ttfts_ms),
         "MiB": run.memory_mib[0],

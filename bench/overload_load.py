@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,7 +38,7 @@ class Setup:
     unloaded: float = 0.3
     tenants: int = 1000
     # Tenant k asks k ** -skew as often as the first.
-    skew: float = 1.5
+    skew: float = 2.0
     routers: int = 2
     workers: int = 2
     rows: int = 12
@@ -54,8 +54,8 @@ class Setup:
 
     @property
     def waiting(self) -> int:
-        """Return how many jobs may wait: as many as can be served within the deadline."""
-        return math.ceil(self.possible_per_s * self.deadline_s)
+        """Return how many jobs may wait: as many as can be served within half of the deadline."""
+        return math.ceil(self.possible_per_s * self.deadline_s / 2)
 
     def rates(self, per_s: float) -> list[float]:
         """Return the tenants' rates that add up to `per_s`."""
@@ -162,3 +162,18 @@ def fair_share(rates: Sequence[float], capacity: float) -> float:
             return share
         left -= rate
     return math.inf
+
+
+def within_share(samples: Iterable[Sample], share_per_s: float) -> list[Sample]:
+    """Return the calls that come when a tenant served at `share_per_s` has none of its earlier calls left.
+
+    The virtual scheduling algorithm of ATM's traffic contracts (ITU-T I.371), without tolerance.
+    """
+    found: list[Sample] = []
+    free_s: dict[int, float] = {}
+    for sample in sorted(samples, key=lambda sample: sample.due_s):
+        at_s = free_s.get(sample.tenant, 0.0)
+        if at_s <= sample.due_s:
+            found.append(sample)
+        free_s[sample.tenant] = max(at_s, sample.due_s) + 1 / share_per_s
+    return found

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from bench.overload import AIMS, measure
-from bench.overload_load import Setup, fair_share
+from bench.overload_load import Sample, Setup, fair_share, within_share
 
 
 def test_every_call_is_accounted_for() -> None:
@@ -37,6 +37,12 @@ def test_capacity_is_shared_so_that_none_has_more_than_it_asks() -> None:
     assert fair_share([1.0, 2.0, 3.0], 6.0) == math.inf
     assert fair_share([1.0, 2.0, 9.0], 9.0) == pytest.approx(6.0)
     assert fair_share([9.0, 1.0, 8.0], 9.0) == pytest.approx(4.0)
+
+
+def test_calls_are_within_a_share_when_none_of_their_tenant_is_left() -> None:
+    calls = [Sample(tenant, due_s) for tenant, due_s in ((1, 0.0), (1, 0.5), (2, 0.6), (1, 1.5), (2, 1.7), (1, 3.0))]
+    assert [(s.tenant, s.due_s) for s in within_share(calls, 1.0)] == [(1, 0.0), (2, 0.6), (2, 1.7), (1, 3.0)]
+    assert within_share(calls, math.inf) == sorted(calls, key=lambda sample: sample.due_s)
 
 
 def test_a_skewed_load_has_tenants_within_their_share_at_twenty_times_the_capacity() -> None:
