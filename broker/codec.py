@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict
 
 from loraplex.inference.v1 import inference_pb2
@@ -94,7 +95,8 @@ def decode_job(data: bytes) -> Job:
         done=tuple(message.done),
         traceparent=message.traceparent,
         resumed=message.resumed,
-        weight=message.weight or 1.0,
+        # Unset by an older version; a worker divides by it.
+        weight=message.weight if 0 < message.weight < math.inf else 1.0,
     )
 
 

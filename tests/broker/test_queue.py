@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from dataclasses import replace
 
 import pytest
@@ -60,6 +61,13 @@ def test_a_job_survives_its_bytes() -> None:
         prompt_logprobs=5,
     )
     assert decode_job(encode_job(full)) == full
+
+
+@pytest.mark.parametrize("weight", [0.0, -1.0, math.nan, math.inf])
+def test_a_weight_that_no_worker_can_divide_by_counts_as_1(weight: float) -> None:
+    """0 is what a router of an older version sends."""
+    assert decode_job(encode_job(job("j", weight=weight))).weight == 1.0
+    assert decode_job(encode_job(job("j", weight=0.5))).weight == 0.5
 
 
 def test_a_job_with_a_weighted_set_survives_its_bytes() -> None:
