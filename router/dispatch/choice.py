@@ -47,12 +47,16 @@ class Choice:
         """Return whether no worker needs to go on with the choice."""
         return self.closed or self.finish is not None
 
-    def append(self, frame: Frame) -> None:
-        """Take what is new in a frame; it begins at most where the emitted ids end."""
+    def append(self, frame: Frame) -> bool:
+        """Take what is new in a frame, which begins at most where the emitted ids end; False: nothing is new."""
         repeated = len(self.emitted) - frame.offset
-        self.emitted.extend(frame.token_ids[repeated:])
-        self.logprobs.extend(frame.logprobs[repeated:])
+        if len(frame.token_ids) <= repeated and frame.finish is None:
+            return False
+        self.emitted.extend(frame.token_ids[repeated:] if repeated else frame.token_ids)
+        if frame.logprobs:
+            self.logprobs.extend(frame.logprobs[repeated:])
         self.finish = frame.finish
+        return True
 
     def read_new(self) -> Arrival:
         """Return what the reader has not got yet."""

@@ -153,7 +153,7 @@ class Dispatcher:
         elif frame.failure is not None:
             routed.fail(frame.failure)
             link.ack(frame.job_id, frame.attempt)
-        elif routed.finished_by_worker:
+        elif frame.finish is not None and routed.finished_by_worker:
             link.ack(frame.job_id, frame.attempt)
 
     def _bind(self, link: Link, job_id: str, attempt: int) -> RoutedJob | None:

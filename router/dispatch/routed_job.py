@@ -41,6 +41,8 @@ class RoutedJob:
         self.adapter_ms = 0.0
         self.cached_tokens = 0
         self.prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+        # Time of the monotonic clock when the first ids of any choice came.
+        self.first_token_at: float | None = None
         self.reader = Reader()
         self._deadline = self.admitted_at + job.deadline_ms / 1e3 if job.deadline_ms else None
         self._missing_since = 0.0
@@ -56,7 +58,8 @@ class RoutedJob:
     @property
     def ended(self) -> bool:
         """Return whether no worker needs to go on with the job."""
-        return self.state in {JobState.ENDED, JobState.RELEASED}
+        # Looked at for every frame: a set of states would be hashed each time.
+        return self.state is JobState.ENDED or self.state is JobState.RELEASED
 
     @property
     def late(self) -> bool:
@@ -156,17 +159,24 @@ class RoutedJob:
         if frame.offset > len(choice.emitted):
             return False
         first = not choice.emitted
-        choice.append(frame)
-        if frame.adapter_ms is not None:
-            self.adapter_ms = frame.adapter_ms
-        if frame.cached_tokens is not None and self.continuations == 0:
-            self.cached_tokens = max(self.cached_tokens, frame.cached_tokens)
-        if frame.prompt_logprobs:
-            self.prompt_logprobs = frame.prompt_logprobs
-        self._end_with_choices()
+        if not choice.append(frame):  # ids that came before, or none: only ids make a first token
+            return True
+        if first and choice.emitted:
+            self._begin_choice(frame)
+        if frame.finish is not None:
+            self._end_with_choices()
         self._unread.add(frame.choice)
         self._rounds.wake(self._readable, urgent=first or frame.finish is not None)
         return True
+
+    def _begin_choice(self, frame: Frame) -> None:
+        """Take what comes with the first ids of a choice."""
+        if self.first_token_at is None:
+            self.first_token_at = time.monotonic()
+            self.adapter_ms = frame.adapter_ms or 0.0
+        self.cached_tokens = max(self.cached_tokens, frame.cached_tokens or 0)
+        if frame.prompt_logprobs:
+            self.prompt_logprobs = frame.prompt_logprobs
 
     def close_choice(self, index: int) -> None:
         """End a choice that the reader needs no more of; its worker is to stop it."""
@@ -197,6 +207,16 @@ class RoutedJob:
                 self._unread.add(index)
         return self.reader
 
+    @property
+    def _has_news(self) -> bool:
+        """Return whether there are tokens to read; the prompt's log probabilities come before all of them.
+
+        The first choice brings them, with its first ids, and another choice's ids may be quicker: over another link.
+        """
+        if self.job.prompt_logprobs is not None and not self.choices[0].emitted and not self.choices[0].ended:
+            return False
+        return bool(self._unread)
+
     async def arrivals(self, reader: Reader) -> list[Arrival]:
         """Wait for tokens; return all since the last read, so that a slow moment makes fewer, larger messages.
 
@@ -205,14 +225,15 @@ class RoutedJob:
         while True:
             if reader.error is not None:
                 raise reader.error
-            if not self._unread and self.failure is not None:
+            has_news = self._has_news
+            if not has_news and self.failure is not None:
                 raise self.failure
-            if not self._unread and self.ended:
+            if not has_news and self.ended:
                 return []
             await self._readable.wait()
             if reader.error is None:
                 self._readable.clear()
-                if self._unread:
+                if self._has_news:
                     arrivals = [self.choices[index].read_new() for index in sorted(self._unread)]
                     self._unread.clear()
                     return arrivals

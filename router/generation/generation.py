@@ -85,7 +85,6 @@ class Generation:
             with self.slow_clients.watched(partial(self._drop, run, reader)) as stream:
                 while arrivals := await run.routed.arrivals(reader):
                     for event in answer.events_of(arrivals):
-                        run.first_at = run.first_at or time.monotonic()
                         token = "" if started else self._tokens.sign(run.claims, request.tenant)
                         started = True
                         stream.waits_since = time.monotonic()

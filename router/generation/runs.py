@@ -23,8 +23,6 @@ class Run:
     fingerprint: str
     routed: RoutedJob
     resumption: Resumption | None = None
-    # When the first message was ready, by the monotonic clock.
-    first_at: float | None = None
 
     @property
     def key(self) -> Key:
@@ -42,7 +40,7 @@ class Run:
         if self.resumption is not None:
             return self.resumption.claims.began
         routed, now = self.routed, time.monotonic()
-        first_at = self.first_at or now
+        first_at = routed.first_token_at or now
         return Began(
             cached_tokens=routed.cached_tokens,
             queue_s=(routed.claimed_at or now) - routed.admitted_at,

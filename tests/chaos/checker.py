@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from tests.chaos.history import Answer, Begun, CrowdCall, Fault, Left, Line, Observation, Request
-from tests.chaos.oracle import next_token, truth
+from tests.chaos.oracle import answers, next_token, truth
 from tests.chaos.refusals import Doors, check_crowd, check_refusals
 from tests.chaos.verdict import Verdict
 
@@ -104,9 +104,24 @@ def _check_request(verdict: Verdict, model: str, observation: Observation, diges
         elif (answer.text, answer.reason, answer.stop) != (expected.text, expected.reason, expected.stop):
             verdict.other += 1
             verdict.findings.append(f"request {number} choice {choice}: its text or its end is another")
-        elif request.logprobs is not None and answer.likeliest != answer.token_ids:
+        elif tuple(answer.logprobs) != expected.logprobs:
             verdict.other += 1
             verdict.findings.append(f"request {number} choice {choice}: its log probabilities are not its tokens'")
+    if observation.completed:
+        _check_whole(verdict, model, observation)
+
+
+def _check_whole(verdict: Verdict, model: str, observation: Observation) -> None:
+    """Check what belongs to no choice: the prompt's log probabilities, and the number of tokens."""
+    expected, number = answers(model, observation.request), observation.request.number
+    if tuple(observation.prompt_logprobs) != expected.prompt_logprobs:
+        verdict.other += 1
+        count = f"{len(observation.prompt_logprobs)}, the model's are {len(expected.prompt_logprobs)}"
+        verdict.findings.append(f"request {number}: its prompt's log probabilities are wrong ({count})")
+    if observation.completion_tokens != expected.completion_tokens:
+        verdict.other += 1
+        counts = f"{observation.completion_tokens} tokens, the model's are {expected.completion_tokens}"
+        verdict.findings.append(f"request {number}: its usage counts {counts}")
 
 
 def _check_wire(verdict: Verdict, observation: Observation) -> None:

@@ -10,10 +10,12 @@ from typing import Any
 
 from loraplex_client import LoraplexError, Piece, UnavailableError
 from loraplex_client.errors import DataLossError, ResourceExhaustedError
+from loraplex_client.generation import TokenLogprobs
 
 from tests.chaos.history import Answer, History, Observation, Refusal, Request, Revision
 from tests.chaos.plan import MODEL_NAME, TENANTS, Plan, make_request
 from tests.chaos.tapped_client import TappedClient
+from tests.hash_answers import Logprobs
 
 # A request that has no outcome after so long has lost its tokens.
 PATIENCE_S = 60.0
@@ -137,7 +139,7 @@ class Driver:
             async with (
                 asyncio.timeout(until - time.monotonic()),
                 client.generate_stream(
-                    observation.request.prompt, request_id=request_id, **_options(observation.request)
+                    observation.request.prompt, request_id=request_id, **options_of(observation.request)
                 ) as stream,
             ):
                 async for piece in stream:
@@ -161,19 +163,20 @@ class Driver:
             self._changed.notify_all()
 
 
-def _options(request: Request) -> dict[str, Any]:
+def options_of(request: Request) -> dict[str, Any]:
+    named = ("n", "best_of", "ignore_eos", "logprobs", "prompt_logprobs", "skip_special_tokens", "stream_interval")
     options: dict[str, Any] = {
         "model": MODEL_NAME,
         "adapter_id": request.revision.name or None,
         "max_new_tokens": request.max_tokens,
-        "n": request.n,
+        "min_new_tokens": request.min_tokens or None,
         "stop": list(request.stop),
         "stop_token_ids": list(request.stop_token_ids),
-        "logprobs": request.logprobs,
-        "stream_interval": request.stream_interval,
+        "logit_bias": dict(request.logit_bias),
+        **{name: getattr(request, name) for name in named},
         **request.sampling,
     }
-    return {name: value for name, value in options.items() if value not in (None, [])}
+    return {name: value for name, value in options.items() if value is not None and value not in ([], {})}
 
 
 def _take_piece(observation: Observation, piece: Piece) -> None:
@@ -182,11 +185,15 @@ def _take_piece(observation: Observation, piece: Piece) -> None:
             answer = observation.answers.setdefault(choice, Answer())
             answer.reason, answer.stop = whole.finish_reason.value, whole.stop
         observation.continuations, observation.revision = piece.finished.continuations, piece.finished.adapter_revision
+        observation.prompt_logprobs = list(map(_plain, piece.finished.prompt_logprobs))
+        observation.completion_tokens = piece.finished.usage.completion_tokens
         observation.completed = True
         return
     answer = observation.answers.setdefault(piece.choice, Answer())
     answer.token_ids += piece.token_ids
     answer.text += piece.text
-    if piece.logprobs:
-        answer.likeliest = answer.likeliest or []
-        answer.likeliest += [logprob.alternatives[0][0] for logprob in piece.logprobs]
+    answer.logprobs += map(_plain, piece.logprobs)
+
+
+def _plain(token: TokenLogprobs) -> Logprobs:
+    return token.logprob, token.alternatives

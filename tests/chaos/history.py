@@ -11,6 +11,8 @@ from typing import BinaryIO
 
 import msgspec
 
+from tests.hash_answers import Logprobs
+
 
 class Revision(msgspec.Struct, frozen=True):
     """An adapter that is in the store; without a name it is the plain base model."""
@@ -28,11 +30,18 @@ class Request(msgspec.Struct, frozen=True):
     prompt: str
     max_tokens: int
     n: int = 1
+    # None: n, and nothing is ranked.
+    best_of: int | None = None
     # Fields of worker.engine_api.Sampling, seed included.
     sampling: dict[str, float | int] = {}
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    min_tokens: int = 0
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    skip_special_tokens: bool = True
     stream_interval: int = 1
 
 
@@ -68,13 +77,13 @@ class Delta(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Answer(msgspec.Struct):
-    """The application's view of one choice, in the order of arrival. `likeliest`: a token for each logprob."""
+    """The application's view of one choice, in the order of arrival."""
 
     token_ids: list[int] = []
     text: str = ""
     reason: str = ""
     stop: str | int | None = None
-    likeliest: list[int] | None = None
+    logprobs: list[Logprobs] = []
 
 
 class Refusal(msgspec.Struct, frozen=True):
@@ -101,6 +110,8 @@ class Observation(msgspec.Struct, tag=True):
     error: str = ""
     continuations: int = 0
     revision: str = ""
+    prompt_logprobs: list[Logprobs] = []
+    completion_tokens: int = 0
 
 
 class CrowdCall(msgspec.Struct, frozen=True, tag=True):

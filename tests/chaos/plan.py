@@ -9,10 +9,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from tests.chaos.history import Request, Revision
-from tests.chaos.oracle import text_of, truth
+import msgspec
 
-MODEL = "hash:?vocab=32000&seed=1&step_ms=5"
+from artifacts.sampling import RANGES, SamplingParams
+from tests.chaos.history import Request, Revision
+from tests.chaos.oracle import truth
+from tests.hash_answers import text_of
+
+# Its own end is beyond most answers, so that some end by it.
+MODEL = "hash:?vocab=32000&seed=1&step_ms=5&end_after=150"
 # The name under which it is registered.
 MODEL_NAME = "hash"
 TENANTS = ("acme", "globex")
@@ -109,45 +114,48 @@ def make_request(seed: int, number: int, revisions: Sequence[Revision]) -> Reque
     """Request `number` of a seed, for one of these revisions."""
     rng = random.Random(f"request {seed} {number}")
     letters = string.ascii_lowercase + " "
+    n = rng.choices((1, 2, 3), (75, 20, 5))[0]
+    max_tokens = rng.randint(20, 200)
     request = Request(
         number=number,
         revision=rng.choice(revisions),
         prompt=f"{number} " + "".join(rng.choices(letters, k=rng.randint(1, 60))),
-        max_tokens=rng.randint(20, 200),
-        n=rng.choices((1, 2, 3), (75, 20, 5))[0],
+        max_tokens=max_tokens,
+        n=n,
+        best_of=n + rng.randint(0, 2) if rng.random() < 0.08 else None,
         sampling=_sampling(rng),
-        logprobs=rng.choice((1, 3)) if rng.random() < 0.2 else None,
+        logit_bias=tuple((token, rng.uniform(-5, 5)) for token in (7, 8)) if rng.random() < 0.1 else (),
+        min_tokens=rng.randint(0, max_tokens) if rng.random() < 0.1 else 0,
+        ignore_eos=rng.random() < 0.2,
+        logprobs=rng.choice((0, 1, 3)) if rng.random() < 0.2 else None,
+        prompt_logprobs=rng.choice((0, 2)) if rng.random() < 0.2 else None,
+        skip_special_tokens=rng.random() < 0.9,
         stream_interval=rng.choice((2, 5)) if rng.random() < 0.1 else 1,
     )
     return _with_stop(rng, request)
 
 
 def _sampling(rng: random.Random) -> dict[str, float | int]:
+    """Draw a seed and a temperature for six in ten, and each other parameter for one in five."""
     sampling: dict[str, float | int] = {}
     if rng.random() < 0.6:
         sampling = {"temperature": rng.uniform(0.1, 2.0), "seed": rng.getrandbits(63)}
-        sampling["top_p"] = rng.uniform(0.1, 1.0)
-        if rng.random() < 0.5:
-            sampling["top_k"] = rng.randint(1, 100)
-    if rng.random() < 0.3:
-        sampling |= {"repetition_penalty": rng.uniform(0.5, 2.0), "frequency_penalty": rng.uniform(-2.0, 2.0)}
+    for name, accepted in RANGES.items():
+        if name != "temperature" and rng.random() < 0.2:
+            value = rng.uniform(accepted.least + 0.1, min(accepted.most, accepted.least + 4))
+            sampling[name] = round(value) if isinstance(getattr(SamplingParams(), name), int) else value
     return sampling
 
 
 def _with_stop(rng: random.Random, request: Request) -> Request:
-    """Three in ten have a stop string or a stop token that one of their choices comes to."""
+    """Give three in ten a stop string or a stop token that one of their choices comes to."""
     kind = rng.random()
     if kind > 0.3:
         return request
     ids = truth(MODEL, request, rng.randrange(request.n)).uncut
     at = rng.randrange(5, len(ids) - 2)
     if kind > 0.2:
-        return _replace(request, stop_token_ids=(ids[at],))
+        return msgspec.structs.replace(request, stop_token_ids=(ids[at],))
     # One that begins in the middle of a token holds back what is before it; its beginning is delivered.
     whole = "".join(map(text_of, ids[at : at + rng.choice((1, 2, 3))]))
-    return _replace(request, stop=(whole[rng.choice((0, 0, 2)) :] or whole,))
-
-
-def _replace(request: Request, **changes: object) -> Request:
-    fields = {name: getattr(request, name) for name in request.__struct_fields__}
-    return Request(**{**fields, **changes})
+    return msgspec.structs.replace(request, stop=(whole[rng.choice((0, 0, 2)) :] or whole,))

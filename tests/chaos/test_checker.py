@@ -6,8 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from loraplex_client.options import generate_request
 
+from router.api.convert import _UNBUILT, _UNBUILT_OUTPUT
 from tests.chaos.checker import check
+from tests.chaos.driver import options_of
 from tests.chaos.history import (
     Answer,
     Begun,
@@ -22,7 +25,7 @@ from tests.chaos.history import (
     Revision,
     read_history,
 )
-from tests.chaos.oracle import next_token, truth
+from tests.chaos.oracle import answers, next_token, truth
 from tests.chaos.plan import MODEL, PENDING, Kind, make_plan, make_request
 from tests.chaos.report import as_json, missed_aims
 from tests.chaos.verdict import Verdict
@@ -35,7 +38,7 @@ def forged(
     change: Callable[[Observation], None] = lambda observation: None, *, request: Request | None = None
 ) -> Observation:
     """The history of a request that was answered over two calls, changed."""
-    request = request or Request(0, REVISIONS[0], "prompt", 40, n=2, logprobs=1)
+    request = request or Request(0, REVISIONS[0], "prompt", 40, n=2, logprobs=1, prompt_logprobs=1)
     observation = Observation(request, [Call(0.0, "Generate", "r1"), Call(1.0, "Resume", "r2")], [], {}, [], ended=3.0)
     for choice in range(request.n):
         expected = truth(MODEL, request, choice)
@@ -44,9 +47,12 @@ def forged(
         for at in range(len(ids)):
             second = at >= len(ids) // 2
             observation.deltas.append(Delta(1.5 * second + at / 1e3, int(second), choice, at, ids[at : at + 1]))
-        likeliest = list(ids) if request.logprobs is not None else None
-        observation.answers[choice] = Answer(list(ids), expected.text, expected.reason, expected.stop, likeliest)
+        ended = (expected.text, expected.reason, expected.stop)
+        observation.answers[choice] = Answer(list(ids), *ended, list(expected.logprobs))
     observation.deltas.sort(key=lambda delta: delta.at)
+    whole = answers(MODEL, request)
+    observation.prompt_logprobs = list(whole.prompt_logprobs)
+    observation.completion_tokens = whole.completion_tokens
     observation.completed, observation.revision = True, f"tenants/acme/adapters/a/revisions/{request.revision.digest}"
     change(observation)
     return observation
@@ -105,8 +111,16 @@ def retext(observation: Observation) -> None:
 
 
 def misplace_logprobs(observation: Observation) -> None:
-    assert observation.answers[0].likeliest
-    observation.answers[0].likeliest.reverse()
+    assert observation.answers[0].logprobs
+    observation.answers[0].logprobs.reverse()
+
+
+def lose_prompt_logprobs(observation: Observation) -> None:
+    observation.prompt_logprobs = []
+
+
+def miscount(observation: Observation) -> None:
+    observation.completion_tokens += 1
 
 
 def send_again(observation: Observation) -> None:
@@ -138,6 +152,8 @@ def another_revision(observation: Observation) -> None:
         (fail, {"lost": 30}),
         (retext, {"other": 1}),
         (misplace_logprobs, {"other": 1}),
+        (lose_prompt_logprobs, {"other": 1}),
+        (miscount, {"other": 1}),
         (send_again, {"duplicated": 1}),
         (zombie, {"stale_attempt_delivered": 2}),
         (leave_out, {"lost": 1}),
@@ -207,9 +223,22 @@ def test_a_seed_plans_the_same_again_and_every_kind_of_fault_and_request() -> No
     assert requests == [make_request(3, number, REVISIONS) for number in range(300)]
     assert {request.n for request in requests} == {1, 2, 3}
     ends = {truth(MODEL, request, choice).reason for request in requests for choice in range(request.n)}
-    assert ends == {"length", "stop"}
+    assert ends == {"length", "end", "stop"}
     cut = [truth(MODEL, request, c) for request in requests if request.stop for c in range(request.n)]
     assert any(one.text and "".join(f"<{i}>" for i in one.token_ids) != one.text for one in cut)
     for request in requests:
         assert request.revision in REVISIONS
         assert 20 <= request.max_tokens <= 200
+
+
+def test_every_option_that_is_served_is_drawn() -> None:
+    """Compare the fields of the public messages with those of drawn requests: a new option must be drawn too."""
+    specs = [
+        generate_request(request.prompt, options_of(request)).spec  # type: ignore[arg-type]
+        for request in (make_request(7, number, REVISIONS) for number in range(400))
+    ]
+    for group in ("sampling", "stopping", "output"):
+        drawn = {field.name for spec in specs for field, _ in getattr(spec, group).ListFields()}
+        assert drawn == {field.name for field in getattr(specs[0], group).DESCRIPTOR.fields} - _UNBUILT_OUTPUT.keys()
+    formats = specs[0].DESCRIPTOR.oneofs_by_name["format"].fields
+    assert {field.name for field in formats} == _UNBUILT.keys()

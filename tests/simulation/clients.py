@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 
-from router.request import Delta, Finished, Message, Received, Request, Summary
+from router.request import Delta, Message, Request, Summary
 from rpc.errors import CallError, DeadlinePassed, Exhausted, Unavailable
+from tests.hash_answers import Expected
 from tests.simulation.loop import NODE
 from tests.simulation.network import Network
 from tests.simulation.router import BrokenError, SimulatedRouter
+from tests.simulation.transcript import Transcript
 
 _RETRY_S = (0.1, 2.0)
 
@@ -29,77 +31,48 @@ class End(StrEnum):
 
 @dataclass(frozen=True)
 class Plan:
-    """A request to make. `expected` has the model's ids by choice; `cancel_after` so many tokens the client leaves."""
+    """A request to make, and the model's answers to it. After `cancel_after` tokens the client leaves."""
 
     request: Request
-    expected: tuple[tuple[int, ...], ...]
+    expected: Expected
     start_s: float
     router: int
     cancel_after: int | None = None
     deadline_s: float | None = None
 
 
-@dataclass
 class Story:
-    """The result of a request. `faults` has a line for each fault in the tokens."""
+    """The result of a request."""
 
-    plan: Plan
-    ids: list[list[int]] = field(default_factory=list)
-    finished: list[bool] = field(default_factory=list)
-    ends: list[End] = field(default_factory=list)
-    faults: list[str] = field(default_factory=list)
-    failure: CallError | None = None
-    resumes: int = 0
-    ttft_s: float | None = None
-    # Reasons of the refusals after which the client asked again.
-    reasons: list[str] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.ids = [[] for _ in self.plan.expected]
-        self.finished = [False for _ in self.plan.expected]
-
-    @property
-    def tokens(self) -> int:
-        """Return the number of tokens of all choices."""
-        return sum(len(ids) for ids in self.ids)
-
-    def take(self, message: Message) -> None:
-        """Take a message and check it."""
-        match message.event:
-            case Delta(offset=offset, token_ids=token_ids, choice=choice):
-                if self.ttft_s is None:
-                    self.ttft_s = asyncio.get_running_loop().time() - self.plan.start_s
-                if self.finished[choice]:
-                    self.faults.append(f"choice {choice}: tokens after its end")
-                if offset != len(self.ids[choice]):
-                    self.faults.append(f"choice {choice}: offset {offset} after {len(self.ids[choice])} tokens")
-                self.ids[choice].extend(token_ids)
-            case Finished(choice=choice):
-                if self.finished[choice]:
-                    self.faults.append(f"choice {choice}: ended twice")
-                self.finished[choice] = True
-            case Summary(completion_tokens=counted):
-                if counted != self.tokens:
-                    self.faults.append(f"{counted} tokens counted, {self.tokens} delivered")
-                self.end(End.COMPLETED)
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.transcript = Transcript(plan.request, plan.expected)
+        self.ends: list[End] = []
+        self.failure: CallError | None = None
+        self.resumes = 0
+        self.ttft_s: float | None = None
+        # Reasons of the refusals after which the client asked again.
+        self.reasons: list[str] = []
 
     def end(self, end: End) -> None:
         """Note an end of the call; more than one is a fault."""
         self.ends.append(end)
 
+    def take(self, message: Message) -> None:
+        """Take a message and check it."""
+        self.transcript.take(message.event)
+        if self.ttft_s is None and isinstance(message.event, Delta):
+            self.ttft_s = asyncio.get_running_loop().time() - self.plan.start_s
+        if isinstance(message.event, Summary):
+            self.end(End.COMPLETED)
+
     def check(self) -> list[str]:
         """Return what is wrong with the result."""
-        wrong = list(self.faults)
+        wrong = self.transcript.check(whole=self.ends == [End.COMPLETED], resumed=self.resumes > 0)
         if len(self.ends) != 1:
             wrong.append(f"ended {len(self.ends)} times: {', '.join(self.ends)}")
-        for choice, (ids, expected) in enumerate(zip(self.ids, self.plan.expected, strict=True)):
-            whole = self.ends == [End.COMPLETED]
-            if tuple(ids) != (expected if whole else expected[: len(ids)]):
-                wrong.append(f"choice {choice}: {ids} are not the model's {list(expected)}")
-            if whole and not self.finished[choice]:
-                wrong.append(f"choice {choice}: has no end")
-        if self.ends == [End.REFUSED] and self.tokens:
-            wrong.append(f"refused after {self.tokens} tokens: {self.failure!r}")
+        if self.ends == [End.REFUSED] and self.transcript.tokens:
+            wrong.append(f"refused after {self.transcript.tokens} tokens: {self.failure!r}")
         if self.ends == [End.FAILED]:
             wrong.append(f"failed: {self.failure!r}")
         return wrong
@@ -117,7 +90,7 @@ async def ask(story: Story, routers: Sequence[SimulatedRouter], network: Network
         if due is not None and loop.time() >= due:
             story.end(End.LATE)
             return
-        had = story.tokens
+        had = story.transcript.tokens
         try:
             token = await _call(story, router, network, token, None if due is None else due - loop.time())
         except (BrokenError, Unavailable) as error:
@@ -135,14 +108,14 @@ async def ask(story: Story, routers: Sequence[SimulatedRouter], network: Network
         if story.ends:
             return
         story.resumes += 1
-        wait_s = _RETRY_S[0] if story.tokens > had else min(_RETRY_S[1], 2 * wait_s)
+        wait_s = _RETRY_S[0] if story.transcript.tokens > had else min(_RETRY_S[1], 2 * wait_s)
         await asyncio.sleep(wait_s)
 
 
 async def _call(story: Story, router: SimulatedRouter, network: Network, token: str, deadline_s: float | None) -> str:
     """Read one stream. Raises what ended it; `token` of the error is the resume token that came first."""
     plan, inbox = story.plan, asyncio.Queue[Message | Exception | None]()
-    received = {choice: Received(tuple(ids), story.finished[choice]) for choice, ids in enumerate(story.ids) if ids}
+    received = story.transcript.received()
     loop, last_at = asyncio.get_running_loop(), [0.0]
 
     def tell(what: Message | Exception | None) -> None:
@@ -171,7 +144,7 @@ async def _call(story: Story, router: SimulatedRouter, network: Network, token: 
                     raise message
                 token = message.resume_token or token
                 story.take(message)
-                if plan.cancel_after is not None and story.tokens >= plan.cancel_after and not story.ends:
+                if plan.cancel_after is not None and story.transcript.tokens >= plan.cancel_after and not story.ends:
                     story.end(End.CANCELLED)
                     break
         return token

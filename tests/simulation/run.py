@@ -190,10 +190,10 @@ class _Run:
         await asyncio.sleep(QUIET_S)
         for number, story in enumerate(stories):
             outcome.wrong += [f"request {number}: {line}" for line in story.check()]
-            outcome.trace.append(f"{story.ends} {story.ids} {story.resumes}")
+            outcome.trace.append(f"{story.ends} {story.transcript.ids} {story.resumes}")
             for end in story.ends:
                 outcome.ends[end] = outcome.ends.get(end, 0) + 1
-        outcome.tokens = sum(story.tokens for story in stories)
+        outcome.tokens = sum(story.transcript.tokens for story in stories)
         outcome.ttft_s = [story.ttft_s for story in stories if story.ttft_s is not None]
         outcome.reasons = {reason for story in stories for reason in story.reasons}
         outcome.resumes = sum(story.resumes for story in stories)
@@ -239,7 +239,7 @@ class _Run:
         if not scenario.backlog or scenario.faults:
             return []
         longest = max(len(plan.request.prompt) for plan in plans)
-        answer = max(len(plan.expected[0]) for plan in plans)
+        answer = max(len(plan.expected.choices[0].uncut) for plan in plans)
         uncharged = 2 * scenario.workers * scenario.rows * answer
         bound = 2 * max(PROMPT_WEIGHT * longest, OUTPUT_WEIGHT * uncharged)
         found = self._shares.difference

@@ -11,12 +11,12 @@ from artifacts.sampling import SamplingParams
 from broker.messages import AdapterRef
 from broker.terms import QueueLimits
 from router.request import Request, Stopping
+from tests.hash_answers import expected_answers
 from tests.simulation.clients import Plan
 from tests.simulation.faults import Fault, draw_faults
-from worker import engine_api as contract
-from worker.engine.hash_tokens import expected_ids
+from tests.simulation.options import asked_of, draw_options
 
-MODEL = "hash:?vocab=1000&seed=1&context=256"
+MODEL = "hash:?vocab=1000&seed=1&context=256&end_after=40"
 # Of a backlog's requests the first tenant's.
 _FIRST, _BACKLOG = 25, 40
 
@@ -45,7 +45,12 @@ def draw(seed: int) -> Scenario:
     adapters = {
         name: AdapterRef(f"tenants/one/adapters/{name}@1", sha256_json(name), 8, 100_000) for name in ("a", "b", "c")
     }
-    plans = [_plan(chance, number, routers, adapters, backlog=backlog) for number in range(_BACKLOG if backlog else 12)]
+    # Options have a chance of their own: another one leaves the rest of a scenario as it is.
+    options = Random(f"options {seed}")
+    plans = [
+        _plan(chance, options, number, routers, adapters, backlog=backlog)
+        for number in range(_BACKLOG if backlog else 12)
+    ]
     count = chance.choice((0, 0, 1)) if backlog else chance.choice((0, 1, 1, 2, 2, 3, 4, 6))
     return Scenario(
         seed=seed,
@@ -62,7 +67,15 @@ def draw(seed: int) -> Scenario:
     )
 
 
-def _plan(chance: Random, number: int, routers: int, adapters: Mapping[str, AdapterRef], *, backlog: bool) -> Plan:
+def _plan(
+    chance: Random,
+    options: Random,
+    number: int,
+    routers: int,
+    adapters: Mapping[str, AdapterRef],
+    *,
+    backlog: bool,
+) -> Plan:
     prompt = tuple(chance.randrange(1000) for _ in range(chance.randint(1, 60)))
     adapter = chance.choice(("", *adapters))
     n = 1 if backlog else chance.choice((1, 1, 1, 3))
@@ -84,25 +97,11 @@ def _plan(chance: Random, number: int, routers: int, adapters: Mapping[str, Adap
         best_of=n,
         priority=chance.choice((0, 0, 5)),
     )
-    shaped = contract.Sampling(
-        temperature=sampling.temperature,
-        top_k=sampling.top_k,
-        repetition_penalty=sampling.repetition_penalty,
-        seed=number,
-    )
+    digest = adapters[adapter].digest if adapter else ""
+    request = draw_options(options, request, digest, MODEL, candidates=not backlog)
     return Plan(
         request,
-        tuple(
-            expected_ids(
-                MODEL,
-                prompt,
-                adapter_digest=adapters[adapter].digest if adapter else "",
-                sampling=shaped,
-                stopping=contract.Stopping(max_tokens=most),
-                choice=choice,
-            )
-            for choice in range(n)
-        ),
+        expected_answers(MODEL, asked_of(request, digest)),
         start_s=1.0 + (number * 0.001 if backlog else chance.uniform(0.0, 3.0)),
         router=chance.randrange(routers),
         cancel_after=None if backlog or chance.random() < 0.85 else chance.randint(0, most),

@@ -5,21 +5,20 @@ from __future__ import annotations
 from dataclasses import replace
 
 from router.request import Request, Stopping
+from tests.hash_answers import expected_answers
 from tests.simulation.clients import End, Plan
 from tests.simulation.faults import Fault, Kind
+from tests.simulation.options import asked_of
 from tests.simulation.run import Outcome, simulate_scenario
 from tests.simulation.scenario import MODEL, draw
-from worker import engine_api as contract
-from worker.engine.hash_tokens import expected_ids
 
 REQUESTS = 40
 
 
 def plan(number: int, start_s: float, max_tokens: int) -> Plan:
     request = Request("one", (number,), "token_ids", request_id=f"r{number}", fingerprint=f"f{number}", seed=number)
-    sampling, stopping = contract.Sampling(seed=number), contract.Stopping(max_tokens=max_tokens)
-    truth = expected_ids(MODEL, (number,), sampling=sampling, stopping=stopping)
-    return Plan(replace(request, stopping=Stopping(max_tokens=max_tokens)), (truth,), start_s, router=0)
+    request = replace(request, stopping=Stopping(max_tokens=max_tokens, ignore_eos=True))
+    return Plan(request, expected_answers(MODEL, asked_of(request, "")), start_s, router=0)
 
 
 def run(workers: int, *faults: Fault, requests: int = REQUESTS, max_tokens: int = 10) -> Outcome:

@@ -6,6 +6,7 @@ import inspect
 from collections import Counter
 
 import pytest
+from loraplex.inference.v1 import inference_pb2 as pb
 
 from bench.queue_model.queue_model import QueueModel
 from bench.queue_model.tenant_counters import TenantCounters
@@ -13,6 +14,7 @@ from broker.commands import CommandQueue
 from broker.dead import DeadLetters
 from broker.liveness import Liveness
 from broker.queue import JobQueue
+from router.api.convert import _UNBUILT, _UNBUILT_OUTPUT
 from router.dispatch.job_state import JobState
 from router.dispatch.link import Link
 from router.dispatch.routed_job import RoutedJob
@@ -49,6 +51,20 @@ def test_the_runs_are_no_idle_ones(outcomes: list[Outcome]) -> None:
     assert sum(outcome.attempts for outcome in outcomes) > requests
     assert any(outcome.resumes for outcome in outcomes)
     assert any(outcome.difference for outcome in outcomes if outcome.scenario.backlog)
+
+
+def test_every_option_that_is_served_is_drawn(outcomes: list[Outcome]) -> None:
+    """Compare the fields of the public messages with those of drawn requests: a new option must be drawn too."""
+    requests = [plan.request for outcome in outcomes for plan in outcome.scenario.plans]
+    for group, message in (("sampling", pb.Sampling), ("stopping", pb.Stopping), ("output", pb.Output)):
+        for field in message.DESCRIPTOR.fields:
+            if group == "output" and field.name in _UNBUILT_OUTPUT:
+                continue
+            of_request = group == "output" or field.name == "seed"
+            values = {getattr(request if of_request else getattr(request, group), field.name) for request in requests}
+            assert len(values) > 1, f"{group}.{field.name} is always {values}"
+    formats = pb.GenerateSpec.DESCRIPTOR.oneofs_by_name["format"].fields
+    assert {field.name for field in formats} == _UNBUILT.keys()
 
 
 @pytest.mark.parametrize("seed", FAILED)

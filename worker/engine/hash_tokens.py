@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import fields
 from typing import Protocol
 
@@ -37,21 +37,44 @@ def expected_ids(
     choice: int = 0,
 ) -> tuple[int, ...]:
     """Return the whole answer of the model `spec` (`hash:?...`), ending token included. Raises ArtifactError."""
+    answer = expected_tokens(
+        spec, prompt_ids, adapter_digest=adapter_digest, sampling=sampling, stopping=stopping, choice=choice
+    )
+    return tuple(token for token, _ in answer)
+
+
+def expected_tokens(
+    spec: str,
+    prompt_ids: Iterable[int],
+    *,
+    adapter_digest: str = "",
+    sampling: Sampling | None = None,
+    stopping: Stopping | None = None,
+    choice: int = 0,
+    alternatives: int = 0,
+) -> list[tuple[int, TokenLogprobs]]:
+    """Return the whole answer like `expected_ids`, each token with its log probabilities. Raises ArtifactError."""
     model = parse_hash_model(spec)
     stopping = stopping or Stopping()
     ends = set() if stopping.ignore_eos else set(model.end_token_ids)
     ends |= set(stopping.stop_token_ids)
     state = hash_root(model, adapter_digest, sampling or Sampling(), choice)
     state.update(id_bytes(prompt_ids))
-    answer: list[int] = []
+    answer: list[tuple[int, TokenLogprobs]] = []
     while len(answer) < stopping.max_tokens:
         may_end = len(answer) >= stopping.min_tokens
         token = next_token(model, state, len(answer), () if may_end else ends)
-        answer.append(token)
+        answer.append((token, hash_logprobs(model, token, state.digest()[0], alternatives)))
         if may_end and token in ends:
             break
         state.update(id_bytes((token,)))
-    return tuple(answer)
+    return answer
+
+
+def expected_prompt_logprobs(spec: str, prompt_ids: Sequence[int], alternatives: int) -> tuple[TokenLogprobs, ...]:
+    """Return the log probabilities of every prompt token but the first. Raises ArtifactError."""
+    model = parse_hash_model(spec)
+    return tuple(hash_logprobs(model, following, following, alternatives) for following in prompt_ids[1:])
 
 
 def hash_root(model: HashModel, adapter_digest: str, sampling: Sampling, choice: int) -> Hash:

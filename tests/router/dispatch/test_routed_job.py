@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
 from router.dispatch.job_state import _ALLOWED, JobState, JobTransitionError, check_transition
 from router.dispatch.link import Frame, WorkerFinish
 from router.dispatch.routed_job import RoutedJob
+from router.generation.runs import Run
+from router.request import TokenLogprobs
 from rpc.errors import Internal
 from tests.router.recording_link import RecordingLink, job
 
@@ -108,3 +111,71 @@ async def test_the_end_of_all_choices_ends_the_job() -> None:
     async with asyncio.timeout(10):
         assert [arrival.choice for arrival in await routed.arrivals(routed.reader)] == [0]
         assert await routed.arrivals(routed.reader) == []
+
+
+OF_PROMPT = (TokenLogprobs(-1.0),)
+
+
+def asks_for_prompt_logprobs(n: int = 1) -> RoutedJob:
+    routed = RoutedJob(replace(job(n=n), prompt_logprobs=0))
+    routed.bind(LINK, 1)
+    return routed
+
+
+async def test_a_frame_without_ids_is_no_first_token() -> None:
+    routed = asks_for_prompt_logprobs()
+    reading = asyncio.ensure_future(routed.arrivals(routed.reader))
+    assert routed.accept(Frame("j", 1, 0, (), adapter_ms=0.0, cached_tokens=0))
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert not reading.done()
+    assert routed.first_token_at is None
+    routed.accept(Frame("j", 1, 0, (5,), adapter_ms=7.0, cached_tokens=1, prompt_logprobs=OF_PROMPT))
+    async with asyncio.timeout(10):
+        (arrival,) = await reading
+    assert (arrival.token_ids, routed.prompt_logprobs) == ([5], OF_PROMPT)
+    assert (routed.adapter_ms, routed.cached_tokens) == (7.0, 1)
+    assert routed.first_token_at is not None
+    assert Run("f", routed).began.ttft_s == routed.first_token_at - routed.admitted_at
+
+
+async def test_the_prompt_s_log_probabilities_come_before_another_choice_s_ids() -> None:
+    routed = asks_for_prompt_logprobs(n=2)
+    routed.accept(Frame("j", 1, 0, (8, 9), choice=1, cached_tokens=1))
+    reading = asyncio.ensure_future(routed.arrivals(routed.reader))
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert not reading.done()
+    # The worker died: the next attempt is asked for them again.
+    routed.next_attempt()
+    assert routed.job.emitted == {0: (), 1: (8, 9)}
+    routed.bind(LINK, 2)
+    routed.accept(Frame("j", 2, 0, (5,), prompt_logprobs=OF_PROMPT))
+    async with asyncio.timeout(10):
+        arrivals = await reading
+    assert [(arrival.choice, arrival.token_ids) for arrival in arrivals] == [(0, [5]), (1, [8, 9])]
+    assert routed.prompt_logprobs == OF_PROMPT
+
+
+async def test_a_job_that_fails_before_its_prompt_s_log_probabilities_shows_its_failure() -> None:
+    routed = asks_for_prompt_logprobs(n=2)
+    routed.accept(Frame("j", 1, 0, (8, 9), choice=1))
+    routed.fail(Internal("over"))
+    with pytest.raises(Internal):
+        await routed.arrivals(routed.reader)
+
+
+async def test_what_was_sent_again_is_told_once() -> None:
+    routed = in_state(JobState.BOUND)
+    routed.accept(Frame("j", 1, 0, (5, 6)))
+    (arrival,) = await routed.arrivals(routed.reader)
+    assert arrival.token_ids == [5, 6]
+    reading = asyncio.ensure_future(routed.arrivals(routed.reader))
+    assert routed.accept(Frame("j", 1, 0, (5, 6)))
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert not reading.done()
+    routed.accept(Frame("j", 1, 1, (6, 7), finish=WorkerFinish.LENGTH))
+    async with asyncio.timeout(10):
+        (arrival,) = await reading
+    assert arrival.token_ids == [7]

@@ -110,6 +110,11 @@ class LocalChoice:
         """Return whether it takes a row of the engine, or will."""
         return self._state in _RUNNING
 
+    @property
+    def has_news(self) -> bool:
+        """Return whether a frame of it would tell its router something: ids that none has taken, or its end."""
+        return self.sent < len(self.ids) or self.ending is not None
+
     def hand_over(self, number: int, at_s: float) -> None:
         """Note that the engine gets its sequence, as the `number`-th of all."""
         self._enter(LocalChoiceState.HANDED_OVER)

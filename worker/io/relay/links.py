@@ -103,9 +103,10 @@ class RouterLink:
             self._throttle.due.set()
 
     def progressed(self, choice: LocalChoice) -> None:
-        """Send what an answer has got."""
-        self._progress[choice] = None
-        self._throttle.request(urgent=choice.sent == 0 or choice.ending is not None)
+        """Send what an answer has got; nothing where it has no ids yet, as when a router asks for all of it."""
+        if choice.has_news:
+            self._progress[choice] = None
+            self._throttle.request(urgent=choice.sent == 0 or choice.ending is not None)
 
     def beat(self) -> None:
         """Send a sign of life, unless the router has just heard of this worker."""

@@ -29,7 +29,10 @@ class Router(relay_pb2_grpc.RelayServiceServicer):
         self.ids: list[int] = []
         self.hellos = 0
         self.ended = 0
+        self.frames: list[pb.Frame] = []
+        # Responses before and after the rewinds that a hello gets.
         self.first: pb.ConnectResponse | None = None
+        self.last: pb.ConnectResponse | None = None
         self._news = asyncio.Condition()
 
     async def Connect(self, request_iterator: AsyncIterator[pb.ConnectRequest], context: Any) -> Any:
@@ -43,8 +46,11 @@ class Router(relay_pb2_grpc.RelayServiceServicer):
             at = len(self.ids)
             positions = [pb.Position(job_id=one.job_id, attempt=one.attempt, offset=at) for one in hello.holds]
             yield pb.ConnectResponse(rewinds=pb.Rewinds(positions=positions))
+            if self.last is not None:
+                yield self.last
             async for request in request_iterator:
                 for frame in request.frames.frames:
+                    self.frames.append(frame)
                     assert frame.offset <= len(self.ids)
                     self.ids += frame.token_ids[len(self.ids) - frame.offset :]
                 await self._tell()
@@ -78,12 +84,22 @@ class FailingHandler:
         raise AssertionError
 
 
+class AckHandler(FailingHandler):
+    """A handler that notes an ack: what came before it is handled."""
+
+    def __init__(self) -> None:
+        self.got_ack = asyncio.Event()
+
+    def acked(self, job_id: str, attempt: int) -> None:
+        self.got_ack.set()
+
+
 class Line:
     """A worker's links, with one job of a router at `address`."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, handler: FailingHandler | None = None) -> None:
         self._jobs = LocalJobs()
-        self.links = RouterLinks(LinkSettings("w", "w-1"), self._jobs, FailingHandler())
+        self.links = RouterLinks(LinkSettings("w", "w-1"), self._jobs, handler or FailingHandler())
         local = self._jobs.add(Job("a", "acme", "tiny", "sha256:0", address, (1,), StoppingParams(100), seed=1))
         self.choice: LocalChoice = local.choices[0]
         self.links.claimed(local)
@@ -139,6 +155,21 @@ async def test_a_link_whose_messages_can_t_be_obeyed_is_opened_again() -> None:
         await router.until(lambda: router.hellos == 2)
         line.make(5)
         await router.until(lambda: router.ids == list(range(5)))
+        await line.close()
+
+
+async def test_a_rewind_of_an_answer_without_ids_sends_nothing() -> None:
+    """Answer a fresh link's hello with rewinds to 0, as routers do; an empty frame was taken for the first token."""
+    async with serving() as (router, address):
+        router.last = pb.ConnectResponse(acks=pb.Acks(jobs=[pb.JobAttempt(job_id="b", attempt=1)]))
+        handler = AckHandler()
+        line = Line(address, handler)
+        async with asyncio.timeout(30):
+            await handler.got_ack.wait()
+        line.make(5)
+        await router.until(lambda: len(router.ids) == 5)
+        assert [len(frame.token_ids) for frame in router.frames] == [5]
+        assert router.frames[0].HasField("first")
         await line.close()
 
 

@@ -1,0 +1,141 @@
+"""The expected answers of the hash model to a whole request: every option of it, as a client must see them.
+
+Nothing here is the router's or the worker's code but the model's own tokens, so that an option that gets lost on the
+way, or after a fault, shows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from artifacts.hash_model import parse_hash_model
+from worker.engine.hash_tokens import expected_prompt_logprobs, expected_tokens
+from worker.engine_api import Sampling, Stopping, TokenLogprobs
+
+# A token's log probability, and the likeliest tokens at its place as (id, log probability).
+Logprobs = tuple[float, tuple[tuple[int, float], ...]]
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The parts of a request that decide its answers; the fields mean the same as in the public API."""
+
+    prompt_ids: tuple[int, ...]
+    adapter_digest: str = ""
+    sampling: Sampling = field(default_factory=Sampling)
+    stopping: Stopping = field(default_factory=Stopping)
+    stop: tuple[str, ...] = ()
+    n: int = 1
+    best_of: int = 1
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+
+
+@dataclass(frozen=True)
+class ExpectedChoice:
+    """A choice as its client gets it. `uncut`: the model's ids, before a stop string was looked for.
+
+    `candidate`: its number among the candidates of best_of, which is the choice that the engine computed.
+    """
+
+    token_ids: tuple[int, ...]
+    text: str
+    reason: str
+    stop: str | int | None
+    logprobs: tuple[Logprobs, ...]
+    uncut: tuple[int, ...]
+    candidate: int
+
+
+@dataclass(frozen=True)
+class Expected:
+    """The answers to a request. `completion_tokens` counts those of all candidates."""
+
+    choices: tuple[ExpectedChoice, ...]
+    prompt_logprobs: tuple[Logprobs, ...]
+    completion_tokens: int
+
+
+def expected_answers(model: str, asked: Asked) -> Expected:
+    """Return what the hash model `model` (`hash:?...`) answers."""
+    candidates = [_candidate(model, asked, number) for number in range(max(asked.n, asked.best_of))]
+    ranked = candidates
+    if asked.best_of > asked.n:  # equal ones in the order of their numbers
+        ranked = sorted(candidates, key=_mean_logprob, reverse=True)
+    prompt: Iterable[TokenLogprobs] = ()
+    if asked.prompt_logprobs is not None:
+        prompt = expected_prompt_logprobs(model, asked.prompt_ids, asked.prompt_logprobs)
+    return Expected(
+        tuple(_shown(candidate, asked) for candidate in ranked[: asked.n]),
+        tuple(map(logprobs_of, prompt)),
+        sum(len(candidate.token_ids) for candidate in candidates),
+    )
+
+
+def text_of(token: int) -> str:
+    """Return the text of a token: a byte's character, or the id."""
+    return chr(token) if token < 256 else f"<{token}>"
+
+
+def logprobs_of(token: TokenLogprobs) -> Logprobs:
+    """Return log probabilities as plain tuples."""
+    return token.logprob, tuple(token.alternatives)
+
+
+def _candidate(model: str, asked: Asked, number: int) -> ExpectedChoice:
+    made = expected_tokens(
+        model,
+        asked.prompt_ids,
+        adapter_digest=asked.adapter_digest,
+        sampling=asked.sampling,
+        stopping=asked.stopping,
+        choice=number,
+        alternatives=asked.logprobs or 0,
+    )
+    ids = tuple(token for token, _ in made)
+    reason, stop = _end(model, asked.stopping, ids)
+    kept, text = len(ids), "".join(map(text_of, ids[:-1] if reason != "length" else ids))
+    # A stop string ends the answer as soon as it is complete: at the first token after which the text has one.
+    shown = ""
+    for count, token in enumerate(ids, start=1):
+        if count == len(ids) and reason != "length":  # an id without text
+            break
+        shown += text_of(token)
+        found = [(at, -len(string), string) for string in asked.stop if (at := shown.find(string)) >= 0]
+        if found:
+            at, _, stop = min(found)
+            kept, text, reason = _tokens_before(ids, at), shown[:at], "stop"
+            break
+    logprobs = tuple(logprobs_of(token) for _, token in made[:kept])
+    return ExpectedChoice(ids[:kept], text, reason, stop, logprobs, ids, number)
+
+
+def _end(model: str, stopping: Stopping, ids: Sequence[int]) -> tuple[str, str | int | None]:
+    """Return the reason of the model's own end, and the stop token."""
+    if len(ids) > stopping.min_tokens:
+        if ids[-1] in parse_hash_model(model).end_token_ids and not stopping.ignore_eos:
+            return "end", None
+        if ids[-1] in stopping.stop_token_ids:
+            return "stop", ids[-1]
+    return "length", None
+
+
+def _tokens_before(ids: Sequence[int], at: int) -> int:
+    """Return the number of tokens whose text begins before this character."""
+    kept, length = 0, 0
+    while kept < len(ids) and length < at:
+        length += len(text_of(ids[kept]))
+        kept += 1
+    return kept
+
+
+def _mean_logprob(choice: ExpectedChoice) -> float:
+    values = [logprob for logprob, _ in choice.logprobs]
+    return sum(values) / len(values) if values else float("-inf")
+
+
+def _shown(choice: ExpectedChoice, asked: Asked) -> ExpectedChoice:
+    if asked.logprobs is not None:
+        return choice
+    return ExpectedChoice(choice.token_ids, choice.text, choice.reason, choice.stop, (), choice.uncut, choice.candidate)

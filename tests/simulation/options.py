@@ -1,0 +1,79 @@
+"""Every option of a request that is served, drawn from a seed: what a fault must not change."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from random import Random
+from typing import Any
+
+from artifacts.sampling import RANGES, SamplingParams
+from router.request import Request
+from tests.hash_answers import Asked, expected_answers, text_of
+from worker.engine_api import Sampling, Stopping
+
+
+def asked_of(request: Request, adapter_digest: str) -> Asked:
+    """Return the parts of a request that decide its answers."""
+    prompt, stopping = request.prompt, request.stopping
+    assert isinstance(prompt, tuple)
+    assert stopping.max_tokens is not None
+    assert request.seed is not None
+    return Asked(
+        tuple(token_id for token_id in prompt if isinstance(token_id, int)),
+        adapter_digest,
+        Sampling.seeded(request.sampling, request.seed),
+        Stopping(stopping.max_tokens, stopping.min_tokens, stopping.stop_token_ids, stopping.ignore_eos),
+        stopping.stop,
+        request.n,
+        request.best_of,
+        request.logprobs,
+        request.prompt_logprobs,
+    )
+
+
+def draw_options(chance: Random, request: Request, adapter_digest: str, model: str, *, candidates: bool) -> Request:
+    """Return the request with options drawn by chance; `candidates`: best_of as well, which takes more rows."""
+    most = request.stopping.max_tokens or 0
+    request = replace(
+        request,
+        sampling=_sampling(chance, request.sampling),
+        stopping=replace(
+            request.stopping,
+            min_tokens=chance.randint(0, most) if chance.random() < 0.2 else 0,
+            ignore_eos=chance.random() < 0.2,
+        ),
+        best_of=request.n + (chance.choice((0, 0, 0, 1, 2)) if candidates else 0),
+        logprobs=chance.choice((None, None, 0, 3)),
+        prompt_logprobs=chance.choice((None, None, 0, 2)),
+        stream_interval=chance.choice((1, 1, 1, 2, 5)),
+        skip_special_tokens=chance.random() < 0.8,
+    )
+    return _with_stop(chance, request, adapter_digest, model)
+
+
+def _sampling(chance: Random, sampling: SamplingParams) -> SamplingParams:
+    """Draw each parameter once in seven requests; those that are drawn already stay."""
+    drawn: dict[str, Any] = {}
+    for name, accepted in RANGES.items():
+        if chance.random() < 1 / 7 and getattr(sampling, name) == getattr(SamplingParams(), name):
+            largest = min(accepted.most, accepted.least + 4)
+            value = chance.uniform(accepted.least + 0.01, largest)
+            drawn[name] = round(value) if isinstance(getattr(sampling, name), int) else value
+    biased = sorted(chance.sample(range(1000), 3)) if chance.random() < 1 / 7 else []
+    return replace(sampling, logit_bias=tuple((token, chance.uniform(-5, 5)) for token in biased), **drawn)
+
+
+def _with_stop(chance: Random, request: Request, adapter_digest: str, model: str) -> Request:
+    """Give three in ten requests a stop string or a stop token that one of their candidates comes to."""
+    kind = chance.random()
+    if kind > 0.3:
+        return request
+    answers = expected_answers(model, asked_of(request, adapter_digest)).choices
+    ids = chance.choice(answers).uncut
+    at = chance.randrange(len(ids))
+    if kind < 0.1:
+        return replace(request, stopping=replace(request.stopping, stop_token_ids=(ids[at],)))
+    # A stop string that begins in the middle of a token holds back the text before it.
+    whole = "".join(map(text_of, ids[at : at + chance.choice((1, 2, 3))]))
+    string = whole[chance.choice((0, 0, 2)) :] or whole
+    return replace(request, stopping=replace(request.stopping, stop=(string,)))
