@@ -17,7 +17,7 @@ from bench.tables import rewrite
 
 NAMES = ("engine", "lora_layer", "adapters", "interference", "fairness", "relay", "overload")
 # Benchmarks that write their own pages.
-_OTHERS = ("scaling", "calls")
+_OTHERS = ("scaling", "calls", "fan_in")
 _PAGE = Path(__file__).parents[1] / "docs" / "benchmarks.md"
 
 

@@ -15,6 +15,7 @@ from loraplex.relay.v1 import relay_pb2_grpc
 
 from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.link import Frame, WorkerFinish
+from router.dispatch.pacing import PaceLimits
 from router.metrics import RouterMetrics
 from router.request import TokenLogprobs
 from rpc.errors import CallError, InvalidField
@@ -31,41 +32,71 @@ class WorkerLink:
         self.worker_id = worker_id
         self.incarnation = incarnation
         self.heard_at = time.monotonic()
-        self._outgoing: asyncio.Queue[pb.ConnectResponse | None] = asyncio.Queue()
+        # What the next messages tell. Their order does not matter: each is about one attempt or choice for good.
+        self._acks: list[pb.JobAttempt] = []
+        self._cancels: list[pb.JobAttempt] = []
+        self._rewinds: list[pb.Position] = []
+        self._interval_ms: int | None = None
+        self._closed = False
+        self._due = asyncio.Event()
 
     def ack(self, job_id: str, attempt: int) -> None:
         """See Link."""
-        acks = pb.Acks(jobs=[pb.JobAttempt(job_id=job_id, attempt=attempt)])
-        self._outgoing.put_nowait(pb.ConnectResponse(acks=acks))
+        self._acks.append(pb.JobAttempt(job_id=job_id, attempt=attempt))
+        self._due.set()
 
     def cancel(self, job_id: str, attempt: int, choice: int | None = None) -> None:
         """See Link."""
-        job = pb.JobAttempt(job_id=job_id, attempt=attempt, choice=choice)
-        self._outgoing.put_nowait(pb.ConnectResponse(cancels=pb.Cancels(jobs=[job])))
+        self._cancels.append(pb.JobAttempt(job_id=job_id, attempt=attempt, choice=choice))
+        self._due.set()
 
     def rewind(self, job_id: str, attempt: int, choice: int, offset: int) -> None:
         """See Link."""
-        position = pb.Position(job_id=job_id, attempt=attempt, choice=choice, offset=offset)
-        rewinds = pb.Rewinds(positions=[position])
-        self._outgoing.put_nowait(pb.ConnectResponse(rewinds=rewinds))
+        self._rewinds.append(pb.Position(job_id=job_id, attempt=attempt, choice=choice, offset=offset))
+        self._due.set()
+
+    def pace(self, interval_ms: int) -> None:
+        """Give the worker another interval between its messages."""
+        self._interval_ms = interval_ms
+        self._due.set()
 
     def close(self) -> None:
         """End the stream."""
-        self._outgoing.put_nowait(None)
+        self._closed = True
+        self._due.set()
 
     async def messages(self) -> AsyncIterator[pb.ConnectResponse]:
-        """Yield the messages to be sent, until the link is closed."""
-        while (message := await self._outgoing.get()) is not None:
-            yield message
+        """Yield the messages to be sent until the link is closed; each has all of its kind that has come meanwhile."""
+        while True:
+            await self._due.wait()
+            self._due.clear()
+            if self._interval_ms is not None:
+                interval_ms, self._interval_ms = self._interval_ms, None
+                yield pb.ConnectResponse(pace=pb.Pace(interval_ms=interval_ms))
+            if self._rewinds:
+                positions, self._rewinds = self._rewinds, []
+                yield pb.ConnectResponse(rewinds=pb.Rewinds(positions=positions))
+            if self._cancels:
+                cancels, self._cancels = self._cancels, []
+                yield pb.ConnectResponse(cancels=pb.Cancels(jobs=cancels))
+            if self._acks:
+                acks, self._acks = self._acks, []
+                yield pb.ConnectResponse(acks=pb.Acks(jobs=acks))
+            if self._closed and not self._due.is_set():
+                return
 
 
 class RelayService(relay_pb2_grpc.RelayServiceServicer, relay_pb2_grpc.IdentityServiceServicer):
     """Turns the workers' messages into calls of the dispatcher."""
 
-    def __init__(self, dispatcher: Dispatcher, metrics: RouterMetrics | None = None) -> None:
+    def __init__(
+        self, dispatcher: Dispatcher, metrics: RouterMetrics | None = None, pace_limits: PaceLimits | None = None
+    ) -> None:
         self.router_id = secrets.token_hex(16)
         self._dispatcher = dispatcher
         self._metrics = metrics or RouterMetrics()
+        self._pace_limits = pace_limits or PaceLimits()
+        self._interval_ms = self._pace_limits.interval_ms(1)
         self._links: set[WorkerLink] = set()
 
     def add_to(self, server: Server) -> None:
@@ -93,7 +124,8 @@ class RelayService(relay_pb2_grpc.RelayServiceServicer, relay_pb2_grpc.IdentityS
         self._dispatcher.link_up(link, [(job.job_id, job.attempt) for job in hello.hello.holds])
         reader = asyncio.create_task(self._read(link, request_iterator))
         self._links.add(link)
-        self._metrics.links.set(len(self._links))
+        self._links_changed()
+        link.pace(self._interval_ms)
         try:
             yield pb.ConnectResponse(welcome=pb.Welcome())
             async for message in link.messages():
@@ -101,8 +133,17 @@ class RelayService(relay_pb2_grpc.RelayServiceServicer, relay_pb2_grpc.IdentityS
         finally:
             reader.cancel()
             self._links.discard(link)
-            self._metrics.links.set(len(self._links))
+            self._links_changed()
             self._dispatcher.link_down(link)
+
+    def _links_changed(self) -> None:
+        """Count the links, and tell every worker the interval between its messages where their number changes it."""
+        self._metrics.links.set(len(self._links))
+        interval_ms = self._pace_limits.interval_ms(len(self._links))
+        if interval_ms != self._interval_ms:
+            self._interval_ms = interval_ms
+            for link in self._links:
+                link.pace(interval_ms)
 
     async def _read(self, link: WorkerLink, requests: AsyncIterator[pb.ConnectRequest]) -> None:
         try:
@@ -135,6 +176,9 @@ _NO_FINISH = pb.Finish()
 def read_frame(frame: pb.Frame) -> Frame:
     """Return the frame in a message."""
     # Nearly all frames have neither a beginning nor an end, and every look into a message makes an object.
+    if not (frame.HasField("finish") or frame.HasField("first")):
+        logprobs = tuple(map(_logprobs, frame.logprobs))
+        return Frame(frame.job_id, frame.attempt, frame.offset, tuple(frame.token_ids), frame.choice, logprobs)
     finish = frame.finish if frame.HasField("finish") else _NO_FINISH
     first = frame.first if frame.HasField("first") else None
     return Frame(

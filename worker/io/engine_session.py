@@ -15,7 +15,6 @@ from dataclasses import fields
 from redis.asyncio import Redis
 
 from artifacts.base_model import BaseModel
-from artifacts.hash_model import is_hash_spec
 from broker.connection import REDIS_DOWN
 from broker.keys import Keys
 from broker.liveness import Liveness
@@ -47,8 +46,6 @@ log = logging.getLogger(__name__)
 FLUSH_S = 1.0
 # Timeout in seconds for telling Redis that a worker stops.
 LEAVE_S = 1.0
-# Minimum seconds between two messages to a router where sending takes cores that the engine computes on.
-SEND_INTERVAL_S = 0.010
 
 
 class EngineSession:
@@ -101,7 +98,7 @@ class EngineSession:
     async def _serve(self, engine: EngineProcess, ready: Ready, stop: asyncio.Event) -> None:
         settings, metrics, jobs = self._settings, self._telemetry.metrics, LocalJobs()
         usage = UsageLog(jobs, self._queue)
-        link_settings = LinkSettings(self._worker_id, self._incarnation, _send_interval_s(settings))
+        link_settings = LinkSettings(self._worker_id, self._incarnation)
         results = Results(jobs, engine, ready, usage, self._telemetry, link_settings)
         intake = Intake(self._base.digest, self._queue, engine, self._fetcher, results, usage, metrics)
         commands = OperatorCommands(self._queue, engine, self._fetcher, ready.limits.max_rank)
@@ -199,11 +196,6 @@ async def _cancel(*tasks: asyncio.Task[None]) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def _send_interval_s(settings: Settings) -> float:
-    """Return no interval for the hash model, which computes nothing, and for CUDA, which leaves the cores free."""
-    return SEND_INTERVAL_S if settings.device == "cpu" and not is_hash_spec(settings.model) else 0.0
 
 
 def _configure(settings: Settings) -> Configure:

@@ -6,7 +6,7 @@
 The stream stays open while the router lives (router_links.py), since a worker claims only for routers that it reaches.
 
 A link sends what its jobs have made since its last message. The first ids and the end of an answer are sent at once;
-other ids are throttled where sending takes cores that the engine computes on.
+other ids wait for the end of the interval that the router gives to its workers (router.dispatch.pacing).
 
 A broken stream is opened again. Its hello lists the jobs that this worker still has, and the router's rewinds say from
 where to send again, so a link that is down remembers nothing. After `gone_s` without a stream its jobs are dropped. A
@@ -236,6 +236,8 @@ class RouterLink:
                     if choice is not None:
                         choice.rewind(at.offset)
                         self.progressed(choice)
+            case "pace":
+                self._throttle.interval_s = response.pace.interval_ms / 1e3
 
     async def close(self, flush_s: float) -> None:
         """End the stream once all is sent, at most after `flush_s`; the router ends its side when it has read all."""

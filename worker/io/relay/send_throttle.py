@@ -10,7 +10,7 @@ class SendThrottle:
     """Limits how often a link sends: `due` is set at once for an urgent frame, else `interval_s` after the last one."""
 
     def __init__(self, interval_s: float) -> None:
-        self._interval_s = interval_s
+        self.interval_s = interval_s
         self._timer: asyncio.TimerHandle | None = None
         self._sent_at = -math.inf
         self.due = asyncio.Event()
@@ -19,10 +19,10 @@ class SendThrottle:
         """Set `due`, now or when the interval is over: there is something to send."""
         if self.due.is_set():
             return
-        if urgent or not self._interval_s:
+        if urgent:
             self.due.set()
             return
-        loop, at = asyncio.get_running_loop(), self._sent_at + self._interval_s
+        loop, at = asyncio.get_running_loop(), self._sent_at + self.interval_s
         if at <= loop.time():
             self.due.set()
         elif self._timer is None:
@@ -32,8 +32,7 @@ class SendThrottle:
         """Begin an interval: all frames were taken just now."""
         self.stop()
         self.due.clear()
-        if self._interval_s:
-            self._sent_at = asyncio.get_running_loop().time()
+        self._sent_at = asyncio.get_running_loop().time()
 
     def stop(self) -> None:
         """Cancel the timer."""

@@ -27,11 +27,15 @@ class Recorder(relay_pb2_grpc.RelayServiceServicer):
 
     def __init__(self) -> None:
         self.frames: list[list[pb.Frame]] = []
+        # Responses to the hello; the ack that follows them names no job.
+        self.responses: list[pb.ConnectResponse] = []
         self.greeted = asyncio.Event()
         self._news = asyncio.Condition()
 
     async def Connect(self, request_iterator: AsyncIterator[pb.ConnectRequest], context: Any) -> Any:
         yield pb.ConnectResponse(welcome=pb.Welcome())
+        for response in self.responses:
+            yield response
         async for request in request_iterator:
             self.greeted.set()  # by the hello
             if request.HasField("frames"):
@@ -59,12 +63,16 @@ class Recorder(relay_pb2_grpc.RelayServiceServicer):
 
 
 class NoRequests:
-    """A handler for a recorder, which asks for nothing."""
+    """A handler for a recorder, which asks for nothing; an ack says that all responses before it are handled."""
+
+    def __init__(self) -> None:
+        self.got_ack = asyncio.Event()
 
     def acked(self, job_id: str, attempt: int) -> None:
-        raise AssertionError
+        self.got_ack.set()
 
-    cancel = acked
+    def cancel(self, job_id: str, attempt: int) -> None:
+        raise AssertionError
 
     def cancel_choice(self, job_id: str, attempt: int, choice: int) -> None:
         raise AssertionError
@@ -80,7 +88,8 @@ class Line:
         self.router = recorder
         self._address = address
         self._jobs = LocalJobs()
-        self.links = RouterLinks(LinkSettings("w", "w-1", send_interval_s), self._jobs, NoRequests())
+        self.handler = NoRequests()
+        self.links = RouterLinks(LinkSettings("w", "w-1", send_interval_s), self._jobs, self.handler)
 
     async def claim(self, job_id: str) -> LocalChoice:
         """Claim a job of one answer; returns when the link is open."""
@@ -176,3 +185,21 @@ async def test_without_an_interval_every_step_goes() -> None:
             await line.make(choice, 1)
             await line.router.messages(turn + 1)
         assert [len(frames[0].token_ids) for frames in line.router.frames] == [1, 1, 1]
+
+
+async def test_the_router_s_pace_is_kept_from_now_on() -> None:
+    async with opened(0.0) as line:
+        line.router.responses = [
+            pb.ConnectResponse(pace=pb.Pace(interval_ms=round(NEVER_S * 1e3))),
+            pb.ConnectResponse(acks=pb.Acks(jobs=[pb.JobAttempt(job_id="another", attempt=1)])),
+        ]
+        choice = await line.claim("a")
+        async with asyncio.timeout(20):
+            await line.handler.got_ack.wait()
+        await line.make(choice, 1)
+        await line.router.messages(1)
+        await line.make(choice, 20)
+        assert len(line.router.frames) == 1
+        await line.make(choice, 1, FinishKind.LENGTH)
+        await line.router.messages(2)
+        assert [len(frames[0].token_ids) for frames in line.router.frames] == [1, 21]
