@@ -40,7 +40,8 @@ _ROUTER_FLAGS = (
     *("--client-stall-s", str(CLIENT_STALL_S)),
 )
 # Keys of a cell that are there without any job, by the word after the tag; the others must go, or expire.
-_LASTING = {"born", "routers", "workers", "worker", "arrivals", "floor", "idle", "pace", "wake", "dead", "commands"} | {
+_OF_QUEUE = {"arrivals", "news", "floor", "idle", "pace", "wake", "dead", "commands"}
+_LASTING = {"born", "routers", "workers", "worker", *_OF_QUEUE} | {
     "keys"  # of resume tokens
 }
 
