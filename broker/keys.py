@@ -21,6 +21,8 @@ lp:{MODEL/CELL}:wake         list    wake-ups: an entry wakes one idle worker
 lp:{MODEL/CELL}:wake:WORKER  list    wake-ups of this worker
 lp:{MODEL/CELL}:passed_on    string  wake-ups that workers have passed on; expires
 lp:{MODEL/CELL}:dead         list    dead letters: the last jobs that were ended because they killed engines
+lp:{MODEL/CELL}:deaths       hash    count and time of the last dead letters, by tenant and adapter
+lp:{MODEL/CELL}:quarantine   zset    tenants, and tenants with an adapter, whose jobs are refused, by its end
 lp:{MODEL/CELL}:pins         hash    adapters that every worker keeps on its device, by digest
 lp:{MODEL/CELL}:workers      hash    worker incarnations that may live, and the workers that they belong to
 lp:{MODEL/CELL}:commands:INC list    operators' commands to an incarnation; expires

@@ -7,7 +7,9 @@ from enum import StrEnum
 
 from artifacts.sampling import SamplingParams
 
-# Number of strikes, engines that died with the job newly in their batch, from which on a job runs alone.
+# Number of strikes, engines that died with the job newly in their batch, from which on a job begins apart from all jobs
+# that have none, and from which on it runs alone and ends with the next. So only the first engine has other jobs.
+SUSPECT_STRIKES = 1
 STRIKES_LIMIT = 2
 
 
@@ -114,7 +116,12 @@ class Job:
 
     @property
     def suspect(self) -> bool:
-        """Return whether the job runs alone on its worker, because it may be what kills the engines."""
+        """Return whether the job begins apart from others, because it may be what kills the engines."""
+        return self.strikes >= SUSPECT_STRIKES
+
+    @property
+    def on_trial(self) -> bool:
+        """Return whether the job runs alone on its worker, and ends if the engine dies."""
         return self.strikes >= STRIKES_LIMIT
 
 

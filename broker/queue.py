@@ -21,6 +21,7 @@ from broker.dead import DeadLetters
 from broker.keys import Keys
 from broker.messages import Capacity, Job
 from broker.pins import PinnedAdapters
+from broker.quarantine import Quarantine, QuarantinedError
 from broker.scripts import SCRIPTS, Scripts
 from broker.terms import Claimed, Entry, Placement, QueueLimits, QueueState, UsageReport
 
@@ -67,6 +68,7 @@ class JobQueue:
         self.dead = DeadLetters(redis, keys)
         self.commands = CommandQueue(redis, keys)
         self.pins = PinnedAdapters(redis, keys)
+        self.quarantine = Quarantine(redis, keys, scripts)
         self._limits = limits or QueueLimits()
         self._limit_arguments = [
             part for name, limit in asdict(self._limits).items() for part in (f"max_{name}", limit)
@@ -85,7 +87,7 @@ class JobQueue:
     async def enqueue(self, job: Job, placement: Placement | None = None) -> None:
         """Put a job into the queue; a newer attempt replaces an older one.
 
-        Only newcomers are refused, whose answer has not begun: raises QueueFullError or DeadlineUnattainableError.
+        Raises QuarantinedError; of newcomers, whose answer has not begun, QueueFullError or DeadlineUnattainableError.
         """
         entry = Entry.from_job(job, placement or Placement())
         arguments = [
@@ -104,6 +106,8 @@ class JobQueue:
             answer = await self._enqueue_when_full(keys=[self.keys.waiting], args=arguments)
         if answer[0] == b"late":
             raise DeadlineUnattainableError(int(answer[1]))
+        if answer[0] == b"quarantined":
+            raise QuarantinedError(int(answer[1]))
         if answer[0] == b"full":
             raise _full(answer[1].decode(), answer[2].decode(), self._limits)
 

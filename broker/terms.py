@@ -86,12 +86,21 @@ LOOKS_PER_CHECK = 8
 # Number of waiting jobs, drawn by chance, that a census looks for.
 LOST_IDS_PER_CENSUS = 4
 
+# Time in ms for which jobs are refused after a first death (see broker/quarantine.py), by how much it grows with each
+# further one, and its maximum; and the time in ms after which a death is forgotten.
+QUARANTINE_MS = 60_000
+QUARANTINE_GROWTH = 5
+QUARANTINE_LIMIT_MS = 3_600_000
+DEATHS_MEMORY_MS = 3_600_000
+
 PRIORITY_LIMIT = 100
 # Bytes that stand before the id in a member of a tenant's queue, and the first of these that give the arrival.
 PLACE_BYTES = 35
 ARRIVAL_BYTE = 19
-# Rows of a job that runs alone: more than any worker has, which means all rows of one worker.
+# Rows of a job that runs alone: more than any worker has, which means all rows of one worker; and by how many places
+# it goes before other redispatched jobs.
 ALL_ROWS = 1 << 16
+WHOLE_WORKERS_FIRST = 1 << 50
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,6 +45,7 @@ class RouterMetrics(Meters):
         self.unservable = self.counter(
             "jobs_unservable", "Jobs that were ended because no live worker could take them.", ("reason",)
         )
+        self.quarantined = self.counter("jobs_quarantined", "Jobs that were refused because their like killed engines.")
         self.enqueue_time = self.histogram("enqueue_seconds", "To put a job into the queue.", SHORT_S)
         self.frames = self.counter("relay_frames_received", "Frames that came from workers.")
         self.messages = self.counter("relay_messages_received", "Messages that these came in.")

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from bench.queue_model.live_routers import LiveRouters
+from bench.queue_model.quarantine import QuarantineModel
 from bench.queue_model.waiting_jobs import Place, WaitingJob, WaitingJobs
 from broker import terms
 from broker.messages import Capacity
@@ -48,9 +49,15 @@ class ClaimScan:
     """A scan takes the jobs that suit a worker, and passes over the others. `free_rows` are those that are left."""
 
     def __init__(
-        self, waiting: WaitingJobs, routers: LiveRouters, free_rows: Mapping[str, int], arguments: ScanArguments
+        self,
+        waiting: WaitingJobs,
+        routers: LiveRouters,
+        quarantine: QuarantineModel,
+        free_rows: Mapping[str, int],
+        arguments: ScanArguments,
     ) -> None:
         self._waiting = waiting
+        self._quarantine = quarantine
         self._routers = routers
         self._free_rows_of = free_rows
         self._arguments = arguments
@@ -158,7 +165,9 @@ class ClaimScan:
         job = self._waiting.find(job_id)
         assert job is not None, "a queue has only jobs that wait"
         self.looks += 1
-        if job.deadline_ms <= self._now_ms or not self._routers.is_alive(job.entry.router, self._now_ms):
+        refused_ms = self._quarantine.refused_ms(job.entry, self._now_ms)
+        lives = self._routers.is_alive(job.entry.router, self._now_ms)
+        if job.deadline_ms <= self._now_ms or not lives or refused_ms:
             self._waiting.forget(job_id)
             return None
         if not self._suits(job):
@@ -208,6 +217,8 @@ class ClaimScan:
             self.saturated = True
             return False
         if job.reserved_for not in (None, worker) and job.reserved_until_ms > self._now_ms:
+            # One worker at a time is emptied for jobs that need a whole one.
+            self._is_first = self._is_first and entry.rows < terms.ALL_ROWS
             return False
         held_ms = self._held_for_ms(job, entry)
         if held_ms > 0:

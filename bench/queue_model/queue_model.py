@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from bench.queue_model.claim_scan import ClaimScan, ScanArguments
 from bench.queue_model.live_routers import LiveRouters
+from bench.queue_model.quarantine import QuarantineModel
 from bench.queue_model.waiting_jobs import WaitingJob, WaitingJobs, use_of
 from broker import terms
 from broker.claim_memory import ClaimPlan
@@ -24,7 +25,9 @@ CLAIM_ALL = ClaimPlan(seen=0, news_only=False, scans=terms.SCANS_PER_CLAIM)
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """A refusal of a job: the field of QueueLimits that is reached, or `late` with the wait before its turn."""
+    """A refusal of a job: the field of QueueLimits that is reached, `late` with the wait before its turn, or
+    `quarantined` with the time that is left.
+    """
 
     why: str
     wait_ms: int = 0
@@ -77,6 +80,7 @@ class QueueModel:
         # Each worker's free rows after its last claim.
         self._free_rows: dict[str, int] = {}
         self._routers = LiveRouters()
+        self.quarantine = QuarantineModel()
         # Each worker's number of scans, and the tenants that its last claim has passed over without finding a job.
         self._scan_numbers: Counter[str] = Counter()
         self._skipped_tenants: dict[str, int] = {}
@@ -91,7 +95,7 @@ class QueueModel:
         return self.waiting.counters.value(tenant)
 
     def enqueue(self, job: Job, placement: Placement, now_ms: int) -> Refusal | None:
-        """Put a job into the queue; a newer attempt replaces an older one. Only newcomers are refused."""
+        """Put a job into the queue; a newer attempt replaces an older one. Newcomers may be refused."""
         self._routers.beat(job.reply_to, now_ms)
         waiting = self.waiting.find(job.job_id)
         if waiting is not None and waiting.entry.attempt >= job.attempt:
@@ -100,12 +104,17 @@ class QueueModel:
             self.waiting.forget(job.job_id)
         self._displaced.discard(job.job_id)
         entry = Entry.from_job(job, placement)
+        refused_ms = self.quarantine.refused_ms(entry, now_ms)
+        if refused_ms:
+            return Refusal("quarantined", refused_ms)
         self._arrivals += 1
         self._news.append(job.job_id)
         deadline = now_ms + job.deadline_ms if job.deadline_ms else math.inf
         arrived = WaitingJob(job.job_id, entry, (-entry.priority, deadline, self._arrivals), now_ms, deadline)
         if job.attempt > 1 or (entry.resumed and self._may_lead(arrived, now_ms)):
-            arrived.place, arrived.has_begun = (0, 0.0, self._arrivals), True
+            # Jobs that need a whole worker go first.
+            order = -1 if entry.rows >= terms.ALL_ROWS else 0
+            arrived.place, arrived.has_begun = (order, 0.0, self._arrivals), True
         elif refusal := self._refusal_of_newcomer(arrived, now_ms):
             return refusal
         self.waiting.insert(arrived)
@@ -184,7 +193,7 @@ class QueueModel:
             arguments = ScanArguments(
                 worker, base_digest, capacity, now_ms, self._scan_numbers[worker], skipped_tenants=skip or 0
             )
-            scan = ClaimScan(self.waiting, self._routers, self._free_rows, arguments)
+            scan = ClaimScan(self.waiting, self._routers, self.quarantine, self._free_rows, arguments)
             skip = None if plan.news_only else scan.run(self._charge_claim)
             if (skip is None or scan_count == plan.scans - 1) and not scan.taken:
                 scan.run_news(self._news_since(plan.seen), self._charge_claim)

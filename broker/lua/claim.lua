@@ -7,6 +7,7 @@
 -- free capacity suits; and of a scan that found no job: arrivals that need no second look, live workers}. The same in
 -- Python, decision for decision: bench.queue_model.ClaimScan.
 --- @include "charges"
+--- @include "quarantine"
 --- @include "waiting_jobs"
 --- @include "workers"
 --- @include "routers"
@@ -50,6 +51,7 @@ local is_young_passed = false
 -- Only the job that is first in line may reserve a worker.
 local is_first = skipped_tenants == 0
 local gone_ids, gone_keys, is_gone = {}, {}, {}
+local any_quarantined = redis.call('EXISTS', QUARANTINE) == 1
 
 local free_rows_by_worker, router_alive = {}, {}
 local unlinked, is_unlinked = {}, {}
@@ -122,7 +124,9 @@ local function look(id, tenant, line_place)
     place, size, work, queued, deadline = cmsgpack.unpack(values[1])
   if line_place and line_place ~= place then return LOST end
   looks = looks + 1
-  if deadline > 0 and deadline <= now or not owner_lives(router) then
+  -- A job in quarantine is missed by its router, whose next attempt is refused.
+  if deadline > 0 and deadline <= now or not owner_lives(router) or any_quarantined
+    and quarantined_ms(name, adapter) > 0 and not goes_on_in_quarantine(attempt, prompt, prefill, rows) then
     take_out(id, name, place, size, work)
     return GONE
   end
@@ -130,7 +134,11 @@ local function look(id, tenant, line_place)
   if tokens > max_tokens or rank > max_rank or base ~= base_digest then return PASSED end
   if not has_link(router) then return PASSED end
   local reserved_for = values[2]
-  if reserved_for and reserved_for ~= worker and tonumber(values[3]) > now then return PASSED end
+  if reserved_for and reserved_for ~= worker and tonumber(values[3]) > now then
+    -- One worker at a time is emptied for jobs that need a whole one.
+    if rows >= ALL_ROWS then is_first = false end
+    return PASSED
+  end
   local held_ms = held_for_ms(adapter, place == id, queued, prefer)
   if held_ms > 0 then
     if hold_ms == 0 or held_ms < hold_ms then hold_ms = held_ms end

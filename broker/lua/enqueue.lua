@@ -1,7 +1,8 @@
 #!lua
 -- Put a job into the queue. Answers {'queued'}, {'known'} for an attempt that is not newer than the one that waits, or
 -- for a refused newcomer {'full', limit, tenant} or {'late', wait in ms}. A job that has begun is refused by a full Redis
--- alone, beyond a limit.
+-- alone, beyond a limit. For a newcomer or a suspect of a tenant or adapter in quarantine {'quarantined', ms left}.
+--- @include "quarantine"
 --- @include "routers"
 --- @include "waiting_jobs"
 --- @include "arrivals"
@@ -84,6 +85,10 @@ if left[1] or left[2] then
   forget_job(id)
   flush_counts()
 end
+local refused_ms = quarantined_ms(job.tenant, job.adapter)
+if refused_ms > 0 and not goes_on_in_quarantine(job.attempt, job.prompt, job.prefill, job.rows) then
+  return {'quarantined', refused_ms}
+end
 read_totals('all', 'begun_bytes', 'of:' .. job.tenant, 'work:' .. job.tenant, 'begun_of:' .. job.tenant,
   'begun:' .. job.tenant)
 local has_begun = job.attempt > 1 or job.resumed == 1 and may_lead()
@@ -111,7 +116,8 @@ redis.call('ZADD', WAITING, deadline_ms > 0 and job.deadline or '+inf', id)
 count_waiting(job.tenant, job.size, job.work, has_begun)
 flush_counts()
 if has_begun then
-  redis.call('ZADD', REDISPATCHED, arrival, id)
+  -- A job that needs a whole worker is before all others: an empty worker does not stay so for long.
+  redis.call('ZADD', REDISPATCHED, job.rows >= ALL_ROWS and arrival - WHOLE_WORKERS_FIRST or arrival, id)
   raise_use(job.tenant, job.weight, max)
 else
   redis.call('ZADD', queue, 0, job.place)

@@ -8,25 +8,26 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import random
 from collections.abc import Callable, Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import suppress
 
 from broker.connection import REDIS_DOWN
 from broker.messages import Job
-from broker.queue import DeadlineUnattainableError, JobQueue, QueueFullError
+from broker.quarantine import QuarantinedError
+from broker.queue import JobQueue
 from broker.terms import Placement
 from router.dispatch.job_state import JobState
 from router.dispatch.link import Frame, Link
 from router.dispatch.outbox import Outbox
 from router.dispatch.reader_rounds import ReaderRounds
+from router.dispatch.refusals import REFUSALS, refusal
 from router.dispatch.routed_job import RoutedJob
 from router.dispatch.timing import DispatchTiming
-from router.dispatch.unbound_jobs import UnboundJobs, queue_full
+from router.dispatch.unbound_jobs import UnboundJobs
 from router.dispatch.worker_links import WorkerLinks
 from router.metrics import LOST, RETURNED, RouterMetrics
-from rpc.errors import CallError, DeadlinePassed, Exhausted, Internal, Unavailable
+from rpc.errors import CallError, DeadlinePassed, Internal, Unavailable
 from telemetry.logging import fields
 
 log = logging.getLogger(__name__)
@@ -53,7 +54,7 @@ class Dispatcher:
         self._timing = timing or DispatchTiming()
         self._jobs: dict[str, RoutedJob] = {}
         self._links = links or WorkerLinks(self._timing)
-        self._outbox = Outbox(queue_of, place, self._timing)
+        self._outbox = Outbox(queue_of, place, self._timing, self._metrics)
         self._unbound_jobs = UnboundJobs(
             queue_of, lambda: self.jobs, self._redispatch, why_unservable, self._metrics, self._timing
         )
@@ -80,11 +81,10 @@ class Dispatcher:
         try:
             with self._metrics.enqueue_time.time():
                 await self._queue_of(job.model).enqueue(job, self._place(job))
-        except QueueFullError as error:
-            raise queue_full(error.tenant, str(error)) from error
-        except DeadlineUnattainableError as error:
-            message, after_s = f"the deadline can't be met: {error}", random.uniform(0.5, 1.0) * error.wait_ms / 1e3
-            raise Exhausted("deadline", message, retry_after_s=after_s, reason="DEADLINE_UNATTAINABLE") from error
+        except REFUSALS as error:
+            if isinstance(error, QuarantinedError):
+                self._metrics.quarantined.inc()
+            raise refusal(error, job.tenant) from error
         except REDIS_DOWN as error:
             log.warning("the queue does not answer: %r", error, extra=fields(job_id=job.job_id))
             raise Unavailable("the queue does not answer", reason="QUEUE_DOWN") from error
@@ -197,7 +197,7 @@ class Dispatcher:
 
     def _take_back(self, routed: RoutedJob, *, blamed: bool) -> None:
         """Dispatch a returned job again, unless it killed an engine that had nothing else."""
-        if not (blamed and routed.job.suspect):
+        if not (blamed and routed.job.on_trial):
             self._metrics.redispatches.labels(RETURNED).inc()
             self._redispatch(routed, blamed=blamed)
             return
@@ -207,6 +207,7 @@ class Dispatcher:
         log.error("a job ends: %d engines died of it, the last one while it ran alone", deaths, extra=log_fields)
         routed.fail(Internal(f"{deaths} engines died of this request, the last one while it ran alone", reason=POISON))
         self._outbox.add_dead_letter(routed, POISON)
+        self._outbox.record_death(routed.job)
 
     def _redispatch(self, routed: RoutedJob, *, blamed: bool = False) -> None:
         if routed.late:

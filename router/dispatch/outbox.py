@@ -14,12 +14,16 @@ from collections.abc import Awaitable, Callable
 
 from broker.connection import REDIS_DOWN
 from broker.messages import DeadJob, Job
+from broker.quarantine import QuarantinedError
 from broker.queue import JobQueue, QueueFullError
 from broker.terms import Placement
 from router.dispatch.job_state import JobState
+from router.dispatch.refusals import refusal
 from router.dispatch.routed_job import RoutedJob
 from router.dispatch.timing import DispatchTiming
+from router.metrics import RouterMetrics
 from rpc.errors import Internal
+from telemetry.logging import fields
 
 log = logging.getLogger(__name__)
 
@@ -39,10 +43,12 @@ class Outbox:
         queue_of: Callable[[str], JobQueue],
         place: Callable[[Job], Placement],
         timing: DispatchTiming,
+        metrics: RouterMetrics,
     ) -> None:
         self._queue_of = queue_of
         self._place = place
         self._timing = timing
+        self._metrics = metrics
         self._enqueues = _Lane()
         # Removals must not wait for enqueues: the memory of Redis may be full.
         self._removals = _Lane()
@@ -62,6 +68,9 @@ class Outbox:
             what = f"enqueueing job {job.job_id}, attempt {attempt}"
             await self._persist(what, enqueue, wanted=lambda: routed.awaits_enqueue(attempt))
             routed.enqueued(attempt)
+        except QuarantinedError as quarantined:
+            self._metrics.quarantined.inc()
+            routed.enqueue_failed(attempt, refusal(quarantined, job.tenant))
         except Exception:  # logged already
             error = Internal("the request could not be dispatched again", reason="DISPATCH_FAILED")
             routed.enqueue_failed(attempt, error)
@@ -85,6 +94,17 @@ class Outbox:
 
         self._remove(f"adding the dead letter of job {dead.job_id}", add)
 
+    def record_death(self, job: Job) -> None:
+        """Record that engines died of a job, for the quarantine of its tenant and adapter."""
+        adapter = job.adapter.digest if job.adapter else ""
+
+        async def record() -> None:
+            refused_ms = await self._queue_of(job.model).quarantine.record_death(job.tenant, adapter, job.job_id)
+            message = "jobs of tenant %s with adapter %s are refused for %.0f s: they kill engines"
+            log.error(message, job.tenant, adapter or "(none)", refused_ms / 1e3, extra=fields(tenant=job.tenant))
+
+        self._remove(f"recording the death of job {job.job_id}", record)
+
     def _remove(self, what: str, operation: Operation) -> None:
         until = time.monotonic() + self._timing.finish_s
         self._removals.put(lambda: self._persist(what, operation, wanted=lambda: time.monotonic() < until))
@@ -103,6 +123,8 @@ class Outbox:
         while wanted():
             try:
                 return await operation()
+            except QuarantinedError:
+                raise
             except (*REDIS_DOWN, QueueFullError) as error:
                 if not logged:
                     log.warning("%s waits for the queue: %r", what, error)

@@ -123,7 +123,13 @@ class RoutedJob:
         return True
 
     def next_attempt(self, *, blamed: bool = False) -> None:
-        """Unbind, and make the attempt that goes on from the last id; `blamed` counts a strike."""
+        """Unbind, and make the attempt that goes on from the last id; `blamed` counts a strike.
+
+        A job that is not on trial has its strike taken back once an attempt has given a token and is not blamed.
+        """
+        before, done = self.job.emitted, self.job.done
+        gave = any(len(c.emitted) > len(before.get(i, ())) for i, c in enumerate(self.choices) if i not in done)
+        cleared = gave and not self.job.on_trial
         self._go(JobState.ENQUEUEING)
         self.link = None
         self.continuations += 1
@@ -133,7 +139,7 @@ class RoutedJob:
         self.job = replace(
             self.job,
             attempt=self.job.attempt + 1,
-            strikes=self.job.strikes + blamed,
+            strikes=self.job.strikes + 1 if blamed else 0 if cleared else self.job.strikes,
             emitted={index: tuple(choice.emitted) for index, choice in enumerate(self.choices) if not choice.ended},
             done=tuple(index for index, choice in enumerate(self.choices) if choice.ended),
             deadline_ms=left_ms,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import random
 import time
 from collections.abc import Callable, Iterable, Sequence
 
@@ -13,17 +12,14 @@ from broker.messages import Job
 from broker.queue import JobQueue
 from broker.terms import QueueState
 from router.dispatch.job_state import JobState
+from router.dispatch.refusals import queue_full
 from router.dispatch.routed_job import RoutedJob
 from router.dispatch.timing import DispatchTiming
 from router.metrics import UNCLAIMED, RouterMetrics
-from rpc.errors import CallError, Exhausted
+from rpc.errors import CallError
 from telemetry.logging import fields
 
 log = logging.getLogger(__name__)
-
-# Mean time in seconds after which a refused client is to call again; each gets its own, so that they do not all come
-# at once.
-FULL_RETRY_S = 1.0
 
 _UNBOUND = frozenset({JobState.ENQUEUEING, JobState.QUEUED, JobState.MISSING})
 
@@ -104,10 +100,3 @@ class UnboundJobs:
                 self._metrics.unservable.labels(error.reason).inc()
                 routed.fail(error)
         self._unservable = unservable
-
-
-def queue_full(tenant: str, why: str) -> Exhausted:
-    """Return the error of a job that has no place in the queue; an empty tenant: it is not this tenant's limit."""
-    subject = f"tenants/{tenant}/queue" if tenant else "queue"
-    after_s = random.uniform(0.5, 1.5) * FULL_RETRY_S
-    return Exhausted(subject, f"the queue is full: {why}", retry_after_s=after_s, reason="QUEUE_FULL")

@@ -13,6 +13,7 @@ from broker.codec import decode_adapter_request
 from broker.keys import Keys
 from broker.liveness import Liveness
 from broker.messages import AdapterRef, Capacity, Job, StoppingParams
+from broker.quarantine import QuarantinedError
 from broker.queue import DeadlineUnattainableError, JobQueue, QueueFullError
 from broker.scripts import Scripts
 from broker.terms import Claimed, Placement, QueueLimits, QueueState, UsageReport
@@ -114,7 +115,9 @@ class BothQueues:
             message = str(error)
         except DeadlineUnattainableError as error:
             message, wait_ms = "late", error.wait_ms
-        if why not in ("", "late"):
+        except QuarantinedError as error:
+            message, wait_ms = "quarantined", error.left_ms
+        if why not in ("", "late", "quarantined"):
             whose = f" of {job.tenant}" if why.startswith("tenant") else ""
             unit = why.rpartition("_")[2]
             assert message == f"{getattr(self.limits, why)} {unit} may wait{whose}"
@@ -157,6 +160,12 @@ class BothQueues:
         states = await self._queue().look_up(jobs)
         assert states == [self.model.look_up(*job) for job in jobs]
         return states
+
+    async def record_death(self, tenant: str, adapter: str, job_id: str) -> int:
+        """A job ended because engines died of it."""
+        refused_ms = self.model.quarantine.record_death(tenant, adapter, job_id, self.now_ms)
+        assert await self._queue().quarantine.record_death(tenant, adapter, job_id) == refused_ms
+        return refused_ms
 
     async def clear_free_rows(self, worker: str) -> None:
         """A worker has not claimed for long."""

@@ -57,11 +57,24 @@ async def test_a_worker_makes_room_for_a_suspect_that_nobody_has_room_for(clock:
     assert [job.job_id for job in (await both.claim("w", IDLE)).jobs] == ["suspect"]
 
 
-async def test_one_strike_changes_nothing(clock: Clock) -> None:
+async def test_an_empty_worker_takes_a_suspect_before_all_others(clock: Clock) -> None:
     both = BothQueues(clock.redis)
     await both.start()
+    await both.enqueue(make_job("again", "acme", attempt=2))
     await both.enqueue(replace(make_job("struck", "acme", attempt=2), strikes=1))
-    assert [job.job_id for job in (await both.claim("w", replace(IDLE, rows=1))).jobs] == ["struck"]
+    assert [job.job_id for job in (await both.claim("w", IDLE)).jobs] == ["struck"]
+    assert [job.job_id for job in (await both.claim("w", replace(IDLE, rows=3))).jobs] == ["again"]
+
+
+async def test_one_worker_at_a_time_is_emptied_for_suspects(clock: Clock) -> None:
+    both = BothQueues(clock.redis)
+    await both.start()
+    for name in ("one", "two"):
+        await both.enqueue(replace(make_job(name, "acme", attempt=2), strikes=1))
+    await both.advance(PATIENCE_MS)
+    assert not (await both.claim("emptied", replace(IDLE, rows=2))).jobs
+    await both.enqueue(make_job("other", "acme"))
+    assert [job.job_id for job in (await both.claim("busy", replace(IDLE, rows=2))).jobs] == ["other"]
 
 
 async def test_dead_letters_come_back_whole_and_the_newest_first(redis: Redis) -> None:

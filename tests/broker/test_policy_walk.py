@@ -86,9 +86,10 @@ class Walk(RuleBasedStateMachine):
             self.advance,
             self.clear,
             self.beat,
+            self.convict,
         )
         for _ in range(25):
-            (operation,) = chance.choices(operations, weights=(12, 6, 1, 3, 1, 2, 0.3, 0.3))
+            (operation,) = chance.choices(operations, weights=(12, 6, 1, 3, 1, 2, 0.3, 0.3, 0.05))
             operation(chance)
         # Counters and totals only ever grow apart: a difference shows later too.
         self.run(self.both.check(TENANTS))
@@ -131,8 +132,11 @@ class Walk(RuleBasedStateMachine):
             job_id = chance.choice(attempts)[0]
             attempt = max(attempt for other, attempt in attempts if other == job_id)
             job = make_job(job_id, job_id[0], adapter=chance.choice(ADAPTERS), attempt=attempt + 1)
-            assert not self.run(self.both.enqueue(job, Placement(WEIGHTS[job_id[0]])))
-            self.waiting[job_id] = attempt + 1
+            refused = self.run(self.both.enqueue(job, Placement(WEIGHTS[job_id[0]])))
+            assert refused in ("", "quarantined")
+            self.waiting.pop(job_id, None)
+            if not refused:
+                self.waiting[job_id] = attempt + 1
 
     def claim(self, chance: random.Random) -> None:
         worker, rows = chance.choice(WORKERS), chance.randint(0, 4)
@@ -194,6 +198,10 @@ class Walk(RuleBasedStateMachine):
     def beat(self, chance: random.Random) -> None:
         self.run(self.both.beat_router(chance.choice(ROUTERS)))
 
+    def convict(self, chance: random.Random) -> None:
+        self.count += 1
+        self.run(self.both.record_death(chance.choice(TENANTS), chance.choice(ADAPTERS), f"killer/{self.count}"))
+
     def teardown(self) -> None:
         """Once everything has ended nothing is left of it."""
         self.happened["news"] += self.both.found_in_news
@@ -202,7 +210,21 @@ class Walk(RuleBasedStateMachine):
         for key, made in self.running.items():
             self.run(self.both.charge(UsageReport(*key, made, ended=True)))
         left = self.run(self.both.names())
-        kept = ("arrivals", "news", "floor", "idle", "wake", "room:", "pace", "routers", "born", "passed_on", CLOCK)
+        kept = (
+            "arrivals",
+            "news",
+            "floor",
+            "idle",
+            "wake",
+            "room:",
+            "pace",
+            "routers",
+            "born",
+            "passed_on",
+            "deaths",
+            "quarantine",
+            CLOCK,
+        )
         stale = {name for name in left if not name.startswith((*kept, "charged:"))}
         assert stale == set()
 
@@ -226,5 +248,5 @@ def test_the_scripts_and_their_model_decide_alike(runner: asyncio.Runner, monkey
     print(Walk.happened)
     for event in ("queued", "claimed", "again", "shared", "reported", "held", "ahead", "reserved", "late", "refunded",
                   "dropped", "unlinked", "news", "jobs", "bytes", "tenant_jobs", "tenant_bytes", "displaced", "resumed",
-                  "resumed as a newcomer"):  # fmt: skip
+                  "resumed as a newcomer", "quarantined"):  # fmt: skip
         assert Walk.happened[event], f"no walk has shown {event}"

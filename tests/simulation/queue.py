@@ -12,6 +12,7 @@ from broker.commands import Command
 from broker.keys import Keys
 from broker.liveness import TTL_MS, Census
 from broker.messages import AdapterRequest, Capacity, DeadJob, Job, WorkerState
+from broker.quarantine import QuarantinedError
 from broker.queue import DeadlineUnattainableError, QueueFullError
 from broker.terms import FREE_ROWS_MS, Claimed, Placement, QueueLimits, QueueState, UsageReport
 from tests.simulation.redis import SimulatedRedis
@@ -27,6 +28,7 @@ class SimulatedQueue:
         self.dead = SimulatedDeadLetters(redis)
         self.commands = SimulatedCommands(redis)
         self.pins = NoPins()
+        self.quarantine = SimulatedQuarantine(redis)
         self._redis = redis
         self._worker_id = worker_id
         # Few jobs wait here at a time: workers rest after a few of them.
@@ -37,6 +39,8 @@ class SimulatedQueue:
         redis = self._redis
         refusal = await redis.call(lambda: self._enqueue(job, placement or Placement()))
         redis.wake_all()
+        if refusal is not None and refusal.why == "quarantined":
+            raise QuarantinedError(refusal.wait_ms)
         if refusal is not None and refusal.why == "late":
             raise DeadlineUnattainableError(refusal.wait_ms)
         if refusal is not None:
@@ -127,6 +131,18 @@ class SimulatedDeadLetters:
     async def list(self) -> list[DeadJob]:
         """See DeadLetters."""
         return await self._redis.call(lambda: list(self._redis.data.dead))
+
+
+class SimulatedQuarantine:
+    """Stands in for broker.quarantine.Quarantine."""
+
+    def __init__(self, redis: SimulatedRedis) -> None:
+        self._redis = redis
+
+    async def record_death(self, tenant: str, adapter: str, job_id: str) -> int:
+        """See Quarantine."""
+        redis = self._redis
+        return await redis.call(lambda: redis.data.queue.quarantine.record_death(tenant, adapter, job_id, redis.now_ms))
 
 
 class SimulatedLiveness:

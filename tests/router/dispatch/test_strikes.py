@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import time
+from dataclasses import replace
 
 import pytest
 
 from broker.messages import DeadJob, Job
 from broker.queue import JobQueue
+from broker.terms import Placement
 from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.link import WorkerFinish
 from router.dispatch.routed_job import RoutedJob
-from rpc.errors import Internal
+from router.dispatch.timing import DispatchTiming
+from rpc.errors import Exhausted, Internal
 from tests.router.recording_link import ROOMY, RecordingLink, claim, dispatched, frame, job, read
 
 
@@ -33,13 +36,14 @@ async def wait_for_failure(routed: RoutedJob) -> Internal:
     return caught.value
 
 
-async def test_two_strikes_make_a_suspect_and_the_death_of_a_suspect_s_engine_ends_it(
+async def test_a_strike_makes_a_suspect_and_a_second_one_a_trial_that_the_death_of_its_engine_ends(
     dispatcher: Dispatcher, queue: JobQueue
 ) -> None:
     began_ms = time.time() * 1e3
     async with dispatched(dispatcher, job()) as routed:
         seen = [await lose(dispatcher, queue, blamed=True) for _ in range(3)]
-        assert [(one.attempt, one.strikes, one.suspect) for one in seen] == [(1, 0, False), (2, 1, False), (3, 2, True)]
+        assert [(one.attempt, one.strikes) for one in seen] == [(1, 0), (2, 1), (3, 2)]
+        assert [(one.suspect, one.on_trial) for one in seen] == [(False, False), (True, False), (True, True)]
         failure = await wait_for_failure(routed)
         assert failure.reason == "POISON_REQUEST"
     await dispatcher.drain_tasks()
@@ -76,6 +80,43 @@ async def test_a_suspect_that_was_not_in_the_engine_goes_on(dispatcher: Dispatch
         assert (again.attempt, again.strikes, routed.failure) == (4, 2, None)
 
 
+async def test_a_token_takes_a_strike_back_but_for_a_job_on_trial(dispatcher: Dispatcher, queue: JobQueue) -> None:
+    async with dispatched(dispatcher, job()):
+        offset, strikes = 0, []
+        for blamed in (True, False, True, True, False):
+            claimed = await claim(queue)
+            strikes.append(claimed.strikes)
+            tokens = () if blamed else (5,)
+            given_back = frame(offset, *tokens, attempt=claimed.attempt, returned=True, blamed=blamed)
+            dispatcher.receive_frame(RecordingLink("w"), given_back)
+            offset += len(tokens)
+        assert [*strikes, (await claim(queue)).strikes] == [0, 1, 0, 1, 2, 2]
+
+
+async def test_a_tenant_whose_job_killed_engines_is_refused_and_so_are_its_jobs_that_wait(queue: JobQueue) -> None:
+    timing = DispatchTiming(look_s=0.01, claim_grace_s=0.02)
+    dispatcher = Dispatcher(lambda model: queue, lambda job: Placement(), timing=timing)
+    looking = asyncio.create_task(dispatcher.redispatch_missing())
+    async with dispatched(dispatcher, job("poison")) as poison:
+        for _ in range(2):
+            await lose(dispatcher, queue, blamed=True)
+        async with dispatched(dispatcher, job("waits")) as waits:
+            assert (await lose(dispatcher, queue, blamed=True)).job_id == "poison"
+            await wait_for_failure(poison)
+            await dispatcher.drain_tasks()
+            # A claim drops what waits; its router misses it, and its next attempt is refused.
+            assert not (await queue.claim("sha256:0", ROOMY)).jobs
+            with pytest.raises(Exhausted) as caught:
+                await read(waits)
+    assert (caught.value.reason, caught.value.subject) == ("QUARANTINED", "tenants/acme/quarantine")
+    assert caught.value.retry_after_s == pytest.approx(60, abs=10)
+    with pytest.raises(Exhausted):
+        await dispatcher.dispatch(job("new"))
+    async with dispatched(dispatcher, replace(job("other"), tenant="globex")):
+        assert (await claim(queue)).job_id == "other"
+    looking.cancel()
+
+
 async def test_a_suspect_that_is_innocent_completes_exactly(dispatcher: Dispatcher, queue: JobQueue) -> None:
     link = RecordingLink("w")
     async with dispatched(dispatcher, job()) as routed:
@@ -109,7 +150,7 @@ async def test_others_of_the_same_engine_go_on_when_a_suspect_ends(dispatcher: D
     async with dispatched(dispatcher, job("poison")) as poison:
         for _ in range(3):
             await lose(dispatcher, queue, blamed=True)
-        async with dispatched(dispatcher, job()) as innocent:
+        async with dispatched(dispatcher, replace(job(), tenant="globex")) as innocent:
             await lose(dispatcher, queue, blamed=False)
             assert (await wait_for_failure(poison)).reason == "POISON_REQUEST"
             again = await claim(queue)

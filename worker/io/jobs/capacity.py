@@ -16,9 +16,10 @@ LATE_S = 0.5
 
 
 def free_capacity(jobs: LocalJobs, limits: EngineLimits, stats: EngineStats, *, stalled: bool) -> Capacity:
-    """Return what this worker can take now, beside its local jobs. No rows: the engine is `stalled`, or runs a suspect.
+    """Return what this worker can take now, beside its local jobs.
 
-    Rows of jobs whose adapter is late are lent once each, up to twice the engine's rows in all.
+    No rows: the engine is `stalled`, or has a job that nothing may begin beside. Rows of jobs whose adapter is late are
+    lent once each, up to twice the engine's rows in all.
     """
     running = jobs.running
     preparing = [local for local in jobs.all() if local.preparing_for_engine]
@@ -33,10 +34,12 @@ def free_capacity(jobs: LocalJobs, limits: EngineLimits, stats: EngineStats, *, 
         tokens = max(0, free - sum(local.job.prefill_tokens for local in preparing))
     # Those whose rows others got wait here.
     crowded = len(running) >= 2 * limits.rows
-    closed = stalled or any(choice.job.suspect for choice in running)
+    # Suspects that have been cleared go on beside the next one, for which all rows that are left are all.
+    apart = bool(running) and all(choice.job.suspect for choice in running)
+    closed = stalled or any(local.needs_all for local in jobs.all())
     return Capacity(
         rows=0 if closed else rows,
-        rows_limit=limits.rows,
+        rows_limit=max(1, rows) if apart else limits.rows,
         tokens=tokens,
         max_tokens=limits.max_tokens,
         max_rank=limits.max_rank,

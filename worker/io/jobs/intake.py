@@ -1,7 +1,7 @@
 """The way in of a job: claims what this worker has room for, fetches its adapter, and hands it to the engine.
 
     queue ──claim──▶ accept ──▶ Add ──▶ engine
-                        └──▶ wait until nothing else runs (a suspect) ──▶ fetch the adapter ──▶ Add ──▶ engine
+                        └──▶ wait until it may begin (a suspect) ──▶ fetch the adapter ──▶ Add ──▶ engine
 
 A job waits for its adapter outside the engine, so that a slow store delays no other job.
 """
@@ -201,7 +201,7 @@ class Intake:
             local.preparing.add_done_callback(self._preparing.discard)
 
     async def _prepare(self, local: LocalJob) -> None:
-        """Wait until a suspect is alone, fetch the adapter, and hand the job over; or fail it."""
+        """Wait until a suspect may begin, fetch the adapter, and hand the job over; or fail it."""
         job = local.job
         if job.base_digest != self._base_digest:
             message = f"the job is for base model {job.base_digest}, this worker serves {self._base_digest}"
@@ -209,7 +209,7 @@ class Intake:
             return
         if job.suspect:  # before it pins an adapter, because the others may wait for the disk's bytes
             local.enter(LocalJobState.WAITING_ALONE)  # meanwhile nothing is claimed
-            while any(choice.job is not job for choice in self._jobs.running):
+            while not self._jobs.may_begin(local):
                 await self._jobs.next_change.wait()
         failure = None if job.adapter is None else await self._fetch_adapter(local)
         if failure is not None:

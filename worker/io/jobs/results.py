@@ -60,6 +60,7 @@ class Results:
                 self.links.progressed(choice)
                 if output.finish is not None or choice.job.n > 1:
                     self._advance(choice.job.job_id, choice.job.attempt)
+                freed = freed or choice.job.suspect  # a token may clear it
             freed = freed or output.finish is not None
         if freed:
             self.jobs.changed()
@@ -180,8 +181,8 @@ class Results:
 
     @property
     def runs_suspect(self) -> bool:
-        """Return whether the engine has a job that runs alone."""
-        return any(choice.in_engine and choice.job.suspect for choice in self.jobs.running)
+        """Return whether the engine has a job that must be alone."""
+        return any(local.needs_all and not local.preparing_for_engine for local in self.jobs.all())
 
     async def empties_within(self, timeout_s: float) -> bool:
         """Wait until the routers have acked or cancelled every job; returns whether that is so."""

@@ -102,11 +102,20 @@ class LocalJob:
         """Return whether any of its answers was handed to the engine."""
         return self._dropped_ran or any(choice.handover_number for choice in self.choices.values())
 
+    @property
+    def needs_all(self) -> bool:
+        """Return whether nothing may begin beside it: a suspect, until every answer has a token or ends."""
+        return self.job.suspect and any(self._never_cleared or not choice.ids for choice in self.running)
+
+    @property
+    def _never_cleared(self) -> bool:
+        return self.job.on_trial or self.job.attempt > CLEARED_ATTEMPTS
+
     def may_have_killed(self, taken: int, resident: Collection[str]) -> bool:
         """Return whether the engine, if it died now, may have died of this job: no step has given an answer a token.
 
-        A step that computes a part of the prompt clears no job: the cause may lie in the next part. A job that runs
-        alone is never cleared, nor one beyond CLEARED_ATTEMPTS. An answer that only waits in the engine is no cause: it
+        A step that computes a part of the prompt clears no job: the cause may lie in the next part. A job on trial
+        is never cleared, nor one beyond CLEARED_ATTEMPTS. An answer that only waits in the engine is no cause: it
         is among the `taken` sequences that the engine has reported, has not begun, and its adapter is `resident`.
         """
         loads = self.source is not None and self.source.digest not in resident
@@ -115,8 +124,7 @@ class LocalJob:
             for choice in self.choices.values()
             if choice.in_engine and (choice.state is LocalChoiceState.BEGUN or choice.handover_number > taken or loads)
         )
-        never_cleared = self.job.suspect or self.job.attempt > CLEARED_ATTEMPTS
-        return any(never_cleared or not choice.ids for choice in touched)
+        return any(self._never_cleared or not choice.ids for choice in touched)
 
     def enter(self, state: LocalJobState) -> None:
         """Change the state. Raises RuntimeError where the present one does not allow it."""
@@ -184,6 +192,15 @@ class LocalJobs:
     def of_sequence(self, sequence_id: str) -> LocalChoice | None:
         """Return the answer of an engine's sequence, if it is here."""
         return self._sequences.get(sequence_id)
+
+    def may_begin(self, suspect: LocalJob) -> bool:
+        """Return whether nothing runs that a suspect must not begin beside: other suspects may go on, if cleared."""
+        waits = {LocalJobState.CLAIMED, LocalJobState.WAITING_ALONE}
+        others = [other for other in self._jobs.values() if other is not suspect and other.running]
+        others = [other for other in others if not (other.job.suspect and other.state in waits)]
+        if suspect.job.on_trial:
+            return not others
+        return all(other.job.suspect and not other.needs_all for other in others)
 
     def of_router(self, address: str) -> list[LocalJob]:
         """Return the jobs of one router."""

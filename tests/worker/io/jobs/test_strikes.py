@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from redis.asyncio import Redis
 
-from broker.messages import STRIKES_LIMIT, AdapterRef, Job
+from broker.messages import STRIKES_LIMIT, SUSPECT_STRIKES, AdapterRef, Job
 from tests.worker.io.relayed_worker import MODEL, ROWS, Router, job, running
 from worker.engine_api import AdapterSource, FinishKind, Output
 from worker.io.local_jobs.choice import LocalChoice
@@ -76,7 +76,21 @@ def test_a_continuation_is_new_though_it_has_ids_of_earlier_attempts() -> None:
     assert local.may_have_killed(*NOTHING)
 
 
-def test_a_suspect_is_never_cleared_while_it_runs() -> None:
+def test_a_suspect_lets_nothing_begin_beside_it_until_every_answer_has_a_token() -> None:
+    local = local_job(job("a", strikes=SUSPECT_STRIKES, n=2))
+    first, second = local.running
+    assert local.needs_all
+    handed_over(first, begun=True)
+    first.record(Output(first.sequence_id, 0, (7,)), 0.0, 1)
+    assert local.needs_all
+    handed_over(second, 2, begun=True)
+    assert local.may_have_killed(*NOTHING)
+    second.record(Output(second.sequence_id, 0, (7,)), 0.0, 1)
+    assert not local.needs_all
+    assert not local.may_have_killed(*NOTHING)
+
+
+def test_a_job_on_trial_is_never_cleared_while_it_runs() -> None:
     local = local_job(job("a", strikes=STRIKES_LIMIT))
     (choice,) = local.running
     assert not local.may_have_killed(*NOTHING)
@@ -152,7 +166,21 @@ async def test_a_job_of_whose_first_step_the_engine_dies_is_blamed(
         await router.until(lambda: router.returned == {"kills": True})
 
 
-async def test_a_suspect_runs_alone(router: Router, redis: Redis, tmp_path: Path) -> None:
+async def test_suspects_begin_one_after_the_other_and_go_on_beside_each_other(
+    router: Router, redis: Redis, tmp_path: Path
+) -> None:
+    async with running(router, redis, tmp_path) as worker:
+        for name in ("one", "two"):
+            await worker.queue.enqueue(job(name, worker.address, strikes=SUSPECT_STRIKES))
+        await router.until(lambda: all(len(router.ids[name]) >= 3 for name in ("one", "two")))
+        assert ("ended", "one") not in router.events
+        await worker.queue.enqueue(job("after", worker.address, max_tokens=10))
+        await router.until(lambda: ("ended", "after") in router.events)
+        claimed = [name for what, name in router.events if what == "claimed"]
+        assert claimed == ["one", "two", "after"]
+
+
+async def test_a_job_on_trial_runs_alone(router: Router, redis: Redis, tmp_path: Path) -> None:
     async with running(router, redis, tmp_path) as worker:
         await worker.queue.enqueue(job("before", worker.address, max_tokens=100))
         await router.until(lambda: len(router.ids["before"]) >= 1)

@@ -1,0 +1,16 @@
+-- Tenants, and their use of an adapter, whose jobs are refused for a while because they killed engines (see
+-- broker/quarantine.py). A subject is a tenant, or a tenant, a space and an adapter's digest, empty for the base model.
+--- @include "keys"
+--- @include "clock"
+local QUARANTINE, DEATHS = PREFIX .. 'quarantine', PREFIX .. 'deaths'
+
+-- Return whether a job goes on in quarantine: its answer has begun, at an earlier attempt, and it is no suspect.
+local function goes_on_in_quarantine(attempt, prompt, prefill, rows)
+  return attempt > 1 and prefill > prompt and rows < ALL_ROWS
+end
+
+-- Return for how many ms more the jobs of a tenant with an adapter are refused; 0: they are not.
+local function quarantined_ms(tenant, adapter)
+  local until_ms = redis.call('ZMSCORE', QUARANTINE, tenant, tenant .. ' ' .. adapter)
+  return math.max(0, tonumber(until_ms[1] or 0) - now, tonumber(until_ms[2] or 0) - now)
+end

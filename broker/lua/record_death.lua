@@ -1,0 +1,37 @@
+#!lua flags=allow-oom
+-- Record that a job was ended because engines died of it, the last ones while it ran alone. Answers for how many ms its
+-- tenant's jobs with its adapter are refused. A repeated call for the same job changes nothing.
+--- @include "quarantine"
+
+local tenant, adapter, job = ARGV[2], ARGV[3], ARGV[4]
+local subject, prefix = tenant .. ' ' .. adapter, tenant .. ' '
+
+-- Refuse a subject for longer with every death, from QUARANTINE_MS on.
+local function refuse(name, deaths)
+  local ms = math.min(QUARANTINE_MS * QUARANTINE_GROWTH ^ (deaths - 1), QUARANTINE_LIMIT_MS)
+  local until_ms = math.max(now + ms, tonumber(redis.call('ZSCORE', QUARANTINE, name) or 0))
+  redis.call('ZADD', QUARANTINE, until_ms, name)
+end
+
+redis.call('ZREMRANGEBYSCORE', QUARANTINE, '-inf', now)
+local deaths, adapters, last_job = 0, 0, ''
+local known = redis.call('HGETALL', DEATHS)
+for i = 1, #known, 2 do
+  local count, at, of_job = cmsgpack.unpack(known[i + 1])
+  if now - at >= DEATHS_MEMORY_MS then
+    redis.call('HDEL', DEATHS, known[i])
+  else
+    if known[i] == subject then
+      deaths, last_job = count, of_job
+    elseif string.sub(known[i], 1, #prefix) == prefix then
+      adapters = adapters + 1
+    end
+  end
+end
+if last_job ~= job then
+  redis.call('HSET', DEATHS, subject, cmsgpack.pack(deaths + 1, now, job))
+  refuse(subject, deaths + 1)
+  -- A tenant that kills engines with one adapter after the other is refused as a whole.
+  if adapters > 0 then refuse(tenant, adapters) end
+end
+return quarantined_ms(tenant, adapter)
