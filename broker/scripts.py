@@ -21,6 +21,7 @@ from redis.commands.core import AsyncScript
 from broker import terms
 
 _INCLUDE = re.compile(r'^--- @include "(\w+)"\n', re.MULTILINE)
+_FUNCTION = re.compile(r"^local function (\w+)(?:[^\n]* end\n|.*?^end\n)", re.MULTILINE | re.DOTALL)
 _CONSTANT = re.compile(r"\b[A-Z][A-Z_]+\b")
 _CONSTANTS = {name: value for name, value in vars(terms).items() if isinstance(value, int) and name.isupper()}
 
@@ -39,7 +40,7 @@ class Scripts:
 
     def assemble(self, name: str) -> str:
         """Return a script's whole text."""
-        text = self._expand(_read(f"{name}.lua"), set())
+        text = _without_unused(self._expand(_read(f"{name}.lua"), set()))
         return _CONSTANT.sub(lambda constant: str(self._constants.get(constant[0], constant[0])), text)
 
     def _expand(self, text: str, included: set[str]) -> str:
@@ -51,6 +52,14 @@ class Scripts:
             return self._expand(self._includes.get(name) or _read(f"include/{name}.lua"), included)
 
         return _INCLUDE.sub(expand, text)
+
+
+def _without_unused(text: str) -> str:
+    """Leave out functions that nothing calls: each call of a script makes all of its functions, 0.4 us each."""
+    while unused := [found for found in _FUNCTION.finditer(text) if len(re.findall(rf"\b{found[1]}\b", text)) == 1]:
+        for found in reversed(unused):
+            text = text[: found.start()] + text[found.end() :]
+    return text
 
 
 @cache

@@ -26,6 +26,7 @@ def test_a_script_is_whole(name: str) -> None:
     assert not CONSTANTS & set(re.findall(r"\w+", text))
     functions = re.findall(r"^local function (\w+)", text, re.MULTILINE)
     assert len(functions) == len(set(functions))
+    assert [function for function in functions if len(re.findall(rf"\b{function}\b", text)) == 1] == []
 
 
 def test_every_include_is_included() -> None:
