@@ -35,7 +35,8 @@ def waiting_tasks() -> Iterator[str]:
         if not task.done():
             yield repr(task.get_name())
             for frame in _frames(task.get_coro()):
-                name, line = frame.f_code.co_filename, frame.f_lineno
+                # A frame between two lines has no number.
+                name, line = frame.f_code.co_filename, frame.f_lineno or 0
                 yield f"  {name}:{line} in {frame.f_code.co_name}: {linecache.getline(name, line).strip()}"
 
 

@@ -71,8 +71,9 @@ class Crowd:
 
     async def __aenter__(self) -> Self:
         for _ in range(self._channels):
-            for name, door in self._arena.cluster.doors.items():
-                channel = grpc.aio.insecure_channel(door.address, options=self._options)
+            # Not over the doors: their proxies share this process's loop, which a burst keeps busy.
+            for name, address in zip(self._arena.cluster.doors, self._arena.cluster.routers, strict=True):
+                channel = grpc.aio.insecure_channel(address, options=self._options)
                 await self._stack.enter_async_context(channel)
                 self._stubs.append((name, inference_pb2_grpc.InferenceServiceStub(channel)))
         self._beside = asyncio.create_task(self._send_beside())

@@ -56,9 +56,6 @@ class Kind(StrEnum):
     ROUTER_KILL_FULL = "router_kill_full"
 
 
-# Faults that the cluster does not survive yet: drawn only when they are named.
-PENDING = frozenset({Kind.KEYS_LOST})
-
 # Faults in which no tenant within its share of the queue may be refused.
 FAIR_KINDS = frozenset({Kind.QUEUE_FULL, Kind.GREEDY_TENANTS})
 
@@ -95,10 +92,10 @@ class Plan:
 
 
 def make_plan(requests: int, faults: int, seed: int, *, overlap: bool = False, kinds: Sequence[Kind] = ()) -> Plan:
-    """The plan of a seed. With `kinds` only these, each as often as the others; without, all but the pending ones."""
+    """The plan of a seed. With `kinds` only these, each as often as the others."""
     rng = random.Random(f"faults {seed}")
     schedule: list[Kind] = []
-    first = list(kinds) or [kind for kind in Kind if kind not in PENDING]
+    first = list(kinds or Kind)
     later = list(kinds) or [kind for kind in first for _ in range(_OFTEN.get(kind, 1))]
     while len(schedule) < faults:
         kinds_of_round = later if len(schedule) >= len(first) else first
