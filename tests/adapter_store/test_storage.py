@@ -175,7 +175,11 @@ async def test_a_port_in_use_frees_the_directory(store: Store, tmp_path: Path) -
     await free.stop(drain_s=0)
 
 
-@pytest.mark.parametrize("lose", [Path.unlink, lambda path: os.truncate(path, 0), sqlite3.connect], ids=["deleted", "emptied", "without tables"])
+@pytest.mark.parametrize(
+    "lose",
+    [Path.unlink, lambda path: os.truncate(path, 0), sqlite3.connect],
+    ids=["deleted", "emptied", "opened again"],
+)
 async def test_a_store_that_has_lost_its_catalog_keeps_its_files(
     store_settings: StoreSettings,
     connect: Callable[[str], Client],
