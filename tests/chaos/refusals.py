@@ -29,12 +29,16 @@ class Doors:
         self._broken = [
             (fault.victim.partition(" ")[0], fault.began, fault.mended + BROKEN_S)
             for fault in faults
-            if fault.kind in _KILLS or fault.victim.endswith(" from its clients")
+            if fault.kind in _KILLS or fault.victim.endswith(" from its clients") or _cuts_router(fault)
         ]
 
     def broken(self, began: float, ended: float, router: str = "") -> bool:
         """Return whether a connection to this router, or to any, was broken between two times."""
         return any(since <= ended and until >= began for name, since, until in self._broken if router in {"", name})
+
+
+def _cuts_router(fault: Fault) -> bool:
+    return fault.kind == "cable_cut" and fault.victim.startswith("router")
 
 
 def check_crowd(verdict: Verdict, calls: Iterable[CrowdCall], doors: Doors) -> None:
