@@ -69,9 +69,14 @@ class Driver:
         await self.allow(self._plan.requests)
 
     async def until_streaming(self, count: int) -> None:
-        """Wait until so many requests have brought tokens and still run."""
+        """Wait until so many requests have brought tokens and still run; allow others for those that end before."""
         async with self._changed:
-            await self._changed.wait_for(lambda: len(self.streaming) >= count)
+            while len(self.streaming) < count:
+                coming = len(self.live) + self._allowed - self._next
+                if coming < count:
+                    self._allowed += count - coming
+                    self._changed.notify_all()
+                await self._changed.wait()
 
     async def until_moved(self, numbers: Sequence[int]) -> None:
         """Wait until each of these requests has brought something from now on, or has ended."""

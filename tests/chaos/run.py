@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 
 from tests.chaos.arena import Arena
@@ -19,8 +18,6 @@ log = logging.getLogger(__name__)
 
 # So long the cluster has to be whole again after a fault was mended, and to be idle after the last request.
 RECOVERY_S = 45.0
-# Seconds without enough streams at once after which more requests are sent.
-AGAIN_S = 0.5
 # How many faults last at once, where they may overlap.
 OVERLAPPING = 3
 
@@ -62,20 +59,10 @@ async def _strike_all(plan: Plan, arena: Arena, history: History) -> None:
             # This fault's share of the requests, and those of the ones before it.
             share = plan.requests * (planned.number + 1) // (len(plan.faults) + 1)
             await arena.driver.allow(max(share, plan.in_flight))
-            await _until_streaming(arena, min(plan.in_flight // 2, 2))
+            await arena.driver.until_streaming(min(plan.in_flight // 2, 2))
             await asyncio.sleep(planned.wait_s)
             group.create_task(strike(planned))
     await arena.driver.finish()
-
-
-async def _until_streaming(arena: Arena, count: int) -> None:
-    """Wait until so many requests stream at once; some may end before the others begin."""
-    while True:
-        await arena.driver.allow_more(count)
-        with suppress(TimeoutError):
-            async with asyncio.timeout(AGAIN_S):
-                await arena.driver.until_streaming(count)
-                return
 
 
 async def _strike(arena: Arena, planned: PlannedFault, *, alone: bool) -> tuple[Fault, Sequence[CrowdCall]]:
