@@ -66,6 +66,8 @@ class Models:
         self._answer_s = answer_s
         self._clock = clock or time.monotonic
         self._served: dict[str, ServedModel] = {}
+        # Whether all that is registered with the store has been read once.
+        self.listed = False
         # Digests of models whose tokenizer files can't be read.
         self._refused: set[str] = set()
         # Models that another one has replaced under their name, by digest, while workers serve them.
@@ -87,6 +89,8 @@ class Models:
     def get(self, name: str) -> ServedModel:
         """Return the model of that name, or the only one. Raises NotFound, InvalidField or Unavailable."""
         if name:
+            if name not in self._served and not self.listed:
+                raise Unavailable("the registered base models are still being read", reason="NO_MODEL")
             if name not in self._served:
                 raise NotFound("model", name)
             return self._served[name]
@@ -115,11 +119,13 @@ class Models:
         return [s for s in self.workers(name) if s.phase is WorkerPhase.SERVING and s.base_digest == digest]
 
     def with_digest(self, name: str, digest: str) -> ServedModel:
-        """Return the model of that name and digest, also one that was replaced while its workers live.
+        """Return the model of a job, by name and digest; one that was replaced is known while its workers live.
 
-        Raises Mismatch once none does, Unavailable where only another router knows the replaced one, else as `get`.
+        Raises Mismatch once none does, Unavailable where only another router knows the model or the replaced one.
         """
-        model = self.get(name)
+        if name not in self._served:
+            raise Unavailable(f"this router does not know base model {name} yet", reason="NO_MODEL")
+        model = self._served[name]
         if model.manifest.digest == digest:
             return model
         if digest in self._replaced:
@@ -211,6 +217,7 @@ class Models:
                     served = self._served.get(name)
                     if digest not in self._refused and (served is None or served.manifest.digest != digest):
                         await self._serve(name)
+                self.listed = True
             except CallError as error:
                 self._log_once(error.message)
             await asyncio.sleep(LOOK_S)

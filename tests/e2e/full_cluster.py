@@ -111,7 +111,7 @@ class Load:
             await call.gets(20)
             call.check()
         started = [job for job in await jobs(self.cluster) if job.completion_tokens]
-        assert len(started) == len(self.holders)
+        assert len(started) == len(self.holders), [(job.request_id, job.completion_tokens) for job in started]
         assert {job.attempt for job in started} == {attempts}
 
 

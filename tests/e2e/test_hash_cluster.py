@@ -42,13 +42,14 @@ async def test_killing_a_worker_in_mid_stream_changes_no_token(
     async with start_cluster(SLOW, hash_adapters, workers=2, worker_flags=("--rows", "16")) as cluster:
         started = asyncio.Event()
         count = 0
+        state: Any = None
 
         async def ask(number: int) -> int:
             nonlocal count
             name = "abc"[number % 3]
             prompt, total = f"prompt {number}", 0
             got: list[int] = []
-            async for piece in cluster.client.generate_stream(prompt, adapter_id=name, max_new_tokens=150):
+            async for piece in cluster.client.generate_stream(prompt, adapter_id=name, max_new_tokens=400):
                 assert piece.offset == len(got)
                 got += piece.token_ids
                 count += 1
@@ -56,15 +57,20 @@ async def test_killing_a_worker_in_mid_stream_changes_no_token(
                     started.set()
                 if piece.finished:
                     total = piece.finished.continuations
-            assert got == expected(SLOW, prompt, cluster.digests[name], 150)
+            assert got == expected(SLOW, prompt, cluster.digests[name], 400)
             return total
+
+        async def runs() -> bool:
+            nonlocal state
+            (state,) = [w for w in await cluster.workers() if w.pid == cluster.local.processes["worker-1"].pid]
+            return bool(state.rows_running)
 
         asks = asyncio.gather(*(ask(number) for number in range(24)))
         await started.wait()
+        await eventually(runs)
         if victim == "worker":
             cluster.local.kill("worker-1", signal.SIGKILL)
         else:
-            (state,) = [w for w in await cluster.workers() if w.pid == cluster.local.processes["worker-1"].pid]
             os.kill(state.engine_pid, signal.SIGKILL)
         continuations = await asks
         assert sum(continuations) > 0, "the killed worker held nothing"

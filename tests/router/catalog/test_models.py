@@ -18,7 +18,7 @@ from broker.messages import AdapterRef, Job, StoppingParams, WorkerPhase
 from broker.terms import QueueLimits
 from router.catalog.models import Models
 from router.catalog.store_client import Manifest
-from rpc.errors import Mismatch, Unavailable
+from rpc.errors import Mismatch, NotFound, Unavailable
 from tests.broker.test_liveness import worker
 from tests.valkey_server import ValkeyServer
 
@@ -70,7 +70,9 @@ async def following(redis: Redis, answer_s: float = 1.0) -> Router:
 async def serves_registered(router: Router) -> None:
     """Follow the store until the router serves what is registered there."""
     serving = asyncio.create_task(router.models.follow_store())
-    while not any(m.manifest.digest == router.store.digest for m in router.models.served):  # noqa: ASYNC110 — nothing reports it
+    while not router.models.listed or not any(  # noqa: ASYNC110 — nothing reports it
+        m.manifest.digest == router.store.digest for m in router.models.served
+    ):
         await asyncio.sleep(0.01)
     serving.cancel()
 
@@ -85,6 +87,21 @@ async def server(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Valk
 
 def serves(name: str) -> Any:
     return replace(worker(name), model="tiny", base_digest=BASE.digest)
+
+
+async def test_a_router_that_has_not_read_the_store_yet_knows_no_model_but_denies_none(redis: Redis) -> None:
+    """A stream that resumes there goes on elsewhere, or here a moment later."""
+    router = Router(redis, answer_s=1.0)
+    with pytest.raises(Unavailable) as early:
+        router.models.get("tiny")
+    assert early.value.reason == "NO_MODEL"
+    await serves_registered(router)
+    assert router.models.get("tiny").manifest.name == "tiny"
+    with pytest.raises(NotFound):
+        router.models.get("other")
+    with pytest.raises(Unavailable) as resumed:
+        router.models.with_digest("other", "sha256:0")
+    assert resumed.value.reason == "NO_MODEL"
 
 
 @pytest.mark.parametrize("loss", ["loses its data", "restarts empty"])
