@@ -120,10 +120,10 @@ class QueueLimits:
 class QueueState(IntEnum):
     """The state of an attempt in the queue, as broker/lua/look_up.lua answers it."""
 
-    # It was claimed, lost, dropped at its deadline, or Redis knows only an older attempt.
+    # Claimed, lost, dropped at its deadline, or only an older attempt is in Redis.
     ABSENT = 0
     WAITS = 1
-    # It lost its place to a job of a tenant with a lower use of the queue.
+    # Removed from a full queue for a job of a tenant that uses less of it.
     DISPLACED = 2
 
 

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import signal
-import subprocess
-import tempfile
 from collections.abc import AsyncIterator, Iterator
-from pathlib import Path
 
 import pytest
 from redis.asyncio import Redis
 
+from bench.valkey import running_valkey
 from broker.connection import connect
-from deploy.local import valkey
 
 pytest_plugins = ["tests.tiny_models", "tests.task_stacks", "tests.small_disks"]
 
@@ -27,17 +24,8 @@ def _interruptible_children() -> None:
 @pytest.fixture(scope="session")
 def valkey_url() -> Iterator[str]:
     """The URL of a server that lives as long as the test session."""
-    with tempfile.TemporaryDirectory(prefix="lp-") as name:
-        directory = Path(name)
-        server = subprocess.Popen(valkey.command(directory), stdout=subprocess.PIPE, text=True)
-        assert server.stdout is not None
-        try:
-            assert any(valkey.READY.search(line) for line in server.stdout), "Valkey ended before it was ready"
-            yield valkey.socket_url(directory)
-        finally:
-            server.send_signal(signal.SIGKILL)
-            server.wait()
-            server.stdout.close()
+    with running_valkey() as url:
+        yield url
 
 
 @pytest.fixture

@@ -217,7 +217,7 @@ class ClaimScan:
             self.saturated = True
             return False
         if job.reserved_for not in (None, worker) and job.reserved_until_ms > self._now_ms:
-            # One worker at a time is emptied for jobs that need a whole one.
+            # Empty at most one worker at a time for jobs that need a whole one.
             self._is_first = self._is_first and entry.rows < terms.ALL_ROWS
             return False
         held_ms = self._held_for_ms(job, entry)

@@ -135,7 +135,7 @@ local function look(id, tenant, line_place)
   if not has_link(router) then return PASSED end
   local reserved_for = values[2]
   if reserved_for and reserved_for ~= worker and tonumber(values[3]) > now then
-    -- One worker at a time is emptied for jobs that need a whole one.
+    -- Empty at most one worker at a time for jobs that need a whole one.
     if rows >= ALL_ROWS then is_first = false end
     return PASSED
   end

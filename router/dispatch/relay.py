@@ -32,7 +32,7 @@ class WorkerLink:
         self.worker_id = worker_id
         self.incarnation = incarnation
         self.heard_at = time.monotonic()
-        # What the next messages tell. Their order does not matter: each is about one attempt or choice for good.
+        # Acks, cancels and rewinds for the next message. Any order will do: each ends or rewinds one attempt or choice.
         self._acks: list[pb.JobAttempt] = []
         self._cancels: list[pb.JobAttempt] = []
         self._rewinds: list[pb.Position] = []

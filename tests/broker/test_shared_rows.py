@@ -37,7 +37,7 @@ async def test_a_full_worker_takes_a_job_of_a_tenant_below_its_share_once_that_h
     await busy.advance(terms.BELOW_SHARE_MS)
     assert await claim(busy, FULL) == []
     assert await claim(busy) == ["quiet"]
-    # Whoever is above its share gets nothing by that.
+    # A tenant above its share gets no row this way.
     assert await claim(busy) == []
 
 

@@ -83,7 +83,7 @@ async def test_a_worker_rests_from_a_backlog_that_does_not_suit_it(redis: Redis)
     await router.enqueue(job("new"))
     await router.enqueue(job("again", attempt=2))
     assert await claim(worker) == ["new", "again"]
-    # What it can take may change: another kind of worker looks at all, and so does this one after its rest.
+    # A worker with other limits looks at all jobs, and so does this one after its rest.
     await router.enqueue(job("newer"))
     assert await claim(worker, rows=0) == []
     assert await claim(worker, max_tokens=4_000) == ["newer"]

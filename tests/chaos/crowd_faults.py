@@ -15,7 +15,7 @@ from tests.chaos.plan import PlannedFault
 QUEUE_FULL = "QUEUE_FULL"
 # Callers that keep a tenant's share of the queue full: it, all rows, and some that are refused.
 _CALLERS = TENANT_WAITING + 80
-# As much of gRPC's receive window as a client can give up, so that one that does not read is noticed soon.
+# Smallest receive window that a gRPC client can have, so that a client that does not read blocks its router soon.
 _SMALL_WINDOW = (("grpc.http2.lookahead_bytes", 16_384), ("grpc.http2.bdp_probe", 0))
 
 

@@ -22,7 +22,7 @@ from rpc.errors import CallError
 from rpc.server import Server
 
 HANG = "hang"
-# What a script may hold: an event to send, an error or a bare status to end with, something to wait for, or HANG.
+# An entry of a script: an event to send, an error or a bare status to end with, an event to wait for, or HANG.
 Step = inference_pb2.GenerateEvent | CallError | grpc.StatusCode | threading.Event | str
 WAIT_S = 20.0
 
@@ -41,7 +41,7 @@ class ScriptedService(inference_pb2_grpc.InferenceServiceServicer):
         # Instead, one for each call of Generate.
         self.scripts: list[list[Step]] = []
         self.resume_script: list[Step] = []
-        # How Tokenize fails.
+        # The error that Tokenize fails with.
         self.unary_failure: CallError | grpc.StatusCode | None = None
         # Called in the server's thread when a call has come.
         self.on_call: Callable[[], object] = lambda: None

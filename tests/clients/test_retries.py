@@ -1,4 +1,4 @@
-"""How many server calls one call makes, how long it takes at most, and how many retries a client has."""
+"""Retries: server calls and seconds of one call at most, and the share of a client's calls."""
 
 from __future__ import annotations
 

@@ -208,7 +208,7 @@ async def test_a_job_that_is_larger_than_each_live_worker_is_unservable(redis: R
     assert router.models.why_unservable(replace(JOB, adapter=adapter)) is None
     longer = replace(JOB, stopping=StoppingParams(101))
     assert router.models.why_unservable(longer) is None
-    # One has the rank, the other the cache.
+    # The first worker takes the rank, the second the length; none takes both.
     error = router.models.why_unservable(replace(longer, adapter=adapter))
     assert isinstance(error, Unavailable)
     assert error.reason == "NO_WORKER_FITS"

@@ -17,7 +17,7 @@ from rpc.server import MESSAGE_BYTES
 REQUEST = Request("acme", "x", "prompt")
 # The largest id of a real vocabulary, in a varint of five bytes; a token that 128 bytes of text belong to.
 ID, TEXT = (1 << 32) - 1, "x" * 128
-# As long as a resume token may be.
+# Maximum length of a resume token in characters.
 RESUME_TOKEN = "t" * 16_384
 
 

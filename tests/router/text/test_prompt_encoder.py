@@ -23,7 +23,7 @@ class WatchedText(HashText):
         self.longest_token = 4
         self.go = threading.Event()
         self.begun: list[str] = []
-        # One permit for each text that is begun.
+        # Released once for each text that is begun.
         self.beginnings = threading.Semaphore(0)
         self.threads: set[threading.Thread] = set()
 

@@ -79,7 +79,7 @@ class RouterLink:
         self._metrics = metrics
         self._owner = owner
         self.state = LinkState(address, owner.changed)
-        # What the next messages tell: claims, and answers that have progressed, in order.
+        # Contents of the next messages: claims, and answers with new ids or an end, in order.
         self._claims: list[LocalJob] = []
         self._claims_due = False
         self._progress: dict[LocalChoice, None] = {}

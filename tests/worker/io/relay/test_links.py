@@ -13,6 +13,7 @@ from loraplex.relay.v1 import relay_pb2_grpc
 
 from broker.messages import Job, StoppingParams
 from rpc.server import Server, relay_options
+from tests.worker.io.relay.handlers import AckHandler, NoRequests
 from worker.engine_api import Output
 from worker.io.local_jobs.choice import LocalChoice
 from worker.io.local_jobs.jobs import LocalJobs
@@ -68,36 +69,17 @@ class Router(relay_pb2_grpc.RelayServiceServicer):
             await self._news.wait_for(condition)
 
 
-class FailingHandler:
+class FailingHandler(NoRequests):
     """A handler in which an ack fails, as by an error in this worker."""
 
     def acked(self, job_id: str, attempt: int) -> None:
         raise ValueError("what nobody expected")
 
-    def cancel(self, job_id: str, attempt: int) -> None:
-        raise AssertionError
-
-    def cancel_choice(self, job_id: str, attempt: int, choice: int) -> None:
-        raise AssertionError
-
-    def router_gone(self, address: str) -> None:
-        raise AssertionError
-
-
-class AckHandler(FailingHandler):
-    """A handler that notes an ack: what came before it is handled."""
-
-    def __init__(self) -> None:
-        self.got_ack = asyncio.Event()
-
-    def acked(self, job_id: str, attempt: int) -> None:
-        self.got_ack.set()
-
 
 class Line:
     """A worker's links, with one job of a router at `address`."""
 
-    def __init__(self, address: str, handler: FailingHandler | None = None) -> None:
+    def __init__(self, address: str, handler: NoRequests | None = None) -> None:
         self._jobs = LocalJobs()
         self.links = RouterLinks(LinkSettings("w", "w-1"), self._jobs, handler or FailingHandler())
         local = self._jobs.add(Job("a", "acme", "tiny", "sha256:0", address, (1,), StoppingParams(100), seed=1))

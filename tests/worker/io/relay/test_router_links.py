@@ -12,6 +12,7 @@ from loraplex.relay.v1 import relay_pb2_grpc
 
 from broker.messages import Job, StoppingParams
 from rpc.server import Server, relay_options
+from tests.worker.io.relay.handlers import NoRequests
 from worker.io.local_jobs.jobs import LocalJobs
 from worker.io.relay.link_settings import LinkSettings
 from worker.io.relay.router_links import RouterLinks
@@ -33,22 +34,6 @@ class Router(relay_pb2_grpc.RelayServiceServicer):
                 self.streams += request.HasField("hello")
                 self.beats += request.HasField("beat")
                 self.heard.notify_all()
-
-
-class NoRequests:
-    """A handler of routers that ask for nothing."""
-
-    def acked(self, job_id: str, attempt: int) -> None:
-        raise AssertionError
-
-    def cancel(self, job_id: str, attempt: int) -> None:
-        raise AssertionError
-
-    def cancel_choice(self, job_id: str, attempt: int, choice: int) -> None:
-        raise AssertionError
-
-    def router_gone(self, address: str) -> None:
-        raise AssertionError
 
 
 @asynccontextmanager

@@ -12,6 +12,7 @@ from loraplex.relay.v1 import relay_pb2_grpc
 
 from broker.messages import Job, StoppingParams
 from rpc.server import Server
+from tests.worker.io.relay.handlers import AckHandler
 from worker.engine_api import FinishKind, Output
 from worker.io.local_jobs.choice import LocalChoice
 from worker.io.local_jobs.jobs import LocalJobs
@@ -62,25 +63,6 @@ class Recorder(relay_pb2_grpc.RelayServiceServicer):
         return got
 
 
-class NoRequests:
-    """A handler for a recorder, which asks for nothing; an ack says that all responses before it are handled."""
-
-    def __init__(self) -> None:
-        self.got_ack = asyncio.Event()
-
-    def acked(self, job_id: str, attempt: int) -> None:
-        self.got_ack.set()
-
-    def cancel(self, job_id: str, attempt: int) -> None:
-        raise AssertionError
-
-    def cancel_choice(self, job_id: str, attempt: int, choice: int) -> None:
-        raise AssertionError
-
-    def router_gone(self, address: str) -> None:
-        raise AssertionError
-
-
 class Line:
     """A worker's link to one router, and its jobs."""
 
@@ -88,7 +70,7 @@ class Line:
         self.router = recorder
         self._address = address
         self._jobs = LocalJobs()
-        self.handler = NoRequests()
+        self.handler = AckHandler()
         self.links = RouterLinks(LinkSettings("w", "w-1", send_interval_s), self._jobs, self.handler)
 
     async def claim(self, job_id: str) -> LocalChoice:
