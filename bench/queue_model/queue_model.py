@@ -136,10 +136,10 @@ class QueueModel:
 
     def _refusal_of_newcomer(self, job: WaitingJob, now_ms: int) -> Refusal | None:
         entry, limits, waiting = job.entry, self._limits, self.waiting
-        jobs, size = len(waiting.queue(entry.tenant)) + 1, waiting.tenant_bytes(entry.tenant) + len(entry.body)
+        jobs, size = len(waiting.queue(entry.tenant)) + 1, waiting.newcomer_bytes_of(entry.tenant) + len(entry.body)
         if jobs > limits.tenant_jobs:
             return Refusal("tenant_jobs")
-        if size > limits.tenant_bytes:
+        if waiting.tenant_bytes(entry.tenant) + len(entry.body) > limits.tenant_bytes:
             return Refusal("tenant_bytes")
         if math.isfinite(job.deadline_ms):
             wait_ms = self._wait_before_turn_ms(job, now_ms)
@@ -160,9 +160,9 @@ class QueueModel:
         raise AssertionError("the loop returns")
 
     def _exceeded_limit(self, size: int) -> str:
-        if len(self.waiting) >= self._limits.jobs:
+        if len(self.waiting) - len(self.waiting.redispatched) >= self._limits.jobs:
             return "jobs"
-        return "bytes" if self.waiting.bytes + size > self._limits.bytes else ""
+        return "bytes" if self.waiting.newcomers_bytes + size > self._limits.bytes else ""
 
     def _claims_per_ms(self, now_ms: int) -> float:
         """Return the claim rate; 0 where no work waits for a row."""

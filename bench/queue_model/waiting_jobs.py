@@ -43,12 +43,14 @@ class WaitingJobs:
 
     def __init__(self) -> None:
         self.counters = TenantCounters()
-        self.bytes = 0
+        # Bytes of the newcomers; of each tenant's newcomers, and of its jobs that have begun.
+        self.newcomers_bytes = 0
         self.redispatched: list[tuple[Place, str]] = []
         self._jobs: dict[str, WaitingJob] = {}
         self._queues: dict[str, list[tuple[Place, str]]] = {}
         self._deadlines: list[tuple[float, str]] = []
-        self._tenant_bytes: defaultdict[str, int] = defaultdict(int)
+        self._newcomer_bytes_of: defaultdict[str, int] = defaultdict(int)
+        self._begun_bytes_of: defaultdict[str, int] = defaultdict(int)
         self._tenant_work: defaultdict[str, int] = defaultdict(int)
         self._begun_work: defaultdict[str, int] = defaultdict(int)
 
@@ -79,11 +81,15 @@ class WaitingJobs:
         """Return the use of the queue by a tenant with newcomers."""
         queue = self._queues[tenant]
         weight = self._jobs[queue[-1][1]].entry.weight
-        return use_of(len(queue), self._tenant_bytes[tenant], weight, limits)
+        return use_of(len(queue), self._newcomer_bytes_of[tenant], weight, limits)
+
+    def newcomer_bytes_of(self, tenant: str) -> int:
+        """Return the bytes of a tenant's newcomers."""
+        return self._newcomer_bytes_of[tenant]
 
     def tenant_bytes(self, tenant: str) -> int:
-        """Return the bytes of a tenant's jobs."""
-        return self._tenant_bytes[tenant]
+        """Return the bytes of a tenant's jobs, those that have begun included."""
+        return self._newcomer_bytes_of[tenant] + self._begun_bytes_of[tenant]
 
     def tenant_work(self, tenant: str) -> int:
         """Return the sum of the work of a tenant's newcomers."""
@@ -125,11 +131,12 @@ class WaitingJobs:
 
     def _count(self, job: WaitingJob, sign: int) -> None:
         tenant, size = job.entry.tenant, sign * len(job.entry.body)
-        self.bytes += size
-        self._tenant_bytes[tenant] += size
         if job.has_begun:
+            self._begun_bytes_of[tenant] += size
             self._begun_work[tenant] += sign * job.work
         else:
+            self.newcomers_bytes += size
+            self._newcomer_bytes_of[tenant] += size
             self._tenant_work[tenant] += sign * job.work
 
 

@@ -44,8 +44,9 @@ local function may_lead()
 end
 
 -- Return the answer that refuses the job where a limit of its tenant is reached.
-local function reached_tenant_limit(tenant_jobs, tenant_bytes)
+local function reached_tenant_limit(tenant_jobs)
   if tenant_jobs >= max.tenant_jobs then return {'full', 'tenant_jobs', job.tenant} end
+  local tenant_bytes = totals['of:' .. job.tenant] + totals['begun_of:' .. job.tenant]
   if tenant_bytes + job.size > max.tenant_bytes then return {'full', 'tenant_bytes', job.tenant} end
 end
 
@@ -59,12 +60,11 @@ end
 
 -- Return the answer that refuses a newcomer; nil: it has a place, perhaps that of another job.
 local function refusal_of_newcomer(tenant_jobs)
-  local tenant_bytes = totals['of:' .. job.tenant] + totals['begun_of:' .. job.tenant]
-  local refusal = reached_tenant_limit(tenant_jobs, tenant_bytes)
+  local refusal = reached_tenant_limit(tenant_jobs)
   if refusal then return refusal end
   local wait_ms = deadline_ms > 0 and wait_before_turn_ms(tenant_jobs, totals['work:' .. job.tenant]) or 0
   if wait_ms > DEADLINE_DOUBT * deadline_ms then return {'late', math.floor(wait_ms)} end
-  local use = use_of(tenant_jobs + 1, tenant_bytes + job.size, job.weight, max)
+  local use = use_of(tenant_jobs + 1, totals['of:' .. job.tenant] + job.size, job.weight, max)
   local limit = make_room(job.size, use, max)
   if limit then return {'full', limit, ''} end
   redis.call('ZADD', USES, exact(use), job.tenant)
@@ -118,7 +118,6 @@ flush_counts()
 if has_begun then
   -- A job that needs a whole worker is before all others: an empty worker does not stay so for long.
   redis.call('ZADD', REDISPATCHED, job.rows >= ALL_ROWS and arrival - WHOLE_WORKERS_FIRST or arrival, id)
-  raise_use(job.tenant, job.weight, max)
 else
   redis.call('ZADD', queue, 0, job.place)
   if tenant_jobs == 0 then activate_tenant(job.tenant) end

@@ -84,6 +84,19 @@ async def test_twice_the_weight_has_twice_the_share(redis: Redis, clock: Clock) 
     assert {tenant: len(both.model.waiting.queue(tenant)) for tenant in "abc"} == {"a": 3, "b": 3, "c": 6}
 
 
+@pytest.mark.parametrize("limits", [QueueLimits(jobs=JOBS), QueueLimits(bytes=JOBS * SIZE)], ids=["jobs", "bytes"])
+async def test_jobs_that_have_begun_take_no_newcomers_place(redis: Redis, clock: Clock, limits: QueueLimits) -> None:
+    """They wait before all newcomers and can't be displaced, so that no newcomer could have a place again."""
+    both = BothQueues(redis, limits)
+    await both.start()
+    for number in range(2 * JOBS):
+        assert not await both.enqueue(make_job(f"begun/{number:02}", "a", attempt=2))
+    for number in range(JOBS):
+        assert not await both.enqueue(make_job(f"{'ab'[number % 2]}/{number:02}", "ab"[number % 2]))
+    assert await both.enqueue(make_job("c/refused", "a"))
+    assert not await both.enqueue(make_job("c", "c"))
+
+
 @settings(max_examples=30, derandomize=True, deadline=None, database=None)
 @given(seed=integers(0, 1 << 32))
 def test_nobody_is_refused_while_another_uses_more(seed: int) -> None:
@@ -96,12 +109,13 @@ def test_nobody_is_refused_while_another_uses_more(seed: int) -> None:
     waiting = model.waiting
     for number in range(150):
         tenant = chance.choice(list(weights)[: chance.randint(1, count)])
-        job = make_job(f"{number}", tenant, prompt=chance.choice((1, 4, 4, 100)))
+        begun = chance.random() < 0.1
+        job = make_job(f"{number}", tenant, prompt=chance.choice((1, 4, 4, 100)), attempt=1 + begun)
         refusal = model.enqueue(job, Placement(weights[tenant]), START_MS)
-        assert len(waiting) <= limits.jobs
-        assert waiting.bytes <= limits.bytes
+        assert len(waiting) - len(waiting.redispatched) <= limits.jobs
+        assert waiting.newcomers_bytes <= limits.bytes
         if refusal is not None:
-            jobs, size = len(waiting.queue(tenant)) + 1, waiting.tenant_bytes(tenant) + len(encode_job(job))
+            jobs, size = len(waiting.queue(tenant)) + 1, waiting.newcomer_bytes_of(tenant) + len(encode_job(job))
             own = use_of(jobs, size, weights[tenant], limits)
             others = (waiting.use(name, limits) for name in weights if waiting.queue(name))
             assert max(others, default=0.0) <= own

@@ -10,11 +10,14 @@ from tests.chaos.arena import Arena, Strike
 from tests.chaos.cluster import CLIENT_STALL_S, TENANT_WAITING, WAITING, register_model
 from tests.chaos.crowd import Crowd, Sort
 from tests.chaos.history import CrowdCall
-from tests.chaos.plan import PlannedFault
+from tests.chaos.plan import IN_FLIGHT, TENANTS, PlannedFault
 
 QUEUE_FULL = "QUEUE_FULL"
 # Callers that keep a tenant's share of the queue full: it, all rows, and some that are refused.
 _CALLERS = TENANT_WAITING + 80
+# Tenants that fill the cell's queue: so many that the share of each tenant holds all requests that the driver has in
+# flight at once, which may all be one tenant's.
+_FILLERS = WAITING // IN_FLIGHT - len(TENANTS)
 # Smallest receive window that a gRPC client can have, so that a client that does not read blocks its router soon.
 _SMALL_WINDOW = (("grpc.http2.lookahead_bytes", 16_384), ("grpc.http2.bdp_probe", 0))
 
@@ -22,7 +25,7 @@ _SMALL_WINDOW = (("grpc.http2.lookahead_bytes", 16_384), ("grpc.http2.bdp_probe"
 @asynccontextmanager
 async def queue_full(arena: Arena, planned: PlannedFault) -> AsyncIterator[Strike]:
     """Fill a tenant's share of the queue, or the cell's whole queue with jobs of many tenants."""
-    tenants = ["filler"] if planned.hold < 0.5 else [f"filler-{number}" for number in range(8)]
+    tenants = ["filler"] if planned.hold < 0.5 else [f"filler-{number}" for number in range(_FILLERS)]
     callers = _CALLERS if planned.hold < 0.5 else _CALLERS + WAITING
     async with _press(arena, planned, callers, tenants, 2.0 + 2.0 * planned.pick) as strike:
         yield strike

@@ -21,6 +21,8 @@ MODEL = "hash:?vocab=32000&seed=1&step_ms=5&end_after=150"
 # The name under which it is registered.
 MODEL_NAME = "hash"
 TENANTS = ("acme", "globex")
+# Requests of these tenants at once.
+IN_FLIGHT = 16
 ADAPTERS = ("a", "b", "c")
 
 
@@ -82,7 +84,7 @@ class Plan:
     seed: int
     faults: tuple[PlannedFault, ...]
     overlap: bool = False
-    in_flight: int = 16
+    in_flight: int = IN_FLIGHT
 
     @property
     def planned(self) -> dict[str, int]:

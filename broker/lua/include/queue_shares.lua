@@ -1,29 +1,24 @@
 -- Shares of a full queue. A tenant's use is the larger of its shares of jobs and bytes, over its weight, as in Ghodsi et
 -- al., Dominant Resource Fairness, 2011. A job whose tenant would have a lower use than another displaces the last job
 -- of the tenant with the highest. So a tenant is refused only where no tenant uses more of the queue than it would
--- itself: below its share it is always admitted, whatever the number of tenants.
+-- itself: below its share it is always admitted, whatever the number of tenants. Jobs that have begun take no place of
+-- a newcomer: they come on top of the limits.
 --- @include "keys"
 --- @include "waiting_jobs"
 
 local function use_of(jobs, bytes, weight, max) return math.max(jobs / max.jobs, bytes / max.bytes) / weight end
 
--- Return the bytes of a tenant's jobs, those that have begun included.
-local function bytes_of(tenant)
-  local newcomers, begun = 'of:' .. tenant, 'begun_of:' .. tenant
-  if totals[newcomers] == nil or totals[begun] == nil then read_totals(newcomers, begun) end
-  return totals[newcomers] + totals[begun]
-end
-
 -- Return a tenant's use of the queue now and its last job; nil without a job that has not begun.
 local function use_now(tenant, max)
-  local queue = PREFIX .. 'queue:' .. tenant
+  local queue, bytes = PREFIX .. 'queue:' .. tenant, 'of:' .. tenant
   local place = redis.call('ZREVRANGE', queue, 0, 0)[1]
   if not place then return end
   local id = string.sub(place, PLACE_BYTES + 1)
   local facts = redis.call('HGET', PREFIX .. 'job:' .. id, 'facts')
   if not facts then return end
   local _, _, _, _, _, _, weight = cmsgpack.unpack(facts)
-  return use_of(redis.call('ZCARD', queue), bytes_of(tenant), weight, max), id
+  if totals[bytes] == nil then read_totals(bytes) end
+  return use_of(redis.call('ZCARD', queue), totals[bytes], weight, max), id
 end
 
 -- Return the highest use of a tenant, if it is above `use`, and that tenant's last job. Jobs that were claimed have not
@@ -43,17 +38,11 @@ local function highest_use(use, max)
   end
 end
 
--- Note that the bytes of a tenant's jobs that have begun have become more: they count for its use as well.
-local function raise_use(tenant, weight, max)
-  if not redis.call('ZSCORE', USES, tenant) then return end
-  local jobs = redis.call('ZCARD', PREFIX .. 'queue:' .. tenant)
-  redis.call('ZADD', USES, exact(use_of(jobs, bytes_of(tenant), weight, max)), tenant)
-end
-
--- Return the limit that a further job of `size` bytes would exceed; nil: it fits.
+-- Return the limit that a further newcomer of `size` bytes would exceed; nil: it fits.
 local function exceeded_limit(size, max)
-  if redis.call('ZCARD', WAITING) >= max.jobs then return 'jobs' end
-  if totals.all + totals.begun_bytes + size > max.bytes then return 'bytes' end
+  local waiting = redis.call('ZCARD', WAITING)
+  if waiting >= max.jobs and waiting - redis.call('ZCARD', REDISPATCHED) >= max.jobs then return 'jobs' end
+  if totals.all + size > max.bytes then return 'bytes' end
 end
 
 -- Displace other tenants' jobs until one of `size` bytes fits, whose tenant's use is then `use`. Their routers find the
