@@ -58,6 +58,7 @@ def encode_job(job: Job) -> bytes:
         traceparent=job.traceparent,
         resumed=job.resumed,
         weight=job.weight,
+        grammar=job.grammar,
     )
     if job.adapter:
         message.adapter.CopyFrom(_write_adapter(job.adapter))
@@ -97,6 +98,7 @@ def decode_job(data: bytes) -> Job:
         resumed=message.resumed,
         # Unset by an older version; a worker divides by it.
         weight=message.weight if 0 < message.weight < math.inf else 1.0,
+        grammar=message.grammar,
     )
 
 

@@ -92,6 +92,8 @@ class Job:
     resumed: bool = False
     # The tenant's weight, set at the enqueue: twice the weight gets twice the service.
     weight: float = 1.0
+    # The grammar that the answers keep to, as artifacts.grammars builds it; empty: none.
+    grammar: str = ""
 
     @property
     def tokens(self) -> int:
@@ -234,3 +236,5 @@ class WorkerState:
     tiers: AdapterTiers = AdapterTiers()
     # Whether the worker keeps a link to every live router, and claims only jobs of routers that it has a link to.
     keeps_links: bool = False
+    # Whether its engine keeps answers to a job's grammar; older workers ignore the grammar.
+    constrains: bool = False

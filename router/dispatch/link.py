@@ -35,6 +35,8 @@ class WorkerFinish(StrEnum):
     LENGTH = "length"
     END = "end"
     STOP_TOKEN = "stop_token"
+    # The answer's format is complete, and nothing may follow.
+    COMPLETE = "complete"
 
 
 class Frame(msgspec.Struct, frozen=True):  # one is made for each token: a dataclass takes seven times as long

@@ -169,6 +169,7 @@ _FINISHES = {
     pb.FINISH_KIND_LENGTH: WorkerFinish.LENGTH,
     pb.FINISH_KIND_END: WorkerFinish.END,
     pb.FINISH_KIND_STOP_TOKEN: WorkerFinish.STOP_TOKEN,
+    pb.FINISH_KIND_COMPLETE: WorkerFinish.COMPLETE,
 }
 _NO_FINISH = pb.Finish()
 

@@ -104,6 +104,8 @@ class NewSequence:
     logprobs: int | None = None
     # The same for the prompt's tokens; they are then all computed, cached or not.
     prompt_logprobs: int | None = None
+    # The grammar that the answer keeps to, in llguidance's Lark syntax; empty: none.
+    grammar: str = ""
 
 
 class FinishKind(StrEnum):
@@ -112,6 +114,8 @@ class FinishKind(StrEnum):
     LENGTH = "length"
     END = "end"
     STOP_TOKEN = "stop_token"
+    # The grammar is complete, and nothing may follow.
+    COMPLETE = "complete"
     FAILED = "failed"
 
 
@@ -141,6 +145,7 @@ FailureReason = Literal[
     "REFUSED_BY_WORKER",
     "WRONG_BASE",
     # of the engine
+    "GRAMMAR_FAILED",
     "NAN_LOGITS",
     "OUT_OF_MEMORY",
     "SAMPLING_FAILED",

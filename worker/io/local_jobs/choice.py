@@ -178,4 +178,5 @@ def sequence_of(choice: LocalChoice, adapter: AdapterSource | None) -> NewSequen
         # The claim has applied the job's priority: in the engine it would put the job before other tenants' sequences.
         tenant=job.tenant,
         weight=job.weight,
+        grammar=job.grammar,
     )

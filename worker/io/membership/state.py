@@ -48,6 +48,7 @@ def worker_state(
         engine_pid=engine_pid,
         tiers=_tiers(stats, disk),
         keeps_links=True,
+        constrains=True,
     )
 
 

@@ -13,6 +13,7 @@ _KINDS = {
     FinishKind.LENGTH: pb.FINISH_KIND_LENGTH,
     FinishKind.END: pb.FINISH_KIND_END,
     FinishKind.STOP_TOKEN: pb.FINISH_KIND_STOP_TOKEN,
+    FinishKind.COMPLETE: pb.FINISH_KIND_COMPLETE,
 }
 # Bytes of frames after which a message takes no further one, and maximum ids of a frame: about 1 MiB with the most log
 # probabilities. A rewind may ask for whole answers of many jobs, and a router reads other messages between these.
