@@ -32,6 +32,7 @@ def worker(worker_id: str) -> WorkerState:
         host="here",
         tiers=AdapterTiers(**{name: at for at, name in enumerate(AdapterTiers.__dataclass_fields__, 1)}),
         keeps_links=True,
+        constrains=True,
         **numbers,
     )
 
