@@ -3,6 +3,9 @@
 .NOTPARALLEL:
 .PHONY: help setup run check test chaos cancels swaps gpu bench lint format clean
 
+# Tests start hundreds of Python processes: without cached bytecode each would compile the project's modules again.
+unexport PYTHONDONTWRITEBYTECODE
+
 BIN := .venv/bin
 STAMP := .venv/.installed
 # Files whose change makes `setup` install and generate again.

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
-
 from artifacts.base_model import HASH_ARCHITECTURE, BaseModel, ModuleShape
 from artifacts.errors import ArtifactError, MismatchError
 from artifacts.peft_config import CONFIG_FILE, MAX_RANK, PeftConfig, parse_peft_config
@@ -73,6 +71,9 @@ def _check_module(name: str, shape: LoraShape, module: ModuleShape | None, confi
 
 
 def _check_finite(path: Path, header: dict[str, TensorInfo]) -> None:
+    # Imported by the first adapter, in its thread: a third of the store's start otherwise.
+    import numpy as np
+
     with open(path, "rb") as file:
         for name, tensor in header.items():
             kind, exponent = _EXPONENTS[tensor.dtype]

@@ -10,7 +10,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from router.request import ChatMessage, Prompt
 from router.text.prompt_encoder import PromptEncoder
-from router.text.tokenizer import HashText, NoText, Text, TokenizerText, text_of
+from router.text.tokenizer import HashText, NoText, Text, text_of
+from router.text.tokenizer_text import TokenizerText
 from rpc.errors import InvalidField
 
 SAMPLE = "The quick brown fox — naïve café 日本語 🦊🦊 jumped over the lazy dog. " * 3
