@@ -7,7 +7,8 @@ bench/queue_model decides the same in Python, for simulations and for the tests 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, fields
+from dataclasses import astuple, fields
+from operator import attrgetter
 
 from redis.asyncio import Redis
 from redis.exceptions import OutOfMemoryError
@@ -31,7 +32,9 @@ LOOKS_AT_ONCE = 256
 # Maximum bytes of the jobs that have begun, redispatched or resumed, in a Redis that is out of memory.
 BEGUN_BYTES_WHEN_FULL = 1 << 26
 
-_ENTRY_FIELDS = tuple(field.name for field in fields(Entry))
+_fields_of = attrgetter(*(field.name for field in fields(Entry)))
+# Index of the argument of broker/lua/enqueue.lua that is empty unless Redis is full.
+_WHEN_FULL = 3 + len(fields(QueueLimits))
 
 
 class QueueFullError(Exception):
@@ -70,9 +73,7 @@ class JobQueue:
         self.pins = PinnedAdapters(redis, keys)
         self.quarantine = Quarantine(redis, keys, scripts)
         self._limits = limits or QueueLimits()
-        self._limit_arguments = [
-            part for name, limit in asdict(self._limits).items() for part in (f"max_{name}", limit)
-        ]
+        self._limit_arguments = astuple(self._limits)
         self._worker_id = worker_id
         self._claims = Claims(redis, keys, worker_id, scripts, memory or ClaimMemory())
         self._looks = 0
@@ -95,14 +96,15 @@ class JobQueue:
             job.job_id,
             job.deadline_ms,
             *self._limit_arguments,
-            *(part for name in _ENTRY_FIELDS for part in (name, getattr(entry, name))),
+            "",
+            *_fields_of(entry),
         ]
         try:
             answer = await self._enqueue(arguments)
         except OutOfMemoryError as error:
             if job.attempt == 1 and not job.resumed:
                 raise QueueFullError("Redis is out of memory") from error
-            arguments += ["max_begun_bytes_when_full", BEGUN_BYTES_WHEN_FULL]
+            arguments[_WHEN_FULL] = BEGUN_BYTES_WHEN_FULL
             answer = await self._enqueue_when_full(keys=[self.keys.waiting], args=arguments)
         if answer[0] == b"late":
             raise DeadlineUnattainableError(int(answer[1]))

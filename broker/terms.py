@@ -171,7 +171,7 @@ class UsageReport:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """The fields of a waiting job, by their names in broker/lua/enqueue.lua."""
+    """The fields of a waiting job, in the order of broker/lua/enqueue.lua's arguments."""
 
     tenant: str
     attempt: int

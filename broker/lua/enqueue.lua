@@ -10,16 +10,13 @@
 --- @include "queue_shares"
 
 local id, deadline_ms = ARGV[2], tonumber(ARGV[3])
--- The rest are names and values: the queue's limits, which begin with max_, and the fields of the entry (broker/terms.py).
-local max, job = {}, {}
-for i = 4, #ARGV, 2 do
-  local limit = string.match(ARGV[i], '^max_(.+)')
-  if limit then max[limit] = tonumber(ARGV[i + 1]) else job[ARGV[i]] = ARGV[i + 1] end
-end
-for _, field in ipairs({'attempt', 'resumed', 'weight', 'priority', 'tokens', 'prefill', 'prompt', 'rank', 'rows',
-    'load'}) do
-  job[field] = tonumber(job[field])
-end
+-- The limits, and the fields of the entry, in the order of broker/terms.py. max.begun_bytes_when_full: Redis is full.
+local max = {jobs = tonumber(ARGV[4]), bytes = tonumber(ARGV[5]), tenant_jobs = tonumber(ARGV[6]),
+  tenant_bytes = tonumber(ARGV[7]), begun_bytes_when_full = tonumber(ARGV[8])}
+local job = {tenant = ARGV[9], attempt = tonumber(ARGV[10]), resumed = tonumber(ARGV[11]), weight = tonumber(ARGV[12]),
+  priority = tonumber(ARGV[13]), tokens = tonumber(ARGV[14]), prefill = tonumber(ARGV[15]), prompt = tonumber(ARGV[16]),
+  rank = tonumber(ARGV[17]), rows = tonumber(ARGV[18]), base = ARGV[19], adapter = ARGV[20], load = tonumber(ARGV[21]),
+  prefer = ARGV[22], router = ARGV[23], wanted = ARGV[24], body = ARGV[25]}
 job.size, job.queued, job.deadline = #job.body, now, deadline_ms > 0 and now + deadline_ms or 0
 job.work = PROMPT_WEIGHT * job.prompt + OUTPUT_WEIGHT * math.max(0, job.tokens - job.prompt)
 local key, queue = PREFIX .. 'job:' .. id, PREFIX .. 'queue:' .. job.tenant
