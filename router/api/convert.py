@@ -119,6 +119,8 @@ def _logprobs(field: str, value: int) -> int:
 
 
 def _refuse_unbuilt(spec: pb.GenerateSpec) -> None:
+    if spec.HasField("prompt_options"):
+        raise NotBuilt("prompt_options")
     for prefix, message, neutral in (("", spec, _UNBUILT), ("output.", spec.output, _UNBUILT_OUTPUT)):
         for field, value in message.ListFields():
             if field.name in neutral and value != neutral[field.name]:

@@ -18,7 +18,7 @@ from router.generation.generation import Generation
 from router.request import Received, Request
 from router.text.prompt_encoder import PromptEncoder
 from rpc.auth import tenant_of
-from rpc.errors import InvalidField
+from rpc.errors import InvalidField, NotBuilt
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -69,6 +69,16 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         field, prompt = read_prompt(request)
         ids = await self._encoder.encode(model.text, prompt, field, tenant, model.manifest.context_length)
         return pb.TokenizeResponse(token_ids=ids)
+
+    async def CountTokens(self, request: pb.CountTokensRequest, context: Context) -> pb.CountTokensResponse:
+        """Count the tokens of a prompt as Generate makes them."""
+        tenant_of(context)
+        raise NotBuilt("CountTokens")
+
+    async def Score(self, request: pb.ScoreRequest, context: Context) -> pb.ScoreResponse:
+        """Return the log probabilities of continuations of a prompt."""
+        tenant_of(context)
+        raise NotBuilt("Score")
 
     async def Detokenize(self, request: pb.DetokenizeRequest, context: Context) -> pb.DetokenizeResponse:
         """Return the text of ids."""

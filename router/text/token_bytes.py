@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -12,14 +11,13 @@ _LOSSLESS = frozenset({"ByteLevel", "Prepend", "Metaspace", "Digits", "Split", "
 _NFC_FACTOR = 3
 
 
-def longest_token_bytes(tokenizer_json: bytes) -> int | None:
+def longest_token_bytes(tokenizer_json: Mapping[str, Any]) -> int | None:
     """Return the maximum bytes of text that one token stands for; None where a token may stand for any text.
 
     A tokenizer with unknown tokens, or one that drops a part of the text, gives no such bound.
     """
-    data = json.loads(tokenizer_json)
-    model, added = data["model"], data.get("added_tokens") or []
-    parts = [part for name in ("normalizer", "pre_tokenizer") for part in _parts(data.get(name))]
+    model, added = tokenizer_json["model"], tokenizer_json.get("added_tokens") or []
+    parts = [part for name in ("normalizer", "pre_tokenizer") for part in _parts(tokenizer_json.get(name))]
     kinds = {part["type"] for part in parts}
     whole = "ByteLevel" in kinds or bool(model.get("byte_fallback"))
     if model.get("type") != "BPE" or not whole or any(token["lstrip"] or token["rstrip"] for token in added):

@@ -36,11 +36,11 @@ class Text(Protocol):
     def encode(self, text: str, *, special_tokens: bool, limit: int | None = None) -> list[int]:
         """Return the ids of a text; may take long. Raises TooManyTokensError beyond `limit` of them."""
 
-    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
-        """Return the text of ids."""
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool, whole: bool = True) -> str:
+        """Return the text of ids; unless `whole`, without a character that is cut at the end."""
 
-    def stream(self, prompt_ids: Sequence[int], *, skip_special_tokens: bool) -> TextStream:
-        """Return a stream for the answer to a prompt."""
+    def stream(self, prompt_ids: Sequence[int], *, skip_special_tokens: bool, echo: bool = False) -> TextStream:
+        """Return a stream for the answer to a prompt; `echo`: after the prompt's text without a cut character."""
 
     def render(self, messages: Sequence[ChatMessage]) -> str:
         """Render a chat as the model's prompt. Raises InvalidField."""
@@ -73,11 +73,11 @@ class HashText:
             raise TooManyTokensError(len(data))
         return list(data)
 
-    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool, whole: bool = True) -> str:
         """See Text."""
         return "".join(self.push(token_id) for token_id in ids)
 
-    def stream(self, prompt_ids: Sequence[int], *, skip_special_tokens: bool) -> TextStream:
+    def stream(self, prompt_ids: Sequence[int], *, skip_special_tokens: bool, echo: bool = False) -> TextStream:
         """See Text; the model has no state."""
         return self
 
@@ -103,11 +103,11 @@ class NoText:
         """See Text. Raises InvalidField."""
         raise InvalidField("prompt", "the model has no tokenizer.json; send token_ids")
 
-    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool, whole: bool = True) -> str:
         """See Text."""
         return ""
 
-    def stream(self, prompt_ids: Sequence[int], *, skip_special_tokens: bool) -> TextStream:
+    def stream(self, prompt_ids: Sequence[int], *, skip_special_tokens: bool, echo: bool = False) -> TextStream:
         """See Text."""
         return self
 

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 
 from tokenizers import Tokenizer
-from tokenizers.decoders import DecodeStream
 
 from router.request import ChatMessage
 from router.text.chat import ChatTemplate
+from router.text.detokenizer import Detokenizer
 from router.text.token_bytes import longest_token_bytes
 from router.text.tokenizer import TextStream, TooManyTokensError
 from rpc.errors import InvalidField
-
-# Number of ids at the end of the prompt that the answer's first characters may depend on.
-CONTEXT_IDS = 32
-# Text of a character that is cut in the middle.
-_CUT = "\N{REPLACEMENT CHARACTER}"
 
 
 class TokenizerText:
@@ -29,7 +25,9 @@ class TokenizerText:
             raise ValueError(f"tokenizer.json: {error}") from error
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        self.longest_token = longest_token_bytes(files["tokenizer.json"])
+        data = json.loads(files["tokenizer.json"])
+        self.longest_token = longest_token_bytes(data)
+        self._detokenizer = Detokenizer(self._tokenizer, data)
         self._chat = ChatTemplate.of_files(files)
 
     def encode(self, text: str, *, special_tokens: bool, limit: int | None = None) -> list[int]:
@@ -40,45 +38,16 @@ class TokenizerText:
             raise TooManyTokensError(len(encoding))
         return list(encoding.ids)
 
-    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool, whole: bool = True) -> str:
         """See Text."""
-        return str(self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens))
+        return self._detokenizer.decode(ids, skip_special_tokens=skip_special_tokens, whole=whole)
 
-    def stream(self, prompt_ids: Sequence[int], *, skip_special_tokens: bool) -> TextStream:
+    def stream(self, prompt_ids: Sequence[int], *, skip_special_tokens: bool, echo: bool = False) -> TextStream:
         """See Text."""
-        return _TokenizerStream(self._tokenizer, list(prompt_ids[-CONTEXT_IDS:]), skip_special_tokens)
+        return self._detokenizer.stream(prompt_ids, skip_special_tokens=skip_special_tokens, echo=echo)
 
     def render(self, messages: Sequence[ChatMessage]) -> str:
         """See Text."""
         if self._chat is None:
             raise InvalidField("chat", "the model has no chat template; send a prompt")
         return self._chat.render(messages)
-
-
-class _TokenizerStream:
-    def __init__(self, tokenizer: Tokenizer, context: list[int], skip_special_tokens: bool) -> None:
-        self._tokenizer = tokenizer
-        if tokenizer.decode(context, skip_special_tokens=skip_special_tokens).endswith(_CUT):
-            context = []  # the stream would hold it back, and then show it with the answer
-        self._context = context
-        self._skip = skip_special_tokens
-        self._stream = DecodeStream(ids=context, skip_special_tokens=skip_special_tokens)
-        self._ids: list[int] = []
-        self._shown = 0
-        self._waiting = False
-
-    def push(self, token_id: int) -> str:
-        self._ids.append(token_id)
-        piece = self._stream.step(self._tokenizer, token_id)
-        self._waiting = piece is None
-        if piece is None:
-            return ""
-        self._shown += len(piece)
-        return str(piece)
-
-    def flush(self) -> str:
-        if not self._waiting:
-            return ""
-        before = self._tokenizer.decode(self._context, skip_special_tokens=self._skip)
-        whole = self._tokenizer.decode(self._context + self._ids, skip_special_tokens=self._skip)
-        return str(whole[len(before) + self._shown :])

@@ -97,6 +97,20 @@ class ScriptedService(inference_pb2_grpc.InferenceServiceServicer):
         text = request.prompt or "".join(message.content for message in request.chat.messages)
         return inference_pb2.TokenizeResponse(token_ids=text.encode())
 
+    async def CountTokens(self, request: inference_pb2.CountTokensRequest, context: Any) -> Any:
+        self._note(request, context)
+        return inference_pb2.CountTokensResponse(prompt_tokens=7, context_length=256)
+
+    async def Score(self, request: inference_pb2.ScoreRequest, context: Any) -> Any:
+        self._note(request, context)
+        score = inference_pb2.ContinuationScore(token_ids=[5, 6], logprobs=[-0.5, -1.5], sum=-2.0, greedy=[True, False])
+        return inference_pb2.ScoreResponse(
+            scores=[score] * len(request.continuations),
+            adapter_revision="tenants/acme/adapters/pirate/revisions/sha256:00",
+            usage=inference_pb2.Usage(prompt_tokens=4, cached_tokens=2),
+            request_id=request.spec.request_id,
+        )
+
     async def Detokenize(self, request: Any, context: Any) -> inference_pb2.DetokenizeResponse:
         self._note(request, context)
         return inference_pb2.DetokenizeResponse(text=bytes(request.token_ids).decode())
