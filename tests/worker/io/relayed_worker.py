@@ -38,6 +38,7 @@ KEYS = Keys("hash", "main")
 MODEL = "hash:?vocab=600&step_ms=2"
 ENDLESS = 20_000
 ROWS = 4
+LINKS = LinkSettings("w", "w-1")
 
 
 def job(job_id: str, address: str = "here", *, max_tokens: int = ENDLESS, strikes: int = 0, n: int = 1) -> Job:
@@ -116,13 +117,21 @@ class Worker:
                 await asyncio.sleep(0.005)
 
 
-@asynccontextmanager
-async def running(router: Router, redis: Redis, disk: Path, model: str = MODEL) -> AsyncIterator[Worker]:
-    """Run a worker whose store never answers."""
+async def listening(router: Router) -> tuple[Server, str]:
+    """Start a router's server; return it and its address."""
     server = Server(options=relay_options())
     relay_pb2_grpc.add_RelayServiceServicer_to_server(router, server.grpc)
     address = f"127.0.0.1:{server.bind('127.0.0.1', 0)}"
     await server.start()
+    return server, address
+
+
+@asynccontextmanager
+async def running(
+    router: Router, redis: Redis, disk: Path, model: str = MODEL, links: LinkSettings = LINKS
+) -> AsyncIterator[Worker]:
+    """Run a worker whose store never answers."""
+    server, address = await listening(router)
     config = EngineConfig(model, rows=ROWS, kv_blocks=4096, adapter_slots=4, threads=1)
     engine = await EngineProcess.start(Configure(config))
     queue = JobQueue(redis, KEYS, worker_id="w")
@@ -131,7 +140,7 @@ async def running(router: Router, redis: Redis, disk: Path, model: str = MODEL) 
         fetcher = AdapterFetcher(f"127.0.0.1:{store.getsockname()[1]}", tier, DownloadTimeouts(300.0, 300.0))
         jobs, telemetry = LocalJobs(), JobTelemetry(WorkerMetrics(), Spans(), "w")
         usage = UsageLog(jobs, queue)
-        results = Results(jobs, engine, await engine.ready(), usage, telemetry, LinkSettings("w", "w-1"))
+        results = Results(jobs, engine, await engine.ready(), usage, telemetry, links)
         intake = Intake("sha256:0", queue, engine, fetcher, results, usage, telemetry.metrics)
         worker = Worker(engine, intake, results, queue, address)
         tasks = [asyncio.create_task(worker.listen()), asyncio.create_task(intake.run())]

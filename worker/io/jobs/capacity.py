@@ -3,29 +3,36 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Collection, Sequence
 
-from broker.messages import Capacity
+from broker.messages import Capacity, Job
 from worker.engine_api.config import EngineLimits
 from worker.engine_api.stats import EngineStats
 from worker.io.jobs.row_shares import row_to_share
-from worker.io.local_jobs.jobs import LocalJobs
+from worker.io.local_jobs.jobs import LocalJob, LocalJobs
+from worker.io.relay.router_links import RouterLinks
 
 # Seconds after which a job that still waits for its adapter lends its row to another job. A fetch from a healthy store
 # is faster.
 LATE_S = 0.5
 
 
-def free_capacity(jobs: LocalJobs, limits: EngineLimits, stats: EngineStats, *, stalled: bool) -> Capacity:
+def free_capacity(
+    jobs: LocalJobs, limits: EngineLimits, stats: EngineStats, links: RouterLinks, *, stalled: bool
+) -> Capacity:
     """Return what this worker can take now, beside its local jobs.
 
     No rows: the engine is `stalled`, or has a job that nothing may begin beside. Rows of jobs whose adapter is late are
-    lent once each, up to twice the engine's rows in all.
+    lent once each, up to twice the engine's rows in all. Rows of jobs whose router is lost count as free (see
+    `jobs_to_drop`).
     """
     running = jobs.running
     preparing = [local for local in jobs.all() if local.preparing_for_engine]
     late_at = time.monotonic() - LATE_S
     late = sum(len(local.running) for local in preparing if local.claimed_at < late_at)
-    rows = min(limits.rows + late, 2 * limits.rows) - len(running)
+    lost = links.lost
+    spare = sum(choice.job.reply_to in lost for choice in running) if lost else 0
+    rows = min(limits.rows + late, 2 * limits.rows) - len(running) + spare
     if running:  # a job that is to run alone takes all rows: these are not all
         rows = min(rows, max(1, limits.rows - 1))
     tokens = limits.max_tokens  # a long prompt may always come in when nothing else is here
@@ -44,5 +51,23 @@ def free_capacity(jobs: LocalJobs, limits: EngineLimits, stats: EngineStats, *, 
         max_tokens=limits.max_tokens,
         max_rank=limits.max_rank,
         adapters=stats.adapters,
+        routers=links.live,
         row_to_share=None if closed or crowded else row_to_share((choice.job for choice in running), limits.rows),
     )
+
+
+def jobs_to_drop(
+    jobs: LocalJobs, limits: EngineLimits, claimed: Sequence[Job], lost: Collection[str]
+) -> list[LocalJob]:
+    """Return the jobs of lost routers whose rows the claimed jobs need, those that were claimed first.
+
+    A lost router is dead, or has dispatched these jobs again; they are kept while their rows are of no use to others.
+    """
+    dropped: list[LocalJob] = []
+    if lost:
+        lacking = len(jobs.running) + sum(min(job.rows, limits.rows) for job in claimed) - limits.rows
+        for local in jobs.all():
+            if lacking > 0 and local.job.reply_to in lost and local.running:
+                dropped.append(local)
+                lacking -= len(local.running)
+    return dropped

@@ -12,7 +12,6 @@ import asyncio
 import contextlib
 import logging
 import time
-from dataclasses import replace
 
 from broker.connection import REDIS_DOWN
 from broker.messages import Capacity, Job, RowToShare
@@ -170,14 +169,14 @@ class Intake:
         if not wait_s:
             self._metrics.claim_time.observe(time.monotonic() - began)
         self._metrics.claimed.inc(len(claimed.jobs))
+        self._results.make_room(claimed.jobs)
         for job in claimed.jobs:
             self.accept(job)
         return claimed
 
     def _capacity(self) -> Capacity:
         results = self._results
-        capacity = free_capacity(self._jobs, results.limits, results.stats, stalled=self._engine.stalled)
-        return replace(capacity, routers=self._links.live)
+        return free_capacity(self._jobs, results.limits, results.stats, self._links, stalled=self._engine.stalled)
 
     def _is_idle(self, full: bool, claimed: Claimed) -> bool:
         """Return whether there is room, and nothing waits that another claim could take, now or with more room."""

@@ -7,10 +7,14 @@ engine ◀──Abort, Add (siblings)──── Results ◀──acks, cancels
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
+from broker.messages import Job
+from telemetry.logging import fields
 from worker.engine_api import Failure
 from worker.engine_api.stats import EngineStats
 from worker.io.engine_client.process import EngineProcess
+from worker.io.jobs.capacity import jobs_to_drop
 from worker.io.jobs.telemetry import JobTelemetry
 from worker.io.jobs.usage import UsageLog
 from worker.io.local_jobs.choice import Ending, LocalChoiceState
@@ -149,6 +153,13 @@ class Results:
             self._engine.send(Abort(aborted))
 
     # From this worker
+
+    def make_room(self, claimed: Sequence[Job]) -> None:
+        """Remove jobs of lost routers where the claimed jobs need their rows."""
+        for local in jobs_to_drop(self.jobs, self.limits, claimed, self.links.lost):
+            log_fields = fields(job_id=local.job.job_id, attempt=local.job.attempt)
+            log.info("router %s is lost: a job of it leaves its row to another", local.job.reply_to, extra=log_fields)
+            self._remove(local.job.job_id, local.job.attempt)
 
     def fail(self, local: LocalJob, failure: Failure) -> None:
         """End a job that can't come into the engine."""

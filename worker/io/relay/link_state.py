@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import Callable
 
 import grpc
@@ -22,6 +23,12 @@ class LinkState:
         self._hurry = asyncio.Event()
         # Whether the router has welcomed the stream that is open now.
         self.is_live = False
+        self._lost_at = time.monotonic()
+
+    @property
+    def lost_s(self) -> float:
+        """Return the seconds since the router answered last; 0 while it does."""
+        return 0.0 if self.is_live else time.monotonic() - self._lost_at
 
     def welcomed(self) -> None:
         """Note that the router answers."""
@@ -45,7 +52,7 @@ class LinkState:
     def ended(self) -> None:
         """Note that no stream is open."""
         if self.is_live:
-            self.is_live = False
+            self.is_live, self._lost_at = False, time.monotonic()
             self._on_change()
 
     def hurry(self) -> None:

@@ -42,6 +42,11 @@ class RouterLinks:
         """Return the addresses of the routers that answer over their link."""
         return tuple(address for address, link in self._links.items() if link.state.is_live)
 
+    @property
+    def lost(self) -> frozenset[str]:
+        """Return the routers that have not answered for a while: rows of their jobs may go to other jobs."""
+        return frozenset(address for address, link in self._links.items() if link.state.lost_s > self._settings.spare_s)
+
     def follow(self, addresses: Collection[str]) -> None:
         """Keep a link to each of these live routers. A link to another one lasts while it is open or has jobs."""
         self._routers = frozenset(addresses)

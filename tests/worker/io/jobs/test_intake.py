@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from redis.asyncio import Redis
 
 from broker.messages import Capacity
 from broker.terms import Claimed, QueueState, UsageReport
-from tests.worker.io.relayed_worker import ROWS, Router, Worker, job, running
+from tests.worker.io.relayed_worker import LINKS, ROWS, Router, Worker, job, listening, running
 
 
 class RecordedQueue:
@@ -96,3 +97,18 @@ async def test_jobs_of_a_router_that_the_worker_does_not_reach_are_left_to_other
     await router.until(lambda: ("ended", "reached") in router.events)
     assert worker.jobs.get("unreached", 1) is None
     assert await worker.queue.look_up([("unreached", 1)]) == [QueueState.WAITS]
+
+
+async def test_a_full_worker_takes_a_row_of_a_lost_router_for_a_job_that_needs_it(
+    router: Router, redis: Redis, tmp_path: Path
+) -> None:
+    lost, kept = Router(), [f"endless-{number}" for number in range(ROWS)]
+    server, address = await listening(lost)
+    async with running(router, redis, tmp_path, links=replace(LINKS, spare_s=0.05, gone_s=600.0)) as worker:
+        for name in kept:
+            await worker.queue.enqueue(job(name, address))
+        await lost.until(lambda: all(lost.ids[name] for name in kept))
+        await server.stop(0)
+        await worker.queue.enqueue(job("other", worker.address, max_tokens=2))
+        await router.until(lambda: ("ended", "other") in router.events)
+        assert [worker.jobs.get(name, 1) is not None for name in kept].count(True) == ROWS - 1
