@@ -188,7 +188,7 @@ class FairnessSimulation:
         if self._now_ms >= self._beat_ms:
             self._beat_ms = self._now_ms + BEAT_MS
             reports += [UsageReport(job_id, 1, made) for job_id, made in self._made.items()]
-        self._queue.charge(reports)
+        self._queue.charge(reports, int(self._now_ms))
         return True
 
     def _take(self, output: Output) -> UsageReport | None:

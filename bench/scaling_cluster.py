@@ -231,7 +231,7 @@ class VirtualCluster:
     def _end(self, worker: _Worker, job_id: str) -> None:
         job, _ = self._jobs.pop(job_id)
         del worker.running[job_id]
-        self._queue.charge([UsageReport(job_id, 1, job.stopping.max_tokens, ended=True)])
+        self._queue.charge([UsageReport(job_id, 1, job.stopping.max_tokens, ended=True)], int(self._now_ms))
         self._claim(worker)
 
     def _beat(self, worker: _Worker) -> None:
@@ -240,7 +240,7 @@ class VirtualCluster:
             UsageReport(job_id, 1, int((self._now_ms - since_ms) / scale.token_ms))
             for job_id, since_ms in worker.running.items()
         ]
-        self._queue.charge(reports)
+        self._queue.charge(reports, int(self._now_ms))
         if self._now_ms - worker.claimed_at > FREE_ROWS_MS:
             self._queue.clear_free_rows(worker.worker_id)
         self._at(self._now_ms + BEAT_MS, "beat", worker.worker_id)

@@ -36,6 +36,7 @@ def scan_arguments(
         *(place.seen, place.news, int(place.woken)),
         *report_arguments(reports),
         *_share_arguments(capacity.row_to_share),
+        capacity.only_tenant,
         *capacity.adapters,
     ]
 

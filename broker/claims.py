@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import NamedTuple, TypeVar
 
 from google.protobuf.message import DecodeError
@@ -14,7 +15,7 @@ from broker.claim_arguments import ScanPlace, scan_arguments
 from broker.claim_memory import ClaimMemory
 from broker.codec import decode_adapter_request, decode_job
 from broker.keys import Keys
-from broker.messages import Capacity
+from broker.messages import SUSPECT_STRIKES, Capacity, Job
 from broker.scripts import Scripts
 from broker.terms import Claimed, UsageReport
 
@@ -41,6 +42,8 @@ class _ScanAnswer(NamedTuple):
     # Of a scan that found no job: the number of the last arrival that needs no second look, and of live workers.
     seen: int
     live_workers: int
+    # 1: the last of the jobs is of a suspect tenant and adapter.
+    last_apart: int
 
 
 class Claims:
@@ -84,7 +87,9 @@ class Claims:
         found = bool(answer.bodies)
         self._memory.note(plan, capacity, found=found, seen=answer.seen, looks=looks, live_workers=answer.live_workers)
         # The router of a body that cannot be read dispatches it again, for a worker of its own version.
-        jobs = _readable(answer.bodies, decode_job)
+        apart = _readable(answer.bodies[-1:] if answer.last_apart else (), decode_job)
+        jobs = _readable(answer.bodies[: len(answer.bodies) - answer.last_apart], decode_job)
+        jobs += map(begin_apart, apart)
         requested, routers = _readable(requests, decode_adapter_request), tuple(router.decode() for router in unlinked)
         return Claimed(jobs, answer.waiting, requested, hold_ms, routers, bool(answer.crowded))
 
@@ -108,6 +113,11 @@ class Claims:
     async def wait_for_work(self, timeout_s: float) -> bool:
         """See JobQueue."""
         return await self._redis.blpop(self._wake_lists, timeout=timeout_s) is not None
+
+
+def begin_apart(job: Job) -> Job:
+    """Return a job of a suspect tenant and adapter as the worker handles it: like one with a strike."""
+    return replace(job, strikes=max(job.strikes, SUSPECT_STRIKES))
 
 
 def _readable(messages: Sequence[bytes], decode: Callable[[bytes], T]) -> list[T]:

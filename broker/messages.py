@@ -176,6 +176,8 @@ class Capacity:
     routers: tuple[str, ...] | None = None
     # None: no tenant has rows to share.
     row_to_share: RowToShare | None = None
+    # The tenant of all jobs here; empty without any, or where they are of several tenants.
+    only_tenant: str = ""
 
 
 @dataclass(frozen=True, slots=True)

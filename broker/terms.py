@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from enum import IntEnum
 
 from broker.codec import encode_adapter_request, encode_job
-from broker.messages import AdapterRequest, Job
+from broker.messages import STRIKES_LIMIT, AdapterRequest, Job
 
 # Tokens charged for a prompt token and for an output token.
 PROMPT_WEIGHT = 1
@@ -92,6 +92,13 @@ QUARANTINE_MS = 60_000
 QUARANTINE_GROWTH = 5
 QUARANTINE_LIMIT_MS = 3_600_000
 DEATHS_MEMORY_MS = 3_600_000
+
+# Time in ms after a strike for which its job's tenant and adapter are suspect, unless a token clears the job; and the
+# time after a worker's last report for which it is taken to have a job of them.
+SUSPECT_MS = 60_000
+TRIED_MS = 3_000
+# Number of strikes from which on no token clears a job.
+TRIAL_STRIKES = STRIKES_LIMIT
 
 PRIORITY_LIMIT = 100
 # Bytes that stand before the id in a member of a tenant's queue, and the first of these that give the arrival.
@@ -187,6 +194,7 @@ class Entry:
     prompt: int
     rank: int
     rows: int
+    strikes: int
     base: str
     adapter: str
     load: float
@@ -211,6 +219,7 @@ class Entry:
             prompt=job.prefill_tokens if job.resumed and job.attempt == 1 else len(job.prompt_ids),
             rank=job.rank,
             rows=ALL_ROWS if job.suspect else job.rows,
+            strikes=job.strikes,
             base=job.base_digest,
             adapter=job.adapter.digest if job.adapter else "",
             load=placement.load_tokens,

@@ -9,6 +9,7 @@ from typing import Protocol
 
 from bench.queue_model.live_routers import LiveRouters
 from bench.queue_model.quarantine import QuarantineModel
+from bench.queue_model.suspects import SuspectsModel
 from bench.queue_model.waiting_jobs import Place, WaitingJob, WaitingJobs
 from broker import terms
 from broker.messages import Capacity
@@ -53,11 +54,13 @@ class ClaimScan:
         waiting: WaitingJobs,
         routers: LiveRouters,
         quarantine: QuarantineModel,
+        suspects: SuspectsModel,
         free_rows: Mapping[str, int],
         arguments: ScanArguments,
     ) -> None:
         self._waiting = waiting
         self._quarantine = quarantine
+        self._suspects = suspects
         self._routers = routers
         self._free_rows_of = free_rows
         self._arguments = arguments
@@ -74,8 +77,12 @@ class ClaimScan:
         # Then the scan looks at more tenants, and at fewer jobs of each.
         self._looks_around = self._row_to_share is not None and arguments.capacity.rows < 1
         self._demand: dict[bytes, int] = {}
+        # The tenant of all jobs that the worker has, those of this scan included.
+        self._only_tenant = arguments.capacity.only_tenant
         self.free_rows = arguments.capacity.rows
         self.taken: list[str] = []
+        # The last of the taken jobs, where it begins apart from other tenants' jobs.
+        self.apart: str | None = None
         self.work = 0
         self.hold_ms = 0
         # Routers of jobs that suit the worker but for its missing link, in the order of the scan.
@@ -173,6 +180,12 @@ class ClaimScan:
         if not self._suits(job):
             return False
         entry, rows = job.entry, min(job.entry.rows, self._capacity.rows_limit)
+        apart = self._suspects.begin_apart(entry, self._now_ms)
+        if apart:
+            wanted = self._rows_apart(job)
+            if wanted is None:
+                return False
+            rows = wanted
         may_reserve = self._is_first or job.reserved_for == self._arguments.worker
         overdue = may_reserve and self._now_ms - job.queued_ms >= terms.PATIENCE_MS
         self._is_first = False
@@ -182,6 +195,11 @@ class ClaimScan:
                 self._row_to_share = None
             self.free_rows -= rows
             self._free_tokens -= entry.prefill
+            if apart:
+                self._suspects.try_job(job_id, entry, self._now_ms)
+                self.free_rows, self._row_to_share, self.apart = 0, None, job_id
+            if entry.tenant != self._only_tenant:
+                self._only_tenant = ""
             self.work += job.work
             self.taken.append(job_id)
             charge(job, loads=entry.adapter not in self._resident)
@@ -194,6 +212,20 @@ class ClaimScan:
             job.reserved_for, job.reserved_until_ms = self._arguments.worker, self._now_ms + terms.RESERVE_MS
             self.free_rows = 0
         return False
+
+    def _rows_apart(self, job: WaitingJob) -> int | None:
+        """Return the rows that a job takes which begins apart from other tenants' jobs; None: it waits."""
+        entry, all_rows = job.entry, self._capacity.rows_limit
+        tried = self._suspects.is_another_tried(job.job_id, entry, self._now_ms)
+        if entry.rows >= terms.ALL_ROWS:  # it has a strike: a worker is emptied for it
+            return None if tried else all_rows
+        if entry.tenant == self._only_tenant:
+            rows = min(entry.rows, all_rows)
+        elif self.free_rows == all_rows and not tried:
+            rows = all_rows
+        else:
+            return None
+        return rows if rows <= self.free_rows and entry.prefill <= self._free_tokens else None
 
     def _may_share_row(self, job: WaitingJob, rows: int) -> bool:
         """Return whether a job that does not fit may have a row that another tenant's job is using."""

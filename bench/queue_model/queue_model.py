@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from bench.queue_model.claim_scan import ClaimScan, ScanArguments
 from bench.queue_model.live_routers import LiveRouters
 from bench.queue_model.quarantine import QuarantineModel
+from bench.queue_model.suspects import SuspectsModel
 from bench.queue_model.waiting_jobs import WaitingJob, WaitingJobs, use_of
 from broker import terms
 from broker.claim_memory import ClaimPlan
@@ -46,6 +47,8 @@ class ClaimDecision:
     # Number of jobs looked at; of a claim that took none also the number of the last arrival that needs no second look.
     looks: int = 0
     seen: int = 0
+    # The last of the jobs, where it must begin apart from other tenants' jobs.
+    apart: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +84,7 @@ class QueueModel:
         self._free_rows: dict[str, int] = {}
         self._routers = LiveRouters()
         self.quarantine = QuarantineModel()
+        self.suspects = SuspectsModel()
         # Each worker's number of scans, and the tenants that its last claim has passed over without finding a job.
         self._scan_numbers: Counter[str] = Counter()
         self._skipped_tenants: dict[str, int] = {}
@@ -104,6 +108,8 @@ class QueueModel:
             self.waiting.forget(job.job_id)
         self._displaced.discard(job.job_id)
         entry = Entry.from_job(job, placement)
+        if entry.strikes:
+            self.suspects.strike(job.job_id, entry, now_ms)
         refused_ms = self.quarantine.refused_ms(entry, now_ms)
         if refused_ms:
             return Refusal("quarantined", refused_ms)
@@ -193,7 +199,7 @@ class QueueModel:
             arguments = ScanArguments(
                 worker, base_digest, capacity, now_ms, self._scan_numbers[worker], skipped_tenants=skip or 0
             )
-            scan = ClaimScan(self.waiting, self._routers, self.quarantine, self._free_rows, arguments)
+            scan = ClaimScan(self.waiting, self._routers, self.quarantine, self.suspects, self._free_rows, arguments)
             skip = None if plan.news_only else scan.run(self._charge_claim)
             if (skip is None or scan_count == plan.scans - 1) and not scan.taken:
                 scan.run_news(self._news_since(plan.seen), self._charge_claim)
@@ -211,7 +217,15 @@ class QueueModel:
             self._skipped_tenants[worker] = skip or 0
         seen = 0 if scan.taken else int(min(self._arrivals, scan.seen_before_held))
         return ClaimDecision(
-            tuple(scan.taken), len(self.waiting), requests, hold_ms, tuple(unlinked), scan.saturated, looks, seen
+            tuple(scan.taken),
+            len(self.waiting),
+            requests,
+            hold_ms,
+            tuple(unlinked),
+            scan.saturated,
+            looks,
+            seen,
+            scan.apart,
         )
 
     def _news_since(self, seen: int) -> list[str]:
@@ -258,12 +272,18 @@ class QueueModel:
             return
         self._charges[job.job_id] = _ChargeRecord(entry.tenant, entry.weight, entry.attempt, 0, refundable)
 
-    def charge(self, reports: Sequence[UsageReport]) -> None:
+    def charge(self, reports: Sequence[UsageReport], now_ms: int) -> None:
         """Charge tenants what their jobs have made since the last report."""
         for report in reports:
+            self.suspects.report(report.job_id, report.attempt, report.tokens, now_ms, ended=report.ended)
             record = self._charges.get(report.job_id)
             if record is not None and record.attempt == report.attempt:
                 self._charge_report(report, record)
+
+    def record_death(self, tenant: str, adapter: str, job_id: str, now_ms: int) -> int:
+        """Record a job that engines died of; returns for how many ms its tenant and adapter are refused."""
+        self.suspects.convicted(job_id)
+        return self.quarantine.record_death(tenant, adapter, job_id, now_ms)
 
     def _charge_report(self, report: UsageReport, record: _ChargeRecord) -> None:
         counters, new_tokens = self.waiting.counters, report.tokens - record.tokens

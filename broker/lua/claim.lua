@@ -4,8 +4,9 @@
 -- worker that has lately looked at all it may without finding a job looks at newer arrivals alone.
 -- Answers {jobs that still wait, bodies, adapter requests, hold_ms, tenants to skip in the next scan, 1 for no reason
 -- to scan again, routers of jobs that suit the worker but for its missing link, jobs looked at, 1 for a job that more
--- free capacity suits; and of a scan that found no job: arrivals that need no second look, live workers}. The same in
--- Python, decision for decision: bench.queue_model.ClaimScan.
+-- free capacity suits; of a scan that found no job: arrivals that need no second look, live workers; and 1 where the last
+-- of the jobs must begin apart from other tenants' jobs, because its tenant and adapter are suspect}. The same in Python,
+-- decision for decision: bench.queue_model.ClaimScan.
 --- @include "charges"
 --- @include "quarantine"
 --- @include "waiting_jobs"
@@ -35,11 +36,13 @@ local reports_end = 15 + charge_reports(16, tonumber(ARGV[15]))
 -- that it then still has; and the rows that each tenant has here.
 local row_of, rows_left, tenants_here = ARGV[reports_end + 1], tonumber(ARGV[reports_end + 2]), tonumber(ARGV[reports_end + 3])
 local tenants_end = reports_end + 3 + 2 * tenants_here
+-- The tenant of all jobs that the worker has; empty without any, or where they are of several.
+local only_tenant = ARGV[tenants_end + 1]
 -- Then the scan looks at more tenants, and at fewer jobs of each.
 local looks_around = row_of ~= '' and free_rows < 1
 local rows_here, resident = {}, {}
 for i = reports_end + 4, tenants_end, 2 do rows_here[ARGV[i]] = tonumber(ARGV[i + 1]) end
-for i = tenants_end + 1, #ARGV do resident[ARGV[i]] = true end
+for i = tenants_end + 2, #ARGV do resident[ARGV[i]] = true end
 
 local TAKEN, PASSED, GONE, LOST = 1, 2, 3, 4
 local passes_left, lookahead_left = PASSES_PER_SCAN, LOOKAHEAD_LIMIT
@@ -47,7 +50,7 @@ local bodies, claimed_work, looks = {}, 0, 0
 -- Time until the first held job is free for all, and the arrival before the oldest held one.
 local hold_ms, seen_before_held = 0, math.huge
 local saturated, window_exceeded, was_full = false, false, free_rows < 1
-local is_young_passed = false
+local is_young_passed, is_last_apart = false, false
 -- Only the job that is first in line may reserve a worker.
 local is_first = skipped_tenants == 0
 local gone_ids, gone_keys, is_gone = {}, {}, {}
@@ -112,6 +115,13 @@ local function take(id, tenant, name, weight, attempt, prompt, load, place, size
   end
 end
 
+-- Return the rows that a job takes which has no strike itself, but is of a suspect pair: those of a worker without jobs of
+-- other tenants, while no other job of the pair is tried elsewhere; nil: the job waits.
+local function rows_apart(id, tenant, adapter, rows)
+  if only_tenant == tenant then return rows end
+  if free_rows == all_rows and not is_another_tried(id, tenant, adapter) then return all_rows end
+end
+
 -- Take a job, pass it over, or drop one that is of no use any more. `line_place` is its member of a tenant's queue.
 local function look(id, tenant, line_place)
   local key = PREFIX .. 'job:' .. id
@@ -145,7 +155,15 @@ local function look(id, tenant, line_place)
     seen_before_held = math.min(seen_before_held, tonumber(string.sub(place, ARRIVAL_BYTE, PLACE_BYTES - 1)) - 1)
     return PASSED
   end
+  local is_apart = any_suspects and is_suspect(name, adapter) and not goes_on_in_quarantine(attempt, prompt, prefill, rows)
+  local is_struck = rows >= ALL_ROWS
   rows = math.min(rows, all_rows)
+  if is_apart and is_struck and is_another_tried(id, name, adapter) then return PASSED end
+  if is_apart and not is_struck then
+    -- No worker is emptied for such a job.
+    rows = rows_apart(id, name, adapter, rows)
+    if not rows or rows > free_rows or prefill > free_tokens then return PASSED end
+  end
   local overdue = (is_first or reserved_for == worker) and now - queued >= PATIENCE_MS
   is_first = false
   local fits = rows <= free_rows and (prefill <= free_tokens or overdue)
@@ -153,6 +171,11 @@ local function look(id, tenant, line_place)
     -- One job a claim: the worker's next one says who is above its share then.
     if not fits then row_of = '' end
     free_rows, free_tokens = free_rows - rows, free_tokens - prefill
+    if is_apart then
+      try_suspect(id, name, adapter, attempt)
+      free_rows, row_of, is_last_apart = 0, '', true
+    end
+    if name ~= only_tenant then only_tenant = '' end
     take(id, tenant, name, weight, attempt, prompt, resident[adapter] and 0 or load, place, size, work)
     return TAKEN
   end
@@ -323,4 +346,4 @@ end
 local done = is_complete or #bodies > 0 or free_rows < 1
 local is_crowded = saturated or free_rows < 1
 return {waiting, bodies, most_demanded(), hold_ms, next_skip, done and 1 or 0, unlinked, looks, is_crowded and 1 or 0,
-  seen_arrivals, live_workers}
+  seen_arrivals, live_workers, is_last_apart and 1 or 0}

@@ -3,6 +3,7 @@
 -- for a refused newcomer {'full', limit, tenant} or {'late', wait in ms}. A job that has begun is refused by a full Redis
 -- alone, beyond a limit. For a newcomer or a suspect of a tenant or adapter in quarantine {'quarantined', ms left}.
 --- @include "quarantine"
+--- @include "suspects"
 --- @include "routers"
 --- @include "waiting_jobs"
 --- @include "arrivals"
@@ -15,8 +16,9 @@ local max = {jobs = tonumber(ARGV[4]), bytes = tonumber(ARGV[5]), tenant_jobs = 
   tenant_bytes = tonumber(ARGV[7]), begun_bytes_when_full = tonumber(ARGV[8])}
 local job = {tenant = ARGV[9], attempt = tonumber(ARGV[10]), resumed = tonumber(ARGV[11]), weight = tonumber(ARGV[12]),
   priority = tonumber(ARGV[13]), tokens = tonumber(ARGV[14]), prefill = tonumber(ARGV[15]), prompt = tonumber(ARGV[16]),
-  rank = tonumber(ARGV[17]), rows = tonumber(ARGV[18]), base = ARGV[19], adapter = ARGV[20], load = tonumber(ARGV[21]),
-  prefer = ARGV[22], router = ARGV[23], wanted = ARGV[24], body = ARGV[25]}
+  rank = tonumber(ARGV[17]), rows = tonumber(ARGV[18]), strikes = tonumber(ARGV[19]), base = ARGV[20],
+  adapter = ARGV[21], load = tonumber(ARGV[22]), prefer = ARGV[23], router = ARGV[24], wanted = ARGV[25],
+  body = ARGV[26]}
 job.size, job.queued, job.deadline = #job.body, now, deadline_ms > 0 and now + deadline_ms or 0
 job.work = PROMPT_WEIGHT * job.prompt + OUTPUT_WEIGHT * math.max(0, job.tokens - job.prompt)
 local key, queue = PREFIX .. 'job:' .. id, PREFIX .. 'queue:' .. job.tenant
@@ -81,6 +83,9 @@ if left[1] and tonumber(left[1]) >= job.attempt then return {'known'} end
 if left[1] or left[2] then
   forget_job(id)
   flush_counts()
+end
+if job.strikes > 0 then
+  write_suspect(id, job.tenant, job.adapter, job.attempt, job.strikes, now + SUSPECT_MS, 0)
 end
 local refused_ms = quarantined_ms(job.tenant, job.adapter)
 if refused_ms > 0 and not goes_on_in_quarantine(job.attempt, job.prompt, job.prefill, job.rows) then

@@ -76,6 +76,8 @@ class BothQueues:
         # The model's workers remember their claims as those of the queue do.
         self._memories: dict[str, ClaimMemory] = {}
         self.found_in_news = 0
+        # Jobs that were enqueued with a strike.
+        self._struck: set[str | None] = set()
 
     def _queue(self, worker: str = "") -> JobQueue:
         if worker not in self._queues:
@@ -106,6 +108,8 @@ class BothQueues:
     async def enqueue(self, job: Job, placement: Placement | None = None) -> str:
         """Empty, or why it was refused: a bound, or `late`."""
         placement = placement or Placement()
+        if job.suspect:
+            self._struck.add(job.job_id)
         refusal = self.model.enqueue(job, placement, self.now_ms)
         why = refusal.why if refusal else ""
         message, wait_ms = "", 0
@@ -130,13 +134,16 @@ class BothQueues:
         claimed = await self._queue(worker).claim(BASE, capacity, reports, freed=freed)
         decided = self._decide(worker, capacity, reports, freed=freed)
         assert decided.job_ids == tuple(job.job_id for job in claimed.jobs)
+        suspects = [job.job_id for job in claimed.jobs if job.suspect]
+        assert decided.apart is None or decided.apart == suspects[-1]
+        assert set(suspects) <= self._struck | {decided.apart}
         assert (decided.waiting, decided.hold_ms) == (claimed.waiting, claimed.hold_ms)
         assert (decided.unlinked, decided.crowded) == (claimed.unlinked, claimed.crowded)
         assert [decode_adapter_request(data) for data in decided.adapter_requests] == claimed.adapter_requests
         return claimed
 
     def _decide(self, worker: str, capacity: Capacity, reports: Sequence[UsageReport], *, freed: bool) -> ClaimDecision:
-        self.model.charge(reports)
+        self.model.charge(reports, self.now_ms)
         memory = self._memories[worker]
         plan = memory.plan(BASE, capacity, freed=freed)
         decided = self.model.claim(worker, BASE, capacity, self.now_ms, plan)
@@ -147,7 +154,7 @@ class BothQueues:
 
     async def charge(self, *reports: UsageReport) -> None:
         """Report what jobs have made."""
-        self.model.charge(reports)
+        self.model.charge(reports, self.now_ms)
         await self._queue().charge(reports)
 
     async def finish(self, job_id: str, attempt: int) -> None:
@@ -163,7 +170,7 @@ class BothQueues:
 
     async def record_death(self, tenant: str, adapter: str, job_id: str) -> int:
         """A job ended because engines died of it."""
-        refused_ms = self.model.quarantine.record_death(tenant, adapter, job_id, self.now_ms)
+        refused_ms = self.model.record_death(tenant, adapter, job_id, self.now_ms)
         assert await self._queue().quarantine.record_death(tenant, adapter, job_id) == refused_ms
         return refused_ms
 

@@ -10,6 +10,7 @@ import os
 import random
 from collections import Counter
 from collections.abc import Coroutine, Iterator
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import pytest
@@ -89,7 +90,7 @@ class Walk(RuleBasedStateMachine):
             self.convict,
         )
         for _ in range(25):
-            (operation,) = chance.choices(operations, weights=(12, 6, 1, 3, 1, 2, 0.3, 0.3, 0.05))
+            (operation,) = chance.choices(operations, weights=(12, 6, 1, 3, 1, 2, 0.3, 0.3, 0.1))
             operation(chance)
         # Counters and totals only ever grow apart: a difference shows later too.
         self.run(self.both.check(TENANTS))
@@ -132,6 +133,8 @@ class Walk(RuleBasedStateMachine):
             job_id = chance.choice(attempts)[0]
             attempt = max(attempt for other, attempt in attempts if other == job_id)
             job = make_job(job_id, job_id[0], adapter=chance.choice(ADAPTERS), attempt=attempt + 1)
+            emitted: dict[int, tuple[int, ...]] = {0: (7,)} if chance.random() < 0.5 else {}
+            job = replace(job, strikes=chance.choice((0, 0, 1, 2)), emitted=emitted)
             refused = self.run(self.both.enqueue(job, Placement(WEIGHTS[job_id[0]])))
             assert refused in ("", "quarantined")
             self.waiting.pop(job_id, None)
@@ -146,11 +149,14 @@ class Walk(RuleBasedStateMachine):
         max_rank, routers = {"w1": (64, None), "w2": (8, ROUTERS[:1])}.get(worker, (chance.choice((8, 64, 64)), links))
         here = tuple((tenant, chance.randint(0, 3)) for tenant in TENANTS)
         share = RowToShare(chance.choice(TENANTS), chance.choice((1.0, 2.0)), here) if chance.random() < 0.5 else None
-        capacity = Capacity(rows, 4, chance.choice((0, 10, 100)), 60, max_rank, resident, routers, share)
+        only_tenant = chance.choice(("", *TENANTS))
+        capacity = Capacity(rows, 4, chance.choice((0, 10, 100)), 60, max_rank, resident, routers, share, only_tenant)
         reports = self._reports(chance) if chance.random() < 0.5 else ()
         self.happened["reported"] += any(report.tokens for report in reports)
         before = len(self.both.model.waiting)
         claimed = self.run(self.both.claim(worker, capacity, *reports, freed=chance.random() < 0.2))
+        self.happened["suspects"] += sum(job.suspect for job in claimed.jobs)
+        self.happened["apart"] += sum(job.suspect and job.attempt == 1 for job in claimed.jobs)
         over = sum(min(job.rows, 4) for job in claimed.jobs) - rows
         assert over <= (0 if share is None else 3)
         self.happened["shared"] += over > 0
@@ -223,6 +229,7 @@ class Walk(RuleBasedStateMachine):
             "passed_on",
             "deaths",
             "quarantine",
+            "suspects",
             CLOCK,
         )
         stale = {name for name in left if not name.startswith((*kept, "charged:"))}
@@ -248,5 +255,5 @@ def test_the_scripts_and_their_model_decide_alike(runner: asyncio.Runner, monkey
     print(Walk.happened)
     for event in ("queued", "claimed", "again", "shared", "reported", "held", "ahead", "reserved", "late", "refunded",
                   "dropped", "unlinked", "news", "jobs", "bytes", "tenant_jobs", "tenant_bytes", "displaced", "resumed",
-                  "resumed as a newcomer", "quarantined"):  # fmt: skip
+                  "resumed as a newcomer", "quarantined", "suspects", "apart"):  # fmt: skip
         assert Walk.happened[event], f"no walk has shown {event}"

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from bench.queue_model.queue_model import Refusal
 from broker.claim_memory import ClaimMemory, ClaimPlan
+from broker.claims import begin_apart
 from broker.codec import decode_adapter_request, decode_job
 from broker.commands import Command
 from broker.keys import Keys
@@ -72,7 +73,7 @@ class SimulatedQueue:
 
     def _claim(self, base_digest: str, capacity: Capacity, reports: Sequence[UsageReport], plan: ClaimPlan) -> Claimed:
         data, now_ms = self._redis.data, self._redis.now_ms
-        data.queue.charge(reports)
+        data.queue.charge(reports, now_ms)
         for worker, at_ms in tuple(data.claimed_ms.items()):
             if now_ms - at_ms > FREE_ROWS_MS:
                 data.queue.clear_free_rows(worker)
@@ -82,6 +83,8 @@ class SimulatedQueue:
         found, looks, workers = bool(decision.job_ids), decision.looks, len(data.living)
         self._memory.note(plan, capacity, found=found, seen=decision.seen, looks=looks, live_workers=workers)
         jobs = [decode_job(data.bodies.pop(job_id)) for job_id in decision.job_ids]
+        if decision.apart is not None:
+            jobs[-1] = begin_apart(jobs[-1])
         for job in jobs:
             self._redis.claimed(job)
         requests = [decode_adapter_request(data) for data in decision.adapter_requests]
@@ -90,7 +93,7 @@ class SimulatedQueue:
     async def charge(self, reports: Sequence[UsageReport]) -> None:
         """See JobQueue."""
         if reports:
-            await self._redis.call(lambda: self._redis.data.queue.charge(reports))
+            await self._redis.call(lambda: self._redis.data.queue.charge(reports, self._redis.now_ms))
 
     async def stop_claiming(self) -> None:
         """See JobQueue."""
@@ -142,7 +145,7 @@ class SimulatedQuarantine:
     async def record_death(self, tenant: str, adapter: str, job_id: str) -> int:
         """See Quarantine."""
         redis = self._redis
-        return await redis.call(lambda: redis.data.queue.quarantine.record_death(tenant, adapter, job_id, redis.now_ms))
+        return await redis.call(lambda: redis.data.queue.record_death(tenant, adapter, job_id, redis.now_ms))
 
 
 class SimulatedLiveness:

@@ -3,6 +3,7 @@
 -- The order is a format, as that of the facts; records of older versions have no refund.
 --- @include "keys"
 --- @include "tenant_counters"
+--- @include "suspects"
 
 local function write_charges(key, ttl_ms, ...)
   redis.call('SET', key, cmsgpack.pack(...), 'PX', ttl_ms)
@@ -48,9 +49,11 @@ end
 -- Charge the usage reports that begin at argument `first`; returns how many arguments they take. Each is id, attempt,
 -- output tokens so far, whether the attempt ended, whether it ran at all.
 local function charge_reports(first, reports)
+  read_suspects()
   for i = first, first + 5 * (reports - 1), 5 do
-    charge_report(PREFIX .. 'charged:' .. ARGV[i], tonumber(ARGV[i + 1]), tonumber(ARGV[i + 2]), ARGV[i + 3] == '1',
-      ARGV[i + 4] == '1')
+    local attempt, tokens, ended = tonumber(ARGV[i + 1]), tonumber(ARGV[i + 2]), ARGV[i + 3] == '1'
+    charge_report(PREFIX .. 'charged:' .. ARGV[i], attempt, tokens, ended, ARGV[i + 4] == '1')
+    report_suspect(ARGV[i], attempt, tokens, ended)
   end
   return 5 * reports
 end

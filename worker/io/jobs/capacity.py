@@ -43,6 +43,7 @@ def free_capacity(
     crowded = len(running) >= 2 * limits.rows
     # Suspects that have been cleared go on beside the next one, for which all rows that are left are all.
     apart = bool(running) and all(choice.job.suspect for choice in running)
+    tenants = {choice.job.tenant for choice in running}
     closed = stalled or any(local.needs_all for local in jobs.all())
     return Capacity(
         rows=0 if closed else rows,
@@ -53,6 +54,7 @@ def free_capacity(
         adapters=stats.adapters,
         routers=links.live,
         row_to_share=None if closed or crowded else row_to_share((choice.job for choice in running), limits.rows),
+        only_tenant=tenants.pop() if len(tenants) == 1 else "",
     )
 
 

@@ -17,14 +17,11 @@ from broker.connection import REDIS_DOWN
 from broker.messages import Capacity, Job, RowToShare
 from broker.queue import JobQueue
 from broker.terms import Claimed
-from telemetry.logging import fields
-from worker.engine_api import Failure
-from worker.io.adapters.download import FetchFailedError
 from worker.io.adapters.fetch import AdapterFetcher
-from worker.io.adapters.source import fetch_source
 from worker.io.engine_client.process import EngineProcess
 from worker.io.jobs.capacity import free_capacity
 from worker.io.jobs.event_waits import one_is_set_within
+from worker.io.jobs.preparations import Preparations
 from worker.io.jobs.results import Results
 from worker.io.jobs.usage import UsageLog
 from worker.io.local_jobs.jobs import LocalJob, LocalJobState
@@ -44,8 +41,6 @@ FIT_S = 0.1
 RETRY_S = 0.1
 # Timeout in seconds for ending the wait of a claim: jobs that are to be given back must not wait for Redis.
 END_WAIT_S = 0.2
-# Seconds for which an answer that has begun asks again for an adapter that can't be fetched: another worker had it.
-BEGUN_FETCH_S = 15.0
 
 
 class Intake:
@@ -73,7 +68,7 @@ class Intake:
         self._claiming: asyncio.Task[Claimed] | None = None
         # Whether the claim that is under way waits in Redis for a job.
         self._waits = False
-        self._preparing: set[asyncio.Task[None]] = set()
+        self._preparations = Preparations(base_digest, fetcher, results, self._hand_over)
         # The row to share after the last claim, and the claim's time.
         self._last_claim: tuple[RowToShare | None, float] = None, 0.0
 
@@ -154,9 +149,7 @@ class Intake:
         if self._claiming is not None:
             self._claiming.cancel()
             await asyncio.wait({self._claiming})
-        for task in tuple(self._preparing):
-            task.cancel()
-        await asyncio.gather(*self._preparing, return_exceptions=True)
+        await self._preparations.close()
 
     async def _claim(self, capacity: Capacity, wait_s: float, *, freed: bool) -> Claimed:
         self._metrics.claims.inc()
@@ -195,45 +188,7 @@ class Intake:
         elif job.adapter is None and not job.suspect and job.base_digest == self._base_digest:
             self._hand_over(local)
         else:
-            local.preparing = asyncio.get_running_loop().create_task(self._prepare(local))
-            self._preparing.add(local.preparing)
-            local.preparing.add_done_callback(self._preparing.discard)
-
-    async def _prepare(self, local: LocalJob) -> None:
-        """Wait until a suspect may begin, fetch the adapter, and hand the job over; or fail it."""
-        job = local.job
-        if job.base_digest != self._base_digest:
-            message = f"the job is for base model {job.base_digest}, this worker serves {self._base_digest}"
-            self._results.fail(local, Failure("FAILED_PRECONDITION", "WRONG_BASE", message, "model"))
-            return
-        if job.suspect:  # before it pins an adapter, because the others may wait for the disk's bytes
-            local.enter(LocalJobState.WAITING_ALONE)  # meanwhile nothing is claimed
-            while not self._jobs.may_begin(local):
-                await self._jobs.next_change.wait()
-        failure = None if job.adapter is None else await self._fetch_adapter(local)
-        if failure is not None:
-            self._results.fail(local, failure)
-            return
-        self._hand_over(local)
-
-    async def _fetch_adapter(self, local: LocalJob) -> Failure | None:
-        """Fetch what the job's adapter consists of; returns why that failed."""
-        job, began = local.job, time.monotonic()
-        assert job.adapter is not None
-        local.enter(LocalJobState.FETCHING_ADAPTER)
-        local.pin = self._fetcher.disk_pin()
-        retry_s = BEGUN_FETCH_S if any(job.emitted.values()) else 0.0
-        try:
-            local.source = await fetch_source(local.pin, job.adapter, job.tenant, retry_s=retry_s)
-        except FetchFailedError as error:
-            return error.failure
-        except Exception:
-            log.exception("an adapter could not be fetched", extra=fields(job_id=job.job_id))
-            return Failure("INTERNAL", "FETCH_FAILED", f"{job.adapter.revision} could not be fetched", "adapter")
-        local.fetched_at = time.monotonic()
-        for choice in local.running:
-            choice.adapter_ms = (local.fetched_at - began) * 1e3
-        return None
+            self._preparations.start(local)
 
     def _hand_over(self, local: LocalJob) -> None:
         """Hand the first answer to the engine. Its siblings follow once it has a token (Results)."""

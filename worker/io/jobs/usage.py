@@ -24,10 +24,14 @@ class UsageLog:
 
     @contextmanager
     def last_reports(self) -> Iterator[Sequence[UsageReport]]:
-        """Hand out the last reports of removed jobs, to be sent inside the context; an error there keeps them."""
+        """Hand out the last reports of removed jobs, to be sent inside the context; an error there keeps them.
+
+        With them come reports of suspects with a token, which may clear their tenants and adapters.
+        """
         ended, self._ended = self._ended, []
+        cleared = (local for local in self._jobs.all() if local.job.suspect and local.tokens)
         try:
-            yield ended
+            yield [*ended, *(_usage(local, ended=False) for local in cleared)]
         except BaseException:
             self._ended = ended + self._ended
             raise

@@ -193,14 +193,17 @@ class LocalJobs:
         """Return the answer of an engine's sequence, if it is here."""
         return self._sequences.get(sequence_id)
 
-    def may_begin(self, suspect: LocalJob) -> bool:
-        """Return whether nothing runs that a suspect must not begin beside: other suspects may go on, if cleared."""
+    def in_the_way_of(self, suspect: LocalJob) -> list[LocalJob]:
+        """Return the jobs that have to end before a suspect may begin: those of other tenants, for a trial all others.
+
+        Suspects that wait as well, and whose turn is later, are not among them; one that is not cleared is.
+        """
         waits = {LocalJobState.CLAIMED, LocalJobState.WAITING_ALONE}
         others = [other for other in self._jobs.values() if other is not suspect and other.running]
         others = [other for other in others if not (other.job.suspect and other.state in waits)]
         if suspect.job.on_trial:
-            return not others
-        return all(other.job.suspect and not other.needs_all for other in others)
+            return others
+        return [other for other in others if other.job.tenant != suspect.job.tenant or other.needs_all]
 
     def of_router(self, address: str) -> list[LocalJob]:
         """Return the jobs of one router."""

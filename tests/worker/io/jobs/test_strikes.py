@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 from redis.asyncio import Redis
 
-from broker.messages import STRIKES_LIMIT, SUSPECT_STRIKES, AdapterRef, Job
+from broker.messages import STRIKES_LIMIT, SUSPECT_STRIKES, AdapterRef, Capacity, Job
 from tests.worker.io.relayed_worker import MODEL, ROWS, Router, job, running
 from worker.engine_api import AdapterSource, FinishKind, Output
+from worker.io.jobs.capacity import free_capacity
 from worker.io.local_jobs.choice import LocalChoice
 from worker.io.local_jobs.jobs import CLEARED_ATTEMPTS, LocalJob, LocalJobs, LocalJobState
 
@@ -178,6 +179,43 @@ async def test_suspects_begin_one_after_the_other_and_go_on_beside_each_other(
         await router.until(lambda: ("ended", "after") in router.events)
         claimed = [name for what, name in router.events if what == "claimed"]
         assert claimed == ["one", "two", "after"]
+
+
+async def test_a_suspect_that_is_cleared_is_given_back_before_another_tenant_s_begins(
+    router: Router, redis: Redis, tmp_path: Path
+) -> None:
+    """Else the engine could die a second time under it."""
+    async with running(router, redis, tmp_path) as worker:
+        for name, tenant in (("one", "acme"), ("two", "globex"), ("three", "globex")):
+            await worker.queue.enqueue(replace(job(name, worker.address, strikes=SUSPECT_STRIKES), tenant=tenant))
+        await router.until(lambda: all(len(router.ids[name]) >= 3 for name in ("two", "three")))
+        assert router.returned == {"one": False}
+        assert router.ids["one"]
+
+
+async def test_beside_a_job_of_a_suspect_tenant_nothing_of_others_begins_until_it_has_a_token(
+    router: Router, redis: Redis, tmp_path: Path
+) -> None:
+    async with running(router, redis, tmp_path) as worker:
+
+        def capacity() -> Capacity:
+            results = worker.results
+            return free_capacity(worker.jobs, results.limits, results.stats, stalled=False)
+
+        await worker.queue.enqueue(job("old", worker.address))
+        await router.until(lambda: len(router.ids["old"]) >= 3)
+        assert capacity().only_tenant == "acme"
+        os.kill(worker.engine.pid, signal.SIGSTOP)  # so that what comes now gets no token
+        await worker.queue.enqueue(job("struck", worker.address, strikes=SUSPECT_STRIKES))
+        await worker.queue.finish("struck", 2)  # its client has left
+        await worker.queue.enqueue(job("new", worker.address))
+        await worker.until_here("new")
+        assert capacity().rows == 0
+        await worker.queue.enqueue(replace(job("other", worker.address), tenant="globex"))
+        os.kill(worker.engine.pid, signal.SIGCONT)
+        await router.until(lambda: len(router.ids["other"]) >= 1)
+        assert router.ids["new"]
+        assert capacity().only_tenant == ""
 
 
 async def test_a_job_on_trial_runs_alone(router: Router, redis: Redis, tmp_path: Path) -> None:

@@ -1,0 +1,142 @@
+"""Jobs of tenants and adapters that engines may have died of begin one at a time, apart from other tenants' jobs.
+
+Each test runs the scripts and their model.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from broker.messages import STRIKES_LIMIT, Capacity, Job
+from broker.terms import SUSPECT_MS, TRIED_MS, UsageReport
+from tests.broker.both_queues import BothQueues, make_job
+
+EMPTY = Capacity(rows=8, rows_limit=8, tokens=10_000, max_tokens=4096, max_rank=64)
+# A worker that has jobs of several tenants, and one that has jobs of mallory alone.
+BUSY = replace(EMPTY, rows=4)
+MALLORYS = replace(BUSY, only_tenant="mallory")
+
+
+def struck(job: Job, strikes: int = 1) -> Job:
+    """Return the attempt of a job after so many strikes."""
+    return replace(job, attempt=1 + strikes, strikes=strikes)
+
+
+async def claimed(both: BothQueues, worker: str, capacity: Capacity, *reports: UsageReport) -> dict[str, bool]:
+    """Return the jobs that a worker gets, and whether they are suspects there."""
+    return {job.job_id: job.suspect for job in (await both.claim(worker, capacity, *reports)).jobs}
+
+
+async def test_a_strike_keeps_other_jobs_of_its_pair_off_workers_with_other_tenants_jobs(both: BothQueues) -> None:
+    """Poison that is sent many times must not kill one engine after the other before there is proof."""
+    await both.enqueue(struck(make_job("first", "mallory", adapter="sha256:a")))
+    for name in ("m1", "m2"):
+        await both.enqueue(make_job(name, "mallory", adapter="sha256:a"))
+    await both.enqueue(make_job("other adapter", "mallory"))
+    await both.enqueue(make_job("same adapter", "acme", adapter="sha256:a"))
+    assert await claimed(both, "busy", BUSY) == {"other adapter": False, "same adapter": False}
+    assert await claimed(both, "w1", EMPTY) == {"first": True}
+    # It alone is tried: not even an empty worker gets another one.
+    assert await claimed(both, "w2", EMPTY) == {}
+    # Its worker reports that the engine died, and its router that the next attempt waits.
+    await both.charge(UsageReport("first", 2, 0, ended=True))
+    await both.enqueue(struck(make_job("first", "mallory", adapter="sha256:a"), 2))
+    assert await claimed(both, "w1", EMPTY) == {"first": True}
+    assert await claimed(both, "w2", EMPTY) == {}
+    await both.charge(UsageReport("first", 3, 5, ended=True))
+    assert await claimed(both, "busy", BUSY) == {}
+    assert await claimed(both, "w2", EMPTY) == {"m1": True}
+    await both.record_death("mallory", "sha256:a", "first")
+    assert await claimed(both, "w1", EMPTY) == {}
+    assert not await both.names() & {"job:m2", "suspects"} - {"suspects"}
+
+
+async def test_a_token_clears_the_pair_of_an_innocent_job(both: BothQueues) -> None:
+    await both.enqueue(struck(make_job("j", "acme")))
+    for name in ("next", "last"):
+        await both.enqueue(make_job(name, "acme"))
+    assert await claimed(both, "w1", EMPTY) == {"j": True}
+    assert await claimed(both, "busy", BUSY, UsageReport("j", 2, 0)) == {}
+    assert await claimed(both, "busy", BUSY, UsageReport("j", 1, 3)) == {}  # an older attempt says nothing
+    assert await claimed(both, "busy", BUSY, UsageReport("j", 2, 1)) == {"next": False, "last": False}
+    assert "suspects" not in await both.names()
+
+
+async def test_one_job_of_a_pair_after_the_other_is_tried_until_all_with_strikes_are_cleared(both: BothQueues) -> None:
+    for name in ("one", "two"):
+        await both.enqueue(struck(make_job(name, "acme")))
+    await both.enqueue(make_job("new", "acme"))
+    assert await claimed(both, "w1", EMPTY) == {"one": True}
+    assert await claimed(both, "w2", EMPTY) == {}
+    assert await claimed(both, "w2", EMPTY, UsageReport("one", 2, 1)) == {"two": True}
+    assert await claimed(both, "w3", EMPTY) == {}
+    await both.enqueue(struck(make_job("two", "acme"), 2))  # it struck again
+    assert await claimed(both, "w2", EMPTY) == {"two": True}
+    # On trial no token clears it.
+    assert await claimed(both, "busy", BUSY, UsageReport("two", 3, 9)) == {}
+    await both.charge(UsageReport("two", 3, 9, ended=True))
+    assert await claimed(both, "busy", BUSY) == {}
+    assert await claimed(both, "w2", EMPTY) == {"new": True}
+
+
+async def test_suspicion_ends_with_its_time_and_a_worker_that_reports_no_more_tries_nothing(both: BothQueues) -> None:
+    await both.enqueue(struck(make_job("gone", "acme")))
+    for name in ("a", "b", "c"):
+        await both.enqueue(make_job(name, "acme"))
+    await both.finish("gone", 2)  # its client has left: the suspicion stays
+    assert await claimed(both, "w1", EMPTY) == {"a": True}
+    await both.advance(TRIED_MS - 1)
+    assert await claimed(both, "w2", EMPTY) == {}
+    await both.charge(UsageReport("a", 1, 0))
+    await both.advance(TRIED_MS - 1)
+    assert await claimed(both, "w2", EMPTY) == {}
+    await both.advance(1)
+    assert await claimed(both, "w2", EMPTY) == {"b": True}
+    await both.advance(SUSPECT_MS)
+    assert await claimed(both, "busy", BUSY) == {"c": False}
+
+
+async def test_jobs_of_a_suspect_pair_run_beside_jobs_of_their_own_tenant(both: BothQueues) -> None:
+    """Else one death of an engine would hold all of a cluster that has one tenant."""
+    await both.enqueue(struck(make_job("first", "mallory")))
+    await both.enqueue(make_job("innocent", "acme"))
+    for name in ("m1", "m2"):
+        await both.enqueue(make_job(name, "mallory"))
+    assert await claimed(both, "w1", EMPTY) == {"first": True}
+    # Beside the first of them begins nothing else.
+    assert await claimed(both, "w2", replace(MALLORYS, rows=1)) in ({"innocent": False}, {"m1": True})
+    assert await claimed(both, "w3", MALLORYS) in ({"m1": True}, {"m2": True})
+
+
+async def test_two_adapters_of_a_tenant_or_two_tenants_of_an_adapter_are_suspect_as_a_whole(both: BothQueues) -> None:
+    await both.enqueue(struck(make_job("1", "mallory", adapter="sha256:a")))
+    await both.enqueue(struck(make_job("2", "mallory", adapter="sha256:b")))
+    await both.enqueue(struck(make_job("3", "acme", adapter="sha256:b")))
+    await both.enqueue(struck(make_job("4", "globex")))
+    await both.enqueue(struck(make_job("5", "initech")))
+    for name, tenant, adapter in (
+        ("tenant", "mallory", "sha256:c"),
+        ("adapter", "umbrella", "sha256:b"),
+        ("neither", "umbrella", "sha256:a"),
+        ("base", "umbrella", ""),
+        ("other", "acme", "sha256:c"),
+    ):
+        await both.enqueue(make_job(name, tenant, adapter=adapter))
+    assert await claimed(both, "busy", BUSY) == dict.fromkeys(("neither", "base", "other"), False)
+
+
+async def test_an_answer_that_has_begun_goes_on_beside_others(both: BothQueues) -> None:
+    await both.enqueue(struck(make_job("struck", "acme")))
+    await both.enqueue(replace(make_job("begun", "acme", attempt=2), emitted={0: (7,)}))
+    await both.enqueue(make_job("not begun", "acme", attempt=2))
+    assert await claimed(both, "busy", BUSY) == {"begun": False}
+
+
+async def test_no_worker_is_emptied_for_a_job_without_a_strike(both: BothQueues) -> None:
+    await both.enqueue(struck(make_job("struck", "acme"), STRIKES_LIMIT))
+    await both.finish("struck", 3)
+    await both.enqueue(make_job("waits", "acme"))
+    await both.advance(5_000)
+    assert await claimed(both, "busy", BUSY) == {}
+    await both.enqueue(make_job("other", "globex"))
+    assert await claimed(both, "busy", BUSY) == {"other": False}
