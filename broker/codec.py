@@ -24,6 +24,7 @@ from broker.messages import (
 _PHASES = {
     WorkerPhase.SERVING: queue_pb2.WORKER_PHASE_SERVING,
     WorkerPhase.DRAINING: queue_pb2.WORKER_PHASE_DRAINING,
+    WorkerPhase.FAILING: queue_pb2.WORKER_PHASE_FAILING,
 }
 _FROM_PHASE = {number: phase for phase, number in _PHASES.items()}
 

@@ -203,10 +203,12 @@ class AdapterTiers:
 
 
 class WorkerPhase(StrEnum):
-    """The phase of a live worker: a draining one claims no jobs."""
+    """The phase of a live worker: only a serving one claims jobs."""
 
     SERVING = "serving"
     DRAINING = "draining"
+    # Its engines died one after the other.
+    FAILING = "failing"
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,11 @@ from rpc.errors import InvalidField, NotFound, Unavailable
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
-_PHASES = {WorkerPhase.SERVING: pb.WORKER_PHASE_SERVING, WorkerPhase.DRAINING: pb.WORKER_PHASE_DRAINING}
+_PHASES = {
+    WorkerPhase.SERVING: pb.WORKER_PHASE_SERVING,
+    WorkerPhase.DRAINING: pb.WORKER_PHASE_DRAINING,
+    WorkerPhase.FAILING: pb.WORKER_PHASE_FAILING,
+}
 
 
 class ClusterService(cluster_pb2_grpc.ClusterServiceServicer):

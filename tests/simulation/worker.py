@@ -18,6 +18,7 @@ from tests.simulation.loop import NODE, Node
 from tests.simulation.network import Network
 from tests.simulation.redis import SimulatedRedis
 from worker.io.app import run_sessions
+from worker.io.engine_breaker import EngineBreaker
 from worker.io.engine_session import EngineSession
 from worker.io.jobs.telemetry import JobTelemetry
 from worker.io.metrics import FetchStats, WorkerMetrics
@@ -123,8 +124,9 @@ class SimulatedWorker:
     async def _run(self) -> None:
         # As worker.io.app.run, without what reads files and binds ports.
         redis, fetcher, health = cast(Any, (self._redis, self.fetcher, self.health))
+        breaker = EngineBreaker()
         await run_sessions(
-            lambda: EngineSession(self._settings, self._base, redis, fetcher, health, self._telemetry),
+            lambda: EngineSession(self._settings, self._base, redis, fetcher, health, self._telemetry, breaker),
             self._stop,
             self._telemetry.metrics,
         )

@@ -19,6 +19,7 @@ from telemetry.tracing import set_up_tracing
 from worker.io.adapters.disk import DiskTier
 from worker.io.adapters.download import DownloadTimeouts
 from worker.io.adapters.fetch import AdapterFetcher
+from worker.io.engine_breaker import EngineBreaker
 from worker.io.engine_client.process import EngineLostError, EngineUnusableError
 from worker.io.engine_session import EngineSession
 from worker.io.jobs.telemetry import JobTelemetry
@@ -64,7 +65,10 @@ async def run(settings: Settings) -> None:
         timeouts = DownloadTimeouts(settings.fetch_s, settings.fetch_silent_s)
         fetcher = AdapterFetcher(settings.store, disk, timeouts, metrics)
         stack.push_async_callback(fetcher.close)
-        await run_sessions(lambda: EngineSession(settings, base, redis, fetcher, health, telemetry), stop, metrics)
+        breaker = EngineBreaker()
+        await run_sessions(
+            lambda: EngineSession(settings, base, redis, fetcher, health, telemetry, breaker), stop, metrics
+        )
 
 
 async def run_sessions(

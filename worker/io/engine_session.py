@@ -24,6 +24,7 @@ from rpc.server import unless_stopped
 from worker.engine_api.config import EngineConfig
 from worker.io.adapters.fetch import AdapterFetcher
 from worker.io.adapters.operator_commands import OperatorCommands
+from worker.io.engine_breaker import EngineBreaker
 from worker.io.engine_client.process import EngineLostError, EngineProcess
 from worker.io.engine_client.stall import watch_steps
 from worker.io.jobs.drain import drain
@@ -59,6 +60,7 @@ class EngineSession:
         fetcher: AdapterFetcher,
         health: WorkerHealth,
         telemetry: JobTelemetry,
+        breaker: EngineBreaker,
     ) -> None:
         keys = Keys(base.name, settings.cell)
         self._settings = settings
@@ -66,6 +68,7 @@ class EngineSession:
         self._fetcher = fetcher
         self._health = health
         self._telemetry = telemetry
+        self._breaker = breaker
         self._worker_id = telemetry.worker_id
         self._queue = JobQueue(redis, keys, worker_id=self._worker_id)
         self._liveness = Liveness(redis, keys)
@@ -99,7 +102,7 @@ class EngineSession:
         settings, metrics, jobs = self._settings, self._telemetry.metrics, LocalJobs()
         usage = UsageLog(jobs, self._queue)
         link_settings = LinkSettings(self._worker_id, self._incarnation)
-        results = Results(jobs, engine, ready, usage, self._telemetry, link_settings)
+        results = Results(jobs, engine, ready, usage, self._telemetry, link_settings, self._breaker)
         intake = Intake(self._base.digest, self._queue, engine, self._fetcher, results, usage, metrics)
         commands = OperatorCommands(self._queue, engine, self._fetcher, ready.limits.max_rank)
         presence = self._presence(engine, results, usage)
@@ -111,6 +114,14 @@ class EngineSession:
         claiming: asyncio.Task[None] | None = None
         others: list[asyncio.Task[None]] = []
         try:
+            if self._breaker.deaths:
+                proving = [asyncio.create_task(self._prove(results, presence)), asyncio.create_task(_wait(stop))]
+                others += proving
+                await _first_ended({listening, watching, *proving})
+                if stop.is_set():
+                    return
+                others.clear()
+                await _cancel(*proving)
             await presence.announce()
             claiming = asyncio.create_task(intake.run())
             others.append(asyncio.create_task(presence.beat()))
@@ -135,6 +146,24 @@ class EngineSession:
             await intake.close()
             await commands.close()
             await asyncio.gather(results.close(FLUSH_S if stop.is_set() else 0.0), presence.leave())
+
+    async def _prove(self, results: Results, presence: Presence) -> None:
+        """Wait for a pause, and for a step of the engine that no job needs: engines before this one died."""
+        breaker = self._breaker
+        if not breaker.is_open:
+            await asyncio.sleep(breaker.pause_s)
+            await results.warm_up()
+            return
+        message = "%d engines died without a step between them: this worker claims nothing and tries again in %.0f s"
+        log.error(message, breaker.deaths, breaker.pause_s)
+        await presence.announce_failing()
+        beating = asyncio.create_task(presence.beat())
+        try:
+            await asyncio.sleep(breaker.pause_s)
+            await results.warm_up()
+            log.warning("the engine steps; this worker serves again")
+        finally:
+            await _cancel(beating)
 
     def _presence(self, engine: EngineProcess, results: Results, usage: UsageLog) -> Presence:
         def state(phase: WorkerPhase) -> WorkerState:

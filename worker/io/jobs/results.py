@@ -6,13 +6,15 @@ engine ◀──Abort, Add (siblings)──── Results ◀──acks, cancels
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Sequence
 
 from broker.messages import Job
 from telemetry.logging import fields
-from worker.engine_api import Failure
+from worker.engine_api import Failure, NewSequence, Stopping
 from worker.engine_api.stats import EngineStats
+from worker.io.engine_breaker import EngineBreaker, Pair
 from worker.io.engine_client.process import EngineProcess
 from worker.io.jobs.capacity import jobs_to_drop
 from worker.io.jobs.telemetry import JobTelemetry
@@ -24,6 +26,9 @@ from worker.io.relay.router_links import RouterLinks
 from worker.ipc import Abort, Add, Begun, Ready, Refused, Stepped
 
 log = logging.getLogger(__name__)
+
+# Name of the sequence of an engine's own step.
+WARM_UP = "warm-up"
 
 
 class Results:
@@ -37,6 +42,7 @@ class Results:
         usage: UsageLog,
         telemetry: JobTelemetry,
         link_settings: LinkSettings,
+        breaker: EngineBreaker | None = None,
     ) -> None:
         self.jobs = jobs
         self.limits = ready.limits
@@ -49,6 +55,11 @@ class Results:
         self._usage = usage
         self._telemetry = telemetry
         self._refused = 0
+        self._breaker = breaker or EngineBreaker()
+        # Tenants and adapters of the jobs of which the engine may have died or stalled.
+        self._may_have_killed: set[Pair] = set()
+        # Set by the engine's own step, once `warm_up` has asked for it; None before.
+        self._warm: asyncio.Event | None = None
 
     # From the engine
 
@@ -57,15 +68,22 @@ class Results:
         self.stats = message.stats
         now = self._telemetry.stepped(message.outputs, message.stats)
         freed = not message.outputs  # an abort, or a sign of life; a step with outputs frees rows only by an end
+        any_token = False
         for output in message.outputs:
             choice = self.jobs.of_sequence(output.sequence_id)
-            if choice is not None and choice.ending is None:  # else it was cancelled or given back meanwhile
+            if self._warm is not None and output.sequence_id == WARM_UP:
+                self._warm.set()
+            elif choice is not None and choice.ending is None:  # else it was cancelled or given back meanwhile
                 choice.record(output, now, message.stats.steps)
+                any_token = any_token or bool(output.token_ids)
                 self.links.progressed(choice)
                 if output.finish is not None or choice.job.n > 1:
                     self._advance(choice.job.job_id, choice.job.attempt)
                 freed = freed or choice.job.suspect  # a token may clear it
             freed = freed or output.finish is not None
+        if any_token:
+            self._breaker.stepped()
+            self._may_have_killed.clear()  # of a stall that has passed
         if freed:
             self.jobs.changed()
 
@@ -180,6 +198,8 @@ class Results:
         """Give every job back at once, and those that are still claimed, each with whether it is blamed."""
         self.accepting = False
         self._give_all_back()
+        in_own_step = self._warm is not None and not self._warm.is_set()
+        self._breaker.died(frozenset(self._may_have_killed), in_own_step=in_own_step)
 
     def engine_stalled(self) -> None:
         """Give every job back, those of whose step the engine may be stalled with a blame."""
@@ -187,8 +207,22 @@ class Results:
 
     def _give_all_back(self) -> None:
         taken, resident = self.stats.sequences_taken + self._refused, frozenset(self.stats.adapters)
+        blamed = {local for local in self.jobs.all() if local.running and local.may_have_killed(taken, resident)}
+        for job in (local.job for local in blamed):
+            self._may_have_killed.add((job.tenant, job.adapter.digest if job.adapter else ""))
+        if self._breaker.opens_with(self._may_have_killed):  # the fault is this worker's own
+            blamed.clear()
         for local in self.jobs.all():
-            self.give_back(local, blamed=local.may_have_killed(taken, resident))
+            self.give_back(local, blamed=local in blamed)
+
+    async def warm_up(self) -> None:
+        """Let the engine make a step that no job needs: a broken device or build kills it now."""
+        self._warm = asyncio.Event()
+        self.jobs.count_sequence()
+        self._engine.expect()
+        stopping = Stopping(max_tokens=1, ignore_eos=True)
+        self._engine.send(Add([NewSequence(WARM_UP, prompt_ids=(0,), stopping=stopping)]))
+        await self._warm.wait()
 
     @property
     def runs_suspect(self) -> bool:

@@ -194,10 +194,7 @@ class LocalJobs:
         return self._sequences.get(sequence_id)
 
     def in_the_way_of(self, suspect: LocalJob) -> list[LocalJob]:
-        """Return the jobs that have to end before a suspect may begin: those of other tenants, for a trial all others.
-
-        Suspects that wait as well, and whose turn is later, are not among them; one that is not cleared is.
-        """
+        """Return the jobs that a suspect must not begin beside: those of other tenants, for a trial all others."""
         waits = {LocalJobState.CLAIMED, LocalJobState.WAITING_ALONE}
         others = [other for other in self._jobs.values() if other is not suspect and other.running]
         others = [other for other in others if not (other.job.suspect and other.state in waits)]
@@ -236,9 +233,13 @@ class LocalJobs:
         """Note that the engine gets these answers, and build their sequences."""
         now = time.monotonic()
         for choice in choices:
-            self._handed_over += 1
-            choice.hand_over(self._handed_over, now)
+            choice.hand_over(self.count_sequence(), now)
         return [sequence_of(choice, local.source) for choice in choices]
+
+    def count_sequence(self) -> int:
+        """Return the number of a sequence that the engine gets now."""
+        self._handed_over += 1
+        return self._handed_over
 
     async def empties_within(self, timeout_s: float) -> bool:
         """Wait until every job is removed, at most `timeout_s`; returns whether that is so."""

@@ -49,8 +49,14 @@ class Presence:
 
     async def announce(self) -> None:
         """Write the key, then turn the health to SERVING: only a live worker may claim."""
+        self._phase = WorkerPhase.SERVING
         await self._write()
         await self._health.set_serving(True)
+
+    async def announce_failing(self) -> None:
+        """Write the key of a worker that claims nothing, since its engines died one after the other."""
+        self._phase = WorkerPhase.FAILING
+        await self._write()
 
     async def beat(self) -> None:
         """Write the key every BEAT_MS, and at every change; never returns."""

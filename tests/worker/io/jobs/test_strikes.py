@@ -200,7 +200,7 @@ async def test_beside_a_job_of_a_suspect_tenant_nothing_of_others_begins_until_i
 
         def capacity() -> Capacity:
             results = worker.results
-            return free_capacity(worker.jobs, results.limits, results.stats, stalled=False)
+            return free_capacity(worker.jobs, results.limits, results.stats, results.links, stalled=False)
 
         await worker.queue.enqueue(job("old", worker.address))
         await router.until(lambda: len(router.ids["old"]) >= 3)

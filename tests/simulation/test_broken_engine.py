@@ -1,0 +1,59 @@
+"""A worker whose engines die of every sequence convicts nobody, and serves again once they do not."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+
+from broker.messages import WorkerPhase, WorkerState
+from tests.simulation.clients import End
+from tests.simulation.engine import SimulatedEngine
+from tests.simulation.queue import SimulatedLiveness
+from tests.simulation.run import simulate_scenario
+from tests.simulation.scenario import draw
+from tests.simulation.test_cut_links import plan
+from worker.io.engine_session import EngineSession
+from worker.ipc import Add, ToEngine
+
+REQUESTS = 80
+# Time in virtual seconds from which on, and until which, engines of the first worker die of whatever they get.
+BROKEN_S = (3.0, 12.0)
+
+
+def test_a_worker_with_a_broken_device_convicts_nobody_and_serves_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    deaths, phases, served_at = 0, list[WorkerPhase](), list[float]()
+    apply, beat, prove = SimulatedEngine._apply, SimulatedLiveness.beat, EngineSession._prove
+
+    def die_of(engine: SimulatedEngine, message: ToEngine) -> None:
+        nonlocal deaths
+        broken = BROKEN_S[0] < asyncio.get_running_loop().time() < BROKEN_S[1]
+        if broken and isinstance(message, Add) and engine.node.name.startswith("worker-0"):
+            deaths += 1
+            engine.kill()
+        else:
+            apply(engine, message)
+
+    async def note(liveness: SimulatedLiveness, state: WorkerState) -> list[str]:
+        if state.worker_id == "worker-0":
+            phases.append(state.phase)
+        return await beat(liveness, state)
+
+    async def proved(session: EngineSession, *arguments: object) -> None:
+        await prove(session, *arguments)  # type: ignore[arg-type]
+        served_at.append(asyncio.get_running_loop().time())
+
+    monkeypatch.setattr(SimulatedEngine, "_apply", die_of)
+    monkeypatch.setattr(SimulatedLiveness, "beat", note)
+    monkeypatch.setattr(EngineSession, "_prove", proved)
+    plans = tuple(plan(number, 1.0 + number / 2, 20) for number in range(REQUESTS))
+    cluster = {"workers": 2, "routers": 1, "rows": 8, "kv_blocks": 200, "backlog": False, "faults": ()}
+    outcome = simulate_scenario(replace(draw(0), plans=plans, **cluster))  # type: ignore[arg-type]
+    assert not outcome.wrong, str(outcome)
+    assert outcome.ends == {End.COMPLETED: REQUESTS}
+    last_failing = max(at for at, phase in enumerate(phases) if phase is WorkerPhase.FAILING)
+    assert WorkerPhase.SERVING in phases[last_failing:]
+    assert served_at[-1] > BROKEN_S[1]
+    # One in service, then one in each step of its own, with pauses that grow.
+    assert 2 <= deaths <= 4
