@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from redis.exceptions import OutOfMemoryError
+
 from broker.commands import Command, Verb
 from broker.connection import REDIS_DOWN
 from broker.messages import AdapterRef, AdapterRequest, WorkerState
 from router.catalog.adapters import check_rank
 from router.catalog.models import Models, ServedModel
 from router.catalog.store_client import ResolvedAdapter, StoreClient
-from rpc.errors import InvalidField, Mismatch, NotFound, Unavailable
+from rpc.errors import Exhausted, InvalidField, Mismatch, NotFound, Unavailable
+
+# Seconds after which an operator may try again to pin an adapter when Redis is out of memory.
+FULL_RETRY_S = 5.0
 
 
 class AdapterCommands:
@@ -21,7 +26,7 @@ class AdapterCommands:
     async def send(self, verb: Verb, tenant: str, name: str, worker_id: str) -> None:
         """Send a command to one worker, or to all of the adapter's base; a pin on all holds for later workers too.
 
-        Raises InvalidField, NotFound, Mismatch or Unavailable.
+        Raises InvalidField, NotFound, Mismatch, Exhausted or Unavailable.
         """
         if not name:
             raise InvalidField("adapter", "name an adapter")
@@ -38,6 +43,9 @@ class AdapterCommands:
             for model, state in await self._workers(resolved, worker_id):
                 if verb is Verb.UNPIN or resolved.ref.rank <= state.max_rank:
                     await model.queue.commands.send(state.incarnation, Command(verb, request))
+        except OutOfMemoryError as error:
+            message = "Redis is out of memory: it cannot keep the pin; raise its maxmemory, or try again"
+            raise Exhausted("redis", message, retry_after_s=FULL_RETRY_S, reason="REDIS_FULL") from error
         except REDIS_DOWN as error:
             raise Unavailable("Redis does not answer", reason="QUEUE_DOWN") from error
 

@@ -7,13 +7,15 @@ import os
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
 
+import grpc
 import pytest
 import pytest_asyncio
-from loraplex.cluster.v1 import cluster_pb2
+from loraplex.cluster.v1 import cluster_pb2, cluster_pb2_grpc
 from typer.testing import CliRunner
 
 from clients.cli.app import app
 from tests.e2e.conftest import TENANT, Cluster, running_cluster, write_hash_adapters
+from tests.e2e.full_cluster import retry_after
 from tests.faulty_store import Fault, FaultyStore
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -136,6 +138,25 @@ async def test_a_pinned_adapter_stays_until_it_is_unpinned(cluster: Cluster, eve
         await ask(cluster, name)
     await eventually(is_gone)
     assert [key async for key in cluster.redis.scan_iter("*:pins")] == []
+
+
+async def test_a_redis_that_is_full_keeps_no_new_pin_and_says_so(cluster: Cluster) -> None:
+    assert (await adapters_command(cluster, "pin", "a"))[0] == 0
+    await cluster.redis.config_set("maxmemory", "1")
+    try:
+        async with grpc.aio.insecure_channel(cluster.local.router) as channel:
+            pin = cluster_pb2_grpc.ClusterServiceStub(channel).PinAdapter
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await pin(cluster_pb2.PinAdapterRequest(adapter="a"), metadata=[("x-loraplex-tenant", TENANT)])
+        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert retry_after(caught.value) > 0
+        code, line = await adapters_command(cluster, "pin", "a")
+        assert code != 0
+        assert "Redis is out of memory" in line
+        # What takes memory away goes on.
+        assert (await adapters_command(cluster, "unpin", "a"))[0] == 0
+    finally:
+        await cluster.redis.config_set("maxmemory", "0")
 
 
 async def test_a_store_that_hangs_delays_no_other_order(
