@@ -66,13 +66,11 @@ class Channel:
         request_serializer: Callable[[Any], bytes],
         response_deserializer: Callable[[bytes], Any],
         **_: object,
-    ) -> Callable[[AsyncIterator[Any]], Call]:
+    ) -> Callable[[], Call]:
         """Return a callable that opens streams, as a generated stub asks for."""
 
-        def call(requests: AsyncIterator[Any]) -> Call:
-            return Call(
-                self._network, self._node, self._address, method, requests, request_serializer, response_deserializer
-            )
+        def call() -> Call:
+            return Call(self._network, self._node, self._address, method, request_serializer, response_deserializer)
 
         return call
 
@@ -91,7 +89,6 @@ class Call:
         node: Node,
         address: str,
         method: str,
-        requests: AsyncIterator[Any],
         write: Callable[[Any], bytes],
         read: Callable[[bytes], Any],
     ) -> None:
@@ -99,11 +96,10 @@ class Call:
         self._node = node
         self._address = address
         self._method = method
-        self._requests = requests
         self._write = write
         self._read = read
         self._stream: Stream | None = None
-        self._pump: asyncio.Task[None] | None = None
+        self._opened = asyncio.Event()
 
     async def __aiter__(self) -> AsyncIterator[Any]:
         """The responses. Raises AioRpcError where the stream can't be opened, or breaks."""
@@ -113,7 +109,7 @@ class Call:
             raise _unavailable()
         node, handlers = found
         stream = self._stream = Stream(self._network, self._node, node)
-        self._pump = self._node.start(self._send(stream))
+        self._opened.set()
         stream.serving = node.start(_serve(stream, handlers[self._method], self._network))
         while True:
             data = await stream.down.arrived.get()
@@ -124,18 +120,23 @@ class Call:
                 return
             yield self._read(data[1:])
 
-    async def _send(self, stream: Stream) -> None:
-        # As grpc does: of a broken call one more request is taken, and lost.
-        async for request in self._requests:
-            if stream.broken:
-                return
-            stream.up.send(b"m" + self._write(request))
-        stream.up.send(_END)
+    async def write(self, request: Any) -> None:
+        """Send a request. Raises InvalidStateError once the stream has broken."""
+        (await self._open()).up.send(b"m" + self._write(request))
+
+    async def done_writing(self) -> None:
+        """Tell that no more requests come."""
+        (await self._open()).up.send(_END)
+
+    async def _open(self) -> Stream:
+        await self._opened.wait()
+        assert self._stream is not None
+        if self._stream.broken:
+            raise asyncio.InvalidStateError("the stream is broken")
+        return self._stream
 
     def cancel(self) -> None:
         """End it from this side."""
-        if self._pump is not None:
-            self._pump.cancel()
         if self._stream is not None:
             self._stream.break_off()
 

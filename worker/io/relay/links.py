@@ -18,7 +18,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator
 from typing import Protocol
 
 import grpc
@@ -88,7 +87,6 @@ class RouterLink:
         self._sent_at = time.monotonic()
         self._closing = False
         self._failed = False  # a stream ended because of an error in this worker
-        self._stream = object()
         self._task = asyncio.create_task(self._run())
 
     def claimed(self, local: LocalJob) -> None:
@@ -143,7 +141,9 @@ class RouterLink:
     async def _serve(self, stub: relay_pb2_grpc.RelayServiceAsyncStub) -> bool:
         """Run one stream until it ends; returns whether the router answered, without an error in this worker."""
         reached, self._failed = False, False
-        call = stub.Connect(self._requests())
+        call = stub.Connect()
+        # grpc makes a task for an iterator of requests, and does not end it when the router dies.
+        writing = asyncio.create_task(self._write(call))
         try:
             async for response in call:
                 reached = True  # the first response is the welcome
@@ -155,7 +155,7 @@ class RouterLink:
             task = asyncio.current_task()
             if task is not None and task.cancelling():
                 raise
-            # The call was cancelled, not this task: grpc ends it so when its requests fail.
+            # The call was cancelled, not this task: its messages could not be made.
             log.info("router %s: link lost (cancelled)", self._address)
         except Exception:
             log.exception("router %s: its messages could not be handled", self._address)
@@ -163,29 +163,28 @@ class RouterLink:
         finally:
             call.cancel()
             self.state.ended()
+            writing.cancel()
+            await asyncio.gather(writing, return_exceptions=True)
         return reached and not self._failed
 
-    async def _requests(self) -> AsyncIterator[pb.ConnectRequest]:
-        """Yield the messages of one stream: the hello, then claims and frames as they come."""
-        # A broken call goes on asking its requests for a while: it must not take what the next stream is to send.
-        stream = self._stream = object()
-        due = self._throttle.due
+    async def _write(self, call: grpc.aio.StreamStreamCall[pb.ConnectRequest, pb.ConnectResponse]) -> None:
+        """Send the messages of one stream: the hello, then claims and frames as they come."""
         try:
-            yield self._hello()
-            while self._stream is stream:
-                if (request := self._next_request()) is not None:
-                    self._sent_at = time.monotonic()
-                    yield request
-                elif self._closing:
-                    return
+            await call.write(self._hello())
+            while (request := self._next_request()) is not None or not self._closing:
+                if request is None:
+                    self._throttle.due.clear()
+                    await self._throttle.due.wait()
                 else:
-                    due.clear()
-                    await due.wait()
-            due.set()  # the wake-up may have been for the stream that took over
-        except Exception:  # grpc does not log it
+                    self._sent_at = time.monotonic()
+                    await call.write(request)
+            await call.done_writing()
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError):  # the stream has ended, as its reader learns
+            return
+        except Exception:
             log.exception("router %s: messages to it could not be made", self._address)
             self._failed = True
-            raise
+            call.cancel()
 
     def _hello(self) -> pb.ConnectRequest:
         """List the jobs of this router; frames tell again of answers that were given back."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import gc
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -92,8 +94,12 @@ class Line:
         self.choice.record(Output(self.choice.sequence_id, at, tuple(range(at, at + count)), None))
         self.links.progressed(self.choice)
 
-    async def close(self) -> None:
+    def forget(self) -> None:
+        """Drop the job: its link ends once it is lost."""
         self._jobs.remove("a", 1)
+
+    async def close(self) -> None:
+        self.forget()
         await self.links.close(1)
 
 
@@ -107,6 +113,23 @@ async def serving() -> AsyncIterator[tuple[Router, str]]:
         yield router, address
     finally:
         await server.stop(0)
+
+
+async def test_a_router_that_is_gone_for_good_leaves_no_task_behind(caplog: pytest.LogCaptureFixture) -> None:
+    """A task that nobody ends is destroyed one day, and Python logs it."""
+    before = asyncio.all_tasks()
+    async with serving() as (router, address):
+        line = Line(address)
+        line.make(5)
+        await router.until(lambda: len(router.ids) == 5)
+    line.forget()
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(5):
+            while asyncio.all_tasks() - before:  # noqa: ASYNC110 — the link ends by itself
+                await asyncio.sleep(0.01)
+    assert asyncio.all_tasks() == before
+    gc.collect()
+    assert [record.getMessage() for record in caplog.records if record.name == "asyncio"] == []
 
 
 async def test_a_link_whose_messages_can_t_be_made_is_opened_again(monkeypatch: pytest.MonkeyPatch) -> None:
