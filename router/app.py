@@ -28,6 +28,7 @@ from router.dispatch.relay import RelayService
 from router.gauges import follow_gauges
 from router.generation.admission import Admission
 from router.generation.generation import Generation
+from router.generation.grammar_proofs import GrammarProofs
 from router.generation.resume import ResumeTokens
 from router.generation.resume_keys import GivenKeys, SharedKeys
 from router.metrics import RouterMetrics
@@ -68,7 +69,7 @@ async def run(settings: Settings) -> None:
         models.queue_of, placer.place, metrics, links=reach.links, why_unservable=models.why_unservable
     )
     relay_service = RelayService(dispatcher, metrics)
-    telemetry, encoder = RequestTelemetry(metrics, spans, models), PromptEncoder()
+    telemetry, encoder, proofs = RequestTelemetry(metrics, spans, models), PromptEncoder(), GrammarProofs()
     public, relay = _public_server(settings, telemetry), Server(options=relay_options())
     resume_keys = _resume_keys(settings, redis)
     following: asyncio.Task[None] | None = None
@@ -80,7 +81,7 @@ async def run(settings: Settings) -> None:
         await resume_keys.look()
         generation = Generation(
             models,
-            Admission(models, store, reply_to, reach, encoder),
+            Admission(models, store, reply_to, reach, encoder, proofs),
             dispatcher,
             ResumeTokens(resume_keys),
             client_stall_s=settings.client_stall_s,
@@ -106,8 +107,8 @@ async def run(settings: Settings) -> None:
             following.cancel()
             await asyncio.gather(following, return_exceptions=True)
         await dispatcher.drain_tasks()
-        encoder.close()
-        relay_service.close()
+        for closing in (encoder, proofs, relay_service):
+            closing.close()
         await relay.stop(1.0)
         await store.close()
         await redis.aclose()

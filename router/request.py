@@ -62,6 +62,9 @@ class Request:
     prompt_logprobs: int | None = None
     # Rank among the tenant's own requests; higher goes first.
     priority: int = 0
+    # The grammar that the answers keep to, and the field of the request that it was made of; empty: none.
+    grammar: str = ""
+    format_field: str = ""
     # Hash of the whole message: two requests with the same fingerprint are the same request.
     fingerprint: str = ""
     # W3C trace context of the request's span; empty: it is not traced.

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from artifacts.hash_model import parse_hash_model
-from worker.engine.hash_tokens import expected_prompt_logprobs, expected_tokens
+from worker.engine.hash_tokens import expected_prompt_logprobs, expected_tokens, matching_after
 from worker.engine_api import Sampling, Stopping, TokenLogprobs
 
 # A token's log probability, and the likeliest tokens at its place as (id, log probability).
@@ -30,6 +30,7 @@ class Asked:
     best_of: int = 1
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    grammar: str = ""
 
 
 @dataclass(frozen=True)
@@ -92,14 +93,18 @@ def _candidate(model: str, asked: Asked, number: int) -> ExpectedChoice:
         stopping=asked.stopping,
         choice=number,
         alternatives=asked.logprobs or 0,
+        grammar=asked.grammar,
     )
     ids = tuple(token for token, _ in made)
     reason, stop = _end(model, asked.stopping, ids)
-    kept, text = len(ids), "".join(map(text_of, ids[:-1] if reason != "length" else ids))
+    silent = reason != "length"
+    if not silent and asked.grammar and matching_after(model, asked.grammar, ids, asked.stopping).complete:
+        reason = "end"
+    kept, text = len(ids), "".join(map(text_of, ids[:-1] if silent else ids))
     # A stop string ends the answer as soon as it is complete: at the first token after which the text has one.
     shown = ""
     for count, token in enumerate(ids, start=1):
-        if count == len(ids) and reason != "length":  # an id without text
+        if count == len(ids) and silent:  # an id without text
             break
         shown += text_of(token)
         found = [(at, -len(string), string) for string in asked.stop if (at := shown.find(string)) >= 0]
@@ -113,7 +118,7 @@ def _candidate(model: str, asked: Asked, number: int) -> ExpectedChoice:
 
 def _end(model: str, stopping: Stopping, ids: Sequence[int]) -> tuple[str, str | int | None]:
     """Return the reason of the model's own end, and the stop token."""
-    if len(ids) > stopping.min_tokens:
+    if ids and len(ids) > stopping.min_tokens:
         if ids[-1] in parse_hash_model(model).end_token_ids and not stopping.ignore_eos:
             return "end", None
         if ids[-1] in stopping.stop_token_ids:

@@ -9,6 +9,7 @@ from loraplex.inference.v1 import inference_pb2 as pb
 
 from artifacts.sampling import LOGIT_BIASES, RANGES, OutOfRangeError, SamplingParams, check_sampling
 from broker.terms import PRIORITY_LIMIT
+from router.api.formats import read_format
 from router.request import (
     ChatMessage,
     Delta,
@@ -39,12 +40,6 @@ CHAT_ROLES = ("system", "user", "assistant")
 _NEUTRAL = SamplingParams()
 
 # Fields of the contract that this version does not serve, with their neutral values: any other value is refused.
-_UNBUILT: dict[str, object] = {
-    "json_schema": None,
-    "regex": None,
-    "grammar": None,
-    "choices": None,
-}
 _UNBUILT_OUTPUT: dict[str, object] = {"echo": False}
 
 
@@ -58,6 +53,7 @@ def read_request(spec: pb.GenerateSpec, tenant: str) -> Request:
     if interval > STREAM_INTERVAL:
         raise InvalidField("output.stream_interval", f"{interval}; at most {STREAM_INTERVAL}")
     n, best_of = _choices(spec.output)
+    format_field, grammar = read_format(spec)
     if abs(spec.priority) > PRIORITY_LIMIT:
         raise InvalidField("priority", f"{spec.priority} is not between -{PRIORITY_LIMIT} and {PRIORITY_LIMIT}")
     return Request(
@@ -80,6 +76,8 @@ def read_request(spec: pb.GenerateSpec, tenant: str) -> Request:
         if spec.output.HasField("prompt_logprobs")
         else None,
         priority=spec.priority,
+        format_field=format_field,
+        grammar=grammar,
         fingerprint=hashlib.sha256(spec.SerializeToString(deterministic=True)).hexdigest(),
     )
 
@@ -121,10 +119,9 @@ def _logprobs(field: str, value: int) -> int:
 def _refuse_unbuilt(spec: pb.GenerateSpec) -> None:
     if spec.HasField("prompt_options"):
         raise NotBuilt("prompt_options")
-    for prefix, message, neutral in (("", spec, _UNBUILT), ("output.", spec.output, _UNBUILT_OUTPUT)):
-        for field, value in message.ListFields():
-            if field.name in neutral and value != neutral[field.name]:
-                raise NotBuilt(prefix + field.name)
+    for field, value in spec.output.ListFields():
+        if field.name in _UNBUILT_OUTPUT and value != _UNBUILT_OUTPUT[field.name]:
+            raise NotBuilt(f"output.{field.name}")
 
 
 def read_prompt(message: pb.GenerateSpec | pb.TokenizeRequest) -> tuple[str, Prompt]:

@@ -11,6 +11,7 @@ from router.catalog.models import Models, ServedModel
 from router.catalog.store_client import StoreClient
 from router.dispatch.reach import RelayReach
 from router.generation.answer_size import check_answer_size
+from router.generation.grammar_proofs import GrammarProofs
 from router.generation.resume import Resumption
 from router.request import Request
 from router.text.prompt_encoder import PromptEncoder
@@ -30,12 +31,14 @@ class Admission:
         reply_to: str,
         reach: RelayReach,
         encoder: PromptEncoder | None = None,
+        proofs: GrammarProofs | None = None,
     ) -> None:
         self._models = models
         self._reach = reach
         self._store = store
         self._reply_to = reply_to
         self._encoder = encoder or PromptEncoder()
+        self._proofs = proofs or GrammarProofs()
 
     async def new_job(self, request: Request, deadline_s: float | None) -> Job:
         """Make the job of a new request. Raises a CallError where it can't be served."""
@@ -45,6 +48,8 @@ class Admission:
         check_rank(adapter, max((state.max_rank for state in workers), default=None))
         # A job that is longer than every worker's KV cache would wait for ever.
         largest = max((state.max_tokens for state in workers), default=model.manifest.context_length)
+        if request.grammar:
+            await self._proofs.check(request.grammar, request.format_field, request.tenant, model.manifest)
         job = await self._job(request, model, adapter, deadline_s, min(model.manifest.context_length, largest))
         check_answer_size(request, len(job.prompt_ids), job.stopping.max_tokens)
         return job
@@ -81,8 +86,11 @@ class Admission:
         prompt_ids = await self._encoder.encode(
             model.text, request.prompt, request.prompt_field, request.tenant, manifest.context_length
         )
-        if not self._models.serving(manifest.name, manifest.digest):
+        serving = self._models.serving(manifest.name, manifest.digest)
+        if not serving:
             raise Unavailable(f"no worker serves {manifest.name} now", reason="NO_WORKER")
+        if request.grammar and not all(state.constrains for state in serving):
+            raise Unavailable("a worker of an older version is still there, which ignores formats", reason="OLD_WORKER")
         self._reach.check(manifest.name)
         stopping = request.stopping
         max_tokens = _max_tokens(request, len(prompt_ids), context)
@@ -114,6 +122,7 @@ class Admission:
             ),
             seed=secrets.randbits(63) if request.seed is None else request.seed,
             deadline_ms=0 if deadline_s is None else max(1, round(deadline_s * 1e3)),
+            grammar=request.grammar,
         )
 
 

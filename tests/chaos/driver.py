@@ -16,6 +16,7 @@ from tests.chaos.history import Answer, History, Observation, Refusal, Request, 
 from tests.chaos.plan import MODEL_NAME, TENANTS, Plan, make_request
 from tests.chaos.tapped_client import TappedClient
 from tests.hash_answers import Logprobs
+from tests.hash_formats import FORMATS
 
 # A request that has no outcome after so long has lost its tokens.
 PATIENCE_S = 60.0
@@ -180,6 +181,7 @@ def options_of(request: Request) -> dict[str, Any]:
         "logit_bias": dict(request.logit_bias),
         **{name: getattr(request, name) for name in named},
         **request.sampling,
+        **({request.format: FORMATS[request.format]} if request.format else {}),
     }
     return {name: value for name, value in options.items() if value is not None and value not in ([], {})}
 

@@ -43,6 +43,8 @@ class Request(msgspec.Struct, frozen=True):
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
     stream_interval: int = 1
+    # A key of tests.hash_formats.FORMATS; empty: none.
+    format: str = ""
 
 
 class Begun(msgspec.Struct, frozen=True, tag=True):

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 
+from artifacts.hash_model import parse_hash_model
 from tests.chaos.history import Request
 from tests.hash_answers import Asked, Expected, ExpectedChoice, expected_answers
-from worker.engine.hash_tokens import expected_ids
+from tests.hash_formats import GRAMMARS
+from worker.engine import hash_tokens
+from worker.engine.hash_tokens import hash_root, id_bytes, matching_after, next_allowed_token
 from worker.engine_api import Sampling, Stopping
 
 
@@ -28,15 +31,13 @@ def _answers(model: str, asked: Asked) -> Expected:
 
 def next_token(model: str, request: Request, choice: int, digest: str, so_far: Sequence[int]) -> int:
     """Return the token that the adapter `digest` would give after `so_far` of this request's answer."""
-    (token,) = expected_ids(
-        model,
-        [*request.prompt.encode(), *so_far],
-        adapter_digest=digest,
-        sampling=_sampling(request),
-        stopping=Stopping(max_tokens=1),
-        choice=truth(model, request, choice).candidate,
-    )
-    return token
+    parsed = parse_hash_model(model)
+    state = hash_root(parsed, digest, _sampling(request), truth(model, request, choice).candidate)
+    state.update(id_bytes([*request.prompt.encode(), *so_far]))
+    if not request.format:
+        return hash_tokens.next_token(parsed, state, len(so_far), ())
+    allowed = matching_after(model, GRAMMARS[request.format], so_far).allowed_ids(frozenset())
+    return next_allowed_token(parsed, state, len(so_far), allowed)
 
 
 def _asked(request: Request) -> Asked:
@@ -50,6 +51,7 @@ def _asked(request: Request) -> Asked:
         request.best_of or request.n,
         request.logprobs,
         request.prompt_logprobs,
+        GRAMMARS[request.format],
     )
 
 

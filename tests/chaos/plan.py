@@ -15,6 +15,7 @@ from artifacts.sampling import RANGES, SamplingParams
 from tests.chaos.history import Request, Revision
 from tests.chaos.oracle import truth
 from tests.hash_answers import text_of
+from tests.hash_formats import FORMATS
 
 # Its own end is beyond most answers, so that some end by it.
 MODEL = "hash:?vocab=32000&seed=1&step_ms=5&end_after=150"
@@ -130,8 +131,13 @@ def make_request(seed: int, number: int, revisions: Sequence[Revision]) -> Reque
         prompt_logprobs=rng.choice((0, 2)) if rng.random() < 0.2 else None,
         skip_special_tokens=rng.random() < 0.9,
         stream_interval=rng.choice((2, 5)) if rng.random() < 0.1 else 1,
+        format=_format(random.Random(f"format {seed} {number}")),
     )
     return _with_stop(rng, request)
+
+
+def _format(rng: random.Random) -> str:
+    return rng.choice(list(FORMATS)) if rng.random() < 0.15 else ""
 
 
 def _sampling(rng: random.Random) -> dict[str, float | int]:

@@ -25,7 +25,8 @@ from loraplex_client import (
 )
 
 from tests.e2e.conftest import Cluster, running_cluster, write_hash_adapters
-from worker.engine.hash_tokens import expected_ids
+from tests.hash_formats import FORMATS, GRAMMARS
+from worker.engine.hash_tokens import expected_ids, matching_after
 from worker.engine_api import Sampling, Stopping
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -155,6 +156,12 @@ async def test_bad_requests_get_the_status_of_the_table(cluster: Cluster) -> Non
         ({"n": 3, "best_of": 2}, InvalidRequestError, "output.best_of"),
         ({"logprobs": 21}, InvalidRequestError, "output.logprobs"),
         ({"echo": True}, NotImplementedByServerError, "output.echo"),
+        ({"regex": "(?=a)"}, InvalidRequestError, "regex: look-around"),
+        (
+            {"json_schema": '{"properties": {"a": {"not": {}}}}'},
+            InvalidRequestError,
+            "properties.a.not",
+        ),
     ]
     for options, error, names in cases:
         with pytest.raises(error, match=names):
@@ -233,3 +240,18 @@ async def test_operators_see_the_jobs_and_queues(cluster: Cluster) -> None:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await stub.DrainWorker(cluster_pb2.DrainWorkerRequest())
         assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+async def test_an_answer_keeps_to_its_format(cluster: Cluster, kind: str) -> None:
+    stopping, sampling = Stopping(max_tokens=100), Sampling(temperature=0.9, seed=3)
+    answer = await cluster.client.generate(
+        "x", max_new_tokens=100, n=2, temperature=0.9, seed=3, **{kind: FORMATS[kind]}
+    )
+    for number, choice in enumerate(answer.choices):
+        made = expected_ids(
+            MODEL, list(b"x"), sampling=sampling, stopping=stopping, choice=number, grammar=GRAMMARS[kind]
+        )
+        assert tuple(choice.token_ids) == made
+        complete = matching_after(MODEL, GRAMMARS[kind], made).complete
+        assert choice.finish_reason is (FinishReason.END if complete else FinishReason.LENGTH)

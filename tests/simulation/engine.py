@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from random import Random
 
 from tests.simulation.loop import NODE, Node
@@ -25,7 +25,7 @@ class VirtualLoads:
     most = 4
     chance = Random(0)
 
-    def __init__(self, on_ended: Callable[[], None]) -> None:
+    def __init__(self, on_ended: Callable[[], None], threads: int = 4) -> None:
         self._on_ended = on_ended
         self._results: list[tuple[str, int | Exception]] = []
 
@@ -48,6 +48,23 @@ class VirtualLoads:
 
     def close(self) -> None:
         """See Loads."""
+
+
+class InlineProver:
+    """Stands in for artifacts.grammars.prover.Prover, without a child process: all that is drawn compiles."""
+
+    def __init__(self, size: int, special: Mapping[int, str]) -> None:
+        """Take what Prover takes."""
+
+    def known(self, grammar: str) -> bool:
+        """See Prover."""
+        return True
+
+    def prove(self, grammar: str, path: str = "") -> None:
+        """See Prover."""
+
+    def close(self) -> None:
+        """See Prover."""
 
 
 class SimulatedEngine:

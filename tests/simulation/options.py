@@ -9,6 +9,7 @@ from typing import Any
 from artifacts.sampling import RANGES, SamplingParams
 from router.request import Request
 from tests.hash_answers import Asked, expected_answers, text_of
+from tests.hash_formats import FORMATS, GRAMMARS
 from worker.engine_api import Sampling, Stopping
 
 
@@ -28,6 +29,7 @@ def asked_of(request: Request, adapter_digest: str) -> Asked:
         request.best_of,
         request.logprobs,
         request.prompt_logprobs,
+        request.grammar,
     )
 
 
@@ -48,6 +50,11 @@ def draw_options(chance: Random, request: Request, adapter_digest: str, model: s
         stream_interval=chance.choice((1, 1, 1, 2, 5)),
         skip_special_tokens=chance.random() < 0.8,
     )
+    # Of its own chance, so that older seeds draw what they drew before there were formats.
+    own = Random(f"format {request.prompt}")
+    if own.random() < 0.15:
+        field = own.choice(list(FORMATS))
+        request = replace(request, format_field=field, grammar=GRAMMARS[field])
     return _with_stop(chance, request, adapter_digest, model)
 
 

@@ -17,6 +17,7 @@ from unittest import mock
 import grpc
 
 from artifacts.base_model import read_base_model
+from artifacts.grammars.prover import Prover
 from artifacts.revision import CONFIG_FILE, WEIGHTS_FILE
 from broker.liveness import Liveness
 from broker.messages import Job
@@ -45,6 +46,7 @@ _REPLACED = (
     (JobQueue, SimulatedQueue),
     (Liveness, SimulatedLiveness),
     (LoaderThreads, engine.VirtualLoads),
+    (Prover, engine.InlineProver),
 )
 
 

@@ -6,11 +6,16 @@ from collections.abc import Callable
 
 import torch
 
+from artifacts.checkpoint import read_small_file
+from artifacts.grammars.errors import GrammarError
+from artifacts.grammars.prover import Prover
+from artifacts.grammars.vocabulary import read_vocabulary, special_tokens
 from worker.engine.adapter_cache.loading import LoaderThreads
 from worker.engine.adapter_cache.operated_cache import OperatedCache
 from worker.engine.attention.kv_cache import KvCache, fitting_blocks
 from worker.engine.device.cores import keep_to_one_core
 from worker.engine.device.memory import available_bytes
+from worker.engine.grammar.grammars import GrammarThread
 from worker.engine.lora.adapter_layers import AdapterLayers
 from worker.engine.lora.adapter_memory import PackedAdapter, TorchAdapterMemory
 from worker.engine.lora.weights import read_source
@@ -57,11 +62,14 @@ def build_engine(
     adapters = _adapter_cache(loaded, lora, base, config, on_loaded)
     torch.set_num_threads(config.threads or (1 if small else _CORES))
     chunk_sizer = ChunkSizer() if paced else None
-    scheduler = Scheduler(limits, loaded.end_token_ids, config.step_tokens, adapters, chunk_sizer, on_begun)
+    grammars = _grammars(loaded, on_loaded)
+    scheduler = Scheduler(
+        limits, loaded.end_token_ids, config.step_tokens, adapters, chunk_sizer, on_begun, grammars=grammars
+    )
     if ahead is None:
         ahead = loaded.device.type == "cuda"
     runner = Runner(loaded, cache, lora, limits.rows, limits.max_tokens, ahead=ahead)
-    return TorchEngine(limits, scheduler, runner, adapters, chunk_sizer, ahead=ahead)
+    return TorchEngine(limits, scheduler, runner, adapters, grammars, chunk_sizer, ahead=ahead)
 
 
 def adapter_layers(loaded: LoadedModel, config: EngineConfig) -> AdapterLayers:
@@ -84,6 +92,21 @@ def adapter_layers(loaded: LoadedModel, config: EngineConfig) -> AdapterLayers:
         raise ModelUnusableError(
             f"{slots} adapter slots of rank {max_rank} do not fit in the memory of {device}; use fewer, or a lower rank"
         ) from None
+
+
+def _grammars(loaded: LoadedModel, on_compiled: Callable[[], None]) -> GrammarThread:
+    """Return what compiles formats; a model without a tokenizer.json serves none."""
+
+    def tokenizer() -> bytes:
+        if not (loaded.directory / "tokenizer.json").is_file():
+            raise GrammarError("format", "the model has no tokenizer.json, without which it serves no formats")
+        return read_small_file(loaded.directory / "tokenizer.json")
+
+    return GrammarThread(
+        lambda: read_vocabulary(tokenizer(), loaded.vocab_size, loaded.end_token_ids),
+        lambda: Prover(loaded.vocab_size, special_tokens(tokenizer())),
+        LoaderThreads(on_compiled, threads=1, prepare=keep_to_one_core),
+    )
 
 
 def _limits(loaded: LoadedModel, config: EngineConfig) -> EngineLimits:

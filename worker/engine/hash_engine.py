@@ -14,15 +14,19 @@ from collections.abc import Callable
 from io import SEEK_END
 from pathlib import Path
 
+from artifacts.grammars.prover import Prover
+from artifacts.grammars.vocabulary import hash_vocabulary
 from artifacts.hash_model import HashModel, parse_hash_model
 from artifacts.revision import CONFIG_FILE, WEIGHTS_FILE
 from worker.engine.adapter_cache.loading import LoaderThreads
 from worker.engine.adapter_cache.operated_cache import OperatedCache
-from worker.engine.hash_tokens import Hash, hash_logprobs, hash_root, id_bytes, next_token
-from worker.engine.scheduling.batch import Batch
+from worker.engine.grammar.grammars import GrammarThread
+from worker.engine.grammar.state import GrammarState
+from worker.engine.hash_tokens import Hash, hash_logprobs, hash_root, id_bytes, next_allowed_token, next_token
+from worker.engine.scheduling.batch import Batch, Row
 from worker.engine.scheduling.scheduler import Scheduler
 from worker.engine.scheduling.sequence import Sequence
-from worker.engine_api import AdapterSource, NewSequence, Output, TokenLogprobs
+from worker.engine_api import AdapterSource, Failure, NewSequence, Output, TokenLogprobs
 from worker.engine_api.config import EngineConfig, EngineLimits
 from worker.engine_api.stats import EngineStats
 
@@ -51,8 +55,16 @@ class HashEngine:
             LoaderThreads(on_loaded),
             config.host_adapter_bytes or _HOST_BYTES,
         )
+        self._grammars = GrammarThread(
+            lambda: hash_vocabulary(model), lambda: Prover(model.vocab, {}), LoaderThreads(on_loaded, threads=1)
+        )
         self._scheduler = Scheduler(
-            self._limits, model.end_token_ids, config.step_tokens, self._adapters, on_begun=on_begun
+            self._limits,
+            model.end_token_ids,
+            config.step_tokens,
+            self._adapters,
+            on_begun=on_begun,
+            grammars=self._grammars,
         )
 
     @property
@@ -91,10 +103,7 @@ class HashEngine:
         batch = self._scheduler.schedule()
         if batch:
             _inject_fault(self._model, batch)
-            sampled = [self._next(row.sequence) for row in batch.rows if row.samples]
-            outputs += self._scheduler.commit(
-                batch, [token for token, _ in sampled], [logprobs for _, logprobs in sampled]
-            )
+            outputs += self._commit(batch, [row for row in batch.rows if row.samples])
             if self._step_s:
                 time.sleep(max(0.0, began + self._step_s - time.monotonic()))
         return outputs
@@ -108,10 +117,17 @@ class HashEngine:
         self._scheduler.check()
 
     def close(self) -> None:
-        """End the loader thread."""
+        """End the threads."""
+        self._grammars.close()
         self._adapters.close()
 
-    def _next(self, sequence: Sequence) -> tuple[int, TokenLogprobs | None]:
+    def _commit(self, batch: Batch, sampling: list[Row]) -> list[Output]:
+        sampled = [self._next(row.sequence) for row in sampling]
+        failures = {row: token for row, (token, _) in zip(sampling, sampled, strict=True) if isinstance(token, Failure)}
+        ids = [token if isinstance(token, int) else -1 for token, _ in sampled]
+        return self._scheduler.commit(batch, ids, [logprobs for _, logprobs in sampled], failures)
+
+    def _next(self, sequence: Sequence) -> tuple[int | Failure, TokenLogprobs | None]:
         # The hash of all ids so far stays with the sequence, so that a token costs the same at any length.
         state: Hash | None = sequence.engine_state
         if state is None:
@@ -119,7 +135,15 @@ class HashEngine:
             digest = spec.adapter.digest if spec.adapter else ""
             state = sequence.engine_state = hash_root(self._model, digest, spec.sampling, spec.choice)
             state.update(id_bytes(sequence.ids))
-        token = next_token(self._model, state, sequence.answered, sequence.banned_ids(sequence.answered))
+        banned = sequence.banned_ids(sequence.answered)
+        grammar = sequence.grammar
+        if isinstance(grammar, GrammarState):
+            allowed = grammar.allowed_ids(banned)
+            if not len(allowed):
+                return grammar.problem(), None
+            token = next_allowed_token(self._model, state, sequence.answered, allowed)
+        else:
+            token = next_token(self._model, state, sequence.answered, banned)
         logprobs = None
         if sequence.spec.logprobs is not None:
             logprobs = hash_logprobs(self._model, token, state.digest()[0], sequence.spec.logprobs)

@@ -8,7 +8,12 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import fields
 from typing import Protocol
 
+import numpy as np
+
+from artifacts.grammars.matching import compile_grammar
+from artifacts.grammars.vocabulary import hash_vocabulary
 from artifacts.hash_model import HashModel, parse_hash_model
+from worker.engine.grammar.state import GrammarState
 from worker.engine_api import Sampling, Stopping, TokenLogprobs
 
 # Numbers of a request that change the logits, and all others, which only choose among them; new fields are among these.
@@ -35,10 +40,17 @@ def expected_ids(
     sampling: Sampling | None = None,
     stopping: Stopping | None = None,
     choice: int = 0,
+    grammar: str = "",
 ) -> tuple[int, ...]:
     """Return the whole answer of the model `spec` (`hash:?...`), ending token included. Raises ArtifactError."""
     answer = expected_tokens(
-        spec, prompt_ids, adapter_digest=adapter_digest, sampling=sampling, stopping=stopping, choice=choice
+        spec,
+        prompt_ids,
+        adapter_digest=adapter_digest,
+        sampling=sampling,
+        stopping=stopping,
+        choice=choice,
+        grammar=grammar,
     )
     return tuple(token for token, _ in answer)
 
@@ -52,6 +64,7 @@ def expected_tokens(
     stopping: Stopping | None = None,
     choice: int = 0,
     alternatives: int = 0,
+    grammar: str = "",
 ) -> list[tuple[int, TokenLogprobs]]:
     """Return the whole answer like `expected_ids`, each token with its log probabilities. Raises ArtifactError."""
     model = parse_hash_model(spec)
@@ -60,15 +73,30 @@ def expected_tokens(
     ends |= set(stopping.stop_token_ids)
     state = hash_root(model, adapter_digest, sampling or Sampling(), choice)
     state.update(id_bytes(prompt_ids))
+    matching = matching_after(spec, grammar, (), stopping) if grammar else None
     answer: list[tuple[int, TokenLogprobs]] = []
-    while len(answer) < stopping.max_tokens:
-        may_end = len(answer) >= stopping.min_tokens
-        token = next_token(model, state, len(answer), () if may_end else ends)
+    while (answered := len(answer)) < stopping.max_tokens:
+        may_end = answered >= stopping.min_tokens
+        if matching is None:
+            token = next_token(model, state, answered, () if may_end else ends)
+        else:
+            allowed = matching.allowed_ids(frozenset() if may_end else frozenset(ends))
+            token = next_allowed_token(model, state, answered, allowed)
+            matching.advance(token)
         answer.append((token, hash_logprobs(model, token, state.digest()[0], alternatives)))
-        if may_end and token in ends:
+        if (may_end and token in ends) or (matching is not None and matching.complete):
             break
         state.update(id_bytes((token,)))
     return answer
+
+
+def matching_after(spec: str, grammar: str, ids: Iterable[int], stopping: Stopping | None = None) -> GrammarState:
+    """Return the state inside a grammar after these ids of an answer."""
+    vocabulary = hash_vocabulary(parse_hash_model(spec))
+    matcher = compile_grammar(vocabulary.tokens, grammar)
+    state = GrammarState(matcher, vocabulary, hides_end=stopping is not None and stopping.ignore_eos)
+    state.replay(ids)
+    return state
 
 
 def expected_prompt_logprobs(spec: str, prompt_ids: Sequence[int], alternatives: int) -> tuple[TokenLogprobs, ...]:
@@ -110,6 +138,20 @@ def next_token(model: HashModel, state: Hash, answered: int, banned: Collection[
     while banned and token in banned:
         token = (token + 1) % span
     return token
+
+
+def next_allowed_token(model: HashModel, state: Hash, answered: int, allowed: np.ndarray) -> int:
+    """Return the token after `answered` tokens of those that a grammar allows; there is one at least.
+
+    The end token comes where end_after says, if it may, and where nothing else may.
+    """
+    if model.end_after:
+        end = model.vocab - 1
+        if answered + 1 == model.end_after and end in allowed:
+            return end
+        others = allowed[allowed != end]
+        allowed = others if len(others) else allowed
+    return int(allowed[int.from_bytes(state.digest(), "little") % len(allowed)])
 
 
 def hash_logprobs(model: HashModel, token: int, number: int, alternatives: int) -> TokenLogprobs:

@@ -12,6 +12,7 @@ import time
 
 from worker.engine.adapter_cache.operated_cache import OperatedCache
 from worker.engine.device.out_of_memory import is_out_of_memory
+from worker.engine.grammar.grammars import GrammarThread
 from worker.engine.lora.adapter_memory import PackedAdapter
 from worker.engine.model.runner import Runner
 from worker.engine.sampling.step import InFlight
@@ -41,6 +42,7 @@ class TorchEngine:
         scheduler: Scheduler,
         runner: Runner,
         adapters: OperatedCache[PackedAdapter],
+        grammars: GrammarThread,
         chunk_sizer: ChunkSizer | None,
         *,
         ahead: bool,
@@ -49,6 +51,7 @@ class TorchEngine:
         self._scheduler = scheduler
         self._runner = runner
         self._adapters = adapters
+        self._grammars = grammars
         self._chunk_sizer = chunk_sizer
         self._timer = StepTimer()
         self._ahead = ahead
@@ -123,5 +126,7 @@ class TorchEngine:
         self._scheduler.check()
 
     def close(self) -> None:
-        """End the loader threads. The memory is freed with the engine."""
+        """End the threads. The memory is freed with the engine."""
+        self._runner.close()
+        self._grammars.close()
         self._adapters.close()

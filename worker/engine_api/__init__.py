@@ -146,6 +146,7 @@ FailureReason = Literal[
     "WRONG_BASE",
     # of the engine
     "GRAMMAR_FAILED",
+    "GRAMMAR_NOT_READY",
     "NAN_LOGITS",
     "OUT_OF_MEMORY",
     "SAMPLING_FAILED",

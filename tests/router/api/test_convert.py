@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 from loraplex.inference.v1 import inference_pb2 as pb
 
+from artifacts.grammars.build import json_grammar
+from artifacts.grammars.json_schema import JsonStyle
 from router.api.convert import read_request
 from rpc.errors import InvalidField
 
@@ -13,3 +15,29 @@ def test_priority_has_its_range() -> None:
     assert read_request(pb.GenerateSpec(prompt="x", priority=-100), "acme").priority == -100
     with pytest.raises(InvalidField, match="priority: 101 is not between -100 and 100"):
         read_request(pb.GenerateSpec(prompt="x", priority=101), "acme")
+
+
+def test_a_format_becomes_the_grammar_of_the_request() -> None:
+    schema = '{"type": "object", "properties": {"b": {"type": "null"}, "a": {"type": "null"}}}'
+    plain = read_request(pb.GenerateSpec(prompt="x", json_schema=schema), "acme")
+    assert (plain.format_field, plain.grammar) == ("json_schema", json_grammar(schema))
+    style = pb.JsonStyle(whitespace=pb.JSON_WHITESPACE_FLEXIBLE, property_order=pb.PROPERTY_ORDER_SORTED)
+    styled = read_request(pb.GenerateSpec(prompt="x", json_schema=schema, json_style=style), "acme")
+    assert styled.grammar == json_grammar(schema, JsonStyle(flexible=True, sorted_properties=True))
+    chosen = read_request(pb.GenerateSpec(prompt="x", choices=pb.Choices(values=["a", "b"])), "acme")
+    assert chosen.format_field == "choices.values"
+    assert read_request(pb.GenerateSpec(prompt="x"), "acme").grammar == ""
+
+
+@pytest.mark.parametrize(
+    ("spec", "refusal"),
+    [
+        (pb.GenerateSpec(prompt="x", json_schema='{"not": {}}'), "json_schema.not: is not enforced here"),
+        (pb.GenerateSpec(prompt="x", regex="a" * 70_000), "regex: 70000 bytes; at most 65536"),
+        (pb.GenerateSpec(prompt="x", choices=pb.Choices()), "choices.values: 0 choices"),
+        (pb.GenerateSpec(prompt="x", regex="a", json_style=pb.JsonStyle()), "json_style: is for a json_schema alone"),
+    ],
+)
+def test_a_bad_format_is_refused_by_its_field(spec: pb.GenerateSpec, refusal: str) -> None:
+    with pytest.raises(InvalidField, match=refusal):
+        read_request(spec, "acme")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -9,10 +10,12 @@ from typing import Any
 import msgspec
 import pytest
 
+from artifacts.grammars.build import regex_grammar
 from broker.messages import AdapterRef, Job
 from router.catalog.store_client import Manifest
 from router.dispatch.reach import RelayReach
 from router.generation.admission import DEFAULT_MAX_TOKENS, Admission
+from router.generation.grammar_proofs import GrammarProofs
 from router.generation.resume import Began, ResumeClaims, Resumption
 from router.request import Received, Request, Stopping
 from router.text.tokenizer import HashText
@@ -30,7 +33,7 @@ class Cluster:
 
     def __init__(self) -> None:
         self.served = {"tiny": SimpleNamespace(manifest=MANIFEST, text=HashText(MANIFEST.vocab_size))}
-        self.workers = [SimpleNamespace(max_rank=16, max_tokens=200)]
+        self.workers = [SimpleNamespace(max_rank=16, max_tokens=200, constrains=True)]
         self.unservable: CallError | None = None
 
     def with_digest(self, name: str, digest: str) -> Any:
@@ -56,9 +59,11 @@ def cluster() -> Cluster:
 
 
 @pytest.fixture
-def admission(cluster: Any) -> Admission:
+def admission(cluster: Any) -> Iterator[Admission]:
     store: Any = None  # no request of these tests names an adapter
-    return Admission(cluster, store, "router:1", RelayReach())
+    proofs = GrammarProofs()
+    yield Admission(cluster, store, "router:1", RelayReach(), proofs=proofs)
+    proofs.close()
 
 
 async def refusal(admission: Admission, request: Request) -> CallError:
@@ -139,3 +144,22 @@ async def test_what_can_not_be_resumed_is_refused(admission: Admission, cluster:
     cluster.unservable = Unavailable("the only worker that is large enough restarts", reason="NO_WORKER_FITS")
     with pytest.raises(Unavailable, match="restarts"):
         await resumed(admission)
+
+
+async def test_a_format_is_proven_before_its_job_is_made(admission: Admission) -> None:
+    request = replace(REQUEST, format_field="regex", grammar=regex_grammar("[0-9]+"))
+    assert (await admission.new_job(request, None)).grammar == request.grammar
+    error = await refusal(admission, replace(request, grammar=regex_grammar("(a")))
+    assert (type(error), error.reason) == (InvalidField, "INVALID_FORMAT")
+    assert "regex: unclosed group" in str(error)
+
+
+async def test_a_format_waits_until_no_worker_would_ignore_it(admission: Admission, cluster: Cluster) -> None:
+    cluster.workers.append(SimpleNamespace(max_rank=16, max_tokens=200, constrains=False))
+    request = replace(REQUEST, format_field="regex", grammar=regex_grammar("[0-9]+"))
+    error = await refusal(admission, request)
+    assert (type(error), error.reason) == (Unavailable, "OLD_WORKER")
+    resumption = Resumption(CLAIMS, {})
+    with pytest.raises(Unavailable, match="older version"):
+        await admission.resumed_job(request, resumption, None)
+    assert (await admission.new_job(REQUEST, None)).grammar == ""

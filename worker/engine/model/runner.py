@@ -13,6 +13,7 @@ from torch import Tensor
 
 from worker.engine.attention.kv_cache import KvCache
 from worker.engine.device.transfer import upload
+from worker.engine.grammar.masks import NO_MASKS, MaskFiller
 from worker.engine.lora.adapter_layers import AdapterLayers
 from worker.engine.model.cuda_graphs import DecodeGraphs, capture_decodes
 from worker.engine.model.decode_buffers import DecodeBuffers
@@ -39,6 +40,7 @@ class Runner:
         self._device = loaded.device
         self._cache = cache
         self._lora = lora
+        self._masks = MaskFiller()
         self._buffers: DecodeBuffers | None = None
         self._graphs: DecodeGraphs | None = None
         if loaded.device.type == "cuda":
@@ -57,6 +59,7 @@ class Runner:
     @torch.inference_mode()
     def launch(self, batch: Batch) -> InFlight:
         """Compute the rows' keys, values and next ids. An error for lack of memory leaves nothing behind."""
+        masks = self._masks.begin(batch)
         if self._buffers is not None and _is_decode(batch):
             logits = self._decode(self._buffers, batch)
         else:
@@ -67,8 +70,12 @@ class Runner:
             inputs = step_inputs(batch, self._cache, self._device)
             self._put_sampled_ids(inputs.input_ids[0], batch)
             logits = self._forward(inputs)
-        self._last = launch_sampling(logits, batch, wait=not self._ahead)
+        self._last = launch_sampling(logits, batch, masks.result() if masks else NO_MASKS, wait=not self._ahead)
         return self._last
+
+    def close(self) -> None:
+        """End the thread that fills masks."""
+        self._masks.close()
 
     def _put_sampled_ids(self, input_ids: Tensor, batch: Batch) -> None:
         """Write what the last launch sampled where input_ids [tokens] have placeholders."""

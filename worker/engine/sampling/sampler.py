@@ -1,7 +1,7 @@
 """Choosing the next token of each row by its own parameters: greedy, or seeded sampling within its limits.
 
-    logits ──▶ adjustments ──▶ greedy: the best
-                          └──▶ / temperature ──▶ limits ──▶ + noise of (seed, choice, position): the best
+    logits ──▶ adjustments ──▶ grammar ──▶ greedy: the best
+                                      └──▶ / temperature ──▶ limits ──▶ + noise of (seed, choice, position): the best
 
 A batch of plain greedy rows costs one pass over the logits.
 """
@@ -11,11 +11,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from worker.engine.device.transfer import upload
 from worker.engine.sampling.adjustments import Adjustments, adjust_logits
+from worker.engine.sampling.allowed import forbid_ids
 from worker.engine.sampling.limits import limits_likeliest, mask_atypical, smallest_kept
 from worker.engine.sampling.noise import gumbel_noise, row_key
 from worker.engine_api import Sampling
@@ -38,6 +40,13 @@ class Draw:
     position: int
     banned_ids: frozenset[int] = frozenset()
     adjustments: Adjustments | None = None
+    # The ids that the answer's grammar allows: a bit for each, int32 [words]; None: all.
+    allowed: np.ndarray | None = None
+
+    @property
+    def changes_logits(self) -> bool:
+        """Tell whether the logits change before the choice."""
+        return bool(self.adjustments or self.banned_ids) or self.allowed is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,16 +68,13 @@ def sample(logits: Tensor, draws: Sequence[Draw], *, wait: bool = True) -> Tenso
     # max returns NaN if there is any; where all logits are -inf there is nothing to choose from either.
     usable = best.isfinite()
     random = [row for row, draw in enumerate(draws) if draw.sampling.temperature > 0]
-    adjusted = [
-        row
-        for row, draw in enumerate(draws)
-        if not draw.sampling.temperature > 0 and (draw.adjustments or draw.banned_ids)
-    ]
+    adjusted = [row for row, draw in enumerate(draws) if not draw.sampling.temperature > 0 and draw.changes_logits]
     if random or adjusted:
         index = upload(random + adjusted, logits.device)
         some = [draws[row] for row in random + adjusted]
         scores = logits[index].float()
         adjust_logits(scores, [draw.adjustments for draw in some], [draw.banned_ids for draw in some])
+        forbid_ids(scores, [draw.allowed for draw in some])
         best, picked = scores.max(dim=-1)
         usable[index] &= best.isfinite()
         if random:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from worker.engine.device.out_of_memory import is_out_of_memory
 from worker.engine.device.transfer import download, record_event, upload
+from worker.engine.grammar.masks import NO_MASKS, Masks
 from worker.engine.sampling.adjustments import Adjustments
 from worker.engine.sampling.logprobs import PendingLogprobs, token_logprobs
 from worker.engine.sampling.sampler import Draw, sample
@@ -73,19 +74,19 @@ class InFlight:
         return Sampled(ids, self.failures, logprobs)
 
 
-def launch_sampling(logits: Tensor, batch: Batch, *, wait: bool) -> InFlight:
+def launch_sampling(logits: Tensor, batch: Batch, masks: Masks = NO_MASKS, *, wait: bool) -> InFlight:
     """Sample from logits [wanted, vocab], which has, row by row, prompt positions, then the position that samples.
 
-    Without `wait` the host never waits for the device.
+    `masks` are of the batch's rows with a grammar. Without `wait` the host never waits for the device.
     """
-    failures: dict[Row, Failure] = {}
+    failures = dict(masks.failures)
     rows = [row for row in batch.rows if row.samples]
     prompts: list[tuple[Row, PendingLogprobs]] = []
     if len(rows) < len(logits):
         logits, prompts = _take_prompts(logits, batch, failures)
     ids = logits.new_full((len(rows),), -1, dtype=torch.int64)
     for part, chosen in _each_alone(
-        lambda part: sample(logits[part], [_draw(row) for row in rows[part]], wait=wait), rows, failures
+        lambda part: sample(logits[part], [_draw(row, masks) for row in rows[part]], wait=wait), rows, failures
     ):
         ids[part] = chosen
     logprobs = _logprobs(logits, rows, ids, failures)
@@ -164,7 +165,7 @@ def _fail(row: Row, error: Exception, failures: dict[Row, Failure]) -> None:
     failures[row] = _SAMPLING_FAILED
 
 
-def _draw(row: Row) -> Draw:
+def _draw(row: Row, masks: Masks) -> Draw:
     sequence = row.sequence
     spec = sequence.spec
     adjustments: Adjustments | None = None
@@ -173,4 +174,7 @@ def _draw(row: Row) -> Draw:
             spec.sampling, sequence.prompt_length
         )
         adjustments.catch_up(sequence.ids)
-    return Draw(spec.sampling, spec.choice, row.start + row.count, sequence.banned_ids(row.answered), adjustments)
+    allowed = masks.allowed.get(row)
+    # The mask forbids the banned ids as well, where the grammar allows others.
+    banned = sequence.banned_ids(row.answered) if allowed is None else frozenset[int]()
+    return Draw(spec.sampling, spec.choice, row.start + row.count, banned, adjustments, allowed)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from worker.engine.scheduling.batch import Batch
+from worker.engine.scheduling.running import RunningSequences, by_rank
+from worker.engine.scheduling.sequence import Sequence
 from worker.engine_api.config import EngineLimits
 
 
@@ -14,13 +17,22 @@ class MemoryCeilings:
         self.rows = limits.rows
         self.chunk_tokens = self._unlimited_tokens
 
-    def halve_chunks(self, tokens: int) -> None:
-        """Allow half of the `tokens` for which memory was not enough."""
-        self.chunk_tokens = tokens // 2
+    def lower(self, batch: Batch, running: RunningSequences) -> Sequence | None:
+        """Make the next batch smaller than this one, for which memory was not enough; return one that was alone.
 
-    def keep_rows(self, rows: int) -> None:
-        """Allow as many sequences as still run, so that the place of a preempted one is not taken."""
-        self.rows = rows
+        Where chunks were most of it, they are halved from now on; else the last sequence in rank is preempted, and its
+        place stays empty.
+        """
+        chunk_tokens = batch.tokens - batch.decodes
+        if chunk_tokens > batch.decodes:
+            self.chunk_tokens = chunk_tokens // 2
+            return None
+        last = max((row.sequence for row in batch.rows), key=by_rank)
+        if len(batch.rows) == 1:
+            return last
+        running.preempt(last)
+        self.rows = len(running)
+        return None
 
     def lift(self) -> None:
         """Allow one more sequence and twice the tokens, because a sequence has ended and freed its memory."""

@@ -24,23 +24,17 @@ from worker.engine.scheduling.batch import Batch, Row
 from worker.engine.scheduling.batch_plan import BatchPlan
 from worker.engine.scheduling.blocks import BlockIntegrityError, BlockManager
 from worker.engine.scheduling.chunk_sizer import ChunkBudget, ChunkSizer
+from worker.engine.scheduling.grammar_demand import AnswerGrammar, Grammars, NoGrammars
 from worker.engine.scheduling.memory_ceilings import MemoryCeilings
 from worker.engine.scheduling.outputs import OUT_OF_MEMORY, adapter_failure, output_of
 from worker.engine.scheduling.residency import Residency
 from worker.engine.scheduling.row_shares import RUN_TOKENS, RowShares
-from worker.engine.scheduling.running import RunningSequences, by_rank
+from worker.engine.scheduling.running import RunningSequences
 from worker.engine.scheduling.sequence import Sequence, SequenceState
 from worker.engine.scheduling.statistics import Counters, engine_stats
 from worker.engine.scheduling.validate import check_sequence
 from worker.engine.scheduling.waiting import WaitingSequences
-from worker.engine_api import (
-    Failure,
-    FinishKind,
-    NewSequence,
-    Output,
-    SequenceRefusedError,
-    TokenLogprobs,
-)
+from worker.engine_api import Failure, FinishKind, NewSequence, Output, SequenceRefusedError, TokenLogprobs
 from worker.engine_api.config import EngineLimits
 from worker.engine_api.stats import EngineStats
 
@@ -62,6 +56,7 @@ class Scheduler:
         chunk_sizer: ChunkSizer | None = None,
         on_begun: Callable[[str], None] = lambda sequence_id: None,
         run_tokens: int = RUN_TOKENS,
+        grammars: Grammars | None = None,
     ) -> None:
         self.limits = limits
         # A row that prefills leaves at most rows - 1 decodes: with so many tokens it always advances.
@@ -69,6 +64,7 @@ class Scheduler:
         self.blocks = BlockManager(limits.blocks, limits.block_size)
         self._end_ids = frozenset(end_token_ids)
         self._residency = residency
+        self._grammars = grammars or NoGrammars()
         self._chunk_sizer = chunk_sizer
         self._sequences: dict[str, Sequence] = {}
         shares = RowShares(run_tokens)
@@ -94,7 +90,10 @@ class Scheduler:
             self._complete.append(output_of(sequence, (), finish))
             return
         self._sequences[spec.sequence_id] = sequence
-        self._waiting.enter(sequence)
+        if spec.grammar:
+            self._grammars.request(spec)
+        else:
+            self._waiting.enter(sequence)
 
     def abort(self, sequence_id: str) -> None:
         """Forget a sequence and free all it holds; unknown ids are ignored."""
@@ -114,11 +113,14 @@ class Scheduler:
 
     def has_work(self) -> bool:
         """Tell whether take_arrivals or schedule would do anything now."""
-        return bool(self._running or self._complete or self._waiting.any_ready) or self._residency.has_work()
+        busy = self._running or self._complete or self._waiting.any_ready
+        return bool(busy) or self._residency.has_work() or self._grammars.has_work()
 
     def take_arrivals(self) -> list[Output]:
-        """Let in adapters that have been loaded; end the sequences whose adapter could not be."""
+        """Let in adapters and grammars that are ready; end the sequences whose adapter or grammar could not be."""
         outputs, self._complete = self._complete, []
+        for ready in self._grammars.poll():
+            outputs += self._take_grammar(self._sequences[ready.sequence_id], ready.grammar)
         arrivals = self._residency.poll(busy=bool(self._running))
         for digest in arrivals.arrived:
             self._waiting.arrived(digest)
@@ -126,6 +128,17 @@ class Scheduler:
             ids = [sequence.sequence_id for sequence in self._waiting.parked_for(digest)]
             outputs += self.fail(ids, adapter_failure(digest, error))
         return outputs
+
+    def _take_grammar(self, sequence: Sequence, grammar: AnswerGrammar | Failure) -> list[Output]:
+        if isinstance(grammar, Failure):
+            return self.fail([sequence.sequence_id], grammar)
+        sequence.grammar = grammar
+        finish = sequence.finish()
+        if finish is None:
+            self._waiting.enter(sequence)
+            return []
+        self._end(sequence)
+        return [output_of(sequence, (), finish)]
 
     def schedule(self) -> Batch | None:
         """Return the rows of the next step, with blocks for all of them; None where no sequence can run."""
@@ -189,6 +202,9 @@ class Scheduler:
             sequence.placeholders -= 1
             sequence.ids.append(token)
             sequence.answered += 1
+            if sequence.grammar and (failure := sequence.grammar.advance(token)):
+                outputs += self.fail([sequence.sequence_id], failure)
+                continue
             finish = sequence.finish()
             if finish:
                 self._end(sequence)
@@ -198,20 +214,11 @@ class Scheduler:
     def revoke(self, batch: Batch) -> list[Output]:
         """Undo the scheduling of the last batch, for which memory was not enough: the next batch is smaller.
 
-        Where chunks were most of it, they are halved from now on; else the last sequence in rank is preempted, and its
-        place stays empty. A sequence that was alone fails. See memory_ceilings.py.
+        A sequence that was alone fails. See memory_ceilings.py.
         """
         batch.unschedule()
-        chunk_tokens = batch.tokens - batch.decodes
-        if chunk_tokens > batch.decodes:
-            self._ceilings.halve_chunks(chunk_tokens)
-            return []
-        last = max((row.sequence for row in batch.rows), key=by_rank)
-        if len(batch.rows) == 1:
-            return self.fail([last.sequence_id], OUT_OF_MEMORY)
-        self._running.preempt(last)
-        self._ceilings.keep_rows(len(self._running))
-        return []
+        alone = self._ceilings.lower(batch, self._running)
+        return self.fail([alone.sequence_id], OUT_OF_MEMORY) if alone else []
 
     def stats(self) -> EngineStats:
         """Return what is held now."""
@@ -233,6 +240,9 @@ class Scheduler:
             self._running.stop(sequence)
             sequence.move_to(SequenceState.ENDED)
             self._ceilings.lift()
+        elif sequence.state is SequenceState.ARRIVED:
+            self._grammars.withdraw(sequence.sequence_id)
+            sequence.move_to(SequenceState.ENDED)
         else:
             self._waiting.leave(sequence)
         del self._sequences[sequence.sequence_id]

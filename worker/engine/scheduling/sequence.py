@@ -23,6 +23,7 @@ from array import array
 from enum import IntEnum, auto
 from typing import Any
 
+from worker.engine.scheduling.grammar_demand import AnswerGrammar
 from worker.engine_api import FinishKind, NewSequence, TokenLogprobs
 
 # Number of earlier arrivals that one level of priority passes; bounded, so that no sequence starves.
@@ -32,7 +33,7 @@ PLACES_PER_PRIORITY = 64
 class SequenceState(IntEnum):
     """The state of a sequence between its arrival and its end."""
 
-    # In no list yet.
+    # In no list yet, or waits for its grammar.
     ARRIVED = auto()
     # Waits for its adapter.
     PARKED = auto()
@@ -75,11 +76,12 @@ class Sequence:
         "end_ids",
         "engine_state",
         "epoch",
+        "grammar",
         "ids",
         "max_tokens",
         "min_tokens",
+        "one_by_one",
         "parked_at",
-        "penalized",
         "placeholders",
         "prompt_length",
         "prompt_logprobs",
@@ -110,7 +112,7 @@ class Sequence:
         self.end_ids = frozenset[int]() if spec.stopping.ignore_eos else end_token_ids
         self.stop_ids = frozenset(spec.stopping.stop_token_ids)
         # The next id depends on those before it, all of which must be known.
-        self.penalized = spec.sampling.penalizes
+        self.one_by_one = spec.sampling.penalizes or bool(spec.grammar)
         # How many ids that steps sample come after `ids`.
         self.placeholders = 0
         # How many ids, and then placeholders, have their keys and values in the cache once what is scheduled has run.
@@ -132,6 +134,8 @@ class Sequence:
         self.parked_at = 0.0
         # Of the prompt's tokens from the second on, so far as they are known; a preemption does not lose them.
         self.prompt_logprobs: list[TokenLogprobs] = []
+        # The state of the answer inside its grammar, once that has been compiled; None without a grammar.
+        self.grammar: AnswerGrammar | None = None
         # For the engine to keep what it computes from token to token; goes with the sequence.
         self.engine_state: Any = None
 
@@ -162,7 +166,7 @@ class Sequence:
 
         Either its last token may be among the placeholders, or the next one depends on what they will be.
         """
-        return self.placeholders > 0 and (self.penalized or self.answered + self.placeholders >= self.max_tokens)
+        return self.placeholders > 0 and (self.one_by_one or self.answered + self.placeholders >= self.max_tokens)
 
     @property
     def missing_prompt_logprobs(self) -> range:
@@ -193,6 +197,8 @@ class Sequence:
                 return FinishKind.END
             if last in self.stop_ids:
                 return FinishKind.STOP_TOKEN
+        if self.grammar is not None and self.grammar.complete:
+            return FinishKind.END if self.answered and self.ids[-1] in self.end_ids else FinishKind.COMPLETE
         return FinishKind.LENGTH if self.answered >= self.max_tokens else None
 
     def full_block_keys(self, blocks: int, block_size: int) -> list[bytes]:

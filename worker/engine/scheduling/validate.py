@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
+from artifacts.grammars.build import GRAMMAR_BYTES
 from artifacts.sampling import OutOfRangeError, check_sampling
 from worker.engine_api import AdapterSource, NewSequence, Sampling, SequenceRefusedError, Stopping
 from worker.engine_api.config import EngineLimits
@@ -35,6 +36,10 @@ def check_sequence(sequence: NewSequence, limits: EngineLimits) -> None:
     if abs(sequence.priority) > MAX_PRIORITY:
         raise SequenceRefusedError(
             "priority", f"must lie between -{MAX_PRIORITY} and {MAX_PRIORITY}, is {sequence.priority}"
+        )
+    if len(sequence.grammar) > GRAMMAR_BYTES:
+        raise SequenceRefusedError(
+            "format", f"its grammar has {len(sequence.grammar)} characters; at most {GRAMMAR_BYTES}"
         )
     if sequence.adapter:
         _check_adapter(sequence.adapter, limits)

@@ -1,0 +1,179 @@
+"""Finds the rules of a Lark text whose texts cannot come to an end, for example `list: item list`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from artifacts.grammars.errors import GrammarError
+
+# The deepest nesting of brackets that is read; llguidance refuses deeper ones.
+_DEEPEST = 100
+
+
+@dataclass(slots=True, eq=False)
+class _Node:
+    """All, or any, of some parts; `needs`: how many more must end before it does. A rule's name is resolved later."""
+
+    of_any: bool
+    name: str = ""
+    parents: list[_Node] = field(default_factory=list)
+    needs: int = 0
+    ends: bool = False
+
+
+class _UnreadableError(Exception):
+    """The text uses what this page does not read, or is wrong: llguidance judges it."""
+
+
+def check_rules(tokens: Sequence[tuple[str, str]], path: str) -> None:
+    """Raise GrammarError for a rule that every text of its own contains again. `tokens`: kinds and texts."""
+    try:
+        reader = _Reader(tokens)
+        reader.read()
+    except _UnreadableError:
+        return
+    endless = [name for name, rule in reader.rules.items() if not rule.ends]
+    if endless:
+        raise GrammarError(path, f"rule {endless[0]!r} has no text that comes to an end: it requires itself")
+
+
+class _Reader:
+    """Reads the rules into nodes, and marks those that end."""
+
+    def __init__(self, tokens: Sequence[tuple[str, str]]) -> None:
+        self.rules: dict[str, _Node] = {}
+        self._uses: list[tuple[str, _Node]] = []
+        self._leaves: list[_Node] = []
+        self._code = list(_code(tokens))
+        self._at = 0
+        self._depth = 0
+
+    def read(self) -> None:
+        """Read all rules. Raises _UnreadableError."""
+        while self._at < len(self._code):
+            if not self._head():
+                self._skip_statement()
+        for name, node in self._uses:
+            if name in self.rules:
+                self.rules[name].parents.append(node)
+            else:
+                self._leaves.append(node)
+        waiting = self._leaves
+        while waiting:
+            node = waiting.pop()
+            if node.ends:
+                continue
+            node.ends = True
+            for parent in node.parents:
+                parent.needs -= 1
+                if parent.of_any or parent.needs <= 0:
+                    waiting.append(parent)
+
+    def _head(self) -> bool:
+        kind, text, first = self._code[self._at]
+        if kind != "name" or not first:
+            return False
+        at = self._at + 1
+        while at < len(self._code) and not self._code[at][2] and self._code[at][1] != ":":
+            at += 1
+        if at >= len(self._code) or self._code[at][1] != ":" or self._text(at + 1) == ":":
+            raise _UnreadableError
+        self._at = at + 1
+        rule = self._either()
+        if self._at < len(self._code) and not self._code[self._at][2]:
+            raise _UnreadableError
+        name = text.lstrip("!?").partition(".")[0]
+        if name in self.rules:
+            raise _UnreadableError
+        self.rules[name] = rule
+        return True
+
+    def _skip_statement(self) -> None:
+        self._at += 1
+        while self._at < len(self._code) and not self._code[self._at][2]:
+            self._at += 1
+
+    def _text(self, at: int) -> str:
+        return self._code[at][1] if at < len(self._code) else ""
+
+    def _ended(self) -> bool:
+        """Tell whether the statement ends here; one that goes on in the next line begins there with `|`."""
+        return self._at >= len(self._code) or (self._code[self._at][2] and self._text(self._at) != "|")
+
+    def _either(self) -> _Node:
+        self._depth += 1
+        if self._depth > _DEEPEST:
+            raise _UnreadableError
+        parts = [self._sequence()]
+        while not self._ended() and self._text(self._at) == "|":
+            self._at += 1
+            parts.append(self._sequence())
+        self._depth -= 1
+        return self._join(parts, of_any=True)
+
+    def _sequence(self) -> _Node:
+        parts = []
+        while not self._ended() and self._text(self._at) not in ("|", ")", "]"):
+            parts.append(self._item())
+        return self._join(parts, of_any=False)
+
+    def _item(self) -> _Node:
+        kind, text, _ = self._code[self._at]
+        self._at += 1
+        node = _Node(of_any=False)
+        if text in ("(", "["):
+            inner = self._either()
+            if self._text(self._at) not in (")", "]"):
+                raise _UnreadableError
+            self._at += 1
+            node = inner if text == "(" else self._leaf()
+        elif kind == "name":
+            self._uses.append((text, node))
+            node.needs = 1
+        else:
+            node = self._leaf()
+        while not self._ended() and self._text(self._at) in ("?", "*", "+", "{", "~"):
+            if self._may_be_none():
+                node = self._leaf()
+        return node
+
+    def _may_be_none(self) -> bool:
+        """Read a repetition; tell whether it allows none."""
+        sign = self._text(self._at)
+        self._at += 1
+        if sign in ("?", "*", "+"):
+            return sign != "+"
+        least = self._text(self._at)
+        end = {"{": "}"}.get(sign)
+        while end and not self._ended() and self._text(self._at) != end:
+            self._at += 1
+        self._at += 1
+        return least in ("0", ",")
+
+    def _leaf(self) -> _Node:
+        node = _Node(of_any=False)
+        self._leaves.append(node)
+        return node
+
+    def _join(self, parts: list[_Node], *, of_any: bool) -> _Node:
+        if len(parts) == 1:
+            return parts[0]
+        node = _Node(of_any)
+        node.needs = 1 if of_any else len(parts)
+        for part in parts:
+            part.parents.append(node)
+        if not parts:
+            self._leaves.append(node)
+        return node
+
+
+def _code(tokens: Sequence[tuple[str, str]]) -> Iterator[tuple[str, str, bool]]:
+    """Yield the tokens that are no space, each with whether it is the first in its line; numbers as a whole."""
+    first = True
+    for kind, text in tokens:
+        if kind == "space":
+            first = first or "\n" in text
+        else:
+            yield kind, text, first
+            first = False

@@ -1,0 +1,70 @@
+"""Compiles grammars with llguidance, under limits of what one may cost: the same in a proof and in an engine."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+from artifacts.grammars.errors import GrammarError
+
+# Limits of llguidance for one grammar, far below its defaults: a mask that reaches them takes some 10 ms, and the
+# states of a grammar some 40 MB. Schemas of real services stay below a tenth of them.
+_LIMITS = LLParserLimits(
+    initial_lexer_fuel=500_000,
+    step_lexer_fuel=50_000,
+    step_max_items=20_000,
+    max_lexer_states=20_000,
+    max_grammar_size=200_000,
+    verbose_errors=False,
+)
+# Maximum characters of an error of llguidance in a message: it repeats the grammar.
+_ERROR_CHARACTERS = 300
+_REGEX_ERROR = re.compile(r"^ *error: (.*)$", re.MULTILINE)
+_PLACE = re.compile(r"^(?:at )?(?:\d+\(\d+\): )?(?:failed to compile JSON schema: )?")
+
+
+def compile_grammar(vocabulary: LLTokenizer, grammar: str, path: str = "format") -> LLMatcher:
+    """Compile a grammar; its matcher is at the beginning of an answer. Raises GrammarError."""
+    matcher = LLMatcher(vocabulary, grammar, log_level=0, limits=_LIMITS)
+    if matcher.is_error():
+        raise GrammarError(path, plain_error(matcher.get_error()))
+    return matcher
+
+
+def plain_error(error: str) -> str:
+    """Return what an error of llguidance says, without the grammar that it repeats."""
+    found = _REGEX_ERROR.search(error)
+    line = found[1] if found else _PLACE.sub("", error.strip().partition("\n")[0])
+    return line if len(line) <= _ERROR_CHARACTERS else f"{line[:_ERROR_CHARACTERS]}..."
+
+
+class TokenTexts:
+    """The bytes of each token as llguidance asks for them; its attributes' names are llguidance's."""
+
+    is_tokenizer_wrapper = True
+    bos_token_id = None
+
+    def __init__(self, tokens: Sequence[bytes], eos_token_id: int, special_token_ids: Sequence[int]) -> None:
+        self.tokens = tokens
+        self.eos_token_id = eos_token_id
+        self.special_token_ids = special_token_ids
+        self._single = {token[0]: token_id for token_id, token in enumerate(tokens) if len(token) == 1}
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        """Tokenize byte by byte. Grammars are compiled with no_forcing, so that no answer depends on it."""
+        data = text.encode() if isinstance(text, str) else text
+        return [self._single[byte] for byte in data if byte in self._single]
+
+
+def proof_vocabulary(size: int, special: Mapping[int, str]) -> LLTokenizer:
+    """Return a vocabulary of `size` ids and an end token: the special tokens, single bytes, and others without text."""
+    tokens = [b""] * (max(size, 256 + len(special)) + 1)
+    for token_id, text in special.items():
+        tokens[token_id] = text.encode()
+    free = (token_id for token_id in range(len(tokens) - 1) if token_id not in special)
+    for byte, token_id in zip(range(256), free, strict=False):
+        tokens[token_id] = bytes([byte])
+    end = len(tokens) - 1
+    return LLTokenizer(TokenTexts(tokens, end, [*special, end]))  # type: ignore[arg-type]

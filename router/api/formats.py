@@ -1,0 +1,53 @@
+"""The format of a request as the grammar that its job carries; equal formats are read once."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from loraplex.inference.v1 import inference_pb2 as pb
+
+from artifacts.grammars.build import choices_grammar, json_grammar, lark_grammar, regex_grammar
+from artifacts.grammars.errors import GrammarError
+from artifacts.grammars.json_schema import JsonStyle
+from rpc.errors import InvalidField
+
+# Maximum number of grammars that are kept for the next request with the same format; each is some kilobytes, and its
+# format 64 KiB at most.
+_KEPT = 128
+
+
+def read_format(spec: pb.GenerateSpec) -> tuple[str, str]:
+    """Return the field that holds a request's format, and its grammar; both are empty without. Raises InvalidField."""
+    field = spec.WhichOneof("format") or ""
+    style = _style(spec)
+    if style and field != "json_schema":
+        raise InvalidField("json_style", "is for a json_schema alone")
+    try:
+        match field:
+            case "json_schema":
+                return field, _of_schema(spec.json_schema, style or JsonStyle())
+            case "regex":
+                return field, regex_grammar(spec.regex)
+            case "grammar":
+                return field, _of_lark(spec.grammar)
+            case "choices":
+                return "choices.values", _of_choices(tuple(spec.choices.values))
+    except GrammarError as error:
+        raise InvalidField(error.path, error.message, reason="INVALID_FORMAT") from error
+    return "", ""
+
+
+def _style(spec: pb.GenerateSpec) -> JsonStyle | None:
+    if not spec.HasField("json_style"):
+        return None
+    whitespace, order = spec.json_style.whitespace, spec.json_style.property_order
+    if whitespace not in pb.JsonWhitespace.values():
+        raise InvalidField("json_style.whitespace", f"{whitespace} is not known")
+    if order not in pb.PropertyOrder.values():
+        raise InvalidField("json_style.property_order", f"{order} is not known")
+    return JsonStyle(whitespace == pb.JSON_WHITESPACE_FLEXIBLE, order == pb.PROPERTY_ORDER_SORTED)
+
+
+_of_schema = lru_cache(_KEPT)(json_grammar)
+_of_lark = lru_cache(_KEPT)(lark_grammar)
+_of_choices = lru_cache(_KEPT)(choices_grammar)

@@ -1,0 +1,66 @@
+"""Proves that the grammars of requests compile, before their jobs cost a place in the queue; in turns of the tenants.
+
+The child process that proves them (artifacts.grammars.prover) is started with the first request that has a format.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+
+from artifacts.errors import ArtifactError
+from artifacts.grammars.errors import GrammarError
+from artifacts.grammars.prover import Prover, ProverBusyError
+from artifacts.grammars.vocabulary import special_tokens
+from router.catalog.store_client import Manifest
+from router.shares import FairTurns
+from rpc.errors import InvalidField, Unavailable
+
+
+class GrammarProofs:
+    """The proofs of one router, each made once."""
+
+    def __init__(self) -> None:
+        # By the digest of the base model.
+        self._provers: dict[str, Prover] = {}
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammar-proofs")
+        self._turns = FairTurns(1)
+
+    async def check(self, grammar: str, field: str, tenant: str, model: Manifest) -> None:
+        """Raise InvalidField, naming `field`, for a grammar that the model's workers would refuse."""
+        prover = self._prover(model)
+        try:
+            if prover.known(grammar):
+                prover.prove(grammar, field)
+            else:
+                await self._in_turn(tenant, prover, grammar, field)
+        except GrammarError as error:
+            raise InvalidField(error.path, error.message, reason="INVALID_FORMAT") from error
+        except ProverBusyError as error:
+            raise Unavailable(f"{field}: could not be checked in time", reason="FORMAT_NOT_CHECKED") from error
+
+    async def _in_turn(self, tenant: str, prover: Prover, grammar: str, field: str) -> None:
+        await self._turns.take(tenant)
+        working = asyncio.get_running_loop().run_in_executor(self._thread, prover.prove, grammar, field)
+        working.add_done_callback(lambda _: self._turns.give(tenant))
+        await asyncio.shield(working)
+
+    def _prover(self, model: Manifest) -> Prover:
+        if model.digest not in self._provers:
+            special: Mapping[int, str] = {}
+            if model.architecture != "hash":
+                if "tokenizer.json" not in model.files:
+                    raise InvalidField("format", "the model has no tokenizer.json, without which it serves no formats")
+                try:
+                    special = special_tokens(model.files["tokenizer.json"])
+                except ArtifactError as error:
+                    raise InvalidField("format", str(error)) from error
+            self._provers[model.digest] = Prover(model.vocab_size, special)
+        return self._provers[model.digest]
+
+    def close(self) -> None:
+        """End the child processes."""
+        for prover in self._provers.values():
+            prover.close()
+        self._thread.shutdown(wait=False, cancel_futures=True)

@@ -1,0 +1,90 @@
+"""The state of an answer inside its grammar is a function of its ids."""
+
+from __future__ import annotations
+
+import json
+from random import Random
+
+import numpy as np
+import pytest
+
+from artifacts.grammars.build import json_grammar, lark_grammar, regex_grammar
+from artifacts.grammars.matching import compile_grammar
+from artifacts.grammars.vocabulary import Vocabulary, hash_vocabulary, read_vocabulary
+from artifacts.hash_model import parse_hash_model
+from tests.drawn_schemas import byte_tokenizer, draw_schema
+from tests.hash_formats import GRAMMARS
+from worker.engine.grammar.state import GrammarState
+
+END_LESS = hash_vocabulary(parse_hash_model("hash:?vocab=600"))
+ENDING = hash_vocabulary(parse_hash_model("hash:?vocab=600&end_after=9"))
+BYTES = read_vocabulary(byte_tokenizer(320).encode(), 320, {2})
+NOTHING = frozenset[int]()
+
+
+def begin(grammar: str, vocabulary: Vocabulary, *, hides_end: bool = False) -> GrammarState:
+    return GrammarState(compile_grammar(vocabulary.tokens, grammar), vocabulary, hides_end=hides_end)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_the_mask_after_a_replay_is_the_mask_before_the_crash(seed: int) -> None:
+    """With every kind of format and vocabulary; the replay is of a copy, as a cached grammar's is."""
+    chance = Random(seed)
+    grammars = [*filter(None, GRAMMARS.values()), json_grammar(json.dumps(draw_schema(chance)))]
+    vocabulary, hides_end = chance.choice([END_LESS, ENDING, BYTES]), chance.random() < 0.5
+    for grammar in grammars:
+        compiled = compile_grammar(vocabulary.tokens, grammar)
+        state = GrammarState(compiled.deep_copy(), vocabulary, hides_end=hides_end)
+        ids: list[int] = []
+        while not state.complete and len(ids) < 40:
+            banned = frozenset(chance.sample(range(vocabulary.size), 3))
+            allowed = state.allowed_ids(banned)
+            replayed = GrammarState(compiled.deep_copy(), vocabulary, hides_end=hides_end)
+            assert replayed.replay(ids) is None
+            assert np.array_equal(replayed.allowed_ids(banned), allowed)
+            assert not replayed.complete
+            ids.append(int(chance.choice(allowed)))
+            assert state.advance(ids[-1]) is None
+
+
+@pytest.mark.parametrize("vocabulary", [END_LESS, ENDING, BYTES])
+def test_an_answer_ends_when_nothing_may_follow(vocabulary: Vocabulary) -> None:
+    for hides_end in (False, True):
+        state = begin(regex_grammar("ab{1,2}"), vocabulary, hides_end=hides_end)
+        ids = {letter: next(token for token in state.allowed_ids(NOTHING) if True) for letter in "a"}
+        assert state.advance(int(ids["a"])) is None
+        assert not state.complete
+        for _ in range(2):
+            letter = next(int(token) for token in state.allowed_ids(NOTHING) if token not in vocabulary.end_ids)
+            assert state.advance(letter) is None
+        assert state.complete
+
+
+def test_the_end_token_is_allowed_where_the_answer_may_end() -> None:
+    (end,) = ENDING.end_ids
+    state = begin(regex_grammar("a+"), ENDING)
+    assert end not in state.allowed_ids(NOTHING)
+    state.advance(ord("a"))
+    assert state.allowed_ids(NOTHING).tolist() == [ord("a"), end]
+    # Banned by min_tokens, hidden by ignore_eos.
+    assert state.allowed_ids(frozenset({end})).tolist() == [ord("a")]
+    hidden = begin(regex_grammar("a+"), ENDING, hides_end=True)
+    hidden.advance(ord("a"))
+    assert hidden.allowed_ids(NOTHING).tolist() == [ord("a")]
+    # What a stop token bans is allowed where there is nothing else: the format goes first.
+    assert state.allowed_ids(frozenset({end, ord("a")})).tolist() == [ord("a"), end]
+    assert state.advance(end) is None
+    assert state.complete
+
+
+def test_an_id_that_the_grammar_does_not_allow_fails_the_answer() -> None:
+    failure = begin(regex_grammar("a+"), END_LESS).replay([ord("a"), ord("b")])
+    assert failure is not None
+    assert (failure.code, failure.reason, failure.field) == ("INVALID_ARGUMENT", "GRAMMAR_FAILED", "format")
+
+
+def test_an_answer_that_cannot_go_on_fails() -> None:
+    state = begin(lark_grammar('start: "a" B\nB: /b/ & /c/'), END_LESS)
+    state.advance(ord("a"))
+    assert not len(state.allowed_ids(NOTHING))
+    assert "nothing after this answer" in state.problem().message
