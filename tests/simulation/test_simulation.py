@@ -97,7 +97,7 @@ def test_shares_that_are_not_fair_are_found(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_begun_answers_that_a_full_queue_refuses_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    seed = 882  # a router is killed while the queue is full
+    seed = 3062  # a router is killed while the queue is full
     assert not simulate(seed).wrong
     monkeypatch.setattr(QueueModel, "_may_lead", lambda self, job, now_ms: False)
     assert any("refused after" in line for line in simulate(seed).wrong)
