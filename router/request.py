@@ -54,6 +54,8 @@ class Request:
     seed: int | None = None
     stopping: Stopping = field(default_factory=Stopping)
     skip_special_tokens: bool = True
+    # Whether the prompt's text comes in front of each answer.
+    echo: bool = False
     stream_interval: int = 1
     n: int = 1
     # Number of candidates from which the n with the best mean log probability are chosen; n by default.
@@ -77,6 +79,8 @@ class Received:
 
     token_ids: tuple[int, ...] = ()
     finished: bool = False
+    # Bytes of its text in UTF-8, an echoed prompt included; None: the client has the text of these ids.
+    text_bytes: int | None = None
 
 
 class FinishReason(StrEnum):

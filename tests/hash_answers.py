@@ -7,7 +7,7 @@ way, or after a fault, shows.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from artifacts.hash_model import parse_hash_model
 from worker.engine.hash_tokens import expected_prompt_logprobs, expected_tokens, matching_after
@@ -31,6 +31,7 @@ class Asked:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     grammar: str = ""
+    echo: bool = False
 
 
 @dataclass(frozen=True)
@@ -141,6 +142,5 @@ def _mean_logprob(choice: ExpectedChoice) -> float:
 
 
 def _shown(choice: ExpectedChoice, asked: Asked) -> ExpectedChoice:
-    if asked.logprobs is not None:
-        return choice
-    return ExpectedChoice(choice.token_ids, choice.text, choice.reason, choice.stop, (), choice.uncut, choice.candidate)
+    text = "".join(map(text_of, asked.prompt_ids)) + choice.text if asked.echo else choice.text
+    return replace(choice, text=text, logprobs=choice.logprobs if asked.logprobs is not None else ())

@@ -39,9 +39,6 @@ CHAT_ROLES = ("system", "user", "assistant")
 
 _NEUTRAL = SamplingParams()
 
-# Fields of the contract that this version does not serve, with their neutral values: any other value is refused.
-_UNBUILT_OUTPUT: dict[str, object] = {"echo": False}
-
 
 def read_request(spec: pb.GenerateSpec, tenant: str) -> Request:
     """Return the request in a message. Raises InvalidField or NotBuilt, naming the field."""
@@ -68,6 +65,7 @@ def read_request(spec: pb.GenerateSpec, tenant: str) -> Request:
         seed=spec.sampling.seed if spec.sampling.HasField("seed") else None,
         stopping=_stopping(spec.stopping),
         skip_special_tokens=not spec.output.HasField("skip_special_tokens") or spec.output.skip_special_tokens,
+        echo=spec.output.echo,
         stream_interval=max(1, interval),
         n=n,
         best_of=best_of,
@@ -119,9 +117,6 @@ def _logprobs(field: str, value: int) -> int:
 def _refuse_unbuilt(spec: pb.GenerateSpec) -> None:
     if spec.HasField("prompt_options"):
         raise NotBuilt("prompt_options")
-    for field, value in spec.output.ListFields():
-        if field.name in _UNBUILT_OUTPUT and value != _UNBUILT_OUTPUT[field.name]:
-            raise NotBuilt(f"output.{field.name}")
 
 
 def read_prompt(message: pb.GenerateSpec | pb.TokenizeRequest) -> tuple[str, Prompt]:

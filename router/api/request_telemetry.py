@@ -109,7 +109,7 @@ class RequestRecord:
     def count(self, event: Event) -> None:
         """Count an event that the client gets now."""
         match event:
-            case Delta():
+            case Delta() if event.token_ids:  # without ids: the prompt's text, or the rest of the last token's
                 now = time.monotonic()
                 last = self._last.get(event.choice)
                 self._last[event.choice] = now

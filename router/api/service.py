@@ -109,5 +109,6 @@ def _read_received(received: Sequence[pb.ReceivedTokens], n: int, context_length
         if part.choice in read:
             raise InvalidField(f"received[{index}].choice", f"{part.choice} is there twice")
         check_count(f"received[{index}].token_ids", part.token_ids, context_length)
-        read[part.choice] = Received(tuple(part.token_ids), part.finished)
+        text_bytes = part.text_bytes if part.HasField("text_bytes") else None
+        read[part.choice] = Received(tuple(part.token_ids), part.finished, text_bytes)
     return read

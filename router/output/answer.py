@@ -16,6 +16,7 @@ from router.dispatch.choice import Arrival
 from router.dispatch.link import WorkerFinish
 from router.dispatch.routed_job import RoutedJob
 from router.output.best_of import BestOf
+from router.output.echo import Echo, without_bytes
 from router.request import Delta, Event, Finished, FinishReason, PromptLogprobs, Received, Request, TokenLogprobs
 from router.text.tokenizer import Text, TextStream
 
@@ -32,7 +33,10 @@ class Answer:
     ) -> None:
         self._routed = routed
         received_choices = received or {}
-        self._ranking = BestOf(request, received_choices) if request.best_of > request.n else None
+        skip = request.skip_special_tokens
+        prompt_ids = routed.job.prompt_ids
+        echo = Echo(text.decode(prompt_ids, skip_special_tokens=skip, whole=False) if request.echo else "")
+        self._ranking = BestOf(request, received_choices, echo) if request.best_of > request.n else None
         if self._ranking is not None:
             # A client has ranked answers, and nothing of the candidates themselves.
             received_choices = {}
@@ -41,13 +45,17 @@ class Answer:
         self._received_tokens = sum(len(had.token_ids) for had in received_choices.values() if had.finished)
         # A client that resumes has got a first message, and these are in the first.
         self._prompt_logprobs_due = request.prompt_logprobs is not None and received is None
+        had = [received_choices.get(choice, Received()) for choice in range(routed.job.n)]
+        # The deltas of the prompt's text, by choice, until they are sent; a ranking sends its own.
+        self._echoes = {c: echo.deltas(c, had[c]) for c in self._open} if request.echo and not self._ranking else {}
         self._choices = [
             ChoiceAnswer(
-                text.stream(routed.job.prompt_ids, skip_special_tokens=request.skip_special_tokens),
+                text.stream(prompt_ids, skip_special_tokens=skip, echo=request.echo),
                 request.stopping.stop,
                 request.stream_interval,
                 choice,
-                len(received_choices.get(choice, Received()).token_ids),
+                len(had[choice].token_ids),
+                echo.answer_bytes(had[choice]),
             )
             for choice in range(routed.job.n)
         ]
@@ -66,6 +74,7 @@ class Answer:
         for arrival in arrivals:
             if arrival.choice not in self._open:
                 continue
+            events += self._echoes.pop(arrival.choice, ())
             choice = self._choices[arrival.choice]
             for start in range(0, max(1, len(arrival.token_ids)), DELTA_TOKENS):
                 delta, finished = choice.push(*_part(arrival, start))
@@ -102,13 +111,23 @@ class _PendingToken(msgspec.Struct, frozen=True):
 
 
 class ChoiceAnswer:
-    """A choice of an answer. The client has the first `received` of its tokens already, with their text."""
+    """A choice of an answer. The client has the first `received` of its tokens already, and `text_bytes` of its text.
+
+    Without `text_bytes` the client has the text of these tokens.
+    """
 
     def __init__(
-        self, stream: TextStream, stop: Sequence[str], stream_interval: int, choice: int = 0, received: int = 0
+        self,
+        stream: TextStream,
+        stop: Sequence[str],
+        stream_interval: int,
+        choice: int = 0,
+        received: int = 0,
+        text_bytes: int | None = None,
     ) -> None:
         self._choice = choice
         self._received = received
+        self._text_had = text_bytes
         self._stream = stream
         self._stop = tuple(stop)
         self._interval = stream_interval
@@ -205,7 +224,11 @@ class ChoiceAnswer:
     def _delta(self, tokens: Sequence[_PendingToken], text: str) -> Delta | None:
         count = sum(token.token_id is not None for token in tokens)
         skipped = min(count, max(0, self._received - self.delivered))
-        text = text[sum(len(token.text) for token in tokens[:skipped]) :]
+        if self._text_had is None:
+            text = text[sum(len(token.text) for token in tokens[:skipped]) :]
+        elif self._text_had:
+            size = len(text.encode())
+            text, self._text_had = without_bytes(text, self._text_had), max(0, self._text_had - size)
         ids = tuple(token.token_id for token in tokens[skipped:] if token.token_id is not None)
         offset = self.delivered + skipped
         self.delivered += count

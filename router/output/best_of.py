@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from router.output.echo import Echo
 from router.request import Delta, Event, Finished, Received, Request, TokenLogprobs
 from rpc.errors import Aborted
 
@@ -12,7 +13,8 @@ from rpc.errors import Aborted
 class BestOf:
     """The candidates of one request. `received` is what a resuming client has of the ranked answers."""
 
-    def __init__(self, request: Request, received: Mapping[int, Received]) -> None:
+    def __init__(self, request: Request, received: Mapping[int, Received], echo: Echo) -> None:
+        self._echo = echo
         self._request = request
         self._received = received
         self._candidates = [_Candidate() for _ in range(request.best_of)]
@@ -37,6 +39,7 @@ class BestOf:
         for choice, candidate in enumerate(ranked[: self._request.n]):
             logprobs = candidate.logprobs if self._request.logprobs is not None else ()
             received = self._received.get(choice, Received())
+            events += self._echo.deltas(choice, received)
             if not received.token_ids:
                 events.append(Delta(0, candidate.token_ids, candidate.text, choice, logprobs))
             elif received.token_ids != candidate.token_ids:  # close to a tie, and computed in another batch

@@ -116,8 +116,8 @@ class TokenStream:
         self._first = first
         self._decoder = _decoder("replace")
         self._decoder.decode(tail)
-        # A character of the prompt that is never completed is no part of the answer.
-        self._in_prompt = bool(self._decoder.getstate()[0]) and not echo
+        # Text of the prompt's last bytes where the answer completes no character with them: no part of the answer.
+        self._prompt_text = "" if echo else self._decoder.getstate()[0].decode(errors="replace")
 
     def push(self, token_id: int) -> str:
         """Return the text that a token adds; a character that is cut waits for its rest."""
@@ -129,18 +129,17 @@ class TokenStream:
         else:
             piece = self._detokenizer.inner[token_id]
         text = self._decoder.decode(piece)
-        return self._without_prompt(text) if self._in_prompt else text
+        return self._without_prompt(text) if self._prompt_text else text
 
     def flush(self) -> str:
         """Return the text that still waits, after the last id."""
         text = self._decoder.decode(b"", True)
-        return self._without_prompt(text) if self._in_prompt else text
+        return self._without_prompt(text) if self._prompt_text else text
 
     def _without_prompt(self, text: str) -> str:
-        if not text:
-            return text
-        self._in_prompt = False
-        return text.removeprefix(CUT)
+        if text:
+            text, self._prompt_text = text.removeprefix(self._prompt_text), ""
+        return text
 
 
 def _letters() -> dict[str, int]:

@@ -170,9 +170,10 @@ class Driver:
 
 
 def options_of(request: Request) -> dict[str, Any]:
-    named = ("n", "best_of", "ignore_eos", "logprobs", "prompt_logprobs", "skip_special_tokens", "stream_interval")
+    named = ("n", "best_of", "ignore_eos", "logprobs", "prompt_logprobs", "skip_special_tokens", "echo")
     options: dict[str, Any] = {
         "model": MODEL_NAME,
+        "stream_interval": request.stream_interval,
         "adapter_id": request.revision.name or None,
         "max_new_tokens": request.max_tokens,
         "min_new_tokens": request.min_tokens or None,

@@ -45,6 +45,7 @@ class Request(msgspec.Struct, frozen=True):
     stream_interval: int = 1
     # A key of tests.hash_formats.FORMATS; empty: none.
     format: str = ""
+    echo: bool = False
 
 
 class Begun(msgspec.Struct, frozen=True, tag=True):

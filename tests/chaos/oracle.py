@@ -52,6 +52,7 @@ def _asked(request: Request) -> Asked:
         request.logprobs,
         request.prompt_logprobs,
         GRAMMARS[request.format],
+        request.echo,
     )
 
 

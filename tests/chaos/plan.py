@@ -132,6 +132,7 @@ def make_request(seed: int, number: int, revisions: Sequence[Revision]) -> Reque
         skip_special_tokens=rng.random() < 0.9,
         stream_interval=rng.choice((2, 5)) if rng.random() < 0.1 else 1,
         format=_format(random.Random(f"format {seed} {number}")),
+        echo=rng.random() < 0.1,
     )
     return _with_stop(rng, request)
 

@@ -74,7 +74,7 @@ def test_a_lost_stream_goes_on_at_the_other_router(server: Any, other_server: An
     assert text_of(pieces([server.address, other_server.address])) == "abcde"
     (resumed,) = other_server.service.requests
     spec = generate_request("hello", {"request_id": "r"}).spec
-    received = [inference_pb2.ReceivedTokens(choice=0, token_ids=[97, 98, 99])]
+    received = [inference_pb2.ReceivedTokens(choice=0, token_ids=[97, 98, 99], text_bytes=3)]
     assert resumed == inference_pb2.ResumeRequest(spec=spec, resume_token="first", received=received)
     assert other_server.service.tenants == ["acme"]
     again = server.service.requests[1]

@@ -155,7 +155,6 @@ async def test_bad_requests_get_the_status_of_the_table(cluster: Cluster) -> Non
         ({"n": 17}, InvalidRequestError, "output.n"),
         ({"n": 3, "best_of": 2}, InvalidRequestError, "output.best_of"),
         ({"logprobs": 21}, InvalidRequestError, "output.logprobs"),
-        ({"echo": True}, NotImplementedByServerError, "output.echo"),
         ({"regex": "(?=a)"}, InvalidRequestError, "regex: look-around"),
         (
             {"json_schema": '{"properties": {"a": {"not": {}}}}'},

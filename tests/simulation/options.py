@@ -30,6 +30,7 @@ def asked_of(request: Request, adapter_digest: str) -> Asked:
         request.logprobs,
         request.prompt_logprobs,
         request.grammar,
+        request.echo,
     )
 
 
@@ -49,6 +50,7 @@ def draw_options(chance: Random, request: Request, adapter_digest: str, model: s
         prompt_logprobs=chance.choice((None, None, 0, 2)),
         stream_interval=chance.choice((1, 1, 1, 2, 5)),
         skip_special_tokens=chance.random() < 0.8,
+        echo=chance.random() < 0.2,
     )
     # Of its own chance, so that older seeds draw what they drew before there were formats.
     own = Random(f"format {request.prompt}")

@@ -44,9 +44,9 @@ class Transcript:
     def received(self) -> dict[int, Received]:
         """Return what the client has of each choice that anything has come of."""
         return {
-            number: Received(tuple(choice.token_ids), choice.end is not None)
+            number: Received(tuple(choice.token_ids), choice.end is not None, len(choice.text.encode()))
             for number, choice in enumerate(self._choices)
-            if choice.token_ids or choice.end is not None
+            if choice.token_ids or choice.text or choice.end is not None
         }
 
     def take(self, event: Event) -> None:
@@ -74,7 +74,8 @@ class Transcript:
         choice.token_ids.extend(delta.token_ids)
         choice.text += delta.text
         choice.logprobs.extend(map(_plain, delta.logprobs))
-        choice.sizes.append(len(delta.token_ids))
+        if delta.token_ids:
+            choice.sizes.append(len(delta.token_ids))
 
     def check(self, *, whole: bool, resumed: bool) -> list[str]:
         """Return what is wrong; `whole`: the request was completed, `resumed`: over several calls."""

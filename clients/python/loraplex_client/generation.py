@@ -155,7 +155,12 @@ class Fold:
     def received(self) -> list[inference_pb2.ReceivedTokens]:
         """Return what has arrived of each choice."""
         return [
-            inference_pb2.ReceivedTokens(choice=choice, token_ids=growing.token_ids, finished=growing.end is not None)
+            inference_pb2.ReceivedTokens(
+                choice=choice,
+                token_ids=growing.token_ids,
+                finished=growing.end is not None,
+                text_bytes=sum(len(text.encode()) for text in growing.texts),
+            )
             for choice, growing in sorted(self._choices.items())
         ]
 
