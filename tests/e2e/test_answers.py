@@ -21,7 +21,6 @@ from loraplex_client import (
     FinishReason,
     InvalidRequestError,
     NotFoundError,
-    NotImplementedByServerError,
 )
 
 from tests.e2e.conftest import Cluster, running_cluster, write_hash_adapters
