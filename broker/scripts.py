@@ -11,6 +11,7 @@ the script runs on their shard.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Mapping
 from functools import cache
 from importlib.resources import files
@@ -22,6 +23,7 @@ from broker import terms
 
 _INCLUDE = re.compile(r'^--- @include "(\w+)"\n', re.MULTILINE)
 _FUNCTION = re.compile(r"^local function (\w+)(?:[^\n]* end\n|.*?^end\n)", re.MULTILINE | re.DOTALL)
+_WORD = re.compile(r"\w+")
 _CONSTANT = re.compile(r"\b[A-Z][A-Z_]+\b")
 _CONSTANTS = {name: value for name, value in vars(terms).items() if isinstance(value, int) and name.isupper()}
 
@@ -32,6 +34,8 @@ class Scripts:
     def __init__(self, includes: Mapping[str, str] | None = None, constants: Mapping[str, int] | None = None) -> None:
         self._includes = includes or {}
         self._constants = {**_CONSTANTS, **(constants or {})}
+        # Whole texts by name: each queue of a process registers the same scripts.
+        self._assembled: dict[str, str] = {}
 
     def register(self, redis: Redis, name: str, *, allow_oom: bool = False) -> AsyncScript:
         """Return the script broker/lua/`name`.lua, ready to be called; with `allow_oom` also for a full Redis."""
@@ -40,8 +44,11 @@ class Scripts:
 
     def assemble(self, name: str) -> str:
         """Return a script's whole text."""
-        text = _without_unused(self._expand(_read(f"{name}.lua"), set()))
-        return _CONSTANT.sub(lambda constant: str(self._constants.get(constant[0], constant[0])), text)
+        if name not in self._assembled:
+            text = _without_unused(self._expand(_read(f"{name}.lua"), set()))
+            replaced = _CONSTANT.sub(lambda constant: str(self._constants.get(constant[0], constant[0])), text)
+            self._assembled[name] = replaced
+        return self._assembled[name]
 
     def _expand(self, text: str, included: set[str]) -> str:
         def expand(include: re.Match[str]) -> str:
@@ -56,10 +63,13 @@ class Scripts:
 
 def _without_unused(text: str) -> str:
     """Leave out functions that nothing calls: each call of a script makes all of its functions, 0.4 us each."""
-    while unused := [found for found in _FUNCTION.finditer(text) if len(re.findall(rf"\b{found[1]}\b", text)) == 1]:
+    while True:
+        uses = Counter(_WORD.findall(text))
+        unused = [found for found in _FUNCTION.finditer(text) if uses[found[1]] == 1]
+        if not unused:
+            return text
         for found in reversed(unused):
             text = text[: found.start()] + text[found.end() :]
-    return text
 
 
 @cache
