@@ -6,9 +6,14 @@ vl-convert brings Vega's JavaScript and runs it, so nothing here needs a network
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from importlib import resources
+from importlib.metadata import version
+from pathlib import Path
+from tempfile import NamedTemporaryFile
 
 from clients.loadtest.charts import Spec
 
@@ -33,11 +38,25 @@ def svg_file(svg: str) -> str:
 
 
 def javascript() -> str:
-    """Return Vega, Vega-Lite and their embedding as one script, which defines `vegaEmbed`; 0.9 MB."""
+    """Return Vega, Vega-Lite and their embedding as one script, which defines `vegaEmbed`; 0.9 MB.
+
+    Bundling takes seconds, so the script is kept in the user's cache folder, one for each version of vl-convert.
+    """
     import vl_convert
 
+    home = os.environ.get("HOME", os.devnull)  # nothing can be read or written below the latter
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or f"{home}/.cache") / "loraplex"
+    file = folder / f"vega-{version('vl-convert-python')}.js"
+    with suppress(OSError):
+        return file.read_text(encoding="utf-8")
     bundle: Callable[..., str] = vl_convert.javascript_bundle  # its type lacks the default of its parameter
-    return bundle()
+    script = bundle()
+    with suppress(OSError):  # a folder that cannot be written: bundled again the next time
+        folder.mkdir(parents=True, exist_ok=True)
+        with NamedTemporaryFile("w", encoding="utf-8", dir=folder, delete=False) as fresh:
+            fresh.write(script)
+        os.replace(fresh.name, file)
+    return script
 
 
 def style_sheet() -> str:

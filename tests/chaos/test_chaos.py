@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -17,17 +16,13 @@ from tests.chaos.run import run
 SHORT = (Kind.WORKER_KILL, Kind.ENGINE_KILL, Kind.ROUTER_KILL_FULL, Kind.REDIS_WIPE, Kind.REDIS_FULL, Kind.LINK_CUT)
 
 
-# Failed once: tests/e2e/test_adapter_faults.py has what it found (an answer that has begun), made small.
-LIED_TO = (Kind.STORE_LIES, Kind.WORKER_KILL)
-
-
-@pytest.mark.parametrize(("seed", "kinds"), [(1, SHORT), (23, LIED_TO)])
-async def test_no_token_is_lost_repeated_or_misplaced(tmp_path: Path, seed: int, kinds: Sequence[Kind]) -> None:
-    plan = make_plan(12 * len(kinds), len(kinds), seed, kinds=kinds)
+@pytest.mark.parametrize("seed", [1])
+async def test_no_token_is_lost_repeated_or_misplaced(tmp_path: Path, seed: int) -> None:
+    plan = make_plan(12 * len(SHORT), len(SHORT), seed, kinds=SHORT)
     history = tmp_path / "history.jsonl"
     await run(plan, tmp_path / "cluster", history)
     verdict = check(read_history(history))
     print("\n".join(as_lines(verdict)))
     assert verdict.holds, as_json(verdict)
-    assert sum(verdict.faults.values()) == len(kinds)
+    assert sum(verdict.faults.values()) == len(SHORT)
     assert sum(len(gaps) for gaps in verdict.gaps.values()) > 0, "no fault hit anything"

@@ -3,94 +3,106 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
-from contextlib import AbstractAsyncContextManager
-from pathlib import Path
+import json
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
+import pytest_asyncio
 from loraplex_client import FailedPreconditionError, Generation, InvalidRequestError, LoraplexError, NotFoundError
 
 from artifacts.digests import weighted_digest
+from tests.e2e.conftest import Cluster, running_cluster, write_hash_adapters
 from worker.engine.hash_tokens import expected_ids
 from worker.engine_api import Stopping
 
-StartCluster = Callable[..., AbstractAsyncContextManager[Any]]
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 MODEL = "hash:?vocab=32000&seed=1"
 PROMPT, TOKENS = "several adapters", 24
 
 
-async def test_a_set_is_an_adapter_of_its_own(start_cluster: StartCluster, hash_adapters: Mapping[str, Path]) -> None:
-    async with start_cluster(MODEL, hash_adapters, workers=2) as cluster:
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cluster]:
+    """Two workers, the adapters a, b and c of rank 8, and `wide` of rank 16."""
+    directory = tmp_path_factory.mktemp("sets")
+    adapters = dict(write_hash_adapters(directory / "adapters"))
+    wide = adapters["wide"] = directory / "wide"
+    wide.mkdir()
+    config = {"peft_type": "LORA", "r": 16, "lora_alpha": 16, "target_modules": ["q_proj"]}
+    (wide / "adapter_config.json").write_text(json.dumps(config))
+    (wide / "adapter_model.safetensors").write_bytes(b"weights of wide")
+    flags = ("--max-rank", "24")
+    async with running_cluster(directory / "cluster", MODEL, adapters, workers=2, worker_flags=flags) as running:
+        yield running
 
-        async def ask(adapters: Any) -> Generation:
-            answer: Generation = await cluster.client.generate(PROMPT, adapters=adapters, max_new_tokens=TOKENS)
-            return answer
 
-        def truth(digest: str) -> tuple[int, ...]:
-            prompt = tuple(PROMPT.encode())
-            return expected_ids(MODEL, prompt, adapter_digest=digest, stopping=Stopping(max_tokens=TOKENS))
+async def test_a_set_is_an_adapter_of_its_own(cluster: Cluster) -> None:
 
-        sets: list[list[tuple[str, float]]] = [
-            [("a", 0.5), ("b", 0.5)],
-            [("a", 0.5), ("b", -0.5)],
-            [("a", 0.5)],
-            [("a", 0.1), ("b", 0.7), ("c", -2.0)],
-            [("a@live", 1.0), ("tenants/acme/adapters/c", 3.0)],
+    async def ask(adapters: Any) -> Generation:
+        answer: Generation = await cluster.client.generate(PROMPT, adapters=adapters, max_new_tokens=TOKENS)
+        return answer
+
+    def truth(digest: str) -> tuple[int, ...]:
+        prompt = tuple(PROMPT.encode())
+        return expected_ids(MODEL, prompt, adapter_digest=digest, stopping=Stopping(max_tokens=TOKENS))
+
+    sets: list[list[tuple[str, float]]] = [
+        [("a", 0.5), ("b", 0.5)],
+        [("a", 0.5), ("b", -0.5)],
+        [("a", 0.5)],
+        [("a", 0.1), ("b", 0.7), ("c", -2.0)],
+        [("a@live", 1.0), ("tenants/acme/adapters/c", 3.0)],
+    ]
+    seen = {truth(""), *(truth(digest) for digest in cluster.digests.values())}
+    for some, answer in zip(sets, await asyncio.gather(*map(ask, sets)), strict=True):
+        named = [(name.partition("@")[0].rpartition("/")[2], weight) for name, weight in some]
+        digest = weighted_digest((cluster.digests[name], weight) for name, weight in named)
+        assert answer.token_ids == truth(digest)
+        assert answer.adapter_revision == digest
+        assert [revision for revision, _ in answer.adapters] == [
+            f"tenants/acme/adapters/{name}/revisions/{cluster.digests[name]}" for name, _ in named
         ]
-        seen = {truth(""), *(truth(digest) for digest in cluster.digests.values())}
-        for some, answer in zip(sets, await asyncio.gather(*map(ask, sets)), strict=True):
-            named = [(name.partition("@")[0].rpartition("/")[2], weight) for name, weight in some]
-            digest = weighted_digest((cluster.digests[name], weight) for name, weight in named)
-            assert answer.token_ids == truth(digest)
-            assert answer.adapter_revision == digest
-            assert [revision for revision, _ in answer.adapters] == [
-                f"tenants/acme/adapters/{name}/revisions/{cluster.digests[name]}" for name, _ in named
-            ]
-            assert [weight for _, weight in answer.adapters] == pytest.approx([weight for _, weight in named])
-            assert answer.token_ids not in seen
-            seen.add(answer.token_ids)
-        turned = await ask({"b": 0.5, "a": 0.5})
-        assert turned.token_ids == truth(weighted_digest([(cluster.digests["a"], 0.5), (cluster.digests["b"], 0.5)]))
-        assert [weight for _, weight in turned.adapters] == [0.5, 0.5]
-        whole = await ask({"b": 1.0})
-        assert (whole.token_ids, whole.adapters) == (truth(cluster.digests["b"]), ())
-        assert whole.adapter_revision.endswith(cluster.digests["b"])
+        assert [weight for _, weight in answer.adapters] == pytest.approx([weight for _, weight in named])
+        assert answer.token_ids not in seen
+        seen.add(answer.token_ids)
+    turned = await ask({"b": 0.5, "a": 0.5})
+    assert turned.token_ids == truth(weighted_digest([(cluster.digests["a"], 0.5), (cluster.digests["b"], 0.5)]))
+    assert [weight for _, weight in turned.adapters] == [0.5, 0.5]
+    whole = await ask({"b": 1.0})
+    assert (whole.token_ids, whole.adapters) == (truth(cluster.digests["b"]), ())
+    assert whole.adapter_revision.endswith(cluster.digests["b"])
 
 
-async def test_what_is_no_set_is_refused_by_its_field(
-    start_cluster: StartCluster, hash_adapters: Mapping[str, Path]
-) -> None:
-    async with start_cluster(MODEL, hash_adapters, worker_flags=("--max-rank", "16")) as cluster:
+async def test_what_is_no_set_is_refused_by_its_field(cluster: Cluster) -> None:
 
-        async def refusal(**options: Any) -> LoraplexError:
-            with pytest.raises(LoraplexError) as caught:
-                await cluster.client.generate("x", max_new_tokens=1, **options)
-            return caught.value
+    async def refusal(**options: Any) -> LoraplexError:
+        with pytest.raises(LoraplexError) as caught:
+            await cluster.client.generate("x", max_new_tokens=1, **options)
+        return caught.value
 
-        async def is_invalid(field: str, message: str, **options: Any) -> None:
-            error = await refusal(**options)
-            assert isinstance(error, InvalidRequestError), error
-            assert (error.field, message in str(error)) == (field, True), error
+    async def is_invalid(field: str, message: str, **options: Any) -> None:
+        error = await refusal(**options)
+        assert isinstance(error, InvalidRequestError), error
+        assert (error.field, message in str(error)) == (field, True), error
 
-        await is_invalid("adapters", "either", adapter_id="a", adapters={"b": 1.0})
-        await is_invalid("adapters", "9 adapters; at most 8", adapters={f"a{number}": 1.0 for number in range(9)})
-        await is_invalid("adapters[1].weight", "0", adapters=[("a", 1.0), ("b", 0.0)])
-        await is_invalid("adapters[0].weight", "nan", adapters=[("a", float("nan"))])
-        await is_invalid("adapters[0].weight", "inf", adapters=[("a", float("inf"))])
-        await is_invalid("adapters[1].adapter", "twice", adapters=[("a", 1.0), ("a", 2.0)])
-        await is_invalid("adapters[1]", "same", adapters=[("a", 1.0), ("a@live", 2.0)])
-        await is_invalid("adapters[0].adapter", "empty", adapters=[("", 1.0)])
-        await is_invalid("adapters[1]", "A B", adapters=[("a", 1.0), ("A B", 1.0)])
+    await is_invalid("adapters", "either", adapter_id="a", adapters={"b": 1.0})
+    await is_invalid("adapters", "9 adapters; at most 8", adapters={f"a{number}": 1.0 for number in range(9)})
+    await is_invalid("adapters[1].weight", "0", adapters=[("a", 1.0), ("b", 0.0)])
+    await is_invalid("adapters[0].weight", "nan", adapters=[("a", float("nan"))])
+    await is_invalid("adapters[0].weight", "inf", adapters=[("a", float("inf"))])
+    await is_invalid("adapters[1].adapter", "twice", adapters=[("a", 1.0), ("a", 2.0)])
+    await is_invalid("adapters[1]", "same", adapters=[("a", 1.0), ("a@live", 2.0)])
+    await is_invalid("adapters[0].adapter", "empty", adapters=[("", 1.0)])
+    await is_invalid("adapters[1]", "A B", adapters=[("a", 1.0), ("A B", 1.0)])
 
-        # As of one adapter: whether there is none, or it is another's, in the same words.
-        for name in ("nowhere", "tenants/globex/adapters/a"):
-            missing = await refusal(adapters=[("a", 1.0), (name, 1.0)])
-            assert isinstance(missing, NotFoundError)
-            assert str(missing) == str(await refusal(adapter_id=name))
+    # As of one adapter: whether there is none, or it is another's, in the same words.
+    for name in ("nowhere", "tenants/globex/adapters/a"):
+        missing = await refusal(adapters=[("a", 1.0), (name, 1.0)])
+        assert isinstance(missing, NotFoundError)
+        assert str(missing) == str(await refusal(adapter_id=name))
 
-        # Each of the three has rank 8.
-        error = await refusal(adapters={"a": 1.0, "b": 1.0, "c": 1.0})
-        assert isinstance(error, FailedPreconditionError), error
-        assert "adapters: ranks 8 + 8 + 8 = 24; the workers take at most 16" in str(error)
-        await cluster.client.generate("x", max_new_tokens=1, adapters={"a": 1.0, "b": 1.0})
+    # The workers take the rank of a, b and c together, not that of a, b and wide.
+    error = await refusal(adapters={"a": 1.0, "b": 1.0, "wide": 1.0})
+    assert isinstance(error, FailedPreconditionError), error
+    assert "adapters: ranks 8 + 8 + 16 = 32; the workers take at most 24" in str(error)
+    await cluster.client.generate("x", max_new_tokens=1, adapters={"a": 1.0, "wide": 1.0})

@@ -16,6 +16,7 @@ import pytest_asyncio
 from loraplex.cluster.v1 import cluster_pb2, cluster_pb2_grpc
 from loraplex.inference.v1 import inference_pb2, inference_pb2_grpc
 from loraplex_client import (
+    AlreadyExistsError,
     AsyncClient,
     DeadlineExceededError,
     FinishReason,
@@ -253,3 +254,26 @@ async def test_an_answer_keeps_to_its_format(cluster: Cluster, kind: str) -> Non
         assert tuple(choice.token_ids) == made
         complete = matching_after(MODEL, GRAMMARS[kind], made).complete
         assert choice.finish_reason is (FinishReason.END if complete else FinishReason.LENGTH)
+
+
+async def test_an_id_that_is_used_again_at_once_gets_its_own_tokens(cluster: Cluster, eventually: Eventually) -> None:
+    async def ask_and_leave_and_ask(number: int) -> None:
+        for turn in range(5):
+            prompt = f"prompt {number} {turn}"
+            options: dict[str, Any] = {"request_id": f"same {number}", "max_new_tokens": 30}
+            while True:
+                try:
+                    async with cluster.client.generate_stream(prompt, **options) as stream:
+                        first = await anext(stream)
+                        if turn % 2 == 0:
+                            break  # leaves in mid-stream, and the next turn comes at once
+                        whole = await stream.result()
+                        assert list(whole.token_ids) == expected(prompt, "", 30)
+                        break
+                except AlreadyExistsError:  # the router has not yet seen that the last one left
+                    await asyncio.sleep(0.01)
+            assert first.token_ids[0] == expected(prompt, "", 1)[0]
+
+    async with asyncio.timeout(60):
+        await asyncio.gather(*(ask_and_leave_and_ask(number) for number in range(8)))
+    await eventually(cluster.idle)

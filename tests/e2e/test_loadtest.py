@@ -9,15 +9,18 @@ import os
 import signal
 import sys
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+import pytest_asyncio
+
 from clients.loadtest.plan_file import load_toml, read_plan
 from clients.loadtest.workload import Request, Workload
+from tests.e2e.conftest import Cluster, running_cluster, write_hash_adapters
 
-StartCluster = Callable[..., AbstractAsyncContextManager[Any]]
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 Eventually = Callable[[Callable[[], Awaitable[bool]]], Awaitable[None]]
 STEP_S = 0.01
 MODEL = f"hash:?seed=1&step_ms={STEP_S * 1000:g}"
@@ -42,6 +45,15 @@ cancel = {share = 0.3, after_tokens = {kind = "uniform", low = 1, high = 4}}
 name = "globex"
 prompts = ["hello"]
 """
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cluster]:
+    """One worker and the adapters a, b and c."""
+    directory = tmp_path_factory.mktemp("loadtest")
+    adapters = write_hash_adapters(directory / "adapters")
+    async with running_cluster(directory / "cluster", MODEL, adapters) as running:
+        yield running
 
 
 async def start(*arguments: str) -> asyncio.subprocess.Process:
@@ -72,17 +84,16 @@ def expected_status(workload: Workload, request: Request) -> str:
 
 
 async def test_every_request_ends_as_its_draw_says_and_no_sooner_than_the_model_can(
-    start_cluster: StartCluster, hash_adapters: Mapping[str, Path], tmp_path: Path, eventually: Eventually
+    cluster: Cluster, tmp_path: Path, eventually: Eventually
 ) -> None:
     file, out = tmp_path / "mixed.toml", tmp_path / "out"
     file.write_text(MIXED)
     workload = Workload(read_plan(load_toml(file), "mixed", tmp_path))
     drawn = [workload.request(index) for index in range(120)]
-    async with start_cluster(MODEL, hash_adapters) as cluster:
-        process = await start(str(file), "--router", cluster.local.router, "--out", str(out))
-        code, stderr, report = await finish(process, out)
-        assert code == 0, stderr
-        await eventually(cluster.idle)  # what was cancelled holds nothing any more
+    process = await start(str(file), "--router", cluster.local.router, "--out", str(out))
+    code, stderr, report = await finish(process, out)
+    assert code == 0, stderr
+    await eventually(cluster.idle)  # what was cancelled holds nothing any more
     (run,) = report["runs"]
     rows = rows_of(out)
     assert [int(row["index"]) for row in rows] == list(range(120))
@@ -123,64 +134,64 @@ async def test_every_request_ends_as_its_draw_says_and_no_sooner_than_the_model_
 
 
 async def test_closed_loops_sweeps_traces_conditions_and_ctrl_c(
-    start_cluster: StartCluster, tmp_path: Path, eventually: Eventually
+    cluster: Cluster, tmp_path: Path, eventually: Eventually
 ) -> None:
-    async with start_cluster(MODEL, {}) as cluster:
-        to = ("--router", cluster.local.router, "--out")
-        out = tmp_path / "sweep"
-        flags = ("--sweep", "1,3,8", "--requests", "16", "--answer-tokens", "4", "--processes", "2")
-        process = await start(*flags, "--fail-if", "latency.min>1ms", "--fail-if", "errors>0", *to, str(out))
-        code, stderr, report = await finish(process, out)
-        assert code == 1
-        failures = [line for line in stderr.splitlines() if line.startswith("error: ")]
-        assert len(failures) == 3
-        assert all("latency.min is " in line for line in failures)
-        assert [run["sweep_value"] for run in report["runs"]] == [1, 3, 8]
-        for run in report["runs"]:
-            assert run["statuses"] == {"OK": 16}
-            assert run["figures"]["tokens"] == 64
-            assert max(run["timeline"]["running"]) <= run["sweep_value"]
-        assert len(rows_of(out)) == 48
+    to = ("--router", cluster.local.router, "--out")
+    out = tmp_path / "sweep"
+    flags = ("--sweep", "1,3,8", "--requests", "16", "--answer-tokens", "4", "--processes", "2")
+    process = await start(*flags, "--fail-if", "latency.min>1ms", "--fail-if", "errors>0", *to, str(out))
+    code, stderr, report = await finish(process, out)
+    assert code == 1
+    failures = [line for line in stderr.splitlines() if line.startswith("error: ")]
+    assert len(failures) == 3
+    assert all("latency.min is " in line for line in failures)
+    assert [run["sweep_value"] for run in report["runs"]] == [1, 3, 8]
+    for run in report["runs"]:
+        assert run["statuses"] == {"OK": 16}
+        assert run["figures"]["tokens"] == 64
+        assert max(run["timeline"]["running"]) <= run["sweep_value"]
+    assert len(rows_of(out)) == 48
 
-        out = tmp_path / "trace"
-        process = await start(str(EXAMPLES / "three-streams.toml"), *to, str(out))
-        code, stderr, report = await finish(process, out)
-        assert code == 0, stderr
-        assert [int(row["tokens"]) for row in rows_of(out)] == [100, 10, 10]
-        streams = report["runs"][0]["streams"]
-        assert max(streams[1]["end_s"], streams[2]["end_s"]) < streams[0]["end_s"]
+    out = tmp_path / "trace"
+    process = await start(str(EXAMPLES / "three-streams.toml"), *to, str(out))
+    code, stderr, report = await finish(process, out)
+    assert code == 0, stderr
+    assert [int(row["tokens"]) for row in rows_of(out)] == [100, 10, 10]
+    streams = report["runs"][0]["streams"]
+    assert max(streams[1]["end_s"], streams[2]["end_s"]) < streams[0]["end_s"]
 
-        out = tmp_path / "interrupted"
-        process = await start("--concurrency", "3", "--requests", "5", "--answer-tokens", "20000", *to, str(out))
+    out = tmp_path / "interrupted"
+    process = await start("--concurrency", "3", "--requests", "5", "--answer-tokens", "20000", *to, str(out))
 
-        async def running() -> bool:
-            return bool(sum(worker.rows_running for worker in await cluster.workers()) == 3)
+    async def running() -> bool:
+        return bool(sum(worker.rows_running for worker in await cluster.workers()) == 3)
 
-        await eventually(running)
-        process.send_signal(signal.SIGINT)
-        code, stderr, report = await finish(process, out)
-        assert code == 130
-        (run,) = report["runs"]
-        assert run["statuses"] == {"STOPPED": 3}
-        assert run["accounting"]["never_sent"] == 2
-        assert run["times"]["itl"]["count"] > 0
-        await eventually(cluster.idle)
+    await eventually(running)
+    process.send_signal(signal.SIGINT)
+    code, stderr, report = await finish(process, out)
+    assert code == 130
+    (run,) = report["runs"]
+    assert run["statuses"] == {"STOPPED": 3}
+    assert run["accounting"]["never_sent"] == 2
+    assert run["times"]["itl"]["count"] > 0
+    await eventually(cluster.idle)
 
 
 async def test_a_cluster_that_dies_ends_the_run_with_the_errors_counted(
-    start_cluster: StartCluster, tmp_path: Path, eventually: Eventually
+    cluster: Cluster, tmp_path: Path, eventually: Eventually
 ) -> None:
     out = tmp_path / "out"
-    async with start_cluster(MODEL, {}) as cluster:
-        flags = ("--rate", "20", "--requests", "2000", "--answer-tokens", "10", "--slo", "ttft<1s")
-        process = await start(*flags, "--router", cluster.local.router, "--out", str(out))
+    flags = ("--rate", "20", "--requests", "2000", "--answer-tokens", "10", "--slo", "ttft<1s")
+    process = await start(*flags, "--router", cluster.local.router, "--out", str(out))
 
-        async def busy() -> bool:
-            return any(worker.rows_running for worker in await cluster.workers())
+    async def busy() -> bool:
+        return any(worker.rows_running for worker in await cluster.workers())
 
-        await eventually(busy)
-        cluster.local.kill("router-1")
-        code, stderr, report = await finish(process, out)
+    await eventually(busy)
+    cluster.local.kill("router-1")
+    code, stderr, report = await finish(process, out)
+    await cluster.local.restart("router-1")
+    await cluster.local.wait_serving()
     assert code == 1
     assert "nothing answered any more" in stderr.splitlines()[-1]
     (run,) = report["runs"]

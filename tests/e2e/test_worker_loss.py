@@ -7,6 +7,7 @@ import os
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ import pytest_asyncio
 from loraplex.cluster.v1 import cluster_pb2
 from loraplex_client import AsyncGenerationStream, Generation
 
-from tests.e2e.conftest import Cluster, running_cluster
+from tests.e2e.conftest import Cluster, running_cluster, write_hash_adapters
 from worker.engine.hash_tokens import expected_ids
 from worker.engine_api import Sampling, Stopping
 
@@ -55,11 +56,10 @@ class Ask:
 
 def ask(cluster: Cluster, number: int, salt: str) -> Ask:
     sampling, n = SAMPLINGS[number % len(SAMPLINGS)], 1 + number % 2
-    prompt = f"{salt} {number}"
-    truth = [
-        expected_ids(MODEL, list(prompt.encode()), sampling=sampling, stopping=Stopping(max_tokens=TOKENS), choice=c)
-        for c in range(n)
-    ]
+    prompt, adapter, stopping = f"{salt} {number}", ("a", "b", None)[number // 4], Stopping(max_tokens=TOKENS)
+    digest = cluster.digests[adapter] if adapter else ""
+    of_prompt = partial(expected_ids, MODEL, list(prompt.encode()), adapter_digest=digest)
+    truth = [of_prompt(sampling=sampling, stopping=stopping, choice=choice) for choice in range(n)]
     stop = None
     if number % 3 == 0:  # it ends the first choice alone, late
         # New there, and no byte, which reads as itself.
@@ -67,13 +67,15 @@ def ask(cluster: Cluster, number: int, salt: str) -> Ask:
         stop, truth[0] = f"<{truth[0][at]}>", truth[0][:at]
     plain: dict[str, Any] = {name: getattr(sampling, name) for name in Sampling.__dataclass_fields__}
     options = plain | {"logit_bias": dict(sampling.logit_bias), "n": n, "stop": [stop] if stop else []}
-    return Ask(cluster.client.generate_stream(prompt, max_new_tokens=TOKENS, **options), truth, stop)
+    stream = cluster.client.generate_stream(prompt, adapter_id=adapter, max_new_tokens=TOKENS, **options)
+    return Ask(stream, truth, stop)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cluster]:
-    directory = tmp_path_factory.mktemp("loss") / "cluster"
-    async with running_cluster(directory, MODEL, {}, workers=2, worker_flags=FLAGS) as running:
+    directory = tmp_path_factory.mktemp("loss")
+    adapters = write_hash_adapters(directory / "adapters")
+    async with running_cluster(directory / "cluster", MODEL, adapters, workers=2, worker_flags=FLAGS) as running:
         yield running
 
 

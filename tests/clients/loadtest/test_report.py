@@ -112,6 +112,19 @@ def test_the_page_needs_no_other_file_and_escapes_names(page: str) -> None:
     assert [tag for tag, _ in tags.started].count("table") == 1 + 2 * 5
 
 
+def test_the_script_is_bundled_once_and_where_nothing_can_be_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scripts = iter(("first", "second"))
+    monkeypatch.setattr("vl_convert.javascript_bundle", lambda: next(scripts))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert [javascript(), javascript()] == ["first", "first"]
+    assert len(list((tmp_path / "loraplex").iterdir())) == 1
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert javascript() == "second"
+
+
 def test_without_a_script_the_page_has_every_figure(report: dict[str, Any], page: str) -> None:
     text = re.sub(r"<(script|svg)\b.*?</\1>", "", page, flags=re.DOTALL)
     for run in report["runs"]:

@@ -18,7 +18,10 @@ from worker.engine.scheduling.batch import Batch
 
 pytestmark = pytest.mark.usefixtures("two_threads")
 
-CASES = dict(cases())
+# The kernel is compiled for each number of heads and each width, for seconds. It has no code of its own for these:
+# sixteens as in "dim 80", and several query heads for one of keys as in "7 heads, 1 for keys".
+LIKE_OTHERS = {"dim 64", "6 heads, 1 for keys", "20 heads, 1 for keys", "chunk edges, 4 heads"}
+CASES = {name: case for name, case in cases() if name not in LIKE_OTHERS}
 # Relative to outputs of about 1: what rounding queries, keys and values makes is in the oracle too.
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
 
@@ -42,15 +45,16 @@ def test_every_case_is_what_torch_makes_of_it(name: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", ["dim 80", "7 heads, 1 for keys", "window 5, softcap 1.5, sinks True", "splits"])
+# Vectors of 16 numbers and of 8.
+@pytest.mark.parametrize("name", ["dim 24", "window 5, softcap 1.5, sinks True", "splits"])
 def test_halves_are_rounded_once(name: str, dtype: torch.dtype) -> None:
     numbers = Numbers(short(CASES[name]), CPU, dtype)
     torch.testing.assert_close(by_kernel(numbers), numbers.in_torch(), rtol=0, atol=TOLERANCE[dtype])
 
 
 def test_more_heads_than_a_product_is_written_out_for() -> None:
-    case = Case(heads=66, kv_heads=1, dim=64, value_dim=64, block_size=16)
-    assert heads_at_once(66, 64) < 66
+    case = Case(heads=35, kv_heads=1, dim=64, value_dim=64, block_size=16)
+    assert heads_at_once(35, 64) == 7
     numbers = Numbers(case, CPU, torch.float32)
     torch.testing.assert_close(by_kernel(numbers), numbers.in_torch(), rtol=0, atol=TOLERANCE[torch.float32])
 
