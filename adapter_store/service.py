@@ -31,6 +31,7 @@ from artifacts.names import (
     parse_reference,
     parse_revision_name,
 )
+from artifacts.revision import CONFIG_FILE
 from rpc.errors import CallError, Exhausted, InvalidField, NotFound
 
 log = logging.getLogger(__name__)
@@ -91,6 +92,8 @@ class AdapterService(pb_grpc.AdapterServiceServicer):
         async with outgoing(self._catalog.open_revision, name, "revision") as (revision, pieces):
             yield pb.DownloadRevisionResponse(revision=revision_to_pb(revision))
             async for file, piece in pieces:
+                if request.config_only and file != CONFIG_FILE:
+                    break
                 self._metrics.sent.inc(len(piece))
                 yield pb.DownloadRevisionResponse(chunk=pb.FileChunk(name=file, data=piece))
 

@@ -9,6 +9,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from artifacts.chat_settings import CHAT_FIELD, parse_chat_settings
 from artifacts.errors import ArtifactError, MismatchError
 from artifacts.json_object import parse_object
 from artifacts.name_patterns import NamePatterns, parse_name_patterns
@@ -27,7 +28,7 @@ _SERVED = {
     "fan_in_fan_out",
     "base_model_name_or_path",
 }
-_CHECKED = {"peft_type", "task_type", "bias", "init_lora_weights"}
+_CHECKED = {"peft_type", "task_type", "bias", "init_lora_weights", CHAT_FIELD}
 # Fields of training and bookkeeping. The checkpoint's tensors say which modules are adapted; fan_in_fan_out tells how
 # the base stores its weight; each *_config belongs to an init that is refused or leaves the base model as it is.
 _WITHOUT_EFFECT = {
@@ -91,6 +92,7 @@ def parse_peft_config(data: bytes) -> PeftConfig:
     config = parse_object(data, CONFIG_FILE)
     _check_kind(config)
     _check_init(config.get("init_lora_weights"))
+    parse_chat_settings(config.get(CHAT_FIELD))
     for field in sorted(set(config) - ACCEPTED):
         if not _is_default(config[field]):
             why = WHY_REFUSED.get(field, "this version does not know the field, and it is not at its default")

@@ -9,11 +9,57 @@ from artifacts.sampling import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call that an assistant's message made; `arguments` is a JSON object."""
+
+    id: str
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True, slots=True)
 class ChatMessage:
-    """A turn of a chat."""
+    """A turn of a chat; its text is `content`, or `parts`."""
 
     role: str
-    content: str
+    content: str = ""
+    parts: tuple[str, ...] = ()
+    tool_calls: tuple[ToolCall, ...] = ()
+    tool_call_id: str = ""
+    name: str = ""
+    reasoning: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """A function that the model may call; `parameters` is a JSON schema, or empty."""
+
+    name: str
+    description: str = ""
+    parameters: str = ""
+
+
+class ToolMode(StrEnum):
+    """The rule for calls of tools in an answer: as the model likes, none, or at least one."""
+
+    AUTO = "auto"
+    NONE = "none"
+    REQUIRED = "required"
+
+
+@dataclass(frozen=True, slots=True)
+class Chat:
+    """A conversation with its tools; `tool_name` is the only tool that may be called, where a request names one."""
+
+    messages: tuple[ChatMessage, ...]
+    tools: tuple[Tool, ...] = ()
+    tool_mode: ToolMode = ToolMode.AUTO
+    tool_name: str = ""
+    parallel_tool_calls: bool = True
+    continue_final_message: bool = False
+    add_generation_prompt: bool = True
+    # A JSON object of further variables for the template, or empty.
+    template_args: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +81,7 @@ class WeightedAdapter:
     weight: float
 
 
-Prompt = str | tuple[int, ...] | tuple[ChatMessage, ...]
+Prompt = str | tuple[int, ...] | Chat
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +115,8 @@ class Request:
     format_field: str = ""
     # Hash of the whole message: two requests with the same fingerprint are the same request.
     fingerprint: str = ""
+    # Time of the wall clock in seconds that a chat template sees, also where the request is resumed.
+    rendered_at_s: float = 0.0
     # W3C trace context of the request's span; empty: it is not traced.
     traceparent: str = ""
 
@@ -89,6 +137,7 @@ class FinishReason(StrEnum):
     LENGTH = "length"
     END = "end"
     STOP = "stop"
+    TOOL_CALLS = "tool_calls"
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,14 +156,29 @@ class PromptLogprobs:
 
 
 @dataclass(frozen=True, slots=True)
+class ToolCallDelta:
+    """A part of a call of a tool: the first has its id and name, and each the next characters of its arguments."""
+
+    index: int
+    id: str = ""
+    name: str = ""
+    arguments: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Delta:
-    """The next tokens of an answer and the text that they add; `logprobs` of each, where the request asks for them."""
+    """The next tokens of an answer and the text that they add; `logprobs` of each, where the request asks for them.
+
+    Reasoning and calls of tools are not in `text`.
+    """
 
     offset: int
     token_ids: tuple[int, ...]
     text: str
     choice: int = 0
     logprobs: tuple[TokenLogprobs, ...] = ()
+    reasoning: str = ""
+    tool_calls: tuple[ToolCallDelta, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,9 +9,9 @@ from loraplex.inference.v1 import inference_pb2 as pb
 
 from artifacts.sampling import LOGIT_BIASES, RANGES, OutOfRangeError, SamplingParams, check_sampling
 from broker.terms import PRIORITY_LIMIT
+from router.api.chat import read_chat, write_tool_call
 from router.api.formats import read_format
 from router.request import (
-    ChatMessage,
     Delta,
     Event,
     Finished,
@@ -35,7 +35,6 @@ STREAM_INTERVAL = 1_000
 CHOICES = 16
 LOGPROBS = 20
 ADAPTERS = 8
-CHAT_ROLES = ("system", "user", "assistant")
 
 _NEUTRAL = SamplingParams()
 
@@ -131,12 +130,7 @@ def read_prompt(message: pb.GenerateSpec | pb.TokenizeRequest) -> tuple[str, Pro
                 raise InvalidField("token_ids", "is empty")
             return "token_ids", tuple(message.token_ids.ids)
         case "chat":
-            if not message.chat.messages:
-                raise InvalidField("chat.messages", "is empty")
-            for turn in message.chat.messages:
-                if turn.role not in CHAT_ROLES:
-                    raise InvalidField("chat.messages.role", f"{turn.role!r} is none of {', '.join(CHAT_ROLES)}")
-            return "chat", tuple(ChatMessage(turn.role, turn.content) for turn in message.chat.messages)
+            return "chat", read_chat(message.chat)
     raise InvalidField("input", "give one of prompt, token_ids and chat")
 
 
@@ -180,6 +174,7 @@ _REASONS = {
     FinishReason.LENGTH: pb.FINISH_REASON_LENGTH,
     FinishReason.END: pb.FINISH_REASON_END,
     FinishReason.STOP: pb.FINISH_REASON_STOP,
+    FinishReason.TOOL_CALLS: pb.FINISH_REASON_TOOL_CALLS,
 }
 
 
@@ -195,6 +190,8 @@ def _write_event(event: Event) -> pb.GenerateEvent:
         case Delta():
             delta = pb.Delta(choice=event.choice, offset=event.offset, token_ids=event.token_ids, text=event.text)
             delta.logprobs.extend(map(_write_logprobs, event.logprobs))
+            delta.reasoning = event.reasoning
+            delta.tool_calls.extend(map(write_tool_call, event.tool_calls))
             return pb.GenerateEvent(delta=delta)
         case PromptLogprobs():
             tokens = [_write_logprobs(token) for token in event.tokens]

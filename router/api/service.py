@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
 from typing import Any
@@ -15,7 +16,7 @@ from router.api.prompt_size import check_count, check_prompt_size
 from router.api.request_telemetry import RequestTelemetry
 from router.catalog.models import Models
 from router.generation.generation import Generation
-from router.request import Received, Request
+from router.request import Chat, Received, Request
 from router.text.prompt_encoder import PromptEncoder
 from rpc.auth import tenant_of
 from rpc.errors import InvalidField, NotBuilt
@@ -67,7 +68,12 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         model = self._models.get(request.model)
         check_prompt_size(request, model)
         field, prompt = read_prompt(request)
-        ids = await self._encoder.encode(model.text, prompt, field, tenant, model.manifest.context_length)
+        context_length = model.manifest.context_length
+        if isinstance(prompt, Chat):
+            chat = model.text.chat
+            ids = await self._encoder.encode_chat(model.text, chat, prompt, tenant, context_length, time.time())
+        else:
+            ids = await self._encoder.encode(model.text, prompt, field, tenant, context_length)
         return pb.TokenizeResponse(token_ids=ids)
 
     async def CountTokens(self, request: pb.CountTokensRequest, context: Context) -> pb.CountTokensResponse:

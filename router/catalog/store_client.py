@@ -10,6 +10,7 @@ import grpc
 from loraplex.adapters.v1 import adapters_pb2 as pb
 from loraplex.adapters.v1 import adapters_pb2_grpc
 
+from artifacts.revision import CONFIG_FILE
 from broker.messages import AdapterRef
 from rpc.auth import TENANT_KEY
 from rpc.errors import CallError, InvalidField, NotFound, Unavailable
@@ -94,6 +95,23 @@ class StoreClient:
         revision = answer.revision
         ref = AdapterRef(revision.name, revision.digest, revision.rank, revision.weight_bytes)
         return ResolvedAdapter(ref, revision.base_digest)
+
+    async def config_of(self, tenant: str, revision: str) -> bytes:
+        """Download a revision's configuration, without its weights. Raises NotFound or Unavailable."""
+        request, metadata = pb.DownloadRevisionRequest(name=revision, config_only=True), ((TENANT_KEY, tenant),)
+        config = bytearray()
+        call = self._stub.DownloadRevision(request, timeout=CALL_S, metadata=metadata, wait_for_ready=True)
+        try:
+            async for part in call:
+                if part.HasField("chunk"):
+                    if part.chunk.name != CONFIG_FILE:  # a store that does not know config_only
+                        break
+                    config.extend(part.chunk.data)
+        except grpc.aio.AioRpcError as error:
+            raise self._translate(error, "adapter", revision) from error
+        finally:
+            call.cancel()
+        return bytes(config)
 
     async def models(self) -> dict[str, str]:
         """Return the digest of every registered base model, by name. Raises Unavailable."""

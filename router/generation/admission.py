@@ -6,14 +6,17 @@ import secrets
 from dataclasses import replace
 
 from broker.messages import AdapterRef, Job, StoppingParams
+from router.catalog.adapter_chats import AdapterChats
 from router.catalog.adapters import check_rank, resolve_adapters
 from router.catalog.models import Models, ServedModel
 from router.catalog.store_client import StoreClient
 from router.dispatch.reach import RelayReach
 from router.generation.answer_size import check_answer_size
+from router.generation.chat_format import chat_format
 from router.generation.grammar_proofs import GrammarProofs
 from router.generation.resume import Resumption
-from router.request import Request
+from router.output.chat_reader import ChatFormat
+from router.request import Chat, Request
 from router.text.prompt_encoder import PromptEncoder
 from rpc.errors import InvalidField, NotFound, Unavailable
 
@@ -39,6 +42,7 @@ class Admission:
         self._reply_to = reply_to
         self._encoder = encoder or PromptEncoder()
         self._proofs = proofs or GrammarProofs()
+        self._chats = AdapterChats(store)
 
     async def new_job(self, request: Request, deadline_s: float | None) -> Job:
         """Make the job of a new request. Raises a CallError where it can't be served."""
@@ -79,13 +83,29 @@ class Admission:
             prompt_logprobs=None,
         )
 
+    async def chat_format(self, request: Request, job: Job) -> ChatFormat | None:
+        """Return what tells apart the answer to a job's chat; None where it is text alone. Raises Unavailable."""
+        if not isinstance(request.prompt, Chat):
+            return None
+        text = self._models.with_digest(job.model, job.base_digest).text
+        template = text.chat.with_settings(await self._chats.of(request.tenant, job.adapter))
+        return chat_format(request.prompt, template, text, job)
+
+    async def _prompt_ids(self, request: Request, model: ServedModel, adapter: AdapterRef | None) -> tuple[int, ...]:
+        context = model.manifest.context_length
+        if not isinstance(request.prompt, Chat):
+            field = request.prompt_field
+            return await self._encoder.encode(model.text, request.prompt, field, request.tenant, context)
+        template = model.text.chat.with_settings(await self._chats.of(request.tenant, adapter))
+        return await self._encoder.encode_chat(
+            model.text, template, request.prompt, request.tenant, context, request.rendered_at_s
+        )
+
     async def _job(
         self, request: Request, model: ServedModel, adapter: AdapterRef | None, deadline_s: float | None, context: int
     ) -> Job:
         manifest = model.manifest
-        prompt_ids = await self._encoder.encode(
-            model.text, request.prompt, request.prompt_field, request.tenant, manifest.context_length
-        )
+        prompt_ids = await self._prompt_ids(request, model, adapter)
         serving = self._models.serving(manifest.name, manifest.digest)
         if not serving:
             raise Unavailable(f"no worker serves {manifest.name} now", reason="NO_WORKER")

@@ -63,6 +63,7 @@ class Generation:
             request_id=claims.request_id,
             seed=claims.seed,
             stopping=replace(request.stopping, max_tokens=claims.max_tokens),
+            rendered_at_s=claims.rendered_at_s,
         )
         return self.run(request, deadline_s, Resumption(claims, received))
 
@@ -75,12 +76,15 @@ class Generation:
             return
         if not request.request_id:
             request = replace(request, request_id=secrets.token_hex(8))
+        if not request.rendered_at_s:
+            request = replace(request, rendered_at_s=time.time())
         run, reader = await self._enter(request, resumption, deadline_s)
         try:
             run.routed.limit(deadline_s)
             job = run.routed.job
             text = self._models.with_digest(job.model, job.base_digest).text
-            answer = Answer(request, text, run.routed, resumption.received if resumption else None)
+            received = resumption.received if resumption else None
+            answer = Answer(request, text, run.routed, received, run.chat_format)
             started = False
             with self.slow_clients.watched(partial(self._drop, run, reader)) as stream:
                 while arrivals := await run.routed.arrivals(reader):
@@ -114,7 +118,9 @@ class Generation:
                 job = await self._admission.new_job(request, deadline_s)
             else:
                 job = await self._admission.resumed_job(request, resumption, deadline_s)
-            run = Run(request.fingerprint, await self._dispatcher.dispatch(job), resumption)
+            chat_format = await self._admission.chat_format(request, job)
+            routed = await self._dispatcher.dispatch(job)
+            run = Run(request.fingerprint, routed, resumption, request.rendered_at_s, chat_format)
             self._runs.add(run)
         if self._draining:
             run.routed.end_reader(_router_draining())

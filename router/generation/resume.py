@@ -53,6 +53,8 @@ class ResumeClaims(msgspec.Struct, frozen=True, array_like=True):
     began: Began
     # Number of times that the request has been resumed.
     resumes: int = 0
+    # Wall clock's time in seconds at which the request was admitted, which its chat template may show.
+    rendered_at_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from router.dispatch.routed_job import RoutedJob
 from router.generation.resume import Began, ResumeClaims, Resumption
+from router.output.chat_reader import ChatFormat
 from router.request import Request, Summary, WeightedAdapter
 from rpc.errors import AlreadyExists
 
@@ -23,6 +24,9 @@ class Run:
     fingerprint: str
     routed: RoutedJob
     resumption: Resumption | None = None
+    # Time of the wall clock in seconds that the request's chat template saw.
+    rendered_at_s: float = 0.0
+    chat_format: ChatFormat | None = None
 
     @property
     def key(self) -> Key:
@@ -63,6 +67,7 @@ class Run:
             max_tokens=job.stopping.max_tokens,
             began=self.began,
             resumes=self.resumes,
+            rendered_at_s=self.rendered_at_s,
         )
 
     def suits(self, resumption: Resumption | None) -> bool:

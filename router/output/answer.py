@@ -16,7 +16,9 @@ from router.dispatch.choice import Arrival
 from router.dispatch.link import WorkerFinish
 from router.dispatch.routed_job import RoutedJob
 from router.output.best_of import BestOf
-from router.output.echo import Echo, without_bytes
+from router.output.chat_reader import ChatFormat, ChatReader
+from router.output.echo import Echo
+from router.output.untold import UntoldText
 from router.request import Delta, Event, Finished, FinishReason, PromptLogprobs, Received, Request, TokenLogprobs
 from router.text.tokenizer import Text, TextStream
 
@@ -29,7 +31,12 @@ class Answer:
     """The answer to one request: turns a job's tokens into events, or into those that come after `received`."""
 
     def __init__(
-        self, request: Request, text: Text, routed: RoutedJob, received: Mapping[int, Received] | None = None
+        self,
+        request: Request,
+        text: Text,
+        routed: RoutedJob,
+        received: Mapping[int, Received] | None = None,
+        chat_format: ChatFormat | None = None,
     ) -> None:
         self._routed = routed
         received_choices = received or {}
@@ -48,14 +55,17 @@ class Answer:
         had = [received_choices.get(choice, Received()) for choice in range(routed.job.n)]
         # The deltas of the prompt's text, by choice, until they are sent; a ranking sends its own.
         self._echoes = {c: echo.deltas(c, had[c]) for c in self._open} if request.echo and not self._ranking else {}
+        marks = chat_format.marks if chat_format else ()
         self._choices = [
             ChoiceAnswer(
-                text.stream(prompt_ids, skip_special_tokens=skip, echo=request.echo),
+                text.stream(prompt_ids, skip_special_tokens=skip, echo=request.echo, marks=marks),
                 request.stopping.stop,
                 request.stream_interval,
                 choice,
                 len(had[choice].token_ids),
-                echo.answer_bytes(had[choice]),
+                UntoldText(
+                    echo.answer_bytes(had[choice]), None if chat_format is None else ChatReader(chat_format, choice)
+                ),
             )
             for choice in range(routed.job.n)
         ]
@@ -111,10 +121,7 @@ class _PendingToken(msgspec.Struct, frozen=True):
 
 
 class ChoiceAnswer:
-    """A choice of an answer. The client has the first `received` of its tokens already, and `text_bytes` of its text.
-
-    Without `text_bytes` the client has the text of these tokens.
-    """
+    """A choice of an answer. The client has the first `received` of its tokens already."""
 
     def __init__(
         self,
@@ -123,14 +130,14 @@ class ChoiceAnswer:
         stream_interval: int,
         choice: int = 0,
         received: int = 0,
-        text_bytes: int | None = None,
+        untold: UntoldText | None = None,
     ) -> None:
         self._choice = choice
         self._received = received
-        self._text_had = text_bytes
         self._stream = stream
         self._stop = tuple(stop)
         self._interval = stream_interval
+        self._untold = untold or UntoldText()
         # Tokens that are not delivered yet, each with its text; `_pending_text` is all of that text.
         self._pending: list[_PendingToken] = []
         self._pending_text = ""
@@ -158,7 +165,8 @@ class ChoiceAnswer:
             return self._release(self._safe_length(), self._interval, ended=False), None
         if stopped := self._flush(self._stream.flush()):
             return stopped
-        return self._release(len(self._pending_text), 1, ended=True), _finished(finish, ids, self._choice)
+        delta = self._release(len(self._pending_text), 0, ended=True)
+        return delta, _finished(finish, ids, self._choice, calls=self._untold.has_calls)
 
     def _flush(self, text: str) -> tuple[Delta | None, Finished] | None:
         """Add text that comes after the last token to that token."""
@@ -190,7 +198,7 @@ class ChoiceAnswer:
                 break
             start += len(token.text)
             kept += 1
-        delta = self._delta(self._pending[:kept], self._pending_text[:at])
+        delta = self._delta(self._pending[:kept], self._pending_text[:at], ended=True)
         self._pending, self._pending_text = [], ""
         return delta
 
@@ -217,30 +225,26 @@ class ChoiceAnswer:
             count -= 1
         if count < least:
             return None
-        delta = self._delta(self._pending[:count], self._pending_text[:end])
+        delta = self._delta(self._pending[:count], self._pending_text[:end], ended=ended)
         self._pending, self._pending_text = self._pending[count:], self._pending_text[end:]
         return delta
 
-    def _delta(self, tokens: Sequence[_PendingToken], text: str) -> Delta | None:
+    def _delta(self, tokens: Sequence[_PendingToken], text: str, *, ended: bool) -> Delta | None:
         count = sum(token.token_id is not None for token in tokens)
         skipped = min(count, max(0, self._received - self.delivered))
-        if self._text_had is None:
-            text = text[sum(len(token.text) for token in tokens[:skipped]) :]
-        elif self._text_had:
-            size = len(text.encode())
-            text, self._text_had = without_bytes(text, self._text_had), max(0, self._text_had - size)
+        had = sum(len(token.text) for token in tokens[:skipped])
         ids = tuple(token.token_id for token in tokens[skipped:] if token.token_id is not None)
         offset = self.delivered + skipped
         self.delivered += count
-        if not ids and not text:
-            return None
         logprobs = tuple(token.logprobs for token in tokens[skipped:] if token.logprobs is not None)
-        return Delta(offset, ids, text, self._choice, logprobs)
+        delta = Delta(offset, ids, text[had:], self._choice, logprobs)
+        delta = self._untold.tell(delta, text[:had], ended=ended, had_all=self._received >= self.delivered)
+        return delta if ids or delta.text or delta.reasoning or delta.tool_calls else None
 
 
-def _finished(finish: WorkerFinish, ids: Sequence[int], choice: int) -> Finished:
+def _finished(finish: WorkerFinish, ids: Sequence[int], choice: int, *, calls: bool) -> Finished:
     if finish is WorkerFinish.LENGTH:
         return Finished(FinishReason.LENGTH, choice=choice)
     if finish is WorkerFinish.STOP_TOKEN:
         return Finished(FinishReason.STOP, stop_token_id=ids[-1] if ids else None, choice=choice)
-    return Finished(FinishReason.END, choice=choice)
+    return Finished(FinishReason.TOOL_CALLS if calls else FinishReason.END, choice=choice)

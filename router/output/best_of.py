@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from router.output.echo import Echo
-from router.request import Delta, Event, Finished, Received, Request, TokenLogprobs
+from router.request import Delta, Event, Finished, Received, Request
 from rpc.errors import Aborted
 
 
@@ -37,30 +37,37 @@ class BestOf:
         events: list[Event] = []
         ranked = sorted(self._candidates, key=_Candidate.mean_logprob, reverse=True)
         for choice, candidate in enumerate(ranked[: self._request.n]):
-            logprobs = candidate.logprobs if self._request.logprobs is not None else ()
+            logprobs = candidate.delta.logprobs if self._request.logprobs is not None else ()
             received = self._received.get(choice, Received())
             events += self._echo.deltas(choice, received)
             if not received.token_ids:
-                events.append(Delta(0, candidate.token_ids, candidate.text, choice, logprobs))
-            elif received.token_ids != candidate.token_ids:  # close to a tie, and computed in another batch
+                events.append(replace(candidate.delta, choice=choice, logprobs=logprobs))
+            elif received.token_ids != candidate.delta.token_ids:  # close to a tie, and computed in another batch
                 raise Aborted("the candidates rank otherwise than they did for the lost stream", reason="RANKS_DIFFER")
             if candidate.finished is not None and not received.finished:
                 events.append(replace(candidate.finished, choice=choice))
         return events
 
 
+_EMPTY = Delta(0, (), "")
+
+
 @dataclass(slots=True)
 class _Candidate:
-    text: str = ""
-    token_ids: tuple[int, ...] = ()
-    logprobs: tuple[TokenLogprobs, ...] = ()
+    delta: Delta = _EMPTY
     finished: Finished | None = None
 
     def add(self, delta: Delta) -> None:
-        self.text += delta.text
-        self.token_ids += delta.token_ids
-        self.logprobs += delta.logprobs
+        had = self.delta
+        self.delta = Delta(
+            offset=0,
+            token_ids=had.token_ids + delta.token_ids,
+            text=had.text + delta.text,
+            logprobs=had.logprobs + delta.logprobs,
+            reasoning=had.reasoning + delta.reasoning,
+            tool_calls=had.tool_calls + delta.tool_calls,
+        )
 
     def mean_logprob(self) -> float:
-        values = [token.logprob for token in self.logprobs]
+        values = [token.logprob for token in self.delta.logprobs]
         return sum(values) / len(values) if values else float("-inf")

@@ -1,66 +1,105 @@
-"""A model's own chat template, rendered as transformers does it. Jinja is sandboxed: anybody may have written it."""
+"""Chat templates: a model's own, or an adapter's, with the special tokens that it names and its formats."""
 
 from __future__ import annotations
 
-import datetime
 import json
-from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
 
-from jinja2 import TemplateError
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-from router.request import ChatMessage
+from artifacts.chat_settings import CHAT_FIELD, ChatSettings, ToolCallFormat, parse_chat_settings
+from artifacts.errors import ArtifactError
+from router.request import Chat, ChatMessage
+from router.text.templates.pool import TemplateCall
 from rpc.errors import InvalidField
 
 _TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+# Texts around a reasoning block, as templates write them.
+_REASONING = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
+# Texts of a template that tell the format of its calls; the first whose texts are all there counts.
+_FORMATS = (
+    (("[TOOL_CALLS]",), ToolCallFormat.MISTRAL),
+    (("<function=",), ToolCallFormat.NONE),  # calls in XML, inside of <tool_call> too
+    (("<tool_call>",), ToolCallFormat.HERMES),
+    (("<|python_tag|>",), ToolCallFormat.LLAMA3),
+    (("<|start_header_id|>", '"parameters"'), ToolCallFormat.LLAMA3),
+)
 
 
+@dataclass(frozen=True, slots=True)
 class ChatTemplate:
-    """A compiled template and the special tokens that it may name."""
+    """A template's source, and another one for chats with tools where a model has it; empty: there is none."""
 
-    def __init__(self, source: str, tokens: Mapping[str, str]) -> None:
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-        )
-        environment.globals["raise_exception"] = _refuse
-        environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
-        environment.filters["tojson"] = _to_json
-        self._template = environment.from_string(source)
-        self._tokens = dict(tokens)
+    source: str = ""
+    tool_source: str = ""
+    tokens: Mapping[str, str] = field(default_factory=dict)
+    system_prompt: str = ""
+    # The format that the configuration names; empty: the template shows it.
+    named_format: str = ""
 
     @classmethod
-    def of_files(cls, files: Mapping[str, bytes]) -> ChatTemplate | None:
-        """Return the template among a model's files; None without one. Raises ValueError where it is broken."""
-        config = json.loads(files.get("tokenizer_config.json", b"{}"))
-        source = (
-            files["chat_template.jinja"].decode() if "chat_template.jinja" in files else config.get("chat_template")
+    def of_files(cls, files: Mapping[str, bytes]) -> ChatTemplate:
+        """Return the template among a model's files. Raises ValueError where a file is broken."""
+        config = _json(files, "tokenizer_config.json")
+        known = _json(files, "special_tokens_map.json") | config
+        sources = config.get("chat_template") or ""
+        if "chat_template.jinja" in files:
+            sources = files["chat_template.jinja"].decode()
+        if isinstance(sources, list):  # several templates, by name
+            by_name = {entry["name"]: entry["template"] for entry in sources}
+        else:
+            by_name = {"default": sources}
+        tokens = {name: _token(known[name]) for name in _TOKENS if known.get(name)}
+        try:
+            settings = parse_chat_settings(config.get(CHAT_FIELD))
+        except ArtifactError as error:
+            raise ValueError(f"tokenizer_config.json: {error}") from error
+        template = cls(str(by_name.get("default", "")), str(by_name.get("tool_use", "")), tokens)
+        return template.with_settings(settings)
+
+    def with_settings(self, settings: ChatSettings) -> ChatTemplate:
+        """Return this template as an adapter's settings, or the model's own, change it."""
+        return replace(
+            self,
+            source=settings.template or self.source,
+            tool_source=self.tool_source if not settings.template else "",
+            system_prompt=settings.system_prompt or self.system_prompt,
+            named_format=settings.tool_calls or ("" if settings.template else self.named_format),
         )
-        if isinstance(source, list):  # several templates, by name
-            source = {entry["name"]: entry["template"] for entry in source}.get("default")
+
+    def source_for(self, chat: Chat) -> str:
+        """Return the source that renders a chat. Raises InvalidField where there is none."""
+        source = (chat.tools and self.tool_source) or self.source
         if not source:
-            return None
-        values = {name: config.get(name) for name in _TOKENS}
-        tokens = {
-            name: value["content"] if isinstance(value, dict) else value for name, value in values.items() if value
-        }
-        try:
-            return cls(source, tokens)
-        except TemplateError as error:
-            raise ValueError(f"chat template: {error}") from error
+            raise InvalidField("chat", "the model has no chat template; send a prompt", reason="NO_CHAT_TEMPLATE")
+        return source
 
-    def render(self, messages: Sequence[ChatMessage]) -> str:
-        """Render the prompt up to the assistant's turn. Raises InvalidField with the template's own words."""
-        turns = [{"role": message.role, "content": message.content} for message in messages]
-        try:
-            return self._template.render(messages=turns, add_generation_prompt=True, **self._tokens)
-        except Exception as error:  # anybody may have written the template: it may raise anything
-            raise InvalidField("chat.messages", f"the model's chat template refuses them: {error}") from error
+    def call(self, chat: Chat, now: float, limit: int) -> TemplateCall:
+        """Return the call that renders a chat. Raises InvalidField."""
+        if self.system_prompt and chat.messages[0].role not in ("system", "developer"):
+            chat = replace(chat, messages=(ChatMessage("system", self.system_prompt), *chat.messages))
+        return TemplateCall(self.source_for(chat), self.tokens, chat, now, limit)
+
+    def tool_format(self, chat: Chat) -> ToolCallFormat:
+        """Return the format in which the model calls tools."""
+        if self.named_format:
+            return ToolCallFormat(self.named_format)
+        source = self.source_for(chat)
+        shown = (found for texts, found in _FORMATS if all(text in source for text in texts))
+        return next(shown, ToolCallFormat.NONE)
+
+    def reasoning_marks(self, chat: Chat) -> tuple[str, str] | None:
+        """Return the texts around a reasoning block; None where the template knows no such blocks."""
+        source = self.source_for(chat)
+        return next((marks for marks in _REASONING if marks[1] in source), None)
 
 
-def _refuse(message: str) -> NoReturn:
-    raise TemplateError(message)
+def _json(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
+    value = json.loads(files.get(name, b"{}"))
+    if not isinstance(value, dict):
+        raise ValueError(f"{name} is not a JSON object")
+    return value
 
 
-def _to_json(value: Any, indent: int | None = None) -> str:
-    return json.dumps(value, ensure_ascii=False, indent=indent)
+def _token(value: Any) -> str:
+    return str(value["content"] if isinstance(value, dict) else value)

@@ -80,9 +80,11 @@ class Detokenizer:
                 first = first and not self.has(token_id)
         return _decoder("replace").decode(b"".join(parts), whole)
 
-    def stream(self, prompt_ids: Sequence[int], *, skip_special_tokens: bool, echo: bool) -> TokenStream:
-        """Return a stream for the ids after a prompt; `echo`: the prompt's text is shown before them."""
-        skipped = self.special if skip_special_tokens else frozenset[int]()
+    def stream(self, prompt_ids: Sequence[int], *, skipped: frozenset[int], echo: bool) -> TokenStream:
+        """Return a stream for the ids after a prompt, without those that are `skipped`.
+
+        `echo`: the prompt's text is shown before them.
+        """
         tail = b""
         first = True
         for token_id in reversed(prompt_ids):

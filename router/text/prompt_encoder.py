@@ -13,10 +13,12 @@ import asyncio
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar, cast
+from typing import TypeVar
 
-from router.request import ChatMessage, Prompt
+from router.request import Chat
 from router.shares import FairTurns
+from router.text.chat import ChatTemplate
+from router.text.templates.pool import TemplateRenderer
 from router.text.tokenizer import Text, TooManyTokensError
 from rpc.errors import InvalidField
 
@@ -24,6 +26,8 @@ T = TypeVar("T")
 
 # Maximum length in characters of a text that is tokenized on the event loop, in about half a millisecond.
 SHORT_CHARACTERS = 2_000
+# Maximum characters of a rendered chat where the model's longest token allows more: four times a message's bytes.
+RENDERED_CHARACTERS = 1 << 24
 # Number of threads for long prompts: half of the cores, since workers and Redis may share the machine.
 THREADS = max(2, (os.cpu_count() or 1) // 2)
 
@@ -34,24 +38,28 @@ class PromptEncoder:
     def __init__(self, threads: int = THREADS) -> None:
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="tokenizer")
         self._turns = FairTurns(threads)
+        self._renderer = TemplateRenderer()
 
-    async def encode(self, text: Text, prompt: Prompt, field: str, tenant: str, context: int) -> tuple[int, ...]:
+    async def encode(
+        self, text: Text, prompt: str | tuple[int, ...], field: str, tenant: str, context: int
+    ) -> tuple[int, ...]:
         """Return the ids of a prompt, at most `context`. Raises InvalidField, naming `field`."""
-        try:
-            if isinstance(prompt, str):
-                return await self._encode(text, prompt, field, tenant, context, special_tokens=True)
-            if prompt and isinstance(prompt[0], ChatMessage):
-                chat = [message for message in prompt if isinstance(message, ChatMessage)]
-                if sum(len(message.content) for message in chat) <= SHORT_CHARACTERS:
-                    rendered = await asyncio.to_thread(text.render, chat)
-                else:
-                    rendered = await self._in_turn(tenant, lambda: text.render(chat))
-                return await self._encode(text, rendered, field, tenant, context, special_tokens=False)
-        except TooManyTokensError as error:
-            raise _too_long(field, f"{error.tokens} tokens", context) from None
+        if isinstance(prompt, str):
+            return await self._encode(text, prompt, field, tenant, context, special_tokens=True)
         if len(prompt) > context:
             raise _too_long(field, f"{len(prompt)} tokens", context)
-        return cast("tuple[int, ...]", prompt)
+        return prompt
+
+    async def encode_chat(
+        self, text: Text, template: ChatTemplate, chat: Chat, tenant: str, context: int, now: float
+    ) -> tuple[int, ...]:
+        """Return the ids of a chat, at most `context`. `now` is the time that the template sees.
+
+        Raises InvalidField or Unavailable.
+        """
+        limit = RENDERED_CHARACTERS if text.longest_token is None else context * text.longest_token
+        rendered = await self._renderer.render(template.call(chat, now, min(limit, RENDERED_CHARACTERS)), tenant)
+        return await self._encode(text, rendered, "chat", tenant, context, special_tokens=False)
 
     async def _encode(
         self, text: Text, prompt: str, field: str, tenant: str, context: int, *, special_tokens: bool
@@ -61,7 +69,10 @@ class PromptEncoder:
         def encode() -> tuple[int, ...]:
             return tuple(text.encode(prompt, special_tokens=special_tokens, limit=context))
 
-        return encode() if len(prompt) <= SHORT_CHARACTERS else await self._in_turn(tenant, encode)
+        try:
+            return encode() if len(prompt) <= SHORT_CHARACTERS else await self._in_turn(tenant, encode)
+        except TooManyTokensError as error:
+            raise _too_long(field, f"{error.tokens} tokens", context) from None
 
     async def _in_turn(self, tenant: str, work: Callable[[], T]) -> T:
         """Do work in a thread once it is the tenant's turn; a caller that leaves does not free the thread."""
@@ -71,8 +82,9 @@ class PromptEncoder:
         return await asyncio.shield(working)
 
     def close(self) -> None:
-        """Take no more prompts; a thread that works ends by itself."""
+        """Take no more prompts; a thread that works ends by itself, a child process is ended."""
         self._threads.shutdown(wait=False, cancel_futures=True)
+        self._renderer.close()
 
 
 def check_text(text: Text, prompt: str, field: str, context: int) -> None:

@@ -5,8 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from router.request import ChatMessage
+from router.text.chat import ChatTemplate
 from rpc.errors import InvalidField
+
+# Chat template of the hash model; tools are called in Hermes' format.
+_HASH_TEMPLATE = (
+    "{% if tools %}<tool_call> {{ tools | tojson }}{{ '\\n' }}{% endif %}"
+    "{% for message in messages %}{{ message.role }}: {{ message.content }}{{ '\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
 
 
 class TooManyTokensError(Exception):
@@ -32,6 +39,7 @@ class Text(Protocol):
 
     # Maximum bytes of text that one token stands for; None: unknown.
     longest_token: int | None
+    chat: ChatTemplate
 
     def encode(self, text: str, *, special_tokens: bool, limit: int | None = None) -> list[int]:
         """Return the ids of a text; may take long. Raises TooManyTokensError beyond `limit` of them."""
@@ -39,11 +47,18 @@ class Text(Protocol):
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool, whole: bool = True) -> str:
         """Return the text of ids; unless `whole`, without a character that is cut at the end."""
 
-    def stream(self, prompt_ids: Sequence[int], *, skip_special_tokens: bool, echo: bool = False) -> TextStream:
-        """Return a stream for the answer to a prompt; `echo`: after the prompt's text without a cut character."""
+    def stream(
+        self,
+        prompt_ids: Sequence[int],
+        *,
+        skip_special_tokens: bool,
+        echo: bool = False,
+        marks: Sequence[str] = (),
+    ) -> TextStream:
+        """Return a stream for the answer to a prompt; `echo`: after the prompt's text without a cut character.
 
-    def render(self, messages: Sequence[ChatMessage]) -> str:
-        """Render a chat as the model's prompt. Raises InvalidField."""
+        Special tokens whose text is one of `marks` are shown anyway.
+        """
 
 
 def text_of(architecture: str, vocab_size: int, files: Mapping[str, bytes]) -> Text:
@@ -62,6 +77,7 @@ class HashText:
     """The hash model's text: bytes for ids below 256, `<id>` for the others."""
 
     longest_token: int | None = 1
+    chat = ChatTemplate(_HASH_TEMPLATE)
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
@@ -77,7 +93,14 @@ class HashText:
         """See Text."""
         return "".join(self.push(token_id) for token_id in ids)
 
-    def stream(self, prompt_ids: Sequence[int], *, skip_special_tokens: bool, echo: bool = False) -> TextStream:
+    def stream(
+        self,
+        prompt_ids: Sequence[int],
+        *,
+        skip_special_tokens: bool,
+        echo: bool = False,
+        marks: Sequence[str] = (),
+    ) -> TextStream:
         """See Text; the model has no state."""
         return self
 
@@ -89,15 +112,12 @@ class HashText:
         """See TextStream."""
         return ""
 
-    def render(self, messages: Sequence[ChatMessage]) -> str:
-        """See Text."""
-        return "".join(f"{message.role}: {message.content}\n" for message in messages) + "assistant: "
-
 
 class NoText:
     """The text of a model without a tokenizer: requests and answers are ids alone."""
 
     longest_token: int | None = None
+    chat = ChatTemplate()
 
     def encode(self, text: str, *, special_tokens: bool, limit: int | None = None) -> list[int]:
         """See Text. Raises InvalidField."""
@@ -107,7 +127,14 @@ class NoText:
         """See Text."""
         return ""
 
-    def stream(self, prompt_ids: Sequence[int], *, skip_special_tokens: bool, echo: bool = False) -> TextStream:
+    def stream(
+        self,
+        prompt_ids: Sequence[int],
+        *,
+        skip_special_tokens: bool,
+        echo: bool = False,
+        marks: Sequence[str] = (),
+    ) -> TextStream:
         """See Text."""
         return self
 
@@ -118,7 +145,3 @@ class NoText:
     def flush(self) -> str:
         """See TextStream."""
         return ""
-
-    def render(self, messages: Sequence[ChatMessage]) -> str:
-        """See Text. Raises InvalidField."""
-        raise InvalidField("chat", "the model has no tokenizer.json; send token_ids")

@@ -7,12 +7,10 @@ from collections.abc import Mapping, Sequence
 
 from tokenizers import Tokenizer
 
-from router.request import ChatMessage
 from router.text.chat import ChatTemplate
 from router.text.detokenizer import Detokenizer
 from router.text.token_bytes import longest_token_bytes
 from router.text.tokenizer import TextStream, TooManyTokensError
-from rpc.errors import InvalidField
 
 
 class TokenizerText:
@@ -28,7 +26,7 @@ class TokenizerText:
         data = json.loads(files["tokenizer.json"])
         self.longest_token = longest_token_bytes(data)
         self._detokenizer = Detokenizer(self._tokenizer, data)
-        self._chat = ChatTemplate.of_files(files)
+        self.chat = ChatTemplate.of_files(files)
 
     def encode(self, text: str, *, special_tokens: bool, limit: int | None = None) -> list[int]:
         """See Text."""
@@ -42,12 +40,15 @@ class TokenizerText:
         """See Text."""
         return self._detokenizer.decode(ids, skip_special_tokens=skip_special_tokens, whole=whole)
 
-    def stream(self, prompt_ids: Sequence[int], *, skip_special_tokens: bool, echo: bool = False) -> TextStream:
+    def stream(
+        self,
+        prompt_ids: Sequence[int],
+        *,
+        skip_special_tokens: bool,
+        echo: bool = False,
+        marks: Sequence[str] = (),
+    ) -> TextStream:
         """See Text."""
-        return self._detokenizer.stream(prompt_ids, skip_special_tokens=skip_special_tokens, echo=echo)
-
-    def render(self, messages: Sequence[ChatMessage]) -> str:
-        """See Text."""
-        if self._chat is None:
-            raise InvalidField("chat", "the model has no chat template; send a prompt")
-        return self._chat.render(messages)
+        shown = frozenset(token_id for mark in marks if (token_id := self._tokenizer.token_to_id(mark)) is not None)
+        skipped = self._detokenizer.special - shown if skip_special_tokens else frozenset[int]()
+        return self._detokenizer.stream(prompt_ids, skipped=skipped, echo=echo)

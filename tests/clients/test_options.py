@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import re
 from typing import Any, get_args, get_type_hints
 
 import pytest
 from loraplex.inference.v1 import inference_pb2
 from loraplex_client import GenerateOptions, InvalidRequestError
+from loraplex_client.chat import CHAT_OPTIONS, chat_of
 from loraplex_client.connection import CHANNEL_OPTIONS
 from loraplex_client.options import generate_request
 
@@ -42,6 +45,27 @@ EVERYTHING: GenerateOptions = {
     "skip_special_tokens": False,
     "stream_interval": 4,
     "regex": "a+",
+}
+
+SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
+MESSAGES: Any = [
+    {"role": "system", "content": [{"type": "text", "text": "Be"}, {"type": "image", "text": ""}]},
+    {"role": "user", "content": "hi", "name": "Ann"},
+    {
+        "role": "assistant",
+        "content": None,
+        "reasoning_content": "Hm.",
+        "tool_calls": [{"id": "1", "type": "function", "function": {"name": "f", "arguments": {"city": "Zürich"}}}],
+    },
+    {"role": "tool", "tool_call_id": "1", "content": "rain"},
+]
+CHAT: dict[str, Any] = {
+    "tools": [{"type": "function", "function": {"name": "f", "description": "d", "parameters": SCHEMA}}, {"name": "g"}],
+    "tool_choice": {"type": "function", "function": {"name": "f"}},
+    "parallel_tool_calls": False,
+    "continue_final_message": True,
+    "add_generation_prompt": False,
+    "template_args": {"enable_thinking": False},
 }
 
 
@@ -84,10 +108,45 @@ def test_every_option_reaches_the_wire() -> None:
     for name, hint in get_type_hints(GenerateOptions).items():
         if name in {"token_ids", "messages"}:
             continue
+        if name in CHAT_OPTIONS:
+            chat: Any = {"messages": MESSAGES, name: CHAT[name]}
+            assert generate_request(None, chat).spec != generate_request(None, {"messages": MESSAGES}).spec, name
+            continue
         example = next((of_type[kind] for kind in get_args(hint) if kind in of_type), ["x"])
         value: Any = EVERYTHING.get(name, example)
         options: Any = {name: value}
         assert generate_request("p", options).spec != generate_request("p", {}).spec, name
+
+
+def test_a_chat_as_other_clients_write_it() -> None:
+    assert chat_of(MESSAGES, CHAT) == inference_pb2.Chat(
+        messages=[
+            inference_pb2.ChatMessage(
+                role="system",
+                parts=[
+                    inference_pb2.ContentPart(type="text", text="Be"),
+                    inference_pb2.ContentPart(type="image"),
+                ],
+            ),
+            inference_pb2.ChatMessage(role="user", content="hi", name="Ann"),
+            inference_pb2.ChatMessage(
+                role="assistant",
+                reasoning="Hm.",
+                tool_calls=[inference_pb2.ToolCall(id="1", name="f", arguments='{"city": "Zürich"}')],
+            ),
+            inference_pb2.ChatMessage(role="tool", tool_call_id="1", content="rain"),
+        ],
+        tools=[
+            inference_pb2.Tool(name="f", description="d", parameters=json.dumps(SCHEMA)),
+            inference_pb2.Tool(name="g"),
+        ],
+        tool_choice=inference_pb2.ToolChoice(name="f"),
+        parallel_tool_calls=False,
+        continue_final_message=True,
+        add_generation_prompt=False,
+        template_args='{"enable_thinking": false}',
+    )
+    assert chat_of(MESSAGES, {"tool_choice": "required"}).tool_choice.mode == inference_pb2.TOOL_MODE_REQUIRED
 
 
 def test_unset_is_not_zero() -> None:
@@ -125,12 +184,17 @@ def test_ids_instead_of_text() -> None:
         ("\ud800", {}, "prompt"),
         ("a", {"adapters": {"x": "much"}}, "adapters"),
         ("a", {"adapters": ["x", "y"]}, "adapters"),
-        (None, {"messages": [{"role": "user", "text": "hi"}]}, "messages"),
-        (None, {"messages": ["hi"]}, "messages"),
+        (None, {"messages": [{"role": "user", "text": "hi"}]}, "messages[0]"),
+        (None, {"messages": [{"content": "hi"}]}, "messages[0]"),
+        (None, {"messages": ["hi"]}, "messages[0]"),
+        (None, {"messages": MESSAGES, "tools": [{"parameters": {}}]}, "tools[0]"),
+        (None, {"messages": MESSAGES, "tool_choice": "always"}, "tool_choice"),
+        (None, {"messages": MESSAGES, "tool_choice": {"type": "function"}}, "tool_choice"),
+        ("a", {"tools": []}, "tools"),
     ],
 )
 def test_what_can_not_be_sent_names_its_field(prompt: str | None, options: Any, field: str) -> None:
-    with pytest.raises(InvalidRequestError, match=f"^{field}: ") as caught:
+    with pytest.raises(InvalidRequestError, match=f"^{re.escape(field)}: ") as caught:
         generate_request(prompt, options)
     assert caught.value.field == field
 

@@ -240,7 +240,7 @@ class _Run:
         scenario, plans = self._scenario, self._scenario.plans
         if not scenario.backlog or scenario.faults:
             return []
-        longest = max(len(plan.request.prompt) for plan in plans)
+        longest = max(len(plan.request.prompt) for plan in plans if isinstance(plan.request.prompt, tuple))
         answer = max(len(plan.expected.choices[0].uncut) for plan in plans)
         uncharged = 2 * scenario.workers * scenario.rows * answer
         bound = 2 * max(PROMPT_WEIGHT * longest, OUTPUT_WEIGHT * uncharged)

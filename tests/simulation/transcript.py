@@ -107,10 +107,12 @@ class Transcript:
 
     def _wrong_summary(self) -> list[str]:
         summary, expected = self._summary, self._expected
+        prompt = self._request.prompt
         assert summary is not None
+        assert isinstance(prompt, tuple)
         wrong = []
-        if summary.prompt_tokens != len(self._request.prompt):
-            wrong.append(f"{summary.prompt_tokens} prompt tokens counted of {len(self._request.prompt)}")
+        if summary.prompt_tokens != len(prompt):
+            wrong.append(f"{summary.prompt_tokens} prompt tokens counted of {len(prompt)}")
         if summary.completion_tokens != expected.completion_tokens:
             wrong.append(f"{summary.completion_tokens} tokens counted, the model's are {expected.completion_tokens}")
         if summary.ttft_s < max(STEP_S, summary.queue_s):  # a token takes a step, after the wait for a worker

@@ -8,8 +8,8 @@ from typing import Any, TypeAlias, TypeVar
 
 from loraplex.inference.v1 import inference_pb2
 
+from loraplex_client.chat import ChatMessages, chat_of
 from loraplex_client.errors import InvalidRequestError
-from loraplex_client.options import ChatMessages, chat_of
 
 R = TypeVar("R")
 

@@ -11,9 +11,10 @@ from loraplex.inference.v1 import inference_pb2_grpc
 
 from loraplex_client import adapters, calls
 from loraplex_client.addresses import read_addresses
+from loraplex_client.chat import ChatMessages
 from loraplex_client.connection import Connection
 from loraplex_client.generation import Generation
-from loraplex_client.options import ChatMessages, GenerateOptions, generate_request
+from loraplex_client.options import GenerateOptions, generate_request
 from loraplex_client.recovery import RESUME_ATTEMPTS
 from loraplex_client.resources import Adapter, BaseModel, Pushed, Revision
 from loraplex_client.stream import GenerationStream

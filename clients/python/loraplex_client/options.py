@@ -8,10 +8,8 @@ from typing import Any, TypedDict
 from google.protobuf.message import Message
 from loraplex.inference.v1 import inference_pb2
 
+from loraplex_client.chat import CHAT_OPTIONS, ChatMessages, Tools, chat_of
 from loraplex_client.errors import InvalidRequestError
-
-# Role (`system`, `user`, `assistant`) and content, as in the model's chat template.
-ChatMessages = Sequence[Mapping[str, str]]
 
 
 class GenerateOptions(TypedDict, total=False):
@@ -20,6 +18,16 @@ class GenerateOptions(TypedDict, total=False):
     # Either of these two replaces the prompt.
     token_ids: Sequence[int] | None
     messages: ChatMessages | None
+
+    # Of a chat: functions that the model may call, and whether it does: `auto`, `none`, `required`, or {"name": ...}.
+    tools: Tools | None
+    tool_choice: str | Mapping[str, Any] | None
+    parallel_tool_calls: bool | None
+    # the answer goes on with the last message, which is the assistant's
+    continue_final_message: bool | None
+    add_generation_prompt: bool | None
+    # further variables of the chat template, for example {"enable_thinking": False}
+    template_args: Mapping[str, Any] | None
 
     # `support`, `support@canary`, `tenants/acme/adapters/support`, ...; none: the plain base model
     adapter_id: str | None
@@ -102,9 +110,13 @@ def generate_request(prompt: str | None, options: GenerateOptions) -> inference_
     spec = inference_pb2.GenerateSpec()
     if prompt is not None:
         _place(spec, "prompt", prompt)
+    of_chat = {name: given.pop(name) for name in CHAT_OPTIONS if name in given}
+    if of_chat and "messages" not in given:
+        name = min(of_chat)
+        raise InvalidRequestError(f"{name}: belongs to a chat; give messages", field=name)
     for name, value in given.items():
         if name == "messages":
-            spec.chat.CopyFrom(chat_of(value))
+            spec.chat.CopyFrom(chat_of(value, of_chat))
         elif name == "adapters":
             spec.adapters.extend(_weighted(value))
         elif name in _PATHS:
@@ -112,16 +124,6 @@ def generate_request(prompt: str | None, options: GenerateOptions) -> inference_
         else:
             raise TypeError(f"unknown option {name!r}; GenerateOptions lists the known ones")
     return inference_pb2.GenerateRequest(spec=spec)
-
-
-def chat_of(messages: ChatMessages) -> inference_pb2.Chat:
-    """Return the chat as a message. Raises InvalidRequestError if an entry is not a role and a content."""
-    try:
-        return inference_pb2.Chat(messages=[inference_pb2.ChatMessage(**message) for message in messages])
-    except (TypeError, ValueError) as error:
-        raise InvalidRequestError(
-            f"messages: each must be a mapping of role and content: {error}", field="messages"
-        ) from error
 
 
 def _weighted(adapters: Mapping[str, float] | Sequence[tuple[str, float]]) -> list[inference_pb2.WeightedAdapter]:

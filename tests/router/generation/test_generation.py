@@ -48,6 +48,9 @@ class Admission:
         made = await self.new_job(request, deadline_s)
         return replace(made, emitted={choice: had.token_ids for choice, had in resumption.received.items()})
 
+    async def chat_format(self, request: Request, job: Job) -> None:
+        return None
+
 
 @pytest.fixture
 def admission() -> Admission:

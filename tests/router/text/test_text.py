@@ -1,14 +1,12 @@
-"""Tokenizing, incremental detokenizing and chat templates, against the tokenizers library's whole decode."""
+"""Tokenizing and incremental detokenizing, against the tokenizers library's whole decode."""
 
 from __future__ import annotations
 
-import json
 import random
 
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from router.request import ChatMessage, Prompt
 from router.text.prompt_encoder import PromptEncoder
 from router.text.tokenizer import HashText, NoText, Text, text_of
 from router.text.tokenizer_text import TokenizerText
@@ -17,7 +15,7 @@ from rpc.errors import InvalidField
 SAMPLE = "The quick brown fox — naïve café 日本語 🦊🦊 jumped over the lazy dog. " * 3
 
 
-async def encode_prompt(text: Text, prompt: Prompt, field: str) -> tuple[int, ...]:
+async def encode_prompt(text: Text, prompt: str | tuple[int, ...], field: str) -> tuple[int, ...]:
     return await PromptEncoder(1).encode(text, prompt, field, "acme", 512)
 
 
@@ -33,13 +31,7 @@ def files() -> dict[str, bytes]:
         show_progress=False,
     )
     tokenizer.train_from_iterator([SAMPLE], trainer)
-    template = (
-        "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}\n{% endfor %}"
-        "{% if messages[0].role == 'assistant' %}{{ raise_exception('user first') }}{% endif %}"
-        "{% if add_generation_prompt %}assistant:{% endif %}"
-    )
-    config = {"chat_template": template, "eos_token": {"content": "<end>"}}
-    return {"tokenizer.json": tokenizer.to_str().encode(), "tokenizer_config.json": json.dumps(config).encode()}
+    return {"tokenizer.json": tokenizer.to_str().encode()}
 
 
 def test_streaming_equals_decoding_the_whole(files: dict[str, bytes]) -> None:
@@ -63,27 +55,6 @@ def test_special_tokens_are_shown_only_when_asked_for(files: dict[str, bytes]) -
     for skip, expected in ((True, "fox"), (False, "fox<end>")):
         stream = text.stream([], skip_special_tokens=skip)
         assert "".join(stream.push(token_id) for token_id in ids) + stream.flush() == expected
-
-
-async def test_a_chat_is_rendered_by_the_models_template(files: dict[str, bytes]) -> None:
-    text = TokenizerText(files)
-    chat = (ChatMessage("user", "fox?"), ChatMessage("assistant", "dog."))
-    assert text.render(chat) == "user: fox?<end>\nassistant: dog.<end>\nassistant:"
-    ids = await encode_prompt(text, chat, "chat")
-    assert list(ids) == text.encode(text.render(chat), special_tokens=False)
-
-
-async def test_what_a_template_refuses_is_told_in_its_words(files: dict[str, bytes]) -> None:
-    with pytest.raises(InvalidField, match="user first") as caught:
-        await encode_prompt(TokenizerText(files), (ChatMessage("assistant", "x"),), "chat")
-    assert caught.value.field == "chat.messages"
-
-
-def test_a_template_can_not_reach_outside_its_sandbox(files: dict[str, bytes]) -> None:
-    evil = {"chat_template": "{{ ''.__class__.__mro__[1].__subclasses__() }}"}
-    text = TokenizerText(files | {"tokenizer_config.json": json.dumps(evil).encode()})
-    with pytest.raises(InvalidField, match="refuses"):
-        text.render([ChatMessage("user", "x")])
 
 
 async def test_a_model_without_tokenizer_takes_ids_only() -> None:

@@ -1,0 +1,67 @@
+"""Chat settings that an adapter carries: checked at the upload, a part of the digest, read by routers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import grpc
+import pytest
+
+from adapter_store.app import Store
+from artifacts.base_model import BaseModel
+from artifacts.chat_settings import ChatSettings
+from broker.messages import AdapterRef
+from router.catalog.adapter_chats import AdapterChats
+from router.catalog.store_client import StoreClient
+from rpc.errors import NotFound
+
+if TYPE_CHECKING:
+    from tests.adapter_store.conftest import Client
+
+CHAT = {"template": "{{ messages }}", "system_prompt": "Be Acme.", "tool_calls": "hermes"}
+
+
+async def test_a_router_reads_an_adapter_s_settings_once(
+    store: Store, client: Client, tiny_base: BaseModel, adapter_files: Callable[..., dict[str, bytes]]
+) -> None:
+    await client.register(tiny_base)
+    plain = (await client.upload("support", adapter_files())).revision
+    own = (await client.upload("support", adapter_files(loraplex_chat=CHAT))).revision
+    assert plain.digest != own.digest
+    catalog = StoreClient(f"127.0.0.1:{store.port}")
+    try:
+        chats = AdapterChats(catalog)
+        refs = [AdapterRef(revision.name, revision.digest, 2, revision.weight_bytes) for revision in (plain, own)]
+        assert [await chats.of("acme", ref) for ref in refs] == [ChatSettings(), ChatSettings(**CHAT)]
+        assert await chats.of("acme", None) == ChatSettings()
+        with pytest.raises(NotFound):
+            await AdapterChats(catalog).of("other", refs[0])
+        # Read once, and never the weights.
+        await store.stop(drain_s=0)
+        assert await chats.of("acme", refs[1]) == ChatSettings(**CHAT)
+    finally:
+        await catalog.close()
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ("hermes", "loraplex_chat: is not a JSON object"),
+        ({"templates": "x"}, "loraplex_chat.templates: is none of template, system_prompt, tool_calls"),
+        ({"template": 1}, "loraplex_chat.template: is not a text"),
+        ({"template": "x" * 300_000}, "loraplex_chat.template: is larger than"),
+        ({"tool_calls": "xml"}, "loraplex_chat.tool_calls: 'xml' is none of"),
+        ({"system_prompt": "\ud800"}, "loraplex_chat.system_prompt: has half of a surrogate pair"),
+    ],
+)
+async def test_bad_settings_are_refused_at_the_upload(
+    client: Client, tiny_base: BaseModel, adapter_files: Callable[..., dict[str, bytes]], value: Any, words: str
+) -> None:
+    await client.register(tiny_base)
+    files = adapter_files()
+    files["adapter_config.json"] = json.dumps({"peft_type": "LORA", "r": 2, "loraplex_chat": value}).encode()
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await client.upload("support", files)
+    assert words in str(caught.value.details())
