@@ -5,6 +5,7 @@ from __future__ import annotations
 import typer
 
 from clients.cli import adapters, models
+from clients.cli.chat import chat
 from clients.cli.cluster_top import top
 from clients.cli.drain import drain
 from clients.cli.generate import generate
@@ -27,6 +28,7 @@ app = typer.Typer(
 # The help page lists the commands in this order.
 app.command()(up)
 app.command()(generate)
+app.command()(chat)
 app.add_typer(adapters.app, name="adapters")
 app.add_typer(models.app, name="models")
 app.command()(top)

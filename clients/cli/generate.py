@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from clients.cli.options import ROUTER, TENANT, RouterOption, TenantOption
-from clients.cli.terminal import err, print_json, printable
+from clients.cli.terminal import err, print_json, printable, read_text
 
 if TYPE_CHECKING:
     from loraplex_client import Generation, GenerationStream
@@ -47,12 +48,20 @@ def generate(  # noqa: PLR0913, PLR0917  # one parameter a flag
     stop: Annotated[
         list[str] | None, typer.Option(metavar="TEXT", help="End the answer before TEXT. Repeatable.")
     ] = None,
+    json_schema: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="The answer is JSON of the schema in FILE.")
+    ] = None,
+    regex: Annotated[str | None, typer.Option(metavar="PATTERN", help="The whole answer matches PATTERN.")] = None,
+    choices: Annotated[
+        list[str] | None, typer.Option(metavar="TEXT", help="The answer is one of the TEXTs. Repeat it for each.")
+    ] = None,
     router: RouterOption = ROUTER,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object at the end.")] = False,
 ) -> None:
     """Stream an answer to stdout. Ctrl-C cancels the request.
 
     [bold]loraplex generate "Dear customer," --tenant acme --adapter support --max-tokens 64[/]
+    [bold]loraplex generate "Yes or no?" --choices yes --choices no[/]
     """
     from loraplex_client import Client
 
@@ -73,6 +82,9 @@ def generate(  # noqa: PLR0913, PLR0917  # one parameter a flag
             top_p=top_p,
             seed=seed,
             stop=stop,
+            json_schema=None if json_schema is None else read_text(json_schema, "--json-schema"),
+            regex=regex,
+            choices=choices or None,
         ) as stream:
             generation = _follow(stream, timer, quiet=as_json)
     if as_json:

@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Iterable, Sequence
 from functools import cache
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -40,6 +41,16 @@ def err() -> Console:
     from rich.console import Console
 
     return Console(stderr=True, highlight=False)
+
+
+def read_text(path: Path, flag: str) -> str:
+    """Return a file's text. Raises CommandError that names the flag."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise CommandError(f"{flag}: {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise CommandError(f"{flag}: {path} is not UTF-8 text") from error
 
 
 def printable(text: str) -> str:

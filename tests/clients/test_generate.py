@@ -21,13 +21,15 @@ GenerateBy = Callable[..., lx.Generation]
 
 def _generate(address: str, prompt: str | None = "hello", **options: Any) -> lx.Generation:
     with lx.Client(address, tenant="acme", resume_attempts=0) as client:
-        return client.generate(prompt, **options)
+        generation: lx.Generation = client.generate(prompt, **options)
+        return generation
 
 
 def _generate_async(address: str, prompt: str | None = "hello", **options: Any) -> lx.Generation:
     async def run() -> lx.Generation:
         async with lx.AsyncClient(address, tenant="acme", resume_attempts=0) as client:
-            return await client.generate(prompt, **options)
+            generation: lx.Generation = await client.generate(prompt, **options)
+            return generation
 
     return asyncio.run(run())
 

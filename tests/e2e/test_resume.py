@@ -131,7 +131,8 @@ async def test_streams_go_on_where_their_router_was_killed(cluster: Cluster, cli
 
     def generate() -> Generation:
         with Client(cluster.local.routers, TENANT) as blocking:
-            return blocking.generate("prompt", **asks[1])
+            generation: Generation = blocking.generate("prompt", **asks[1])
+            return generation
 
     blocked = asyncio.gather(*(asyncio.to_thread(generate) for _ in range(2)))
     await countdown.reached.wait()

@@ -4,6 +4,7 @@
         print(client.generate("Dear customer,", adapter_id="support", max_new_tokens=64).text)
         for piece in client.generate_stream("Dear customer,", adapter_id="support"):
             print(piece.text, end="", flush=True)  # break leaves, and cancels the work
+        print(client.chat([{"role": "user", "content": "Hello!"}]).text)
 
 AsyncClient has the same methods for `await` and `async for`. StoreClient and AsyncStoreClient push and list adapters.
 Every error is a LoraplexError; `loraplex_client.errors` shows the tree of its classes.
@@ -11,10 +12,12 @@ Every error is a LoraplexError; `loraplex_client.errors` shows the tree of its c
 
 from loraplex_client.aio import AsyncClient, AsyncStoreClient
 from loraplex_client.calls import ServedModel
+from loraplex_client.chat import ToolCall, ToolCallPart
 from loraplex_client.client import Client, StoreClient
 from loraplex_client.errors import (
     AbortedError,
     AlreadyExistsError,
+    AnswerFormatError,
     CancelledError,
     DataLossError,
     DeadlineExceededError,
@@ -29,7 +32,7 @@ from loraplex_client.errors import (
     UnavailableError,
 )
 from loraplex_client.generation import Choice, FinishReason, Generation, Piece, Timings, TokenLogprobs, Usage
-from loraplex_client.options import GenerateOptions
+from loraplex_client.options import ChatOptions, GenerateOptions
 from loraplex_client.resources import Adapter, BaseModel, ModelFile, Module, Pushed, Revision
 from loraplex_client.stream import AsyncGenerationStream, GenerationStream
 
@@ -37,11 +40,13 @@ __all__ = [
     "AbortedError",
     "Adapter",
     "AlreadyExistsError",
+    "AnswerFormatError",
     "AsyncClient",
     "AsyncGenerationStream",
     "AsyncStoreClient",
     "BaseModel",
     "CancelledError",
+    "ChatOptions",
     "Choice",
     "Client",
     "DataLossError",
@@ -66,6 +71,8 @@ __all__ = [
     "StoreClient",
     "Timings",
     "TokenLogprobs",
+    "ToolCall",
+    "ToolCallPart",
     "UnauthenticatedError",
     "UnavailableError",
     "Usage",

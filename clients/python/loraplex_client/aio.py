@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Self, Unpack
+from typing import Any, Self, Unpack, overload
 
 from loraplex.adapters.v1 import adapters_pb2, adapters_pb2_grpc
 from loraplex.inference.v1 import inference_pb2_grpc
@@ -14,9 +14,10 @@ from loraplex_client.addresses import read_addresses
 from loraplex_client.chat import ChatMessages
 from loraplex_client.connection import AsyncConnection
 from loraplex_client.generation import Generation
-from loraplex_client.options import GenerateOptions, generate_request
+from loraplex_client.options import ChatOptions, GenerateOptions, generate_request
 from loraplex_client.recovery import RESUME_ATTEMPTS
 from loraplex_client.resources import Adapter, BaseModel, Pushed, Revision
+from loraplex_client.response_format import M, parse_answer
 from loraplex_client.stream import AsyncGenerationStream
 
 
@@ -106,16 +107,83 @@ class AsyncClient:
             raise ValueError("this client has no store; give AsyncClient(..., store='HOST:PORT')")
         return self._store
 
+    @overload
     async def generate(
-        self, prompt: str | None = None, *, timeout_s: float | None = None, **options: Unpack[GenerateOptions]
-    ) -> Generation:
-        async with self.generate_stream(prompt, timeout_s=timeout_s, **options) as stream:
-            return await stream.result()
+        self,
+        prompt: str | None = None,
+        *,
+        response_format: type[M],
+        timeout_s: float | None = None,
+        **options: Unpack[GenerateOptions],
+    ) -> M: ...
+
+    @overload
+    async def generate(
+        self,
+        prompt: str | None = None,
+        *,
+        response_format: Mapping[str, Any] | str,
+        timeout_s: float | None = None,
+        **options: Unpack[GenerateOptions],
+    ) -> Any: ...
+
+    @overload
+    async def generate(
+        self,
+        prompt: str | None = None,
+        *,
+        response_format: None = None,
+        timeout_s: float | None = None,
+        **options: Unpack[GenerateOptions],
+    ) -> Generation: ...
+
+    async def generate(
+        self,
+        prompt: str | None = None,
+        *,
+        response_format: Any = None,
+        timeout_s: float | None = None,
+        **options: Unpack[GenerateOptions],
+    ) -> Any:
+        async with self.generate_stream(
+            prompt, response_format=response_format, timeout_s=timeout_s, **options
+        ) as stream:
+            answer = parse_answer(await stream.result(), response_format)
+        return answer if response_format is None else answer.parsed
 
     def generate_stream(
-        self, prompt: str | None = None, *, timeout_s: float | None = None, **options: Unpack[GenerateOptions]
+        self,
+        prompt: str | None = None,
+        *,
+        response_format: Any = None,
+        timeout_s: float | None = None,
+        **options: Unpack[GenerateOptions],
     ) -> AsyncGenerationStream:
-        return self._connection.stream(generate_request(prompt, options), timeout_s)
+        request = generate_request(prompt, options, response_format)
+        return self._connection.stream(request, timeout_s)
+
+    async def chat(
+        self,
+        messages: ChatMessages,
+        *,
+        response_format: Any = None,
+        timeout_s: float | None = None,
+        **options: Unpack[ChatOptions],
+    ) -> Generation:
+        async with self.chat_stream(
+            messages, response_format=response_format, timeout_s=timeout_s, **options
+        ) as stream:
+            return parse_answer(await stream.result(), response_format)
+
+    def chat_stream(
+        self,
+        messages: ChatMessages,
+        *,
+        response_format: Any = None,
+        timeout_s: float | None = None,
+        **options: Unpack[ChatOptions],
+    ) -> AsyncGenerationStream:
+        return self.generate_stream(messages=messages, response_format=response_format, timeout_s=timeout_s, **options)
 
     async def tokenize(
         self, prompt: str | None = None, *, messages: ChatMessages | None = None, model: str = ""

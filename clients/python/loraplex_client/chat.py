@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from loraplex.inference.v1 import inference_pb2
@@ -17,6 +18,63 @@ T = TypeVar("T")
 ChatMessages = Sequence[Mapping[str, Any]]
 # A tool is {"name": ..., "description": ..., "parameters": JSON schema}, or that as the `function` of another object.
 Tools = Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """A call of a tool; `arguments` is a JSON object as the model wrote it."""
+
+    id: str
+    name: str
+    arguments: str
+
+    @property
+    def parsed(self) -> dict[str, Any]:
+        """Return the arguments. Raises ValueError where an answer was cut in the middle of them."""
+        value = json.loads(self.arguments)
+        if not isinstance(value, dict):
+            raise ValueError(f"the arguments of {self.name} are not an object")
+        return value
+
+
+@dataclass(frozen=True)
+class ToolCallPart:
+    """A part of a call in a stream: the first has its id and name, each the next characters of its arguments."""
+
+    index: int
+    id: str
+    name: str
+    arguments: str
+
+
+class GrowingCalls:
+    """The calls of a choice, put together of their parts."""
+
+    def __init__(self) -> None:
+        self._calls: list[list[str]] = []
+
+    def add(self, parts: Sequence[inference_pb2.ToolCallDelta]) -> tuple[ToolCallPart, ...]:
+        """Take parts as they came; return them. Raises IndexError where one is missing."""
+        for part in parts:
+            if part.index == len(self._calls):
+                self._calls.append([part.id, part.name, ""])
+            self._calls[part.index][2] += part.arguments
+        return tuple(ToolCallPart(part.index, part.id, part.name, part.arguments) for part in parts)
+
+    def whole(self) -> tuple[ToolCall, ...]:
+        """Return the calls."""
+        return tuple(ToolCall(*call) for call in self._calls)
+
+
+def message_of(text: str, reasoning: str, tool_calls: Sequence[ToolCall]) -> dict[str, Any]:
+    """Return an answer as the message to put behind the chat before the next turn."""
+    message: dict[str, Any] = {"role": "assistant", "content": text}
+    if reasoning:
+        message["reasoning"] = reasoning
+    if tool_calls:
+        message["tool_calls"] = [{"id": call.id, "name": call.name, "arguments": call.arguments} for call in tool_calls]
+    return message
+
 
 # Options of a chat beside its messages; the others are fields of the whole request.
 CHAT_OPTIONS = (

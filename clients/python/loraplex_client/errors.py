@@ -13,7 +13,8 @@ LoraplexError                     any of these; `reason` is empty where no Lorap
 ├── DeadlineExceededError         DEADLINE_EXCEEDED: `timeout_s` passed
 ├── CancelledError                CANCELLED, by the other side
 ├── DataLossError                 DATA_LOSS: bytes of `kind` `name` that are not what their digest says
-└── InternalError                 INTERNAL, and streams that break the protocol
+├── InternalError                 INTERNAL, and streams that break the protocol
+└── AnswerFormatError             none: an answer that is not of its response_format, cut by max_tokens mostly; `text`
 """
 
 from __future__ import annotations
@@ -116,6 +117,14 @@ class DataLossError(_ResourceError):
 
 class InternalError(LoraplexError):
     """A failure inside the server, or a stream that breaks the protocol."""
+
+
+class AnswerFormatError(LoraplexError):
+    """An answer that can't be read as its response_format, mostly because max_new_tokens cut it; `text` has it."""
+
+    def __init__(self, message: str, *, text: str) -> None:
+        super().__init__(message)
+        self.text = text
 
 
 # Each status with its class, and the values that the class takes from the details.

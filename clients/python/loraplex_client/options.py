@@ -10,14 +10,11 @@ from loraplex.inference.v1 import inference_pb2
 
 from loraplex_client.chat import CHAT_OPTIONS, ChatMessages, Tools, chat_of
 from loraplex_client.errors import InvalidRequestError
+from loraplex_client.response_format import schema_of
 
 
-class GenerateOptions(TypedDict, total=False):
-    """The keywords of `generate` and `generate_stream`. The server chooses values that are left out or None."""
-
-    # Either of these two replaces the prompt.
-    token_ids: Sequence[int] | None
-    messages: ChatMessages | None
+class ChatOptions(TypedDict, total=False):
+    """The keywords of `chat` and `chat_stream`. The server chooses values that are left out or None."""
 
     # Of a chat: functions that the model may call, and whether it does: `auto`, `none`, `required`, or {"name": ...}.
     tools: Tools | None
@@ -76,6 +73,14 @@ class GenerateOptions(TypedDict, total=False):
     choices: Sequence[str] | None
 
 
+class GenerateOptions(ChatOptions, total=False):
+    """The keywords of `generate` and `generate_stream`."""
+
+    # Either of these two replaces the prompt.
+    token_ids: Sequence[int] | None
+    messages: ChatMessages | None
+
+
 # The path of each option in GenerateSpec.
 _PATHS: dict[str, str] = {
     "token_ids": "token_ids.ids",
@@ -99,7 +104,9 @@ _PATHS: dict[str, str] = {
 }  # fmt: skip
 
 
-def generate_request(prompt: str | None, options: GenerateOptions) -> inference_pb2.GenerateRequest:
+def generate_request(
+    prompt: str | None, options: GenerateOptions, response_format: Any = None
+) -> inference_pb2.GenerateRequest:
     """Return the message for these arguments.
 
     Raises InvalidRequestError with the field of a bad value, and TypeError for an unknown option.
@@ -110,6 +117,10 @@ def generate_request(prompt: str | None, options: GenerateOptions) -> inference_
     spec = inference_pb2.GenerateSpec()
     if prompt is not None:
         _place(spec, "prompt", prompt)
+    if response_format is not None:
+        if "json_schema" in given:
+            raise InvalidRequestError("response_format: give either this or json_schema", field="response_format")
+        given["json_schema"] = schema_of(response_format)
     of_chat = {name: given.pop(name) for name in CHAT_OPTIONS if name in given}
     if of_chat and "messages" not in given:
         name = min(of_chat)

@@ -21,7 +21,8 @@ from loraplex_client.errors import (
     ResourceExhaustedError,
     UnavailableError,
 )
-from loraplex_client.generation import Fold, Generation, Piece
+from loraplex_client.fold import Fold
+from loraplex_client.generation import Generation, Piece
 from loraplex_client.retries import Tries
 
 # Maximum number of resumes in a row of a lost stream that no server answers; with the pauses between them about 20

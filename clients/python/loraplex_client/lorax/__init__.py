@@ -9,19 +9,35 @@
             print(response.token.text, end="")
 
 The tenant is the header's, or `default` without one; other headers and cookies are ignored. `adapter_id` is a name in
-the adapter store, whatever `adapter_source` says. Parameters that are not served (`watermark`, `truncate`,
-`response_format`, `merged_adapters`, `decoder_input_details`) are refused by name.
+the adapter store, whatever `adapter_source` says. A `response_format` constrains the answer, and `merged_adapters` add
+up, which is the strategy `linear`. Parameters that are not served (`watermark`, `truncate`, `decoder_input_details`,
+other strategies) are refused by name.
 """
 
 from loraplex_client.lorax.clients import AsyncClient, Client
-from loraplex_client.lorax.types import Details, FinishReason, Response, StreamDetails, StreamResponse, Token
+from loraplex_client.lorax.types import (
+    Details,
+    FinishReason,
+    MergedAdapters,
+    MergeStrategy,
+    Response,
+    ResponseFormat,
+    ResponseFormatType,
+    StreamDetails,
+    StreamResponse,
+    Token,
+)
 
 __all__ = [
     "AsyncClient",
     "Client",
     "Details",
     "FinishReason",
+    "MergeStrategy",
+    "MergedAdapters",
     "Response",
+    "ResponseFormat",
+    "ResponseFormatType",
     "StreamDetails",
     "StreamResponse",
     "Token",

@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import replace
-from typing import Any, Unpack, cast
-from urllib.parse import urlsplit
+from typing import Any, Unpack
 
 from loraplex_client import aio, client
-from loraplex_client.connection import TENANT_KEY
 from loraplex_client.errors import InvalidRequestError
 from loraplex_client.generation import FinishReason as End
 from loraplex_client.generation import Generation, Piece, TokenLogprobs
+from loraplex_client.lorax.parameters import addresses_of, options_of, schema_of, tenant_of
 from loraplex_client.lorax.types import (
     AlternativeToken,
     Details,
@@ -23,16 +22,16 @@ from loraplex_client.lorax.types import (
     StreamResponse,
     Token,
 )
-from loraplex_client.options import GenerateOptions
 
 ADAPTER_SOURCES = ("hub", "local", "s3", "pbase")
 DEFAULT_TOKENS = 20
 TIMEOUT_S = 60
-_NOT_SERVED = ("truncate", "watermark", "response_format", "merged_adapters", "decoder_input_details")
+_NOT_SERVED = ("truncate", "watermark", "decoder_input_details")
 _REASONS = {
     End.LENGTH: FinishReason.Length,
     End.END: FinishReason.EndOfSequenceToken,
     End.STOP: FinishReason.StopSequence,
+    End.TOOL_CALLS: FinishReason.EndOfSequenceToken,
 }
 
 
@@ -46,7 +45,7 @@ class Client:
         cookies: Mapping[str, str] | None = None,
         timeout: float = TIMEOUT_S,
     ) -> None:
-        self._client = client.Client(_addresses(base_url), _tenant(headers), timeout_s=timeout)
+        self._client = client.Client(addresses_of(base_url), tenant_of(headers), timeout_s=timeout)
 
     def generate(
         self,
@@ -57,7 +56,7 @@ class Client:
     ) -> Response:
         """Return the whole answer. Raises LoraplexError."""
         ask = _Ask(prompt, adapter_id, adapter_source, parameters)
-        with self._client.generate_stream(prompt, **ask.options) as stream:
+        with self._client.generate_stream(prompt, response_format=ask.format, **ask.options) as stream:
             return ask.whole([response for piece in stream for response in ask.take(piece)])
 
     def generate_stream(
@@ -69,7 +68,7 @@ class Client:
     ) -> Iterator[StreamResponse]:
         """Yield the answer token by token. Raises LoraplexError."""
         ask = _Ask(prompt, adapter_id, adapter_source, parameters)
-        with self._client.generate_stream(prompt, **ask.options) as stream:
+        with self._client.generate_stream(prompt, response_format=ask.format, **ask.options) as stream:
             for piece in stream:
                 yield from ask.take(piece)
 
@@ -85,8 +84,8 @@ class AsyncClient:
         timeout: float = TIMEOUT_S,
     ) -> None:
         self._arguments: dict[str, Any] = {
-            "address": _addresses(base_url),
-            "tenant": _tenant(headers),
+            "address": addresses_of(base_url),
+            "tenant": tenant_of(headers),
             "timeout_s": timeout,
         }
         self._client: tuple[asyncio.AbstractEventLoop, aio.AsyncClient] | None = None
@@ -100,7 +99,8 @@ class AsyncClient:
     ) -> Response:
         """Return the whole answer. Raises LoraplexError."""
         ask = _Ask(prompt, adapter_id, adapter_source, parameters)
-        async with self._of_this_loop().generate_stream(prompt, **ask.options) as stream:
+        client = self._of_this_loop()
+        async with client.generate_stream(prompt, response_format=ask.format, **ask.options) as stream:
             return ask.whole([response async for piece in stream for response in ask.take(piece)])
 
     async def generate_stream(
@@ -112,7 +112,8 @@ class AsyncClient:
     ) -> AsyncIterator[StreamResponse]:
         """Yield the answer token by token. Raises LoraplexError."""
         ask = _Ask(prompt, adapter_id, adapter_source, parameters)
-        async with self._of_this_loop().generate_stream(prompt, **ask.options) as stream:
+        client = self._of_this_loop()
+        async with client.generate_stream(prompt, response_format=ask.format, **ask.options) as stream:
             async for piece in stream:
                 for response in ask.take(piece):
                     yield response
@@ -143,7 +144,8 @@ class _Ask:
         self._seed: int | None = given.get("seed")
         self._with_details = bool(given.get("details", True))
         self._most = int(given.get("max_new_tokens", DEFAULT_TOKENS))
-        self.options = _options(given, adapter_id, self._most)
+        self.options = options_of(given, adapter_id, self._most)
+        self.format = schema_of(given.get("response_format"))
         self._count = 0
         self._held: Token | None = None
 
@@ -202,34 +204,3 @@ class _Ask:
 
     def _figures(self, whole: Generation) -> tuple[FinishReason, int, int, int | None]:
         return _REASONS[whole.finish_reason], whole.usage.prompt_tokens, len(whole.token_ids), self._seed
-
-
-def _options(given: Mapping[str, Any], adapter_id: str | None, most: int) -> GenerateOptions:
-    options: dict[str, Any] = {
-        name: given[name]
-        for name in ("best_of", "repetition_penalty", "frequency_penalty", "presence_penalty", "seed")
-        if name in given
-    }
-    options |= {"adapter_id": adapter_id, "max_new_tokens": most, "stop": list(given.get("stop_sequences", ()))}
-    options |= {"ignore_eos": given.get("ignore_eos_token"), "logprobs": given.get("return_k_alternatives", 0)}
-    shapes = {name: given[name] for name in ("top_k", "top_p", "typical_p") if name in given}
-    temperature = float(given.get("temperature", 1.0))
-    if given.get("do_sample") or shapes or temperature != 1.0:
-        options |= {"temperature": temperature, **shapes}
-    return cast(GenerateOptions, options)
-
-
-def _addresses(base_url: str) -> str:
-    """Return HOST:PORT of http://HOST:PORT/, or of each of several with commas."""
-    found = []
-    for url in base_url.split(","):
-        parts = urlsplit(url.strip() if "://" in url else f"http://{url.strip()}")
-        if parts.scheme != "http" or not parts.netloc:
-            raise InvalidRequestError(f"base_url: {url!r} is not http://HOST:PORT of a router", field="base_url")
-        found.append(parts.netloc)
-    return ",".join(found)
-
-
-def _tenant(headers: Mapping[str, str] | None) -> str:
-    named = {name.lower(): value for name, value in (headers or {}).items()}
-    return named.get(TENANT_KEY, "default")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypedDict
 
@@ -31,12 +31,48 @@ class Parameters(TypedDict, total=False):
     details: bool
     # Accepted and ignored.
     api_token: str | None
+    # A JSON schema, as ResponseFormat or {"type": "json_object", "schema": ...}.
+    response_format: ResponseFormat | Mapping[str, Any] | None
+    # Instead of adapter_id, as MergedAdapters or a mapping of its fields.
+    merged_adapters: MergedAdapters | Mapping[str, Any] | None
     # Refused, unless the value asks for nothing.
     truncate: int | None
     watermark: bool
-    response_format: Any
-    merged_adapters: Any
     decoder_input_details: bool
+
+
+class ResponseFormatType(enum.StrEnum):
+    """The kind of a format."""
+
+    json_object = "json_object"
+
+
+@dataclass(frozen=True)
+class ResponseFormat:
+    """The format of an answer: JSON of a schema, or any object."""
+
+    type: ResponseFormatType = ResponseFormatType.json_object
+    schema: Mapping[str, Any] | str | None = None
+
+
+class MergeStrategy(enum.StrEnum):
+    """LoRAX's strategies; `linear` is served."""
+
+    LINEAR = "linear"
+    TIES = "ties"
+    DARE_LINEAR = "dare_linear"
+    DARE_TIES = "dare_ties"
+
+
+@dataclass(frozen=True)
+class MergedAdapters:
+    """Several adapters in one request: the base model with the weighted sum of what these add to it."""
+
+    ids: Sequence[str]
+    weights: Sequence[float]
+    merge_strategy: MergeStrategy | str | None = None
+    density: float | None = None
+    majority_sign_method: str | None = None
 
 
 class FinishReason(enum.StrEnum):
