@@ -25,7 +25,7 @@ GRAMMAR_BYTES = 512 * 1024
 CHOICES = 1_000
 
 # Without this option llguidance computes the bytes that must follow, which takes seconds for some regexes.
-_HEADER = '%llguidance {"no_forcing": true}\n'
+HEADER = '%llguidance {"no_forcing": true}\n'
 
 
 def json_grammar(schema: str, style: JsonStyle | None = None, path: str = "json_schema") -> str:
@@ -35,7 +35,7 @@ def json_grammar(schema: str, style: JsonStyle | None = None, path: str = "json_
         parsed = parse_object(schema.encode(), path)
     except ArtifactError as error:
         raise GrammarError(path, error.message) from error
-    return f"{_HEADER}start: {json_rule(parsed, style, path)}\n"
+    return f"{HEADER}start: {json_rule(parsed, style, path)}\n"
 
 
 def json_rule(schema: Mapping[str, Any], style: JsonStyle | None = None, path: str = "json_schema") -> str:
@@ -48,7 +48,7 @@ def regex_grammar(pattern: str, path: str = "regex") -> str:
     _check_size(path, pattern)
     if not pattern:
         raise GrammarError(path, "is empty")
-    return f"{_HEADER}start: /{_in_slashes(pattern)}/\n"
+    return f"{HEADER}start: /{_in_slashes(pattern)}/\n"
 
 
 def choices_grammar(values: Sequence[str], path: str = "choices.values") -> str:
@@ -60,13 +60,13 @@ def choices_grammar(values: Sequence[str], path: str = "choices.values") -> str:
     for index, value in enumerate(values):
         if not value:
             raise GrammarError(f"{path}[{index}]", "is empty")
-    return f"{_HEADER}start: {' | '.join(json.dumps(value) for value in sorted(set(values)))}\n"
+    return f"{HEADER}start: {' | '.join(json.dumps(value) for value in sorted(set(values)))}\n"
 
 
 def lark_grammar(text: str, path: str = "grammar") -> str:
     """Return the grammar in a client's Lark text; JSON schemas in it are checked. Raises GrammarError."""
     _check_size(path, text)
-    return _HEADER + check_lark(text, path) + "\n"
+    return HEADER + check_lark(text, path) + "\n"
 
 
 def grammar_digest(grammar: str) -> str:

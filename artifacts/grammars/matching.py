@@ -67,4 +67,5 @@ def proof_vocabulary(size: int, special: Mapping[int, str]) -> LLTokenizer:
     for byte, token_id in zip(range(256), free, strict=False):
         tokens[token_id] = bytes([byte])
     end = len(tokens) - 1
+    tokens[end] = b"<end>"  # a special token without text would be taken for the beginning of any other
     return LLTokenizer(TokenTexts(tokens, end, [*special, end]))  # type: ignore[arg-type]

@@ -114,10 +114,8 @@ def _tool_choice(chat: pb.Chat, names: set[str]) -> tuple[ToolMode, str]:
         mode, name = _MODES[choice.mode], ""
     else:
         raise InvalidField("chat.tool_choice.mode", f"{choice.mode} is not a ToolMode that this version knows")
-    if mode is ToolMode.REQUIRED:
-        if not names:
-            raise InvalidField("chat.tools", "is empty; chat.tool_choice asks for a call")
-        raise NotBuilt("chat.tool_choice")  # until arguments are held to the tools' schemas
+    if mode is ToolMode.REQUIRED and not names:
+        raise InvalidField("chat.tools", "is empty; chat.tool_choice asks for a call")
     return mode, name
 
 

@@ -12,7 +12,7 @@ from router.catalog.models import Models, ServedModel
 from router.catalog.store_client import StoreClient
 from router.dispatch.reach import RelayReach
 from router.generation.answer_size import check_answer_size
-from router.generation.chat_format import chat_format
+from router.generation.chat_format import call_grammar, chat_format
 from router.generation.grammar_proofs import GrammarProofs
 from router.generation.resume import Resumption
 from router.output.chat_reader import ChatFormat
@@ -52,9 +52,10 @@ class Admission:
         check_rank(adapter, max((state.max_rank for state in workers), default=None))
         # A job that is longer than every worker's KV cache would wait for ever.
         largest = max((state.max_tokens for state in workers), default=model.manifest.context_length)
-        if request.grammar:
-            await self._proofs.check(request.grammar, request.format_field, request.tenant, model.manifest)
         job = await self._job(request, model, adapter, deadline_s, min(model.manifest.context_length, largest))
+        if job.grammar:
+            field = request.format_field or "chat.tools"
+            await self._proofs.check(job.grammar, field, request.tenant, model.manifest)
         check_answer_size(request, len(job.prompt_ids), job.stopping.max_tokens)
         return job
 
@@ -89,27 +90,32 @@ class Admission:
             return None
         text = self._models.with_digest(job.model, job.base_digest).text
         template = text.chat.with_settings(await self._chats.of(request.tenant, job.adapter))
-        return chat_format(request.prompt, template, text, job)
+        return chat_format(request.prompt, template, text, job.prompt_ids, job.request_id)
 
-    async def _prompt_ids(self, request: Request, model: ServedModel, adapter: AdapterRef | None) -> tuple[int, ...]:
-        context = model.manifest.context_length
-        if not isinstance(request.prompt, Chat):
-            field = request.prompt_field
-            return await self._encoder.encode(model.text, request.prompt, field, request.tenant, context)
+    async def _prompt(
+        self, request: Request, model: ServedModel, adapter: AdapterRef | None
+    ) -> tuple[tuple[int, ...], str]:
+        """Return the prompt's ids, and the grammar that the answers keep to; empty: none."""
+        context, chat = model.manifest.context_length, request.prompt
+        if not isinstance(chat, Chat):
+            ids = await self._encoder.encode(model.text, chat, request.prompt_field, request.tenant, context)
+            return ids, request.grammar
+        if chat.tools and request.grammar:
+            raise InvalidField("chat.tools", f"do not go with {request.format_field}; leave one out")
         template = model.text.chat.with_settings(await self._chats.of(request.tenant, adapter))
-        return await self._encoder.encode_chat(
-            model.text, template, request.prompt, request.tenant, context, request.rendered_at_s
-        )
+        now = request.rendered_at_s
+        ids = await self._encoder.encode_chat(model.text, template, chat, request.tenant, context, now)
+        return ids, request.grammar or call_grammar(chat, template, model.text, ids)
 
     async def _job(
         self, request: Request, model: ServedModel, adapter: AdapterRef | None, deadline_s: float | None, context: int
     ) -> Job:
         manifest = model.manifest
-        prompt_ids = await self._prompt_ids(request, model, adapter)
+        prompt_ids, grammar = await self._prompt(request, model, adapter)
         serving = self._models.serving(manifest.name, manifest.digest)
         if not serving:
             raise Unavailable(f"no worker serves {manifest.name} now", reason="NO_WORKER")
-        if request.grammar and not all(state.constrains for state in serving):
+        if grammar and not all(state.constrains for state in serving):
             raise Unavailable("a worker of an older version is still there, which ignores formats", reason="OLD_WORKER")
         self._reach.check(manifest.name)
         stopping = request.stopping
@@ -142,7 +148,7 @@ class Admission:
             ),
             seed=secrets.randbits(63) if request.seed is None else request.seed,
             deadline_ms=0 if deadline_s is None else max(1, round(deadline_s * 1e3)),
-            grammar=request.grammar,
+            grammar=grammar,
         )
 
 

@@ -47,6 +47,9 @@ class Text(Protocol):
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool, whole: bool = True) -> str:
         """Return the text of ids; unless `whole`, without a character that is cut at the end."""
 
+    def special_token(self, text: str) -> int | None:
+        """Return the id of the special token with this text; None where there is none."""
+
     def stream(
         self,
         prompt_ids: Sequence[int],
@@ -93,6 +96,10 @@ class HashText:
         """See Text."""
         return "".join(self.push(token_id) for token_id in ids)
 
+    def special_token(self, text: str) -> int | None:
+        """See Text."""
+        return None
+
     def stream(
         self,
         prompt_ids: Sequence[int],
@@ -126,6 +133,10 @@ class NoText:
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool, whole: bool = True) -> str:
         """See Text."""
         return ""
+
+    def special_token(self, text: str) -> int | None:
+        """See Text."""
+        return None
 
     def stream(
         self,

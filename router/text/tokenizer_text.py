@@ -40,6 +40,11 @@ class TokenizerText:
         """See Text."""
         return self._detokenizer.decode(ids, skip_special_tokens=skip_special_tokens, whole=whole)
 
+    def special_token(self, text: str) -> int | None:
+        """See Text."""
+        token_id = self._tokenizer.token_to_id(text)
+        return token_id if token_id in self._detokenizer.special else None
+
     def stream(
         self,
         prompt_ids: Sequence[int],
@@ -49,6 +54,6 @@ class TokenizerText:
         marks: Sequence[str] = (),
     ) -> TextStream:
         """See Text."""
-        shown = frozenset(token_id for mark in marks if (token_id := self._tokenizer.token_to_id(mark)) is not None)
+        shown = frozenset(map(self.special_token, marks))
         skipped = self._detokenizer.special - shown if skip_special_tokens else frozenset[int]()
         return self._detokenizer.stream(prompt_ids, skipped=skipped, echo=echo)
