@@ -4,30 +4,45 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from functools import cache
+from typing import TYPE_CHECKING
 
 from artifacts.grammars.errors import GrammarError
 
-# Limits of llguidance for one grammar, far below its defaults: a mask that reaches them takes some 10 ms, and the
-# states of a grammar some 40 MB. Schemas of real services stay below a tenth of them.
-_LIMITS = LLParserLimits(
-    initial_lexer_fuel=500_000,
-    step_lexer_fuel=50_000,
-    step_max_items=20_000,
-    max_lexer_states=20_000,
-    max_grammar_size=200_000,
-    verbose_errors=False,
-)
+# llguidance is imported by the first grammar: with numpy, half of the start of an engine without a model.
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
 # Maximum characters of an error of llguidance in a message: it repeats the grammar.
 _ERROR_CHARACTERS = 300
 _REGEX_ERROR = re.compile(r"^ *error: (.*)$", re.MULTILINE)
 _PLACE = re.compile(r"^(?:at )?(?:\d+\(\d+\): )?(?:failed to compile JSON schema: )?")
 
 
+@cache
+def _limits() -> LLParserLimits:
+    """Return llguidance's limits for one grammar, far below its defaults.
+
+    A mask that reaches them takes some 10 ms, and the states of a grammar some 40 MB. Schemas of real services stay
+    below a tenth of them.
+    """
+    from llguidance import LLParserLimits
+
+    return LLParserLimits(
+        initial_lexer_fuel=500_000,
+        step_lexer_fuel=50_000,
+        step_max_items=20_000,
+        max_lexer_states=20_000,
+        max_grammar_size=200_000,
+        verbose_errors=False,
+    )
+
+
 def compile_grammar(vocabulary: LLTokenizer, grammar: str, path: str = "format") -> LLMatcher:
     """Compile a grammar; its matcher is at the beginning of an answer. Raises GrammarError."""
-    matcher = LLMatcher(vocabulary, grammar, log_level=0, limits=_LIMITS)
+    from llguidance import LLMatcher
+
+    matcher = LLMatcher(vocabulary, grammar, log_level=0, limits=_limits())
     if matcher.is_error():
         raise GrammarError(path, plain_error(matcher.get_error()))
     return matcher
@@ -60,6 +75,8 @@ class TokenTexts:
 
 def proof_vocabulary(size: int, special: Mapping[int, str]) -> LLTokenizer:
     """Return a vocabulary of `size` ids and an end token: the special tokens, single bytes, and others without text."""
+    from llguidance import LLTokenizer
+
     tokens = [b""] * (max(size, 256 + len(special)) + 1)
     for token_id, text in special.items():
         tokens[token_id] = text.encode()

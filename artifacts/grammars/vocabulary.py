@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-
-from llguidance import LLTokenizer
+from typing import TYPE_CHECKING
 
 from artifacts.grammars.errors import GrammarError
 from artifacts.grammars.matching import TokenTexts
 from artifacts.hash_model import HashModel
 from artifacts.json_object import parse_object
+
+# See artifacts.grammars.matching.
+if TYPE_CHECKING:
+    from llguidance import LLTokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +34,8 @@ class Vocabulary:
 @lru_cache(maxsize=4)
 def hash_vocabulary(model: HashModel) -> Vocabulary:
     """Return the tokens of the hash model, each with the text that a router shows for it."""
+    from llguidance import LLTokenizer
+
     end_ids = model.end_token_ids
     # One id more than the model has: llguidance needs an end token, which a model without one never samples.
     tokens = [hash_token_text(token_id).encode() for token_id in range(model.vocab)] + [b""]
@@ -48,6 +53,8 @@ def hash_token_text(token_id: int) -> str:
 
 def read_vocabulary(tokenizer_json: bytes, size: int, end_ids: Collection[int]) -> Vocabulary:
     """Return the tokens of a model whose logits have `size` ids. Raises GrammarError."""
+    from llguidance import LLTokenizer
+
     ends = sorted(token_id for token_id in end_ids if token_id < size)
     try:
         tokens = LLTokenizer(tokenizer_json.decode(), n_vocab=size, eos_token=ends or None)
@@ -60,6 +67,8 @@ def read_vocabulary(tokenizer_json: bytes, size: int, end_ids: Collection[int]) 
 
 def _with_end(tokens: LLTokenizer, size: int) -> LLTokenizer:
     """Add an end token: llguidance needs one, and the model has none."""
+    from llguidance import LLTokenizer
+
     texts = [tokens.decode_bytes([token_id]) for token_id in range(size)] + [b"<end>"]
     special = [token_id for token_id in range(size) if tokens.is_special_token(token_id)]
     return LLTokenizer(TokenTexts(texts, size, [*special, size]))  # type: ignore[arg-type]

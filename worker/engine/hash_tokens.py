@@ -6,15 +6,16 @@ import hashlib
 from array import array
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import fields
-from typing import Protocol
-
-import numpy as np
+from typing import TYPE_CHECKING, Protocol
 
 from artifacts.grammars.matching import compile_grammar
 from artifacts.grammars.vocabulary import hash_vocabulary
 from artifacts.hash_model import HashModel, parse_hash_model
 from worker.engine.grammar.state import GrammarState
 from worker.engine_api import Sampling, Stopping, TokenLogprobs
+
+if TYPE_CHECKING:
+    import numpy as np
 
 # Numbers of a request that change the logits, and all others, which only choose among them; new fields are among these.
 _ADJUSTING = ("repetition_penalty", "frequency_penalty", "presence_penalty")

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
-
-from llguidance import LLMatcher
+from typing import TYPE_CHECKING
 
 from artifacts.errors import ArtifactError
 from artifacts.grammars.build import grammar_digest
@@ -21,6 +20,9 @@ from worker.engine.adapter_cache.loading import Loads
 from worker.engine.grammar.state import GrammarState, grammar_failure
 from worker.engine.scheduling.grammar_demand import GrammarReady
 from worker.engine_api import Failure, NewSequence
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
 
 # Maximum bytes of compiled grammars that are kept for the next request with the same.
 CACHE_BYTES = 64 << 20

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-
-import numpy as np
-from llguidance import LLMatcher
+from typing import TYPE_CHECKING
 
 from artifacts.grammars.matching import plain_error
 from artifacts.grammars.vocabulary import Vocabulary
 from worker.engine_api import Failure
+
+# See artifacts.grammars.matching.
+if TYPE_CHECKING:
+    import numpy as np
+    from llguidance import LLMatcher
 
 
 class GrammarState:
@@ -47,6 +50,8 @@ class GrammarState:
 
         There are none where the answer cannot go on; `problem` then says why.
         """
+        import numpy as np
+
         mask = np.zeros(self.vocabulary.words, dtype=np.int32)
         self.matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
         if self.matcher.is_error():
@@ -57,6 +62,8 @@ class GrammarState:
 
     def trim(self, mask: np.ndarray, banned: frozenset[int]) -> None:
         """Take out of a mask [words] the ids beyond the vocabulary and, unless none would be left, the banned ones."""
+        import numpy as np
+
         words, bits = divmod(self.vocabulary.size, 32)
         if words < len(mask):
             mask[words] &= (1 << bits) - 1
