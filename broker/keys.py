@@ -13,7 +13,8 @@ lp:{MODEL/CELL}:tenants      zset    tenants with a queue, by their counters of 
 lp:{MODEL/CELL}:idle         zset    counters of the other tenants, where they are above the lowest
 lp:{MODEL/CELL}:floor        string  counter of the last tenant that had a queue
 lp:{MODEL/CELL}:bytes        hash    totals: bytes that wait and work by tenant, each of newcomers and of jobs that have
-                                     begun, and bytes of these in all
+                                     begun, and bytes of these in all; weights of the tenants with a queue, and the
+                                     counter that the next of them begins with
 lp:{MODEL/CELL}:charged:ID   string  what the tenant of a claimed job has been charged; expires
 lp:{MODEL/CELL}:pace         hash    claim rate: how much work is claimed in a ms while work waits
 lp:{MODEL/CELL}:room:WORKER  string  free rows after a worker's last claim; expires

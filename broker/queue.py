@@ -46,7 +46,7 @@ class QueueFullError(Exception):
 
 
 class DeadlineUnattainableError(Exception):
-    """The tenant's own jobs before this one take longer than its deadline."""
+    """The tenant's own jobs before this one take longer than its deadline, at the tenant's share of the workers."""
 
     def __init__(self, wait_ms: int) -> None:
         super().__init__(f"about {wait_ms / 1e3:.0f} s until its turn")

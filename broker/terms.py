@@ -60,6 +60,12 @@ REFUND_RECORD_MS = 120_000
 # Interval in ms over which the claim rate is measured, and the time from which on a measurement counts.
 CLAIM_RATE_MS = 10_000
 CLAIM_RATE_MIN_MS = 2_000
+# Maximum tenants whose waiting work is read for an estimate of when a job's turn comes; that of others is reckoned.
+TENANTS_PER_ESTIMATE = 32
+# Tenants that become active in one moment get counters that differ by a part of a token, in their order: the number of
+# them in a token, and their maximum number.
+LIFTS_PER_TOKEN = 1_024
+LIFTS_LIMIT = 1 << 16
 # A first attempt is refused when its turn comes later than this many times its deadline: the estimate is rough.
 DEADLINE_DOUBT = 2
 # Maximum lead of a tenant whose resumed job goes before newcomers, as the time in ms in which the whole cell claims so

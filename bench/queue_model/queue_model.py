@@ -8,8 +8,10 @@ from __future__ import annotations
 import math
 from collections import Counter, deque
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
+from bench.queue_model.charges import Charges
+from bench.queue_model.claim_rate import ClaimRate
 from bench.queue_model.claim_scan import ClaimScan, ScanArguments
 from bench.queue_model.live_routers import LiveRouters
 from bench.queue_model.quarantine import QuarantineModel
@@ -51,35 +53,13 @@ class ClaimDecision:
     apart: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class _ChargeRecord:
-    """The amount that a claimed job's tenant has been charged."""
-
-    tenant: str
-    weight: float
-    attempt: int
-    tokens: int
-    # The cost of the prompt for as long as it may be refunded, and the refund that the next claim charges again.
-    refundable: float
-    refunded: float = 0.0
-
-
-@dataclass(slots=True)
-class _ClaimRate:
-    """Work claimed since the interval began, and the rate of the interval before."""
-
-    since_ms: int
-    work: int = 0
-    per_ms: float = 0.0
-
-
 class QueueModel:
     """The model of a cell's queue."""
 
     def __init__(self, limits: QueueLimits | None = None) -> None:
         self.waiting = WaitingJobs()
         self._limits = limits or QueueLimits()
-        self._charges: dict[str, _ChargeRecord] = {}
+        self._charges = Charges(self.waiting.counters)
         # Each worker's free rows after its last claim.
         self._free_rows: dict[str, int] = {}
         self._routers = LiveRouters()
@@ -88,7 +68,7 @@ class QueueModel:
         # Each worker's number of scans, and the tenants that its last claim has passed over without finding a job.
         self._scan_numbers: Counter[str] = Counter()
         self._skipped_tenants: dict[str, int] = {}
-        self._claim_rate: _ClaimRate | None = None
+        self._claim_rate = ClaimRate()
         self._arrivals = 0
         self._displaced: set[str] = set()
         # Ids of the last arrivals.
@@ -138,7 +118,7 @@ class QueueModel:
         waiting, tenant = self.waiting, job.entry.tenant
         ahead = max(0.0, waiting.counters.value(tenant) - waiting.counters.lowest()) * job.entry.weight
         lead = ahead + waiting.begun_work(tenant)
-        return lead <= max(terms.RESUME_LEAD_WORK, terms.RESUME_LEAD_MS * self._claims_per_ms(now_ms))
+        return lead <= max(terms.RESUME_LEAD_WORK, terms.RESUME_LEAD_MS * self._claim_rate.per_ms(now_ms))
 
     def _refusal_of_newcomer(self, job: WaitingJob, now_ms: int) -> Refusal | None:
         entry, limits, waiting = job.entry, self._limits, self.waiting
@@ -170,21 +150,14 @@ class QueueModel:
             return "jobs"
         return "bytes" if self.waiting.newcomers_bytes + size > self._limits.bytes else ""
 
-    def _claims_per_ms(self, now_ms: int) -> float:
-        """Return the claim rate; 0 where no work waits for a row."""
-        measured = self._claim_rate
-        if measured is None:
-            return 0.0
-        measured_ms = now_ms - measured.since_ms
-        return max(measured.per_ms, measured.work / measured_ms if measured_ms >= terms.CLAIM_RATE_MIN_MS else 0.0)
-
     def _wait_before_turn_ms(self, job: WaitingJob, now_ms: int) -> float:
-        """Return in how many ms a job's turn comes, were all workers to serve its tenant alone; 0 where unknown."""
-        tenant, rate = job.entry.tenant, self._claims_per_ms(now_ms)
+        """Return in how many ms a job's turn comes, at its tenant's share of the claim rate; 0 where unknown."""
+        tenant, rate = job.entry.tenant, self._claim_rate.per_ms(now_ms)
         tenant_jobs = len(self.waiting.queue(tenant))
         if not tenant_jobs or rate <= 0:
             return 0.0
-        return self.waiting.count_before(job) * self.waiting.tenant_work(tenant) / tenant_jobs / rate
+        own_work = self.waiting.count_before(job) * self.waiting.tenant_work(tenant) / tenant_jobs
+        return (own_work + self.waiting.work_beside(job, own_work)) / rate if own_work else 0.0
 
     def claim(
         self, worker: str, base_digest: str, capacity: Capacity, now_ms: int, plan: ClaimPlan = CLAIM_ALL
@@ -200,12 +173,12 @@ class QueueModel:
                 worker, base_digest, capacity, now_ms, self._scan_numbers[worker], skipped_tenants=skip or 0
             )
             scan = ClaimScan(self.waiting, self._routers, self.quarantine, self.suspects, self._free_rows, arguments)
-            skip = None if plan.news_only else scan.run(self._charge_claim)
+            skip = None if plan.news_only else scan.run(self._charges.charge_claim)
             if (skip is None or scan_count == plan.scans - 1) and not scan.taken:
-                scan.run_news(self._news_since(plan.seen), self._charge_claim)
+                scan.run_news(self._news_since(plan.seen), self._charges.charge_claim)
                 skip = None if scan.taken or scan.free_rows < 1 else skip
             self._scan_numbers[worker] += 1
-            self._measure_claim_rate(scan, now_ms)
+            self._claim_rate.measure(scan.work if len(self.waiting) and scan.saturated else None, now_ms)
             self._free_rows[worker] = max(scan.free_rows, 0)
             hold_ms, looks = min(hold_ms or scan.hold_ms, scan.hold_ms or hold_ms), looks + scan.looks
             requests = requests or scan.most_demanded()
@@ -246,65 +219,22 @@ class QueueModel:
         """Hold no job for a worker until its next claim."""
         self._free_rows.pop(worker, None)
 
-    def _measure_claim_rate(self, scan: ClaimScan, now_ms: int) -> None:
-        rate = self._claim_rate
-        if not len(self.waiting) or not scan.saturated:
-            self._claim_rate = None
-        elif rate is None:
-            self._claim_rate = _ClaimRate(now_ms)
-        elif now_ms - rate.since_ms >= terms.CLAIM_RATE_MS:
-            self._claim_rate = _ClaimRate(now_ms, 0, (rate.work + scan.work) / (now_ms - rate.since_ms))
-        else:
-            rate.work += scan.work
-
-    def _charge_claim(self, job: WaitingJob, *, loads: bool) -> None:
-        """Charge the prompt and the load at the first claim of the first attempt, and a refund at the next claim."""
-        entry, record, counters = job.entry, self._charges.get(job.job_id), self.waiting.counters
-        if record is None:
-            refundable = 0.0
-            if entry.attempt == 1:
-                refundable = terms.PROMPT_WEIGHT * entry.prompt / entry.weight
-                counters.charge(entry.tenant, refundable + (entry.load / entry.weight if loads else 0))
-        elif record.attempt < entry.attempt or record.refunded:
-            counters.charge(entry.tenant, record.refunded)
-            refundable = record.refundable + record.refunded
-        else:
-            return
-        self._charges[job.job_id] = _ChargeRecord(entry.tenant, entry.weight, entry.attempt, 0, refundable)
-
     def charge(self, reports: Sequence[UsageReport], now_ms: int) -> None:
         """Charge tenants what their jobs have made since the last report."""
         for report in reports:
             self.suspects.report(report.job_id, report.attempt, report.tokens, now_ms, ended=report.ended)
-            record = self._charges.get(report.job_id)
-            if record is not None and record.attempt == report.attempt:
-                self._charge_report(report, record)
+        self._charges.charge(reports)
 
     def record_death(self, tenant: str, adapter: str, job_id: str, now_ms: int) -> int:
         """Record a job that engines died of; returns for how many ms its tenant and adapter are refused."""
         self.suspects.convicted(job_id)
         return self.quarantine.record_death(tenant, adapter, job_id, now_ms)
 
-    def _charge_report(self, report: UsageReport, record: _ChargeRecord) -> None:
-        counters, new_tokens = self.waiting.counters, report.tokens - record.tokens
-        if new_tokens > 0:
-            counters.charge(record.tenant, terms.OUTPUT_WEIGHT * new_tokens / record.weight)
-        refundable = 0.0 if report.ran else record.refundable
-        if not report.ended:
-            tokens = max(report.tokens, record.tokens)
-            self._charges[report.job_id] = replace(record, tokens=tokens, refundable=refundable)
-        elif refundable:
-            counters.charge(record.tenant, -refundable)
-            self._charges[report.job_id] = replace(record, refundable=0.0, refunded=refundable)
-        elif not record.refunded:
-            del self._charges[report.job_id]
-
     def finish(self, job_id: str, attempt: int) -> None:
         """Forget a job, up to this attempt."""
-        waiting, record = self.waiting.find(job_id), self._charges.get(job_id)
+        waiting = self.waiting.find(job_id)
         if waiting is None:
             self._displaced.discard(job_id)
         elif waiting.entry.attempt <= attempt:
             self.waiting.forget(job_id)
-        if record is not None and record.attempt <= attempt:
-            del self._charges[job_id]
+        self._charges.forget(job_id, attempt)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 
+from broker.terms import LIFTS_LIMIT, LIFTS_PER_TOKEN
+
 
 class TenantCounters:
     """Each tenant's service, in charged tokens over its weight. A tenant with waiting jobs is active."""
@@ -15,6 +17,8 @@ class TenantCounters:
         self._idle: dict[str, float] = {}
         # The counter of the tenant that was active last.
         self._floor = 0.0
+        # The counter that the next idle tenant is lifted to; 0 where no tenant is active.
+        self._next_lift = 0.0
 
     def value(self, tenant: str) -> float:
         """Return a tenant's counter; the lowest for a tenant without one, or with a lower one."""
@@ -25,6 +29,10 @@ class TenantCounters:
         """Return counter and name of at most `limit` active tenants, from the lowest counter on, after `skip`."""
         return [(counter, name.decode()) for counter, name in self._order[skip : skip + limit]]
 
+    def count_active(self) -> int:
+        """Return the number of active tenants."""
+        return len(self._active)
+
     def lowest(self) -> float:
         """Return the lowest counter of an active tenant; without one, that of the tenant that was active last."""
         return self._order[0][0] if self._order else self._floor
@@ -34,16 +42,26 @@ class TenantCounters:
         if tenant in self._active:
             return
         lowest = self.lowest()
-        counter = max(lowest, self._idle.pop(tenant, lowest))
+        counter = self._idle.pop(tenant, lowest)
+        if counter <= lowest:
+            counter = self._lift(lowest) if self._active else lowest
         self._active[tenant] = counter
         insort(self._order, (counter, tenant.encode()))
+
+    def _lift(self, lowest: float) -> float:
+        """Return the counter of a tenant that is lifted: above the lowest, and above those that were lifted before."""
+        counter = self._next_lift
+        if not lowest < counter <= lowest + LIFTS_LIMIT / LIFTS_PER_TOKEN:
+            counter = lowest + 1 / LIFTS_PER_TOKEN
+        self._next_lift = counter + 1 / LIFTS_PER_TOKEN
+        return counter
 
     def deactivate(self, tenant: str) -> None:
         """Make a tenant idle whose last waiting job has left."""
         counter = self._active.pop(tenant)
         self._remove(counter, tenant)
         if not self._order:
-            self._floor = counter
+            self._floor, self._next_lift = counter, 0.0
         if counter > self.lowest():
             self._idle[tenant] = counter
 

@@ -52,6 +52,8 @@ class WaitingJobs:
         self._newcomer_bytes_of: defaultdict[str, int] = defaultdict(int)
         self._begun_bytes_of: defaultdict[str, int] = defaultdict(int)
         self._tenant_work: defaultdict[str, int] = defaultdict(int)
+        # Each tenant's weight when its queue began.
+        self._weights: dict[str, float] = {}
         self._begun_work: defaultdict[str, int] = defaultdict(int)
 
     def __len__(self) -> int:
@@ -95,6 +97,18 @@ class WaitingJobs:
         """Return the sum of the work of a tenant's newcomers."""
         return self._tenant_work[tenant]
 
+    def work_beside(self, job: WaitingJob, own_work: float) -> float:
+        """Return the work of other tenants that is claimed while `own_work` of the job's tenant is."""
+        tenants = [name for _, name in self.counters.lowest_active(0, terms.TENANTS_PER_ESTIMATE)]
+        others = [tenant for tenant in tenants if tenant != job.entry.tenant]
+        if not others:
+            return 0.0
+        weight = job.entry.weight
+        work = 0.0
+        for tenant in others:
+            work += min(self._tenant_work[tenant], own_work * self._weights[tenant] / weight)
+        return work / len(others) * (self.counters.count_active() - 1)
+
     def count_before(self, job: WaitingJob) -> int:
         """Return how many jobs of its tenant come before a job."""
         return bisect_left(self.queue(job.entry.tenant), (job.place, job.job_id))
@@ -114,7 +128,9 @@ class WaitingJobs:
             insort(self.redispatched, (job.place, job.job_id))
         else:
             insort(self._queues.setdefault(tenant, []), (job.place, job.job_id))
-            self.counters.activate(tenant)
+            if len(self._queues[tenant]) == 1:
+                self._weights[tenant] = job.entry.weight
+                self.counters.activate(tenant)
 
     def forget(self, job_id: str) -> None:
         """Delete a waiting job."""

@@ -49,12 +49,25 @@ local function reached_tenant_limit(tenant_jobs)
   if tenant_bytes + job.size > max.tenant_bytes then return {'full', 'tenant_bytes', job.tenant} end
 end
 
--- Return in how many ms the job's turn comes, were all workers to serve this tenant alone; 0 where nothing tells.
+-- Return in how many ms the job's turn comes, at its tenant's share of the claim rate; 0 where nothing tells. Before it
+-- come its tenant's own jobs, and meanwhile work of other tenants: of each as much for its weight, but no more than waits.
+-- That is counted for some tenants, and reckoned for the others.
 local function wait_before_turn_ms(tenant_jobs, tenant_work)
-  local rate = claim_rate()
-  if rate <= 0 or tenant_jobs == 0 then return 0 end
-  local jobs_before = redis.call('ZLEXCOUNT', queue, '-', '(' .. job.place)
-  return jobs_before * tenant_work / tenant_jobs / rate
+  local rate = tenant_jobs > 0 and claim_rate() or 0
+  if rate <= 0 then return 0 end
+  local own_work = redis.call('ZLEXCOUNT', queue, '-', '(' .. job.place) * tenant_work / tenant_jobs
+  if own_work == 0 then return 0 end
+  local fields, others, work = {}, 0, 0
+  for _, other in ipairs(redis.call('ZRANGE', TENANTS, 0, TENANTS_PER_ESTIMATE - 1)) do
+    if other ~= job.tenant then fields[#fields + 1], fields[#fields + 2] = 'work:' .. other, 'weight:' .. other end
+  end
+  if #fields == 0 then return own_work / rate end
+  local values = redis.call('HMGET', TOTALS, unpack(fields))
+  for i = 1, #values, 2 do
+    others = others + 1
+    work = work + math.min(tonumber(values[i] or 0), own_work * tonumber(values[i + 1] or 1) / job.weight)
+  end
+  return (own_work + work / others * (redis.call('ZCARD', TENANTS) - 1)) / rate
 end
 
 -- Return the answer that refuses a newcomer; nil: it has a place, perhaps that of another job.
@@ -91,7 +104,7 @@ local refused_ms = quarantined_ms(job.tenant, job.adapter)
 if refused_ms > 0 and not goes_on_in_quarantine(job.attempt, job.prompt, job.prefill, job.rows) then
   return {'quarantined', refused_ms}
 end
-read_totals('all', 'begun_bytes', 'of:' .. job.tenant, 'work:' .. job.tenant, 'begun_of:' .. job.tenant,
+read_totals('all', 'begun_bytes', 'next_lift', 'of:' .. job.tenant, 'work:' .. job.tenant, 'begun_of:' .. job.tenant,
   'begun:' .. job.tenant)
 local has_begun = job.attempt > 1 or job.resumed == 1 and may_lead()
 if max.begun_bytes_when_full and (not has_begun or totals.begun_bytes + job.size > max.begun_bytes_when_full) then
@@ -116,13 +129,13 @@ local facts = cmsgpack.pack(job.tenant, job.base, job.adapter, job.prefer, job.r
 redis.call('HSET', key, 'body', job.body, 'wanted', job.wanted, 'attempt', job.attempt, 'facts', facts)
 redis.call('ZADD', WAITING, deadline_ms > 0 and job.deadline or '+inf', id)
 count_waiting(job.tenant, job.size, job.work, has_begun)
-flush_counts()
 if has_begun then
   -- A job that needs a whole worker is before all others: an empty worker does not stay so for long.
   redis.call('ZADD', REDISPATCHED, job.rows >= ALL_ROWS and arrival - WHOLE_WORKERS_FIRST or arrival, id)
 else
   redis.call('ZADD', queue, 0, job.place)
-  if tenant_jobs == 0 then activate_tenant(job.tenant) end
+  if tenant_jobs == 0 then activate_tenant(job.tenant, job.weight) end
 end
+flush_counts()
 wake_for_job(has_begun)
 return {'queued'}

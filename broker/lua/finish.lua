@@ -3,9 +3,15 @@
 --- @include "waiting_jobs"
 
 local id, last_attempt = ARGV[2], tonumber(ARGV[3])
-local waiting_attempt = redis.call('HGET', PREFIX .. 'job:' .. id, 'attempt')
-if not waiting_attempt or tonumber(waiting_attempt) <= last_attempt then forget_job(id) end
-flush_counts()
+local key = PREFIX .. 'job:' .. id
+local waiting_attempt = redis.call('HGET', key, 'attempt')
+if not waiting_attempt then -- claimed; or displaced, which has left a mark; or the key was lost
+  redis.call('DEL', key)
+  redis.call('ZREM', WAITING, id)
+elseif tonumber(waiting_attempt) <= last_attempt then
+  forget_job(id)
+  flush_counts()
+end
 
 local charge_key = PREFIX .. 'charged:' .. id
 local record = redis.call('GET', charge_key)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 from redis.asyncio import Redis
 
 from broker import terms
@@ -35,6 +36,15 @@ async def test_priority_takes_nothing_from_other_tenants(both: BothQueues) -> No
         await both.enqueue(make_job(f"a{number}", "a", priority=100))
         await both.enqueue(make_job(f"b{number}", "b", priority=-100))
     assert await claim(both) == ["a0", "b0", "a1", "b1", "a2", "b2", "a3", "b3"]
+
+
+async def test_of_equal_tenants_the_one_that_waits_longest_is_next(both: BothQueues) -> None:
+    for turn in range(2):
+        tenants = ("zoe", "mel", "abe") if not turn else ("new/z", "new/a", "new/m", "zoe")
+        for tenant in tenants:
+            await both.enqueue(make_job(f"{tenant} {turn}", tenant))
+            await both.enqueue(make_job(f"{tenant} {turn} again", tenant))
+        assert await claim(both) == [f"{t} {turn}{more}" for more in ("", " again") for t in tenants]
 
 
 async def test_a_job_waits_a_moment_for_the_worker_that_its_adapter_prefers(both: BothQueues) -> None:
@@ -96,6 +106,23 @@ async def test_a_deadline_that_the_tenant_s_own_queue_outlasts_is_refused(both: 
     assert not await both.enqueue(make_job("long", "a", deadline_ms=20_000))
     assert not await both.enqueue(make_job("urgent", "a", deadline_ms=10_000, priority=1))
     assert not await both.enqueue(make_job("other", "b", deadline_ms=10_000))
+
+
+@pytest.mark.parametrize(("weight", "jobs_of_others", "refused"), [(1.0, 20, "late"), (3.0, 20, ""), (1.0, 2, "")])
+async def test_a_deadline_is_measured_by_the_tenant_s_share_of_the_workers(
+    both: BothQueues, weight: float, jobs_of_others: int, refused: str
+) -> None:
+    for number in range(20):
+        assert not await both.enqueue(make_job(f"a{number}", "a", deadline_ms=30_000), Placement(weight))
+        for tenant in "bcd":
+            if number < jobs_of_others:
+                assert not await both.enqueue(make_job(f"{tenant}{number}", tenant))
+    await claim(both, replace(ROOMY, rows=2, rows_limit=2))
+    for _ in range(5):  # one job a second
+        await both.advance(1_000)
+        await claim(both, ONE)
+    # Of the first tenant some 18 jobs wait. Three others with as many and the same weight make that four times as long.
+    assert await both.enqueue(make_job("j", "a", deadline_ms=26_000), Placement(weight)) == refused
 
 
 async def test_without_a_full_cluster_no_deadline_is_refused(both: BothQueues) -> None:

@@ -63,9 +63,10 @@ async def test_a_tenant_s_jobs_that_nobody_takes_are_in_front_of_none_of_its_oth
 
 async def test_a_claim_that_finds_nothing_goes_on_where_the_last_one_ended(both: BothQueues, redis: Redis) -> None:
     tenants = 2 * terms.SCANS_PER_CLAIM * terms.TENANTS_PER_SCAN
-    await both.enqueue(make_job("fits", "zoe"))
-    for number in range(tenants):
-        await both.enqueue(make_job(f"unfit{number}", f"t{number:04}", base="sha256:old"))
+    for number in range(tenants + terms.NEWS_LIMIT):
+        if number == tenants:
+            await both.enqueue(make_job("fits", "zoe"))
+        await both.enqueue(make_job(f"unfit{number}", f"t{number % tenants:04}", base="sha256:old"))
     got: list[list[str]] = []
     while not got or not got[-1]:
         before = await scans(redis)

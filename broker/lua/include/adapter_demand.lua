@@ -13,6 +13,7 @@ end
 
 -- Return the requests of which most jobs have need, at most ADAPTER_REQUESTS_LIMIT.
 local function most_demanded()
+  if #demanded < 2 then return demanded end
   table.sort(demanded, function(a, b)
     if demand[a] ~= demand[b] then return demand[a] > demand[b] end
     return first_seen[a] < first_seen[b]

@@ -4,7 +4,7 @@
 
 -- Put a waiting job that has its own key back where other keys have lost it. Returns whether it was missing.
 local function restore_job(id, facts)
-  local tenant, _, _, _, _, _, _, _, _, _, _, _, _, place, size, work, _, deadline = cmsgpack.unpack(facts)
+  local tenant, _, _, _, _, _, weight, _, _, _, _, _, _, place, size, work, _, deadline = cmsgpack.unpack(facts)
   redis.call('ZADD', WAITING, 'NX', deadline > 0 and deadline or '+inf', id)
   if place == id then
     if redis.call('ZSCORE', REDISPATCHED, id) then return false end
@@ -22,7 +22,7 @@ local function restore_job(id, facts)
     count_waiting(tenant, size, work, false)
     record_arrival(id)
   end
-  if not redis.call('ZSCORE', TENANTS, tenant) then activate_tenant(tenant) end
+  if not redis.call('ZSCORE', TENANTS, tenant) then activate_tenant(tenant, weight) end
   return is_new
 end
 

@@ -8,36 +8,6 @@
 
 local function use_of(jobs, bytes, weight, max) return math.max(jobs / max.jobs, bytes / max.bytes) / weight end
 
--- Return a tenant's use of the queue now and its last job; nil without a job that has not begun.
-local function use_now(tenant, max)
-  local queue, bytes = PREFIX .. 'queue:' .. tenant, 'of:' .. tenant
-  local place = redis.call('ZREVRANGE', queue, 0, 0)[1]
-  if not place then return end
-  local id = string.sub(place, PLACE_BYTES + 1)
-  local facts = redis.call('HGET', PREFIX .. 'job:' .. id, 'facts')
-  if not facts then return end
-  local _, _, _, _, _, _, weight = cmsgpack.unpack(facts)
-  if totals[bytes] == nil then read_totals(bytes) end
-  return use_of(redis.call('ZCARD', queue), totals[bytes], weight, max), id
-end
-
--- Return the highest use of a tenant, if it is above `use`, and that tenant's last job. Jobs that were claimed have not
--- been taken off the uses in USES: those that turn out too high are corrected.
-local function highest_use(use, max)
-  for _ = 1, USES_PER_ENQUEUE do
-    local top = redis.call('ZREVRANGE', USES, 0, 0, 'WITHSCORES')
-    if not top[1] or tonumber(top[2]) <= use then return end
-    local found, id = use_now(top[1], max)
-    if not found then
-      redis.call('ZREM', USES, top[1])
-    elseif found < tonumber(top[2]) then
-      redis.call('ZADD', USES, exact(found), top[1])
-    else
-      return found, id
-    end
-  end
-end
-
 -- Return the limit that a further newcomer of `size` bytes would exceed; nil: it fits.
 local function exceeded_limit(size, max)
   local waiting = redis.call('ZCARD', WAITING)
@@ -46,18 +16,54 @@ local function exceeded_limit(size, max)
 end
 
 -- Displace other tenants' jobs until one of `size` bytes fits, whose tenant's use is then `use`. Their routers find the
--- mark that a displaced job leaves. Returns the limit that is still exceeded.
-local function make_room(size, use, max)
-  local limit = exceeded_limit(size, max)
+-- mark that a displaced job leaves. Returns the limit that is still exceeded. Its functions are made here, since each
+-- costs the server time where they are not needed.
+local function displace(limit, size, use, max)
+  -- Return a tenant's use of the queue now and its last job; nil without a job that has not begun.
+  local function use_now(tenant)
+    local queue, bytes = PREFIX .. 'queue:' .. tenant, 'of:' .. tenant
+    local place = redis.call('ZREVRANGE', queue, 0, 0)[1]
+    if not place then return end
+    local id = string.sub(place, PLACE_BYTES + 1)
+    local facts = redis.call('HGET', PREFIX .. 'job:' .. id, 'facts')
+    if not facts then return end
+    local _, _, _, _, _, _, weight = cmsgpack.unpack(facts)
+    if totals[bytes] == nil then read_totals(bytes) end
+    return use_of(redis.call('ZCARD', queue), totals[bytes], weight, max), id
+  end
+
+  -- Return the highest use of a tenant, if it is above `use`, and that tenant's last job. Jobs that were claimed have not
+  -- been taken off the uses in USES: those that turn out too high are corrected.
+  local function highest_use()
+    for _ = 1, USES_PER_ENQUEUE do
+      local top = redis.call('ZREVRANGE', USES, 0, 0, 'WITHSCORES')
+      if not top[1] or tonumber(top[2]) <= use then return end
+      local found, id = use_now(top[1])
+      if not found then
+        redis.call('ZREM', USES, top[1])
+      elseif found < tonumber(top[2]) then
+        redis.call('ZADD', USES, exact(found), top[1])
+      else
+        return found, id
+      end
+    end
+  end
+
   for _ = 1, DISPLACED_PER_ENQUEUE do
-    if not limit then return end
-    local _, id = highest_use(use, max)
+    local _, id = highest_use()
     if not id then return limit end
     forget_job(id)
     flush_counts()
     redis.call('HSET', PREFIX .. 'job:' .. id, 'displaced', 1)
     redis.call('PEXPIRE', PREFIX .. 'job:' .. id, DISPLACED_MS)
     limit = exceeded_limit(size, max)
+    if not limit then return end
   end
   return limit
+end
+
+-- Make room for a newcomer; returns the limit that is still exceeded.
+local function make_room(size, use, max)
+  local limit = exceeded_limit(size, max)
+  return limit and displace(limit, size, use, max)
 end

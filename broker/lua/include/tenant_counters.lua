@@ -3,9 +3,6 @@
 --- @include "keys"
 --- @include "totals"
 
--- Write a number with all its digits; Lua's own conversion writes 14.
-local function exact(number) return string.format('%.17g', number) end
-
 -- Return the lowest counter of an active tenant; without one, that of the tenant that was active last.
 local function lowest_counter()
   local lowest = redis.call('ZRANGE', TENANTS, 0, 0, 'WITHSCORES')
@@ -20,11 +17,27 @@ local function counter_of(tenant)
   return math.max(lowest, tonumber(redis.call('ZSCORE', IDLE, tenant) or lowest))
 end
 
--- Make a tenant active that was idle. A counter below the lowest is lifted to it.
-local function activate_tenant(tenant)
-  local lowest, idle = lowest_counter(), redis.call('ZSCORE', IDLE, tenant)
+-- Make a tenant active that was idle; a counter below the lowest is lifted. `flush_counts` comes after it. Redis orders
+-- equal counters by name, so a tenant is lifted just above the lowest and above those that were lifted before it: of
+-- tenants that are served alike the one that waits longest is next.
+local function activate_tenant(tenant, weight)
+  local active = redis.call('ZRANGE', TENANTS, 0, 0, 'WITHSCORES')[2]
+  local lowest, idle = tonumber(active or redis.call('GET', FLOOR) or 0), redis.call('ZSCORE', IDLE, tenant)
   if idle then redis.call('ZREM', IDLE, tenant) end
-  redis.call('ZADD', TENANTS, exact(math.max(lowest, tonumber(idle or lowest))), tenant)
+  local counter = tonumber(idle or lowest)
+  if counter <= lowest then
+    counter = lowest
+    if active then
+      if totals.next_lift == nil then read_totals('next_lift') end
+      counter = totals.next_lift
+      if counter <= lowest or counter > lowest + LIFTS_LIMIT / LIFTS_PER_TOKEN then
+        counter = lowest + 1 / LIFTS_PER_TOKEN
+      end
+      set_total('next_lift', counter + 1 / LIFTS_PER_TOKEN)
+    end
+  end
+  redis.call('ZADD', TENANTS, exact(counter), tenant)
+  if weight ~= 1 then set_total('weight:' .. tenant, weight) end
 end
 
 -- Make a tenant idle whose last waiting job has left, or whose queue was lost; `counter` where it is known.
@@ -35,10 +48,12 @@ local function deactivate_tenant(tenant, counter)
   local lowest = redis.call('ZRANGE', TENANTS, 0, 0, 'WITHSCORES')[2]
   if not lowest then
     redis.call('SET', FLOOR, exact(counter))
+    set_total('next_lift', 0)
   elseif counter > tonumber(lowest) then
     redis.call('ZADD', IDLE, exact(counter), tenant)
   end
   clear_totals(tenant)
+  set_total('weight:' .. tenant, 0)
 end
 
 -- Add to a tenant's counter; `cost` is in charged tokens over the tenant's weight.

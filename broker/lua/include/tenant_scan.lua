@@ -1,0 +1,78 @@
+-- A claim's scan of the tenants with waiting jobs, from the lowest counter on: always the next job of the tenant that has
+-- the lowest one now.
+--- @include "tenant_counters"
+--- @include "job_looks"
+
+local function length_of(tenant)
+  tenant.length = tenant.length or redis.call('ZCARD', tenant.queue)
+  return tenant.length
+end
+
+-- Return the place of a tenant's next job; nil at the end of the queue. A few are read at once.
+local function next_place(tenant)
+  if not tenant.places[tenant.next] then
+    tenant.places = redis.call('ZRANGE', tenant.queue, tenant.position, tenant.position + PLACES_AT_ONCE - 1)
+    tenant.next = 1
+    if #tenant.places < PLACES_AT_ONCE then tenant.length = tenant.position + #tenant.places end
+  end
+  return tenant.places[tenant.next]
+end
+
+-- Note that a tenant's job was passed over.
+local function pass_over(tenant)
+  tenant.passed, tenant.position = tenant.passed + 1, tenant.position + 1
+  if tenant.passed == PASSES_PER_TENANT / 2 and length_of(tenant) > PASSES_PER_TENANT then
+    tenant.position, tenant.places = second_half_start(tenant.length, PASSES_PER_TENANT), {}
+  end
+end
+
+-- Look at a tenant's next job. Returns whether the scan has seen all that it may of this tenant.
+local function look_at_tenant(tenant)
+  local place = next_place(tenant)
+  local result = place and look(string.sub(place, PLACE_BYTES + 1), tenant, place) or LOST
+  tenant.next = tenant.next + 1
+  if result ~= TAKEN then passes_left = passes_left - 1 end
+  if result == PASSED then
+    pass_over(tenant)
+  else
+    if tenant.length then tenant.length = tenant.length - 1 end
+    -- A place is left over where a job's own key has been lost, a tenant where its queue has.
+    if result == LOST and place then redis.call('ZREM', tenant.queue, place) end
+    if result == LOST and redis.call('EXISTS', tenant.queue) == 0 then deactivate_tenant(tenant.name, tenant.counter) end
+  end
+  local passes = looks_around and LOOKAHEAD_PER_TENANT or PASSES_PER_TENANT
+  if not place or tenant.passed >= passes then return true end
+  return not tenant.places[tenant.next] and tenant.position >= length_of(tenant)
+end
+
+-- Look at tenants from the lowest counter on. Returns how many the next scan is to skip, and whether there may be more
+-- beyond what this scan has seen.
+local function look_at_tenants()
+  local lowest, seen_tenants, head = {}, 0, 1
+  local found = redis.call('ZRANGE', TENANTS, skipped_tenants, skipped_tenants + TENANTS_PER_SCAN - 1, 'WITHSCORES')
+  for i = 1, #found, 2 do
+    lowest[#lowest + 1] = {name = found[i], counter = tonumber(found[i + 1]), number = i, passed = 0, position = 0,
+      queue = PREFIX .. 'queue:' .. found[i], places = {}, next = 1}
+  end
+  -- Tenants that the scan does not see may have a lower counter than one that has grown beyond this.
+  local horizon = #lowest == TENANTS_PER_SCAN and lowest[#lowest].counter or math.huge
+  while lowest[head] and lowest[head].counter <= horizon and may_look() do
+    local tenant = lowest[head]
+    if look_at_tenant(tenant) then
+      head = head + 1
+      if tenant.position > 0 then seen_tenants = seen_tenants + 1 end
+    else
+      -- Move the tenant behind those that have a lower counter now; equals keep their order.
+      local at = head
+      local behind = lowest[at + 1]
+      while behind and (behind.counter < tenant.counter
+          or behind.counter == tenant.counter and behind.number < tenant.number) do
+        lowest[at], at = behind, at + 1
+        behind = lowest[at + 1]
+      end
+      lowest[at] = tenant
+    end
+  end
+  local more = passes_left < 1 or horizon < math.huge
+  return more and skipped_tenants + seen_tenants or 0, more
+end
