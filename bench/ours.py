@@ -24,10 +24,10 @@ TENANT = "bench"
 class ServedCluster:
     """A one-machine cluster with one worker, and a client in this process; serves while the context is open."""
 
-    def __init__(self, model: Path, adapters: Sequence[Path], rows: int) -> None:
+    def __init__(self, model: Path, adapters: Sequence[Path], rows: int, dtype: str = "bfloat16") -> None:
         self._model = model
         self._adapters = adapters
-        self._rows = rows
+        self._flags = ("--rows", str(rows), "--dtype", dtype)
         self._runner = asyncio.Runner()
         self._stack = AsyncExitStack()
 
@@ -57,8 +57,7 @@ class ServedCluster:
 
     async def _start(self) -> None:
         async with AsyncExitStack() as starting:
-            flags = ("--rows", str(self._rows), "--dtype", "bfloat16")
-            settings = ClusterSettings(str(self._model), port=0, store_port=0, worker_flags=flags)
+            settings = ClusterSettings(str(self._model), port=0, store_port=0, worker_flags=self._flags)
             cluster = await starting.enter_async_context(LocalCluster(settings))
             async with AsyncStoreClient(cluster.store, TENANT) as store:
                 base = await asyncio.to_thread(read_base_model, str(self._model))
@@ -82,13 +81,18 @@ class ServedCluster:
     def _stream(self, request: Request) -> AsyncIterator[Piece]:
         adapter = None if request.adapter is None else self._adapters[request.adapter].name
         return self._client.generate_stream(
-            token_ids=request.prompt_ids, adapter_id=adapter, max_new_tokens=request.tokens
+            token_ids=request.prompt_ids,
+            adapter_id=adapter,
+            max_new_tokens=request.tokens,
+            # Random weights may choose an end token, if the model has one. A structured answer ends with its schema.
+            ignore_eos=request.json_schema is None,
+            json_schema=request.json_schema,
         )
 
     async def _answer(self, request: Request) -> int:
         tokens = 0
         async for piece in self._stream(request):
             tokens += len(piece.token_ids)
-        if tokens != request.tokens:
+        if request.json_schema is None and tokens != request.tokens:
             raise RuntimeError(f"the cluster answered {tokens} tokens of {request.tokens}")
         return tokens

@@ -11,11 +11,15 @@ _LONG_EVERY = 8
 
 @dataclass(frozen=True)
 class Request:
-    """A prompt, the number of tokens to answer, and the adapter's number (None for the base model)."""
+    """A prompt, the number of tokens to answer, and the adapter's number (None for the base model).
+
+    With a `json_schema`, which every answer keeps to, `tokens` is the maximum.
+    """
 
     prompt_ids: tuple[int, ...]
     tokens: int
-    adapter: int | None
+    adapter: int | None = None
+    json_schema: str | None = None
 
 
 @dataclass(frozen=True)
