@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -59,6 +60,20 @@ def test_register_and_list_models(ask: Ask) -> None:
         ask("register_model", other, files)
     assert ask("register_model", other, files, replace=True).digest == other.digest
     ask("register_model", model, files, replace=True)
+
+
+def test_a_template_beside_an_adapter_is_a_part_of_it(ask: Ask, adapter_directory: Path, tmp_path: Path) -> None:
+    plain = ask("push", adapter_directory, "support", base_model=MODEL.name).revision
+    (adapter_directory / "chat_template.jinja").write_text("{{ messages }} — ☀")
+    own = ask("push", adapter_directory, "support", base_model=MODEL.name).revision
+    assert own.digest != plain.digest
+    ask("download", own.name, tmp_path / "down")
+    config = json.loads((tmp_path / "down/adapter_config.json").read_text())
+    assert config.pop("loraplex_chat") == {"template": "{{ messages }} — ☀"}
+    assert config == json.loads((adapter_directory / "adapter_config.json").read_text())
+    # What comes down goes up as the same revision, whatever lies beside it.
+    (tmp_path / "down/chat_template.jinja").write_text("another")
+    assert ask("push", tmp_path / "down", "support", base_model=MODEL.name).revision.digest == own.digest
 
 
 def test_push_show_list(ask: Ask, adapter_directory: Path) -> None:

@@ -6,11 +6,14 @@ The tests share the cluster and leave it idle.
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import grpc
+import jsonschema  # type: ignore[import-untyped]
 import pytest
 import pytest_asyncio
 from loraplex.cluster.v1 import cluster_pb2, cluster_pb2_grpc
@@ -18,13 +21,15 @@ from loraplex.inference.v1 import inference_pb2, inference_pb2_grpc
 from loraplex_client import (
     AlreadyExistsError,
     AsyncClient,
+    AsyncStoreClient,
     DeadlineExceededError,
     FinishReason,
+    Generation,
     InvalidRequestError,
     NotFoundError,
 )
 
-from tests.e2e.conftest import Cluster, running_cluster, write_hash_adapters
+from tests.e2e.conftest import TENANT, Cluster, running_cluster, write_hash_adapters
 from tests.hash_formats import FORMATS, GRAMMARS
 from worker.engine.hash_tokens import expected_ids, matching_after
 from worker.engine_api import Sampling, Stopping
@@ -177,6 +182,69 @@ async def test_bad_requests_get_the_status_of_the_table(cluster: Cluster) -> Non
     assert str(theirs.value).replace("adapters/a", "adapters/z") == str(nobodys.value)
     answer = await client.generate("x", adapter_id="a", max_new_tokens=5)
     assert list(answer.token_ids) == expected("x", cluster.digests["a"], 5)
+
+
+TOOLS: list[Any] = [
+    {
+        "name": "weather",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string", "maxLength": 6}, "days": {"type": "integer", "maximum": 30}},
+            "required": ["city"],
+            "additionalProperties": False,
+        },
+    },
+    {"name": "now"},
+]
+
+
+async def test_every_call_of_a_tool_parses(cluster: Cluster) -> None:
+    messages = [{"role": "user", "content": "Weather?"}]
+
+    async def ask(number: int, choice: Any) -> Generation:
+        return await cluster.client.chat(
+            messages, tools=TOOLS, tool_choice=choice, parallel_tool_calls=number % 4 == 3, n=2,
+            adapter_id=("a", "b", None)[number % 3], seed=number, temperature=1.0, max_new_tokens=120,
+        )  # fmt: skip
+
+    choices = ["required", {"name": "weather"}, "auto"]
+    answers = await asyncio.gather(*(ask(number, choices[number % 3]) for number in range(6)))
+    calls = [call for answer in answers for choice in answer.choices for call in choice.tool_calls]
+    for number, answer in enumerate(answers):
+        for choice in answer.choices:
+            if choices[number % 3] == "auto":
+                continue
+            ended = choice.finish_reason == "tool_calls"
+            complete = choice.tool_calls if ended else choice.tool_calls[:-1]
+            assert choice.text == "" or not ended  # a mark that is cut is text
+            for call in complete:
+                jsonschema.validate(
+                    call.parsed, {tool["name"]: tool.get("parameters", {}) for tool in TOOLS}[call.name]
+                )
+            assert complete or choice.finish_reason == "length"
+    assert len([call for call in calls if call.name == "weather"]) >= 2
+    stream = cluster.client.chat_stream(messages, tools=TOOLS, tool_choice={"name": "now"})
+    parts = [part async for piece in stream for part in piece.tool_calls]
+    assert (parts[0].name, "".join(part.arguments for part in parts)) == ("now", "{}")
+    assert parts[0].id
+    for options, field in (
+        ({"tools": TOOLS, "regex": "a"}, "chat.tools"),
+        ({"tools": [{"name": "f", "parameters": {"not": {}}}]}, "chat.tools[0].parameters.not"),
+        ({"template_args": {"messages": []}}, "chat.template_args"),
+    ):
+        with pytest.raises(InvalidRequestError) as caught:
+            await cluster.client.chat(messages, **options)
+        assert caught.value.field == field
+
+
+async def test_an_adapter_brings_its_own_template(cluster: Cluster, tmp_path: Path) -> None:
+    chat = {"template": "{% for m in messages %}[{{ m.content }}]{% endfor %}", "system_prompt": "Be Acme."}
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"r": 8, "loraplex_chat": chat}))
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"own")
+    async with AsyncStoreClient(cluster.local.store, TENANT) as store:
+        digest = (await store.push(tmp_path, "own")).revision.digest
+    answer = await cluster.client.chat([{"role": "user", "content": "Hi"}], adapter_id="own", max_new_tokens=9)
+    assert list(answer.token_ids) == expected("[Be Acme.][Hi]", digest, 9)
 
 
 async def test_a_call_without_a_tenant_is_refused(cluster: Cluster) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import io
+import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -24,6 +26,9 @@ from loraplex_client.resources import (
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
+# A chat template beside an adapter, as transformers saves it; it becomes a field of the configuration.
+TEMPLATE_FILE = "chat_template.jinja"
+CHAT_FIELD = "loraplex_chat"
 CHUNK_BYTES = 512 * 1024
 PAGE_SIZE = 1000
 
@@ -37,13 +42,16 @@ def full_name(name: str, tenant: str) -> str:
 
 
 def push(directory: Path, header: adapters_pb2.UploadHeader, progress: Progress | None) -> Script[Pushed]:
-    """Upload the two files of a peft adapter. Raises InvalidRequestError if `directory` has none."""
+    """Upload the two files of a peft adapter, with a chat template beside them in the configuration.
+
+    Raises InvalidRequestError if `directory` has none.
+    """
     files = {name: directory / name for name in (CONFIG_FILE, WEIGHTS_FILE)}
     for path in files.values():
         if not path.is_file():
             raise InvalidRequestError(f"{directory}: not an adapter: it has no {path.name}", field="directory")
-    total = sum(path.stat().st_size for path in files.values())
-    response = yield Call("UploadRevision", Upload(_upload_requests(header, files, total, progress)))
+    config = _with_template(files[CONFIG_FILE].read_bytes(), directory / TEMPLATE_FILE)
+    response = yield Call("UploadRevision", Upload(_upload_requests(header, config, files[WEIGHTS_FILE], progress)))
     return Pushed(adapter_of(response.adapter), revision_of(response.revision), response.created)
 
 
@@ -121,13 +129,28 @@ def _pages(method: str, request: Any, items: Callable[[Any], Iterable[Any]]) -> 
         request.page_token = page.next_page_token
 
 
+def _with_template(config: bytes, template: Path) -> bytes:
+    """Return a configuration with the template in the file, unless it has one already; the store checks both."""
+    if not template.is_file():
+        return config
+    try:
+        fields = json.loads(config)
+    except ValueError:
+        return config
+    chat = fields.setdefault(CHAT_FIELD, {}) if isinstance(fields, dict) else None
+    if not isinstance(chat, dict) or "template" in chat:
+        return config
+    chat["template"] = template.read_text(encoding="utf-8")
+    return json.dumps(fields).encode()
+
+
 def _upload_requests(
-    header: adapters_pb2.UploadHeader, files: Mapping[str, Path], total: int, progress: Progress | None
+    header: adapters_pb2.UploadHeader, config: bytes, weights: Path, progress: Progress | None
 ) -> Iterator[adapters_pb2.UploadRevisionRequest]:
-    sent = 0
+    sent, total = 0, len(config) + weights.stat().st_size
     yield adapters_pb2.UploadRevisionRequest(header=header)
-    for name, path in files.items():
-        with path.open("rb") as file:
+    for name in (CONFIG_FILE, WEIGHTS_FILE):
+        with io.BytesIO(config) if name == CONFIG_FILE else weights.open("rb") as file:
             while data := file.read(CHUNK_BYTES):
                 chunk = adapters_pb2.FileChunk(name=name, data=data)
                 yield adapters_pb2.UploadRevisionRequest(chunk=chunk)

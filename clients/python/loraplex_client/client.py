@@ -45,6 +45,7 @@ class StoreClient:
     ) -> Pushed:
         """Upload the peft adapter in `directory` as a revision of `name`, and move `alias` (`live`) to it.
 
+        A `chat_template.jinja` in the directory becomes the adapter's own chat template.
         `base_model` may be empty if the store has only one. Alias `-` moves no alias. `progress` is called with the
         bytes sent and the bytes in all.
         """
