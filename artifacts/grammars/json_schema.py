@@ -13,6 +13,7 @@ from typing import Any
 from artifacts.grammars.endings import check_endings
 from artifacts.grammars.errors import GrammarError
 from artifacts.grammars.formats import FORMATS
+from artifacts.grammars.patterns import rust_pattern
 from artifacts.grammars.references import References
 
 # Maximum number of objects, lists and values in a schema.
@@ -108,12 +109,13 @@ class _Check:
         if check is None:
             raise GrammarError(at, "is not enforced here; leave it out")
         check(argument, at)
-        return argument
+        return rust_pattern(argument) if keyword == "pattern" else argument
 
     def _map(self, keyword: str, argument: Any, at: str) -> dict[str, Any]:
         _require(isinstance(argument, dict), at, "is not an object of schemas")
         names = sorted(argument) if keyword == "properties" and self._style.sorted_properties else argument
-        return {name: self._part(argument[name], f"{at}.{name}") for name in names}
+        translated = rust_pattern if keyword == "patternProperties" else str
+        return {translated(name): self._part(argument[name], f"{at}.{name}") for name in names}
 
     def _values(self, keyword: str, argument: Any, at: str) -> Any:
         if keyword == "enum":

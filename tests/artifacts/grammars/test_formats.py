@@ -128,3 +128,25 @@ def test_a_schema_in_a_lark_text_is_checked_like_any_other(vocabulary: LLTokeniz
 )
 def test_a_rule_that_can_end_is_none_that_requires_itself(vocabulary: LLTokenizer, text: str) -> None:
     compile_grammar(vocabulary, lark_grammar(text))
+
+
+@pytest.mark.parametrize(
+    ("pattern", "good", "bad"),
+    [
+        (r"^\S$", ["a", "\u0085"], ["\ufeff", " ", "\n"]),
+        (r"^\s$", ["\ufeff", " ", "\u3000"], ["\u0085", "a"]),
+        (r"^[\s\S]$", ["a", " ", "\ufeff"], []),
+        (r"^[^\s]$", ["a"], ["\ufeff"]),
+        (r"^.$", ["a", "\u0085"], ["\n", "\r", "\u2028"]),
+        (r"^[a&&b.]$", ["a", "&", "b", "."], ["c"]),
+        (r"^[[~]$", ["[", "~"], ["a"]),
+        (r"^[+--]$", ["+", ",", "-"], ["."]),
+        (r"^\d\w\u{e9}\.$", ["1_é."], ["1éé.", "1_é,"]),
+    ],
+)
+def test_a_pattern_means_what_it_means_in_ecma_262(
+    vocabulary: LLTokenizer, pattern: str, good: list[str], bad: list[str]
+) -> None:
+    grammar = json_grammar(json.dumps({"type": "string", "pattern": pattern}))
+    assert [text for text in good if not accepts(vocabulary, grammar, json.dumps(text, ensure_ascii=False))] == []
+    assert [text for text in bad if accepts(vocabulary, grammar, json.dumps(text, ensure_ascii=False))] == []
