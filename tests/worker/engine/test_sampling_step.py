@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from worker.engine.grammar.masks import NO_MASKS, Masks
 from worker.engine.sampling.step import InFlight, launch_sampling
 from worker.engine.scheduling.batch import Batch, Row
 from worker.engine.scheduling.sequence import Sequence
-from worker.engine_api import NewSequence, Sampling, Stopping
+from worker.engine_api import Failure, NewSequence, Sampling, Stopping
 
 VOCAB = 3000
 PROMPT = (1, 2, 3, 2)
@@ -41,11 +43,11 @@ def batch(samplings: list[Sampling], **fields: Any) -> Batch:
     return Batch(tuple(rows), 0, sum(row.count for row in rows))
 
 
-def launch(step: Batch, *, wait: bool) -> InFlight:
+def launch(step: Batch, masks: Masks = NO_MASKS, *, wait: bool) -> InFlight:
     wanted = sum(len(row.prompt_positions) + row.samples for row in step.rows)
     logits = torch.randn(wanted, VOCAB, generator=torch.Generator().manual_seed(1))
     with FakeTensorMode(allow_non_fake_inputs=True) as fake:
-        return launch_sampling(fake.from_tensor(logits), step, wait=wait)
+        return launch_sampling(fake.from_tensor(logits), step, masks, wait=wait)
 
 
 def test_launching_needs_no_result(one_thread: None) -> None:
@@ -55,6 +57,15 @@ def test_launching_needs_no_result(one_thread: None) -> None:
     assert len(in_flight.rows) == len(ALL) - 1
     assert len(in_flight.prompts) == len(ALL)
     assert len(in_flight.logprobs) == 1
+
+
+def test_masks_need_no_result(one_thread: None) -> None:
+    """Neither do rows that failed when their masks were filled."""
+    step = batch(ALL)
+    mask = np.full(VOCAB // 32 + 1, 1 << 7, dtype=np.int32)
+    failure = Failure("INVALID_ARGUMENT", "GRAMMAR_FAILED", "nothing may come", "format")
+    masks = Masks(dict.fromkeys(step.rows[1:-1], mask), {step.rows[0]: failure})
+    assert launch(step, masks, wait=False).failures == {step.rows[0]: failure}
 
 
 @pytest.mark.parametrize("sampling", LIMITED)

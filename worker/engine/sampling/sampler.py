@@ -8,6 +8,7 @@ A batch of plain greedy rows costs one pass over the logits.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from worker.engine.device.transfer import upload
 from worker.engine.sampling.adjustments import Adjustments, adjust_logits
-from worker.engine.sampling.allowed import forbid_ids
+from worker.engine.sampling.allowed import best_allowed, forbid_ids
 from worker.engine.sampling.limits import limits_likeliest, mask_atypical, smallest_kept
 from worker.engine.sampling.noise import gumbel_noise, row_key
 from worker.engine_api import Sampling
@@ -44,6 +45,11 @@ class Draw:
     allowed: np.ndarray | None = None
 
     @property
+    def mask_alone(self) -> np.ndarray | None:
+        """Return `allowed` where nothing else changes the logits."""
+        return None if self.adjustments or self.banned_ids else self.allowed
+
+    @property
     def changes_logits(self) -> bool:
         """Tell whether the logits change before the choice."""
         return bool(self.adjustments or self.banned_ids) or self.allowed is not None
@@ -68,7 +74,14 @@ def sample(logits: Tensor, draws: Sequence[Draw], *, wait: bool = True) -> Tenso
     # max returns NaN if there is any; where all logits are -inf there is nothing to choose from either.
     usable = best.isfinite()
     random = [row for row, draw in enumerate(draws) if draw.sampling.temperature > 0]
-    adjusted = [row for row, draw in enumerate(draws) if not draw.sampling.temperature > 0 and draw.changes_logits]
+    greedy = [row for row, draw in enumerate(draws) if not draw.sampling.temperature > 0]
+    adjusted = [row for row in greedy if draws[row].changes_logits]
+    if wait and logits.device.type == "cpu":
+        for row in adjusted:
+            if (mask := draws[row].mask_alone) is not None:
+                chosen[row], value = best_allowed(logits[row], int(chosen[row]), mask)
+                usable[row] &= math.isfinite(value)
+        adjusted = [row for row in adjusted if draws[row].mask_alone is None]
     if random or adjusted:
         index = upload(random + adjusted, logits.device)
         some = [draws[row] for row in random + adjusted]
