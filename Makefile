@@ -1,7 +1,7 @@
 # The gate is `make lint` and `make test`, at home and in CI. `make check` is a quicker check while you work.
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup run check test chaos cancels swaps gpu bench lint format clean
+.PHONY: help setup run check test chaos cancels formats swaps gpu bench lint format clean
 
 # Tests start hundreds of Python processes: without cached bytecode each would compile the project's modules again.
 unexport PYTHONDONTWRITEBYTECODE
@@ -31,6 +31,7 @@ OVERLAP ?=
 KINDS ?=
 JSON ?=
 CANCELS ?= 100000
+FORMAT_ANSWERS ?= 1000
 SWAPS ?= 10000
 
 help: ## Print this list
@@ -72,6 +73,9 @@ test: $(STAMP) ## Run every test
 chaos: $(STAMP) ## Kill, stop and cut off every part under load; check every token
 	$(BIN)/python -m tests.chaos --requests $(REQUESTS) --kills $(KILLS) --seed $(SEED) \
 		$(if $(OVERLAP),--overlap) $(if $(KINDS),--kinds "$(KINDS)") $(if $(JSON),--json "$(JSON)")
+
+formats: $(STAMP) ## Answer FORMAT_ANSWERS requests with formats while engines are killed; every one must be valid
+	FORMAT_ANSWERS=$(FORMAT_ANSWERS) SEED=$(SEED) $(BIN)/pytest -s --timeout 3600 tests/worker/engine/test_format_crashes.py
 
 cancels: $(STAMP) ## Cancel CANCELS requests at random moments; nothing of them may be left
 	CANCELS=$(CANCELS) $(BIN)/pytest --timeout 3600 -o faulthandler_timeout=0 tests/e2e/test_cancels.py

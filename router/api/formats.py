@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from functools import lru_cache
 
 from loraplex.inference.v1 import inference_pb2 as pb
@@ -11,6 +12,8 @@ from artifacts.grammars.errors import GrammarError
 from artifacts.grammars.json_schema import JsonStyle
 from rpc.errors import InvalidField
 
+# Maximum length of a format that is read on the event loop, in a few milliseconds.
+_SHORT_CHARACTERS = 4_096
 # Maximum number of grammars that are kept for the next request with the same format; each is some kilobytes, and its
 # format 64 KiB at most.
 _KEPT = 128
@@ -35,6 +38,12 @@ def read_format(spec: pb.GenerateSpec) -> tuple[str, str]:
     except GrammarError as error:
         raise InvalidField(error.path, error.message, reason="INVALID_FORMAT") from error
     return "", ""
+
+
+async def read_large_format(spec: pb.GenerateSpec) -> None:
+    """Read a format that takes long, some 100 ms, in a thread: read_format then knows it. Raises InvalidField."""
+    if max(len(spec.json_schema), len(spec.grammar)) > _SHORT_CHARACTERS:
+        await asyncio.to_thread(read_format, spec)
 
 
 def _style(spec: pb.GenerateSpec) -> JsonStyle | None:

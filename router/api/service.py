@@ -12,6 +12,7 @@ from loraplex.inference.v1 import inference_pb2 as pb
 from loraplex.inference.v1 import inference_pb2_grpc
 
 from router.api.convert import read_prompt, read_request, write_message
+from router.api.formats import read_large_format
 from router.api.prompt_size import check_count, check_prompt_size
 from router.api.request_telemetry import RequestTelemetry
 from router.catalog.models import Models
@@ -38,7 +39,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> AsyncIterator[pb.GenerateResponse]:
         """Stream the answer to a request."""
         with self._telemetry.new_record(context) as record:
-            call = record.begin(self._read(request.spec, record.tenant))
+            call = record.begin(await self._read(request.spec, record.tenant))
             del request  # it may be large, and a stream long
             async with aclosing(self._generation.run(call, context.time_remaining())) as messages:
                 async for message in messages:
@@ -48,7 +49,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
     async def Resume(self, request: pb.ResumeRequest, context: Context) -> AsyncIterator[pb.ResumeResponse]:
         """Stream the rest of an answer whose stream was lost, at this router or another."""
         with self._telemetry.new_record(context) as record:
-            call = record.begin(self._read(request.spec, record.tenant))
+            call = record.begin(await self._read(request.spec, record.tenant))
             context_length = self._models.get(call.model).manifest.context_length
             received = _read_received(request.received, call.n, context_length)
             rest = await self._generation.resume(call, request.resume_token, received, context.time_remaining())
@@ -58,8 +59,9 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
                     record.count(message.event)
                     yield pb.ResumeResponse(event=write_message(message))
 
-    def _read(self, spec: pb.GenerateSpec, tenant: str) -> Request:
+    async def _read(self, spec: pb.GenerateSpec, tenant: str) -> Request:
         check_prompt_size(spec, self._models.get(spec.model))
+        await read_large_format(spec)
         return read_request(spec, tenant)
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:

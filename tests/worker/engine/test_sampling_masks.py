@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -36,7 +37,7 @@ def logits(rows: int) -> torch.Tensor:
     return torch.randn(rows, VOCAB, generator=torch.Generator().manual_seed(2))
 
 
-def draws(masks: list[np.ndarray | None]) -> list[Draw]:
+def draws(masks: Sequence[np.ndarray | None]) -> list[Draw]:
     made = []
     for number, (sampling, mask) in enumerate(zip(SAMPLINGS * 3, masks, strict=True)):
         adjustments = Adjustments(sampling, 3) if sampling.adjusts_logits else None
