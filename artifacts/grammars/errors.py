@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 
+# Maximum characters of a path and of a message: both may repeat a format, and a gRPC status holds some kilobytes.
+_PATH_CHARACTERS, _MESSAGE_CHARACTERS = 200, 400
+
+
 class GrammarError(Exception):
     """A format, or a grammar made from it, that cannot be served; `path` names the part at fault."""
 
     def __init__(self, path: str, message: str) -> None:
-        super().__init__(f"{path}: {message}")
-        self.path = path
-        self.message = message
+        self.path = _shortened(path, _PATH_CHARACTERS)
+        self.message = _shortened(message, _MESSAGE_CHARACTERS)
+        super().__init__(f"{self.path}: {self.message}")
+
+
+def _shortened(text: str, most: int) -> str:
+    return text if len(text) <= most else f"{text[: most // 2]}...{text[-most // 2 :]}"

@@ -6,6 +6,7 @@ become patterns (see formats.py).
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -45,6 +46,10 @@ class JsonStyle:
 
 def check_schema(schema: Mapping[str, Any], style: JsonStyle, path: str) -> dict[str, Any]:
     """Return the schema for llguidance. Raises GrammarError with the path of what is not enforced or is wrong."""
+    try:
+        json.dumps(schema, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise GrammarError(path, "holds half of a surrogate pair, which is no character") from None
     checked = _Check(style, path).schema(schema, path)
     if not isinstance(checked, dict):
         raise GrammarError(path, "is not a JSON object")

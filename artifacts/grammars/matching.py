@@ -13,8 +13,6 @@ from artifacts.grammars.errors import GrammarError
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-# Maximum characters of an error of llguidance in a message: it repeats the grammar.
-_ERROR_CHARACTERS = 300
 _REGEX_ERROR = re.compile(r"^ *error: (.*)$", re.MULTILINE)
 _PLACE = re.compile(r"^(?:at )?(?:\d+\(\d+\): )?(?:failed to compile JSON schema: )?")
 
@@ -51,8 +49,7 @@ def compile_grammar(vocabulary: LLTokenizer, grammar: str, path: str = "format")
 def plain_error(error: str) -> str:
     """Return what an error of llguidance says, without the grammar that it repeats."""
     found = _REGEX_ERROR.search(error)
-    line = found[1] if found else _PLACE.sub("", error.strip().partition("\n")[0])
-    return line if len(line) <= _ERROR_CHARACTERS else f"{line[:_ERROR_CHARACTERS]}..."
+    return found[1] if found else _PLACE.sub("", error.strip().partition("\n")[0])
 
 
 class TokenTexts:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -10,7 +11,6 @@ from typing import TYPE_CHECKING
 from artifacts.grammars.errors import GrammarError
 from artifacts.grammars.matching import TokenTexts
 from artifacts.hash_model import HashModel
-from artifacts.json_object import parse_object
 
 # See artifacts.grammars.matching.
 if TYPE_CHECKING:
@@ -75,6 +75,6 @@ def _with_end(tokens: LLTokenizer, size: int) -> LLTokenizer:
 
 
 def special_tokens(tokenizer_json: bytes) -> Mapping[int, str]:
-    """Return the texts of a tokenizer's special tokens by their ids. Raises ArtifactError."""
-    added = parse_object(tokenizer_json, "tokenizer.json").get("added_tokens") or []
+    """Return the texts of a tokenizer's special tokens by their ids."""
+    added = json.loads(tokenizer_json).get("added_tokens") or []
     return {token["id"]: token["content"] for token in added if token.get("special")}

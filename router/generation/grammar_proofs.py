@@ -6,10 +6,8 @@ The child process that proves them (artifacts.grammars.prover) is started with t
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 
-from artifacts.errors import ArtifactError
 from artifacts.grammars.errors import GrammarError
 from artifacts.grammars.prover import Prover, ProverBusyError
 from artifacts.grammars.vocabulary import special_tokens
@@ -29,35 +27,32 @@ class GrammarProofs:
 
     async def check(self, grammar: str, field: str, tenant: str, model: Manifest) -> None:
         """Raise InvalidField, naming `field`, for a grammar that the model's workers would refuse."""
-        prover = self._prover(model)
+        if model.architecture == "hash" and model.digest not in self._provers:
+            self._provers[model.digest] = Prover(model.vocab_size, {})
+        prover = self._provers.get(model.digest)
         try:
-            if prover.known(grammar):
+            if prover is not None and prover.known(grammar):
                 prover.prove(grammar, field)
             else:
-                await self._in_turn(tenant, prover, grammar, field)
+                await self._in_turn(tenant, grammar, field, model)
         except GrammarError as error:
             raise InvalidField(error.path, error.message, reason="INVALID_FORMAT") from error
         except ProverBusyError as error:
             raise Unavailable(f"{field}: could not be checked in time", reason="FORMAT_NOT_CHECKED") from error
 
-    async def _in_turn(self, tenant: str, prover: Prover, grammar: str, field: str) -> None:
+    async def _in_turn(self, tenant: str, grammar: str, field: str, model: Manifest) -> None:
         await self._turns.take(tenant)
-        working = asyncio.get_running_loop().run_in_executor(self._thread, prover.prove, grammar, field)
+        working = asyncio.get_running_loop().run_in_executor(self._thread, self._prove, grammar, field, model)
         working.add_done_callback(lambda _: self._turns.give(tenant))
         await asyncio.shield(working)
 
-    def _prover(self, model: Manifest) -> Prover:
+    def _prove(self, grammar: str, field: str, model: Manifest) -> None:
         if model.digest not in self._provers:
-            special: Mapping[int, str] = {}
-            if model.architecture != "hash":
-                if "tokenizer.json" not in model.files:
-                    raise InvalidField("format", "the model has no tokenizer.json, without which it serves no formats")
-                try:
-                    special = special_tokens(model.files["tokenizer.json"])
-                except ArtifactError as error:
-                    raise InvalidField("format", str(error)) from error
+            if "tokenizer.json" not in model.files:
+                raise GrammarError(field, "the model has no tokenizer.json, without which it serves no formats")
+            special = special_tokens(model.files["tokenizer.json"])
             self._provers[model.digest] = Prover(model.vocab_size, special)
-        return self._provers[model.digest]
+        self._provers[model.digest].prove(grammar, field)
 
     def close(self) -> None:
         """End the child processes."""

@@ -68,6 +68,7 @@ BAD_SCHEMAS: list[tuple[Any, str]] = [
 BAD_OTHERS: list[tuple[Callable[[Any], str], Any, str]] = [
     (json_grammar, '{"type": "object", "type": "array"}', "json_schema: .*'type' is given twice"),
     (json_grammar, '{"minimum": NaN}', "json_schema: .*NaN"),
+    (json_grammar, '{"properties": {"\\ud800": {"not": {}}}}', "json_schema: holds half of a surrogate pair"),
     (json_grammar, "[1]", "json_schema: is not a JSON object"),
     (regex_grammar, "", "regex: is empty"),
     (regex_grammar, r"[^\s\S]", "regex: accepts nothing"),
@@ -136,3 +137,11 @@ def test_a_grammar_that_kills_the_child_is_refused_and_the_next_one_is_proven() 
     finally:
         prover.close()
     assert prover._child is None
+
+
+def test_a_refusal_is_short_whatever_it_repeats() -> None:
+    long = "x" * 30_000
+    for schema in (properties(**{long: {"not": {}}}), {"$ref": f"#/{long}"}, {"type": long}, {"format": long}):
+        with pytest.raises(GrammarError) as refused:
+            json_grammar(json.dumps(schema))
+        assert len(str(refused.value)) < 1_000
