@@ -26,9 +26,10 @@ if TYPE_CHECKING:
 
 # Maximum bytes of compiled grammars that are kept for the next request with the same.
 CACHE_BYTES = 64 << 20
-# Bytes that a compiled grammar takes: so many, and so many for each of its text.
+# Bytes that a compiled grammar takes, at most: so many, and so many for each character of it. Measured: 82,000 for 420
+# characters, and 7.9 million for a schema of 42,500 with 1,500 properties.
 _BASE_BYTES = 100_000
-_BYTES_PER_CHARACTER = 60
+_BYTES_PER_CHARACTER = 200
 
 _Prepared = GrammarState | Failure
 

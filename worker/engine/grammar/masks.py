@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -12,6 +13,8 @@ from llguidance import LLExecutor
 from worker.engine.grammar.state import GrammarState
 from worker.engine.scheduling.batch import Batch, Row
 from worker.engine_api import Failure
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,28 +42,32 @@ class MaskFiller:
         constrained = [(row, grammar) for row, grammar in rows if isinstance(grammar, GrammarState)]
         if not constrained:
             return None
-        if self._thread is None:
+        if self._thread is None or self._executor is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="masks")
             self._executor = LLExecutor()
-        return self._thread.submit(self._fill, constrained)
-
-    def _fill(self, rows: list[tuple[Row, GrammarState]]) -> Masks:
-        words = rows[0][1].vocabulary.words
-        masks = np.zeros((len(rows), words), dtype=np.int32)
-        matchers = [(grammar.matcher, index) for index, (_, grammar) in enumerate(rows)]
-        if self._executor is not None:
-            self._executor.unsafe_compute_mask_ptr(matchers, masks.ctypes.data, words * 4, len(rows))
-        allowed: dict[Row, np.ndarray] = {}
-        failures: dict[Row, Failure] = {}
-        for (row, grammar), mask in zip(rows, masks, strict=True):
-            grammar.trim(mask, row.sequence.banned_ids(row.answered))
-            if mask.any() and not grammar.matcher.is_error():
-                allowed[row] = mask
-            else:
-                failures[row] = grammar.problem()
-        return Masks(allowed, failures)
+        return self._thread.submit(_fill, self._executor, constrained)
 
     def close(self) -> None:
         """End the thread."""
         if self._thread is not None:
             self._thread.shutdown()
+
+
+def _fill(executor: LLExecutor, rows: list[tuple[Row, GrammarState]]) -> Masks:
+    words = rows[0][1].vocabulary.words
+    masks = np.zeros((len(rows), words), dtype=np.int32)
+    matchers = [(grammar.matcher, index) for index, (_, grammar) in enumerate(rows)]
+    try:
+        executor.unsafe_compute_mask_ptr(matchers, masks.ctypes.data, words * 4, len(rows))
+    except Exception:
+        _log.exception("the masks of a batch could not be filled: its rows with a grammar fail")
+        masks[:] = 0
+    allowed: dict[Row, np.ndarray] = {}
+    failures: dict[Row, Failure] = {}
+    for (row, grammar), mask in zip(rows, masks, strict=True):
+        grammar.trim(mask, row.sequence.banned_ids(row.answered))
+        if mask.any() and not grammar.matcher.is_error():
+            allowed[row] = mask
+        else:
+            failures[row] = grammar.problem()
+    return Masks(allowed, failures)
