@@ -37,10 +37,10 @@ async def test_a_suspect_takes_all_rows_of_a_worker_that_has_nothing_else(clock:
     await both.start()
     suspect = replace(make_job("suspect", "acme", attempt=3), strikes=STRIKES_LIMIT)
     await both.enqueue(suspect)
-    await both.enqueue(make_job("other", "acme"))
+    await both.enqueue(make_job("other", "globex"))
     busy = await both.claim("busy", replace(IDLE, rows=3))
     assert [job.job_id for job in busy.jobs] == ["other"]
-    await both.enqueue(make_job("later", "acme"))
+    await both.enqueue(make_job("later", "globex"))
     idle = await both.claim("idle", IDLE)
     assert idle.jobs == [suspect]
     assert [job.job_id for job in (await both.claim("busy", replace(IDLE, rows=2))).jobs] == ["later"]
@@ -52,7 +52,7 @@ async def test_a_worker_makes_room_for_a_suspect_that_nobody_has_room_for(clock:
     await both.enqueue(replace(make_job("suspect", "acme", attempt=3), strikes=STRIKES_LIMIT))
     await both.advance(PATIENCE_MS)
     assert not (await both.claim("w", replace(IDLE, rows=2))).jobs  # but it is reserved from now on
-    await both.enqueue(make_job("other", "acme"))
+    await both.enqueue(make_job("other", "globex"))
     assert not (await both.claim("w", replace(IDLE, rows=3))).jobs
     assert [job.job_id for job in (await both.claim("w", IDLE)).jobs] == ["suspect"]
 
@@ -60,7 +60,7 @@ async def test_a_worker_makes_room_for_a_suspect_that_nobody_has_room_for(clock:
 async def test_an_empty_worker_takes_a_suspect_before_all_others(clock: Clock) -> None:
     both = BothQueues(clock.redis)
     await both.start()
-    await both.enqueue(make_job("again", "acme", attempt=2))
+    await both.enqueue(make_job("again", "globex", attempt=2))
     await both.enqueue(replace(make_job("struck", "acme", attempt=2), strikes=1))
     assert [job.job_id for job in (await both.claim("w", IDLE)).jobs] == ["struck"]
     assert [job.job_id for job in (await both.claim("w", replace(IDLE, rows=3))).jobs] == ["again"]
@@ -73,7 +73,7 @@ async def test_one_worker_at_a_time_is_emptied_for_suspects(clock: Clock) -> Non
         await both.enqueue(replace(make_job(name, "acme", attempt=2), strikes=1))
     await both.advance(PATIENCE_MS)
     assert not (await both.claim("emptied", replace(IDLE, rows=2))).jobs
-    await both.enqueue(make_job("other", "acme"))
+    await both.enqueue(make_job("other", "globex"))
     assert [job.job_id for job in (await both.claim("busy", replace(IDLE, rows=2))).jobs] == ["other"]
 
 

@@ -102,11 +102,13 @@ def _grammars(loaded: LoadedModel, on_compiled: Callable[[], None]) -> GrammarTh
             raise GrammarError("format", "the model has no tokenizer.json, without which it serves no formats")
         return read_small_file(loaded.directory / "tokenizer.json")
 
-    return GrammarThread(
+    grammars = GrammarThread(
         lambda: read_vocabulary(tokenizer(), loaded.vocab_size, loaded.end_token_ids),
         lambda: Prover(loaded.vocab_size, special_tokens(tokenizer())),
         LoaderThreads(on_compiled, threads=1, prepare=keep_to_one_core),
     )
+    grammars.warm()
+    return grammars
 
 
 def _limits(loaded: LoadedModel, config: EngineConfig) -> EngineLimits:

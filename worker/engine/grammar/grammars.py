@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from artifacts.errors import ArtifactError
-from artifacts.grammars.build import grammar_digest
+from artifacts.grammars.build import choices_grammar, grammar_digest
 from artifacts.grammars.errors import GrammarError
 from artifacts.grammars.matching import compile_grammar
 from artifacts.grammars.prover import Prover, ProverBusyError
@@ -30,6 +31,9 @@ CACHE_BYTES = 64 << 20
 # characters, and 7.9 million for a schema of 42,500 with 1,500 properties.
 _BASE_BYTES = 100_000
 _BYTES_PER_CHARACTER = 200
+
+# A grammar that is compiled once, so that what all of them need is there.
+_WARM_UP = choices_grammar(["a"])
 
 _Prepared = GrammarState | Failure
 
@@ -65,7 +69,7 @@ class GrammarThread:
     """
 
     def __init__(
-        self, vocabulary: Callable[[], Vocabulary], prover: Callable[[], Prover], loads: Loads[_Prepared]
+        self, vocabulary: Callable[[], Vocabulary], prover: Callable[[], Prover], loads: Loads[_Prepared | None]
     ) -> None:
         self._read_vocabulary = vocabulary
         self._make_prover = prover
@@ -74,6 +78,10 @@ class GrammarThread:
         self._prover: Prover | None = None
         self._compiled = CompiledGrammars()
         self._wanted: set[str] = set()
+
+    def warm(self) -> None:
+        """Read the vocabulary and start the prover in the thread, so that the first grammar does not wait for them."""
+        self._loads.start("", self._warm)
 
     def request(self, spec: NewSequence) -> None:
         """See Grammars."""
@@ -90,7 +98,7 @@ class GrammarThread:
             return []
         ready = []
         for sequence_id, result in self._loads.ended():
-            if sequence_id in self._wanted:
+            if result is not None and sequence_id in self._wanted:
                 self._wanted.discard(sequence_id)
                 grammar = grammar_failure(str(result)) if isinstance(result, Exception) else result
                 ready.append(GrammarReady(sequence_id, grammar))
@@ -102,9 +110,15 @@ class GrammarThread:
 
     def close(self) -> None:
         """End the thread and the child."""
-        if self._prover is not None:
+        if self._prover is not None:  # what is under way ends at once
             self._prover.close()
         self._loads.close()
+        if self._prover is not None:  # the thread may just have made it
+            self._prover.close()
+
+    def _warm(self) -> None:
+        with suppress(GrammarError, ArtifactError, ProverBusyError):  # the first grammar meets it again
+            self._matcher(_WARM_UP)
 
     def _prepare(self, spec: NewSequence) -> _Prepared:
         try:

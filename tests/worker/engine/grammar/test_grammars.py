@@ -11,7 +11,7 @@ from artifacts.grammars.build import grammar_digest, regex_grammar
 from artifacts.grammars.errors import GrammarError
 from artifacts.grammars.matching import compile_grammar
 from artifacts.grammars.prover import Prover, ProverBusyError
-from artifacts.grammars.vocabulary import hash_vocabulary
+from artifacts.grammars.vocabulary import Vocabulary, hash_vocabulary
 from artifacts.hash_model import parse_hash_model
 from worker.engine.adapter_cache.loading import LoaderThreads
 from worker.engine.grammar.grammars import CompiledGrammars, GrammarThread
@@ -103,6 +103,28 @@ def test_others_pass_a_sequence_whose_grammar_is_not_ready(
     assert set(finish(engine, woken, "again")) == {"again"}
     assert prover.proven.count(TWO) == 1
     engine.check()
+
+
+def test_the_first_grammar_of_a_warm_engine_waits_for_its_own_proof_alone(
+    prover: GatedProver, woken: threading.Event
+) -> None:
+    made: list[str] = []
+
+    def vocabulary() -> Vocabulary:
+        made.append("vocabulary")
+        return VOCABULARY
+
+    def make_prover() -> GatedProver:
+        made.append("prover")
+        return prover
+
+    grammars = GrammarThread(vocabulary, make_prover, LoaderThreads(woken.set, threads=1))
+    prover.gate.set()
+    grammars.warm()
+    assert woken.wait(30)
+    assert made == ["vocabulary", "prover"]
+    assert not grammars.poll()
+    grammars.close()
 
 
 def test_a_bad_grammar_fails_its_own_sequences(engine: HashEngine, prover: GatedProver, woken: threading.Event) -> None:
