@@ -72,6 +72,8 @@ local function try_suspect(id, tenant, adapter, attempt)
   if suspect and suspect.attempt == attempt and suspect.strikes > 0 then
     strikes, until_ms = suspect.strikes, suspect.until_ms
   end
+  suspects[id] = {tenant = tenant, adapter = adapter, attempt = attempt, strikes = strikes, until_ms = until_ms,
+    busy_until = now + TRIED_MS} -- this scan may look at others of the pair
   write_suspect(id, tenant, adapter, attempt, strikes, until_ms, now + TRIED_MS)
 end
 
