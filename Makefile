@@ -1,7 +1,7 @@
 # The gate is `make lint` and `make test`, at home and in CI. `make check` is a quicker check while you work.
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup run check test chaos cancels formats swaps gpu bench lint format clean
+.PHONY: help setup run check test chaos cancels formats swaps gpu bench json-schema-suite lint format clean
 
 # Tests start hundreds of Python processes: without cached bytecode each would compile the project's modules again.
 unexport PYTHONDONTWRITEBYTECODE
@@ -97,6 +97,12 @@ gpu: ## Test on a CUDA device and write docs/benchmarks-gpu.md; without a device
 
 bench: $(STAMP) ## Run every benchmark and rewrite the tables of docs/benchmarks.md
 	$(BIN)/python -m bench
+
+# The official suite by npm's GitHub shorthand; SUITE=DIR uses a checkout. The packages of the npm registry end at draft 7.
+SUITE ?= .cache/json-schema-suite/node_modules/json-schema-test-suite
+json-schema-suite: $(STAMP) ## Get the JSON-Schema test suite, run it through the grammars and write docs/json-schema.md
+	@[ -d $(SUITE) ] || npm install --no-save --no-package-lock --prefix .cache/json-schema-suite json-schema-org/JSON-Schema-Test-Suite
+	$(BIN)/python -m bench.json_schema_suite $(SUITE) --write docs/json-schema.md
 
 lint: $(STAMP) ## Check rules, format, types, layers, protos and the compose file
 	$(BIN)/ruff check .

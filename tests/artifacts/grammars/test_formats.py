@@ -52,6 +52,14 @@ def test_a_format_and_a_pattern_hold_both(vocabulary: LLTokenizer) -> None:
     assert not accepts(vocabulary, grammar, '"2023-01-01"')
 
 
+def test_a_byte_order_mark_is_a_space_of_a_pattern(vocabulary: LLTokenizer) -> None:
+    for pattern, spaces, others in ((r"^\\s$", "\ufeff\u00a0\t", "a"), (r"^[\\S]$", "a", "\ufeff\u00a0")):
+        grammar = json_grammar(f'{{"type": "string", "pattern": "{pattern}"}}')
+        for text, accepted in ((spaces, True), (others, False)):
+            for letter in text:
+                assert accepts(vocabulary, grammar, json.dumps(letter, ensure_ascii=letter == "\t")) is accepted
+
+
 PERSON: dict[str, Any] = {
     "title": "Person",
     "properties": {"name": {"type": "string", "maxLength": 10}, "age": {"type": "integer"}},

@@ -1,0 +1,35 @@
+"""The run of the JSON-Schema test suite, over a small suite in the same form."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from bench.json_schema_suite import DRAFT, check_suite, page
+
+
+def test_cases_are_enforced_refused_left_out_or_wrong(tmp_path: Path) -> None:
+    (tmp_path / DRAFT).mkdir(parents=True)
+    names = {"properties": {"b": {"type": "integer"}, "a": {"enum": [1.0, "x"]}}, "required": ["a"]}
+    groups = {
+        "properties": [
+            (names, [({"a": 1, "b": 2.0}, True), ({"b": 2}, False), ({"a": "x", "c": [1]}, True), ({"a": 2}, False)]),
+            ({"unevaluatedProperties": False}, [({}, True), ({"a": 1}, False)]),
+        ],
+        # What a suite would have to say for these two to be found.
+        "format": [({"type": "string", "format": "date"}, [("2026-02-30", True), ("2026-02-28", False)])],
+    }
+    for name, schemas in groups.items():
+        cases = [
+            {
+                "description": "some",
+                "schema": schema,
+                "tests": [{"description": "a case", "data": data, "valid": valid} for data, valid in tests],
+            }
+            for schema, tests in schemas
+        ]
+        (tmp_path / DRAFT / f"{name}.json").write_text(json.dumps(cases))
+    tallies = check_suite(tmp_path)
+    counts = {name: (t.enforced, t.refused, len(t.left_out), len(t.wrong)) for name, t in tallies.items()}
+    assert counts == {"properties": (4, 2, 0, 0), "format": (0, 0, 1, 1)}
+    assert "Of 8 cases **4 are enforced, 2 refused, 1 left out, 1 wrong**." in page(tallies)
