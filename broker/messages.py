@@ -84,6 +84,8 @@ class Job:
     # Number of alternatives to report for each token; None: no logprobs.
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    # The first prompt token whose log probabilities are reported, counted from 0.
+    prompt_logprobs_start: int = 0
     # Choices that have ended, while others of the request go on.
     done: tuple[int, ...] = ()
     # The W3C traceparent of the request's span; empty: not traced.

@@ -16,7 +16,7 @@ from broker.startup import connect_once_up
 from router.api.cluster import ClusterService
 from router.api.open_calls import OpenCalls
 from router.api.operator_commands import AdapterCommands
-from router.api.request_telemetry import RequestTelemetry
+from router.api.request_telemetry import COUNTED_METHODS, RequestTelemetry
 from router.api.service import InferenceService
 from router.catalog.models import LOOK_S, Models
 from router.catalog.placement import Placer
@@ -79,14 +79,15 @@ async def run(settings: Settings) -> None:
         reply_to = reach.address = f"{settings.relay_name}:{relay_port}"
         models.announce(reply_to)
         await resume_keys.look()
+        admission = Admission(models, store, reply_to, reach, encoder, proofs)
         generation = Generation(
             models,
-            Admission(models, store, reply_to, reach, encoder, proofs),
+            admission,
             dispatcher,
             ResumeTokens(resume_keys),
             client_stall_s=settings.client_stall_s,
         )
-        service = InferenceService(generation, models, telemetry, encoder)
+        service = InferenceService(generation, admission, models, telemetry, encoder)
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(service, public.grpc)
         cluster = ClusterService(models, dispatcher, metrics, AdapterCommands(models, store))
         cluster_pb2_grpc.add_ClusterServiceServicer_to_server(cluster, public.grpc)
@@ -118,7 +119,7 @@ async def run(settings: Settings) -> None:
 
 
 def _public_server(settings: Settings, telemetry: RequestTelemetry) -> Server:
-    meter = CallMeter(*telemetry.metrics.calls, ("Generate", "Resume"))
+    meter = CallMeter(*telemetry.metrics.calls, COUNTED_METHODS)
     open_calls = OpenCalls(settings.open_calls_limit, settings.open_bytes_limit, telemetry.refused)
     # Streams of one connection: its client keeps further ones to itself. More than the limit, so that they are refused.
     streams = ("grpc.max_concurrent_streams", 2 * settings.open_calls_limit)

@@ -14,7 +14,9 @@ class RouterMetrics(Meters):
     def __init__(self) -> None:
         super().__init__()
         model = ("model",)
-        self.requests = self.counter("requests", "Generate and Resume calls that ended, by gRPC status.", ("code",))
+        self.requests = self.counter(
+            "requests", "Generate, Resume and Score calls that ended, by gRPC status.", ("code",)
+        )
         self.errors = self.counter("request_errors", "Of these, those with an error, by its reason.", ("reason",))
         self.success = self.counter("request_success", "Answers that ended well.", ("model", "finished_reason"))
         self.prompt_tokens = self.counter("prompt_tokens", "Prompt tokens of answered requests.", model)

@@ -108,6 +108,8 @@ class Request:
     best_of: int = 1
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    # The first prompt token whose log probabilities are wanted, counted from 0.
+    prompt_logprobs_start: int = 0
     # Rank among the tenant's own requests; higher goes first.
     priority: int = 0
     # The grammar that the answers keep to, and the field of the request that it was made of; empty: none.

@@ -150,8 +150,6 @@ def _sampling(message: pb.Sampling) -> SamplingParams:
 
 def _stopping(message: pb.Stopping) -> Stopping:
     max_tokens = message.max_tokens if message.HasField("max_tokens") else None
-    if max_tokens == 0:
-        raise InvalidField("stopping.max_tokens", "0; ask for at least one token")
     if len(message.stop) > STOP_STRINGS:
         raise InvalidField("stopping.stop", f"{len(message.stop)} strings; at most {STOP_STRINGS}")
     for text in message.stop:

@@ -24,6 +24,9 @@ from telemetry.tracing import Attributes, Spans, traceparent_in, traceparent_of
 
 log = logging.getLogger(__name__)
 
+# Methods whose calls are counted as requests; the metrics of other calls are rpc/metrics.py's.
+COUNTED_METHODS = ("Generate", "Resume", "Score")
+
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
@@ -59,7 +62,7 @@ class RequestTelemetry:
 
     def refused(self, method: str, tenant: str, error: CallError) -> None:
         """Count a call that ends before it has a record."""
-        if method in {"Generate", "Resume"}:
+        if method in COUNTED_METHODS:
             self.ended(CODES[type(error)].name, tenant, error)
 
     def ended(self, code: str, tenant: str, error: BaseException | None) -> None:

@@ -15,12 +15,15 @@ from router.api.convert import read_prompt, read_request, write_message
 from router.api.formats import read_large_format
 from router.api.prompt_size import check_count, check_prompt_size
 from router.api.request_telemetry import RequestTelemetry
+from router.api.scores import read_continuations, write_scores
 from router.catalog.models import Models
+from router.generation.admission import Admission
 from router.generation.generation import Generation
+from router.generation.scoring import Scoring
 from router.request import Chat, Received, Request
 from router.text.prompt_encoder import PromptEncoder
 from rpc.auth import tenant_of
-from rpc.errors import InvalidField, NotBuilt
+from rpc.errors import InvalidField
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -29,9 +32,16 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
     """Serves loraplex.inference.v1.InferenceService."""
 
     def __init__(
-        self, generation: Generation, models: Models, telemetry: RequestTelemetry, encoder: PromptEncoder
+        self,
+        generation: Generation,
+        admission: Admission,
+        models: Models,
+        telemetry: RequestTelemetry,
+        encoder: PromptEncoder,
     ) -> None:
         self._generation = generation
+        self._admission = admission
+        self._scoring = Scoring(generation, admission, models, encoder)
         self._models = models
         self._telemetry = telemetry
         self._encoder = encoder
@@ -80,13 +90,20 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
 
     async def CountTokens(self, request: pb.CountTokensRequest, context: Context) -> pb.CountTokensResponse:
         """Count the tokens of a prompt as Generate makes them."""
-        tenant_of(context)
-        raise NotBuilt("CountTokens")
+        call = await self._read(request.spec, tenant_of(context))
+        count = len(await self._admission.prompt_ids(call))
+        context_length = self._models.get(call.model).manifest.context_length
+        return pb.CountTokensResponse(prompt_tokens=count, context_length=context_length)
 
     async def Score(self, request: pb.ScoreRequest, context: Context) -> pb.ScoreResponse:
         """Return the log probabilities of continuations of a prompt."""
-        tenant_of(context)
-        raise NotBuilt("Score")
+        with self._telemetry.new_record(context) as record:
+            continuations = read_continuations(request)
+            call = record.begin(await self._read(request.spec, record.tenant))
+            del request
+            scores, summary = await self._scoring.score(call, continuations, context.time_remaining())
+            record.count(summary)
+            return write_scores(scores, summary)
 
     async def Detokenize(self, request: pb.DetokenizeRequest, context: Context) -> pb.DetokenizeResponse:
         """Return the text of ids."""

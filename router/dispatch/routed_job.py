@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from broker.messages import Job
 from router.dispatch.choice import Arrival, Choice
 from router.dispatch.job_state import JobState, check_transition
-from router.dispatch.link import Frame, Link
+from router.dispatch.link import Frame, Link, WorkerFinish
 from router.dispatch.reader_rounds import ReaderRounds
 from router.request import TokenLogprobs
 from rpc.errors import CallError
@@ -167,7 +167,7 @@ class RoutedJob:
         first = not choice.emitted
         if not choice.append(frame):  # ids that came before, or none: only ids make a first token
             return True
-        if first and choice.emitted:
+        if first and (choice.emitted or frame.finish is WorkerFinish.LENGTH):  # max_tokens 0: no ids come
             self._begin_choice(frame)
         if frame.finish is not None:
             self._end_with_choices()

@@ -59,6 +59,14 @@ class Admission:
         check_answer_size(request, len(job.prompt_ids), job.stopping.max_tokens)
         return job
 
+    async def prompt_ids(self, request: Request) -> tuple[int, ...]:
+        """Return the ids of a request's prompt, as its job would have them. Raises a CallError."""
+        model = self._models.get(request.model)
+        adapter = await resolve_adapters(request, model.manifest, self._store)
+        prompt_ids, _ = await self._prompt(request, model, adapter)
+        _check_ids(request.prompt_field, prompt_ids, model.manifest.vocab_size)
+        return prompt_ids
+
     async def resumed_job(self, request: Request, resumption: Resumption, deadline_s: float | None) -> Job:
         """Make the job that goes on after the received tokens, with what the request was resolved to at first.
 
@@ -138,6 +146,7 @@ class Admission:
             # Candidates are ranked by their log probabilities.
             logprobs=0 if request.logprobs is None and request.best_of > request.n else request.logprobs,
             prompt_logprobs=request.prompt_logprobs,
+            prompt_logprobs_start=request.prompt_logprobs_start,
             priority=request.priority,
             traceparent=request.traceparent,
             stopping=StoppingParams(
@@ -157,10 +166,11 @@ def _max_tokens(request: Request, prompt: int, context: int) -> int:
         raise InvalidField(request.prompt_field, "has no tokens")
     left = context - prompt
     asked = request.stopping.max_tokens
-    if left < 1 or (asked is not None and asked > left):
+    least = 1 if asked is None else asked
+    if least > left:
         raise InvalidField(
             request.prompt_field if left < 1 else "stopping.max_tokens",
-            f"{prompt} prompt tokens and {asked or 1} more do not fit the context of {context}",
+            f"{prompt} prompt tokens and {least} more do not fit the context of {context}",
             reason="CONTEXT_EXCEEDED",
         )
     return min(DEFAULT_MAX_TOKENS, left) if asked is None else asked

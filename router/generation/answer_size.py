@@ -23,7 +23,7 @@ _TEXT_BYTES = 128
 def check_answer_size(request: Request, prompt: int, max_tokens: int) -> None:
     """Raise InvalidField where a part of the answer does not fit one message; `prompt` is the number of its tokens."""
     if request.prompt_logprobs is not None:
-        _check("output.prompt_logprobs", request.prompt_logprobs, prompt, 0)
+        _check("output.prompt_logprobs", request.prompt_logprobs, prompt - request.prompt_logprobs_start, 0)
     if request.best_of > request.n:
         if request.logprobs is None:
             _check_tokens(max_tokens, _ID_BYTES + _TEXT_BYTES)

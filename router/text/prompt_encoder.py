@@ -41,11 +41,21 @@ class PromptEncoder:
         self._renderer = TemplateRenderer()
 
     async def encode(
-        self, text: Text, prompt: str | tuple[int, ...], field: str, tenant: str, context: int
+        self,
+        text: Text,
+        prompt: str | tuple[int, ...],
+        field: str,
+        tenant: str,
+        context: int,
+        *,
+        special_tokens: bool = True,
     ) -> tuple[int, ...]:
-        """Return the ids of a prompt, at most `context`. Raises InvalidField, naming `field`."""
+        """Return the ids of a prompt, at most `context`. Raises InvalidField, naming `field`.
+
+        `special_tokens`: with those that the tokenizer puts around a text.
+        """
         if isinstance(prompt, str):
-            return await self._encode(text, prompt, field, tenant, context, special_tokens=True)
+            return await self._encode(text, prompt, field, tenant, context, special_tokens=special_tokens)
         if len(prompt) > context:
             raise _too_long(field, f"{len(prompt)} tokens", context)
         return prompt

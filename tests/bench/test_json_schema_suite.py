@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 from bench.json_schema_suite import DRAFT, check_suite, page
 
@@ -11,7 +12,7 @@ from bench.json_schema_suite import DRAFT, check_suite, page
 def test_cases_are_enforced_refused_left_out_or_wrong(tmp_path: Path) -> None:
     (tmp_path / DRAFT).mkdir(parents=True)
     names = {"properties": {"b": {"type": "integer"}, "a": {"enum": [1.0, "x"]}}, "required": ["a"]}
-    groups = {
+    groups: dict[str, list[tuple[Any, list[tuple[Any, bool]]]]] = {
         "properties": [
             (names, [({"a": 1, "b": 2.0}, True), ({"b": 2}, False), ({"a": "x", "c": [1]}, True), ({"a": 2}, False)]),
             ({"unevaluatedProperties": False}, [({}, True), ({"a": 1}, False)]),

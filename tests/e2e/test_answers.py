@@ -31,7 +31,7 @@ from loraplex_client import (
 
 from tests.e2e.conftest import TENANT, Cluster, running_cluster, write_hash_adapters
 from tests.hash_formats import FORMATS, GRAMMARS
-from worker.engine.hash_tokens import expected_ids, matching_after
+from worker.engine.hash_tokens import expected_ids, expected_prompt_logprobs, matching_after
 from worker.engine_api import Sampling, Stopping
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -145,7 +145,6 @@ async def test_bad_requests_get_the_status_of_the_table(cluster: Cluster) -> Non
         ({"model": "other"}, NotFoundError, "other"),
         ({"top_p": 1.5}, InvalidRequestError, "sampling.top_p"),
         ({"temperature": -1.0}, InvalidRequestError, "sampling.temperature"),
-        ({"max_new_tokens": 0}, InvalidRequestError, "stopping.max_tokens"),
         ({"max_new_tokens": 10**6}, InvalidRequestError, "context"),
         ({"stop": [""]}, InvalidRequestError, "stopping.stop"),
         ({"stop_token_ids": [40_000]}, InvalidRequestError, "stopping.stop_token_ids"),
@@ -245,6 +244,37 @@ async def test_an_adapter_brings_its_own_template(cluster: Cluster, tmp_path: Pa
         digest = (await store.push(tmp_path, "own")).revision.digest
     answer = await cluster.client.chat([{"role": "user", "content": "Hi"}], adapter_id="own", max_new_tokens=9)
     assert list(answer.token_ids) == expected("[Be Acme.][Hi]", digest, 9)
+
+
+async def test_scores_are_the_prompt_s_log_probabilities_behind_the_prompt(cluster: Cluster) -> None:
+    prompt = "evaluate " * 8
+    endings: list[str | list[int]] = ["x", "a longer one", [7, 300, 31_999]]
+    scores = await cluster.client.score(prompt, endings, adapter_id="a")
+    assert scores.adapter_revision.rpartition("/")[2] == cluster.digests["a"]
+    for ending, score in zip(endings, scores.scores, strict=True):
+        ids = list(ending.encode()) if isinstance(ending, str) else ending
+        truth = expected_prompt_logprobs(MODEL, [*prompt.encode(), *ids], 1)[-len(ids) :]
+        assert list(score.token_ids) == ids
+        assert list(score.logprobs) == [one.logprob for one in truth]
+        assert score.is_greedy
+        assert score.sum == sum(one.logprob for one in truth)
+    assert await cluster.client.count_tokens(prompt, adapter_id="a") == len(prompt)
+    for given, names in (([], "continuations: 0"), (["x"] * 65, "continuations: 65"), (["x", ""], r"\[1\].text")):
+        with pytest.raises(InvalidRequestError, match=names):
+            await cluster.client.score("x", given)
+    with pytest.raises(InvalidRequestError, match="sampling: concerns an answer"):
+        await cluster.client.score("x", ["y"], temperature=1.0)
+    with pytest.raises(InvalidRequestError, match=r"continuations\[0\]: id 99999 is beyond"):
+        await cluster.client.score("x", [[99_999]])
+    for call in (cluster.client.score("x", ["y"], adapter_id="z"), cluster.client.count_tokens("x", adapter_id="z")):
+        with pytest.raises(NotFoundError):
+            await call
+    # A request without new tokens gives the prompt's log probabilities, and its text.
+    whole = await cluster.client.generate("abc", max_new_tokens=0, prompt_logprobs=0, echo=True)
+    assert (whole.text, whole.token_ids, whole.usage.completion_tokens) == ("abc", (), 0)
+    assert [one.logprob for one in whole.prompt_logprobs] == [
+        one.logprob for one in expected_prompt_logprobs(MODEL, list(b"abc"), 0)
+    ]
 
 
 async def test_a_call_without_a_tenant_is_refused(cluster: Cluster) -> None:

@@ -52,6 +52,7 @@ _PARAMS = tuple(declared.name for declared in fields(SamplingParams))
 class Stopping:
     """The conditions that end an answer. All counts include emitted ids of earlier attempts."""
 
+    # 0: the prompt's log probabilities are all that is wanted.
     max_tokens: int = 128
     min_tokens: int = 0
     stop_token_ids: tuple[int, ...] = ()
@@ -102,8 +103,9 @@ class NewSequence:
     priority: int = 0
     # How many alternatives to report for each token; None: no logprobs.
     logprobs: int | None = None
-    # The same for the prompt's tokens; they are then all computed, cached or not.
+    # The same for the prompt's tokens from `prompt_logprobs_start` on; they are then all computed, cached or not.
     prompt_logprobs: int | None = None
+    prompt_logprobs_start: int = 0
     # The grammar that the answer keeps to, in llguidance's Lark syntax; empty: none.
     grammar: str = ""
 

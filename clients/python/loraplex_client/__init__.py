@@ -34,6 +34,7 @@ from loraplex_client.errors import (
 from loraplex_client.generation import Choice, FinishReason, Generation, Piece, Timings, TokenLogprobs, Usage
 from loraplex_client.options import ChatOptions, GenerateOptions
 from loraplex_client.resources import Adapter, BaseModel, ModelFile, Module, Pushed, Revision
+from loraplex_client.scores import ContinuationScore, Scores
 from loraplex_client.stream import AsyncGenerationStream, GenerationStream
 
 __all__ = [
@@ -49,6 +50,7 @@ __all__ = [
     "ChatOptions",
     "Choice",
     "Client",
+    "ContinuationScore",
     "DataLossError",
     "DeadlineExceededError",
     "FailedPreconditionError",
@@ -67,6 +69,7 @@ __all__ = [
     "Pushed",
     "ResourceExhaustedError",
     "Revision",
+    "Scores",
     "ServedModel",
     "StoreClient",
     "Timings",

@@ -9,7 +9,7 @@ from typing import Any, Self, Unpack, overload
 from loraplex.adapters.v1 import adapters_pb2, adapters_pb2_grpc
 from loraplex.inference.v1 import inference_pb2_grpc
 
-from loraplex_client import adapters, calls
+from loraplex_client import adapters, calls, scores
 from loraplex_client.addresses import read_addresses
 from loraplex_client.chat import ChatMessages
 from loraplex_client.connection import AsyncConnection
@@ -189,6 +189,14 @@ class AsyncClient:
         self, prompt: str | None = None, *, messages: ChatMessages | None = None, model: str = ""
     ) -> tuple[int, ...]:
         return await self._connection.run(calls.tokenize(prompt, messages, model))
+
+    async def count_tokens(self, prompt: str | None = None, **options: Unpack[GenerateOptions]) -> int:
+        return await self._connection.run(scores.count_tokens(prompt, options))
+
+    async def score(
+        self, prompt: str | None, continuations: Sequence[str | Sequence[int]], **options: Unpack[GenerateOptions]
+    ) -> scores.Scores:
+        return await self._connection.run(scores.score(prompt, continuations, options))
 
     async def detokenize(self, token_ids: Sequence[int], *, model: str = "", skip_special_tokens: bool = True) -> str:
         return await self._connection.run(calls.detokenize(token_ids, model, skip_special_tokens))

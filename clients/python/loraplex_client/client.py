@@ -9,7 +9,7 @@ from typing import Any, Self, Unpack, overload
 from loraplex.adapters.v1 import adapters_pb2, adapters_pb2_grpc
 from loraplex.inference.v1 import inference_pb2_grpc
 
-from loraplex_client import adapters, calls
+from loraplex_client import adapters, calls, scores
 from loraplex_client.addresses import read_addresses
 from loraplex_client.chat import ChatMessages
 from loraplex_client.connection import Connection
@@ -221,6 +221,20 @@ class Client:
     ) -> tuple[int, ...]:
         """Return the ids that generating from this prompt or chat would feed to the model. Raises LoraplexError."""
         return self._connection.run(calls.tokenize(prompt, messages, model))
+
+    def count_tokens(self, prompt: str | None = None, **options: Unpack[GenerateOptions]) -> int:
+        """Return the number of tokens of a prompt as `generate` with these keywords counts it. Raises LoraplexError."""
+        return self._connection.run(scores.count_tokens(prompt, options))
+
+    def score(
+        self, prompt: str | None, continuations: Sequence[str | Sequence[int]], **options: Unpack[GenerateOptions]
+    ) -> scores.Scores:
+        """Return the log probabilities of continuations, texts or ids, of a prompt. Raises LoraplexError.
+
+        Of the keywords those that concern the prompt and the adapters may be given. A text is tokenized together with
+        the prompt's: begin it with a space where one belongs between the two.
+        """
+        return self._connection.run(scores.score(prompt, continuations, options))
 
     def detokenize(self, token_ids: Sequence[int], *, model: str = "", skip_special_tokens: bool = True) -> str:
         """Return the text of these ids. Raises LoraplexError."""

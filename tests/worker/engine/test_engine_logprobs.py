@@ -106,6 +106,37 @@ def test_logprobs_are_the_models_own(
         assert outputs["later cached"][0].cached_tokens == 28
 
 
+@pytest.mark.parametrize("settings", [ROOMY, CRAMPED], ids=["roomy", "cramped"])
+def test_a_request_without_new_tokens_tells_of_the_end_of_its_prompt(
+    tiny_llama: Any, make_engine: Callable[..., Any], run_until_idle: Callable[..., Any], settings: dict[str, int]
+) -> None:
+    """As Score asks: continuations of one prompt, which those after the first find in the cache."""
+    prompt, none = tuple(range(10, 51)), Stopping(max_tokens=0)
+    scored = [
+        tiny_llama.request(f"{n}", (*prompt, *range(n, 3 * n)), 0, "plain", prompt_logprobs=1,
+                           prompt_logprobs_start=len(prompt), stopping=none)
+        for n in range(1, 8)
+    ]  # fmt: skip
+    whole = tiny_llama.request("whole", prompt, 0, prompt_logprobs=2, stopping=none)
+    silent = tiny_llama.request("silent", prompt, 0, stopping=none)
+    engine = make_engine(tiny_llama.directory, **settings)
+    outputs = run_until_idle(engine, {0: [scored[0], silent]}) | run_until_idle(engine, {0: [*scored[1:], whole]})
+    for request in [*scored, whole, silent]:
+        (only,) = outputs[request.sequence_id]
+        assert (only.token_ids, only.finish) == ((), FinishKind.LENGTH)
+        start = max(1, request.prompt_logprobs_start)
+        adapter = Path(request.adapter.directory).name if request.adapter else None
+        truth = true_logprobs(tiny_llama, request.prompt_ids, adapter)[start - 1 : -1]
+        if request.prompt_logprobs is None:
+            assert not only.prompt_logprobs
+        else:
+            assert_true(only.prompt_logprobs, request.prompt_ids[start:], truth, request.prompt_logprobs)
+    if settings is ROOMY:
+        assert {outputs[one.sequence_id][0].cached_tokens for one in scored[1:]} == {40}
+    engine.check()
+    assert engine.stats().blocks_referenced == 0
+
+
 def test_logprobs_change_no_token(
     tiny_llama: Any, make_engine: Callable[..., Any], run_until_idle: Callable[..., Any]
 ) -> None:

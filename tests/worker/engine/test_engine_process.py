@@ -232,7 +232,7 @@ def test_an_adapter_that_arrives_wakes_an_idle_engine(engine: EngineProcess, ada
 
 def test_what_is_refused_says_why_and_disturbs_nobody(engine: EngineProcess) -> None:
     engine.start()
-    engine.send(Add([NewSequence("bad", (1, 600)), NewSequence("worse", (1,), stopping=Stopping(max_tokens=0))]))
+    engine.send(Add([NewSequence("bad", (1, 600)), NewSequence("worse", (1,), stopping=Stopping(max_tokens=-1))]))
     refused = engine.receive(Refused)
     assert (refused.sequence_id, refused.field) == ("bad", "prompt_ids")
     assert "600 is not a token id of this model" in refused.message

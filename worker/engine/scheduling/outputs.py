@@ -29,8 +29,8 @@ def output_of(
         adapter_ms=sequence.adapter_ms if first else None,
         cached_tokens=(sequence.cached_tokens or 0) if first else None,
         logprobs=logprobs,
-        # Of a sequence that ends before its first token they are incomplete.
-        prompt_logprobs=tuple(sequence.prompt_logprobs) if first and token_ids else (),
+        # Of a sequence that fails before its first token they are incomplete.
+        prompt_logprobs=tuple(sequence.prompt_logprobs) if first and failure is None else (),
     )
 
 

@@ -199,16 +199,14 @@ class Scheduler:
                 self.blocks.register(sequence, computed)
             if token is None:
                 continue
-            sequence.placeholders -= 1
-            sequence.ids.append(token)
-            sequence.answered += 1
-            if sequence.grammar and (failure := sequence.grammar.advance(token)):
+            taken = sequence.take(token)
+            if taken and sequence.grammar and (failure := sequence.grammar.advance(token)):
                 outputs += self.fail([sequence.sequence_id], failure)
                 continue
             finish = sequence.finish()
             if finish:
                 self._end(sequence)
-            outputs.append(output_of(sequence, (token,), finish, logprobs=(logprob,) if logprob else ()))
+            outputs.append(output_of(sequence, taken, finish, logprobs=(logprob,) if logprob and taken else ()))
         return outputs
 
     def revoke(self, batch: Batch) -> list[Output]:

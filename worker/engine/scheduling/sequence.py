@@ -173,7 +173,8 @@ class Sequence:
         """Return the positions whose logits are needed for the prompt's log probabilities, sampled from or not."""
         if self.spec.prompt_logprobs is None:
             return range(0)
-        return range(len(self.prompt_logprobs), self.prompt_length - 1)
+        first = max(0, self.spec.prompt_logprobs_start - 1)  # a token's are those after the one before it
+        return range(first + len(self.prompt_logprobs), self.prompt_length - 1)
 
     @property
     def skippable(self) -> int:
@@ -181,6 +182,15 @@ class Sequence:
         missing = self.missing_prompt_logprobs
         # The last id's logits give the next token.
         return missing.start if missing else len(self.ids) - 1
+
+    def take(self, token: int) -> tuple[int, ...]:
+        """Put a sampled id in a placeholder's place; return what of it belongs to the answer."""
+        self.placeholders -= 1
+        if not self.max_tokens:
+            return ()
+        self.ids.append(token)
+        self.answered += 1
+        return (token,)
 
     def banned_ids(self, answered: int) -> frozenset[int]:
         """Return the ids that may not follow `answered` tokens: they would end the answer before `min_tokens`."""
@@ -199,7 +209,8 @@ class Sequence:
                 return FinishKind.STOP_TOKEN
         if self.grammar is not None and self.grammar.complete:
             return FinishKind.END if self.answered and self.ids[-1] in self.end_ids else FinishKind.COMPLETE
-        return FinishKind.LENGTH if self.answered >= self.max_tokens else None
+        due = not self.max_tokens and self.missing_prompt_logprobs
+        return FinishKind.LENGTH if self.answered >= self.max_tokens and not due else None
 
     def full_block_keys(self, blocks: int, block_size: int) -> list[bytes]:
         """Return the keys of at least the first `blocks` blocks, whose ids must all be known.

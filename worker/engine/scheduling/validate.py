@@ -73,8 +73,8 @@ def _check_sampling(sampling: Sampling, vocab_size: int) -> None:
 
 
 def _check_stopping(stopping: Stopping, vocab_size: int) -> None:
-    if stopping.max_tokens < 1:
-        raise SequenceRefusedError("stopping.max_tokens", f"must be 1 or more, is {stopping.max_tokens}")
+    if stopping.max_tokens < 0:
+        raise SequenceRefusedError("stopping.max_tokens", f"must be 0 or more, is {stopping.max_tokens}")
     if not 0 <= stopping.min_tokens <= stopping.max_tokens:
         raise SequenceRefusedError(
             "stopping.min_tokens", f"must lie between 0 and max_tokens, which is {stopping.max_tokens}"
@@ -93,7 +93,7 @@ def _check_room(sequence: NewSequence, limits: EngineLimits) -> None:
             "emitted_ids", f"has {len(sequence.emitted_ids)} ids, more than stopping.max_tokens, which is {answer}"
         )
     capacity = limits.max_tokens
-    if prompt >= capacity:
+    if prompt + min(1, answer) > capacity:
         raise SequenceRefusedError(
             "prompt_ids", f"has {prompt} tokens; this engine takes {capacity}, prompt and answer together"
         )

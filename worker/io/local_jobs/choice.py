@@ -171,6 +171,7 @@ def sequence_of(choice: LocalChoice, adapter: AdapterSource | None) -> NewSequen
         logprobs=job.logprobs,
         # One answer reports those of the prompt, and only in the first attempt that produces tokens.
         prompt_logprobs=job.prompt_logprobs if choice.choice == 0 and not choice.start else None,
+        prompt_logprobs_start=job.prompt_logprobs_start,
         sampling=Sampling.seeded(job.sampling, job.seed),
         stopping=Stopping(
             job.stopping.max_tokens, job.stopping.min_tokens, job.stopping.stop_token_ids, job.stopping.ignore_eos

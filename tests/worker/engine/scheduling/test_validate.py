@@ -49,7 +49,7 @@ GOOD = NewSequence("new", (1, 2), stopping=Stopping(max_tokens=4))
         (replace(GOOD, logprobs=21), "logprobs"),
         (replace(GOOD, logprobs=-1), "logprobs"),
         (replace(GOOD, prompt_logprobs=21), "prompt_logprobs"),
-        (replace(GOOD, stopping=Stopping(max_tokens=0)), "stopping.max_tokens"),
+        (replace(GOOD, stopping=Stopping(max_tokens=-1)), "stopping.max_tokens"),
         (replace(GOOD, stopping=Stopping(max_tokens=2, min_tokens=3)), "stopping.min_tokens"),
         (replace(GOOD, stopping=Stopping(max_tokens=2, stop_token_ids=(VOCAB,))), "stopping.stop_token_ids"),
         (replace(GOOD, stopping=Stopping(max_tokens=2, stop_token_ids=(1,) * 65)), "stopping.stop_token_ids"),

@@ -1,0 +1,122 @@
+"""Scores of continuations: what becomes of a call's texts and ids, and of its parts when one fails."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from router.generation.scoring import AT_ONCE, Scoring
+from router.request import Message, PromptLogprobs, Request, Summary, TokenLogprobs
+from router.text.prompt_encoder import PromptEncoder
+from router.text.tokenizer_text import TokenizerText
+from rpc.errors import CallError, InvalidField, Unavailable
+from tests.router.small_tokenizers import files_of, tokenizer_of
+
+REVISION = "tenants/acme/adapters/a/revisions/sha256:1"
+
+
+class Answers:
+    """Takes the place of Generation: a token's log probability is minus its id; odd ids are not the likeliest."""
+
+    def __init__(self) -> None:
+        self.asked: list[Request] = []
+        self.running = self.most = 0
+        self.refusals: dict[str, CallError] = {}
+        self.left: list[str] = []
+
+    async def run(self, request: Request, deadline_s: float | None) -> AsyncGenerator[Message]:
+        assert isinstance(request.prompt, tuple)
+        self.asked.append(request)
+        self.running += 1
+        self.most = max(self.most, self.running)
+        try:
+            await asyncio.sleep(0)
+            if request.request_id in self.refusals:
+                raise self.refusals[request.request_id]
+            ids = request.prompt[request.prompt_logprobs_start :]
+            best = [((i, -float(i)),) if i % 2 == 0 else ((0, 0.0),) for i in ids]
+            yield Message(
+                PromptLogprobs(tuple(TokenLogprobs(-float(i), one) for i, one in zip(ids, best, strict=True)))
+            )
+            yield Message(Summary(request.request_id, REVISION, len(request.prompt), 4, 0, 0, 0, 0, 0, 0))
+        except GeneratorExit:
+            self.left.append(request.request_id)
+            raise
+        finally:
+            self.running -= 1
+
+
+@pytest.fixture
+def answers() -> Answers:
+    return Answers()
+
+
+@pytest.fixture
+def scoring(answers: Any) -> Scoring:
+    model = SimpleNamespace(
+        text=TokenizerText(files_of("byte-level")), manifest=SimpleNamespace(context_length=40)
+    )  # fmt: skip
+    models: Any = SimpleNamespace(get=lambda name: model)
+    encoder = PromptEncoder(1)
+
+    async def prompt_ids(request: Request) -> tuple[int, ...]:
+        assert isinstance(request.prompt, str)
+        return await encoder.encode(model.text, request.prompt, request.prompt_field, request.tenant, 40)
+
+    admission: Any = SimpleNamespace(prompt_ids=prompt_ids)
+    return Scoring(answers, admission, models, encoder)
+
+
+def request(prompt: str = "The quick", **more: Any) -> Request:
+    return Request("acme", prompt, "prompt", request_id="r", adapter="a@live", **more)
+
+
+async def test_each_continuation_is_a_request_of_the_first_one_s_revision(scoring: Scoring, answers: Answers) -> None:
+    encoded = tokenizer_of("byte-level").encode
+    prompt, whole = encoded("The quick").ids, encoded("The quick brown").ids
+    assert whole[: len(prompt)] == prompt
+    given: list[str | tuple[int, ...]] = [" brown", (4, 5, 6), "k", *((number,) for number in range(2 * AT_ONCE))]
+    scores, summary = await scoring.score(request(), given, None)
+    assert scores[0].token_ids == tuple(whole[len(prompt) :])
+    assert scores[1].token_ids == (4, 5, 6)
+    assert scores[1].logprobs == (-4.0, -5.0, -6.0)
+    assert scores[1].greedy == (True, False, True)
+    # Where the texts would share a token, or lose one, the prompt's ids stay.
+    assert scores[2].token_ids == tuple(encoded("k", add_special_tokens=False).ids)
+    assert [score.token_ids for score in scores[3:]] == given[3:]
+    first, *others = answers.asked
+    assert first.adapter == "a@live"
+    assert {one.adapter for one in others} == {"tenants/acme/adapters/a@sha256:1"}
+    assert sorted(one.request_id for one in answers.asked) == sorted(f"r.{index}" for index in range(len(given)))
+    assert {one.stopping.max_tokens for one in answers.asked} == {0}
+    assert {one.prompt_logprobs_start for one in answers.asked} == {len(prompt)}
+    assert answers.most == AT_ONCE
+    assert summary.request_id == "r"
+    assert summary.cached_tokens == 4 * len(given)
+
+
+async def test_a_continuation_that_fails_ends_the_call_and_the_others(scoring: Scoring, answers: Answers) -> None:
+    answers.refusals["r.3"] = Unavailable("no worker", reason="NO_WORKER")
+    with pytest.raises(Unavailable):
+        await scoring.score(request(), [(number,) for number in range(6)], None)
+    assert answers.running == 0
+
+
+@pytest.mark.parametrize(
+    ("prompt", "given", "names"),
+    [
+        ("The quick", ["x", ()], r"continuations\[1\]: has no tokens"),
+        ("The quick", [(1,) * 60], r"continuations\[0\]: \d+ prompt tokens and its 60 do not fit the context of 40"),
+        ("x" * 500, ["x"], "prompt: .* do not fit"),
+    ],
+)
+async def test_bad_input_is_named_before_anything_runs(
+    scoring: Scoring, answers: Answers, prompt: str, given: list[Any], names: str
+) -> None:
+    with pytest.raises(InvalidField, match=names):
+        await scoring.score(request(prompt), given, None)
+    assert not answers.asked
