@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
+import time
 from dataclasses import replace
 
 from broker.messages import AdapterRef, Job, StoppingParams
@@ -111,9 +113,12 @@ class Admission:
         if chat.tools and request.grammar:
             raise InvalidField("chat.tools", f"do not go with {request.format_field}; leave one out")
         template = model.text.chat.with_settings(await self._chats.of(request.tenant, adapter))
-        now = request.rendered_at_s
+        now = request.rendered_at_s or time.time()
         ids = await self._encoder.encode_chat(model.text, template, chat, request.tenant, context, now)
-        return ids, request.grammar or call_grammar(chat, template, model.text, ids)
+        if not chat.tools:
+            return ids, request.grammar
+        # In a thread: the schemas of many tools take tens of milliseconds.
+        return ids, await asyncio.to_thread(call_grammar, chat, template, model.text, ids)
 
     async def _job(
         self, request: Request, model: ServedModel, adapter: AdapterRef | None, deadline_s: float | None, context: int

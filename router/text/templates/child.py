@@ -28,7 +28,7 @@ CPU_S = 0.5
 # Maximum address space in bytes of this process; Jinja and Python need about a tenth.
 MEMORY_BYTES = 1 << 29
 # Maximum number of compiled templates that are kept.
-TEMPLATES_KEPT = 64
+TEMPLATES_KEPT = 256
 _LENGTH = struct.Struct(">I")
 
 _compiled = lru_cache(TEMPLATES_KEPT)(Template)

@@ -11,7 +11,6 @@ not stretch (child.CPU_S). One that does not answer for WALL_S is killed here.
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import signal
 import socket
@@ -19,8 +18,10 @@ import struct
 import subprocess
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
+
+import msgspec
 
 from router.request import Chat
 from router.shares import FairTurns
@@ -74,7 +75,7 @@ class TemplateRenderer:
             working.exception()  # the caller may have left
 
     async def _ask(self, call: TemplateCall) -> Mapping[str, Any]:
-        data = json.dumps(asdict(call), ensure_ascii=False).encode()
+        data = msgspec.json.encode(call)
         child = self._idle.pop() if self._idle else await asyncio.to_thread(ChildProcess)
         answer: Mapping[str, Any] = {"last": True}
         try:
@@ -124,7 +125,7 @@ class ChildProcess:
         try:
             await loop.sock_sendall(self._socket, _LENGTH.pack(len(data)) + data)
             size = _LENGTH.unpack(await self._read(_LENGTH.size))[0]
-            answer: Mapping[str, Any] = json.loads(await self._read(size))
+            answer: Mapping[str, Any] = msgspec.json.decode(await self._read(size))
         except ConnectionError as error:
             raise EOFError from error
         return answer
@@ -140,7 +141,10 @@ class ChildProcess:
 
     def why_dead(self) -> str:
         """Wait for the end of a process that has closed its socket; return its cause in words."""
-        code = self._process.wait()
+        try:
+            code = self._process.wait(1.0)
+        except subprocess.TimeoutExpired:
+            return "the chat template ended its process"
         if code == -signal.SIGPROF:
             return "the chat template takes too long"
         return (
