@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from worker.engine.sampling.adjustments import Adjustments
-from worker.engine.sampling.allowed import _on_device, _on_host, best_allowed, forbid_ids
+from worker.engine.sampling.allowed import forbid_ids, forbid_with_torch
 from worker.engine.sampling.sampler import Draw, sample
 from worker.engine_api import Sampling
 
@@ -52,34 +52,33 @@ def test_only_allowed_ids_are_chosen_and_the_other_rows_are_as_they_were() -> No
     rows = len(SAMPLINGS)
     masks = [mask_of(few)] * rows + [mask_of(many)] * rows + [None] * rows
     scores = logits(3 * rows)
-    before = scores.clone()
     for wait in (True, False):
-        chosen = sample(scores, draws(masks), wait=wait).tolist()
+        masked = scores.clone()
+        chosen = sample(masked, draws(masks), wait=wait).tolist()
+        assert torch.equal(masked[2 * rows :], scores[2 * rows :])
         assert set(chosen[:rows]) <= set(few)
         assert set(chosen[rows : 2 * rows]) <= set(many)
-        assert torch.equal(scores, before)
         unmasked = [replace(draw, allowed=None) for draw in draws(masks)]
         assert chosen[2 * rows :] == sample(scores, unmasked, wait=wait).tolist()[2 * rows :]
-        assert sample(scores, draws([mask_of(one)] * 3 * rows), wait=wait).tolist() == one * 3 * rows
+        assert sample(scores.clone(), draws([mask_of(one)] * 3 * rows), wait=wait).tolist() == one * 3 * rows
         if wait:
-            alone = [sample(scores[row : row + 1], [draw]).item() for row, draw in enumerate(draws(masks))]
+            alone = [sample(scores[row : row + 1].clone(), [draw]).item() for row, draw in enumerate(draws(masks))]
             assert alone == chosen
 
 
-def test_the_best_allowed_id_is_that_of_the_masked_logits() -> None:
-    (scores,) = logits(1)
-    best = int(scores.argmax())
-    for ids in ([best, 3], [4, 5, 6], [*range(0, VOCAB, 3)]):
-        masked = scores[None].clone()
-        forbid_ids(masked, [mask_of(ids)])
-        assert best_allowed(scores, best, mask_of(ids)) == (int(masked.argmax()), float(masked.max()))
-
-
-def test_bits_are_unpacked_alike_on_host_and_device() -> None:
-    scores = logits(2)
-    bits = np.stack([mask_of([0, 31, 32, 999]), mask_of([1000])])
-    assert torch.equal(_on_host(bits, scores), _on_device(bits, scores))
-    assert torch.nonzero(~_on_host(bits, scores)).tolist() == [[0, 0], [0, 31], [0, 32], [0, 999], [1, 1000]]
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_masks_change_the_logits_that_they_forbid_and_no_others(dtype: torch.dtype) -> None:
+    """As the kernel of the CPU does it, in a part of the logits, and as other devices do it."""
+    before = logits(5).to(dtype)
+    some, drawn = mask_of([*range(64), 999, 1000]), np.random.default_rng(0).integers(-9, 2**31, WORDS, np.int32)
+    expected = before.clone()
+    for row, mask in ((1, some), (3, drawn)):
+        allowed = np.unpackbits(mask.view(np.uint8), bitorder="little")[:VOCAB].astype(bool)
+        expected[row, torch.from_numpy(~allowed)] = float("-inf")
+    for forbid in (forbid_ids, forbid_with_torch):
+        changed = before.clone()
+        forbid(changed[1:4], [some, None, drawn])
+        assert torch.equal(changed, expected)
 
 
 def test_an_allowed_id_without_a_number_fails_its_row() -> None:

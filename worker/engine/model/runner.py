@@ -8,6 +8,7 @@ worker/engine/device/transfer.py.
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,6 +20,7 @@ from worker.engine.model.cuda_graphs import DecodeGraphs, capture_decodes
 from worker.engine.model.decode_buffers import DecodeBuffers
 from worker.engine.model.inputs import StepInputs, step_inputs
 from worker.engine.model.loader import LoadedModel
+from worker.engine.sampling.allowed import forbid_ids
 from worker.engine.sampling.step import InFlight, launch_sampling
 from worker.engine.scheduling.batch import Batch
 
@@ -54,7 +56,8 @@ class Runner:
     def _warm_up(self) -> None:
         """Run one warm-up pass, which triggers compilation."""
         self._begin_empty(1, adapted=False)
-        self._forward(DecodeBuffers(1, 1, self._cache, self._device).inputs(1))
+        logits = self._forward(DecodeBuffers(1, 1, self._cache, self._device).inputs(1))
+        forbid_ids(logits, [np.full(-(-logits.shape[-1] // 32), -1, dtype=np.int32)])
 
     @torch.inference_mode()
     def launch(self, batch: Batch) -> InFlight:

@@ -1,14 +1,13 @@
 """Choosing the next token of each row by its own parameters: greedy, or seeded sampling within its limits.
 
-    logits ──▶ adjustments ──▶ grammar ──▶ greedy: the best
+    logits ──▶ grammar ──▶ adjustments ──▶ greedy: the best
                                       └──▶ / temperature ──▶ limits ──▶ + noise of (seed, choice, position): the best
 
-A batch of plain greedy rows costs one pass over the logits.
+A batch of plain greedy rows costs one pass over the logits, with grammars one more.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -18,7 +17,7 @@ from torch import Tensor
 
 from worker.engine.device.transfer import upload
 from worker.engine.sampling.adjustments import Adjustments, adjust_logits
-from worker.engine.sampling.allowed import best_allowed, forbid_ids
+from worker.engine.sampling.allowed import forbid_ids
 from worker.engine.sampling.limits import limits_likeliest, mask_atypical, smallest_kept
 from worker.engine.sampling.noise import gumbel_noise, row_key
 from worker.engine_api import Sampling
@@ -44,16 +43,6 @@ class Draw:
     # The ids that the answer's grammar allows: a bit for each, int32 [words]; None: all.
     allowed: np.ndarray | None = None
 
-    @property
-    def mask_alone(self) -> np.ndarray | None:
-        """Return `allowed` where nothing else changes the logits."""
-        return None if self.adjustments or self.banned_ids else self.allowed
-
-    @property
-    def changes_logits(self) -> bool:
-        """Tell whether the logits change before the choice."""
-        return bool(self.adjustments or self.banned_ids) or self.allowed is not None
-
 
 @dataclass(frozen=True, slots=True)
 class _Look:
@@ -67,27 +56,25 @@ class _Look:
 def sample(logits: Tensor, draws: Sequence[Draw], *, wait: bool = True) -> Tensor:
     """Choose a token id for each row of logits [rows, vocab]: int64 [rows], -1 where a row's logits are NaN.
 
-    A row's result does not depend on the other rows; `logits` are not changed. Without `wait` the host never waits for
-    the device, at the cost of sorting all tokens of rows with limits: whether fewer suffice is known on the device.
+    A row's result does not depend on the other rows. `logits` become -inf where a row's grammar forbids an id, and are
+    not changed otherwise. Without `wait` the host never waits for the device, at the cost of sorting all tokens of rows
+    with limits: whether fewer suffice is known on the device.
     """
+    forbid_ids(logits, [draw.allowed for draw in draws])
     best, chosen = logits.max(dim=-1)
     # max returns NaN if there is any; where all logits are -inf there is nothing to choose from either.
     usable = best.isfinite()
     random = [row for row, draw in enumerate(draws) if draw.sampling.temperature > 0]
-    greedy = [row for row, draw in enumerate(draws) if not draw.sampling.temperature > 0]
-    adjusted = [row for row in greedy if draws[row].changes_logits]
-    if wait and logits.device.type == "cpu":
-        for row in adjusted:
-            if (mask := draws[row].mask_alone) is not None:
-                chosen[row], value = best_allowed(logits[row], int(chosen[row]), mask)
-                usable[row] &= math.isfinite(value)
-        adjusted = [row for row in adjusted if draws[row].mask_alone is None]
+    adjusted = [
+        row
+        for row, draw in enumerate(draws)
+        if not draw.sampling.temperature > 0 and (draw.adjustments or draw.banned_ids)
+    ]
     if random or adjusted:
         index = upload(random + adjusted, logits.device)
         some = [draws[row] for row in random + adjusted]
         scores = logits[index].float()
         adjust_logits(scores, [draw.adjustments for draw in some], [draw.banned_ids for draw in some])
-        forbid_ids(scores, [draw.allowed for draw in some])
         best, picked = scores.max(dim=-1)
         usable[index] &= best.isfinite()
         if random:

@@ -84,12 +84,16 @@ def launch_sampling(logits: Tensor, batch: Batch, masks: Masks = NO_MASKS, *, wa
     prompts: list[tuple[Row, PendingLogprobs]] = []
     if len(rows) < len(logits):
         logits, prompts = _take_prompts(logits, batch, failures)
+    # Log probabilities are those before the grammar, which changes the logits.
+    unchanged = logits
+    if any(row.sequence.spec.logprobs is not None for row in masks.allowed):
+        unchanged = logits.clone()
     ids = logits.new_full((len(rows),), -1, dtype=torch.int64)
     for part, chosen in _each_alone(
         lambda part: sample(logits[part], [_draw(row, masks) for row in rows[part]], wait=wait), rows, failures
     ):
         ids[part] = chosen
-    logprobs = _logprobs(logits, rows, ids, failures)
+    logprobs = _logprobs(unchanged, rows, ids, failures)
     return InFlight(batch, rows, ids, failures, download(ids), prompts, logprobs, record_event(logits.device))
 
 

@@ -163,3 +163,4 @@ def _pointer_to(what: types.Type) -> Any:
 
 
 float32_pointer, int64_pointer = _pointer_to(types.float32), _pointer_to(types.int64)
+int32_pointer = _pointer_to(types.int32)
