@@ -81,6 +81,15 @@ class WeightedAdapter:
     weight: float
 
 
+@dataclass(frozen=True, slots=True)
+class PromptOptions:
+    """How a prompt becomes ids; None: as is usual for its kind. `truncate_to` 0: to what the context leaves."""
+
+    add_special_tokens: bool | None = None
+    parse_special_tokens: bool | None = None
+    truncate_to: int | None = None
+
+
 Prompt = str | tuple[int, ...] | Chat
 
 
@@ -110,6 +119,7 @@ class Request:
     prompt_logprobs: int | None = None
     # The first prompt token whose log probabilities are wanted, counted from 0.
     prompt_logprobs_start: int = 0
+    prompt_options: PromptOptions = PromptOptions()
     # Rank among the tenant's own requests; higher goes first.
     priority: int = 0
     # The grammar that the answers keep to, and the field of the request that it was made of; empty: none.

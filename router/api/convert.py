@@ -11,6 +11,7 @@ from artifacts.sampling import LOGIT_BIASES, RANGES, OutOfRangeError, SamplingPa
 from broker.terms import PRIORITY_LIMIT
 from router.api.chat import read_chat, write_tool_call
 from router.api.formats import read_format
+from router.api.prompt_options import read_prompt_options
 from router.request import (
     Delta,
     Event,
@@ -25,7 +26,7 @@ from router.request import (
     TokenLogprobs,
     WeightedAdapter,
 )
-from rpc.errors import InvalidField, NotBuilt
+from rpc.errors import InvalidField
 
 STOP_STRINGS = 16
 STOP_CHARACTERS = 64
@@ -41,7 +42,6 @@ _NEUTRAL = SamplingParams()
 
 def read_request(spec: pb.GenerateSpec, tenant: str) -> Request:
     """Return the request in a message. Raises InvalidField or NotBuilt, naming the field."""
-    _refuse_unbuilt(spec)
     if len(spec.request_id) > REQUEST_ID_CHARACTERS:
         raise InvalidField("request_id", f"longer than {REQUEST_ID_CHARACTERS} characters")
     field, prompt = read_prompt(spec)
@@ -56,6 +56,7 @@ def read_request(spec: pb.GenerateSpec, tenant: str) -> Request:
         tenant=tenant,
         prompt=prompt,
         prompt_field=field,
+        prompt_options=read_prompt_options(spec),
         request_id=spec.request_id,
         model=spec.model,
         adapter=spec.adapter,
@@ -111,11 +112,6 @@ def _logprobs(field: str, value: int) -> int:
     if value > LOGPROBS:
         raise InvalidField(field, f"{value}; at most {LOGPROBS}")
     return value
-
-
-def _refuse_unbuilt(spec: pb.GenerateSpec) -> None:
-    if spec.HasField("prompt_options"):
-        raise NotBuilt("prompt_options")
 
 
 def read_prompt(message: pb.GenerateSpec | pb.TokenizeRequest) -> tuple[str, Prompt]:

@@ -14,6 +14,8 @@ from rpc.errors import InvalidField
 def check_prompt_size(message: pb.GenerateSpec | pb.TokenizeRequest, model: ServedModel) -> None:
     """Raise InvalidField where the prompt can't fit the model's context, naming the field."""
     context = model.manifest.context_length
+    if message.prompt_options.HasField("truncate_to"):  # a message's size is the bound
+        return
     match message.WhichOneof("input"):
         case "prompt":
             check_text(model.text, message.prompt, "prompt", context)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -13,6 +14,7 @@ from loraplex.inference.v1 import inference_pb2_grpc
 
 from router.api.convert import read_prompt, read_request, write_message
 from router.api.formats import read_large_format
+from router.api.prompt_options import read_prompt_options
 from router.api.prompt_size import check_count, check_prompt_size
 from router.api.request_telemetry import RequestTelemetry
 from router.api.scores import read_continuations, write_scores
@@ -81,11 +83,14 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         check_prompt_size(request, model)
         field, prompt = read_prompt(request)
         context_length = model.manifest.context_length
+        options = read_prompt_options(request)
+        if options.truncate_to == 0:
+            options = replace(options, truncate_to=context_length)
         if isinstance(prompt, Chat):
-            chat = model.text.chat
-            ids = await self._encoder.encode_chat(model.text, chat, prompt, tenant, context_length, time.time())
+            chat, now = model.text.chat, time.time()
+            ids = await self._encoder.encode_chat(model.text, chat, prompt, tenant, context_length, now, options)
         else:
-            ids = await self._encoder.encode(model.text, prompt, field, tenant, context_length)
+            ids = await self._encoder.encode(model.text, prompt, field, tenant, context_length, options)
         return pb.TokenizeResponse(token_ids=ids)
 
     async def CountTokens(self, request: pb.CountTokensRequest, context: Context) -> pb.CountTokensResponse:

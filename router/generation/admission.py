@@ -18,7 +18,7 @@ from router.generation.chat_format import call_grammar, chat_format
 from router.generation.grammar_proofs import GrammarProofs
 from router.generation.resume import Resumption
 from router.output.chat_reader import ChatFormat
-from router.request import Chat, Request
+from router.request import Chat, PromptOptions, Request
 from router.text.prompt_encoder import PromptEncoder
 from rpc.errors import InvalidField, NotFound, Unavailable
 
@@ -107,14 +107,15 @@ class Admission:
     ) -> tuple[tuple[int, ...], str]:
         """Return the prompt's ids, and the grammar that the answers keep to; empty: none."""
         context, chat = model.manifest.context_length, request.prompt
+        options = _resolved(request, context)
         if not isinstance(chat, Chat):
-            ids = await self._encoder.encode(model.text, chat, request.prompt_field, request.tenant, context)
-            return ids, request.grammar
+            field, tenant = request.prompt_field, request.tenant
+            return await self._encoder.encode(model.text, chat, field, tenant, context, options), request.grammar
         if chat.tools and request.grammar:
             raise InvalidField("chat.tools", f"do not go with {request.format_field}; leave one out")
         template = model.text.chat.with_settings(await self._chats.of(request.tenant, adapter))
         now = request.rendered_at_s or time.time()
-        ids = await self._encoder.encode_chat(model.text, template, chat, request.tenant, context, now)
+        ids = await self._encoder.encode_chat(model.text, template, chat, request.tenant, context, now, options)
         if not chat.tools:
             return ids, request.grammar
         # In a thread: the schemas of many tools take tens of milliseconds.
@@ -164,6 +165,16 @@ class Admission:
             deadline_ms=0 if deadline_s is None else max(1, round(deadline_s * 1e3)),
             grammar=grammar,
         )
+
+
+def _resolved(request: Request, context: int) -> PromptOptions:
+    """Return the prompt's options, with `truncate_to` 0 as what the context leaves beside the answer."""
+    if request.prompt_options.truncate_to != 0:
+        return request.prompt_options
+    asked = request.stopping.max_tokens
+    return replace(
+        request.prompt_options, truncate_to=max(1, context - (DEFAULT_MAX_TOKENS if asked is None else asked))
+    )
 
 
 def _max_tokens(request: Request, prompt: int, context: int) -> int:

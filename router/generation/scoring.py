@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from router.catalog.models import Models, ServedModel
 from router.generation.admission import Admission
 from router.generation.generation import Generation
-from router.request import PromptLogprobs, Request, Stopping, Summary, WeightedAdapter
+from router.request import PromptLogprobs, PromptOptions, Request, Stopping, Summary, WeightedAdapter
 from router.text.prompt_encoder import PromptEncoder
 from rpc.errors import Internal, InvalidField
 
@@ -56,6 +56,7 @@ class Scoring:
                 prompt=(*prompt_ids, *ending),
                 prompt_field=f"continuations[{index}]",
                 request_id=f"{request_id}.{index}",
+                prompt_options=PromptOptions(),
                 stopping=Stopping(max_tokens=0),
                 prompt_logprobs=1,
                 prompt_logprobs_start=len(prompt_ids),
@@ -114,10 +115,12 @@ class Scoring:
         """Return the ids of a continuation: those that the prompt's text gains with it, if the prompt's own stay."""
         field, tenant, context = f"continuations[{index}]", request.tenant, model.manifest.context_length
         if isinstance(request.prompt, str):
-            whole = await self._encoder.encode(model.text, request.prompt + text, field, tenant, context)
+            options = replace(request.prompt_options, truncate_to=None)
+            whole = await self._encoder.encode(model.text, request.prompt + text, field, tenant, context, options)
             if whole[: len(prompt_ids)] == prompt_ids and len(whole) > len(prompt_ids):
                 return whole[len(prompt_ids) :]
-        return await self._encoder.encode(model.text, text, field, tenant, context, special_tokens=False)
+        options = replace(request.prompt_options, truncate_to=None, add_special_tokens=False)
+        return await self._encoder.encode(model.text, text, field, tenant, context, options)
 
     async def _logprobs(self, request: Request, deadline_s: float | None) -> tuple[PromptLogprobs, Summary]:
         logprobs: PromptLogprobs | None = None

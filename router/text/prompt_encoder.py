@@ -15,9 +15,10 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-from router.request import Chat
+from router.request import Chat, PromptOptions
 from router.shares import FairTurns
 from router.text.chat import ChatTemplate
+from router.text.shielded_chats import shielded_chat
 from router.text.templates.pool import TemplateRenderer
 from router.text.tokenizer import Text, TooManyTokensError
 from rpc.errors import InvalidField
@@ -47,37 +48,50 @@ class PromptEncoder:
         field: str,
         tenant: str,
         context: int,
-        *,
-        special_tokens: bool = True,
+        options: PromptOptions = PromptOptions(),  # noqa: B008  # frozen
     ) -> tuple[int, ...]:
-        """Return the ids of a prompt, at most `context`. Raises InvalidField, naming `field`.
-
-        `special_tokens`: with those that the tokenizer puts around a text.
-        """
+        """Return the ids of a prompt, at most `context`. Raises InvalidField, naming `field`."""
         if isinstance(prompt, str):
-            return await self._encode(text, prompt, field, tenant, context, special_tokens=special_tokens)
+            shielded = text.shield(prompt) if options.parse_special_tokens is False else prompt
+            return await self._encode(text, shielded, field, tenant, context, options, added=True)
+        if options.truncate_to is not None:
+            prompt = tuple(text.cut(prompt, options.truncate_to))
         if len(prompt) > context:
             raise _too_long(field, f"{len(prompt)} tokens", context)
         return prompt
 
     async def encode_chat(
-        self, text: Text, template: ChatTemplate, chat: Chat, tenant: str, context: int, now: float
+        self,
+        text: Text,
+        template: ChatTemplate,
+        chat: Chat,
+        tenant: str,
+        context: int,
+        now: float,
+        options: PromptOptions = PromptOptions(),  # noqa: B008  # frozen
     ) -> tuple[int, ...]:
         """Return the ids of a chat, at most `context`. `now` is the time that the template sees.
 
-        Raises InvalidField or Unavailable.
+        Special tokens are the template's alone, unless the options say otherwise. Raises InvalidField or Unavailable.
         """
         limit = RENDERED_CHARACTERS if text.longest_token is None else context * text.longest_token
-        rendered = await self._renderer.render(template.call(chat, now, min(limit, RENDERED_CHARACTERS)), tenant)
-        return await self._encode(text, rendered, "chat", tenant, context, special_tokens=False)
+        if options.truncate_to is not None:
+            limit = RENDERED_CHARACTERS
+        shielded = chat if options.parse_special_tokens else shielded_chat(chat, text.shield)
+        rendered = await self._renderer.render(template.call(shielded, now, min(limit, RENDERED_CHARACTERS)), tenant)
+        return await self._encode(text, rendered, "chat", tenant, context, options, added=False)
 
     async def _encode(
-        self, text: Text, prompt: str, field: str, tenant: str, context: int, *, special_tokens: bool
+        self, text: Text, prompt: str, field: str, tenant: str, context: int, options: PromptOptions, *, added: bool
     ) -> tuple[int, ...]:
-        check_text(text, prompt, field, context)
+        keep = options.truncate_to
+        if keep is None:
+            check_text(text, prompt, field, context)
+        special = added if options.add_special_tokens is None else options.add_special_tokens
 
         def encode() -> tuple[int, ...]:
-            return tuple(text.encode(prompt, special_tokens=special_tokens, limit=context))
+            ids = text.encode(prompt, special_tokens=special, limit=context if keep is None else None)
+            return tuple(ids if keep is None else text.cut(ids, keep))
 
         try:
             return encode() if len(prompt) <= SHORT_CHARACTERS else await self._in_turn(tenant, encode)
@@ -110,4 +124,5 @@ def check_text(text: Text, prompt: str, field: str, context: int) -> None:
 
 
 def _too_long(field: str, size: str, context: int) -> InvalidField:
-    return InvalidField(field, f"{size} do not fit the context of {context}", reason="CONTEXT_EXCEEDED")
+    message = f"{size} do not fit the context of {context}; prompt_options.truncate_to cuts a prompt from the left"
+    return InvalidField(field, message, reason="CONTEXT_EXCEEDED")

@@ -44,6 +44,12 @@ class Text(Protocol):
     def encode(self, text: str, *, special_tokens: bool, limit: int | None = None) -> list[int]:
         """Return the ids of a text; may take long. Raises TooManyTokensError beyond `limit` of them."""
 
+    def shield(self, text: str) -> str:
+        """Return a text in which `encode` finds no special tokens; they are read as the characters that they are."""
+
+    def cut(self, ids: Sequence[int], keep: int) -> Sequence[int]:
+        """Return the last `keep` ids of a prompt, with its beginning of sequence."""
+
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool, whole: bool = True) -> str:
         """Return the text of ids; unless `whole`, without a character that is cut at the end."""
 
@@ -92,6 +98,14 @@ class HashText:
             raise TooManyTokensError(len(data))
         return list(data)
 
+    def shield(self, text: str) -> str:
+        """See Text; there are no special tokens."""
+        return text
+
+    def cut(self, ids: Sequence[int], keep: int) -> Sequence[int]:
+        """See Text."""
+        return ids[-keep:]
+
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool, whole: bool = True) -> str:
         """See Text."""
         return "".join(self.push(token_id) for token_id in ids)
@@ -129,6 +143,14 @@ class NoText:
     def encode(self, text: str, *, special_tokens: bool, limit: int | None = None) -> list[int]:
         """See Text. Raises InvalidField."""
         raise InvalidField("prompt", "the model has no tokenizer.json; send token_ids")
+
+    def shield(self, text: str) -> str:
+        """See Text; there are no special tokens."""
+        return text
+
+    def cut(self, ids: Sequence[int], keep: int) -> Sequence[int]:
+        """See Text."""
+        return ids[-keep:]
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool, whole: bool = True) -> str:
         """See Text."""

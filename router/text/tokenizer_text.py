@@ -9,6 +9,7 @@ from tokenizers import Tokenizer
 
 from router.text.chat import ChatTemplate
 from router.text.detokenizer import Detokenizer
+from router.text.special_tokens import SpecialTokens
 from router.text.token_bytes import longest_token_bytes
 from router.text.tokenizer import TextStream, TooManyTokensError
 
@@ -27,14 +28,26 @@ class TokenizerText:
         self.longest_token = longest_token_bytes(data)
         self._detokenizer = Detokenizer(self._tokenizer, data)
         self.chat = ChatTemplate.of_files(files)
+        self._special = SpecialTokens(self._tokenizer, json.loads(files.get("tokenizer_config.json", b"{}")))
 
     def encode(self, text: str, *, special_tokens: bool, limit: int | None = None) -> list[int]:
         """See Text."""
+        parts = self._special.parts(text)
+        added = list(self._special.added) if special_tokens and len(parts) > 1 else []
         # Only the batch call releases the interpreter's lock; offsets are not needed.
-        (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=special_tokens)
-        if limit is not None and len(encoding) > limit:  # before the ids become objects
-            raise TooManyTokensError(len(encoding))
-        return list(encoding.ids)
+        encodings = self._tokenizer.encode_batch_fast(parts, add_special_tokens=special_tokens and not added)
+        count = len(added) + sum(map(len, encodings))
+        if limit is not None and count > limit:  # before the ids become objects
+            raise TooManyTokensError(count)
+        return added + [token_id for encoding in encodings for token_id in encoding.ids]
+
+    def shield(self, text: str) -> str:
+        """See Text."""
+        return self._special.shield(text)
+
+    def cut(self, ids: Sequence[int], keep: int) -> Sequence[int]:
+        """See Text."""
+        return self._special.cut(ids, keep)
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool, whole: bool = True) -> str:
         """See Text."""

@@ -104,7 +104,7 @@ def test_everything_finds_its_field() -> None:
 
 
 def test_every_option_reaches_the_wire() -> None:
-    of_type = {int: 3, float: 0.5, str: "x"}
+    of_type = {bool: True, int: 3, float: 0.5, str: "x"}
     for name, hint in get_type_hints(GenerateOptions).items():
         if name in {"token_ids", "messages"}:
             continue

@@ -7,7 +7,7 @@ from random import Random
 from typing import Any
 
 from artifacts.sampling import RANGES, SamplingParams
-from router.request import Request
+from router.request import PromptOptions, Request
 from tests.hash_answers import Asked, expected_answers, text_of
 from tests.hash_formats import FORMATS, GRAMMARS
 from worker.engine_api import Sampling, Stopping
@@ -20,7 +20,7 @@ def asked_of(request: Request, adapter_digest: str) -> Asked:
     assert stopping.max_tokens is not None
     assert request.seed is not None
     return Asked(
-        tuple(token_id for token_id in prompt if isinstance(token_id, int)),
+        prompt[-(request.prompt_options.truncate_to or len(prompt)) :],
         adapter_digest,
         Sampling.seeded(request.sampling, request.seed),
         Stopping(stopping.max_tokens, stopping.min_tokens, stopping.stop_token_ids, stopping.ignore_eos),
@@ -37,6 +37,8 @@ def asked_of(request: Request, adapter_digest: str) -> Asked:
 def draw_options(chance: Random, request: Request, adapter_digest: str, model: str, *, candidates: bool) -> Request:
     """Return the request with options drawn by chance; `candidates`: best_of as well, which takes more rows."""
     most = request.stopping.max_tokens or 0
+    assert isinstance(request.prompt, tuple)
+    truncate_to = chance.randint(1, len(request.prompt) + 2) if chance.random() < 0.1 else None
     request = replace(
         request,
         sampling=_sampling(chance, request.sampling),
@@ -51,6 +53,7 @@ def draw_options(chance: Random, request: Request, adapter_digest: str, model: s
         stream_interval=chance.choice((1, 1, 1, 2, 5)),
         skip_special_tokens=chance.random() < 0.8,
         echo=chance.random() < 0.2,
+        prompt_options=PromptOptions(truncate_to=truncate_to),
     )
     # Of its own chance, so that older seeds draw what they drew before there were formats.
     own = Random(f"format {request.prompt}")

@@ -60,6 +60,7 @@ def test_every_option_that_is_served_is_drawn(outcomes: list[Outcome]) -> None:
             of_request = group == "output" or field.name == "seed"
             values = {getattr(request if of_request else getattr(request, group), field.name) for request in requests}
             assert len(values) > 1, f"{group}.{field.name} is always {values}"
+    assert any(request.prompt_options.truncate_to for request in requests)
     formats = pb.GenerateSpec.DESCRIPTOR.oneofs_by_name["format"].fields
     assert {field.name for field in formats} == {request.format_field for request in requests} - {""}
 

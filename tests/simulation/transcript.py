@@ -111,6 +111,7 @@ class Transcript:
         assert summary is not None
         assert isinstance(prompt, tuple)
         wrong = []
+        prompt = prompt[-(self._request.prompt_options.truncate_to or len(prompt)) :]
         if summary.prompt_tokens != len(prompt):
             wrong.append(f"{summary.prompt_tokens} prompt tokens counted of {len(prompt)}")
         if summary.completion_tokens != expected.completion_tokens:

@@ -26,6 +26,12 @@ class ChatOptions(TypedDict, total=False):
     # further variables of the chat template, for example {"enable_thinking": False}
     template_args: Mapping[str, Any] | None
 
+    # of texts: with the tokens that the tokenizer adds; with the texts of special tokens read as these
+    add_special_tokens: bool | None
+    parse_special_tokens: bool | None
+    # cuts a longer prompt from the left; 0: to what the context leaves
+    truncate_prompt_tokens: int | None
+
     # `support`, `support@canary`, `tenants/acme/adapters/support`, ...; none: the plain base model
     adapter_id: str | None
     # instead of one adapter: the weighted sum of several, as {name: weight} or (name, weight) pairs
@@ -88,6 +94,9 @@ _PATHS: dict[str, str] = {
     "max_new_tokens": "stopping.max_tokens",
     "min_new_tokens": "stopping.min_tokens",
     "choices": "choices.values",
+    "add_special_tokens": "prompt_options.add_special_tokens",
+    "parse_special_tokens": "prompt_options.parse_special_tokens",
+    "truncate_prompt_tokens": "prompt_options.truncate_to",
     **{name: name for name in ("model", "request_id", "priority", "json_schema", "regex", "grammar")},
     **{
         name: f"sampling.{name}"
