@@ -13,7 +13,6 @@ import signal
 import subprocess
 import sys
 import threading
-from collections import OrderedDict
 from collections.abc import Mapping
 
 from artifacts.grammars.build import grammar_digest
@@ -41,8 +40,8 @@ class Prover:
         self._wall_s = wall_s
         self._lock = threading.Lock()
         self._child: subprocess.Popen[bytes] | None = None
-        # Results by digest, the latest last; None: proven.
-        self._results: OrderedDict[str, tuple[str, str] | None] = OrderedDict()
+        # Path and error by digest, the first first; an empty error: proven.
+        self._results: dict[str, tuple[str, str]] = {}
 
     def known(self, grammar: str) -> bool:
         """Tell whether `prove` returns at once."""
@@ -51,14 +50,15 @@ class Prover:
     def prove(self, grammar: str, path: str = "format") -> None:
         """Raise GrammarError for a grammar that cannot be used, ProverBusyError where that is not known yet."""
         digest = grammar_digest(grammar)
-        with self._lock:
-            if digest not in self._results:
-                self._results[digest] = self._ask(grammar)
+        # Without the lock, which a thread with another grammar may hold for long.
+        result = self._results.get(digest)
+        if result is None:
+            with self._lock:
+                result = self._results.get(digest) or self._ask(grammar)
+                self._results[digest] = result
                 if len(self._results) > _KEPT:
-                    self._results.popitem(last=False)
-            self._results.move_to_end(digest)
-            result = self._results[digest]
-        if result is not None:
+                    del self._results[next(iter(self._results))]
+        if result[1]:
             raise GrammarError(path + result[0], result[1])
 
     def close(self) -> None:
@@ -68,7 +68,7 @@ class Prover:
         with self._lock:
             self._end()
 
-    def _ask(self, grammar: str) -> tuple[str, str] | None:
+    def _ask(self, grammar: str) -> tuple[str, str]:
         child = self._started()
         if child.stdin is None or child.stdout is None:
             raise RuntimeError("the child has no pipes")
@@ -84,7 +84,7 @@ class Prover:
         if not line.endswith(b"\n"):
             return self._died(child)
         answer = json.loads(line)
-        return (answer["path"], answer["error"]) if answer else None
+        return (answer["path"], answer["error"]) if answer else ("", "")
 
     def _started(self) -> subprocess.Popen[bytes]:
         if self._child is None or self._child.poll() is not None:

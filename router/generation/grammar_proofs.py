@@ -43,7 +43,13 @@ class GrammarProofs:
     async def _in_turn(self, tenant: str, grammar: str, field: str, model: Manifest) -> None:
         await self._turns.take(tenant)
         working = asyncio.get_running_loop().run_in_executor(self._thread, self._prove, grammar, field, model)
-        working.add_done_callback(lambda _: self._turns.give(tenant))
+
+        def ended(done: asyncio.Future[None]) -> None:
+            self._turns.give(tenant)
+            if not done.cancelled():
+                done.exception()  # a caller that has left does not look at it
+
+        working.add_done_callback(ended)
         await asyncio.shield(working)
 
     def _prove(self, grammar: str, field: str, model: Manifest) -> None:

@@ -145,3 +145,10 @@ def test_a_refusal_is_short_whatever_it_repeats() -> None:
         with pytest.raises(GrammarError) as refused:
             json_grammar(json.dumps(schema))
         assert len(str(refused.value)) < 1_000
+
+
+def test_a_known_grammar_does_not_wait_for_the_proof_of_another(prover: Prover) -> None:
+    grammar = regex_grammar("known")
+    prover.prove(grammar)
+    with prover._lock:
+        prover.prove(grammar)

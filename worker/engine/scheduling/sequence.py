@@ -209,8 +209,11 @@ class Sequence:
                 return FinishKind.STOP_TOKEN
         if self.grammar is not None and self.grammar.complete:
             return FinishKind.END if self.answered and self.ids[-1] in self.end_ids else FinishKind.COMPLETE
-        due = not self.max_tokens and self.missing_prompt_logprobs
-        return FinishKind.LENGTH if self.answered >= self.max_tokens and not due else None
+        if self.answered < self.max_tokens:
+            return None
+        # Logprobs of the prompt may be due; and the last token may complete a grammar that is not there yet.
+        due = (not self.max_tokens and self.missing_prompt_logprobs) or (self.spec.grammar and self.grammar is None)
+        return None if due else FinishKind.LENGTH
 
     def full_block_keys(self, blocks: int, block_size: int) -> list[bytes]:
         """Return the keys of at least the first `blocks` blocks, whose ids must all be known.

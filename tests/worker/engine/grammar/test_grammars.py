@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -147,10 +148,15 @@ def test_an_answer_that_was_complete_before_a_crash_ends_without_a_step(
     prover.gate.set()
     whole = expected_ids(SPEC, (1, 2, 3), stopping=Stopping(5), grammar=TWO)
     engine.add_sequence(sequence("whole", TWO, whole))
+    # The last token that it may have completes it, and the reason is the one that an undisturbed engine gives.
+    engine.add_sequence(replace(sequence("last", TWO, whole), stopping=Stopping(len(whole))))
+    engine.add_sequence(replace(sequence("long", TWO, whole[:1]), stopping=Stopping(1)))
     engine.add_sequence(sequence("wrong", TWO, (ord("1"),)))
-    ended = finish(engine, woken, "whole", "wrong")
+    ended = finish(engine, woken, "whole", "wrong", "last", "long")
     assert ended["whole"][0] == ()
     assert ended["whole"][1].finish is FinishKind.COMPLETE
+    assert ended["last"][1].finish is FinishKind.COMPLETE
+    assert ended["long"][1].finish is FinishKind.LENGTH
     assert ended["wrong"][1].failure is not None
     assert engine.stats().steps == 0
 
