@@ -22,7 +22,7 @@ from artifacts.grammars.errors import GrammarError
 CPU_S = 0.6
 MEMORY_BYTES = 1 << 30
 # Timeout in seconds for an answer of the child: on a busy machine its processor time takes longer.
-WALL_S = 10.0
+WALL_S = 30.0
 # Maximum number of grammars whose proofs are kept; one takes some 200 bytes.
 _KEPT = 4_096
 
