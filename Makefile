@@ -75,7 +75,7 @@ chaos: $(STAMP) ## Kill, stop and cut off every part under load; check every tok
 		$(if $(OVERLAP),--overlap) $(if $(KINDS),--kinds "$(KINDS)") $(if $(JSON),--json "$(JSON)")
 
 formats: $(STAMP) ## Answer FORMAT_ANSWERS requests with formats while engines are killed; every one must be valid
-	FORMAT_ANSWERS=$(FORMAT_ANSWERS) SEED=$(SEED) $(BIN)/pytest -s --timeout 3600 tests/worker/engine/test_format_crashes.py
+	FORMAT_ANSWERS=$(FORMAT_ANSWERS) SEED=$(SEED) $(BIN)/pytest -s --timeout 3600 -o faulthandler_timeout=0 tests/worker/engine/test_format_crashes.py
 
 cancels: $(STAMP) ## Cancel CANCELS requests at random moments; nothing of them may be left
 	CANCELS=$(CANCELS) $(BIN)/pytest --timeout 3600 -o faulthandler_timeout=0 tests/e2e/test_cancels.py
