@@ -1,0 +1,33 @@
+"""The documented experiments of examples/, with the shipped model and its adapter."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from loraplex_client import Client
+
+from examples import structured
+from tests.e2e.conftest import TENANT, running_cluster
+
+pytestmark = pytest.mark.model
+EXAMPLES = Path(structured.__file__).parent
+
+
+async def test_persons_and_entities_have_their_shape(tmp_path: Path) -> None:
+    adapters = {"json": EXAMPLES / "adapters" / "globex" / "json"}
+    async with running_cluster(tmp_path, str(EXAMPLES / "model"), adapters) as running:
+
+        def run() -> dict[str, list[object]]:
+            with Client(running.local.router, TENANT) as client:
+                return structured.run(client)
+
+        answers = await asyncio.to_thread(run)
+    for answer in answers["person"][:2]:
+        assert isinstance(answer, dict)
+        assert len(answer["name"]) <= 10
+        assert isinstance(answer["age"], int)
+    for answer in answers["entities"][:2]:
+        assert isinstance(answer, dict)
+        assert list(answer) == ["people", "organizations", "places", "dates"]
