@@ -17,11 +17,14 @@ from loraplex_client import Client
 
 PERSON: dict[str, Any] = {
     "type": "object",
-    "properties": {"name": {"type": "string", "maxLength": 10}, "age": {"type": "integer", "minimum": 0}},
+    "properties": {
+        "name": {"type": "string", "maxLength": 10},
+        "age": {"type": "integer", "minimum": 0, "maximum": 150},
+    },
     "required": ["name", "age"],
     "additionalProperties": False,
 }
-_NAMES = {"type": "array", "items": {"type": "string", "maxLength": 20}, "maxItems": 3}
+_NAMES = {"type": "array", "items": {"type": "string", "maxLength": 12}, "maxItems": 2}
 ENTITIES: dict[str, Any] = {
     "type": "object",
     "properties": dict.fromkeys(("people", "organizations", "places", "dates"), _NAMES),
@@ -37,7 +40,7 @@ EXPERIMENTS = {
 def ask(client: Client, prompt: str, schema: dict[str, Any] | None, adapter: str | None) -> Any:
     """Return the parsed answer; without a schema None where it is no JSON."""
     given = None if schema is None else json.dumps(schema)
-    answer = client.generate(prompt, adapter_id=adapter, json_schema=given, max_new_tokens=400)
+    answer = client.generate(prompt, adapter_id=adapter, json_schema=given, max_new_tokens=800)
     try:
         return json.loads(answer.text)
     except ValueError:
