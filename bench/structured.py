@@ -103,7 +103,10 @@ def measure(setup: Setup, quick: bool, peer: Path | None = None) -> Report:
         progress(f"starting a cluster with {setup.shape.name} in {dtype}")
         servers: dict[str, Served] = {_OURS: stack.enter_context(ServedCluster(model, (), setup.rows, dtype))}
         if peer is not None:
-            servers[_PEER] = stack.enter_context(VllmPeer(peer, model, setup.rows, dtype))
+            try:
+                servers[_PEER] = stack.enter_context(VllmPeer(peer, model, setup.rows, dtype))
+            except RuntimeError as error:
+                progress(f"without the peer: {error}")
         return report(setup, servers, compiled, quick, dtype)
 
 
