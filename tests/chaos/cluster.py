@@ -126,8 +126,17 @@ class ChaosCluster(LocalCluster):
         await self._spawn_service(worker_id, [*flags, "--store", self.store, *self.settings.worker_flags])
         await self.unless_failed(self.processes[worker_id].wait_ready())
         async with asyncio.timeout(ASK_S):
-            while worker_id not in await self.workers():  # noqa: ASYNC110 — another process's state has no event
+            while not await self._lists(worker_id):  # noqa: ASYNC110 — another process's state has no event
                 await asyncio.sleep(0.05)
+
+    async def _lists(self, worker_id: str) -> bool:
+        """Tell whether the first router lists a worker; another fault may keep it from answering."""
+        try:
+            return worker_id in await self.workers()
+        except grpc.aio.AioRpcError as error:
+            if error.code() is not grpc.StatusCode.UNAVAILABLE:
+                raise
+            return False
 
     async def left(self) -> Left:
         """Return what is held now."""

@@ -112,6 +112,10 @@ class Crowd:
         async with asyncio.timeout(20), self._changed:
             await self._changed.wait_for(lambda: any(call.reason == reason for call in self.calls))
 
+    async def until_ended(self) -> None:
+        """Wait until every call has ended."""
+        await asyncio.gather(*self._tasks)
+
     def ends(self) -> str:
         """Return how the calls have ended, by number, status and reason."""
         counts = Counter(f"{call.code} {call.reason}".strip() for call in self.calls)
