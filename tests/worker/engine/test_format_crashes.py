@@ -36,7 +36,11 @@ Answers = dict[str, tuple[tuple[int, ...], FinishKind]]
 def drawn(seed: int, count: int, sources: list[AdapterSource | None]) -> tuple[list[NewSequence], dict[str, Schema]]:
     """Draw `count` answers, two choices of a request each, over a fifth as many schemas or more."""
     chance = Random(seed)
-    schemas = [draw_schema(chance) for _ in range(max(count // 5, 1))]
+    distinct: dict[str, Schema] = {}
+    while len(distinct) < max(count // 5, 1):
+        schema = draw_schema(chance)
+        distinct[json.dumps(schema)] = schema
+    schemas = list(distinct.values())
     sequences: list[NewSequence] = []
     of: dict[str, Schema] = {}
     for number in range(count):
