@@ -97,8 +97,11 @@ async def ask(story: Story, routers: Sequence[SimulatedRouter], network: Network
             token = getattr(error, "token", token)
             if isinstance(error.__cause__, Unavailable):
                 story.reasons.append(error.__cause__.reason)
-        except (DeadlinePassed, TimeoutError):
+        except DeadlinePassed:
             story.end(End.LATE)
+        except TimeoutError:
+            if not story.ends:  # else only the end of the stream came too late
+                story.end(End.LATE)
         except Exhausted as error:
             story.failure = error
             story.end(End.FAILED if error.retry_after_s is None else End.REFUSED)

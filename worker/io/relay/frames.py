@@ -71,6 +71,11 @@ def next_frame(choice: LocalChoice) -> pb.Frame:
     return frame
 
 
+def returned_frame(job_id: str, attempt: int) -> pb.Frame:
+    """Build a frame that gives back a job of which nothing is here."""
+    return pb.Frame(job_id=job_id, attempt=attempt, finish=pb.Finish(kind=pb.FINISH_KIND_RETURNED))
+
+
 def _logprobs(token: TokenLogprobs) -> pb.TokenLogprobs:
     ids, values = zip(*token.alternatives, strict=True) if token.alternatives else ((), ())
     return pb.TokenLogprobs(logprob=token.logprob, token_ids=ids, logprobs=values)

@@ -4,6 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from rpc.server import relay_options
+
+# Options of the channel to a router, with the back-off of connection attempts in milliseconds: a router that was gone
+# for a moment is found again soon. `min_reconnect_backoff_ms` is the timeout of one attempt.
+CHANNEL_OPTIONS = [
+    *relay_options(),
+    ("grpc.initial_reconnect_backoff_ms", 50),
+    ("grpc.min_reconnect_backoff_ms", 1_000),
+    ("grpc.max_reconnect_backoff_ms", 500),
+]
 
 @dataclass(frozen=True, slots=True)
 class LinkSettings:

@@ -24,26 +24,16 @@ import grpc
 from loraplex.relay.v1 import relay_pb2 as pb
 from loraplex.relay.v1 import relay_pb2_grpc
 
-from rpc.server import relay_options
 from worker.io.local_jobs.choice import LocalChoice
 from worker.io.local_jobs.jobs import LocalJob, LocalJobs
 from worker.io.metrics import WorkerMetrics
-from worker.io.relay.frames import attempt_of, next_frames
+from worker.io.relay.frames import attempt_of, next_frames, returned_frame
 from worker.io.relay.handler import RelayHandler
-from worker.io.relay.link_settings import LinkSettings
+from worker.io.relay.link_settings import CHANNEL_OPTIONS, LinkSettings
 from worker.io.relay.link_state import LinkState
 from worker.io.relay.send_throttle import SendThrottle
 
 log = logging.getLogger(__name__)
-
-# Back-off of gRPC's connection attempts, in milliseconds: a router that was gone for a moment is found again soon.
-# `min_reconnect_backoff_ms` is the timeout of one attempt.
-_OPTIONS = [
-    *relay_options(),
-    ("grpc.initial_reconnect_backoff_ms", 50),
-    ("grpc.min_reconnect_backoff_ms", 1_000),
-    ("grpc.max_reconnect_backoff_ms", 500),
-]
 
 
 class LinkOwner(Protocol):
@@ -82,6 +72,8 @@ class RouterLink:
         self._claims: list[LocalJob] = []
         self._claims_due = False
         self._progress: dict[LocalChoice, None] = {}
+        # Frames that give back jobs which the router takes to be here, and which were removed.
+        self._returned: list[pb.Frame] = []
         self._throttle = SendThrottle(settings.send_interval_s)
         self._beat_due = False
         self._sent_at = time.monotonic()
@@ -121,7 +113,7 @@ class RouterLink:
 
     async def _keep_open(self) -> None:
         lost_at, pause_s = time.monotonic(), self._settings.retry_s
-        async with grpc.aio.insecure_channel(self._address, options=_OPTIONS) as channel:
+        async with grpc.aio.insecure_channel(self._address, options=CHANNEL_OPTIONS) as channel:
             stub = relay_pb2_grpc.RelayServiceStub(channel)
             while True:
                 if await self._serve(stub):
@@ -189,7 +181,7 @@ class RouterLink:
     def _hello(self) -> pb.ConnectRequest:
         """List the jobs of this router; frames tell again of answers that were given back."""
         jobs = self._jobs.of_router(self._address)
-        self._claims = []
+        self._claims, self._returned = [], []
         self._progress = {choice: None for local in jobs for choice in local.returned}
         if self._progress:
             self._throttle.due.set()
@@ -198,9 +190,9 @@ class RouterLink:
         return pb.ConnectRequest(hello=hello)
 
     def _next_request(self) -> pb.ConnectRequest | None:
-        if self._progress and (self._closing or self._throttle.due.is_set()):
+        if (self._progress or self._returned) and (self._closing or self._throttle.due.is_set()):
             self._throttle.sent()
-            frames = next_frames(self._progress)
+            frames, self._returned = [*self._returned, *next_frames(self._progress)], []
             if self._progress:  # the rest goes with the next message
                 self._throttle.due.set()
             self._metrics.messages.inc()
@@ -231,8 +223,10 @@ class RouterLink:
             case "rewinds":
                 for at in response.rewinds.positions:
                     local = self._jobs.get(at.job_id, at.attempt)
-                    choice = local.choices.get(at.choice) if local else None
-                    if choice is not None:
+                    if local is None:  # removed after the hello that listed it
+                        self._returned.append(returned_frame(at.job_id, at.attempt))
+                        self._throttle.due.set()
+                    elif (choice := local.choices.get(at.choice)) is not None:
                         choice.rewind(at.offset)
                         self.progressed(choice)
             case "pace":

@@ -163,6 +163,19 @@ async def test_a_link_whose_messages_can_t_be_obeyed_is_opened_again() -> None:
         await line.close()
 
 
+async def test_a_rewind_of_a_job_that_was_removed_gives_it_back() -> None:
+    """A hello that was under way for long lists jobs that are gone: their router would wait for ever."""
+    async with serving() as (router, address):
+        gone = pb.Position(job_id="gone", attempt=2, offset=3)
+        router.last = pb.ConnectResponse(rewinds=pb.Rewinds(positions=[gone]))
+        line = Line(address)
+        await router.until(lambda: bool(router.frames))
+        frame = router.frames[0]
+        assert (frame.job_id, frame.attempt, frame.finish.kind) == ("gone", 2, pb.FINISH_KIND_RETURNED)
+        assert not frame.finish.struck
+        await line.close()
+
+
 async def test_a_rewind_of_an_answer_without_ids_sends_nothing() -> None:
     """Answer a fresh link's hello with rewinds to 0, as routers do; an empty frame was taken for the first token."""
     async with serving() as (router, address):
