@@ -83,7 +83,10 @@ class WeightedAdapter:
 
 @dataclass(frozen=True, slots=True)
 class PromptOptions:
-    """How a prompt becomes ids; None: as is usual for its kind. `truncate_to` 0: to what the context leaves."""
+    """Options of turning a prompt into ids; None is the default of the prompt's kind.
+
+    `truncate_to` is the maximum number of tokens that are kept, the last ones; 0: as many as the context leaves.
+    """
 
     add_special_tokens: bool | None = None
     parse_special_tokens: bool | None = None
