@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-
 # Maximum characters of a path and of a message: both may repeat a format, and a gRPC status holds some kilobytes.
 _PATH_CHARACTERS, _MESSAGE_CHARACTERS = 200, 400
 

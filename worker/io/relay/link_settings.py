@@ -15,6 +15,7 @@ CHANNEL_OPTIONS = [
     ("grpc.max_reconnect_backoff_ms", 500),
 ]
 
+
 @dataclass(frozen=True, slots=True)
 class LinkSettings:
     """The worker as its routers know it, and the links' times in seconds.
