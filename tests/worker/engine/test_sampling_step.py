@@ -10,6 +10,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from worker.engine.grammar.masks import NO_MASKS, Masks
+from worker.engine.sampling import sampler
+from worker.engine.sampling.allowed import forbid_with_torch
 from worker.engine.sampling.step import InFlight, launch_sampling
 from worker.engine.scheduling.batch import Batch, Row
 from worker.engine.scheduling.sequence import Sequence
@@ -59,8 +61,9 @@ def test_launching_needs_no_result(one_thread: None) -> None:
     assert len(in_flight.logprobs) == 1
 
 
-def test_masks_need_no_result(one_thread: None) -> None:
-    """Neither do rows that failed when their masks were filled."""
+def test_masks_need_no_result(one_thread: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither do rows that failed when their masks were filled. Masks are applied as on CUDA: only there steps overlap."""
+    monkeypatch.setattr(sampler, "forbid_ids", forbid_with_torch)
     step = batch(ALL)
     mask = np.full(VOCAB // 32 + 1, 1 << 7, dtype=np.int32)
     failure = Failure("INVALID_ARGUMENT", "GRAMMAR_FAILED", "nothing may come", "format")
