@@ -35,9 +35,10 @@ async def test_a_tenant_back_from_idle_gets_no_credit_for_it(both: BothQueues) -
         await claim(both, ONE)
     for number in range(10):
         await both.enqueue(make_job(f"back/{number}", "back", prompt=10))
-    assert await both.counter("back") == await both.counter("busy") == 200
+    # Just above: of equals the one that came first is first.
+    assert await both.counter("busy") == 200 < await both.counter("back") < 200.01
     got = [(await claim(both, ONE))[0].partition("/")[0] for _ in range(10)]
-    assert got == ["back", "busy"] * 5
+    assert got == ["busy", "back"] * 5
 
 
 async def test_charges_count_once_whatever_is_repeated(both: BothQueues) -> None:
