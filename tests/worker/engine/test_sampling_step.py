@@ -62,7 +62,7 @@ def test_launching_needs_no_result(one_thread: None) -> None:
 
 
 def test_masks_need_no_result(one_thread: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither do rows that failed when their masks were filled. Masks are applied as on CUDA: only there steps overlap."""
+    """Neither do rows that failed when their masks were filled. On CUDA, where steps overlap, torch applies them."""
     monkeypatch.setattr(sampler, "forbid_ids", forbid_with_torch)
     step = batch(ALL)
     mask = np.full(VOCAB // 32 + 1, 1 << 7, dtype=np.int32)
