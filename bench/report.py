@@ -19,6 +19,8 @@ from rich.table import Table
 
 from bench.tables import cell
 
+# Columns of a table that is piped: rich's 80 leave no room for the widest one.
+_PIPED_WIDTH = 200
 # Packages whose versions a report names.
 _PACKAGES = ("loraplex", "torch", "transformers", "peft", "grpcio", "redis")
 
@@ -90,7 +92,7 @@ class Report:
 
     def show(self) -> None:
         """Print the tables."""
-        console = Console(highlight=False)
+        console = Console(highlight=False, width=None if sys.stdout.isatty() else _PIPED_WIDTH)
         quick = ", quick: not the figures to quote" if self.quick else ""
         console.print(f"bench.{self.name}{quick}; {self.machine['processor']}, {self.machine['threads']} threads")
         keys = list(dict.fromkeys(key for row in self.rows for key in row))
