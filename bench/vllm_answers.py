@@ -18,7 +18,7 @@ _CONTEXT = 1024
 
 def main() -> None:
     """Load the model, then answer run after run. The first line says that the model is ready."""
-    # What vLLM prints must not come between the answers.
+    # vLLM prints to stdout: that goes to stderr, so that only answers are on stdout.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     directory, rows, dtype = sys.argv[1:]

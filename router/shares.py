@@ -9,6 +9,10 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Callable
+from typing import TypeVar
+
+T = TypeVar("T")
 
 
 class Shares:
@@ -66,6 +70,19 @@ class FairTurns:
         """Give back what `take` took; who waits may take it."""
         self._shares.give(tenant, amount)
         self._grant()
+
+    async def run(self, tenant: str, start: Callable[[], asyncio.Future[T]]) -> T:
+        """Start work at the tenant's turn, which lasts to the work's end: a caller that leaves does not free it."""
+        await self.take(tenant)
+        working = start()
+
+        def ended(done: asyncio.Future[T]) -> None:
+            self.give(tenant)
+            if not done.cancelled():
+                done.exception()  # a caller that has left does not look at it
+
+        working.add_done_callback(ended)
+        return await asyncio.shield(working)
 
     def _remove(self, tenant: str, place: tuple[int, asyncio.Future[None]]) -> None:
         queue = self._waiting.get(tenant, deque())

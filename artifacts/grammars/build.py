@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from artifacts.errors import ArtifactError
 from artifacts.grammars.errors import GrammarError
@@ -35,12 +34,7 @@ def json_grammar(schema: str, style: JsonStyle | None = None, path: str = "json_
         parsed = parse_object(schema.encode(), path)
     except ArtifactError as error:
         raise GrammarError(path, error.message) from error
-    return f"{HEADER}start: {json_rule(parsed, style, path)}\n"
-
-
-def json_rule(schema: Mapping[str, Any], style: JsonStyle | None = None, path: str = "json_schema") -> str:
-    """Return what stands for the JSON texts of a schema on the right side of a Lark rule. Raises GrammarError."""
-    return f"%json {json.dumps(check_schema(schema, style or JsonStyle(), path))}"
+    return f"{HEADER}start: %json {json.dumps(check_schema(parsed, style or JsonStyle(), path))}\n"
 
 
 def regex_grammar(pattern: str, path: str = "regex") -> str:

@@ -15,7 +15,6 @@ def check_endings(root: Mapping[str, Any], path: str) -> None:
     Parts that nothing satisfies for another reason count as finite: llguidance finds and names these.
     """
     parts = list(_parts(root, path))
-    known = {id(part): part for _, part in parts}
     dependents: dict[int, list[Mapping[str, Any]]] = {}
     for _, part in parts:
         for inner in _inner(part, root):
@@ -25,7 +24,7 @@ def check_endings(root: Mapping[str, Any], path: str) -> None:
     waiting = [part for _, part in parts]
     while waiting:
         part = waiting.pop()
-        if id(part) in known and id(part) not in finite and _ends(part, root, finite):
+        if id(part) not in finite and _ends(part, root, finite):
             finite.add(id(part))
             waiting += dependents.get(id(part), ())
     endless = [at for at, part in parts if id(part) not in finite]
@@ -35,7 +34,7 @@ def check_endings(root: Mapping[str, Any], path: str) -> None:
 
 def _inner(part: Mapping[str, Any], root: Mapping[str, Any]) -> Iterator[Any]:
     """Yield the parts that the ending of a part may depend on."""
-    for _, inner in _direct(part):
+    for _, inner in direct_parts(part):
         yield inner
     if "$ref" in part:
         yield _follow(root, part["$ref"])
@@ -45,11 +44,11 @@ def _parts(part: Any, path: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Yield a schema and the schemas in it, each with its path."""
     if isinstance(part, dict):
         yield path, part
-        for at, inner in _direct(part):
+        for at, inner in direct_parts(part):
             yield from _parts(inner, path + at)
 
 
-def _direct(part: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def direct_parts(part: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """Yield the schemas that are directly in a schema, each with the end of its path."""
     for keyword, value in part.items():
         if keyword in ("properties", "patternProperties", "$defs", "definitions"):

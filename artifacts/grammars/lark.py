@@ -43,7 +43,7 @@ def check_lark(text: str, path: str) -> str:
     for before, token, after in zip(code, code[1:], code[2:], strict=False):
         if before.text in "[," and token.text in _ATTRIBUTES and after.text == "=":
             raise GrammarError(path, f"the attribute {token.text} is not obeyed here; leave it out")
-    check_rules([(token.kind, token.text) for token in tokens], path)
+    check_rules(tokens, path)
     return "".join(token.text for token in tokens)
 
 

@@ -13,10 +13,9 @@ _DEEPEST = 100
 
 @dataclass(slots=True, eq=False)
 class _Node:
-    """All, or any, of some parts; `needs`: how many more must end before it does. A rule's name is resolved later."""
+    """All, or any, of some parts; `needs`: how many more must end before it does."""
 
     of_any: bool
-    name: str = ""
     parents: list[_Node] = field(default_factory=list)
     needs: int = 0
     ends: bool = False

@@ -17,15 +17,13 @@ from typing import Any
 
 from llguidance import LLMatcher, LLTokenizer
 
+from artifacts.grammars.endings import direct_parts
 from artifacts.grammars.errors import GrammarError
 from artifacts.grammars.matching import compile_grammar, plain_error, proof_vocabulary
 
 # Number of tokens of the answer that is made to see that masks can be computed.
 _STEPS = 32
 _JSON = re.compile(r"\A(?P<head>.*\n)start: %json (?P<schema>\{.*\})\n\Z", re.DOTALL)
-_MAPS = ("properties", "patternProperties", "$defs", "definitions")
-_LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
-_ONE = ("items", "additionalProperties", "additionalItems")
 
 
 def main() -> None:
@@ -34,15 +32,14 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to the whole group of processes
-    vocabularies: dict[str, LLTokenizer] = {}
+    vocabulary: LLTokenizer | None = None
     for line in sys.stdin:
         request = json.loads(line)
-        key = json.dumps([request["size"], request["special"]])
-        if key not in vocabularies:
+        if vocabulary is None:  # every request names the same
             special = {int(token_id): text for token_id, text in request["special"].items()}
-            vocabularies[key] = proof_vocabulary(request["size"], special)
+            vocabulary = proof_vocabulary(request["size"], special)
         signal.setitimer(signal.ITIMER_PROF, cpu_s)
-        answer = prove(vocabularies[key], request["grammar"])
+        answer = prove(vocabulary, request["grammar"])
         signal.setitimer(signal.ITIMER_PROF, 0)
         print(json.dumps(answer), flush=True)
 
@@ -59,7 +56,7 @@ def prove(vocabulary: LLTokenizer, grammar: str) -> dict[str, str]:
 
 def _begin_answer(matcher: LLMatcher) -> None:
     for step in range(_STEPS):
-        # As one number, whose lowest bits are the first ids: numpy would double the time that this process starts in.
+        # The mask is read as one integer, bit i for id i: importing numpy would double the start-up time.
         allowed = int.from_bytes(matcher.compute_bitmask(), "little")
         if matcher.is_stopped():
             if not matcher.is_accepting():
@@ -93,15 +90,8 @@ def _parts_first(part: Any, path: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the schemas in a schema that need no other part of it, the innermost first, with their paths."""
     if not isinstance(part, dict):
         return
-    for keyword, value in part.items():
-        if keyword in _MAPS:
-            for name, inner in value.items():
-                yield from _parts_first(inner, f"{path}.{keyword}.{name}")
-        elif keyword in _LISTS and isinstance(value, list):
-            for index, inner in enumerate(value):
-                yield from _parts_first(inner, f"{path}.{keyword}[{index}]")
-        elif keyword in _ONE:
-            yield from _parts_first(value, f"{path}.{keyword}")
+    for at, inner in direct_parts(part):
+        yield from _parts_first(inner, path + at)
     references = re.findall(r'"\$ref": "([^"]*)"', json.dumps(part))
     if all(reference.startswith(("#/$defs/", "#/definitions/")) for reference in references):
         yield path, part

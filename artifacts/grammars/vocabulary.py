@@ -41,7 +41,7 @@ def hash_vocabulary(model: HashModel) -> Vocabulary:
     from llguidance import LLTokenizer
 
     end_ids = model.end_token_ids
-    # One id more than the model has: llguidance needs an end token, which a model without one never samples.
+    # An end token is added after the model's last id, where masks never allow it: llguidance needs one.
     tokens = [hash_token_text(token_id).encode() for token_id in range(min(model.vocab, _HASH_TEXTS))]
     tokens += [b""] * (model.vocab + 1 - len(tokens))
     ends = [*end_ids, model.vocab]

@@ -14,7 +14,7 @@ local function refuse(name, deaths)
 end
 
 redis.call('ZREMRANGEBYSCORE', QUARANTINE, '-inf', now)
-redis.call('HDEL', PREFIX .. 'suspects', job)
+redis.call('HDEL', SUSPECTS, job)
 local deaths, adapters, last_job = 0, 0, ''
 local known = redis.call('HGETALL', DEATHS)
 for i = 1, #known, 2 do

@@ -225,7 +225,7 @@ class Models:
     async def _serve(self, name: str) -> None:
         manifest = await self._store.manifest(name)
         try:
-            text = await asyncio.to_thread(text_of, manifest.architecture, manifest.vocab_size, manifest.files)
+            text = await asyncio.to_thread(text_of, manifest.architecture, manifest.files)
         except Exception as error:  # anybody may have written the files: the other models go on
             log.warning("base model %s can't be served: %s: %s", name, type(error).__name__, error)
             self._refused.add(manifest.digest)

@@ -19,8 +19,9 @@ from router.generation.grammar_proofs import GrammarProofs
 from router.generation.resume import Resumption
 from router.output.chat_reader import ChatFormat
 from router.request import Chat, PromptOptions, Request
+from router.text.chat import ChatTemplate
 from router.text.prompt_encoder import PromptEncoder
-from rpc.errors import InvalidField, NotFound, Unavailable
+from rpc.errors import InvalidField, Unavailable
 
 # Tokens of an answer where the client sets no maximum; fewer where the context ends before.
 DEFAULT_MAX_TOKENS = 128
@@ -75,10 +76,7 @@ class Admission:
         Raises a CallError where it can't be served any more.
         """
         claims = resumption.claims
-        try:
-            model = self._models.with_digest(claims.model, claims.base_digest)
-        except NotFound as error:  # it was served when the token was signed: this router has just started
-            raise Unavailable(f"{claims.model} is not served here yet", reason="NO_MODEL") from error
+        model = self._models.with_digest(claims.model, claims.base_digest)
         job = await self._job(request, model, claims.adapter, deadline_s, model.manifest.context_length)
         job = replace(job, resumed=True)
         if unservable := self._models.why_unservable(job):  # it was admitted: a worker that fits may be restarting
@@ -104,28 +102,30 @@ class Admission:
 
     async def _prompt(
         self, request: Request, model: ServedModel, adapter: AdapterRef | None
-    ) -> tuple[tuple[int, ...], str]:
-        """Return the prompt's ids, and the grammar that the answers keep to; empty: none."""
+    ) -> tuple[tuple[int, ...], ChatTemplate | None]:
+        """Return the prompt's ids, and the template that has rendered a chat."""
         context, chat = model.manifest.context_length, request.prompt
         options = _resolved(request, context)
         if not isinstance(chat, Chat):
             field, tenant = request.prompt_field, request.tenant
-            return await self._encoder.encode(model.text, chat, field, tenant, context, options), request.grammar
+            return await self._encoder.encode(model.text, chat, field, tenant, context, options), None
         if chat.tools and request.grammar:
             raise InvalidField("chat.tools", f"do not go with {request.format_field}; leave one out")
         template = model.text.chat.with_settings(await self._chats.of(request.tenant, adapter))
         now = request.rendered_at_s or time.time()
-        ids = await self._encoder.encode_chat(model.text, template, chat, request.tenant, context, now, options)
-        if not chat.tools:
-            return ids, request.grammar
-        # In a thread: the schemas of many tools take tens of milliseconds.
-        return ids, await asyncio.to_thread(call_grammar, chat, template, model.text, ids)
+        return await self._encoder.encode_chat(
+            model.text, template, chat, request.tenant, context, now, options
+        ), template
 
     async def _job(
         self, request: Request, model: ServedModel, adapter: AdapterRef | None, deadline_s: float | None, context: int
     ) -> Job:
         manifest = model.manifest
-        prompt_ids, grammar = await self._prompt(request, model, adapter)
+        prompt_ids, template = await self._prompt(request, model, adapter)
+        grammar, chat = request.grammar, request.prompt
+        if template is not None and isinstance(chat, Chat) and chat.tools:
+            # In a thread: the schemas of many tools take tens of milliseconds.
+            grammar = await asyncio.to_thread(call_grammar, chat, template, model.text, prompt_ids)
         serving = self._models.serving(manifest.name, manifest.digest)
         if not serving:
             raise Unavailable(f"no worker serves {manifest.name} now", reason="NO_WORKER")

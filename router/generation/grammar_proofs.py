@@ -41,16 +41,8 @@ class GrammarProofs:
             raise Unavailable(f"{field}: could not be checked in time", reason="FORMAT_NOT_CHECKED") from error
 
     async def _in_turn(self, tenant: str, grammar: str, field: str, model: Manifest) -> None:
-        await self._turns.take(tenant)
-        working = asyncio.get_running_loop().run_in_executor(self._thread, self._prove, grammar, field, model)
-
-        def ended(done: asyncio.Future[None]) -> None:
-            self._turns.give(tenant)
-            if not done.cancelled():
-                done.exception()  # a caller that has left does not look at it
-
-        working.add_done_callback(ended)
-        await asyncio.shield(working)
+        loop = asyncio.get_running_loop()
+        await self._turns.run(tenant, lambda: loop.run_in_executor(self._thread, self._prove, grammar, field, model))
 
     def _prove(self, grammar: str, field: str, model: Manifest) -> None:
         if model.digest not in self._provers:

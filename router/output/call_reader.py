@@ -48,7 +48,8 @@ class CallReader:
 
     def __init__(self, seed: str) -> None:
         self._seed = seed
-        self._parts: list[ToolCallDelta] = []
+        # Parts since the last `take`: index, id and name of a call, and pieces of its arguments.
+        self._parts: list[tuple[int, str, str, list[str]]] = []
         self._announced = 0
         # Number of calls that were read to their end.
         self.completed = 0
@@ -61,13 +62,7 @@ class CallReader:
 
     def take(self) -> list[ToolCallDelta]:
         """Return the parts that were read since the last time, those of a call joined."""
-        taken: list[ToolCallDelta] = []
-        for part in self._parts:
-            if taken and not part.id:
-                last = taken.pop()
-                taken.append(ToolCallDelta(last.index, last.id, last.name, last.arguments + part.arguments))
-            else:
-                taken.append(part)
+        taken = [ToolCallDelta(index, call_id, name, "".join(pieces)) for index, call_id, name, pieces in self._parts]
         self._parts.clear()
         return taken
 
@@ -235,7 +230,7 @@ class CallReader:
         self.unannounced, self._keeping = [], False
         digest = hashlib.sha256(f"{self._seed}/{self._announced}".encode()).digest()
         call_id = "".join(_ID_CHARACTERS[byte % len(_ID_CHARACTERS)] for byte in digest[:_ID_LENGTH])
-        self._parts.append(ToolCallDelta(self._announced, call_id, name, "".join(self._early)))
+        self._parts.append((self._announced, call_id, name, self._early))
         self._announced += 1
         self._early = []
 
@@ -243,5 +238,7 @@ class CallReader:
         self._has_arguments = True
         if self._keeping:
             self._early.append(text)
+        elif self._parts:  # of the call announced last
+            self._parts[-1][3].append(text)
         else:
-            self._parts.append(ToolCallDelta(self._announced - 1, arguments=text))
+            self._parts.append((self._announced - 1, "", "", [text]))

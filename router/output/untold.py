@@ -28,7 +28,8 @@ class UntoldText:
         they tell.
         """
         if self._reader is None:
-            return replace(delta, text=self._without_had(before, delta.text))
+            text = self._without_had(before, delta.text)
+            return delta if text == delta.text else replace(delta, text=text)
         had, new = self._reader.feed(before), self._reader.feed(delta.text)
         text, reasoning = new.text, new.reasoning
         if ended:

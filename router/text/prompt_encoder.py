@@ -99,11 +99,8 @@ class PromptEncoder:
             raise _too_long(field, f"{error.tokens} tokens", context) from None
 
     async def _in_turn(self, tenant: str, work: Callable[[], T]) -> T:
-        """Do work in a thread once it is the tenant's turn; a caller that leaves does not free the thread."""
-        await self._turns.take(tenant)
-        working = asyncio.get_running_loop().run_in_executor(self._threads, work)
-        working.add_done_callback(lambda _: self._turns.give(tenant))
-        return await asyncio.shield(working)
+        loop = asyncio.get_running_loop()
+        return await self._turns.run(tenant, lambda: loop.run_in_executor(self._threads, work))
 
     def close(self) -> None:
         """Take no more prompts; a thread that works ends by itself, a child process is ended."""

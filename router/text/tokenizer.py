@@ -70,10 +70,10 @@ class Text(Protocol):
         """
 
 
-def text_of(architecture: str, vocab_size: int, files: Mapping[str, bytes]) -> Text:
+def text_of(architecture: str, files: Mapping[str, bytes]) -> Text:
     """Make the Text of a base model from its manifest. Raises ValueError on a broken tokenizer."""
     if architecture == "hash":
-        return HashText(vocab_size)
+        return HashText()
     if "tokenizer.json" not in files:
         return NoText()
     # Imported for such a model alone: the libraries of tokenizers and templates take a quarter of a router's start.
@@ -82,33 +82,16 @@ def text_of(architecture: str, vocab_size: int, files: Mapping[str, bytes]) -> T
     return TokenizerText(files)
 
 
-class HashText:
-    """The hash model's text: bytes for ids below 256, `<id>` for the others."""
-
-    longest_token: int | None = 1
-    chat = ChatTemplate(_HASH_TEMPLATE)
-
-    def __init__(self, vocab_size: int) -> None:
-        self._vocab_size = vocab_size
-
-    def encode(self, text: str, *, special_tokens: bool, limit: int | None = None) -> list[int]:
-        """See Text; there are no special tokens."""
-        data = text.encode()
-        if limit is not None and len(data) > limit:
-            raise TooManyTokensError(len(data))
-        return list(data)
+class _PlainText:
+    """The text of a model without special tokens, whose stream has no state."""
 
     def shield(self, text: str) -> str:
-        """See Text; there are no special tokens."""
+        """See Text."""
         return text
 
     def cut(self, ids: Sequence[int], keep: int) -> Sequence[int]:
         """See Text."""
         return ids[-keep:]
-
-    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool, whole: bool = True) -> str:
-        """See Text."""
-        return "".join(self.push(token_id) for token_id in ids)
 
     def special_token(self, text: str) -> int | None:
         """See Text."""
@@ -122,19 +105,41 @@ class HashText:
         echo: bool = False,
         marks: Sequence[str] = (),
     ) -> TextStream:
-        """See Text; the model has no state."""
+        """See Text."""
         return self
 
     def push(self, token_id: int) -> str:
-        """See TextStream: one byte reads as its Latin-1 character, so that none waits for another."""
-        return chr(token_id) if token_id < 256 else f"<{token_id}>"
+        """See TextStream."""
+        return ""
 
     def flush(self) -> str:
         """See TextStream."""
         return ""
 
 
-class NoText:
+class HashText(_PlainText):
+    """The hash model's text: bytes for ids below 256, `<id>` for the others."""
+
+    longest_token: int | None = 1
+    chat = ChatTemplate(_HASH_TEMPLATE)
+
+    def encode(self, text: str, *, special_tokens: bool, limit: int | None = None) -> list[int]:
+        """See Text; there are no special tokens."""
+        data = text.encode()
+        if limit is not None and len(data) > limit:
+            raise TooManyTokensError(len(data))
+        return list(data)
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool, whole: bool = True) -> str:
+        """See Text."""
+        return "".join(self.push(token_id) for token_id in ids)
+
+    def push(self, token_id: int) -> str:
+        """See TextStream: one byte reads as its Latin-1 character, so that none waits for another."""
+        return chr(token_id) if token_id < 256 else f"<{token_id}>"
+
+
+class NoText(_PlainText):
     """The text of a model without a tokenizer: requests and answers are ids alone."""
 
     longest_token: int | None = None
@@ -144,37 +149,6 @@ class NoText:
         """See Text. Raises InvalidField."""
         raise InvalidField("prompt", "the model has no tokenizer.json; send token_ids")
 
-    def shield(self, text: str) -> str:
-        """See Text; there are no special tokens."""
-        return text
-
-    def cut(self, ids: Sequence[int], keep: int) -> Sequence[int]:
-        """See Text."""
-        return ids[-keep:]
-
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool, whole: bool = True) -> str:
         """See Text."""
-        return ""
-
-    def special_token(self, text: str) -> int | None:
-        """See Text."""
-        return None
-
-    def stream(
-        self,
-        prompt_ids: Sequence[int],
-        *,
-        skip_special_tokens: bool,
-        echo: bool = False,
-        marks: Sequence[str] = (),
-    ) -> TextStream:
-        """See Text."""
-        return self
-
-    def push(self, token_id: int) -> str:
-        """See TextStream."""
-        return ""
-
-    def flush(self) -> str:
-        """See TextStream."""
         return ""

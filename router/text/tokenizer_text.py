@@ -28,7 +28,7 @@ class TokenizerText:
         self.longest_token = longest_token_bytes(data)
         self._detokenizer = Detokenizer(self._tokenizer, data)
         self.chat = ChatTemplate.of_files(files)
-        self._special = SpecialTokens(self._tokenizer, json.loads(files.get("tokenizer_config.json", b"{}")))
+        self._special = SpecialTokens(self._tokenizer, self.chat.tokens.get("bos_token", ""))
 
     def encode(self, text: str, *, special_tokens: bool, limit: int | None = None) -> list[int]:
         """See Text."""

@@ -17,7 +17,7 @@ def test_cases_are_enforced_refused_left_out_or_wrong(tmp_path: Path) -> None:
             (names, [({"a": 1, "b": 2.0}, True), ({"b": 2}, False), ({"a": "x", "c": [1]}, True), ({"a": 2}, False)]),
             ({"unevaluatedProperties": False}, [({}, True), ({"a": 1}, False)]),
         ],
-        # What a suite would have to say for these two to be found.
+        # Wrong expectations on purpose: a forbidden value taken for valid, and the reverse.
         "format": [({"type": "string", "format": "date"}, [("2026-02-30", True), ("2026-02-28", False)])],
     }
     for name, schemas in groups.items():

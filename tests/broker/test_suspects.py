@@ -36,7 +36,7 @@ async def test_a_strike_keeps_other_jobs_of_its_pair_off_workers_with_other_tena
     await both.enqueue(make_job("same adapter", "acme", adapter="sha256:a"))
     assert await claimed(both, "busy", BUSY) == {"other adapter": False, "same adapter": False}
     assert await claimed(both, "w1", EMPTY) == {"first": True}
-    # It alone is tried: not even an empty worker gets another one.
+    # While it runs, an empty worker gets no other job of the pair.
     assert await claimed(both, "w2", EMPTY) == {}
     # Its worker reports that the engine died, and its router that the next attempt waits.
     await both.charge(UsageReport("first", 2, 0, ended=True))

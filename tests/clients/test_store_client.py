@@ -71,7 +71,7 @@ def test_a_template_beside_an_adapter_is_a_part_of_it(ask: Ask, adapter_director
     config = json.loads((tmp_path / "down/adapter_config.json").read_text())
     assert config.pop("loraplex_chat") == {"template": "{{ messages }} — ☀"}
     assert config == json.loads((adapter_directory / "adapter_config.json").read_text())
-    # What comes down goes up as the same revision, whatever lies beside it.
+    # A downloaded adapter is pushed as the same revision, whatever template file is beside it.
     (tmp_path / "down/chat_template.jinja").write_text("another")
     assert ask("push", tmp_path / "down", "support", base_model=MODEL.name).revision.digest == own.digest
 

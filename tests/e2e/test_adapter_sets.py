@@ -95,7 +95,7 @@ async def test_what_is_no_set_is_refused_by_its_field(cluster: Cluster) -> None:
     await is_invalid("adapters[0].adapter", "empty", adapters=[("", 1.0)])
     await is_invalid("adapters[1]", "A B", adapters=[("a", 1.0), ("A B", 1.0)])
 
-    # As of one adapter: whether there is none, or it is another's, in the same words.
+    # A missing adapter and another tenant's get the same message, in a set as alone.
     for name in ("nowhere", "tenants/globex/adapters/a"):
         missing = await refusal(adapters=[("a", 1.0), (name, 1.0)])
         assert isinstance(missing, NotFoundError)

@@ -49,7 +49,7 @@ prompts = ["hello"]
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cluster]:
-    """One worker and the adapters a, b and c."""
+    """Run a cluster with one worker and the adapters a, b and c."""
     directory = tmp_path_factory.mktemp("loadtest")
     adapters = write_hash_adapters(directory / "adapters")
     async with running_cluster(directory / "cluster", MODEL, adapters) as running:

@@ -153,7 +153,7 @@ async def test_a_redis_that_is_full_keeps_no_new_pin_and_says_so(cluster: Cluste
         code, line = await adapters_command(cluster, "pin", "a")
         assert code != 0
         assert "Redis is out of memory" in line
-        # What takes memory away goes on.
+        # Commands that free memory still work.
         assert (await adapters_command(cluster, "unpin", "a"))[0] == 0
     finally:
         await cluster.redis.config_set("maxmemory", "0")

@@ -8,7 +8,6 @@
 --- @include "clock"
 --- @include "workers"
 
-local SUSPECTS = PREFIX .. 'suspects'
 local suspects, any_suspects = {}, false
 -- Of the entries with strikes: pairs, and the number of adapters of each tenant and of tenants of each adapter.
 local suspect_pairs, suspect_adapters_of, suspect_tenants_of = {}, {}, {}

@@ -58,21 +58,16 @@ class TemplateRenderer:
 
     async def render(self, call: TemplateCall, tenant: str) -> str:
         """Return the text of a chat. Raises InvalidField with the template's own words, or Unavailable."""
-        await self._turns.take(tenant)
-        working = asyncio.create_task(self._ask(call))
-        self._working.add(working)
-        working.add_done_callback(lambda _: self._done(working, tenant))
-        # A caller that leaves does not free the child that works for it.
-        answer = await asyncio.shield(working)
+        answer = await self._turns.run(tenant, lambda: self._start(call))
         if "text" not in answer:
             raise InvalidField(answer["field"], answer["error"], reason="CHAT_TEMPLATE")
         return str(answer["text"])
 
-    def _done(self, working: asyncio.Task[Mapping[str, Any]], tenant: str) -> None:
-        self._working.discard(working)
-        self._turns.give(tenant)
-        if not working.cancelled():
-            working.exception()  # the caller may have left
+    def _start(self, call: TemplateCall) -> asyncio.Task[Mapping[str, Any]]:
+        working = asyncio.create_task(self._ask(call))
+        self._working.add(working)
+        working.add_done_callback(self._working.discard)
+        return working
 
     async def _ask(self, call: TemplateCall) -> Mapping[str, Any]:
         data = msgspec.json.encode(call)

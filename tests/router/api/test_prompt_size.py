@@ -13,7 +13,7 @@ from router.api.prompt_size import check_prompt_size
 from router.text.tokenizer import HashText
 from rpc.errors import InvalidField
 
-MODEL: Any = SimpleNamespace(manifest=SimpleNamespace(context_length=100), text=HashText(512))
+MODEL: Any = SimpleNamespace(manifest=SimpleNamespace(context_length=100), text=HashText())
 CASES = {
     "prompt": lambda size: pb.GenerateSpec(prompt="x" * size),
     "token_ids": lambda size: pb.GenerateSpec(token_ids=pb.TokenIds(ids=[1] * size)),

@@ -32,13 +32,15 @@ class Cluster:
     """The models and workers that an admission sees."""
 
     def __init__(self) -> None:
-        self.served = {"tiny": SimpleNamespace(manifest=MANIFEST, text=HashText(MANIFEST.vocab_size))}
+        self.served = {"tiny": SimpleNamespace(manifest=MANIFEST, text=HashText())}
         self.workers = [SimpleNamespace(max_rank=16, max_tokens=200, constrains=True)]
         self.unservable: CallError | None = None
 
     def with_digest(self, name: str, digest: str) -> Any:
         if digest != MANIFEST.digest:
             raise Mismatch("model", f"{name} has been replaced since", reason="BASE_REPLACED")
+        if name not in self.served:
+            raise Unavailable(f"{name} is not served here yet", reason="NO_MODEL")
         return self.get(name)
 
     def why_unservable(self, job: Job) -> CallError | None:

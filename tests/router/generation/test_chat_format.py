@@ -14,7 +14,7 @@ from router.text.chat import ChatTemplate
 from router.text.tokenizer import HashText
 from rpc.errors import InvalidField
 
-TEXT = HashText(512)
+TEXT = HashText()
 CHAT = Chat((ChatMessage("user", "x"),))
 WITH_TOOLS = replace(CHAT, tools=(Tool("now"),))
 REQUIRED = replace(WITH_TOOLS, tool_mode=ToolMode.REQUIRED)

@@ -59,7 +59,7 @@ def admission() -> Admission:
 
 @pytest.fixture
 def generation(dispatcher: Dispatcher, admission: Any) -> Generation:
-    models: Any = SimpleNamespace(with_digest=lambda *_: SimpleNamespace(text=HashText(512)))
+    models: Any = SimpleNamespace(with_digest=lambda *_: SimpleNamespace(text=HashText()))
     return Generation(models, admission, dispatcher, TOKENS)
 
 

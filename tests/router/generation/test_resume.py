@@ -195,7 +195,7 @@ async def test_an_answer_goes_on_from_any_of_its_messages(kind: str) -> None:
     seed = 11
     print(f"seed {seed}")
     rng = random.Random(seed)
-    text: Text = HashText(512) if kind == "hash" else TokenizerText(files_of(kind))
+    text: Text = HashText() if kind == "hash" else TokenizerText(files_of(kind))
     vocab = range(97, 100) if kind == "hash" else range(tokenizer_of(kind).get_vocab_size())
     stopped = cuts = 0
     for _ in range(250):
@@ -244,14 +244,14 @@ async def test_a_reader_that_is_turned_away_leaves_everything_to_the_next() -> N
     routed = RoutedJob(job)
     request = Request("acme", "x", "prompt", prompt_logprobs=0)
 
-    older, reader = Answer(request, HashText(512), routed), routed.reader
+    older, reader = Answer(request, HashText(), routed), routed.reader
     bound(routed).accept(Frame("j", 1, 0, (97, 98), prompt_logprobs=(TokenLogprobs(-1.0),)))
     first = [PromptLogprobs((TokenLogprobs(-1.0),)), Delta(0, (97, 98), "ab")]
     assert older.events_of(await routed.arrivals(reader)) == first
     waiting = asyncio.ensure_future(routed.arrivals(reader))
     await asyncio.sleep(0)
     routed.replace_reader(Aborted("taken over", reason="TAKEN_OVER"))
-    newer = Answer(request, HashText(512), routed)
+    newer = Answer(request, HashText(), routed)
     assert newer.events_of(await routed.arrivals(routed.reader)) == first
     with pytest.raises(Aborted):
         await waiting
@@ -269,7 +269,7 @@ async def test_the_best_of_more_are_computed_again_and_told_once(echo: bool) -> 
         routed = bound(RoutedJob(job))
         for choice, (ids, finish) in enumerate(answers):
             routed.accept(Frame("j", 1, 0, ids, choice, logprobs_of(ids, 0), finish))
-        return await events_of(Answer(request, HashText(512), routed, received), routed)
+        return await events_of(Answer(request, HashText(), routed, received), routed)
 
     whole = await best(None)
     shown = ["AB", "aaa", "AB", "bbb"] if echo else ["aaa", "bbb"]

@@ -19,7 +19,7 @@ REQUEST = Request("acme", "x", "prompt")
 
 
 def answer(*stop: str, interval: int = 1) -> ChoiceAnswer:
-    return ChoiceAnswer(HashText(1024), stop, interval)
+    return ChoiceAnswer(HashText(), stop, interval)
 
 
 def run(reader: ChoiceAnswer, chunks: list[str], finish: WorkerFinish) -> tuple[list[Delta], Finished | None]:
@@ -122,7 +122,7 @@ def test_chunking_never_changes_what_is_delivered() -> None:
 def test_a_long_read_makes_several_deltas_and_a_stop_string_is_found_across_them() -> None:
     size = 2 * DELTA_TOKENS + 10
     arrival = Arrival(0, [97] * DELTA_TOKENS + [98] * (size - DELTA_TOKENS), [], WorkerFinish.LENGTH)
-    deltas, finished = read(Answer(REQUEST, HashText(1024), RoutedJob(job())), arrival)
+    deltas, finished = read(Answer(REQUEST, HashText(), RoutedJob(job())), arrival)
     assert [(delta.offset, len(delta.token_ids)) for delta in deltas] == [
         (0, DELTA_TOKENS),
         (DELTA_TOKENS, DELTA_TOKENS),
@@ -130,7 +130,7 @@ def test_a_long_read_makes_several_deltas_and_a_stop_string_is_found_across_them
     ]
     assert finished == Finished(FinishReason.LENGTH)
     stopping = replace(REQUEST, stopping=Stopping(stop=("aabb",)))
-    deltas, finished = read(Answer(stopping, HashText(1024), RoutedJob(job())), arrival)
+    deltas, finished = read(Answer(stopping, HashText(), RoutedJob(job())), arrival)
     assert sum(len(delta.token_ids) for delta in deltas) == DELTA_TOKENS - 2
     assert finished == Finished(FinishReason.STOP, stop_string="aabb")
 

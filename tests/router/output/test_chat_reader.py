@@ -108,7 +108,7 @@ def test_a_stream_that_is_resumed_anywhere_tells_the_rest(chat_format: ChatForma
     ids = [ord(character) for character in text]
 
     def deltas(received: int, text_bytes: int | None) -> list[Delta]:
-        answer = ChoiceAnswer(HashText(512), ("@@",), 1, 0, received, UntoldText(text_bytes, ChatReader(chat_format)))
+        answer = ChoiceAnswer(HashText(), ("@@",), 1, 0, received, UntoldText(text_bytes, ChatReader(chat_format)))
         found = [answer.push([token_id], None)[0] for token_id in ids]
         return [delta for delta in (*found, answer.push([2], WorkerFinish.END)[0]) if delta is not None]
 
@@ -146,7 +146,7 @@ def test_random_answers_are_text_or_calls_in_any_pieces() -> None:
     ],
 )
 def test_an_answer_ends_with_calls_if_one_is_complete(text: str, end: WorkerFinish, reason: FinishReason) -> None:
-    answer = ChoiceAnswer(HashText(512), (), 1, untold=UntoldText(None, ChatReader(HERMES)))
+    answer = ChoiceAnswer(HashText(), (), 1, untold=UntoldText(None, ChatReader(HERMES)))
     _, finished = answer.push([*text.encode(), 2], end)
     assert finished is not None
     assert finished.reason is reason

@@ -19,7 +19,6 @@ class WatchedText(HashText):
     """A text that notes what is tokenized, and tokenizes long texts once `go` is set."""
 
     def __init__(self) -> None:
-        super().__init__(1000)
         self.longest_token = 4
         self.go = threading.Event()
         self.begun: list[str] = []

@@ -58,7 +58,7 @@ def test_special_tokens_are_shown_only_when_asked_for(files: dict[str, bytes]) -
 
 
 async def test_a_model_without_tokenizer_takes_ids_only() -> None:
-    text = text_of("llama", 100, {})
+    text = text_of("llama", {})
     assert isinstance(text, NoText)
     assert await encode_prompt(text, (1, 2), "token_ids") == (1, 2)
     with pytest.raises(InvalidField, match=r"tokenizer\.json"):
@@ -66,7 +66,7 @@ async def test_a_model_without_tokenizer_takes_ids_only() -> None:
 
 
 async def test_the_hash_model_reads_bytes() -> None:
-    text = text_of("hash", 1000, {})
+    text = text_of("hash", {})
     assert isinstance(text, HashText)
     assert await encode_prompt(text, "hé", "prompt") == (104, 195, 169)
     assert text.decode([104, 300], skip_special_tokens=True) == "h<300>"
@@ -74,4 +74,4 @@ async def test_the_hash_model_reads_bytes() -> None:
 
 def test_a_broken_tokenizer_is_named() -> None:
     with pytest.raises(ValueError, match=r"tokenizer\.json"):
-        text_of("llama", 100, {"tokenizer.json": b"{"})
+        text_of("llama", {"tokenizer.json": b"{"})

@@ -6,6 +6,7 @@ grammar kills that child, and fails its own requests.
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import suppress
@@ -25,6 +26,8 @@ from worker.engine_api import Failure, NewSequence
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
+log = logging.getLogger(__name__)
+
 # Maximum bytes of compiled grammars that are kept for the next request with the same.
 CACHE_BYTES = 64 << 20
 # Bytes that a compiled grammar takes, at most: so many, and so many for each character of it. Measured: 82,000 for 420
@@ -36,6 +39,8 @@ _BYTES_PER_CHARACTER = 200
 _WARM_UP = choices_grammar(["a"])
 
 _Prepared = GrammarState | Failure
+# Failure of a request whose grammar met an error of ours.
+_FAILED = Failure("INTERNAL", "GRAMMAR_FAILED", "the format could not be compiled", "format")
 
 
 class CompiledGrammars:
@@ -100,8 +105,9 @@ class GrammarThread:
         for sequence_id, result in self._loads.ended():
             if result is not None and sequence_id in self._wanted:
                 self._wanted.discard(sequence_id)
-                grammar = grammar_failure(str(result)) if isinstance(result, Exception) else result
-                ready.append(GrammarReady(sequence_id, grammar))
+                if isinstance(result, Exception):
+                    log.error("a grammar could not be prepared", exc_info=result)
+                ready.append(GrammarReady(sequence_id, _FAILED if isinstance(result, Exception) else result))
         return ready
 
     def has_work(self) -> bool:
@@ -110,6 +116,7 @@ class GrammarThread:
 
     def close(self) -> None:
         """End the thread and the child."""
+        self._wanted.clear()  # what waits is not begun
         if self._prover is not None:  # what is under way ends at once
             self._prover.close()
         self._loads.close()
@@ -120,7 +127,9 @@ class GrammarThread:
         with suppress(GrammarError, ArtifactError, ProverBusyError):  # the first grammar meets it again
             self._matcher(_WARM_UP)
 
-    def _prepare(self, spec: NewSequence) -> _Prepared:
+    def _prepare(self, spec: NewSequence) -> _Prepared | None:
+        if spec.sequence_id not in self._wanted:  # withdrawn while it waited for the thread
+            return None
         try:
             matcher, vocabulary = self._matcher(spec.grammar)
         except (GrammarError, ArtifactError) as error:

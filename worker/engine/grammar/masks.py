@@ -38,8 +38,11 @@ class MaskFiller:
 
     def begin(self, batch: Batch) -> Future[Masks] | None:
         """Begin to fill the masks of a batch; None where no row needs one."""
-        rows = [(row, row.sequence.grammar) for row in batch.rows if row.samples]
-        constrained = [(row, grammar) for row, grammar in rows if isinstance(grammar, GrammarState)]
+        constrained = [
+            (row, grammar)
+            for row in batch.rows
+            if isinstance(grammar := row.sequence.grammar, GrammarState) and row.samples
+        ]
         if not constrained:
             return None
         if self._thread is None or self._executor is None:

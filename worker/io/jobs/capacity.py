@@ -29,8 +29,10 @@ def free_capacity(
     running = jobs.running
     preparing = [local for local in jobs.all() if local.preparing_for_engine]
     late_at = time.monotonic() - LATE_S
-    late = sum(len(local.running) for local in preparing if local.claimed_at < late_at)
     lost = links.lost
+    late = sum(
+        len(local.running) for local in preparing if local.claimed_at < late_at and local.job.reply_to not in lost
+    )
     spare = sum(choice.job.reply_to in lost for choice in running) if lost else 0
     rows = min(limits.rows + late, 2 * limits.rows) - len(running) + spare
     if running:  # a job that is to run alone takes all rows: these are not all

@@ -103,6 +103,7 @@ def test_others_pass_a_sequence_whose_grammar_is_not_ready(
     engine.add_sequence(sequence("again", TWO))
     assert set(finish(engine, woken, "again")) == {"again"}
     assert prover.proven.count(TWO) == 1
+    assert THREE not in prover.proven, "nobody waits for it any more"
     engine.check()
 
 
