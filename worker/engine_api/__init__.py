@@ -87,6 +87,21 @@ class AdapterSource:
 
 
 @dataclass(frozen=True, slots=True)
+class Encode:
+    """The vector that a sequence asks for instead of an answer.
+
+    "embed": the pooled hidden state of the last layer; "classify": the logits of the classifier's labels, which has its
+    own pooling.
+    """
+
+    task: Literal["embed", "classify"]
+    # Empty: the model's own. "cls" is the first token's hidden state, "last" the last token's.
+    pooling: Literal["", "cls", "mean", "last"] = ""
+    # How many tokens at the prompt's end are the second text of a pair (token type 1); the others have type 0.
+    pair_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class NewSequence:
     """An answer to produce. `emitted_ids` were produced by earlier attempts and are prefilled after the prompt."""
 
@@ -108,6 +123,8 @@ class NewSequence:
     prompt_logprobs_start: int = 0
     # The grammar that the answer keeps to, in llguidance's Lark syntax; empty: none.
     grammar: str = ""
+    # None: an answer. Otherwise the sequence ends with its first output, which has `vector`; `max_tokens` is 0.
+    encode: Encode | None = None
 
 
 class FinishKind(StrEnum):
@@ -199,6 +216,8 @@ class Output:
     logprobs: tuple[TokenLogprobs, ...] = ()
     # One for each prompt token but the first, with the first output, where the sequence asks for them.
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    # What a sequence with `encode` asks for, neither normalised nor scaled; its finish is LENGTH.
+    vector: tuple[float, ...] = ()
 
 
 class Engine(Protocol):
