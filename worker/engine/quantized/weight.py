@@ -1,0 +1,129 @@
+"""A quantized weight, the linear layer that has one, and the plain rounding that makes one of a float weight.
+
+    weight [out, in] ≈ (codes - zeros) * scales          scales, zeros: one for each output and group of columns
+
+The layer computes with the dequantized weight, on any device: the definition that kernels are compared with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+# Zero point of symmetric codes of 4 bits, which are 0 to 15.
+SYMMETRIC_ZERO = 8
+# Lowest and highest code by the number of bits.
+_CODES = {4: (0, 15), 8: (-128, 127)}
+
+
+@dataclass(frozen=True)
+class QuantizedWeight:
+    """A weight [out, in] as codes.
+
+    `codes` are int8 [out, in] for 8 bits (float8_e4m3fn for fp8) and uint8 [out, in // 2] for 4 bits: 0 to 15, an even
+    column in the low nibble. `scales` are float32 [out, groups], where a group is `group` consecutive columns, the last
+    one may be shorter; one group is per output channel. `zeros` are float32 [out, groups] in code units; None is
+    symmetric: 0 for 8 bits, SYMMETRIC_ZERO for 4 bits.
+    """
+
+    codes: Tensor
+    scales: Tensor
+    zeros: Tensor | None
+    bits: int
+    group: int
+
+    @property
+    def out_features(self) -> int:
+        """Return the number of outputs."""
+        return self.codes.shape[0]
+
+    @property
+    def in_features(self) -> int:
+        """Return the number of columns."""
+        return self.codes.shape[1] * (2 if self.bits == 4 else 1)
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Return (codes - zeros) * scales, computed in float32: [out, in]."""
+        numbers = _unpacked(self.codes) if self.bits == 4 else self.codes.float()
+        if self.zeros is not None:
+            numbers = numbers - self._columns(self.zeros)
+        elif self.bits == 4:
+            numbers = numbers - SYMMETRIC_ZERO
+        return (numbers * self._columns(self.scales)).to(dtype)
+
+    def to(self, device: torch.device) -> Self:
+        """Return the weight on a device."""
+        zeros = None if self.zeros is None else self.zeros.to(device)
+        return replace(self, codes=self.codes.to(device), scales=self.scales.to(device), zeros=zeros)
+
+    def _columns(self, of_groups: Tensor) -> Tensor:
+        if of_groups.shape[1] == 1:
+            return of_groups
+        return of_groups.repeat_interleave(self.group, dim=1)[:, : self.in_features]
+
+
+class QuantizedLinear(nn.Module):
+    """A linear layer over a quantized weight: [..., in_features] to [..., out_features], in the dtype of its input."""
+
+    def __init__(self, weight: QuantizedWeight, bias: Tensor | None = None) -> None:
+        super().__init__()
+        self.in_features = weight.in_features
+        self.out_features = weight.out_features
+        self.weight = weight
+        self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Multiply by the transposed dequantized weight, and add the bias where there is one."""
+        return linear(x, self.weight.dequantize(x.dtype), self.bias)
+
+    def _apply(self, fn: Callable[[Any], Any], recurse: bool = True) -> Self:
+        """Move the weight with the module; casts do not concern it. fn of an integer tensor moves it at most."""
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self.weight = self.weight.to(fn(torch.empty(0, dtype=torch.int8, device=self.weight.codes.device)).device)
+        return self
+
+
+def quantize(weight: Tensor, bits: int, group: int | None = None, *, symmetric: bool = True) -> QuantizedWeight:
+    """Round a weight [out, in] to the nearest codes, over the range of each group; None is one group per output."""
+    columns = weight.shape[1]
+    group = group or columns
+    lowest, highest = _CODES[bits]
+    wide = weight.detach().float()
+    codes, scales, zeros = [], [], []
+    for part in torch.split(wide, group, 1):
+        low, high = part.amin(1, keepdim=True).clamp(max=0), part.amax(1, keepdim=True).clamp(min=0)
+        if symmetric:
+            low, high = -torch.maximum(-low, high), torch.maximum(-low, high)
+        scale = ((high - low) / (highest - lowest)).clamp(min=torch.finfo(torch.float32).tiny)
+        zero = torch.full_like(scale, _symmetric_zero(bits)) if symmetric else (lowest - low / scale).round()
+        codes.append((part / scale + zero).round().clamp(lowest, highest))
+        scales.append(scale)
+        zeros.append(zero)
+    flat = torch.cat(codes, 1)
+    return QuantizedWeight(
+        _packed(flat) if bits == 4 else flat.to(torch.int8),
+        torch.cat(scales, 1),
+        None if symmetric else torch.cat(zeros, 1),
+        bits,
+        group,
+    )
+
+
+def _symmetric_zero(bits: int) -> int:
+    return SYMMETRIC_ZERO if bits == 4 else 0
+
+
+def _packed(codes: Tensor) -> Tensor:
+    """Pack codes 0 to 15 [out, in] in pairs: uint8 [out, in // 2]."""
+    pairs = codes.to(torch.uint8)
+    return pairs[:, ::2] | pairs[:, 1::2] << 4
+
+
+def _unpacked(codes: Tensor) -> Tensor:
+    """Return the codes of pairs as float32 [out, in]."""
+    return torch.stack((codes & 15, codes >> 4), -1).flatten(1).float()
