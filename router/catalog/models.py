@@ -17,7 +17,8 @@ from broker.messages import Job, WorkerPhase, WorkerState
 from broker.queue import JobQueue
 from broker.terms import QueueLimits
 from router.catalog.store_client import Manifest, StoreClient
-from router.text.tokenizer import Text, text_of
+from router.text.text import Text
+from router.text.tokenizer import text_of
 from rpc.errors import CallError, InvalidField, Mismatch, NotFound, Unavailable
 
 log = logging.getLogger(__name__)

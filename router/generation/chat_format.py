@@ -11,7 +11,7 @@ from router.generation.tool_grammar import CallSyntax, tool_grammar
 from router.output.chat_reader import ChatFormat
 from router.request import Chat, ToolMode
 from router.text.chat import ChatTemplate
-from router.text.tokenizer import Text
+from router.text.text import Text
 from rpc.errors import InvalidField
 
 # Number of ids at the end of the prompt among which a template opens or closes a reasoning block.

@@ -20,7 +20,7 @@ from router.output.chat_reader import ChatFormat, ChatReader
 from router.output.echo import Echo
 from router.output.untold import UntoldText
 from router.request import Delta, Event, Finished, FinishReason, PromptLogprobs, Received, Request, TokenLogprobs
-from router.text.tokenizer import Text, TextStream
+from router.text.text import Text, TextStream
 
 # Maximum tokens of one read that go into a delta: with the most log probabilities, and those of the held back tokens,
 # about 1.5 MiB of a message's 4 (router.generation.answer_size).

@@ -20,7 +20,7 @@ from router.shares import FairTurns
 from router.text.chat import ChatTemplate
 from router.text.shielded_chats import shielded_chat
 from router.text.templates.pool import TemplateRenderer
-from router.text.tokenizer import Text, TooManyTokensError
+from router.text.text import Text, TooManyTokensError
 from rpc.errors import InvalidField
 
 T = TypeVar("T")

@@ -10,8 +10,8 @@ from tokenizers import Tokenizer
 from router.text.chat import ChatTemplate
 from router.text.detokenizer import Detokenizer
 from router.text.special_tokens import SpecialTokens
+from router.text.text import TextStream, TooManyTokensError
 from router.text.token_bytes import longest_token_bytes
-from router.text.tokenizer import TextStream, TooManyTokensError
 
 
 class TokenizerText:

@@ -19,7 +19,8 @@ from router.generation.resume import Began, ResumeClaims, ResumeTokens
 from router.generation.resume_keys import GivenKeys
 from router.output.answer import Answer
 from router.request import Delta, Event, Finished, PromptLogprobs, Received, Request, Stopping, TokenLogprobs
-from router.text.tokenizer import HashText, Text
+from router.text.text import Text
+from router.text.tokenizer import HashText
 from router.text.tokenizer_text import TokenizerText
 from rpc.errors import Aborted, InvalidField
 from tests.router.recording_link import RecordingLink

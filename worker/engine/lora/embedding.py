@@ -28,15 +28,5 @@ class CpuEmbedding(nn.Module):
         for slot, first, stop in self._step.segments:
             pair = self.pairs[slot]
             if pair is not None:
-                add_pair(out[first:stop], pair.a.index_select(1, flat[first:stop]).t(), pair)
+                pair.add_to(out[first:stop], pair.a.index_select(1, flat[first:stop]).t())
         return y
-
-
-def add_pair(out: Tensor, shrunk: Tensor, pair: LoraPair) -> None:
-    """Add a pair to the base output of one adapter's rows, in place.
-
-    out [rows, out_features] is the base output; shrunk [rows, rank] is x A^T.
-    """
-    if pair.rescale is not None:
-        out.addcmul_(out, pair.rescale.gain).add_(pair.rescale.shift)
-    out.addmm_(shrunk, pair.b)

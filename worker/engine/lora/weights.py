@@ -36,6 +36,15 @@ class LoraPair:
         """Return all tensors of the pair."""
         return (self.a, self.b) if self.rescale is None else (self.a, self.b, self.rescale.gain, self.rescale.shift)
 
+    def add_to(self, out: Tensor, shrunk: Tensor) -> None:
+        """Add the pair to the base output of one adapter's rows, in place.
+
+        out [rows, out_features] is the base output; shrunk [rows, rank] is x A^T.
+        """
+        if self.rescale is not None:
+            out.addcmul_(out, self.rescale.gain).add_(self.rescale.shift)
+        out.addmm_(shrunk, self.b)
+
 
 @dataclass(frozen=True, slots=True)
 class AdapterWeights:

@@ -23,7 +23,6 @@ from torch.nn.functional import linear
 from worker.engine.device.cpu import threads
 from worker.engine.device.cpu.workspace import Workspace
 from worker.engine.lora.cpu.kernel import COUNTERS, PAIR_FIELDS, SEGMENT_FIELDS, compile_lora
-from worker.engine.lora.embedding import add_pair
 from worker.engine.lora.fused_linears import FusedProduct
 from worker.engine.lora.weights import LoraPair
 
@@ -122,7 +121,7 @@ class CpuGroup(FusedProduct):
         for slot, first, stop in step.long:
             for (begin, end), pair in zip(self._columns, self._pairs[slot], strict=True):
                 if pair is not None:
-                    add_pair(out[first:stop, begin:end], linear(rows[first:stop], pair.a), pair)
+                    pair.add_to(out[first:stop, begin:end], linear(rows[first:stop], pair.a))
         return y
 
     def _run_kernel(self, x: Tensor, y: Tensor) -> None:
