@@ -55,9 +55,9 @@ class BaseModels:
         with swept(self._database, self._data, blobs), self._database.transaction() as rows:
             registered = _find(rows, manifest.name)
             if registered is not None:
-                if registered.manifest == manifest and registered.files == files:
+                if registered.files == files and _goes_on(registered.manifest, manifest):
                     return registered
-                if not new.replace:
+                if not new.replace and not (registered.files == files and _goes_on(manifest, registered.manifest)):
                     raise AlreadyExists(_what_differs(registered, manifest))
                 blobs |= {blob.digest for blob in registered.files.values()}
                 rows.execute("DELETE FROM base_models WHERE name = ?", (manifest.name,))
@@ -79,6 +79,13 @@ class BaseModels:
                     reader.close()
                 raise
             return base, readers
+
+
+def _goes_on(registered: BaseModel, manifest: BaseModel) -> bool:
+    """Tell whether a manifest says nothing new; one of an older version says less."""
+    if not manifest.tasks:
+        registered = dataclasses.replace(registered, tasks=(), labels=(), pooling="")
+    return registered == manifest
 
 
 def _what_differs(registered: Base, manifest: BaseModel) -> str:
@@ -103,7 +110,8 @@ def _find(rows: sqlite3.Connection, name: str) -> Base | None:
 
 def _to_base(rows: sqlite3.Connection, row: sqlite3.Row) -> Base:
     fields = json.loads(row["manifest"])
-    fields["end_token_ids"] = tuple(fields["end_token_ids"])
+    for field in ("end_token_ids", "tasks", "labels"):
+        fields[field] = tuple(fields.get(field, ()))
     fields["modules"] = tuple(ModuleShape(*module) for module in fields["modules"])
     found = rows.execute("SELECT name, digest, bytes FROM base_files WHERE model = ? ORDER BY name", (row["name"],))
     return Base(

@@ -11,7 +11,7 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from loraplex.adapters.v1 import adapters_pb2 as pb
 
 from adapter_store.records import Adapter, Base, NewRevision, Revision
-from artifacts.base_model import BaseModel, ModuleShape
+from artifacts.base_model import TASKS, BaseModel, ModuleShape
 from artifacts.digests import is_digest
 from artifacts.errors import ArtifactError, MismatchError
 from artifacts.names import check_base_name
@@ -75,6 +75,9 @@ def base_to_pb(base: Base) -> pb.BaseModel:
         ],
         files=[pb.FileInfo(name=name, size=blob.size, sha256=blob.digest) for name, blob in base.files.items()],
         create_time=_timestamp(base.create_ns),
+        tasks=manifest.tasks,
+        labels=manifest.labels,
+        pooling=manifest.pooling,
     )
 
 
@@ -94,6 +97,10 @@ def base_from_pb(model: pb.BaseModel) -> BaseModel:
     for index, token in enumerate(model.end_token_ids):
         if token >= model.vocab_size:
             raise InvalidField(f"model.end_token_ids[{index}]", f"{token} is not in a vocabulary of {model.vocab_size}")
+    if unknown := set(model.tasks) - set(TASKS):
+        raise InvalidField("model.tasks", f"{', '.join(sorted(unknown))}: not one of {', '.join(TASKS)}")
+    if model.pooling not in ("", "cls", "mean", "last"):
+        raise InvalidField("model.pooling", f"{model.pooling!r} is not cls, mean or last")
     return BaseModel(
         name=model.name,
         digest=model.digest,
@@ -102,6 +109,9 @@ def base_from_pb(model: pb.BaseModel) -> BaseModel:
         vocab_size=model.vocab_size,
         end_token_ids=tuple(model.end_token_ids),
         modules=_modules(model),
+        tasks=tuple(model.tasks),
+        labels=tuple(model.labels),
+        pooling=model.pooling,
     )
 
 

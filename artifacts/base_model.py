@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from artifacts.checkpoint import Checkpoint, read_checkpoint, read_small_file
 from artifacts.digests import sha256_json
+from artifacts.encoders import ENCODERS, EncoderFamily, adaptable_name, check_encoder, has_head, label_names
 from artifacts.errors import ArtifactError
 from artifacts.families import FAMILIES, HEAD, HEAD_WEIGHTS, Family, is_embedding, is_head, is_inner
 from artifacts.hash_model import is_hash_spec, parse_hash_model
 from artifacts.json_object import parse_object
 from artifacts.kv_shape import config_count
 from artifacts.names import check_base_name
+from artifacts.pooling import read_pooling
 
 HASH_ARCHITECTURE = "hash"
+HASH_LABELS = ("LABEL_0", "LABEL_1")
+TASKS = ("generate", "embed", "classify")
 _POSITIONS = ("embed_positions", "wpe")
 _ROUTERS = ("gate", "router", "router.layer")
 _LAYER_NUMBER = re.compile(r"\.(?:layers|h)\.(\d+)\.")
@@ -48,7 +52,11 @@ class ModuleShape:
 
 @dataclass(frozen=True, slots=True)
 class BaseModel:
-    """A base model's manifest. `context_length` counts prompt and answer; `files` has the small files by name."""
+    """A base model's manifest. `context_length` counts prompt and answer; `files` has the small files by name.
+
+    `labels` are those of its own classifier. `pooling` makes one vector of its hidden states where a request does not
+    say how. Manifests of older versions have no `tasks`: these models generate.
+    """
 
     name: str
     digest: str
@@ -58,6 +66,13 @@ class BaseModel:
     end_token_ids: tuple[int, ...]
     modules: tuple[ModuleShape, ...]
     files: Mapping[str, bytes] = field(default_factory=dict)
+    tasks: tuple[str, ...] = ()
+    labels: tuple[str, ...] = ()
+    pooling: str = ""
+
+    def serves(self, task: str) -> bool:
+        """Tell whether the model alone does a task: "generate", "embed" or "classify"."""
+        return task in (self.tasks or ("generate",))
 
 
 def read_base_model(path_or_spec: str, name: str = "") -> BaseModel:
@@ -76,6 +91,9 @@ def read_base_model(path_or_spec: str, name: str = "") -> BaseModel:
             vocab_size=model.vocab,
             end_token_ids=model.end_token_ids,
             modules=(),
+            tasks=TASKS,
+            labels=HASH_LABELS,
+            pooling="last",
         )
     directory = Path(path_or_spec)
     if not directory.is_dir():
@@ -89,20 +107,57 @@ def _read_directory(directory: Path, name: str) -> BaseModel:
     files = {small: read_small_file(directory / small) for small in _SMALL_FILES if (directory / small).is_file()}
     config = parse_object(files[_CONFIG], _CONFIG)
     model_type = config.get("model_type")
-    if not isinstance(model_type, str) or model_type not in FAMILIES:
-        raise ArtifactError(_CONFIG, f"model_type {model_type!r} is not supported, only {', '.join(sorted(FAMILIES))}")
+    if not isinstance(model_type, str) or model_type not in FAMILIES | ENCODERS:
+        supported = ", ".join(sorted(FAMILIES | ENCODERS))
+        raise ArtifactError(_CONFIG, f"model_type {model_type!r} is not supported, only {supported}")
     if config.get("quantization_config"):
         raise ArtifactError(_CONFIG, "quantization_config: quantized checkpoints are not supported")
-    checkpoint = read_checkpoint(directory)
-    return BaseModel(
+    checkpoint, pooling = read_checkpoint(directory), read_pooling(directory)
+    fingerprint = {"config": config, "tensors": checkpoint.fingerprint()}
+    manifest = BaseModel(
         name=name,
-        digest=sha256_json({"config": config, "tensors": checkpoint.fingerprint()}),
+        digest=sha256_json(fingerprint | ({"pooling": pooling} if pooling else {})),
         architecture=model_type,
         context_length=config_count(config, "max_position_embeddings"),
         vocab_size=config_count(config, "vocab_size"),
+        end_token_ids=(),
+        modules=(),
+        files=files,
+        pooling=pooling,
+    )
+    if model_type in ENCODERS:
+        return _read_encoder(manifest, config, checkpoint, ENCODERS[model_type])
+    return replace(
+        manifest,
         end_token_ids=_end_token_ids(config, files),
         modules=_modules(checkpoint, FAMILIES[model_type], config_count(config, "num_hidden_layers")),
-        files=files,
+        tasks=("generate", "embed"),
+        pooling=pooling or "last",
+    )
+
+
+def _read_encoder(
+    manifest: BaseModel, config: dict[str, Any], checkpoint: Checkpoint, family: EncoderFamily
+) -> BaseModel:
+    """Add to a manifest what an encoder has."""
+    check_encoder(family, config)
+    prefixed = any(name.startswith(f"{family.prefix}.") for name in checkpoint.tensors)
+    found: dict[str, ModuleShape] = {}
+    for tensor_name, (_, tensor) in checkpoint.tensors.items():
+        name = adaptable_name(tensor_name, family, prefixed=prefixed) if len(tensor.shape) == 2 else None
+        if name is not None:
+            found[name] = ModuleShape(name, *(tensor.shape if is_embedding(name) else tensor.shape[::-1]))
+    if not any(name.startswith(f"{family.prefix}.") and not is_embedding(name) for name in found):
+        raise ArtifactError("model", "has no linear layers that adapters could change")
+    classifies = has_head(found, family.model_type)
+    return replace(
+        manifest,
+        context_length=manifest.context_length - family.reserved_positions(config),
+        modules=tuple(sorted(found.values())),
+        tasks=("embed", "classify") if classifies else ("embed",),
+        labels=label_names(config, found[family.head.output].out_features) if classifies else (),
+        # As sentence-transformers does with a model that does not say.
+        pooling=manifest.pooling or "mean",
     )
 
 

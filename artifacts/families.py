@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 # The last part of the names of token embeddings; the output head's name, and its weight's names in checkpoints.
-_EMBEDDINGS = frozenset({"embed_tokens", "embed_in", "wte"})
+_EMBEDDINGS = frozenset({"embed_tokens", "embed_in", "wte", "word_embeddings", "tok_embeddings"})
 HEAD = "lm_head"
 HEAD_WEIGHTS = frozenset({"lm_head.weight", "embed_out.weight"})
 

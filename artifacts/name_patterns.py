@@ -35,6 +35,11 @@ class NamePatterns:
         return next((value for pattern, value in self.entries if pattern.match(module)), default)
 
     @property
+    def anchored(self) -> bool:
+        """Tell whether a pattern matches at the begin of a name alone."""
+        return any("^" in pattern.pattern for pattern, _ in self.entries)
+
+    @property
     def values(self) -> tuple[float, ...]:
         """Return all values, in the order of the file."""
         return tuple(value for _, value in self.entries)

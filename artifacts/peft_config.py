@@ -15,6 +15,10 @@ from artifacts.json_object import parse_object
 from artifacts.name_patterns import NamePatterns, parse_name_patterns
 
 CONFIG_FILE = "adapter_config.json"
+# The names of an adapter's labels, by number as in transformers' config.json.
+LABELS_FIELD = "id2label"
+# Maximum bytes of all names of an adapter's labels.
+_LABEL_BYTES = 64 * 1024
 # Maximum rank that the system serves.
 MAX_RANK = 256
 
@@ -28,7 +32,10 @@ _SERVED = {
     "fan_in_fan_out",
     "base_model_name_or_path",
 }
-_CHECKED = {"peft_type", "task_type", "bias", "init_lora_weights", CHAT_FIELD}
+_CHECKED = {"peft_type", "task_type", "bias", "init_lora_weights", "modules_to_save", LABELS_FIELD, CHAT_FIELD}
+_TASKS = ("CAUSAL_LM", "SEQ_CLS", "FEATURE_EXTRACTION")
+# Modules of classification heads; their tensors are checked against the base's family (heads.py).
+_HEADS = ("classifier", "score", "pooler", "head")
 # Fields of training and bookkeeping. The checkpoint's tensors say which modules are adapted; fan_in_fan_out tells how
 # the base stores its weight; each *_config belongs to an init that is refused or leaves the base model as it is.
 _WITHOUT_EFFECT = {
@@ -49,7 +56,6 @@ WHY_REFUSED = {
     "layer_replication": "replicated layers are not served; train on the base model as it is",
     "lora_bias": "biases of LoRA layers are not served; train with lora_bias=False",
     "megatron_config": "Megatron's parallel layers are not served; train on transformers' own",
-    "modules_to_save": "fully trained modules are not served; train LoRA alone",
     "monteclora_config": "MonteCLoRA samples its weights; train plain LoRA",
     "target_parameters": "LoRA on bare parameters, such as those of experts, is not served; target modules",
     "trainable_token_indices": "trained token embeddings are not served; train LoRA on linear layers alone",
@@ -71,6 +77,16 @@ class PeftConfig:
     use_dora: bool
     fan_in_fan_out: bool
     base_model: str
+    labels: tuple[str, ...] = ()
+
+    def check_anchors(self) -> None:
+        """Raise MismatchError for a pattern of a name's begin; for adapters of the model without its head."""
+        for field in ("rank_pattern", "alpha_pattern"):
+            patterns: NamePatterns = getattr(self, field)
+            if patterns.anchored:
+                raise MismatchError(
+                    field, "begins a pattern with '^', and the base's names begin otherwise; leave it out"
+                )
 
     @property
     def max_rank(self) -> int:
@@ -92,6 +108,7 @@ def parse_peft_config(data: bytes) -> PeftConfig:
     config = parse_object(data, CONFIG_FILE)
     _check_kind(config)
     _check_init(config.get("init_lora_weights"))
+    _check_saved(config.get("modules_to_save") or [])
     parse_chat_settings(config.get(CHAT_FIELD))
     for field in sorted(set(config) - ACCEPTED):
         if not _is_default(config[field]):
@@ -108,6 +125,7 @@ def parse_peft_config(data: bytes) -> PeftConfig:
         use_dora=_flag(config, "use_dora"),
         fan_in_fan_out=_flag(config, "fan_in_fan_out"),
         base_model=str(config.get("base_model_name_or_path") or ""),
+        labels=_labels(config.get(LABELS_FIELD) or {}),
     )
 
 
@@ -115,10 +133,31 @@ def _check_kind(config: dict[str, Any]) -> None:
     kind, task, bias = config.get("peft_type"), config.get("task_type"), config.get("bias", "none")
     if kind != "LORA":
         raise MismatchError("peft_type", f"{kind!r} is not served, only 'LORA'")
-    if task is not None and task != "CAUSAL_LM":
-        raise MismatchError("task_type", f"{task!r} is not served, only 'CAUSAL_LM'")
+    if task is not None and task not in _TASKS:
+        raise MismatchError("task_type", f"{task!r} is not served, only {', '.join(map(repr, _TASKS))}")
     if bias != "none":
         raise MismatchError("bias", f"{bias!r} is not served, only 'none'")
+
+
+def _check_saved(modules: Any) -> None:
+    if not isinstance(modules, list) or not all(isinstance(name, str) for name in modules):
+        raise ArtifactError("modules_to_save", "is not a list of module names")
+    for name in modules:
+        if name not in _HEADS:
+            raise MismatchError(
+                "modules_to_save",
+                f"{name!r} trained in full is not served, only classification heads ({', '.join(_HEADS)})",
+            )
+
+
+def _labels(names: Any) -> tuple[str, ...]:
+    if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
+        raise ArtifactError(LABELS_FIELD, "is not an object of numbers and names")
+    if set(names) != {str(index) for index in range(len(names))}:
+        raise ArtifactError(LABELS_FIELD, f"has not the numbers 0 to {len(names) - 1}")
+    if sum(map(len, names.values())) > _LABEL_BYTES:
+        raise ArtifactError(LABELS_FIELD, f"is longer than {_LABEL_BYTES} characters")
+    return tuple(names[str(index)] for index in range(len(names)))
 
 
 def _check_init(init: Any) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 from artifacts.digests import sha256_bytes, sha256_json
@@ -13,10 +13,20 @@ from artifacts.peft_config import CONFIG_FILE
 from artifacts.safetensors_header import TensorInfo
 
 WEIGHTS_FILE = "adapter_model.safetensors"
-__all__ = ["CONFIG_FILE", "WEIGHTS_FILE", "LoraShape", "base_copies", "lora_tensors", "revision_digest", "tensor_names"]
+__all__ = [
+    "CONFIG_FILE",
+    "TENSOR_PREFIX",
+    "WEIGHTS_FILE",
+    "LoraShape",
+    "base_copies",
+    "lora_tensors",
+    "revision_digest",
+    "tensor_names",
+]
 
 _FORMAT = 1
-_PREFIX = "base_model.model."
+# What peft begins the names of all tensors with.
+TENSOR_PREFIX = "base_model.model."
 _MAGNITUDE = "magnitude"
 _SUFFIXES = {"A": ".lora_A.weight", "B": ".lora_B.weight", _MAGNITUDE: ".lora_magnitude_vector"}
 _EMBEDDING_SUFFIXES = {"A": ".lora_embedding_A", "B": ".lora_embedding_B", _MAGNITUDE: ".lora_magnitude_vector"}
@@ -51,16 +61,19 @@ def revision_digest(config: bytes, weights_sha256: str) -> str:
     return sha256_json(manifest | {"config": parsed})
 
 
-def lora_tensors(header: Mapping[str, TensorInfo], *, use_dora: bool = False) -> dict[str, LoraShape]:
+def lora_tensors(
+    header: Mapping[str, TensorInfo], *, use_dora: bool = False, head: Collection[str] = ()
+) -> dict[str, LoraShape]:
     """Return the adapted modules of a checkpoint's header, by their name in the base model.
 
-    With `use_dora` each must have a magnitude vector. The tensors of `base_copies` are left out. Raises ArtifactError
-    that names a tensor of no module, one whose partner is missing, or one of a shape that does not fit it.
+    With `use_dora` each must have a magnitude vector. The tensors of `base_copies` and those of the adapter's own
+    `head` are left out. Raises ArtifactError that names a tensor of no module, one whose partner is missing, or one of
+    a shape that does not fit it.
     """
     parts: dict[str, dict[str, TensorInfo]] = {}
     copies = base_copies(header)
     for name, tensor in header.items():
-        if name in copies:
+        if name in copies or name in head:
             continue
         module, part = _place(name)
         if part is None or (part == _MAGNITUDE and not use_dora):
@@ -81,15 +94,15 @@ def base_copies(header: Mapping[str, TensorInfo]) -> dict[str, str]:
     """
     copies = {}
     for name in header:
-        module, _, kind = name.removeprefix(_PREFIX).rpartition(".base_layer.")
-        if name.startswith(_PREFIX) and kind in ("weight", "bias") and (is_embedding(module) or is_head(module)):
+        module, _, kind = name.removeprefix(TENSOR_PREFIX).rpartition(".base_layer.")
+        if name.startswith(TENSOR_PREFIX) and kind in ("weight", "bias") and (is_embedding(module) or is_head(module)):
             copies[name] = f"{module}.{kind}"
     return copies
 
 
 def tensor_names(module: str) -> dict[str, str]:
     """Return the names of a module's tensors in a checkpoint: A, B, and magnitude."""
-    return {part: f"{_PREFIX}{module}{suffix}" for part, suffix in _suffixes(module).items()}
+    return {part: f"{TENSOR_PREFIX}{module}{suffix}" for part, suffix in _suffixes(module).items()}
 
 
 def _suffixes(module: str) -> Mapping[str, str]:
@@ -100,8 +113,8 @@ def _place(name: str) -> tuple[str, str | None]:
     """Return a tensor's module and its part of it; None for a tensor that is not served."""
     for suffixes in (_SUFFIXES, _EMBEDDING_SUFFIXES):
         for part, suffix in suffixes.items():
-            module = name.removeprefix(_PREFIX).removesuffix(suffix)
-            if name == f"{_PREFIX}{module}{suffix}" and _suffixes(module) is suffixes:
+            module = name.removeprefix(TENSOR_PREFIX).removesuffix(suffix)
+            if name == f"{TENSOR_PREFIX}{module}{suffix}" and _suffixes(module) is suffixes:
                 return module, part
     return name, None
 

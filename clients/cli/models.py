@@ -86,6 +86,9 @@ def registered(model: artifacts.base_model.BaseModel) -> BaseModel:
         vocab_size=model.vocab_size,
         end_token_ids=model.end_token_ids,
         modules=tuple(Module(module.name, module.in_features, module.out_features) for module in model.modules),
+        tasks=model.tasks,
+        labels=model.labels,
+        pooling=model.pooling,
     )
 
 
@@ -97,5 +100,8 @@ def _model_json(model: BaseModel) -> dict[str, Any]:
         "context_length": model.context_length,
         "vocab_size": model.vocab_size,
         "modules": len(model.modules),
+        "tasks": model.tasks,
+        "labels": model.labels,
+        "pooling": model.pooling,
         "files": [file.name for file in model.files],
     }

@@ -53,6 +53,9 @@ class Client:
             modules=[
                 pb.Module(name=m.name, in_features=m.in_features, out_features=m.out_features) for m in base.modules
             ],
+            tasks=base.tasks,
+            labels=base.labels,
+            pooling=base.pooling,
         )
         parts = [pb.RegisterBaseModelRequest(model=model, replace=replace)]
         parts += [pb.RegisterBaseModelRequest(chunk=part) for part in chunks(base.files)]

@@ -108,7 +108,7 @@ def test_accepts_what_changes_nothing_or_is_served(changes: dict[str, Any]) -> N
         ("init_lora_weights", ["gaussian"]),
         ("peft_type", "ADALORA"),
         ("peft_type", None),
-        ("task_type", "SEQ_CLS"),
+        ("task_type", "TOKEN_CLS"),
         ("task_type", ["CAUSAL_LM"]),
         ("a_field_of_tomorrow", 3),
     ],

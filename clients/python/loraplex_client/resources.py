@@ -79,6 +79,12 @@ class BaseModel:
     modules: tuple[Module, ...]
     files: tuple[ModelFile, ...] = ()
     create_time: datetime | None = None
+    # What the model does without an adapter: generate, embed, classify; empty in older manifests, which generate.
+    tasks: tuple[str, ...] = ()
+    # The names of its own classifier's labels, in the order of the logits.
+    labels: tuple[str, ...] = ()
+    # How hidden states become one vector where a request does not say: cls, mean or last.
+    pooling: str = ""
 
 
 def adapter_of(message: adapters_pb2.Adapter) -> Adapter:
@@ -118,6 +124,9 @@ def model_of(message: adapters_pb2.BaseModel) -> BaseModel:
         modules=tuple(Module(module.name, module.in_features, module.out_features) for module in message.modules),
         files=tuple(ModelFile(file.name, file.size, file.sha256) for file in message.files),
         create_time=_time_of(message.create_time),
+        tasks=tuple(message.tasks),
+        labels=tuple(message.labels),
+        pooling=message.pooling,
     )
 
 
@@ -134,6 +143,9 @@ def model_message(model: BaseModel) -> adapters_pb2.BaseModel:
             adapters_pb2.Module(name=module.name, in_features=module.in_features, out_features=module.out_features)
             for module in model.modules
         ],
+        tasks=model.tasks,
+        labels=model.labels,
+        pooling=model.pooling,
     )
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from artifacts.encoders import ROPE_TYPES
 from artifacts.families import FAMILIES
 from worker.engine.model.errors import ModelUnusableError
 
@@ -50,9 +51,6 @@ _FIELDS_REFUSED = (
     (None, "use_bidirectional_attention", "it attends in both directions"),
     ("Qwen2MoeForCausalLM", "use_sliding_window", _MASK),
 )
-
-# Others ("dynamic", "longrope") rescale by the longest position of the whole batch: one request would change another.
-ROPE_TYPES = frozenset({"default", "linear", "llama3", "yarn"})
 
 
 def check_architecture(config: Mapping[str, Any]) -> None:

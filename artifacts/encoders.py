@@ -1,0 +1,174 @@
+"""The encoder families that are served, and the classification heads of all families.
+
+Names of modules are those of transformers' ...ForSequenceClassification, whichever class a checkpoint was saved from:
+one base serves adapters that were trained on either class (see `with_prefix`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from artifacts.errors import ArtifactError
+from artifacts.families import FAMILIES, HEAD, is_embedding
+from artifacts.revision import TENSOR_PREFIX
+
+_V = TypeVar("_V")
+# Others ("dynamic", "longrope") rescale by the longest position of the whole batch: one request would change another.
+ROPE_TYPES = frozenset({"default", "linear", "llama3", "yarn"})
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """The modules of a classification head, in the order of their use; `norm` and `dense` may be empty.
+
+    logits = output(norm(act(dense(pooled))))
+    """
+
+    output: str
+    dense: str = ""
+    norm: str = ""
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """Return the names of the modules that it has."""
+        return tuple(name for name in (self.dense, self.norm, self.output) if name)
+
+    @property
+    def linears(self) -> tuple[str, ...]:
+        """Return the names of its linear layers."""
+        return tuple(name for name in (self.dense, self.output) if name)
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderFamily:
+    """A `model_type` of transformers. `architectures` are the classes that a checkpoint may have been saved from.
+
+    `prefix` begins the names of the encoder's own modules; checkpoints saved from the encoder alone lack it.
+    """
+
+    model_type: str
+    title: str
+    architectures: tuple[str, ...]
+    prefix: str
+    head: Head
+
+    def reserved_positions(self, config: Mapping[str, Any]) -> int:
+        """Return how many of max_position_embeddings no token of a text has."""
+        padding = config.get("pad_token_id", 1)
+        # RoBERTa's first token has the position after the padding's.
+        return padding + 1 if self.prefix == "roberta" and isinstance(padding, int) else 0
+
+
+def _architectures(stem: str, *more: str) -> tuple[str, ...]:
+    return tuple(f"{stem}{kind}" for kind in ("Model", "ForMaskedLM", "ForSequenceClassification", *more))
+
+
+_FAMILIES = (
+    EncoderFamily(
+        "bert", "BERT", _architectures("Bert", "ForPreTraining"), "bert", Head("classifier", "bert.pooler.dense")
+    ),
+    EncoderFamily(
+        "roberta",
+        "RoBERTa",
+        _architectures("Roberta"),
+        "roberta",
+        Head("classifier.out_proj", "classifier.dense"),
+    ),
+    EncoderFamily(
+        "xlm-roberta",
+        "XLM-RoBERTa",
+        _architectures("XLMRoberta"),
+        "roberta",
+        Head("classifier.out_proj", "classifier.dense"),
+    ),
+    EncoderFamily(
+        "deberta-v2",
+        "DeBERTa v2, v3",
+        _architectures("DebertaV2"),
+        "deberta",
+        Head("classifier", "pooler.dense"),
+    ),
+    EncoderFamily(
+        "modernbert",
+        "ModernBERT",
+        _architectures("ModernBert"),
+        "model",
+        Head("classifier", "head.dense", "head.norm"),
+    ),
+)
+ENCODERS = {family.model_type: family for family in _FAMILIES}
+# transformers' decoders for sequence classification have a linear layer over the last token.
+_DECODER_HEAD = Head("score")
+
+
+def head_of(architecture: str) -> Head:
+    """Return the classification head that a base model of this architecture, or an adapter of it, may have."""
+    return ENCODERS[architecture].head if architecture in ENCODERS else _DECODER_HEAD
+
+
+def with_prefix(tensors: Mapping[str, _V], architecture: str) -> dict[str, _V]:
+    """Rename an adapter's tensors that was trained on the model without its head (transformers' AutoModel)."""
+    family = ENCODERS.get(architecture) or FAMILIES.get(architecture)
+    own = tuple(
+        f"{TENSOR_PREFIX}{module}." for module in (family.prefix if family else "", *head_of(architecture).modules)
+    )
+    if family is None or any(name.startswith(own[0]) for name in tensors):
+        return dict(tensors)
+
+    def renamed(name: str) -> str:
+        inner = name.removeprefix(TENSOR_PREFIX)
+        return name if inner == name or name.startswith(own) or inner.startswith(f"{HEAD}.") else own[0] + inner
+
+    return {renamed(name): value for name, value in tensors.items()}
+
+
+def check_encoder(family: EncoderFamily, config: Mapping[str, Any]) -> None:
+    """Check the content of a config.json. Raises ArtifactError naming the field that is not served."""
+    names = config.get("architectures") or [family.architectures[0]]
+    if names[0] not in family.architectures:
+        raise ArtifactError("config.json", f"{names[0]} is not supported, only {', '.join(family.architectures)}")
+    for field in ("is_decoder", "add_cross_attention"):
+        if config.get(field):
+            raise ArtifactError("config.json", f"{field}: an encoder that decodes is not supported")
+    if config.get("position_embedding_type", "absolute") != "absolute":
+        raise ArtifactError(
+            "config.json", f"position_embedding_type: {config['position_embedding_type']!r} is not served"
+        )
+    for parameters in (config.get("rope_parameters") or {}).values():
+        kind = parameters.get("rope_type", "default") if isinstance(parameters, Mapping) else "default"
+        if kind not in ROPE_TYPES:
+            raise ArtifactError("config.json", f"rope_parameters: rope type {kind!r} is not served")
+
+
+def adaptable_name(tensor: str, family: EncoderFamily, *, prefixed: bool) -> str | None:
+    """Return the module's name of a weight with two dimensions, or None where no adapter can change it.
+
+    `prefixed`: the checkpoint's names have the family's prefix.
+    """
+    name = tensor.removesuffix(".weight")
+    if name == tensor:
+        return None
+    if not prefixed and name not in family.head.linears:
+        name = f"{family.prefix}.{name}"
+    inner = name.removeprefix(f"{family.prefix}.")
+    if name in family.head.linears or inner == "pooler.dense":
+        return name
+    if name == inner:
+        return None
+    linear = inner.startswith(("encoder.layer.", "layers.")) or inner == "embeddings.embed_proj"
+    return name if linear or is_embedding(name) else None
+
+
+def label_names(config: Mapping[str, Any], count: int) -> tuple[str, ...]:
+    """Return the names of a classifier's labels, by config.json; LABEL_0 and so on where that has none."""
+    given = config.get("id2label")
+    if isinstance(given, Mapping) and set(given) == {str(index) for index in range(count)}:
+        return tuple(str(given[str(index)]) for index in range(count))
+    return tuple(f"LABEL_{index}" for index in range(count))
+
+
+def has_head(modules: Iterable[str], architecture: str) -> bool:
+    """Tell whether a base model with these modules classifies without an adapter."""
+    return set(head_of(architecture).linears) <= set(modules)

@@ -1,0 +1,154 @@
+"""Manifests of encoders, and the heads that adapters bring, from headers alone."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from artifacts.base_model import ModuleShape, read_base_model
+from artifacts.encoders import ENCODERS, with_prefix
+from artifacts.errors import ArtifactError, MismatchError
+from artifacts.heads import canonical_header, check_head, head_tensors
+from artifacts.peft_config import parse_peft_config
+from artifacts.safetensors_header import TensorInfo
+
+ROBERTA: dict[str, Any] = {
+    "model_type": "roberta", "architectures": ["RobertaForSequenceClassification"], "max_position_embeddings": 20,
+    "vocab_size": 32, "pad_token_id": 1, "id2label": {"0": "no", "1": "yes"},
+}  # fmt: skip
+BODY = {
+    "embeddings.word_embeddings.weight": (32, 8),
+    "embeddings.position_embeddings.weight": (20, 8),
+    "encoder.layer.0.attention.self.query.weight": (8, 8),
+    "encoder.layer.0.output.dense.weight": (8, 12),
+}
+HEAD = {"classifier.dense.weight": (8, 8), "classifier.out_proj.weight": (2, 8)}
+
+
+def write(directory: Path, config: dict[str, Any], tensors: Mapping[str, tuple[int, ...]]) -> str:
+    (directory / "config.json").write_text(json.dumps(config))
+    rng = np.random.default_rng(0)
+    save_file(
+        {name: rng.standard_normal(shape).astype(np.float32) for name, shape in tensors.items()},
+        directory / "model.safetensors",
+    )
+    return str(directory)
+
+
+def test_an_encoder_is_known_by_one_set_of_names_whatever_class_it_was_saved_from(tmp_path: Path) -> None:
+    whole = {f"roberta.{name}": shape for name, shape in BODY.items()} | HEAD
+    base = read_base_model(write(tmp_path, ROBERTA, whole))
+    assert (base.tasks, base.labels, base.pooling, base.context_length) == (
+        ("embed", "classify"),
+        ("no", "yes"),
+        "mean",
+        18,
+    )
+    assert base.modules == (
+        ModuleShape("classifier.dense", 8, 8),
+        ModuleShape("classifier.out_proj", 8, 2),
+        ModuleShape("roberta.embeddings.word_embeddings", 32, 8),
+        ModuleShape("roberta.encoder.layer.0.attention.self.query", 8, 8),
+        ModuleShape("roberta.encoder.layer.0.output.dense", 12, 8),
+    )
+    masked = ROBERTA | {"architectures": ["RobertaForMaskedLM"]}
+    alone = read_base_model(write(tmp_path, masked, BODY | {"lm_head.dense.weight": (8, 8)}))
+    assert (alone.tasks, alone.labels) == (("embed",), ())
+    assert alone.modules == base.modules[2:]
+
+
+def test_sentence_transformers_files_say_the_pooling(tmp_path: Path) -> None:
+    directory = write(tmp_path, ROBERTA, BODY)
+    digest = read_base_model(directory).digest
+    (tmp_path / "1_Pooling").mkdir()
+    (tmp_path / "1_Pooling" / "config.json").write_text(
+        '{"pooling_mode_cls_token": true, "word_embedding_dimension": 8}'
+    )
+    (tmp_path / "modules.json").write_text('[{"type": "sentence_transformers.models.Normalize"}]')
+    base = read_base_model(directory)
+    assert base.pooling == "cls"
+    assert base.digest != digest
+    (tmp_path / "modules.json").write_text('[{"type": "sentence_transformers.models.Dense"}]')
+    with pytest.raises(ArtifactError, match=r"modules\.json: Dense is not served"):
+        read_base_model(directory)
+    (tmp_path / "modules.json").unlink()
+    (tmp_path / "1_Pooling" / "config.json").write_text('{"pooling_mode_max_tokens": true}')
+    with pytest.raises(ArtifactError, match="pooling_mode_max_tokens is not served"):
+        read_base_model(directory)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"architectures": ["RobertaForTokenClassification"]},
+            "RobertaForTokenClassification is not supported, only Rob",
+        ),
+        ({"is_decoder": True}, "is_decoder: an encoder that decodes"),
+        ({"position_embedding_type": "relative_key"}, "position_embedding_type: 'relative_key' is not served"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "dynamic"}}}, "rope type 'dynamic' is not served"),
+    ],
+)
+def test_encoders_that_would_be_computed_wrongly_are_refused(
+    tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ArtifactError, match=message):
+        read_base_model(write(tmp_path, ROBERTA | changes, BODY))
+
+
+def header(tensors: Mapping[str, tuple[int, ...]]) -> dict[str, TensorInfo]:
+    return {f"base_model.model.{name}": TensorInfo("F32", shape, 0, 0) for name, shape in tensors.items()}
+
+
+QUERY = "encoder.layer.0.attention.self.query.lora_A.weight"
+
+
+def config(**fields: Any) -> Any:
+    return parse_peft_config(json.dumps({"peft_type": "LORA", "r": 2, "task_type": "SEQ_CLS"} | fields).encode())
+
+
+def test_names_of_adapters_that_were_trained_without_a_head() -> None:
+    plain = header({QUERY: (2, 8), "classifier.dense.weight": (8, 8)})
+    named = header({f"roberta.{QUERY}": (2, 8), "classifier.dense.weight": (8, 8)})
+    assert with_prefix(plain, "roberta") == named == with_prefix(named, "roberta")
+    causal = header({"layers.0.mlp.up_proj.lora_A.weight": (2, 8)})
+    assert list(with_prefix(causal, "llama")) == ["base_model.model.model.layers.0.mlp.up_proj.lora_A.weight"]
+    with pytest.raises(MismatchError, match=r"rank_pattern: begins a pattern with '\^'"):
+        canonical_header(plain, config(rank_pattern={"^encoder": 2}), "roberta")
+    assert canonical_header(named, config(rank_pattern={"^roberta.encoder": 2}), "roberta") == named
+
+
+def sizes(*names: str) -> dict[str, tuple[int, int]]:
+    return {"deberta.embeddings.word_embeddings": (32, 8)} | dict.fromkeys(names, (8, 8))
+
+
+def test_the_heads_that_adapters_bring() -> None:
+    pooler = {"pooler.dense.weight": (8, 8), "pooler.dense.bias": (8,)}
+    classifier = {"classifier.weight": (3, 8), "classifier.bias": (3,)}
+    whole = header(pooler | classifier)
+    assert list(head_tensors(whole, "deberta-v2")) == [*pooler, *classifier]
+    three = {"0": "a", "1": "b", "2": "c"}
+    check_head(whole, config(id2label=three), "deberta-v2", "base", sizes())
+    # peft saves no pooler by default, and a base that never classified has none.
+    with pytest.raises(
+        MismatchError, match=r"neither in the adapter nor in base; train with modules_to_save=\['pooler'"
+    ):
+        check_head(header(classifier), config(), "deberta-v2", "base", sizes())
+    check_head(header(classifier), config(), "deberta-v2", "base", sizes("pooler.dense"))
+    with pytest.raises(MismatchError, match=r"has the shape \[3, 9\], not \[3, 8\]"):
+        check_head(header(pooler | {"classifier.weight": (3, 9)}), config(), "deberta-v2", "base", sizes())
+    with pytest.raises(ArtifactError, match="id2label: names 1 labels; the head has 3"):
+        check_head(whole, config(id2label={"0": "a"}), "deberta-v2", "base", sizes())
+    with pytest.raises(ArtifactError, match="names the labels of a head that the adapter does not have"):
+        check_head(header({}), config(id2label=three), "deberta-v2", "base", sizes())
+
+
+def test_every_family_has_a_head_and_names_of_its_own() -> None:
+    assert len(ENCODERS) == 5
+    assert len({name for family in ENCODERS.values() for name in family.architectures}) == 16
