@@ -75,6 +75,28 @@ def expected_answers(model: str, asked: Asked) -> Expected:
     )
 
 
+@dataclass(frozen=True)
+class ExpectedScore:
+    """The log probabilities of a continuation; `greedy` tells whether each token is the likeliest at its place."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    greedy: tuple[bool, ...]
+
+
+def expected_scores(
+    model: str, prompt_ids: tuple[int, ...], continuations: Iterable[Sequence[int]]
+) -> tuple[ExpectedScore, ...]:
+    """Return what Score tells of the continuations of a prompt."""
+    return tuple(_score(model, prompt_ids, tuple(ids)) for ids in continuations)
+
+
+def _score(model: str, prompt_ids: tuple[int, ...], ids: tuple[int, ...]) -> ExpectedScore:
+    told = expected_prompt_logprobs(model, (*prompt_ids, *ids), 1)[-len(ids) :]
+    greedy = tuple(token.alternatives[0][0] == made for made, token in zip(ids, told, strict=True))
+    return ExpectedScore(ids, tuple(token.logprob for token in told), greedy)
+
+
 def text_of(token: int) -> str:
     """Return the text of a token: a byte's character, or the id."""
     return chr(token) if token < 256 else f"<{token}>"

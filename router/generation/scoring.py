@@ -7,9 +7,11 @@ prompt ── first continuation ──▶ its score; the prompt is in the prefi
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import math
 import secrets
 import time
+from array import array
 from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
@@ -49,41 +51,24 @@ class Scoring:
         """Return the scores in order, and one summary of all. Raises a CallError."""
         ends_at = math.inf if deadline_s is None else time.monotonic() + deadline_s
         prompt_ids, endings = await self._ids(request, continuations)
-        request_id = request.request_id or secrets.token_hex(8)
-        parts = [
-            replace(
-                request,
-                prompt=(*prompt_ids, *ending),
-                prompt_field=f"continuations[{index}]",
-                request_id=f"{request_id}.{index}",
-                prompt_options=PromptOptions(),
-                stopping=Stopping(max_tokens=0),
-                prompt_logprobs=1,
-                prompt_logprobs_start=len(prompt_ids),
-            )
-            for index, ending in enumerate(endings)
-        ]
-        scores: list[ContinuationScore | None] = [None] * len(parts)
-        summaries: list[Summary] = []
+        request = replace(request, request_id=request.request_id or secrets.token_hex(8))
+        parts = [_part(request, index, prompt_ids, ending) for index, ending in enumerate(endings)]
         turns = asyncio.Semaphore(AT_ONCE)
 
-        async def run(index: int, part: Request) -> None:
+        async def run(part: Request) -> tuple[ContinuationScore, Summary]:
             async with turns:
                 left_s = None if ends_at == math.inf else ends_at - time.monotonic()
-                logprobs, summary = await self._logprobs(part, left_s)
-            scores[index] = _score(endings[index], logprobs)
-            summaries.append(summary)
+                return await self._run(part, left_s)
 
-        await run(0, parts[0])
-        others = [_with_revision(part, summaries[0]) for part in parts[1:]]
-        tasks = [asyncio.create_task(run(index, part)) for index, part in enumerate(others, start=1)]
+        first = await run(parts[0])
+        tasks = [asyncio.create_task(run(_with_revision(part, first[1]))) for part in parts[1:]]
         try:
-            await asyncio.gather(*tasks)
+            scored = [first, *await asyncio.gather(*tasks)]
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-        return [score for score in scores if score is not None], _total(request_id, summaries)
+        return [score for score, _ in scored], _total(request.request_id, [summary for _, summary in scored])
 
     async def _ids(
         self, request: Request, continuations: Sequence[str | tuple[int, ...]]
@@ -122,20 +107,39 @@ class Scoring:
         options = replace(request.prompt_options, truncate_to=None, add_special_tokens=False)
         return await self._encoder.encode(model.text, text, field, tenant, context, options)
 
-    async def _logprobs(self, request: Request, deadline_s: float | None) -> tuple[PromptLogprobs, Summary]:
+    async def _run(self, part: Request, deadline_s: float | None) -> tuple[ContinuationScore, Summary]:
         logprobs: PromptLogprobs | None = None
-        async with aclosing(self._generation.run(request, deadline_s)) as messages:
+        async with aclosing(self._generation.run(part, deadline_s)) as messages:
             async for message in messages:
                 match message.event:
                     case PromptLogprobs() as logprobs:
                         pass
                     case Summary() as summary if logprobs is not None:
-                        return logprobs, summary
+                        return _score(part, logprobs), summary
         raise Internal("a continuation ended without its log probabilities", reason="NO_LOGPROBS")
 
 
-def _score(ids: tuple[int, ...], logprobs: PromptLogprobs) -> ContinuationScore:
-    told = logprobs.tokens
+def _part(request: Request, index: int, prompt_ids: tuple[int, ...], ending: tuple[int, ...]) -> Request:
+    """Return the request whose prompt's log probabilities, from the continuation on, are a continuation's."""
+    prompt = (*prompt_ids, *ending)
+    # The message's fingerprint knows no continuations: a call with others must not take this one over.
+    fingerprint = hashlib.sha256(f"{request.fingerprint} {len(prompt_ids)} ".encode() + array("I", prompt).tobytes())
+    return replace(
+        request,
+        prompt=prompt,
+        prompt_field=f"continuations[{index}]",
+        request_id=f"{request.request_id}.{index}",
+        prompt_options=PromptOptions(),
+        stopping=Stopping(max_tokens=0),
+        prompt_logprobs=1,
+        prompt_logprobs_start=len(prompt_ids),
+        fingerprint=fingerprint.hexdigest(),
+    )
+
+
+def _score(part: Request, logprobs: PromptLogprobs) -> ContinuationScore:
+    assert isinstance(part.prompt, tuple), "parts have ids"
+    ids, told = part.prompt[part.prompt_logprobs_start :], logprobs.tokens
     if len(told) != len(ids):
         raise Internal("log probabilities of a continuation are missing", reason="NO_LOGPROBS")
     best = [token.alternatives[0] for token in told]

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from tests.chaos.history import Answer, Begun, CrowdCall, Fault, Left, Line, Observation, Request
-from tests.chaos.oracle import answers, next_token, truth
+from tests.chaos.oracle import answers, next_token, prompt_tokens, scores, truth
 from tests.chaos.refusals import Doors, check_crowd, check_refusals
 from tests.chaos.verdict import Verdict
 
@@ -93,7 +93,9 @@ def _check_request(verdict: Verdict, model: str, observation: Observation, diges
         verdict.other += 1
         verdict.findings.append(f"request {number} was answered by {observation.revision}")
     _check_wire(verdict, observation)
-    for choice in range(request.n):
+    if request.continuations:
+        _check_scores(verdict, model, observation)
+    for choice in range(0 if request.continuations else request.n):
         answer = observation.answers.get(choice, Answer())
         expected = truth(model, request, choice)
         if tuple(answer.token_ids) != expected.token_ids:
@@ -114,6 +116,10 @@ def _check_request(verdict: Verdict, model: str, observation: Observation, diges
 def _check_whole(verdict: Verdict, model: str, observation: Observation) -> None:
     """Check what belongs to no choice: the prompt's log probabilities, and the number of tokens."""
     expected, number = answers(model, observation.request), observation.request.number
+    if observation.prompt_tokens != (tokens := prompt_tokens(model, observation.request)):
+        verdict.other += 1
+        counted = f"{observation.prompt_tokens} prompt tokens of {tokens}"
+        verdict.findings.append(f"request {number}: its usage counts {counted}")
     if tuple(observation.prompt_logprobs) != expected.prompt_logprobs:
         verdict.other += 1
         count = f"{len(observation.prompt_logprobs)}, the model's are {len(expected.prompt_logprobs)}"
@@ -122,6 +128,13 @@ def _check_whole(verdict: Verdict, model: str, observation: Observation) -> None
         verdict.other += 1
         counts = f"{observation.completion_tokens} tokens, the model's are {expected.completion_tokens}"
         verdict.findings.append(f"request {number}: its usage counts {counts}")
+
+
+def _check_scores(verdict: Verdict, model: str, observation: Observation) -> None:
+    expected = [(one.token_ids, one.logprobs, one.greedy) for one in scores(model, observation.request)]
+    if observation.completed and [(one.token_ids, one.logprobs, one.greedy) for one in observation.scores] != expected:
+        verdict.other += 1
+        verdict.findings.append(f"request {observation.request.number}: its scores are not the model's")
 
 
 def _check_wire(verdict: Verdict, observation: Observation) -> None:

@@ -12,7 +12,7 @@ from loraplex_client import LoraplexError, Piece, UnavailableError
 from loraplex_client.errors import DataLossError, ResourceExhaustedError
 from loraplex_client.generation import TokenLogprobs
 
-from tests.chaos.history import Answer, History, Observation, Refusal, Request, Revision
+from tests.chaos.history import Answer, History, Observation, Refusal, Request, Revision, Score
 from tests.chaos.plan import MODEL_NAME, TENANTS, Plan, make_request
 from tests.chaos.tapped_client import TappedClient
 from tests.hash_answers import Logprobs
@@ -139,19 +139,15 @@ class Driver:
     async def _attempt(
         self, client: TappedClient, observation: Observation, request_id: str, until: float
     ) -> Refusal | None:
-        """Read one stream to its outcome, kept in `observation`; return how it was refused, if it was."""
+        """Make one call to its outcome, kept in `observation`; return how it was refused, if it was."""
         client.observations[request_id] = observation
+        if observation.request.continuations:
+            attempt = self._score(client, observation, request_id)
+        else:
+            attempt = self._generate(client, observation, request_id)
         try:
-            async with (
-                asyncio.timeout(until - time.monotonic()),
-                client.generate_stream(
-                    observation.request.prompt, request_id=request_id, **options_of(observation.request)
-                ) as stream,
-            ):
-                async for piece in stream:
-                    _take_piece(observation, piece)
-                    if len(observation.deltas) == 1 or observation.request.number in self._watched:
-                        await self._notify()
+            async with asyncio.timeout(until - time.monotonic()):
+                await attempt
             observation.error = "" if observation.completed else "the stream ended before its end"
         except TimeoutError:
             observation.error = f"no outcome in {PATIENCE_S:g} s"
@@ -164,17 +160,46 @@ class Driver:
             del client.observations[request_id]
         return None
 
+    async def _generate(self, client: TappedClient, observation: Observation, request_id: str) -> None:
+        request = observation.request
+        async with client.generate_stream(request.prompt, request_id=request_id, **options_of(request)) as stream:
+            async for piece in stream:
+                _take_piece(observation, piece)
+                if len(observation.deltas) == 1 or request.number in self._watched:
+                    await self._notify()
+
+    async def _score(self, client: TappedClient, observation: Observation, request_id: str) -> None:
+        request = observation.request
+        scores = await client.score(
+            request.prompt, request.continuations, request_id=request_id, **prompt_options_of(request)
+        )
+        observation.scores = [Score(one.token_ids, one.logprobs, one.greedy) for one in scores.scores]
+        observation.revision, observation.prompt_tokens = scores.adapter_revision, scores.usage.prompt_tokens
+        observation.completion_tokens = scores.usage.completion_tokens
+        observation.completed = True
+
     async def _notify(self) -> None:
         async with self._changed:
             self._changed.notify_all()
 
 
+def prompt_options_of(request: Request) -> dict[str, Any]:
+    """Return the options that Score takes too."""
+    return {
+        "model": MODEL_NAME,
+        "adapter_id": request.revision.name or None,
+        "add_special_tokens": request.add_special_tokens,
+        "parse_special_tokens": request.parse_special_tokens,
+        "truncate_prompt_tokens": request.truncate_to,
+    }
+
+
 def options_of(request: Request) -> dict[str, Any]:
+    """Return the options of generate."""
     named = ("n", "best_of", "ignore_eos", "logprobs", "prompt_logprobs", "skip_special_tokens", "echo")
     options: dict[str, Any] = {
-        "model": MODEL_NAME,
+        **prompt_options_of(request),
         "stream_interval": request.stream_interval,
-        "adapter_id": request.revision.name or None,
         "max_new_tokens": request.max_tokens,
         "min_new_tokens": request.min_tokens or None,
         "stop": list(request.stop),
@@ -194,7 +219,8 @@ def _take_piece(observation: Observation, piece: Piece) -> None:
             answer.reason, answer.stop = whole.finish_reason.value, whole.stop
         observation.continuations, observation.revision = piece.finished.continuations, piece.finished.adapter_revision
         observation.prompt_logprobs = list(map(_plain, piece.finished.prompt_logprobs))
-        observation.completion_tokens = piece.finished.usage.completion_tokens
+        usage = piece.finished.usage
+        observation.prompt_tokens, observation.completion_tokens = usage.prompt_tokens, usage.completion_tokens
         observation.completed = True
         return
     answer = observation.answers.setdefault(piece.choice, Answer())

@@ -46,6 +46,11 @@ class Request(msgspec.Struct, frozen=True):
     # A key of tests.hash_formats.FORMATS; empty: none.
     format: str = ""
     echo: bool = False
+    add_special_tokens: bool | None = None
+    parse_special_tokens: bool | None = None
+    truncate_to: int | None = None
+    # Of a call of Score, for which `prompt`, `revision` and the three fields above count alone.
+    continuations: tuple[str | tuple[int, ...], ...] = ()
 
 
 class Begun(msgspec.Struct, frozen=True, tag=True):
@@ -59,7 +64,7 @@ class Begun(msgspec.Struct, frozen=True, tag=True):
 
 
 class Call(msgspec.Struct, tag=True):
-    """An RPC of a request: Generate, or a Resume. `error` is the status that it ended with."""
+    """An RPC of a request: Generate, a Resume, or Score. `error` is the status that it ended with."""
 
     at: float
     method: str
@@ -89,6 +94,14 @@ class Answer(msgspec.Struct):
     logprobs: list[Logprobs] = []
 
 
+class Score(msgspec.Struct, frozen=True, array_like=True):
+    """A continuation's score as the application sees it."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    greedy: tuple[bool, ...]
+
+
 class Refusal(msgspec.Struct, frozen=True):
     """A call that ended with an error before anything came; `reason` is the ErrorInfo's, empty without one."""
 
@@ -115,6 +128,8 @@ class Observation(msgspec.Struct, tag=True):
     revision: str = ""
     prompt_logprobs: list[Logprobs] = []
     completion_tokens: int = 0
+    prompt_tokens: int = 0
+    scores: list[Score] = []
 
 
 class CrowdCall(msgspec.Struct, frozen=True, tag=True):

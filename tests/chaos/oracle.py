@@ -7,7 +7,7 @@ from functools import lru_cache
 
 from artifacts.hash_model import parse_hash_model
 from tests.chaos.history import Request
-from tests.hash_answers import Asked, Expected, ExpectedChoice, expected_answers
+from tests.hash_answers import Asked, Expected, ExpectedChoice, ExpectedScore, expected_answers, expected_scores
 from tests.hash_formats import GRAMMARS
 from worker.engine import hash_tokens
 from worker.engine.hash_tokens import hash_root, id_bytes, matching_after, next_allowed_token
@@ -24,6 +24,24 @@ def answers(model: str, request: Request) -> Expected:
     return _answers(model, _asked(request))
 
 
+def scores(model: str, request: Request) -> tuple[ExpectedScore, ...]:
+    """Return the scores that the hash model `model` gives to the continuations of a request."""
+    endings = [tuple(one.encode()) if isinstance(one, str) else one for one in request.continuations]
+    return expected_scores(model, prompt_ids_of(request), endings)
+
+
+def prompt_tokens(model: str, request: Request) -> int:
+    """Return the number of prompt tokens that a request's usage counts."""
+    prompt = len(prompt_ids_of(request))
+    return sum(prompt + len(score.token_ids) for score in scores(model, request)) if request.continuations else prompt
+
+
+def prompt_ids_of(request: Request) -> tuple[int, ...]:
+    """Return the ids of a request's prompt, as the hash model reads it."""
+    ids = tuple(request.prompt.encode())
+    return ids[-(request.truncate_to or len(ids)) :]
+
+
 @lru_cache(maxsize=64)
 def _answers(model: str, asked: Asked) -> Expected:
     return expected_answers(model, asked)
@@ -33,7 +51,7 @@ def next_token(model: str, request: Request, choice: int, digest: str, so_far: S
     """Return the token that the adapter `digest` would give after `so_far` of this request's answer."""
     parsed = parse_hash_model(model)
     state = hash_root(parsed, digest, _sampling(request), truth(model, request, choice).candidate)
-    state.update(id_bytes([*request.prompt.encode(), *so_far]))
+    state.update(id_bytes([*prompt_ids_of(request), *so_far]))
     if not request.format:
         return hash_tokens.next_token(parsed, state, len(so_far), ())
     allowed = matching_after(model, GRAMMARS[request.format], so_far).allowed_ids(frozenset())
@@ -42,7 +60,7 @@ def next_token(model: str, request: Request, choice: int, digest: str, so_far: S
 
 def _asked(request: Request) -> Asked:
     return Asked(
-        tuple(request.prompt.encode()),
+        prompt_ids_of(request),
         request.revision.digest,
         _sampling(request),
         Stopping(request.max_tokens, request.min_tokens, request.stop_token_ids, request.ignore_eos),

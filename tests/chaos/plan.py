@@ -134,7 +134,40 @@ def make_request(seed: int, number: int, revisions: Sequence[Revision]) -> Reque
         format=_format(random.Random(f"format {seed} {number}")),
         echo=rng.random() < 0.1,
     )
+    own = random.Random(f"prompt {seed} {number}")
+    request = msgspec.structs.replace(
+        request,
+        add_special_tokens=own.choice((False, True)) if own.random() < 0.1 else None,
+        parse_special_tokens=own.choice((False, True)) if own.random() < 0.1 else None,
+        truncate_to=own.choice((0, own.randint(1, len(request.prompt) + 5))) if own.random() < 0.15 else None,
+    )
+    kind = own.random()
+    if kind < 0.05:
+        return _score(own, request)
+    if kind < 0.1:  # the prompt's log probabilities alone
+        least = {"max_tokens": 0, "min_tokens": 0, "best_of": None, "prompt_logprobs": own.choice((0, 2))}
+        return msgspec.structs.replace(request, **least)
     return _with_stop(rng, request)
+
+
+def _score(rng: random.Random, request: Request) -> Request:
+    """Return a call of Score for a request's prompt and adapter."""
+    endings = [
+        "".join(rng.choices(string.ascii_lowercase, k=rng.randint(1, 30)))
+        if rng.random() < 0.5
+        else tuple(rng.randrange(32_000) for _ in range(rng.randint(1, 30)))
+        for _ in range(rng.choice((1, 3, 20)))
+    ]
+    return Request(
+        request.number,
+        request.revision,
+        request.prompt,
+        max_tokens=0,
+        add_special_tokens=request.add_special_tokens,
+        parse_special_tokens=request.parse_special_tokens,
+        truncate_to=request.truncate_to,
+        continuations=tuple(endings),
+    )
 
 
 def _format(rng: random.Random) -> str:

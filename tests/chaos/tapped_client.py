@@ -33,13 +33,25 @@ class _TappedConnection(AsyncConnection):
 
     def start(self, attempt: Attempt) -> Any:
         """The RPC, tapped."""
-        request: inference_pb2.GenerateRequest | inference_pb2.ResumeRequest = attempt.call.request
+        request: inference_pb2.GenerateRequest | inference_pb2.ResumeRequest | inference_pb2.ScoreRequest
+        request = attempt.call.request
         observation = self._observations[request.spec.request_id]
         call = Call(self._now(), attempt.call.method, attempt.address)
         if isinstance(request, inference_pb2.ResumeRequest):
             call.received = {choice.choice: len(choice.token_ids) for choice in request.received}
         observation.calls.append(call)
+        if isinstance(request, inference_pb2.ScoreRequest):
+            return _answer(super().start(attempt), call)
         return _TappedCall(super().start(attempt), observation, len(observation.calls) - 1, self._now)
+
+
+async def _answer(rpc: Any, call: Call) -> Any:
+    """Return the answer of an RPC; note how it failed."""
+    try:
+        return await rpc
+    except grpc.aio.AioRpcError as error:
+        call.error = f"{error.code().name}: {error.details()}"
+        raise
 
 
 class _TappedCall:

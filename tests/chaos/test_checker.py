@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
-from loraplex_client.options import generate_request
 
 from tests.chaos.checker import check
-from tests.chaos.driver import options_of
 from tests.chaos.history import (
     Answer,
     Begun,
@@ -22,10 +21,11 @@ from tests.chaos.history import (
     Observation,
     Request,
     Revision,
+    Score,
     read_history,
 )
-from tests.chaos.oracle import answers, next_token, truth
-from tests.chaos.plan import MODEL, Kind, make_plan, make_request
+from tests.chaos.oracle import answers, next_token, prompt_tokens, scores, truth
+from tests.chaos.plan import MODEL
 from tests.chaos.report import as_json, missed_aims
 from tests.chaos.verdict import Verdict
 
@@ -50,6 +50,8 @@ def forged(
         observation.answers[choice] = Answer(list(ids), *ended, list(expected.logprobs))
     observation.deltas.sort(key=lambda delta: delta.at)
     whole = answers(MODEL, request)
+    observation.prompt_tokens = prompt_tokens(MODEL, request)
+    observation.scores = [Score(one.token_ids, one.logprobs, one.greedy) for one in scores(MODEL, request)]
     observation.prompt_logprobs = list(whole.prompt_logprobs)
     observation.completion_tokens = whole.completion_tokens
     observation.completed, observation.revision = True, f"tenants/acme/adapters/a/revisions/{request.revision.digest}"
@@ -166,6 +168,18 @@ def test_what_is_wrong_is_found_and_named(change: Callable[[Observation], None],
     assert verdict.findings
 
 
+def test_wrong_scores_are_found() -> None:
+    request = Request(0, REVISIONS[0], "prompt", 0, truncate_to=3, continuations=("more", (7, 300)))
+    observation = forged(request=request)
+    observation.answers.clear()
+    assert verdict_of(observation).holds
+    first, second = observation.scores
+    assert (first.token_ids, observation.prompt_tokens) == (tuple(b"more"), 3 + 4 + 3 + 2)
+    for wrong in ([second, first], [first], [first, msgspec.structs.replace(second, logprobs=first.logprobs[:2])]):
+        observation.scores = wrong
+        assert counts(verdict_of(observation)) == {"other": 1}
+
+
 def test_a_request_without_an_outcome_is_found() -> None:
     verdict = check([Begun(MODEL, 1, 2, {}), forged(), NOTHING_LEFT])
     assert verdict.findings == ["request 1 has no outcome"]
@@ -210,34 +224,3 @@ def test_a_history_reads_as_it_was_written(tmp_path: Path) -> None:
         history.append(line)
     history.close()
     assert list(read_history(history.path)) == lines
-
-
-def test_a_seed_plans_the_same_again_and_every_kind_of_fault_and_request() -> None:
-    plan = make_plan(1000, 40, seed=3)
-    assert make_plan(1000, 40, seed=3) == plan
-    assert make_plan(1000, 40, seed=4) != plan
-    assert all(plan.planned[kind] > 0 for kind in Kind)
-    assert set(make_plan(100, len(Kind), seed=5).planned.values()) == {1}
-    requests = [make_request(3, number, REVISIONS) for number in range(300)]
-    assert requests == [make_request(3, number, REVISIONS) for number in range(300)]
-    assert {request.n for request in requests} == {1, 2, 3}
-    ends = {truth(MODEL, request, choice).reason for request in requests for choice in range(request.n)}
-    assert ends == {"length", "end", "stop"}
-    cut = [truth(MODEL, request, c) for request in requests if request.stop for c in range(request.n)]
-    assert any(one.text and "".join(f"<{i}>" for i in one.token_ids) != one.text for one in cut)
-    for request in requests:
-        assert request.revision in REVISIONS
-        assert 20 <= request.max_tokens <= 200
-
-
-def test_every_option_that_is_served_is_drawn() -> None:
-    """Compare the fields of the public messages with those of drawn requests: a new option must be drawn too."""
-    specs = [
-        generate_request(request.prompt, options_of(request)).spec  # type: ignore[arg-type]
-        for request in (make_request(7, number, REVISIONS) for number in range(400))
-    ]
-    for group in ("sampling", "stopping", "output"):
-        drawn = {field.name for spec in specs for field, _ in getattr(spec, group).ListFields()}
-        assert drawn == {field.name for field in getattr(specs[0], group).DESCRIPTOR.fields}
-    formats = specs[0].DESCRIPTOR.oneofs_by_name["format"].fields
-    assert {field.name for field in formats} == {spec.WhichOneof("format") for spec in specs} - {None}

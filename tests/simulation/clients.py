@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from enum import StrEnum
 
 from router.request import Delta, Message, Request, Summary
 from rpc.errors import CallError, DeadlinePassed, Exhausted, Unavailable
-from tests.hash_answers import Expected
+from tests.hash_answers import Expected, ExpectedScore
 from tests.simulation.loop import NODE
 from tests.simulation.network import Network
-from tests.simulation.router import BrokenError, SimulatedRouter
+from tests.simulation.options import prompt_ids_of
+from tests.simulation.router import BrokenError, Scored, SimulatedRouter
 from tests.simulation.transcript import Transcript
 
 _RETRY_S = (0.1, 2.0)
@@ -31,7 +32,10 @@ class End(StrEnum):
 
 @dataclass(frozen=True)
 class Plan:
-    """A request to make, and the model's answers to it. After `cancel_after` tokens the client leaves."""
+    """A request to make, and the model's answers to it. After `cancel_after` tokens the client leaves.
+
+    With `scores` it is a call of Score, whose continuations they tell of.
+    """
 
     request: Request
     expected: Expected
@@ -39,6 +43,7 @@ class Plan:
     router: int
     cancel_after: int | None = None
     deadline_s: float | None = None
+    scores: tuple[ExpectedScore, ...] = ()
 
 
 class Story:
@@ -53,13 +58,18 @@ class Story:
         self.ttft_s: float | None = None
         # Reasons of the refusals after which the client asked again.
         self.reasons: list[str] = []
+        self._scored: Scored | None = None
 
     def end(self, end: End) -> None:
         """Note an end of the call; more than one is a fault."""
         self.ends.append(end)
 
-    def take(self, message: Message) -> None:
+    def take(self, message: Message | Scored) -> None:
         """Take a message and check it."""
+        if isinstance(message, Scored):
+            self._scored = message
+            self.end(End.COMPLETED)
+            return
         self.transcript.take(message.event)
         if self.ttft_s is None and isinstance(message.event, Delta):
             self.ttft_s = asyncio.get_running_loop().time() - self.plan.start_s
@@ -68,13 +78,26 @@ class Story:
 
     def check(self) -> list[str]:
         """Return what is wrong with the result."""
-        wrong = self.transcript.check(whole=self.ends == [End.COMPLETED], resumed=self.resumes > 0)
+        if self.plan.scores:
+            wrong = self._wrong_scores() if self._scored else []
+        else:
+            wrong = self.transcript.check(whole=self.ends == [End.COMPLETED], resumed=self.resumes > 0)
         if len(self.ends) != 1:
             wrong.append(f"ended {len(self.ends)} times: {', '.join(self.ends)}")
         if self.ends == [End.REFUSED] and self.transcript.tokens:
             wrong.append(f"refused after {self.transcript.tokens} tokens: {self.failure!r}")
         if self.ends == [End.FAILED]:
             wrong.append(f"failed: {self.failure!r}")
+        return wrong
+
+    def _wrong_scores(self) -> list[str]:
+        assert self._scored is not None
+        expected, summary = self.plan.scores, self._scored.summary
+        got = tuple(ExpectedScore(one.token_ids, one.logprobs, one.greedy) for one in self._scored.scores)
+        wrong = [] if got == expected else [f"the scores {got} are not the model's {expected}"]
+        tokens = sum(len(prompt_ids_of(self.plan.request)) + len(score.token_ids) for score in expected)
+        if (summary.prompt_tokens, summary.completion_tokens) != (tokens, 0):
+            wrong.append(f"{summary.prompt_tokens} prompt tokens counted of {tokens}, {summary.completion_tokens} made")
         return wrong
 
 
@@ -117,19 +140,24 @@ async def ask(story: Story, routers: Sequence[SimulatedRouter], network: Network
 
 async def _call(story: Story, router: SimulatedRouter, network: Network, token: str, deadline_s: float | None) -> str:
     """Read one stream. Raises what ended it; `token` of the error is the resume token that came first."""
-    plan, inbox = story.plan, asyncio.Queue[Message | Exception | None]()
+    plan, inbox = story.plan, asyncio.Queue[Message | Scored | Exception | None]()
     received = story.transcript.received()
     loop, last_at = asyncio.get_running_loop(), [0.0]
 
-    def tell(what: Message | Exception | None) -> None:
+    def tell(what: Message | Scored | Exception | None) -> None:
         last_at[0] = max(last_at[0] + 1e-6, loop.time() + network.delay_s())
         loop.call_at(last_at[0], inbox.put_nowait, what)
+
+    async def messages() -> AsyncGenerator[Message | Scored]:
+        if plan.scores:
+            return router.scores(plan.request, [score.token_ids for score in plan.scores], deadline_s)
+        return await router.messages(plan.request, token, received, deadline_s)
 
     async def serve() -> None:
         await asyncio.sleep(network.delay_s())
         try:
-            async with aclosing(await router.messages(plan.request, token, received, deadline_s)) as messages:
-                async for message in messages:
+            async with aclosing(await messages()) as told:
+                async for message in told:
                     tell(message)
             tell(None)
         except CallError as error:
@@ -145,7 +173,7 @@ async def _call(story: Story, router: SimulatedRouter, network: Network, token: 
             while (message := await inbox.get()) is not None:
                 if isinstance(message, Exception):
                     raise message
-                token = message.resume_token or token
+                token = getattr(message, "resume_token", "") or token
                 story.take(message)
                 if plan.cancel_after is not None and story.transcript.tokens >= plan.cancel_after and not story.ends:
                     story.end(End.CANCELLED)

@@ -15,12 +15,11 @@ from worker.engine_api import Sampling, Stopping
 
 def asked_of(request: Request, adapter_digest: str) -> Asked:
     """Return the parts of a request that decide its answers."""
-    prompt, stopping = request.prompt, request.stopping
-    assert isinstance(prompt, tuple)
+    stopping = request.stopping
     assert stopping.max_tokens is not None
     assert request.seed is not None
     return Asked(
-        prompt[-(request.prompt_options.truncate_to or len(prompt)) :],
+        prompt_ids_of(request),
         adapter_digest,
         Sampling.seeded(request.sampling, request.seed),
         Stopping(stopping.max_tokens, stopping.min_tokens, stopping.stop_token_ids, stopping.ignore_eos),
@@ -32,6 +31,13 @@ def asked_of(request: Request, adapter_digest: str) -> Asked:
         request.grammar,
         request.echo,
     )
+
+
+def prompt_ids_of(request: Request) -> tuple[int, ...]:
+    """Return the ids of a request's prompt, as its job has them."""
+    assert isinstance(request.prompt, (str, tuple)), "no chats are drawn"
+    ids = tuple(request.prompt.encode()) if isinstance(request.prompt, str) else request.prompt
+    return ids[-(request.prompt_options.truncate_to or len(ids)) :]
 
 
 def draw_options(chance: Random, request: Request, adapter_digest: str, model: str, *, candidates: bool) -> Request:
@@ -62,7 +68,22 @@ def draw_options(chance: Random, request: Request, adapter_digest: str, model: s
         request = replace(request, format_field=field, grammar=GRAMMARS[field])
     if candidates and chance.random() < 0.05:  # the prompt's log probabilities alone
         return replace(request, stopping=replace(request.stopping, max_tokens=0, min_tokens=0), prompt_logprobs=1)
-    return _with_stop(chance, request, adapter_digest, model)
+    request = _with_stop(chance, request, adapter_digest, model)
+    return _with_text(request) if candidates else request
+
+
+def _with_text(request: Request) -> Request:
+    """Make the prompt of every fourth request a text, with its options; not where its answer decided of a stop."""
+    own = Random(f"text {request.prompt}")
+    if request.stopping.stop or request.stopping.stop_token_ids or own.random() < 0.75:
+        return request
+    options = replace(
+        request.prompt_options,
+        add_special_tokens=own.choice((None, False, True)),
+        parse_special_tokens=own.choice((None, False, True)),
+    )
+    text = "".join(chr(ord("a") + token % 26) for token in prompt_ids_of(request))
+    return replace(request, prompt=text, prompt_field="prompt", prompt_options=options)
 
 
 def _sampling(chance: Random, sampling: SamplingParams) -> SamplingParams:

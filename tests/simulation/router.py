@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from loraplex.relay.v1 import relay_pb2_grpc
@@ -23,7 +24,9 @@ from router.generation.admission import Admission
 from router.generation.generation import Generation
 from router.generation.resume import ResumeTokens
 from router.generation.resume_keys import GivenKeys
-from router.request import Message, Received, Request
+from router.generation.scoring import ContinuationScore, Scoring
+from router.request import Message, Received, Request, Summary
+from router.text.prompt_encoder import PromptEncoder
 from router.worker_watch import look_at_workers
 from rpc.errors import NotFound
 from tests.simulation.channels import Registrar
@@ -34,6 +37,14 @@ from tests.simulation.redis import SimulatedRedis
 # An adapter's load as tokens, as the default settings have it.
 _MIB_TOKENS = 10.0
 Accepted = Callable[[Link, Frame, int], None]
+
+
+@dataclass(frozen=True)
+class Scored:
+    """The one message of a Score call."""
+
+    scores: tuple[ContinuationScore, ...]
+    summary: Summary
 
 
 class BrokenError(Exception):
@@ -57,10 +68,11 @@ class SimulatedStore:
         return Manifest(base.name, base.digest, base.architecture, base.context_length, base.vocab_size, {})
 
     async def resolve(self, tenant: str, name: str) -> ResolvedAdapter:
-        """See StoreClient."""
-        if name not in self._adapters:
+        """See StoreClient; the name may be that of the one revision."""
+        short = name.rpartition("/")[2].partition("@")[0]
+        if short not in self._adapters:
             raise NotFound("adapter", name)
-        return ResolvedAdapter(self._adapters[name], self._base.digest)
+        return ResolvedAdapter(self._adapters[short], self._base.digest)
 
 
 class WatchedDispatcher(Dispatcher):
@@ -118,8 +130,10 @@ class SimulatedRouter:
         relay: Any = Registrar(self._network.listen(self.name, self.node))
         relay_pb2_grpc.add_RelayServiceServicer_to_server(RelayService(self.dispatcher), relay)
         tokens = ResumeTokens(GivenKeys("the key that all routers share"))
-        admission = Admission(self.models, self._store, self.name, self.reach)
+        encoder = PromptEncoder()
+        admission = Admission(self.models, self._store, self.name, self.reach, encoder)
         self.generation = Generation(self.models, admission, self.dispatcher, tokens)
+        self._scoring = Scoring(self.generation, admission, self.models, encoder)
         for_ever = (
             self.models.follow_store(),
             self._follow_workers(),
@@ -141,6 +155,13 @@ class SimulatedRouter:
         if token:
             return await self.generation.resume(request, token, received, deadline_s)
         return self.generation.run(request, deadline_s)
+
+    async def scores(
+        self, request: Request, continuations: Sequence[tuple[int, ...]], deadline_s: float | None
+    ) -> AsyncGenerator[Scored]:
+        """Yield the answer of a Score call."""
+        scores, summary = await self._scoring.score(request, continuations, deadline_s)
+        yield Scored(tuple(scores), summary)
 
     def failed(self) -> Sequence[asyncio.Task[None]]:
         """Return the tasks that must run for ever and ended."""

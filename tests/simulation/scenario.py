@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 
 from artifacts.digests import sha256_json
@@ -11,10 +11,10 @@ from artifacts.sampling import SamplingParams
 from broker.messages import AdapterRef
 from broker.terms import QueueLimits
 from router.request import Request, Stopping
-from tests.hash_answers import expected_answers
+from tests.hash_answers import expected_answers, expected_scores
 from tests.simulation.clients import Plan
 from tests.simulation.faults import Fault, draw_faults
-from tests.simulation.options import asked_of, draw_options
+from tests.simulation.options import asked_of, draw_options, prompt_ids_of
 
 MODEL = "hash:?vocab=1000&seed=1&context=256&end_after=40"
 # Of a backlog's requests the first tenant's.
@@ -99,11 +99,33 @@ def _plan(
     )
     digest = adapters[adapter].digest if adapter else ""
     request = draw_options(options, request, digest, MODEL, candidates=not backlog)
-    return Plan(
+    plan = Plan(
         request,
         expected_answers(MODEL, asked_of(request, digest)),
         start_s=1.0 + (number * 0.001 if backlog else chance.uniform(0.0, 3.0)),
         router=chance.randrange(routers),
         cancel_after=None if backlog or chance.random() < 0.85 else chance.randint(0, most),
         deadline_s=None if backlog or chance.random() < 0.9 else chance.uniform(0.05, 6.0),
+    )
+    return plan if backlog else _maybe_score(plan, Random(f"score {number} {prompt}"))
+
+
+def _maybe_score(plan: Plan, own: Random) -> Plan:
+    """Make one in eight plans a call of Score, with the same prompt, adapter and times."""
+    if own.random() >= 1 / 8:
+        return plan
+    old, count = plan.request, own.choice((1, 2, 4, 12))
+    request = Request(
+        old.tenant,
+        old.prompt,
+        old.prompt_field,
+        old.request_id,
+        fingerprint=old.fingerprint,
+        adapter=old.adapter,
+        prompt_options=old.prompt_options,
+        priority=old.priority,
+    )
+    endings = [[own.randrange(1000) for _ in range(own.randint(1, 9))] for _ in range(count)]
+    return replace(
+        plan, request=request, cancel_after=None, scores=expected_scores(MODEL, prompt_ids_of(request), endings)
     )

@@ -63,7 +63,13 @@ def test_every_option_that_is_served_is_drawn(outcomes: list[Outcome]) -> None:
             of_request = group == "output" or field.name == "seed"
             values = {getattr(request if of_request else getattr(request, group), field.name) for request in requests}
             assert len(values) > 1, f"{group}.{field.name} is always {values}"
-    assert any(request.prompt_options.truncate_to for request in requests)
+    for field in pb.PromptOptions.DESCRIPTOR.fields:
+        options = {getattr(request.prompt_options, field.name) for request in requests}
+        assert len(options) > 1, f"prompt_options.{field.name} is always {options}"
+    assert any(request.stopping.max_tokens == 0 and request.prompt_logprobs is not None for request in requests)
+    assert {type(request.prompt) for request in requests} == {str, tuple}
+    scored = [plan for outcome in outcomes for plan in outcome.scenario.plans if plan.scores]
+    assert {len(plan.scores) for plan in scored} == {1, 2, 4, 12}
     formats = pb.GenerateSpec.DESCRIPTOR.oneofs_by_name["format"].fields
     assert {field.name for field in formats} == {request.format_field for request in requests} - {""}
 

@@ -8,6 +8,7 @@ from itertools import pairwise
 from router.request import Delta, Event, Finished, PromptLogprobs, Received, Request, Summary, TokenLogprobs
 from tests.hash_answers import Expected, ExpectedChoice, Logprobs
 from tests.simulation.engine import STEP_S
+from tests.simulation.options import prompt_ids_of
 
 
 @dataclass
@@ -107,11 +108,9 @@ class Transcript:
 
     def _wrong_summary(self) -> list[str]:
         summary, expected = self._summary, self._expected
-        prompt = self._request.prompt
+        prompt = prompt_ids_of(self._request)
         assert summary is not None
-        assert isinstance(prompt, tuple)
         wrong = []
-        prompt = prompt[-(self._request.prompt_options.truncate_to or len(prompt)) :]
         if summary.prompt_tokens != len(prompt):
             wrong.append(f"{summary.prompt_tokens} prompt tokens counted of {len(prompt)}")
         if summary.completion_tokens != expected.completion_tokens:

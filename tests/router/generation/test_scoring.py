@@ -94,6 +94,11 @@ async def test_each_continuation_is_a_request_of_the_first_one_s_revision(scorin
     assert sorted(one.request_id for one in answers.asked) == sorted(f"r.{index}" for index in range(len(given)))
     assert {one.stopping.max_tokens for one in answers.asked} == {0}
     assert {one.prompt_logprobs_start for one in answers.asked} == {len(prompt)}
+    # So that another call of this request id does not read these scores as its own.
+    assert len({one.fingerprint for one in answers.asked}) == len({score.token_ids for score in scores})
+    before = {one.fingerprint for one in answers.asked}
+    await scoring.score(request(), [" brown"], None)
+    assert answers.asked[-1].fingerprint in before
     assert answers.most == AT_ONCE
     assert summary.request_id == "r"
     assert summary.cached_tokens == 4 * len(given)
