@@ -13,6 +13,8 @@ from clients.cli.jobs import jobs
 from clients.cli.loadtest import loadtest
 from clients.cli.plan import plan
 from clients.cli.queues import queues
+from clients.cli.score import score
+from clients.cli.tokens import tokens
 from clients.cli.up import up
 from clients.cli.workers import workers
 
@@ -29,6 +31,8 @@ app = typer.Typer(
 app.command()(up)
 app.command()(generate)
 app.command()(chat)
+app.command()(score)
+app.command()(tokens)
 app.add_typer(adapters.app, name="adapters")
 app.add_typer(models.app, name="models")
 app.command()(top)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from clients.cli.options import ROUTER, TENANT, RouterOption, TenantOption
+from clients.cli.options import ROUTER, TENANT, AdapterOption, ModelOption, RouterOption, TenantOption
 from clients.cli.terminal import CommandError, err, out, print_error, printable
 
 if TYPE_CHECKING:
@@ -24,17 +24,12 @@ _HELP = """/adapter NAME   answer with this adapter from now on; without NAME: w
 
 
 def chat(
-    adapter: Annotated[
-        str,
-        typer.Option(
-            "--adapter", "-a", metavar="NAME", help="NAME, NAME@ALIAS or a full name; default: the base model."
-        ),
-    ] = "",
+    adapter: AdapterOption = "",
     system: Annotated[
         str, typer.Option("--system", metavar="TEXT", help="System prompt; default: the adapter's own, if it has one.")
     ] = "",
     tenant: TenantOption = TENANT,
-    model: Annotated[str, typer.Option(metavar="NAME", help="Base model, needed if the router serves several.")] = "",
+    model: ModelOption = "",
     max_tokens: Annotated[
         int | None, typer.Option(metavar="N", help="Maximum number of tokens of an answer; 128 by default.")
     ] = None,

@@ -9,7 +9,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from clients.cli.options import ROUTER, TENANT, RouterOption, TenantOption
+from clients.cli.options import (
+    ROUTER,
+    TENANT,
+    AdaptersOption,
+    ModelOption,
+    RouterOption,
+    TenantOption,
+    read_adapters,
+)
 from clients.cli.terminal import err, print_json, printable, read_text
 
 if TYPE_CHECKING:
@@ -20,17 +28,9 @@ if TYPE_CHECKING:
 
 def generate(  # noqa: PLR0913, PLR0917  # one parameter a flag
     prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="The text to continue.")],
-    adapter: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--adapter",
-            "-a",
-            metavar="NAME[=WEIGHT]",
-            help="NAME, NAME@ALIAS or a full name; default: the base model. Repeat it for a sum; default WEIGHT: 1.",
-        ),
-    ] = None,
+    adapter: AdaptersOption = None,
     tenant: TenantOption = TENANT,
-    model: Annotated[str, typer.Option(metavar="NAME", help="Base model, needed if the router serves several.")] = "",
+    model: ModelOption = "",
     max_tokens: Annotated[
         int | None, typer.Option(metavar="N", help="Maximum number of tokens; 128 by default.")
     ] = None,
@@ -51,6 +51,14 @@ def generate(  # noqa: PLR0913, PLR0917  # one parameter a flag
     json_schema: Annotated[
         Path | None, typer.Option(metavar="FILE", help="The answer is JSON of the schema in FILE.")
     ] = None,
+    json_style: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="STYLE",
+            help="Of --json-schema: compact (default) or flexible whitespace; properties as in the schema, or sorted. "
+            "Repeatable.",
+        ),
+    ] = None,
     regex: Annotated[str | None, typer.Option(metavar="PATTERN", help="The whole answer matches PATTERN.")] = None,
     choices: Annotated[
         list[str] | None, typer.Option(metavar="TEXT", help="The answer is one of the TEXTs. Repeat it for each.")
@@ -68,7 +76,7 @@ def generate(  # noqa: PLR0913, PLR0917  # one parameter a flag
     from clients.cli.answer_timer import AnswerTimer
     from clients.cli.failures import explained
 
-    single, weighted = _adapters(adapter or [])
+    single, weighted = read_adapters(adapter or [])
     with explained("router", router), Client(router, tenant) as client:
         timer = AnswerTimer()
         with client.generate_stream(
@@ -83,6 +91,7 @@ def generate(  # noqa: PLR0913, PLR0917  # one parameter a flag
             seed=seed,
             stop=stop,
             json_schema=None if json_schema is None else read_text(json_schema, "--json-schema"),
+            json_style=json_style or None,
             regex=regex,
             choices=choices or None,
         ) as stream:
@@ -91,22 +100,6 @@ def generate(  # noqa: PLR0913, PLR0917  # one parameter a flag
         print_json(_as_json(generation))
     elif err().is_terminal:
         err().print(_closing_line(generation, timer), style="dim", markup=False, soft_wrap=True)
-
-
-def _adapters(given: list[str]) -> tuple[str | None, list[tuple[str, float]] | None]:
-    """Parse --adapter: a single name, or several with weights, such as `a=0.5` and `b`."""
-    if not any(given):
-        return None, None
-    if len(given) == 1 and "=" not in given[0]:
-        return given[0], None
-    pairs = []
-    for text in given:
-        name, equals, weight = text.partition("=")
-        try:
-            pairs.append((name, float(weight) if equals else 1.0))
-        except ValueError:
-            raise typer.BadParameter(f"{text}: {weight!r} is not a number", param_hint="--adapter") from None
-    return None, pairs
 
 
 def _follow(stream: GenerationStream, timer: AnswerTimer, *, quiet: bool) -> Generation:

@@ -25,8 +25,40 @@ StoreOption = Annotated[
 TenantOption = Annotated[
     str, typer.Option("--tenant", metavar="NAME", envvar="LORAPLEX_TENANT", help="Tenant that the requests are for.")
 ]
+ModelOption = Annotated[
+    str, typer.Option("--model", metavar="NAME", help="Base model, needed if the router serves several.")
+]
+AdapterOption = Annotated[
+    str,
+    typer.Option("--adapter", "-a", metavar="NAME", help="NAME, NAME@ALIAS or a full name; default: the base model."),
+]
+AdaptersOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--adapter",
+        "-a",
+        metavar="NAME[=WEIGHT]",
+        help="NAME, NAME@ALIAS or a full name; default: the base model. Repeat it for a sum; default WEIGHT: 1.",
+    ),
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 ROUTER = "127.0.0.1:50051"
 STORE = "127.0.0.1:50052"
 TENANT = "default"
+
+
+def read_adapters(given: list[str]) -> tuple[str | None, list[tuple[str, float]] | None]:
+    """Parse --adapter: a single name, or several with weights, such as `a=0.5` and `b`."""
+    if not any(given):
+        return None, None
+    if len(given) == 1 and "=" not in given[0]:
+        return given[0], None
+    pairs = []
+    for text in given:
+        name, equals, weight = text.partition("=")
+        try:
+            pairs.append((name, float(weight) if equals else 1.0))
+        except ValueError:
+            raise typer.BadParameter(f"{text}: {weight!r} is not a number", param_hint="--adapter") from None
+    return None, pairs

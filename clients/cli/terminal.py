@@ -53,6 +53,14 @@ def read_text(path: Path, flag: str) -> str:
         raise CommandError(f"{flag}: {path} is not UTF-8 text") from error
 
 
+def read_stdin() -> str:
+    """Return the text of stdin. Raises CommandError."""
+    try:
+        return sys.stdin.read()
+    except UnicodeDecodeError as error:
+        raise CommandError("stdin is not UTF-8 text") from error
+
+
 def printable(text: str) -> str:
     """Remove control characters from a model's or a server's text."""
     return text.translate(_CONTROLS)

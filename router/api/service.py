@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
-from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -22,7 +20,7 @@ from router.catalog.models import Models
 from router.generation.admission import Admission
 from router.generation.generation import Generation
 from router.generation.scoring import Scoring
-from router.request import Chat, Received, Request
+from router.request import Received, Request, Stopping
 from router.text.prompt_encoder import PromptEncoder
 from rpc.auth import tenant_of
 from rpc.errors import InvalidField
@@ -46,7 +44,6 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         self._scoring = Scoring(generation, admission, models, encoder)
         self._models = models
         self._telemetry = telemetry
-        self._encoder = encoder
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> AsyncIterator[pb.GenerateResponse]:
         """Stream the answer to a request."""
@@ -79,19 +76,18 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
         """Return the ids of a prompt, as Generate makes them."""
         tenant = tenant_of(context)
-        model = self._models.get(request.model)
-        check_prompt_size(request, model)
+        check_prompt_size(request, self._models.get(request.model))
         field, prompt = read_prompt(request)
-        context_length = model.manifest.context_length
-        options = read_prompt_options(request)
-        if options.truncate_to == 0:
-            options = replace(options, truncate_to=context_length)
-        if isinstance(prompt, Chat):
-            chat, now = model.text.chat, time.time()
-            ids = await self._encoder.encode_chat(model.text, chat, prompt, tenant, context_length, now, options)
-        else:
-            ids = await self._encoder.encode(model.text, prompt, field, tenant, context_length, options)
-        return pb.TokenizeResponse(token_ids=ids)
+        call = Request(
+            tenant,
+            prompt,
+            field,
+            model=request.model,
+            adapter=request.adapter,
+            stopping=Stopping(max_tokens=0),  # the whole context is the prompt's
+            prompt_options=read_prompt_options(request),
+        )
+        return pb.TokenizeResponse(token_ids=await self._admission.prompt_ids(call))
 
     async def CountTokens(self, request: pb.CountTokensRequest, context: Context) -> pb.CountTokensResponse:
         """Count the tokens of a prompt as Generate makes them."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import pty
@@ -104,6 +105,8 @@ def test_a_failure_leaves_nothing_else_on_stderr() -> None:
         (["generate", "hi", "--tenant", "a\tb"], ["tenant"]),
         (["generate", "hi", "--top-k", "-1"], ["sampling.top_k"]),
         (["generate", "hi", "--adapter", "a=much"], ["--adapter", "a=much", "not a number"]),
+        (["generate", "hi", "--json-style", "nice"], ["json_style", "'nice'", "compact, flexible, schema, sorted"]),
+        (["generate", "hi", "--json-style", "compact", "--json-style", "flexible"], ["json_style", "contradicts"]),
         (["generate"], ["PROMPT", "loraplex generate --help"]),
         (["generate", "hi", "--temprature", "1"], ["--temprature"]),
         (["nothing"], ["nothing", "loraplex --help"]),
@@ -159,6 +162,31 @@ def test_generate_json(run: Run, server: Any, answer: list[Any]) -> None:
     assert said["token_ids"] == [7, 8, 9]
     assert said["finish_reason"] == "stop"
     assert said["usage"] == {"prompt_tokens": 4, "cached_tokens": 2, "completion_tokens": 3}
+
+
+def test_score_and_tokens(run: Run, server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    to = ("--router", server.address, "--tenant", "acme")
+    done = run("score", "Paris is", " big", " far", "-a", "x=0.5", "-a", "y", *to)
+    assert done.stdout == "SUM\tTOKENS\tGREEDY\tTEXT\n-2.0000\t2\tno\t big\n-2.0000\t2\tno\t far\n"
+    request = server.service.requests[-1]
+    assert [(one.adapter, one.weight) for one in request.spec.adapters] == [("x", 0.5), ("y", 1.0)]
+    monkeypatch.setattr(sys, "stdin", io.StringIO(" big\n far\n near\n"))
+    answer = json.loads(run("score", "Paris is", "--json", *to).stdout)
+    assert [one.text for one in server.service.requests[-1].continuations] == [" big", " far", " near"]
+    assert answer["scores"][2] == {
+        "text": " near",
+        "token_ids": [5, 6],
+        "logprobs": [-0.5, -1.5],
+        "sum": -2.0,
+        "greedy": [True, False],
+    }
+    assert (answer["best"], answer["usage"]["prompt_tokens"]) == (0, 4)
+    assert run("tokens", "hi!", *to).stdout == "3\n"
+    assert run("tokens", "--chat", "hi", "--ids", "-a", "x", *to).stdout == "104 105\n"
+    request = server.service.requests[-1]
+    assert (request.chat.messages[0].content, request.adapter) == ("hi", "x")
+    monkeypatch.setattr(sys, "stdin", io.StringIO("ho\n"))
+    assert json.loads(run("tokens", "--json", *to).stdout) == {"tokens": 3, "token_ids": [104, 111, 10]}
 
 
 @pytest.mark.parametrize(

@@ -44,6 +44,7 @@ EVERYTHING: GenerateOptions = {
     "echo": True,
     "skip_special_tokens": False,
     "stream_interval": 4,
+    "json_style": ("flexible", "sorted"),
     "regex": "a+",
 }
 
@@ -97,6 +98,9 @@ def test_everything_finds_its_field() -> None:
         ),
         output=inference_pb2.Output(
             n=2, best_of=3, logprobs=0, prompt_logprobs=4, echo=True, skip_special_tokens=False, stream_interval=4
+        ),
+        json_style=inference_pb2.JsonStyle(
+            whitespace=inference_pb2.JSON_WHITESPACE_FLEXIBLE, property_order=inference_pb2.PROPERTY_ORDER_SORTED
         ),
         regex="a+",
         priority=-3,
@@ -191,6 +195,8 @@ def test_ids_instead_of_text() -> None:
         (None, {"messages": MESSAGES, "tool_choice": "always"}, "tool_choice"),
         (None, {"messages": MESSAGES, "tool_choice": {"type": "function"}}, "tool_choice"),
         ("a", {"tools": []}, "tools"),
+        ("a", {"json_style": "pretty"}, "json_style"),
+        ("a", {"json_style": ["schema", "sorted"]}, "json_style"),
     ],
 )
 def test_what_can_not_be_sent_names_its_field(prompt: str | None, options: Any, field: str) -> None:

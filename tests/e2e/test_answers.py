@@ -242,8 +242,13 @@ async def test_an_adapter_brings_its_own_template(cluster: Cluster, tmp_path: Pa
     (tmp_path / "adapter_model.safetensors").write_bytes(b"own")
     async with AsyncStoreClient(cluster.local.store, TENANT) as store:
         digest = (await store.push(tmp_path, "own")).revision.digest
-    answer = await cluster.client.chat([{"role": "user", "content": "Hi"}], adapter_id="own", max_new_tokens=9)
+    messages = [{"role": "user", "content": "Hi"}]
+    answer = await cluster.client.chat(messages, adapter_id="own", max_new_tokens=9)
     assert list(answer.token_ids) == expected("[Be Acme.][Hi]", digest, 9)
+    assert bytes(await cluster.client.tokenize(messages=messages, adapter_id="own")) == b"[Be Acme.][Hi]"
+    assert bytes(await cluster.client.tokenize(messages=messages)) == b"user: Hi\nassistant: "
+    with pytest.raises(NotFoundError):
+        await cluster.client.tokenize("x", adapter_id="nobody")
 
 
 async def test_scores_are_the_prompt_s_log_probabilities_behind_the_prompt(cluster: Cluster) -> None:

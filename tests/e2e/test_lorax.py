@@ -23,9 +23,9 @@ HEADERS = {"X-Loraplex-Tenant": "acme", "Authorization": "Bearer of nothing"}
 PROMPT = "What is Deep Learning?"
 
 
-def truth(digest: str, max_tokens: int, sampling: Sampling | None = None) -> list[int]:
-    prompt, stopping = list(PROMPT.encode()), Stopping(max_tokens=max_tokens)
-    return list(expected_ids(MODEL, prompt, adapter_digest=digest, sampling=sampling, stopping=stopping))
+def truth(digest: str, max_tokens: int, sampling: Sampling | None = None, prompt: str = PROMPT) -> list[int]:
+    ids, stopping = list(prompt.encode()), Stopping(max_tokens=max_tokens)
+    return list(expected_ids(MODEL, ids, adapter_digest=digest, sampling=sampling, stopping=stopping))
 
 
 def text_of(ids: list[int]) -> str:
@@ -98,9 +98,14 @@ async def async_program(address: str, digest: str) -> None:
         response = await client.generate(PROMPT, adapter_id="a", max_new_tokens=10, **parameters)
         assert response.generated_text == text_of(truth(digest, 10, sampling))
 
+    # The model reads the last tokens alone; the full text has the whole prompt.
+    cut = await client.generate(PROMPT, adapter_id="a", truncate=9, return_full_text=True)
+    assert cut.details is not None
+    assert cut.details.prompt_tokens == 9
+    assert cut.generated_text == PROMPT + text_of(truth(digest, 20, prompt=PROMPT[-9:]))
     with pytest.raises(NotFoundError):
         await client.generate(PROMPT, adapter_id="nobody")
-    for bad in ({"watermark": True}, {"truncate": 5}, {"adapter_source": "moon"}, {"top_p": 7.0}):
+    for bad in ({"watermark": True}, {"truncate": 0}, {"adapter_source": "moon"}, {"top_p": 7.0}):
         with pytest.raises(ValidationError, match=next(iter(bad))):
             await client.generate(PROMPT, **bad)
     with pytest.raises(ValidationError, match="base_url"):

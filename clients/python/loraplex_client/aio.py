@@ -186,9 +186,14 @@ class AsyncClient:
         return self.generate_stream(messages=messages, response_format=response_format, timeout_s=timeout_s, **options)
 
     async def tokenize(
-        self, prompt: str | None = None, *, messages: ChatMessages | None = None, model: str = ""
+        self,
+        prompt: str | None = None,
+        *,
+        messages: ChatMessages | None = None,
+        model: str = "",
+        adapter_id: str | None = None,
     ) -> tuple[int, ...]:
-        return await self._connection.run(calls.tokenize(prompt, messages, model))
+        return await self._connection.run(calls.tokenize(prompt, messages, model, adapter_id))
 
     async def count_tokens(self, prompt: str | None = None, **options: Unpack[GenerateOptions]) -> int:
         return await self._connection.run(scores.count_tokens(prompt, options))

@@ -66,11 +66,13 @@ class ServedModel:
     context_length: int
 
 
-def tokenize(prompt: str | None, messages: ChatMessages | None, model: str) -> Script[tuple[int, ...]]:
+def tokenize(
+    prompt: str | None, messages: ChatMessages | None, model: str, adapter_id: str | None
+) -> Script[tuple[int, ...]]:
     """Return the ids that generating from this prompt or chat would feed to the model."""
     if (prompt is None) == (messages is None):
         raise InvalidRequestError("prompt: give exactly one of prompt and messages", field="prompt")
-    request = inference_pb2.TokenizeRequest(model=model)
+    request = inference_pb2.TokenizeRequest(model=model, adapter=adapter_id or "")
     if prompt is not None:
         request.prompt = prompt
     else:

@@ -217,10 +217,18 @@ class Client:
         return self.generate_stream(messages=messages, response_format=response_format, timeout_s=timeout_s, **options)
 
     def tokenize(
-        self, prompt: str | None = None, *, messages: ChatMessages | None = None, model: str = ""
+        self,
+        prompt: str | None = None,
+        *,
+        messages: ChatMessages | None = None,
+        model: str = "",
+        adapter_id: str | None = None,
     ) -> tuple[int, ...]:
-        """Return the ids that generating from this prompt or chat would feed to the model. Raises LoraplexError."""
-        return self._connection.run(calls.tokenize(prompt, messages, model))
+        """Return the ids that generating from this prompt or chat would feed to the model. Raises LoraplexError.
+
+        A chat is rendered by the template of the adapter, where that has one.
+        """
+        return self._connection.run(calls.tokenize(prompt, messages, model, adapter_id))
 
     def count_tokens(self, prompt: str | None = None, **options: Unpack[GenerateOptions]) -> int:
         """Return the number of tokens of a prompt as `generate` with these keywords counts it. Raises LoraplexError."""

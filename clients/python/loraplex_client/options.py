@@ -10,7 +10,7 @@ from loraplex.inference.v1 import inference_pb2
 
 from loraplex_client.chat import CHAT_OPTIONS, ChatMessages, Tools, chat_of
 from loraplex_client.errors import InvalidRequestError
-from loraplex_client.response_format import schema_of
+from loraplex_client.response_format import schema_of, style_of
 
 
 class ChatOptions(TypedDict, total=False):
@@ -77,6 +77,8 @@ class ChatOptions(TypedDict, total=False):
     regex: str | None
     grammar: str | None
     choices: Sequence[str] | None
+    # how the JSON of a schema is written: `compact` or `flexible` whitespace, properties as in the `schema` or `sorted`
+    json_style: str | Sequence[str] | None
 
 
 class GenerateOptions(ChatOptions, total=False):
@@ -139,6 +141,8 @@ def generate_request(
             spec.chat.CopyFrom(chat_of(value, of_chat))
         elif name == "adapters":
             spec.adapters.extend(_weighted(value))
+        elif name == "json_style":
+            spec.json_style.CopyFrom(style_of(value))
         elif name in _PATHS:
             _place(spec, _PATHS[name], value)
         else:

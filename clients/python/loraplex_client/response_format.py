@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
+
+from loraplex.inference.v1 import inference_pb2
 
 from loraplex_client.errors import AnswerFormatError, InvalidRequestError
 from loraplex_client.generation import Generation
@@ -16,6 +18,13 @@ from loraplex_client.generation import Generation
 M = TypeVar("M")
 
 _ANY_OBJECT = {"type": "object"}
+# The words of a style, as a field of JsonStyle and its value.
+_STYLES = {
+    "compact": ("whitespace", inference_pb2.JSON_WHITESPACE_COMPACT),
+    "flexible": ("whitespace", inference_pb2.JSON_WHITESPACE_FLEXIBLE),
+    "schema": ("property_order", inference_pb2.PROPERTY_ORDER_SCHEMA),
+    "sorted": ("property_order", inference_pb2.PROPERTY_ORDER_SORTED),
+}
 
 
 def schema_of(response_format: Any) -> str:
@@ -31,6 +40,19 @@ def schema_of(response_format: Any) -> str:
     if hasattr(response_format, "model_json_schema"):
         return json.dumps(response_format.model_json_schema(), ensure_ascii=False)
     return json.dumps(_adapter_of(response_format).json_schema(), ensure_ascii=False)
+
+
+def style_of(given: str | Sequence[str]) -> inference_pb2.JsonStyle:
+    """Return the style of JSON that words stand for. Raises InvalidRequestError."""
+    style = inference_pb2.JsonStyle()
+    for word in (given,) if isinstance(given, str) else given:
+        if word not in _STYLES:
+            raise InvalidRequestError(f"json_style: {word!r} is none of {', '.join(_STYLES)}", field="json_style")
+        field, value = _STYLES[word]
+        if getattr(style, field) not in (0, value):
+            raise InvalidRequestError(f"json_style: {word!r} contradicts another word", field="json_style")
+        setattr(style, field, value)
+    return style
 
 
 def parse_answer(generation: Generation, response_format: Any) -> Generation:

@@ -26,7 +26,7 @@ from loraplex_client.lorax.types import (
 ADAPTER_SOURCES = ("hub", "local", "s3", "pbase")
 DEFAULT_TOKENS = 20
 TIMEOUT_S = 60
-_NOT_SERVED = ("truncate", "watermark", "decoder_input_details")
+_NOT_SERVED = ("watermark", "decoder_input_details")
 _REASONS = {
     End.LENGTH: FinishReason.Length,
     End.END: FinishReason.EndOfSequenceToken,

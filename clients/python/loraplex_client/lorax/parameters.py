@@ -21,6 +21,11 @@ def options_of(given: Mapping[str, Any], adapter_id: str | None, most: int) -> G
     }
     options |= {"adapter_id": adapter_id, "max_new_tokens": most, "stop": list(given.get("stop_sequences", ()))}
     options |= {"ignore_eos": given.get("ignore_eos_token"), "logprobs": given.get("return_k_alternatives", 0)}
+    if "truncate" in given:
+        # 0 means to Loraplex: to what the context leaves.
+        if not isinstance(given["truncate"], int) or given["truncate"] < 1:
+            raise InvalidRequestError("truncate: must be at least 1", field="truncate")
+        options["truncate_prompt_tokens"] = given["truncate"]
     if given.get("merged_adapters") is not None:
         if adapter_id is not None:
             raise InvalidRequestError("merged_adapters: give either this or adapter_id", field="merged_adapters")

@@ -19,7 +19,7 @@ class Parameters(TypedDict, total=False):
     repetition_penalty: float | None
     frequency_penalty: float | None
     presence_penalty: float | None
-    # Puts the prompt in front of the text.
+    # Puts the whole prompt in front of the text, also where `truncate` cuts it.
     return_full_text: bool
     seed: int | None
     stop_sequences: Sequence[str] | None
@@ -35,8 +35,9 @@ class Parameters(TypedDict, total=False):
     response_format: ResponseFormat | Mapping[str, Any] | None
     # Instead of adapter_id, as MergedAdapters or a mapping of its fields.
     merged_adapters: MergedAdapters | Mapping[str, Any] | None
-    # Refused, unless the value asks for nothing.
+    # Cuts a longer prompt from the left to so many tokens.
     truncate: int | None
+    # Refused, unless the value asks for nothing.
     watermark: bool
     decoder_input_details: bool
 
