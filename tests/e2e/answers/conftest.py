@@ -1,0 +1,32 @@
+"""The cluster that the tests of this folder share; each leaves it idle."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+import pytest
+import pytest_asyncio
+
+from tests.e2e.conftest import Cluster, running_cluster, write_hash_adapters
+from worker.engine.hash_tokens import expected_ids
+from worker.engine_api import Sampling, Stopping
+
+Eventually = Callable[[Callable[[], Awaitable[bool]]], Awaitable[None]]
+MODEL = "hash:?vocab=32000&seed=1&step_ms=5"
+
+
+@pytest_asyncio.fixture(scope="package", loop_scope="package")
+async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cluster]:
+    """Two workers and the adapters a, b and c."""
+    directory = tmp_path_factory.mktemp("answers")
+    adapters = write_hash_adapters(directory / "adapters")
+    async with running_cluster(directory / "cluster", MODEL, adapters, workers=2) as running:
+        yield running
+
+
+def expected(prompt: str, digest: str, max_tokens: int, sampling: Sampling | None = None) -> list[int]:
+    """Return the ids that the engine computes."""
+    ids = expected_ids(
+        MODEL, list(prompt.encode()), adapter_digest=digest, sampling=sampling, stopping=Stopping(max_tokens=max_tokens)
+    )
+    return list(ids)
