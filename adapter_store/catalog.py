@@ -164,8 +164,11 @@ def _check(row: sqlite3.Row | None, name: AdapterName, base_model: str, etag: st
 
 
 def _check_base(rows: sqlite3.Connection, new: NewRevision) -> None:
-    row = rows.execute("SELECT digest FROM base_models WHERE name = ?", (new.base_model,)).fetchone()
-    if row is None or row["digest"] != new.base_digest:
+    row = rows.execute(
+        "SELECT digest, json_extract(manifest, '$.original_digest') AS original FROM base_models WHERE name = ?",
+        (new.base_model,),
+    ).fetchone()
+    if row is None or (row["original"] or row["digest"]) != new.base_digest:
         raise Aborted(f"base model {new.base_model} was replaced during the upload; upload again")
 
 

@@ -78,6 +78,8 @@ def base_to_pb(base: Base) -> pb.BaseModel:
         tasks=manifest.tasks,
         labels=manifest.labels,
         pooling=manifest.pooling,
+        quantization=manifest.quantization,
+        original_digest=manifest.original_digest,
     )
 
 
@@ -89,6 +91,10 @@ def base_from_pb(model: pb.BaseModel) -> BaseModel:
         check_base_name(model.name)
     if not is_digest(model.digest):
         raise InvalidField("model.digest", f"{model.digest!r} is not sha256: and 64 lower-case hexadecimal digits")
+    if model.original_digest and not is_digest(model.original_digest):
+        raise InvalidField("model.original_digest", f"{model.original_digest!r} is not a digest")
+    if not re.fullmatch(r"[a-z0-9+-]{0,64}", model.quantization):
+        raise InvalidField("model.quantization", f"{model.quantization!r} is not a scheme such as int8")
     if not re.fullmatch(r"[a-z0-9_-]{1,64}", model.architecture):
         raise InvalidField("model.architecture", f"{model.architecture!r} is not a model_type such as llama")
     for field in ("context_length", "vocab_size"):
@@ -112,6 +118,8 @@ def base_from_pb(model: pb.BaseModel) -> BaseModel:
         tasks=tuple(model.tasks),
         labels=tuple(model.labels),
         pooling=model.pooling,
+        quantization=model.quantization,
+        original_digest=model.original_digest,
     )
 
 

@@ -118,7 +118,7 @@ class Receiver:
         return NewRevision(
             name=RevisionName(header.name.tenant, header.name.adapter, digest),
             base_model=base.name,
-            base_digest=base.digest,
+            base_digest=base.adapted_digest,
             rank=rank,
             config=blobs[CONFIG_FILE],
             weights=blobs[WEIGHTS_FILE],

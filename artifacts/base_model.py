@@ -2,29 +2,28 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from artifacts.base_modules import LinearWeight, linear_weights
 from artifacts.checkpoint import Checkpoint, read_checkpoint, read_small_file
 from artifacts.digests import sha256_json
 from artifacts.encoders import ENCODERS, EncoderFamily, adaptable_name, check_encoder, has_head, label_names
 from artifacts.errors import ArtifactError
-from artifacts.families import FAMILIES, HEAD, HEAD_WEIGHTS, Family, is_embedding, is_head, is_inner
+from artifacts.families import FAMILIES, HEAD, is_embedding, is_head, is_inner
 from artifacts.hash_model import is_hash_spec, parse_hash_model
 from artifacts.json_object import parse_object
 from artifacts.kv_shape import config_count
 from artifacts.names import check_base_name
 from artifacts.pooling import read_pooling
+from artifacts.quantization import Quantization, parse_quantization, quantized_digest
+from artifacts.quantized_checkpoint import StoredScheme, stored_scheme, stored_weights
 
 HASH_ARCHITECTURE = "hash"
 HASH_LABELS = ("LABEL_0", "LABEL_1")
 TASKS = ("generate", "embed", "classify")
-_POSITIONS = ("embed_positions", "wpe")
-_ROUTERS = ("gate", "router", "router.layer")
-_LAYER_NUMBER = re.compile(r"\.(?:layers|h)\.(\d+)\.")
 _CONFIG = "config.json"
 _GENERATION = "generation_config.json"
 _SMALL_FILES = (
@@ -56,6 +55,9 @@ class BaseModel:
 
     `labels` are those of its own classifier. `pooling` makes one vector of its hidden states where a request does not
     say how. Manifests of older versions have no `tasks`: these models generate.
+
+    A quantized model has its own digest, the scheme's name, and the digest of the model that it was made of, where that
+    is known.
     """
 
     name: str
@@ -69,19 +71,28 @@ class BaseModel:
     tasks: tuple[str, ...] = ()
     labels: tuple[str, ...] = ()
     pooling: str = ""
+    quantization: str = ""
+    original_digest: str = ""
 
     def serves(self, task: str) -> bool:
         """Tell whether the model alone does a task: "generate", "embed" or "classify"."""
         return task in (self.tasks or ("generate",))
 
+    @property
+    def adapted_digest(self) -> str:
+        """Return the digest that adapters are bound to: adapters of the original are valid for what was made of it."""
+        return self.original_digest or self.digest
 
-def read_base_model(path_or_spec: str, name: str = "") -> BaseModel:
+
+def read_base_model(path_or_spec: str, name: str = "", quantize: str = "") -> BaseModel:
     """Read the manifest of a transformers directory or of a `hash:?...` spec.
 
-    The name defaults to the directory's, or to `hash`. Of the weights only headers and samples are read. Raises
-    ArtifactError.
+    The name defaults to the directory's, or to `hash`. `quantize` names the scheme in which workers load the weights.
+    Of the weights only headers and samples are read. Raises ArtifactError.
     """
     if is_hash_spec(path_or_spec):
+        if quantize:
+            raise ArtifactError("--quantize", f"{quantize}: a hash model has no weights")
         model = parse_hash_model(path_or_spec)
         return BaseModel(
             name=check_base_name(name or HASH_ARCHITECTURE),
@@ -98,10 +109,10 @@ def read_base_model(path_or_spec: str, name: str = "") -> BaseModel:
     directory = Path(path_or_spec)
     if not directory.is_dir():
         raise ArtifactError("model", f"{path_or_spec} is not a directory")
-    return _read_directory(directory, check_base_name(name or directory.resolve().name))
+    return _read_directory(directory, check_base_name(name or directory.resolve().name), parse_quantization(quantize))
 
 
-def _read_directory(directory: Path, name: str) -> BaseModel:
+def _read_directory(directory: Path, name: str, quantize: Quantization | None) -> BaseModel:
     if not (directory / _CONFIG).is_file():
         raise ArtifactError("model", f"{directory} has no {_CONFIG}, so it is not a transformers model")
     files = {small: read_small_file(directory / small) for small in _SMALL_FILES if (directory / small).is_file()}
@@ -110,13 +121,16 @@ def _read_directory(directory: Path, name: str) -> BaseModel:
     if not isinstance(model_type, str) or model_type not in FAMILIES | ENCODERS:
         supported = ", ".join(sorted(FAMILIES | ENCODERS))
         raise ArtifactError(_CONFIG, f"model_type {model_type!r} is not supported, only {supported}")
-    if config.get("quantization_config"):
-        raise ArtifactError(_CONFIG, "quantization_config: quantized checkpoints are not supported")
+    scheme = _check_scheme(stored_scheme(config), quantize, model_type)
     checkpoint, pooling = read_checkpoint(directory), read_pooling(directory)
     fingerprint = {"config": config, "tensors": checkpoint.fingerprint()}
+    own_digest = sha256_json(fingerprint | ({"pooling": pooling} if pooling else {}))
+    digest, original = own_digest, scheme.original if scheme else ""
+    if scheme is None and quantize is not None:
+        digest, original = quantized_digest(own_digest, quantize), own_digest
     manifest = BaseModel(
         name=name,
-        digest=sha256_json(fingerprint | ({"pooling": pooling} if pooling else {})),
+        digest=digest,
         architecture=model_type,
         context_length=config_count(config, "max_position_embeddings"),
         vocab_size=config_count(config, "vocab_size"),
@@ -124,16 +138,27 @@ def _read_directory(directory: Path, name: str) -> BaseModel:
         modules=(),
         files=files,
         pooling=pooling,
+        quantization=str((scheme.quantization if scheme else quantize) or ""),
+        original_digest=original,
     )
     if model_type in ENCODERS:
         return _read_encoder(manifest, config, checkpoint, ENCODERS[model_type])
     return replace(
         manifest,
         end_token_ids=_end_token_ids(config, files),
-        modules=_modules(checkpoint, FAMILIES[model_type], config_count(config, "num_hidden_layers")),
+        modules=_modules(linear_weights(config, checkpoint, stored_weights(scheme, checkpoint)), quantize),
         tasks=("generate", "embed"),
         pooling=pooling or "last",
     )
+
+
+def _check_scheme(scheme: StoredScheme | None, quantize: Quantization | None, model_type: str) -> StoredScheme | None:
+    """Return a checkpoint's own scheme. Raises ArtifactError for one that is not served, or not the one wanted."""
+    if scheme is not None and model_type in ENCODERS:
+        raise ArtifactError(_CONFIG, "quantization_config: encoders are read unquantized; use the original model")
+    if scheme is not None and quantize is not None and scheme.quantization != quantize:
+        raise ArtifactError("--quantize", f"{quantize}: the model is quantized already, in {scheme.quantization}")
+    return scheme
 
 
 def _read_encoder(
@@ -161,36 +186,19 @@ def _read_encoder(
     )
 
 
-def _modules(checkpoint: Checkpoint, family: Family, layers: int) -> tuple[ModuleShape, ...]:
+def _modules(weights: Mapping[str, LinearWeight], quantize: Quantization | None) -> tuple[ModuleShape, ...]:
     """Return the modules that adapters can change, under the names that they have once transformers has loaded them."""
-    found = []
-    has_prefix = any(name.startswith(f"{family.prefix}.") for name in checkpoint.tensors)
-    for tensor_name, (_, tensor) in checkpoint.tensors.items():
-        name = HEAD if tensor_name in HEAD_WEIGHTS else tensor_name.removesuffix(".weight")
-        if name == tensor_name or len(tensor.shape) != 2 or not _is_linear(name, family, layers):
-            continue
-        as_stored = is_embedding(name) or (family.input_first and not is_head(name))
-        shape = tensor.shape if as_stored else tensor.shape[::-1]
-        found.append(ModuleShape(name if has_prefix or is_head(name) else f"{family.prefix}.{name}", *shape))
+    found = [ModuleShape(name, weight.in_features, weight.out_features) for name, weight in weights.items()]
     if not any(is_inner(module.name) for module in found):
         raise ArtifactError("model", "has no linear layers that adapters could change")
+    if quantize is not None and quantize.bits == 4:
+        for module in found:
+            if is_inner(module.name) and module.in_features % 2:
+                raise ArtifactError("--quantize", f"{quantize}: {module.name} has an odd number of columns; use int8")
     if not any(is_head(module.name) for module in found):  # the head shares the embeddings' weight
         embeddings = [module for module in found if is_embedding(module.name)]
         found += [ModuleShape(HEAD, module.out_features, module.in_features) for module in embeddings]
     return tuple(sorted(found))
-
-
-def _is_linear(name: str, family: Family, layers: int) -> bool:
-    last = name.rpartition(".")[2]
-    # Norms of queries and keys may have a weight for each head.
-    if last in _POSITIONS or last.endswith("norm"):
-        return False
-    # Layers for predicting several tokens at once, which transformers leaves in the file.
-    number = _LAYER_NUMBER.search(f".{name}.")
-    if "mtp" in name or (number and int(number[1]) >= layers):
-        return False
-    # transformers joins the experts of a layer to tensors with three dimensions, and its routers are no linear layers.
-    return not (family.experts and (".experts." in name or name.endswith(tuple(f".{router}" for router in _ROUTERS))))
 
 
 def _end_token_ids(config: dict[str, Any], files: Mapping[str, bytes]) -> tuple[int, ...]:

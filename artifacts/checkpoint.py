@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from artifacts.errors import ArtifactError
 from artifacts.json_object import parse_object
 from artifacts.safetensors_header import TensorInfo, read_header
@@ -17,6 +19,9 @@ _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 # Size in bytes of each of the three samples of a tensor.
 _SAMPLE_BYTES = 4096
+# The dtypes of integers, and the maximum bytes of a tensor that is read whole.
+_INTEGERS = {"I32": "<i4", "I64": "<i8"}
+_SMALL_TENSOR_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +49,20 @@ class Checkpoint:
             [name, tensor.dtype, list(tensor.shape), tensor.end - tensor.start, samples[name]]
             for name, (_, tensor) in sorted(self.tensors.items())
         ]
+
+    def integers(self, name: str) -> tuple[int, ...]:
+        """Return the numbers of a small tensor of integers. Raises ArtifactError naming it."""
+        if name not in self.tensors:
+            raise ArtifactError("model", f"tensor {name} is missing")
+        path, tensor = self.tensors[name]
+        if tensor.dtype not in _INTEGERS or tensor.end - tensor.start > _SMALL_TENSOR_BYTES:
+            raise ArtifactError("model", f"tensor {name} is {tensor.dtype} {list(tensor.shape)}, not a few integers")
+        try:
+            with open(path, "rb") as file:
+                data = os.pread(file.fileno(), tensor.end - tensor.start, tensor.start)
+        except OSError as error:
+            raise ArtifactError(path.name, f"cannot be read: {error.strerror}") from error
+        return tuple(np.frombuffer(data, _INTEGERS[tensor.dtype]).tolist())
 
 
 def read_checkpoint(directory: Path) -> Checkpoint:

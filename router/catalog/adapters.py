@@ -60,6 +60,6 @@ async def _weighted_set(
 
 
 def _checked(resolved: ResolvedAdapter, model: Manifest) -> AdapterRef:
-    if resolved.base_digest != model.digest:
+    if resolved.base_digest != (model.original_digest or model.digest):
         raise Mismatch(resolved.ref.revision, f"made for another base model than {model.name}", reason="WRONG_BASE")
     return resolved.ref

@@ -42,7 +42,10 @@ class ResolvedAdapter:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """A base model as the store has it. `files` are the small files, by name."""
+    """A base model as the store has it. `files` are the small files, by name.
+
+    A quantized model may have the digest of its original, whose adapters are valid for it.
+    """
 
     name: str
     digest: str
@@ -50,6 +53,7 @@ class Manifest:
     context_length: int
     vocab_size: int
     files: dict[str, bytes]
+    original_digest: str = ""
 
 
 class StoreClient:
@@ -146,6 +150,7 @@ class StoreClient:
             model.context_length,
             model.vocab_size,
             {file: bytes(data) for file, data in files.items()},
+            model.original_digest,
         )
 
     def _translate(self, error: grpc.aio.AioRpcError, kind: str, name: str) -> CallError:

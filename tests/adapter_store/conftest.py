@@ -56,6 +56,8 @@ class Client:
             tasks=base.tasks,
             labels=base.labels,
             pooling=base.pooling,
+            quantization=base.quantization,
+            original_digest=base.original_digest,
         )
         parts = [pb.RegisterBaseModelRequest(model=model, replace=replace)]
         parts += [pb.RegisterBaseModelRequest(chunk=part) for part in chunks(base.files)]

@@ -188,3 +188,25 @@ async def test_files_together_have_a_limit(client: Client, hash_base: BaseModel,
     with pytest.raises(grpc.aio.AioRpcError, match="all files together are larger than the 67108864 bytes"):
         await client.register(dataclasses.replace(hash_base, files=files))
     await uploads_gone()
+
+
+async def test_adapters_stay_valid_where_a_quantized_model_replaces_its_original(
+    client: Client, tiny_base: BaseModel, adapter_files: Callable[..., dict[str, bytes]]
+) -> None:
+    await client.register(tiny_base)
+    before = (await client.upload("before", adapter_files(), alias="live")).revision
+    quantized = dataclasses.replace(
+        tiny_base, digest="sha256:" + "2" * 64, quantization="int8", original_digest=tiny_base.digest
+    )
+    model = await client.register(quantized, replace=True)
+    assert (model.quantization, model.original_digest) == ("int8", tiny_base.digest)
+    after = (await client.upload("after", adapter_files(), alias="live")).revision
+    assert before.base_digest == after.base_digest == tiny_base.digest
+
+
+@pytest.mark.parametrize("changes", [{"original_digest": "sha256:12"}, {"quantization": "int 8"}])
+async def test_bad_fields_of_a_quantized_model_are_refused(
+    client: Client, tiny_base: BaseModel, changes: dict[str, Any]
+) -> None:
+    with pytest.raises(grpc.aio.AioRpcError, match=f"model.{next(iter(changes))}"):
+        await client.register(dataclasses.replace(tiny_base, **changes))

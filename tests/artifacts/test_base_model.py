@@ -91,7 +91,7 @@ def test_bad_indexes_are_refused(model_directory: Path, tensors: dict[str, np.nd
         ({"model_type": "bloom"}, "config.json: model_type 'bloom' is not supported, only apertus, "),
         ({"model_type": None}, "model_type None is not supported"),
         ({"model_type": ["llama"]}, "is not supported"),
-        ({"quantization_config": {"bits": 4}}, "quantized checkpoints are not supported"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config.quant_method: None is not read"),
         ({"max_position_embeddings": None}, "max_position_embeddings is None"),
         ({"vocab_size": "32"}, "vocab_size is '32'"),
         ({"eos_token_id": "</s>"}, "eos_token_id is not a token id"),

@@ -85,6 +85,9 @@ class BaseModel:
     labels: tuple[str, ...] = ()
     # How hidden states become one vector where a request does not say: cls, mean or last.
     pooling: str = ""
+    # The scheme of the weights, such as int8, and the digest of the model whose adapters are valid for this one.
+    quantization: str = ""
+    original_digest: str = ""
 
 
 def adapter_of(message: adapters_pb2.Adapter) -> Adapter:
@@ -127,6 +130,8 @@ def model_of(message: adapters_pb2.BaseModel) -> BaseModel:
         tasks=tuple(message.tasks),
         labels=tuple(message.labels),
         pooling=message.pooling,
+        quantization=message.quantization,
+        original_digest=message.original_digest,
     )
 
 
@@ -146,6 +151,8 @@ def model_message(model: BaseModel) -> adapters_pb2.BaseModel:
         tasks=model.tasks,
         labels=model.labels,
         pooling=model.pooling,
+        quantization=model.quantization,
+        original_digest=model.original_digest,
     )
 
 

@@ -1,0 +1,77 @@
+"""The linear layers, token embeddings and output head of a checkpoint, by the names of their weights' tensors."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from artifacts.checkpoint import Checkpoint
+from artifacts.errors import ArtifactError
+from artifacts.families import FAMILIES, HEAD, HEAD_WEIGHTS, Family, is_embedding, is_head
+from artifacts.kv_shape import config_count
+from artifacts.quantized_checkpoint import StoredWeight
+
+_POSITIONS = ("embed_positions", "wpe")
+_ROUTERS = ("gate", "router", "router.layer")
+_LAYER_NUMBER = re.compile(r"\.(?:layers|h)\.(\d+)\.")
+
+
+@dataclass(frozen=True, slots=True)
+class LinearWeight:
+    """The weight of a module that adapters can change. Token embeddings have the vocabulary as in_features.
+
+    `tensor` is its name in the checkpoint; `input_first` says that the tensor is stored as (in_features, out_features).
+    A quantized weight has `stored`, and `tensor` is the name that the float tensor would have.
+    """
+
+    tensor: str
+    in_features: int
+    out_features: int
+    input_first: bool = False
+    stored: StoredWeight | None = None
+
+
+def linear_weights(
+    config: Mapping[str, Any], checkpoint: Checkpoint, stored: Mapping[str, StoredWeight]
+) -> dict[str, LinearWeight]:
+    """Return the weights by the names that their modules have once transformers has loaded them.
+
+    `config` is that of a served family. Raises ArtifactError for a quantized weight of another layer.
+    """
+    family, layers = FAMILIES[config["model_type"]], config_count(config, "num_hidden_layers")
+    shapes = {name: info.shape for name, (_, info) in checkpoint.tensors.items()}
+    shapes |= {name: (weight.out_features, weight.in_features) for name, weight in stored.items()}
+    has_prefix = any(name.startswith(f"{family.prefix}.") for name in shapes)
+    found = {}
+    for tensor, shape in shapes.items():
+        name = HEAD if tensor in HEAD_WEIGHTS else tensor.removesuffix(".weight")
+        if name == tensor or len(shape) != 2 or not _is_linear(name, family, layers):
+            if tensor in stored and not _is_left_out(name, layers):
+                raise ArtifactError(
+                    "model", f"{name} is quantized, which is served for linear layers alone, no experts"
+                )
+            continue
+        whole = name if has_prefix or is_head(name) else f"{family.prefix}.{name}"
+        input_first = tensor not in stored and (is_embedding(name) or (family.input_first and not is_head(name)))
+        # The rows of embeddings are tokens, in both kinds of checkpoint.
+        rows_in = input_first or is_embedding(name)
+        in_features, out_features = shape if rows_in else shape[::-1]
+        found[whole] = LinearWeight(tensor, in_features, out_features, input_first, stored.get(tensor))
+    return found
+
+
+def _is_linear(name: str, family: Family, layers: int) -> bool:
+    last = name.rpartition(".")[2]
+    # Norms of queries and keys may have a weight for each head.
+    if last in _POSITIONS or last.endswith("norm") or _is_left_out(name, layers):
+        return False
+    # transformers joins the experts of a layer to tensors with three dimensions, and its routers are no linear layers.
+    return not (family.experts and (".experts." in name or name.endswith(tuple(f".{router}" for router in _ROUTERS))))
+
+
+def _is_left_out(name: str, layers: int) -> bool:
+    """Tell whether a module predicts several tokens at once: transformers leaves these in the file."""
+    number = _LAYER_NUMBER.search(f".{name}.")
+    return "mtp" in name or bool(number and int(number[1]) >= layers)

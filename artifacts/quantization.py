@@ -1,0 +1,98 @@
+"""The schemes of quantized weights: their names on command lines, their sizes, and the digest of a quantized base.
+
+    int8              a scale for each output          int4, int4-64, int4-32   scale and zero for 128, 64 or 32 columns
+    int8-zero-point   a scale and a zero for each      fp8                      8 bits of floating point, on CUDA
+
+The inner linear layers are quantized; with `+embeddings`, as in `int8+embeddings`, so are token embeddings and output
+head.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from artifacts.digests import sha256_json
+from artifacts.errors import ArtifactError
+
+FLAG_HELP = (
+    "int8, int8-zero-point, int4, int4-64, int4-32 or fp8 (CUDA); +embeddings: these too; empty: as the files are"
+)
+_EMBEDDINGS = "+embeddings"
+# Bytes of a scale, and of a zero point.
+_SCALE_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Quantization:
+    """A scheme of weights. `group` is the number of columns that share a scale; 0: all columns of an output do."""
+
+    bits: int
+    symmetric: bool
+    group: int = 0
+    floating: bool = False
+    embeddings: bool = False
+
+    def __str__(self) -> str:
+        """Return the scheme's name, as on command lines; a checkpoint may have one that has no name there."""
+        name = "fp8" if self.floating else f"int{self.bits}"
+        if self.bits == 8 and not self.symmetric:
+            name += "-zero-point"
+        if self.bits == 4 and self.symmetric:
+            name += "-symmetric"
+        if self.group != (128 if self.bits == 4 else 0):
+            name += f"-{self.group or 'channel'}"
+        return name + (_EMBEDDINGS if self.embeddings else "")
+
+    def canonical(self) -> dict[str, Any]:
+        """Return the scheme as JSON for digests."""
+        return {
+            "bits": self.bits,
+            "symmetric": self.symmetric,
+            "group": self.group,
+            "floating": self.floating,
+            "embeddings": self.embeddings,
+        }
+
+    def groups(self, in_features: int) -> int:
+        """Return the number of scales of an output; the last group may be shorter."""
+        return -(-in_features // self.group) if self.group else 1
+
+    def weight_bytes(self, out_features: int, in_features: int) -> int:
+        """Return the bytes that a weight takes in memory."""
+        scales = out_features * self.groups(in_features) * _SCALE_BYTES
+        return out_features * in_features * self.bits // 8 + scales * (1 if self.symmetric else 2)
+
+
+_SCHEMES = {
+    "int8": Quantization(8, symmetric=True),
+    "int8-zero-point": Quantization(8, symmetric=False),
+    "int4": Quantization(4, symmetric=False, group=128),
+    "int4-64": Quantization(4, symmetric=False, group=64),
+    "int4-32": Quantization(4, symmetric=False, group=32),
+    "fp8": Quantization(8, symmetric=True, floating=True),
+}
+
+
+def parse_quantization(text: str, field: str = "--quantize") -> Quantization | None:
+    """Parse a scheme's name; an empty one is None. Raises ArtifactError with the field."""
+    if not text:
+        return None
+    scheme = _SCHEMES.get(text.removesuffix(_EMBEDDINGS))
+    if scheme is None:
+        raise ArtifactError(field, f"{text!r} is not one of {', '.join(_SCHEMES)}, each also with {_EMBEDDINGS}")
+    if not text.endswith(_EMBEDDINGS):
+        return scheme
+    return Quantization(scheme.bits, scheme.symmetric, scheme.group, scheme.floating, embeddings=True)
+
+
+def check_device(text: str, device: str, field: str = "--quantize") -> None:
+    """Check that a device computes with a scheme. Raises ArtifactError with the field."""
+    scheme = parse_quantization(text, field)
+    if scheme is not None and scheme.floating and device.partition(":")[0] != "cuda":
+        raise ArtifactError(field, f"{text} needs a CUDA device (--device cuda); on the CPU use int8")
+
+
+def quantized_digest(original: str, scheme: Quantization) -> str:
+    """Return the digest of the base model that quantizing the original makes."""
+    return sha256_json({"original": original, "quantization": scheme.canonical()})

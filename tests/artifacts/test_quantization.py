@@ -1,0 +1,83 @@
+"""The schemes' names, sizes and digests. Checkpoints that come quantized are read in tests/worker/engine/quantized/."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from artifacts.base_model import read_base_model
+from artifacts.errors import ArtifactError
+from artifacts.quantization import check_device, parse_quantization, quantized_digest
+
+NAMES = ("int8", "int8-zero-point", "int4", "int4-64", "int4-32", "fp8")
+
+
+@pytest.mark.parametrize("name", [*NAMES, *(f"{name}+embeddings" for name in NAMES)])
+def test_names_read_back_what_they_print(name: str) -> None:
+    scheme = parse_quantization(name)
+    assert str(scheme) == name
+    assert scheme is not None
+    assert scheme.embeddings == name.endswith("+embeddings")
+
+
+@pytest.mark.parametrize("name", ["int2", "int4-", "int8+embeddings+embeddings", "+embeddings", "INT8"])
+def test_other_names_are_refused(name: str) -> None:
+    with pytest.raises(ArtifactError, match=r"^--quantize: '.*' is not one of int8, int8-zero-point, int4, "):
+        parse_quantization(name)
+    assert parse_quantization("") is None
+
+
+def test_fp8_needs_cuda() -> None:
+    check_device("fp8", "cuda:1")
+    check_device("int4", "cpu")
+    with pytest.raises(ArtifactError, match="fp8 needs a CUDA device"):
+        check_device("fp8", "cpu")
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("int8", 6 * 300 + 6 * 4),
+        ("int8-zero-point", 6 * 300 + 6 * 8),
+        ("int4", 6 * 150 + 6 * 3 * 8),
+        ("int4-32", 6 * 150 + 6 * 10 * 8),
+        ("fp8", 6 * 300 + 6 * 4),
+    ],
+)
+def test_the_bytes_of_a_weight(name: str, expected: int) -> None:
+    scheme = parse_quantization(name)
+    assert scheme is not None
+    assert scheme.weight_bytes(6, 300) == expected
+
+
+def test_a_quantized_base_has_a_digest_of_its_own_and_its_originals_adapters(model_directory: Path) -> None:
+    original = read_base_model(str(model_directory))
+    assert (original.quantization, original.original_digest, original.adapted_digest) == ("", "", original.digest)
+    digests = {original.digest}
+    for name in (*NAMES, "int8+embeddings"):
+        base = read_base_model(str(model_directory), quantize=name)
+        scheme = parse_quantization(name)
+        assert scheme is not None
+        assert base.digest == quantized_digest(original.digest, scheme)
+        assert (base.quantization, base.original_digest, base.adapted_digest) == (name, *[original.digest] * 2)
+        assert base.modules == original.modules
+        digests.add(base.digest)
+    assert len(digests) == len(NAMES) + 2
+
+
+def test_what_has_no_weights_of_that_kind_is_refused(
+    model_directory: Path, tensors: dict[str, Any], change_json: Callable[..., None]
+) -> None:
+    import numpy as np
+    from safetensors.numpy import save_file
+
+    with pytest.raises(ArtifactError, match="--quantize: int8: a hash model has no weights"):
+        read_base_model("hash:?", quantize="int8")
+    tensors["model.layers.0.self_attn.q_proj.weight"] = np.zeros((8, 7), np.float32)
+    save_file(tensors, model_directory / "model.safetensors")
+    with pytest.raises(ArtifactError, match=r"int4: model\.layers\.0\.self_attn\.q_proj has an odd number of columns"):
+        read_base_model(str(model_directory), quantize="int4")
+    assert read_base_model(str(model_directory), quantize="int8").quantization == "int8"
