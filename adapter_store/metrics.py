@@ -11,6 +11,7 @@ class StoreMetrics(Meters):
     def __init__(self) -> None:
         super().__init__()
         self.calls = self.rpc_calls()
+        self.refused = self.refused_callers()
         self.sent = self.counter("store_sent_bytes", "Bytes of files that were sent.")
         self.received = self.counter("store_received_bytes", "Bytes of files that came.")
         self.published = self.counter("store_revisions_published", "Revisions that were uploaded and kept.")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
@@ -33,6 +33,7 @@ from artifacts.names import (
 )
 from artifacts.revision import CONFIG_FILE
 from rpc.errors import CallError, Exhausted, InvalidField, NotFound
+from rpc.identity.principal import calling_tenant
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +42,7 @@ _NEWEST = 2**63 - 1
 
 
 class AdapterService(pb_grpc.AdapterServiceServicer):
-    """Methods of the store. `tenant_of` returns the tenant of a call, or raises Unauthenticated."""
+    """Methods of the store."""
 
     def __init__(
         self,
@@ -49,7 +50,6 @@ class AdapterService(pb_grpc.AdapterServiceServicer):
         bases: BaseModels,
         receiver: Receiver,
         deleted: DeletedRevisions,
-        tenant_of: Callable[[Context], str],
         metrics: StoreMetrics,
     ) -> None:
         self._metrics = metrics
@@ -57,13 +57,12 @@ class AdapterService(pb_grpc.AdapterServiceServicer):
         self._bases = bases
         self._receiver = receiver
         self._deleted = deleted
-        self._tenant_of = tenant_of
 
     async def UploadRevision(
         self, request_iterator: AsyncIterator[pb.UploadRevisionRequest], context: Context
     ) -> pb.UploadRevisionResponse:
         """Keep a revision if all of it is valid, and move its alias."""
-        revision = self._receiver.revision(request_iterator, self._tenant_of(context))
+        revision = self._receiver.revision(request_iterator, calling_tenant())
         async with self._making_room(), revision as (new, upload):
             self._metrics.received.inc(sum(upload.sizes.values()))
             adapter, published, created = await asyncio.to_thread(self._catalog.publish, new, upload)
@@ -77,14 +76,14 @@ class AdapterService(pb_grpc.AdapterServiceServicer):
         self, request_iterator: AsyncIterator[pb.ValidateAdapterRequest], context: Context
     ) -> pb.ValidateAdapterResponse:
         """Check a revision as UploadRevision does, and keep nothing."""
-        async with self._receiver.revision(request_iterator, self._tenant_of(context)) as (new, _):
+        async with self._receiver.revision(request_iterator, calling_tenant()) as (new, _):
             return pb.ValidateAdapterResponse(revision=revision_to_pb(new))
 
     async def DownloadRevision(
         self, request: pb.DownloadRevisionRequest, context: Context
     ) -> AsyncIterator[pb.DownloadRevisionResponse]:
         """Send a revision, then its files; DATA_LOSS before the last piece of a damaged file."""
-        tenant = self._tenant_of(context)
+        tenant = calling_tenant()
         with refusals("name"):
             name = parse_revision_name(request.name)
         if not _may_use(name.adapter_name, tenant):
@@ -99,7 +98,7 @@ class AdapterService(pb_grpc.AdapterServiceServicer):
 
     async def GetAdapter(self, request: pb.GetAdapterRequest, context: Context) -> pb.GetAdapterResponse:
         """Return the adapter and the revision that a name means now."""
-        tenant = self._tenant_of(context)
+        tenant = calling_tenant()
         with refusals("name"):
             reference = parse_reference(request.name, tenant)
         if not all(_may_use(name, tenant) for name in reference.candidates):
@@ -109,7 +108,7 @@ class AdapterService(pb_grpc.AdapterServiceServicer):
 
     async def ListAdapters(self, request: pb.ListAdaptersRequest, context: Context) -> pb.ListAdaptersResponse:
         """Return a page of the adapters that the caller may use, in order of name."""
-        tenants = _listed_tenants(request.parent, self._tenant_of(context))
+        tenants = _listed_tenants(request.parent, calling_tenant())
         size = page_size(request.page_size)
         after = decode_token(request.page_token, first=("", ""))
         found = await asyncio.to_thread(self._catalog.list_adapters, tenants, (after[0], after[1]), size + 1)
@@ -122,7 +121,7 @@ class AdapterService(pb_grpc.AdapterServiceServicer):
 
     async def DeleteAdapter(self, request: pb.DeleteAdapterRequest, context: Context) -> pb.DeleteAdapterResponse:
         """Delete an adapter with its revisions, whose files can be downloaded by digest for a while."""
-        name = self._own("name", request.name, context)
+        name = self._own("name", request.name)
         async with self._making_room():
             await asyncio.to_thread(self._catalog.delete, name, request.etag)
         log.info("deleted %s", name)
@@ -130,7 +129,7 @@ class AdapterService(pb_grpc.AdapterServiceServicer):
 
     async def ListRevisions(self, request: pb.ListRevisionsRequest, context: Context) -> pb.ListRevisionsResponse:
         """Return a page of an adapter's revisions, newest first."""
-        tenant = self._tenant_of(context)
+        tenant = calling_tenant()
         with refusals("parent"):
             name = parse_adapter_name(request.parent, tenant)
         if not _may_use(name, tenant):
@@ -146,7 +145,7 @@ class AdapterService(pb_grpc.AdapterServiceServicer):
 
     async def SetAlias(self, request: pb.SetAliasRequest, context: Context) -> pb.SetAliasResponse:
         """Move an alias to a revision, or remove it."""
-        name = self._own("adapter", request.adapter, context)
+        name = self._own("adapter", request.adapter)
         with refusals("alias"):
             check_alias(request.alias)
         if request.digest and not is_digest(request.digest):
@@ -199,9 +198,9 @@ class AdapterService(pb_grpc.AdapterServiceServicer):
                 log.warning("the disk is full: removed %d revisions of deleted adapters", removed)
             raise
 
-    def _own(self, field: str, text: str, context: Context) -> AdapterName:
+    def _own(self, field: str, text: str) -> AdapterName:
         """Return the name of the adapter that the caller is about to change."""
-        tenant = self._tenant_of(context)
+        tenant = calling_tenant()
         with refusals(field):
             name = parse_adapter_name(text, tenant)
         check_owner(name, tenant)

@@ -31,7 +31,7 @@ from bench.report import Aim, Report, progress
 from bench.tables import rewrite
 from clients.cli.models import registered
 from deploy.local.cluster import ClusterSettings, LocalCluster
-from rpc.auth import TENANT_KEY
+from rpc.identity.principal import TENANT_KEY
 from rpc.server import channel_options
 from rpc.status import DETAILS_KEY
 

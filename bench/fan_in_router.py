@@ -18,6 +18,7 @@ from broker.terms import Placement
 from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.relay import RelayService
 from router.dispatch.routed_job import RoutedJob
+from rpc.identity.guard import open_guard
 from rpc.server import Server, relay_options
 
 
@@ -37,7 +38,7 @@ async def serve(jobs: int) -> None:
     """Serve until the standard input closes."""
     queue: Any = _Queue()
     dispatcher = Dispatcher(lambda model: queue, lambda job: Placement())
-    server = Server(options=relay_options())
+    server = Server(open_guard(), options=relay_options())
     RelayService(dispatcher).add_to(server)
     port = server.bind("127.0.0.1", 0)
     await server.start()

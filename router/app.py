@@ -35,6 +35,8 @@ from router.metrics import RouterMetrics
 from router.settings import Settings, read_weights
 from router.text.prompt_encoder import PromptEncoder
 from router.worker_watch import look_at_workers
+from rpc.identity.guard import open_guard
+from rpc.identity.permissions import Port
 from rpc.metrics import CallMeter
 from rpc.server import Server, channel_options, relay_options, stop_signal, unless_stopped
 from telemetry.metrics import serve_metrics
@@ -70,7 +72,7 @@ async def run(settings: Settings) -> None:
     )
     relay_service = RelayService(dispatcher, metrics)
     telemetry, encoder, proofs = RequestTelemetry(metrics, spans, models), PromptEncoder(), GrammarProofs()
-    public, relay = _public_server(settings, telemetry), Server(options=relay_options())
+    public, relay = _public_server(settings, telemetry), Server(open_guard(Port.RELAY), options=relay_options())
     resume_keys = _resume_keys(settings, redis)
     following: asyncio.Task[None] | None = None
     generation: Generation | None = None
@@ -123,7 +125,9 @@ def _public_server(settings: Settings, telemetry: RequestTelemetry) -> Server:
     open_calls = OpenCalls(settings.open_calls_limit, settings.open_bytes_limit, telemetry.refused)
     # Streams of one connection: its client keeps further ones to itself. More than the limit, so that they are refused.
     streams = ("grpc.max_concurrent_streams", 2 * settings.open_calls_limit)
-    return Server(interceptors=[meter, open_calls], options=[*channel_options(), streams])
+    log.info("no credentials: whoever reaches this port may act as any tenant and as an operator")
+    guard = open_guard(refused=telemetry.refused_caller)
+    return Server(guard, outer=[meter], interceptors=[open_calls], options=[*channel_options(), streams])
 
 
 async def _run_until(stop: asyncio.Event, following: asyncio.Task[None]) -> None:

@@ -56,6 +56,7 @@ class RouterMetrics(Meters):
             "relay_frames_refused", "Frames of an attempt, or from a worker, that is not current."
         )
         self.calls = self.rpc_calls()
+        self.refused = self.refused_callers()
         # Refreshed by router.gauges.
         self.open_requests = self.gauge("requests_open", "This router's requests, queued or running.", ("state",))
         self.waiting = self.gauge("queue_jobs_waiting", "Jobs in a model's queue, of all routers.", model)

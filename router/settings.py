@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from broker.terms import QueueLimits
 from router.generation.resume_keys import KEY_CHARACTERS
-from rpc.auth import check_exposure
+from rpc.identity.tenant_header import check_exposure
 from rpc.server import MESSAGE_BYTES
 from rpc.settings import REDIS_URL_HELP, REDIS_URL_VARIABLE, setting
 from telemetry.logging import FORMAT_HELP, FORMAT_VARIABLE, LEVEL_HELP, LEVEL_VARIABLE, check_logging

@@ -9,6 +9,7 @@ CallError
 ├── Aborted             a concurrent call changed the resource or took the request over
 ├── Exhausted           a quota, a queue or a memory that is full
 ├── Unauthenticated     no credential, or a bad one
+├── PermissionDenied    a credential whose role, scope or port does not permit the call
 ├── Unavailable         a dependency that does not answer now; retry later
 ├── DeadlinePassed      the call's deadline passed
 ├── DataLoss            bytes that do not match their digest
@@ -100,6 +101,15 @@ class Unauthenticated(CallError):
     """No credential, or a bad one."""
 
     reason = "UNAUTHENTICATED"
+
+
+class PermissionDenied(CallError):
+    """A credential whose role, scope or port does not permit the call, whatever the call is about."""
+
+    reason = "PERMISSION_DENIED"
+
+    def __init__(self, message: str, reason: str | None = None) -> None:
+        super().__init__(message, reason=reason)
 
 
 class Unavailable(CallError):

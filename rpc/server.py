@@ -8,12 +8,13 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
+from rpc.identity.guard import Guard, closed_guard
 from rpc.status import StatusInterceptor
 
 T = TypeVar("T")
@@ -74,33 +75,40 @@ _SERVER_OPTIONS: list[tuple[str, Any]] = [
 ]
 
 
-def _leave_out(service_name: str, method_handlers: object) -> None:
-    """Register no methods: the stubs add them as generic ones too."""
-
-
 class PortInUse(Exception):
     """An address that can't be bound."""
 
 
 class Server:
-    """A grpc.aio server with the project's options and a health service."""
+    """A grpc.aio server with the project's options and a health service.
+
+    The `guard` decides who may call which method; without one, the server serves its health alone. `outer` interceptors
+    see calls before the guard, `interceptors` see those that it has admitted.
+    """
 
     def __init__(
         self,
+        guard: Guard | None = None,
         *,
+        outer: Sequence[grpc.aio.ServerInterceptor] = (),
         interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
         options: Sequence[tuple[str, Any]] | None = None,
     ) -> None:
+        self._guard = guard or closed_guard()
+        self._methods: set[str] = set()
         # The status interceptor is outermost, so that it also sees what the others raise.
         self.grpc = grpc.aio.server(
             options=[*(channel_options() if options is None else options), *_SERVER_OPTIONS],
-            interceptors=(StatusInterceptor(), *interceptors),
+            interceptors=(StatusInterceptor(), *outer, self._guard, *interceptors),
         )
         self._health = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.grpc)
         # A registered method has a queue of its own for calls that wait to be accepted, and each makes every accept
-        # dearer. Health alone has one, so that it is seen during a burst.
-        self.grpc.add_registered_method_handlers = _leave_out  # type: ignore[method-assign]  # stubs call it
+        # dearer. Health alone has one, so that it is seen during a burst; stubs add all methods as generic ones too.
+        self.grpc.add_registered_method_handlers = self._note_methods  # type: ignore[method-assign]  # stubs call it
+
+    def _note_methods(self, service_name: str, method_handlers: Mapping[str, Any]) -> None:
+        self._methods |= {f"/{service_name}/{method}" for method in method_handlers}
 
     def bind(self, host: str, port: int) -> int:
         """Listen on host:port, 0 for a port that the system chooses; return the port. Raises PortInUse."""
@@ -113,7 +121,11 @@ class Server:
         return bound
 
     async def start(self) -> None:
-        """Serve; health says NOT_SERVING until `set_serving(True)`."""
+        """Serve; health says NOT_SERVING until `set_serving(True)`.
+
+        Raises UndeclaredMethodError for a method without a row in the permissions table.
+        """
+        self._guard.check_declared(self._methods)
         await self.set_serving(False)
         await self.grpc.start()
 

@@ -31,6 +31,7 @@ from rpc.errors import (
     Mismatch,
     NotBuilt,
     NotFound,
+    PermissionDenied,
     Unauthenticated,
     Unavailable,
 )
@@ -51,6 +52,7 @@ CODES: dict[type[CallError], grpc.StatusCode] = {
     Aborted: grpc.StatusCode.ABORTED,
     Exhausted: grpc.StatusCode.RESOURCE_EXHAUSTED,
     Unauthenticated: grpc.StatusCode.UNAUTHENTICATED,
+    PermissionDenied: grpc.StatusCode.PERMISSION_DENIED,
     Unavailable: grpc.StatusCode.UNAVAILABLE,
     DeadlinePassed: grpc.StatusCode.DEADLINE_EXCEEDED,
     DataLoss: grpc.StatusCode.DATA_LOSS,

@@ -64,6 +64,10 @@ class Meters:
         ended = self.counter("rpc_requests", "gRPC calls that ended.", ("method", "code"))
         return ended, self.histogram("rpc_seconds", "From a gRPC call to its end.", LONG_S, ("method",))
 
+    def refused_callers(self) -> Counter:
+        """Declare the count of the calls that a gRPC server's guard refused."""
+        return self.counter("rpc_callers_refused", "Calls refused for their credential, role or scope.", ("reason",))
+
 
 class BoundedNames:
     """Bounds a label whose values come from outside: the first `limit` values stay, later ones become `other`."""

@@ -12,6 +12,7 @@ import grpc
 from loraplex.adapters.v1 import adapters_pb2 as pb
 from loraplex.adapters.v1 import adapters_pb2_grpc
 
+from rpc.identity.guard import open_guard
 from rpc.server import Server, channel_options
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -39,7 +40,7 @@ class FaultyStore:
         self.downloads: Counter[str] = Counter()
         self.gate = asyncio.Event()
         self._news = asyncio.Condition()
-        self._server = Server()
+        self._server = Server(open_guard())
 
     async def start(self) -> str:
         """Serve; the address."""

@@ -12,6 +12,7 @@ from loraplex_client import (
     LoraplexError,
     NotFoundError,
     NotImplementedByServerError,
+    PermissionDeniedError,
     ResourceExhaustedError,
     UnauthenticatedError,
     UnavailableError,
@@ -27,6 +28,7 @@ _BAD_INPUT = (
     NotImplementedByServerError,
     AlreadyExistsError,
     UnauthenticatedError,
+    PermissionDeniedError,
 )
 
 

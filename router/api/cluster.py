@@ -19,8 +19,8 @@ from router.catalog.models import Models
 from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.routed_job import RoutedJob
 from router.metrics import RouterMetrics
-from rpc.auth import tenant_of
 from rpc.errors import InvalidField, NotFound, Unavailable
+from rpc.identity.principal import caller, calling_tenant
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -60,8 +60,11 @@ class ClusterService(cluster_pb2_grpc.ClusterServiceServicer):
         return pb.ListQueuesResponse(queues=queues)
 
     async def ListJobs(self, request: pb.ListJobsRequest, context: Context) -> pb.ListJobsResponse:
-        """List the jobs that this router owns."""
-        return pb.ListJobsResponse(jobs=[_job(routed) for routed in self._dispatcher.jobs])
+        """List the jobs that this router owns, of those tenants whose jobs the caller may see."""
+        who = caller()
+        return pb.ListJobsResponse(
+            jobs=[_job(routed) for routed in self._dispatcher.jobs if who.sees_tenant(routed.job.tenant)]
+        )
 
     async def ListDeadJobs(self, request: pb.ListDeadJobsRequest, context: Context) -> pb.ListDeadJobsResponse:
         """List the last jobs that were ended because they killed engines, the newest first."""
@@ -72,7 +75,8 @@ class ClusterService(cluster_pb2_grpc.ClusterServiceServicer):
             except REDIS_DOWN as error:
                 raise Unavailable("Redis does not answer", reason="QUEUE_DOWN") from error
         dead.sort(key=lambda job: job.died_at_ms, reverse=True)
-        return pb.ListDeadJobsResponse(jobs=map(_dead_job, dead))
+        who = caller()
+        return pb.ListDeadJobsResponse(jobs=[_dead_job(job) for job in dead if who.sees_tenant(job.tenant)])
 
     async def GetTraffic(self, request: pb.GetTrafficRequest, context: Context) -> pb.GetTrafficResponse:
         """Return what this router has served since its start."""
@@ -97,17 +101,17 @@ class ClusterService(cluster_pb2_grpc.ClusterServiceServicer):
 
     async def WarmAdapter(self, request: pb.WarmAdapterRequest, context: Context) -> pb.WarmAdapterResponse:
         """Load an adapter on every worker of its base, or on the named one."""
-        await self._commands.send(Verb.WARM, tenant_of(context), request.adapter, request.worker_id)
+        await self._commands.send(Verb.WARM, calling_tenant(), request.adapter, request.worker_id)
         return pb.WarmAdapterResponse()
 
     async def PinAdapter(self, request: pb.PinAdapterRequest, context: Context) -> pb.PinAdapterResponse:
         """Load an adapter and keep it loaded; without a worker's name also on workers that start later."""
-        await self._commands.send(Verb.PIN, tenant_of(context), request.adapter, request.worker_id)
+        await self._commands.send(Verb.PIN, calling_tenant(), request.adapter, request.worker_id)
         return pb.PinAdapterResponse()
 
     async def UnpinAdapter(self, request: pb.UnpinAdapterRequest, context: Context) -> pb.UnpinAdapterResponse:
         """Allow a pinned adapter to be evicted again."""
-        await self._commands.send(Verb.UNPIN, tenant_of(context), request.adapter, request.worker_id)
+        await self._commands.send(Verb.UNPIN, calling_tenant(), request.adapter, request.worker_id)
         return pb.UnpinAdapterResponse()
 
 

@@ -18,8 +18,8 @@ from typing import Any
 import grpc
 
 from router.shares import FairTurns, Shares
-from rpc.auth import tenant_of
 from rpc.errors import CallError, DeadlinePassed, Exhausted, InvalidField
+from rpc.identity.principal import calling_tenant
 from rpc.server import MESSAGE_BYTES
 
 # The service whose calls are bounded: operators and health checks must get through when a router is full.
@@ -100,7 +100,7 @@ class OpenCalls(grpc.aio.ServerInterceptor):
         """Count a call until `_leave`; return its tenant, and its message with its size. Raises a CallError."""
         tenant = ""
         try:
-            tenant = tenant_of(context)
+            tenant = calling_tenant()
             self._take(self._calls, tenant, 1, "calls")
             try:
                 request = await self._receive(tenant, context)

@@ -16,8 +16,8 @@ from router.api.metric_series import ModelSeries, TenantSeries
 from router.catalog.models import Models
 from router.metrics import RouterMetrics
 from router.request import Delta, Event, Finished, Request, Summary
-from rpc.auth import tenant_of
 from rpc.errors import CallError
+from rpc.identity.principal import Principal, calling_tenant
 from rpc.status import CODES
 from telemetry.logging import fields
 from telemetry.tracing import Attributes, Spans, traceparent_in, traceparent_of
@@ -64,6 +64,11 @@ class RequestTelemetry:
         """Count a call that ends before it has a record."""
         if method in COUNTED_METHODS:
             self.ended(CODES[type(error)].name, tenant, error)
+
+    def refused_caller(self, method: str, caller: Principal | None, error: CallError) -> None:
+        """Count a call that the guard refused."""
+        self.metrics.refused.labels(error.reason).inc()
+        self.refused(method.rpartition("/")[2], caller.tenant if caller is not None else "", error)
 
     def ended(self, code: str, tenant: str, error: BaseException | None) -> None:
         """Count the end of a call, and who was refused and why."""
@@ -128,7 +133,7 @@ class RequestRecord:
                 self._summary = event
 
     def __enter__(self) -> Self:
-        self.tenant = tenant_of(self._context)
+        self.tenant = calling_tenant()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:

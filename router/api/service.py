@@ -22,8 +22,8 @@ from router.generation.generation import Generation
 from router.generation.scoring import Scoring
 from router.request import Received, Request, Stopping
 from router.text.prompt_encoder import PromptEncoder
-from rpc.auth import tenant_of
 from rpc.errors import InvalidField
+from rpc.identity.principal import calling_tenant
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -75,7 +75,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
         """Return the ids of a prompt, as Generate makes them."""
-        tenant = tenant_of(context)
+        tenant = calling_tenant()
         check_prompt_size(request, self._models.get(request.model))
         field, prompt = read_prompt(request)
         call = Request(
@@ -91,7 +91,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
 
     async def CountTokens(self, request: pb.CountTokensRequest, context: Context) -> pb.CountTokensResponse:
         """Count the tokens of a prompt as Generate makes them."""
-        call = await self._read(request.spec, tenant_of(context))
+        call = await self._read(request.spec, calling_tenant())
         count = len(await self._admission.prompt_ids(call))
         context_length = self._models.get(call.model).manifest.context_length
         return pb.CountTokensResponse(prompt_tokens=count, context_length=context_length)
@@ -108,7 +108,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
 
     async def Detokenize(self, request: pb.DetokenizeRequest, context: Context) -> pb.DetokenizeResponse:
         """Return the text of ids."""
-        tenant_of(context)
+        calling_tenant()
         model = self._models.get(request.model)
         check_count("token_ids", request.token_ids, model.manifest.context_length)
         if request.token_ids and max(request.token_ids) >= model.manifest.vocab_size:

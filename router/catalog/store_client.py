@@ -12,8 +12,8 @@ from loraplex.adapters.v1 import adapters_pb2_grpc
 
 from artifacts.revision import CONFIG_FILE
 from broker.messages import AdapterRef
-from rpc.auth import TENANT_KEY
 from rpc.errors import CallError, InvalidField, NotFound, Unavailable
+from rpc.identity.principal import TENANT_KEY
 from rpc.server import channel_options
 
 # Maximum age in seconds of a cached name: a new upload is served this much later at most.

@@ -19,6 +19,7 @@ from loraplex.cluster.v1 import cluster_pb2
 from loraplex.inference.v1 import inference_pb2, inference_pb2_grpc
 
 from rpc.errors import CallError
+from rpc.identity.guard import open_guard
 from rpc.server import Server
 
 HANG = "hang"
@@ -142,7 +143,7 @@ class ServerThread:
 
     async def _serve(self, add: Callable[[Any], None], ready: Future[None]) -> None:
         self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
-        server = Server()
+        server = Server(open_guard())
         add(server.grpc)
         self.address = f"127.0.0.1:{server.bind('127.0.0.1', 0)}"
         await server.start()

@@ -108,6 +108,7 @@ STATUSES = [
         {"subject": "tenants/acme", "retry_after_s": 1.5},
     ),
     (errors.Unauthenticated("no tenant"), lx.UnauthenticatedError, {}),
+    (errors.PermissionDenied("not yours"), lx.PermissionDeniedError, {}),
     (errors.Unavailable("no worker lives", retry_after_s=0.25), lx.UnavailableError, {"retry_after_s": 0.25}),
     (errors.DeadlinePassed("too late"), lx.DeadlineExceededError, {}),
     (errors.DataLoss("revision", "r", "not its digest"), lx.DataLossError, {"kind": "revision", "name": "r"}),

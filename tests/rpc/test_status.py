@@ -15,6 +15,7 @@ from loraplex.inference.v1 import inference_pb2 as pb
 from loraplex.inference.v1 import inference_pb2_grpc
 
 from rpc import errors
+from rpc.identity.guard import open_guard
 from rpc.server import PortInUse, Server
 from rpc.status import CODES, DETAILS_KEY, to_error, to_status
 
@@ -27,6 +28,7 @@ CASES: list[tuple[errors.CallError, grpc.StatusCode, type[Any] | None]] = [
     (errors.Aborted("changed"), grpc.StatusCode.ABORTED, None),
     (errors.Exhausted("queue", "f", retry_after_s=2), grpc.StatusCode.RESOURCE_EXHAUSTED, details_pb2.QuotaFailure),
     (errors.Unauthenticated("who?"), grpc.StatusCode.UNAUTHENTICATED, None),
+    (errors.PermissionDenied("no"), grpc.StatusCode.PERMISSION_DENIED, None),
     (errors.Unavailable("later"), grpc.StatusCode.UNAVAILABLE, details_pb2.RetryInfo),
     (errors.DeadlinePassed("late"), grpc.StatusCode.DEADLINE_EXCEEDED, None),
     (errors.DataLoss("adapter", "a", "rot"), grpc.StatusCode.DATA_LOSS, details_pb2.ResourceInfo),
@@ -49,7 +51,7 @@ class Raises(inference_pb2_grpc.InferenceServiceServicer):
 
 @pytest.fixture
 async def served() -> AsyncIterator[tuple[Raises, inference_pb2_grpc.InferenceServiceAsyncStub]]:
-    server, raises = Server(), Raises()  # type: ignore[abstract]  # grpc has its own methods for those left out
+    server, raises = Server(open_guard()), Raises()  # type: ignore[abstract]  # grpc has its own methods for those left out
     inference_pb2_grpc.add_InferenceServiceServicer_to_server(raises, server.grpc)
     port = server.bind("127.0.0.1", 0)
     await server.start()
@@ -116,7 +118,7 @@ async def test_what_is_not_in_the_table_tells_the_caller_nothing(served: Any, ca
 
 
 async def test_health_tells_when_the_process_serves() -> None:
-    server = Server()
+    server = Server(open_guard())
     port = server.bind("127.0.0.1", 0)
     await server.start()
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
@@ -137,7 +139,7 @@ async def test_health_tells_when_the_process_serves() -> None:
 
 
 async def test_a_port_in_use_is_named() -> None:
-    first, second = Server(), Server()
+    first, second = Server(open_guard()), Server(open_guard())
     port = first.bind("127.0.0.1", 0)
     with pytest.raises(PortInUse, match=str(port)):
         second.bind("127.0.0.1", port)

@@ -9,6 +9,7 @@ LoraplexError                     any of these; `reason` is empty where no Lorap
 ├── AbortedError                  ABORTED: changed or taken over meanwhile
 ├── ResourceExhaustedError        RESOURCE_EXHAUSTED: a quota or queue of `subject` is full; `retry_after_s`
 ├── UnauthenticatedError          UNAUTHENTICATED
+├── PermissionDeniedError         PERMISSION_DENIED: the credential's role, scope or port does not permit the call
 ├── UnavailableError              UNAVAILABLE: nothing is wrong with the call; `retry_after_s`
 ├── DeadlineExceededError         DEADLINE_EXCEEDED: `timeout_s` passed
 ├── CancelledError                CANCELLED, by the other side
@@ -95,6 +96,10 @@ class UnauthenticatedError(LoraplexError):
     """A missing or invalid credential."""
 
 
+class PermissionDeniedError(LoraplexError):
+    """A credential that does not permit the call, whatever the call is about."""
+
+
 class UnavailableError(LoraplexError):
     """A server that does not answer (then `reason` is empty) or can't serve now; a later call may succeed."""
 
@@ -137,6 +142,7 @@ _CLASSES: dict[grpc.StatusCode, tuple[type[LoraplexError], tuple[str, ...]]] = {
     grpc.StatusCode.ABORTED: (AbortedError, ()),
     grpc.StatusCode.RESOURCE_EXHAUSTED: (ResourceExhaustedError, ("subject", "retry_after_s")),
     grpc.StatusCode.UNAUTHENTICATED: (UnauthenticatedError, ()),
+    grpc.StatusCode.PERMISSION_DENIED: (PermissionDeniedError, ()),
     grpc.StatusCode.UNAVAILABLE: (UnavailableError, ("retry_after_s",)),
     grpc.StatusCode.DEADLINE_EXCEEDED: (DeadlineExceededError, ()),
     grpc.StatusCode.CANCELLED: (CancelledError, ()),

@@ -19,8 +19,9 @@ from loraplex.inference.v1 import inference_pb2 as pb
 from loraplex.inference.v1 import inference_pb2_grpc
 
 from router.api.open_calls import OpenCalls
-from rpc.auth import TENANT_KEY
 from rpc.errors import CallError, InvalidField
+from rpc.identity.guard import open_guard
+from rpc.identity.principal import TENANT_KEY
 from rpc.server import MESSAGE_BYTES, Server
 from rpc.status import DETAILS_KEY
 
@@ -63,6 +64,7 @@ class Served:
         self.refused: Counter[str] = Counter()
         self.service = Service()  # type: ignore[abstract]  # grpc has its own methods for those left out
         self.server = Server(
+            open_guard(),
             interceptors=[OpenCalls(calls, message_bytes, self._refuse, receive_s=receive_s)],
         )
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(self.service, self.server.grpc)

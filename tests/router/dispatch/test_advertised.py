@@ -14,13 +14,14 @@ from router.dispatch import advertised
 from router.dispatch.advertised import AdvertisedAddressError, check_advertised
 from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.relay import RelayService
+from rpc.identity.guard import open_guard
 from rpc.server import Server
 
 
 @asynccontextmanager
 async def listening(dispatcher: Dispatcher | None) -> AsyncIterator[tuple[int, str]]:
     """Serve a router's relay, and yield its port and id; without a dispatcher another kind of server."""
-    server = Server()
+    server = Server(open_guard())
     service = None if dispatcher is None else RelayService(dispatcher)
     if service is not None:
         service.add_to(server)

@@ -13,6 +13,7 @@ from loraplex.relay.v1 import relay_pb2_grpc
 from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.pacing import PaceLimits
 from router.dispatch.relay import RelayService
+from rpc.identity.guard import open_guard
 from rpc.server import Server
 
 
@@ -54,7 +55,7 @@ class Worker:
 
 @asynccontextmanager
 async def served(dispatcher: Dispatcher, limits: PaceLimits) -> AsyncIterator[relay_pb2_grpc.RelayServiceAsyncStub]:
-    server, service = Server(), RelayService(dispatcher, pace_limits=limits)
+    server, service = Server(open_guard()), RelayService(dispatcher, pace_limits=limits)
     service.add_to(server)
     port = server.bind("127.0.0.1", 0)
     await server.start()

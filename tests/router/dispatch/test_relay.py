@@ -18,6 +18,7 @@ from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.relay import RelayService
 from router.dispatch.routed_job import RoutedJob
 from router.dispatch.timing import DispatchTiming
+from rpc.identity.guard import open_guard
 from rpc.server import Server
 from tests.router.recording_link import dispatched
 from worker.engine_api import FinishKind, Output
@@ -101,7 +102,7 @@ async def router_with_proxy(redis: Redis) -> AsyncIterator[tuple[Dispatcher, Pro
     queue = JobQueue(redis, Keys("tiny", "main"))
     # A slow machine must not make it another attempt.
     timing = DispatchTiming(link_grace_s=3.0)
-    dispatcher, server = Dispatcher(lambda _: queue, lambda _: Placement(), timing=timing), Server()
+    dispatcher, server = Dispatcher(lambda _: queue, lambda _: Placement(), timing=timing), Server(open_guard())
     service = RelayService(dispatcher)
     relay_pb2_grpc.add_RelayServiceServicer_to_server(service, server.grpc)
     proxy = Proxy(server.bind("127.0.0.1", 0))

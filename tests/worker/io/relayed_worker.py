@@ -18,6 +18,7 @@ from redis.asyncio import Redis
 from broker.keys import Keys
 from broker.messages import Job, StoppingParams
 from broker.queue import JobQueue
+from rpc.identity.guard import open_guard
 from rpc.server import Server, relay_options
 from telemetry.tracing import Spans
 from worker.engine_api.config import EngineConfig
@@ -119,7 +120,7 @@ class Worker:
 
 async def listening(router: Router) -> tuple[Server, str]:
     """Start a router's server; return it and its address."""
-    server = Server(options=relay_options())
+    server = Server(open_guard(), options=relay_options())
     relay_pb2_grpc.add_RelayServiceServicer_to_server(router, server.grpc)
     address = f"127.0.0.1:{server.bind('127.0.0.1', 0)}"
     await server.start()

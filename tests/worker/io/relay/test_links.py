@@ -14,6 +14,7 @@ from loraplex.relay.v1 import relay_pb2 as pb
 from loraplex.relay.v1 import relay_pb2_grpc
 
 from broker.messages import Job, StoppingParams
+from rpc.identity.guard import open_guard
 from rpc.server import Server, relay_options
 from tests.worker.io.relay.handlers import AckHandler, NoRequests
 from worker.engine_api import Output
@@ -105,7 +106,7 @@ class Line:
 
 @asynccontextmanager
 async def serving() -> AsyncIterator[tuple[Router, str]]:
-    router, server = Router(), Server(options=relay_options())
+    router, server = Router(), Server(open_guard(), options=relay_options())
     relay_pb2_grpc.add_RelayServiceServicer_to_server(router, server.grpc)
     address = f"127.0.0.1:{server.bind('127.0.0.1', 0)}"
     await server.start()
@@ -262,7 +263,7 @@ async def test_a_router_that_is_away_for_a_moment_is_found_again() -> None:
         line = Line(address)
         line.make(5)
         await first.until(lambda: len(first.ids) == 5)
-    second, server = Router(), Server(options=relay_options())
+    second, server = Router(), Server(open_guard(), options=relay_options())
     second.ids = list(first.ids)
     relay_pb2_grpc.add_RelayServiceServicer_to_server(second, server.grpc)
     server.bind(*_host_and_port(address))

@@ -11,6 +11,7 @@ from loraplex.relay.v1 import relay_pb2 as pb
 from loraplex.relay.v1 import relay_pb2_grpc
 
 from broker.messages import Job, StoppingParams
+from rpc.identity.guard import open_guard
 from rpc.server import Server, relay_options
 from tests.worker.io.relay.handlers import NoRequests
 from worker.io.local_jobs.jobs import LocalJobs
@@ -38,7 +39,7 @@ class Router(relay_pb2_grpc.RelayServiceServicer):
 
 @asynccontextmanager
 async def listening(router: Router, address: str = "127.0.0.1:0") -> AsyncIterator[str]:
-    server = Server(options=relay_options())
+    server = Server(open_guard(), options=relay_options())
     relay_pb2_grpc.add_RelayServiceServicer_to_server(router, server.grpc)
     host, _, port = address.rpartition(":")
     bound = server.bind(host, int(port))

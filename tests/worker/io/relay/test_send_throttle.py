@@ -11,6 +11,7 @@ from loraplex.relay.v1 import relay_pb2 as pb
 from loraplex.relay.v1 import relay_pb2_grpc
 
 from broker.messages import Job, StoppingParams
+from rpc.identity.guard import open_guard
 from rpc.server import Server
 from tests.worker.io.relay.handlers import AckHandler
 from worker.engine_api import FinishKind, Output
@@ -101,7 +102,7 @@ class Line:
 
 @asynccontextmanager
 async def opened(send_interval_s: float) -> AsyncIterator[Line]:
-    recorder, server = Recorder(), Server()
+    recorder, server = Recorder(), Server(open_guard())
     relay_pb2_grpc.add_RelayServiceServicer_to_server(recorder, server.grpc)
     port = server.bind("127.0.0.1", 0)
     await server.start()

@@ -1,0 +1,1 @@
+"""Turns credentials into principals, and admits or refuses these by a table of permissions."""

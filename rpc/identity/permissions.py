@@ -1,0 +1,123 @@
+"""Every RPC of the cluster, and who may call it where. docs/permissions.md is made from this table.
+
+A method without a row does not start a server; a role that a row does not list for the port is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from rpc.identity.principal import Role
+
+
+class Port(StrEnum):
+    """Kinds of ports that a process listens on. Without credentials one port of a router or store serves all but RELAY.
+
+    PUBLIC is for tenants, OPERATORS for operators and the parts of the cluster, RELAY for workers.
+    """
+
+    PUBLIC = "public"
+    OPERATORS = "operators"
+    RELAY = "relay"
+
+
+Roles = frozenset[Role]
+
+
+@dataclass(frozen=True, slots=True)
+class Permission:
+    """The roles that may call a method, by port. A key or token that has scopes needs this `scope` among them.
+
+    `anybody`: no credential is asked for, at any port.
+    """
+
+    scope: str = ""
+    roles: Mapping[Port, Roles] = field(default_factory=dict)
+    anybody: bool = False
+
+    def allows(self, roles: Roles, ports: frozenset[Port]) -> bool:
+        """Tell whether one of the roles may call the method at one of the ports."""
+        return any(roles & allowed for port, allowed in self.roles.items() if port in ports)
+
+
+_USERS = frozenset({Role.TENANT_USER, Role.TENANT_ADMIN})
+_ADMINS = frozenset({Role.TENANT_ADMIN})
+_OPERATORS = frozenset({Role.OPERATOR})
+_WATCHERS = frozenset({Role.OPERATOR, Role.AUDITOR})
+_ROUTERS = frozenset({Role.ROUTER})
+_PARTS = frozenset({Role.ROUTER, Role.WORKER})
+
+GENERATE, TOKENIZE = "generate", "tokenize"
+ADAPTERS_READ, ADAPTERS_WRITE = "adapters.read", "adapters.write"
+JOBS_READ = "jobs.read"
+CLUSTER_READ, CLUSTER_WRITE = "cluster.read", "cluster.write"
+MODELS_READ, MODELS_WRITE = "models.read", "models.write"
+RELAY = "relay"
+
+_GENERATE = Permission(GENERATE, {Port.PUBLIC: _USERS})
+_TOKENIZE = Permission(TOKENIZE, {Port.PUBLIC: _USERS})
+# Operators upload adapters too: those of all tenants, of the tenant `shared`.
+_READ_ADAPTERS = Permission(ADAPTERS_READ, {Port.PUBLIC: _USERS, Port.OPERATORS: _OPERATORS})
+_WRITE_ADAPTERS = Permission(ADAPTERS_WRITE, {Port.PUBLIC: _ADMINS, Port.OPERATORS: _OPERATORS})
+_READ_CLUSTER = Permission(CLUSTER_READ, {Port.OPERATORS: _WATCHERS})
+_WRITE_CLUSTER = Permission(CLUSTER_WRITE, {Port.OPERATORS: _OPERATORS})
+# A tenant sees its own jobs.
+_READ_JOBS = Permission(JOBS_READ, {Port.PUBLIC: _USERS, Port.OPERATORS: _WATCHERS})
+_READ_MODELS = Permission(MODELS_READ, {Port.OPERATORS: _WATCHERS | _PARTS})
+
+
+def _of(service: str, rows: Mapping[str, Permission]) -> dict[str, Permission]:
+    return {f"/{service}/{method}": row for method, row in rows.items()}
+
+
+PERMISSIONS: Mapping[str, Permission] = {
+    **_of("grpc.health.v1.Health", dict.fromkeys(("Check", "Watch", "List"), Permission(anybody=True))),
+    **_of(
+        "loraplex.inference.v1.InferenceService",
+        {
+            "Generate": _GENERATE,
+            "Resume": _GENERATE,
+            "Score": _GENERATE,
+            "Tokenize": _TOKENIZE,
+            "CountTokens": _TOKENIZE,
+            "Detokenize": _TOKENIZE,
+            "ListModels": _TOKENIZE,
+        },
+    ),
+    **_of(
+        "loraplex.adapters.v1.AdapterService",
+        {
+            "UploadRevision": _WRITE_ADAPTERS,
+            "ValidateAdapter": _WRITE_ADAPTERS,
+            "SetAlias": _WRITE_ADAPTERS,
+            "DeleteAdapter": _WRITE_ADAPTERS,
+            "ListAdapters": _READ_ADAPTERS,
+            "ListRevisions": _READ_ADAPTERS,
+            "GetAdapter": Permission(ADAPTERS_READ, {Port.PUBLIC: _USERS, Port.OPERATORS: _OPERATORS | _ROUTERS}),
+            "DownloadRevision": Permission(ADAPTERS_READ, {Port.PUBLIC: _USERS, Port.OPERATORS: _PARTS}),
+            "RegisterBaseModel": Permission(MODELS_WRITE, {Port.OPERATORS: _OPERATORS}),
+            "GetBaseModel": _READ_MODELS,
+            "ListBaseModels": _READ_MODELS,
+            "DownloadBaseModel": _READ_MODELS,
+        },
+    ),
+    **_of(
+        "loraplex.cluster.v1.ClusterService",
+        {
+            "ListWorkers": _READ_CLUSTER,
+            "ListQueues": _READ_CLUSTER,
+            "GetTraffic": _READ_CLUSTER,
+            "ListJobs": _READ_JOBS,
+            "ListDeadJobs": _READ_JOBS,
+            "DrainWorker": _WRITE_CLUSTER,
+            "WarmAdapter": _WRITE_CLUSTER,
+            "PinAdapter": _WRITE_CLUSTER,
+            "UnpinAdapter": _WRITE_CLUSTER,
+        },
+    ),
+    **_of("loraplex.relay.v1.RelayService", {"Connect": Permission(RELAY, {Port.RELAY: frozenset({Role.WORKER})})}),
+    # A router asks its own address, to find out whether it leads to itself.
+    **_of("loraplex.relay.v1.IdentityService", {"Identify": Permission(RELAY, {Port.RELAY: _PARTS})}),
+}
