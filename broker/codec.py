@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 from dataclasses import asdict
 
+from google.protobuf.message import DecodeError
 from loraplex.inference.v1 import inference_pb2
 from loraplex.queue.v1 import queue_pb2
 
+from artifacts.encode import Encode, Pooling, Task
 from artifacts.sampling import SamplingParams
 from broker.messages import (
     AdapterRef,
@@ -27,6 +29,18 @@ _PHASES = {
     WorkerPhase.FAILING: queue_pb2.WORKER_PHASE_FAILING,
 }
 _FROM_PHASE = {number: phase for phase, number in _PHASES.items()}
+_TASKS: dict[Task, queue_pb2.EncodeTask.ValueType] = {
+    "embed": queue_pb2.ENCODE_TASK_EMBED,
+    "classify": queue_pb2.ENCODE_TASK_CLASSIFY,
+}
+_POOLINGS: dict[Pooling, inference_pb2.Pooling.ValueType] = {
+    "": inference_pb2.POOLING_UNSPECIFIED,
+    "cls": inference_pb2.POOLING_CLS,
+    "mean": inference_pb2.POOLING_MEAN,
+    "last": inference_pb2.POOLING_LAST,
+}
+_FROM_TASK = {number: task for task, number in _TASKS.items()}
+_FROM_POOLING = {number: pooling for pooling, number in _POOLINGS.items()}
 
 
 def encode_job(job: Job) -> bytes:
@@ -64,6 +78,9 @@ def encode_job(job: Job) -> bytes:
     )
     if job.adapter:
         message.adapter.CopyFrom(_write_adapter(job.adapter))
+    if encode := job.encode:
+        message.encode.task, message.encode.pooling = _TASKS[encode.task], _POOLINGS[encode.pooling]
+        message.encode.pair_tokens = encode.pair_tokens
     return message.SerializeToString()
 
 
@@ -102,7 +119,15 @@ def decode_job(data: bytes) -> Job:
         # Unset by an older version; a worker divides by it.
         weight=message.weight if 0 < message.weight < math.inf else 1.0,
         grammar=message.grammar,
+        encode=_read_encode(message.encode) if message.HasField("encode") else None,
     )
+
+
+def _read_encode(message: queue_pb2.Encode) -> Encode:
+    """Return what a job asks for. Raises DecodeError where a newer version asks for something unknown here."""
+    if message.task not in _FROM_TASK or message.pooling not in _FROM_POOLING:
+        raise DecodeError(f"encode: task {message.task} with pooling {message.pooling} is unknown")
+    return Encode(_FROM_TASK[message.task], _FROM_POOLING[message.pooling], message.pair_tokens)
 
 
 def encode_adapter_request(request: AdapterRequest) -> bytes:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from artifacts.encode import Encode
 from artifacts.sampling import SamplingParams
 
 # Number of strikes, engines that died with the job newly in their batch, from which on a job begins apart from all jobs
@@ -96,6 +97,8 @@ class Job:
     weight: float = 1.0
     # The grammar that the answers keep to, as artifacts.grammars builds it; empty: none.
     grammar: str = ""
+    # The vector of the prompt that is asked for instead of an answer; `n` is 1 and `max_tokens` 0.
+    encode: Encode | None = None
 
     @property
     def tokens(self) -> int:
@@ -244,3 +247,5 @@ class WorkerState:
     keeps_links: bool = False
     # Whether its engine keeps answers to a job's grammar; older workers ignore the grammar.
     constrains: bool = False
+    # Whether it answers jobs that ask for a vector; older workers ignore what those ask for.
+    encodes: bool = False

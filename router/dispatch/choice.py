@@ -29,6 +29,8 @@ class Choice:
     # The log probabilities of the emitted ids, in their order; empty unless the job asks for them.
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish: WorkerFinish | None = None
+    # The vector of a job that asks for one, once its worker has ended it.
+    vector: tuple[float, ...] = ()
     # Whether the router needs no more of it, though its worker has not ended it.
     closed: bool = False
     # Number of ids in `emitted` that the reader has got.
@@ -55,7 +57,7 @@ class Choice:
         self.emitted.extend(frame.token_ids[repeated:] if repeated else frame.token_ids)
         if frame.logprobs:
             self.logprobs.extend(frame.logprobs[repeated:])
-        self.finish = frame.finish
+        self.finish, self.vector = frame.finish, frame.vector
         return True
 
     def read_new(self) -> Arrival:

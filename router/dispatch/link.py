@@ -58,3 +58,5 @@ class Frame(msgspec.Struct, frozen=True):  # one is made for each token: a datac
     adapter_ms: float | None = None
     cached_tokens: int | None = None
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    # The vector of a job that asks for one, with its end.
+    vector: tuple[float, ...] = ()

@@ -196,6 +196,7 @@ def read_frame(frame: pb.Frame) -> Frame:
         adapter_ms=first.adapter_ms if first else None,
         cached_tokens=first.cached_tokens if first else None,
         prompt_logprobs=tuple(map(_logprobs, first.prompt_logprobs)) if first else (),
+        vector=tuple(frame.vector),
     )
 
 

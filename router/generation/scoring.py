@@ -6,7 +6,6 @@ prompt ── first continuation ──▶ its score; the prompt is in the prefi
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import math
 import secrets
@@ -15,10 +14,12 @@ from array import array
 from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
+from functools import partial
 
 from router.catalog.models import Models, ServedModel
 from router.generation.admission import Admission
 from router.generation.generation import Generation
+from router.generation.turns import run_some_at_once
 from router.request import PromptLogprobs, PromptOptions, Request, Stopping, Summary, WeightedAdapter
 from router.text.prompt_encoder import PromptEncoder
 from rpc.errors import Internal, InvalidField
@@ -53,21 +54,14 @@ class Scoring:
         prompt_ids, endings = await self._ids(request, continuations)
         request = replace(request, request_id=request.request_id or secrets.token_hex(8))
         parts = [_part(request, index, prompt_ids, ending) for index, ending in enumerate(endings)]
-        turns = asyncio.Semaphore(AT_ONCE)
 
         async def run(part: Request) -> tuple[ContinuationScore, Summary]:
-            async with turns:
-                left_s = None if ends_at == math.inf else ends_at - time.monotonic()
-                return await self._run(part, left_s)
+            left_s = None if ends_at == math.inf else ends_at - time.monotonic()
+            return await self._run(part, left_s)
 
         first = await run(parts[0])
-        tasks = [asyncio.create_task(run(_with_revision(part, first[1]))) for part in parts[1:]]
-        try:
-            scored = [first, *await asyncio.gather(*tasks)]
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+        others = [partial(run, _with_revision(part, first[1])) for part in parts[1:]]
+        scored = [first, *await run_some_at_once(others, AT_ONCE)]
         return [score for score, _ in scored], _total(request.request_id, [summary for _, summary in scored])
 
     async def _ids(

@@ -33,6 +33,7 @@ def worker(worker_id: str) -> WorkerState:
         tiers=AdapterTiers(**{name: at for at, name in enumerate(AdapterTiers.__dataclass_fields__, 1)}),
         keeps_links=True,
         constrains=True,
+        encodes=True,
         **numbers,
     )
 

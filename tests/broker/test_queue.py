@@ -5,10 +5,14 @@ from __future__ import annotations
 import asyncio
 import math
 from dataclasses import replace
+from typing import get_args
 
 import pytest
+from google.protobuf.message import DecodeError
+from loraplex.queue.v1 import queue_pb2
 from redis.asyncio import Redis
 
+from artifacts.encode import Encode, Pooling, Task
 from artifacts.sampling import SamplingParams
 from broker.codec import decode_job, encode_job
 from broker.messages import (
@@ -80,6 +84,20 @@ def test_a_job_with_a_weighted_set_survives_its_bytes() -> None:
     weighted = job("acme/1", adapter=AdapterRef("sha256:ab", "sha256:ab", 16, 200, parts))
     assert decode_job(encode_job(weighted)) == weighted
     assert weighted.rank == 16
+
+
+@pytest.mark.parametrize("task", get_args(Task))
+@pytest.mark.parametrize("pooling", get_args(Pooling))
+def test_a_job_that_asks_for_a_vector_survives_its_bytes(task: Task, pooling: Pooling) -> None:
+    asking = job("acme/1", stopping=StoppingParams(max_tokens=0), encode=Encode(task, pooling, pair_tokens=3))
+    assert decode_job(encode_job(asking)) == asking
+
+
+def test_a_task_of_a_newer_version_is_left_to_workers_of_that_version() -> None:
+    message = queue_pb2.Job.FromString(encode_job(job("j", encode=Encode("embed"))))
+    message.encode.task = 9  # type: ignore[assignment]  # of a newer version
+    with pytest.raises(DecodeError, match="task 9"):
+        decode_job(message.SerializeToString())
 
 
 async def test_claims_come_in_the_order_of_arrival(queue: JobQueue) -> None:

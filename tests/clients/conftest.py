@@ -44,6 +44,8 @@ class ScriptedService(inference_pb2_grpc.InferenceServiceServicer):
         self.resume_script: list[Step] = []
         # The error that Tokenize fails with.
         self.unary_failure: CallError | grpc.StatusCode | None = None
+        # The errors that the next calls of Embed fail with.
+        self.encode_failures: list[CallError] = []
         # Called in the server's thread when a call has come.
         self.on_call: Callable[[], object] = lambda: None
         self.requests: list[Any] = []
@@ -110,6 +112,31 @@ class ScriptedService(inference_pb2_grpc.InferenceServiceServicer):
             adapter_revision="tenants/acme/adapters/pirate/revisions/sha256:00",
             usage=inference_pb2.Usage(prompt_tokens=4, cached_tokens=2),
             request_id=request.spec.request_id,
+        )
+
+    async def Embed(self, request: inference_pb2.EmbedRequest, context: Any) -> Any:
+        self._note(request, context)
+        if self.encode_failures:
+            raise self.encode_failures.pop(0)
+        return inference_pb2.EmbedResponse(
+            embeddings=[inference_pb2.Embedding(values=[0.5, len(one.text)]) for one in request.spec.inputs],
+            summary=self._encoded(request.spec),
+        )
+
+    async def Classify(self, request: inference_pb2.ClassifyRequest, context: Any) -> Any:
+        self._note(request, context)
+        one = inference_pb2.Classification(label="good", probabilities=[0.25, 0.75], logits=[0.0, 1.0])
+        return inference_pb2.ClassifyResponse(
+            classifications=[one] * len(request.spec.inputs),
+            labels=["bad", "good"],
+            summary=self._encoded(request.spec),
+        )
+
+    def _encoded(self, spec: inference_pb2.EncodeSpec) -> inference_pb2.EncodeSummary:
+        return inference_pb2.EncodeSummary(
+            adapter_revision="tenants/acme/adapters/pirate/revisions/sha256:00" if spec.adapter else "",
+            usage=inference_pb2.Usage(prompt_tokens=len(spec.inputs)),
+            request_id=spec.request_id,
         )
 
     async def Detokenize(self, request: Any, context: Any) -> inference_pb2.DetokenizeResponse:

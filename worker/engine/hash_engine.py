@@ -22,7 +22,15 @@ from worker.engine.adapter_cache.loading import LoaderThreads
 from worker.engine.adapter_cache.operated_cache import OperatedCache
 from worker.engine.grammar.grammars import GrammarThread
 from worker.engine.grammar.state import GrammarState
-from worker.engine.hash_tokens import Hash, hash_logprobs, hash_root, id_bytes, next_allowed_token, next_token
+from worker.engine.hash_tokens import (
+    Hash,
+    hash_logprobs,
+    hash_root,
+    hash_vector,
+    id_bytes,
+    next_allowed_token,
+    next_token,
+)
 from worker.engine.scheduling.batch import Batch, Row
 from worker.engine.scheduling.scheduler import Scheduler
 from worker.engine.scheduling.sequence import Sequence
@@ -128,6 +136,10 @@ class HashEngine:
         return self._scheduler.commit(batch, ids, [logprobs for _, logprobs in sampled], failures)
 
     def _next(self, sequence: Sequence) -> tuple[int | Failure, TokenLogprobs | None]:
+        if encode := sequence.spec.encode:
+            digest = sequence.spec.adapter.digest if sequence.spec.adapter else ""
+            sequence.vector = hash_vector(self._model, digest, sequence.ids, encode)
+            return 0, None
         # The hash of all ids so far stays with the sequence, so that a token costs the same at any length.
         state: Hash | None = sequence.engine_state
         if state is None:

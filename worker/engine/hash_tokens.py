@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Protocol
 
 from artifacts.grammars.matching import compile_grammar
 from artifacts.grammars.vocabulary import hash_vocabulary
-from artifacts.hash_model import HashModel, parse_hash_model
+from artifacts.hash_model import LABELS, VECTOR_SIZE, HashModel, parse_hash_model
 from worker.engine.grammar.state import GrammarState
-from worker.engine_api import Sampling, Stopping, TokenLogprobs
+from worker.engine_api import Encode, Sampling, Stopping, TokenLogprobs
 
 if TYPE_CHECKING:
     import numpy as np
@@ -104,6 +104,22 @@ def expected_prompt_logprobs(spec: str, prompt_ids: Sequence[int], alternatives:
     """Return the log probabilities of every prompt token but the first. Raises ArtifactError."""
     model = parse_hash_model(spec)
     return tuple(hash_logprobs(model, following, following, alternatives) for following in prompt_ids[1:])
+
+
+def expected_vector(
+    spec: str, prompt_ids: Iterable[int], encode: Encode, *, adapter_digest: str = ""
+) -> tuple[float, ...]:
+    """Return the vector of a text. Raises ArtifactError."""
+    return hash_vector(parse_hash_model(spec), adapter_digest, prompt_ids, encode)
+
+
+def hash_vector(model: HashModel, adapter_digest: str, ids: Iterable[int], encode: Encode) -> tuple[float, ...]:
+    """Return the numbers of a text's vector, from -1 to 1; floats of 32 bits hold them exactly."""
+    root = f"{model.seed}|{adapter_digest}|{encode.task}|{encode.pooling}|{encode.pair_tokens}|"
+    size = VECTOR_SIZE if encode.task == "embed" else len(LABELS)
+    state = hashlib.blake2b(root.encode(), digest_size=size)
+    state.update(id_bytes(ids))
+    return tuple(byte / 128 - 1 for byte in state.digest())
 
 
 def hash_root(model: HashModel, adapter_digest: str, sampling: Sampling, choice: int) -> Hash:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from typing import Literal, Protocol
 
+from artifacts.encode import Encode as Encode  # a part of the contract
 from artifacts.sampling import SamplingParams
 from worker.engine_api.config import EngineLimits
 from worker.engine_api.stats import EngineStats
@@ -84,21 +85,6 @@ class AdapterSource:
     def summands(self) -> tuple[AdapterPart, ...]:
         """Return the parts of a set, or the adapter itself as its only part: what is added up."""
         return self.parts or (AdapterPart(self.digest, self.directory),)
-
-
-@dataclass(frozen=True, slots=True)
-class Encode:
-    """The vector that a sequence asks for instead of an answer.
-
-    "embed": the pooled hidden state of the last layer; "classify": the logits of the classifier's labels, which has its
-    own pooling.
-    """
-
-    task: Literal["embed", "classify"]
-    # Empty: the model's own. "cls" is the first token's hidden state, "last" the last token's.
-    pooling: Literal["", "cls", "mean", "last"] = ""
-    # How many tokens at the prompt's end are the second text of a pair (token type 1); the others have type 0.
-    pair_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import math
 import random
+from dataclasses import replace
 
 import pytest
 from redis.asyncio import Redis
 
+from artifacts.encode import Encode
 from broker.queue import JobQueue
 from broker.terms import Placement
 from router.dispatch.dispatcher import Dispatcher
@@ -76,6 +78,31 @@ async def test_a_lost_worker_s_job_goes_on_from_its_last_id(dispatcher: Dispatch
         assert await read(routed) == [5, 6, 7]
         assert routed.continuations == 1
     assert ("cancel", "j", 1) in first.sent
+
+
+async def test_a_vector_is_taken_once_and_from_the_worker_that_has_the_attempt(
+    dispatcher: Dispatcher, queue: JobQueue
+) -> None:
+    first, second = RecordingLink("first"), RecordingLink("second")
+    dispatcher.link_up(first, [])
+    async with dispatched(dispatcher, replace(job(max_tokens=0), encode=Encode("embed"))) as routed:
+        assert (await claim(queue)).encode == Encode("embed")
+        dispatcher.receive_claims(first, [("j", 1)])
+        dispatcher.receive_frame(first, frame(0, returned=True))  # its engine died before a step gave anything
+        assert (await claim(queue)).attempt == 2
+        dispatcher.receive_claims(second, [("j", 2)])
+        dispatcher.receive_frame(first, vector_frame(1, 9.0))
+        assert not routed.ended
+        dispatcher.receive_frame(second, vector_frame(2, 0.5))
+        dispatcher.receive_frame(second, vector_frame(2, 9.0))
+        assert await read(routed) == []
+        assert routed.choices[0].vector == (0.5, -0.5)
+        assert (routed.cached_tokens, routed.continuations) == (3, 1)
+    assert second.sent[0] == ("ack", "j", 2)
+
+
+def vector_frame(attempt: int, value: float) -> Frame:
+    return Frame("j", attempt, 0, (), finish=WorkerFinish.LENGTH, adapter_ms=1.0, cached_tokens=3, vector=(value, -0.5))
 
 
 async def test_a_link_that_comes_back_in_time_keeps_its_jobs(dispatcher: Dispatcher, queue: JobQueue) -> None:

@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from worker.engine.hash_engine import HashEngine
-from worker.engine.hash_tokens import expected_ids
+from worker.engine.hash_tokens import expected_ids, expected_vector
 from worker.engine_api import (
     AdapterSource,
+    Encode,
     FinishKind,
     NewSequence,
     Output,
@@ -105,6 +106,35 @@ def test_everything_that_matters_changes_the_answer() -> None:
 def test_greedy_answers_do_not_depend_on_what_shapes_the_noise() -> None:
     for sampling in (Sampling(seed=1), Sampling(top_k=3, top_p=0.5), Sampling(min_p=0.5, typical_p=0.5)):
         assert expected_ids(SPEC, PROMPT, sampling=sampling) == expected_ids(SPEC, PROMPT)
+
+
+def test_a_vector_is_the_one_output_of_a_sequence_that_asks_for_it(
+    running: RunningEngine, adapters: list[AdapterSource]
+) -> None:
+    """Prompts longer than a step beside an answer; the second of each is in the prefix cache."""
+    tasks = [Encode("embed"), Encode("embed", "cls"), Encode("embed", pair_tokens=2), Encode("classify")]
+    asking = [
+        NewSequence(f"{at}", (*range(20), at), adapter=adapter, stopping=Stopping(0), encode=encode)
+        for adapter in (None, *adapters[:2])
+        for at, encode in enumerate(tasks)
+    ]
+    asking = [replace(one, sequence_id=f"{at}") for at, one in enumerate([*asking, *asking])]
+    answers = running.answers(NewSequence("answer", PROMPT, stopping=Stopping(max_tokens=30)), *asking)
+    vectors = [answers[one.sequence_id][1].vector for one in asking]
+    assert vectors == [
+        expected_vector(SPEC, one.prompt_ids, one.encode, adapter_digest=one.adapter.digest if one.adapter else "")
+        for one in asking
+        if one.encode
+    ]
+    assert len(set(vectors)) == len(asking) / 2
+    outputs = [answers[one.sequence_id] for one in asking]
+    assert {(ids, last.finish, last.offset) for ids, last in outputs} == {((), FinishKind.LENGTH, 0)}
+    assert any(last.cached_tokens for _, last in outputs)
+    assert answers["answer"][0] == expected_ids(SPEC, PROMPT, stopping=Stopping(max_tokens=30))
+    running.engine.check()
+    for bad in (replace(asking[0], stopping=Stopping(1)), replace(asking[0], encode=Encode("embed", pair_tokens=99))):
+        with pytest.raises(SequenceRefusedError, match="encode"):
+            running.engine.add_sequence(bad)
 
 
 def test_floats_that_crossed_the_wire_mean_the_same() -> None:

@@ -31,6 +31,7 @@ def output_of(
         logprobs=logprobs,
         # Of a sequence that fails before its first token they are incomplete.
         prompt_logprobs=tuple(sequence.prompt_logprobs) if first and failure is None else (),
+        vector=sequence.vector,
     )
 
 

@@ -62,7 +62,7 @@ class Sequence:
     """An answer that is being generated.
 
     This folder alone changes it: the scheduler, the waiting list and the block manager. The engine reads it, and writes
-    `engine_state` and `prompt_logprobs`, which the scheduler only passes on.
+    `engine_state`, `prompt_logprobs` and `vector`, which the scheduler only passes on.
     """
 
     __slots__ = (
@@ -92,6 +92,7 @@ class Sequence:
         "started_at",
         "state",
         "stop_ids",
+        "vector",
     )
 
     def __init__(self, spec: NewSequence, arrival: int, end_token_ids: frozenset[int]) -> None:
@@ -134,6 +135,8 @@ class Sequence:
         self.parked_at = 0.0
         # Of the prompt's tokens from the second on, so far as they are known; a preemption does not lose them.
         self.prompt_logprobs: list[TokenLogprobs] = []
+        # Of a sequence that asks for a vector, which ends with it.
+        self.vector: tuple[float, ...] = ()
         # The state of the answer inside its grammar, once that has been compiled; None without a grammar.
         self.grammar: AnswerGrammar | None = None
         # For the engine to keep what it computes from token to token; goes with the sequence.
@@ -211,9 +214,9 @@ class Sequence:
             return FinishKind.END if self.answered and self.ids[-1] in self.end_ids else FinishKind.COMPLETE
         if self.answered < self.max_tokens:
             return None
-        # Logprobs of the prompt may be due; and the last token may complete a grammar that is not there yet.
+        # The prompt's logprobs or vector may be due; and the last token may complete a grammar that is not there yet.
         due = (not self.max_tokens and self.missing_prompt_logprobs) or (self.spec.grammar and self.grammar is None)
-        return None if due else FinishKind.LENGTH
+        return None if due or (self.spec.encode and not self.vector) else FinishKind.LENGTH
 
     def full_block_keys(self, blocks: int, block_size: int) -> list[bytes]:
         """Return the keys of at least the first `blocks` blocks, whose ids must all be known.

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from artifacts.grammars.build import GRAMMAR_BYTES
 from artifacts.sampling import OutOfRangeError, check_sampling
-from worker.engine_api import AdapterSource, NewSequence, Sampling, SequenceRefusedError, Stopping
+from worker.engine_api import AdapterSource, Encode, NewSequence, Sampling, SequenceRefusedError, Stopping
 from worker.engine_api.config import EngineLimits
 
 MAX_STOP_TOKEN_IDS = 64
@@ -43,6 +43,8 @@ def check_sequence(sequence: NewSequence, limits: EngineLimits) -> None:
         )
     if sequence.adapter:
         _check_adapter(sequence.adapter, limits)
+    if sequence.encode:
+        _check_encode(sequence, sequence.encode)
 
 
 def _check_ids(field: str, ids: Iterable[int], vocab_size: int) -> None:
@@ -60,6 +62,15 @@ def _check_adapter(adapter: AdapterSource, limits: EngineLimits) -> None:
     for part in adapter.parts:
         if not math.isfinite(part.weight) or not part.weight:
             raise SequenceRefusedError("adapter.parts", f"a weight must be finite and not 0, is {part.weight}")
+
+
+def _check_encode(sequence: NewSequence, encode: Encode) -> None:
+    if sequence.stopping.max_tokens or sequence.prompt_logprobs is not None:
+        raise SequenceRefusedError("encode", "goes with max_tokens 0 and without log probabilities of the prompt")
+    if not 0 <= encode.pair_tokens <= len(sequence.prompt_ids):
+        raise SequenceRefusedError(
+            "encode.pair_tokens", f"must lie between 0 and the prompt's length, is {encode.pair_tokens}"
+        )
 
 
 def _check_sampling(sampling: Sampling, vocab_size: int) -> None:

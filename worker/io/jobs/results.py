@@ -75,7 +75,7 @@ class Results:
                 self._warm.set()
             elif choice is not None and choice.ending is None:  # else it was cancelled or given back meanwhile
                 choice.record(output, now, message.stats.steps)
-                any_token = any_token or bool(output.token_ids)
+                any_token = any_token or bool(output.token_ids or output.vector)
                 self.links.progressed(choice)
                 if output.finish is not None or choice.job.n > 1:
                     self._advance(choice.job.job_id, choice.job.attempt)

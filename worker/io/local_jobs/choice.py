@@ -70,6 +70,8 @@ class LocalChoice:
     ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    # Of a job that asks for a vector, which comes with its end.
+    vector: tuple[float, ...] = ()
     ending: Ending | None = None
     adapter_ms: float = 0.0
     cached_tokens: int = 0
@@ -138,13 +140,14 @@ class LocalChoice:
         if not self.ids:
             self.load_ms = output.adapter_ms or 0.0
             self.adapter_ms += self.load_ms
-            if output.token_ids:
+            if output.token_ids or output.vector:
                 self.first_at, self.first_step = at_s, step
             self.cached_tokens = output.cached_tokens or 0
             self.prompt_logprobs = output.prompt_logprobs
         self.last_at, self.last_step = at_s, step
         self.ids.extend(output.token_ids)
         self.logprobs.extend(output.logprobs)
+        self.vector = output.vector
         if output.finish is not None:
             kind = None if output.finish is FinishKind.FAILED else output.finish
             self.end(Ending(kind, output.failure))
@@ -180,4 +183,5 @@ def sequence_of(choice: LocalChoice, adapter: AdapterSource | None) -> NewSequen
         tenant=job.tenant,
         weight=job.weight,
         grammar=job.grammar,
+        encode=job.encode,
     )

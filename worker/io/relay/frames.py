@@ -62,6 +62,7 @@ def next_frame(choice: LocalChoice) -> pb.Frame:
         return frame
     if choice.ending.kind is not None:
         frame.finish.kind = _KINDS[choice.ending.kind]
+        frame.vector.extend(choice.vector)
     elif choice.ending.failure is not None:
         frame.finish.kind = pb.FINISH_KIND_FAILED
         frame.finish.failure.CopyFrom(_failure(choice.ending.failure))

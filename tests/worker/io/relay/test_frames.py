@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from loraplex.relay.v1 import relay_pb2 as pb
+
+from artifacts.encode import Encode
 from broker.messages import Job, StoppingParams
+from router.dispatch.relay import read_frame
 from worker.engine_api import FinishKind, Output, TokenLogprobs
-from worker.io.local_jobs.choice import LocalChoice
+from worker.io.local_jobs.choice import LocalChoice, sequence_of
 from worker.io.local_jobs.jobs import LocalJobs
 from worker.io.relay.frames import FRAME_TOKENS, MESSAGE_BYTES, next_frames
 
@@ -23,6 +27,24 @@ def ended_answers(count: int) -> list[LocalChoice]:
         choice.record(Output(choice.sequence_id, 0, tuple(range(LENGTH)), FinishKind.LENGTH, logprobs=logprobs))
         choices.append(choice)
     return choices
+
+
+def test_a_vector_goes_with_the_end_and_again_after_a_rewind() -> None:
+    vector = (0.5, -1.0, 0.25)
+    asking = Job("j", "acme", "tiny", "sha256:0", "router", (1,), StoppingParams(0), seed=1, encode=Encode("embed"))
+    choice = LocalJobs().add(asking).choices[0]
+    assert sequence_of(choice, None).encode == asking.encode
+    choice.hand_over(1, 0.0)
+    choice.begin()
+    choice.record(Output(choice.sequence_id, 0, (), FinishKind.LENGTH, cached_tokens=7, vector=vector), at_s=1.0)
+    assert choice.first_at == 1.0
+    for _ in range(2):
+        (frame,) = next_frames({choice: None})
+        assert (tuple(frame.vector), frame.finish.kind, frame.offset) == (vector, pb.FINISH_KIND_LENGTH, 0)
+        assert frame.first.cached_tokens == 7
+        assert read_frame(frame).vector == vector
+        choice.rewind(0)
+        assert choice.has_news
 
 
 def test_whole_answers_with_log_probabilities_go_in_several_messages() -> None:
