@@ -27,6 +27,8 @@ from router.dispatch.reach import RelayReach
 from router.dispatch.relay import RelayService
 from router.gauges import follow_gauges
 from router.generation.admission import Admission
+from router.generation.encode_admission import EncodeAdmission
+from router.generation.encoding import Encoding
 from router.generation.generation import Generation
 from router.generation.grammar_proofs import GrammarProofs
 from router.generation.resume import ResumeTokens
@@ -89,8 +91,10 @@ async def run(settings: Settings) -> None:
             ResumeTokens(resume_keys),
             client_stall_s=settings.client_stall_s,
         )
-        service = InferenceService(generation, admission, models, telemetry, encoder)
-        inference_pb2_grpc.add_InferenceServiceServicer_to_server(service, public.grpc)
+        encoding = Encoding(generation, EncodeAdmission(models, store, reply_to, reach, encoder))
+        inference_pb2_grpc.add_InferenceServiceServicer_to_server(
+            InferenceService(generation, admission, models, telemetry, encoder, encoding), public.grpc
+        )
         cluster = ClusterService(models, dispatcher, metrics, AdapterCommands(models, store))
         cluster_pb2_grpc.add_ClusterServiceServicer_to_server(cluster, public.grpc)
         relay_service.add_to(relay)

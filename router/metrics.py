@@ -15,13 +15,14 @@ class RouterMetrics(Meters):
         super().__init__()
         model = ("model",)
         self.requests = self.counter(
-            "requests", "Generate, Resume and Score calls that ended, by gRPC status.", ("code",)
+            "requests", "Generate, Resume, Score, Embed and Classify calls that ended, by gRPC status.", ("code",)
         )
         self.errors = self.counter("request_errors", "Of these, those with an error, by its reason.", ("reason",))
         self.success = self.counter("request_success", "Answers that ended well.", ("model", "finished_reason"))
         self.prompt_tokens = self.counter("prompt_tokens", "Prompt tokens of answered requests.", model)
         self.cached_tokens = self.counter("prompt_tokens_cached", "Of these, found in a prefix cache.", model)
         self.generation_tokens = self.counter("generation_tokens", "Tokens delivered to clients.", model)
+        self.texts = self.counter("texts_encoded", "Texts that were answered by a vector.", ("model", "task"))
         self.ttft = self.histogram("time_to_first_token_seconds", "From the call to its first tokens.", LONG_S, model)
         self.itl = self.histogram("inter_token_latency_seconds", "Between an answer's messages.", SHORT_S, model)
         self.tpot = self.histogram(

@@ -60,7 +60,7 @@ def read_request(spec: pb.GenerateSpec, tenant: str) -> Request:
         request_id=spec.request_id,
         model=spec.model,
         adapter=spec.adapter,
-        adapters=_adapters(spec),
+        adapters=read_adapters(spec),
         sampling=_sampling(spec.sampling),
         seed=spec.sampling.seed if spec.sampling.HasField("seed") else None,
         stopping=_stopping(spec.stopping),
@@ -80,7 +80,8 @@ def read_request(spec: pb.GenerateSpec, tenant: str) -> Request:
     )
 
 
-def _adapters(spec: pb.GenerateSpec) -> tuple[WeightedAdapter, ...]:
+def read_adapters(spec: pb.GenerateSpec | pb.EncodeSpec) -> tuple[WeightedAdapter, ...]:
+    """Return the parts of a weighted set. Raises InvalidField."""
     if spec.adapter and spec.adapters:
         raise InvalidField("adapters", "give either adapter or adapters")
     if len(spec.adapters) > ADAPTERS:

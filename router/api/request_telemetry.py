@@ -7,27 +7,31 @@ import logging
 import time
 from dataclasses import replace
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import grpc
 from opentelemetry.trace import Span, SpanKind
 
+from artifacts.encode import Task
 from router.api.metric_series import ModelSeries, TenantSeries
+from router.api.span_attributes import answered_attributes, asked_attributes, operation
 from router.catalog.models import Models
+from router.encode_request import EncodeRequest
 from router.metrics import RouterMetrics
 from router.request import Delta, Event, Finished, Request, Summary
 from rpc.errors import CallError
 from rpc.identity.principal import Principal, calling_tenant
 from rpc.status import CODES
 from telemetry.logging import fields
-from telemetry.tracing import Attributes, Spans, traceparent_in, traceparent_of
+from telemetry.tracing import Spans, traceparent_in, traceparent_of
 
 log = logging.getLogger(__name__)
 
 # Methods whose calls are counted as requests; the metrics of other calls are rpc/metrics.py's.
-COUNTED_METHODS = ("Generate", "Resume", "Score")
+COUNTED_METHODS = ("Generate", "Resume", "Score", "Embed", "Classify")
 
 Context = grpc.aio.ServicerContext[Any, Any]
+R = TypeVar("R", Request, EncodeRequest)
 
 
 class RequestTelemetry:
@@ -103,13 +107,13 @@ class RequestRecord:
         self._model, self._request_id = "", ""
         self.tenant = ""
 
-    def begin(self, request: Request) -> Request:
+    def begin(self, request: R) -> R:
         """Take the request, once it is read; return it, with the traceparent of its span if there is one."""
         self._model, self._request_id = self._telemetry.label_of(request.model), request.request_id
         self._series = self._telemetry.of_model(self._model)
         if self._spans.on:
             parent = traceparent_in(self._context.invocation_metadata())
-            name, asked = f"{_operation(request)} {self._model}".strip(), _asked(request, self._model)
+            name, asked = f"{operation(request)} {self._model}".strip(), asked_attributes(request, self._model)
             self._span = self._spans.begin(name, parent, asked, kind=SpanKind.SERVER, at_s=self._began)
             request = replace(request, traceparent=traceparent_of(self._span))
         return request
@@ -131,6 +135,11 @@ class RequestRecord:
                 self._reasons.append(event.reason.value)
             case Summary():
                 self._summary = event
+
+    def count_texts(self, task: Task, count: int, summary: Summary) -> None:
+        """Count the texts of a call that is answered by their vectors, and take its summary."""
+        self._telemetry.metrics.texts.labels(self._model, task).inc(count)
+        self._summary = summary
 
     def __enter__(self) -> Self:
         self.tenant = calling_tenant()
@@ -178,7 +187,7 @@ class RequestRecord:
         """End the span; add the spans of the wait in the queue and of the relay of tokens beneath it."""
         summary = self._summary
         if summary is not None:
-            span.set_attributes(_answered(summary, self._reasons))
+            span.set_attributes(answered_attributes(summary, self._reasons))
             # The wait of a resumed request belongs to an earlier call.
             if summary.queue_s <= ended - self._began:
                 self._spans.record("queue", span, self._began, self._began + summary.queue_s, {})
@@ -210,41 +219,3 @@ def adapter_label(summary: Summary) -> str:
     # tenants/{tenant}/adapters/{adapter}/revisions/{digest}
     parts = summary.adapter_revision.split("/")
     return f"{parts[1]}/{parts[3]}" if len(parts) > 3 else ""
-
-
-def _operation(request: Request) -> str:
-    return "chat" if request.prompt_field == "chat" else "text_completion"
-
-
-def _asked(request: Request, model: str) -> Attributes:
-    """Return the attributes of a request, by https://opentelemetry.io/docs/specs/semconv/gen-ai/gen-ai-spans/."""
-    sampling = request.sampling
-    attributes: dict[str, Any] = {
-        "gen_ai.operation.name": _operation(request),
-        "gen_ai.provider.name": "loraplex",
-        "gen_ai.request.model": model,
-        "gen_ai.request.temperature": sampling.temperature,
-        "gen_ai.request.top_p": sampling.top_p,
-        "gen_ai.request.top_k": sampling.top_k,
-        "gen_ai.request.frequency_penalty": sampling.frequency_penalty,
-        "gen_ai.request.presence_penalty": sampling.presence_penalty,
-        "gen_ai.request.choice.count": request.n,
-        "loraplex.tenant": request.tenant,
-    }
-    if request.stopping.max_tokens is not None:
-        attributes["gen_ai.request.max_tokens"] = request.stopping.max_tokens
-    if request.seed is not None:
-        attributes["gen_ai.request.seed"] = request.seed
-    return attributes
-
-
-def _answered(summary: Summary, reasons: list[str]) -> Attributes:
-    return {
-        "gen_ai.response.id": summary.request_id,
-        "gen_ai.response.finish_reasons": tuple(reasons),
-        "gen_ai.usage.input_tokens": summary.prompt_tokens,
-        "gen_ai.usage.output_tokens": summary.completion_tokens,
-        "loraplex.adapter": summary.adapter_revision,
-        "loraplex.prompt_tokens_cached": summary.cached_tokens,
-        "loraplex.continuations": summary.continuations,
-    }

@@ -11,6 +11,7 @@ from loraplex.inference.v1 import inference_pb2 as pb
 from loraplex.inference.v1 import inference_pb2_grpc
 
 from router.api.convert import read_prompt, read_request, write_message
+from router.api.encoding import read_classify, read_embed, write_classifications, write_embeddings
 from router.api.formats import read_large_format
 from router.api.prompt_options import read_prompt_options
 from router.api.prompt_size import check_count, check_prompt_size
@@ -18,6 +19,7 @@ from router.api.request_telemetry import RequestTelemetry
 from router.api.scores import read_continuations, write_scores
 from router.catalog.models import Models
 from router.generation.admission import Admission
+from router.generation.encoding import Encoding
 from router.generation.generation import Generation
 from router.generation.scoring import Scoring
 from router.request import Received, Request, Stopping
@@ -38,10 +40,12 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         models: Models,
         telemetry: RequestTelemetry,
         encoder: PromptEncoder,
+        encoding: Encoding,
     ) -> None:
         self._generation = generation
         self._admission = admission
         self._scoring = Scoring(generation, admission, models, encoder)
+        self._encoding = encoding
         self._models = models
         self._telemetry = telemetry
 
@@ -105,6 +109,23 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             scores, summary = await self._scoring.score(call, continuations, context.time_remaining())
             record.count(summary)
             return write_scores(scores, summary)
+
+    async def Embed(self, request: pb.EmbedRequest, context: Context) -> pb.EmbedResponse:
+        """Return a vector of each text."""
+        with self._telemetry.new_record(context) as record:
+            call = record.begin(read_embed(request, record.tenant))
+            vectors, _, summary = await self._encoding.encode(call, context.time_remaining())
+            record.count_texts("embed", len(vectors), summary)
+            normalize = not request.HasField("normalize") or request.normalize
+            return write_embeddings(vectors, summary, normalize=normalize)
+
+    async def Classify(self, request: pb.ClassifyRequest, context: Context) -> pb.ClassifyResponse:
+        """Return the probabilities of a classifier's labels for each text."""
+        with self._telemetry.new_record(context) as record:
+            call = record.begin(read_classify(request, record.tenant))
+            vectors, classifier, summary = await self._encoding.encode(call, context.time_remaining())
+            record.count_texts("classify", len(vectors), summary)
+            return write_classifications(vectors, classifier, summary)
 
     async def Detokenize(self, request: pb.DetokenizeRequest, context: Context) -> pb.DetokenizeResponse:
         """Return the text of ids."""

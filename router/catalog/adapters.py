@@ -8,11 +8,12 @@ from collections.abc import Sequence
 from artifacts.digests import weighted_digest
 from broker.messages import AdapterRef, WeightedRef
 from router.catalog.store_client import Manifest, ResolvedAdapter, StoreClient
+from router.encode_request import EncodeRequest
 from router.request import Request, WeightedAdapter
 from rpc.errors import InvalidField, Mismatch
 
 
-async def resolve_adapters(request: Request, model: Manifest, store: StoreClient) -> AdapterRef | None:
+async def resolve_adapters(request: Request | EncodeRequest, model: Manifest, store: StoreClient) -> AdapterRef | None:
     """Return the job's adapter; None for the base model. Raises NotFound, InvalidField, Mismatch or Unavailable."""
     if request.adapters:
         return await _weighted_set(request.tenant, request.adapters, model, store)

@@ -10,6 +10,7 @@ import grpc
 from loraplex.adapters.v1 import adapters_pb2 as pb
 from loraplex.adapters.v1 import adapters_pb2_grpc
 
+from artifacts.hash_model import LABELS
 from artifacts.revision import CONFIG_FILE
 from broker.messages import AdapterRef
 from rpc.errors import CallError, InvalidField, NotFound, Unavailable
@@ -24,6 +25,8 @@ CALL_S = 5.0
 DOWNLOAD_S = 60.0
 # Maximum number of cached names; beyond it the cache is emptied.
 NAMES_KEPT = 10_000
+# The tasks and labels of a hash model.
+_TASKS_OF_HASH = (("generate", "embed", "classify"), LABELS)
 # Reconnect at least twice a second, so that a store that comes back is found soon.
 _OPTIONS = [
     *channel_options(),
@@ -54,6 +57,9 @@ class Manifest:
     vocab_size: int
     files: dict[str, bytes]
     original_digest: str = ""
+    # Of generate, embed and classify those that it serves; the labels of its classifier, in the order of its logits.
+    tasks: tuple[str, ...] = ("generate",)
+    labels: tuple[str, ...] = ()
 
 
 class StoreClient:
@@ -151,6 +157,7 @@ class StoreClient:
             model.vocab_size,
             {file: bytes(data) for file, data in files.items()},
             model.original_digest,
+            *(_TASKS_OF_HASH if model.architecture == "hash" else ()),
         )
 
     def _translate(self, error: grpc.aio.AioRpcError, kind: str, name: str) -> CallError:

@@ -7,11 +7,12 @@ import secrets
 import time
 from dataclasses import replace
 
-from broker.messages import AdapterRef, Job, StoppingParams
+from broker.messages import AdapterRef, Job, StoppingParams, WorkerState
 from router.catalog.adapter_chats import AdapterChats
 from router.catalog.adapters import check_rank, resolve_adapters
+from router.catalog.classifiers import check_generates
 from router.catalog.models import Models, ServedModel
-from router.catalog.store_client import StoreClient
+from router.catalog.store_client import Manifest, StoreClient
 from router.dispatch.reach import RelayReach
 from router.generation.answer_size import check_answer_size
 from router.generation.chat_format import call_grammar, chat_format
@@ -67,7 +68,7 @@ class Admission:
         model = self._models.get(request.model)
         adapter = await resolve_adapters(request, model.manifest, self._store)
         prompt_ids, _ = await self._prompt(request, model, adapter)
-        _check_ids(request.prompt_field, prompt_ids, model.manifest.vocab_size)
+        check_ids(request.prompt_field, prompt_ids, model.manifest.vocab_size)
         return prompt_ids
 
     async def resumed_job(self, request: Request, resumption: Resumption, deadline_s: float | None) -> Job:
@@ -121,22 +122,20 @@ class Admission:
         self, request: Request, model: ServedModel, adapter: AdapterRef | None, deadline_s: float | None, context: int
     ) -> Job:
         manifest = model.manifest
+        check_generates(manifest)
         prompt_ids, template = await self._prompt(request, model, adapter)
         grammar, chat = request.grammar, request.prompt
         if template is not None and isinstance(chat, Chat) and chat.tools:
             # In a thread: the schemas of many tools take tens of milliseconds.
             grammar = await asyncio.to_thread(call_grammar, chat, template, model.text, prompt_ids)
-        serving = self._models.serving(manifest.name, manifest.digest)
-        if not serving:
-            raise Unavailable(f"no worker serves {manifest.name} now", reason="NO_WORKER")
+        serving = workers_for_new_jobs(self._models, self._reach, manifest)
         if grammar and not all(state.constrains for state in serving):
             raise Unavailable("a worker of an older version is still there, which ignores formats", reason="OLD_WORKER")
-        self._reach.check(manifest.name)
         stopping = request.stopping
         max_tokens = _max_tokens(request, len(prompt_ids), context)
-        _check_ids(request.prompt_field, prompt_ids, manifest.vocab_size)
-        _check_ids("stopping.stop_token_ids", stopping.stop_token_ids, manifest.vocab_size)
-        _check_ids("sampling.logit_bias", tuple(i for i, _ in request.sampling.logit_bias), manifest.vocab_size)
+        check_ids(request.prompt_field, prompt_ids, manifest.vocab_size)
+        check_ids("stopping.stop_token_ids", stopping.stop_token_ids, manifest.vocab_size)
+        check_ids("sampling.logit_bias", tuple(i for i, _ in request.sampling.logit_bias), manifest.vocab_size)
         return Job(
             # New with every admission: messages about an older call of this request id must not reach this job.
             job_id=f"{request.tenant}/{request.request_id}/{secrets.token_hex(6)}",
@@ -167,6 +166,15 @@ class Admission:
         )
 
 
+def workers_for_new_jobs(models: Models, reach: RelayReach, manifest: Manifest) -> list[WorkerState]:
+    """Return the workers that take new jobs of a base model. Raises Unavailable where there is none in reach."""
+    serving = models.serving(manifest.name, manifest.digest)
+    if not serving:
+        raise Unavailable(f"no worker serves {manifest.name} now", reason="NO_WORKER")
+    reach.check(manifest.name)
+    return serving
+
+
 def _resolved(request: Request, context: int) -> PromptOptions:
     """Return the prompt's options, with `truncate_to` 0 as what the context leaves beside the answer."""
     if request.prompt_options.truncate_to != 0:
@@ -195,11 +203,12 @@ def _max_tokens(request: Request, prompt: int, context: int) -> int:
 def _check_received(resumption: Resumption, vocab_size: int) -> None:
     max_tokens = resumption.claims.max_tokens
     for index, had in enumerate(resumption.received.values()):
-        _check_ids(f"received[{index}].token_ids", had.token_ids, vocab_size)
+        check_ids(f"received[{index}].token_ids", had.token_ids, vocab_size)
         if len(had.token_ids) > max_tokens:
             raise InvalidField(f"received[{index}].token_ids", f"more than max_tokens ({max_tokens})")
 
 
-def _check_ids(field: str, ids: tuple[int, ...], vocab_size: int) -> None:
+def check_ids(field: str, ids: tuple[int, ...], vocab_size: int) -> None:
+    """Raise InvalidField where the model has no such id."""
     if ids and max(ids) >= vocab_size:
         raise InvalidField(field, f"id {max(ids)} is beyond the vocabulary of {vocab_size}")

@@ -13,6 +13,7 @@ from collections.abc import AsyncGenerator, Mapping
 from dataclasses import replace
 from functools import partial
 
+from broker.messages import Job
 from router.catalog.models import Models
 from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.routed_job import Reader, RoutedJob
@@ -42,14 +43,16 @@ class Generation:
         self._dispatcher = dispatcher
         self._tokens = tokens
         self._runs = Runs()
+        # Jobs of calls that have no stream.
+        self._unstreamed: set[RoutedJob] = set()
         self._draining = False
         self.slow_clients = SlowClients(client_stall_s)
 
     def drain(self) -> None:
         """End every call with UNAVAILABLE, now and from now on: its client resumes at another router."""
         self._draining = True
-        for run in self._runs:
-            run.routed.end_reader(_router_draining())
+        for routed in (*(run.routed for run in self._runs), *self._unstreamed):
+            routed.end_reader(_router_draining())
 
     async def resume(
         self, request: Request, token: str, received: Mapping[int, Received], deadline_s: float | None
@@ -99,6 +102,22 @@ class Generation:
         finally:
             if run.routed.reader is reader:
                 self._end(run)
+
+    async def complete(self, job: Job) -> RoutedJob:
+        """Run a job that has no stream to its end. Cancelling it stops the work. Raises a CallError."""
+        if self._draining:
+            raise _router_draining()
+        routed = await self._dispatcher.dispatch(job)
+        self._unstreamed.add(routed)
+        try:
+            if self._draining:
+                raise _router_draining()
+            while await routed.arrivals(routed.reader):
+                pass
+            return routed
+        finally:
+            self._unstreamed.discard(routed)
+            self._dispatcher.release(routed)
 
     async def _enter(
         self, request: Request, resumption: Resumption | None, deadline_s: float | None

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
+from router.encode_request import EncodeInput, EncodeRequest, TextPair
 from router.request import Chat, PromptOptions
 from router.shares import FairTurns
 from router.text.chat import ChatTemplate
@@ -59,6 +60,25 @@ class PromptEncoder:
         if len(prompt) > context:
             raise _too_long(field, f"{len(prompt)} tokens", context)
         return prompt
+
+    async def encode_inputs(self, text: Text, request: EncodeRequest, limit: int) -> list[tuple[tuple[int, ...], int]]:
+        """Return the ids of each input, at most `limit`, and how many of them are a pair's second text.
+
+        Raises InvalidField, naming the input.
+        """
+        inputs = list(zip(request.inputs, request.fields, strict=True))
+        if not request.truncate:  # before anything of their size is made
+            for given, field in inputs:
+                _check_input(text, given, field, limit)
+
+        def encode() -> list[tuple[tuple[int, ...], int]]:
+            return [_ids_of(text, given, field, limit, truncate=request.truncate) for given, field in inputs]
+
+        return (
+            encode()
+            if sum(map(_length, request.inputs)) <= SHORT_CHARACTERS
+            else await self._in_turn(request.tenant, encode)
+        )
 
     async def encode_chat(
         self,
@@ -108,18 +128,52 @@ class PromptEncoder:
         self._renderer.close()
 
 
+def _length(given: EncodeInput) -> int:
+    """Return the characters of an input's texts, or the number of its ids."""
+    return len(given.first) + len(given.second) if isinstance(given, TextPair) else len(given)
+
+
+def _check_input(text: Text, given: EncodeInput, field: str, limit: int) -> None:
+    if isinstance(given, tuple):
+        if len(given) > limit:
+            raise _too_long_input(field, f"{len(given)} tokens", limit)
+    elif size := _bytes_beyond(text, given.first + given.second if isinstance(given, TextPair) else given, limit):
+        raise _too_long_input(field, f"{size} bytes of text", limit)
+
+
+def _ids_of(text: Text, given: EncodeInput, field: str, limit: int, *, truncate: bool) -> tuple[tuple[int, ...], int]:
+    if isinstance(given, tuple):
+        return given[:limit], 0
+    first, second = (given.first, given.second) if isinstance(given, TextPair) else (given, None)
+    try:
+        ids, pair_tokens = text.encode_input(first, second, limit, truncate=truncate)
+    except TooManyTokensError as error:
+        raise _too_long_input(field, f"{error.tokens} tokens", limit) from None
+    return tuple(ids), pair_tokens
+
+
 def check_text(text: Text, prompt: str, field: str, context: int) -> None:
     """Raise InvalidField where a text has more bytes than `context` of the model's longest tokens stand for."""
+    if size := _bytes_beyond(text, prompt, context):
+        raise _too_long(field, f"{size} bytes of text", context)
+
+
+def _bytes_beyond(text: Text, prompt: str, context: int) -> int:
+    """Return the size of a text in bytes if `context` tokens can't stand for them, else 0."""
     if text.longest_token is None:
-        return
+        return 0
     limit = context * text.longest_token
     size = len(prompt)  # characters: no more than its bytes
     if size <= limit < 4 * size:
         size = len(prompt.encode())
-    if size > limit:
-        raise _too_long(field, f"{size} bytes of text", context)
+    return size if size > limit else 0
 
 
 def _too_long(field: str, size: str, context: int) -> InvalidField:
     message = f"{size} do not fit the context of {context}; prompt_options.truncate_to cuts a prompt from the left"
+    return InvalidField(field, message, reason="CONTEXT_EXCEEDED")
+
+
+def _too_long_input(field: str, size: str, limit: int) -> InvalidField:
+    message = f"{size}; the model takes {limit} tokens; set truncate to have longer texts cut"
     return InvalidField(field, message, reason="CONTEXT_EXCEEDED")

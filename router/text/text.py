@@ -36,6 +36,13 @@ class Text(Protocol):
     def encode(self, text: str, *, special_tokens: bool, limit: int | None = None) -> list[int]:
         """Return the ids of a text; may take long. Raises TooManyTokensError beyond `limit` of them."""
 
+    def encode_input(self, text: str, second: str | None, limit: int, *, truncate: bool) -> tuple[list[int], int]:
+        """Return the ids of a text or a pair as a model encodes it, and how many at the end are the second text's.
+
+        Tokens that the tokenizer puts around texts are there. Raises TooManyTokensError beyond `limit` ids, unless
+        `truncate`, which cuts the longer text at its end.
+        """
+
     def shield(self, text: str) -> str:
         """Return a text in which `encode` finds no special tokens; they are read as the characters that they are."""
 

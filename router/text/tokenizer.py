@@ -76,6 +76,17 @@ class HashText(_PlainText):
             raise TooManyTokensError(len(data))
         return list(data)
 
+    def encode_input(self, text: str, second: str | None, limit: int, *, truncate: bool) -> tuple[list[int], int]:
+        """See Text: the bytes of the texts."""
+        first, other = text.encode(), (second or "").encode()
+        if (excess := len(first) + len(other) - limit) > 0:
+            if not truncate:
+                raise TooManyTokensError(len(first) + len(other))
+            # The longer one loses the difference first, then both the same.
+            of_other = max(0, min(excess, (excess + len(other) - len(first)) // 2))
+            first, other = first[: len(first) - excess + of_other], other[: len(other) - of_other]
+        return [*first, *other], len(other)
+
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool, whole: bool = True) -> str:
         """See Text."""
         return "".join(self.push(token_id) for token_id in ids)
@@ -94,6 +105,10 @@ class NoText(_PlainText):
     def encode(self, text: str, *, special_tokens: bool, limit: int | None = None) -> list[int]:
         """See Text. Raises InvalidField."""
         raise InvalidField("prompt", "the model has no tokenizer.json; send token_ids")
+
+    def encode_input(self, text: str, second: str | None, limit: int, *, truncate: bool) -> tuple[list[int], int]:
+        """See Text. Raises InvalidField."""
+        raise InvalidField("inputs", "the model has no tokenizer.json; send token_ids")
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool, whole: bool = True) -> str:
         """See Text."""

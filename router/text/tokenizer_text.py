@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from itertools import takewhile
 
 from tokenizers import Tokenizer
 
@@ -28,6 +29,8 @@ class TokenizerText:
         self.longest_token = longest_token_bytes(data)
         self._detokenizer = Detokenizer(self._tokenizer, data)
         self.chat = ChatTemplate.of_files(files)
+        # Maximum ids of a truncating tokenizer, and that tokenizer; made when it is first needed.
+        self._cut_to: tuple[int, Tokenizer] | None = None
         self._special = SpecialTokens(self._tokenizer, self.chat.tokens.get("bos_token", ""))
 
     def encode(self, text: str, *, special_tokens: bool, limit: int | None = None) -> list[int]:
@@ -40,6 +43,23 @@ class TokenizerText:
         if limit is not None and count > limit:  # before the ids become objects
             raise TooManyTokensError(count)
         return added + [token_id for encoding in encodings for token_id in encoding.ids]
+
+    def encode_input(self, text: str, second: str | None, limit: int, *, truncate: bool) -> tuple[list[int], int]:
+        """See Text; as transformers does it, with the post-processor of tokenizer.json."""
+        tokenizer = self._truncating(limit) if truncate else self._tokenizer
+        (encoding,) = tokenizer.encode_batch_fast([text if second is None else (text, second)])
+        if len(encoding) > limit:
+            raise TooManyTokensError(len(encoding))
+        types = encoding.type_ids if second is not None else ()
+        return encoding.ids, sum(1 for _ in takewhile(bool, reversed(types)))
+
+    def _truncating(self, limit: int) -> Tokenizer:
+        """Return a tokenizer that cuts texts to `limit` ids; the setting is one of the whole tokenizer."""
+        if self._cut_to is None or self._cut_to[0] != limit:
+            tokenizer = Tokenizer.from_str(self._tokenizer.to_str())
+            tokenizer.enable_truncation(limit, strategy="longest_first")
+            self._cut_to = limit, tokenizer
+        return self._cut_to[1]
 
     def shield(self, text: str) -> str:
         """See Text."""

@@ -80,6 +80,8 @@ PERMISSIONS: Mapping[str, Permission] = {
             "Generate": _GENERATE,
             "Resume": _GENERATE,
             "Score": _GENERATE,
+            "Embed": _GENERATE,
+            "Classify": _GENERATE,
             "Tokenize": _TOKENIZE,
             "CountTokens": _TOKENIZE,
             "Detokenize": _TOKENIZE,

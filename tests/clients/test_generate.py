@@ -271,6 +271,38 @@ async def test_other_calls(server: Any) -> None:
         assert await client.models() == (lx.ServedModel("tiny", "sha256:00", 512),)
 
 
+async def test_texts_are_encoded_in_calls_of_one_revision(server: Any) -> None:
+    """A call that a router refuses for a moment is made again; texts, pairs and ids go as they are given."""
+    texts = ["x" * length for length in range(1, 101)]
+    server.service.encode_failures = [errors.Unavailable("one moment", retry_after_s=0.0, reason="NO_WORKER")]
+    with lx.Client(server.address) as client:
+        found = client.embed(texts, adapter_id="pirate@live", truncate=True, normalize=False, pooling="mean")
+        assert found.vectors == tuple((0.5, float(length)) for length in range(1, 101))
+        assert (found.usage.prompt_tokens, found.adapter_revision[-12:]) == (100, "ns/sha256:00")
+        first, again, rest = server.service.requests
+        assert first == again
+        assert (first.normalize, first.pooling, first.spec.truncate) == (False, inference_pb2.POOLING_MEAN, True)
+        assert [len(one.spec.inputs) for one in (first, rest)] == [64, 36]
+        assert (first.spec.adapter, rest.spec.adapter) == ("pirate@live", "tenants/acme/adapters/pirate@sha256:00")
+        for bad, field in (("text", "texts"), (["a", 1.5], r"texts[1]"), ([("a", 2)], r"texts[0]")):
+            with pytest.raises(lx.InvalidRequestError) as caught:
+                client.embed(bad)  # type: ignore[arg-type]  # what is to be refused
+            assert caught.value.field == field
+        with pytest.raises(lx.InvalidRequestError, match="pooling"):
+            client.embed(["a"], pooling="max")  # type: ignore[arg-type]  # as above
+        with pytest.raises(TypeError, match="max_tokens"):
+            client.classify(["a"], max_tokens=3)  # type: ignore[call-arg]  # as above
+    async with lx.AsyncClient(server.address) as client:
+        assert (await client.embed(["a"])).vectors == ((0.5, 1.0),)
+        labels = await client.classify(["a", ("b", "c"), [1, 2]])
+        assert (labels.labels, labels.classifications[2].label) == (("bad", "good"), "good")
+        assert [one.WhichOneof("input") for one in server.service.requests[-1].spec.inputs] == [
+            "text",
+            "pair",
+            "token_ids",
+        ]
+
+
 def test_client_can_be_used_after_close(server: Any) -> None:
     client = lx.Client(server.address)
     assert client.tokenize("hi") == (104, 105)

@@ -14,6 +14,7 @@ from loraplex_client.aio import AsyncClient, AsyncStoreClient
 from loraplex_client.calls import ServedModel
 from loraplex_client.chat import ToolCall, ToolCallPart
 from loraplex_client.client import Client, StoreClient
+from loraplex_client.encoding import Classification, Classifications, Embeddings, EncodeOptions
 from loraplex_client.errors import (
     AbortedError,
     AlreadyExistsError,
@@ -50,10 +51,14 @@ __all__ = [
     "CancelledError",
     "ChatOptions",
     "Choice",
+    "Classification",
+    "Classifications",
     "Client",
     "ContinuationScore",
     "DataLossError",
     "DeadlineExceededError",
+    "Embeddings",
+    "EncodeOptions",
     "FailedPreconditionError",
     "FinishReason",
     "GenerateOptions",

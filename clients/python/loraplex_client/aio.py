@@ -9,7 +9,7 @@ from typing import Any, Self, Unpack, overload
 from loraplex.adapters.v1 import adapters_pb2, adapters_pb2_grpc
 from loraplex.inference.v1 import inference_pb2_grpc
 
-from loraplex_client import adapters, calls, scores
+from loraplex_client import adapters, calls, encoding, scores
 from loraplex_client.addresses import read_addresses
 from loraplex_client.chat import ChatMessages
 from loraplex_client.connection import AsyncConnection
@@ -202,6 +202,21 @@ class AsyncClient:
         self, prompt: str | None, continuations: Sequence[str | Sequence[int]], **options: Unpack[GenerateOptions]
     ) -> scores.Scores:
         return await self._connection.run(scores.score(prompt, continuations, options))
+
+    async def embed(
+        self,
+        texts: Sequence[encoding.EncodeInput],
+        *,
+        pooling: encoding.Pooling | None = None,
+        normalize: bool = True,
+        **options: Unpack[encoding.EncodeOptions],
+    ) -> encoding.Embeddings:
+        return await self._connection.run(encoding.embed(texts, pooling, normalize, options))
+
+    async def classify(
+        self, texts: Sequence[encoding.EncodeInput], **options: Unpack[encoding.EncodeOptions]
+    ) -> encoding.Classifications:
+        return await self._connection.run(encoding.classify(texts, options))
 
     async def detokenize(self, token_ids: Sequence[int], *, model: str = "", skip_special_tokens: bool = True) -> str:
         return await self._connection.run(calls.detokenize(token_ids, model, skip_special_tokens))

@@ -9,7 +9,7 @@ from typing import Any, Self, Unpack, overload
 from loraplex.adapters.v1 import adapters_pb2, adapters_pb2_grpc
 from loraplex.inference.v1 import inference_pb2_grpc
 
-from loraplex_client import adapters, calls, scores
+from loraplex_client import adapters, calls, encoding, scores
 from loraplex_client.addresses import read_addresses
 from loraplex_client.chat import ChatMessages
 from loraplex_client.connection import Connection
@@ -243,6 +243,26 @@ class Client:
         the prompt's: begin it with a space where one belongs between the two.
         """
         return self._connection.run(scores.score(prompt, continuations, options))
+
+    def embed(
+        self,
+        texts: Sequence[encoding.EncodeInput],
+        *,
+        pooling: encoding.Pooling | None = None,
+        normalize: bool = True,
+        **options: Unpack[encoding.EncodeOptions],
+    ) -> encoding.Embeddings:
+        """Return a vector of each text, scaled to length 1 unless `normalize` is False. Raises LoraplexError.
+
+        A text may be a pair of texts, or a list of ids. `pooling` is the model's own by default.
+        """
+        return self._connection.run(encoding.embed(texts, pooling, normalize, options))
+
+    def classify(
+        self, texts: Sequence[encoding.EncodeInput], **options: Unpack[encoding.EncodeOptions]
+    ) -> encoding.Classifications:
+        """Return the probabilities of the labels of a classifier for each text. Raises LoraplexError."""
+        return self._connection.run(encoding.classify(texts, options))
 
     def detokenize(self, token_ids: Sequence[int], *, model: str = "", skip_special_tokens: bool = True) -> str:
         """Return the text of these ids. Raises LoraplexError."""

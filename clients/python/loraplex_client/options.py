@@ -140,7 +140,7 @@ def generate_request(
         if name == "messages":
             spec.chat.CopyFrom(chat_of(value, of_chat))
         elif name == "adapters":
-            spec.adapters.extend(_weighted(value))
+            spec.adapters.extend(weighted_adapters(value))
         elif name == "json_style":
             spec.json_style.CopyFrom(style_of(value))
         elif name in _PATHS:
@@ -150,7 +150,10 @@ def generate_request(
     return inference_pb2.GenerateRequest(spec=spec)
 
 
-def _weighted(adapters: Mapping[str, float] | Sequence[tuple[str, float]]) -> list[inference_pb2.WeightedAdapter]:
+def weighted_adapters(
+    adapters: Mapping[str, float] | Sequence[tuple[str, float]],
+) -> list[inference_pb2.WeightedAdapter]:
+    """Return the parts of a weighted set. Raises InvalidRequestError."""
     pairs = adapters.items() if isinstance(adapters, Mapping) else adapters
     try:
         return [inference_pb2.WeightedAdapter(adapter=name, weight=weight) for name, weight in pairs]

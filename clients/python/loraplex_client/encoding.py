@@ -1,0 +1,178 @@
+"""Calls about whole texts: embeddings, and the probabilities of a classifier's labels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias, TypedDict
+
+from loraplex.inference.v1 import inference_pb2
+
+from loraplex_client.calls import Call, Script
+from loraplex_client.errors import InvalidRequestError
+from loraplex_client.generation import Usage
+from loraplex_client.options import weighted_adapters
+
+# A text, a pair of texts, or the ids of one.
+EncodeInput: TypeAlias = str | tuple[str, str] | Sequence[int]
+Pooling: TypeAlias = Literal["cls", "mean", "last"]
+
+# Maximum texts of one server call; longer lists take several, one after the other.
+TEXTS_PER_CALL = 64
+_POOLINGS = {
+    None: inference_pb2.POOLING_UNSPECIFIED,
+    "cls": inference_pb2.POOLING_CLS,
+    "mean": inference_pb2.POOLING_MEAN,
+    "last": inference_pb2.POOLING_LAST,
+}
+
+
+class EncodeOptions(TypedDict, total=False):
+    """The keywords of `embed` and `classify`; those of GenerateOptions mean the same. None is the default."""
+
+    adapter_id: str | None
+    # of `embed` alone
+    adapters: Mapping[str, float] | Sequence[tuple[str, float]] | None
+    model: str | None
+    request_id: str | None
+    priority: int | None
+    # cuts texts that are longer than the model takes, which are refused otherwise
+    truncate: bool | None
+
+
+@dataclass(frozen=True)
+class Embeddings:
+    """The vectors of a list of texts, in its order; see Generation for the other fields."""
+
+    vectors: tuple[tuple[float, ...], ...]
+    usage: Usage
+    adapter_revision: str
+    request_id: str
+    continuations: int = 0
+    adapters: tuple[tuple[str, float], ...] = ()
+
+
+@dataclass(frozen=True)
+class Classification:
+    """A text's likeliest label, and the probability and the logit of every label."""
+
+    label: str
+    probabilities: tuple[float, ...]
+    logits: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Classifications:
+    """The classifications of a list of texts, in its order; `labels` is the order of their numbers."""
+
+    classifications: tuple[Classification, ...]
+    labels: tuple[str, ...]
+    usage: Usage
+    adapter_revision: str
+    request_id: str
+    continuations: int = 0
+
+
+def embed(
+    texts: Sequence[EncodeInput], pooling: Pooling | None, normalize: bool, options: EncodeOptions
+) -> Script[Embeddings]:
+    """Return the vectors of these texts."""
+    if pooling not in _POOLINGS:
+        raise InvalidRequestError(f"pooling: {pooling!r} is none of cls, mean and last", field="pooling")
+    vectors: list[tuple[float, ...]] = []
+    parts = _Parts(texts, options)
+    for spec in parts:
+        request = inference_pb2.EmbedRequest(spec=spec, pooling=_POOLINGS[pooling], normalize=normalize)
+        response = yield Call("Embed", request)
+        vectors += (tuple(embedding.values) for embedding in response.embeddings)
+        parts.answered(response.summary)
+    return Embeddings(
+        tuple(vectors), parts.usage, parts.revision, parts.request_id, parts.continuations, tuple(parts.adapters)
+    )
+
+
+def classify(texts: Sequence[EncodeInput], options: EncodeOptions) -> Script[Classifications]:
+    """Return the labels of these texts."""
+    found: list[Classification] = []
+    labels: tuple[str, ...] = ()
+    parts = _Parts(texts, options)
+    for spec in parts:
+        response = yield Call("Classify", inference_pb2.ClassifyRequest(spec=spec))
+        found += (
+            Classification(one.label, tuple(one.probabilities), tuple(one.logits)) for one in response.classifications
+        )
+        labels = tuple(response.labels)
+        parts.answered(response.summary)
+    return Classifications(tuple(found), labels, parts.usage, parts.revision, parts.request_id, parts.continuations)
+
+
+class _Parts:
+    """The server calls for a list of texts; those after the first ask for the revisions that answered the first."""
+
+    def __init__(self, texts: Sequence[EncodeInput], options: EncodeOptions) -> None:
+        if isinstance(texts, str):
+            raise InvalidRequestError("texts: give a list of texts", field="texts")
+        self._texts = texts
+        self._spec = _spec_of(options)
+        self.usage = Usage(0, 0, 0)
+        self.revision, self.request_id = "", ""
+        self.adapters: list[tuple[str, float]] = []
+        self.continuations = 0
+
+    def __iter__(self) -> Iterator[inference_pb2.EncodeSpec]:
+        for start in range(0, max(1, len(self._texts)), TEXTS_PER_CALL):
+            del self._spec.inputs[:]
+            for index, text in enumerate(self._texts[start : start + TEXTS_PER_CALL], start):
+                self._spec.inputs.append(_input_of(index, text))
+            yield self._spec
+
+    def answered(self, summary: inference_pb2.EncodeSummary) -> None:
+        """Add up what a call has cost."""
+        usage = self.usage
+        self.usage = Usage(
+            usage.prompt_tokens + summary.usage.prompt_tokens, usage.cached_tokens + summary.usage.cached_tokens, 0
+        )
+        self.continuations += summary.continuations
+        self.revision = summary.adapter_revision
+        self.request_id = self.request_id or summary.request_id
+        self.adapters = [(part.adapter, part.weight) for part in summary.adapters]
+        del self._spec.adapters[:]
+        if self.adapters:
+            self._spec.adapters.extend(weighted_adapters([(_pinned(name), weight) for name, weight in self.adapters]))
+        else:
+            self._spec.adapter = _pinned(self.revision)
+
+
+def _pinned(revision: str) -> str:
+    """Return tenants/T/adapters/A/revisions/D as tenants/T/adapters/A@D."""
+    return revision.replace("/revisions/", "@")
+
+
+def _spec_of(options: EncodeOptions) -> inference_pb2.EncodeSpec:
+    """Return the message for these options. Raises InvalidRequestError, and TypeError for an unknown option."""
+    spec = inference_pb2.EncodeSpec()
+    value: Any
+    for name, value in options.items():
+        if name not in EncodeOptions.__annotations__:
+            raise TypeError(f"unknown option {name!r}; EncodeOptions lists the known ones")
+        if value is None:
+            continue
+        if name == "adapters":
+            spec.adapters.extend(weighted_adapters(value))
+            continue
+        try:
+            setattr(spec, "adapter" if name == "adapter_id" else name, value)
+        except (TypeError, ValueError) as error:
+            raise InvalidRequestError(f"{name}: {error}", field=name) from error
+    return spec
+
+
+def _input_of(index: int, text: EncodeInput) -> inference_pb2.EncodeInput:
+    if isinstance(text, str):
+        return inference_pb2.EncodeInput(text=text)
+    try:
+        if isinstance(text, tuple) and len(text) == 2 and isinstance(text[0], str):
+            return inference_pb2.EncodeInput(pair=inference_pb2.TextPair(first=text[0], second=text[1]))
+        return inference_pb2.EncodeInput(token_ids=inference_pb2.TokenIds(ids=text))
+    except (TypeError, ValueError) as error:
+        raise InvalidRequestError(f"texts[{index}]: {error}", field=f"texts[{index}]") from error

@@ -1,0 +1,123 @@
+"""Conversion of the messages of Embed and Classify, with every check that needs only the message."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from loraplex.inference.v1 import inference_pb2 as pb
+
+from artifacts.encode import Pooling, Task
+from broker.terms import PRIORITY_LIMIT
+from router.api.convert import REQUEST_ID_CHARACTERS, read_adapters
+from router.catalog.classifiers import Classifier
+from router.encode_request import EncodeInput, EncodeRequest, TextPair
+from router.generation.encoding import Vector
+from router.output.vectors import normalized, probabilities
+from router.request import Summary
+from rpc.errors import InvalidField
+
+# Maximum texts of a call: vectors of 8,192 numbers then take half of a message.
+INPUTS = 64
+_POOLINGS: dict[int, Pooling] = {
+    pb.POOLING_UNSPECIFIED: "",
+    pb.POOLING_CLS: "cls",
+    pb.POOLING_MEAN: "mean",
+    pb.POOLING_LAST: "last",
+}
+
+
+def read_embed(request: pb.EmbedRequest, tenant: str) -> EncodeRequest:
+    """Return what an Embed call asks for. Raises InvalidField."""
+    pooling = _POOLINGS.get(request.pooling)
+    if pooling is None:
+        raise InvalidField("pooling", f"{request.pooling} is none of POOLING_CLS, POOLING_MEAN and POOLING_LAST")
+    return _read(request.spec, tenant, "embed", pooling)
+
+
+def read_classify(request: pb.ClassifyRequest, tenant: str) -> EncodeRequest:
+    """Return what a Classify call asks for. Raises InvalidField."""
+    if request.spec.adapters:
+        raise InvalidField("adapters", "a sum of adapters has no labels; give one adapter in `adapter`")
+    return _read(request.spec, tenant, "classify", "")
+
+
+def _read(spec: pb.EncodeSpec, tenant: str, task: Task, pooling: Pooling) -> EncodeRequest:
+    if len(spec.request_id) > REQUEST_ID_CHARACTERS:
+        raise InvalidField("request_id", f"longer than {REQUEST_ID_CHARACTERS} characters")
+    if not 1 <= len(spec.inputs) <= INPUTS:
+        raise InvalidField("inputs", f"{len(spec.inputs)} texts; give 1 to {INPUTS}")
+    if abs(spec.priority) > PRIORITY_LIMIT:
+        raise InvalidField("priority", f"{spec.priority} is not between -{PRIORITY_LIMIT} and {PRIORITY_LIMIT}")
+    found = [_read_input(index, given) for index, given in enumerate(spec.inputs)]
+    return EncodeRequest(
+        tenant=tenant,
+        task=task,
+        inputs=tuple(given for given, _ in found),
+        fields=tuple(field for _, field in found),
+        pooling=pooling,
+        request_id=spec.request_id,
+        model=spec.model,
+        adapter=spec.adapter,
+        adapters=read_adapters(spec),
+        truncate=spec.truncate,
+        priority=spec.priority,
+    )
+
+
+def _read_input(index: int, given: pb.EncodeInput) -> tuple[EncodeInput, str]:
+    field = f"inputs[{index}]"
+    match given.WhichOneof("input"):
+        case "text" if given.text:
+            return given.text, f"{field}.text"
+        case "pair" if given.pair.first and given.pair.second:
+            return TextPair(given.pair.first, given.pair.second), f"{field}.pair"
+        case "pair":
+            raise InvalidField(f"{field}.pair.{'second' if given.pair.first else 'first'}", "is empty")
+        case "token_ids" if given.token_ids.ids:
+            return tuple(given.token_ids.ids), f"{field}.token_ids"
+        case None:
+            raise InvalidField(field, "give one of text, pair and token_ids")
+        case kind:
+            raise InvalidField(f"{field}.{kind}", "is empty")
+
+
+def write_embeddings(vectors: Sequence[Vector], summary: Summary, *, normalize: bool) -> pb.EmbedResponse:
+    """Convert the answer of an Embed call."""
+    return pb.EmbedResponse(
+        embeddings=[
+            pb.Embedding(
+                values=normalized(vector.values) if normalize else vector.values, prompt_tokens=vector.prompt_tokens
+            )
+            for vector in vectors
+        ],
+        summary=_write_summary(summary),
+    )
+
+
+def write_classifications(vectors: Sequence[Vector], classifier: Classifier, summary: Summary) -> pb.ClassifyResponse:
+    """Convert the answer of a Classify call."""
+    return pb.ClassifyResponse(
+        classifications=[_write_classification(vector, classifier) for vector in vectors],
+        labels=classifier.labels,
+        summary=_write_summary(summary),
+    )
+
+
+def _write_classification(vector: Vector, classifier: Classifier) -> pb.Classification:
+    likeliest = max(range(len(vector.values)), key=vector.values.__getitem__)
+    return pb.Classification(
+        label=classifier.labels[likeliest],
+        probabilities=probabilities(vector.values, classifier),
+        logits=vector.values,
+        prompt_tokens=vector.prompt_tokens,
+    )
+
+
+def _write_summary(summary: Summary) -> pb.EncodeSummary:
+    return pb.EncodeSummary(
+        adapter_revision=summary.adapter_revision,
+        adapters=[pb.WeightedAdapter(adapter=part.adapter, weight=part.weight) for part in summary.adapters],
+        usage=pb.Usage(prompt_tokens=summary.prompt_tokens, cached_tokens=summary.cached_tokens),
+        request_id=summary.request_id,
+        continuations=summary.continuations,
+    )

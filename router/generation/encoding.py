@@ -1,0 +1,86 @@
+"""Vectors of texts: each text of a call is a job of its own, some of which wait or run at once.
+
+texts ──admit──▶ jobs ──▶ AT_ONCE of them in queue and workers ──▶ vectors, in order; the first error ends all of them
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+from broker.messages import Job
+from router.catalog.classifiers import Classifier
+from router.dispatch.routed_job import RoutedJob
+from router.encode_request import EncodeRequest
+from router.generation.encode_admission import EncodeAdmission
+from router.generation.generation import Generation
+from router.generation.turns import run_some_at_once
+from router.request import Summary, WeightedAdapter
+from rpc.errors import Unavailable
+
+# Maximum texts of one call that wait or run at once: about a batch, so that one call can fill a worker, and its
+# tenant's other requests get turns between them.
+AT_ONCE = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Vector:
+    """A text's vector as the model gives it, and the number of its tokens."""
+
+    values: tuple[float, ...]
+    prompt_tokens: int
+
+
+class Encoding:
+    """Encodes the texts of one router's calls."""
+
+    def __init__(self, generation: Generation, admission: EncodeAdmission) -> None:
+        self._generation = generation
+        self._admission = admission
+
+    async def encode(
+        self, request: EncodeRequest, deadline_s: float | None
+    ) -> tuple[list[Vector], Classifier, Summary]:
+        """Return the vectors in order, the classifier that they may be the logits of, and one summary of all.
+
+        Raises a CallError. Cancelling the call cancels the work on all texts.
+        """
+        ends_at = math.inf if deadline_s is None else time.monotonic() + deadline_s
+        admitted = await self._admission.admit(request)
+
+        async def run(job: Job) -> RoutedJob:
+            if ends_at < math.inf:
+                job = replace(job, deadline_ms=max(1, round((ends_at - time.monotonic()) * 1e3)))
+            return await self._generation.complete(job)
+
+        ended = await run_some_at_once([partial(run, job) for job in admitted.jobs], AT_ONCE)
+        return [_vector(routed) for routed in ended], admitted.classifier, _summary(ended)
+
+
+def _vector(routed: RoutedJob) -> Vector:
+    vector = routed.choices[0].vector
+    if not vector:
+        raise Unavailable("a worker of an older version took a text and gave no vector", reason="OLD_WORKER")
+    return Vector(vector, len(routed.job.prompt_ids))
+
+
+def _summary(ended: Sequence[RoutedJob]) -> Summary:
+    """Sum up a call: tokens of all texts, and the longest of each time."""
+    first = ended[0].job
+    parts = first.adapter.parts if first.adapter else ()
+    return Summary(
+        request_id=first.request_id,
+        adapter_revision=first.adapter.revision if first.adapter else "",
+        prompt_tokens=sum(len(routed.job.prompt_ids) for routed in ended),
+        cached_tokens=sum(routed.cached_tokens for routed in ended),
+        completion_tokens=0,
+        queue_s=max((routed.claimed_at or routed.admitted_at) - routed.admitted_at for routed in ended),
+        adapter_s=max(routed.adapter_ms for routed in ended) / 1e3,
+        ttft_s=max((routed.first_token_at or routed.admitted_at) - routed.admitted_at for routed in ended),
+        decode_s=0.0,
+        continuations=sum(routed.continuations for routed in ended),
+        adapters=tuple(WeightedAdapter(part.adapter.revision, part.weight) for part in parts),
+    )
