@@ -1,4 +1,6 @@
-"""Runs a worker: `python -m worker` (the I/O process, which starts the engine process), `python -m worker plan`."""
+"""Runs a worker: `python -m worker` (the I/O process, which starts the engine process). `plan`, `report` and `certify`
+after it compute and end.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +10,7 @@ import sys
 from artifacts.errors import ArtifactError
 from rpc.settings import SettingsError, read_settings
 from worker import plan
+from worker.evaluate import evaluate
 
 
 def main() -> int:
@@ -15,6 +18,8 @@ def main() -> int:
     try:
         if sys.argv[1:2] == ["plan"]:
             return _plan(sys.argv[2:])
+        if sys.argv[1:2] in (["report"], ["certify"]):
+            return evaluate(sys.argv[1], sys.argv[2:])
         return _work(sys.argv[1:])
     except (SettingsError, ArtifactError) as error:
         print(f"error: {error}", file=sys.stderr)

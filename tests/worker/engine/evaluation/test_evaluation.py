@@ -1,0 +1,101 @@
+"""Reports and certificates: the logits of transformers and peft, the definitions of figures, and what they catch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from artifacts.certificate import FitnessLimits
+from artifacts.errors import ArtifactError
+from tests.cancelling_adapter import write_cancelling_adapter
+
+if TYPE_CHECKING:
+    from tests.tiny_models import TinyModel
+
+pytestmark = [pytest.mark.model, pytest.mark.usefixtures("one_thread")]
+EXAMPLES = Path(__file__).parents[4] / "examples"
+SHIPPED = str(EXAMPLES / "model")
+LIMITS = FitnessLimits(0.8, 0.2)
+
+
+def test_logits_and_answers_are_transformers_own(tiny_llama: TinyModel) -> None:
+    import torch
+
+    from worker.engine.evaluation.logits import EvaluatedModel
+    from worker.engine.evaluation.report import greedy
+    from worker.engine.model.loader import load_model
+
+    prompts = [tuple(3 + (number * 31 + at * 7) % 300 for at in range(length)) for number, length in enumerate((5, 90))]
+    loaded = load_model(str(tiny_llama.directory), "cpu", "float32")
+    model = EvaluatedModel(loaded, rows=2, tokens=120, max_rank=8)
+    for adapter in (None, "plain"):
+        if adapter:
+            model.use_adapter(str(tiny_llama.adapters[adapter]))
+        answers = model.answers(prompts, 12, greedy, frozenset())
+        assert answers == [tiny_llama.answer(prompt, 12, adapter) for prompt in prompts]
+    tiny_llama.peft.set_adapter("plain")
+    with torch.inference_mode():
+        expected = tiny_llama.peft(input_ids=torch.tensor([prompts[1]])).logits[0]
+    for first in (0, 70):
+        found = torch.cat(list(model.logits(prompts[1], first)))
+        assert torch.allclose(found, expected[first:], atol=1e-4 * float(expected.abs().max()))
+
+
+def test_differences_are_those_of_their_definitions() -> None:
+    import torch
+
+    from worker.engine.evaluation.differences import Differences
+
+    generator = torch.Generator().manual_seed(1)
+    p, q = (torch.randn(9, 40, generator=generator) for _ in range(2))
+    following = torch.randint(40, (9,), generator=generator)
+    found = Differences()
+    found.add(p[:4], q[:4], following[:4])
+    found.add(p[4:], q[4:], following[4:])
+    kl = torch.nn.functional.kl_div(q.log_softmax(-1), p.log_softmax(-1), log_target=True, reduction="none").sum(-1)
+    assert found.tokens == 9
+    assert found.mean_kl == pytest.approx(float(kl.mean()), rel=1e-5)
+    assert found.max_kl == pytest.approx(float(kl.max()), rel=1e-5)
+    assert found.agreement == pytest.approx(float((p.argmax(-1) == q.argmax(-1)).float().mean()))
+    losses = [float(torch.nn.functional.cross_entropy(logits, following).exp()) for logits in (p, q)]
+    assert found.perplexities == pytest.approx(losses, rel=1e-5)
+
+
+def test_the_report_of_the_shipped_model(tmp_path: Path) -> None:
+    from worker.engine.evaluation.report import quantization_report
+
+    text = tmp_path / "text.txt"
+    text.write_text(
+        "Return a list of the names in the module. The default value is None, and it is not an error.\n" * 3
+    )
+    report = quantization_report(SHIPPED, "int8", str(text))
+    sizes = report["weight_bytes"]
+    # bfloat16 to 8 bits, but for the embeddings and the norms.
+    assert 0.5 < sizes["quantized"] / sizes["original"] < 0.65
+    errors = {error["kind"]: error for error in report["weight_errors"]}
+    assert list(errors) == ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    assert all(error["layers"] == 6 and 0 < error["mean"] < error["max"] for error in errors.values())
+    assert all(0.003 < error["relative"] < 0.015 for error in errors.values())
+    perplexity = report["text"]["perplexity"]
+    assert abs(perplexity["quantized"] / perplexity["original"] - 1) < 0.005
+    assert 0 < report["text"]["mean_kl"] < 0.01
+    assert report["continuation"]["prompt"].startswith("Return a list of the names")
+    assert report["continuation"]["original"]
+    text.write_text("")
+    with pytest.raises(ArtifactError, match="less than two tokens"):
+        quantization_report(SHIPPED, "int8", str(text))
+
+
+def test_a_certificate_catches_an_adapter_that_needs_the_exact_weights(tmp_path: Path) -> None:
+    from worker.engine.evaluation.certify import certify
+
+    sound = certify(SHIPPED, "int4", str(EXAMPLES / "adapters" / "acme" / "shout"))
+    assert (sound.prompts, sound.drawn) == (16, True)
+    assert not LIMITS.breach(sound)
+    prompts = ("Return a list of", "The default value", "If the file")
+    broken: Any = certify(SHIPPED, "int4", str(write_cancelling_adapter(Path(SHIPPED), tmp_path / "broken", prompts)))
+    assert (broken.prompts, broken.drawn) == (3, False)
+    assert broken.agreement < 0.5
+    assert f"greedy agreement {broken.agreement:.3g} is below 0.8" in LIMITS.breach(broken)
