@@ -9,13 +9,15 @@ from loraplex.adapters.v1 import adapters_pb2_grpc as pb_grpc
 
 from adapter_store.bases import BaseModels
 from adapter_store.catalog import Catalog
+from adapter_store.certificates import Certificates, FitnessPolicy
 from adapter_store.database import Database
 from adapter_store.deleted import DeletedRevisions
 from adapter_store.metrics import StoreMetrics
 from adapter_store.receive import Receiver
 from adapter_store.service import AdapterService
-from adapter_store.settings import StoreSettings
+from adapter_store.settings import REFUSE, StoreSettings
 from adapter_store.storage import DataDirectory
+from artifacts.certificate import FitnessLimits
 from rpc.errors import CallError
 from rpc.identity.guard import open_guard
 from rpc.identity.principal import Principal
@@ -47,7 +49,8 @@ class Store:
             catalog, bases = Catalog(self._database, self._data, deleted), BaseModels(self._database, self._data)
             receiver = Receiver(self._data, catalog, bases, self._settings.max_adapter_bytes)
             self._server = Server(open_guard(refused=self._refused), outer=[CallMeter(*self.metrics.calls)])
-            service = AdapterService(catalog, bases, receiver, deleted, self.metrics)
+            certificates = Certificates(self._database, self._fitness_policy())
+            service = AdapterService(catalog, bases, receiver, deleted, certificates, self.metrics)
             pb_grpc.add_AdapterServiceServicer_to_server(service, self._server.grpc)
             self.port = self._server.bind(self._settings.host, self._settings.port)
             await self._server.start()
@@ -67,6 +70,11 @@ class Store:
 
     def _refused(self, method: str, caller: Principal | None, error: CallError) -> None:
         self.metrics.refused.labels(error.reason).inc()
+
+    def _fitness_policy(self) -> FitnessPolicy:
+        settings = self._settings
+        limits = FitnessLimits(settings.certificate_min_agreement, settings.certificate_max_kl)
+        return FitnessPolicy(limits, settings.certificate_breach == REFUSE)
 
     def _open(self) -> None:
         self._data = DataDirectory(self._settings.data)

@@ -16,6 +16,7 @@ from adapter_store.records import Adapter, NewRevision, Revision
 from adapter_store.rows import (
     REVISIONS,
     adapter_row,
+    certificates_of,
     etag_of,
     find_adapter,
     find_revision,
@@ -75,7 +76,8 @@ class Catalog:
                 REVISIONS + "WHERE adapter_id = ? AND number < ? ORDER BY number DESC LIMIT ?",
                 (row["id"], before, limit),
             )
-            return [to_revision(found_row) for found_row in found]
+            certificates = certificates_of(rows, row["id"])
+            return [to_revision(found_row, certificates) for found_row in found]
 
     def open_revision(self, name: RevisionName) -> tuple[Revision, dict[str, BlobReader]]:
         """Open a revision's files; returns revision and readers of the same moment. Raises NotFound, CorruptBlob.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,14 +11,18 @@ from google.protobuf.field_mask_pb2 import FieldMask
 from google.protobuf.timestamp_pb2 import Timestamp
 from loraplex.adapters.v1 import adapters_pb2 as pb
 
-from adapter_store.records import Adapter, Base, NewRevision, Revision
+from adapter_store.certificates import FitnessPolicy
+from adapter_store.records import Adapter, Base, Certificate, NewRevision, Revision
 from artifacts.base_model import TASKS, BaseModel, ModuleShape
+from artifacts.certificate import Figures
 from artifacts.digests import is_digest
 from artifacts.errors import ArtifactError, MismatchError
 from artifacts.names import check_base_name
 from rpc.errors import InvalidField, Mismatch
 
 _MAX_MANIFEST_BYTES = 2 * 1024 * 1024
+# Maximum characters of a quantization's text.
+_MAX_QUANTIZATION = 1024
 _MODULE_NAME = re.compile(r"[A-Za-z0-9_]+(\.[A-Za-z0-9_]+)*")
 
 
@@ -46,8 +51,9 @@ def adapter_to_pb(adapter: Adapter) -> pb.Adapter:
     )
 
 
-def revision_to_pb(revision: Revision | NewRevision) -> pb.Revision:
+def revision_to_pb(revision: Revision | NewRevision, policy: FitnessPolicy) -> pb.Revision:
     """Return a revision's message; without create_time if the revision is not kept."""
+    certificates = revision.certificates if isinstance(revision, Revision) else ()
     return pb.Revision(
         name=str(revision.name),
         digest=revision.name.digest,
@@ -56,7 +62,33 @@ def revision_to_pb(revision: Revision | NewRevision) -> pb.Revision:
         rank=revision.rank,
         weight_bytes=revision.weights.size,
         create_time=_timestamp(revision.create_ns) if isinstance(revision, Revision) else None,
+        certificates=[certificate_to_pb(certificate, policy) for certificate in certificates],
     )
+
+
+def certificate_to_pb(certificate: Certificate, policy: FitnessPolicy) -> pb.Certificate:
+    """Return a certificate's message, with what the policy makes of its figures."""
+    breach = policy.limits.breach(certificate.figures)
+    beyond = pb.VERDICT_REFUSED if policy.refuses else pb.VERDICT_WARNED
+    return pb.Certificate(
+        quantization=certificate.quantization,
+        base_digest=certificate.base_digest,
+        **dataclasses.asdict(certificate.figures),
+        create_time=_timestamp(certificate.create_ns),
+        verdict=beyond if breach else pb.VERDICT_FIT,
+        breach=breach,
+    )
+
+
+def figures_from_pb(certificate: pb.Certificate) -> Figures:
+    """Check and return the figures of a certificate. Raises InvalidField."""
+    if not 0 < len(certificate.quantization) <= _MAX_QUANTIZATION:
+        raise InvalidField("certificate.quantization", f"is not a text of 1 to {_MAX_QUANTIZATION} characters")
+    names = [field.name for field in dataclasses.fields(Figures)]
+    try:
+        return Figures(**{name: getattr(certificate, name) for name in names})
+    except ValueError as error:
+        raise InvalidField("certificate", str(error)) from error
 
 
 def base_to_pb(base: Base) -> pb.BaseModel:

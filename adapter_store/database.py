@@ -65,7 +65,7 @@ CREATE INDEX base_files_by_digest ON base_files (digest);
 PRAGMA user_version = {_VERSION};
 COMMIT;
 """
-# Later than the schema's version, which stays the same: an older store leaves this table alone.
+# Tables of later than the schema's version, which stays the same: an older store leaves them alone.
 _DELETED_REVISIONS = """
 CREATE TABLE IF NOT EXISTS deleted_revisions (
     tenant TEXT NOT NULL,
@@ -85,6 +85,23 @@ CREATE TABLE IF NOT EXISTS deleted_revisions (
 );
 CREATE INDEX IF NOT EXISTS deleted_by_config ON deleted_revisions (config_digest);
 CREATE INDEX IF NOT EXISTS deleted_by_weights ON deleted_revisions (weights_digest);
+"""
+_CERTIFICATES = """
+CREATE TABLE IF NOT EXISTS certificates (
+    adapter_id INTEGER NOT NULL,
+    digest TEXT NOT NULL,
+    base_digest TEXT NOT NULL,
+    quantization TEXT NOT NULL,
+    prompts INTEGER NOT NULL,
+    drawn INTEGER NOT NULL,
+    tokens INTEGER NOT NULL,
+    agreement REAL NOT NULL,
+    mean_kl REAL NOT NULL,
+    max_kl REAL NOT NULL,
+    create_ns INTEGER NOT NULL,
+    PRIMARY KEY (adapter_id, digest, base_digest, quantization),
+    FOREIGN KEY (adapter_id, digest) REFERENCES revisions (adapter_id, digest) ON DELETE CASCADE
+);
 """
 _BLOBS = """
 SELECT config_digest FROM revisions UNION SELECT weights_digest FROM revisions UNION SELECT digest FROM base_files
@@ -122,7 +139,7 @@ class Database:
             if version == 0:
                 self._connection.executescript(_SCHEMA)
             if version in {0, _VERSION}:
-                self._connection.executescript(_DELETED_REVISIONS)
+                self._connection.executescript(_DELETED_REVISIONS + _CERTIFICATES)
         except sqlite3.Error as error:
             raise DataDirectoryError(f"--data: {path} cannot be opened as the catalog: {error}") from error
         if version not in {0, _VERSION}:

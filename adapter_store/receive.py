@@ -15,11 +15,12 @@ from adapter_store.catalog import Catalog
 from adapter_store.convert import base_from_pb, refusals
 from adapter_store.records import Base, Blob, NewBase, NewRevision
 from adapter_store.storage import DataDirectory, Upload
+from adapter_store.tenants import check_owner
 from adapter_store.transfer import incoming
 from adapter_store.validate import validate_adapter
-from artifacts.names import LIVE, SHARED, AdapterName, RevisionName, check_alias, parse_adapter_name
+from artifacts.names import LIVE, AdapterName, RevisionName, check_alias, parse_adapter_name
 from artifacts.revision import CONFIG_FILE, WEIGHTS_FILE, revision_digest
-from rpc.errors import CallError, InvalidField, Mismatch, NotFound
+from rpc.errors import CallError, InvalidField
 
 # Maximum bytes of an adapter's configuration, maximum bytes of a base model's small files, and maximum number of these.
 _CONFIG_BYTES = 1024 * 1024
@@ -141,18 +142,6 @@ async def _heard_out(coming: AsyncIterator[object]) -> AsyncIterator[None]:
                 async for _ in coming:
                     pass
         raise
-
-
-def check_owner(name: AdapterName, tenant: str) -> None:
-    """Check that the tenant may change the adapter.
-
-    Raises Mismatch on a shared adapter, which the tenant may use, and NotFound on another tenant's, also if it exists.
-    """
-    if name.tenant == tenant:
-        return
-    if name.tenant == SHARED:
-        raise Mismatch("tenant", f"{name} is shared: only tenant {SHARED} may change it", reason="NOT_OWNER")
-    raise NotFound("adapter", str(name))
 
 
 def _check_announced(model: pb.BaseModel, received: Mapping[str, Blob]) -> None:

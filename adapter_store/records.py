@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from artifacts.base_model import BaseModel
+from artifacts.certificate import Figures
 from artifacts.names import AdapterName, RevisionName
 
 
@@ -30,6 +31,16 @@ class Adapter:
 
 
 @dataclass(frozen=True, slots=True)
+class Certificate:
+    """The figures of a revision on one quantization of the base model that it was validated against."""
+
+    quantization: str
+    base_digest: str
+    figures: Figures
+    create_ns: int
+
+
+@dataclass(frozen=True, slots=True)
 class Revision:
     """A revision. `order` grows with every revision of the store."""
 
@@ -41,6 +52,7 @@ class Revision:
     weights: Blob
     create_ns: int
     order: int
+    certificates: tuple[Certificate, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

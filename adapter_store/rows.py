@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import sqlite3
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
-from adapter_store.records import Adapter, Blob, Revision
+from adapter_store.records import Adapter, Blob, Certificate, Revision
+from artifacts.certificate import Figures
 from artifacts.names import AdapterName, RevisionName
 from rpc.errors import NotFound
 
@@ -45,7 +48,7 @@ def find_revision(rows: sqlite3.Connection, name: RevisionName) -> Revision | No
     found = rows.execute(
         REVISIONS + "WHERE tenant = ? AND adapter = ? AND digest = ?", (name.tenant, name.adapter, name.digest)
     ).fetchone()
-    return None if found is None else to_revision(found)
+    return None if found is None else to_revision(found, certificates_of(rows, found["adapter_id"]))
 
 
 def read_revision(rows: sqlite3.Connection, name: RevisionName) -> Revision:
@@ -55,7 +58,21 @@ def read_revision(rows: sqlite3.Connection, name: RevisionName) -> Revision:
     return revision
 
 
-def to_revision(row: sqlite3.Row) -> Revision:
+def certificates_of(rows: sqlite3.Connection, adapter_id: int) -> dict[str, list[Certificate]]:
+    """Return the certificates of an adapter's revisions, by digest."""
+    found: dict[str, list[Certificate]] = {}
+    for row in rows.execute("SELECT * FROM certificates WHERE adapter_id = ? ORDER BY quantization", (adapter_id,)):
+        figures = Figures(
+            row["prompts"], bool(row["drawn"]), row["tokens"], row["agreement"], row["mean_kl"], row["max_kl"]
+        )
+        certificate = Certificate(row["quantization"], row["base_digest"], figures, row["create_ns"])
+        found.setdefault(row["digest"], []).append(certificate)
+    return found
+
+
+def to_revision(row: sqlite3.Row, certificates: Mapping[str, Sequence[Certificate]] = MappingProxyType({})) -> Revision:
+    """Return the revision of a row, with those of the certificates that were made with its base model."""
+    own = certificates.get(row["digest"], ())
     return Revision(
         name=RevisionName(row["tenant"], row["adapter"], row["digest"]),
         base_model=row["base_model"],
@@ -65,4 +82,5 @@ def to_revision(row: sqlite3.Row) -> Revision:
         weights=Blob(row["weights_digest"], row["weights_bytes"]),
         create_ns=row["create_ns"],
         order=row["number"],
+        certificates=tuple(each for each in own if each.base_digest == row["base_digest"]),
     )

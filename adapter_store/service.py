@@ -14,19 +14,27 @@ from loraplex.adapters.v1 import adapters_pb2_grpc as pb_grpc
 
 from adapter_store.bases import BaseModels
 from adapter_store.catalog import Catalog
-from adapter_store.convert import adapter_to_pb, base_to_pb, masked, refusals, revision_to_pb
+from adapter_store.certificates import Certificates
+from adapter_store.convert import (
+    adapter_to_pb,
+    base_to_pb,
+    certificate_to_pb,
+    figures_from_pb,
+    masked,
+    refusals,
+    revision_to_pb,
+)
 from adapter_store.deleted import DeletedRevisions
 from adapter_store.metrics import StoreMetrics
 from adapter_store.pages import decode_token, encode_token, fit_page, page_size
-from adapter_store.receive import Receiver, check_owner
+from adapter_store.receive import Receiver
+from adapter_store.records import NewRevision, Revision
+from adapter_store.tenants import check_owner, listed_tenants, may_use
 from adapter_store.transfer import outgoing
 from artifacts.digests import is_digest
-from artifacts.errors import ArtifactError
 from artifacts.names import (
-    SHARED,
     AdapterName,
     check_alias,
-    check_tenant,
     parse_adapter_name,
     parse_reference,
     parse_revision_name,
@@ -50,6 +58,7 @@ class AdapterService(pb_grpc.AdapterServiceServicer):
         bases: BaseModels,
         receiver: Receiver,
         deleted: DeletedRevisions,
+        certificates: Certificates,
         metrics: StoreMetrics,
     ) -> None:
         self._metrics = metrics
@@ -57,6 +66,7 @@ class AdapterService(pb_grpc.AdapterServiceServicer):
         self._bases = bases
         self._receiver = receiver
         self._deleted = deleted
+        self._certificates = certificates
 
     async def UploadRevision(
         self, request_iterator: AsyncIterator[pb.UploadRevisionRequest], context: Context
@@ -69,15 +79,28 @@ class AdapterService(pb_grpc.AdapterServiceServicer):
         self._metrics.published.inc(created)
         log.info("%s %s", "published" if created else "already there:", published.name)
         return pb.UploadRevisionResponse(
-            adapter=adapter_to_pb(adapter), revision=revision_to_pb(published), created=created
+            adapter=adapter_to_pb(adapter), revision=self._revision(published), created=created
         )
+
+    async def CertifyRevision(self, request: pb.CertifyRevisionRequest, context: Context) -> pb.CertifyRevisionResponse:
+        """Keep a revision's certificate."""
+        with refusals("name"):
+            name = parse_revision_name(request.name)
+        check_owner(name.adapter_name, calling_tenant())
+        given = request.certificate
+        figures = figures_from_pb(given)
+        certificate = await asyncio.to_thread(
+            self._certificates.keep, name, given.quantization, given.base_digest, figures
+        )
+        log.info("certified %s for %s", name, given.quantization)
+        return pb.CertifyRevisionResponse(certificate=certificate_to_pb(certificate, self._certificates.policy))
 
     async def ValidateAdapter(
         self, request_iterator: AsyncIterator[pb.ValidateAdapterRequest], context: Context
     ) -> pb.ValidateAdapterResponse:
         """Check a revision as UploadRevision does, and keep nothing."""
         async with self._receiver.revision(request_iterator, calling_tenant()) as (new, _):
-            return pb.ValidateAdapterResponse(revision=revision_to_pb(new))
+            return pb.ValidateAdapterResponse(revision=self._revision(new))
 
     async def DownloadRevision(
         self, request: pb.DownloadRevisionRequest, context: Context
@@ -86,10 +109,10 @@ class AdapterService(pb_grpc.AdapterServiceServicer):
         tenant = calling_tenant()
         with refusals("name"):
             name = parse_revision_name(request.name)
-        if not _may_use(name.adapter_name, tenant):
+        if not may_use(name.adapter_name, tenant):
             raise NotFound("revision", request.name)
         async with outgoing(self._catalog.open_revision, name, "revision") as (revision, pieces):
-            yield pb.DownloadRevisionResponse(revision=revision_to_pb(revision))
+            yield pb.DownloadRevisionResponse(revision=self._revision(revision))
             async for file, piece in pieces:
                 if request.config_only and file != CONFIG_FILE:
                     break
@@ -101,14 +124,14 @@ class AdapterService(pb_grpc.AdapterServiceServicer):
         tenant = calling_tenant()
         with refusals("name"):
             reference = parse_reference(request.name, tenant)
-        if not all(_may_use(name, tenant) for name in reference.candidates):
+        if not all(may_use(name, tenant) for name in reference.candidates):
             raise NotFound("adapter", request.name)
         adapter, revision = await asyncio.to_thread(self._catalog.resolve, reference, request.name)
-        return pb.GetAdapterResponse(adapter=adapter_to_pb(adapter), revision=revision_to_pb(revision))
+        return pb.GetAdapterResponse(adapter=adapter_to_pb(adapter), revision=self._revision(revision))
 
     async def ListAdapters(self, request: pb.ListAdaptersRequest, context: Context) -> pb.ListAdaptersResponse:
         """Return a page of the adapters that the caller may use, in order of name."""
-        tenants = _listed_tenants(request.parent, calling_tenant())
+        tenants = listed_tenants(request.parent, calling_tenant())
         size = page_size(request.page_size)
         after = decode_token(request.page_token, first=("", ""))
         found = await asyncio.to_thread(self._catalog.list_adapters, tenants, (after[0], after[1]), size + 1)
@@ -132,12 +155,12 @@ class AdapterService(pb_grpc.AdapterServiceServicer):
         tenant = calling_tenant()
         with refusals("parent"):
             name = parse_adapter_name(request.parent, tenant)
-        if not _may_use(name, tenant):
+        if not may_use(name, tenant):
             raise NotFound("adapter", str(name))
         size = page_size(request.page_size)
         before = decode_token(request.page_token, first=(_NEWEST,))[0]
         found = await asyncio.to_thread(self._catalog.list_revisions, name, before, size + 1)
-        page = fit_page([revision_to_pb(revision) for revision in found], size)
+        page = fit_page([self._revision(revision) for revision in found], size)
         more = len(page) < len(found)
         return pb.ListRevisionsResponse(
             revisions=page, next_page_token=encode_token((found[len(page) - 1].order,)) if more else ""
@@ -198,6 +221,9 @@ class AdapterService(pb_grpc.AdapterServiceServicer):
                 log.warning("the disk is full: removed %d revisions of deleted adapters", removed)
             raise
 
+    def _revision(self, revision: Revision | NewRevision) -> pb.Revision:
+        return revision_to_pb(revision, self._certificates.policy)
+
     def _own(self, field: str, text: str) -> AdapterName:
         """Return the name of the adapter that the caller is about to change."""
         tenant = calling_tenant()
@@ -205,22 +231,3 @@ class AdapterService(pb_grpc.AdapterServiceServicer):
             name = parse_adapter_name(text, tenant)
         check_owner(name, tenant)
         return name
-
-
-def _may_use(name: AdapterName, tenant: str) -> bool:
-    return name.tenant in {tenant, SHARED}
-
-
-def _listed_tenants(parent: str, tenant: str) -> list[str]:
-    if not parent:
-        return sorted({tenant, SHARED})
-    listed = parent.removeprefix("tenants/")
-    if listed == parent:
-        raise InvalidField("parent", f"{parent!r} is not a name like tenants/TENANT")
-    try:
-        check_tenant(listed)
-    except ArtifactError as error:
-        raise InvalidField("parent", error.message) from error
-    if listed not in {tenant, SHARED}:
-        raise NotFound("tenant", parent)
-    return [listed]

@@ -9,6 +9,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from artifacts.certificate import PROMPTS_FIELD, parse_prompts
 from artifacts.chat_settings import CHAT_FIELD, parse_chat_settings
 from artifacts.errors import ArtifactError, MismatchError
 from artifacts.json_object import parse_object
@@ -32,7 +33,16 @@ _SERVED = {
     "fan_in_fan_out",
     "base_model_name_or_path",
 }
-_CHECKED = {"peft_type", "task_type", "bias", "init_lora_weights", "modules_to_save", LABELS_FIELD, CHAT_FIELD}
+_CHECKED = {
+    "peft_type",
+    "task_type",
+    "bias",
+    "init_lora_weights",
+    "modules_to_save",
+    LABELS_FIELD,
+    CHAT_FIELD,
+    PROMPTS_FIELD,
+}
 _TASKS = ("CAUSAL_LM", "SEQ_CLS", "FEATURE_EXTRACTION")
 # Modules of classification heads; their tensors are checked against the base's family (heads.py).
 _HEADS = ("classifier", "score", "pooler", "head")
@@ -110,6 +120,7 @@ def parse_peft_config(data: bytes) -> PeftConfig:
     _check_init(config.get("init_lora_weights"))
     _check_saved(config.get("modules_to_save") or [])
     parse_chat_settings(config.get(CHAT_FIELD))
+    parse_prompts(config.get(PROMPTS_FIELD))
     for field in sorted(set(config) - ACCEPTED):
         if not _is_default(config[field]):
             why = WHY_REFUSED.get(field, "this version does not know the field, and it is not at its default")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -12,11 +13,19 @@ import typer
 
 from clients.cli.adapter_commands import NameArgument, pin, unpin, warm
 from clients.cli.adapters_top import adapters_top
+from clients.cli.certificates import (
+    ModelDirOption,
+    certificate_json,
+    certify,
+    certify_revision,
+    print_certificates,
+)
 from clients.cli.options import STORE, TENANT, JsonOption, StoreOption, TenantOption
-from clients.cli.terminal import err, out, print_fields, print_json, print_rows
+from clients.cli.store import store_client
+from clients.cli.terminal import CommandError, err, out, print_fields, print_json, print_rows
 
 if TYPE_CHECKING:
-    from loraplex_client import Adapter, Revision, StoreClient
+    from loraplex_client import Adapter, Revision
     from loraplex_client.adapters import Progress
 
 app = typer.Typer(
@@ -25,19 +34,8 @@ app = typer.Typer(
 )
 
 
-@contextmanager
-def store_client(address: str, tenant: str) -> Iterator[StoreClient]:
-    """Open a client of the store whose failures are one-line CommandErrors."""
-    from loraplex_client import StoreClient
-
-    from clients.cli.failures import explained
-
-    with explained("store", address), StoreClient(address, tenant) as client:
-        yield client
-
-
 @app.command()
-def push(
+def push(  # noqa: PLR0913, PLR0917  # one parameter a flag
     directory: Annotated[
         Path, typer.Argument(metavar="DIR", help="A peft adapter: its configuration and safetensors.")
     ],
@@ -47,6 +45,15 @@ def push(
     alias: Annotated[
         str, typer.Option(metavar="ALIAS", help="Alias to move to this revision: `live` by default, `-` for none.")
     ] = "",
+    certify_for: Annotated[
+        str,
+        typer.Option(
+            "--certify",
+            metavar="SCHEME",
+            help="Measure it on a base that is quantized so, such as int8, before the alias moves; needs --model-dir.",
+        ),
+    ] = "",
+    model_dir: ModelDirOption = None,
     store: StoreOption = STORE,
     as_json: JsonOption = False,
 ) -> None:
@@ -54,13 +61,28 @@ def push(
 
     [bold]loraplex adapters push ./support-lora --name support --tenant acme[/]
     """
-    with store_client(store, tenant) as client, _progress_bar(f"{directory}") as progress:
-        pushed = client.push(directory, name, base_model=model, alias=alias, progress=progress)
+    if certify_for and model_dir is None:
+        raise CommandError("--certify: give the directory of the base model with --model-dir")
+    with store_client(store, tenant) as client:
+        with _progress_bar(f"{directory}") as progress:
+            first = "-" if certify_for else alias
+            pushed = client.push(directory, name, base_model=model, alias=first, progress=progress)
+        if certify_for and model_dir is not None:
+            certificate = certify_revision(client, pushed.revision, certify_for, model_dir)
+            if certificate.verdict == "refused":
+                raise CommandError(
+                    f"{pushed.revision.name} was kept, but no alias was moved to it: on {certify_for} its "
+                    f"{certificate.breach}; train it on the quantized base, or try a scheme of more bits"
+                )
+            if alias != "-":
+                client.set_alias(pushed.adapter.name, alias or "live", pushed.revision.digest)
+            pushed = replace(pushed, revision=client.get(f"{pushed.adapter.name}@{pushed.revision.digest}")[1])
     if as_json:
         print_json({**_revision_json(pushed.revision), "created": pushed.created})
         return
     state = "pushed" if pushed.created else "unchanged, the store already has the same bytes:"
     out().print(f"{state} {pushed.revision.name}", markup=False, soft_wrap=True)
+    print_certificates([pushed.revision])
 
 
 @app.command("list")
@@ -109,6 +131,7 @@ def show(
             for revision in revisions
         ),
     )
+    print_certificates(revisions)
 
 
 @app.command()
@@ -120,7 +143,7 @@ def delete(name: NameArgument, tenant: TenantOption = TENANT, store: StoreOption
 
 
 app.command("top")(adapters_top)
-for command in (warm, pin, unpin):
+for command in (certify, warm, pin, unpin):
     app.command()(command)
 
 
@@ -157,6 +180,7 @@ def _revision_json(revision: Revision) -> dict[str, Any]:
         "rank": revision.rank,
         "weight_bytes": revision.weight_bytes,
         "create_time": revision.create_time.isoformat(),
+        "certificates": [certificate_json(certificate) for certificate in revision.certificates],
     }
 
 

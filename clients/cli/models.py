@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from clients.cli.adapters import store_client
 from clients.cli.options import STORE, TENANT, JsonOption, StoreOption, TenantOption
+from clients.cli.store import store_client
 from clients.cli.terminal import CommandError, out, print_json, print_rows
 
 if TYPE_CHECKING:

@@ -8,6 +8,7 @@ from broker.commands import Command, Verb
 from broker.connection import REDIS_DOWN
 from broker.messages import AdapterRef, AdapterRequest, WorkerState
 from router.catalog.adapters import check_rank
+from router.catalog.fitness import check_fitness
 from router.catalog.models import Models, ServedModel
 from router.catalog.store_client import ResolvedAdapter, StoreClient
 from rpc.errors import Exhausted, InvalidField, Mismatch, NotFound, Unavailable
@@ -50,7 +51,10 @@ class AdapterCommands:
             raise Unavailable("Redis does not answer", reason="QUEUE_DOWN") from error
 
     async def _check(self, verb: Verb, resolved: ResolvedAdapter, worker_id: str) -> None:
-        states = [state for _, state in await self._workers(resolved, worker_id)]
+        workers = await self._workers(resolved, worker_id)
+        for model, _ in workers:
+            check_fitness(resolved, model.manifest)
+        states = [state for _, state in workers]
         if verb is Verb.WARM and not states:
             raise Unavailable("no worker of the adapter's base model lives", reason="NO_WORKER")
         check_rank(resolved.ref, max((state.max_rank for state in states), default=None))
@@ -60,20 +64,20 @@ class AdapterCommands:
                 _check_slots(resolved.ref, await model.queue.pins.list(), most)
 
     def _models_of(self, resolved: ResolvedAdapter) -> list[ServedModel]:
-        found = [model for model in self._models.served if model.manifest.digest == resolved.base_digest]
+        found = [model for model in self._models.served if model.manifest.adapted_digest == resolved.base_digest]
         if not found:
             raise Mismatch(resolved.ref.revision, "made for a base model that is not served here", reason="WRONG_BASE")
         return found
 
     async def _workers(self, resolved: ResolvedAdapter, worker_id: str) -> list[tuple[ServedModel, WorkerState]]:
         """Return the live workers with the adapter's base; only the named one, if a name is given."""
-        self._models_of(resolved)
+        digests = {model.manifest.digest for model in self._models_of(resolved)}
         living = [(model, state) for model in self._models.served for state in await self._models.living(model)]
         if worker_id:
             living = [(model, state) for model, state in living if state.worker_id == worker_id]
             if not living:
                 raise NotFound("worker", worker_id)
-        found = [(model, state) for model, state in living if state.base_digest == resolved.base_digest]
+        found = [(model, state) for model, state in living if state.base_digest in digests]
         if worker_id and not found:
             raise Mismatch(
                 resolved.ref.revision, f"made for another base model than worker {worker_id}'s", reason="WRONG_BASE"

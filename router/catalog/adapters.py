@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from artifacts.digests import weighted_digest
 from broker.messages import AdapterRef, WeightedRef
+from router.catalog.fitness import check_fitness
 from router.catalog.store_client import Manifest, ResolvedAdapter, StoreClient
 from router.encode_request import EncodeRequest
 from router.request import Request, WeightedAdapter
@@ -61,6 +62,7 @@ async def _weighted_set(
 
 
 def _checked(resolved: ResolvedAdapter, model: Manifest) -> AdapterRef:
-    if resolved.base_digest != (model.original_digest or model.digest):
+    if resolved.base_digest != model.adapted_digest:
         raise Mismatch(resolved.ref.revision, f"made for another base model than {model.name}", reason="WRONG_BASE")
+    check_fitness(resolved, model)
     return resolved.ref

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import grpc
 from loraplex.adapters.v1 import adapters_pb2 as pb
@@ -36,11 +37,23 @@ _OPTIONS = [
 
 
 @dataclass(frozen=True, slots=True)
+class Breach:
+    """The limits that an adapter's certificate breaks, with both numbers, and whether it is refused for that."""
+
+    text: str
+    refused: bool
+
+
+@dataclass(frozen=True, slots=True)
 class ResolvedAdapter:
-    """The revision that an adapter's name stands for now, and its base model."""
+    """The revision that an adapter's name stands for now, and its base model.
+
+    `breaches` are those of its certificates, by the quantization of the base.
+    """
 
     ref: AdapterRef
     base_digest: str
+    breaches: Mapping[str, Breach] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +70,16 @@ class Manifest:
     vocab_size: int
     files: dict[str, bytes]
     original_digest: str = ""
+    # The scheme of its weights; empty: not quantized.
+    quantization: str = ""
     # Of generate, embed and classify those that it serves; the labels of its classifier, in the order of its logits.
     tasks: tuple[str, ...] = ("generate",)
     labels: tuple[str, ...] = ()
+
+    @property
+    def adapted_digest(self) -> str:
+        """Return the digest that adapters are bound to."""
+        return self.original_digest or self.digest
 
 
 class StoreClient:
@@ -104,7 +124,12 @@ class StoreClient:
             raise self._translate(error, "adapter", name) from error
         revision = answer.revision
         ref = AdapterRef(revision.name, revision.digest, revision.rank, revision.weight_bytes)
-        return ResolvedAdapter(ref, revision.base_digest)
+        breaches = {
+            certificate.quantization: Breach(certificate.breach, certificate.verdict == pb.VERDICT_REFUSED)
+            for certificate in revision.certificates
+            if certificate.verdict in {pb.VERDICT_REFUSED, pb.VERDICT_WARNED}
+        }
+        return ResolvedAdapter(ref, revision.base_digest, breaches)
 
     async def config_of(self, tenant: str, revision: str) -> bytes:
         """Download a revision's configuration, without its weights. Raises NotFound or Unavailable."""
@@ -157,6 +182,7 @@ class StoreClient:
             model.vocab_size,
             {file: bytes(data) for file, data in files.items()},
             model.original_digest,
+            model.quantization,
             *(_TASKS_OF_HASH if model.architecture == "hash" else ()),
         )
 

@@ -92,6 +92,7 @@ PERMISSIONS: Mapping[str, Permission] = {
         "loraplex.adapters.v1.AdapterService",
         {
             "UploadRevision": _WRITE_ADAPTERS,
+            "CertifyRevision": _WRITE_ADAPTERS,
             "ValidateAdapter": _WRITE_ADAPTERS,
             "SetAlias": _WRITE_ADAPTERS,
             "DeleteAdapter": _WRITE_ADAPTERS,

@@ -16,9 +16,12 @@ from loraplex_client.errors import DataLossError, InvalidRequestError
 from loraplex_client.resources import (
     Adapter,
     BaseModel,
+    Certificate,
     Pushed,
     Revision,
     adapter_of,
+    certificate_message,
+    certificate_of,
     model_message,
     model_of,
     revision_of,
@@ -29,6 +32,10 @@ WEIGHTS_FILE = "adapter_model.safetensors"
 # A chat template beside an adapter, as transformers saves it; it becomes a field of the configuration.
 TEMPLATE_FILE = "chat_template.jinja"
 CHAT_FIELD = "loraplex_chat"
+# Prompts beside an adapter, a JSON object with a `prompt` a line: its certificates are made with them. They become a
+# field of the configuration too.
+PROMPTS_FILE = "certificate_prompts.jsonl"
+PROMPTS_FIELD = "loraplex_certificate_prompts"
 CHUNK_BYTES = 512 * 1024
 PAGE_SIZE = 1000
 
@@ -42,15 +49,16 @@ def full_name(name: str, tenant: str) -> str:
 
 
 def push(directory: Path, header: adapters_pb2.UploadHeader, progress: Progress | None) -> Script[Pushed]:
-    """Upload the two files of a peft adapter, with a chat template beside them in the configuration.
+    """Upload the two files of a peft adapter, with a chat template and prompts beside them in the configuration.
 
-    Raises InvalidRequestError if `directory` has none.
+    Raises InvalidRequestError if `directory` has none, or a line of the prompts is none.
     """
     files = {name: directory / name for name in (CONFIG_FILE, WEIGHTS_FILE)}
     for path in files.values():
         if not path.is_file():
             raise InvalidRequestError(f"{directory}: not an adapter: it has no {path.name}", field="directory")
     config = _with_template(files[CONFIG_FILE].read_bytes(), directory / TEMPLATE_FILE)
+    config = _with_prompts(config, directory / PROMPTS_FILE)
     response = yield Call("UploadRevision", Upload(_upload_requests(header, config, files[WEIGHTS_FILE], progress)))
     return Pushed(adapter_of(response.adapter), revision_of(response.revision), response.created)
 
@@ -85,6 +93,13 @@ def set_alias(name: str, alias: str, digest: str) -> Script[Adapter]:
     request = adapters_pb2.SetAliasRequest(adapter=name, alias=alias, digest=digest)
     response = yield Call("SetAlias", request)
     return adapter_of(response.adapter)
+
+
+def certify(name: str, certificate: Certificate) -> Script[Certificate]:
+    """Keep a revision's certificate; returns it with the store's verdict."""
+    request = adapters_pb2.CertifyRevisionRequest(name=name, certificate=certificate_message(certificate))
+    response = yield Call("CertifyRevision", request)
+    return certificate_of(response.certificate)
 
 
 def download(name: str, directory: Path) -> Script[Revision]:
@@ -142,6 +157,27 @@ def _with_template(config: bytes, template: Path) -> bytes:
         return config
     chat["template"] = template.read_text(encoding="utf-8")
     return json.dumps(fields).encode()
+
+
+def _with_prompts(config: bytes, path: Path) -> bytes:
+    """Return a configuration with the prompts in the file, unless it has some already; the store checks both."""
+    if not path.is_file():
+        return config
+    prompts = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        try:
+            prompts.append(json.loads(line)["prompt"])
+        except (ValueError, TypeError, KeyError) as error:
+            raise InvalidRequestError(
+                f'{path}: line {number} is not a JSON object such as {{"prompt": "Dear customer,"}}', field="directory"
+            ) from error
+    try:
+        fields = json.loads(config)
+    except ValueError:
+        return config
+    if not isinstance(fields, dict) or PROMPTS_FIELD in fields:
+        return config
+    return json.dumps({**fields, PROMPTS_FIELD: prompts}).encode()
 
 
 def _upload_requests(

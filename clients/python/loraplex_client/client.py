@@ -16,7 +16,7 @@ from loraplex_client.connection import Connection
 from loraplex_client.generation import Generation
 from loraplex_client.options import ChatOptions, GenerateOptions, generate_request
 from loraplex_client.recovery import RESUME_ATTEMPTS
-from loraplex_client.resources import Adapter, BaseModel, Pushed, Revision
+from loraplex_client.resources import Adapter, BaseModel, Certificate, Pushed, Revision
 from loraplex_client.response_format import M, parse_answer
 from loraplex_client.stream import GenerationStream
 
@@ -45,7 +45,8 @@ class StoreClient:
     ) -> Pushed:
         """Upload the peft adapter in `directory` as a revision of `name`, and move `alias` (`live`) to it.
 
-        A `chat_template.jinja` in the directory becomes the adapter's own chat template.
+        A `chat_template.jinja` in the directory becomes the adapter's own chat template; the prompts in a
+        `certificate_prompts.jsonl` become those that its certificates are made with.
         `base_model` may be empty if the store has only one. Alias `-` moves no alias. `progress` is called with the
         bytes sent and the bytes in all.
         """
@@ -71,6 +72,10 @@ class StoreClient:
     def set_alias(self, name: str, alias: str, digest: str) -> Adapter:
         """Move `alias` to the revision of that digest, atomically; an empty digest removes it."""
         return self._connection.run(adapters.set_alias(adapters.full_name(name, self.tenant), alias, digest))
+
+    def certify(self, revision: str, certificate: Certificate) -> Certificate:
+        """Keep the certificate of a revision, by its full name; returns it with the store's verdict."""
+        return self._connection.run(adapters.certify(revision, certificate))
 
     def download(self, name: str, directory: str | Path) -> Revision:
         """Write the two files of the revision that `name` means into `directory`."""

@@ -9,6 +9,12 @@ from datetime import UTC, datetime
 from google.protobuf.timestamp_pb2 import Timestamp
 from loraplex.adapters.v1 import adapters_pb2
 
+_VERDICTS: Mapping[int, str] = {
+    adapters_pb2.VERDICT_FIT: "fit",
+    adapters_pb2.VERDICT_WARNED: "warned",
+    adapters_pb2.VERDICT_REFUSED: "refused",
+}
+
 
 @dataclass(frozen=True)
 class Adapter:
@@ -23,6 +29,28 @@ class Adapter:
 
 
 @dataclass(frozen=True)
+class Certificate:
+    """The figures of a revision on a base with a `quantization`, against the original base of `base_digest`.
+
+    Measured over `tokens` tokens of the greedy answers to `prompts` prompts on the original: `agreement` is the share
+    of equal best tokens, the divergences are in nats. The store fills in `verdict` (`fit`, `warned` or `refused`: what
+    happens to requests on such a base), `breach`, which of its limits the figures break, and `create_time`.
+    """
+
+    quantization: str
+    base_digest: str
+    prompts: int
+    drawn: bool
+    tokens: int
+    agreement: float
+    mean_kl: float
+    max_kl: float
+    verdict: str = ""
+    breach: str = ""
+    create_time: datetime | None = None
+
+
+@dataclass(frozen=True)
 class Revision:
     """A revision: `name` is tenants/{tenant}/adapters/{adapter}/revisions/{digest}; `rank` is its largest rank."""
 
@@ -33,6 +61,7 @@ class Revision:
     rank: int
     weight_bytes: int
     create_time: datetime
+    certificates: tuple[Certificate, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -112,6 +141,38 @@ def revision_of(message: adapters_pb2.Revision) -> Revision:
         rank=message.rank,
         weight_bytes=message.weight_bytes,
         create_time=_time_of(message.create_time),
+        certificates=tuple(map(certificate_of, message.certificates)),
+    )
+
+
+def certificate_of(message: adapters_pb2.Certificate) -> Certificate:
+    """Return the certificate in a message."""
+    return Certificate(
+        quantization=message.quantization,
+        base_digest=message.base_digest,
+        prompts=message.prompts,
+        drawn=message.drawn,
+        tokens=message.tokens,
+        agreement=message.agreement,
+        mean_kl=message.mean_kl,
+        max_kl=message.max_kl,
+        verdict=_VERDICTS.get(message.verdict, ""),
+        breach=message.breach,
+        create_time=_time_of(message.create_time),
+    )
+
+
+def certificate_message(certificate: Certificate) -> adapters_pb2.Certificate:
+    """Return the message of a certificate, without what the store fills in."""
+    return adapters_pb2.Certificate(
+        quantization=certificate.quantization,
+        base_digest=certificate.base_digest,
+        prompts=certificate.prompts,
+        drawn=certificate.drawn,
+        tokens=certificate.tokens,
+        agreement=certificate.agreement,
+        mean_kl=certificate.mean_kl,
+        max_kl=certificate.max_kl,
     )
 
 
