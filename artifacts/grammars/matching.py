@@ -14,6 +14,19 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 _REGEX_ERROR = re.compile(r"^ *error: (.*)$", re.MULTILINE)
+# Errors of llguidance that name its own options and expressions, and what they mean to a caller.
+_MEANINGS = (
+    (
+        "oneOf constraints are not supported",
+        "oneOf: its schemas are not seen to exclude each other; give each a type or a property with a const of its own,"
+        " or use anyOf",
+    ),
+    (
+        "Unsatisfiable schema: Regex is empty",
+        "Unsatisfiable schema: no text has its pattern, format and length at once",
+    ),
+    ("lookarounds not supported", r"\b and \B, and ^ and $ in the middle, are not supported"),
+)
 _PLACE = re.compile(r"^(?:at )?(?:\d+\(\d+\): )?(?:failed to compile JSON schema: )?")
 
 
@@ -48,6 +61,9 @@ def compile_grammar(vocabulary: LLTokenizer, grammar: str, path: str = "format")
 
 def plain_error(error: str) -> str:
     """Return what an error of llguidance says, without the grammar that it repeats."""
+    for begins, meaning in _MEANINGS:
+        if begins in error:
+            return meaning
     found = _REGEX_ERROR.search(error)
     return found[1] if found else _PLACE.sub("", error.strip().partition("\n")[0])
 

@@ -8,22 +8,20 @@ Reads a JSON line {"grammar", "size", "special"} and answers {} or {"path", "err
 from __future__ import annotations
 
 import json
-import re
 import resource
 import signal
 import sys
-from collections.abc import Iterator
-from typing import Any
+from functools import partial
 
 from llguidance import LLMatcher, LLTokenizer
 
-from artifacts.grammars.endings import direct_parts
+from artifacts.grammars.build import HEADER
 from artifacts.grammars.errors import GrammarError
 from artifacts.grammars.matching import compile_grammar, plain_error, proof_vocabulary
+from artifacts.grammars.places import find_place
 
 # Number of tokens of the answer that is made to see that masks can be computed.
 _STEPS = 32
-_JSON = re.compile(r"\A(?P<head>.*\n)start: %json (?P<schema>\{.*\})\n\Z", re.DOTALL)
 
 
 def main() -> None:
@@ -49,9 +47,17 @@ def prove(vocabulary: LLTokenizer, grammar: str) -> dict[str, str]:
     try:
         _begin_answer(compile_grammar(vocabulary, grammar))
     except GrammarError as error:
-        path, message = _place(vocabulary, grammar, error.message)
+        path, message = find_place(partial(_error_of, vocabulary), grammar, error.message)
         return {"path": path, "error": message}
     return {}
+
+
+def _error_of(vocabulary: LLTokenizer, rules: str) -> str:
+    try:
+        compile_grammar(vocabulary, HEADER + rules)
+    except GrammarError as error:
+        return error.message
+    return ""
 
 
 def _begin_answer(matcher: LLMatcher) -> None:
@@ -67,34 +73,6 @@ def _begin_answer(matcher: LLMatcher) -> None:
         others = allowed & (allowed - 1)
         allowed = others if others and step % 2 else allowed
         matcher.consume_token((allowed & -allowed).bit_length() - 1)
-
-
-def _place(vocabulary: LLTokenizer, grammar: str, message: str) -> tuple[str, str]:
-    """Return the path of the smallest part of a schema that fails alone, and its error."""
-    found = _JSON.match(grammar)
-    if not found:
-        return "", message
-    root = json.loads(found["schema"])
-    shared = {name: root[name] for name in ("$defs", "definitions", "x-guidance") if name in root}
-    for path, part in _parts_first(root, ""):
-        try:
-            compile_grammar(vocabulary, f"{found['head']}start: %json {json.dumps({**shared, **part})}\n")
-        except GrammarError as error:
-            if path and "Unsatisfiable" in error.message and "Unsatisfiable" not in message:
-                continue
-            return path, error.message
-    return "", message
-
-
-def _parts_first(part: Any, path: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the schemas in a schema that need no other part of it, the innermost first, with their paths."""
-    if not isinstance(part, dict):
-        return
-    for at, inner in direct_parts(part):
-        yield from _parts_first(inner, path + at)
-    references = re.findall(r'"\$ref": "([^"]*)"', json.dumps(part))
-    if all(reference.startswith(("#/$defs/", "#/definitions/")) for reference in references):
-        yield path, part
 
 
 if __name__ == "__main__":

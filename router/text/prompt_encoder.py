@@ -99,6 +99,8 @@ class PromptEncoder:
             limit = RENDERED_CHARACTERS
         shielded = chat if options.parse_special_tokens else shielded_chat(chat, text.shield)
         rendered = await self._renderer.render(template.call(shielded, now, min(limit, RENDERED_CHARACTERS)), tenant)
+        if not rendered:
+            raise InvalidField("chat.messages", "the chat template makes no text of them", reason="CHAT_TEMPLATE")
         return await self._encode(text, rendered, "chat", tenant, context, options, added=False)
 
     async def _encode(

@@ -29,6 +29,7 @@ def nested(levels: int) -> Any:
 
 
 TREE = {"type": "object", "properties": {"next": {"$ref": "#"}}, "required": ["next"]}
+BAD = {"type": "array", "items": {"type": "string", "pattern": "("}}
 BAD_SCHEMAS: list[tuple[Any, str]] = [
     (properties(email={"format": "idn-email"}), "properties.email.format: 'idn-email' is not enforced here"),
     (properties(a={"not": {"type": "null"}}), "properties.a.not: is not enforced here"),
@@ -52,10 +53,27 @@ BAD_SCHEMAS: list[tuple[Any, str]] = [
     ({"$defs": {"t": TREE | {"required": []}, "u": {"allOf": [{"$ref": "#/$defs/u"}]}}}, r"\$defs.u: has no value"),
     # Contradictory.
     (properties(n={"type": "integer", "minimum": 5, "maximum": 3}), "properties.n: Unsatisfiable .* greater than"),
-    (properties(s={"type": "string", "pattern": "^a$", "minLength": 5}), "properties.s: Unsatisfiable"),
+    (
+        properties(s={"type": "string", "pattern": "^a$", "minLength": 5}),
+        "properties.s: Unsatisfiable schema: no text has its pattern, format and length at once",
+    ),
     ({"allOf": [{"type": "string"}, {"type": "integer"}]}, "json_schema: Unsatisfiable schema: incompatible types"),
     # Regexes that need more than a finite automaton.
     (properties(s={"type": "string", "pattern": "(?=a)b"}), "properties.s: look-around"),
+    (properties(s={"type": "string", "pattern": r"\bword"}), r"properties.s: \\b and \\B, and \^ and \$ in the middle"),
+    # One fault among hundreds of parts, of which compiling each alone would take too long.
+    (
+        properties(
+            **{f"p{i}": {"type": "array", "items": {"type": "string", "maxLength": i}} for i in range(600)}, z=BAD
+        ),
+        "properties.z.items: unclosed group",
+    ),
+    # Its parts are read as the older draft says.
+    ({"$schema": "http://json-schema.org/draft-07/schema#", "items": [{}, {"pattern": "("}]}, r"items\[1\]: unclosed"),
+    (
+        properties(a={"oneOf": [{"type": "integer"}, {"type": "number"}]}),
+        "properties.a: oneOf: its schemas are not seen",
+    ),
     # Huge.
     (nested(40), "json_schema: is nested too deeply"),
     ({"enum": [1] * 12_000}, "json_schema: has more than 10000 parts"),
@@ -86,6 +104,11 @@ BAD_OTHERS: list[tuple[Callable[[Any], str], Any, str]] = [
     (lark_grammar, 'start: x\nx[temperature=0.3]: "a"', "grammar: the attribute temperature is not obeyed"),
     (lark_grammar, '%llguidance {"no_forcing": false}\nstart: "a"', "grammar: %llguidance is not obeyed"),
     (lark_grammar, 'start: %json {"format": "idn-email"}', r"grammar.json\[0\].format: 'idn-email'"),
+    (
+        lark_grammar,
+        'start: a b\na: %json {"type": "string"}\nb: %json {"items": {"pattern": "("}}',
+        r"grammar.json\[1\].items: unclosed group",
+    ),
     (lark_grammar, "start: %json [1]", "grammar: holds no JSON object"),
 ]
 

@@ -12,6 +12,7 @@ from llguidance import LLMatcher
 
 from artifacts.chat_settings import ToolCallFormat
 from artifacts.grammars.matching import compile_grammar, proof_vocabulary
+from artifacts.grammars.prove import prove
 from router.generation.tool_grammar import CallSyntax, tool_grammar
 from router.output.chat_reader import ChatFormat, ChatReader
 from router.request import Chat, ChatMessage, Tool, ToolCallDelta, ToolMode
@@ -174,3 +175,11 @@ def test_a_schema_that_can_t_be_enforced_is_refused_by_its_path(parameters: str,
         with pytest.raises(InvalidField) as caught:
             tool_grammar(chat(mode, (Tool("f"), Tool("g", "", parameters))), SYNTAXES["hermes"])
         assert caught.value.field == field
+
+
+def test_a_schema_that_does_not_compile_is_named_by_its_tool() -> None:
+    bad = '{"type": "object", "properties": {"b": {"type": "string", "pattern": "("}}}'
+    for name, syntax in SYNTAXES.items():
+        grammar = tool_grammar(chat(tools=(*TOOLS, Tool("bad", "", bad))), syntax)
+        found = prove(VOCABULARY, grammar)
+        assert found == {"path": f"[{len(TOOLS)}].parameters.properties.b", "error": "unclosed group"}, name

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from router.request import Chat, ChatMessage
+from router.text.chat import ChatTemplate
 from router.text.prompt_encoder import SHORT_CHARACTERS, PromptEncoder
 from router.text.tokenizer import HashText
 from rpc.errors import InvalidField
@@ -42,6 +44,16 @@ def text() -> WatchedText:
 
 async def encoded(text: Any, prompt: str, tenant: str = "acme", *, encoder: PromptEncoder, context: int = 9999) -> int:
     return len(await encoder.encode(text, prompt, "prompt", tenant, context))
+
+
+async def test_a_chat_whose_template_makes_no_text_is_refused(text: WatchedText) -> None:
+    encoder, chat = PromptEncoder(1), Chat((ChatMessage("user", "Hi"),))
+    try:
+        with pytest.raises(InvalidField, match="makes no text of them") as refused:
+            await encoder.encode_chat(text, ChatTemplate("{{ 'x' | attr('__class__') }}"), chat, "acme", 99, 0.0)
+        assert refused.value.field == "chat.messages"
+    finally:
+        encoder.close()
 
 
 async def test_a_text_beyond_the_context_is_refused_before_it_is_tokenized(text: WatchedText) -> None:
