@@ -15,6 +15,7 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from rpc.identity.guard import Guard, closed_guard
+from rpc.messages import ReadableMessages
 from rpc.status import StatusInterceptor
 
 T = TypeVar("T")
@@ -99,7 +100,7 @@ class Server:
         # The status interceptor is outermost, so that it also sees what the others raise.
         self.grpc = grpc.aio.server(
             options=[*(channel_options() if options is None else options), *_SERVER_OPTIONS],
-            interceptors=(StatusInterceptor(), *outer, self._guard, *interceptors),
+            interceptors=(StatusInterceptor(), *outer, self._guard, *interceptors, ReadableMessages()),
         )
         self._health = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.grpc)
