@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
+from artifacts.encode import Encode, Pooling, Task
 from artifacts.hash_model import parse_hash_model
-from worker.engine.hash_tokens import expected_prompt_logprobs, expected_tokens, matching_after
+from worker.engine.hash_tokens import expected_prompt_logprobs, expected_tokens, expected_vector, matching_after
 from worker.engine_api import Sampling, Stopping, TokenLogprobs
 
 # A token's log probability, and the likeliest tokens at its place as (id, log probability).
@@ -89,6 +90,26 @@ def expected_scores(
 ) -> tuple[ExpectedScore, ...]:
     """Return what Score tells of the continuations of a prompt."""
     return tuple(_score(model, prompt_ids, tuple(ids)) for ids in continuations)
+
+
+def expected_vector_of(
+    model: str,
+    given: str | tuple[str, str] | Sequence[int],
+    task: Task,
+    adapter_digest: str = "",
+    pooling: Pooling = "",
+    limit: int | None = None,
+) -> tuple[tuple[float, ...], int]:
+    """Return the vector of a text, a pair or ids, and the number of its tokens; one text is cut after `limit` ids."""
+    match given:
+        case str():
+            ids, pair_tokens = [*given.encode()], 0
+        case (str() as first, str() as second):
+            ids, pair_tokens = [*(first + second).encode()], len(second.encode())
+        case _:
+            ids, pair_tokens = list(given)[:limit], 0
+    encode = Encode(task, pooling, pair_tokens)
+    return expected_vector(model, ids, encode, adapter_digest=adapter_digest), len(ids)
 
 
 def _score(model: str, prompt_ids: tuple[int, ...], ids: tuple[int, ...]) -> ExpectedScore:

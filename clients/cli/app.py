@@ -14,6 +14,7 @@ from clients.cli.loadtest import loadtest
 from clients.cli.plan import plan
 from clients.cli.queues import queues
 from clients.cli.score import score
+from clients.cli.texts import classify, embed
 from clients.cli.tokens import tokens
 from clients.cli.up import up
 from clients.cli.workers import workers
@@ -33,6 +34,8 @@ app.command()(generate)
 app.command()(chat)
 app.command()(score)
 app.command()(tokens)
+app.command()(embed)
+app.command()(classify)
 app.add_typer(adapters.app, name="adapters")
 app.add_typer(models.app, name="models")
 app.command()(top)

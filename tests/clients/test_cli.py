@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 from loraplex.cluster.v1 import cluster_pb2
+from loraplex.inference.v1 import inference_pb2
 
 from clients.cli.__main__ import main
 from rpc import errors
@@ -187,6 +188,24 @@ def test_score_and_tokens(run: Run, server: Any, monkeypatch: pytest.MonkeyPatch
     assert (request.chat.messages[0].content, request.adapter) == ("hi", "x")
     monkeypatch.setattr(sys, "stdin", io.StringIO("ho\n"))
     assert json.loads(run("tokens", "--json", *to).stdout) == {"tokens": 3, "token_ids": [104, 111, 10]}
+
+
+def test_embed_and_classify(run: Run, server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    to = ("--router", server.address, "--tenant", "acme")
+    assert run("embed", "a", "bcd", "--raw", "--pooling", "mean", "-a", "x", *to).stdout == "0.5 1\n0.5 3\n"
+    request = server.service.requests[-1]
+    assert (request.normalize, request.pooling, request.spec.adapter) == (False, inference_pb2.POOLING_MEAN, "x")
+    monkeypatch.setattr(sys, "stdin", io.StringIO("one\ntwo\n"))
+    said = json.loads(run("embed", "--truncate", "--json", *to).stdout)
+    assert said["embeddings"][1] == {"text": "two", "vector": [0.5, 3.0]}
+    assert said["usage"]["prompt_tokens"] == 2
+    assert server.service.requests[-1].spec.truncate
+    assert run("classify", "a", *to).stdout == "LABEL\tPROBABILITY\tTEXT\ngood\t0.7500\ta\n"
+    said = json.loads(run("classify", "a", "b", "--json", "-a", "pirate", *to).stdout)
+    assert said["labels"] == ["bad", "good"]
+    one = {"label": "good", "probabilities": [0.25, 0.75], "logits": [0.0, 1.0]}
+    assert said["classifications"] == [{"text": "a", **one}, {"text": "b", **one}]
+    assert run("embed", "a", "--pooling", "max", *to).returncode == 2
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from tests.simulation.loop import NODE
 from tests.simulation.network import Network
 from tests.simulation.options import prompt_ids_of
 from tests.simulation.router import BrokenError, Scored, SimulatedRouter
+from tests.simulation.texts import Encoded, TextsPlan
 from tests.simulation.transcript import Transcript
 
 _RETRY_S = (0.1, 2.0)
@@ -34,7 +35,7 @@ class End(StrEnum):
 class Plan:
     """A request to make, and the model's answers to it. After `cancel_after` tokens the client leaves.
 
-    With `scores` it is a call of Score, whose continuations they tell of.
+    With `scores` it is a call of Score, whose continuations they tell of; with `texts` one of Embed or Classify.
     """
 
     request: Request
@@ -44,6 +45,7 @@ class Plan:
     cancel_after: int | None = None
     deadline_s: float | None = None
     scores: tuple[ExpectedScore, ...] = ()
+    texts: TextsPlan | None = None
 
 
 class Story:
@@ -59,13 +61,18 @@ class Story:
         # Reasons of the refusals after which the client asked again.
         self.reasons: list[str] = []
         self._scored: Scored | None = None
+        self._encoded: Encoded | None = None
 
     def end(self, end: End) -> None:
         """Note an end of the call; more than one is a fault."""
         self.ends.append(end)
 
-    def take(self, message: Message | Scored) -> None:
+    def take(self, message: Message | Scored | Encoded) -> None:
         """Take a message and check it."""
+        if isinstance(message, Encoded):
+            self._encoded = message
+            self.end(End.COMPLETED)
+            return
         if isinstance(message, Scored):
             self._scored = message
             self.end(End.COMPLETED)
@@ -80,6 +87,8 @@ class Story:
         """Return what is wrong with the result."""
         if self.plan.scores:
             wrong = self._wrong_scores() if self._scored else []
+        elif self.plan.texts:
+            wrong = self.plan.texts.wrong(self._encoded) if self._encoded else []
         else:
             wrong = self.transcript.check(whole=self.ends == [End.COMPLETED], resumed=self.resumes > 0)
         if len(self.ends) != 1:
@@ -124,7 +133,7 @@ async def ask(story: Story, routers: Sequence[SimulatedRouter], network: Network
             story.end(End.LATE)
         except TimeoutError:
             if not story.ends:  # else only the end of the stream came too late
-                story.end(End.LATE)
+                story.end(End.CANCELLED if plan.texts and plan.texts.leaves else End.LATE)
         except Exhausted as error:
             story.failure = error
             story.end(End.FAILED if error.retry_after_s is None else End.REFUSED)
@@ -140,23 +149,17 @@ async def ask(story: Story, routers: Sequence[SimulatedRouter], network: Network
 
 async def _call(story: Story, router: SimulatedRouter, network: Network, token: str, deadline_s: float | None) -> str:
     """Read one stream. Raises what ended it; `token` of the error is the resume token that came first."""
-    plan, inbox = story.plan, asyncio.Queue[Message | Scored | Exception | None]()
-    received = story.transcript.received()
+    plan, inbox = story.plan, asyncio.Queue[Message | Scored | Encoded | Exception | None]()
     loop, last_at = asyncio.get_running_loop(), [0.0]
 
-    def tell(what: Message | Scored | Exception | None) -> None:
+    def tell(what: Message | Scored | Encoded | Exception | None) -> None:
         last_at[0] = max(last_at[0] + 1e-6, loop.time() + network.delay_s())
         loop.call_at(last_at[0], inbox.put_nowait, what)
-
-    async def messages() -> AsyncGenerator[Message | Scored]:
-        if plan.scores:
-            return router.scores(plan.request, [score.token_ids for score in plan.scores], deadline_s)
-        return await router.messages(plan.request, token, received, deadline_s)
 
     async def serve() -> None:
         await asyncio.sleep(network.delay_s())
         try:
-            async with aclosing(await messages()) as told:
+            async with aclosing(await _messages(story, router, token, deadline_s)) as told:
                 async for message in told:
                     tell(message)
             tell(None)
@@ -185,6 +188,17 @@ async def _call(story: Story, router: SimulatedRouter, network: Network, token: 
         router.calls.pop(inbox, None)
         # The news travels, and a frozen router hears of it later.
         loop.call_later(network.delay_s(), serving.cancel)
+
+
+async def _messages(
+    story: Story, router: SimulatedRouter, token: str, deadline_s: float | None
+) -> AsyncGenerator[Message | Scored | Encoded]:
+    plan = story.plan
+    if plan.scores:
+        return router.scores(plan.request, [score.token_ids for score in plan.scores], deadline_s)
+    if plan.texts:
+        return router.vectors(plan.texts.request, None if plan.texts.leaves else deadline_s)
+    return await router.messages(plan.request, token, story.transcript.received(), deadline_s)
 
 
 class _WithToken(BrokenError):

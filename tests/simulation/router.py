@@ -20,7 +20,10 @@ from router.dispatch.link import Frame, Link
 from router.dispatch.reach import RelayReach
 from router.dispatch.relay import RelayService
 from router.dispatch.routed_job import RoutedJob
+from router.encode_request import EncodeRequest
 from router.generation.admission import Admission
+from router.generation.encode_admission import EncodeAdmission
+from router.generation.encoding import Encoding
 from router.generation.generation import Generation
 from router.generation.resume import ResumeTokens
 from router.generation.resume_keys import GivenKeys
@@ -33,6 +36,7 @@ from tests.simulation.channels import Registrar
 from tests.simulation.loop import Node
 from tests.simulation.network import Network
 from tests.simulation.redis import SimulatedRedis
+from tests.simulation.texts import Encoded
 
 # An adapter's load as tokens, as the default settings have it.
 _MIB_TOKENS = 10.0
@@ -65,7 +69,15 @@ class SimulatedStore:
     async def manifest(self, name: str) -> Manifest:
         """See StoreClient."""
         base = self._base
-        return Manifest(base.name, base.digest, base.architecture, base.context_length, base.vocab_size, {})
+        return Manifest(
+            base.name,
+            base.digest,
+            base.architecture,
+            base.context_length,
+            base.vocab_size,
+            {},
+            tasks=("generate", "embed", "classify"),
+        )
 
     async def resolve(self, tenant: str, name: str) -> ResolvedAdapter:
         """See StoreClient; the name may be that of the one revision."""
@@ -134,6 +146,8 @@ class SimulatedRouter:
         admission = Admission(self.models, self._store, self.name, self.reach, encoder)
         self.generation = Generation(self.models, admission, self.dispatcher, tokens)
         self._scoring = Scoring(self.generation, admission, self.models, encoder)
+        encode_admission = EncodeAdmission(self.models, self._store, self.name, self.reach, encoder)
+        self._encoding = Encoding(self.generation, encode_admission)
         for_ever = (
             self.models.follow_store(),
             self._follow_workers(),
@@ -162,6 +176,11 @@ class SimulatedRouter:
         """Yield the answer of a Score call."""
         scores, summary = await self._scoring.score(request, continuations, deadline_s)
         yield Scored(tuple(scores), summary)
+
+    async def vectors(self, request: EncodeRequest, deadline_s: float | None) -> AsyncGenerator[Encoded]:
+        """Yield the answer of an Embed or Classify call."""
+        vectors, _, summary = await self._encoding.encode(request, deadline_s)
+        yield Encoded(tuple(vectors), summary)
 
     def failed(self) -> Sequence[asyncio.Task[None]]:
         """Return the tasks that must run for ever and ended."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from random import Random
 
 from artifacts.digests import sha256_json
+from artifacts.hash_model import parse_hash_model
 from artifacts.sampling import SamplingParams
 from broker.messages import AdapterRef
 from broker.terms import QueueLimits
@@ -15,6 +16,7 @@ from tests.hash_answers import expected_answers, expected_scores
 from tests.simulation.clients import Plan
 from tests.simulation.faults import Fault, draw_faults
 from tests.simulation.options import asked_of, draw_options, prompt_ids_of
+from tests.simulation.texts import draw_texts
 
 MODEL = "hash:?vocab=1000&seed=1&context=256&end_after=40"
 # Of a backlog's requests the first tenant's.
@@ -107,7 +109,17 @@ def _plan(
         cancel_after=None if backlog or chance.random() < 0.85 else chance.randint(0, most),
         deadline_s=None if backlog or chance.random() < 0.9 else chance.uniform(0.05, 6.0),
     )
-    return plan if backlog else _maybe_score(plan, Random(f"score {number} {prompt}"))
+    return plan if backlog else _maybe_texts(_maybe_score(plan, Random(f"score {number} {prompt}")), adapters)
+
+
+def _maybe_texts(plan: Plan, adapters: Mapping[str, AdapterRef]) -> Plan:
+    """Make one in eight plans a call of Embed or Classify, with the same tenant, adapter and times."""
+    own = Random(f"texts {plan.request.request_id} {plan.request.prompt}")
+    if plan.scores or own.random() >= 1 / 8:
+        return plan
+    texts = draw_texts(own, plan.request, adapters, MODEL, parse_hash_model(MODEL).context)
+    leave_s = own.uniform(0.05, 1.0) if texts.leaves else plan.deadline_s
+    return replace(plan, cancel_after=None, deadline_s=leave_s, texts=texts)
 
 
 def _maybe_score(plan: Plan, own: Random) -> Plan:

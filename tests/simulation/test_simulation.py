@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 
 import pytest
@@ -19,6 +20,8 @@ from broker.terms import QueueLimits
 from router.dispatch.job_state import JobState
 from router.dispatch.link import Link
 from router.dispatch.routed_job import RoutedJob
+from router.encode_request import TextPair
+from router.generation.turns import run_some_at_once
 from tests.simulation.clients import End
 from tests.simulation.faults import Fault, Kind
 from tests.simulation.queue import SimulatedCommands, SimulatedDeadLetters, SimulatedLiveness, SimulatedQueue
@@ -70,6 +73,10 @@ def test_every_option_that_is_served_is_drawn(outcomes: list[Outcome]) -> None:
     assert {type(request.prompt) for request in requests} == {str, tuple}
     scored = [plan for outcome in outcomes for plan in outcome.scenario.plans if plan.scores]
     assert {len(plan.scores) for plan in scored} == {1, 2, 4, 12}
+    texts = [plan.texts.request for outcome in outcomes for plan in outcome.scenario.plans if plan.texts]
+    assert {request.task for request in texts} == {"embed", "classify"}
+    assert {type(given) for request in texts for given in request.inputs} == {str, tuple, TextPair}
+    assert any(request.truncate for request in texts)
     formats = pb.GenerateSpec.DESCRIPTOR.oneofs_by_name["format"].fields
     assert {field.name for field in formats} == {request.format_field for request in requests} - {""}
 
@@ -95,6 +102,15 @@ def test_frames_of_older_attempts_are_found(monkeypatch: pytest.MonkeyPatch) -> 
     # Links that were cut for long, and workers that stood still.
     seeds = (77, 141, 142, 172, 174, 260, 290)
     assert any("a frame was taken though" in line for seed in seeds for line in simulate(seed).wrong)
+
+
+def test_vectors_of_other_texts_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def mix_up(parts: Sequence[Callable[[], Awaitable[RoutedJob]]], limit: int) -> list[RoutedJob]:
+        return [*reversed(await run_some_at_once(parts, limit))]
+
+    monkeypatch.setattr("router.generation.encoding.run_some_at_once", mix_up)
+    seeds = (seed for seed in range(SEEDS) if any(p.texts and len(p.texts.expected) > 2 for p in draw(seed).plans))
+    assert any("are not the model's" in line for seed in seeds for line in simulate(seed).wrong)
 
 
 def test_shares_that_are_not_fair_are_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -132,11 +132,19 @@ class Connection(_Endpoint):
     """Runs calls and blocks until their answers. Threads may share it."""
 
     def run(self, script: Script[R]) -> R:
-        """Run every call that the script yields; return the script's result. Raises LoraplexError."""
-        answer = None
+        """Run every call that the script yields; return the script's result. Raises LoraplexError.
+
+        The script gets the error of a call first.
+        """
         try:
+            call = next(script)
             while True:
-                answer = self._call(script.send(answer))
+                try:
+                    answer = self._call(call)
+                except LoraplexError as error:
+                    call = script.throw(error)
+                else:
+                    call = script.send(answer)
         except StopIteration as end:
             value: R = end.value
             return value
@@ -184,11 +192,19 @@ class AsyncConnection(_Endpoint):
     """Runs calls on the running event loop."""
 
     async def run(self, script: Script[R]) -> R:
-        """Run every call that the script yields; return the script's result. Raises LoraplexError."""
-        answer = None
+        """Run every call that the script yields; return the script's result. Raises LoraplexError.
+
+        The script gets the error of a call first.
+        """
         try:
+            call = next(script)
             while True:
-                answer = await self._call(script.send(answer))
+                try:
+                    answer = await self._call(call)
+                except LoraplexError as error:
+                    call = script.throw(error)
+                else:
+                    call = script.send(answer)
         except StopIteration as end:
             value: R = end.value
             return value

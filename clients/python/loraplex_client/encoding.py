@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, TypedDict
 
@@ -83,7 +85,8 @@ def embed(
     parts = _Parts(texts, options)
     for spec in parts:
         request = inference_pb2.EmbedRequest(spec=spec, pooling=_POOLINGS[pooling], normalize=normalize)
-        response = yield Call("Embed", request)
+        with parts.named():
+            response = yield Call("Embed", request)
         vectors += (tuple(embedding.values) for embedding in response.embeddings)
         parts.answered(response.summary)
     return Embeddings(
@@ -97,7 +100,8 @@ def classify(texts: Sequence[EncodeInput], options: EncodeOptions) -> Script[Cla
     labels: tuple[str, ...] = ()
     parts = _Parts(texts, options)
     for spec in parts:
-        response = yield Call("Classify", inference_pb2.ClassifyRequest(spec=spec))
+        with parts.named():
+            response = yield Call("Classify", inference_pb2.ClassifyRequest(spec=spec))
         found += (
             Classification(one.label, tuple(one.probabilities), tuple(one.logits)) for one in response.classifications
         )
@@ -114,6 +118,7 @@ class _Parts:
             raise InvalidRequestError("texts: give a list of texts", field="texts")
         self._texts = texts
         self._spec = _spec_of(options)
+        self._start = 0
         self.usage = Usage(0, 0, 0)
         self.revision, self.request_id = "", ""
         self.adapters: list[tuple[str, float]] = []
@@ -121,10 +126,25 @@ class _Parts:
 
     def __iter__(self) -> Iterator[inference_pb2.EncodeSpec]:
         for start in range(0, max(1, len(self._texts)), TEXTS_PER_CALL):
+            self._start = start
             del self._spec.inputs[:]
             for index, text in enumerate(self._texts[start : start + TEXTS_PER_CALL], start):
                 self._spec.inputs.append(_input_of(index, text))
             yield self._spec
+
+    @contextmanager
+    def named(self) -> Iterator[None]:
+        """Let an error of the call name the text by its place among all."""
+        try:
+            yield
+        except InvalidRequestError as error:
+            if self._start:
+                error.field, error.message = map(self._renamed, (error.field, error.message))
+                error.args = (error.message,)
+            raise
+
+    def _renamed(self, text: str) -> str:
+        return re.sub(r"^inputs\[(\d+)\]", lambda found: f"inputs[{int(found[1]) + self._start}]", text)
 
     def answered(self, summary: inference_pb2.EncodeSummary) -> None:
         """Add up what a call has cost."""

@@ -109,5 +109,8 @@ async def test_bad_texts_are_refused_by_their_field(cluster: Cluster) -> None:
         for call in (client.embed, client.classify):
             with pytest.raises(error, match=names):
                 await call(texts, **options)
+    with pytest.raises(lx.InvalidRequestError, match=r"^inputs\[70\].text: is empty") as caught:
+        await client.classify(["a"] * 70 + [""])  # of the second call
+    assert caught.value.field == "inputs[70].text"
     with pytest.raises(lx.InvalidRequestError, match="adapters: a sum of adapters has no labels"):
         await client.classify(["a"], adapters={"a": 1.0, "b": 1.0})
