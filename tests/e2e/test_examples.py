@@ -1,4 +1,4 @@
-"""The documented experiments of examples/, with the shipped model and its adapter."""
+"""The documented experiments of examples/, with the shipped model and its adapters."""
 
 from __future__ import annotations
 
@@ -31,3 +31,16 @@ async def test_persons_and_entities_have_their_shape(tmp_path: Path) -> None:
     for answer in answers["entities"][:2]:
         assert isinstance(answer, dict)
         assert list(answer) == ["people", "organizations", "places", "dates"]
+
+
+def test_every_weight_in_a_byte(one_thread: None) -> None:
+    from examples import quantized
+
+    found = quantized.run()
+    whole, small = found["bytes"]
+    assert 0.25 <= small / whole < 0.251
+    # Half a step is the most that rounding takes: a step is 1/255 of a tensor's range.
+    assert 0 < found["mean_error"] < max(found["errors"].values()) < 0.003
+    before, after = found["texts"]
+    assert before.startswith(quantized.PROMPT)
+    assert after[:60] == before[:60]
