@@ -112,6 +112,14 @@ def read_base_model(path_or_spec: str, name: str = "", quantize: str = "") -> Ba
     return _read_directory(directory, check_base_name(name or directory.resolve().name), parse_quantization(quantize))
 
 
+def is_encoder(directory: str) -> bool:
+    """Tell whether a directory's config.json names an encoder's family."""
+    try:
+        return parse_object(read_small_file(Path(directory) / _CONFIG), _CONFIG).get("model_type") in tuple(ENCODERS)
+    except ArtifactError:
+        return False
+
+
 def _read_directory(directory: Path, name: str, quantize: Quantization | None) -> BaseModel:
     if not (directory / _CONFIG).is_file():
         raise ArtifactError("model", f"{directory} has no {_CONFIG}, so it is not a transformers model")

@@ -53,6 +53,8 @@ class EncoderFamily:
     architectures: tuple[str, ...]
     prefix: str
     head: Head
+    # A module that no vector depends on; what adapters have of it is left out.
+    unused: str = ""
 
     def reserved_positions(self, config: Mapping[str, Any]) -> int:
         """Return how many of max_position_embeddings no token of a text has."""
@@ -75,6 +77,7 @@ _FAMILIES = (
         _architectures("Roberta"),
         "roberta",
         Head("classifier.out_proj", "classifier.dense"),
+        unused="roberta.pooler.dense",
     ),
     EncoderFamily(
         "xlm-roberta",
@@ -82,6 +85,7 @@ _FAMILIES = (
         _architectures("XLMRoberta"),
         "roberta",
         Head("classifier.out_proj", "classifier.dense"),
+        unused="roberta.pooler.dense",
     ),
     EncoderFamily(
         "deberta-v2",
@@ -124,6 +128,14 @@ def with_prefix(tensors: Mapping[str, _V], architecture: str) -> dict[str, _V]:
     return {renamed(name): value for name, value in tensors.items()}
 
 
+def without_unused(tensors: Mapping[str, _V], architecture: str) -> dict[str, _V]:
+    """Leave out an adapter's tensors that nothing depends on. Names must be those of with_prefix."""
+    unused = ENCODERS[architecture].unused if architecture in ENCODERS else ""
+    if not unused:
+        return dict(tensors)
+    return {name: value for name, value in tensors.items() if not name.startswith(f"{TENSOR_PREFIX}{unused}.")}
+
+
 def check_encoder(family: EncoderFamily, config: Mapping[str, Any]) -> None:
     """Check the content of a config.json. Raises ArtifactError naming the field that is not served."""
     names = config.get("architectures") or [family.architectures[0]]
@@ -153,7 +165,7 @@ def adaptable_name(tensor: str, family: EncoderFamily, *, prefixed: bool) -> str
     if not prefixed and name not in family.head.linears:
         name = f"{family.prefix}.{name}"
     inner = name.removeprefix(f"{family.prefix}.")
-    if name in family.head.linears or inner == "pooler.dense":
+    if name in family.head.linears:
         return name
     if name == inner:
         return None

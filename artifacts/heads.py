@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from artifacts.encoders import Head, head_of, with_prefix
+from artifacts.encoders import Head, head_of, with_prefix, without_unused
 from artifacts.errors import ArtifactError, MismatchError
 from artifacts.families import is_embedding, is_head
 from artifacts.peft_config import LABELS_FIELD, PeftConfig
@@ -17,12 +17,12 @@ Shapes = Mapping[str, tuple[int, int]]
 def canonical_header(header: Mapping[str, TensorInfo], config: PeftConfig, architecture: str) -> dict[str, TensorInfo]:
     """Return the tensors by the names that they have in the base's ...ForSequenceClassification or ...ForCausalLM.
 
-    Raises MismatchError.
+    Those that nothing depends on are left out. Raises MismatchError.
     """
     renamed = with_prefix(header, architecture)
     if renamed.keys() != header.keys():
         config.check_anchors()
-    return renamed
+    return without_unused(renamed, architecture)
 
 
 def head_tensors(header: Mapping[str, TensorInfo], architecture: str) -> dict[str, str]:

@@ -13,8 +13,8 @@ from artifacts.grammars.vocabulary import read_vocabulary, special_tokens
 from worker.engine.adapter_cache.loading import LoaderThreads
 from worker.engine.adapter_cache.operated_cache import OperatedCache
 from worker.engine.attention.kv_cache import KvCache, fitting_blocks
-from worker.engine.device.cores import keep_to_one_core
-from worker.engine.device.memory import available_bytes
+from worker.engine.device.cores import keep_to_one_core, step_threads
+from worker.engine.device.memory import available_bytes, host_adapter_bytes
 from worker.engine.grammar.grammars import GrammarThread
 from worker.engine.lora.adapter_layers import AdapterLayers
 from worker.engine.lora.adapter_memory import PackedAdapter, TorchAdapterMemory
@@ -28,14 +28,6 @@ from worker.engine.scheduling.chunk_sizer import ChunkSizer
 from worker.engine.scheduling.scheduler import Scheduler
 from worker.engine.torch_engine import TorchEngine
 from worker.engine_api.config import EngineConfig, EngineLimits
-
-# Share of the available host memory that adapters may take by default: one part in this many.
-_HOST_ADAPTER_SHARE = 8
-# Number of threads that torch uses by default; read at import, since an engine that was built earlier may set fewer.
-_CORES = torch.get_num_threads()
-# Maximum number of parameters of a model that computes on one thread by default. With 5 M parameters one thread made
-# 250 tokens/s and two threads 27 on a busy machine, because each waits for the other; with 28 M two are twice as fast.
-_ONE_CORE_PARAMETERS = 16_000_000
 
 
 def build_engine(
@@ -54,13 +46,13 @@ def build_engine(
     `on_begun` before the first step of a sequence. Raises ModelUnusableError.
     """
     loaded = load_model(config.model, config.device, config.dtype)
-    small = sum(parameter.numel() for parameter in loaded.module.parameters()) < _ONE_CORE_PARAMETERS
+    parameters = sum(parameter.numel() for parameter in loaded.module.parameters())
     base = ModelLayers(loaded)
     lora = adapter_layers(loaded, config)
     limits = _limits(loaded, config)
     cache = _kv_cache(loaded, limits)
     adapters = _adapter_cache(loaded, lora, base, config, on_loaded)
-    torch.set_num_threads(config.threads or (1 if small else _CORES))
+    torch.set_num_threads(step_threads(parameters, config.threads))
     chunk_sizer = ChunkSizer() if paced else None
     grammars = _grammars(loaded, on_loaded)
     scheduler = Scheduler(
@@ -165,5 +157,5 @@ def _adapter_cache(
             loaded.dtype,
         ),
         LoaderThreads(on_loaded, prepare=keep_to_one_core),
-        config.host_adapter_bytes or available_bytes(torch.device("cpu")) // _HOST_ADAPTER_SHARE,
+        host_adapter_bytes(config.host_adapter_bytes),
     )

@@ -16,6 +16,7 @@ import signal
 import socket
 import sys
 
+from artifacts.base_model import is_encoder
 from artifacts.errors import ArtifactError
 from artifacts.hash_model import is_hash_spec
 from telemetry.logging import logging_of, set_up_logging
@@ -147,6 +148,14 @@ def _build(config: EngineConfig, end: EngineEnd) -> Engine:
     if is_hash_spec(config.model):
         return HashEngine(config, end.wake, on_begun)
     # Torch is imported only where it is used: it takes seconds and hundreds of megabytes.
+    if is_encoder(config.model):
+        from worker.engine.encoder.build import build_encoder
+
+        def on_progress() -> None:
+            end.send(Stepped([], encoder.stats()))
+
+        encoder = build_encoder(config, on_loaded=end.wake, on_begun=on_begun, on_progress=on_progress)
+        return encoder
     from worker.engine.build import build_engine
 
     return build_engine(config, on_loaded=end.wake, on_begun=on_begun)

@@ -153,6 +153,7 @@ FailureReason = Literal[
     "GRAMMAR_FAILED",
     "GRAMMAR_NOT_READY",
     "NAN_LOGITS",
+    "NO_CLASSIFIER",
     "OUT_OF_MEMORY",
     "SAMPLING_FAILED",
 ]

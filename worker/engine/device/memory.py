@@ -6,7 +6,15 @@ import torch
 
 from worker.sizing import available_host_bytes
 
+# Share of the available host memory that adapters may take by default: one part in this many.
+_HOST_ADAPTER_SHARE = 8
+
 
 def available_bytes(device: torch.device) -> int:
     """Return how many bytes may still be taken on the device; on the CPU inside the limit of the control group."""
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_host_bytes()
+
+
+def host_adapter_bytes(chosen: int) -> int:
+    """Return how many bytes adapters may take in host memory; `chosen`: 0, or so many."""
+    return chosen or available_host_bytes() // _HOST_ADAPTER_SHARE

@@ -89,7 +89,9 @@ def pack_adapter(weights: AdapterWeights, dtype: torch.dtype, *, pinned: bool = 
     packed = _views(weights, memory)
     torch._foreach_copy_(packed.tensors, tensors)
     if not _usable(memory):
-        modules = (name for name, pair in packed.pairs.items() if not all(map(_usable, pair.tensors)))
+        tensors_of = {name: pair.tensors for name, pair in packed.pairs.items()}
+        tensors_of |= {name: (tensor,) for name, tensor in packed.head.items()}
+        modules = (name for name, own in tensors_of.items() if not all(map(_usable, own)))
         raise ArtifactError(
             WEIGHTS_FILE,
             f"{next(modules)} has values that are not finite, or beyond {_LARGEST:g}, in "
@@ -110,7 +112,8 @@ def _views(like: AdapterWeights, memory: Tensor) -> AdapterWeights:
         a, b, change = view(pair.a), view(pair.b), pair.rescale
         return LoraPair(a, b, None if change is None else Rescale(view(change.gain), view(change.shift)))
 
-    return AdapterWeights({name: views(pair) for name, pair in like.pairs.items()}, like.rank)
+    pairs = {name: views(pair) for name, pair in like.pairs.items()}
+    return AdapterWeights(pairs, like.rank, {name: view(tensor) for name, tensor in like.head.items()})
 
 
 def _padded_size(tensor: Tensor, dtype: torch.dtype) -> tuple[int, int]:

@@ -16,6 +16,7 @@ _SAME_INPUT = (
     frozenset({"gate_proj", "up_proj"}),
     frozenset({"w1", "w3"}),
     frozenset({"query", "key", "value"}),
+    frozenset({"query_proj", "key_proj", "value_proj"}),
 )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from artifacts.errors import ArtifactError, MismatchError
 from artifacts.families import is_embedding
+from artifacts.heads import canonical_header, check_head, head_tensors
 from artifacts.peft_config import PeftConfig, parse_peft_config
 from artifacts.revision import CONFIG_FILE, WEIGHTS_FILE, LoraShape, base_copies, lora_tensors, tensor_names
 from artifacts.safetensors_header import read_header
@@ -48,15 +49,19 @@ class LoraPair:
 
 @dataclass(frozen=True, slots=True)
 class AdapterWeights:
-    """An adapter's pairs by module name; `rank` is the largest of their ranks."""
+    """An adapter's pairs by module name; `rank` is the largest of their ranks.
+
+    `head` are the parameters of its own classification head, such as classifier.weight.
+    """
 
     pairs: Mapping[str, LoraPair]
     rank: int
+    head: Mapping[str, Tensor] = field(default_factory=dict)
 
     @property
     def tensors(self) -> list[Tensor]:
-        """Return all tensors, module by module."""
-        return [tensor for pair in self.pairs.values() for tensor in pair.tensors]
+        """Return all tensors, module by module, and then the head's."""
+        return [*(tensor for pair in self.pairs.values() for tensor in pair.tensors), *self.head.values()]
 
 
 def read_source(
@@ -64,15 +69,20 @@ def read_source(
     linears: Mapping[str, tuple[int, int]],
     max_rank: int,
     base: BaseLayers | None = None,
+    architecture: str = "",
 ) -> AdapterWeights:
     """Read an adapter, or a weighted set of adapters as one whose A's and B's are concatenated: ranks add up.
 
     A set equals peft's add_weighted_adapter with combination_type "cat" (lora/model.py): the sum of
     weight * scaling * B A. Raises what read_adapter raises.
     """
-    adapters = [read_adapter(part.directory, linears, max_rank, part.weight, base) for part in source.summands]
+    adapters = [
+        read_adapter(part.directory, linears, max_rank, part.weight, base, architecture) for part in source.summands
+    ]
     if source.parts and any(pair.rescale for adapter in adapters for pair in adapter.pairs.values()):
         raise MismatchError("adapters", "one of them is a DoRA adapter, whose change of the base is no sum of others")
+    if source.parts and any(adapter.head for adapter in adapters):
+        raise MismatchError("adapters", "one of them brings a classification head, which is no sum of others")
     if len(adapters) == 1:
         return adapters[0]
     pairs: dict[str, LoraPair] = {}
@@ -93,20 +103,23 @@ def read_adapter(
     max_rank: int,
     weight: float = 1.0,
     base: BaseLayers | None = None,
+    architecture: str = "",
 ) -> AdapterWeights:
     """Read an adapter and scale its B's.
 
-    `linears` are the layers that adapters can change, (in_features, out_features) by module name. Each A is a view of
-    the mapped file, each B float32 and transposed; their values are checked by
-    adapter_memory.pack_adapter. `weight` is a factor of the whole adapter. Without `base` DoRA adapters and copies of
-    the base's weights are refused. Raises ArtifactError for broken files, MismatchError where the adapter does not fit
-    the model or `max_rank`.
+    `linears` are the layers that adapters can change, (in_features, out_features) by module name; `architecture` is
+    the model's `model_type`. Each A is a view of the mapped file, each B float32 and transposed; their values are
+    checked by adapter_memory.pack_adapter. `weight` is a factor of the whole adapter. Without `base` DoRA adapters and
+    copies of the base's weights are refused. Raises ArtifactError for broken files, MismatchError where the adapter
+    does not fit the model or `max_rank`.
     """
     path = Path(directory)
     try:
         config = parse_peft_config((path / CONFIG_FILE).read_bytes())
-        header = read_header(path / WEIGHTS_FILE)
-        shapes = lora_tensors(header, use_dora=config.use_dora)
+        header = canonical_header(read_header(path / WEIGHTS_FILE), config, architecture)
+        head = head_tensors(header, architecture)
+        shapes = lora_tensors(header, use_dora=config.use_dora, head=head.values())
+        check_head(header, config, architecture, "the model", linears)
         if config.use_dora and base is None:
             raise MismatchError("use_dora", "DoRA cannot be read without the base model's weights")
         for name, info in header.items():
@@ -122,7 +135,11 @@ def read_adapter(
     for name, parameter in base_copies(header).items():
         if base is None or not base.repeats(parameter, tensors[name]):
             raise MismatchError(WEIGHTS_FILE, f"tensor {name} is not the model's own {parameter}")
-    return AdapterWeights(_pairs(tensors, shapes, config, weight, base), max(shape.rank for shape in shapes.values()))
+    return AdapterWeights(
+        _pairs(tensors, shapes, config, weight, base),
+        max(shape.rank for shape in shapes.values()),
+        {parameter: tensors[name] for parameter, name in head.items()},
+    )
 
 
 def _pairs(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -62,7 +62,7 @@ def load_model(path: str, device: str = "cpu", dtype: str = "auto") -> LoadedMod
     directory = Path(path)
     if not directory.is_dir():
         raise ModelUnusableError(f"{directory} is not a directory; a model is a transformers directory")
-    place = _device(device)
+    place = device_of(device)
     try:
         config = parse_object(read_small_file(directory / "config.json"), "config.json")
         check_architecture(config)
@@ -70,8 +70,8 @@ def load_model(path: str, device: str = "cpu", dtype: str = "auto") -> LoadedMod
         tensors = [tensor for _, tensor in read_checkpoint(directory).tensors.values()]
     except (ArtifactError, ModelUnusableError) as error:
         raise ModelUnusableError(f"{directory}: {error}") from None
-    number = _dtype(dtype, config, tensors, place)
-    _check_memory(directory, tensors, place, number)
+    number = dtype_of(dtype, config, tensors, place)
+    check_memory(directory, tensors, place, number)
     module = _from_pretrained(directory, number)
     _use_plain_linears(module)
     module.to(place)
@@ -123,7 +123,8 @@ def _ends(module: Any) -> dict[str, tuple[int, int]]:
     return ends | ({names[head]: (head.in_features, head.out_features)} if type(head) is nn.Linear else {})
 
 
-def _device(name: str) -> torch.device:
+def device_of(name: str) -> torch.device:
+    """Return the device of this name. Raises ModelUnusableError."""
     try:
         device = torch.device(name)
     except RuntimeError:
@@ -135,7 +136,10 @@ def _device(name: str) -> torch.device:
     return device
 
 
-def _dtype(wanted: str, config: Mapping[str, Any], tensors: Sequence[TensorInfo], device: torch.device) -> torch.dtype:
+def dtype_of(
+    wanted: str, config: Mapping[str, Any], tensors: Sequence[TensorInfo], device: torch.device
+) -> torch.dtype:
+    """Return the dtype to compute in; "auto" is the model's own. Raises ModelUnusableError."""
     name = own_dtype(config, tensors[0].dtype) if wanted == "auto" else wanted
     if wanted == "auto" and name == "float16" and device.type == "cpu":
         name = cpu_dtype(name, bfloat16_works=packing_works(torch.bfloat16))
@@ -148,7 +152,8 @@ def _dtype(wanted: str, config: Mapping[str, Any], tensors: Sequence[TensorInfo]
     return dtype
 
 
-def _check_memory(directory: Path, tensors: Sequence[TensorInfo], device: torch.device, dtype: torch.dtype) -> None:
+def check_memory(directory: Path, tensors: Sequence[TensorInfo], device: torch.device, dtype: torch.dtype) -> None:
+    """Raise ModelUnusableError where the weights do not fit into the free memory."""
     needed = sum(math.prod(info.shape) for info in tensors) * dtype.itemsize
     available = available_bytes(device)
     if needed > available:
@@ -172,11 +177,20 @@ def _from_pretrained(directory: Path, dtype: torch.dtype) -> Any:
     except (OSError, ValueError, RuntimeError, KeyError) as error:
         raise ModelUnusableError(f"{directory} can't be loaded: {' '.join(str(error).split())}") from error
     module, info = loaded
-    # transformers would go on with random numbers in their place.
-    for problem in ("missing_keys", "mismatched_keys"):
-        if info[problem]:
-            names = ", ".join(sorted(str(key) for key in info[problem])[:3])
-            raise ModelUnusableError(f"{directory}: {problem.replace('_', ' ')} in the weights: {names}")
+    require_weights(directory, info)
     # With one, GPT-2 looks for padding in every batch, which waits for the device.
     module.config.pad_token_id = None
     return module.eval().requires_grad_(False)
+
+
+def require_weights(
+    directory: Path, info: Mapping[str, Any], unused: Callable[[str], bool] = lambda name: False
+) -> None:
+    """Raise ModelUnusableError where weights are missing: transformers would go on with random numbers in their place.
+
+    `info` is what from_pretrained says of its loading. Missing weights that are `unused` do not matter.
+    """
+    for problem in ("missing_keys", "mismatched_keys"):
+        found = sorted(str(key) for key in info[problem] if not unused(str(key)))
+        if found:
+            raise ModelUnusableError(f"{directory}: {problem.replace('_', ' ')} in the weights: {', '.join(found[:3])}")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any, Protocol
 
 import safetensors
 import torch
@@ -13,10 +15,37 @@ from artifacts.checkpoint import read_checkpoint
 from artifacts.families import HEAD_WEIGHTS
 from worker.engine.lora.embedding import CpuEmbedding
 from worker.engine.lora.fused_linears import FusedPart
-from worker.engine.model.loader import LoadedModel
 
 # Number of a weight's rows that are cast to float32 at once.
 _PIECE_ROWS = 4096
+
+
+class Layered(Protocol):
+    """A loaded model, as LoadedModel: `linears` and `ends` are the names of layers that adapters may change."""
+
+    @property
+    def module(self) -> Any:
+        """Return transformers' model."""
+
+    @property
+    def linears(self) -> Collection[str]:
+        """Return the names of layers between embeddings and output head."""
+
+    @property
+    def ends(self) -> Collection[str]:
+        """Return the names of the embeddings and of the head's layers."""
+
+    @property
+    def device(self) -> torch.device:
+        """Return where the model is."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Return the dtype that it computes in."""
+
+    @property
+    def directory(self) -> Path:
+        """Return where its files lie."""
 
 
 class ModelLayers:
@@ -26,7 +55,7 @@ class ModelLayers:
     nor the reading change anything that steps use.
     """
 
-    def __init__(self, loaded: LoadedModel) -> None:
+    def __init__(self, loaded: Layered) -> None:
         self._loaded = loaded
         self._embeddings: Tensor = loaded.module.get_input_embeddings().weight
         self._squares: dict[str, Tensor] = {}

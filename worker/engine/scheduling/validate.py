@@ -104,6 +104,8 @@ def _check_room(sequence: NewSequence, limits: EngineLimits) -> None:
             "emitted_ids", f"has {len(sequence.emitted_ids)} ids, more than stopping.max_tokens, which is {answer}"
         )
     capacity = limits.max_tokens
+    if sequence.encode and prompt > capacity:
+        raise SequenceRefusedError("prompt_ids", f"has {prompt} tokens; this model takes {capacity}: truncate the text")
     if prompt + min(1, answer) > capacity:
         raise SequenceRefusedError(
             "prompt_ids", f"has {prompt} tokens; this engine takes {capacity}, prompt and answer together"

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from artifacts.encoders import ENCODERS
 from artifacts.families import FAMILIES
 from worker.engine.model.architectures import SUPPORTED, WHY_REFUSED, check_architecture
 from worker.engine.model.errors import ModelUnusableError
@@ -43,11 +45,19 @@ def test_the_page_has_the_tables() -> None:
         f"| {one.title} | `{one.model_type}` | `{one.architecture}` | {adapted[one.experts]} |"
         for one in FAMILIES.values()
     ]
+    encoders = [
+        f"| {one.title} | `{one.model_type}` | {quoted(one.architectures)} | {quoted(one.head.modules)} |"
+        for one in ENCODERS.values()
+    ]
     refused = [f"| `{name}` | {why} |" for name, why in WHY_REFUSED.items()]
     root = Path(__file__).parents[4]
     page = (root / "docs" / "models.md").read_text()
-    assert tables(page) == [served, refused], "write the tables of docs/models.md anew"
+    assert tables(page) == [served, encoders, refused], "write the tables of docs/models.md anew"
     assert f"{len(FAMILIES)} families" in (root / "README.md").read_text()
+
+
+def quoted(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
 
 
 def tables(page: str) -> list[list[str]]:

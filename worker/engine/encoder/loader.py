@@ -1,0 +1,112 @@
+"""Loads the directory of an encoder: always with a classification head, whichever class it was saved from.
+
+So one set of module names serves all adapters; what of the head the checkpoint lacks is random and never used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+
+from artifacts.base_model import read_base_model
+from artifacts.checkpoint import read_checkpoint, read_small_file
+from artifacts.encoders import ENCODERS, EncoderFamily
+from artifacts.errors import ArtifactError
+from artifacts.families import is_embedding
+from artifacts.json_object import parse_object
+from worker.engine.attention import paged as attention
+from worker.engine.model.errors import ModelUnusableError
+from worker.engine.model.loader import check_memory, device_of, dtype_of, require_weights
+
+# Families whose attention is not computed by transformers' attention interface: see disentangled.py.
+_OWN_ATTENTION = ("deberta-v2",)
+
+
+@dataclass(frozen=True)
+class LoadedEncoder:
+    """An encoder ready to run. `adaptable` are all layers that adapters may change.
+
+    Of each layer its (in_features, out_features) by name. `ends` are the token embeddings and the head's layers,
+    `linears` those between.
+    """
+
+    module: Any
+    family: EncoderFamily
+    device: torch.device
+    dtype: torch.dtype
+    context_length: int
+    vocab_size: int
+    pooling: str
+    adaptable: Mapping[str, tuple[int, int]]
+    linears: Mapping[str, tuple[int, int]]
+    ends: Mapping[str, tuple[int, int]]
+    directory: Path
+
+    @property
+    def of_tokens(self) -> dict[str, tuple[int, int]]:
+        """Return the linear layers whose inputs are a batch's tokens, not relative positions."""
+        return {name: sizes for name, sizes in self.linears.items() if ".pos_" not in name}
+
+    @property
+    def body(self) -> Any:
+        """Return the encoder without its head."""
+        return self.module.get_submodule(self.family.prefix)
+
+
+def load_encoder(path: str, device: str = "cpu", dtype: str = "auto") -> LoadedEncoder:
+    """Load the encoder in directory `path`; dtype "auto" is the model's own. Raises ModelUnusableError."""
+    directory, place = Path(path), device_of(device)
+    if place.type != "cpu":
+        raise ModelUnusableError("encoders are computed on the CPU; leave --device out")
+    try:
+        manifest = read_base_model(path, name="model")
+        config = parse_object(read_small_file(directory / "config.json"), "config.json")
+        tensors = [tensor for _, tensor in read_checkpoint(directory).tensors.values()]
+    except ArtifactError as error:
+        raise ModelUnusableError(f"{directory}: {error}") from None
+    family = ENCODERS[manifest.architecture]
+    number = dtype_of(dtype, config, tensors, place)
+    check_memory(directory, tensors, place, number)
+    module = _from_pretrained(directory, number, family)
+    adaptable = {one.name: (one.in_features, one.out_features) for one in manifest.modules}
+    layers = {name: layer for name, layer in module.named_modules() if name in adaptable}
+    ends = {name for name in layers if is_embedding(name) or name in family.head.linears}
+    return LoadedEncoder(
+        module=module,
+        family=family,
+        device=place,
+        dtype=number,
+        context_length=manifest.context_length,
+        vocab_size=manifest.vocab_size,
+        pooling=manifest.pooling,
+        adaptable=adaptable,
+        linears={name: adaptable[name] for name in layers if name not in ends},
+        ends={name: adaptable[name] for name in layers if name in ends},
+        directory=directory,
+    )
+
+
+def _from_pretrained(directory: Path, dtype: torch.dtype, family: EncoderFamily) -> nn.Module:
+    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    try:
+        loaded: Any = transformers.AutoModelForSequenceClassification.from_pretrained(
+            directory,
+            dtype=dtype,
+            attn_implementation="eager" if family.model_type in _OWN_ATTENTION else attention.NAME,
+            local_files_only=True,
+            use_safetensors=True,
+            output_loading_info=True,
+        )
+    except (OSError, ValueError, RuntimeError, KeyError) as error:
+        raise ModelUnusableError(f"{directory} can't be loaded: {' '.join(str(error).split())}") from error
+    module, info = loaded
+    head = tuple(f"{name}." for name in family.head.modules)
+    require_weights(directory, info, lambda name: name.startswith(head))
+    evaluated: nn.Module = module.eval().requires_grad_(False)
+    return evaluated

@@ -1,0 +1,94 @@
+"""Computes the vectors of a step's texts: hidden states, then pooled or classified."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from worker.engine.encoder.body import EncoderBody
+from worker.engine.encoder.heads import ClassifierHeads
+from worker.engine.encoder.loader import LoadedEncoder
+from worker.engine.lora.cpu.layers import CpuLayers
+from worker.engine.lora.weights import AdapterWeights
+from worker.engine.model.packed import pack_linears, packing_works
+from worker.engine.pooling import pooled
+from worker.engine.scheduling.sequence import Sequence as Text
+from worker.engine_api import Failure
+
+_NAN = Failure("INTERNAL", "NAN_LOGITS", "the model, with this adapter, gave numbers that are none")
+NO_CLASSIFIER = Failure(
+    "FAILED_PRECONDITION",
+    "NO_CLASSIFIER",
+    "neither the base model nor the adapter has a classifier; train the adapter with task_type SEQ_CLS",
+    field="adapter",
+)
+
+
+class EncoderRunner:
+    """An encoder, its head, and its adapters' slots; from one thread."""
+
+    def __init__(self, loaded: LoadedEncoder, slots: int, max_rank: int, on_layer: Callable[[], None]) -> None:
+        """Replace the model's layers by adaptable ones."""
+        self._own_pooling = loaded.pooling
+        self._body = EncoderBody(loaded, slots, on_layer)
+        self._heads = ClassifierHeads(loaded, slots)
+        if packing_works(loaded.dtype):
+            pack_linears(loaded.module)
+        self._lora = CpuLayers(loaded.module, loaded.of_tokens, slots, max_rank, loaded.dtype, loaded.ends)
+        self._warm_up()
+
+    @property
+    def classifies(self) -> bool:
+        """Tell whether texts without an adapter can be classified."""
+        return self._heads.of_base
+
+    def install(self, weights: AdapterWeights, slot: int) -> None:
+        """Replace a slot's adapter."""
+        self._lora.install(weights, slot)
+        self._body.install(weights, slot)
+        self._heads.install(weights, slot)
+
+    @torch.inference_mode()
+    def run(self, batch: Sequence[Text]) -> list[tuple[float, ...] | Failure]:
+        """Return the vector or the failure of each text. Raises an error for lack of memory."""
+        classified = [text for text in batch if _task(text) == "classify" and self._heads.complete(text.adapter_slot)]
+        chosen = set(classified)
+        self._lora.begin_step(
+            [(text.adapter_slot, len(text.ids)) for text in batch], [int(text in chosen) for text in batch]
+        )
+        hidden = self._body.hidden_states(
+            [text.ids for text in batch],
+            [text.spec.encode.pair_tokens if text.spec.encode else 0 for text in batch],
+            [text.adapter_slot for text in batch],
+        )
+        of_text = dict(zip(batch, hidden.split_with_sizes([len(text.ids) for text in batch]), strict=True))
+        for_head = [pooled(of_text[text], self._heads.pooling) for text in classified]
+        logits = self._heads.logits(
+            torch.stack(for_head) if for_head else hidden[:0], [text.adapter_slot for text in classified]
+        )
+        results: dict[Text, Tensor] = dict(zip(classified, logits, strict=True))
+        for text in batch:
+            if _task(text) == "embed":
+                results[text] = pooled(of_text[text].float(), self._pooling(text))
+        return [_vector(results[text]) if text in results else NO_CLASSIFIER for text in batch]
+
+    def _pooling(self, text: Text) -> str:
+        return (text.spec.encode.pooling if text.spec.encode else "") or self._own_pooling
+
+    @torch.inference_mode()
+    def _warm_up(self) -> None:
+        """Run one warm-up pass, which triggers compilation."""
+        self._lora.begin_step([(-1, 1)], [0])
+        self._body.hidden_states([[0]], [0], [-1])
+
+
+def _task(text: Text) -> str:
+    return text.spec.encode.task if text.spec.encode else ""
+
+
+def _vector(numbers: Tensor) -> tuple[float, ...] | Failure:
+    vector = tuple(numbers.tolist())
+    return vector if all(map(math.isfinite, vector)) else _NAN
