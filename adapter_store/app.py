@@ -6,12 +6,15 @@ import asyncio
 import logging
 
 from loraplex.adapters.v1 import adapters_pb2_grpc as pb_grpc
+from loraplex.admin.v1 import keys_pb2_grpc
 
+from adapter_store.api_keys import ApiKeys
 from adapter_store.bases import BaseModels
 from adapter_store.catalog import Catalog
 from adapter_store.certificates import Certificates, FitnessPolicy
 from adapter_store.database import Database
 from adapter_store.deleted import DeletedRevisions
+from adapter_store.key_service import KeyService
 from adapter_store.metrics import StoreMetrics
 from adapter_store.receive import Receiver
 from adapter_store.service import AdapterService
@@ -19,6 +22,7 @@ from adapter_store.settings import REFUSE, StoreSettings
 from adapter_store.storage import DataDirectory
 from artifacts.certificate import FitnessLimits
 from rpc.errors import CallError
+from rpc.identity.api_keys import KeyDirectory
 from rpc.identity.guard import open_guard
 from rpc.identity.principal import Principal
 from rpc.metrics import CallMeter
@@ -52,6 +56,7 @@ class Store:
             certificates = Certificates(self._database, self._fitness_policy())
             service = AdapterService(catalog, bases, receiver, deleted, certificates, self.metrics)
             pb_grpc.add_AdapterServiceServicer_to_server(service, self._server.grpc)
+            keys_pb2_grpc.add_KeyServiceServicer_to_server(KeyService(self._keys), self._server.grpc)
             self.port = self._server.bind(self._settings.host, self._settings.port)
             await self._server.start()
             await self._server.set_serving(True)
@@ -80,12 +85,18 @@ class Store:
         self._data = DataDirectory(self._settings.data)
         try:
             self._database = Database(self._data.catalog_path, self._data.count_blobs())
+            self._read_keys()
         except BaseException:
             self._data.close()
             raise
         removed = self._data.clean(self._database.referenced_blobs())
         if removed:
             log.info("removed %d unfinished uploads and files without an owner", removed)
+
+    def _read_keys(self) -> None:
+        self._directory = KeyDirectory()
+        self._keys = ApiKeys(self._database, lambda key: self._directory.put([key.hashed]))
+        self._directory.put([key.hashed for key in self._keys.changes(0, -1)])
 
     def _close(self) -> None:
         self._database.close()

@@ -103,6 +103,28 @@ CREATE TABLE IF NOT EXISTS certificates (
     FOREIGN KEY (adapter_id, digest) REFERENCES revisions (adapter_id, digest) ON DELETE CASCADE
 );
 """
+# API keys, as deleted revisions. `change` grows with every change of a key: routers ask for what came after theirs.
+_API_KEYS = """
+CREATE TABLE IF NOT EXISTS api_keys (
+    key_id TEXT PRIMARY KEY,
+    tenant TEXT NOT NULL,
+    role TEXT NOT NULL,
+    scopes TEXT NOT NULL,
+    label TEXT NOT NULL,
+    create_ns INTEGER NOT NULL,
+    expire_ns INTEGER,
+    revoke_ns INTEGER,
+    change INTEGER NOT NULL
+);
+CREATE UNIQUE INDEX IF NOT EXISTS api_keys_by_change ON api_keys (change);
+CREATE TABLE IF NOT EXISTS api_key_secrets (
+    key_id TEXT NOT NULL REFERENCES api_keys (key_id) ON DELETE CASCADE,
+    sha256 BLOB NOT NULL,
+    create_ns INTEGER NOT NULL,
+    expire_ns INTEGER,
+    PRIMARY KEY (key_id, sha256)
+);
+"""
 _BLOBS = """
 SELECT config_digest FROM revisions UNION SELECT weights_digest FROM revisions UNION SELECT digest FROM base_files
 UNION SELECT config_digest FROM deleted_revisions UNION SELECT weights_digest FROM deleted_revisions
@@ -139,7 +161,7 @@ class Database:
             if version == 0:
                 self._connection.executescript(_SCHEMA)
             if version in {0, _VERSION}:
-                self._connection.executescript(_DELETED_REVISIONS + _CERTIFICATES)
+                self._connection.executescript(_DELETED_REVISIONS + _CERTIFICATES + _API_KEYS)
         except sqlite3.Error as error:
             raise DataDirectoryError(f"--data: {path} cannot be opened as the catalog: {error}") from error
         if version not in {0, _VERSION}:

@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+import os
+
 import typer
 
-from clients.cli import adapters, models
+from clients.cli import adapters, keys, models
 from clients.cli.chat import chat
 from clients.cli.cluster_top import top
 from clients.cli.drain import drain
 from clients.cli.generate import generate
 from clients.cli.jobs import jobs
 from clients.cli.loadtest import loadtest
+from clients.cli.options import (
+    CA_VARIABLE,
+    CERT_KEY_VARIABLE,
+    CERT_VARIABLE,
+    KEY_FILE_VARIABLE,
+    ApiKeyFileOption,
+    CaOption,
+    CertOption,
+    KeyOption,
+)
 from clients.cli.plan import plan
 from clients.cli.queues import queues
 from clients.cli.score import score
@@ -28,6 +40,17 @@ app = typer.Typer(
     "[bold]loraplex up[/] starts a cluster on this machine; the other commands talk to one that runs.",
     epilog="Exit codes: 0 done; 2 bad input, or an address where nobody listens; 130 Ctrl-C; 1 anything else.",
 )
+
+
+@app.callback()
+def credentials(
+    api_key_file: ApiKeyFileOption = None, ca: CaOption = "", cert: CertOption = None, key: KeyOption = None
+) -> None:
+    """Leave the credentials where the SDK's clients look for them."""
+    given = {KEY_FILE_VARIABLE: api_key_file, CA_VARIABLE: ca, CERT_VARIABLE: cert, CERT_KEY_VARIABLE: key}
+    os.environ.update({name: str(value) for name, value in given.items() if value})
+
+
 # The help page lists the commands in this order.
 app.command()(up)
 app.command()(generate)
@@ -38,6 +61,7 @@ app.command()(embed)
 app.command()(classify)
 app.add_typer(adapters.app, name="adapters")
 app.add_typer(models.app, name="models")
+app.add_typer(keys.app, name="keys")
 app.command()(top)
 app.command()(workers)
 app.command()(queues)

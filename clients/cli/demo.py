@@ -8,11 +8,11 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from loraplex_client import AsyncClient, LoraplexError
+from loraplex_client.connection import DEFAULT_TENANT
 
 from clients.cli.adapter_tree import AdapterDirectory
 from clients.cli.answer_timer import AnswerTimer, format_figure
 from clients.cli.failures import explain
-from clients.cli.options import TENANT
 from clients.cli.terminal import CommandError, out, print_rows, printable
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class _Answer:
 
 async def run_demo(router: str, adapters: Sequence[AdapterDirectory]) -> None:
     """Stream up to three adapters' answers and the base model's at once, then their figures. Raises CommandError."""
-    chosen = [(adapter.tenant, adapter.name) for adapter in choose(adapters)] + [(TENANT, "")]
+    chosen = [(adapter.tenant, adapter.name) for adapter in choose(adapters)] + [(DEFAULT_TENANT, "")]
     answers = [_Answer(tenant, name, colour) for (tenant, name), colour in zip(chosen, _COLOURS, strict=False)]
     try:
         await (_stream_live if out().is_terminal else _stream_plain)(router, answers)

@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import TypeVar
 
 from loraplex_client import AsyncStoreClient, LoraplexError
+from loraplex_client.connection import DEFAULT_TENANT
 
 from artifacts.base_model import BaseModel
 from clients.cli.adapter_tree import AdapterDirectory
 from clients.cli.demo import DEMO_PROMPT, run_demo
 from clients.cli.failures import explain
 from clients.cli.models import registered
-from clients.cli.options import TENANT
 from clients.cli.terminal import Activity, CommandError, out
 from deploy.local.cluster import ClusterSettings, LaunchError, LocalCluster
 
@@ -90,7 +90,7 @@ async def _run_until_failure(plan: LaunchPlan, cluster: LocalCluster) -> None:
 
 async def _fill(plan: LaunchPlan, store: str, activity: Activity) -> None:
     """Register the model and upload the adapters, while the workers load. Raises CommandError."""
-    async with AsyncStoreClient(store, TENANT) as client:
+    async with AsyncStoreClient(store, DEFAULT_TENANT) as client:
         activity.step(f"registering model {plan.model.name}")
         try:
             await client.register_model(registered(plan.model), plan.model.files)

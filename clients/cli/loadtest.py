@@ -104,7 +104,9 @@ def loadtest(  # noqa: PLR0913, PLR0917  # one parameter a flag
             "processes": processes,
         }
         conditions = _conditions(fail_if or [])
-        plan = _plan(file, flags, _arrivals(rate, concurrency), _numbers(sweep), tenant)
+        from loraplex_client.connection import DEFAULT_TENANT
+
+        plan = _plan(file, flags, _arrivals(rate, concurrency), _numbers(sweep), tenant or DEFAULT_TENANT)
     done = _run(plan, router)
     _finish(plan, router, done, conditions, out, as_json=as_json)
 

@@ -5,9 +5,14 @@ Their variables avoid the prefixes of the servers' (LORAPLEX_ROUTER_...), becaus
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
+
+# As in loraplex_client.credentials, which is slow to import.
+KEY_VARIABLE, KEY_FILE_VARIABLE = "LORAPLEX_API_KEY", "LORAPLEX_API_KEY_FILE"
+CA_VARIABLE, CERT_VARIABLE, CERT_KEY_VARIABLE = "LORAPLEX_CA", "LORAPLEX_CERT", "LORAPLEX_KEY"
 
 RouterOption = Annotated[
     str,
@@ -41,11 +46,36 @@ AdaptersOption = Annotated[
         help="NAME, NAME@ALIAS or a full name; default: the base model. Repeat it for a sum; default WEIGHT: 1.",
     ),
 ]
+ApiKeyFileOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--api-key-file",
+        metavar="FILE",
+        envvar=KEY_FILE_VARIABLE,
+        help=f"File with an API key or a token; {KEY_VARIABLE} may have the key itself.",
+    ),
+]
+CaOption = Annotated[
+    str,
+    typer.Option(
+        "--ca",
+        metavar="FILE",
+        envvar=CA_VARIABLE,
+        help="Use TLS; the file has the authority that signs the servers' certificates, `system` for the system's.",
+    ),
+]
+CertOption = Annotated[
+    Path | None, typer.Option("--cert", metavar="FILE", envvar=CERT_VARIABLE, help="The client's own certificate.")
+]
+KeyOption = Annotated[
+    Path | None, typer.Option("--key", metavar="FILE", envvar=CERT_KEY_VARIABLE, help="The private key of --cert.")
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 ROUTER = "127.0.0.1:50051"
 STORE = "127.0.0.1:50052"
-TENANT = "default"
+# The credential's tenant; without a credential `default`.
+TENANT = ""
 
 
 def read_adapters(given: list[str]) -> tuple[str | None, list[tuple[str, float]] | None]:

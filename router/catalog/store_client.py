@@ -10,12 +10,14 @@ from dataclasses import dataclass, field
 import grpc
 from loraplex.adapters.v1 import adapters_pb2 as pb
 from loraplex.adapters.v1 import adapters_pb2_grpc
+from loraplex.admin.v1 import keys_pb2, keys_pb2_grpc
 
 from artifacts.hash_model import LABELS
 from artifacts.revision import CONFIG_FILE
 from broker.messages import AdapterRef
 from rpc.errors import CallError, InvalidField, NotFound, Unavailable
 from rpc.identity.principal import TENANT_KEY
+from rpc.identity.tls import LiveChannel, TlsFiles
 from rpc.server import channel_options
 
 # Maximum age in seconds of a cached name: a new upload is served this much later at most.
@@ -85,12 +87,15 @@ class Manifest:
 class StoreClient:
     """A channel to the adapter store, with a cache of names."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, tls: TlsFiles | None = None) -> None:
         self._address = address
-        self._channel = grpc.aio.insecure_channel(address, options=_OPTIONS)
-        self._stub = adapters_pb2_grpc.AdapterServiceStub(self._channel)
+        self._channel = LiveChannel(address, tls, _OPTIONS)
         self._names: dict[tuple[str, str], tuple[float, ResolvedAdapter]] = {}
         self._flights: dict[tuple[str, str], asyncio.Task[ResolvedAdapter]] = {}
+
+    @property
+    def _stub(self) -> adapters_pb2_grpc.AdapterServiceAsyncStub:
+        return self._channel.stub(adapters_pb2_grpc.AdapterServiceStub)
 
     async def resolve(self, tenant: str, name: str) -> ResolvedAdapter:
         """Return the revision that a tenant's name stands for, at most NAME_TTL_S stale.
@@ -185,6 +190,14 @@ class StoreClient:
             model.quantization,
             *(_TASKS_OF_HASH if model.architecture == "hash" else ()),
         )
+
+    async def key_changes(self, epoch: str, after: int) -> keys_pb2.ListKeyChangesResponse:
+        """Return the API keys that have changed since an answer of that epoch. Raises Unavailable."""
+        request = keys_pb2.ListKeyChangesRequest(epoch=epoch, after=after)
+        try:
+            return await self._channel.stub(keys_pb2_grpc.KeyServiceStub).ListKeyChanges(request, timeout=CALL_S)
+        except grpc.aio.AioRpcError as error:
+            raise self._translate(error, "key", "") from error
 
     def _translate(self, error: grpc.aio.AioRpcError, kind: str, name: str) -> CallError:
         if error.code() is grpc.StatusCode.NOT_FOUND:

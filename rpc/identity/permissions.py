@@ -54,6 +54,7 @@ ADAPTERS_READ, ADAPTERS_WRITE = "adapters.read", "adapters.write"
 JOBS_READ = "jobs.read"
 CLUSTER_READ, CLUSTER_WRITE = "cluster.read", "cluster.write"
 MODELS_READ, MODELS_WRITE = "models.read", "models.write"
+KEYS_READ, KEYS_WRITE = "keys.read", "keys.write"
 RELAY = "relay"
 
 _GENERATE = Permission(GENERATE, {Port.PUBLIC: _USERS})
@@ -65,6 +66,7 @@ _READ_CLUSTER = Permission(CLUSTER_READ, {Port.OPERATORS: _WATCHERS})
 _WRITE_CLUSTER = Permission(CLUSTER_WRITE, {Port.OPERATORS: _OPERATORS})
 # A tenant sees its own jobs.
 _READ_JOBS = Permission(JOBS_READ, {Port.PUBLIC: _USERS, Port.OPERATORS: _WATCHERS})
+_WRITE_KEYS = Permission(KEYS_WRITE, {Port.OPERATORS: _OPERATORS})
 _READ_MODELS = Permission(MODELS_READ, {Port.OPERATORS: _WATCHERS | _PARTS})
 
 
@@ -120,7 +122,20 @@ PERMISSIONS: Mapping[str, Permission] = {
             "UnpinAdapter": _WRITE_CLUSTER,
         },
     ),
+    **_of(
+        "loraplex.admin.v1.KeyService",
+        {
+            "CreateKey": _WRITE_KEYS,
+            "RotateKey": _WRITE_KEYS,
+            "RevokeKey": _WRITE_KEYS,
+            "ListKeys": Permission(KEYS_READ, {Port.OPERATORS: _WATCHERS}),
+            "ListKeyChanges": Permission(KEYS_READ, {Port.OPERATORS: _ROUTERS}),
+        },
+    ),
     **_of("loraplex.relay.v1.RelayService", {"Connect": Permission(RELAY, {Port.RELAY: frozenset({Role.WORKER})})}),
     # A router asks its own address, to find out whether it leads to itself.
     **_of("loraplex.relay.v1.IdentityService", {"Identify": Permission(RELAY, {Port.RELAY: _PARTS})}),
 }
+
+# The scopes that keys and tokens may be restricted to.
+SCOPES = frozenset(row.scope for row in PERMISSIONS.values() if row.scope)

@@ -14,6 +14,7 @@ from loraplex_client.aio import AsyncClient, AsyncStoreClient
 from loraplex_client.calls import ServedModel
 from loraplex_client.chat import ToolCall, ToolCallPart
 from loraplex_client.client import Client, StoreClient
+from loraplex_client.credentials import Tls
 from loraplex_client.encoding import Classification, Classifications, Embeddings, EncodeOptions
 from loraplex_client.errors import (
     AbortedError,
@@ -81,6 +82,7 @@ __all__ = [
     "ServedModel",
     "StoreClient",
     "Timings",
+    "Tls",
     "TokenLogprobs",
     "ToolCall",
     "ToolCallPart",

@@ -44,8 +44,8 @@ Progress: TypeAlias = Callable[[int, int], None]
 
 
 def full_name(name: str, tenant: str) -> str:
-    """Return the full name of an adapter; a short name means the tenant's own."""
-    return name if "/" in name else f"tenants/{tenant}/adapters/{name}"
+    """Return the full name of an adapter; a short name means the tenant's own, whom the store knows where we do not."""
+    return name if "/" in name or not tenant else f"tenants/{tenant}/adapters/{name}"
 
 
 def push(directory: Path, header: adapters_pb2.UploadHeader, progress: Progress | None) -> Script[Pushed]:

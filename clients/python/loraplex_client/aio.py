@@ -13,6 +13,7 @@ from loraplex_client import adapters, calls, encoding, scores
 from loraplex_client.addresses import read_addresses
 from loraplex_client.chat import ChatMessages
 from loraplex_client.connection import AsyncConnection
+from loraplex_client.credentials import ApiKey, Tls, credentials_of
 from loraplex_client.generation import Generation
 from loraplex_client.options import ChatOptions, GenerateOptions, generate_request
 from loraplex_client.recovery import RESUME_ATTEMPTS
@@ -25,13 +26,23 @@ class AsyncStoreClient:
     """StoreClient on the running event loop."""
 
     def __init__(
-        self, address: str | Sequence[str], tenant: str = "default", *, timeout_s: float | None = None
+        self,
+        address: str | Sequence[str],
+        tenant: str = "",
+        *,
+        timeout_s: float | None = None,
+        api_key: ApiKey | None = None,
+        tls: Tls | None = None,
     ) -> None:
         self.address = ",".join(read_addresses(address))
-        self.tenant = tenant
         self._connection = AsyncConnection(
-            address, adapters_pb2_grpc.AdapterServiceStub, tenant=tenant, timeout_s=timeout_s
+            address,
+            adapters_pb2_grpc.AdapterServiceStub,
+            tenant=tenant,
+            timeout_s=timeout_s,
+            credentials=credentials_of(api_key, tls),
         )
+        self.tenant = self._connection.tenant
 
     async def push(
         self,
@@ -88,11 +99,13 @@ class AsyncClient:
     def __init__(
         self,
         address: str | Sequence[str],
-        tenant: str = "default",
+        tenant: str = "",
         *,
         timeout_s: float | None = None,
         store: str | None = None,
         resume_attempts: int = RESUME_ATTEMPTS,
+        api_key: ApiKey | None = None,
+        tls: Tls | None = None,
     ) -> None:
         self.address = ",".join(read_addresses(address))
         self._connection = AsyncConnection(
@@ -101,8 +114,11 @@ class AsyncClient:
             tenant=tenant,
             timeout_s=timeout_s,
             resume_attempts=resume_attempts,
+            credentials=credentials_of(api_key, tls),
         )
-        self._store = None if store is None else AsyncStoreClient(store, tenant, timeout_s=timeout_s)
+        self._store = None
+        if store is not None:
+            self._store = AsyncStoreClient(store, tenant, timeout_s=timeout_s, api_key=api_key, tls=tls)
 
     @property
     def store(self) -> AsyncStoreClient:

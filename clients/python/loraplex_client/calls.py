@@ -49,9 +49,11 @@ class Call:
     def may_repeat(self) -> bool:
         """Return whether the call can be repeated: not after an upload was sent or a stream's message delivered.
 
-        A deletion is not repeated either: if the first was carried out, the second would end with NotFoundError.
+        A deletion is not repeated either: if the first was carried out, the second would end with NotFoundError. Nor is
+        a method that makes a secret, which would be lost.
         """
-        return not isinstance(self.request, Upload) and self.take is None and not self.method.startswith("Delete")
+        once = self.method.startswith(("Delete", "Create", "Rotate"))
+        return not isinstance(self.request, Upload) and self.take is None and not once
 
 
 Script: TypeAlias = Generator[Call, Any, R]

@@ -13,6 +13,7 @@ from loraplex_client import adapters, calls, encoding, scores
 from loraplex_client.addresses import read_addresses
 from loraplex_client.chat import ChatMessages
 from loraplex_client.connection import Connection
+from loraplex_client.credentials import ApiKey, Tls, credentials_of
 from loraplex_client.generation import Generation
 from loraplex_client.options import ChatOptions, GenerateOptions, generate_request
 from loraplex_client.recovery import RESUME_ATTEMPTS
@@ -24,15 +25,30 @@ from loraplex_client.stream import GenerationStream
 class StoreClient:
     """Adapters and base models at the adapter store's `address`, as `tenant`. Short names are the tenant's own.
 
-    Every method raises LoraplexError. `timeout_s` is the deadline of each call; none by default.
+    Every method raises LoraplexError. `timeout_s` is the deadline of each call; none by default. `api_key` is a key or
+    a token, or a function that returns the current one; `tls` has the certificate files. Without them the variables
+    LORAPLEX_API_KEY or LORAPLEX_API_KEY_FILE, LORAPLEX_CA, LORAPLEX_CERT and LORAPLEX_KEY are read. With a credential
+    the tenant is the credential's, and `tenant` may stay empty; without one an empty `tenant` is `default`.
     """
 
     def __init__(
-        self, address: str | Sequence[str], tenant: str = "default", *, timeout_s: float | None = None
+        self,
+        address: str | Sequence[str],
+        tenant: str = "",
+        *,
+        timeout_s: float | None = None,
+        api_key: ApiKey | None = None,
+        tls: Tls | None = None,
     ) -> None:
         self.address = ",".join(read_addresses(address))
-        self.tenant = tenant
-        self._connection = Connection(address, adapters_pb2_grpc.AdapterServiceStub, tenant=tenant, timeout_s=timeout_s)
+        self._connection = Connection(
+            address,
+            adapters_pb2_grpc.AdapterServiceStub,
+            tenant=tenant,
+            timeout_s=timeout_s,
+            credentials=credentials_of(api_key, tls),
+        )
+        self.tenant = self._connection.tenant
 
     def push(
         self,
@@ -107,17 +123,19 @@ class Client:
     fails is left out for a while. A stream whose router is lost goes on at another, with every token once. It raises
     the last error after `resume_attempts` attempts in a row that no server answers (0: at the first loss), or after two
     minutes in which servers answer that it has to wait. `timeout_s` is the deadline of each call, none by default.
-    `store` is the adapter store's address, for `.store`.
+    `store` is the adapter store's address, for `.store`. `tenant`, `api_key` and `tls` are as StoreClient's.
     """
 
     def __init__(
         self,
         address: str | Sequence[str],
-        tenant: str = "default",
+        tenant: str = "",
         *,
         timeout_s: float | None = None,
         store: str | None = None,
         resume_attempts: int = RESUME_ATTEMPTS,
+        api_key: ApiKey | None = None,
+        tls: Tls | None = None,
     ) -> None:
         self.address = ",".join(read_addresses(address))
         self._connection = Connection(
@@ -126,8 +144,11 @@ class Client:
             tenant=tenant,
             timeout_s=timeout_s,
             resume_attempts=resume_attempts,
+            credentials=credentials_of(api_key, tls),
         )
-        self._store = None if store is None else StoreClient(store, tenant, timeout_s=timeout_s)
+        self._store = None
+        if store is not None:
+            self._store = StoreClient(store, tenant, timeout_s=timeout_s, api_key=api_key, tls=tls)
 
     @property
     def store(self) -> StoreClient:

@@ -14,6 +14,7 @@ from loraplex.inference.v1 import inference_pb2
 
 from loraplex_client.addresses import Rotation, read_addresses
 from loraplex_client.calls import Call, Script
+from loraplex_client.credentials import Credentials, credentials_of
 from loraplex_client.errors import CancelledError, InvalidRequestError, LoraplexError, UnavailableError, error_of
 from loraplex_client.recovery import RESUME_ATTEMPTS, Attempt, Recovery
 from loraplex_client.retries import RetryBudget, Tries
@@ -23,6 +24,8 @@ from loraplex_client.tracing import trace_metadata
 R = TypeVar("R")
 
 TENANT_KEY = "x-loraplex-tenant"
+# The tenant of a client that has neither a credential nor a tenant.
+DEFAULT_TENANT = "default"
 
 # Keepalive notices within 5 s that a router is cut off, and its streams go on at another. Servers must accept the
 # pings, or they answer GOAWAY too_many_pings: Loraplex's accept one each half second (rpc/server.py, which is not part
@@ -52,44 +55,72 @@ _CLIENT_OPTIONS: list[tuple[str, Any]] = [
 
 
 class _Endpoint:
-    """A service's addresses, the tenant, and the timeout of each call."""
+    """A service's addresses, the tenant with its credentials, and the timeout of each call.
+
+    Without `credentials` those of the environment are used. With a credential, an empty tenant is the credential's;
+    without one it is `default`.
+    """
 
     def __init__(
         self,
         address: str | Sequence[str],
         stub: Callable[[Any], Any],
         *,
-        tenant: str,
+        tenant: str = "",
         timeout_s: float | None = None,
         resume_attempts: int = RESUME_ATTEMPTS,
+        credentials: Credentials | None = None,
     ) -> None:
         if not (tenant.isascii() and tenant.isprintable()):
             raise InvalidRequestError(f"tenant: {tenant!r} is not a name", field="tenant")
         self._rotation = Rotation(read_addresses(address))
+        self._credentials = credentials_of(None, None) if credentials is None else credentials
+        self._credentials.check(self._rotation.addresses)
+        self.tenant = tenant or ("" if self._credentials.given else DEFAULT_TENANT)
+        self._metadata = ((TENANT_KEY, self.tenant),) if self.tenant else ()
         self._budget = RetryBudget()
         self._make_stub = stub
-        self._metadata = ((TENANT_KEY, tenant),)
         self._timeout_s = timeout_s
         self._resume_attempts = resume_attempts
         self._channels: dict[str, Any] = {}
         self._stubs: dict[str, Any] = {}
+        # Channels of before a change of the certificate files, with streams that go on.
+        self._former: list[Any] = []
+        self._tls_version: tuple[int, ...] = ()
         self._lock = threading.Lock()
         self.closings = 0
+
+    # The module that makes channels: grpc or grpc.aio.
+    _transport: Any
 
     def start(self, attempt: Attempt) -> Any:
         """Begin an RPC."""
         method = getattr(self._stub(attempt.address), attempt.call.method)
-        return method(attempt.call.request, timeout=attempt.timeout_s, metadata=(*self._metadata, *trace_metadata()))
+        metadata = (*self._metadata, *self._credentials.metadata(), *trace_metadata())
+        return method(attempt.call.request, timeout=attempt.timeout_s, metadata=metadata)
 
     def _stub(self, address: str) -> Any:
         with self._lock:
+            self._look_at_files()
             if address not in self._stubs:
                 self._channels[address] = self._channel(address, [*CHANNEL_OPTIONS, *_CLIENT_OPTIONS])
                 self._stubs[address] = self._make_stub(self._channels[address])
             return self._stubs[address]
 
+    def _look_at_files(self) -> None:
+        """Begin with new channels where the certificate files have changed."""
+        version = () if self._credentials.tls is None else self._credentials.tls.version()
+        if version != self._tls_version:
+            self._tls_version = version
+            self._former += self._channels.values()
+            self._channels, self._stubs = {}, {}
+
     def _channel(self, address: str, options: list[tuple[str, Any]]) -> Any:
-        raise NotImplementedError
+        """Open a channel."""
+        tls = self._credentials.tls
+        if tls is None:
+            return self._transport.insecure_channel(address, options=options)
+        return self._transport.secure_channel(address, tls.channel_credentials(), options=options)
 
     def _recovery(self, request: inference_pb2.GenerateRequest, timeout_s: float | None) -> Recovery:
         return Recovery(request, self._tries(timeout_s), self._resume_attempts)
@@ -122,14 +153,16 @@ class _Endpoint:
     def _forget(self) -> list[Any]:
         """Return the channels for closing and forget them; the next call opens new ones."""
         with self._lock:
-            channels = list(self._channels.values())
-            self._channels, self._stubs = {}, {}
+            channels = [*self._channels.values(), *self._former]
+            self._channels, self._stubs, self._former = {}, {}, []
             self.closings += 1
         return channels
 
 
 class Connection(_Endpoint):
     """Runs calls and blocks until their answers. Threads may share it."""
+
+    _transport = grpc
 
     def run(self, script: Script[R]) -> R:
         """Run every call that the script yields; return the script's result. Raises LoraplexError.
@@ -160,9 +193,6 @@ class Connection(_Endpoint):
         for channel in self._forget():
             channel.close()
 
-    def _channel(self, address: str, options: list[tuple[str, Any]]) -> Any:
-        return grpc.insecure_channel(address, options=options)
-
     def _call(self, call: Call) -> Any:
         tries, closings = self._tries(), self.closings
         while True:
@@ -190,6 +220,8 @@ class Connection(_Endpoint):
 
 class AsyncConnection(_Endpoint):
     """Runs calls on the running event loop."""
+
+    _transport = grpc.aio
 
     async def run(self, script: Script[R]) -> R:
         """Run every call that the script yields; return the script's result. Raises LoraplexError.
@@ -219,9 +251,6 @@ class AsyncConnection(_Endpoint):
         """Cancel running calls and close the channels; the next call opens new ones."""
         for channel in self._forget():
             await channel.close()
-
-    def _channel(self, address: str, options: list[tuple[str, Any]]) -> Any:
-        return grpc.aio.insecure_channel(address, options=options)
 
     async def _call(self, call: Call) -> Any:
         tries, closings = self._tries(), self.closings

@@ -11,7 +11,7 @@ from loraplex_client import aio, client
 from loraplex_client.errors import InvalidRequestError
 from loraplex_client.generation import FinishReason as End
 from loraplex_client.generation import Generation, Piece, TokenLogprobs
-from loraplex_client.lorax.parameters import addresses_of, options_of, schema_of, tenant_of
+from loraplex_client.lorax.parameters import addresses_of, key_of, options_of, schema_of, tenant_of
 from loraplex_client.lorax.types import (
     AlternativeToken,
     Details,
@@ -45,7 +45,9 @@ class Client:
         cookies: Mapping[str, str] | None = None,
         timeout: float = TIMEOUT_S,
     ) -> None:
-        self._client = client.Client(addresses_of(base_url), tenant_of(headers), timeout_s=timeout)
+        self._client = client.Client(
+            addresses_of(base_url), tenant_of(headers), timeout_s=timeout, api_key=key_of(headers)
+        )
 
     def generate(
         self,
@@ -87,6 +89,7 @@ class AsyncClient:
             "address": addresses_of(base_url),
             "tenant": tenant_of(headers),
             "timeout_s": timeout,
+            "api_key": key_of(headers),
         }
         self._client: tuple[asyncio.AbstractEventLoop, aio.AsyncClient] | None = None
 

@@ -76,6 +76,15 @@ def addresses_of(base_url: str) -> str:
 
 
 def tenant_of(headers: Mapping[str, str] | None) -> str:
-    """Return the tenant that a client's headers name."""
-    named = {name.lower(): value for name, value in (headers or {}).items()}
-    return named.get(TENANT_KEY, "default")
+    """Return the tenant that a client's headers name; empty for none."""
+    return _lowered(headers).get(TENANT_KEY, "")
+
+
+def key_of(headers: Mapping[str, str] | None) -> str | None:
+    """Return the key or token in a client's headers; None for none."""
+    scheme, _, key = _lowered(headers).get("authorization", "").partition(" ")
+    return key.strip() if scheme.lower() == "bearer" else None
+
+
+def _lowered(headers: Mapping[str, str] | None) -> dict[str, str]:
+    return {name.lower(): value for name, value in (headers or {}).items()}

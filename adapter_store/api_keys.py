@@ -1,0 +1,191 @@
+"""API keys in the catalog: made, rotated, revoked, and read by routers as changes. Its calls block."""
+
+from __future__ import annotations
+
+import secrets
+import sqlite3
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from adapter_store.database import Database
+from rpc.errors import Mismatch, NotFound
+from rpc.identity.api_keys import HashedKey, HashedSecret, hash_of, new_api_key, split_api_key
+from rpc.identity.principal import Role
+
+_SECOND_NS = 1_000_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class ApiKey:
+    """A key as the catalog has it. Times are nanoseconds since 1970; None: never, or not yet."""
+
+    key_id: str
+    tenant: str
+    role: Role
+    scopes: frozenset[str]
+    label: str
+    create_ns: int
+    expire_ns: int | None
+    revoke_ns: int | None
+    change: int
+    # The newest first.
+    secrets: tuple[HashedSecret, ...]
+
+    @property
+    def former_expires_at(self) -> float | None:
+        """Return until when the secret before the present one is valid; None where there is none."""
+        return self.secrets[1].expires_at if len(self.secrets) > 1 else None
+
+    @property
+    def hashed(self) -> HashedKey:
+        """Return what processes need that admit callers with it."""
+        expires_at = None if self.expire_ns is None else self.expire_ns / _SECOND_NS
+        revoked = self.revoke_ns is not None
+        return HashedKey(self.key_id, self.tenant, self.role, self.scopes, expires_at, revoked, self.secrets)
+
+
+class ApiKeys:
+    """The API keys of all tenants. `changed` is called with every new or changed key."""
+
+    def __init__(
+        self, database: Database, changed: Callable[[ApiKey], None], now_ns: Callable[[], int] = time.time_ns
+    ) -> None:
+        self._database = database
+        self._changed = changed
+        self._now_ns = now_ns
+        # Changes are numbered within an epoch: after a restart, perhaps with an older catalog, readers begin anew.
+        self.epoch = secrets.token_hex(8)
+
+    def create(
+        self, tenant: str, role: Role, scopes: frozenset[str], label: str, ttl_s: float | None
+    ) -> tuple[ApiKey, str]:
+        """Make a key; return it, and the whole key with its secret."""
+        key_id, text, sha256 = new_api_key()
+        now = self._now_ns()
+        expire_ns = None if ttl_s is None else now + int(ttl_s * _SECOND_NS)
+        return self._insert(key_id, tenant, role, scopes, label, expire_ns, sha256), text
+
+    def bootstrap(self, text: str) -> ApiKey:
+        """Keep the operator's key of a file, unless it is known. Raises ValueError where the text is no key."""
+        parts = split_api_key(text)
+        if parts is None:
+            raise ValueError("holds no API key; `loraplex keys bootstrap FILE` makes one")
+        with self._database.reading() as rows:
+            known = _find(rows, parts[0])
+        if known is not None:
+            return known
+        return self._insert(parts[0], "", Role.OPERATOR, frozenset(), "bootstrap", None, hash_of(parts[1]))
+
+    def rotate(self, key_id: str, grace_s: float) -> tuple[ApiKey, str]:
+        """Make another secret; the present one stays valid for `grace_s`, those before it end. Raises NotFound."""
+        now = self._now_ns()
+        with self._database.transaction() as rows:
+            key = _get(rows, key_id)
+            if key.revoke_ns is not None:
+                raise Mismatch(f"keys/{key_id}", "is revoked; make another key", reason="KEY_REVOKED")
+            _, text, sha256 = new_api_key(key_id)
+            rows.execute(
+                "DELETE FROM api_key_secrets WHERE key_id = ? AND sha256 != ?", (key_id, key.secrets[0].sha256)
+            )
+            rows.execute(
+                "UPDATE api_key_secrets SET expire_ns = ? WHERE key_id = ?", (now + int(grace_s * _SECOND_NS), key_id)
+            )
+            # Later than the former one, though the clock may have been set back: the newest is the present one.
+            rows.execute(
+                "INSERT INTO api_key_secrets SELECT ?, ?, max(?, max(create_ns) + 1), NULL FROM api_key_secrets "
+                "WHERE key_id = ?",
+                (key_id, sha256, now, key_id),
+            )
+            changed = _touched(rows, key_id)
+        self._changed(changed)
+        return changed, text
+
+    def revoke(self, key_id: str) -> ApiKey:
+        """End a key; a revoked one stays as it is. Raises NotFound."""
+        with self._database.transaction() as rows:
+            key = _get(rows, key_id)
+            if key.revoke_ns is not None:
+                return key
+            rows.execute("UPDATE api_keys SET revoke_ns = ? WHERE key_id = ?", (self._now_ns(), key_id))
+            changed = _touched(rows, key_id)
+        self._changed(changed)
+        return changed
+
+    def page(self, tenant: str, after: str, limit: int) -> list[ApiKey]:
+        """Return keys in order of id, from the first after `after`; of one tenant, if it is given."""
+        with self._database.reading() as rows:
+            found = rows.execute(
+                "SELECT * FROM api_keys WHERE key_id > ? AND (? = '' OR tenant = ?) ORDER BY key_id LIMIT ?",
+                (after, tenant, tenant, limit),
+            )
+            return [_to_key(rows, row) for row in found.fetchall()]
+
+    def changes(self, after: int, limit: int) -> list[ApiKey]:
+        """Return keys in order of their last change, from the first after that number."""
+        with self._database.reading() as rows:
+            found = rows.execute("SELECT * FROM api_keys WHERE change > ? ORDER BY change LIMIT ?", (after, limit))
+            return [_to_key(rows, row) for row in found.fetchall()]
+
+    def _insert(
+        self,
+        key_id: str,
+        tenant: str,
+        role: Role,
+        scopes: frozenset[str],
+        label: str,
+        expire_ns: int | None,
+        sha256: bytes,
+    ) -> ApiKey:
+        now = self._now_ns()
+        with self._database.transaction() as rows:
+            rows.execute(
+                "INSERT INTO api_keys (key_id, tenant, role, scopes, label, create_ns, expire_ns, change) "
+                "VALUES (?, ?, ?, ?, ?, ?, ?, (SELECT coalesce(max(change), 0) + 1 FROM api_keys))",
+                (key_id, tenant, role.value, " ".join(sorted(scopes)), label, now, expire_ns),
+            )
+            rows.execute("INSERT INTO api_key_secrets VALUES (?, ?, ?, NULL)", (key_id, sha256, now))
+            key = _get(rows, key_id)
+        self._changed(key)
+        return key
+
+
+def _touched(rows: sqlite3.Connection, key_id: str) -> ApiKey:
+    rows.execute(
+        "UPDATE api_keys SET change = (SELECT max(change) + 1 FROM api_keys) WHERE key_id = ?",
+        (key_id,),
+    )
+    return _get(rows, key_id)
+
+
+def _get(rows: sqlite3.Connection, key_id: str) -> ApiKey:
+    key = _find(rows, key_id)
+    if key is None:
+        raise NotFound("key", key_id)
+    return key
+
+
+def _find(rows: sqlite3.Connection, key_id: str) -> ApiKey | None:
+    row = rows.execute("SELECT * FROM api_keys WHERE key_id = ?", (key_id,)).fetchone()
+    return None if row is None else _to_key(rows, row)
+
+
+def _to_key(rows: sqlite3.Connection, row: sqlite3.Row) -> ApiKey:
+    found = rows.execute(
+        "SELECT sha256, expire_ns FROM api_key_secrets WHERE key_id = ? ORDER BY create_ns DESC", (row["key_id"],)
+    )
+    return ApiKey(
+        key_id=row["key_id"],
+        tenant=row["tenant"],
+        role=Role(row["role"]),
+        scopes=frozenset(row["scopes"].split()),
+        label=row["label"],
+        create_ns=row["create_ns"],
+        expire_ns=row["expire_ns"],
+        revoke_ns=row["revoke_ns"],
+        change=row["change"],
+        secrets=tuple(
+            HashedSecret(one["sha256"], None if one["expire_ns"] is None else one["expire_ns"] / _SECOND_NS)
+            for one in found
+        ),
+    )

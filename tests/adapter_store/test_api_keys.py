@@ -1,0 +1,135 @@
+"""API keys in a real store: made, listed, rotated, revoked, kept over restarts, and read as changes."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from google.protobuf.duration_pb2 import Duration
+from loraplex.admin.v1 import keys_pb2 as pb
+from loraplex.admin.v1 import keys_pb2_grpc
+
+from adapter_store.app import Store
+from adapter_store.settings import StoreSettings
+from rpc.identity.api_keys import hash_of, split_api_key
+from rpc.server import channel_options
+
+
+@pytest.fixture
+async def keys(store: Store) -> AsyncIterator[Any]:
+    """A stub of the store's KeyService."""
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{store.port}", options=channel_options()) as channel:
+        yield keys_pb2_grpc.KeyServiceStub(channel)
+
+
+def catalog_bytes(data: Path) -> bytes:
+    return b"".join(file.read_bytes() for file in data.glob("catalog*"))
+
+
+async def changes(keys: Any, epoch: str = "", after: int = 0) -> Any:
+    return await keys.ListKeyChanges(pb.ListKeyChangesRequest(epoch=epoch, after=after))
+
+
+async def test_a_key_is_made_once_and_kept_hashed(keys: Any, data: Path) -> None:
+    made = await keys.CreateKey(pb.CreateKeyRequest(tenant="acme", label="ci", scopes=["generate"]))
+    assert made.key.role == "tenant-user"
+    assert not made.key.HasField("expire_time")
+    parts = split_api_key(made.api_key)
+    assert parts is not None
+    assert parts[0] == made.key.key_id
+    listed = await keys.ListKeys(pb.ListKeysRequest())
+    assert list(listed.keys) == [made.key]
+    read = await changes(keys)
+    assert read.keys[0].secrets[0].sha256 == hash_of(parts[1])
+    assert parts[1].encode() not in catalog_bytes(data)
+
+
+async def test_keys_of_operators_have_no_tenant_and_others_need_one(keys: Any) -> None:
+    made = await keys.CreateKey(pb.CreateKeyRequest(role="operator"))
+    assert made.key.tenant == ""
+    for request, field in (
+        (pb.CreateKeyRequest(), "tenant"),
+        (pb.CreateKeyRequest(tenant="shared"), "tenant"),
+        (pb.CreateKeyRequest(tenant="A/B"), "tenant"),
+        (pb.CreateKeyRequest(tenant="acme", role="operator"), "tenant"),
+        (pb.CreateKeyRequest(tenant="acme", role="worker"), "role"),
+        (pb.CreateKeyRequest(tenant="acme", scopes=["everything"]), "scopes"),
+        (pb.CreateKeyRequest(tenant="acme", label="a\nb"), "label"),
+        (pb.CreateKeyRequest(tenant="acme", ttl=Duration(seconds=-1)), "ttl"),
+        (pb.CreateKeyRequest(tenant="acme", ttl=Duration(seconds=0)), "ttl"),
+    ):
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await keys.CreateKey(request)
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert str(caught.value.details()).startswith(f"{field}:")
+
+
+async def test_lists_come_in_pages_and_by_tenant(keys: Any) -> None:
+    made = [await keys.CreateKey(pb.CreateKeyRequest(tenant=tenant)) for tenant in ("acme", "globex", "acme")]
+    first = await keys.ListKeys(pb.ListKeysRequest(page_size=2))
+    rest = await keys.ListKeys(pb.ListKeysRequest(page_size=2, page_token=first.next_page_token))
+    assert rest.next_page_token == ""
+    found = [key.key_id for key in (*first.keys, *rest.keys)]
+    assert found == sorted(one.key.key_id for one in made)
+    ours = await keys.ListKeys(pb.ListKeysRequest(tenant="acme"))
+    assert {key.tenant for key in ours.keys} == {"acme"}
+    assert len(ours.keys) == 2
+
+
+async def test_a_rotation_leaves_two_secrets_at_most(keys: Any) -> None:
+    made = await keys.CreateKey(pb.CreateKeyRequest(tenant="acme"))
+    hashes = [hash_of(made.api_key.split("_", 2)[2])]
+    for _ in range(2):
+        rotated = await keys.RotateKey(pb.RotateKeyRequest(key_id=made.key.key_id))
+        hashes.append(hash_of(rotated.api_key.split("_", 2)[2]))
+    assert rotated.key.HasField("former_expire_time")
+    secrets = (await changes(keys)).keys[0].secrets
+    assert [secret.sha256 for secret in secrets] == [hashes[2], hashes[1]]
+    assert not secrets[0].HasField("expire_time")
+    assert secrets[1].HasField("expire_time")
+
+
+async def test_changes_are_read_from_where_the_last_answer_ended(keys: Any) -> None:
+    made = [await keys.CreateKey(pb.CreateKeyRequest(tenant="acme")) for _ in range(3)]
+    first = await changes(keys)
+    assert len(first.keys) == 3
+    nothing = await changes(keys, first.epoch, first.latest)
+    assert (len(nothing.keys), nothing.latest) == (0, first.latest)
+    await keys.RevokeKey(pb.RevokeKeyRequest(key_id=made[0].key.key_id))
+    await keys.RevokeKey(pb.RevokeKeyRequest(key_id=made[0].key.key_id))
+    news = await changes(keys, first.epoch, first.latest)
+    assert [key.key.key_id for key in news.keys] == [made[0].key.key_id]
+    assert news.keys[0].key.HasField("revoke_time")
+    assert len((await changes(keys, "another", first.latest)).keys) == 3
+
+
+async def test_unknown_and_revoked_keys_are_not_rotated(keys: Any) -> None:
+    made = await keys.CreateKey(pb.CreateKeyRequest(tenant="acme"))
+    await keys.RevokeKey(pb.RevokeKeyRequest(key_id=made.key.key_id))
+    for key_id, code in ((made.key.key_id, "FAILED_PRECONDITION"), ("nobody", "NOT_FOUND")):
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await keys.RotateKey(pb.RotateKeyRequest(key_id=key_id))
+        assert caught.value.code().name == code
+
+
+async def test_a_catalog_of_before_there_were_keys_gets_them(store_settings: StoreSettings, data: Path) -> None:
+    first = Store(store_settings)
+    await first.start()
+    await first.stop(drain_s=0)
+    with sqlite3.connect(data / "catalog.db") as catalog:
+        catalog.executescript("DROP TABLE api_key_secrets; DROP TABLE api_keys;")
+    catalog.close()
+    again = Store(store_settings)
+    await again.start()
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{again.port}") as channel:
+        stub: Any = keys_pb2_grpc.KeyServiceStub(channel)
+        made = await stub.CreateKey(pb.CreateKeyRequest(tenant="acme"))
+    await again.stop(drain_s=0)
+    once_more = Store(store_settings)
+    await once_more.start()
+    assert once_more._directory.find(made.key.key_id) is not None
+    await once_more.stop(drain_s=0)

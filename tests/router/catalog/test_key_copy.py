@@ -1,0 +1,92 @@
+"""A router's copy of the API keys, against a real store: it follows changes and begins anew with another store."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from google.protobuf.duration_pb2 import Duration
+from loraplex.admin.v1 import keys_pb2 as pb
+from loraplex.admin.v1 import keys_pb2_grpc
+
+from adapter_store.app import Store
+from adapter_store.settings import StoreSettings
+from router.catalog.key_copy import KeyCopy
+from router.catalog.store_client import StoreClient
+from rpc.errors import Unavailable
+from rpc.identity.api_keys import ApiKeyReader, KeyDirectory
+
+
+@pytest.fixture
+async def store(tmp_path: Path) -> AsyncIterator[Store]:
+    """A running store."""
+    running = Store(StoreSettings(data=tmp_path / "data", port=0))
+    await running.start()
+    yield running
+    await running.stop(drain_s=0)
+
+
+async def create(store: Store) -> tuple[str, str]:
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{store.port}") as channel:
+        stub: Any = keys_pb2_grpc.KeyServiceStub(channel)
+        made = await stub.CreateKey(pb.CreateKeyRequest(tenant="acme", ttl=Duration(seconds=3600)))
+    return made.key.key_id, made.api_key
+
+
+async def revoke(store: Store, key_id: str) -> None:
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{store.port}") as channel:
+        stub: Any = keys_pb2_grpc.KeyServiceStub(channel)
+        await stub.RevokeKey(pb.RevokeKeyRequest(key_id=key_id))
+
+
+async def test_the_copy_follows_the_store(store: Store) -> None:
+    client, directory = StoreClient(f"127.0.0.1:{store.port}"), KeyDirectory()
+    copy, reader = KeyCopy(client, directory), ApiKeyReader(directory)
+    with pytest.raises(Unavailable):
+        directory.find("any")
+    key_id, text = await create(store)
+    await copy.look()
+    metadata = (("authorization", f"Bearer {text}"),)
+    found = reader.read(metadata, {})
+    assert found is not None
+    assert (found.tenant, found.expires_at is not None) == ("acme", True)
+    await revoke(store, key_id)
+    await copy.look()
+    key = directory.find(key_id)
+    assert key is not None
+    assert key.revoked
+    await client.close()
+
+
+async def test_another_epoch_forgets_the_keys_of_the_one_before(store: Store, tmp_path: Path) -> None:
+    directory = KeyDirectory()
+    client = StoreClient(f"127.0.0.1:{store.port}")
+    copy = KeyCopy(client, directory)
+    key_id, _ = await create(store)
+    await copy.look()
+    other = Store(StoreSettings(data=tmp_path / "other", port=0))
+    await other.start()
+    others_id, _ = await create(other)
+    copy._store = StoreClient(f"127.0.0.1:{other.port}")
+    await copy.look()
+    assert directory.find(key_id) is None
+    assert directory.find(others_id) is not None
+    await copy._store.close()
+    await client.close()
+    await other.stop(drain_s=0)
+
+
+async def test_a_store_that_does_not_answer_leaves_the_copy_as_it_is(store: Store) -> None:
+    directory = KeyDirectory()
+    client = StoreClient(f"127.0.0.1:{store.port}")
+    copy = KeyCopy(client, directory)
+    key_id, _ = await create(store)
+    await copy.look()
+    await client.close()
+    copy._store = StoreClient("127.0.0.1:1")
+    await copy.look()
+    assert directory.find(key_id) is not None
+    await copy._store.close()
