@@ -3,7 +3,7 @@
     accepted ──▶ room for a call? ──▶ a turn to be read ──▶ room for its bytes? ──▶ the method, to the call's end
                   └─▶ ROUTER_FULL      └─▶ MESSAGE_LATE      └─▶ ROUTER_FULL
 
-Each bound is shared by the tenants (router.shares): one that sends a burst is refused at once and takes no room from
+Each bound is shared by the tenants (rpc.shares): one that sends a burst is refused at once and takes no room from
 others. Streams that run are never touched.
 """
 
@@ -17,10 +17,10 @@ from typing import Any
 
 import grpc
 
-from router.shares import FairTurns, Shares
 from rpc.errors import CallError, DeadlinePassed, Exhausted, InvalidField
 from rpc.identity.principal import calling_tenant
 from rpc.server import MESSAGE_BYTES
+from rpc.shares import FairTurns, Shares
 
 # The service whose calls are bounded: operators and health checks must get through when a router is full.
 _SERVICE = "/loraplex.inference.v1.InferenceService"

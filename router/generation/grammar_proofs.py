@@ -12,8 +12,8 @@ from artifacts.grammars.errors import GrammarError
 from artifacts.grammars.prover import Prover, ProverBusyError
 from artifacts.grammars.vocabulary import special_tokens
 from router.catalog.store_client import Manifest
-from router.shares import FairTurns
 from rpc.errors import InvalidField, Unavailable
+from rpc.shares import FairTurns
 
 
 class GrammarProofs:

@@ -17,12 +17,12 @@ from typing import TypeVar
 
 from router.encode_request import EncodeInput, EncodeRequest, TextPair
 from router.request import Chat, PromptOptions
-from router.shares import FairTurns
 from router.text.chat import ChatTemplate
 from router.text.shielded_chats import shielded_chat
 from router.text.templates.pool import TemplateRenderer
 from router.text.text import Text, TooManyTokensError
 from rpc.errors import InvalidField
+from rpc.shares import FairTurns
 
 T = TypeVar("T")
 

@@ -169,9 +169,10 @@ def environment_and_limits(pid: int) -> tuple[bytes, str]:
 async def test_a_child_has_no_files_and_no_environment(renderer: TemplateRenderer) -> None:
     """A template that got out of Jinja's sandbox would be in a process that has nothing."""
     await renderer.render(call("x"), "acme")
-    (child,) = {child._process.pid for child in renderer._idle[:1]}
+    (child,) = {child._process.pid for child in renderer.children._idle[:1]}
     environment, limits = await asyncio.to_thread(environment_and_limits, child)
-    assert [entry.partition(b"=")[0] for entry in environment.split(b"\0") if entry] == [b"PYTHONPATH"]
+    names = {entry.partition(b"=")[0].decode() for entry in environment.split(b"\0") if entry}
+    assert names == {"PYTHONPATH", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "RAYON_NUM_THREADS"}
     (files,) = [line.split() for line in limits.splitlines() if line.startswith("Max open files")]
     assert files[3:5] == ["3", "3"]
 
@@ -238,7 +239,7 @@ async def test_a_child_that_gets_no_processor_is_given_up() -> None:
     with pytest.raises(Unavailable) as caught:
         await renderer.render(call("x"), "acme")
     assert caught.value.reason == "TEMPLATES_BUSY"
-    assert not renderer._idle
+    assert not renderer.children._idle
     renderer.close()
 
 
