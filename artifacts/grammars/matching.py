@@ -25,6 +25,10 @@ _MEANINGS = (
         "Unsatisfiable schema: Regex is empty",
         "Unsatisfiable schema: no text has its pattern, format and length at once",
     ),
+    (
+        "Parser Error: Current row has",
+        "allows too much at one place, such as 500 optional properties; require some of them, or allow fewer",
+    ),
     ("lookarounds not supported", r"\b and \B, and ^ and $ in the middle, are not supported"),
 )
 _PLACE = re.compile(r"^(?:at )?(?:\d+\(\d+\): )?(?:failed to compile JSON schema: )?")

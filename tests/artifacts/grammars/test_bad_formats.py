@@ -77,6 +77,7 @@ BAD_SCHEMAS: list[tuple[Any, str]] = [
     # Huge.
     (nested(40), "json_schema: is nested too deeply"),
     ({"enum": [1] * 12_000}, "json_schema: has more than 10000 parts"),
+    (properties(a={"type": "object", "properties": {f"p{i}": {} for i in range(600)}}), "allows too much at one place"),
     ({"description": "x" * 70_000}, "json_schema: 70019 bytes; at most 65536"),
     (
         {"allOf": [{"anyOf": [properties(**{f"a{i}{j}": {}}) for j in range(8)]} for i in range(6)]},
