@@ -7,12 +7,13 @@ python -m worker certify --model DIR --quantized int4 --adapter DIR     the figu
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from artifacts.errors import ArtifactError
+from artifacts.quantization import parse_quantization
 from rpc.settings import read_settings, setting
 from worker.engine.model.errors import ModelUnusableError
 
@@ -41,36 +42,42 @@ class CertifySettings:
 
 
 def evaluate(command: str, argv: Sequence[str]) -> int:
-    """Run `report` or `certify`; print its figures. Raises ArtifactError, SettingsError."""
+    """Run `report` or `certify`, and print its figures. Raises ArtifactError, SettingsError."""
+    print(json.dumps(measure(command, argv)))
+    return 0
+
+
+def measure(command: str, argv: Sequence[str]) -> dict[str, Any]:
+    """Return the figures of `report` or `certify` with these flags. Raises ArtifactError, SettingsError."""
     try:
-        figures = _report(argv) if command == "report" else _certify(argv)
+        return _report(argv) if command == "report" else _certify(argv)
+    except ModelUnusableError as error:
+        raise ArtifactError("model", str(error)) from error
     except ModuleNotFoundError as error:
         raise ArtifactError(
-            f"loraplex {command}", f"{error.name} is not installed; install loraplex[worker] to compute with models"
+            command, f"{error.name} is not installed, which computing with a model needs: install loraplex[worker]"
         ) from error
-    print(json.dumps(figures))
-    return 0
 
 
 def _report(argv: Sequence[str]) -> dict[str, Any]:
     settings = read_settings(ReportSettings, "worker-report", argv, {})
+    _check_models(settings.model, settings.quantized)
     from worker.engine.evaluation.report import quantization_report
 
-    with _as_artifact_errors():
-        return quantization_report(settings.model, settings.quantized, settings.text, settings.device)
+    return quantization_report(settings.model, settings.quantized, settings.text, settings.device)
 
 
 def _certify(argv: Sequence[str]) -> dict[str, Any]:
     settings = read_settings(CertifySettings, "worker-certify", argv, {})
+    _check_models(settings.model, settings.quantized)
     from worker.engine.evaluation.certify import certify
 
-    with _as_artifact_errors():
-        return asdict(certify(settings.model, settings.quantized, settings.adapter, settings.device))
+    return asdict(certify(settings.model, settings.quantized, settings.adapter, settings.device))
 
 
-@contextmanager
-def _as_artifact_errors() -> Iterator[None]:
-    try:
-        yield
-    except ModelUnusableError as error:
-        raise ArtifactError("model", str(error)) from error
+def _check_models(model: str, quantized: str) -> None:
+    """Check a model's directory and its quantized form before torch is imported. Raises ArtifactError."""
+    if not Path(model).is_dir():
+        raise ArtifactError("model", f"{model} is not a directory; a model is a transformers directory")
+    if not Path(quantized).is_dir() and parse_quantization(quantized, "--quantized") is None:
+        raise ArtifactError("--quantized", "name a scheme, such as int8, or the directory of a quantized copy")

@@ -13,14 +13,21 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from loraplex.cluster.v1 import cluster_pb2
 from loraplex.inference.v1 import inference_pb2
 
 from clients.cli.__main__ import main
+from clients.cli.terminal import CommandError
+from clients.cli.worker_command import ask_worker
 from rpc import errors
+from tests.cancelling_adapter import write_cancelling_adapter
+from worker.evaluate import measure
+
+if TYPE_CHECKING:
+    from tests.tiny_models import TinyModel
 
 HANG = "hang"
 CANCEL_S = 20.0
@@ -359,3 +366,59 @@ def test_adapters_and_models(run: Run, store_address: str, adapter_directory: Pa
     assert shown["revision"] in run("adapters", "show", "support", **here).stdout
     assert run("adapters", "delete", "support", **here).stdout == "deleted support\n"
     assert_refused(run("adapters", "show", "support", **here), "adapter not found", "loraplex adapters list")
+
+
+@pytest.fixture
+def measured_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measure in this process: a worker process would import torch first, for seconds."""
+
+    def ask_worker(command: str, **flags: str) -> Any:
+        return measure(command, [f"--{name}={value}" for name, value in flags.items()])
+
+    monkeypatch.setattr("clients.cli.certificates.ask_worker", ask_worker)
+    monkeypatch.setattr("clients.cli.quantization_report.ask_worker", ask_worker)
+
+
+@pytest.mark.model
+@pytest.mark.usefixtures("measured_here", "one_thread")
+def test_certificates(run: Run, store_address: str, tiny_llama: TinyModel, tmp_path: Path) -> None:
+    here = {"LORAPLEX_STORE_ADDRESS": store_address, "LORAPLEX_TENANT": "acme"}
+    model = str(tiny_llama.directory)
+    run("models", "push", model, "--name", "certified", **here)
+    push = ("adapters", "push", "--model", "certified", "--model-dir", model)
+    done = run(*push, str(tiny_llama.adapters["plain"]), "--name", "plain", "--certify", "int8", **here)
+    assert done.returncode == 0, done.stderr
+    header, row = (line.split("\t") for line in done.stdout.splitlines()[1:])
+    assert header == ["revision", "base", "agreement", "mean KL", "max KL", "prompts", "tokens", "verdict"]
+    assert [row[index] for index in (1, 5, 7)] == ["int8", "16 drawn", "fit"]
+    shown = json.loads(run("adapters", "show", "plain", "--json", **here).stdout)
+    assert shown["aliases"]["live"] == shown["revision"]
+    (certificate,) = shown["revisions"][0]["certificates"]
+    assert (certificate["quantization"], certificate["verdict"], certificate["drawn"]) == ("int8", "fit", True)
+    assert "\t".join(row) in run("adapters", "show", "plain", **here).stdout
+
+    broken = write_cancelling_adapter(tiny_llama.directory, tmp_path / "broken")
+    done = run(*push, str(broken), "--name", "broken", "--certify", "int4", **here)
+    refused = Done(done.returncode, done.stdout, done.stderr.splitlines(keepends=True)[-1])  # after a line of progress
+    assert_refused(refused, "was kept, but no alias was moved", "on int4 its greedy agreement 0.", "is below 0.8")
+    assert_refused(run("adapters", "show", "broken", **here), "alias not found: tenants/acme/adapters/broken@live")
+    for flags, words in (
+        (("--base", "int8"), "--model-dir"),
+        (("--base", "int5", "--model-dir", model), "'int5' is not one of int8"),
+        (("--base", "int8", "--model-dir", str(broken)), "has no config.json"),
+        (("--base", "int8", "--model-dir", "examples/model"), "examples/model has digest sha256:"),
+    ):
+        assert_refused(run("adapters", "certify", "plain", *flags, **here), words)
+
+
+def test_a_worker_process_that_computes_says_what_is_wrong_in_one_line(tmp_path: Path) -> None:
+    with pytest.raises(CommandError, match="model: /nowhere is not a directory") as caught:
+        ask_worker("certify", model="/nowhere", quantized="int8", adapter="a")
+    assert caught.value.exit_code == 2
+    # Where only the command is installed.
+    without = "import sys; sys.modules['torch'] = None; from worker.__main__ import main; sys.exit(main())"
+    flags = [f"--model={tmp_path}", "--quantized=int8", "--text=a"]
+    done = subprocess.run(
+        [sys.executable, "-c", without, "report", *flags], capture_output=True, text=True, check=False
+    )
+    assert_refused(Done(done.returncode, done.stdout, done.stderr), "torch is not installed", "loraplex[worker]")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,32 @@ def test_a_template_beside_an_adapter_is_a_part_of_it(ask: Ask, adapter_director
     # A downloaded adapter is pushed as the same revision, whatever template file is beside it.
     (tmp_path / "down/chat_template.jinja").write_text("another")
     assert ask("push", tmp_path / "down", "support", base_model=MODEL.name).revision.digest == own.digest
+
+
+def test_prompts_beside_an_adapter_are_a_part_of_it(ask: Ask, adapter_directory: Path, tmp_path: Path) -> None:
+    prompts = adapter_directory / "certificate_prompts.jsonl"
+    prompts.write_text('{"prompt": "Dear ☀"}\n{"prompt": "b", "more": 1}\n')
+    pushed = ask("push", adapter_directory, "support", base_model=MODEL.name).revision
+    ask("download", pushed.name, tmp_path / "down")
+    config = json.loads((tmp_path / "down/adapter_config.json").read_text())
+    assert config["loraplex_certificate_prompts"] == ["Dear ☀", "b"]
+    for bad in ('{"prompt": "a"}\n{"text": "b"}', '{"prompt": "a"}\nb', '{"prompt": "a"}\n\n'):
+        prompts.write_text(bad)
+        with pytest.raises(lx.InvalidRequestError, match="line 2 is not a JSON object") as caught:
+            ask("push", adapter_directory, "support", base_model=MODEL.name)
+        assert caught.value.field == "directory"
+
+
+def test_a_certificate_goes_up_with_a_verdict(ask: Ask, adapter_directory: Path) -> None:
+    pushed = ask("push", adapter_directory, "support", base_model=MODEL.name).revision
+    given = lx.Certificate("int8", MODEL.digest, 16, True, 300, 0.5, 0.25, 1.5)
+    kept = ask("certify", pushed.name, given)
+    assert replace(kept, verdict="", breach="", create_time=None) == given
+    assert (kept.verdict, kept.breach) == (
+        "refused",
+        "greedy agreement 0.5 is below 0.8, mean divergence 0.25 nats is above 0.2",
+    )
+    assert ask("get", "support")[1].certificates == (kept,)
 
 
 def test_push_show_list(ask: Ask, adapter_directory: Path) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from artifacts.certificate import FitnessLimits
+from artifacts.certificate import PROMPTS_FIELD, FitnessLimits
 from artifacts.errors import ArtifactError
 from tests.cancelling_adapter import write_cancelling_adapter
 
@@ -91,10 +93,13 @@ def test_the_report_of_the_shipped_model(tmp_path: Path) -> None:
 def test_a_certificate_catches_an_adapter_that_needs_the_exact_weights(tmp_path: Path) -> None:
     from worker.engine.evaluation.certify import certify
 
-    sound = certify(SHIPPED, "int4", str(EXAMPLES / "adapters" / "acme" / "shout"))
-    assert (sound.prompts, sound.drawn) == (16, True)
-    assert not LIMITS.breach(sound)
     prompts = ("Return a list of", "The default value", "If the file")
+    directory = shutil.copytree(EXAMPLES / "adapters" / "acme" / "shout", tmp_path / "sound")
+    config = json.loads((directory / "adapter_config.json").read_text())
+    (directory / "adapter_config.json").write_text(json.dumps(config | {PROMPTS_FIELD: prompts}))
+    sound = certify(SHIPPED, "int4", str(directory))
+    assert (sound.prompts, sound.drawn) == (3, False)
+    assert not LIMITS.breach(sound)
     broken: Any = certify(SHIPPED, "int4", str(write_cancelling_adapter(Path(SHIPPED), tmp_path / "broken", prompts)))
     assert (broken.prompts, broken.drawn) == (3, False)
     assert broken.agreement < 0.5
