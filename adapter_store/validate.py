@@ -9,7 +9,7 @@ from pathlib import Path
 
 from artifacts.base_model import HASH_ARCHITECTURE, BaseModel, ModuleShape
 from artifacts.errors import ArtifactError, MismatchError
-from artifacts.heads import canonical_header, check_head, head_tensors
+from artifacts.heads import canonical_header, check_head, head_tensors, hidden_size
 from artifacts.peft_config import CONFIG_FILE, MAX_RANK, PeftConfig, parse_peft_config
 from artifacts.revision import WEIGHTS_FILE, LoraShape, base_copies, lora_tensors
 from artifacts.safetensors_header import TensorInfo, read_header
@@ -33,7 +33,7 @@ def validate_adapter(directory: Path, base: BaseModel) -> int:
     shapes = lora_tensors(header, use_dora=config.use_dora, head=head.values())
     modules = {module.name: module for module in base.modules}
     sizes = {name: (module.in_features, module.out_features) for name, module in modules.items()}
-    check_head(header, config, base.architecture, base.name, sizes)
+    check_head(header, config, base.architecture, modules, hidden_size(sizes))
     for name, shape in shapes.items():
         _check_module(name, shape, modules.get(name), config, base.name)
     for name, parameter in base_copies(header).items():

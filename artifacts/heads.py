@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 
 from artifacts.encoders import Head, head_of, with_prefix, without_unused
 from artifacts.errors import ArtifactError, MismatchError
@@ -10,8 +10,6 @@ from artifacts.families import is_embedding, is_head
 from artifacts.peft_config import LABELS_FIELD, PeftConfig
 from artifacts.revision import TENSOR_PREFIX, WEIGHTS_FILE
 from artifacts.safetensors_header import TensorInfo
-
-Shapes = Mapping[str, tuple[int, int]]
 
 
 def canonical_header(header: Mapping[str, TensorInfo], config: PeftConfig, architecture: str) -> dict[str, TensorInfo]:
@@ -35,9 +33,9 @@ def head_tensors(header: Mapping[str, TensorInfo], architecture: str) -> dict[st
 
 
 def check_head(
-    header: Mapping[str, TensorInfo], config: PeftConfig, architecture: str, base: str, modules: Shapes
+    header: Mapping[str, TensorInfo], config: PeftConfig, architecture: str, modules: Collection[str], width: int
 ) -> None:
-    """Check an adapter's own head, where it has one, against the base's `modules`, (in_features, out_features) by name.
+    """Check an adapter's own head, where it has one, against the names of the base's modules and its hidden width.
 
     Raises ArtifactError for a broken head, MismatchError for one that lacks what the base does not have.
     """
@@ -46,7 +44,6 @@ def check_head(
         if config.labels:
             raise ArtifactError(LABELS_FIELD, "names the labels of a head that the adapter does not have")
         return
-    width = _hidden_size(modules)
     expected = {f"{head.dense}.weight": (width, width), f"{head.dense}.bias": (width,)}
     expected |= {f"{head.norm}.{kind}": (width,) for kind in ("weight", "bias")}
     labels = header[saved[f"{head.output}.weight"]].shape[0] if f"{head.output}.weight" in saved else 0
@@ -56,25 +53,25 @@ def check_head(
             raise MismatchError(
                 WEIGHTS_FILE, f"{name} has the shape {list(header[name].shape)}, not {list(expected[parameter])}"
             )
-    _check_complete(head, saved, base, modules)
+    _check_complete(head, saved, modules)
     if labels and config.labels and len(config.labels) != labels:
         raise ArtifactError(LABELS_FIELD, f"names {len(config.labels)} labels; the head has {labels}")
 
 
-def _check_complete(head: Head, saved: Iterable[str], base: str, modules: Iterable[str]) -> None:
+def _check_complete(head: Head, saved: Collection[str], modules: Collection[str]) -> None:
     for module in head.linears:
         if f"{module}.weight" not in saved and module not in modules:
             parts = ", ".join(repr(name.removeprefix("bert.").partition(".")[0]) for name in head.linears)
             raise MismatchError(
                 "modules_to_save",
-                f"{module} is neither in the adapter nor in {base}; train with modules_to_save=[{parts}]",
+                f"{module} is neither in the adapter nor in the base; train with modules_to_save=[{parts}]",
             )
     if head.norm and head.dense not in modules and f"{head.norm}.weight" not in saved:
-        raise MismatchError("modules_to_save", f"{head.norm} is neither in the adapter nor in {base}")
+        raise MismatchError("modules_to_save", f"{head.norm} is neither in the adapter nor in the base")
 
 
-def _hidden_size(modules: Shapes) -> int:
-    """Return the width of the hidden states that a head gets."""
+def hidden_size(modules: Mapping[str, tuple[int, int]]) -> int:
+    """Return the width of the hidden states that a head gets; `modules` are (in_features, out_features) by name."""
     for name, (in_features, _) in modules.items():
         if is_head(name):
             return in_features

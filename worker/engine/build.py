@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -18,7 +18,8 @@ from worker.engine.device.memory import available_bytes, host_adapter_bytes
 from worker.engine.grammar.grammars import GrammarThread
 from worker.engine.lora.adapter_layers import AdapterLayers
 from worker.engine.lora.adapter_memory import PackedAdapter, TorchAdapterMemory
-from worker.engine.lora.weights import read_source
+from worker.engine.lora.weights import AdapterWeights, read_source
+from worker.engine.model.encoding import Encoding
 from worker.engine.model.errors import ModelUnusableError
 from worker.engine.model.loader import LoadedModel, load_model
 from worker.engine.model.model_layers import ModelLayers
@@ -51,7 +52,8 @@ def build_engine(
     lora = adapter_layers(loaded, config)
     limits = _limits(loaded, config)
     cache = _kv_cache(loaded, limits)
-    adapters = _adapter_cache(loaded, lora, base, config, on_loaded)
+    encoding = Encoding(loaded, config.adapter_slots)
+    adapters = _adapter_cache(loaded, [lora.install, encoding.install], base, config, on_loaded)
     torch.set_num_threads(step_threads(parameters, config.threads))
     chunk_sizer = ChunkSizer() if paced else None
     grammars = _grammars(loaded, on_loaded)
@@ -60,8 +62,8 @@ def build_engine(
     )
     if ahead is None:
         ahead = loaded.device.type == "cuda"
-    runner = Runner(loaded, cache, lora, limits.rows, limits.max_tokens, ahead=ahead)
-    return TorchEngine(limits, scheduler, runner, adapters, grammars, chunk_sizer, ahead=ahead)
+    runner = Runner(loaded, cache, lora, encoding, limits, ahead=ahead)
+    return TorchEngine(limits, scheduler, runner, encoding, adapters, grammars, chunk_sizer, ahead=ahead)
 
 
 def adapter_layers(loaded: LoadedModel, config: EngineConfig) -> AdapterLayers:
@@ -144,15 +146,25 @@ def _kv_cache(loaded: LoadedModel, limits: EngineLimits) -> KvCache:
 
 
 def _adapter_cache(
-    loaded: LoadedModel, lora: AdapterLayers, base: ModelLayers, config: EngineConfig, on_loaded: Callable[[], None]
+    loaded: LoadedModel,
+    installs: Sequence[Callable[[AdapterWeights, int], None]],
+    base: ModelLayers,
+    config: EngineConfig,
+    on_loaded: Callable[[], None],
 ) -> OperatedCache[PackedAdapter]:
     # The kernels on CUDA do not adapt embeddings and the output head.
     adaptable = {**loaded.linears, **(loaded.ends if loaded.device.type == "cpu" else {})}
+    architecture: str = loaded.module.config.model_type
+
+    def install(weights: AdapterWeights, slot: int) -> None:
+        for into in installs:
+            into(weights, slot)
+
     return OperatedCache[PackedAdapter](
         config.adapter_slots,
         TorchAdapterMemory(
-            lambda source: read_source(source, adaptable, config.max_rank, base),
-            lora.install,
+            lambda source: read_source(source, adaptable, config.max_rank, base, architecture),
+            install,
             loaded.device,
             loaded.dtype,
         ),

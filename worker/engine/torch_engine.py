@@ -14,6 +14,7 @@ from worker.engine.adapter_cache.operated_cache import OperatedCache
 from worker.engine.device.out_of_memory import is_out_of_memory
 from worker.engine.grammar.grammars import GrammarThread
 from worker.engine.lora.adapter_memory import PackedAdapter
+from worker.engine.model.encoding import Encoding
 from worker.engine.model.runner import Runner
 from worker.engine.sampling.step import InFlight
 from worker.engine.scheduling.batch import Batch
@@ -41,6 +42,7 @@ class TorchEngine:
         limits: EngineLimits,
         scheduler: Scheduler,
         runner: Runner,
+        encoding: Encoding,
         adapters: OperatedCache[PackedAdapter],
         grammars: GrammarThread,
         chunk_sizer: ChunkSizer | None,
@@ -50,6 +52,7 @@ class TorchEngine:
         self._limits = limits
         self._scheduler = scheduler
         self._runner = runner
+        self._encoding = encoding
         self._adapters = adapters
         self._grammars = grammars
         self._chunk_sizer = chunk_sizer
@@ -64,7 +67,7 @@ class TorchEngine:
 
     def add_sequence(self, sequence: NewSequence) -> None:
         """Take a sequence, and start loading its adapter where it is not resident. Raises SequenceRefusedError."""
-        self._scheduler.add_sequence(sequence)
+        self._scheduler.add_sequence(self._encoding.prepare(sequence))
 
     def abort(self, sequence_id: str) -> None:
         """Forget a sequence and free all it holds, at once; unknown ids are ignored."""

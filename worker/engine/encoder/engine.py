@@ -11,9 +11,10 @@ import logging
 
 from worker.engine.adapter_cache.operated_cache import OperatedCache
 from worker.engine.device.out_of_memory import is_out_of_memory
-from worker.engine.encoder.runner import NO_CLASSIFIER, EncoderRunner
+from worker.engine.encoder.runner import EncoderRunner
 from worker.engine.encoder.scheduler import EncoderScheduler
 from worker.engine.lora.adapter_memory import PackedAdapter
+from worker.engine.pooling import NO_CLASSIFIER
 from worker.engine_api import AdapterSource, NewSequence, Output, SequenceRefusedError
 from worker.engine_api.config import EngineLimits
 from worker.engine_api.stats import EngineStats

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -14,17 +13,9 @@ from worker.engine.encoder.loader import LoadedEncoder
 from worker.engine.lora.cpu.layers import CpuLayers
 from worker.engine.lora.weights import AdapterWeights
 from worker.engine.model.packed import pack_linears, packing_works
-from worker.engine.pooling import pooled
+from worker.engine.pooling import NO_CLASSIFIER, pooled, to_vector
 from worker.engine.scheduling.sequence import Sequence as Text
 from worker.engine_api import Failure
-
-_NAN = Failure("INTERNAL", "NAN_LOGITS", "the model, with this adapter, gave numbers that are none")
-NO_CLASSIFIER = Failure(
-    "FAILED_PRECONDITION",
-    "NO_CLASSIFIER",
-    "neither the base model nor the adapter has a classifier; train the adapter with task_type SEQ_CLS",
-    field="adapter",
-)
 
 
 class EncoderRunner:
@@ -73,7 +64,7 @@ class EncoderRunner:
         for text in batch:
             if _task(text) == "embed":
                 results[text] = pooled(of_text[text].float(), self._pooling(text))
-        return [_vector(results[text]) if text in results else NO_CLASSIFIER for text in batch]
+        return [to_vector(results[text]) if text in results else NO_CLASSIFIER for text in batch]
 
     def _pooling(self, text: Text) -> str:
         return (text.spec.encode.pooling if text.spec.encode else "") or self._own_pooling
@@ -87,8 +78,3 @@ class EncoderRunner:
 
 def _task(text: Text) -> str:
     return text.spec.encode.task if text.spec.encode else ""
-
-
-def _vector(numbers: Tensor) -> tuple[float, ...] | Failure:
-    vector = tuple(numbers.tolist())
-    return vector if all(map(math.isfinite, vector)) else _NAN

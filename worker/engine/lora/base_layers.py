@@ -10,6 +10,10 @@ from torch import Tensor
 class BaseLayers(Protocol):
     """The base model's layers by name. Called by loader threads while steps run."""
 
+    @property
+    def hidden_size(self) -> int:
+        """Return the width of the last layer's hidden states."""
+
     def squares(self, module: str) -> Tensor:
         """Return the sum of squares of each output's weights: [out_features] float32."""
 

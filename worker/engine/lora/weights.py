@@ -11,7 +11,7 @@ from torch import Tensor
 
 from artifacts.errors import ArtifactError, MismatchError
 from artifacts.families import is_embedding
-from artifacts.heads import canonical_header, check_head, head_tensors
+from artifacts.heads import canonical_header, check_head, head_tensors, hidden_size
 from artifacts.peft_config import PeftConfig, parse_peft_config
 from artifacts.revision import CONFIG_FILE, WEIGHTS_FILE, LoraShape, base_copies, lora_tensors, tensor_names
 from artifacts.safetensors_header import read_header
@@ -119,7 +119,7 @@ def read_adapter(
         header = canonical_header(read_header(path / WEIGHTS_FILE), config, architecture)
         head = head_tensors(header, architecture)
         shapes = lora_tensors(header, use_dora=config.use_dora, head=head.values())
-        check_head(header, config, architecture, "the model", linears)
+        check_head(header, config, architecture, linears, base.hidden_size if base else hidden_size(linears))
         if config.use_dora and base is None:
             raise MismatchError("use_dora", "DoRA cannot be read without the base model's weights")
         for name, info in header.items():

@@ -50,6 +50,8 @@ class LoadedModel:
     linears: Mapping[str, tuple[int, int]]
     ends: Mapping[str, tuple[int, int]]
     directory: Path
+    # How hidden states become one vector where a request does not say.
+    pooling: str = "last"
 
     @property
     def kv_token_bytes(self) -> int:
@@ -93,6 +95,7 @@ def load_model(path: str, device: str = "cpu", dtype: str = "auto") -> LoadedMod
         linears=_linears(module),
         ends=_ends(module),
         directory=directory,
+        pooling=manifest.pooling,
     )
 
 

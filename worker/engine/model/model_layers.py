@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -13,6 +13,7 @@ from torch.nn.functional import linear
 
 from artifacts.checkpoint import read_checkpoint
 from artifacts.families import HEAD_WEIGHTS
+from artifacts.heads import hidden_size
 from worker.engine.lora.embedding import CpuEmbedding
 from worker.engine.lora.fused_linears import FusedPart
 
@@ -21,19 +22,19 @@ _PIECE_ROWS = 4096
 
 
 class Layered(Protocol):
-    """A loaded model, as LoadedModel: `linears` and `ends` are the names of layers that adapters may change."""
+    """A loaded model: `linears` and `ends` are (in_features, out_features) of layers that adapters may change."""
 
     @property
     def module(self) -> Any:
         """Return transformers' model."""
 
     @property
-    def linears(self) -> Collection[str]:
-        """Return the names of layers between embeddings and output head."""
+    def linears(self) -> Mapping[str, tuple[int, int]]:
+        """Return the layers between embeddings and output head."""
 
     @property
-    def ends(self) -> Collection[str]:
-        """Return the names of the embeddings and of the head's layers."""
+    def ends(self) -> Mapping[str, tuple[int, int]]:
+        """Return the embeddings and the head's layers."""
 
     @property
     def device(self) -> torch.device:
@@ -74,6 +75,11 @@ class ModelLayers:
             return self._squares[module]
         weight: Any = self._own(module).weight
         return _squares(weight.t()).cpu()
+
+    @property
+    def hidden_size(self) -> int:
+        """See BaseLayers."""
+        return hidden_size({**self._loaded.linears, **self._loaded.ends})
 
     @torch.inference_mode()
     def product(self, module: str, a: Tensor) -> Tensor:

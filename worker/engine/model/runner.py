@@ -18,20 +18,29 @@ from worker.engine.grammar.masks import NO_MASKS, MaskFiller
 from worker.engine.lora.adapter_layers import AdapterLayers
 from worker.engine.model.cuda_graphs import DecodeGraphs, capture_decodes
 from worker.engine.model.decode_buffers import DecodeBuffers
+from worker.engine.model.encoding import Encoding
 from worker.engine.model.inputs import StepInputs, step_inputs
 from worker.engine.model.loader import LoadedModel
 from worker.engine.sampling.allowed import forbid_ids
 from worker.engine.sampling.step import InFlight, launch_sampling
 from worker.engine.scheduling.batch import Batch
+from worker.engine_api.config import EngineLimits
 
 
 class Runner:
     """A model, its KV cache and its adapters' slots; from one thread."""
 
     def __init__(
-        self, loaded: LoadedModel, cache: KvCache, lora: AdapterLayers, rows: int, max_tokens: int, *, ahead: bool
+        self,
+        loaded: LoadedModel,
+        cache: KvCache,
+        lora: AdapterLayers,
+        encoding: Encoding,
+        limits: EngineLimits,
+        *,
+        ahead: bool,
     ) -> None:
-        """Capture, on CUDA, the decode steps of up to `rows` rows of up to `max_tokens` positions.
+        """Capture, on CUDA, the decode steps of up to as many rows and positions as the limits say.
 
         `ahead`: a step is launched before the one before it is collected, so no launch may wait for the device.
         """
@@ -43,10 +52,11 @@ class Runner:
         self._cache = cache
         self._lora = lora
         self._masks = MaskFiller()
+        self._encoding = encoding
         self._buffers: DecodeBuffers | None = None
         self._graphs: DecodeGraphs | None = None
         if loaded.device.type == "cuda":
-            self._buffers = DecodeBuffers(rows, max_tokens, cache, loaded.device)
+            self._buffers = DecodeBuffers(limits.rows, limits.max_tokens, cache, loaded.device)
             with torch.inference_mode():
                 self._graphs = capture_decodes(self._buffers, self._forward, self._begin_empty)
         else:
@@ -72,8 +82,11 @@ class Runner:
             )
             inputs = step_inputs(batch, self._cache, self._device)
             self._put_sampled_ids(inputs.input_ids[0], batch)
+            self._encoding.begin(batch)
             logits = self._forward(inputs)
-        self._last = launch_sampling(logits, batch, masks.result() if masks else NO_MASKS, wait=not self._ahead)
+        vectors = self._encoding.launch(batch)
+        allowed = masks.result() if masks else NO_MASKS
+        self._last = launch_sampling(logits, batch, allowed, vectors, wait=not self._ahead)
         return self._last
 
     def close(self) -> None:
@@ -132,4 +145,6 @@ class Runner:
 
 def _is_decode(batch: Batch) -> bool:
     """Tell whether every row is one token with the logits of the next."""
-    return batch.decodes == len(batch.rows) and all(row.samples and not row.prompt_positions for row in batch.rows)
+    return batch.decodes == len(batch.rows) and all(
+        row.samples and not row.prompt_positions and not row.sequence.spec.encode for row in batch.rows
+    )

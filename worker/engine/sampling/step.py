@@ -18,6 +18,7 @@ from torch import Tensor
 from worker.engine.device.out_of_memory import is_out_of_memory
 from worker.engine.device.transfer import download, record_event, upload
 from worker.engine.grammar.masks import NO_MASKS, Masks
+from worker.engine.pooling import PendingVector
 from worker.engine.sampling.adjustments import Adjustments
 from worker.engine.sampling.logprobs import PendingLogprobs, token_logprobs
 from worker.engine.sampling.sampler import Draw, sample
@@ -54,10 +55,11 @@ class InFlight:
     host_ids: Tensor
     prompts: list[tuple[Row, PendingLogprobs]]
     logprobs: list[tuple[list[int], PendingLogprobs]]
+    vectors: Sequence[tuple[Row, PendingVector]]
     done: torch.cuda.Event | None = field(default=None)
 
     def collect(self) -> Sampled:
-        """Wait for this step, but not for later ones; log probabilities of prompts are added to their sequences."""
+        """Wait for this step, but not for later ones; prompts' log probabilities and vectors go to their sequences."""
         if self.done is not None:
             self.done.synchronize()
         ids = self.host_ids.tolist()
@@ -67,6 +69,12 @@ class InFlight:
         for row, read in self.prompts:
             if row.live:
                 row.sequence.prompt_logprobs += read()
+        for row, read_vector in self.vectors:
+            vector = read_vector()
+            if isinstance(vector, Failure):
+                self.failures.setdefault(row, vector)
+            elif row.live:
+                row.sequence.vector = vector
         logprobs: list[TokenLogprobs | None] = [None] * len(ids) if self.logprobs else []
         for places, read in self.logprobs:
             for place, logprob in zip(places, read(), strict=True):
@@ -74,10 +82,18 @@ class InFlight:
         return Sampled(ids, self.failures, logprobs)
 
 
-def launch_sampling(logits: Tensor, batch: Batch, masks: Masks = NO_MASKS, *, wait: bool) -> InFlight:
+def launch_sampling(
+    logits: Tensor,
+    batch: Batch,
+    masks: Masks = NO_MASKS,
+    vectors: Sequence[tuple[Row, PendingVector]] = (),
+    *,
+    wait: bool,
+) -> InFlight:
     """Sample from logits [wanted, vocab], which has, row by row, prompt positions, then the position that samples.
 
-    `masks` are of the batch's rows with a grammar. Without `wait` the host never waits for the device.
+    `masks` are of the batch's rows with a grammar; `vectors` are read when the step is collected. Without `wait` the
+    host never waits for the device.
     """
     failures = dict(masks.failures)
     rows = [row for row in batch.rows if row.samples]
@@ -94,7 +110,7 @@ def launch_sampling(logits: Tensor, batch: Batch, masks: Masks = NO_MASKS, *, wa
     ):
         ids[part] = chosen
     logprobs = _logprobs(unchanged, rows, ids, failures)
-    return InFlight(batch, rows, ids, failures, download(ids), prompts, logprobs, record_event(logits.device))
+    return InFlight(batch, rows, ids, failures, download(ids), prompts, logprobs, vectors, record_event(logits.device))
 
 
 def _take_prompts(

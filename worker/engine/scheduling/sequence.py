@@ -181,7 +181,9 @@ class Sequence:
 
     @property
     def skippable(self) -> int:
-        """Return how many of its first ids need no logits, so that they may come from the prefix cache."""
+        """Return how many of its first ids need not be computed, so that they may come from the prefix cache."""
+        if self.spec.encode and self.spec.encode.pooling == "mean":
+            return 0
         missing = self.missing_prompt_logprobs
         # The last id's logits give the next token.
         return missing.start if missing else len(self.ids) - 1

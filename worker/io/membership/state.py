@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 
-from artifacts.base_model import HASH_ARCHITECTURE, BaseModel
+from artifacts.base_model import BaseModel
 from broker.messages import AdapterTiers, WorkerPhase, WorkerState
 from worker.engine_api.config import EngineLimits
 from worker.engine_api.stats import EngineStats
@@ -49,7 +49,7 @@ def worker_state(
         tiers=_tiers(stats, disk),
         keeps_links=True,
         constrains=True,
-        encodes=base.architecture == HASH_ARCHITECTURE,
+        encodes=True,
     )
 
 

@@ -19,7 +19,7 @@ import pytest
 from artifacts.base_model import read_base_model
 from artifacts.families import FAMILIES
 from artifacts.kv_shape import kv_shape
-from worker.engine_api import AdapterSource, NewSequence, Stopping
+from worker.engine_api import AdapterSource, Encode, NewSequence, Stopping
 
 pytestmark = [pytest.mark.model, pytest.mark.usefixtures("one_thread")]
 
@@ -80,6 +80,8 @@ class Tiny:
     directory: Path
     adapter: Path | None
     answers: list[tuple[int, ...]]
+    # The mean of the first prompt's hidden states.
+    mean: Any = None
 
 
 def make_config(model_type: str) -> Any:
@@ -139,12 +141,15 @@ def answer(model: Any, prompt: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def make_tiny(model_type: str, directory: Path, save_adapter: Callable[..., None]) -> Tiny:
+    import torch
     from peft import PeftModel
 
     model = make_model(make_config(model_type), directory / "model")
     answers = [answer(model, prompt) for prompt in PROMPTS]
+    with torch.inference_mode():
+        mean = model.base_model(input_ids=torch.tensor([PROMPTS[0]])).last_hidden_state[0].mean(0)
     if model_type not in ADAPTED:
-        return Tiny(directory / "model", None, answers)
+        return Tiny(directory / "model", None, answers, mean)
     family = FAMILIES[model_type]
     # Of a mixture of experts the attention: peft would make gate_proj and its like into LoRA on the experts, which is
     # refused by name (target_parameters).
@@ -156,7 +161,7 @@ def make_tiny(model_type: str, directory: Path, save_adapter: Callable[..., None
     for index in TUNED:
         plain, answers[index] = answers[index], answer(tuned, PROMPTS[index])
         assert plain != answers[index], "the adapter was to change the answer"
-    return Tiny(directory / "model", adapter, answers)
+    return Tiny(directory / "model", adapter, answers, mean)
 
 
 def requests_of(tiny: Tiny) -> list[NewSequence]:
@@ -199,6 +204,10 @@ def test_a_family_answers_as_transformers_does(
     assert answers == {str(index): ids for index, ids in enumerate(tiny.answers)}
     assert any(after > before for before, after in pairwise(waiting[LAST_ARRIVAL:])), "nobody was preempted"
     assert outputs["3"][0].cached_tokens == 16
+
+    embed = NewSequence("mean", PROMPTS[0], stopping=Stopping(max_tokens=0), encode=Encode("embed", "mean"))
+    [output] = run_until_idle(engine, {0: [embed]})["mean"]
+    assert output.vector == pytest.approx(tiny.mean.tolist(), abs=1e-4 * max(1.0, float(tiny.mean.abs().max())))
 
 
 @pytest.mark.parametrize("model_type", ["gpt2", "gpt_bigcode", "gpt_neox", "opt"])
