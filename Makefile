@@ -1,7 +1,7 @@
 # The gate is `make lint` and `make test`, at home and in CI. `make check` is a quicker check while you work.
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup run check test chaos cancels formats swaps gpu bench json-schema-suite lint format clean
+.PHONY: help setup run check test chaos cancels formats swaps texts gpu bench json-schema-suite lint format clean
 
 # Tests start hundreds of Python processes: without cached bytecode each would compile the project's modules again.
 unexport PYTHONDONTWRITEBYTECODE
@@ -31,6 +31,7 @@ OVERLAP ?=
 KINDS ?=
 JSON ?=
 CANCELS ?= 100000
+TEXTS ?= 10000
 FORMAT_ANSWERS ?= 1000
 SWAPS ?= 10000
 
@@ -41,7 +42,7 @@ help: ## Print this list
 	@echo "  STORE_PORT=$(STORE_PORT), and ONCE=1 to exit after the answers"
 	@echo "  make chaos takes REQUESTS=$(REQUESTS) KILLS=$(KILLS) SEED=$(SEED) JSON=FILE, KINDS=burst,queue_full"
 	@echo "  for these faults alone, and OVERLAP=1 for several at once;"
-	@echo "  make cancels takes CANCELS=$(CANCELS), make swaps SWAPS=$(SWAPS)"
+	@echo "  make cancels takes CANCELS=$(CANCELS), make swaps SWAPS=$(SWAPS), make texts TEXTS=$(TEXTS)"
 
 setup: $(STAMP) ## Install into .venv and generate the stubs; does nothing if both are up to date
 
@@ -76,6 +77,9 @@ chaos: $(STAMP) ## Kill, stop and cut off every part under load; check every tok
 
 formats: $(STAMP) ## Answer FORMAT_ANSWERS requests with formats while engines are killed; every one must be valid
 	FORMAT_ANSWERS=$(FORMAT_ANSWERS) SEED=$(SEED) $(BIN)/pytest -s --timeout 3600 -o faulthandler_timeout=0 tests/worker/engine/test_format_crashes.py
+
+texts: $(STAMP) ## Encode TEXTS texts by the load tester while workers are killed; each is answered once
+	TEXTS=$(TEXTS) $(BIN)/pytest -s --timeout 3600 -o faulthandler_timeout=0 tests/e2e/test_worker_loss.py -k text
 
 cancels: $(STAMP) ## Cancel CANCELS requests at random moments; nothing of them may be left
 	CANCELS=$(CANCELS) $(BIN)/pytest --timeout 3600 -o faulthandler_timeout=0 tests/e2e/test_cancels.py

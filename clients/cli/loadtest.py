@@ -7,6 +7,7 @@ import math
 import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -22,6 +23,14 @@ if TYPE_CHECKING:
     from clients.loadtest.runs import Done
 
 Repeated = list[str] | None
+
+
+class Task(StrEnum):
+    """What a load test's requests call."""
+
+    GENERATE = "generate"
+    EMBED = "embed"
+    CLASSIFY = "classify"
 
 
 def loadtest(  # noqa: PLR0913, PLR0917  # one parameter a flag
@@ -42,8 +51,12 @@ def loadtest(  # noqa: PLR0913, PLR0917  # one parameter a flag
             "--adapter", "-a", metavar="NAME", help="Adapter to request. Repeat it to draw from several uniformly."
         ),
     ] = None,
+    task: Annotated[Task | None, typer.Option(help="What the requests call; generate by default.")] = None,
+    texts: Annotated[
+        int | None, typer.Option(metavar="N", help="Number of texts of each call of embed or classify; 1 by default.")
+    ] = None,
     prompt_tokens: Annotated[
-        int | None, typer.Option(metavar="N", help="Length of each prompt; 64 by default.")
+        int | None, typer.Option(metavar="N", help="Length of each prompt or text; 64 by default.")
     ] = None,
     answer_tokens: Annotated[
         int | None, typer.Option(metavar="N", help="Length of each answer; 64 by default.")
@@ -97,6 +110,8 @@ def loadtest(  # noqa: PLR0913, PLR0917  # one parameter a flag
             "requests": requests,
             "duration_s": duration,
             "adapters": {"names": adapter} if adapter else None,
+            "task": None if task is None else task.value,
+            "texts": texts,
             "prompt_tokens": prompt_tokens,
             "answer_tokens": answer_tokens,
             "slo": slo or None,

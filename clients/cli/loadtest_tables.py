@@ -14,7 +14,9 @@ def print_runs(runs: Sequence[Mapping[str, Any]]) -> None:
     from clients.loadtest.page import milliseconds, percent
 
     columns = [("ttft", "p50"), ("ttft", "p99"), ("itl", "p50"), ("itl", "p99"), ("latency", "p50"), ("latency", "p99")]
-    heads = ("run", "requests", "errors", "requests/s", "tokens/s", "goodput", "cold")
+    # A test of embed or classify makes no tokens.
+    unit = "texts" if any(run["figures"]["texts"] for run in runs) else "tokens"
+    heads = ("run", "requests", "errors", "requests/s", f"{unit}/s", "goodput", "cold")
     print_rows(
         (*heads, *(f"{'TTFT' if name == 'ttft' else 'ITL' if name == 'itl' else name} {p}" for name, p in columns)),
         [
@@ -23,7 +25,7 @@ def print_runs(runs: Sequence[Mapping[str, Any]]) -> None:
                 run["figures"]["requests"],
                 run["figures"]["errors"],
                 f"{run['figures']['requests_per_s']:.2f}",
-                f"{run['figures']['tokens_per_s']:.0f}",
+                f"{run['figures'][f'{unit}_per_s']:.0f}",
                 percent(run["figures"]["goodput_share"]),
                 run["figures"]["cold"],
                 *(milliseconds(run["times"][name][p]) for name, p in columns),

@@ -8,9 +8,9 @@ from typing import Any
 from clients.loadtest.decoding import PlanError
 
 _TIMES = ("ttft", "itl", "tpot", "latency")
-_FIGURES = ("requests_per_s", "tokens_per_s", "goodput_per_s", "error_share", "cold_share")
+_FIGURES = ("requests_per_s", "tokens_per_s", "texts_per_s", "goodput_per_s", "error_share", "cold_share")
 # Figures of which more is better; of all others, less is.
-_HIGHER = {"requests_per_s", "tokens_per_s", "goodput_per_s"}
+_HIGHER = {"requests_per_s", "tokens_per_s", "texts_per_s", "goodput_per_s"}
 
 
 def compare(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -36,7 +36,9 @@ def compare(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[dict[str, Any]]:
             for statistic in ("p50", "p90", "p99"):
                 before, after = first["times"][metric][statistic], second["times"][metric][statistic]
                 rows.append(_row(label, f"{metric}.{statistic}", before, after))
-        rows += [_row(label, name, first["figures"][name], second["figures"][name]) for name in _FIGURES]
+        # Only tests of embed or classify have texts.
+        figures = [name for name in _FIGURES if name != "texts_per_s" or first["figures"].get("texts")]
+        rows += [_row(label, name, first["figures"].get(name), second["figures"].get(name)) for name in figures]
     return rows
 
 

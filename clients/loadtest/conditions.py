@@ -18,6 +18,8 @@ FIGURES = (
     "error_share",
     "requests_per_s",
     "tokens_per_s",
+    "texts",
+    "texts_per_s",
     "goodput_per_s",
     "goodput_share",
     "cold_share",

@@ -22,6 +22,7 @@ from typing import Any, Self
 
 from loraplex_client import LoraplexError
 
+from clients.loadtest.encode_sender import EncodeSender
 from clients.loadtest.generator import Generator, Progress, Share
 from clients.loadtest.plan import Plan
 from clients.loadtest.sender import Sender
@@ -57,7 +58,11 @@ class _Part:
 
     def parts(self) -> tuple[Generator, Sender]:
         workload = Workload(self.plan)
-        sender = Sender(self.router, workload, self.pool, model=self.plan.model, timeout_s=self.plan.timeout_s)
+        sender: Sender
+        if self.plan.task == "generate":
+            sender = Sender(self.router, workload, self.pool, model=self.plan.model, timeout_s=self.plan.timeout_s)
+        else:
+            sender = EncodeSender(self.router, workload, self.pool, self.plan)
         return Generator(self.plan, workload, sender, *self.part), sender
 
 

@@ -18,7 +18,7 @@ import loraplex_client as lx
 from clients.loadtest.arrivals import Closed, Open, arrival_times
 from clients.loadtest.plan import Plan
 from clients.loadtest.samples import STOPPED, Outcome, Recorder, Samples
-from clients.loadtest.sender import Sender
+from clients.loadtest.sender import Call, Sender
 from clients.loadtest.workload import Request, Workload
 
 # Timeout in seconds of a run in which every request fails to connect.
@@ -136,12 +136,12 @@ class Generator:
         self._due = len(mine)
         for index in mine:
             request = self._workload.request(index)
-            options = self._sender.prepare(request)
+            call = self._sender.prepare(request)
             due_s = float(times[index])
             wait_s = due_s - self._sender.now_s()
             # Late requests are sent at once, with arrived messages read in between.
             await asyncio.sleep(max(0.0, wait_s))
-            self._spawn(self._one(request, options, self._begin(request, due_s)))
+            self._spawn(self._one(call, self._begin(request, due_s)))
 
     async def _closed(self, arrivals: Closed) -> None:
         sharing = min(self._count, arrivals.concurrency)  # A process without a client has no requests either.
@@ -162,8 +162,8 @@ class Generator:
             if index is None:
                 return
             request = self._workload.request(index)
-            options = self._sender.prepare(request)
-            error = await self._one(request, options, self._begin(request, self._sender.now_s()))
+            call = self._sender.prepare(request)
+            error = await self._one(call, self._begin(request, self._sender.now_s()))
             if isinstance(error, lx.UnavailableError | lx.ResourceExhaustedError):
                 await asyncio.sleep(random.uniform(1.0, 1.25) * (error.retry_after_s or _PAUSE_S))
 
@@ -180,10 +180,10 @@ class Generator:
         self._running[request.index] = outcome
         return outcome
 
-    async def _one(self, request: Request, options: lx.GenerateOptions, outcome: Outcome) -> lx.LoraplexError | None:
+    async def _one(self, call: Call, outcome: Outcome) -> lx.LoraplexError | None:
         outcome.sent_s = self._sender.now_s()
         try:
-            error = await self._sender.send(request, options, outcome)
+            error = await self._sender.send(call, outcome)
         finally:
             self._record(outcome)
         self._watch(outcome, error)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from typing import Literal
 
 import msgspec
 
@@ -13,6 +14,7 @@ from clients.loadtest.decoding import Decoded, NotNegative, Positive, PositiveIn
 from clients.loadtest.lengths import Fixed, Lengths
 from clients.loadtest.popularity import BASE_ONLY, Popularity
 
+Task = Literal["generate", "embed", "classify"]
 # Default length of prompts and of answers, in tokens.
 TOKENS = Fixed(64)
 
@@ -73,6 +75,9 @@ class Plan:
     # Timeout of every request that has no deadline, so that a test ends whatever the cluster does.
     timeout_s: float = 120.0
     processes: int = 1
+    # What the requests call: Generate, or Embed or Classify, each with so many texts.
+    task: Task = "generate"
+    texts: int = 1
 
     def points(self) -> list[tuple[str, Plan]]:
         """Return the runs, each with its label and as a plan without a sweep."""

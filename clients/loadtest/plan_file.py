@@ -25,7 +25,7 @@ from clients.loadtest.decoding import (
     read_text,
 )
 from clients.loadtest.lengths import Fixed, Lengths, Listed, LogNormal, Uniform
-from clients.loadtest.plan import TOKENS, Cancel, Deadline, Plan, Tenant, TraceRow
+from clients.loadtest.plan import TOKENS, Cancel, Deadline, Plan, Task, Tenant, TraceRow
 from clients.loadtest.popularity import BASE_ONLY, AdapterTable
 from clients.loadtest.trace import read_trace
 
@@ -102,6 +102,8 @@ class PlanFile(TenantSettings, frozen=True, kw_only=True):
     warm_up_requests: NotNegativeInt | None = None
     warm_up_s: NotNegative | None = None
     sweep: SweepTable | None = None
+    task: Task = "generate"
+    texts: PositiveInt | None = None
     tenants: tuple[TenantTable, ...] = ()
 
     def __post_init__(self) -> None:
@@ -122,9 +124,20 @@ class PlanFile(TenantSettings, frozen=True, kw_only=True):
             closed = isinstance(self.arrivals, Closed)
             if (self.sweep.concurrency is not None) != closed or (self.sweep.rate_per_s is None) != closed:
                 raise ValueError(f"sweep: these arrivals are swept with {'concurrency' if closed else 'rate_per_s'}")
+        self._check_task()
         names = [tenant.name for tenant in self.tenants]
         if len(set(names)) != len(names):
             raise ValueError("tenants: two tenants have the same name")
+
+    def _check_task(self) -> None:
+        if self.task == "generate":
+            if self.texts is not None:
+                raise ValueError("texts: belongs to a test of embed or classify")
+            return
+        for table in (self, *self.tenants):
+            for key in ("answer_tokens", "cancel"):
+                if getattr(table, key) is not None:
+                    raise ValueError(f"{key}: a call of {self.task} makes no tokens; leave it out")
 
 
 def load_toml(path: Path) -> dict[str, Any]:
@@ -162,6 +175,8 @@ def read_plan(values: Mapping[str, Any], source: str, directory: Path, *, tenant
         model=file.model,
         timeout_s=file.timeout_s,
         processes=file.processes,
+        task=file.task,
+        texts=file.texts or 1,
     )
 
 

@@ -1,6 +1,6 @@
 """Samples of every request: exact times in columns, which stay small and merge exactly.
 
-A request takes 19 numbers, and one for each gap between its messages: a million requests of 64 tokens are 0.7 GB.
+A request takes 20 numbers, and one for each gap between its messages: a million requests of 64 tokens are 0.7 GB.
 """
 
 from __future__ import annotations
@@ -49,6 +49,8 @@ class Outcome:
     adapter_s: float = NAN
     server_ttft_s: float = NAN
     continuations: int = 0
+    # Texts that were answered by a vector.
+    texts: int = 0
     gaps_s: array[float] = field(default_factory=lambda: array("d"))
 
 

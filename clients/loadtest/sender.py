@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 
 import loraplex_client as lx
 
 from clients.loadtest.samples import LEFT, STOPPED, Outcome
 from clients.loadtest.workload import Request, Workload
+
+# What sends a request and fills in its outcome.
+Call = Callable[[Outcome], Awaitable[None]]
 
 _STATUSES: dict[type[lx.LoraplexError], str] = {
     lx.InvalidRequestError: "INVALID_ARGUMENT",
@@ -58,8 +62,8 @@ class Sender:
         """Return the seconds since the start."""
         return time.monotonic() - self.start_s
 
-    def prepare(self, request: Request) -> lx.GenerateOptions:
-        """Build a request's options, before it is due."""
+    def prepare(self, request: Request) -> Call:
+        """Build what sends a request and reads its answer, before it is due."""
         options = lx.GenerateOptions(
             max_new_tokens=request.answer_tokens,
             ignore_eos=True,
@@ -68,23 +72,12 @@ class Sender:
         )
         if request.prompt is None:
             options["token_ids"] = self._workload.prompt_ids(request, self._pool)
-        return options
+        return partial(self._generate, request, options)
 
-    async def send(self, request: Request, options: lx.GenerateOptions, outcome: Outcome) -> lx.LoraplexError | None:
-        """Send a request and fill in `outcome` until it ends. Returns the error that ended it, if any."""
-        timeout_s = request.deadline_s or self._timeout_s
+    async def send(self, call: Call, outcome: Outcome) -> lx.LoraplexError | None:
+        """Make a call and fill in `outcome` until it ends. Returns the error that ended it, if any."""
         try:
-            async with self._clients[request.tenant].generate_stream(
-                request.prompt, timeout_s=timeout_s, **options
-            ) as stream:
-                async for piece in stream:
-                    if piece.token_ids:
-                        self._note(outcome, len(piece.token_ids))
-                    if piece.finished is not None:
-                        _note_whole(outcome, piece.finished)
-                    elif request.cancel_after is not None and outcome.tokens >= request.cancel_after:
-                        outcome.status = LEFT
-                        break
+            await call(outcome)
         except lx.LoraplexError as error:
             outcome.status = status_of(error)
             return error
@@ -94,6 +87,20 @@ class Sender:
         finally:
             outcome.end_s = self.now_s()
         return None
+
+    async def _generate(self, request: Request, options: lx.GenerateOptions, outcome: Outcome) -> None:
+        timeout_s = request.deadline_s or self._timeout_s
+        async with self._clients[request.tenant].generate_stream(
+            request.prompt, timeout_s=timeout_s, **options
+        ) as stream:
+            async for piece in stream:
+                if piece.token_ids:
+                    self._note(outcome, len(piece.token_ids))
+                if piece.finished is not None:
+                    _note_whole(outcome, piece.finished)
+                elif request.cancel_after is not None and outcome.tokens >= request.cancel_after:
+                    outcome.status = LEFT
+                    break
 
     def _note(self, outcome: Outcome, tokens: int) -> None:
         now_s = self.now_s()

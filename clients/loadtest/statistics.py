@@ -125,6 +125,8 @@ def figures(plan: Plan, run: Measured) -> dict[str, Any]:
         "error_share": _ratio(errors, count),
         "requests_per_s": int(ok.sum()) / run.elapsed_s,
         "tokens_per_s": float(tokens) / run.elapsed_s,
+        "texts": int(samples.column("texts").sum()),
+        "texts_per_s": float(samples.column("texts").sum()) / run.elapsed_s,
         "goodput_per_s": good / run.elapsed_s,
         "goodput_share": _ratio(good, count),
         "cold": int(cold.sum()),

@@ -76,6 +76,14 @@ class Workload:
         picked: list[int] = np.asarray(pool)[rng.integers(0, len(pool), request.prompt_tokens)].tolist()
         return picked
 
+    def texts(self, request: Request, pool: Sequence[int], count: int) -> list[str | list[int]]:
+        """Draw the texts of a call: of the tenant's prompts if it has any, else ids as those of a prompt."""
+        rng = np.random.default_rng([self._seed, 4, request.index])
+        if prompts := self.tenants[request.tenant].prompts:
+            return [prompts[at] for at in rng.integers(0, len(prompts), count)]
+        ids = np.asarray(pool)[rng.integers(0, len(pool), (count, request.prompt_tokens))]
+        return list(ids.tolist())
+
     def _draw(self, block: int) -> list[Request]:
         rng = np.random.default_rng([self._seed, 2, block])
         tenants = rng.choice(len(self.tenants), size=_BLOCK, p=self._weights)

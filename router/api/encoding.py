@@ -120,4 +120,5 @@ def _write_summary(summary: Summary) -> pb.EncodeSummary:
         usage=pb.Usage(prompt_tokens=summary.prompt_tokens, cached_tokens=summary.cached_tokens),
         request_id=summary.request_id,
         continuations=summary.continuations,
+        timings=pb.Timings(queue=summary.queue_s, adapter=summary.adapter_s, ttft=summary.ttft_s),
     )

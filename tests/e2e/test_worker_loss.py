@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import json
 import os
 import signal
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 import pytest_asyncio
-from loraplex.cluster.v1 import cluster_pb2
+from loraplex.cluster.v1 import cluster_pb2, cluster_pb2_grpc
 from loraplex_client import AsyncGenerationStream, Generation
 
-from tests.e2e.conftest import Cluster, running_cluster, write_hash_adapters
-from worker.engine.hash_tokens import expected_ids
+from artifacts.encode import Encode
+from tests.e2e.conftest import TENANT, Cluster, running_cluster, write_hash_adapters
+from worker.engine.hash_tokens import expected_ids, expected_vector
 from worker.engine_api import Sampling, Stopping
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -24,6 +30,8 @@ Eventually = Callable[[Callable[[], Awaitable[bool]]], Awaitable[None]]
 
 MODEL = "hash:?vocab=32000&seed=1&step_ms=5"
 TOKENS = 160
+# Number of texts of the load tester; `make texts` sends 10,000.
+TEXTS = int(os.environ.get("TEXTS", "500"))
 # Not all fit on one worker: both have some.
 FLAGS = ("--rows", "10", "--stall-s", "1", "--replace-s", "2")
 SAMPLINGS = (
@@ -97,21 +105,51 @@ def stop_worker(worker: cluster_pb2.Worker) -> None:
     os.kill(worker.pid, signal.SIGSTOP)
 
 
+# Texts whose vectors the test knows.
+CHECKED = [f"text number {number}" for number in range(8)]
+
+
+async def traffic(cluster: Cluster) -> cluster_pb2.GetTrafficResponse:
+    async with grpc.aio.insecure_channel(cluster.local.router) as channel:
+        stub = cluster_pb2_grpc.ClusterServiceStub(channel)
+        return await stub.GetTraffic(cluster_pb2.GetTrafficRequest())
+
+
+async def check_vectors(cluster: Cluster, until: asyncio.Event) -> int:
+    """Embed known texts until then; return the number of their tokens."""
+    tokens = 0
+    truth = [
+        expected_vector(MODEL, [*text.encode()], Encode("embed"), adapter_digest=cluster.digests["a"])
+        for text in CHECKED
+    ]
+    while not until.is_set():
+        found = await cluster.client.embed(CHECKED, adapter_id="a", normalize=False)
+        assert list(found.vectors) == truth
+        tokens += found.usage.prompt_tokens
+    return tokens
+
+
+async def serve_both(cluster: Cluster) -> bool:
+    """Tell whether both workers take jobs."""
+    return [state.phase for state in await cluster.workers()] == [cluster_pb2.WORKER_PHASE_SERVING] * 2
+
+
 @pytest.mark.parametrize("lose", [kill_engine, kill_worker, stop_engine, stop_worker])
 async def test_a_worker_that_is_lost_changes_no_id(
     cluster: Cluster, eventually: Eventually, lose: Callable[[cluster_pb2.Worker], None]
 ) -> None:
-    async def both_serve() -> bool:
-        states = await cluster.workers()
-        return [state.phase for state in states] == [cluster_pb2.WORKER_PHASE_SERVING] * 2
-
+    both_serve = partial(serve_both, cluster)
     await eventually(both_serve)
     asks = [ask(cluster, number, lose.__name__) for number in range(12)]
     await asyncio.gather(*(request.starts() for request in asks))
     victim = max(await cluster.workers(), key=lambda state: state.rows_running)
+    answered = asyncio.Event()
+    texts = asyncio.create_task(check_vectors(cluster, answered))
     lose(victim)
     try:
         wholes = await asyncio.gather(*(request.whole() for request in asks))
+        answered.set()
+        assert await texts
     finally:
         if lose is stop_worker:
             os.kill(victim.pid, signal.SIGCONT)
@@ -121,3 +159,44 @@ async def test_a_worker_that_is_lost_changes_no_id(
     await eventually(cluster.idle)
     again = [ask(cluster, number, f"after {lose.__name__}") for number in range(12)]
     await asyncio.gather(*(request.whole() for request in again))
+
+
+async def test_every_text_is_answered_once_while_workers_are_killed(
+    cluster: Cluster, tmp_path: Path, eventually: Eventually
+) -> None:
+    """The load tester sends TEXTS texts, beside a client whose vectors must be the model's."""
+    await eventually(partial(serve_both, cluster))
+    before = await traffic(cluster)
+    flags = "--task embed --texts 25 --concurrency 8 --prompt-tokens 20 -a a -a b -a base --json"
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("LORAPLEX_")}
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "clients.cli", "loadtest", *flags.split(), "--requests", str(TEXTS // 25),
+        "--tenant", TENANT, "--router", cluster.local.router, "--out", str(tmp_path),
+        stdout=asyncio.subprocess.PIPE, env=environ,
+    )  # fmt: skip
+    loading = asyncio.create_task(process.communicate())
+    loaded = asyncio.Event()
+    loading.add_done_callback(lambda _: loaded.set())
+    checked = asyncio.create_task(check_vectors(cluster, loaded))
+    kills, at = 0, before.prompt_tokens
+    while not loading.done():
+        done = (await traffic(cluster)).prompt_tokens
+        due = done - at >= 300 * 20 and kills < max(1, TEXTS // 500)
+        if not due or not await serve_both(cluster):  # the next kill comes when both are back
+            await asyncio.sleep(0.01)
+            continue
+        workers = await cluster.workers()
+        with contextlib.suppress(ProcessLookupError):  # it is another process by now
+            (kill_worker, kill_engine)[kills % 2](workers[kills // 2 % 2])
+        kills, at = kills + 1, done
+    (run,) = json.loads((await loading)[0])["runs"]
+    assert run["statuses"] == {"OK": TEXTS // 25}
+    assert run["figures"]["texts"] == TEXTS
+    assert kills
+    tokens = await checked
+    after = await traffic(cluster)
+    assert after.prompt_tokens - before.prompt_tokens == 20 * TEXTS + tokens, "counted once each"
+    assert after.requests["OK"] - before.requests["OK"] == TEXTS // 25 + tokens // (8 * len(CHECKED[0]))
+    await eventually(partial(serve_both, cluster))
+    await eventually(cluster.idle)
+    print(f"{TEXTS} texts, {kills} kills, {run['figures']['continuations']} texts went on elsewhere")

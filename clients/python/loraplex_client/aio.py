@@ -228,14 +228,19 @@ class AsyncClient:
         *,
         pooling: encoding.Pooling | None = None,
         normalize: bool = True,
+        timeout_s: float | None = None,
         **options: Unpack[encoding.EncodeOptions],
     ) -> encoding.Embeddings:
-        return await self._connection.run(encoding.embed(texts, pooling, normalize, options))
+        return await self._connection.run(encoding.embed(texts, pooling, normalize, options), timeout_s)
 
     async def classify(
-        self, texts: Sequence[encoding.EncodeInput], **options: Unpack[encoding.EncodeOptions]
+        self,
+        texts: Sequence[encoding.EncodeInput],
+        *,
+        timeout_s: float | None = None,
+        **options: Unpack[encoding.EncodeOptions],
     ) -> encoding.Classifications:
-        return await self._connection.run(encoding.classify(texts, options))
+        return await self._connection.run(encoding.classify(texts, options), timeout_s)
 
     async def detokenize(self, token_ids: Sequence[int], *, model: str = "", skip_special_tokens: bool = True) -> str:
         return await self._connection.run(calls.detokenize(token_ids, model, skip_special_tokens))

@@ -276,19 +276,25 @@ class Client:
         *,
         pooling: encoding.Pooling | None = None,
         normalize: bool = True,
+        timeout_s: float | None = None,
         **options: Unpack[encoding.EncodeOptions],
     ) -> encoding.Embeddings:
         """Return a vector of each text, scaled to length 1 unless `normalize` is False. Raises LoraplexError.
 
-        A text may be a pair of texts, or a list of ids. `pooling` is the model's own by default.
+        A text may be a pair of texts, or a list of ids. `pooling` is the model's own by default. `timeout_s` is the
+        deadline of each call of 64 texts.
         """
-        return self._connection.run(encoding.embed(texts, pooling, normalize, options))
+        return self._connection.run(encoding.embed(texts, pooling, normalize, options), timeout_s)
 
     def classify(
-        self, texts: Sequence[encoding.EncodeInput], **options: Unpack[encoding.EncodeOptions]
+        self,
+        texts: Sequence[encoding.EncodeInput],
+        *,
+        timeout_s: float | None = None,
+        **options: Unpack[encoding.EncodeOptions],
     ) -> encoding.Classifications:
         """Return the probabilities of the labels of a classifier for each text. Raises LoraplexError."""
-        return self._connection.run(encoding.classify(texts, options))
+        return self._connection.run(encoding.classify(texts, options), timeout_s)
 
     def detokenize(self, token_ids: Sequence[int], *, model: str = "", skip_special_tokens: bool = True) -> str:
         """Return the text of these ids. Raises LoraplexError."""

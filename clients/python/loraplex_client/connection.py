@@ -164,7 +164,7 @@ class Connection(_Endpoint):
 
     _transport = grpc
 
-    def run(self, script: Script[R]) -> R:
+    def run(self, script: Script[R], timeout_s: float | None = None) -> R:
         """Run every call that the script yields; return the script's result. Raises LoraplexError.
 
         The script gets the error of a call first.
@@ -173,7 +173,7 @@ class Connection(_Endpoint):
             call = next(script)
             while True:
                 try:
-                    answer = self._call(call)
+                    answer = self._call(call, timeout_s)
                 except LoraplexError as error:
                     call = script.throw(error)
                 else:
@@ -193,8 +193,8 @@ class Connection(_Endpoint):
         for channel in self._forget():
             channel.close()
 
-    def _call(self, call: Call) -> Any:
-        tries, closings = self._tries(), self.closings
+    def _call(self, call: Call, timeout_s: float | None) -> Any:
+        tries, closings = self._tries(timeout_s), self.closings
         while True:
             attempt = self._attempt(call, tries)
             try:
@@ -223,7 +223,7 @@ class AsyncConnection(_Endpoint):
 
     _transport = grpc.aio
 
-    async def run(self, script: Script[R]) -> R:
+    async def run(self, script: Script[R], timeout_s: float | None = None) -> R:
         """Run every call that the script yields; return the script's result. Raises LoraplexError.
 
         The script gets the error of a call first.
@@ -232,7 +232,7 @@ class AsyncConnection(_Endpoint):
             call = next(script)
             while True:
                 try:
-                    answer = await self._call(call)
+                    answer = await self._call(call, timeout_s)
                 except LoraplexError as error:
                     call = script.throw(error)
                 else:
@@ -252,8 +252,8 @@ class AsyncConnection(_Endpoint):
         for channel in self._forget():
             await channel.close()
 
-    async def _call(self, call: Call) -> Any:
-        tries, closings = self._tries(), self.closings
+    async def _call(self, call: Call, timeout_s: float | None) -> Any:
+        tries, closings = self._tries(timeout_s), self.closings
         while True:
             attempt = self._attempt(call, tries)
             try:

@@ -11,8 +11,8 @@ from typing import Any, Literal, TypeAlias, TypedDict
 from loraplex.inference.v1 import inference_pb2
 
 from loraplex_client.calls import Call, Script
-from loraplex_client.errors import InvalidRequestError
-from loraplex_client.generation import Usage
+from loraplex_client.errors import InternalError, InvalidRequestError
+from loraplex_client.generation import Timings, Usage
 from loraplex_client.options import weighted_adapters
 
 # A text, a pair of texts, or the ids of one.
@@ -44,10 +44,11 @@ class EncodeOptions(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class Embeddings:
-    """The vectors of a list of texts, in its order; see Generation for the other fields."""
+    """The vectors of a list of texts, in its order; times are the longest of all. See Generation for other fields."""
 
     vectors: tuple[tuple[float, ...], ...]
     usage: Usage
+    timings: Timings
     adapter_revision: str
     request_id: str
     continuations: int = 0
@@ -65,11 +66,12 @@ class Classification:
 
 @dataclass(frozen=True)
 class Classifications:
-    """The classifications of a list of texts, in its order; `labels` is the order of their numbers."""
+    """The classifications of a list of texts, in its order; `labels` is the order of their numbers. See Embeddings."""
 
     classifications: tuple[Classification, ...]
     labels: tuple[str, ...]
     usage: Usage
+    timings: Timings
     adapter_revision: str
     request_id: str
     continuations: int = 0
@@ -88,9 +90,15 @@ def embed(
         with parts.named():
             response = yield Call("Embed", request)
         vectors += (tuple(embedding.values) for embedding in response.embeddings)
-        parts.answered(response.summary)
+        parts.answered(response.summary, len(vectors))
     return Embeddings(
-        tuple(vectors), parts.usage, parts.revision, parts.request_id, parts.continuations, tuple(parts.adapters)
+        tuple(vectors),
+        parts.usage,
+        parts.timings,
+        parts.revision,
+        parts.request_id,
+        parts.continuations,
+        tuple(parts.adapters),
     )
 
 
@@ -106,8 +114,10 @@ def classify(texts: Sequence[EncodeInput], options: EncodeOptions) -> Script[Cla
             Classification(one.label, tuple(one.probabilities), tuple(one.logits)) for one in response.classifications
         )
         labels = tuple(response.labels)
-        parts.answered(response.summary)
-    return Classifications(tuple(found), labels, parts.usage, parts.revision, parts.request_id, parts.continuations)
+        parts.answered(response.summary, len(found))
+    return Classifications(
+        tuple(found), labels, parts.usage, parts.timings, parts.revision, parts.request_id, parts.continuations
+    )
 
 
 class _Parts:
@@ -120,6 +130,7 @@ class _Parts:
         self._spec = _spec_of(options)
         self._start = 0
         self.usage = Usage(0, 0, 0)
+        self.timings = Timings(0.0, 0.0, 0.0, 0.0)
         self.revision, self.request_id = "", ""
         self.adapters: list[tuple[str, float]] = []
         self.continuations = 0
@@ -146,11 +157,21 @@ class _Parts:
     def _renamed(self, text: str) -> str:
         return re.sub(r"^inputs\[(\d+)\]", lambda found: f"inputs[{int(found[1]) + self._start}]", text)
 
-    def answered(self, summary: inference_pb2.EncodeSummary) -> None:
-        """Add up what a call has cost."""
-        usage = self.usage
+    def answered(self, summary: inference_pb2.EncodeSummary, texts: int) -> None:
+        """Add up what a call has cost, the one that brought the answers to the first `texts`. Raises InternalError."""
+        if texts != self._start + len(self._spec.inputs):
+            raise InternalError(
+                f"{texts - self._start} answers to {len(self._spec.inputs)} texts", reason="WRONG_COUNT"
+            )
+        usage, timings = self.usage, self.timings
         self.usage = Usage(
             usage.prompt_tokens + summary.usage.prompt_tokens, usage.cached_tokens + summary.usage.cached_tokens, 0
+        )
+        self.timings = Timings(
+            max(timings.queue_s, summary.timings.queue),
+            max(timings.adapter_s, summary.timings.adapter),
+            max(timings.ttft_s, summary.timings.ttft),
+            0.0,
         )
         self.continuations += summary.continuations
         self.revision = summary.adapter_revision

@@ -73,6 +73,13 @@ def test_a_whole_file(tmp_path: Path) -> None:
     assert [point.arrivals for _, point in plan.points()] == [Gamma(1.0, 2.0), Gamma(2.5, 2.0)]
 
 
+def test_a_test_of_embed_says_how_many_texts_a_call_has(tmp_path: Path) -> None:
+    settings = "requests = 3\narrivals = {kind = 'closed', concurrency = 1}\ntask = 'embed'\n"
+    for text, texts in (("", 1), ("texts = 25", 25)):
+        plan = read(tmp_path, settings + text)
+        assert (plan.task, plan.texts) == ("embed", texts)
+
+
 @pytest.mark.parametrize(
     ("text", "arrivals"),
     [
@@ -147,6 +154,13 @@ POISSON = 'arrivals = {kind = "poisson", rate_per_s = 2}\n'
         (POISSON + "requests = 3\ntimeout_s = inf", "timeout_s: expected `float` <="),
         (POISSON + "requests = 3\nadapters = {names = ['a'], exponent = 1}", "adapters: kind uniform takes names, or"),
         (POISSON + "requests = 3\nadapters = {pattern = 'a', count = 2}", "adapters: pattern: 'a' must have one {}"),
+        (POISSON + "requests = 3\ntask = 'guess'", "task: invalid enum value 'guess'"),
+        (POISSON + "requests = 3\ntexts = 5", "texts: belongs to a test of embed or classify"),
+        (POISSON + "requests = 3\ntask = 'embed'\nanswer_tokens = 5", "answer_tokens: a call of embed makes no tokens"),
+        (
+            POISSON + "requests = 3\ntask = 'classify'\n[[tenants]]\nname = 'a'\ncancel = {share = 0.5}",
+            "cancel: a call of classify makes no tokens",
+        ),
         ("requests = ", "not TOML"),
     ],
 )

@@ -94,6 +94,24 @@ def test_every_process_draws_the_same_in_any_order() -> None:
     assert set(one.prompt_ids(first, pool)) <= set(pool)
 
 
+def test_every_process_draws_the_same_texts() -> None:
+    pool = list(range(100, 200))
+    of_ids, of_prompts = Tenant("ids", prompt_tokens=Fixed(5)), Tenant("prompts", prompts=("a", "b", "c"))
+    for tenant in (of_ids, of_prompts):
+        workload = Workload(plan(tenant))
+        drawn = [workload.texts(workload.request(index), pool, 7) for index in range(20)]
+        again = Workload(plan(tenant))
+        assert [again.texts(again.request(index), pool, 7) for index in (19, 0)] == [drawn[19], drawn[0]]
+        assert len({str(texts) for texts in drawn}) == 20
+        assert {len(texts) for texts in drawn} == {7}
+        texts = [text for texts in drawn for text in texts]
+        if tenant is of_ids:
+            assert {len(text) for text in texts} == {5}
+            assert {one for text in texts for one in text} <= set(pool)
+        else:
+            assert set(texts) == {"a", "b", "c"}
+
+
 def test_a_trace_says_what_it_says_and_leaves_the_rest_to_the_tenant() -> None:
     rows = (
         TraceRow(0.0, tenant="b", adapter="z", prompt="hi", answer_tokens=3),

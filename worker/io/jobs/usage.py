@@ -29,7 +29,7 @@ class UsageLog:
         With them come reports of suspects with a token, which may clear their tenants and adapters.
         """
         ended, self._ended = self._ended, []
-        cleared = (local for local in self._jobs.all() if local.job.suspect and local.tokens)
+        cleared = (local for local in self._jobs.all() if local.job.suspect and _tokens(local))
         try:
             yield [*ended, *(_usage(local, ended=False) for local in cleared)]
         except BaseException:
@@ -44,4 +44,9 @@ class UsageLog:
 
 
 def _usage(local: LocalJob, *, ended: bool) -> UsageReport:
-    return UsageReport(local.job.job_id, local.job.attempt, local.tokens, ended=ended, ran=local.ran)
+    return UsageReport(local.job.job_id, local.job.attempt, _tokens(local), ended=ended, ran=local.ran)
+
+
+def _tokens(local: LocalJob) -> int:
+    """Return the tokens to charge for; 1 for the vector, or the end, of a job that makes none: it clears a suspect."""
+    return local.tokens or int(any(choice.ending and choice.ending.kind for choice in local.choices.values()))

@@ -7,10 +7,12 @@ import asyncio
 import pytest
 from redis.asyncio import Redis
 
+from artifacts.encode import Encode
 from broker.keys import Keys
 from broker.messages import Capacity, Job, StoppingParams
 from broker.queue import JobQueue
 from broker.terms import OUTPUT_WEIGHT
+from worker.engine_api import FinishKind, Output
 from worker.io.jobs.usage import UsageLog
 from worker.io.local_jobs.jobs import LocalJobs
 
@@ -79,3 +81,23 @@ async def test_tokens_of_a_stopped_answer_are_charged_too(redis: Redis) -> None:
 
 async def _down(reports: object) -> None:
     raise ConnectionError("down")
+
+
+def test_a_vector_counts_as_a_token_which_clears_a_suspect() -> None:
+    """Otherwise one engine's death would let the texts of a tenant begin one at a time for a minute."""
+    jobs = LocalJobs()
+    usage = UsageLog(jobs, JobQueue(Redis(), KEYS, worker_id="w"))
+    text = Job("a", "acme", "tiny", "sha256:0", "here", (1, 2), StoppingParams(0), 1, encode=Encode("embed"), strikes=1)
+    local = jobs.add(text)
+    (choice,) = local.running
+    choice.hand_over(1, 0.0)
+    choice.begin()
+    with usage.last_reports() as reports:
+        assert not reports
+    choice.record(Output(choice.sequence_id, 0, (), FinishKind.LENGTH, vector=(0.5,)))
+    with usage.last_reports() as reports:
+        assert [(report.tokens, report.ended) for report in reports] == [(1, False)]
+    assert jobs.remove("a", 1) is local
+    usage.ended(local)
+    with usage.last_reports() as reports:
+        assert [(report.tokens, report.ended) for report in reports] == [(1, True)]
