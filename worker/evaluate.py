@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from artifacts.base_model import read_base_model
 from artifacts.errors import ArtifactError
 from artifacts.quantization import parse_quantization
 from rpc.settings import read_settings, setting
@@ -81,3 +82,5 @@ def _check_models(model: str, quantized: str) -> None:
         raise ArtifactError("model", f"{model} is not a directory; a model is a transformers directory")
     if not Path(quantized).is_dir() and parse_quantization(quantized, "--quantized") is None:
         raise ArtifactError("--quantized", "name a scheme, such as int8, or the directory of a quantized copy")
+    if not read_base_model(model, "model").serves("generate"):
+        raise ArtifactError("model", f"{model} is an encoder; only models that generate are compared")

@@ -67,6 +67,9 @@ async def test_a_certificate_stays_with_its_revision(
     await client.register(replaced, replace=True)
     again = (await client.upload("support", adapter_files())).revision
     assert (again.digest, list(again.certificates)) == (revision.digest, [])
+    await client.call("DeleteAdapter", pb.DeleteAdapterRequest(name="support"))
+    await client.register(tiny_base, replace=True)
+    assert not (await client.upload("support", adapter_files())).revision.certificates
 
 
 async def test_limits_are_the_store_s(

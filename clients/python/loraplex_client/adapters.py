@@ -164,7 +164,7 @@ def _with_prompts(config: bytes, path: Path) -> bytes:
     if not path.is_file():
         return config
     prompts = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+    for number, line in enumerate(path.read_bytes().splitlines(), start=1):
         try:
             prompts.append(json.loads(line)["prompt"])
         except (ValueError, TypeError, KeyError) as error:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from artifacts.certificate import PROMPTS_FIELD, Figures, parse_prompts
 from artifacts.checkpoint import read_small_file
-from artifacts.errors import ArtifactError
+from artifacts.errors import ArtifactError, MismatchError
 from artifacts.json_object import parse_object
 from artifacts.peft_config import CONFIG_FILE, parse_peft_config
 from worker.engine.evaluation.differences import Differences
@@ -31,9 +31,11 @@ _ROWS = 16
 
 def certify(model: str, quantized: str, adapter: str, device: str = "cpu") -> Figures:
     """Measure the adapter in directory `adapter`. Raises ArtifactError, ModelUnusableError."""
-    config = read_small_file(Path(adapter) / CONFIG_FILE)
-    rank = parse_peft_config(config).max_rank
-    texts = parse_prompts(parse_object(config, CONFIG_FILE).get(PROMPTS_FIELD))
+    data = read_small_file(Path(adapter) / CONFIG_FILE)
+    rank, config = parse_peft_config(data).max_rank, parse_object(data, CONFIG_FILE)
+    if config.get("task_type") == "SEQ_CLS":
+        raise MismatchError("task_type", "'SEQ_CLS' has no certificate: answers are compared, and it gives none")
+    texts = parse_prompts(config.get(PROMPTS_FIELD))
     own = [] if not texts else _encode(texts, TextCodec(Path(model)))
     longest = max(map(len, own), default=_DRAWN_TOKENS)
     pair = load_pair(model, quantized, device)
