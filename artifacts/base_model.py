@@ -164,6 +164,8 @@ def _check_scheme(scheme: StoredScheme | None, quantize: Quantization | None, mo
     """Return a checkpoint's own scheme. Raises ArtifactError for one that is not served, or not the one wanted."""
     if scheme is not None and model_type in ENCODERS:
         raise ArtifactError(_CONFIG, "quantization_config: encoders are read unquantized; use the original model")
+    if quantize is not None and model_type in ENCODERS:
+        raise ArtifactError("--quantize", f"{quantize}: encoders are not quantized while they load; leave it out")
     if scheme is not None and quantize is not None and scheme.quantization != quantize:
         raise ArtifactError("--quantize", f"{quantize}: the model is quantized already, in {scheme.quantization}")
     return scheme

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,7 +12,8 @@ from artifacts.checkpoint import Checkpoint
 from artifacts.errors import ArtifactError
 from artifacts.families import FAMILIES, HEAD, HEAD_WEIGHTS, Family, is_embedding, is_head
 from artifacts.kv_shape import config_count
-from artifacts.quantized_checkpoint import StoredWeight
+from artifacts.quantization import Quantization
+from artifacts.quantized_checkpoint import StoredWeight, stored_scheme, stored_weights
 
 _POSITIONS = ("embed_positions", "wpe")
 _ROUTERS = ("gate", "router", "router.layer")
@@ -31,6 +33,48 @@ class LinearWeight:
     out_features: int
     input_first: bool = False
     stored: StoredWeight | None = None
+
+    @property
+    def rows(self) -> int:
+        """Return the outputs that have scales of their own; of embeddings the tokens."""
+        return self.in_features if self.is_embedding else self.out_features
+
+    @property
+    def columns(self) -> int:
+        """Return the numbers of a row."""
+        return self.out_features if self.is_embedding else self.in_features
+
+    @property
+    def is_embedding(self) -> bool:
+        """Tell whether the weight is the token embeddings'."""
+        return is_embedding(self.tensor.removesuffix(".weight"))
+
+    def scheme(self, quantize: Quantization | None) -> Quantization | None:
+        """Return the scheme that the weight is loaded in: its own or, where it is chosen, `quantize`."""
+        if self.stored is not None:
+            return self.stored.scheme.quantization
+        is_end = self.is_embedding or self.tensor in HEAD_WEIGHTS
+        return quantize if quantize is not None and (quantize.embeddings or not is_end) else None
+
+
+def model_bytes(
+    checkpoint: Checkpoint, weights: Mapping[str, LinearWeight], quantize: Quantization | None, number_bytes: int
+) -> tuple[int, int]:
+    """Return how many weights a model has, and their bytes where a number that is not quantized has `number_bytes`."""
+    parts = {name for weight in weights.values() if weight.stored for name in weight.stored.names}
+    sizes = {name: math.prod(info.shape) for name, (_, info) in checkpoint.tensors.items() if name not in parts}
+    sizes |= {weight.tensor: weight.rows * weight.columns for weight in weights.values()}
+    schemes = {weight.tensor: (weight, weight.scheme(quantize)) for weight in weights.values()}
+    total = 0
+    for name, numbers in sizes.items():
+        weight, scheme = schemes.get(name, (None, None))
+        total += scheme.weight_bytes(weight.rows, weight.columns) if weight and scheme else numbers * number_bytes
+    return sum(sizes.values()), total
+
+
+def read_weights(config: Mapping[str, Any], checkpoint: Checkpoint) -> dict[str, LinearWeight]:
+    """Return the weights of a checkpoint, quantized ones too. Raises ArtifactError."""
+    return linear_weights(config, checkpoint, stored_weights(stored_scheme(config), checkpoint))
 
 
 def linear_weights(

@@ -13,10 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from artifacts.base_model import BaseModel, read_base_model
+from artifacts.base_modules import model_bytes, read_weights
 from artifacts.checkpoint import read_checkpoint
 from artifacts.errors import ArtifactError
 from artifacts.families import is_inner
 from artifacts.kv_shape import kv_shape
+from artifacts.quantization import FLAG_HELP as QUANTIZE_HELP
+from artifacts.quantization import parse_quantization
 from rpc.settings import setting
 from worker.sizing import DTYPE_BYTES, available_host_bytes, cpu_dtype, own_dtype
 
@@ -35,16 +38,18 @@ class PlanSettings:
     adapters: int = setting("adapters on the device at once", 64)
     rank: int = setting("the rank of each, on every linear layer", 16)
     dtype: str = setting("auto, float32, bfloat16 or float16", "auto")
+    quantize: str = setting(QUANTIZE_HELP, "")
     memory: str = setting("the device's memory, such as 80GiB; empty: what this machine has available", "")
 
     def __post_init__(self) -> None:
-        """Check the numbers. Raises ValueError for a number that makes no sense."""
+        """Check the values. Raises ValueError, or ArtifactError for the scheme."""
         for name in ("context", "batch"):
             if getattr(self, name) < 1:
                 raise ValueError(f"--{name} {getattr(self, name)}: at least 1")
         for name in ("adapters", "rank"):
             if getattr(self, name) < 0:
                 raise ValueError(f"--{name} {getattr(self, name)}: at least 0")
+        parse_quantization(self.quantize)
         if self.dtype not in ("auto", *DTYPE_BYTES):
             raise ValueError(f"--dtype {self.dtype}: not one of auto, {', '.join(DTYPE_BYTES)}")
 
@@ -57,6 +62,8 @@ class Plan:
     architecture: str
     parameters: int
     dtype: str
+    # The scheme of the weights; empty: they are in `dtype`.
+    quantization: str
     weight_bytes: int
     kv_bytes_per_token: int
     kv_bytes_per_sequence: int
@@ -67,7 +74,7 @@ class Plan:
     memory_bytes: int
     sequences_fit: int
     adapters_fit: int
-    # Rules of thumb for buying: 2 x parameters x 1.25 at least, x 1.5 recommended, and twice that of host memory.
+    # Rules of thumb for buying: weights in 16 bits, or quantized, x 1.25, better x 1.5; twice that of host memory.
     device_at_least_bytes: int
     device_recommended_bytes: int
     host_recommended_bytes: int
@@ -77,16 +84,17 @@ def plan(settings: PlanSettings) -> Plan:
     """Compute the plan. Raises ArtifactError for a model that can't be read, ValueError for a bad memory size."""
     if not Path(settings.model).is_dir():
         raise ArtifactError("model", f"{settings.model} is not a directory")
-    base = read_base_model(settings.model)
+    base = read_base_model(settings.model, quantize=settings.quantize)
     config = json.loads(base.files["config.json"])
-    tensors = [tensor for _, tensor in read_checkpoint(Path(settings.model)).tensors.values()]
-    parameters = sum(math.prod(tensor.shape) for tensor in tensors)
-    dtype = _dtype(settings, config, tensors[0].dtype)
+    checkpoint = read_checkpoint(Path(settings.model))
+    dtype = _dtype(settings, config, next(tensor.dtype for _, tensor in checkpoint.tensors.values()))
     width = DTYPE_BYTES[dtype]
+    read = read_weights(config, checkpoint)
+    parameters, weights = model_bytes(checkpoint, read, parse_quantization(settings.quantize), width)
     per_token = kv_shape(config).numbers_per_token * width
     adapter = settings.rank * _features(base) * width
     memory = _parse_bytes(settings.memory) if settings.memory else available_host_bytes()
-    weights = parameters * width
+    usual = weights if base.quantization else 2 * parameters
     slots = settings.adapters * adapter
     per_sequence = per_token * settings.context
     usable = int((memory - weights) * USABLE)
@@ -95,6 +103,7 @@ def plan(settings: PlanSettings) -> Plan:
         architecture=base.architecture,
         parameters=parameters,
         dtype=dtype,
+        quantization=base.quantization,
         weight_bytes=weights,
         kv_bytes_per_token=per_token,
         kv_bytes_per_sequence=per_sequence,
@@ -105,9 +114,9 @@ def plan(settings: PlanSettings) -> Plan:
         memory_bytes=memory,
         sequences_fit=max(0, (usable - slots) // per_sequence),
         adapters_fit=max(0, (usable - per_sequence * settings.batch) // adapter) if adapter else 0,
-        device_at_least_bytes=math.ceil(2 * parameters * 1.25),
-        device_recommended_bytes=3 * parameters,
-        host_recommended_bytes=6 * parameters,
+        device_at_least_bytes=math.ceil(usual * 1.25),
+        device_recommended_bytes=math.ceil(usual * 1.5),
+        host_recommended_bytes=math.ceil(usual * 3),
     )
 
 
@@ -122,7 +131,7 @@ def as_lines(result: Plan) -> str:
     missing = result.needed_bytes - result.memory_bytes
     rows = {
         "model": f"{result.model} ({result.architecture}), {result.parameters / 1e9:.3g} B parameters, {result.dtype}",
-        "weights": _shown(result.weight_bytes),
+        "weights": _shown(result.weight_bytes) + (f" in {result.quantization}" if result.quantization else ""),
         "KV per token": _shown(result.kv_bytes_per_token),
         "KV per sequence": _shown(result.kv_bytes_per_sequence),
         "KV of the batch": _shown(result.kv_bytes),

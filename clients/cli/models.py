@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from clients.cli.options import STORE, TENANT, JsonOption, StoreOption, TenantOption
+from clients.cli.options import STORE, TENANT, JsonOption, QuantizeOption, StoreOption, TenantOption
 from clients.cli.store import store_client
 from clients.cli.terminal import CommandError, out, print_json, print_rows
 
@@ -25,12 +25,16 @@ def push(
         str, typer.Argument(metavar="PATH", help="A transformers directory, or hash:?... for the hash model.")
     ],
     name: Annotated[str, typer.Option(metavar="NAME", help="Name to register; the directory's by default.")] = "",
+    quantize: QuantizeOption = "",
     replace: Annotated[bool, typer.Option("--replace", help="Replace another model of that name.")] = False,
     tenant: TenantOption = TENANT,
     store: StoreOption = STORE,
 ) -> None:
-    """Register a base model: its manifest and small files. The weights stay on the workers' disks."""
-    model = read_model(path, name)
+    """Register a base model: its manifest and small files. The weights stay on the workers' disks.
+
+    With --quantize the model's workers need the same flag.
+    """
+    model = read_model(path, name, quantize)
     with store_client(store, tenant) as client:
         client.register_model(registered(model), model.files, replace=replace)
     out().print(f"registered {model.name} {model.digest}", markup=False, soft_wrap=True)
@@ -45,7 +49,7 @@ def list_(tenant: TenantOption = TENANT, store: StoreOption = STORE, as_json: Js
         print_json([_model_json(model) for model in models])
         return
     print_rows(
-        ("model", "architecture", "context", "vocabulary", "layers", "digest"),
+        ("model", "architecture", "context", "vocabulary", "layers", "weights", "digest"),
         (
             (
                 model.name,
@@ -53,6 +57,7 @@ def list_(tenant: TenantOption = TENANT, store: StoreOption = STORE, as_json: Js
                 model.context_length,
                 model.vocab_size,
                 len(model.modules),
+                model.quantization or "as given",
                 model.digest[:19],
             )
             for model in models
@@ -60,18 +65,29 @@ def list_(tenant: TenantOption = TENANT, store: StoreOption = STORE, as_json: Js
     )
 
 
-def read_model(path: str, name: str) -> artifacts.base_model.BaseModel:
+def read_model(path: str, name: str, quantize: str = "") -> artifacts.base_model.BaseModel:
     """Read the manifest of the model at `path`. Raises CommandError."""
     from artifacts.base_model import read_base_model
     from artifacts.errors import ArtifactError
     from artifacts.hash_model import is_hash_spec
 
     try:
-        return read_base_model(path, name)
+        return read_base_model(path, name, quantize)
     except ArtifactError as error:
         lost = not is_hash_spec(path) and not Path(path).is_dir()
         hint = "; give a transformers directory with safetensors weights, or hash:?..." if lost else ""
         raise CommandError(f"{path}: {error.message}{hint}" if path not in str(error) else f"{error}{hint}") from error
+
+
+def check_quantization(quantize: str, device: str) -> None:
+    """Check that a device computes with a scheme. Raises CommandError."""
+    from artifacts.errors import ArtifactError
+    from artifacts.quantization import check_device
+
+    try:
+        check_device(quantize, device)
+    except ArtifactError as error:
+        raise CommandError(str(error)) from error
 
 
 def registered(model: artifacts.base_model.BaseModel) -> BaseModel:
@@ -89,6 +105,8 @@ def registered(model: artifacts.base_model.BaseModel) -> BaseModel:
         tasks=model.tasks,
         labels=model.labels,
         pooling=model.pooling,
+        quantization=model.quantization,
+        original_digest=model.original_digest,
     )
 
 
@@ -103,5 +121,7 @@ def _model_json(model: BaseModel) -> dict[str, Any]:
         "tasks": model.tasks,
         "labels": model.labels,
         "pooling": model.pooling,
+        "quantization": model.quantization,
+        "original_digest": model.original_digest,
         "files": [file.name for file in model.files],
     }

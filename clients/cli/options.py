@@ -70,6 +70,15 @@ CertOption = Annotated[
 KeyOption = Annotated[
     Path | None, typer.Option("--key", metavar="FILE", envvar=CERT_KEY_VARIABLE, help="The private key of --cert.")
 ]
+QuantizeOption = Annotated[
+    str,
+    typer.Option(
+        "--quantize",
+        metavar="SCHEME",
+        help="Scheme of the weights: int8, int8-zero-point, int4, int4-64, int4-32 or, on CUDA, fp8; "
+        "with +embeddings, as in int8+embeddings, of token embeddings and output head too.",
+    ),
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 ROUTER = "127.0.0.1:50051"

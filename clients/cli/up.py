@@ -8,6 +8,8 @@ from typing import Annotated
 
 import typer
 
+from clients.cli.options import QuantizeOption
+
 
 def up(  # noqa: PLR0913, PLR0917  # one parameter a flag
     model: Annotated[str, typer.Option(metavar="PATH", help="A transformers directory, or hash:?... .")],
@@ -24,6 +26,7 @@ def up(  # noqa: PLR0913, PLR0917  # one parameter a flag
     ] = 50052,
     device: Annotated[str, typer.Option(metavar="NAME", help="cpu or cuda.")] = "cpu",
     dtype: Annotated[str, typer.Option(metavar="NAME", help="auto, float32, bfloat16 or float16.")] = "auto",
+    quantize: QuantizeOption = "",
     redis_url: Annotated[
         str,
         typer.Option(
@@ -46,11 +49,12 @@ def up(  # noqa: PLR0913, PLR0917  # one parameter a flag
     """
     from clients.cli.adapter_tree import find_adapters
     from clients.cli.launch import LaunchPlan, launch
-    from clients.cli.models import read_model
+    from clients.cli.models import check_quantization, read_model
     from deploy.local.cluster import ClusterSettings
 
     # Refuse bad arguments before any process starts.
-    base = read_model(model, "")
+    base = read_model(model, "", quantize)
+    check_quantization(quantize, device)
     found = () if adapters is None else find_adapters(adapters)
     settings = ClusterSettings(
         model=model,
@@ -60,6 +64,7 @@ def up(  # noqa: PLR0913, PLR0917  # one parameter a flag
         store_port=store_port,
         device=device,
         dtype=dtype,
+        quantize=quantize,
         redis_url=redis_url,
         data_dir=data_dir,
     )

@@ -60,6 +60,8 @@ class ClusterSettings:
     store_port: int = 50052
     device: str = "cpu"
     dtype: str = "auto"
+    # The scheme of the weights, such as int8; empty: as the files are.
+    quantize: str = ""
     # URL of a Redis; empty for an embedded Valkey.
     redis_url: str = ""
     # Directory of logs, adapters and caches; None for a temporary one.
@@ -127,6 +129,7 @@ class LocalCluster:
         self._started_workers += 1
         name = f"worker-{self._started_workers}"
         flags = ["--model", settings.model, "--device", settings.device, "--dtype", settings.dtype]
+        flags += ["--quantize", settings.quantize] if settings.quantize else []
         flags += ["--model-name", settings.model_name, "--cache-dir", str(self.data_dir / "cache" / name)]
         if settings.device == "cpu" and settings.workers > 1:  # Engines that each use every core slow each other down.
             flags += ["--threads", str(max(1, _cores() // settings.workers))]

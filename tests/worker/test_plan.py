@@ -39,6 +39,15 @@ def test_the_sizes_are_those_of_the_formulas() -> None:
     assert double["kv_bytes_per_token"] == 2 * planned["kv_bytes_per_token"]
 
 
+def test_quantized_weights_leave_room() -> None:
+    given, int8 = plan(PlanSettings(MODEL)), plan(PlanSettings(MODEL, quantize="int8"))
+    # Six layers: q and o are 256 x 256, k and v 256 x 128, gate, up and down 256 x 704; a scale for each output.
+    inner, outputs = 6 * 256 * (2 * 256 + 2 * 128 + 3 * 704), 6 * (2 * 256 + 2 * 128 + 2 * 704 + 256)
+    assert given.weight_bytes - int8.weight_bytes == inner - 4 * outputs
+    assert (int8.parameters, int8.kv_bytes, int8.quantization) == (given.parameters, given.kv_bytes, "int8")
+    assert given.needed_bytes - int8.needed_bytes == given.weight_bytes - int8.weight_bytes
+
+
 def test_the_memory_of_this_machine_is_what_its_control_group_allows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -93,6 +102,7 @@ def test_what_does_not_fit_says_how_much_is_missing() -> None:
         (("--model", MODEL, "--memory", "much"), "error: --memory much: not a size such as 80GiB or 24GB"),
         (("--model", MODEL, "--batch", "0"), "error: --batch 0: at least 1"),
         (("--model", MODEL, "--dtype", "int3"), "error: --dtype int3: not one of"),
+        (("--model", MODEL, "--quantize", "int3"), "error: --quantize: 'int3' is not one of int8, "),
         ((), "error: missing setting: give --model"),
     ],
 )

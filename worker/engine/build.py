@@ -46,15 +46,14 @@ def build_engine(
     clock. `on_loaded` is called from another thread when an adapter has been read and a step would let it in;
     `on_begun` before the first step of a sequence. Raises ModelUnusableError.
     """
-    loaded = load_model(config.model, config.device, config.dtype)
-    parameters = sum(parameter.numel() for parameter in loaded.module.parameters())
+    loaded = load_model(config.model, config.device, config.dtype, config.quantize)
     base = ModelLayers(loaded)
     lora = adapter_layers(loaded, config)
     limits = _limits(loaded, config)
     cache = _kv_cache(loaded, limits)
     encoding = Encoding(loaded, config.adapter_slots)
     adapters = _adapter_cache(loaded, [lora.install, encoding.install], base, config, on_loaded)
-    torch.set_num_threads(step_threads(parameters, config.threads))
+    torch.set_num_threads(step_threads(loaded.parameters, config.threads))
     chunk_sizer = ChunkSizer() if paced else None
     grammars = _grammars(loaded, on_loaded)
     scheduler = Scheduler(

@@ -26,6 +26,8 @@ class EngineConfig:
     step_tokens: int = 512
     # CPU threads of the step.
     threads: int = 0
+    # The scheme in which the weights are loaded, such as int8; empty: as the files have them.
+    quantize: str = ""
 
     def __post_init__(self) -> None:
         """Check the numbers. Raises ValueError for a number that no engine can work with."""

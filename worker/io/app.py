@@ -43,7 +43,7 @@ async def run(settings: Settings) -> None:
     Raises ArtifactError, PortInUse, MetricsPortError, RedisUnreachableError or EngineUnusableError.
     """
     stop = stop_signal()
-    base = await asyncio.to_thread(read_base_model, settings.model, settings.model_name)
+    base = await asyncio.to_thread(read_base_model, settings.model, settings.model_name, settings.quantize)
     worker_id = settings.worker_id or f"{socket.gethostname()}-{os.getpid()}"
     metrics = WorkerMetrics()
     spans = set_up_tracing("worker", os.environ)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from artifacts.quantization import FLAG_HELP as QUANTIZE_HELP
+from artifacts.quantization import check_device
 from rpc.settings import REDIS_URL_HELP, REDIS_URL_VARIABLE, setting
 from telemetry.logging import FORMAT_HELP, FORMAT_VARIABLE, LEVEL_HELP, LEVEL_VARIABLE, check_logging
 from telemetry.metrics import PORT_HELP
@@ -24,6 +26,7 @@ class Settings:
     worker_id: str = setting("this worker's name; empty: host and process id", "")
     device: str = setting("cpu, cuda or cuda:N", "cpu")
     dtype: str = setting("auto, float32, bfloat16 or float16", "auto")
+    quantize: str = setting(QUANTIZE_HELP, "")
     rows: int = setting("how many answers are produced at once", 32)
     kv_blocks: int = setting("blocks of KV cache; 0: as many as memory allows", 0)
     block_size: int = setting("tokens in a block", 16)
@@ -52,12 +55,13 @@ class Settings:
     replace_s: float = setting("seconds without a sign of the engine after which another is started", 5.0)
 
     def __post_init__(self) -> None:
-        """Check the values. Raises ValueError on one that no engine can work with."""
+        """Check the values. Raises ValueError or ArtifactError on one that no engine can work with."""
         check_logging(self.log_format, self.log_level)
         if self.device.split(":", maxsplit=1)[0] not in DEVICES:
             raise ValueError(f"--device {self.device}: not one of {', '.join(DEVICES)}")
         if self.dtype not in DTYPES:
             raise ValueError(f"--dtype {self.dtype}: not one of {', '.join(DTYPES)}")
+        check_device(self.quantize, self.device)
         for name, least in (
             ("rows", 1),
             ("kv_blocks", 0),

@@ -7,7 +7,7 @@ constant at each position, which changes no probability.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +40,9 @@ class PeftOracle:
         configs: Mapping[str, Mapping[str, Any]],
         seed: int = 0,
         shape: Mapping[str, Any] | None = None,
+        change: Callable[[Any, Path], object] = lambda model, directory: None,
     ):
-        """Make and save them; `shape` changes fields of SHAPE.
+        """Make and save them; `shape` changes fields of SHAPE, `change` the oracle's base model once all is saved.
 
         An adapter's name must be no part of a module's: peft would not save all of it.
         """
@@ -80,6 +81,7 @@ class PeftOracle:
             elif "lora_" in name:
                 parameter.data.copy_(values * 0.25)
         self.peft.eval().save_pretrained(directory)
+        change(self.peft.get_base_model(), self.directory)
         self.adapters = {name: directory / name for name in configs}
         for name, path in self.adapters.items():
             made = [one for one, _ in self.peft.named_parameters() if one.removesuffix(".weight").endswith(f".{name}")]

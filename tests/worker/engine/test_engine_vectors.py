@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.worker.engine.encoder.encoder_oracle import scatter
-from tests.worker.engine.model.test_architectures import CRAMPED, make_config, make_model
+from tests.worker.engine.model.tiny_families import CRAMPED, make_config, make_model
 from worker.engine_api import AdapterSource, Encode, FinishKind, NewSequence, SequenceRefusedError, Stopping
 
 pytestmark = [pytest.mark.model, pytest.mark.usefixtures("one_thread")]

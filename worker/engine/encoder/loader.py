@@ -5,6 +5,7 @@ So one set of module names serves all adapters; what of the head the checkpoint 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,6 +48,7 @@ class LoadedEncoder:
     linears: Mapping[str, tuple[int, int]]
     ends: Mapping[str, tuple[int, int]]
     directory: Path
+    quantized: None = None
 
     @property
     def of_tokens(self) -> dict[str, tuple[int, int]]:
@@ -71,8 +73,9 @@ def load_encoder(path: str, device: str = "cpu", dtype: str = "auto") -> LoadedE
     except ArtifactError as error:
         raise ModelUnusableError(f"{directory}: {error}") from None
     family = ENCODERS[manifest.architecture]
-    number = dtype_of(dtype, config, tensors, place)
-    check_memory(directory, tensors, place, number)
+    number = dtype_of(dtype, config, tensors[0], place)
+    needed = sum(math.prod(tensor.shape) for tensor in tensors) * number.itemsize
+    check_memory(directory, needed, place, str(number).removeprefix("torch."))
     module = _from_pretrained(directory, number, family)
     adaptable = {one.name: (one.in_features, one.out_features) for one in manifest.modules}
     layers = {name: layer for name, layer in module.named_modules() if name in adaptable}

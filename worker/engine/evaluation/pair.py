@@ -11,9 +11,6 @@ from artifacts.checkpoint import read_small_file
 from artifacts.errors import ArtifactError
 from worker.engine.evaluation.logits import Ids
 from worker.engine.model.loader import LoadedModel, load_model
-from worker.engine.quantized.weight import QuantizedLinear, quantize
-
-_SCHEMES = {"int8": (8, None, True), "int8-zero-point": (8, None, False), "int4": (4, 128, False)}
 
 
 @dataclass(frozen=True)
@@ -26,17 +23,10 @@ class ModelPair:
 
 def load_pair(model: str, quantized: str, device: str) -> ModelPair:
     """Load the model in directory `model`, and `quantized`: a directory, or how to quantize the same model."""
-    return ModelPair(load_model(model, device, "float32"), _load_quantized(model, quantized, device))
-
-
-def _load_quantized(model: str, scheme: str, device: str) -> LoadedModel:
-    loaded = load_model(model, device, "float32")
-    bits, group, symmetric = _SCHEMES[scheme]
-    for name in loaded.linears:
-        layer = loaded.module.get_submodule(name)
-        quantized = QuantizedLinear(quantize(layer.weight, bits, group, symmetric=symmetric), layer.bias)
-        loaded.module.set_submodule(name, quantized)
-    return loaded
+    original = load_model(model, device, "float32")
+    if Path(quantized).is_dir():
+        return ModelPair(original, load_model(quantized, device, "float32"))
+    return ModelPair(original, load_model(model, device, "float32", quantized))
 
 
 class TextCodec:

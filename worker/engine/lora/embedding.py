@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 
 from worker.engine.lora.weights import LoraPair
+from worker.engine.quantized.embedding import QuantizedEmbedding
 
 if TYPE_CHECKING:
     from worker.engine.lora.cpu.group import CpuStep  # numba is installed only where the engine computes on the CPU
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 class CpuEmbedding(nn.Module):
     """Token embeddings plus, for each token, its row of the adapter's A^T times B."""
 
-    def __init__(self, base: nn.Embedding, slots: int, step: CpuStep) -> None:
+    def __init__(self, base: nn.Embedding | QuantizedEmbedding, slots: int, step: CpuStep) -> None:
         super().__init__()
         self.base = base
         self.pairs: list[LoraPair | None] = [None] * slots

@@ -6,9 +6,12 @@ x ──▶ FusedProduct.compute(x) ──▶ y [..., q | k | v] ──▶ q_pro
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import overload
 
 import torch
 from torch import Tensor, nn
+
+from worker.engine.quantized.weight import AnyLinear, QuantizedLinear, concatenate
 
 # Names of layers that transformers' models call with the same input, inside one parent module.
 _SAME_INPUT = (
@@ -30,23 +33,36 @@ def fusion_candidates(names: Iterable[str]) -> list[list[str]]:
     return list(groups.values())
 
 
-def can_fuse(linears: Sequence[nn.Linear]) -> bool:
-    """Tell whether the layers can be one product: all have the same in_features, and all or none a bias."""
-    return len({(linear.in_features, linear.bias is None) for linear in linears}) == 1
+def can_fuse(linears: Sequence[AnyLinear]) -> bool:
+    """Tell whether the layers can be one product: same in_features, all or none a bias, weights of one kind."""
+    return len({(linear.in_features, linear.bias is None, _kind(linear)) for linear in linears}) == 1
 
 
-def fuse(linears: Sequence[nn.Linear]) -> nn.Linear:
+def _kind(linear: AnyLinear) -> object:
+    if not isinstance(linear, QuantizedLinear):
+        return linear.weight.dtype
+    weight = linear.weight
+    return weight.bits, weight.group, weight.codes.dtype, weight.zeros is None
+
+
+@overload
+def fuse(linears: Sequence[nn.Linear]) -> nn.Linear: ...
+@overload
+def fuse(linears: Sequence[AnyLinear]) -> AnyLinear: ...
+def fuse(linears: Sequence[AnyLinear]) -> AnyLinear:
     """Concatenate the outputs of layers that can be fused into one layer; a single layer is returned unchanged."""
     if len(linears) == 1:
         return linears[0]
-    has_bias = linears[0].bias is not None
-    width = sum(linear.out_features for linear in linears)
-    fused = nn.Linear(linears[0].in_features, width, bias=has_bias, device="meta")
-    weights: list[Tensor] = [linear.weight for linear in linears]
+    biases: list[Tensor] = [linear.bias for linear in linears if linear.bias is not None]
+    bias = torch.cat(biases) if biases else None
+    quantized = [linear.weight for linear in linears if isinstance(linear, QuantizedLinear)]
+    if quantized:
+        return QuantizedLinear(concatenate(quantized), bias)
+    weights: list[Tensor] = [linear.weight for linear in linears if isinstance(linear, nn.Linear)]
+    fused = nn.Linear(linears[0].in_features, sum(map(len, weights)), bias=bias is not None, device="meta")
     fused.weight = nn.Parameter(torch.cat(weights), requires_grad=False)
-    if has_bias:
-        biases: list[Tensor] = [linear.bias for linear in linears]
-        fused.bias = nn.Parameter(torch.cat(biases), requires_grad=False)
+    if bias is not None:
+        fused.bias = nn.Parameter(bias, requires_grad=False)
     return fused
 
 

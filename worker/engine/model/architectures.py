@@ -63,8 +63,6 @@ def check_architecture(config: Mapping[str, Any]) -> None:
         raise ModelUnusableError(
             f"architecture {name} is not supported{f': {why}' if why else ''}; supported are {supported}"
         )
-    if config.get("quantization_config"):
-        raise ModelUnusableError(f"this {name} is a quantized checkpoint; use the unquantized one")
     for architecture, field, why in _FIELDS_REFUSED:
         if architecture in (None, name) and config.get(field):
             raise ModelUnusableError(f"{field} of this {name} is not supported: {why}")

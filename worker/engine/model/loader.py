@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,10 +14,12 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from artifacts.base_model import read_base_model
+from artifacts.base_modules import model_bytes, read_weights
 from artifacts.checkpoint import read_checkpoint, read_small_file
 from artifacts.errors import ArtifactError
 from artifacts.json_object import parse_object
 from artifacts.kv_shape import KvShape
+from artifacts.quantization import check_device, parse_quantization
 from artifacts.safetensors_header import TensorInfo
 from worker.engine.attention import paged as attention
 from worker.engine.device.memory import available_bytes
@@ -26,6 +27,8 @@ from worker.engine.model.architectures import check_architecture
 from worker.engine.model.errors import ModelUnusableError
 from worker.engine.model.packed import packing_works
 from worker.engine.model.probe import probe_kv_shape
+from worker.engine.model.quantized_weights import QuantizedWeights
+from worker.engine.quantized.weight import is_linear
 from worker.sizing import DTYPE_BYTES, cpu_dtype, own_dtype
 
 _log = logging.getLogger(__name__)
@@ -50,6 +53,9 @@ class LoadedModel:
     linears: Mapping[str, tuple[int, int]]
     ends: Mapping[str, tuple[int, int]]
     directory: Path
+    # How many weights the model has, and those that it has quantized.
+    parameters: int
+    quantized: QuantizedWeights | None
     # How hidden states become one vector where a request does not say.
     pooling: str = "last"
 
@@ -59,8 +65,11 @@ class LoadedModel:
         return self.kv.numbers_per_token * self.dtype.itemsize
 
 
-def load_model(path: str, device: str = "cpu", dtype: str = "auto") -> LoadedModel:
-    """Load the model in directory `path`; dtype "auto" is the model's own. Raises ModelUnusableError."""
+def load_model(path: str, device: str = "cpu", dtype: str = "auto", quantize: str = "") -> LoadedModel:
+    """Load the model in directory `path`; dtype "auto" is the model's own.
+
+    `quantize` names the scheme in which float weights are loaded. Raises ModelUnusableError.
+    """
     directory = Path(path)
     if not directory.is_dir():
         raise ModelUnusableError(f"{directory} is not a directory; a model is a transformers directory")
@@ -68,15 +77,21 @@ def load_model(path: str, device: str = "cpu", dtype: str = "auto") -> LoadedMod
     try:
         config = parse_object(read_small_file(directory / "config.json"), "config.json")
         check_architecture(config)
-        manifest = read_base_model(path, name="model")
-        tensors = [tensor for _, tensor in read_checkpoint(directory).tensors.values()]
+        manifest = read_base_model(path, name="model", quantize=quantize)
+        checkpoint, scheme = read_checkpoint(directory), parse_quantization(quantize)
+        weights = read_weights(config, checkpoint)
+        check_device(manifest.quantization, device)
     except (ArtifactError, ModelUnusableError) as error:
         raise ModelUnusableError(f"{directory}: {error}") from None
-    number = dtype_of(dtype, config, tensors, place)
-    check_memory(directory, tensors, place, number)
-    module = _from_pretrained(directory, number)
+    number = dtype_of(dtype, config, next(tensor for _, tensor in checkpoint.tensors.values()), place)
+    parameters, needed = model_bytes(checkpoint, weights, scheme, number.itemsize)
+    check_memory(directory, needed, place, manifest.quantization or str(number).removeprefix("torch."))
+    quantized = QuantizedWeights.of(checkpoint, weights, scheme)
+    module = _from_pretrained(directory, number, quantized)
     _use_plain_linears(module)
     module.to(place)
+    if quantized is not None:
+        quantized.fill(module, number, place)
     context = attention.AttentionContext()
     context.attach(module)
     try:
@@ -96,6 +111,8 @@ def load_model(path: str, device: str = "cpu", dtype: str = "auto") -> LoadedMod
         ends=_ends(module),
         directory=directory,
         pooling=manifest.pooling,
+        parameters=parameters,
+        quantized=quantized,
     )
 
 
@@ -115,7 +132,7 @@ def _linears(module: Any) -> dict[str, tuple[int, int]]:
     return {
         name: (child.in_features, child.out_features)
         for name, child in module.named_modules()
-        if type(child) is nn.Linear and child is not head
+        if is_linear(child) and child is not head
     }
 
 
@@ -123,7 +140,7 @@ def _ends(module: Any) -> dict[str, tuple[int, int]]:
     embedding, head = module.get_input_embeddings(), module.get_output_embeddings()
     names = {child: name for name, child in module.named_modules()}
     ends = {names[embedding]: (embedding.num_embeddings, embedding.embedding_dim)}
-    return ends | ({names[head]: (head.in_features, head.out_features)} if type(head) is nn.Linear else {})
+    return ends | ({names[head]: (head.in_features, head.out_features)} if is_linear(head) else {})
 
 
 def device_of(name: str) -> torch.device:
@@ -139,11 +156,12 @@ def device_of(name: str) -> torch.device:
     return device
 
 
-def dtype_of(
-    wanted: str, config: Mapping[str, Any], tensors: Sequence[TensorInfo], device: torch.device
-) -> torch.dtype:
-    """Return the dtype to compute in; "auto" is the model's own. Raises ModelUnusableError."""
-    name = own_dtype(config, tensors[0].dtype) if wanted == "auto" else wanted
+def dtype_of(wanted: str, config: Mapping[str, Any], first: TensorInfo, device: torch.device) -> torch.dtype:
+    """Return the dtype to compute in; "auto" is the model's own, by its config or by its first tensor.
+
+    Raises ModelUnusableError.
+    """
+    name = own_dtype(config, first.dtype) if wanted == "auto" else wanted
     if wanted == "auto" and name == "float16" and device.type == "cpu":
         name = cpu_dtype(name, bfloat16_works=packing_works(torch.bfloat16))
         _log.warning("the model is in float16, which this CPU does not compute well: it runs in %s", name)
@@ -155,18 +173,17 @@ def dtype_of(
     return dtype
 
 
-def check_memory(directory: Path, tensors: Sequence[TensorInfo], device: torch.device, dtype: torch.dtype) -> None:
-    """Raise ModelUnusableError where the weights do not fit into the free memory."""
-    needed = sum(math.prod(info.shape) for info in tensors) * dtype.itemsize
+def check_memory(directory: Path, needed: int, device: torch.device, kind: str) -> None:
+    """Raise ModelUnusableError where weights of so many bytes, of that kind, do not fit into the free memory."""
     available = available_bytes(device)
     if needed > available:
         raise ModelUnusableError(
-            f"{directory}: the weights take {needed / 1e9:.1f} GB in {str(dtype).removeprefix('torch.')}, "
+            f"{directory}: the weights take {needed / 1e9:.1f} GB in {kind}, "
             f"and {available / 1e9:.1f} GB are available on {device}"
         )
 
 
-def _from_pretrained(directory: Path, dtype: torch.dtype) -> Any:
+def _from_pretrained(directory: Path, dtype: torch.dtype, quantized: QuantizedWeights | None) -> Any:
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
         loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
@@ -176,11 +193,12 @@ def _from_pretrained(directory: Path, dtype: torch.dtype) -> Any:
             local_files_only=True,
             use_safetensors=True,
             output_loading_info=True,
+            **(quantized.loading_options(directory) if quantized else {}),
         )
     except (OSError, ValueError, RuntimeError, KeyError) as error:
         raise ModelUnusableError(f"{directory} can't be loaded: {' '.join(str(error).split())}") from error
     module, info = loaded
-    require_weights(directory, info)
+    require_weights(directory, info, quantized.is_read_here if quantized else lambda name: False)
     # With one, GPT-2 looks for padding in every batch, which waits for the device.
     module.config.pad_token_id = None
     return module.eval().requires_grad_(False)

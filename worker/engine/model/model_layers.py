@@ -16,6 +16,9 @@ from artifacts.families import HEAD_WEIGHTS
 from artifacts.heads import hidden_size
 from worker.engine.lora.embedding import CpuEmbedding
 from worker.engine.lora.fused_linears import FusedPart
+from worker.engine.model.quantized_weights import QuantizedWeights
+from worker.engine.quantized.embedding import QuantizedEmbedding
+from worker.engine.quantized.weight import QuantizedLinear, QuantizedWeight, is_linear
 
 # Number of a weight's rows that are cast to float32 at once.
 _PIECE_ROWS = 4096
@@ -48,6 +51,10 @@ class Layered(Protocol):
     def directory(self) -> Path:
         """Return where its files lie."""
 
+    @property
+    def quantized(self) -> QuantizedWeights | None:
+        """Return the weights that are quantized; None where none are."""
+
 
 class ModelLayers:
     """The layers of a model on any device, as numbers on the CPU.
@@ -58,13 +65,14 @@ class ModelLayers:
 
     def __init__(self, loaded: Layered) -> None:
         self._loaded = loaded
+        # Of quantized ones no use is made.
         self._embeddings: Tensor = loaded.module.get_input_embeddings().weight
         self._squares: dict[str, Tensor] = {}
         self._biases: dict[str, Tensor] = {}
         for name in (*loaded.linears, *loaded.ends):
             layer = loaded.module.get_submodule(name)
             # Embeddings stay as they are: they can be asked later.
-            if isinstance(layer, nn.Linear):
+            if is_linear(layer):
                 self._squares[name] = _squares(layer.weight).cpu()
                 if layer.bias is not None:
                     self._biases[name] = layer.bias.detach().float().cpu()
@@ -74,6 +82,8 @@ class ModelLayers:
         if module in self._squares:
             return self._squares[module]
         weight: Any = self._own(module).weight
+        if isinstance(weight, QuantizedWeight):
+            weight = weight.dequantize()
         return _squares(weight.t()).cpu()
 
     @property
@@ -87,8 +97,12 @@ class ModelLayers:
         layer, a = self._own(module), a.to(self._loaded.device, self._loaded.dtype)
         if isinstance(layer, nn.Embedding):
             return (a @ layer.weight).float().cpu()
+        if isinstance(layer, QuantizedEmbedding):
+            return (a @ layer.weight.dequantize(a.dtype)).float().cpu()
         if isinstance(layer, nn.Linear):
             return linear(a, layer.weight).float().cpu()
+        if isinstance(layer, QuantizedLinear):
+            return linear(a, layer.weight.dequantize(a.dtype)).float().cpu()
         # Not through the part's own call: it keeps what the step that runs has computed.
         assert isinstance(layer, FusedPart)
         y = layer.product.base(a).split_with_sizes(layer.product.widths, -1)[layer.index]
@@ -106,8 +120,10 @@ class ModelLayers:
     def repeats(self, parameter: str, values: Tensor) -> bool:
         """See BaseLayers."""
         module, _, kind = parameter.rpartition(".")
+        dtype, quantized = self._loaded.dtype, self._loaded.quantized
+        if kind == "weight" and quantized is not None and quantized.has_end(module):
+            return quantized.repeats(module, values, dtype)
         own = self.bias(module) if kind == "bias" else self._weight(module)
-        dtype = self._loaded.dtype
         return own is not None and torch.equal(own.to("cpu", dtype), values.to(dtype))
 
     def _weight(self, module: str) -> Tensor:
@@ -126,7 +142,10 @@ class ModelLayers:
         return layer.base if isinstance(layer, CpuEmbedding) else layer
 
 
-def _squares(weight: Tensor) -> Tensor:
+def _squares(weight: Tensor | QuantizedWeight) -> Tensor:
     """Return the squared norm of each row; in pieces, because a float32 copy is made of each."""
+    if isinstance(weight, QuantizedWeight):
+        starts = range(0, weight.out_features, _PIECE_ROWS)
+        return torch.cat([_squares(weight.rows(slice(start, start + _PIECE_ROWS)).dequantize()) for start in starts])
     pieces = torch.split(weight, _PIECE_ROWS)
     return torch.cat([torch.linalg.vector_norm(piece, dim=1, dtype=torch.float32).square() for piece in pieces])

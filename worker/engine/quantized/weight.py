@@ -7,9 +7,9 @@ The layer computes with the dequantized weight, on any device: the definition th
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Any, Self, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -57,9 +57,16 @@ class QuantizedWeight:
         return (numbers * self._columns(self.scales)).to(dtype)
 
     def to(self, device: torch.device) -> Self:
-        """Return the weight on a device."""
+        """Return the weight on a device; the same one where it is there."""
+        if device == self.codes.device:
+            return self
         zeros = None if self.zeros is None else self.zeros.to(device)
         return replace(self, codes=self.codes.to(device), scales=self.scales.to(device), zeros=zeros)
+
+    def rows(self, index: Tensor | slice) -> Self:
+        """Return the weight of some outputs."""
+        zeros = None if self.zeros is None else self.zeros[index]
+        return replace(self, codes=self.codes[index], scales=self.scales[index], zeros=zeros)
 
     def _columns(self, of_groups: Tensor) -> Tensor:
         if of_groups.shape[1] == 1:
@@ -88,6 +95,15 @@ class QuantizedLinear(nn.Module):
         return self
 
 
+# The layers that adapters change, that are fused and packed.
+AnyLinear = nn.Linear | QuantizedLinear
+
+
+def is_linear(module: object) -> TypeGuard[AnyLinear]:
+    """Tell whether a module is a linear layer, quantized or not; subclasses compute something else."""
+    return type(module) in (nn.Linear, QuantizedLinear)
+
+
 def quantize(weight: Tensor, bits: int, group: int | None = None, *, symmetric: bool = True) -> QuantizedWeight:
     """Round a weight [out, in] to the nearest codes, over the range of each group; None is one group per output."""
     columns = weight.shape[1]
@@ -106,7 +122,7 @@ def quantize(weight: Tensor, bits: int, group: int | None = None, *, symmetric: 
         zeros.append(zero)
     flat = torch.cat(codes, 1)
     return QuantizedWeight(
-        _packed(flat) if bits == 4 else flat.to(torch.int8),
+        pack_codes(flat) if bits == 4 else flat.to(torch.int8),
         torch.cat(scales, 1),
         None if symmetric else torch.cat(zeros, 1),
         bits,
@@ -114,11 +130,34 @@ def quantize(weight: Tensor, bits: int, group: int | None = None, *, symmetric: 
     )
 
 
+def equal(one: QuantizedWeight, other: QuantizedWeight) -> bool:
+    """Tell whether two weights are the same, bit by bit."""
+    if (one.bits, one.group, one.zeros is None) != (other.bits, other.group, other.zeros is None):
+        return False
+    pairs = [(one.codes, other.codes), (one.scales, other.scales)]
+    if one.zeros is not None and other.zeros is not None:
+        pairs.append((one.zeros, other.zeros))
+    return all(mine.dtype == theirs.dtype and torch.equal(mine, theirs) for mine, theirs in pairs)
+
+
+def concatenate(weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
+    """Put the outputs of weights of one scheme under each other; a single weight is returned unchanged."""
+    if len(weights) == 1:
+        return weights[0]
+    zeros = [weight.zeros for weight in weights if weight.zeros is not None]
+    return replace(
+        weights[0],
+        codes=torch.cat([weight.codes for weight in weights]),
+        scales=torch.cat([weight.scales for weight in weights]),
+        zeros=torch.cat(zeros) if zeros else None,
+    )
+
+
 def _symmetric_zero(bits: int) -> int:
     return SYMMETRIC_ZERO if bits == 4 else 0
 
 
-def _packed(codes: Tensor) -> Tensor:
+def pack_codes(codes: Tensor) -> Tensor:
     """Pack codes 0 to 15 [out, in] in pairs: uint8 [out, in // 2]."""
     pairs = codes.to(torch.uint8)
     return pairs[:, ::2] | pairs[:, 1::2] << 4

@@ -35,12 +35,22 @@ async def wait_until_registered(store: adapters_pb2_grpc.AdapterServiceAsyncStub
         else:
             if answer.model.digest == base.digest:
                 return
-            raise MismatchError(
-                f"base model {base.name}",
-                f"the store has {answer.model.digest} under this name, this worker's files are {base.digest}; "
-                "serve the registered files, or register these under another name",
-            )
+            raise MismatchError(f"base model {base.name}", _what_differs(answer.model, base))
         if waits_for != last_logged:
             log.info("waits for %s", waits_for)
             last_logged = waits_for
         await asyncio.sleep(ASK_S)
+
+
+def _what_differs(registered: pb.BaseModel, base: BaseModel) -> str:
+    if (registered.original_digest or registered.digest) == base.adapted_digest:
+        theirs, ours = (_flag(quantization) for quantization in (registered.quantization, base.quantization))
+        return f"it is registered {theirs}, this worker runs {ours}; give both the same"
+    return (
+        f"the store has {registered.digest} under this name, this worker's files are {base.digest}; "
+        "serve the registered files, or register these under another name"
+    )
+
+
+def _flag(quantization: str) -> str:
+    return f"with --quantize {quantization}" if quantization else "without --quantize"

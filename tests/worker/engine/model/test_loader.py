@@ -129,7 +129,10 @@ def lose_a_tensor(directory: Path) -> None:
         (set_fields(intermediate_size=128), "can't be loaded|mismatched keys"),
         (set_fields(architectures=["MambaForCausalLM"]), "architecture MambaForCausalLM is not supported"),
         (set_fields(architectures=[], model_type="bloom"), "model_type 'bloom' is not supported"),
-        (set_fields(quantization_config={"quant_method": "awq"}), "quantized checkpoint"),
+        (
+            set_fields(quantization_config={"quant_method": "hqq"}),
+            "quantization_config.quant_method: 'hqq' is not read",
+        ),
         (set_fields(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4}), "rope type 'dynamic'"),
         (set_fields(rope_scaling={"type": "longrope", "factor": 2.0}), "rope type 'longrope'"),
     ],

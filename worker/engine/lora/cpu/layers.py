@@ -18,6 +18,7 @@ from worker.engine.lora.cpu.group import CpuGroup, CpuStep
 from worker.engine.lora.embedding import CpuEmbedding
 from worker.engine.lora.fused_linears import FusedPart, fused_groups, replace_linears
 from worker.engine.lora.weights import AdapterWeights
+from worker.engine.quantized.embedding import QuantizedEmbedding
 
 
 class CpuLayers:
@@ -60,7 +61,7 @@ class CpuLayers:
         self._has_ends = bool(ends)
         for name in ends:
             base = model.get_submodule(name)
-            if isinstance(base, nn.Embedding):
+            if isinstance(base, nn.Embedding | QuantizedEmbedding):
                 self._embeddings[name] = CpuEmbedding(base, slots, self._step)
                 model.set_submodule(name, self._embeddings[name])
             else:

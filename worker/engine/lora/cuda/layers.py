@@ -16,6 +16,7 @@ from worker.engine.lora.cuda.kernels.groups import MAX_MODULES
 from worker.engine.lora.cuda.lora import CudaLora
 from worker.engine.lora.fused_linears import FusedProduct, can_fuse, fuse, fusion_candidates, replace_linears
 from worker.engine.lora.weights import AdapterWeights
+from worker.engine.quantized.weight import AnyLinear, is_linear
 
 
 class CudaLayers:
@@ -57,7 +58,7 @@ class CudaLayers:
 class _CudaGroup(FusedProduct):
     """Fused linears, with each row's adapter added to their product."""
 
-    def __init__(self, linears: Sequence[nn.Linear], lora: CudaLora, group: str) -> None:
+    def __init__(self, linears: Sequence[AnyLinear], lora: CudaLora, group: str) -> None:
         super().__init__(fuse(linears), [linear.out_features for linear in linears])
         self._lora = lora
         self._group = group
@@ -78,6 +79,6 @@ def _groups(model: nn.Module, linears: Mapping[str, tuple[int, int]]) -> list[li
     return groups
 
 
-def _linears(model: nn.Module, names: Sequence[str]) -> list[nn.Linear]:
+def _linears(model: nn.Module, names: Sequence[str]) -> list[AnyLinear]:
     layers = [model.get_submodule(name) for name in names]
-    return [layer for layer in layers if isinstance(layer, nn.Linear)]
+    return [layer for layer in layers if is_linear(layer)]

@@ -1,0 +1,62 @@
+"""A worker goes on with the model that is registered under its name, and with no other one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from loraplex.adapters.v1 import adapters_pb2 as pb
+
+from artifacts.base_model import BaseModel, read_base_model
+from artifacts.errors import MismatchError
+from worker.io.membership.registration import wait_until_registered
+
+PLAIN = replace(read_base_model("hash:?"), name="tiny")
+INT8 = replace(PLAIN, digest="sha256:8", quantization="int8", original_digest=PLAIN.digest)
+INT4 = replace(PLAIN, digest="sha256:4", quantization="int4", original_digest=PLAIN.digest)
+OTHER = replace(PLAIN, digest="sha256:other")
+
+
+class Store:
+    """Has one model."""
+
+    def __init__(self, base: BaseModel) -> None:
+        self._model = pb.BaseModel(
+            name=base.name,
+            digest=base.digest,
+            quantization=base.quantization,
+            original_digest=base.original_digest,
+        )
+
+    async def GetBaseModel(self, request: pb.GetBaseModelRequest, timeout: float) -> pb.GetBaseModelResponse:  # noqa: ASYNC109
+        """See the service."""
+        return pb.GetBaseModelResponse(model=self._model)
+
+
+async def register(registered: BaseModel, own: BaseModel) -> None:
+    store: Any = Store(registered)
+    await wait_until_registered(store, own)
+
+
+@pytest.mark.parametrize("base", [PLAIN, INT8])
+async def test_the_same_model_is_served(base: BaseModel) -> None:
+    await register(base, base)
+
+
+@pytest.mark.parametrize(
+    ("registered", "own", "message"),
+    [
+        (INT8, PLAIN, "it is registered with --quantize int8, this worker runs without --quantize; give both the same"),
+        (PLAIN, INT4, "it is registered without --quantize, this worker runs with --quantize int4; give both the same"),
+        (
+            INT8,
+            INT4,
+            "it is registered with --quantize int8, this worker runs with --quantize int4; give both the same",
+        ),
+        (OTHER, INT8, "the store has sha256:other under this name, this worker's files are sha256:8; serve"),
+    ],
+)
+async def test_another_one_is_refused_with_what_to_do(registered: BaseModel, own: BaseModel, message: str) -> None:
+    with pytest.raises(MismatchError, match=f"^base model tiny: {message}"):
+        await register(registered, own)
