@@ -7,7 +7,7 @@ import sys
 
 import uvloop
 
-from adapter_store.app import serve
+from adapter_store.app import BootstrapKeyError, serve
 from adapter_store.settings import StoreSettings
 from adapter_store.storage import DataDirectoryError
 from rpc.server import PortInUse
@@ -22,7 +22,7 @@ def main() -> int:
         settings = read_settings(StoreSettings, "adapter-store", sys.argv[1:], os.environ)
         set_up_logging("adapter_store", settings.log_format, settings.log_level)
         uvloop.run(serve(settings))
-    except (SettingsError, DataDirectoryError, MetricsPortError, PortInUse) as error:
+    except (SettingsError, BootstrapKeyError, DataDirectoryError, MetricsPortError, PortInUse) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Sequence
+from pathlib import Path
 
 from loraplex.adapters.v1 import adapters_pb2_grpc as pb_grpc
 from loraplex.admin.v1 import keys_pb2_grpc
@@ -22,8 +24,8 @@ from adapter_store.settings import REFUSE, StoreSettings
 from adapter_store.storage import DataDirectory
 from artifacts.certificate import FitnessLimits
 from rpc.errors import CallError
+from rpc.identity.access import GuardedServers
 from rpc.identity.api_keys import KeyDirectory
-from rpc.identity.guard import open_guard
 from rpc.identity.principal import Principal
 from rpc.metrics import CallMeter
 from rpc.server import Server, stop_signal
@@ -37,6 +39,10 @@ DRAIN_S = 10.0
 PURGE_S = 60.0
 
 
+class BootstrapKeyError(Exception):
+    """A first operator's key that cannot be read; the message is one line."""
+
+
 class Store:
     """A running store that listens on `port`."""
 
@@ -44,6 +50,8 @@ class Store:
         self._settings = settings
         self.metrics = StoreMetrics()
         self.port = 0
+        # HOST:PORT, then words like mtls=HOST:PORT.
+        self.addresses: Sequence[str] = ()
 
     async def start(self) -> None:
         """Open the data, listen, serve. Raises DataDirectoryError or PortInUse, and leaves nothing open."""
@@ -52,16 +60,18 @@ class Store:
             deleted = DeletedRevisions(self._database, self._data, self._settings.keep_deleted_s)
             catalog, bases = Catalog(self._database, self._data, deleted), BaseModels(self._database, self._data)
             receiver = Receiver(self._data, catalog, bases, self._settings.max_adapter_bytes)
-            self._server = Server(open_guard(refused=self._refused), outer=[CallMeter(*self.metrics.calls)])
+            self._server = self._servers()
             certificates = Certificates(self._database, self._fitness_policy())
             service = AdapterService(catalog, bases, receiver, deleted, certificates, self.metrics)
-            pb_grpc.add_AdapterServiceServicer_to_server(service, self._server.grpc)
-            keys_pb2_grpc.add_KeyServiceServicer_to_server(KeyService(self._keys), self._server.grpc)
-            self.port = self._server.bind(self._settings.host, self._settings.port)
+            keys = KeyService(self._keys)
+            self._server.add(lambda server: pb_grpc.add_AdapterServiceServicer_to_server(service, server))
+            self._server.add(lambda server: keys_pb2_grpc.add_KeyServiceServicer_to_server(keys, server))
+            self.addresses = self._server.bind(self._settings.host, self._settings.port)
+            self.port = int(self.addresses[0].rpartition(":")[2])
             await self._server.start()
             await self._server.set_serving(True)
-            log.info("no credentials: whoever reaches this port may act as any tenant and as an operator")
             self._purging = asyncio.create_task(_purge_deleted(deleted))
+            self._following = asyncio.create_task(self._server.follow())
         except BaseException:
             await asyncio.to_thread(self._close)
             raise
@@ -69,9 +79,20 @@ class Store:
     async def stop(self, drain_s: float = DRAIN_S) -> None:
         """Refuse new calls, let running ones end for `drain_s`, cancel them, close the data."""
         await self._server.stop(drain_s)
-        self._purging.cancel()
-        await asyncio.gather(self._purging, return_exceptions=True)
+        for task in (self._purging, self._following):
+            task.cancel()
+        await asyncio.gather(self._purging, self._following, return_exceptions=True)
         await asyncio.to_thread(self._close)
+
+    def _servers(self) -> GuardedServers:
+        meter = CallMeter(*self.metrics.calls)
+        return GuardedServers(
+            self._settings,
+            self._settings.tls_files(),
+            lambda guard, _: Server(guard, outer=[meter]),
+            self._directory,
+            self._refused,
+        )
 
     def _refused(self, method: str, caller: Principal | None, error: CallError) -> None:
         self.metrics.refused.labels(error.reason).inc()
@@ -97,6 +118,11 @@ class Store:
         self._directory = KeyDirectory()
         self._keys = ApiKeys(self._database, lambda key: self._directory.put([key.hashed]))
         self._directory.put([key.hashed for key in self._keys.changes(0, -1)])
+        if self._settings.bootstrap_key:
+            try:
+                self._keys.bootstrap(Path(self._settings.bootstrap_key).read_text(encoding="utf-8").strip())
+            except (OSError, ValueError) as error:
+                raise BootstrapKeyError(f"--bootstrap-key {self._settings.bootstrap_key}: {error}") from error
 
     def _close(self) -> None:
         self._database.close()
@@ -123,7 +149,7 @@ async def serve(settings: StoreSettings) -> None:
     metrics_server = serve_metrics(store.metrics, settings.host, settings.metrics_port)
     try:
         await store.start()
-        print(f"ready store={settings.host}:{store.port}{store.metrics.ready_word}", flush=True)
+        print(f"ready store={' '.join(store.addresses)}{store.metrics.ready_word}", flush=True)
         await stop.wait()
         log.info("draining")
         await store.stop()

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from rpc.identity.tenant_header import check_exposure
+from rpc.identity.access import AccessSettings
 from rpc.settings import setting
 from telemetry.logging import FORMAT_HELP, FORMAT_VARIABLE, LEVEL_HELP, LEVEL_VARIABLE, check_logging
 from telemetry.metrics import PORT_HELP
@@ -15,8 +15,8 @@ from telemetry.metrics import PORT_HELP
 REFUSE, WARN = "refuse", "warn"
 
 
-@dataclass(frozen=True, slots=True)
-class StoreSettings:
+@dataclass(frozen=True)
+class StoreSettings(AccessSettings):
     """Keeps adapters and base models' manifests in a local directory and serves them over gRPC."""
 
     data: Path = setting("directory that holds everything; made when it is missing")  # a field
@@ -40,6 +40,7 @@ class StoreSettings:
     metrics_port: int = setting(PORT_HELP, 0)
     log_format: str = setting(FORMAT_HELP, "text", variable=FORMAT_VARIABLE)
     log_level: str = setting(LEVEL_HELP, "info", variable=LEVEL_VARIABLE)
+    bootstrap_key: str = setting("file with the first operator's API key; `loraplex keys bootstrap` makes it", "")
     insecure_tenants: bool = setting("listen beyond loopback although callers name their tenant unproved", False)
 
     def __post_init__(self) -> None:
@@ -58,4 +59,9 @@ class StoreSettings:
         if self.certificate_breach not in {REFUSE, WARN}:
             raise ValueError(f"--certificate-breach: {self.certificate_breach} is neither {REFUSE} nor {WARN}")
         check_logging(self.log_format, self.log_level)
-        check_exposure(self.host, self.insecure_tenants)
+        self.check_access(self.host, self.insecure_tenants)
+        if self.tls_files() is None:
+            if self.bootstrap_key:
+                raise ValueError("--bootstrap-key: needs --tls-cert, --tls-key and --tls-ca")
+        elif self.operator_mtls_port is None:
+            raise ValueError("--operator-mtls-port: give it with --tls-cert; routers and workers come in there")

@@ -18,6 +18,7 @@ from router.api.open_calls import OpenCalls
 from router.api.operator_commands import AdapterCommands
 from router.api.request_telemetry import COUNTED_METHODS, RequestTelemetry
 from router.api.service import InferenceService
+from router.catalog.key_copy import KeyCopy
 from router.catalog.models import LOOK_S, Models
 from router.catalog.placement import Placer
 from router.catalog.store_client import StoreClient
@@ -37,8 +38,11 @@ from router.metrics import RouterMetrics
 from router.settings import Settings, read_weights
 from router.text.prompt_encoder import PromptEncoder
 from router.worker_watch import look_at_workers
-from rpc.identity.guard import open_guard
+from rpc.identity.access import GuardedServers
+from rpc.identity.api_keys import KeyDirectory
+from rpc.identity.guard import Guard, open_guard
 from rpc.identity.permissions import Port
+from rpc.identity.tls import TlsFiles
 from rpc.metrics import CallMeter
 from rpc.server import Server, channel_options, relay_options, stop_signal, unless_stopped
 from telemetry.metrics import serve_metrics
@@ -61,7 +65,7 @@ async def run(settings: Settings) -> None:
     redis = await unless_stopped(stop, connect_once_up(settings.redis_url))
     if redis is None:
         return
-    store = StoreClient(settings.store)
+    store = StoreClient(settings.store, tls := settings.tls_files())
     models = Models(store, redis, settings.cell, settings.queue_limits)
     reach = RelayReach(metrics)
     placer = Placer(
@@ -74,7 +78,7 @@ async def run(settings: Settings) -> None:
     )
     relay_service = RelayService(dispatcher, metrics)
     telemetry, encoder, proofs = RequestTelemetry(metrics, spans, models), PromptEncoder(), GrammarProofs()
-    public, relay = _public_server(settings, telemetry), Server(open_guard(Port.RELAY), options=relay_options())
+    public, relay = _servers(settings, tls, telemetry, store), Server(open_guard(Port.RELAY), options=relay_options())
     resume_keys = _resume_keys(settings, redis)
     following: asyncio.Task[None] | None = None
     generation: Generation | None = None
@@ -92,17 +96,14 @@ async def run(settings: Settings) -> None:
             client_stall_s=settings.client_stall_s,
         )
         encoding = Encoding(generation, EncodeAdmission(models, store, reply_to, reach, encoder))
-        inference_pb2_grpc.add_InferenceServiceServicer_to_server(
-            InferenceService(generation, admission, models, telemetry, encoder, encoding), public.grpc
-        )
-        cluster = ClusterService(models, dispatcher, metrics, AdapterCommands(models, store))
-        cluster_pb2_grpc.add_ClusterServiceServicer_to_server(cluster, public.grpc)
+        service = InferenceService(generation, admission, models, telemetry, encoder, encoding)
+        _add_services(public, service, ClusterService(models, dispatcher, metrics, AdapterCommands(models, store)))
         relay_service.add_to(relay)
-        port = public.bind(settings.host, settings.port)
+        addresses = public.bind(settings.host, settings.port)
         await relay.start()
         await public.start()
         await unless_stopped(stop, check_advertised(settings.relay_name, relay_port, relay_service.router_id))
-        print(f"ready router={settings.host}:{port}{metrics.ready_word}", flush=True)
+        print(f"ready router={' '.join(addresses)}{metrics.ready_word}", flush=True)
         following = asyncio.create_task(
             _follow(public, models, dispatcher, reach, metrics, generation, resume_keys, redis)
         )
@@ -124,13 +125,27 @@ async def run(settings: Settings) -> None:
         await asyncio.to_thread(spans.close)
 
 
-def _public_server(settings: Settings, telemetry: RequestTelemetry) -> Server:
+def _servers(
+    settings: Settings, tls: TlsFiles | None, telemetry: RequestTelemetry, store: StoreClient
+) -> GuardedServers:
+    keys = KeyDirectory()
+    follow_keys = KeyCopy(store, keys).follow
+    refused = telemetry.refused_caller
+    return GuardedServers(settings, tls, lambda *at: _server(settings, telemetry, *at), keys, refused, follow_keys)
+
+
+def _add_services(servers: GuardedServers, inference: InferenceService, cluster: ClusterService) -> None:
+    servers.add(lambda server: inference_pb2_grpc.add_InferenceServiceServicer_to_server(inference, server))
+    servers.add(lambda server: cluster_pb2_grpc.add_ClusterServiceServicer_to_server(cluster, server))
+
+
+def _server(settings: Settings, telemetry: RequestTelemetry, guard: Guard, port: Port) -> Server:
     meter = CallMeter(*telemetry.metrics.calls, COUNTED_METHODS)
+    if port is Port.OPERATORS:
+        return Server(guard, outer=[meter])
     open_calls = OpenCalls(settings.open_calls_limit, settings.open_bytes_limit, telemetry.refused)
     # Streams of one connection: its client keeps further ones to itself. More than the limit, so that they are refused.
     streams = ("grpc.max_concurrent_streams", 2 * settings.open_calls_limit)
-    log.info("no credentials: whoever reaches this port may act as any tenant and as an operator")
-    guard = open_guard(refused=telemetry.refused_caller)
     return Server(guard, outer=[meter], interceptors=[open_calls], options=[*channel_options(), streams])
 
 
@@ -147,7 +162,7 @@ def _resume_keys(settings: Settings, redis: Redis) -> GivenKeys:
     return SharedKeys(StoredResumeKeys(redis), settings.former_keys)
 
 
-async def _drain(public: Server, generation: Generation | None, drain_s: float) -> None:
+async def _drain(public: GuardedServers, generation: Generation | None, drain_s: float) -> None:
     """Take no new calls; after `drain_s` end those that still run, which are resumed at another router."""
     stopping = asyncio.create_task(public.stop(drain_s + HAND_OVER_S))
     await asyncio.wait({stopping}, timeout=drain_s)
@@ -157,7 +172,7 @@ async def _drain(public: Server, generation: Generation | None, drain_s: float) 
 
 
 async def _follow(
-    public: Server,
+    public: GuardedServers,
     models: Models,
     dispatcher: Dispatcher,
     reach: RelayReach,
@@ -171,13 +186,14 @@ async def _follow(
         tasks.create_task(dispatcher.redispatch_missing())
         tasks.create_task(models.follow_store())
         tasks.create_task(resume_keys.follow())
+        tasks.create_task(public.follow())
         tasks.create_task(EvictionWatch(redis, metrics.evicted_keys.inc).follow())
         tasks.create_task(generation.slow_clients.drop_stalled())
         tasks.create_task(_follow_workers(public, models, dispatcher, reach))
         tasks.create_task(follow_gauges(metrics, models, dispatcher))
 
 
-async def _follow_workers(public: Server, models: Models, dispatcher: Dispatcher, reach: RelayReach) -> None:
+async def _follow_workers(public: GuardedServers, models: Models, dispatcher: Dispatcher, reach: RelayReach) -> None:
     """Follow which workers are alive and reach this router, and set the router's health; never returns."""
     health, last_logged = False, ""
     while True:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from broker.terms import QueueLimits
 from router.generation.resume_keys import KEY_CHARACTERS
-from rpc.identity.tenant_header import check_exposure
+from rpc.identity.access import AccessSettings
 from rpc.server import MESSAGE_BYTES
 from rpc.settings import REDIS_URL_HELP, REDIS_URL_VARIABLE, setting
 from telemetry.logging import FORMAT_HELP, FORMAT_VARIABLE, LEVEL_HELP, LEVEL_VARIABLE, check_logging
@@ -24,7 +24,7 @@ _LIMITS = (
 
 
 @dataclass(frozen=True)
-class Settings:
+class Settings(AccessSettings):
     """Routes Generate calls onto Redis queues and streams the workers' tokens back."""
 
     store: str = setting("the adapter store's address, HOST:PORT")
@@ -64,7 +64,7 @@ class Settings:
 
     def __post_init__(self) -> None:
         """Raise ValueError on a value out of range, or on an address that exposes tenants or that no worker reaches."""
-        check_exposure(self.host, self.insecure_tenants)
+        self.check_access(self.host, self.insecure_tenants)
         check_logging(self.log_format, self.log_level)
         if not self.client_stall_s > 0:
             raise ValueError(f"--client-stall-s {self.client_stall_s}: more than 0")

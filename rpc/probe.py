@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from pathlib import Path
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -15,8 +16,17 @@ def main(argv: list[str]) -> int:
     """Ask grpc.health.v1 at the address once."""
     parser = argparse.ArgumentParser(prog="python -m rpc.probe", description="Exits 0 when the process there serves.")
     parser.add_argument("address", help="HOST:PORT")
-    address = parser.parse_args(argv).address
-    with grpc.insecure_channel(address) as channel:
+    parser.add_argument("--ca", metavar="FILE", help="use TLS: the authority that signs the server's certificate")
+    parser.add_argument("--cert", metavar="FILE", help="the certificate of the caller, for ports that require one")
+    parser.add_argument("--key", metavar="FILE", help="the private key of --cert")
+    given = parser.parse_args(argv)
+    address = given.address
+    try:
+        channel = _channel(address, given.ca, given.cert, given.key)
+    except OSError as error:
+        print(f"error: {error.filename}: {error.strerror}", file=sys.stderr)
+        return 2
+    with channel:
         try:
             answer = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=TIMEOUT_S)
         except grpc.RpcError as error:
@@ -26,6 +36,14 @@ def main(argv: list[str]) -> int:
         print(f"error: {address} is not serving", file=sys.stderr)
         return 1
     return 0
+
+
+def _channel(address: str, ca: str | None, cert: str | None, key: str | None) -> grpc.Channel:
+    """Open a channel. Raises OSError for a file that cannot be read."""
+    pems = [None if path is None else Path(path).read_bytes() for path in (ca, key, cert)]
+    if not any(pems):
+        return grpc.insecure_channel(address)
+    return grpc.secure_channel(address, grpc.ssl_channel_credentials(*pems))
 
 
 if __name__ == "__main__":

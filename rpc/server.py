@@ -111,10 +111,13 @@ class Server:
     def _note_methods(self, service_name: str, method_handlers: Mapping[str, Any]) -> None:
         self._methods |= {f"/{service_name}/{method}" for method in method_handlers}
 
-    def bind(self, host: str, port: int) -> int:
+    def bind(self, host: str, port: int, credentials: grpc.ServerCredentials | None = None) -> int:
         """Listen on host:port, 0 for a port that the system chooses; return the port. Raises PortInUse."""
         try:
-            bound = self.grpc.add_insecure_port(f"{host}:{port}")
+            if credentials is None:
+                bound = self.grpc.add_insecure_port(f"{host}:{port}")
+            else:
+                bound = self.grpc.add_secure_port(f"{host}:{port}", credentials)
         except RuntimeError as error:
             raise PortInUse(f"cannot listen on {host}:{port}: the port is in use or the host is not ours") from error
         if bound == 0:

@@ -63,7 +63,7 @@ async def run(settings: Settings) -> None:
         disk = await asyncio.to_thread(_open_disk, settings)
         stack.push_async_callback(disk.close)
         timeouts = DownloadTimeouts(settings.fetch_s, settings.fetch_silent_s)
-        fetcher = AdapterFetcher(settings.store, disk, timeouts, metrics)
+        fetcher = AdapterFetcher(settings.store, disk, timeouts, metrics, tls=settings.tls_files())
         stack.push_async_callback(fetcher.close)
         breaker = EngineBreaker()
         await run_sessions(

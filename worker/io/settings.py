@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from artifacts.quantization import FLAG_HELP as QUANTIZE_HELP
 from artifacts.quantization import check_device
+from rpc.identity.tls import KEY_HELP, TlsFiles, tls_of
 from rpc.settings import REDIS_URL_HELP, REDIS_URL_VARIABLE, setting
 from telemetry.logging import FORMAT_HELP, FORMAT_VARIABLE, LEVEL_HELP, LEVEL_VARIABLE, check_logging
 from telemetry.metrics import PORT_HELP
@@ -42,6 +43,9 @@ class Settings:
     fetch_s: float = setting("seconds that the store gets to send an adapter", 300.0)
     fetch_silent_s: float = setting("seconds without a piece (1 MiB) from the store that end the fetch", 10.0)
     cell: str = setting("the cell of the queue", "main")
+    tls_cert: str = setting("PEM file with this worker's certificate, with which it comes to the store", "")
+    tls_key: str = setting(KEY_HELP, "")
+    tls_ca: str = setting("PEM file with the authorities that sign the certificates of the other processes", "")
     health_host: str = setting("the address to answer grpc.health.v1, and to serve metrics, on", "127.0.0.1")
     health_port: int = setting("the port to answer it on; 0: the system chooses", 0)
     metrics_port: int = setting(PORT_HELP, 0)
@@ -57,6 +61,7 @@ class Settings:
     def __post_init__(self) -> None:
         """Check the values. Raises ValueError or ArtifactError on one that no engine can work with."""
         check_logging(self.log_format, self.log_level)
+        self.tls_files()
         if self.device.split(":", maxsplit=1)[0] not in DEVICES:
             raise ValueError(f"--device {self.device}: not one of {', '.join(DEVICES)}")
         if self.dtype not in DTYPES:
@@ -82,3 +87,7 @@ class Settings:
         for name in ("fetch_s", "fetch_silent_s", "stall_s"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"--{name.replace('_', '-')} {getattr(self, name)}: more than 0")
+
+    def tls_files(self) -> TlsFiles | None:
+        """Return the certificate files; None where TLS is off. Raises ValueError."""
+        return tls_of(self.tls_cert, self.tls_key, self.tls_ca)

@@ -20,10 +20,10 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-import grpc
 from loraplex.adapters.v1 import adapters_pb2_grpc
 
 from broker.messages import AdapterRef, AdapterRequest
+from rpc.identity.tls import LiveChannel, TlsFiles
 from rpc.server import channel_options
 from worker.engine_api import Failure, FailureReason
 from worker.io.adapters.disk import DiskTier, NotReservedError
@@ -69,20 +69,25 @@ class AdapterFetcher:
         timeouts: DownloadTimeouts,
         metrics: WorkerMetrics | None = None,
         *,
+        tls: TlsFiles | None = None,
         failure_s: float = FAILURE_S,
     ) -> None:
         self._metrics = metrics or WorkerMetrics()
         self._disk = disk
         self._timeouts = timeouts
         self._failure_s = failure_s
-        self._channel = grpc.aio.insecure_channel(store_address, options=_OPTIONS)
-        self.store = adapters_pb2_grpc.AdapterServiceStub(self._channel)
+        self._channel = LiveChannel(store_address, tls, _OPTIONS)
         self._shared: dict[str, _SharedFetch] = {}
         self._downloads = asyncio.Semaphore(DOWNLOADS_LIMIT)
         # By revision, with the time until which the failure counts.
         self._failed: dict[str, tuple[float, FetchFailedError]] = {}
         self._prefetches: set[asyncio.Task[None]] = set()
         self._hits = self._misses = 0
+
+    @property
+    def store(self) -> adapters_pb2_grpc.AdapterServiceAsyncStub:
+        """Return a stub of the store."""
+        return self._channel.stub(adapters_pb2_grpc.AdapterServiceStub)
 
     def disk_pin(self) -> DiskPin:
         """Return the pin of one job, which has no revisions yet."""
