@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 
@@ -39,7 +40,8 @@ def build_encoder(
     loaded = load_encoder(config.model, config.device, config.dtype)
     parameters = sum(parameter.numel() for parameter in loaded.module.parameters())
     base = ModelLayers(loaded)
-    runner = EncoderRunner(loaded, config.adapter_slots, config.max_rank, _every(_SIGN_S, on_progress))
+    signs = _SignsOfLife(_SIGN_S, on_progress)
+    runner = EncoderRunner(loaded, config.adapter_slots, config.max_rank, signs)
     adapters = OperatedCache[PackedAdapter](
         config.adapter_slots,
         TorchAdapterMemory(
@@ -53,7 +55,9 @@ def build_encoder(
     )
     torch.set_num_threads(step_threads(parameters, config.threads))
     scheduler = EncoderScheduler(_limits(loaded, config), config.rows, config.step_tokens, adapters, on_begun)
-    return EncoderEngine(scheduler, runner, adapters)
+    engine = EncoderEngine(scheduler, runner, adapters)
+    signs.begin()
+    return engine
 
 
 def _limits(loaded: LoadedEncoder, config: EngineConfig) -> EngineLimits:
@@ -71,15 +75,20 @@ def _limits(loaded: LoadedEncoder, config: EngineConfig) -> EngineLimits:
     )
 
 
-def _every(interval_s: float, action: Callable[[], None]) -> Callable[[], None]:
-    """Return a function that calls `action` where that was not called for so long."""
-    called_at = time.monotonic()
+class _SignsOfLife:
+    """Calls `action` where it was not called for so long; not before the engine is there."""
 
-    def call() -> None:
-        nonlocal called_at
+    def __init__(self, interval_s: float, action: Callable[[], None]) -> None:
+        self._interval_s = interval_s
+        self._action = action
+        self._called_at = math.inf
+
+    def begin(self) -> None:
+        """Call `action` from now on."""
+        self._called_at = time.monotonic()
+
+    def __call__(self) -> None:
         now = time.monotonic()
-        if now - called_at >= interval_s:
-            called_at = now
-            action()
-
-    return call
+        if now - self._called_at >= self._interval_s:
+            self._called_at = now
+            self._action()

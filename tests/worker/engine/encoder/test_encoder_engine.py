@@ -139,7 +139,7 @@ def test_a_step_gives_signs_of_life(bert: EncoderOracle, monkeypatch: pytest.Mon
     engine = build.build_encoder(
         EngineConfig(str(bert.directory), dtype="float32"), on_begun=begun.append, on_progress=lambda: signs.append(1)
     )
-    signs.clear()
+    assert not signs, "the process can't send before the engine is there"
     engine.add_sequence(text("a"))
     engine.step()
     engine.close()
