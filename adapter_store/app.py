@@ -59,10 +59,10 @@ class Store:
         try:
             deleted = DeletedRevisions(self._database, self._data, self._settings.keep_deleted_s)
             catalog, bases = Catalog(self._database, self._data, deleted), BaseModels(self._database, self._data)
-            receiver = Receiver(self._data, catalog, bases, self._settings.max_adapter_bytes)
+            self._receiver = Receiver(self._data, catalog, bases, self._settings.max_adapter_bytes)
             self._server = self._servers()
             certificates = Certificates(self._database, self._fitness_policy())
-            service = AdapterService(catalog, bases, receiver, deleted, certificates, self.metrics)
+            service = AdapterService(catalog, bases, self._receiver, deleted, certificates, self.metrics)
             keys = KeyService(self._keys)
             self._server.add(lambda server: pb_grpc.add_AdapterServiceServicer_to_server(service, server))
             self._server.add(lambda server: keys_pb2_grpc.add_KeyServiceServicer_to_server(keys, server))
@@ -79,6 +79,7 @@ class Store:
     async def stop(self, drain_s: float = DRAIN_S) -> None:
         """Refuse new calls, let running ones end for `drain_s`, cancel them, close the data."""
         await self._server.stop(drain_s)
+        self._receiver.close()
         for task in (self._purging, self._following):
             task.cancel()
         await asyncio.gather(self._purging, self._following, return_exceptions=True)

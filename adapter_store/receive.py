@@ -7,31 +7,35 @@ import re
 from collections.abc import AsyncIterable, AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
+from typing import TypeVar
 
 from loraplex.adapters.v1 import adapters_pb2 as pb
 
 from adapter_store.bases import BaseModels
 from adapter_store.catalog import Catalog
 from adapter_store.convert import base_from_pb, refusals
+from adapter_store.open_uploads import OpenUploads
 from adapter_store.records import Base, Blob, NewBase, NewRevision
 from adapter_store.storage import DataDirectory, Upload
 from adapter_store.tenants import check_owner
 from adapter_store.transfer import incoming
-from adapter_store.validate import validate_adapter
+from adapter_store.validate import CONFIG_BYTES
+from adapter_store.validator import Validator
 from artifacts.names import LIVE, AdapterName, RevisionName, check_alias, parse_adapter_name
-from artifacts.revision import CONFIG_FILE, WEIGHTS_FILE, revision_digest
-from rpc.errors import CallError, InvalidField
+from artifacts.revision import CONFIG_FILE, WEIGHTS_FILE
+from rpc.errors import CallError, DeadlinePassed, InvalidField
 
-# Maximum bytes of an adapter's configuration, maximum bytes of a base model's small files, and maximum number of these.
-_CONFIG_BYTES = 1024 * 1024
+# Maximum bytes of a base model's small files, and maximum number of these.
 _BASE_FILES_BYTES = 64 * 1024 * 1024
 _BASE_FILES = 64
 # The alias of an upload that moves none.
 _NO_ALIAS = "-"
-# Timeout in seconds for receiving what a client still sends before its upload is refused.
+# Timeouts in seconds before an upload is refused: for receiving what its client still sends, and for the next message.
 _HEAR_OUT_S = 2.0
+_SILENT_S = 0.5
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
 
+P = TypeVar("P")
 UploadPart = pb.UploadRevisionRequest | pb.ValidateAdapterRequest
 
 
@@ -46,19 +50,31 @@ class _Header:
 class Receiver:
     """Turns upload streams into checked files that wait to be kept."""
 
-    def __init__(self, data: DataDirectory, catalog: Catalog, bases: BaseModels, max_adapter_bytes: int) -> None:
+    def __init__(
+        self,
+        data: DataDirectory,
+        catalog: Catalog,
+        bases: BaseModels,
+        max_adapter_bytes: int,
+        open_uploads: OpenUploads | None = None,
+    ) -> None:
         self._data = data
         self._catalog = catalog
         self._bases = bases
-        self._limits = {CONFIG_FILE: _CONFIG_BYTES, WEIGHTS_FILE: max_adapter_bytes}
+        self._limits = {CONFIG_FILE: CONFIG_BYTES, WEIGHTS_FILE: max_adapter_bytes}
+        self._open_uploads = open_uploads or OpenUploads()
+        self._validator = Validator()
+
+    def close(self) -> None:
+        """End the processes that check uploads."""
+        self._validator.close()
 
     @asynccontextmanager
     async def revision(
         self, parts: AsyncIterable[UploadPart], tenant: str
     ) -> AsyncIterator[tuple[NewRevision, Upload]]:
         """Receive and validate a revision; its files are removed afterwards unless kept. Raises errors of the call."""
-        coming = aiter(parts)
-        async with _heard_out(coming):
+        async with _heard_out(aiter(parts)) as received, self._open_uploads.one(received, tenant) as coming:
             header = await self._header(await anext(coming, None), tenant)
             async with incoming(self._data, self._adapter_limit, sum(self._limits.values())) as files:
                 async for part in coming:
@@ -68,15 +84,14 @@ class Receiver:
                 for file in self._limits:
                     if file not in files.upload.sizes:
                         raise InvalidField("chunk", f"{file} is missing")
-                yield await asyncio.to_thread(self._check, header, files.upload), files.upload
+                yield await self._check(header, files.upload, tenant), files.upload
 
     @asynccontextmanager
     async def base_model(
-        self, parts: AsyncIterable[pb.RegisterBaseModelRequest]
+        self, parts: AsyncIterable[pb.RegisterBaseModelRequest], registrar: str
     ) -> AsyncIterator[tuple[NewBase, Upload]]:
         """Receive and check a manifest; its files are removed afterwards unless kept. Raises errors of the call."""
-        coming = aiter(parts)
-        async with _heard_out(coming):
+        async with _heard_out(aiter(parts)) as received, self._open_uploads.one(received, registrar) as coming:
             first = await anext(coming, None)
             if first is None or first.WhichOneof("part") != "model":
                 raise InvalidField("model", "comes first, then the chunks")
@@ -110,17 +125,17 @@ class Receiver:
             raise InvalidField("chunk.name", f"{file!r} is not a file of an adapter: {', '.join(self._limits)}")
         return self._limits[file]
 
-    def _check(self, header: _Header, upload: Upload) -> NewRevision:
-        blobs = upload.finish()
+    async def _check(self, header: _Header, upload: Upload, tenant: str) -> NewRevision:
+        blobs = await asyncio.to_thread(upload.finish)
         base = header.base.manifest
-        with refusals():
-            rank = validate_adapter(upload.path, base)
-        digest = revision_digest((upload.path / CONFIG_FILE).read_bytes(), blobs[WEIGHTS_FILE].digest)
+        valid, digest = await self._validator.check(upload, blobs[WEIGHTS_FILE].digest, base, tenant)
+        if valid.config is not None:
+            blobs[CONFIG_FILE] = await asyncio.to_thread(upload.rewrite, CONFIG_FILE, valid.config)
         return NewRevision(
             name=RevisionName(header.name.tenant, header.name.adapter, digest),
             base_model=base.name,
             base_digest=base.adapted_digest,
-            rank=rank,
+            rank=valid.rank,
             config=blobs[CONFIG_FILE],
             weights=blobs[WEIGHTS_FILE],
             alias=header.alias,
@@ -129,18 +144,21 @@ class Receiver:
 
 
 @asynccontextmanager
-async def _heard_out(coming: AsyncIterator[object]) -> AsyncIterator[None]:
-    """Delay a refusal until the client has sent the rest, for a limited time.
+async def _heard_out(coming: AsyncIterator[P]) -> AsyncIterator[AsyncIterator[P]]:
+    """Delay a refusal while the client still sends, for a limited time.
 
     grpc.aio's client takes a refusal that overtakes its own messages for an internal error.
     """
     try:
-        yield
+        yield coming
+    except DeadlinePassed:  # the client sends nothing
+        raise
     except CallError:
-        with suppress(TimeoutError):
+        with suppress(TimeoutError, StopAsyncIteration, CallError):
             async with asyncio.timeout(_HEAR_OUT_S):
-                async for _ in coming:
-                    pass
+                while True:
+                    async with asyncio.timeout(_SILENT_S):
+                        await anext(coming)
         raise
 
 

@@ -41,7 +41,7 @@ from artifacts.names import (
 )
 from artifacts.revision import CONFIG_FILE
 from rpc.errors import CallError, Exhausted, InvalidField, NotFound
-from rpc.identity.principal import calling_tenant
+from rpc.identity.principal import caller, calling_tenant
 
 log = logging.getLogger(__name__)
 
@@ -180,7 +180,7 @@ class AdapterService(pb_grpc.AdapterServiceServicer):
         self, request_iterator: AsyncIterator[pb.RegisterBaseModelRequest], context: Context
     ) -> pb.RegisterBaseModelResponse:
         """Keep a base model's manifest and small files."""
-        async with self._making_room(), self._receiver.base_model(request_iterator) as (new, upload):
+        async with self._making_room(), self._receiver.base_model(request_iterator, caller().name) as (new, upload):
             self._metrics.received.inc(sum(upload.sizes.values()))
             base = await asyncio.to_thread(self._bases.register, new, upload)
         log.info("registered base model %s, %s", base.manifest.name, base.manifest.digest)

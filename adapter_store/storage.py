@@ -83,6 +83,18 @@ class Upload:
             self._finish_file()
             return {name: Blob(PREFIX + self._hashes[name].hexdigest(), size) for name, size in self._sizes.items()}
 
+    def rewrite(self, name: str, data: bytes) -> Blob:
+        """Replace a file of a finished upload durably; returns its digest and size. Raises Exhausted on a full disk."""
+        with self._lock, _DiskErrors():
+            if self._discarded:
+                raise RuntimeError("the upload is discarded")
+            with open(self.path / name, "wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            self._hashes[name], self._sizes[name] = hashlib.sha256(data), len(data)
+            return Blob(PREFIX + self._hashes[name].hexdigest(), len(data))
+
     def discard(self) -> None:
         """Delete the files that were not kept."""
         with self._lock:

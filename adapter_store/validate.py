@@ -1,39 +1,55 @@
 """Validates an adapter's files before they are accepted: every field, tensor, shape and number.
 
-Blocks, for seconds with gigabytes of weights: call it in a thread.
+Runs in a child process that may be killed (see validator.py): the files are anybody's.
 """
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from artifacts.base_model import HASH_ARCHITECTURE, BaseModel, ModuleShape
 from artifacts.errors import ArtifactError, MismatchError
 from artifacts.heads import canonical_header, check_head, head_tensors, hidden_size
+from artifacts.json_object import parse_object
 from artifacts.peft_config import CONFIG_FILE, MAX_RANK, PeftConfig, parse_peft_config
 from artifacts.revision import WEIGHTS_FILE, LoraShape, base_copies, lora_tensors
-from artifacts.safetensors_header import TensorInfo, read_header
+from artifacts.safetensors_header import ADAPTER_HEADER_BYTES, TensorInfo, read_header
 
 # By dtype: an unsigned type of its size, and the bits of the exponent; infinities and NaNs alone have all of them set.
 _EXPONENTS: dict[str, tuple[str, int]] = {"F32": ("<u4", 0x7F80_0000), "F16": ("<u2", 0x7C00), "BF16": ("<u2", 0x7F80)}
 _PIECE_BYTES = 4 * 1024 * 1024
+# Maximum bytes of an adapter's configuration; workers take no more.
+CONFIG_BYTES = 1024 * 1024
 
 
-def validate_adapter(directory: Path, base: BaseModel) -> int:
-    """Check the two files in `directory` against the base model; returns the adapter's largest rank.
+@dataclass(frozen=True, slots=True)
+class Validated:
+    """An adapter that is accepted: its largest rank, and the configuration to keep where that is not the one given."""
 
-    Raises ArtifactError for what is broken, MismatchError for what does not go with the base or is not served.
+    rank: int
+    config: bytes | None = None
+
+
+def validate_adapter(directory: Path, base: BaseModel) -> Validated:
+    """Check the two files in `directory` against the base model.
+
+    Patterns of ranks and alphas become names of modules, unless they are names already. Raises ArtifactError for what
+    is broken, MismatchError for what does not go with the base or is not served.
     """
     config_bytes = (directory / CONFIG_FILE).read_bytes()
     if base.architecture == HASH_ARCHITECTURE:
-        return _rank_if_readable(config_bytes)
-    config = parse_peft_config(config_bytes)
-    header = canonical_header(read_header(directory / WEIGHTS_FILE), config, base.architecture)
+        return Validated(_rank_if_readable(config_bytes))
+    given = parse_peft_config(config_bytes)
+    header = canonical_header(read_header(directory / WEIGHTS_FILE, ADAPTER_HEADER_BYTES), given, base.architecture)
     head = head_tensors(header, base.architecture)
-    shapes = lora_tensors(header, use_dora=config.use_dora, head=head.values())
+    shapes = lora_tensors(header, use_dora=given.use_dora, head=head.values())
     modules = {module.name: module for module in base.modules}
     sizes = {name: (module.in_features, module.out_features) for name, module in modules.items()}
-    check_head(header, config, base.architecture, modules, hidden_size(sizes))
+    check_head(header, given, base.architecture, modules, hidden_size(sizes))
+    config = given.resolved(shapes)
     for name, shape in shapes.items():
         _check_module(name, shape, modules.get(name), config, base.name)
     for name, parameter in base_copies(header).items():
@@ -46,7 +62,22 @@ def validate_adapter(directory: Path, base: BaseModel) -> int:
         if tensor.dtype not in _EXPONENTS:
             raise MismatchError(WEIGHTS_FILE, f"tensor {name} is {tensor.dtype}; F32, F16 and BF16 are served")
     _check_finite(directory / WEIGHTS_FILE, header)
-    return max(shape.rank for shape in shapes.values())
+    return Validated(max(shape.rank for shape in shapes.values()), _with_names(config_bytes, given, config, shapes))
+
+
+def _with_names(data: bytes, given: PeftConfig, config: PeftConfig, modules: Mapping[str, LoraShape]) -> bytes | None:
+    """Return the configuration with names for patterns; None where its patterns are names that mean the same."""
+    if not given.has_expressions and all(_values(given, module) == _values(config, module) for module in modules):
+        return None
+    patterns = {names.field: dict(names.entries) for names in (config.rank_pattern, config.alpha_pattern)}
+    resolved = json.dumps(parse_object(data, CONFIG_FILE) | patterns, ensure_ascii=False, indent=2).encode()
+    if len(resolved) > CONFIG_BYTES:
+        raise MismatchError("rank_pattern", f"{CONFIG_FILE} has more than {CONFIG_BYTES} bytes with names for patterns")
+    return resolved
+
+
+def _values(config: PeftConfig, module: str) -> tuple[float, float]:
+    return config.rank_of(module), config.alpha_pattern.value_of(module, config.alpha)
 
 
 def _rank_if_readable(config: bytes) -> int:
@@ -75,7 +106,7 @@ def _check_module(name: str, shape: LoraShape, module: ModuleShape | None, confi
 
 
 def _check_finite(path: Path, header: dict[str, TensorInfo]) -> None:
-    # Imported by the first adapter, in its thread: a third of the store's start otherwise.
+    # Imported late: the store itself, which imports this module for hash models, starts without it.
     import numpy as np
 
     with open(path, "rb") as file:

@@ -6,7 +6,8 @@ A field that is not known to be harmless is refused by its name, so that no adap
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 from typing import Any
 
 from artifacts.certificate import PROMPTS_FIELD, parse_prompts
@@ -97,6 +98,19 @@ class PeftConfig:
                 raise MismatchError(
                     field, "begins a pattern with '^', and the base's names begin otherwise; leave it out"
                 )
+
+    @property
+    def has_expressions(self) -> bool:
+        """Tell whether a pattern is more than a name, so that `resolved` comes before `rank_of` and `scaling_of`."""
+        return self.rank_pattern.has_expressions or self.alpha_pattern.has_expressions
+
+    def resolved(self, modules: Collection[str]) -> PeftConfig:
+        """Return the same for these modules, with names for patterns. May take minutes. Raises ArtifactError."""
+        return replace(
+            self,
+            rank_pattern=self.rank_pattern.resolved(modules, self.rank),
+            alpha_pattern=self.alpha_pattern.resolved(modules, self.alpha),
+        )
 
     @property
     def max_rank(self) -> int:

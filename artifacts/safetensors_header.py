@@ -36,6 +36,8 @@ ITEM_BYTES = {
 # Size of the header's length; maximum size of a header, which is read into memory; maximum dimensions of a tensor.
 _LENGTH_BYTES = 8
 _MAX_HEADER_BYTES = 16 * 1024 * 1024
+# Maximum size of an adapter's header: some 25,000 tensors.
+ADAPTER_HEADER_BYTES = 4 * 1024 * 1024
 _MAX_DIMENSIONS = 8
 
 
@@ -49,7 +51,7 @@ class TensorInfo:
     end: int
 
 
-def read_header(path: str | Path) -> dict[str, TensorInfo]:
+def read_header(path: str | Path, max_bytes: int = _MAX_HEADER_BYTES) -> dict[str, TensorInfo]:
     """Return the file's tensors by name, in the order of their bytes. Raises ArtifactError with the file's name."""
     path = Path(path)
     try:
@@ -59,11 +61,11 @@ def read_header(path: str | Path) -> dict[str, TensorInfo]:
             if len(prefix) < _LENGTH_BYTES:
                 raise ArtifactError(path.name, "is not a safetensors file: shorter than 8 bytes")
             header_bytes = int.from_bytes(prefix, "little")
-            if header_bytes > min(_MAX_HEADER_BYTES, file_bytes - _LENGTH_BYTES):
+            if header_bytes > min(max_bytes, file_bytes - _LENGTH_BYTES):
                 raise ArtifactError(
                     path.name,
                     f"is not a safetensors file: its header would be {header_bytes} bytes long, "
-                    f"the file has {file_bytes} and a header at most {_MAX_HEADER_BYTES}",
+                    f"the file has {file_bytes} and a header at most {max_bytes}",
                 )
             text = file.read(header_bytes)
     except OSError as error:

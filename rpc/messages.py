@@ -79,12 +79,15 @@ class _Stream:
     """A client's messages; no generator, so that a stream that is left has nothing to close."""
 
     def __init__(self, requests: AsyncIterator[Any]) -> None:
-        self._next = aiter(requests).__anext__
+        self._requests = requests
+        self._next: Callable[[], Awaitable[Any]] | None = None
 
     def __aiter__(self) -> AsyncIterator[Any]:
         return self
 
     async def __anext__(self) -> Any:
+        if self._next is None:  # not before: a call may be refused before it reads
+            self._next = aiter(self._requests).__anext__
         return _readable(await self._next())
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from adapter_store.validate import validate_adapter
+from adapter_store.validate import Validated, validate_adapter
 from artifacts.base_model import BaseModel
 from artifacts.errors import ArtifactError, MismatchError
 from artifacts.revision import CONFIG_FILE, WEIGHTS_FILE
@@ -38,7 +38,7 @@ def write(
 
 @pytest.mark.parametrize("dtype", ["F32", "F16", "BF16"])
 def test_each_served_dtype_is_accepted(tmp_path: Path, tiny_base: BaseModel, dtype: str) -> None:
-    assert validate_adapter(write(tmp_path, dtype=dtype), tiny_base) == 2
+    assert validate_adapter(write(tmp_path, dtype=dtype), tiny_base).rank == 2
 
 
 @pytest.mark.parametrize(
@@ -105,11 +105,28 @@ def test_other_dtypes_are_refused(tmp_path: Path, tiny_base: BaseModel) -> None:
 def test_the_rank_is_the_one_of_the_config(tmp_path: Path, tiny_base: BaseModel) -> None:
     with pytest.raises(ArtifactError, match=r"has rank 2, but adapter_config\.json gives it 4"):
         validate_adapter(write(tmp_path, r=4), tiny_base)
-    assert validate_adapter(write(tmp_path, r=4, rank_pattern={"q_proj": 2}), tiny_base) == 2
+    assert validate_adapter(write(tmp_path, r=4, rank_pattern={"q_proj": 2}), tiny_base).rank == 2
+
+
+def test_patterns_become_the_names_that_they_mean(tmp_path: Path, tiny_base: BaseModel) -> None:
+    """Peft's and the worker's readings agree, and no regular expression is left to evaluate."""
+    alphas = {"^nothing$": 1, ".*self_attn.*": 32}
+    valid = validate_adapter(write(tmp_path, r=4, rank_pattern={".*q_pro.": 2}, alpha_pattern=alphas), tiny_base)
+    assert (valid.rank, valid.config is None) == (2, False)
+    kept = json.loads(valid.config or b"")
+    assert kept == {"peft_type": "LORA", "r": 4, "rank_pattern": {Q_PROJ: 2}, "alpha_pattern": {Q_PROJ: 32}}
+    (tmp_path / CONFIG_FILE).write_bytes(valid.config or b"")
+    assert validate_adapter(tmp_path, tiny_base) == Validated(2)  # what was kept is kept as it is
+
+
+def test_a_name_whose_dot_means_another_character_becomes_the_name(tmp_path: Path, tiny_base: BaseModel) -> None:
+    valid = validate_adapter(write(tmp_path, alpha_pattern={"q.proj": 7}), tiny_base)
+    assert json.loads(valid.config or b"")["alpha_pattern"] == {Q_PROJ: 7}
+    assert validate_adapter(write(tmp_path, alpha_pattern={"self_attn.q_proj": 7}), tiny_base).config is None
 
 
 def test_target_modules_that_match_nothing_are_fine(tmp_path: Path, tiny_base: BaseModel) -> None:
-    assert validate_adapter(write(tmp_path, target_modules=["q_proj", "conv9"]), tiny_base) == 2
+    assert validate_adapter(write(tmp_path, target_modules=["q_proj", "conv9"]), tiny_base).rank == 2
 
 
 def test_a_checkpoint_without_lora_is_refused(tmp_path: Path, tiny_base: BaseModel) -> None:
@@ -132,4 +149,4 @@ def test_a_checkpoint_without_lora_is_refused(tmp_path: Path, tiny_base: BaseMod
 def test_the_hash_model_takes_any_bytes(tmp_path: Path, hash_base: BaseModel, config: bytes, rank: int) -> None:
     (tmp_path / CONFIG_FILE).write_bytes(config)
     (tmp_path / WEIGHTS_FILE).write_bytes(b"anything")
-    assert validate_adapter(tmp_path, hash_base) == rank
+    assert validate_adapter(tmp_path, hash_base).rank == rank

@@ -30,9 +30,12 @@ MODULES = [
 )
 def test_the_same_pattern_counts_as_in_peft(patterns: dict[str, int]) -> None:
     ours = parse_name_patterns("rank_pattern", patterns)
+    names = ours.resolved(MODULES, 99)
+    assert not names.has_expressions
     for module in MODULES:
-        key = get_pattern_key(list(patterns), module)
-        assert ours.value_of(module, 99) == patterns.get(key, 99), module
+        expected = patterns.get(get_pattern_key(list(patterns), module), 99)
+        assert names.value_of(module, 99) == expected, module
+        assert ours.has_expressions or ours.value_of(module, 99) == expected, module
 
 
 @pytest.mark.parametrize(
@@ -58,7 +61,20 @@ def test_what_could_run_for_long_is_refused(pattern: str) -> None:
 
 def test_what_is_no_expression_is_refused() -> None:
     with pytest.raises(ArtifactError, match="is not a regular expression"):
-        parse_name_patterns("alpha_pattern", {"[a": 1})
+        parse_name_patterns("alpha_pattern", {"[a": 1}).resolved(MODULES, 2)
+
+
+def test_a_name_that_is_the_end_of_another_keeps_its_own_value() -> None:
+    names = parse_name_patterns("alpha_pattern", {"^lm_hea.$": 1}).resolved(["decoder.lm_head", "lm_head"], 2)
+    assert [names.value_of(module, 2) for module in ("decoder.lm_head", "lm_head")] == [2, 1]
+
+
+def test_expressions_are_not_evaluated_where_a_value_is_looked_up() -> None:
+    """256 of them, each cubic in the length of a name, halted whoever asked."""
+    patterns = parse_name_patterns("alpha_pattern", {f".*.*{number}": 1 for number in range(256)})
+    assert patterns.has_expressions
+    with pytest.raises(MismatchError, match="alpha_pattern: has regular expressions"):
+        patterns.value_of(MODULES[0], 2)
 
 
 def test_there_is_a_limit_to_how_many() -> None:

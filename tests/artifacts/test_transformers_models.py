@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from artifacts.peft_config import parse_peft_config
+from artifacts.resolve_patterns import with_names
 from artifacts.revision import CONFIG_FILE, WEIGHTS_FILE, lora_tensors
 from artifacts.safetensors_header import read_header
 
@@ -42,8 +43,8 @@ def test_ranks_and_scalings_are_those_that_peft_computes(tmp_path: Path) -> None
     get_peft_model(tiny("llama"), config).save_pretrained(str(tmp_path))
     # Saving sorts the patterns, and the first that matches counts: what peft reads again is the truth.
     model: Any = PeftModel.from_pretrained(tiny("llama"), str(tmp_path))
-    ours = parse_peft_config((tmp_path / CONFIG_FILE).read_bytes())
     shapes = lora_tensors(read_header(tmp_path / WEIGHTS_FILE))
+    ours = with_names(parse_peft_config((tmp_path / CONFIG_FILE).read_bytes()), shapes)
     layers = {name: layer for name, layer in model.base_model.model.named_modules() if hasattr(layer, "lora_A")}
     assert set(shapes) == set(layers)
     for name, layer in layers.items():
