@@ -28,20 +28,20 @@ def parameter_dtype(integers: Sequence[str], reals: Sequence[str], made_for: Map
     )
 
 
-def compile_kernel(kernel: Callable[..., None], parameters: np.dtype[Any], intrinsics: ModuleType) -> Any:
+def compile_kernel(kernel: Callable[..., None], parameters: np.dtype[Any], *intrinsics: ModuleType) -> Any:
     """Compile a kernel to a C function of a pointer to its parameters, whose address is the result's `address`.
 
-    Takes some seconds where it is not cached. `intrinsics` is the module of the kernel's own intrinsics.
+    Takes some seconds where it is not cached. `intrinsics` are the modules of the kernel's own intrinsics.
     """
     signature = types.void(types.CPointer(from_dtype(parameters)))
-    named = _named(kernel, parameters, intrinsics)
+    named = _named(kernel, parameters, *intrinsics)
     try:
         return cfunc(signature, cache=True)(named)
     except RuntimeError:  # no writable cache folder
         return cfunc(signature)(named)
 
 
-def _named(kernel: Callable[..., None], parameters: np.dtype[Any], intrinsics: ModuleType) -> Callable[..., None]:
+def _named(kernel: Callable[..., None], parameters: np.dtype[Any], *intrinsics: ModuleType) -> Callable[..., None]:
     """Return the function under a name that contains a digest of its sources and of its parameters' dtype.
 
     numba's cache is keyed by a function's name and its own file: without the digest it would miss changes of the
@@ -49,7 +49,7 @@ def _named(kernel: Callable[..., None], parameters: np.dtype[Any], intrinsics: M
     """
     assert isinstance(kernel, FunctionType), "a function of Python"
     digest = sha256(repr(parameters.descr).encode())
-    for module in (llvm, intrinsics, inspect.getmodule(kernel)):
+    for module in (llvm, *intrinsics, inspect.getmodule(kernel)):
         digest.update(inspect.getsource(module).encode() if module else b"")
     named = FunctionType(kernel.__code__, kernel.__globals__)
     # numba's cache goes by the qualified name, which a copy takes from the code.

@@ -1,0 +1,112 @@
+"""Linear layers over panels, each against float64 products with the very weights that they stand for."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from worker.engine.linear.layer import FixedLinear, PanelLayer, PanelLinear
+from worker.engine.quantized.weight import AnyLinear, QuantizedLinear, quantize
+
+# Outputs and columns: less than a panel and a vector, whole ones, and more with a rest.
+SHAPES = [(5, 16), (33, 86), (100, 290)]
+MAX_ROWS = 40
+
+
+def _linear(outputs: int, columns: int, kind: str, seed: int = 0) -> AnyLinear:
+    generator = torch.Generator().manual_seed(seed)
+    weight = torch.randn(outputs, columns, generator=generator)
+    bias = torch.randn(outputs, generator=generator)
+    match kind.split():
+        case ["int8"]:
+            return QuantizedLinear(quantize(weight, 8), bias)
+        case ["int8", "zeros"]:
+            return QuantizedLinear(quantize(weight + 0.5, 8, symmetric=False), bias)
+        case ["int4"]:
+            return QuantizedLinear(quantize(weight, 4, 32))
+        case ["int4", "zeros"]:
+            return QuantizedLinear(quantize(weight + 0.5, 4, 64, symmetric=False), bias)
+    linear = nn.Linear(columns, outputs).requires_grad_(False)
+    linear.weight.copy_(weight)
+    linear.bias.copy_(bias)
+    return linear.to(getattr(torch, kind))
+
+
+def _expected(linear: AnyLinear, x: Tensor) -> Tensor:
+    weight = linear.weight.dequantize() if isinstance(linear, QuantizedLinear) else linear.weight
+    bias = 0 if linear.bias is None else linear.bias.double()
+    return x.double() @ weight.double().t() + bias
+
+
+def _check(layer: PanelLayer, linear: AnyLinear, tolerance: float, dtype: torch.dtype) -> None:
+    """Check the outputs, and that a row's bits are the same beside any other rows."""
+    x = torch.randn(MAX_ROWS, linear.in_features, generator=torch.Generator().manual_seed(1)).to(dtype)
+    expected, y = _expected(linear, x), layer(x)
+    assert y.dtype == dtype
+    assert (y - expected).abs().max() <= tolerance * expected.abs().max()
+    for rows in (1, 2, 3, 4, 5, 6, 7, 8, 9, 13, 17):
+        assert torch.equal(layer(x[-rows:]), y[-rows:]), f"{rows} rows"
+    assert layer(x[:0]).shape == (0, linear.out_features)
+    assert torch.equal(layer(x[:6].view(2, 3, -1)), y[:6].view(2, 3, -1))
+
+
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8", "int8 zeros", "int4", "int4 zeros"])
+@pytest.mark.parametrize(("outputs", "columns"), SHAPES)
+def test_products_are_those_of_the_weight(outputs: int, columns: int, kind: str) -> None:
+    linear = _linear(outputs, columns, kind)
+    _check(PanelLinear(linear, torch.float32), linear, 1e-6, torch.float32)
+
+
+@pytest.mark.parametrize("kind", ["int8", "int8 zeros", "int4", "int4 zeros"])
+@pytest.mark.parametrize(("outputs", "columns"), SHAPES)
+def test_rows_in_fixed_point_lose_less_than_bfloat16_does(outputs: int, columns: int, kind: str) -> None:
+    linear = _linear(outputs, columns, kind)
+    _check(FixedLinear(linear, torch.float32), linear, 1e-4, torch.float32)
+
+
+def test_products_of_bfloat16_are_rounded_once() -> None:
+    linear = _linear(70, 130, "bfloat16")
+    for layer in (PanelLinear(linear, torch.bfloat16), FixedLinear(_linear(70, 130, "int8"), torch.bfloat16)):
+        of = linear if isinstance(layer, PanelLinear) else _linear(70, 130, "int8")
+        _check(layer, of, 5e-3, torch.bfloat16)
+
+
+def test_a_row_with_numbers_that_are_none_spoils_itself_alone() -> None:
+    for layer in (
+        PanelLinear(_linear(33, 80, "int8"), torch.float32),
+        FixedLinear(_linear(33, 80, "int8"), torch.float32),
+    ):
+        x = torch.randn(3, 80)
+        alone = layer(x)
+        for bad in (float("nan"), float("inf")):
+            x[1, 7] = bad
+            assert not layer(x)[1].isfinite().any()
+            assert torch.equal(layer(x)[::2], alone[::2])
+
+
+def test_fixed_point_takes_the_largest_and_the_smallest_numbers() -> None:
+    linear = _linear(16, 256, "int8")
+    layer = FixedLinear(linear, torch.float32)
+    x = torch.zeros(4, 256)
+    x[1, 3], x[2, 200], x[3, :128], x[3, 128:] = 1e30, 1e-34, 1e-3, 1e3
+    y = layer(x)
+    assert linear.bias is not None
+    assert torch.equal(y[0], linear.bias)
+    expected = _expected(linear, x)
+    assert ((y - expected).abs() <= 1e-4 * expected.abs().amax(1, keepdim=True)).all()
+
+
+def test_threads_call_a_layer_at_the_same_time() -> None:
+    layers = [
+        FixedLinear(_linear(100, 290, "int8"), torch.float32),
+        PanelLinear(_linear(100, 290, "int8"), torch.float32),
+    ]
+    x = torch.randn(9, 290)
+    expected = [layer(x) for layer in layers]
+    with ThreadPoolExecutor(4) as pool:
+        for _ in range(5):
+            for layer, alone in zip(layers, expected, strict=True):
+                assert all(torch.equal(y, alone) for y in pool.map(layer, [x] * 8))

@@ -1,0 +1,1 @@
+"""Linear layers of a model on the CPU: layouts of their weights, and the kernel for few rows."""

@@ -1,0 +1,40 @@
+"""The formats of weights in panels, and the width of a panel on this processor."""
+
+from __future__ import annotations
+
+from functools import cache
+
+# Codes of the formats, for kernels compiled for one of them.
+FORMATS = {"float32": 1, "bfloat16": 2, "int8": 3, "int4": 4}
+# Consecutive columns of one output that are stored side by side, or, in float32, that one pass of the loop takes.
+UNIT_COLUMNS = {"float32": 2, "bfloat16": 2, "int8": 2, "int4": 4}
+# Bytes of a unit of one output.
+UNIT_BYTES = {"float32": 8, "bfloat16": 4, "int8": 2, "int4": 2}
+# Vectors of a panel: with fewer, each activation that is loaded would serve too few products.
+PANEL_VECTORS = 2
+
+
+@cache
+def vector_lanes() -> int:
+    """Return the number of float32 in a vector register, as numba's settings say (NUMBA_CPU_FEATURES)."""
+    from numba.core.registry import cpu_target  # numba is there only where the CPU computes
+
+    return 16 if "+avx512f" in _features(cpu_target) else 8
+
+
+@cache
+def panel_outputs() -> int:
+    """Return the number of outputs of a panel: PANEL in the comments."""
+    return PANEL_VECTORS * vector_lanes()
+
+
+def has_feature(name: str) -> bool:
+    """Tell whether kernels are compiled for a processor with a feature that LLVM calls `name`."""
+    from numba.core.registry import cpu_target
+
+    return f"+{name}" in _features(cpu_target)
+
+
+def _features(target: object) -> tuple[str, ...]:
+    _, _, features = target.target_context.codegen().magic_tuple()  # type: ignore[attr-defined]
+    return tuple(str(features).split(","))
