@@ -10,7 +10,7 @@ from typing import Any
 from artifacts.base_modules import LinearWeight, linear_weights
 from artifacts.checkpoint import Checkpoint, read_checkpoint, read_small_file
 from artifacts.digests import sha256_json
-from artifacts.encoders import ENCODERS, EncoderFamily, adaptable_name, check_encoder, has_head, label_names
+from artifacts.encoders import ENCODERS, EncoderFamily, check_encoder, encoder_weights, has_head, label_names
 from artifacts.errors import ArtifactError
 from artifacts.families import FAMILIES, HEAD, is_embedding, is_head, is_inner
 from artifacts.hash_model import is_hash_spec, parse_hash_model
@@ -164,8 +164,8 @@ def _check_scheme(scheme: StoredScheme | None, quantize: Quantization | None, mo
     """Return a checkpoint's own scheme. Raises ArtifactError for one that is not served, or not the one wanted."""
     if scheme is not None and model_type in ENCODERS:
         raise ArtifactError(_CONFIG, "quantization_config: encoders are read unquantized; use the original model")
-    if quantize is not None and model_type in ENCODERS:
-        raise ArtifactError("--quantize", f"{quantize}: encoders are not quantized while they load; leave it out")
+    if quantize is not None and model_type in ENCODERS and (quantize.bits != 8 or quantize.floating):
+        raise ArtifactError("--quantize", f"{quantize}: encoders are quantized to int8 or int8-zero-point alone")
     if scheme is not None and quantize is not None and scheme.quantization != quantize:
         raise ArtifactError("--quantize", f"{quantize}: the model is quantized already, in {scheme.quantization}")
     return scheme
@@ -176,19 +176,16 @@ def _read_encoder(
 ) -> BaseModel:
     """Add to a manifest what an encoder has."""
     check_encoder(family, config)
-    prefixed = any(name.startswith(f"{family.prefix}.") for name in checkpoint.tensors)
-    found: dict[str, ModuleShape] = {}
-    for tensor_name, (_, tensor) in checkpoint.tensors.items():
-        name = adaptable_name(tensor_name, family, prefixed=prefixed) if len(tensor.shape) == 2 else None
-        if name is not None:
-            found[name] = ModuleShape(name, *(tensor.shape if is_embedding(name) else tensor.shape[::-1]))
+    found = encoder_weights(checkpoint, family)
     if not any(name.startswith(f"{family.prefix}.") and not is_embedding(name) for name in found):
         raise ArtifactError("model", "has no linear layers that adapters could change")
     classifies = has_head(found, family.model_type)
     return replace(
         manifest,
         context_length=manifest.context_length - family.reserved_positions(config),
-        modules=tuple(sorted(found.values())),
+        modules=tuple(
+            sorted(ModuleShape(name, weight.in_features, weight.out_features) for name, weight in found.items())
+        ),
         tasks=("embed", "classify") if classifies else ("embed",),
         labels=label_names(config, found[family.head.output].out_features) if classifies else (),
         # As sentence-transformers does with a model that does not say.

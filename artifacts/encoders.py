@@ -10,6 +10,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from artifacts.base_modules import LinearWeight
+from artifacts.checkpoint import Checkpoint
 from artifacts.errors import ArtifactError
 from artifacts.families import FAMILIES, HEAD, is_embedding
 from artifacts.revision import TENSOR_PREFIX
@@ -154,7 +156,20 @@ def check_encoder(family: EncoderFamily, config: Mapping[str, Any]) -> None:
             raise ArtifactError("config.json", f"rope_parameters: rope type {kind!r} is not served")
 
 
-def adaptable_name(tensor: str, family: EncoderFamily, *, prefixed: bool) -> str | None:
+def encoder_weights(checkpoint: Checkpoint, family: EncoderFamily) -> dict[str, LinearWeight]:
+    """Return the weights of a checkpoint that adapters can change, by the names of their modules."""
+    prefixed = any(name.startswith(f"{family.prefix}.") for name in checkpoint.tensors)
+    found = {}
+    for tensor, (_, info) in checkpoint.tensors.items():
+        name = _adaptable_name(tensor, family, prefixed=prefixed) if len(info.shape) == 2 else None
+        if name is not None:
+            # The rows of embeddings are tokens.
+            in_features, out_features = info.shape if is_embedding(name) else info.shape[::-1]
+            found[name] = LinearWeight(tensor, in_features, out_features, input_first=is_embedding(name))
+    return found
+
+
+def _adaptable_name(tensor: str, family: EncoderFamily, *, prefixed: bool) -> str | None:
     """Return the module's name of a weight with two dimensions, or None where no adapter can change it.
 
     `prefixed`: the checkpoint's names have the family's prefix.

@@ -37,8 +37,7 @@ def build_encoder(
     `on_loaded` is called from another thread when an adapter has been read; `on_begun` before the first step of a text;
     `on_progress` now and then within a step. Raises ModelUnusableError.
     """
-    loaded = load_encoder(config.model, config.device, config.dtype)
-    parameters = sum(parameter.numel() for parameter in loaded.module.parameters())
+    loaded = load_encoder(config.model, config.device, config.dtype, config.quantize)
     base = ModelLayers(loaded)
     signs = _SignsOfLife(_SIGN_S, on_progress)
     runner = EncoderRunner(loaded, config.adapter_slots, config.max_rank, signs)
@@ -53,7 +52,7 @@ def build_encoder(
         LoaderThreads(on_loaded, prepare=keep_to_one_core),
         host_adapter_bytes(config.host_adapter_bytes),
     )
-    torch.set_num_threads(step_threads(parameters, config.threads))
+    torch.set_num_threads(step_threads(loaded.parameters, config.threads))
     scheduler = EncoderScheduler(_limits(loaded, config), config.rows, config.step_tokens, adapters, on_begun)
     engine = EncoderEngine(scheduler, runner, adapters)
     signs.begin()

@@ -47,7 +47,7 @@ class RelativePositions:
 class _Projection:
     """A linear layer's output for the relative positions, by adapter: [heads, 2 * span, dim]."""
 
-    def __init__(self, layer: nn.Linear, positions: RelativePositions, heads: int, slots: int) -> None:
+    def __init__(self, layer: nn.Module, positions: RelativePositions, heads: int, slots: int) -> None:
         self._positions = positions
         self._heads = heads
         self._own: Tensor = layer(positions.embeddings)

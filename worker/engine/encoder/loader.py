@@ -5,7 +5,6 @@ So one set of module names serves all adapters; what of the head the checkpoint 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,14 +15,17 @@ import transformers
 from torch import nn
 
 from artifacts.base_model import read_base_model
+from artifacts.base_modules import model_bytes
 from artifacts.checkpoint import read_checkpoint, read_small_file
-from artifacts.encoders import ENCODERS, EncoderFamily
+from artifacts.encoders import ENCODERS, EncoderFamily, encoder_weights
 from artifacts.errors import ArtifactError
 from artifacts.families import is_embedding
 from artifacts.json_object import parse_object
+from artifacts.quantization import check_device, parse_quantization
 from worker.engine.attention import paged as attention
 from worker.engine.model.errors import ModelUnusableError
 from worker.engine.model.loader import check_memory, device_of, dtype_of, require_weights
+from worker.engine.model.quantized_weights import QuantizedWeights
 
 # Families whose attention is not computed by transformers' attention interface: see disentangled.py.
 _OWN_ATTENTION = ("deberta-v2",)
@@ -48,7 +50,9 @@ class LoadedEncoder:
     linears: Mapping[str, tuple[int, int]]
     ends: Mapping[str, tuple[int, int]]
     directory: Path
-    quantized: None = None
+    # How many weights the model has, and those that it has quantized.
+    parameters: int
+    quantized: QuantizedWeights | None
 
     @property
     def of_tokens(self) -> dict[str, tuple[int, int]]:
@@ -61,22 +65,32 @@ class LoadedEncoder:
         return self.module.get_submodule(self.family.prefix)
 
 
-def load_encoder(path: str, device: str = "cpu", dtype: str = "auto") -> LoadedEncoder:
-    """Load the encoder in directory `path`; dtype "auto" is the model's own. Raises ModelUnusableError."""
+def load_encoder(path: str, device: str = "cpu", dtype: str = "auto", quantize: str = "") -> LoadedEncoder:
+    """Load the encoder in directory `path`; dtype "auto" is the model's own.
+
+    `quantize` names the scheme in which the weights of its layers are loaded; the head's stay as they are. Raises
+    ModelUnusableError.
+    """
     directory, place = Path(path), device_of(device)
     if place.type != "cpu":
         raise ModelUnusableError("encoders are computed on the CPU; leave --device out")
     try:
-        manifest = read_base_model(path, name="model")
+        manifest = read_base_model(path, name="model", quantize=quantize)
         config = parse_object(read_small_file(directory / "config.json"), "config.json")
-        tensors = [tensor for _, tensor in read_checkpoint(directory).tensors.values()]
+        checkpoint, scheme = read_checkpoint(directory), parse_quantization(quantize)
+        check_device(manifest.quantization, device)
     except ArtifactError as error:
         raise ModelUnusableError(f"{directory}: {error}") from None
     family = ENCODERS[manifest.architecture]
-    number = dtype_of(dtype, config, tensors[0], place)
-    needed = sum(math.prod(tensor.shape) for tensor in tensors) * number.itemsize
-    check_memory(directory, needed, place, str(number).removeprefix("torch."))
-    module = _from_pretrained(directory, number, family)
+    number = dtype_of(dtype, config, next(tensor for _, tensor in checkpoint.tensors.values()), place)
+    weights = encoder_weights(checkpoint, family)
+    inner = {name: weight for name, weight in weights.items() if name not in family.head.linears}
+    parameters, needed = model_bytes(checkpoint, inner, scheme, number.itemsize)
+    check_memory(directory, needed, place, manifest.quantization or str(number).removeprefix("torch."))
+    quantized = QuantizedWeights.of(checkpoint, inner, scheme)
+    module = _from_pretrained(directory, number, family, quantized)
+    if quantized is not None:
+        quantized.fill(module, number, place)
     adaptable = {one.name: (one.in_features, one.out_features) for one in manifest.modules}
     layers = {name: layer for name, layer in module.named_modules() if name in adaptable}
     ends = {name for name in layers if is_embedding(name) or name in family.head.linears}
@@ -92,10 +106,14 @@ def load_encoder(path: str, device: str = "cpu", dtype: str = "auto") -> LoadedE
         linears={name: adaptable[name] for name in layers if name not in ends},
         ends={name: adaptable[name] for name in layers if name in ends},
         directory=directory,
+        parameters=parameters,
+        quantized=quantized,
     )
 
 
-def _from_pretrained(directory: Path, dtype: torch.dtype, family: EncoderFamily) -> nn.Module:
+def _from_pretrained(
+    directory: Path, dtype: torch.dtype, family: EncoderFamily, quantized: QuantizedWeights | None
+) -> nn.Module:
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
         loaded: Any = transformers.AutoModelForSequenceClassification.from_pretrained(
@@ -105,11 +123,14 @@ def _from_pretrained(directory: Path, dtype: torch.dtype, family: EncoderFamily)
             local_files_only=True,
             use_safetensors=True,
             output_loading_info=True,
+            **(quantized.loading_options(directory) if quantized else {}),
         )
     except (OSError, ValueError, RuntimeError, KeyError) as error:
         raise ModelUnusableError(f"{directory} can't be loaded: {' '.join(str(error).split())}") from error
     module, info = loaded
     head = tuple(f"{name}." for name in family.head.modules)
-    require_weights(directory, info, lambda name: name.startswith(head))
+    require_weights(
+        directory, info, lambda name: name.startswith(head) or (quantized is not None and quantized.is_read_here(name))
+    )
     evaluated: nn.Module = module.eval().requires_grad_(False)
     return evaluated

@@ -160,3 +160,29 @@ def vectors_of(outputs: Mapping[str, list[Any]]) -> dict[str, Tensor]:
         assert [(one.finish, one.failure, one.token_ids, one.offset) for one in its] == [("length", None, (), 0)]
         found[name] = torch.tensor(its[0].vector)
     return found
+
+
+def dequantized(oracle: EncoderOracle, scheme: str, directory: Path) -> EncoderOracle:
+    """Save an encoder with the numbers that its weights have once they are quantized."""
+    from safetensors.torch import load_file, save_file
+    from transformers import AutoModelForSequenceClassification
+
+    from artifacts.checkpoint import read_checkpoint
+    from artifacts.encoders import ENCODERS, encoder_weights
+    from artifacts.quantization import parse_quantization
+    from worker.engine.quantized.schemes import quantize_weight
+
+    auto: Any = AutoModelForSequenceClassification
+    model = oracle.tuned[""].model
+    quantization = parse_quantization(scheme)
+    assert quantization is not None
+    family = ENCODERS[model.config.model_type]
+    tensors = load_file(oracle.directory / "model.safetensors")
+    for name, weight in encoder_weights(read_checkpoint(oracle.directory), family).items():
+        if name not in family.head.linears and weight.scheme(quantization):
+            tensors[weight.tensor] = quantize_weight(tensors[weight.tensor], quantization).dequantize()
+    (directory / "model").mkdir(parents=True)
+    save_file(tensors, directory / "model" / "model.safetensors", {"format": "pt"})
+    model.config.save_pretrained(directory / "model")
+    loaded = auto.from_pretrained(directory / "model", dtype=torch.float32, attn_implementation="eager").eval()
+    return EncoderOracle(directory / "model", {"": Tuned(loaded, getattr(loaded, loaded.base_model_prefix))})

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.worker.engine.encoder.encoder_oracle import MODELS, make_oracle, texts, vectors_of
+from tests.worker.engine.encoder.encoder_oracle import MODELS, dequantized, make_oracle, texts, vectors_of
 from worker.engine_api import Encode
 
 pytestmark = [pytest.mark.model, pytest.mark.usefixtures("one_thread")]
@@ -47,3 +47,22 @@ def test_vectors_are_those_of_transformers_and_peft(
     alone = vectors_of(run_until_idle(engine, {20 * at: [request] for at, request in enumerate(requests)}))
     for key, vector in alone.items():
         assert (vector - vectors[key]).abs().max() <= ALONE * vectors[key].abs().max().clamp(min=1.0)
+
+
+@pytest.mark.parametrize("name", ["deberta-v2", "deberta-v3", "modernbert"])
+def test_quantized_weights_give_the_vectors_of_their_dequantized_numbers(
+    name: str, tmp_path: Path, make_encoder: Callable[..., Any], run_until_idle: Callable[..., Any]
+) -> None:
+    scheme = "int8-zero-point+embeddings" if name == "deberta-v3" else "int8"
+    plain = make_oracle(name, tmp_path / "plain")
+    oracle = dequantized(plain, scheme, tmp_path / "dequantized")
+    oracle.add_classifier("three", 1, 3, target_modules="all-linear", use_dora=True)
+    engine = make_encoder(plain.directory, quantize=scheme)
+    cases: dict[str, Any] = {}
+    for index, ids in enumerate(texts(8, seed=4)):
+        cases[str(index)] = ("", "three")[index % 2], ids, Encode("embed" if index % 4 < 2 else "classify")
+    vectors = vectors_of(run_until_idle(engine, {0: [oracle.request(key, *case) for key, case in cases.items()]}))
+    for key, case in cases.items():
+        expected = oracle.vector(*case)
+        assert (vectors[key] - expected).abs().max() <= TOLERANCE * expected.abs().max().clamp(min=1.0), (key, case)
+    assert not torch.allclose(vectors["0"], plain.vector(*cases["0"]), atol=1e-4)
