@@ -13,7 +13,7 @@ from loraplex.admin.v1 import keys_pb2_grpc
 from adapter_store.api_keys import ApiKeys
 from adapter_store.bases import BaseModels
 from adapter_store.catalog import Catalog
-from adapter_store.certificates import Certificates, FitnessPolicy
+from adapter_store.certificates import FitnessCertificates, FitnessPolicy
 from adapter_store.database import Database
 from adapter_store.deleted import DeletedRevisions
 from adapter_store.key_service import KeyService
@@ -61,7 +61,7 @@ class Store:
             catalog, bases = Catalog(self._database, self._data, deleted), BaseModels(self._database, self._data)
             self._receiver = Receiver(self._data, catalog, bases, self._settings.max_adapter_bytes)
             self._server = self._servers()
-            certificates = Certificates(self._database, self._fitness_policy())
+            certificates = FitnessCertificates(self._database, self._fitness_policy())
             service = AdapterService(catalog, bases, self._receiver, deleted, certificates, self.metrics)
             keys = KeyService(self._keys)
             self._server.add(lambda server: pb_grpc.add_AdapterServiceServicer_to_server(service, server))
@@ -100,8 +100,8 @@ class Store:
 
     def _fitness_policy(self) -> FitnessPolicy:
         settings = self._settings
-        limits = FitnessLimits(settings.certificate_min_agreement, settings.certificate_max_kl)
-        return FitnessPolicy(limits, settings.certificate_breach == REFUSE)
+        limits = FitnessLimits(settings.fitness_min_agreement, settings.fitness_max_kl)
+        return FitnessPolicy(limits, settings.fitness_breach == REFUSE)
 
     def _open(self) -> None:
         self._data = DataDirectory(self._settings.data)

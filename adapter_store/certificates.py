@@ -6,7 +6,7 @@ import time
 from dataclasses import astuple, dataclass
 
 from adapter_store.database import Database
-from adapter_store.records import Certificate
+from adapter_store.records import FitnessCertificate
 from adapter_store.rows import adapter_row, read_revision
 from artifacts.certificate import Figures, FitnessLimits
 from artifacts.names import RevisionName
@@ -24,19 +24,19 @@ class FitnessPolicy:
     refuses: bool
 
 
-class Certificates:
+class FitnessCertificates:
     """Keeps certificates. Its calls block: make them in a thread."""
 
     def __init__(self, database: Database, policy: FitnessPolicy) -> None:
         self._database = database
         self.policy = policy
 
-    def keep(self, name: RevisionName, quantization: str, base_digest: str, figures: Figures) -> Certificate:
+    def keep(self, name: RevisionName, quantization: str, base_digest: str, figures: Figures) -> FitnessCertificate:
         """Keep a revision's certificate, in the place of an earlier one for the same base and quantization.
 
         Raises NotFound, Mismatch where the base is not the revision's, InvalidField for one quantization too many.
         """
-        kept = Certificate(quantization, base_digest, figures, time.time_ns())
+        kept = FitnessCertificate(quantization, base_digest, figures, time.time_ns())
         with self._database.transaction() as rows:
             revision = read_revision(rows, name)
             if base_digest != revision.base_digest:

@@ -12,7 +12,7 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from loraplex.adapters.v1 import adapters_pb2 as pb
 
 from adapter_store.certificates import FitnessPolicy
-from adapter_store.records import Adapter, Base, Certificate, NewRevision, Revision
+from adapter_store.records import Adapter, Base, FitnessCertificate, NewRevision, Revision
 from artifacts.base_model import TASKS, BaseModel, ModuleShape
 from artifacts.certificate import Figures
 from artifacts.digests import is_digest
@@ -66,11 +66,11 @@ def revision_to_pb(revision: Revision | NewRevision, policy: FitnessPolicy) -> p
     )
 
 
-def certificate_to_pb(certificate: Certificate, policy: FitnessPolicy) -> pb.Certificate:
+def certificate_to_pb(certificate: FitnessCertificate, policy: FitnessPolicy) -> pb.FitnessCertificate:
     """Return a certificate's message, with what the policy makes of its figures."""
     breach = policy.limits.breach(certificate.figures)
     beyond = pb.VERDICT_REFUSED if policy.refuses else pb.VERDICT_WARNED
-    return pb.Certificate(
+    return pb.FitnessCertificate(
         quantization=certificate.quantization,
         base_digest=certificate.base_digest,
         **dataclasses.asdict(certificate.figures),
@@ -80,7 +80,7 @@ def certificate_to_pb(certificate: Certificate, policy: FitnessPolicy) -> pb.Cer
     )
 
 
-def figures_from_pb(certificate: pb.Certificate) -> Figures:
+def figures_from_pb(certificate: pb.FitnessCertificate) -> Figures:
     """Check and return the figures of a certificate. Raises InvalidField."""
     if not 0 < len(certificate.quantization) <= _MAX_QUANTIZATION:
         raise InvalidField("certificate.quantization", f"is not a text of 1 to {_MAX_QUANTIZATION} characters")

@@ -31,7 +31,7 @@ class Adapter:
 
 
 @dataclass(frozen=True, slots=True)
-class Certificate:
+class FitnessCertificate:
     """The figures of a revision on one quantization of the base model that it was validated against."""
 
     quantization: str
@@ -52,7 +52,7 @@ class Revision:
     weights: Blob
     create_ns: int
     order: int
-    certificates: tuple[Certificate, ...] = ()
+    certificates: tuple[FitnessCertificate, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

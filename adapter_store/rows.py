@@ -6,7 +6,7 @@ import sqlite3
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
-from adapter_store.records import Adapter, Blob, Certificate, Revision
+from adapter_store.records import Adapter, Blob, FitnessCertificate, Revision
 from artifacts.certificate import Figures
 from artifacts.names import AdapterName, RevisionName
 from rpc.errors import NotFound
@@ -58,19 +58,21 @@ def read_revision(rows: sqlite3.Connection, name: RevisionName) -> Revision:
     return revision
 
 
-def certificates_of(rows: sqlite3.Connection, adapter_id: int) -> dict[str, list[Certificate]]:
+def certificates_of(rows: sqlite3.Connection, adapter_id: int) -> dict[str, list[FitnessCertificate]]:
     """Return the certificates of an adapter's revisions, by digest."""
-    found: dict[str, list[Certificate]] = {}
+    found: dict[str, list[FitnessCertificate]] = {}
     for row in rows.execute("SELECT * FROM certificates WHERE adapter_id = ? ORDER BY quantization", (adapter_id,)):
         figures = Figures(
             row["prompts"], bool(row["drawn"]), row["tokens"], row["agreement"], row["mean_kl"], row["max_kl"]
         )
-        certificate = Certificate(row["quantization"], row["base_digest"], figures, row["create_ns"])
+        certificate = FitnessCertificate(row["quantization"], row["base_digest"], figures, row["create_ns"])
         found.setdefault(row["digest"], []).append(certificate)
     return found
 
 
-def to_revision(row: sqlite3.Row, certificates: Mapping[str, Sequence[Certificate]] = MappingProxyType({})) -> Revision:
+def to_revision(
+    row: sqlite3.Row, certificates: Mapping[str, Sequence[FitnessCertificate]] = MappingProxyType({})
+) -> Revision:
     """Return the revision of a row, with those of the certificates that were made with its base model."""
     own = certificates.get(row["digest"], ())
     return Revision(

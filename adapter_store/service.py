@@ -14,7 +14,7 @@ from loraplex.adapters.v1 import adapters_pb2_grpc as pb_grpc
 
 from adapter_store.bases import BaseModels
 from adapter_store.catalog import Catalog
-from adapter_store.certificates import Certificates
+from adapter_store.certificates import FitnessCertificates
 from adapter_store.convert import (
     adapter_to_pb,
     base_to_pb,
@@ -58,7 +58,7 @@ class AdapterService(pb_grpc.AdapterServiceServicer):
         bases: BaseModels,
         receiver: Receiver,
         deleted: DeletedRevisions,
-        certificates: Certificates,
+        certificates: FitnessCertificates,
         metrics: StoreMetrics,
     ) -> None:
         self._metrics = metrics

@@ -28,13 +28,13 @@ class StoreSettings(AccessSettings):
         "longest answer",
         3600.0,
     )
-    certificate_min_agreement: float = setting(
+    fitness_min_agreement: float = setting(
         "least share of equal greedy tokens that an adapter's certificate needs on a quantized base", 0.8
     )
-    certificate_max_kl: float = setting(
+    fitness_max_kl: float = setting(
         "largest mean divergence in nats that an adapter's certificate may have on a quantized base", 0.2
     )
-    certificate_breach: str = setting(
+    fitness_breach: str = setting(
         "routers refuse adapters beyond these limits on such a base, or warn of them: refuse or warn", REFUSE
     )
     metrics_port: int = setting(PORT_HELP, 0)
@@ -50,14 +50,12 @@ class StoreSettings(AccessSettings):
             raise ValueError(f"--max-adapter-bytes: {self.max_adapter_bytes} is not a size")
         if not 0 <= self.keep_deleted_s < math.inf:
             raise ValueError(f"--keep-deleted-s: {self.keep_deleted_s} is not a time")
-        if not 0 <= self.certificate_min_agreement <= 1:
-            raise ValueError(
-                f"--certificate-min-agreement: {self.certificate_min_agreement} is not a share from 0 to 1"
-            )
-        if not self.certificate_max_kl >= 0:
-            raise ValueError(f"--certificate-max-kl: {self.certificate_max_kl} is not a number from 0")
-        if self.certificate_breach not in {REFUSE, WARN}:
-            raise ValueError(f"--certificate-breach: {self.certificate_breach} is neither {REFUSE} nor {WARN}")
+        if not 0 <= self.fitness_min_agreement <= 1:
+            raise ValueError(f"--fitness-min-agreement: {self.fitness_min_agreement} is not a share from 0 to 1")
+        if not self.fitness_max_kl >= 0:
+            raise ValueError(f"--fitness-max-kl: {self.fitness_max_kl} is not a number from 0")
+        if self.fitness_breach not in {REFUSE, WARN}:
+            raise ValueError(f"--fitness-breach: {self.fitness_breach} is neither {REFUSE} nor {WARN}")
         check_logging(self.log_format, self.log_level)
         self.check_access(self.host, self.insecure_tenants)
         if self.tls_files() is None:

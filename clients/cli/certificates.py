@@ -17,7 +17,7 @@ from clients.cli.terminal import Activity, CommandError, print_json, print_rows
 from clients.cli.worker_command import ask_worker
 
 if TYPE_CHECKING:
-    from loraplex_client import Certificate, Revision, StoreClient
+    from loraplex_client import FitnessCertificate, Revision, StoreClient
 
 ModelDirOption = Annotated[
     Path | None,
@@ -48,9 +48,9 @@ def certify(
     _print_rows([(revision, certificate)])
 
 
-def certify_revision(client: StoreClient, revision: Revision, scheme: str, model_dir: Path) -> Certificate:
+def certify_revision(client: StoreClient, revision: Revision, scheme: str, model_dir: Path) -> FitnessCertificate:
     """Measure a revision on this machine, and keep its certificate in the store. Raises CommandError, LoraplexError."""
-    from loraplex_client import Certificate
+    from loraplex_client import FitnessCertificate
 
     from artifacts.errors import ArtifactError
     from artifacts.quantization import parse_quantization
@@ -71,11 +71,11 @@ def certify_revision(client: StoreClient, revision: Revision, scheme: str, model
         activity.step(f"measuring {revision.name} on {quantization}")
         client.download(revision.name, directory)
         figures = ask_worker("certify", model=str(model_dir), quantized=scheme, adapter=directory)
-    certificate = Certificate(quantization=str(quantization), base_digest=original.digest, **figures)
+    certificate = FitnessCertificate(quantization=str(quantization), base_digest=original.digest, **figures)
     return client.certify(revision.name, certificate)
 
 
-def certificate_json(certificate: Certificate) -> dict[str, Any]:
+def certificate_json(certificate: FitnessCertificate) -> dict[str, Any]:
     """Return a certificate for --json."""
     time = certificate.create_time
     return {**asdict(certificate), "create_time": None if time is None else time.isoformat()}
@@ -88,7 +88,7 @@ def print_certificates(revisions: Iterable[Revision]) -> None:
         _print_rows(rows)
 
 
-def _print_rows(rows: Iterable[tuple[Revision, Certificate]]) -> None:
+def _print_rows(rows: Iterable[tuple[Revision, FitnessCertificate]]) -> None:
     print_rows(
         ("revision", "base", "agreement", "mean KL", "max KL", "prompts", "tokens", "verdict"),
         (

@@ -28,13 +28,15 @@ Refusal = Callable[[grpc.aio.AioRpcError], tuple[str, str, bytes]]
 FIGURES = {"prompts": 16, "drawn": True, "tokens": 200, "agreement": 0.96875, "mean_kl": 0.02, "max_kl": 0.5}
 
 
-def certificate(base: BaseModel, quantization: str = "int4", **figures: Any) -> pb.Certificate:
-    return pb.Certificate(quantization=quantization, base_digest=base.digest, **FIGURES | figures)
+def certificate(base: BaseModel, quantization: str = "int4", **figures: Any) -> pb.FitnessCertificate:
+    return pb.FitnessCertificate(quantization=quantization, base_digest=base.digest, **FIGURES | figures)
 
 
-async def certify(client: Client, name: str, given: pb.Certificate, tenant: str = "acme") -> pb.Certificate:
+async def certify(
+    client: Client, name: str, given: pb.FitnessCertificate, tenant: str = "acme"
+) -> pb.FitnessCertificate:
     request = pb.CertifyRevisionRequest(name=name, certificate=given)
-    kept: pb.Certificate = (await client.call("CertifyRevision", request, tenant)).certificate
+    kept: pb.FitnessCertificate = (await client.call("CertifyRevision", request, tenant)).certificate
     return kept
 
 
@@ -79,8 +81,8 @@ async def test_limits_are_the_store_s(
     figures: dict[str, Any] = {"agreement": 0.5, "mean_kl": 1.25, "max_kl": 9}
     settings = [
         store_settings,
-        replace(store_settings, certificate_breach="warn", certificate_max_kl=1.5),
-        replace(store_settings, certificate_min_agreement=0.4, certificate_max_kl=1.5),
+        replace(store_settings, fitness_breach="warn", fitness_max_kl=1.5),
+        replace(store_settings, fitness_min_agreement=0.4, fitness_max_kl=1.5),
     ]
     found = []
     for index, each in enumerate(settings):
@@ -114,7 +116,7 @@ async def test_routers_refuse_an_unfit_adapter_on_such_a_base_alone(
     broken = "greedy agreement 0.25 is below 0.8, mean divergence 3 nats is above 0.2"
     request = Request("acme", "hello", "prompt", adapter="support")
     weighted = replace(request, adapter="", adapters=(WeightedAdapter("support", 0.5),))
-    for settings in (store_settings, replace(store_settings, certificate_breach="warn")):
+    for settings in (store_settings, replace(store_settings, fitness_breach="warn")):
         store = Store(settings)
         await store.start()
         client, catalog = connect(f"127.0.0.1:{store.port}"), StoreClient(f"127.0.0.1:{store.port}")
@@ -163,7 +165,7 @@ async def test_bad_certificates_are_refused(
     client: Client, tiny_base: BaseModel, revision: Any, refusal: Refusal
 ) -> None:
     elsewhere = replace(tiny_base, digest="sha256:" + "2" * 64)
-    cases: list[tuple[str, pb.Certificate, str, str, str]] = [
+    cases: list[tuple[str, pb.FitnessCertificate, str, str, str]] = [
         (revision.name, certificate(elsewhere), "acme", "FAILED_PRECONDITION", "measured with base model"),
         (revision.name, certificate(tiny_base, ""), "acme", "INVALID_ARGUMENT", "certificate.quantization"),
         (revision.name, certificate(tiny_base, agreement=1.5), "acme", "INVALID_ARGUMENT", "agreement 1.5"),

@@ -61,6 +61,7 @@ async def running_cluster(
     faulty: FaultyStore | None = None,
     routers: int = 1,
     redis_url: str = "",
+    quantize: str = "",
 ) -> AsyncIterator[Cluster]:
     """A cluster in `directory`, whose client calls the first router. With `faulty` its workers see the store so."""
     if faulty is not None:
@@ -71,6 +72,7 @@ async def running_cluster(
         routers=routers,
         port=0,
         store_port=0,
+        quantize=quantize,
         redis_url=redis_url,
         data_dir=directory,
         worker_flags=worker_flags,
@@ -80,7 +82,7 @@ async def running_cluster(
             faulty.target = local.store
         digests = {}
         async with AsyncStoreClient(local.store, TENANT) as store:
-            base = await asyncio.to_thread(read_base_model, model)
+            base = await asyncio.to_thread(read_base_model, model, quantize=quantize)
             await store.register_model(registered(base), base.files)
             for name, files in adapters.items():
                 digests[name] = (await store.push(files, name)).revision.digest

@@ -36,7 +36,7 @@ from loraplex_client.errors import (
 )
 from loraplex_client.generation import Choice, FinishReason, Generation, Piece, Timings, TokenLogprobs, Usage
 from loraplex_client.options import ChatOptions, GenerateOptions
-from loraplex_client.resources import Adapter, BaseModel, Certificate, ModelFile, Module, Pushed, Revision
+from loraplex_client.resources import Adapter, BaseModel, FitnessCertificate, ModelFile, Module, Pushed, Revision
 from loraplex_client.scores import ContinuationScore, Scores
 from loraplex_client.stream import AsyncGenerationStream, GenerationStream
 
@@ -50,7 +50,6 @@ __all__ = [
     "AsyncStoreClient",
     "BaseModel",
     "CancelledError",
-    "Certificate",
     "ChatOptions",
     "Choice",
     "Classification",
@@ -63,6 +62,7 @@ __all__ = [
     "EncodeOptions",
     "FailedPreconditionError",
     "FinishReason",
+    "FitnessCertificate",
     "GenerateOptions",
     "Generation",
     "GenerationStream",

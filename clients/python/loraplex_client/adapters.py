@@ -16,7 +16,7 @@ from loraplex_client.errors import DataLossError, InvalidRequestError
 from loraplex_client.resources import (
     Adapter,
     BaseModel,
-    Certificate,
+    FitnessCertificate,
     Pushed,
     Revision,
     adapter_of,
@@ -95,7 +95,7 @@ def set_alias(name: str, alias: str, digest: str) -> Script[Adapter]:
     return adapter_of(response.adapter)
 
 
-def certify(name: str, certificate: Certificate) -> Script[Certificate]:
+def certify(name: str, certificate: FitnessCertificate) -> Script[FitnessCertificate]:
     """Keep a revision's certificate; returns it with the store's verdict."""
     request = adapters_pb2.CertifyRevisionRequest(name=name, certificate=certificate_message(certificate))
     response = yield Call("CertifyRevision", request)

@@ -17,7 +17,7 @@ from loraplex_client.credentials import ApiKey, Tls, credentials_of
 from loraplex_client.generation import Generation
 from loraplex_client.options import ChatOptions, GenerateOptions, generate_request
 from loraplex_client.recovery import RESUME_ATTEMPTS
-from loraplex_client.resources import Adapter, BaseModel, Certificate, Pushed, Revision
+from loraplex_client.resources import Adapter, BaseModel, FitnessCertificate, Pushed, Revision
 from loraplex_client.response_format import M, parse_answer
 from loraplex_client.stream import AsyncGenerationStream
 
@@ -71,7 +71,7 @@ class AsyncStoreClient:
     async def set_alias(self, name: str, alias: str, digest: str) -> Adapter:
         return await self._connection.run(adapters.set_alias(adapters.full_name(name, self.tenant), alias, digest))
 
-    async def certify(self, revision: str, certificate: Certificate) -> Certificate:
+    async def certify(self, revision: str, certificate: FitnessCertificate) -> FitnessCertificate:
         return await self._connection.run(adapters.certify(revision, certificate))
 
     async def download(self, name: str, directory: str | Path) -> Revision:

@@ -17,7 +17,7 @@ from loraplex_client.credentials import ApiKey, Tls, credentials_of
 from loraplex_client.generation import Generation
 from loraplex_client.options import ChatOptions, GenerateOptions, generate_request
 from loraplex_client.recovery import RESUME_ATTEMPTS
-from loraplex_client.resources import Adapter, BaseModel, Certificate, Pushed, Revision
+from loraplex_client.resources import Adapter, BaseModel, FitnessCertificate, Pushed, Revision
 from loraplex_client.response_format import M, parse_answer
 from loraplex_client.stream import GenerationStream
 
@@ -89,7 +89,7 @@ class StoreClient:
         """Move `alias` to the revision of that digest, atomically; an empty digest removes it."""
         return self._connection.run(adapters.set_alias(adapters.full_name(name, self.tenant), alias, digest))
 
-    def certify(self, revision: str, certificate: Certificate) -> Certificate:
+    def certify(self, revision: str, certificate: FitnessCertificate) -> FitnessCertificate:
         """Keep the certificate of a revision, by its full name; returns it with the store's verdict."""
         return self._connection.run(adapters.certify(revision, certificate))
 

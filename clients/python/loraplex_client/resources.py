@@ -29,7 +29,7 @@ class Adapter:
 
 
 @dataclass(frozen=True)
-class Certificate:
+class FitnessCertificate:
     """The figures of a revision on a base with a `quantization`, against the original base of `base_digest`.
 
     Measured over `tokens` tokens of the greedy answers to `prompts` prompts on the original: `agreement` is the share
@@ -61,7 +61,7 @@ class Revision:
     rank: int
     weight_bytes: int
     create_time: datetime
-    certificates: tuple[Certificate, ...] = ()
+    certificates: tuple[FitnessCertificate, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -145,9 +145,9 @@ def revision_of(message: adapters_pb2.Revision) -> Revision:
     )
 
 
-def certificate_of(message: adapters_pb2.Certificate) -> Certificate:
+def certificate_of(message: adapters_pb2.FitnessCertificate) -> FitnessCertificate:
     """Return the certificate in a message."""
-    return Certificate(
+    return FitnessCertificate(
         quantization=message.quantization,
         base_digest=message.base_digest,
         prompts=message.prompts,
@@ -162,9 +162,9 @@ def certificate_of(message: adapters_pb2.Certificate) -> Certificate:
     )
 
 
-def certificate_message(certificate: Certificate) -> adapters_pb2.Certificate:
+def certificate_message(certificate: FitnessCertificate) -> adapters_pb2.FitnessCertificate:
     """Return the message of a certificate, without what the store fills in."""
-    return adapters_pb2.Certificate(
+    return adapters_pb2.FitnessCertificate(
         quantization=certificate.quantization,
         base_digest=certificate.base_digest,
         prompts=certificate.prompts,

@@ -5,10 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from tokenizers import Tokenizer
 
+from artifacts.base_model import BaseModel, read_base_model
 from artifacts.checkpoint import read_small_file
 from artifacts.errors import ArtifactError
+from worker.engine.device.cores import step_threads
 from worker.engine.evaluation.logits import Ids
 from worker.engine.model.loader import LoadedModel, load_model
 
@@ -22,11 +25,25 @@ class ModelPair:
 
 
 def load_pair(model: str, quantized: str, device: str) -> ModelPair:
-    """Load the model in directory `model`, and `quantized`: a directory, or how to quantize the same model."""
+    """Load the model in directory `model`, and `quantized`: its scheme, or the directory of a quantized copy.
+
+    Raises ArtifactError where the copy is another model's, ModelUnusableError.
+    """
+    copied = Path(quantized).is_dir()
+    if copied:
+        _check_copy(read_base_model(model, "model"), read_base_model(quantized, "model"), quantized)
     original = load_model(model, device, "float32")
-    if Path(quantized).is_dir():
-        return ModelPair(original, load_model(quantized, device, "float32"))
-    return ModelPair(original, load_model(model, device, "float32", quantized))
+    torch.set_num_threads(step_threads(original.parameters, 0))
+    copy = load_model(quantized, device, "float32") if copied else load_model(model, device, "float32", quantized)
+    return ModelPair(original, copy)
+
+
+def _check_copy(original: BaseModel, copy: BaseModel, directory: str) -> None:
+    """Check that a quantized model may be the original's copy. Raises ArtifactError."""
+    if not copy.quantization:
+        raise ArtifactError("--quantized", f"{directory} is not quantized; give a quantized copy, or a scheme")
+    if copy.modules != original.modules or copy.original_digest not in {"", original.digest}:
+        raise ArtifactError("--quantized", f"{directory} is not a quantized copy of the model")
 
 
 class TextCodec:

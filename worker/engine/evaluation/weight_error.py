@@ -50,8 +50,8 @@ def weight_errors(original: nn.Module, quantized: nn.Module) -> list[WeightError
     """Compare each quantized weight with the original's, by kind of layer in the order of the model."""
     found: dict[str, WeightError] = {}
     for name, module in quantized.named_modules():
-        weight: Any = getattr(module, "weight", None)
-        if isinstance(weight, QuantizedWeight):
+        weight = _quantized_weight(module)
+        if weight is not None:
             kind = name.rpartition(".")[2]
             own: Any = original.get_submodule(name).weight
             found.setdefault(kind, WeightError(kind)).add(own, weight.dequantize().to(own.device))
@@ -61,9 +61,14 @@ def weight_errors(original: nn.Module, quantized: nn.Module) -> list[WeightError
 def weight_bytes(model: nn.Module, number_bytes: int) -> int:
     """Return the bytes of a model's weights; those that are not quantized count `number_bytes` each."""
     size = sum(parameter.numel() for parameter in model.parameters()) * number_bytes
-    for module in model.modules():
-        weight: Any = getattr(module, "weight", None)
-        if isinstance(weight, QuantizedWeight):
-            tensors = (weight.codes, weight.scales, weight.zeros)
-            size += sum(tensor.nbytes for tensor in tensors if tensor is not None)
+    # By identity: token embeddings and output head may share a weight.
+    weights = {id(weight): weight for module in model.modules() if (weight := _quantized_weight(module)) is not None}
+    for weight in weights.values():
+        tensors = (weight.codes, weight.scales, weight.zeros)
+        size += sum(tensor.nbytes for tensor in tensors if tensor is not None)
     return size
+
+
+def _quantized_weight(module: nn.Module) -> QuantizedWeight | None:
+    weight: Any = getattr(module, "weight", None)
+    return weight if isinstance(weight, QuantizedWeight) else None
