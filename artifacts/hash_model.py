@@ -15,9 +15,8 @@ _PREFIX = "hash:"
 # Minimum size of the vocabulary: 256 ids of bytes, and as many others.
 _SMALLEST_VOCAB = 512
 _LARGEST = 2**31 - 1
-# Numbers of an embedding, and the labels of the classifier.
+# Numbers of an embedding.
 VECTOR_SIZE = 16
-LABELS = ("LABEL_0", "LABEL_1")
 
 
 @dataclass(frozen=True, slots=True)

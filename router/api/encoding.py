@@ -98,7 +98,7 @@ def write_classifications(vectors: Sequence[Vector], classifier: Classifier, sum
     """Convert the answer of a Classify call."""
     return pb.ClassifyResponse(
         classifications=[_write_classification(vector, classifier) for vector in vectors],
-        labels=classifier.labels,
+        labels=classifier.labels_of(len(vectors[0].values)),
         summary=_write_summary(summary),
     )
 
@@ -106,7 +106,7 @@ def write_classifications(vectors: Sequence[Vector], classifier: Classifier, sum
 def _write_classification(vector: Vector, classifier: Classifier) -> pb.Classification:
     likeliest = max(range(len(vector.values)), key=vector.values.__getitem__)
     return pb.Classification(
-        label=classifier.labels[likeliest],
+        label=classifier.labels_of(len(vector.values))[likeliest],
         probabilities=probabilities(vector.values, classifier),
         logits=vector.values,
         prompt_tokens=vector.prompt_tokens,

@@ -1,12 +1,17 @@
-"""The chat settings that adapters carry in their configuration, by digest; kept for the next request."""
+"""The parts of adapters' configurations that routers read, by digest; kept for the next request."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 from artifacts.chat_settings import CHAT_FIELD, ChatSettings, parse_chat_settings
+from artifacts.encoders import label_names
 from artifacts.errors import ArtifactError
 from artifacts.json_object import parse_object
+from artifacts.peft_config import LABELS_FIELD
 from artifacts.revision import CONFIG_FILE
 from broker.messages import AdapterRef
 from router.catalog.store_client import StoreClient
@@ -16,23 +21,37 @@ _KEPT_CHARACTERS = 32 * 1024 * 1024
 _KEPT = 10_000
 
 
-class AdapterChats:
-    """Reads adapters' chat settings from the store."""
+@dataclass(frozen=True, slots=True)
+class AdapterSettings:
+    """An adapter's chat settings, whether it brings a classification head, and the names of its labels, if any."""
+
+    chat: ChatSettings = field(default_factory=ChatSettings)
+    has_head: bool = False
+    labels: tuple[str, ...] = ()
+
+    @property
+    def characters(self) -> int:
+        """Return the length of its texts."""
+        return len(self.chat.template) + len(self.chat.system_prompt) + sum(map(len, self.labels))
+
+
+class AdapterConfigs:
+    """Reads adapters' settings from the store."""
 
     def __init__(self, store: StoreClient) -> None:
         self._store = store
-        self._kept: OrderedDict[str, ChatSettings] = OrderedDict()
+        self._kept: OrderedDict[str, AdapterSettings] = OrderedDict()
         self._characters = 0
 
-    async def of(self, tenant: str, adapter: AdapterRef | None) -> ChatSettings:
+    async def of(self, tenant: str, adapter: AdapterRef | None) -> AdapterSettings:
         """Return an adapter's settings; a weighted set has none. Raises NotFound or Unavailable."""
         if adapter is None or adapter.parts:
-            return ChatSettings()
+            return AdapterSettings()
         if adapter.digest not in self._kept:
             settings = _read(await self._store.config_of(tenant, adapter.revision))
             if adapter.digest not in self._kept:
                 self._kept[adapter.digest] = settings
-                self._characters += _size(settings)
+                self._characters += settings.characters
                 self._drop_oldest()
             return settings
         self._kept.move_to_end(adapter.digest)
@@ -41,15 +60,19 @@ class AdapterChats:
     def _drop_oldest(self) -> None:
         while len(self._kept) > _KEPT or self._characters > _KEPT_CHARACTERS:
             _, dropped = self._kept.popitem(last=False)
-            self._characters -= _size(dropped)
+            self._characters -= dropped.characters
 
 
-def _read(config: bytes) -> ChatSettings:
+def _read(config: bytes) -> AdapterSettings:
     try:
-        return parse_chat_settings(parse_object(config, CONFIG_FILE).get(CHAT_FIELD))
+        parsed = parse_object(config, CONFIG_FILE)
+        chat = parse_chat_settings(parsed.get(CHAT_FIELD))
     except ArtifactError:  # of a hash model's adapter, which may be any bytes: the store has checked the others
-        return ChatSettings()
+        return AdapterSettings()
+    # The store accepts no other modules than those of heads.
+    return AdapterSettings(chat, bool(parsed.get("modules_to_save")), _labels(parsed))
 
 
-def _size(settings: ChatSettings) -> int:
-    return len(settings.template) + len(settings.system_prompt)
+def _labels(config: Mapping[str, Any]) -> tuple[str, ...]:
+    names = config.get(LABELS_FIELD)
+    return label_names(config, len(names)) if isinstance(names, dict) and names else ()

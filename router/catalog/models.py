@@ -16,7 +16,7 @@ from broker.liveness import TTL_MS, Census, Liveness
 from broker.messages import Job, WorkerPhase, WorkerState
 from broker.queue import JobQueue
 from broker.terms import QueueLimits
-from router.catalog.store_client import Manifest, StoreClient
+from router.catalog.store_client import Manifest, RegisteredModel, StoreClient
 from router.text.text import Text
 from router.text.tokenizer import text_of
 from rpc.errors import CallError, InvalidField, Mismatch, NotFound, Unavailable
@@ -214,14 +214,19 @@ class Models:
         """Serve the models that are registered with the store; never returns."""
         while True:
             try:
-                for name, digest in (await self._store.models()).items():
-                    served = self._served.get(name)
-                    if digest not in self._refused and (served is None or served.manifest.digest != digest):
+                for name, listed in (await self._store.models()).items():
+                    if listed.digest not in self._refused and not self._has(name, listed):
                         await self._serve(name)
                 self.listed = True
             except CallError as error:
                 self._log_once(error.message)
             await asyncio.sleep(LOOK_S)
+
+    def _has(self, name: str, listed: RegisteredModel) -> bool:
+        served = self._served.get(name)
+        if served is None:
+            return False
+        return (served.manifest.digest, served.manifest.tasks) == (listed.digest, listed.tasks)
 
     async def _serve(self, name: str) -> None:
         manifest = await self._store.manifest(name)

@@ -12,7 +12,6 @@ from loraplex.adapters.v1 import adapters_pb2 as pb
 from loraplex.adapters.v1 import adapters_pb2_grpc
 from loraplex.admin.v1 import keys_pb2, keys_pb2_grpc
 
-from artifacts.hash_model import LABELS
 from artifacts.revision import CONFIG_FILE
 from broker.messages import AdapterRef
 from rpc.errors import CallError, InvalidField, NotFound, Unavailable
@@ -28,8 +27,6 @@ CALL_S = 5.0
 DOWNLOAD_S = 60.0
 # Maximum number of cached names; beyond it the cache is emptied.
 NAMES_KEPT = 10_000
-# The tasks and labels of a hash model.
-_TASKS_OF_HASH = (("generate", "embed", "classify"), LABELS)
 # Reconnect at least twice a second, so that a store that comes back is found soon.
 _OPTIONS = [
     *channel_options(),
@@ -82,6 +79,14 @@ class Manifest:
     def adapted_digest(self) -> str:
         """Return the digest that adapters are bound to."""
         return self.original_digest or self.digest
+
+
+@dataclass(frozen=True, slots=True)
+class RegisteredModel:
+    """A base model as the store lists it. `tasks` change where a manifest of an older version is registered again."""
+
+    digest: str
+    tasks: tuple[str, ...] = ("generate",)
 
 
 class StoreClient:
@@ -153,9 +158,9 @@ class StoreClient:
             call.cancel()
         return bytes(config)
 
-    async def models(self) -> dict[str, str]:
-        """Return the digest of every registered base model, by name. Raises Unavailable."""
-        models: dict[str, str] = {}
+    async def models(self) -> dict[str, RegisteredModel]:
+        """Return every registered base model, by name. Raises Unavailable."""
+        models: dict[str, RegisteredModel] = {}
         token = ""
         while True:
             request = pb.ListBaseModelsRequest(page_size=1000, page_token=token)
@@ -163,7 +168,7 @@ class StoreClient:
                 page = await self._stub.ListBaseModels(request, timeout=CALL_S)
             except grpc.aio.AioRpcError as error:
                 raise self._translate(error, "base model", "") from error
-            models |= {model.name: model.digest for model in page.models}
+            models |= {model.name: RegisteredModel(model.digest, _tasks(model)) for model in page.models}
             if not (token := page.next_page_token):
                 return models
 
@@ -188,7 +193,8 @@ class StoreClient:
             {file: bytes(data) for file, data in files.items()},
             model.original_digest,
             model.quantization,
-            *(_TASKS_OF_HASH if model.architecture == "hash" else ()),
+            tasks=_tasks(model),
+            labels=tuple(model.labels),
         )
 
     async def key_changes(self, epoch: str, after: int) -> keys_pb2.ListKeyChangesResponse:
@@ -209,3 +215,8 @@ class StoreClient:
     async def close(self) -> None:
         """Close the channel."""
         await self._channel.close()
+
+
+def _tasks(model: pb.BaseModel) -> tuple[str, ...]:
+    """Return what a base model does; manifests of older versions do not say it."""
+    return tuple(model.tasks) or ("generate",)

@@ -19,7 +19,7 @@ from router.generation.encode_admission import EncodeAdmission
 from router.generation.generation import Generation
 from router.generation.turns import run_some_at_once
 from router.request import Summary, WeightedAdapter
-from rpc.errors import Unavailable
+from rpc.errors import Internal, Unavailable
 
 # Maximum texts of one call that wait or run at once: about a batch, so that one call can fill a worker, and its
 # tenant's other requests get turns between them.
@@ -57,13 +57,15 @@ class Encoding:
             return await self._generation.complete(job)
 
         ended = await run_some_at_once([partial(run, job) for job in admitted.jobs], AT_ONCE)
-        return [_vector(routed) for routed in ended], admitted.classifier, _summary(ended)
+        return [_vector(routed, admitted.classifier) for routed in ended], admitted.classifier, _summary(ended)
 
 
-def _vector(routed: RoutedJob) -> Vector:
+def _vector(routed: RoutedJob, classifier: Classifier) -> Vector:
     vector = routed.choices[0].vector
     if not vector:
         raise Unavailable("a worker of an older version took a text and gave no vector", reason="OLD_WORKER")
+    if len(vector) != len(classifier.labels or vector):
+        raise Internal(f"{len(vector)} logits of {len(classifier.labels)} labels", reason="WRONG_LOGITS")
     return Vector(vector, len(routed.job.prompt_ids))
 
 

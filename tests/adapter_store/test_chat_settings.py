@@ -13,7 +13,7 @@ from adapter_store.app import Store
 from artifacts.base_model import BaseModel
 from artifacts.chat_settings import ChatSettings
 from broker.messages import AdapterRef
-from router.catalog.adapter_chats import AdapterChats
+from router.catalog.adapter_chats import AdapterConfigs, AdapterSettings
 from router.catalog.store_client import StoreClient
 from rpc.errors import NotFound
 
@@ -32,15 +32,15 @@ async def test_a_router_reads_an_adapter_s_settings_once(
     assert plain.digest != own.digest
     catalog = StoreClient(f"127.0.0.1:{store.port}")
     try:
-        chats = AdapterChats(catalog)
+        configs = AdapterConfigs(catalog)
         refs = [AdapterRef(revision.name, revision.digest, 2, revision.weight_bytes) for revision in (plain, own)]
-        assert [await chats.of("acme", ref) for ref in refs] == [ChatSettings(), ChatSettings(**CHAT)]
-        assert await chats.of("acme", None) == ChatSettings()
+        assert [(await configs.of("acme", ref)).chat for ref in refs] == [ChatSettings(), ChatSettings(**CHAT)]
+        assert await configs.of("acme", None) == AdapterSettings()
         with pytest.raises(NotFound):
-            await AdapterChats(catalog).of("other", refs[0])
+            await AdapterConfigs(catalog).of("other", refs[0])
         # Read once, and never the weights.
         await store.stop(drain_s=0)
-        assert await chats.of("acme", refs[1]) == ChatSettings(**CHAT)
+        assert (await configs.of("acme", refs[1])).chat == ChatSettings(**CHAT)
     finally:
         await catalog.close()
 

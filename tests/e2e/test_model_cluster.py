@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
+from loraplex_client import FailedPreconditionError, InvalidRequestError
 
 from tests.e2e.conftest import Cluster, running_cluster
 
@@ -76,6 +77,31 @@ async def test_twelve_requests_with_three_adapters_are_exact(
     same = {tiny_llama.answer(prompt(0), 20, name) for name in NAMES}
     assert len(same) == 4, "the adapters do not matter"
     await eventually(small.idle)
+
+
+async def test_vectors_of_a_decoder_are_pooled_hidden_states(small: Cluster, tiny_llama: Any) -> None:
+    """Beside an answer, over prompts of several chunks."""
+    import torch
+
+    texts = [prompt(number) for number in range(4)]
+    poolings: tuple[Any, ...] = (None, "mean")
+    found, answer = await asyncio.gather(
+        asyncio.gather(
+            *(small.client.embed(texts, adapter_id="plain", pooling=one, normalize=False) for one in poolings)
+        ),
+        small.client.generate(token_ids=prompt(1), max_new_tokens=20),
+    )
+    assert answer.token_ids == tiny_llama.answer(prompt(1), 20, None)
+    tiny_llama.peft.set_adapter("plain")
+    for at, ids in enumerate(texts):
+        with torch.inference_mode():
+            hidden = tiny_llama.peft(torch.tensor([ids]), output_hidden_states=True).hidden_states[-1][0]
+        for vectors, expected in zip(found, (hidden[-1], hidden.mean(0)), strict=True):
+            assert torch.allclose(torch.tensor(vectors.vectors[at]), expected, atol=1e-4), at
+    with pytest.raises(InvalidRequestError, match="the first token of a decoder sees no other; use last or mean"):
+        await small.client.embed(texts, pooling="cls")
+    with pytest.raises(FailedPreconditionError, match="has no classification head"):
+        await small.client.classify(texts)
 
 
 async def test_a_sum_of_real_adapters_is_pefts(small: Cluster, tiny_llama: Any) -> None:

@@ -14,7 +14,7 @@ from broker.messages import AdapterRef
 from broker.terms import QueueLimits
 from router.catalog.models import LOOK_S, Models
 from router.catalog.placement import Placer
-from router.catalog.store_client import Manifest, ResolvedAdapter
+from router.catalog.store_client import Manifest, RegisteredModel, ResolvedAdapter
 from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.link import Frame, Link
 from router.dispatch.reach import RelayReach
@@ -62,9 +62,9 @@ class SimulatedStore:
         self._base = base
         self._adapters = adapters
 
-    async def models(self) -> dict[str, str]:
+    async def models(self) -> dict[str, RegisteredModel]:
         """See StoreClient."""
-        return {self._base.name: self._base.digest}
+        return {self._base.name: RegisteredModel(self._base.digest, self._base.tasks)}
 
     async def manifest(self, name: str) -> Manifest:
         """See StoreClient."""
@@ -76,8 +76,13 @@ class SimulatedStore:
             base.context_length,
             base.vocab_size,
             {},
-            tasks=("generate", "embed", "classify"),
+            tasks=base.tasks,
+            labels=base.labels,
         )
+
+    async def config_of(self, tenant: str, revision: str) -> bytes:
+        """See StoreClient."""
+        return b"{}"
 
     async def resolve(self, tenant: str, name: str) -> ResolvedAdapter:
         """See StoreClient; the name may be that of the one revision."""

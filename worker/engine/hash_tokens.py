@@ -8,9 +8,10 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING, Protocol
 
+from artifacts.base_model import HASH_LABELS
 from artifacts.grammars.matching import compile_grammar
 from artifacts.grammars.vocabulary import hash_vocabulary
-from artifacts.hash_model import LABELS, VECTOR_SIZE, HashModel, parse_hash_model
+from artifacts.hash_model import VECTOR_SIZE, HashModel, parse_hash_model
 from worker.engine.grammar.state import GrammarState
 from worker.engine_api import Encode, Sampling, Stopping, TokenLogprobs
 
@@ -116,7 +117,7 @@ def expected_vector(
 def hash_vector(model: HashModel, adapter_digest: str, ids: Iterable[int], encode: Encode) -> tuple[float, ...]:
     """Return the numbers of a text's vector, from -1 to 1; floats of 32 bits hold them exactly."""
     root = f"{model.seed}|{adapter_digest}|{encode.task}|{encode.pooling}|{encode.pair_tokens}|"
-    size = VECTOR_SIZE if encode.task == "embed" else len(LABELS)
+    size = VECTOR_SIZE if encode.task == "embed" else len(HASH_LABELS)
     state = hashlib.blake2b(root.encode(), digest_size=size)
     state.update(id_bytes(ids))
     return tuple(byte / 128 - 1 for byte in state.digest())

@@ -17,7 +17,7 @@ from broker.liveness import Liveness
 from broker.messages import AdapterRef, Job, StoppingParams, WorkerPhase
 from broker.terms import QueueLimits
 from router.catalog.models import Models
-from router.catalog.store_client import Manifest
+from router.catalog.store_client import Manifest, RegisteredModel
 from rpc.errors import Mismatch, NotFound, Unavailable
 from tests.broker.test_liveness import worker
 from tests.valkey_server import ValkeyServer
@@ -31,11 +31,14 @@ class OneModel:
 
     digest = BASE.digest
 
-    async def models(self) -> dict[str, str]:
-        return {BASE.name: self.digest}
+    tasks: tuple[str, ...] = ("generate",)
+
+    async def models(self) -> dict[str, RegisteredModel]:
+        return {BASE.name: RegisteredModel(self.digest, self.tasks)}
 
     async def manifest(self, name: str) -> Manifest:
-        return Manifest(name, self.digest, BASE.architecture, BASE.context_length, BASE.vocab_size, dict(BASE.files))
+        sizes = (BASE.context_length, BASE.vocab_size)
+        return Manifest(name, self.digest, BASE.architecture, *sizes, dict(BASE.files), tasks=self.tasks)
 
 
 class Router:
