@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from tests.chaos.history import Answer, Begun, CrowdCall, Fault, Left, Line, Observation, Request
-from tests.chaos.oracle import answers, next_token, prompt_tokens, scores, truth
+from tests.chaos.oracle import answers, next_token, prompt_tokens, scores, truth, vectors
 from tests.chaos.refusals import Doors, check_crowd, check_refusals
 from tests.chaos.verdict import Verdict
 
@@ -95,7 +95,9 @@ def _check_request(verdict: Verdict, model: str, observation: Observation, diges
     _check_wire(verdict, observation)
     if request.continuations:
         _check_scores(verdict, model, observation)
-    for choice in range(0 if request.continuations else request.n):
+    if request.texts:
+        _check_vectors(verdict, model, observation, digests)
+    for choice in range(0 if request.continuations or request.texts else request.n):
         answer = observation.answers.get(choice, Answer())
         expected = truth(model, request, choice)
         if tuple(answer.token_ids) != expected.token_ids:
@@ -135,6 +137,22 @@ def _check_scores(verdict: Verdict, model: str, observation: Observation) -> Non
     if observation.completed and [(one.token_ids, one.logprobs, one.greedy) for one in observation.scores] != expected:
         verdict.other += 1
         verdict.findings.append(f"request {observation.request.number}: its scores are not the model's")
+
+
+def _check_vectors(verdict: Verdict, model: str, observation: Observation, digests: Sequence[str]) -> None:
+    """Count texts whose vector is missing, another text's or another adapter's."""
+    request, got = observation.request, observation.vectors
+    expected = [vector for vector, _ in vectors(model, request)]
+    if not observation.completed or got == expected:
+        return
+    verdict.lost += max(0, len(expected) - len(got))
+    verdict.duplicated += max(0, len(got) - len(expected))
+    foreign = {vector for digest in digests if digest for vector, _ in vectors(model, request, digest)}
+    wrong = [vector for vector, right in zip(got, expected, strict=False) if vector != right]
+    for vector in wrong:
+        name = "reordered" if vector in expected else "wrong_adapter" if vector in foreign else "other"
+        setattr(verdict, name, getattr(verdict, name) + 1)
+    verdict.findings.append(f"request {request.number}: {len(wrong)} of {len(got)} vectors are not its {len(expected)}")
 
 
 def _check_wire(verdict: Verdict, observation: Observation) -> None:

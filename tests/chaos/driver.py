@@ -8,11 +8,11 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from loraplex_client import LoraplexError, Piece, UnavailableError
+from loraplex_client import EncodeOptions, LoraplexError, Piece, UnavailableError
 from loraplex_client.errors import DataLossError, ResourceExhaustedError
 from loraplex_client.generation import TokenLogprobs
 
-from tests.chaos.history import Answer, History, Observation, Refusal, Request, Revision, Score
+from tests.chaos.history import Answer, History, Observation, Pair, Refusal, Request, Revision, Score, Texts
 from tests.chaos.plan import MODEL_NAME, TENANTS, Plan, make_request
 from tests.chaos.tapped_client import TappedClient
 from tests.hash_answers import Logprobs
@@ -143,6 +143,8 @@ class Driver:
         client.observations[request_id] = observation
         if observation.request.continuations:
             attempt = self._score(client, observation, request_id)
+        elif observation.request.texts is not None:
+            attempt = self._encode(client, observation, observation.request.texts, request_id)
         else:
             attempt = self._generate(client, observation, request_id)
         try:
@@ -176,6 +178,23 @@ class Driver:
         observation.scores = [Score(one.token_ids, one.logprobs, one.greedy) for one in scores.scores]
         observation.revision, observation.prompt_tokens = scores.adapter_revision, scores.usage.prompt_tokens
         observation.completion_tokens = scores.usage.completion_tokens
+        observation.completed = True
+
+    async def _encode(self, client: TappedClient, observation: Observation, texts: Texts, request_id: str) -> None:
+        inputs = [(one.first, one.second) if isinstance(one, Pair) else one for one in texts.inputs]
+        options: EncodeOptions = {
+            "model": MODEL_NAME,
+            "adapter_id": observation.request.revision.name or None,
+            "request_id": request_id,
+        }
+        if texts.task == "embed":
+            found = await client.embed(inputs, pooling=texts.pooling or None, normalize=False, **options)
+            observation.vectors = list(found.vectors)
+            observation.revision, observation.prompt_tokens = found.adapter_revision, found.usage.prompt_tokens
+        else:
+            labelled = await client.classify(inputs, **options)
+            observation.vectors = [one.logits for one in labelled.classifications]
+            observation.revision, observation.prompt_tokens = labelled.adapter_revision, labelled.usage.prompt_tokens
         observation.completed = True
 
     async def _notify(self) -> None:

@@ -11,6 +11,7 @@ from typing import BinaryIO
 
 import msgspec
 
+from artifacts.encode import Pooling, Task
 from tests.hash_answers import Logprobs
 
 
@@ -20,6 +21,21 @@ class Revision(msgspec.Struct, frozen=True):
     tenant: str
     name: str = ""
     digest: str = ""
+
+
+class Pair(msgspec.Struct, frozen=True):
+    """Two texts that are encoded as one."""
+
+    first: str
+    second: str
+
+
+class Texts(msgspec.Struct, frozen=True):
+    """The texts of an Embed or Classify call."""
+
+    task: Task
+    inputs: tuple[str | tuple[int, ...] | Pair, ...]
+    pooling: Pooling = ""
 
 
 class Request(msgspec.Struct, frozen=True):
@@ -51,6 +67,8 @@ class Request(msgspec.Struct, frozen=True):
     truncate_to: int | None = None
     # Of a call of Score, for which `prompt`, `revision` and the three fields above count alone.
     continuations: tuple[str | tuple[int, ...], ...] = ()
+    # Of a call of Embed or Classify, for which `revision` counts beside.
+    texts: Texts | None = None
 
 
 class Begun(msgspec.Struct, frozen=True, tag=True):
@@ -130,6 +148,7 @@ class Observation(msgspec.Struct, tag=True):
     completion_tokens: int = 0
     prompt_tokens: int = 0
     scores: list[Score] = []
+    vectors: list[tuple[float, ...]] = []
 
 
 class CrowdCall(msgspec.Struct, frozen=True, tag=True):

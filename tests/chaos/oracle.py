@@ -6,8 +6,16 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 from artifacts.hash_model import parse_hash_model
-from tests.chaos.history import Request
-from tests.hash_answers import Asked, Expected, ExpectedChoice, ExpectedScore, expected_answers, expected_scores
+from tests.chaos.history import Pair, Request
+from tests.hash_answers import (
+    Asked,
+    Expected,
+    ExpectedChoice,
+    ExpectedScore,
+    expected_answers,
+    expected_scores,
+    expected_vector_of,
+)
 from tests.hash_formats import GRAMMARS
 from worker.engine import hash_tokens
 from worker.engine.hash_tokens import hash_root, id_bytes, matching_after, next_allowed_token
@@ -30,8 +38,19 @@ def scores(model: str, request: Request) -> tuple[ExpectedScore, ...]:
     return expected_scores(model, prompt_ids_of(request), endings)
 
 
+def vectors(model: str, request: Request, digest: str = "") -> list[tuple[tuple[float, ...], int]]:
+    """Return the vectors that the hash model `model` gives to the texts of a request, each with its tokens."""
+    texts, digest = request.texts, digest or request.revision.digest
+    if texts is None:
+        return []
+    inputs = [(one.first, one.second) if isinstance(one, Pair) else one for one in texts.inputs]
+    return [expected_vector_of(model, given, texts.task, digest, texts.pooling) for given in inputs]
+
+
 def prompt_tokens(model: str, request: Request) -> int:
     """Return the number of prompt tokens that a request's usage counts."""
+    if request.texts is not None:
+        return sum(tokens for _, tokens in vectors(model, request))
     prompt = len(prompt_ids_of(request))
     return sum(prompt + len(score.token_ids) for score in scores(model, request)) if request.continuations else prompt
 

@@ -5,14 +5,15 @@ from __future__ import annotations
 import random
 import string
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
 import msgspec
 
+from artifacts.encode import Pooling, Task
 from artifacts.sampling import RANGES, SamplingParams
-from tests.chaos.history import Request, Revision
+from tests.chaos.history import Pair, Request, Revision, Texts
 from tests.chaos.oracle import truth
 from tests.hash_answers import text_of
 from tests.hash_formats import FORMATS
@@ -144,6 +145,8 @@ def make_request(seed: int, number: int, revisions: Sequence[Revision]) -> Reque
     kind = own.random()
     if kind < 0.05:
         return _score(own, request)
+    if kind > 0.93:
+        return _texts(own, request)
     if kind < 0.1:  # the prompt's log probabilities alone
         least = {"max_tokens": 0, "min_tokens": 0, "best_of": None, "prompt_logprobs": own.choice((0, 2))}
         return msgspec.structs.replace(request, **least)
@@ -168,6 +171,24 @@ def _score(rng: random.Random, request: Request) -> Request:
         truncate_to=request.truncate_to,
         continuations=tuple(endings),
     )
+
+
+def _texts(rng: random.Random, request: Request) -> Request:
+    """Return a call of Embed or Classify by a request's adapter."""
+    letters = string.ascii_lowercase + " "
+
+    def text() -> str:
+        return "".join(rng.choices(letters, k=rng.randint(1, 60)))
+
+    kinds: tuple[Callable[[], str | tuple[int, ...] | Pair], ...] = (
+        text,
+        lambda: Pair(text(), text()),
+        lambda: tuple(rng.randrange(32_000) for _ in range(rng.randint(1, 40))),
+    )
+    inputs = tuple(rng.choice(kinds)() for _ in range(rng.choice((1, 4, 12))))
+    pooling: Pooling = rng.choice(("", "", "cls", "mean", "last"))
+    task: Task = "embed" if pooling else rng.choice(("embed", "classify"))
+    return Request(request.number, request.revision, "", max_tokens=0, texts=Texts(task, inputs, pooling))
 
 
 def _format(rng: random.Random) -> str:

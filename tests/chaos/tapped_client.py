@@ -33,14 +33,13 @@ class _TappedConnection(AsyncConnection):
 
     def start(self, attempt: Attempt) -> Any:
         """The RPC, tapped."""
-        request: inference_pb2.GenerateRequest | inference_pb2.ResumeRequest | inference_pb2.ScoreRequest
-        request = attempt.call.request
+        request: Any = attempt.call.request
         observation = self._observations[request.spec.request_id]
         call = Call(self._now(), attempt.call.method, attempt.address)
         if isinstance(request, inference_pb2.ResumeRequest):
             call.received = {choice.choice: len(choice.token_ids) for choice in request.received}
         observation.calls.append(call)
-        if isinstance(request, inference_pb2.ScoreRequest):
+        if attempt.call.method in {"Score", "Embed", "Classify"}:
             return _answer(super().start(attempt), call)
         return _TappedCall(super().start(attempt), observation, len(observation.calls) - 1, self._now)
 

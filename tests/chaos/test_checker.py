@@ -19,12 +19,14 @@ from tests.chaos.history import (
     Left,
     Line,
     Observation,
+    Pair,
     Request,
     Revision,
     Score,
+    Texts,
     read_history,
 )
-from tests.chaos.oracle import answers, next_token, prompt_tokens, scores, truth
+from tests.chaos.oracle import answers, next_token, prompt_tokens, scores, truth, vectors
 from tests.chaos.plan import MODEL
 from tests.chaos.report import as_json, missed_aims
 from tests.chaos.verdict import Verdict
@@ -52,6 +54,7 @@ def forged(
     whole = answers(MODEL, request)
     observation.prompt_tokens = prompt_tokens(MODEL, request)
     observation.scores = [Score(one.token_ids, one.logprobs, one.greedy) for one in scores(MODEL, request)]
+    observation.vectors = [vector for vector, _ in vectors(MODEL, request)]
     observation.prompt_logprobs = list(whole.prompt_logprobs)
     observation.completion_tokens = whole.completion_tokens
     observation.completed, observation.revision = True, f"tenants/acme/adapters/a/revisions/{request.revision.digest}"
@@ -178,6 +181,26 @@ def test_wrong_scores_are_found() -> None:
     for wrong in ([second, first], [first], [first, msgspec.structs.replace(second, logprobs=first.logprobs[:2])]):
         observation.scores = wrong
         assert counts(verdict_of(observation)) == {"other": 1}
+
+
+def test_wrong_vectors_are_found() -> None:
+    texts = Texts("embed", ("one", Pair("a", "b"), (7, 300)))
+    request = Request(0, REVISIONS[0], "", 0, texts=texts)
+    observation = forged(request=request)
+    observation.answers.clear()
+    assert verdict_of(observation).holds
+    assert observation.prompt_tokens == 3 + 2 + 2
+    first, second, third = observation.vectors
+    foreign, _ = vectors(MODEL, request, REVISIONS[1].digest)[0]
+    for wrong, found in (
+        ([first, second], {"lost": 1}),
+        ([first, second, third, third], {"duplicated": 1}),
+        ([second, first, third], {"reordered": 2}),
+        ([foreign, second, third], {"wrong_adapter": 1}),
+        ([first[:3], second, third], {"other": 1}),
+    ):
+        observation.vectors = wrong
+        assert counts(verdict_of(observation)) == found
 
 
 def test_a_request_without_an_outcome_is_found() -> None:

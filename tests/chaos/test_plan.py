@@ -5,7 +5,7 @@ from __future__ import annotations
 from loraplex_client.options import generate_request
 
 from tests.chaos.driver import options_of
-from tests.chaos.history import Revision
+from tests.chaos.history import Pair, Revision
 from tests.chaos.oracle import truth
 from tests.chaos.plan import MODEL, Kind, make_plan, make_request
 
@@ -27,6 +27,10 @@ def test_a_seed_plans_the_same_again_and_every_kind_of_fault_and_request() -> No
     assert any(one.text and "".join(f"<{i}>" for i in one.token_ids) != one.text for one in cut)
     for request in requests:
         assert request.revision in REVISIONS
+    texts = [request.texts for request in requests if request.texts]
+    assert {one.task for one in texts} == {"embed", "classify"}
+    assert {type(given) for one in texts for given in one.inputs} == {str, tuple, Pair}
+    for request in requests:
         assert 20 <= request.max_tokens <= 200 or not request.max_tokens
 
 
@@ -35,7 +39,7 @@ def test_every_option_that_is_served_is_drawn() -> None:
     specs = [
         generate_request(request.prompt, options_of(request)).spec  # type: ignore[arg-type]
         for request in (make_request(7, number, REVISIONS) for number in range(400))
-        if not request.continuations
+        if not request.continuations and not request.texts
     ]
     for group in ("sampling", "stopping", "output", "prompt_options"):
         drawn = {field.name for spec in specs for field, _ in getattr(spec, group).ListFields()}
