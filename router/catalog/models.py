@@ -16,9 +16,9 @@ from broker.liveness import TTL_MS, Census, Liveness
 from broker.messages import Job, WorkerPhase, WorkerState
 from broker.queue import JobQueue
 from broker.terms import QueueLimits
+from router.catalog.model_texts import ModelTexts
 from router.catalog.store_client import Manifest, RegisteredModel, StoreClient
 from router.text.text import Text
-from router.text.tokenizer import text_of
 from rpc.errors import CallError, InvalidField, Mismatch, NotFound, Unavailable
 
 log = logging.getLogger(__name__)
@@ -33,6 +33,7 @@ AWAY_S = TTL_MS / 1e3
 NO_LAPSE_S = TTL_MS / 1e3
 
 
+_NO_MODEL = "a base model to be registered (loraplex models push)"
 # Reasons of errors: the base model of a request was replaced; no live worker is large enough for a request.
 BASE_REPLACED, NO_WORKER_FITS = "BASE_REPLACED", "NO_WORKER_FITS"
 
@@ -69,8 +70,7 @@ class Models:
         self._served: dict[str, ServedModel] = {}
         # Whether all that is registered with the store has been read once.
         self.listed = False
-        # Digests of models whose tokenizer files can't be read.
-        self._refused: set[str] = set()
+        self._texts = ModelTexts(self._clock)
         # Models that another one has replaced under their name, by digest, while workers serve them.
         self._replaced: dict[str, ServedModel] = {}
         self._workers: dict[str, list[WorkerState]] = {}
@@ -162,7 +162,8 @@ class Models:
         if self._clock() - self._answered_at >= AWAY_S:
             return "Redis to answer"
         if not self._served:
-            return "a base model to be registered (loraplex models push)"
+            refused = "; ".join(self._texts.refusals)
+            return f"other files of base model {refused}" if refused else _NO_MODEL
         if not any(self.serving(name) for name in self._served):
             return "a worker that serves " + " or ".join(sorted(self._served))
         return ""
@@ -215,7 +216,7 @@ class Models:
         while True:
             try:
                 for name, listed in (await self._store.models()).items():
-                    if listed.digest not in self._refused and not self._has(name, listed):
+                    if not self._texts.is_refused(listed.digest) and not self._has(name, listed):
                         await self._serve(name)
                 self.listed = True
             except CallError as error:
@@ -230,11 +231,8 @@ class Models:
 
     async def _serve(self, name: str) -> None:
         manifest = await self._store.manifest(name)
-        try:
-            text = await asyncio.to_thread(text_of, manifest.architecture, manifest.files)
-        except Exception as error:  # anybody may have written the files: the other models go on
-            log.warning("base model %s can't be served: %s: %s", name, type(error).__name__, error)
-            self._refused.add(manifest.digest)
+        text = await self._texts.load(manifest)
+        if text is None:
             return
         if (replaced := self._served.get(name)) is not None:
             self._replaced[replaced.manifest.digest] = replaced

@@ -16,6 +16,8 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+from router.text.panics import panics_as_errors
+
 # Text of bytes that are no character.
 CUT = "\N{REPLACEMENT CHARACTER}"
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
@@ -46,7 +48,8 @@ class Detokenizer:
         return [], ""
 
     def _decoded(self, ids: list[int]) -> str:
-        return str(self._tokenizer.decode(ids, skip_special_tokens=False))
+        with panics_as_errors():
+            return str(self._tokenizer.decode(ids, skip_special_tokens=False))
 
     def has(self, token_id: int) -> bool:
         """Return whether there is such a token: the vocabularies of models are padded."""

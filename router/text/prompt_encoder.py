@@ -21,7 +21,7 @@ from router.text.chat import ChatTemplate
 from router.text.shielded_chats import shielded_chat
 from router.text.templates.pool import TemplateRenderer
 from router.text.text import Text, TooManyTokensError
-from rpc.errors import InvalidField
+from rpc.errors import Internal, InvalidField
 from rpc.shares import FairTurns
 
 T = TypeVar("T")
@@ -117,6 +117,8 @@ class PromptEncoder:
 
         try:
             return encode() if len(prompt) <= SHORT_CHARACTERS else await self._in_turn(tenant, encode)
+        except Internal as error:  # the tokenizer's, which this prompt led to
+            raise InvalidField(field, error.message, reason=error.reason) from None
         except TooManyTokensError as error:
             raise _too_long(field, f"{error.tokens} tokens", context) from None
 
@@ -149,6 +151,8 @@ def _ids_of(text: Text, given: EncodeInput, field: str, limit: int, *, truncate:
     first, second = (given.first, given.second) if isinstance(given, TextPair) else (given, None)
     try:
         ids, pair_tokens = text.encode_input(first, second, limit, truncate=truncate)
+    except Internal as error:
+        raise InvalidField(field, error.message, reason=error.reason) from None
     except TooManyTokensError as error:
         raise _too_long_input(field, f"{error.tokens} tokens", limit) from None
     return tuple(ids), pair_tokens

@@ -10,6 +10,7 @@ from tokenizers import Tokenizer
 
 from router.text.chat import ChatTemplate
 from router.text.detokenizer import Detokenizer
+from router.text.panics import panics_as_errors
 from router.text.special_tokens import SpecialTokens
 from router.text.text import TextStream, TooManyTokensError
 from router.text.token_bytes import longest_token_bytes
@@ -38,7 +39,8 @@ class TokenizerText:
         parts = self._special.parts(text)
         added = list(self._special.added) if special_tokens and len(parts) > 1 else []
         # Only the batch call releases the interpreter's lock; offsets are not needed.
-        encodings = self._tokenizer.encode_batch_fast(parts, add_special_tokens=special_tokens and not added)
+        with panics_as_errors():
+            encodings = self._tokenizer.encode_batch_fast(parts, add_special_tokens=special_tokens and not added)
         count = len(added) + sum(map(len, encodings))
         if limit is not None and count > limit:  # before the ids become objects
             raise TooManyTokensError(count)
@@ -47,7 +49,8 @@ class TokenizerText:
     def encode_input(self, text: str, second: str | None, limit: int, *, truncate: bool) -> tuple[list[int], int]:
         """See Text; as transformers does it, with the post-processor of tokenizer.json."""
         tokenizer = self._truncating(limit) if truncate else self._tokenizer
-        (encoding,) = tokenizer.encode_batch_fast([text if second is None else (text, second)])
+        with panics_as_errors():
+            (encoding,) = tokenizer.encode_batch_fast([text if second is None else (text, second)])
         if len(encoding) > limit:
             raise TooManyTokensError(len(encoding))
         types = encoding.type_ids if second is not None else ()
