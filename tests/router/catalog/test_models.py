@@ -215,3 +215,27 @@ async def test_a_job_that_is_larger_than_each_live_worker_is_unservable(redis: R
     error = router.models.why_unservable(replace(longer, adapter=adapter))
     assert isinstance(error, Unavailable)
     assert error.reason == "NO_WORKER_FITS"
+
+
+async def test_a_manifest_that_is_registered_again_with_its_tasks_is_read_again(
+    redis: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its digest stays: a version without tasks had registered it."""
+    monkeypatch.setattr("router.catalog.models.LOOK_S", 0.001)
+    router, read = Router(redis, 1.0), asyncio.Queue[str]()
+    serve = router.models._serve
+
+    async def note(name: str) -> None:
+        await serve(name)
+        read.put_nowait(name)
+
+    monkeypatch.setattr(router.models, "_serve", note)
+    following = asyncio.create_task(router.models.follow_store())
+    for tasks in (("generate",), ("generate", "embed")):
+        router.store.tasks = tasks
+        async with asyncio.timeout(20):
+            await read.get()
+        assert router.models.get("tiny").manifest.tasks == tasks
+    assert router.models.with_digest("tiny", BASE.digest) is router.models.get("tiny")
+    following.cancel()
+    await asyncio.gather(following, return_exceptions=True)
