@@ -92,7 +92,9 @@ class Guard(grpc.aio.ServerInterceptor):
         """Return the caller that a call's credential proves. Raises CallError."""
         found = [principal for reader in self._readers if (principal := reader.read(metadata, auth_context))]
         if not found:
-            raise Unauthenticated("the call has no credential", reason="CREDENTIAL_MISSING")
+            raise Unauthenticated(
+                "no credential: give an API key, a token or a certificate", reason="CREDENTIAL_MISSING"
+            )
         if len(found) > 1:
             raise Unauthenticated("the call has two credentials; give one", reason="CREDENTIALS_DIFFER")
         principal = found[0]
