@@ -86,11 +86,10 @@ def parse_quantization(text: str, field: str = "--quantize") -> Quantization | N
     return Quantization(scheme.bits, scheme.symmetric, scheme.group, scheme.floating, embeddings=True)
 
 
-def check_device(text: str, device: str, field: str = "--quantize") -> None:
-    """Check that a device computes with a scheme. Raises ArtifactError with the field."""
-    scheme = parse_quantization(text, field)
+def check_device(scheme: Quantization | None, device: str) -> None:
+    """Check that a device computes with a scheme. Raises ArtifactError."""
     if scheme is not None and scheme.floating and device.partition(":")[0] != "cuda":
-        raise ArtifactError(field, f"{text} needs a CUDA device (--device cuda); on the CPU use int8")
+        raise ArtifactError("--quantize", f"{scheme} needs a CUDA device (--device cuda); on the CPU use int8")
 
 
 def quantized_digest(original: str, scheme: Quantization) -> str:

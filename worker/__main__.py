@@ -1,5 +1,5 @@
-"""Runs a worker: `python -m worker` (the I/O process, which starts the engine process). `plan`, `report` and `certify`
-after it compute and end.
+"""Runs a worker: `python -m worker` (the I/O process, which starts the engine process). `plan`, `quantize`,
+`report` and `certify` after it compute and end.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from artifacts.errors import ArtifactError
 from rpc.settings import SettingsError, read_settings
 from worker import plan
 from worker.evaluate import evaluate
+from worker.quantize import quantize
 
 
 def main() -> int:
@@ -18,6 +19,8 @@ def main() -> int:
     try:
         if sys.argv[1:2] == ["plan"]:
             return _plan(sys.argv[2:])
+        if sys.argv[1:2] == ["quantize"]:
+            return quantize(sys.argv[2:])
         if sys.argv[1:2] in (["report"], ["certify"]):
             return evaluate(sys.argv[1], sys.argv[2:])
         return _work(sys.argv[1:])

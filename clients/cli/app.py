@@ -24,6 +24,7 @@ from clients.cli.options import (
     KeyOption,
 )
 from clients.cli.plan import plan
+from clients.cli.quantize import quantize
 from clients.cli.queues import queues
 from clients.cli.score import score
 from clients.cli.texts import classify, embed
@@ -69,4 +70,5 @@ app.command()(queues)
 app.command()(jobs)
 app.command()(drain)
 app.command()(plan)
+app.command()(quantize)
 app.command()(loadtest)

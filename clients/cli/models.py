@@ -82,10 +82,10 @@ def read_model(path: str, name: str, quantize: str = "") -> artifacts.base_model
 def check_quantization(quantize: str, device: str) -> None:
     """Check that a device computes with a scheme. Raises CommandError."""
     from artifacts.errors import ArtifactError
-    from artifacts.quantization import check_device
+    from artifacts.quantization import check_device, parse_quantization
 
     try:
-        check_device(quantize, device)
+        check_device(parse_quantization(quantize), device)
     except ArtifactError as error:
         raise CommandError(str(error)) from error
 

@@ -31,10 +31,10 @@ def test_other_names_are_refused(name: str) -> None:
 
 
 def test_fp8_needs_cuda() -> None:
-    check_device("fp8", "cuda:1")
-    check_device("int4", "cpu")
+    check_device(parse_quantization("fp8"), "cuda:1")
+    check_device(parse_quantization("int4"), "cpu")
     with pytest.raises(ArtifactError, match="fp8 needs a CUDA device"):
-        check_device("fp8", "cpu")
+        check_device(parse_quantization("fp8"), "cpu")
 
 
 @pytest.mark.parametrize(

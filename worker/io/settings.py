@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from artifacts.quantization import FLAG_HELP as QUANTIZE_HELP
-from artifacts.quantization import check_device
+from artifacts.quantization import check_device, parse_quantization
 from rpc.identity.tls import KEY_HELP, TlsFiles, tls_of
 from rpc.settings import REDIS_URL_HELP, REDIS_URL_VARIABLE, setting
 from telemetry.logging import FORMAT_HELP, FORMAT_VARIABLE, LEVEL_HELP, LEVEL_VARIABLE, check_logging
@@ -66,7 +66,7 @@ class Settings:
             raise ValueError(f"--device {self.device}: not one of {', '.join(DEVICES)}")
         if self.dtype not in DTYPES:
             raise ValueError(f"--dtype {self.dtype}: not one of {', '.join(DTYPES)}")
-        check_device(self.quantize, self.device)
+        check_device(parse_quantization(self.quantize), self.device)
         for name, least in (
             ("rows", 1),
             ("kv_blocks", 0),

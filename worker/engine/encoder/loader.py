@@ -78,7 +78,7 @@ def load_encoder(path: str, device: str = "cpu", dtype: str = "auto", quantize: 
         manifest = read_base_model(path, name="model", quantize=quantize)
         config = parse_object(read_small_file(directory / "config.json"), "config.json")
         checkpoint, scheme = read_checkpoint(directory), parse_quantization(quantize)
-        check_device(manifest.quantization, device)
+        check_device(scheme, device)
     except ArtifactError as error:
         raise ModelUnusableError(f"{directory}: {error}") from None
     family = ENCODERS[manifest.architecture]
@@ -129,8 +129,6 @@ def _from_pretrained(
         raise ModelUnusableError(f"{directory} can't be loaded: {' '.join(str(error).split())}") from error
     module, info = loaded
     head = tuple(f"{name}." for name in family.head.modules)
-    require_weights(
-        directory, info, lambda name: name.startswith(head) or (quantized is not None and quantized.is_read_here(name))
-    )
+    require_weights(directory, info, lambda name: name.startswith(head))
     evaluated: nn.Module = module.eval().requires_grad_(False)
     return evaluated

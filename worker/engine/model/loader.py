@@ -20,6 +20,7 @@ from artifacts.errors import ArtifactError
 from artifacts.json_object import parse_object
 from artifacts.kv_shape import KvShape
 from artifacts.quantization import check_device, parse_quantization
+from artifacts.quantized_checkpoint import stored_scheme
 from artifacts.safetensors_header import TensorInfo
 from worker.engine.attention import paged as attention
 from worker.engine.device.memory import available_bytes
@@ -27,7 +28,7 @@ from worker.engine.model.architectures import check_architecture
 from worker.engine.model.errors import ModelUnusableError
 from worker.engine.model.packed import packing_works
 from worker.engine.model.probe import probe_kv_shape
-from worker.engine.model.quantized_weights import QuantizedWeights
+from worker.engine.model.quantized_weights import QuantizedWeights, has_tied_head
 from worker.engine.quantized.weight import is_linear
 from worker.sizing import DTYPE_BYTES, cpu_dtype, own_dtype
 
@@ -80,13 +81,14 @@ def load_model(path: str, device: str = "cpu", dtype: str = "auto", quantize: st
         manifest = read_base_model(path, name="model", quantize=quantize)
         checkpoint, scheme = read_checkpoint(directory), parse_quantization(quantize)
         weights = read_weights(config, checkpoint)
-        check_device(manifest.quantization, device)
+        stored = stored_scheme(config)
+        check_device(stored.quantization if stored else scheme, device)
     except (ArtifactError, ModelUnusableError) as error:
         raise ModelUnusableError(f"{directory}: {error}") from None
     number = dtype_of(dtype, config, next(tensor for _, tensor in checkpoint.tensors.values()), place)
     parameters, needed = model_bytes(checkpoint, weights, scheme, number.itemsize)
     check_memory(directory, needed, place, manifest.quantization or str(number).removeprefix("torch."))
-    quantized = QuantizedWeights.of(checkpoint, weights, scheme)
+    quantized = QuantizedWeights.of(checkpoint, weights, scheme, tied=has_tied_head(directory))
     module = _from_pretrained(directory, number, quantized)
     _use_plain_linears(module)
     module.to(place)
@@ -198,7 +200,7 @@ def _from_pretrained(directory: Path, dtype: torch.dtype, quantized: QuantizedWe
     except (OSError, ValueError, RuntimeError, KeyError) as error:
         raise ModelUnusableError(f"{directory} can't be loaded: {' '.join(str(error).split())}") from error
     module, info = loaded
-    require_weights(directory, info, quantized.is_read_here if quantized else lambda name: False)
+    require_weights(directory, info)
     # With one, GPT-2 looks for padding in every batch, which waits for the device.
     module.config.pad_token_id = None
     return module.eval().requires_grad_(False)

@@ -1,20 +1,20 @@
 """Loads quantized weights: those of quantized checkpoints, and float weights that are quantized while they are loaded.
 
-transformers builds the model with a placeholder for each such layer and loads the rest; then each layer is read, one
-after the other, so that the memory never holds more than one weight of the layers in floats.
+transformers builds the model without these weights and loads the rest; then they are read, one after the other, so that
+the memory never holds more than one of them in floats.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import safetensors
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AutoConfig
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer
@@ -36,44 +36,57 @@ _READ_HERE = r"\.(weight|weight_\w+|qweight|qzeros|scales|g_idx)$"
 
 @dataclass(frozen=True)
 class QuantizedWeights:
-    """The weights of a checkpoint that are loaded quantized, by module name; `scheme` for those that are in floats."""
+    """The weights of a checkpoint that are loaded quantized, by module name; `scheme` for those that are in floats.
+
+    `tied` says that the output head shares the token embeddings' weight.
+    """
 
     checkpoint: Checkpoint
     weights: Mapping[str, LinearWeight]
     scheme: Quantization | None
+    tied: bool
 
     @classmethod
     def of(
-        cls, checkpoint: Checkpoint, weights: Mapping[str, LinearWeight], scheme: Quantization | None
+        cls,
+        checkpoint: Checkpoint,
+        weights: Mapping[str, LinearWeight],
+        scheme: Quantization | None,
+        *,
+        tied: bool = False,
     ) -> QuantizedWeights | None:
         """Choose the weights that are loaded quantized; None where there are none."""
         chosen = {name: weight for name, weight in weights.items() if weight.scheme(scheme) is not None}
-        return cls(checkpoint, chosen, scheme) if chosen else None
+        if tied:
+            chosen.pop(HEAD, None)
+        return cls(checkpoint, chosen, scheme, tied) if chosen else None
 
     def loading_options(self, directory: Path) -> dict[str, Any]:
         """Return the arguments of from_pretrained that leave these weights to `fill`."""
-        config: Any = AutoConfig.from_pretrained(directory, local_files_only=True)
-        if hasattr(config, "quantization_config"):
-            del config.quantization_config
-        awaited = [name for name, weight in self.weights.items() if not weight.is_embedding]
-        if config.tie_word_embeddings and HEAD in awaited:
-            awaited.remove(HEAD)
-        return {"config": config, "quantization_config": _AwaitedLayers(awaited)}
-
-    def is_read_here(self, key: str) -> bool:
-        """Tell whether `fill` puts a layer in the place of a weight that transformers missed."""
-        ends = {f"{name}.weight" for name, weight in self.weights.items() if weight.is_embedding}
-        return key in ends or (bool(ends) and key == f"{HEAD}.weight")
+        config, awaited = _transformers_config(directory), list(self.weights)
+        if self.tied and self.embeddings is not None:
+            config.tie_word_embeddings = False
+            awaited.append(HEAD)
+        return {"config": config, "quantization_config": _AwaitedWeights(awaited)}
 
     def fill(self, module: Any, dtype: torch.dtype, device: torch.device) -> None:
         """Put the quantized layers into a loaded model that is on the device already."""
         with _tensors(self.checkpoint) as read:
             for name, weight in self.weights.items():
-                place = module.get_submodule(name)
-                if isinstance(place, _AwaitedLinear):
-                    module.set_submodule(name, QuantizedLinear(self._read(weight, read).to(device), place.bias))
-                elif weight.is_embedding:
-                    self._fill_embeddings(module, name, self._read(weight, read).to(device), dtype)
+                place, quantized = module.get_submodule(name), self._read(weight, read).to(device)
+                if not weight.is_embedding:
+                    module.set_submodule(name, QuantizedLinear(quantized, place.bias))
+                    continue
+                scale = getattr(place, "embed_scale", None)
+                embedding = QuantizedEmbedding(quantized, dtype, None if scale is None else float(scale))
+                module.set_submodule(name, embedding)
+                if self.tied:
+                    module.set_submodule(HEAD, QuantizedLinear(quantized, module.get_submodule(HEAD).bias))
+
+    @property
+    def embeddings(self) -> LinearWeight | None:
+        """Return the token embeddings, where they are quantized."""
+        return next((weight for weight in self.weights.values() if weight.is_embedding), None)
 
     def has_end(self, module: str) -> bool:
         """Tell whether token embeddings or an output head have a quantized weight."""
@@ -89,18 +102,7 @@ class QuantizedWeights:
             return equal(read_weight(weight.stored, read), quantize_weight(values, weight.stored.scheme.quantization))
 
     def _end(self, module: str) -> LinearWeight | None:
-        if module == HEAD and HEAD in self.weights:
-            return self.weights[HEAD]
-        return next((weight for weight in self.weights.values() if weight.is_embedding), None)
-
-    def _fill_embeddings(self, module: Any, name: str, weight: QuantizedWeight, dtype: torch.dtype) -> None:
-        place, head = module.get_submodule(name), module.get_output_embeddings()
-        scale = getattr(place, "embed_scale", None)
-        # The head first: it shares the weight where the model ties the two.
-        if isinstance(head, nn.Linear) and head.weight is place.weight:
-            names = {child: name for name, child in module.named_modules()}
-            module.set_submodule(names[head], QuantizedLinear(weight, head.bias))
-        module.set_submodule(name, QuantizedEmbedding(weight, dtype, None if scale is None else float(scale)))
+        return self.weights.get(module) or (self.embeddings if self.tied else None)
 
     def _read(self, weight: LinearWeight, read: ReadTensor) -> QuantizedWeight:
         if weight.stored is not None:
@@ -108,6 +110,19 @@ class QuantizedWeights:
         assert self.scheme is not None
         tensor = read(weight.tensor)
         return quantize_weight(tensor.t() if weight.input_first and not weight.is_embedding else tensor, self.scheme)
+
+
+def has_tied_head(directory: Path) -> bool:
+    """Tell whether a model's output head shares its token embeddings' weight."""
+    return bool(_transformers_config(directory).tie_word_embeddings)
+
+
+def _transformers_config(directory: Path) -> Any:
+    """Return a model's config without the checkpoint's own quantization, which transformers would do in its way."""
+    config: Any = AutoConfig.from_pretrained(directory, local_files_only=True)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    return config
 
 
 @contextlib.contextmanager
@@ -126,32 +141,22 @@ def _tensors(checkpoint: Checkpoint) -> Iterator[ReadTensor]:
         yield read
 
 
-class _AwaitedLinear(nn.Module):
-    """The place of a linear layer whose weight is read later; transformers loads its bias."""
-
-    def __init__(self, bias: nn.Parameter | None) -> None:
-        super().__init__()
-        self.bias = bias
-        # Some models initialize layers by their names; this keeps no numbers, and is in no list of parameters.
-        self.weight = torch.empty(0)
-
-
 @register_quantization_config(_METHOD)
-class _AwaitedLayers(QuantizationConfigMixin):
-    """Names the layers that transformers does not load."""
+class _AwaitedWeights(QuantizationConfigMixin):
+    """Names the layers whose weights transformers does not load."""
 
     quant_method: Any
 
-    def __init__(self, names: list[str]) -> None:
+    def __init__(self, names: Collection[str]) -> None:
         self.quant_method = _METHOD
         self.names = names
 
 
 @register_quantizer(_METHOD)
-class _Placeholders(HfQuantizer):
-    """Replaces layers by placeholders, between the construction of a model and the loading of its weights."""
+class _Emptied(HfQuantizer):
+    """Takes weights away from layers, between the construction of a model and the loading of the other weights."""
 
-    quantization_config: _AwaitedLayers
+    quantization_config: _AwaitedWeights
     is_trainable = False
 
     def is_serializable(self) -> bool:
@@ -161,7 +166,11 @@ class _Placeholders(HfQuantizer):
     def _process_model_before_weight_loading(self, model: Any, **_: Any) -> None:
         model._keys_to_ignore_on_load_unexpected = {*(model._keys_to_ignore_on_load_unexpected or ()), _READ_HERE}
         for name in self.quantization_config.names:
-            model.set_submodule(name, _AwaitedLinear(model.get_submodule(name).bias))
+            layer = model.get_submodule(name)
+            del layer.weight
+            # No parameter, so nothing is loaded; models that initialize layers by their names find it.
+            layer.weight = torch.empty(0, device="cpu")
+            layer.weight._is_hf_initialized = True
 
     def _process_model_after_weight_loading(self, model: Any, **_: Any) -> None:
         self.remove_quantization_config(model)  # type: ignore[no-untyped-call]  # transformers' own

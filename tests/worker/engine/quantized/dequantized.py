@@ -13,7 +13,7 @@ from worker.engine.quantized.weight import QuantizedWeight
 
 
 @torch.no_grad()
-def dequantize_into(model: Any, directory: Path, scheme: str = "") -> int:
+def dequantize_into(model: Any, directory: Path | str, scheme: str = "") -> int:
     """Give a float32 model the weights that the engine loads from a directory; how many of them are quantized."""
     ours = load_model(str(directory), "cpu", "float32", scheme).module
     count = 0

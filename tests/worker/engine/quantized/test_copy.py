@@ -1,0 +1,121 @@
+"""`loraplex quantize`: a copy whose weights are those of an engine that quantizes the original."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from artifacts.base_model import read_base_model
+from artifacts.errors import ArtifactError
+from tests.worker.engine.model.tiny_families import CRAMPED, make_config, make_model, requests_of, with_adapter
+from tests.worker.engine.quantized import published_layouts as layouts
+from tests.worker.engine.quantized.dequantized import dequantize_into
+from worker.engine.model.loader import LoadedModel, load_model
+from worker.engine.quantized import copy
+from worker.engine.quantized.copy import stored_tensors, write_copy
+from worker.engine.quantized.weight import QuantizedWeight, equal, quantize
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def quantized(loaded: LoadedModel) -> dict[str, QuantizedWeight]:
+    layers = ((name, getattr(layer, "weight", None)) for name, layer in loaded.module.named_modules())
+    return {name: weight for name, weight in layers if isinstance(weight, QuantizedWeight)}
+
+
+@pytest.mark.parametrize("scheme", ["int8", "int8-zero-point+embeddings", "int4-32", "int4+embeddings"])
+def test_a_copy_has_the_weights_of_the_original_that_is_quantized_while_it_loads(
+    tiny_qwen2: Any, tmp_path: Path, scheme: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    original, out = str(tiny_qwen2.directory), str(tmp_path / "copy")
+    told: list[tuple[int, int]] = []
+    base = write_copy(original, out, scheme, lambda done, of: told.append((done, of)))
+    loaded = read_base_model(original, quantize=scheme)
+    assert base.adapted_digest == loaded.adapted_digest == read_base_model(original).digest
+    assert (base.quantization, base.modules) == (loaded.quantization, loaded.modules)
+    assert told == [(done, len(told)) for done in range(1, len(told) + 1)]
+    copied, ours = load_model(out), load_model(original, quantize=scheme)
+    assert set(quantized(copied)) == set(quantized(ours))
+    assert all(equal(weight, quantized(copied)[name]) for name, weight in quantized(ours).items())
+    others = copied.module.state_dict()
+    assert others.keys() == ours.module.state_dict().keys()
+    assert all(torch.equal(values, others[name]) for name, values in ours.module.state_dict().items())
+    assert (copied.linears, copied.ends, copied.parameters) == (ours.linears, ours.ends, ours.parameters)
+    assert "MISSING" not in caplog.text
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["copy"]
+    small = {path.name for path in tiny_qwen2.directory.iterdir() if not path.name.endswith(".safetensors")}
+    assert small == {path.name for path in (tmp_path / "copy").iterdir()} - {"model.safetensors"}
+
+
+@pytest.mark.parametrize(
+    ("bits", "group", "symmetric"), [(4, 32, False), (4, 32, True), (8, None, False), (8, None, True)]
+)
+def test_the_layout_is_the_published_one(bits: int, group: int | None, symmetric: bool) -> None:
+    """13 outputs and 70 columns fill no word."""
+    weight = quantize(torch.randn(13, 70, generator=torch.Generator().manual_seed(1)), bits, group, symmetric=symmetric)
+    shift = 0 if bits == 4 else 128
+    codes = weight.codes + shift if bits == 8 else torch.stack((weight.codes & 15, weight.codes >> 4), -1).flatten(1)
+    codes = (weight.codes.int() + shift) if bits == 8 else codes.int()
+    zeros = torch.zeros(13, 1) if weight.zeros is None else weight.zeros + shift
+    expected = layouts.compressed((codes, weight.scales, zeros.int()), bits, symmetric=symmetric)
+    written = stored_tensors(weight)
+    assert written.keys() == expected.keys()
+    for name in expected.keys() - {"weight_scale"}:
+        assert torch.equal(written[name], expected[name]), name
+    assert torch.equal(written["weight_scale"], weight.scales)
+
+
+def test_a_copy_in_several_files_of_a_model_that_stores_its_weights_transposed_serves_the_originals_adapter(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    save_adapter: Callable[..., None],
+    make_engine: Callable[..., Any],
+    run_until_idle: Callable[..., Any],
+) -> None:
+    monkeypatch.setattr(copy, "_SHARD_BYTES", 6000)
+    model = make_model(make_config("gpt2"), tmp_path / "model")
+    out = tmp_path / "copy"
+    write_copy(str(tmp_path / "model"), str(out), "int4-32+embeddings")
+    assert len(list(out.glob("*.safetensors"))) > 3
+    tiny = with_adapter(model, "gpt2", tmp_path, save_adapter, lambda base: dequantize_into(base, out))
+    outputs = run_until_idle(make_engine(out, **CRAMPED), {0: requests_of(tiny)})
+    answers = {name: tuple(token for output in some for token in output.token_ids) for name, some in outputs.items()}
+    assert answers == {str(index): ids for index, ids in enumerate(tiny.answers)}
+
+
+def test_what_can_not_be_copied_is_one_line_and_leaves_nothing(tiny_llama: Any, tmp_path: Path) -> None:
+    model, out = str(tiny_llama.directory), tmp_path / "copy"
+    write_copy(model, str(out), "int8")
+    for source, target, scheme, message in [
+        (model, out, "int8", "out: .*/copy exists; give a new directory"),
+        (str(out), tmp_path / "other", "int8", "model: .*/copy is quantized already; give the original"),
+        (model, out / "config.json" / "copy", "int8", "out: .*config.json"),
+        (model, tmp_path / "other", "int3", "--quantize: 'int3' is not one of"),
+        ("hash:?", tmp_path / "other", "int8", "a hash model has no weights"),
+    ]:
+        with pytest.raises(ArtifactError, match=message) as refused:
+            write_copy(source, str(target), scheme)
+        assert "\n" not in str(refused.value)
+    assert [path.name for path in tmp_path.iterdir()] == ["copy"]
+
+
+def test_the_command_writes_a_copy_with_progress(tmp_path: Path) -> None:
+    flags = ["--model", "examples/model", "--out", str(tmp_path / "copy"), "--to", "int4"]
+    command = [sys.executable, "-m", "worker", "quantize"]
+    done = subprocess.run([*command, *flags], capture_output=True, text=True, check=False, timeout=100)
+    assert (done.returncode, done.stdout.split(":")[0]) == (0, f"wrote {tmp_path / 'copy'}")
+    assert done.stderr.splitlines()[-1] == "quantized 56 of 56 tensors"
+    config = json.loads((tmp_path / "copy" / "config.json").read_text())
+    assert config["quantization_config"]["ignore"] == ["model.embed_tokens"]
+    assert (tmp_path / "copy" / "chat_template.jinja").is_file()
+    shutil.rmtree(tmp_path / "copy")
+    done = subprocess.run([*command, *flags[:-1], "int3"], capture_output=True, text=True, check=False, timeout=100)
+    assert (done.returncode, done.stderr[:35]) == (2, "error: --to: 'int3' is not one of i")

@@ -1,0 +1,186 @@
+"""Writes a quantized copy of a model's directory, in the layout of compressed-tensors.
+
+Its weights are, bit by bit, those that an engine has which quantizes the original while it loads. config.json names the
+original's digest, so adapters of the original are valid for the copy.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.nn.functional import pad
+
+from artifacts.base_model import BaseModel, read_base_model
+from artifacts.base_modules import LinearWeight, read_weights
+from artifacts.checkpoint import Checkpoint, read_checkpoint
+from artifacts.errors import ArtifactError
+from artifacts.families import FAMILIES
+from artifacts.json_object import parse_object
+from artifacts.quantization import Quantization, parse_quantization
+from worker.engine.quantized.schemes import quantize_weight
+from worker.engine.quantized.weight import QuantizedWeight
+
+# Maximum bytes of a file of the copy; so much of it is in memory at once.
+_SHARD_BYTES = 2 << 30
+# Endings of the original's files that hold weights.
+_WEIGHTS = (
+    ".safetensors",
+    ".safetensors.index.json",
+    ".bin",
+    ".bin.index.json",
+    ".pt",
+    ".pth",
+    ".gguf",
+    ".h5",
+    ".msgpack",
+)
+# Says how many of the tensors are done.
+Progress = Callable[[int, int], None]
+
+
+def write_copy(model: str, out: str, scheme: str, progress: Progress = lambda done, of: None) -> BaseModel:
+    """Write a copy of directory `model`, quantized by a scheme's name, to the new directory `out`; its manifest.
+
+    Raises ArtifactError, also where `out` exists or can't be written.
+    """
+    base = read_base_model(model, quantize=scheme)
+    wanted = parse_quantization(scheme, "--to")
+    if wanted is None or base.original_digest == "" or "quantization_config" in _config(base):
+        raise ArtifactError("model", f"{model} is quantized already; give the original")
+    directory = Path(out)
+    if directory.exists():
+        raise ArtifactError("out", f"{out} exists; give a new directory")
+    unfinished = directory.with_name(directory.name + ".unfinished")
+    try:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir(parents=True)
+        checkpoint = read_checkpoint(Path(model))
+        weights = {weight.tensor: weight for weight in read_weights(_config(base), checkpoint).values()}
+        _write_tensors(unfinished, checkpoint, weights, wanted, progress)
+        _copy_small_files(Path(model), unfinished)
+        config = _config(base) | {"quantization_config": _quantization_config(base, weights, wanted)}
+        (unfinished / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        os.rename(unfinished, directory)
+    except OSError as error:
+        raise ArtifactError("out", f"{error.filename or out}: {error.strerror or error}") from error
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+    return read_base_model(out)
+
+
+def _config(base: BaseModel) -> dict[str, Any]:
+    return parse_object(base.files["config.json"], "config.json")
+
+
+def _write_tensors(
+    out: Path, checkpoint: Checkpoint, weights: Mapping[str, LinearWeight], scheme: Quantization, progress: Progress
+) -> None:
+    shard: dict[str, Tensor] = {}
+    placed: dict[str, str] = {}
+    total = 0
+
+    def write(last: bool) -> None:
+        # A model of a single file has its usual name, and no index.
+        name = "model.safetensors" if last and not placed else f"model-{len(set(placed.values())) + 1:05}.safetensors"
+        save_file(shard, out / name, metadata={"format": "pt"})
+        placed.update(dict.fromkeys(shard, name))
+        shard.clear()
+
+    for done, (name, tensor) in enumerate(_tensors(checkpoint), 1):
+        weight = weights.get(name)
+        if weight is not None and weight.scheme(scheme) is not None:
+            is_transposed = weight.input_first and not weight.is_embedding
+            parts = stored_tensors(quantize_weight(tensor.t() if is_transposed else tensor, scheme))
+            layer = name.removesuffix(".weight")
+            new = {f"{layer}.{part}": values.contiguous() for part, values in parts.items()}
+        else:
+            new = {name: tensor}
+        size = sum(values.nbytes for values in new.values())
+        if shard and sum(values.nbytes for values in shard.values()) + size > _SHARD_BYTES:
+            write(last=False)
+        shard |= new
+        total += size
+        progress(done, len(checkpoint.tensors))
+    write(last=True)
+    if len(set(placed.values())) > 1:
+        index = {"metadata": {"total_size": total}, "weight_map": placed}
+        (out / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+
+
+def stored_tensors(weight: QuantizedWeight) -> dict[str, Tensor]:
+    """Return the tensors of compressed-tensors that hold a weight, by the last part of their names."""
+    scales = {"weight_scale": weight.scales}
+    if weight.codes.dtype == torch.float8_e4m3fn:
+        return {"weight": weight.codes} | scales
+    # 4 bits are stored from 0, as they are held; 8 bits are held from -128.
+    codes = weight.codes if weight.bits == 4 else weight.codes.view(torch.uint8) ^ 0x80
+    shape = torch.tensor([weight.out_features, weight.in_features])
+    parts = {"weight_packed": _words(codes), "weight_shape": shape} | scales
+    if weight.zeros is None:
+        return parts
+    zeros = (weight.zeros + (0 if weight.bits == 4 else 128)).to(torch.uint8).t()
+    if weight.bits == 4:
+        zeros = pad(zeros, (0, zeros.shape[1] % 2))
+        zeros = zeros[:, ::2] | zeros[:, 1::2] << 4
+    return parts | {"weight_zero_point": _words(zeros.contiguous()).t()}
+
+
+def _words(rows: Tensor) -> Tensor:
+    """View bytes [rows, bytes] as int32 words, the first byte lowest; a row's last word is filled with zeros."""
+    filled = pad(rows, (0, -rows.shape[1] % 4))
+    return filled.flatten().view(torch.int32).view(len(rows), -1)
+
+
+def _quantization_config(base: BaseModel, weights: Mapping[str, LinearWeight], scheme: Quantization) -> dict[str, Any]:
+    left = [weight.tensor.removesuffix(".weight") for weight in weights.values() if weight.scheme(scheme) is None]
+    if FAMILIES[base.architecture].experts:
+        left += [r"re:.*\.experts\..*", r"re:.*\.(gate|router)$"]
+    arguments = {
+        "num_bits": scheme.bits,
+        "type": "float" if scheme.floating else "int",
+        "symmetric": scheme.symmetric,
+        "strategy": "group" if scheme.group else "channel",
+        "group_size": scheme.group or None,
+        "dynamic": False,
+    }
+    targets = ["Linear", "Embedding"] if scheme.embeddings else ["Linear"]
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized" if scheme.floating else "pack-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {
+            "group_0": {"targets": targets, "weights": arguments, "input_activations": None, "output_activations": None}
+        },
+        "ignore": left,
+        "kv_cache_scheme": None,
+        "loraplex": {"original": base.original_digest, "quantization": str(scheme)},
+    }
+
+
+def _copy_small_files(model: Path, out: Path) -> None:
+    """Copy what is beside the weights: tokenizer, chat template, and the pooling's folder."""
+    folders = [path for path in model.iterdir() if path.is_dir() and not path.name.startswith(".")]
+    for path in (*model.iterdir(), *(file for folder in folders for file in folder.glob("*.json"))):
+        if path.is_file() and not path.name.endswith(_WEIGHTS):
+            (out / path.relative_to(model)).parent.mkdir(exist_ok=True)
+            shutil.copyfile(path, out / path.relative_to(model))
+
+
+def _tensors(checkpoint: Checkpoint) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of a checkpoint, one at a time, in the order of its files."""
+    with contextlib.ExitStack() as stack:
+        files: dict[Path, Any] = {}
+        for name, (path, _) in checkpoint.tensors.items():
+            if path not in files:
+                files[path] = stack.enter_context(safetensors.safe_open(path, "pt"))
+            yield name, files[path].get_tensor(name)
