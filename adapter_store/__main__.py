@@ -19,6 +19,7 @@ from telemetry.metrics import MetricsPortError
 def main() -> int:
     """Run the process; returns its exit status."""
     try:
+        os.umask(0o077)  # what it writes is for its own user
         settings = read_settings(StoreSettings, "adapter-store", sys.argv[1:], os.environ)
         set_up_logging("adapter_store", settings.log_format, settings.log_level)
         uvloop.run(serve(settings))

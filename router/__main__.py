@@ -25,6 +25,7 @@ _COLLECTIONS = (20_000, 20, 20)
 def main() -> int:
     """Run until a signal stops the router; return 2 when it can't start."""
     try:
+        os.umask(0o077)  # what it writes is for its own user
         settings = read_settings(Settings, "router", sys.argv[1:], os.environ)
         set_up_logging("router", settings.log_format, settings.log_level)
         gc.freeze()

@@ -20,6 +20,10 @@ FORMAT_HELP = f"how log lines are written: text or json; also {FORMAT_VARIABLE}"
 LEVEL_HELP = f"the least that is logged: {', '.join(LEVELS)}; also {LEVEL_VARIABLE}"
 
 _FIELDS = "loraplex_fields"
+# Control characters and line ends: what a client has sent must not begin a line of its own, or control a terminal.
+_CONTROLS = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160))} | {
+    code: f"\\u{code:04x}" for code in (0x2028, 0x2029)
+}
 
 
 def fields(**values: Any) -> dict[str, Any]:
@@ -56,6 +60,11 @@ def environment_of(log_format: str, log_level: str) -> Mapping[str, str]:
     return {FORMAT_VARIABLE: log_format, LEVEL_VARIABLE: log_level}
 
 
+def _encodable(text: str) -> str:
+    """Escape halves of surrogate pairs, which cannot be written."""
+    return text.encode(errors="backslashreplace").decode()
+
+
 class _TextLines(logging.Formatter):
     """Formats a line as `time level process logger: message name=value ...`."""
 
@@ -65,7 +74,13 @@ class _TextLines(logging.Formatter):
     def formatMessage(self, record: logging.LogRecord) -> str:  # logging's own name
         """Return the line without a traceback."""
         values = getattr(record, _FIELDS, {})
-        return super().formatMessage(record) + "".join(f" {name}={value}" for name, value in values.items())
+        line = super().formatMessage(record) + "".join(f" {name}={value}" for name, value in values.items())
+        return _encodable(line.translate(_CONTROLS))
+
+    def formatException(self, ei: Any) -> str:  # logging's own name
+        """Return a traceback, whose lines are indented: none reads as a line of the log."""
+        lines = super().formatException(ei).split("\n")
+        return _encodable("\n".join(f"  {line.translate(_CONTROLS)}" for line in lines))
 
 
 class _JsonLines(logging.Formatter):
@@ -88,4 +103,4 @@ class _JsonLines(logging.Formatter):
         }
         if record.exc_info:
             line["traceback"] = self.formatException(record.exc_info)
-        return json.dumps(line, default=str, ensure_ascii=False)
+        return json.dumps(line, default=str)  # in ASCII: no character of a value means anything to a terminal

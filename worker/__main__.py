@@ -16,6 +16,7 @@ from worker.quantize import quantize
 
 def main() -> int:
     """Run until told to stop; 2 when it can't start."""
+    os.umask(0o077)  # what it writes is for its own user
     try:
         if sys.argv[1:2] == ["plan"]:
             return _plan(sys.argv[2:])

@@ -41,11 +41,21 @@ def find_adapters(root: Path) -> tuple[AdapterDirectory, ...]:
 
 
 def _directories(parent: Path) -> list[Path]:
-    return sorted(path for path in parent.iterdir() if path.is_dir() and not path.name.startswith("."))
+    found = sorted(path for path in parent.iterdir() if not path.name.startswith("."))
+    for path in found:
+        _check_no_link(path)
+    return [path for path in found if path.is_dir()]
+
+
+def _check_no_link(path: Path) -> None:
+    """Raise CommandError for a symbolic link: who may write to the directory could upload any file with it."""
+    if path.is_symlink():
+        raise CommandError(f"--adapters: {path} is a symbolic link, and links are not followed; copy what it names")
 
 
 def _checked(tenant: str, directory: Path) -> AdapterDirectory:
     for name in (CONFIG_FILE, WEIGHTS_FILE):
+        _check_no_link(directory / name)
         if not (directory / name).is_file():
             raise CommandError(f"--adapters: {directory} is not an adapter: it has no {name}")
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Iterable, Sequence
 from functools import cache
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
 
 # Control characters except tab and newline: a model's text must not control the terminal.
 _CONTROLS = dict.fromkeys([*(code for code in range(32) if code not in (9, 10)), *range(127, 160)])
+# Characters that JSON leaves as they are, and that control a terminal or cannot be written.
+_UNSAFE_IN_JSON = re.compile("[\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 class CommandError(Exception):
@@ -66,6 +69,11 @@ def printable(text: str) -> str:
     return text.translate(_CONTROLS)
 
 
+def _cell(value: object) -> str:
+    """Return a value as one line without tabs, which would begin another cell of the output."""
+    return " ".join(printable(str(value)).split())
+
+
 def print_error(message: str) -> None:
     """Print a message as a single line on stderr."""
     from rich.text import Text
@@ -76,12 +84,13 @@ def print_error(message: str) -> None:
 
 def print_json(value: Any) -> None:
     """Print a JSON value, indented at a terminal."""
-    sys.stdout.write(json.dumps(value, indent=2 if sys.stdout.isatty() else None, ensure_ascii=False) + "\n")
+    text = json.dumps(value, indent=2 if sys.stdout.isatty() else None, ensure_ascii=False)
+    sys.stdout.write(_UNSAFE_IN_JSON.sub(lambda found: f"\\u{ord(found[0]):04x}", text) + "\n")
 
 
 def print_rows(headers: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
     """Print a table; in a pipe, tab-separated lines."""
-    cells = [[printable(str(cell)) for cell in row] for row in rows]
+    cells = [list(map(_cell, row)) for row in rows]
     if not out().is_terminal:
         for line in (headers, *cells):
             sys.stdout.write("\t".join(line) + "\n")
@@ -95,7 +104,7 @@ def table_of(headers: Sequence[str], rows: Iterable[Sequence[object]]) -> Table:
     from rich.table import Table
     from rich.text import Text
 
-    cells = [[printable(str(cell)) for cell in row] for row in rows]
+    cells = [list(map(_cell, row)) for row in rows]
     table = Table(box=box.SIMPLE_HEAD, header_style="bold")
     numeric = [all(_is_number(row[column]) for row in cells) for column in range(len(headers))]
     for header, right in zip(headers, numeric, strict=True):
@@ -107,7 +116,7 @@ def table_of(headers: Sequence[str], rows: Iterable[Sequence[object]]) -> Table:
 
 def print_fields(fields: Iterable[tuple[str, object]]) -> None:
     """Print names with their values, one pair in each line."""
-    pairs = [(name, printable(str(value))) for name, value in fields]
+    pairs = [(name, _cell(value)) for name, value in fields]
     if not out().is_terminal:
         for name, value in pairs:
             sys.stdout.write(f"{name}\t{value}\n")

@@ -158,7 +158,7 @@ class LocalCluster:
         if settings.redis_url:
             await valkey.check_answers(settings.redis_url)
         for part in ("logs", "store", "cache"):
-            (self.data_dir / part).mkdir(parents=True, exist_ok=True)
+            (self.data_dir / part).mkdir(mode=0o700, parents=True, exist_ok=True)
         await self._spawn_service("store", [*self._listen(settings.store_port), "--data", str(self.data_dir / "store")])
         if not settings.redis_url:
             self.redis_url = valkey.socket_url(self._runtime_dir)

@@ -60,6 +60,7 @@ class Process:
                     stderr=output.log,
                     env=environ,
                     start_new_session=True,
+                    umask=0o077,  # what it writes is for its own user
                 )
             except BaseException:
                 await output.close()

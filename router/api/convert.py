@@ -12,6 +12,7 @@ from broker.terms import PRIORITY_LIMIT
 from router.api.chat import read_chat, write_tool_call
 from router.api.formats import read_format
 from router.api.prompt_options import read_prompt_options
+from router.api.request_id import read_request_id
 from router.request import (
     Delta,
     Event,
@@ -31,7 +32,6 @@ from rpc.errors import InvalidField
 STOP_STRINGS = 16
 STOP_CHARACTERS = 64
 STOP_TOKEN_IDS = 64
-REQUEST_ID_CHARACTERS = 128
 STREAM_INTERVAL = 1_000
 CHOICES = 16
 LOGPROBS = 20
@@ -42,8 +42,6 @@ _NEUTRAL = SamplingParams()
 
 def read_request(spec: pb.GenerateSpec, tenant: str) -> Request:
     """Return the request in a message. Raises InvalidField or NotBuilt, naming the field."""
-    if len(spec.request_id) > REQUEST_ID_CHARACTERS:
-        raise InvalidField("request_id", f"longer than {REQUEST_ID_CHARACTERS} characters")
     field, prompt = read_prompt(spec)
     interval = spec.output.stream_interval if spec.output.HasField("stream_interval") else 1
     if interval > STREAM_INTERVAL:
@@ -57,7 +55,7 @@ def read_request(spec: pb.GenerateSpec, tenant: str) -> Request:
         prompt=prompt,
         prompt_field=field,
         prompt_options=read_prompt_options(spec),
-        request_id=spec.request_id,
+        request_id=read_request_id(spec.request_id),
         model=spec.model,
         adapter=spec.adapter,
         adapters=read_adapters(spec),

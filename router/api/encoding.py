@@ -8,7 +8,8 @@ from loraplex.inference.v1 import inference_pb2 as pb
 
 from artifacts.encode import Pooling, Task
 from broker.terms import PRIORITY_LIMIT
-from router.api.convert import REQUEST_ID_CHARACTERS, read_adapters
+from router.api.convert import read_adapters
+from router.api.request_id import read_request_id
 from router.catalog.classifiers import Classifier
 from router.encode_request import EncodeInput, EncodeRequest, TextPair
 from router.generation.encoding import Vector
@@ -42,8 +43,6 @@ def read_classify(request: pb.ClassifyRequest, tenant: str) -> EncodeRequest:
 
 
 def _read(spec: pb.EncodeSpec, tenant: str, task: Task, pooling: Pooling) -> EncodeRequest:
-    if len(spec.request_id) > REQUEST_ID_CHARACTERS:
-        raise InvalidField("request_id", f"longer than {REQUEST_ID_CHARACTERS} characters")
     if not 1 <= len(spec.inputs) <= INPUTS:
         raise InvalidField("inputs", f"{len(spec.inputs)} texts; give 1 to {INPUTS}")
     if abs(spec.priority) > PRIORITY_LIMIT:
@@ -55,7 +54,7 @@ def _read(spec: pb.EncodeSpec, tenant: str, task: Task, pooling: Pooling) -> Enc
         inputs=tuple(given for given, _ in found),
         fields=tuple(field for _, field in found),
         pooling=pooling,
-        request_id=spec.request_id,
+        request_id=read_request_id(spec.request_id),
         model=spec.model,
         adapter=spec.adapter,
         adapters=read_adapters(spec),

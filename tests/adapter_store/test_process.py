@@ -54,11 +54,16 @@ async def running(data: Path) -> AsyncIterator[tuple[Process, str]]:
         await process.communicate()
 
 
+def modes_below(directory: Path) -> set[int]:
+    return {path.stat().st_mode & 0o777 for path in (directory, *directory.rglob("*"))}
+
+
 async def test_it_serves_until_sigterm(data: Path) -> None:
     async with running(data) as (process, address):
         async with grpc.aio.insecure_channel(address) as channel:
             health = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
         assert health.status == health_pb2.HealthCheckResponse.SERVING
+        assert modes_below(data) == {0o700, 0o600}
         process.send_signal(signal.SIGTERM)
         assert await process.wait() == 0
 

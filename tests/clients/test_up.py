@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 from clients.cli.adapter_tree import AdapterDirectory, find_adapters
 from clients.cli.answer_timer import AnswerTimer, format_figure
 from clients.cli.demo import DEMO_PROMPT, choose, run_demo
-from clients.cli.terminal import CommandError, printable
+from clients.cli.terminal import CommandError, print_fields, print_json, print_rows, printable
 from rpc import errors
 
 
@@ -38,6 +39,22 @@ def test_an_adapter_without_weights(tmp_path: Path) -> None:
     (_adapter(tmp_path / "acme" / "support") / "adapter_model.safetensors").unlink()
     with pytest.raises(CommandError, match=r"acme/support is not an adapter: it has no adapter_model\.safetensors"):
         find_adapters(tmp_path)
+
+
+@pytest.mark.parametrize("linked", ["acme", "acme/support", "acme/support/adapter_config.json"])
+def test_links_are_not_followed(tmp_path: Path, linked: str) -> None:
+    """They may lead to files that whoever wrote them may not read."""
+    _adapter(tmp_path / "elsewhere" / "acme" / "support")
+    root = tmp_path / "adapters"
+    _adapter(root / "globex" / "support")
+    if linked != "acme":
+        (root / "acme").mkdir()
+    if linked.endswith(".json"):
+        _adapter(root / "acme" / "support")
+        (root / linked).unlink()
+    (root / linked).symlink_to(tmp_path / "elsewhere" / linked)
+    with pytest.raises(CommandError, match=rf"{linked} is a symbolic link, and links are not followed"):
+        find_adapters(root)
 
 
 @pytest.mark.parametrize(
@@ -115,3 +132,18 @@ def test_an_answer_timer_counts_tokens() -> None:
 
 def test_text_can_not_steer_the_terminal() -> None:
     assert printable("a\tb\nc\x1b[2J\x07\x9b1m\x7f é") == "a\tb\nc[2J1m é"
+
+
+def test_a_value_is_one_cell_of_one_row(capsys: pytest.CaptureFixture[str]) -> None:
+    print_rows(["name", "state"], [["a\tb\nevil\tserving", "\x1b[2Jdead"]])
+    print_fields([("name", "a\nrole\tadmin")])
+    assert capsys.readouterr().out == "name\tstate\na b evil serving\t[2Jdead\nname\ta role admin\n"
+
+
+def test_json_can_not_steer_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    value = {"text": "é\x1b[2J\x9b1m\x7f\u202e\ud800"}
+    print_json(value)
+    written = capsys.readouterr().out
+    assert json.loads(written) == value
+    assert written.rstrip("\n").isprintable()
+    assert "é" in written

@@ -115,7 +115,7 @@ async def kill_at(k: int, cluster: Cluster, undisturbed: list[tuple[dict[str, An
     engines = {worker.worker_id: worker.engine_pid for worker in await cluster.workers()}
     reached = asyncio.Event()
     first, *rest = [
-        cluster.client.generate_stream(**options, request_id=f"{k} {number}")
+        cluster.client.generate_stream(**options, request_id=f"{k}-{number}")
         for number, (options, _) in enumerate(undisturbed)
     ]
     reading = [asyncio.create_task(read(first, k, reached))]

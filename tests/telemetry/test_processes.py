@@ -83,6 +83,24 @@ def test_a_plain_line_has_them_too_and_lower_levels_are_silent(
     assert line.endswith("WARNING worker somewhere: slow request_id=r-2 code=OK")
 
 
+@pytest.mark.parametrize("log_format", ["text", "json"])
+def test_what_a_client_sends_begins_no_line_and_steers_no_terminal(
+    root_logger: logging.Logger, capsys: pytest.CaptureFixture[str], log_format: str
+) -> None:
+    set_up_logging("router", log_format)
+    log = logging.getLogger("somewhere")
+    sent = "x\r\nINFO router: all is well\x1b[2J\x9b1m\u2028\ud800"
+    log.warning("refused: %s", sent, extra=fields(name=sent))
+    try:
+        raise ValueError(sent)
+    except ValueError:
+        log.exception("it failed")
+    written = capsys.readouterr().err
+    assert "\nINFO" not in written
+    assert written.replace("\n", "").isprintable()
+    assert len([line for line in written.splitlines() if "refused" in line]) == 1
+
+
 def test_bad_log_settings_are_refused_and_good_ones_reach_a_child() -> None:
     with pytest.raises(ValueError, match="--log-format xml: not one of text, json"):
         set_up_logging("router", "xml")

@@ -11,6 +11,14 @@ from router.api.convert import read_request
 from rpc.errors import InvalidField
 
 
+@pytest.mark.parametrize("request_id", ["a b", "a\nb", "\x1b[2J", "é", '"', "{", "x" * 129, "\u202e"])
+def test_a_request_id_has_its_characters(request_id: str) -> None:
+    with pytest.raises(InvalidField, match="request_id: not 128 characters at most of A-Z"):
+        read_request(pb.GenerateSpec(prompt="x", request_id=request_id), "acme")
+    good = "AZaz09._:/@+=~-" + "x" * 113
+    assert read_request(pb.GenerateSpec(prompt="x", request_id=good), "acme").request_id == good
+
+
 def test_priority_has_its_range() -> None:
     assert read_request(pb.GenerateSpec(prompt="x", priority=-100), "acme").priority == -100
     with pytest.raises(InvalidField, match="priority: 101 is not between -100 and 100"):
