@@ -26,7 +26,7 @@ Repeated = list[str] | None
 
 
 class Task(StrEnum):
-    """What a load test's requests call."""
+    """The call that a load test makes."""
 
     GENERATE = "generate"
     EMBED = "embed"
