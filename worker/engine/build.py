@@ -19,11 +19,11 @@ from worker.engine.grammar.grammars import GrammarThread
 from worker.engine.lora.adapter_layers import AdapterLayers
 from worker.engine.lora.adapter_memory import PackedAdapter, TorchAdapterMemory
 from worker.engine.lora.weights import AdapterWeights, read_source
+from worker.engine.model.cpu_layouts import choose_layouts, lay_out
 from worker.engine.model.encoding import Encoding
 from worker.engine.model.errors import ModelUnusableError
 from worker.engine.model.loader import LoadedModel, load_model
 from worker.engine.model.model_layers import ModelLayers
-from worker.engine.model.packed import pack_linears, packing_works
 from worker.engine.model.runner import Runner
 from worker.engine.scheduling.chunk_sizer import ChunkSizer
 from worker.engine.scheduling.scheduler import Scheduler
@@ -47,6 +47,8 @@ def build_engine(
     `on_begun` before the first step of a sequence. Raises ModelUnusableError.
     """
     loaded = load_model(config.model, config.device, config.dtype, config.quantize)
+    torch.set_num_threads(step_threads(loaded.parameters, config.threads))
+    loaded = choose_layouts(loaded, config.dtype)
     base = ModelLayers(loaded)
     lora = adapter_layers(loaded, config)
     limits = _limits(loaded, config)
@@ -70,8 +72,7 @@ def adapter_layers(loaded: LoadedModel, config: EngineConfig) -> AdapterLayers:
     module, device, dtype = loaded.module, loaded.device, loaded.dtype
     slots, max_rank = config.adapter_slots, config.max_rank
     if device.type == "cpu":
-        if packing_works(dtype):
-            pack_linears(module)
+        lay_out(loaded)
         from worker.engine.lora.cpu.layers import CpuLayers  # numba is there only where the CPU computes
 
         return CpuLayers(module, loaded.linears, slots, max_rank, dtype, loaded.ends)

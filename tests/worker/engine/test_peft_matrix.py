@@ -156,14 +156,14 @@ def test_logits_and_tokens_are_pefts(
     check_batch(oracle, engine, run_until_idle, seed=3)
 
 
-def test_unpacked_weights_and_fewer_slots_than_adapters_change_nothing(
+def test_weights_in_panels_and_fewer_slots_than_adapters_change_nothing(
     oracles: Callable[[str], PeftOracle],
     make_engine: Callable[..., Any],
     run_until_idle: Callable[..., Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A slot that held rank 256 is given to rank 1, and so on."""
-    monkeypatch.setattr("worker.engine.build.packing_works", lambda _dtype: False)
+    monkeypatch.setattr("worker.engine.linear.layouts.packing_works", lambda _dtype: False)
     oracle = oracles("llama")
     engine = make_engine(
         oracle.directory, rows=6, kv_blocks=400, block_size=4, adapter_slots=3, max_rank=256, step_tokens=32

@@ -10,9 +10,10 @@ from torch import Tensor
 from worker.engine.encoder.body import EncoderBody
 from worker.engine.encoder.heads import ClassifierHeads
 from worker.engine.encoder.loader import LoadedEncoder
+from worker.engine.linear.choice import unmeasured
+from worker.engine.linear.layouts import replace_linears
 from worker.engine.lora.cpu.layers import CpuLayers
 from worker.engine.lora.weights import AdapterWeights
-from worker.engine.model.packed import pack_linears, packing_works
 from worker.engine.pooling import NO_CLASSIFIER, pooled, to_vector
 from worker.engine.scheduling.sequence import Sequence as Text
 from worker.engine_api import Failure
@@ -26,8 +27,7 @@ class EncoderRunner:
         self._own_pooling = loaded.pooling
         self._body = EncoderBody(loaded, slots, on_layer)
         self._heads = ClassifierHeads(loaded, slots)
-        if packing_works(loaded.dtype):
-            pack_linears(loaded.module)
+        replace_linears(loaded.module, unmeasured(loaded.module, loaded.dtype).make)
         self._lora = CpuLayers(loaded.module, loaded.of_tokens, slots, max_rank, loaded.dtype, loaded.ends)
         self._warm_up()
 

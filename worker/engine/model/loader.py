@@ -24,9 +24,10 @@ from artifacts.quantized_checkpoint import stored_scheme
 from artifacts.safetensors_header import TensorInfo
 from worker.engine.attention import paged as attention
 from worker.engine.device.memory import available_bytes
+from worker.engine.linear.choice import Choice
+from worker.engine.linear.packed import packing_works
 from worker.engine.model.architectures import check_architecture
 from worker.engine.model.errors import ModelUnusableError
-from worker.engine.model.packed import packing_works
 from worker.engine.model.probe import probe_kv_shape
 from worker.engine.model.quantized_weights import QuantizedWeights, has_tied_head
 from worker.engine.quantized.weight import is_linear
@@ -59,6 +60,8 @@ class LoadedModel:
     quantized: QuantizedWeights | None
     # How hidden states become one vector where a request does not say.
     pooling: str = "last"
+    # How it computes on the CPU; None where that was not measured.
+    layouts: Choice | None = None
 
     @property
     def kv_token_bytes(self) -> int:

@@ -13,8 +13,10 @@ import torch
 
 from artifacts.kv_shape import KvShape
 from worker.engine.device.memory import available_bytes
-from worker.engine.model import loader, packed
+from worker.engine.linear import packed
+from worker.engine.model import loader
 from worker.engine.model.architectures import SUPPORTED, check_architecture
+from worker.engine.model.cpu_layouts import lay_out
 from worker.engine.model.errors import ModelUnusableError
 from worker.engine.model.loader import load_model
 
@@ -168,7 +170,7 @@ def test_packed_weights_replace_linears_where_they_work(tiny_qwen2: Any, dtype: 
     head = loaded.module.lm_head
     x = torch.randn(5, 64).to(dtype)
     expected = head(x)
-    packed.pack_linears(loaded.module)
+    lay_out(loaded)
     assert not [module for module in loaded.module.modules() if type(module) is torch.nn.Linear]
     tolerance = 1e-5 if dtype is torch.float32 else 2e-2
     torch.testing.assert_close(loaded.module.lm_head(x), expected, rtol=tolerance, atol=tolerance * 10)

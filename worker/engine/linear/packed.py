@@ -7,12 +7,8 @@ float32 a row's product does not depend on how many rows stand beside it, which 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor, nn
-
-from worker.engine.lora.fused_linears import FusedPart, FusedProduct, can_fuse, fuse, fusion_candidates
 
 # Maximum difference from nn.Linear, relative to the largest output, that rounding explains.
 _TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
@@ -45,29 +41,6 @@ class PackedLinear(nn.Module):
         """Multiply by the weight, and add the bias where there is one."""
         y = self.weight(x.reshape(-1, self.in_features))
         return y.view(*x.shape[:-1], y.shape[-1])
-
-
-def pack_linears(model: nn.Module) -> None:
-    """Replace every nn.Linear of a CPU model, one by one, so that the weights are never held twice.
-
-    A weight that another module uses too (tied embeddings) stays there as well. Only where packing_works.
-    """
-    for module in list(model.modules()):
-        linears = {name: child for name, child in module.named_children() if type(child) is nn.Linear}
-        for names in fusion_candidates(linears):
-            group = [linears[name] for name in names]
-            if len(group) > 1 and can_fuse(group):
-                product = _fuse_packed(group)
-                for index, name in enumerate(names):
-                    setattr(module, name, FusedPart(product, index))
-            else:
-                for name, linear in zip(names, group, strict=True):
-                    setattr(module, name, PackedLinear(linear))
-
-
-def _fuse_packed(linears: Sequence[nn.Linear]) -> FusedProduct:
-    """Fuse layers that are called with the same input into a single product: fewer calls, and none of them small."""
-    return FusedProduct(PackedLinear(fuse(linears)), [linear.out_features for linear in linears])
 
 
 def packing_works(dtype: torch.dtype) -> bool:

@@ -1,0 +1,140 @@
+"""The layouts of a linear layer's weight that this processor computes, each checked once against the definition."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear as multiply
+
+from worker.engine.linear.packed import PackedLinear, packing_works
+from worker.engine.lora.fused_linears import FusedPart, FusedProduct, can_fuse, fuse, fusion_candidates
+from worker.engine.quantized.weight import AnyLinear, QuantizedLinear, is_linear, quantize
+
+# Maximum difference from the definition, relative to the largest output.
+_FLOAT32, _BFLOAT16, _FIXED = 1e-5, 2e-2, 1e-4
+# Features and bits of the layers that layouts are checked with.
+_CHECKED_COLUMNS, _CHECKED_OUTPUTS = 80, (96, 33)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A way to keep and multiply a weight: `make` gives the layer that takes the place of a linear layer."""
+
+    name: str
+    make: Callable[[AnyLinear], nn.Module]
+
+
+def float_layouts(stored: torch.dtype, compute: torch.dtype) -> Iterator[Layout]:
+    """Yield the layouts of a float weight whose numbers are of dtype `stored`, for inputs of dtype `compute`.
+
+    All are exact: none rounds a weight or an input. The first is the one to take where nothing is measured.
+    """
+    packs = packing_works(compute)
+    if packs:
+        yield Layout(f"mkldnn {_name(compute)}", lambda linear: PackedLinear(_cast(linear, compute)))
+    if _panels_work(_name(stored), compute, fixed=False):
+        yield Layout(f"{_name(stored)} panels", lambda linear: _panels(_cast(linear, stored), compute))
+    elif not packs:
+        yield Layout(f"torch {_name(compute)}", lambda linear: _cast(linear, compute))
+
+
+def quantized_layouts(bits: int, compute: torch.dtype, *, rounded: bool) -> Iterator[Layout]:
+    """Yield the layouts of codes of so many bits; none where this processor has no kernel for them.
+
+    `rounded`: also those that round inputs to 16 bits, which is for models whose own dtype has fewer.
+    """
+    if _panels_work(f"int{bits}", compute, fixed=False):
+        yield Layout(f"int{bits} panels", lambda linear: _panels(linear, compute))
+    if rounded and _panels_work(f"int{bits}", compute, fixed=True):
+        yield Layout(f"int{bits} panels, 16-bit inputs", lambda linear: _panels(linear, compute, fixed=True))
+
+
+def replace_linears(model: nn.Module, make: Callable[[AnyLinear], nn.Module]) -> None:
+    """Replace every linear layer of a CPU model, one by one, so that the weights are never held twice.
+
+    A weight that another module uses too (tied embeddings) stays there as well.
+    """
+    for module in list(model.modules()):
+        linears = {name: child for name, child in module.named_children() if is_linear(child)}
+        for names in fusion_candidates(linears):
+            group = [linears[name] for name in names]
+            if len(group) > 1 and can_fuse(group):
+                # Layers that are called with the same input are one product: fewer calls, and none of them small.
+                product = FusedProduct(make(fuse(group)), [linear.out_features for linear in group])
+                for index, name in enumerate(names):
+                    setattr(module, name, FusedPart(product, index))
+            else:
+                for name, linear in zip(names, group, strict=True):
+                    setattr(module, name, make(linear))
+
+
+def _panels(linear: AnyLinear, compute: torch.dtype, *, fixed: bool = False) -> nn.Module:
+    """Return the layer over panels; a weight that has no format as panels stays as it is."""
+    from worker.engine.linear.layer import FixedLinear, PanelLinear  # numba is there only where the CPU computes
+    from worker.engine.linear.panels import can_be_panels
+
+    if not can_be_panels(linear):
+        return linear
+    return FixedLinear(linear, compute) if fixed else PanelLinear(linear, compute)
+
+
+def _cast(linear: AnyLinear, dtype: torch.dtype) -> nn.Linear:
+    """Return a float layer with its weight and bias in a dtype."""
+    assert isinstance(linear, nn.Linear), "the layouts of float weights are for these"
+    if linear.weight.dtype == dtype == getattr(linear.bias, "dtype", dtype):
+        return linear
+    cast = nn.Linear(linear.in_features, linear.out_features, bias=linear.bias is not None, device="meta")
+    cast.weight = nn.Parameter(linear.weight.detach().to(dtype), requires_grad=False)
+    if linear.bias is not None:
+        cast.bias = nn.Parameter(linear.bias.detach().to(dtype), requires_grad=False)
+    return cast
+
+
+@cache
+def _panels_work(kind: str, compute: torch.dtype, *, fixed: bool) -> bool:
+    """Tell whether panels of a kind of weight give the right products on this machine."""
+    try:
+        from numba.core.errors import NumbaError
+
+        from worker.engine.linear.formats import fixed_point_compiles
+    except ImportError:
+        return False
+    if fixed and not fixed_point_compiles():
+        return False
+    tolerance = _BFLOAT16 if compute == torch.bfloat16 else _FIXED if fixed else _FLOAT32
+    try:
+        checked = [_checked_linear(kind, outputs) for outputs in _CHECKED_OUTPUTS]
+        return all(_is_right(one, _panels(one, compute, fixed=fixed), tolerance, compute) for one in checked)
+    except (NumbaError, AttributeError, RuntimeError, NotImplementedError):
+        return False
+
+
+def _checked_linear(kind: str, outputs: int) -> AnyLinear:
+    generator = torch.Generator().manual_seed(outputs)
+    weight, bias = (torch.randn(shape, generator=generator) for shape in ((outputs, _CHECKED_COLUMNS), (outputs,)))
+    if kind.startswith("int"):
+        bits = int(kind.removeprefix("int"))
+        return QuantizedLinear(quantize(weight, bits, None if bits == 8 else 32, symmetric=outputs % 2 == 0), bias)
+    linear = nn.Linear(_CHECKED_COLUMNS, outputs).requires_grad_(False)
+    linear.weight.copy_(weight)
+    linear.bias.copy_(bias)
+    return linear.to(getattr(torch, kind))
+
+
+def _is_right(linear: AnyLinear, made: nn.Module, tolerance: float, compute: torch.dtype) -> bool:
+    weight = linear.weight.dequantize() if isinstance(linear, QuantizedLinear) else linear.weight.float()
+    bias: Tensor | None = None if linear.bias is None else linear.bias.float()
+    for rows in (1, 7, 40):
+        x = torch.randn(rows, linear.in_features, generator=torch.Generator().manual_seed(rows)).to(compute)
+        expected = multiply(x.float(), weight, bias)
+        if (made(x).float() - expected).abs().max() > tolerance * expected.abs().max():
+            return False
+    return True
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
