@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
+from rpc.edge import edge_options
 from rpc.identity.guard import Guard, closed_guard
 from rpc.messages import ReadableMessages
 from rpc.status import StatusInterceptor
@@ -84,7 +85,8 @@ class Server:
     """A grpc.aio server with the project's options and a health service.
 
     The `guard` decides who may call which method; without one, the server serves its health alone. `outer` interceptors
-    see calls before the guard, `interceptors` see those that it has admitted.
+    see calls before the guard, `interceptors` see those that it has admitted. `connections`: a limit other than the
+    usual one.
     """
 
     def __init__(
@@ -94,12 +96,17 @@ class Server:
         outer: Sequence[grpc.aio.ServerInterceptor] = (),
         interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
         options: Sequence[tuple[str, Any]] | None = None,
+        connections: int | None = None,
     ) -> None:
         self._guard = guard or closed_guard()
         self._methods: set[str] = set()
         # The status interceptor is outermost, so that it also sees what the others raise.
         self.grpc = grpc.aio.server(
-            options=[*(channel_options() if options is None else options), *_SERVER_OPTIONS],
+            options=[
+                *(channel_options() if options is None else options),
+                *_SERVER_OPTIONS,
+                *edge_options(connections),
+            ],
             interceptors=(StatusInterceptor(), *outer, self._guard, *interceptors, ReadableMessages()),
         )
         self._health = health.aio.HealthServicer()

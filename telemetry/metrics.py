@@ -6,6 +6,8 @@ and for people in docs/metrics.md.
 
 from __future__ import annotations
 
+import socket
+import threading
 from collections.abc import Sequence
 
 from prometheus_client import (
@@ -15,8 +17,10 @@ from prometheus_client import (
     Histogram,
     ProcessCollector,
     disable_created_metrics,
-    start_http_server,
+    make_wsgi_app,
 )
+
+from telemetry.pooled_server import PooledServer, QuietHandler
 
 PREFIX = "loraplex"
 # The help text of a setting `metrics_port`.
@@ -86,16 +90,18 @@ class BoundedNames:
 
 
 class MetricsServer:
-    """Serves `/metrics` over HTTP from a thread of its own, which is idle between requests."""
+    """Serves `/metrics` over HTTP from a few threads, which are idle between requests."""
 
     def __init__(self, meters: Meters, host: str, port: int) -> None:
         """Listen on host:port, 0 for a port that the system chooses. Raises MetricsPortError."""
         ProcessCollector(registry=meters.registry)
         try:
-            self._server, self._thread = start_http_server(port, addr=host.strip("[]"), registry=meters.registry)
+            self._server = _listen(host.strip("[]"), port, meters.registry)
         except (OSError, OverflowError) as error:
             why = getattr(error, "strerror", None) or error
             raise MetricsPortError(f"--metrics-port: cannot listen on {host}:{port}: {why}") from error
+        self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
+        self._thread.start()
         meters.ready_word = f" metrics={host}:{self._server.server_port}"
 
     def close(self) -> None:
@@ -103,6 +109,13 @@ class MetricsServer:
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
+
+
+def _listen(host: str, port: int, registry: CollectorRegistry) -> PooledServer:
+    family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
+    server = PooledServer((host, port), QuietHandler, family)
+    server.set_app(make_wsgi_app(registry))
+    return server
 
 
 def serve_metrics(meters: Meters, host: str, port: int) -> MetricsServer | None:

@@ -77,7 +77,9 @@ class Prover:
             child.stdin.flush()
         except BrokenPipeError:
             return self._died(child)
-        if not select.select([child.stdout], [], [], self._wall_s)[0]:
+        answers = select.poll()  # unlike select(), it takes descriptors from 1,024 up
+        answers.register(child.stdout, select.POLLIN)
+        if not answers.poll(self._wall_s * 1e3):
             self._end()
             raise ProverBusyError
         line = child.stdout.readline()

@@ -1,0 +1,35 @@
+"""Limits of a gRPC server's connections, as Envoy advises for servers at the edge of a network.
+
+https://www.envoyproxy.io/docs/envoy/latest/configuration/best_practices/edge
+"""
+
+from __future__ import annotations
+
+import resource
+from typing import Any
+
+# Maximum number of connections, where the process may open as many files; and maximum of files that it asks for.
+_CONNECTIONS = 10_000
+_FILES = 65_536
+# Timeout in ms for a new connection's handshake, and time in ms after which one without a call is closed.
+_HANDSHAKE_MS = 10_000
+_IDLE_MS = 3_600_000
+
+
+def edge_options(connections: int | None = None) -> list[tuple[str, Any]]:
+    """Return the options of a server that many clients reach. Connections leave half of all files to other uses."""
+    return [
+        ("grpc.max_allowed_incoming_connections", connections or min(_CONNECTIONS, _file_limit() // 2)),
+        ("grpc.server_handshake_timeout_ms", _HANDSHAKE_MS),
+        ("grpc.max_connection_idle_ms", _IDLE_MS),
+    ]
+
+
+def _file_limit() -> int:
+    """Raise the process's own limit of open files as far as it may; return it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _FILES if hard == resource.RLIM_INFINITY else min(_FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        return wanted
+    return _FILES if soft == resource.RLIM_INFINITY else soft
