@@ -19,6 +19,7 @@ import pytest
 from loraplex.cluster.v1 import cluster_pb2
 from loraplex.inference.v1 import inference_pb2
 
+from artifacts.errors import ArtifactError
 from clients.cli.__main__ import main
 from clients.cli.terminal import CommandError
 from clients.cli.worker_command import ask_worker
@@ -373,7 +374,10 @@ def measured_here(monkeypatch: pytest.MonkeyPatch) -> None:
     """Measure in this process: a worker process would import torch first, for seconds."""
 
     def ask_worker(command: str, **flags: str) -> Any:
-        return measure(command, [f"--{name}={value}" for name, value in flags.items()])
+        try:
+            return measure(command, [f"--{name}={value}" for name, value in flags.items()])
+        except ArtifactError as error:
+            raise CommandError(str(error)) from error
 
     monkeypatch.setattr("clients.cli.certificates.ask_worker", ask_worker)
     monkeypatch.setattr("clients.cli.quantization_report.ask_worker", ask_worker)
@@ -422,3 +426,24 @@ def test_a_worker_process_that_computes_says_what_is_wrong_in_one_line() -> None
         [sys.executable, "-c", without, "report", *flags], capture_output=True, text=True, check=False
     )
     assert_refused(Done(done.returncode, done.stdout, done.stderr), "torch is not installed", "loraplex[worker]")
+
+
+@pytest.mark.model
+@pytest.mark.usefixtures("measured_here", "one_thread")
+def test_a_report_is_printed_and_written(run: Run, tmp_path: Path) -> None:
+    text, figures = tmp_path / "text.txt", tmp_path / "figures.json"
+    text.write_text("Return a list of the names in the module.\n")
+    flags = ("examples/model", "--to", "int8+embeddings", "--report", str(text))
+    done = run("quantize", *flags, "--json", str(figures))
+    assert done.returncode == 0, done.stderr
+    lines = [line.split("\t") for line in done.stdout.splitlines()]
+    written = json.loads(figures.read_text())
+    assert lines[:3] == [["model", "examples/model"], ["quantized", "int8+embeddings"], ["text", str(text)]]
+    assert [line[0] for line in lines[3:8]] == ["layers", "embed_tokens", "q_proj", "k_proj", "v_proj"]
+    assert [line[:3] for line in lines if line[0] == "MiB of weights"] == [["MiB of weights", "10.4", "5.3"]]
+    assert lines[-1][0] == "after"
+    assert written["continuation"]["prompt"] == "Return a list of the names in the module.\n"
+    assert lines[-3] == ["prompt", "Return a list of the names in the module.\\n"]
+    missing = run("quantize", *flags[:-1], str(tmp_path / "none.txt"))
+    assert "none.txt: cannot be read as UTF-8 text" in missing.stderr
+    assert_refused(run("quantize", "examples/model", "--to", "int8"), "--report FILE")

@@ -31,14 +31,14 @@ def load_pair(model: str, quantized: str, device: str) -> ModelPair:
     """
     copied = Path(quantized).is_dir()
     if copied:
-        _check_copy(read_base_model(model, "model"), read_base_model(quantized, "model"), quantized)
+        check_copy(read_base_model(model, "model"), read_base_model(quantized, "model"), quantized)
     original = load_model(model, device, "float32")
     torch.set_num_threads(step_threads(original.parameters, 0))
     copy = load_model(quantized, device, "float32") if copied else load_model(model, device, "float32", quantized)
     return ModelPair(original, copy)
 
 
-def _check_copy(original: BaseModel, copy: BaseModel, directory: str) -> None:
+def check_copy(original: BaseModel, copy: BaseModel, directory: str) -> None:
     """Check that a quantized model may be the original's copy. Raises ArtifactError."""
     if not copy.quantization:
         raise ArtifactError("--quantized", f"{directory} is not quantized; give a quantized copy, or a scheme")

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from artifacts.base_model import read_base_model
 from artifacts.certificate import PROMPTS_FIELD, FitnessLimits
 from artifacts.errors import ArtifactError
 from tests.cancelling_adapter import write_cancelling_adapter
@@ -65,14 +67,17 @@ def test_differences_are_those_of_their_definitions() -> None:
     assert found.perplexities == pytest.approx(losses, rel=1e-5)
 
 
-def test_the_report_of_the_shipped_model(tmp_path: Path) -> None:
+def test_the_report_of_a_quantized_copy(tmp_path: Path) -> None:
     from worker.engine.evaluation.report import quantization_report
+    from worker.engine.quantized.copy import write_copy
 
+    copy = str(tmp_path / "copy")
+    write_copy(SHIPPED, copy, "int8")
     text = tmp_path / "text.txt"
     text.write_text(
         "Return a list of the names in the module. The default value is None, and it is not an error.\n" * 3
     )
-    report = quantization_report(SHIPPED, "int8", str(text))
+    report = quantization_report(SHIPPED, copy, str(text))
     sizes = report["weight_bytes"]
     # bfloat16 to 8 bits, but for the embeddings and the norms.
     assert 0.5 < sizes["quantized"] / sizes["original"] < 0.65
@@ -87,7 +92,21 @@ def test_the_report_of_the_shipped_model(tmp_path: Path) -> None:
     assert report["continuation"]["original"]
     text.write_text("")
     with pytest.raises(ArtifactError, match="less than two tokens"):
-        quantization_report(SHIPPED, "int8", str(text))
+        quantization_report(SHIPPED, copy, str(text))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [({"quantization": ""}, "is not quantized"), ({"original_digest": "sha256:00"}, "is not a quantized copy")],
+)
+def test_a_directory_that_is_no_copy_is_refused(change: dict[str, Any], words: str) -> None:
+    from worker.engine.evaluation.pair import check_copy
+
+    original = read_base_model(SHIPPED)
+    copy = read_base_model(SHIPPED, quantize="int8")
+    check_copy(original, copy, "copy")
+    with pytest.raises(ArtifactError, match=words):
+        check_copy(original, replace(copy, **change), "copy")
 
 
 def test_a_certificate_catches_an_adapter_that_needs_the_exact_weights(tmp_path: Path) -> None:
