@@ -151,6 +151,11 @@ def _read_directory(directory: Path, name: str, quantize: Quantization | None) -
     )
     if model_type in ENCODERS:
         return _read_encoder(manifest, config, checkpoint, ENCODERS[model_type])
+    saved_from = str((config.get("architectures") or [""])[0])
+    if saved_from.endswith("ForSequenceClassification"):
+        raise ArtifactError(
+            _CONFIG, f"{saved_from} is not served; push the classifier as an adapter of SEQ_CLS on the ...ForCausalLM"
+        )
     return replace(
         manifest,
         end_token_ids=_end_token_ids(config, files),

@@ -169,6 +169,12 @@ def encoder_weights(checkpoint: Checkpoint, family: EncoderFamily) -> dict[str, 
     return found
 
 
+def inner_weights(checkpoint: Checkpoint, family: EncoderFamily) -> dict[str, LinearWeight]:
+    """Return the weights that may be quantized: those of the head are few, and what they round is the answer."""
+    weights = encoder_weights(checkpoint, family)
+    return {name: weight for name, weight in weights.items() if name not in family.head.linears}
+
+
 def _adaptable_name(tensor: str, family: EncoderFamily, *, prefixed: bool) -> str | None:
     """Return the module's name of a weight with two dimensions, or None where no adapter can change it.
 

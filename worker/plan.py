@@ -15,6 +15,7 @@ from typing import Any
 from artifacts.base_model import BaseModel, read_base_model
 from artifacts.base_modules import model_bytes, read_weights
 from artifacts.checkpoint import read_checkpoint
+from artifacts.encoders import ENCODERS, inner_weights
 from artifacts.errors import ArtifactError
 from artifacts.families import is_inner
 from artifacts.kv_shape import kv_shape
@@ -89,9 +90,11 @@ def plan(settings: PlanSettings) -> Plan:
     checkpoint = read_checkpoint(Path(settings.model))
     dtype = _dtype(settings, config, next(tensor.dtype for _, tensor in checkpoint.tensors.values()))
     width = DTYPE_BYTES[dtype]
-    read = read_weights(config, checkpoint)
+    encoder = ENCODERS.get(base.architecture)
+    read = inner_weights(checkpoint, encoder) if encoder else read_weights(config, checkpoint)
     parameters, weights = model_bytes(checkpoint, read, parse_quantization(settings.quantize), width)
-    per_token = kv_shape(config).numbers_per_token * width
+    # An encoder keeps nothing of a text.
+    per_token = 0 if encoder else kv_shape(config).numbers_per_token * width
     adapter = settings.rank * _features(base) * width
     memory = _parse_bytes(settings.memory) if settings.memory else available_host_bytes()
     usual = weights if base.quantization else 2 * parameters
@@ -112,7 +115,7 @@ def plan(settings: PlanSettings) -> Plan:
         adapter_slots_bytes=slots,
         needed_bytes=weights + math.ceil((slots + per_sequence * settings.batch) / USABLE),
         memory_bytes=memory,
-        sequences_fit=max(0, (usable - slots) // per_sequence),
+        sequences_fit=max(0, (usable - slots) // per_sequence) if per_sequence else settings.batch,
         adapters_fit=max(0, (usable - per_sequence * settings.batch) // adapter) if adapter else 0,
         device_at_least_bytes=math.ceil(usual * 1.25),
         device_recommended_bytes=math.ceil(usual * 1.5),

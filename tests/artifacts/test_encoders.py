@@ -102,6 +102,13 @@ def test_encoders_that_would_be_computed_wrongly_are_refused(
         read_base_model(write(tmp_path, ROBERTA | changes, BODY))
 
 
+def test_decoders_that_were_saved_as_classifiers_are_refused(tmp_path: Path) -> None:
+    config = ROBERTA | {"model_type": "llama", "architectures": ["LlamaForSequenceClassification"]}
+    tensors = {"model.layers.0.mlp.up_proj.weight": (8, 8), "score.weight": (2, 8)}
+    with pytest.raises(ArtifactError, match="LlamaForSequenceClassification is not served; push the classifier as an"):
+        read_base_model(write(tmp_path, config | {"num_hidden_layers": 1}, tensors))
+
+
 def header(tensors: Mapping[str, tuple[int, ...]]) -> dict[str, TensorInfo]:
     return {f"base_model.model.{name}": TensorInfo("F32", shape, 0, 0) for name, shape in tensors.items()}
 

@@ -8,7 +8,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from artifacts.errors import ArtifactError
 from worker import sizing
@@ -46,6 +48,16 @@ def test_quantized_weights_leave_room() -> None:
     assert given.weight_bytes - int8.weight_bytes == inner - 4 * outputs
     assert (int8.parameters, int8.kv_bytes, int8.quantization) == (given.parameters, given.kv_bytes, "int8")
     assert given.needed_bytes - int8.needed_bytes == given.weight_bytes - int8.weight_bytes
+
+
+def test_an_encoder_keeps_nothing_of_a_text(tmp_path: Path) -> None:
+    config = {"model_type": "bert", "max_position_embeddings": 16, "vocab_size": 32}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    tensors = {"embeddings.word_embeddings.weight": (32, 8), "encoder.layer.0.intermediate.dense.weight": (24, 8)}
+    save_file({name: np.zeros(shape, np.float32) for name, shape in tensors.items()}, tmp_path / "model.safetensors")
+    planned = plan(PlanSettings(str(tmp_path), adapters=2, rank=4, batch=5, quantize="int8"))
+    assert (planned.kv_bytes, planned.sequences_fit, planned.adapter_bytes) == (0, 5, 4 * 32 * 4)
+    assert planned.weight_bytes == 32 * 8 * 4 + 24 * 8 + 24 * 4
 
 
 def test_the_memory_of_this_machine_is_what_its_control_group_allows(

@@ -22,6 +22,9 @@ from worker.engine.encoder.attention import Text, TextAttention
 from worker.engine.lora.fused_linears import FusedPart, FusedProduct
 from worker.engine.lora.weights import LoraPair
 
+# Tokens by which the index of relative positions grows.
+_INDEX_STEP = 128
+
 
 class RelativePositions:
     """The embeddings of relative positions, [2 * span, width], and their index for each pair of a text's tokens."""
@@ -37,7 +40,8 @@ class RelativePositions:
     def index(self, length: int) -> Tensor:
         """Return [length, length]: at (i, j) the row of the embeddings for i - j."""
         if len(self._index) < length:
-            positions = torch.empty(1, length, 1)
+            # In steps, so that it is not made for each length anew.
+            positions = torch.empty(1, -(-length // _INDEX_STEP) * _INDEX_STEP, 1)
             relative: Any = build_relative_position(positions, positions, self._buckets, self._most)
             index: Tensor = relative[0] + self.span
             self._index = index.clamp_(0, 2 * self.span - 1)

@@ -15,9 +15,9 @@ import transformers
 from torch import nn
 
 from artifacts.base_model import read_base_model
-from artifacts.base_modules import LinearWeight, model_bytes
-from artifacts.checkpoint import Checkpoint, read_checkpoint, read_small_file
-from artifacts.encoders import ENCODERS, EncoderFamily, encoder_weights
+from artifacts.base_modules import model_bytes
+from artifacts.checkpoint import read_checkpoint, read_small_file
+from artifacts.encoders import ENCODERS, EncoderFamily, inner_weights
 from artifacts.errors import ArtifactError
 from artifacts.families import is_embedding
 from artifacts.json_object import parse_object
@@ -83,7 +83,7 @@ def load_encoder(path: str, device: str = "cpu", dtype: str = "auto", quantize: 
         raise ModelUnusableError(f"{directory}: {error}") from None
     family = ENCODERS[manifest.architecture]
     number = dtype_of(dtype, config, next(tensor for _, tensor in checkpoint.tensors.values()), place)
-    inner = _inner_weights(checkpoint, family)
+    inner = inner_weights(checkpoint, family)
     parameters, needed = model_bytes(checkpoint, inner, scheme, number.itemsize)
     check_memory(directory, needed, place, manifest.quantization or str(number).removeprefix("torch."))
     quantized = QuantizedWeights.of(checkpoint, inner, scheme)
@@ -114,13 +114,7 @@ def weight_bytes(path: str, quantize: str = "") -> int:
     """Return the bytes of an encoder's weights in float32, or loaded in a scheme, without loading it."""
     manifest, checkpoint = read_base_model(path, name="model", quantize=quantize), read_checkpoint(Path(path))
     family = ENCODERS[manifest.architecture]
-    return model_bytes(checkpoint, _inner_weights(checkpoint, family), parse_quantization(quantize), 4)[1]
-
-
-def _inner_weights(checkpoint: Checkpoint, family: EncoderFamily) -> dict[str, LinearWeight]:
-    """Return the weights that may be quantized: those of the head are few, and what they round is the answer."""
-    weights = encoder_weights(checkpoint, family)
-    return {name: weight for name, weight in weights.items() if name not in family.head.linears}
+    return model_bytes(checkpoint, inner_weights(checkpoint, family), parse_quantization(quantize), 4)[1]
 
 
 def _from_pretrained(
