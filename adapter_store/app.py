@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from loraplex.adapters.v1 import adapters_pb2_grpc as pb_grpc
-from loraplex.admin.v1 import keys_pb2_grpc
+from loraplex.admin.v1 import grants_pb2_grpc, keys_pb2_grpc
 
 from adapter_store.api_keys import ApiKeys
 from adapter_store.bases import BaseModels
@@ -16,6 +16,8 @@ from adapter_store.catalog import Catalog
 from adapter_store.certificates import FitnessCertificates, FitnessPolicy
 from adapter_store.database import Database
 from adapter_store.deleted import DeletedRevisions
+from adapter_store.grant_service import GrantService
+from adapter_store.grants import Grants
 from adapter_store.key_service import KeyService
 from adapter_store.metrics import StoreMetrics
 from adapter_store.receive import Receiver
@@ -62,10 +64,12 @@ class Store:
             self._receiver = Receiver(self._data, catalog, bases, self._settings.max_adapter_bytes)
             self._server = self._servers()
             certificates = FitnessCertificates(self._database, self._fitness_policy())
-            service = AdapterService(catalog, bases, self._receiver, deleted, certificates, self.metrics)
-            keys = KeyService(self._keys)
+            grants = Grants(self._database, self._settings.keep_deleted_s)
+            service = AdapterService(catalog, bases, self._receiver, deleted, certificates, grants, self.metrics)
+            keys, granting = KeyService(self._keys), GrantService(grants)
             self._server.add(lambda server: pb_grpc.add_AdapterServiceServicer_to_server(service, server))
             self._server.add(lambda server: keys_pb2_grpc.add_KeyServiceServicer_to_server(keys, server))
+            self._server.add(lambda server: grants_pb2_grpc.add_GrantServiceServicer_to_server(granting, server))
             self.addresses = self._server.bind(self._settings.host, self._settings.port)
             self.port = int(self.addresses[0].rpartition(":")[2])
             await self._server.start()

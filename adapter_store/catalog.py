@@ -12,6 +12,7 @@ from contextlib import suppress
 
 from adapter_store.database import Database
 from adapter_store.deleted import DeletedRevisions, swept
+from adapter_store.grants import LIVE_GRANT, end_grants
 from adapter_store.records import Adapter, NewRevision, Revision
 from adapter_store.rows import (
     REVISIONS,
@@ -57,14 +58,25 @@ class Catalog:
                 raise NotFound("alias", f"{adapter.name}@{reference.alias}")
             return adapter, read_revision(rows, RevisionName(adapter.name.tenant, adapter.name.adapter, digest))
 
-    def list_adapters(self, tenants: Sequence[str], after: tuple[str, str], limit: int) -> list[Adapter]:
-        """Return adapters of the tenants in order of tenant and name, from the first after `after`."""
-        places = ", ".join("?" for _ in tenants)
+    def list_adapters(
+        self, tenants: Sequence[str], after: tuple[str, str], limit: int, granted_to: str = ""
+    ) -> list[Adapter]:
+        """Return adapters of the tenants, and those granted to one, in order of tenant and name after `after`."""
+        values = {f"tenant{place}": tenant for place, tenant in enumerate(tenants)}
+        names = ", ".join(f":{name}" for name in values)
         with self._database.reading() as rows:
             found = rows.execute(
-                f"SELECT * FROM adapters WHERE tenant IN ({places}) AND (tenant, adapter) > (?, ?) "
-                "ORDER BY tenant, adapter LIMIT ?",
-                (*tenants, *after, limit),
+                f"SELECT * FROM adapters WHERE (tenant IN ({names}) OR (tenant, adapter) IN "
+                f"(SELECT tenant, adapter FROM grants WHERE grantee = :granted_to AND {LIVE_GRANT})) "
+                "AND (tenant, adapter) > (:after, :after_adapter) ORDER BY tenant, adapter LIMIT :limit",
+                {
+                    **values,
+                    "granted_to": granted_to,
+                    "now": time.time_ns(),
+                    "after": after[0],
+                    "after_adapter": after[1],
+                    "limit": limit,
+                },
             ).fetchall()
             return [to_adapter(rows, row) for row in found]
 
@@ -151,6 +163,7 @@ class Catalog:
             row = adapter_row(rows, name)
             _check(row, name, row["base_model"], etag)
             self._deleted.take(rows, row["id"])
+            end_grants(rows, name, time.time_ns())
             rows.execute("DELETE FROM adapters WHERE id = ?", (row["id"],))
         with suppress(Exhausted):  # the adapter is deleted; its bytes are freed later
             self._deleted.purge()

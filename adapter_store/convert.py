@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from google.protobuf.duration_pb2 import Duration
 from google.protobuf.field_mask_pb2 import FieldMask
 from google.protobuf.timestamp_pb2 import Timestamp
 from loraplex.adapters.v1 import adapters_pb2 as pb
@@ -20,6 +21,8 @@ from artifacts.errors import ArtifactError, MismatchError
 from artifacts.names import check_base_name
 from rpc.errors import InvalidField, Mismatch
 
+# Maximum life of a key or a grant in seconds: ten years.
+_LONGEST_S = 10 * 365 * 86_400
 _MAX_MANIFEST_BYTES = 2 * 1024 * 1024
 # Maximum characters of a quantization's text.
 _MAX_QUANTIZATION = 1024
@@ -37,6 +40,14 @@ def refusals(field: str = "") -> Iterator[None]:
         raise Mismatch(error.subject, error.message) from error
     except ArtifactError as error:
         raise InvalidField(field or error.subject, error.message) from error
+
+
+def seconds_of(field: str, duration: Duration, *, least: float) -> float:
+    """Return a duration in seconds. Raises InvalidField below `least` and above ten years."""
+    seconds = duration.seconds + duration.nanos / 1e9
+    if not least <= seconds <= _LONGEST_S:
+        raise InvalidField(field, f"{seconds:g} s; {least:g} to {_LONGEST_S} s")
+    return seconds
 
 
 def adapter_to_pb(adapter: Adapter) -> pb.Adapter:

@@ -125,6 +125,19 @@ CREATE TABLE IF NOT EXISTS api_key_secrets (
     PRIMARY KEY (key_id, sha256)
 );
 """
+# Tenants that may use another's adapter. By names, so that a grant outlives the adapter for the answers that run.
+_GRANTS = """
+CREATE TABLE IF NOT EXISTS grants (
+    tenant TEXT NOT NULL,
+    adapter TEXT NOT NULL,
+    grantee TEXT NOT NULL,
+    create_ns INTEGER NOT NULL,
+    expire_ns INTEGER,
+    end_ns INTEGER,
+    PRIMARY KEY (tenant, adapter, grantee)
+);
+CREATE INDEX IF NOT EXISTS grants_by_grantee ON grants (grantee);
+"""
 _BLOBS = """
 SELECT config_digest FROM revisions UNION SELECT weights_digest FROM revisions UNION SELECT digest FROM base_files
 UNION SELECT config_digest FROM deleted_revisions UNION SELECT weights_digest FROM deleted_revisions
@@ -161,7 +174,7 @@ class Database:
             if version == 0:
                 self._connection.executescript(_SCHEMA)
             if version in {0, _VERSION}:
-                self._connection.executescript(_DELETED_REVISIONS + _CERTIFICATES + _API_KEYS)
+                self._connection.executescript(_DELETED_REVISIONS + _CERTIFICATES + _API_KEYS + _GRANTS)
         except sqlite3.Error as error:
             raise DataDirectoryError(f"--data: {path} cannot be opened as the catalog: {error}") from error
         if version not in {0, _VERSION}:

@@ -7,12 +7,12 @@ import logging
 from typing import Any
 
 import grpc
-from google.protobuf.duration_pb2 import Duration
 from google.protobuf.timestamp_pb2 import Timestamp
 from loraplex.admin.v1 import keys_pb2 as pb
 from loraplex.admin.v1 import keys_pb2_grpc
 
 from adapter_store.api_keys import ApiKey, ApiKeys
+from adapter_store.convert import seconds_of
 from adapter_store.pages import decode_token, encode_token, page_size
 from artifacts.errors import ArtifactError
 from artifacts.names import SHARED, check_tenant
@@ -26,8 +26,6 @@ log = logging.getLogger(__name__)
 Context = grpc.aio.ServicerContext[Any, Any]
 # Seconds for which a rotated key's former secret stays valid by default.
 GRACE_S = 86_400.0
-# Maximum of a key's life and of a grace in seconds: ten years.
-_LONGEST_S = 10 * 365 * 86_400
 _LABEL_CHARACTERS = 100
 # Number of keys in an answer to a router.
 _CHANGES = 1_000
@@ -48,9 +46,7 @@ class KeyService(keys_pb2_grpc.KeyServiceServicer):
             raise InvalidField("scopes", f"{unknown[0]!r} is not one of {', '.join(sorted(SCOPES))}")
         if len(request.label) > _LABEL_CHARACTERS or not (request.label.isprintable()):
             raise InvalidField("label", f"at most {_LABEL_CHARACTERS} printable characters")
-        ttl_s = _seconds("ttl", request.ttl) if request.HasField("ttl") else None
-        if ttl_s == 0:
-            raise InvalidField("ttl", "more than 0 seconds")
+        ttl_s = seconds_of("ttl", request.ttl, least=0.001) if request.HasField("ttl") else None
         scopes = frozenset(request.scopes)
         key, text = await asyncio.to_thread(self._keys.create, tenant, role, scopes, request.label, ttl_s)
         _note("made", key)
@@ -72,7 +68,7 @@ class KeyService(keys_pb2_grpc.KeyServiceServicer):
 
     async def RotateKey(self, request: pb.RotateKeyRequest, context: Context) -> pb.RotateKeyResponse:
         """Make another secret of a key; its present one stays valid for the grace."""
-        grace_s = _seconds("grace", request.grace) if request.HasField("grace") else GRACE_S
+        grace_s = seconds_of("grace", request.grace, least=0) if request.HasField("grace") else GRACE_S
         key, text = await asyncio.to_thread(self._keys.rotate, request.key_id, grace_s)
         _note("rotated", key)
         return pb.RotateKeyResponse(key=_to_pb(key), api_key=text)
@@ -109,13 +105,6 @@ def _tenant(tenant: str, role: Role) -> str:
     if tenant == SHARED:
         raise InvalidField("tenant", f"{SHARED!r} is reserved: operators change the shared adapters")
     return tenant
-
-
-def _seconds(field: str, duration: Duration) -> float:
-    seconds = duration.seconds + duration.nanos / 1e9
-    if not 0 <= seconds <= _LONGEST_S:
-        raise InvalidField(field, f"{seconds:g} s; 0 to {_LONGEST_S} s")
-    return seconds
 
 
 def _note(what: str, key: ApiKey) -> None:

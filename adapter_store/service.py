@@ -25,11 +25,12 @@ from adapter_store.convert import (
     revision_to_pb,
 )
 from adapter_store.deleted import DeletedRevisions
+from adapter_store.grants import Grants
 from adapter_store.metrics import StoreMetrics
 from adapter_store.pages import decode_token, encode_token, fit_page, page_size
 from adapter_store.receive import Receiver
 from adapter_store.records import NewRevision, Revision
-from adapter_store.tenants import check_owner, listed_tenants, may_use
+from adapter_store.tenants import check_owner, listed_tenants
 from adapter_store.transfer import outgoing
 from artifacts.digests import is_digest
 from artifacts.names import (
@@ -41,7 +42,7 @@ from artifacts.names import (
 )
 from artifacts.revision import CONFIG_FILE
 from rpc.errors import CallError, Exhausted, InvalidField, NotFound
-from rpc.identity.principal import caller, calling_tenant
+from rpc.identity.principal import Role, caller, calling_tenant
 
 log = logging.getLogger(__name__)
 
@@ -59,6 +60,7 @@ class AdapterService(pb_grpc.AdapterServiceServicer):
         receiver: Receiver,
         deleted: DeletedRevisions,
         certificates: FitnessCertificates,
+        grants: Grants,
         metrics: StoreMetrics,
     ) -> None:
         self._metrics = metrics
@@ -67,6 +69,7 @@ class AdapterService(pb_grpc.AdapterServiceServicer):
         self._receiver = receiver
         self._deleted = deleted
         self._certificates = certificates
+        self._grants = grants
 
     async def UploadRevision(
         self, request_iterator: AsyncIterator[pb.UploadRevisionRequest], context: Context
@@ -109,7 +112,9 @@ class AdapterService(pb_grpc.AdapterServiceServicer):
         tenant = calling_tenant()
         with refusals("name"):
             name = parse_revision_name(request.name)
-        if not may_use(name.adapter_name, tenant):
+        # A worker fetches for a job that was admitted: the end of a grant does not end the answer.
+        running = Role.WORKER in caller().roles
+        if not await asyncio.to_thread(self._grants.may_use, name.adapter_name, tenant, running=running):
             raise NotFound("revision", request.name)
         async with outgoing(self._catalog.open_revision, name, "revision") as (revision, pieces):
             yield pb.DownloadRevisionResponse(revision=self._revision(revision))
@@ -124,17 +129,21 @@ class AdapterService(pb_grpc.AdapterServiceServicer):
         tenant = calling_tenant()
         with refusals("name"):
             reference = parse_reference(request.name, tenant)
-        if not all(may_use(name, tenant) for name in reference.candidates):
+        # The candidates of a short name are the tenant's own and the shared one.
+        if not await asyncio.to_thread(self._grants.may_use, reference.candidates[0], tenant):
             raise NotFound("adapter", request.name)
         adapter, revision = await asyncio.to_thread(self._catalog.resolve, reference, request.name)
         return pb.GetAdapterResponse(adapter=adapter_to_pb(adapter), revision=self._revision(revision))
 
     async def ListAdapters(self, request: pb.ListAdaptersRequest, context: Context) -> pb.ListAdaptersResponse:
         """Return a page of the adapters that the caller may use, in order of name."""
-        tenants = listed_tenants(request.parent, calling_tenant())
+        tenant = calling_tenant()
+        tenants, granted_to = listed_tenants(request.parent, tenant), "" if request.parent else tenant
         size = page_size(request.page_size)
         after = decode_token(request.page_token, first=("", ""))
-        found = await asyncio.to_thread(self._catalog.list_adapters, tenants, (after[0], after[1]), size + 1)
+        found = await asyncio.to_thread(
+            self._catalog.list_adapters, tenants, (after[0], after[1]), size + 1, granted_to
+        )
         page = fit_page([adapter_to_pb(adapter) for adapter in found], size)
         more = len(page) < len(found)
         last = found[len(page) - 1].name if more else None
@@ -155,7 +164,7 @@ class AdapterService(pb_grpc.AdapterServiceServicer):
         tenant = calling_tenant()
         with refusals("parent"):
             name = parse_adapter_name(request.parent, tenant)
-        if not may_use(name, tenant):
+        if not await asyncio.to_thread(self._grants.may_use, name, tenant):
             raise NotFound("adapter", str(name))
         size = page_size(request.page_size)
         before = decode_token(request.page_token, first=(_NEWEST,))[0]

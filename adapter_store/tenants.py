@@ -19,11 +19,6 @@ def check_owner(name: AdapterName, tenant: str) -> None:
     raise NotFound("adapter", str(name))
 
 
-def may_use(name: AdapterName, tenant: str) -> bool:
-    """Return whether the tenant may use the adapter."""
-    return name.tenant in {tenant, SHARED}
-
-
 def listed_tenants(parent: str, tenant: str) -> list[str]:
     """Return the tenants whose adapters a list with this parent shows. Raises InvalidField, NotFound."""
     if not parent:

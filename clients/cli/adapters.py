@@ -20,6 +20,7 @@ from clients.cli.certificates import (
     certify_revision,
     print_certificates,
 )
+from clients.cli.grants import grant, grants, ungrant
 from clients.cli.options import STORE, TENANT, JsonOption, StoreOption, TenantOption
 from clients.cli.store import store_client
 from clients.cli.terminal import CommandError, err, out, print_fields, print_json, print_rows
@@ -143,7 +144,7 @@ def delete(name: NameArgument, tenant: TenantOption = TENANT, store: StoreOption
 
 
 app.command("top")(adapters_top)
-for command in (certify, warm, pin, unpin):
+for command in (certify, warm, pin, unpin, grant, ungrant, grants):
     app.command()(command)
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from clients.cli.options import STORE, JsonOption, StoreOption
+from clients.cli.options import STORE, JsonOption, StoreOption, read_seconds
 from clients.cli.terminal import CommandError, out, print_json, print_rows
 
 if TYPE_CHECKING:
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
 app = typer.Typer(no_args_is_help=True, help="Make, list, rotate and revoke API keys. For operators.")
 
-_UNITS = {"s": 1, "m": 60, "h": 3_600, "d": 86_400}
 IdArgument = Annotated[str, typer.Argument(metavar="KEYID", help="The part of the key after `lpx_`.")]
 OutOption = Annotated[
     Path | None, typer.Option("--out", metavar="FILE", help="New file for the key, which only its owner may read.")
@@ -48,7 +47,7 @@ def create(
 
     request = keys_pb2.CreateKeyRequest(tenant=tenant, role=role, scopes=scope or (), label=label)
     if ttl:
-        request.ttl.FromNanoseconds(int(_seconds("--ttl", ttl) * 1e9))
+        request.ttl.FromNanoseconds(int(read_seconds("--ttl", ttl) * 1e9))
     _check_new(file)
     answer = _run(store, _call("CreateKey", request))
     _give(answer.api_key, answer.key, file, as_json)
@@ -106,7 +105,7 @@ def rotate(
     from loraplex.admin.v1 import keys_pb2
 
     request = keys_pb2.RotateKeyRequest(key_id=key_id)
-    request.grace.FromNanoseconds(int(_seconds("--grace", grace) * 1e9))
+    request.grace.FromNanoseconds(int(read_seconds("--grace", grace) * 1e9))
     _check_new(file)
     answer = _run(store, _call("RotateKey", request))
     _give(answer.api_key, answer.key, file, as_json)
@@ -123,14 +122,6 @@ def bootstrap(
     key_id, text, _ = new_api_key()
     _write(file, text)
     out().print(f"wrote key {key_id} to {file}", markup=False)
-
-
-def _seconds(flag: str, text: str) -> float:
-    number, unit = text[:-1], text[-1:]
-    try:
-        return float(number) * _UNITS[unit]
-    except (KeyError, ValueError) as error:
-        raise CommandError(f"{flag} {text}: write a number and s, m, h or d, such as 90d") from error
 
 
 def _check_new(file: Path | None) -> None:

@@ -10,6 +10,8 @@ from typing import Annotated
 
 import typer
 
+from clients.cli.terminal import CommandError
+
 # As in loraplex_client.credentials, which is slow to import.
 KEY_VARIABLE, KEY_FILE_VARIABLE = "LORAPLEX_API_KEY", "LORAPLEX_API_KEY_FILE"
 CA_VARIABLE, CERT_VARIABLE, CERT_KEY_VARIABLE = "LORAPLEX_CA", "LORAPLEX_CERT", "LORAPLEX_KEY"
@@ -101,3 +103,15 @@ def read_adapters(given: list[str]) -> tuple[str | None, list[tuple[str, float]]
         except ValueError:
             raise typer.BadParameter(f"{text}: {weight!r} is not a number", param_hint="--adapter") from None
     return None, pairs
+
+
+_UNITS = {"s": 1, "m": 60, "h": 3_600, "d": 86_400}
+
+
+def read_seconds(flag: str, text: str) -> float:
+    """Return the seconds in a text such as 90d or 12h. Raises CommandError."""
+    number, unit = text[:-1], text[-1:]
+    try:
+        return float(number) * _UNITS[unit]
+    except (KeyError, ValueError) as error:
+        raise CommandError(f"{flag} {text}: write a number and s, m, h or d, such as 90d") from error

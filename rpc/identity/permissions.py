@@ -132,6 +132,14 @@ PERMISSIONS: Mapping[str, Permission] = {
             "ListKeyChanges": Permission(KEYS_READ, {Port.OPERATORS: _ROUTERS}),
         },
     ),
+    **_of(
+        "loraplex.admin.v1.GrantService",
+        {
+            "CreateGrant": _WRITE_ADAPTERS,
+            "DeleteGrant": _WRITE_ADAPTERS,
+            "ListGrants": Permission(ADAPTERS_READ, {Port.PUBLIC: _ADMINS, Port.OPERATORS: _OPERATORS}),
+        },
+    ),
     **_of("loraplex.relay.v1.RelayService", {"Connect": Permission(RELAY, {Port.RELAY: frozenset({Role.WORKER})})}),
     # A router asks its own address, to find out whether it leads to itself.
     **_of("loraplex.relay.v1.IdentityService", {"Identify": Permission(RELAY, {Port.RELAY: _PARTS})}),

@@ -17,6 +17,7 @@ SERVERS = {
     "loraplex.cluster.v1.ClusterService": "router",
     "loraplex.adapters.v1.AdapterService": "store",
     "loraplex.admin.v1.KeyService": "store",
+    "loraplex.admin.v1.GrantService": "store",
 }
 # Faults by kind of credential. OTHER: the call names another tenant than the credential's.
 OTHER, TWO = "other tenant's", "two credentials"

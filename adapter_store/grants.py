@@ -1,0 +1,96 @@
+"""Grants: tenants that may use another tenant's adapter for a while. Its calls block: make them in a thread.
+
+A grant ends with its time, with its deletion or with the adapter; an adapter made again under the name has none.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from adapter_store.database import Database
+from adapter_store.rows import adapter_row
+from artifacts.names import SHARED, AdapterName
+from rpc.errors import NotFound
+
+# A grant that has not ended at the time :now.
+LIVE_GRANT = "coalesce(end_ns, :now + 1) > :now AND coalesce(expire_ns, :now + 1) > :now"
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """A grant to `tenant`. Times are nanoseconds since 1970; None: no end yet."""
+
+    adapter: AdapterName
+    tenant: str
+    create_ns: int
+    expire_ns: int | None
+
+
+class Grants:
+    """The grants of all adapters. Jobs that run go on for `keep_s` after a grant's end, as after a deletion."""
+
+    def __init__(self, database: Database, keep_s: float, *, clock: Callable[[], int] = time.time_ns) -> None:
+        self._database = database
+        self._keep_ns = round(keep_s * 1e9)
+        self._clock = clock
+
+    def may_use(self, name: AdapterName, tenant: str, *, running: bool = False) -> bool:
+        """Return whether the tenant may use the adapter; with `running`, whether a job that runs on it may go on."""
+        if name.tenant in {tenant, SHARED}:
+            return True
+        now = self._clock() - (self._keep_ns if running else 0)
+        with self._database.reading() as rows:
+            found = rows.execute(
+                "SELECT 1 FROM grants WHERE tenant = :owner AND adapter = :adapter AND grantee = :tenant "
+                f"AND {LIVE_GRANT}",
+                {"owner": name.tenant, "adapter": name.adapter, "tenant": tenant, "now": now},
+            )
+            return found.fetchone() is not None
+
+    def create(self, name: AdapterName, tenant: str, ttl_s: float | None) -> Grant:
+        """Grant the use of an adapter, in the place of an earlier grant to the tenant. Raises NotFound."""
+        now = self._clock()
+        expire_ns = None if ttl_s is None else now + round(ttl_s * 1e9)
+        with self._database.transaction() as rows:
+            adapter_row(rows, name)
+            rows.execute(
+                "INSERT OR REPLACE INTO grants (tenant, adapter, grantee, create_ns, expire_ns) VALUES (?, ?, ?, ?, ?)",
+                (name.tenant, name.adapter, tenant, now, expire_ns),
+            )
+        return Grant(name, tenant, now, expire_ns)
+
+    def end(self, name: AdapterName, tenant: str) -> None:
+        """End a grant. Raises NotFound."""
+        now = self._clock()
+        values = {"owner": name.tenant, "adapter": name.adapter, "tenant": tenant, "now": now}
+        with self._database.transaction() as rows:
+            ended = rows.execute(
+                "UPDATE grants SET end_ns = :now WHERE tenant = :owner AND adapter = :adapter AND grantee = :tenant "
+                f"AND {LIVE_GRANT}",
+                values,
+            )
+            if not ended.rowcount:
+                raise NotFound("grant", f"{name} to {tenant}")
+
+    def page(self, name: AdapterName, after: str, limit: int) -> list[Grant]:
+        """Return grants that have not ended, in order of tenant, from the first after `after`. Raises NotFound."""
+        values = {"owner": name.tenant, "adapter": name.adapter, "after": after, "now": self._clock(), "limit": limit}
+        with self._database.reading() as rows:
+            adapter_row(rows, name)
+            found = rows.execute(
+                "SELECT * FROM grants WHERE tenant = :owner AND adapter = :adapter AND grantee > :after "
+                f"AND {LIVE_GRANT} ORDER BY grantee LIMIT :limit",
+                values,
+            )
+            return [Grant(name, row["grantee"], row["create_ns"], row["expire_ns"]) for row in found]
+
+
+def end_grants(rows: sqlite3.Connection, name: AdapterName, now: int) -> None:
+    """End all grants of an adapter that is being deleted."""
+    rows.execute(
+        "UPDATE grants SET end_ns = ? WHERE tenant = ? AND adapter = ? AND end_ns IS NULL",
+        (now, name.tenant, name.adapter),
+    )
