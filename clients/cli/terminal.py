@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from rich.status import Status
     from rich.table import Table
 
+# Characters that would end a cell or a line of the output.
+_BREAKS = dict.fromkeys(map(ord, "\t\n\u2028\u2029"), " ")
 # Control characters except tab and newline: a model's text must not control the terminal.
 _CONTROLS = dict.fromkeys([*(code for code in range(32) if code not in (9, 10)), *range(127, 160)])
 # Characters that JSON leaves as they are, and that control a terminal or cannot be written.
@@ -71,7 +73,7 @@ def printable(text: str) -> str:
 
 def _cell(value: object) -> str:
     """Return a value as one line without tabs, which would begin another cell of the output."""
-    return " ".join(printable(str(value)).split())
+    return printable(str(value)).translate(_BREAKS)
 
 
 def print_error(message: str) -> None:
