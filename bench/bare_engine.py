@@ -18,8 +18,16 @@ from worker.engine_api.config import EngineConfig
 class BareEngine:
     """An engine with at most `rows` sequences in a batch; `settings` are further fields of EngineConfig."""
 
-    def __init__(self, model: Path, adapters: Sequence[Path], rows: int, device: str = "cpu", **settings: Any) -> None:
-        self._engine = build_engine(EngineConfig(str(model), device, "bfloat16", rows, **settings))
+    def __init__(
+        self,
+        model: Path,
+        adapters: Sequence[Path],
+        rows: int,
+        device: str = "cpu",
+        dtype: str = "bfloat16",
+        **settings: Any,
+    ) -> None:
+        self._engine = build_engine(EngineConfig(str(model), device, dtype, rows, **settings))
         self._adapters = [AdapterSource(directory.name, str(directory)) for directory in adapters]
 
     def run(self, requests: Sequence[Request]) -> Timed:

@@ -26,9 +26,9 @@ _KV_GIB = 2
 class VllmPeer:
     """vLLM with a model, in a process that waits between its runs; serves while the context is open."""
 
-    def __init__(self, folder: Path, model: Path, rows: int, dtype: str) -> None:
+    def __init__(self, folder: Path, model: Path, rows: int, dtype: str, adapters: Sequence[Path] = ()) -> None:
         self._folder = folder
-        self._arguments = (str(model), str(rows), dtype)
+        self._arguments = (str(model), str(rows), dtype, *map(str, adapters))
 
     def __enter__(self) -> Self:
         """Install vLLM if it is not there, and load the model. Raises RuntimeError where it cannot be had."""
@@ -59,7 +59,8 @@ class VllmPeer:
         """Answer the requests, which all arrive at once, and time them."""
         asked = {
             "prompts": [request.prompt_ids for request in requests],
-            "tokens": requests[0].tokens,
+            "tokens": [request.tokens for request in requests],
+            "adapters": [request.adapter for request in requests],
             "schemas": [request.json_schema for request in requests],
         }
         assert self._process.stdin is not None, "it has a pipe"

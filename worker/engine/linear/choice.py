@@ -16,7 +16,7 @@ from math import prod
 import torch
 from torch import nn
 
-from worker.engine.linear.layouts import Layout, float_layouts, quantized_layouts
+from worker.engine.linear.layouts import Layout, float_layouts, is_narrow, narrow_layouts, quantized_layouts
 from worker.engine.quantized.weight import AnyLinear, QuantizedLinear, is_linear
 
 _log = logging.getLogger(__name__)
@@ -83,7 +83,7 @@ def measured(model: nn.Module, own: torch.dtype, computes: Sequence[torch.dtype]
         candidates = [
             Candidate(compute, kind, layout)
             for compute in computes
-            for layout in _layouts(kind, compute, rounded=own != torch.float32)
+            for layout in (*_layouts(kind, compute, rounded=own != torch.float32), *_narrow_layouts(samples, compute))
         ]
         times = [_measure(layer, count, candidates) for layer, count in samples]
         for candidate in candidates:
@@ -103,6 +103,10 @@ def _layouts(kind: str, compute: torch.dtype, *, rounded: bool) -> Iterator[Layo
     if kind.startswith("int"):
         return quantized_layouts(int(kind.removeprefix("int")), compute, rounded=rounded)
     return float_layouts(getattr(torch, kind), compute) if kind in ("float32", "bfloat16") else iter(())
+
+
+def _narrow_layouts(samples: Sequence[tuple[AnyLinear, int]], compute: torch.dtype) -> Iterator[Layout]:
+    return narrow_layouts(compute) if all(is_narrow(layer) for layer, _ in samples) else iter(())
 
 
 def _samples(model: nn.Module) -> dict[str, list[tuple[AnyLinear, int]]]:

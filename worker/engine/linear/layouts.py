@@ -37,9 +37,20 @@ def float_layouts(stored: torch.dtype, compute: torch.dtype) -> Iterator[Layout]
     if packs:
         yield Layout(f"mkldnn {_name(compute)}", lambda linear: PackedLinear(_cast(linear, compute)))
     if _panels_work(_name(stored), compute, fixed=False):
-        yield Layout(f"{_name(stored)} panels", lambda linear: _panels(_cast(linear, stored), compute))
+        yield Layout(f"{_name(stored)} panels", lambda linear: _panels(linear, compute))
     elif not packs:
         yield Layout(f"torch {_name(compute)}", lambda linear: _cast(linear, compute))
+
+
+def narrow_layouts(compute: torch.dtype) -> Iterator[Layout]:
+    """Yield the layouts of float32 weights whose numbers are bfloat16's: half the bytes, and exact."""
+    if compute == torch.float32 and _panels_work("bfloat16", compute, fixed=False):
+        yield Layout("bfloat16 panels", lambda linear: _panels(_narrow(linear) or linear, compute))
+
+
+def is_narrow(linear: AnyLinear) -> bool:
+    """Tell whether the weight is float32 and all its numbers are bfloat16's."""
+    return _narrow(linear) is not None
 
 
 def quantized_layouts(bits: int, compute: torch.dtype, *, rounded: bool) -> Iterator[Layout]:
@@ -92,6 +103,18 @@ def _cast(linear: AnyLinear, dtype: torch.dtype) -> nn.Linear:
     if linear.bias is not None:
         cast.bias = nn.Parameter(linear.bias.detach().to(dtype), requires_grad=False)
     return cast
+
+
+def _narrow(linear: AnyLinear) -> nn.Linear | None:
+    """Return the layer with a bfloat16 weight; None where that would round it."""
+    if not isinstance(linear, nn.Linear) or linear.weight.dtype != torch.float32:
+        return None
+    narrow = linear.weight.detach().bfloat16()
+    if not torch.equal(narrow.float(), linear.weight):
+        return None
+    layer = nn.Linear(linear.in_features, linear.out_features, bias=linear.bias is not None, device="meta")
+    layer.weight, layer.bias = nn.Parameter(narrow, requires_grad=False), linear.bias
+    return layer
 
 
 @cache

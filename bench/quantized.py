@@ -1,0 +1,171 @@
+"""Quantized bases and layouts of linear layers on the CPU: `python -m bench.quantized [--quick] [--json FILE]`.
+
+Decode: as many requests as rows, timed from the moment that all prompts are computed; the unquantized layouts one by
+one, the one that is picked at start-up, int8 and int4. Requests: prompts and answers of uneven length, our engine and,
+with `--peer FOLDER`, vLLM's CPU build, which is installed in that folder, without adapters and with 8. All run in turn.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from statistics import median
+
+from bench.command import command_parser, run_parsed
+from bench.isolated import Answers, Isolated
+from bench.models import QWEN2_04B, QWEN2_QUICK, ModelShape, save_adapter, save_model
+from bench.quantized_engines import LAYOUTS, WORST, BandwidthMeter, decoding, serving
+from bench.report import Aim, Report, progress
+from bench.rounds import Case, Rounds
+from bench.vllm_peer import VllmPeer
+from bench.workload import Request, Workload
+
+ADAPTERS, RANK = 8, 16
+AIMS = {
+    "int8_over_best": Aim(at_least=1.6),
+    "int4_over_best": Aim(at_least=2.2),
+    "int8_of_limit": Aim(at_least=0.7),
+    "auto_over_worst": Aim(),
+    "best_passed_over_over_auto": Aim(at_most=1.05),
+    "int8_mixed_over_base_mixed": Aim(),
+    "int8_mixed_over_vllm_mixed": Aim(at_least=4),
+    "base_over_vllm_base": Aim(at_least=1.3),
+    "auto_over_vllm_base": Aim(),
+    "float32_mixed_over_vllm_mixed": Aim(),
+}
+_AUTO, _INT8, _INT4 = "decode, auto", "decode, int8", "decode, int4"
+_BASE32, _BASE, _VLLM = "requests, float32", "requests, auto", "requests, vLLM float32"
+_INT8_MIXED, _MIXED, _MIXED32 = "8 adapters, int8", "8 adapters, auto", "8 adapters, float32"
+_VLLM_MIXED = "8 adapters, vLLM float32"
+# What switches AVX-512 off in torch's own kernels, in its BLAS, in oneDNN, and in kernels that numba compiles.
+_WITHOUT_AVX512 = {
+    "ATEN_CPU_CAPABILITY": "avx2",
+    "OPENBLAS_CORETYPE": "Haswell",
+    "ONEDNN_MAX_CPU_ISA": "AVX2",
+    "NUMBA_CPU_NAME": "haswell",
+    "NUMBA_CPU_FEATURES": "+avx,+avx2,+bmi,+bmi2,+f16c,+fma,+lzcnt,+movbe,+popcnt,+sse2,+sse3,+sse4.1,+sse4.2,+ssse3",
+}
+
+
+@dataclass(frozen=True)
+class Setup:
+    """The model, the rows of a batch, and the sizes of the work; `worst_tokens` are those of the slowest layout."""
+
+    shape: ModelShape
+    workload: Workload
+    rows: int = 8
+    prompt: int = 16
+    tokens: int = 32
+    worst_tokens: int = 8
+    rounds: int = 3
+
+    def decodes(self, number: int, tokens: int) -> list[Request]:
+        """Draw requests that decode together, one for each row."""
+        return Workload(self.rows, self.prompt, tokens, tokens).draw(number, self.shape.vocabulary)
+
+
+FULL = Setup(QWEN2_04B, Workload(requests=16, long=40))
+QUICK = Setup(QWEN2_QUICK, Workload(requests=8, prompt=16, long=20), tokens=16, worst_tokens=4, rounds=1)
+
+
+def main() -> None:
+    """Run the benchmark with the command line's arguments."""
+    parser = command_parser("quantized", __doc__ or "")
+    parser.add_argument(
+        "--peer", type=Path, metavar="FOLDER", help="measure vLLM's CPU build too; FOLDER gets it if it is not there"
+    )
+    parser.add_argument("--without-avx512", action="store_true", help="as on a processor that has only AVX2")
+    if "--without-avx512" in sys.argv and not _WITHOUT_AVX512.items() <= os.environ.items():
+        # The libraries read these when they are loaded.
+        again = [sys.executable, "-m", "bench.quantized", *sys.argv[1:]]
+        os.execve(sys.executable, again, os.environ | _WITHOUT_AVX512)
+    run_parsed(parser, lambda given: measure(QUICK if given.quick else FULL, given.quick, given.peer))
+
+
+def measure(setup: Setup, quick: bool, peer: Path | None = None) -> Report:
+    """Make the model and its adapters, start everything, run all cases in turn."""
+    meter, rounds = BandwidthMeter(), Rounds()
+    with ExitStack() as stack:
+        cases = _cases(setup, stack, peer)
+        rounds.run(cases, setup.rounds, between=meter.measure)
+    flags = (" --quick" if quick else "") + (" --peer FOLDER" if _VLLM in rounds.runs else "")
+    return Report(
+        name="quantized",
+        command=f"python -m bench.quantized{flags}",
+        quick=quick,
+        setup=asdict(setup) | {"adapters": ADAPTERS, "rank": RANK},
+        rows=[*rounds.rows(), meter.row()],
+        ratios=_ratios(setup, rounds, meter),
+        aims=AIMS,
+    )
+
+
+def _cases(setup: Setup, stack: ExitStack, peer: Path | None) -> list[Case]:
+    """Start all engines and return their cases, in an order that puts compared cases next to each other."""
+    shape = setup.shape
+    progress(f"making {shape.name} and {ADAPTERS} adapters of rank {RANK}")
+    directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="loraplex-bench-")))
+    model = save_model(shape, directory / shape.name)
+    adapters = [save_adapter(shape, RANK, directory / f"a{index}", seed=index) for index in range(ADAPTERS)]
+
+    def decode(name: str, dtype: str, quantize: str = "", layout: str | None = None) -> Case:
+        engine = stack.enter_context(Isolated(partial(decoding, model, setup.rows, dtype, quantize, layout)))
+        tokens = setup.worst_tokens if layout == WORST else setup.tokens
+        return Case(name, lambda number: engine.run(setup.decodes(number, tokens)))
+
+    def serve(name: str, engine: Answers, adapters: int) -> Case:
+        return Case(name, lambda number: engine.run(setup.workload.draw(number, shape.vocabulary, adapters)))
+
+    progress("loading the model in every layout")
+    cases = [decode(f"decode, {layout.name}", layout.dtype, layout=layout.name) for layout in LAYOUTS]
+    cases += [decode(_AUTO, "auto"), decode(_INT8, "auto", "int8"), decode(_INT4, "auto", "int4")]
+    engines = {
+        names: stack.enter_context(Isolated(partial(serving, model, adapters, setup.rows, *options)))
+        for names, options in {
+            (_BASE32, _MIXED32): ("float32", ""),
+            (_BASE, _MIXED): ("auto", ""),
+            (None, _INT8_MIXED): ("auto", "int8"),
+        }.items()
+    }
+    base = [serve(name, engine, 0) for (name, _), engine in engines.items() if name]
+    mixed = [serve(name, engine, ADAPTERS) for (_, name), engine in engines.items()]
+    if peer is not None:
+        try:
+            plain = stack.enter_context(VllmPeer(peer, model, setup.rows, "float32"))
+            adapted = stack.enter_context(VllmPeer(peer, model, setup.rows, "float32", adapters))
+            base.append(serve(_VLLM, plain, 0))
+            mixed.append(serve(_VLLM_MIXED, adapted, ADAPTERS))
+        except RuntimeError as error:
+            progress(f"without the peer: {error}")
+    return [*cases, *base, *mixed]
+
+
+def _ratios(setup: Setup, rounds: Rounds, meter: BandwidthMeter) -> dict[str, float]:
+    unquantized = [f"decode, {layout.name}" for layout in LAYOUTS]
+    speeds = {name: median(run.tokens_per_s for run in rounds.runs[name]) for name in (*unquantized, _AUTO)}
+    best, passed_over = max(speeds, key=speeds.__getitem__), max(unquantized, key=speeds.__getitem__)
+    # A step gives a token to each row, and reads every weight once: the head's are not quantized.
+    step_bytes = setup.shape.linear_parameters + 2 * setup.shape.head_parameters
+    limit = setup.rows * meter.bytes_per_s() / step_bytes
+    pairs = {
+        "int8_over_best": (_INT8, best),
+        "int4_over_best": (_INT4, best),
+        "auto_over_worst": (_AUTO, f"decode, {WORST}"),
+        "best_passed_over_over_auto": (passed_over, _AUTO),
+        "int8_mixed_over_base_mixed": (_INT8_MIXED, _MIXED),
+        "int8_mixed_over_vllm_mixed": (_INT8_MIXED, _VLLM_MIXED),
+        "base_over_vllm_base": (_BASE32, _VLLM),
+        "auto_over_vllm_base": (_BASE, _VLLM),
+        "float32_mixed_over_vllm_mixed": (_MIXED32, _VLLM_MIXED),
+    }
+    ratios = {key: rounds.ratio(*pair) for key, pair in pairs.items() if set(pair) <= rounds.runs.keys()}
+    return ratios | {"int8_of_limit": median(run.tokens_per_s for run in rounds.runs[_INT8]) / limit}
+
+
+if __name__ == "__main__":
+    main()
