@@ -73,7 +73,9 @@ def model_bytes(
 
 
 def read_weights(config: Mapping[str, Any], checkpoint: Checkpoint) -> dict[str, LinearWeight]:
-    """Return the weights of a checkpoint, quantized ones too. Raises ArtifactError."""
+    """Return the weights of a decoder's checkpoint, quantized ones too. Raises ArtifactError."""
+    if config.get("model_type") not in FAMILIES:
+        raise ArtifactError("config.json", f"model_type {config.get('model_type')!r} is an encoder's, not a decoder's")
     return linear_weights(config, checkpoint, stored_weights(stored_scheme(config), checkpoint))
 
 

@@ -2,7 +2,7 @@
 # Runs as compose's one-shot service: registers the base model, then uploads the adapters below /adapters.
 set -eu
 
-loraplex models push /models/base
+loraplex models push /models/base --quantize "${QUANTIZE:-}"
 
 # An adapter at NAME/ is available to every tenant.
 for config in /adapters/*/adapter_config.json; do

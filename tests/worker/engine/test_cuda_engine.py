@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 
 from tests.worker.engine.peft_oracle import VOCAB, PeftOracle
+from tests.worker.engine.quantized.dequantized import dequantize_into
 from tests.worker.engine.triton_runs import result_of
+from worker.engine_api import NewSequence
 
 pytest.importorskip("triton", reason="Triton is for Linux")
 pytestmark = [pytest.mark.model, pytest.mark.usefixtures("one_thread")]
@@ -27,32 +29,49 @@ ROWS = 6
 SETTINGS = {"rows": ROWS, "kv_blocks": 60, "block_size": 4, "adapter_slots": 2, "max_rank": 20, "step_tokens": 16}
 
 
+SHAPE = {"num_hidden_layers": 2, "hidden_size": 32}
+QUANTIZED = "int4-32"
+
+
 def test_mixed_adapters_give_pefts_logits_and_tokens(tmp_path: Path) -> None:
     """More adapters than slots, rows without one, prompts in chunks; with decode steps in padded buffers and without.
 
-    Qwen2 has biases on q, k and v alone.
+    Qwen2 has biases on q, k and v alone. The last case, of DoRA and the base, is quantized.
     """
     chance = random.Random(2)
-    oracle = PeftOracle("qwen2", tmp_path, CONFIGS, shape={"num_hidden_layers": 2, "hidden_size": 32})
+    oracle = PeftOracle("qwen2", tmp_path / "given", CONFIGS, shape=SHAPE)
+    quantized = PeftOracle(
+        "qwen2",
+        tmp_path / "quantized",
+        CONFIGS,
+        shape=SHAPE,
+        change=lambda base, at: dequantize_into(base, at, QUANTIZED),
+    )
     rows = [*CONFIGS, None, "all"]
     prompts = [chance.choices(range(VOCAB), k=length) for length in (2, 11, 5, 7, 1, 20)]
-    requests = {
-        f"{number}: {name}": oracle.request(f"{number}: {name}", prompt, 5, name)
-        for number, (name, prompt) in enumerate(zip(rows, prompts, strict=True))
-    }
-    case = {
-        "model": str(oracle.directory),
-        "settings": SETTINGS,
-        "requests": {
+    asked = list(zip(rows, prompts, strict=True))
+
+    def requests(of: PeftOracle) -> dict[str, tuple[str | None, NewSequence]]:
+        chosen = asked if of is oracle else asked[3:5]
+        return {f"{i}: {name}": (name, of.request(f"{i}", prompt, 5, name)) for i, (name, prompt) in enumerate(chosen)}
+
+    def case(of: PeftOracle, buffers: bool, **settings: Any) -> dict[str, Any]:
+        wanted = {
             key: (request.prompt_ids, request.stopping.max_tokens, request.adapter and request.adapter.directory)
-            for key, request in requests.items()
-        },
-    }
-    cases = [case | {"buffers": False}, case | {"buffers": True, "settings": SETTINGS | {"ahead": True}}]
-    eager, padded = result_of("cuda_engine_cases.py", "cpu", cases)
-    assert eager["padded"] == 0 < padded["padded"]
-    for answer in (eager["answers"], padded["answers"]):
-        assert answer.keys() == requests.keys()
-        for name, (key, (ids, logprobs)) in zip(rows, answer.items(), strict=True):
-            oracle.check_answer(requests[key], tuple(ids), logprobs, name)
-        assert len({tuple(ids) for ids, _ in answer.values()}) == len(rows), "answers are to be diverse"
+            for key, (_, request) in requests(of).items()
+        }
+        return {"model": str(of.directory), "settings": SETTINGS | settings, "requests": wanted, "buffers": buffers}
+
+    cases = [
+        case(oracle, False),
+        case(oracle, True, ahead=True),
+        case(quantized, True, ahead=True, quantize=QUANTIZED),
+    ]
+    results = result_of("cuda_engine_cases.py", "cpu", cases)
+    assert results[0]["padded"] == 0 < min(result["padded"] for result in results[1:])
+    for of, result in zip((oracle, oracle, quantized), results, strict=True):
+        answers = result["answers"]
+        for key, (name, request) in requests(of).items():
+            ids, logprobs = answers[key]
+            of.check_answer(request, tuple(ids), logprobs, name)
+        assert len({tuple(ids) for ids, _ in answers.values()}) == len(requests(of)), "answers are to be diverse"

@@ -66,7 +66,9 @@ class QuantizedWeight:
     def rows(self, index: Tensor | slice) -> Self:
         """Return the weight of some outputs."""
         zeros = None if self.zeros is None else self.zeros[index]
-        return replace(self, codes=self.codes[index], scales=self.scales[index], zeros=zeros)
+        # As bytes: torch indexes and joins float8 on some devices alone.
+        codes = self.codes.view(torch.uint8)[index].view(self.codes.dtype)
+        return replace(self, codes=codes, scales=self.scales[index], zeros=zeros)
 
     def _columns(self, of_groups: Tensor) -> Tensor:
         if of_groups.shape[1] == 1:
@@ -134,10 +136,12 @@ def equal(one: QuantizedWeight, other: QuantizedWeight) -> bool:
     """Tell whether two weights are the same, bit by bit."""
     if (one.bits, one.group, one.zeros is None) != (other.bits, other.group, other.zeros is None):
         return False
-    pairs = [(one.codes, other.codes), (one.scales, other.scales)]
+    if one.codes.dtype != other.codes.dtype:
+        return False
+    pairs = [(one.codes.view(torch.uint8), other.codes.view(torch.uint8)), (one.scales, other.scales)]
     if one.zeros is not None and other.zeros is not None:
         pairs.append((one.zeros, other.zeros))
-    return all(mine.dtype == theirs.dtype and torch.equal(mine, theirs) for mine, theirs in pairs)
+    return all(torch.equal(mine, theirs) for mine, theirs in pairs)
 
 
 def concatenate(weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
@@ -147,7 +151,7 @@ def concatenate(weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
     zeros = [weight.zeros for weight in weights if weight.zeros is not None]
     return replace(
         weights[0],
-        codes=torch.cat([weight.codes for weight in weights]),
+        codes=torch.cat([weight.codes.view(torch.uint8) for weight in weights]).view(weights[0].codes.dtype),
         scales=torch.cat([weight.scales for weight in weights]),
         zeros=torch.cat(zeros) if zeros else None,
     )

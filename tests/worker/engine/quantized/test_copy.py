@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,6 +19,7 @@ from worker.engine.model.loader import LoadedModel, load_model
 from worker.engine.quantized import copy
 from worker.engine.quantized.copy import stored_tensors, write_copy
 from worker.engine.quantized.weight import QuantizedWeight, equal, quantize
+from worker.quantize import quantize as run
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -107,15 +105,17 @@ def test_what_can_not_be_copied_is_one_line_and_leaves_nothing(tiny_llama: Any, 
     assert [path.name for path in tmp_path.iterdir()] == ["copy"]
 
 
-def test_the_command_writes_a_copy_with_progress(tmp_path: Path) -> None:
-    flags = ["--model", "examples/model", "--out", str(tmp_path / "copy"), "--to", "int4"]
-    command = [sys.executable, "-m", "worker", "quantize"]
-    done = subprocess.run([*command, *flags], capture_output=True, text=True, check=False, timeout=100)
-    assert (done.returncode, done.stdout.split(":")[0]) == (0, f"wrote {tmp_path / 'copy'}")
-    assert done.stderr.splitlines()[-1] == "quantized 56 of 56 tensors"
+def test_the_command_writes_a_copy_with_progress(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--model", "examples/model", "--out", str(tmp_path / "copy"), "--to"]
+    assert run([*flags, "int4"]) == 0
+    shown = capsys.readouterr()
+    assert shown.out.startswith(f"wrote {tmp_path / 'copy'}: int4 of sha256:")
+    assert shown.err.splitlines()[-1] == "quantized 56 of 56 tensors"
     config = json.loads((tmp_path / "copy" / "config.json").read_text())
     assert config["quantization_config"]["ignore"] == ["model.embed_tokens"]
     assert (tmp_path / "copy" / "chat_template.jinja").is_file()
-    shutil.rmtree(tmp_path / "copy")
-    done = subprocess.run([*command, *flags[:-1], "int3"], capture_output=True, text=True, check=False, timeout=100)
-    assert (done.returncode, done.stderr[:35]) == (2, "error: --to: 'int3' is not one of i")
+    for scheme, message in (("int3", "--to: 'int3' is not one of"), ("", "--to: name a scheme")):
+        with pytest.raises(ArtifactError, match=message):
+            run([*flags, scheme])
+    with pytest.raises(ArtifactError, match="model: nowhere is not a directory"):
+        run(["--model", "nowhere", "--out", "x", "--to", "int8"])
