@@ -10,7 +10,6 @@ from artifacts.encode import Pooling, Task
 from broker.terms import PRIORITY_LIMIT
 from router.api.convert import read_adapters
 from router.api.request_id import read_request_id
-from router.catalog.classifiers import Classifier
 from router.encode_request import EncodeInput, EncodeRequest, TextPair
 from router.generation.encoding import Vector
 from router.output.vectors import normalized, probabilities
@@ -80,39 +79,27 @@ def _read_input(index: int, given: pb.EncodeInput) -> tuple[EncodeInput, str]:
             raise InvalidField(f"{field}.{kind}", "is empty")
 
 
-def write_embeddings(vectors: Sequence[Vector], summary: Summary, *, normalize: bool) -> pb.EmbedResponse:
-    """Convert the answer of an Embed call."""
-    return pb.EmbedResponse(
-        embeddings=[
-            pb.Embedding(
-                values=normalized(vector.values) if normalize else vector.values, prompt_tokens=vector.prompt_tokens
-            )
-            for vector in vectors
-        ],
-        summary=_write_summary(summary),
-    )
+def write_embedding(vector: Vector, *, normalize: bool) -> pb.Embedding:
+    """Convert the vector of a text."""
+    values = normalized(vector.values) if normalize else vector.values
+    return pb.Embedding(values=values, prompt_tokens=vector.prompt_tokens)
 
 
-def write_classifications(vectors: Sequence[Vector], classifier: Classifier, summary: Summary) -> pb.ClassifyResponse:
-    """Convert the answer of a Classify call."""
-    return pb.ClassifyResponse(
-        classifications=[_write_classification(vector, classifier) for vector in vectors],
-        labels=classifier.labels_of(len(vectors[0].values)),
-        summary=_write_summary(summary),
-    )
-
-
-def _write_classification(vector: Vector, classifier: Classifier) -> pb.Classification:
-    likeliest = max(range(len(vector.values)), key=vector.values.__getitem__)
-    return pb.Classification(
-        label=classifier.labels_of(len(vector.values))[likeliest],
-        probabilities=probabilities(vector.values, classifier),
+def write_classification(vector: Vector) -> tuple[pb.Classification, Sequence[str]]:
+    """Convert the logits of a text; return it with the labels that they stand for."""
+    labels = vector.classifier.labels_of(len(vector.values))
+    likeliest = max(range(len(labels)), key=vector.values.__getitem__)
+    classification = pb.Classification(
+        label=labels[likeliest],
+        probabilities=probabilities(vector.values, vector.classifier),
         logits=vector.values,
         prompt_tokens=vector.prompt_tokens,
     )
+    return classification, labels
 
 
-def _write_summary(summary: Summary) -> pb.EncodeSummary:
+def write_encode_summary(summary: Summary) -> pb.EncodeSummary:
+    """Convert the summary of a call."""
     return pb.EncodeSummary(
         adapter_revision=summary.adapter_revision,
         adapters=[pb.WeightedAdapter(adapter=part.adapter, weight=part.weight) for part in summary.adapters],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
+from functools import partial
 from typing import Any
 
 import grpc
@@ -11,7 +12,13 @@ from loraplex.inference.v1 import inference_pb2 as pb
 from loraplex.inference.v1 import inference_pb2_grpc
 
 from router.api.convert import read_prompt, read_request, write_message
-from router.api.encoding import read_classify, read_embed, write_classifications, write_embeddings
+from router.api.encoding import (
+    read_classify,
+    read_embed,
+    write_classification,
+    write_embedding,
+    write_encode_summary,
+)
 from router.api.formats import read_large_format
 from router.api.prompt_options import read_prompt_options
 from router.api.prompt_size import check_count, check_prompt_size
@@ -114,18 +121,21 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         """Return a vector of each text."""
         with self._telemetry.new_record(context) as record:
             call = record.begin(read_embed(request, record.tenant))
-            vectors, _, summary = await self._encoding.encode(call, context.time_remaining())
-            record.count_texts("embed", len(vectors), summary)
             normalize = not request.HasField("normalize") or request.normalize
-            return write_embeddings(vectors, summary, normalize=normalize)
+            write = partial(write_embedding, normalize=normalize)
+            embeddings, summary = await self._encoding.encode(call, context.time_remaining(), write)
+            record.count_texts("embed", len(embeddings), summary)
+            return pb.EmbedResponse(embeddings=embeddings, summary=write_encode_summary(summary))
 
     async def Classify(self, request: pb.ClassifyRequest, context: Context) -> pb.ClassifyResponse:
         """Return the probabilities of a classifier's labels for each text."""
         with self._telemetry.new_record(context) as record:
             call = record.begin(read_classify(request, record.tenant))
-            vectors, classifier, summary = await self._encoding.encode(call, context.time_remaining())
-            record.count_texts("classify", len(vectors), summary)
-            return write_classifications(vectors, classifier, summary)
+            found, summary = await self._encoding.encode(call, context.time_remaining(), write_classification)
+            record.count_texts("classify", len(found), summary)
+            return pb.ClassifyResponse(
+                classifications=[one for one, _ in found], labels=found[0][1], summary=write_encode_summary(summary)
+            )
 
     async def Detokenize(self, request: pb.DetokenizeRequest, context: Context) -> pb.DetokenizeResponse:
         """Return the text of ids."""
@@ -141,7 +151,13 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         """List the base models."""
         return pb.ListModelsResponse(
             models=[
-                pb.Model(name=m.manifest.name, digest=m.manifest.digest, context_length=m.manifest.context_length)
+                pb.Model(
+                    name=m.manifest.name,
+                    digest=m.manifest.digest,
+                    context_length=m.manifest.context_length,
+                    tasks=m.manifest.tasks,
+                    labels=m.manifest.labels,
+                )
                 for m in self._models.served
             ]
         )

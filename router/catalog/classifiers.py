@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from artifacts.errors import ArtifactError
-from artifacts.json_object import parse_object
 from broker.messages import AdapterRef
 from router.catalog.adapter_chats import AdapterConfigs
 from router.catalog.store_client import Manifest, StoreClient
@@ -14,7 +12,6 @@ from rpc.errors import Mismatch
 
 # Reason of the error of a request whose task its base model and adapter do not serve.
 WRONG_TASK = "WRONG_TASK"
-_CONFIG = "config.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,17 +48,10 @@ class Classifiers:
         if "classify" not in manifest.tasks:
             message = f"{manifest.name} has no classification head; name an adapter that brings one (peft's SEQ_CLS)"
             raise Mismatch(adapter.revision if adapter else manifest.name, message, reason=WRONG_TASK)
-        return Classifier(manifest.labels, _problem_type(manifest))
+        return Classifier(manifest.labels, manifest.problem_type)
 
 
 def check_generates(manifest: Manifest) -> None:
     """Raise Mismatch where a base model generates nothing."""
     if "generate" not in manifest.tasks:
         raise Mismatch(manifest.name, "is an encoder and generates nothing; call Embed or Classify", reason=WRONG_TASK)
-
-
-def _problem_type(manifest: Manifest) -> str:
-    try:
-        return str(parse_object(manifest.files.get(_CONFIG, b"{}"), _CONFIG).get("problem_type") or "")
-    except ArtifactError:
-        return ""

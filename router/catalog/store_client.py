@@ -12,6 +12,8 @@ from loraplex.adapters.v1 import adapters_pb2 as pb
 from loraplex.adapters.v1 import adapters_pb2_grpc
 from loraplex.admin.v1 import keys_pb2, keys_pb2_grpc
 
+from artifacts.errors import ArtifactError
+from artifacts.json_object import parse_object
 from artifacts.revision import CONFIG_FILE
 from broker.messages import AdapterRef
 from rpc.errors import CallError, InvalidField, NotFound, Unavailable
@@ -27,6 +29,8 @@ CALL_S = 5.0
 DOWNLOAD_S = 60.0
 # Maximum number of cached names; beyond it the cache is emptied.
 NAMES_KEPT = 10_000
+# The file of a base model that says what its classifier solves.
+_CONFIG = "config.json"
 # Reconnect at least twice a second, so that a store that comes back is found soon.
 _OPTIONS = [
     *channel_options(),
@@ -74,6 +78,8 @@ class Manifest:
     # Of generate, embed and classify those that it serves; the labels of its classifier, in the order of its logits.
     tasks: tuple[str, ...] = ("generate",)
     labels: tuple[str, ...] = ()
+    # What its classifier solves, as transformers names it; empty: one label of several.
+    problem_type: str = ""
 
     @property
     def adapted_digest(self) -> str:
@@ -195,6 +201,7 @@ class StoreClient:
             model.quantization,
             tasks=_tasks(model),
             labels=tuple(model.labels),
+            problem_type=_problem_type(bytes(files.get(_CONFIG, b"{}"))),
         )
 
     async def key_changes(self, epoch: str, after: int) -> keys_pb2.ListKeyChangesResponse:
@@ -215,6 +222,13 @@ class StoreClient:
     async def close(self) -> None:
         """Close the channel."""
         await self._channel.close()
+
+
+def _problem_type(config: bytes) -> str:
+    try:
+        return str(parse_object(config, _CONFIG).get("problem_type") or "")
+    except ArtifactError:  # anybody may have written it
+        return ""
 
 
 def _tasks(model: pb.BaseModel) -> tuple[str, ...]:

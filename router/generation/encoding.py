@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import TypeVar
 
 from broker.messages import Job
 from router.catalog.classifiers import Classifier
@@ -21,6 +22,8 @@ from router.generation.turns import run_some_at_once
 from router.request import Summary, WeightedAdapter
 from rpc.errors import Internal, Unavailable
 
+T = TypeVar("T")
+
 # Maximum texts of one call that wait or run at once: about a batch, so that one call can fill a worker, and its
 # tenant's other requests get turns between them.
 AT_ONCE = 32
@@ -28,10 +31,11 @@ AT_ONCE = 32
 
 @dataclass(frozen=True, slots=True)
 class Vector:
-    """A text's vector as the model gives it, and the number of its tokens."""
+    """A text's vector as the model gives it, the number of its tokens, and the classifier that it may be logits of."""
 
     values: tuple[float, ...]
     prompt_tokens: int
+    classifier: Classifier
 
 
 class Encoding:
@@ -42,22 +46,26 @@ class Encoding:
         self._admission = admission
 
     async def encode(
-        self, request: EncodeRequest, deadline_s: float | None
-    ) -> tuple[list[Vector], Classifier, Summary]:
-        """Return the vectors in order, the classifier that they may be the logits of, and one summary of all.
+        self, request: EncodeRequest, deadline_s: float | None, write: Callable[[Vector], T]
+    ) -> tuple[list[T], Summary]:
+        """Return what `write` makes of the texts' vectors, in order, and one summary of all.
 
         Raises a CallError. Cancelling the call cancels the work on all texts.
         """
         ends_at = math.inf if deadline_s is None else time.monotonic() + deadline_s
         admitted = await self._admission.admit(request)
 
-        async def run(job: Job) -> RoutedJob:
+        async def run(job: Job) -> tuple[T, RoutedJob]:
             if ends_at < math.inf:
                 job = replace(job, deadline_ms=max(1, round((ends_at - time.monotonic()) * 1e3)))
-            return await self._generation.complete(job)
+            routed = await self._generation.complete(job)
+            # At once, not all at the end: a large call must not hold up other clients' tokens.
+            written = write(_vector(routed, admitted.classifier))
+            routed.choices[0].vector = ()  # it takes several times the memory of what was written
+            return written, routed
 
         ended = await run_some_at_once([partial(run, job) for job in admitted.jobs], AT_ONCE)
-        return [_vector(routed, admitted.classifier) for routed in ended], admitted.classifier, _summary(ended)
+        return [written for written, _ in ended], _summary([routed for _, routed in ended])
 
 
 def _vector(routed: RoutedJob, classifier: Classifier) -> Vector:
@@ -66,7 +74,7 @@ def _vector(routed: RoutedJob, classifier: Classifier) -> Vector:
         raise Unavailable("a worker of an older version took a text and gave no vector", reason="OLD_WORKER")
     if len(vector) != len(classifier.labels or vector):
         raise Internal(f"{len(vector)} logits of {len(classifier.labels)} labels", reason="WRONG_LOGITS")
-    return Vector(vector, len(routed.job.prompt_ids))
+    return Vector(vector, len(routed.job.prompt_ids), classifier)
 
 
 def _summary(ended: Sequence[RoutedJob]) -> Summary:

@@ -184,7 +184,7 @@ class SimulatedRouter:
 
     async def vectors(self, request: EncodeRequest, deadline_s: float | None) -> AsyncGenerator[Encoded]:
         """Yield the answer of an Embed or Classify call."""
-        vectors, _, summary = await self._encoding.encode(request, deadline_s)
+        vectors, summary = await self._encoding.encode(request, deadline_s, lambda vector: vector)
         yield Encoded(tuple(vectors), summary)
 
     def failed(self) -> Sequence[asyncio.Task[None]]:

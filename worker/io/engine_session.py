@@ -152,7 +152,7 @@ class EngineSession:
         breaker = self._breaker
         if not breaker.is_open:
             await asyncio.sleep(breaker.pause_s)
-            await results.warm_up()
+            await results.warm_up(generates=self._base.serves("generate"))
             return
         message = "%d engines died without a step between them: this worker claims nothing and tries again in %.0f s"
         log.error(message, breaker.deaths, breaker.pause_s)
@@ -160,7 +160,7 @@ class EngineSession:
         beating = asyncio.create_task(presence.beat())
         try:
             await asyncio.sleep(breaker.pause_s)
-            await results.warm_up()
+            await results.warm_up(generates=self._base.serves("generate"))
             log.warning("the engine steps; this worker serves again")
         finally:
             await _cancel(beating)

@@ -61,11 +61,16 @@ Script: TypeAlias = Generator[Call, Any, R]
 
 @dataclass(frozen=True)
 class ServedModel:
-    """A base model that the router serves; `context_length` counts tokens of prompt and answer together."""
+    """A base model that the router serves; `context_length` counts tokens of prompt and answer together.
+
+    `tasks` are those of generate, embed and classify that it does without an adapter, `labels` its own classifier's.
+    """
 
     name: str
     digest: str
     context_length: int
+    tasks: tuple[str, ...] = ()
+    labels: tuple[str, ...] = ()
 
 
 def tokenize(
@@ -95,4 +100,7 @@ def detokenize(token_ids: Sequence[int], model: str, skip_special_tokens: bool) 
 def models() -> Script[tuple[ServedModel, ...]]:
     """Return the base models that the router serves."""
     response = yield Call("ListModels", inference_pb2.ListModelsRequest())
-    return tuple(ServedModel(model.name, model.digest, model.context_length) for model in response.models)
+    return tuple(
+        ServedModel(model.name, model.digest, model.context_length, tuple(model.tasks), tuple(model.labels))
+        for model in response.models
+    )

@@ -77,8 +77,8 @@ class Calls:
         self.link = RecordingLink("w")
         self._queue = queue
 
-    def start(self, request: EncodeRequest) -> asyncio.Task[tuple[list[Vector], Classifier, Summary]]:
-        return asyncio.create_task(self.encoding.encode(request, None))
+    def start(self, request: EncodeRequest) -> asyncio.Task[tuple[list[Vector], Summary]]:
+        return asyncio.create_task(self.encoding.encode(request, None, lambda vector: vector))
 
     async def claim(self, count: int) -> list[Job]:
         """Claim jobs until there are so many."""
@@ -128,7 +128,7 @@ async def test_each_text_is_a_job_of_one_revision_and_the_answers_keep_the_order
         for job in await calls.claim(1):
             calls.answer(job, float(sum(job.prompt_ids)))
             left -= 1
-    vectors, _, summary = await running
+    vectors, summary = await running
     wanted = [b"abc", (1, 2, 300), *(f"{number}".encode() for number in range(2 * AT_ONCE))]
     assert [(one.values, one.prompt_tokens) for one in vectors] == [((float(sum(ids)),), len(ids)) for ids in wanted]
     assert (summary.request_id, summary.adapter_revision) == ("r", ADAPTER.revision)
@@ -193,7 +193,7 @@ async def test_the_largest_worker_bounds_texts(calls: Calls, cluster: Cluster) -
     running = calls.start(asking((1,) * 31, truncate=True))
     (job,) = await calls.claim(1)
     calls.answer(job, 0.5)
-    assert (await running)[0] == [Vector((0.5,), 30)]
+    assert (await running)[0] == [Vector((0.5,), 30, Classifier())]
     cluster.workers[0].max_rank = 4
     with pytest.raises(Mismatch, match="rank 8; the workers take at most 4"):
         await calls.start(asking("a", adapter="a"))
@@ -232,14 +232,11 @@ def test_the_base_says_what_its_own_labels_mean_and_an_encoder_generates_nothing
         check_generates(replace(MANIFEST, tasks=("embed", "classify")))
 
 
-async def test_a_classifier_of_several_labels_is_one_by_its_config(cluster: Cluster) -> None:
+async def test_the_base_says_what_its_classifier_solves(cluster: Cluster) -> None:
     store: Any = cluster
-    for problem in ("multi_label_classification", "regression"):
-        files = {"config.json": json.dumps({"problem_type": problem}).encode()}
-        classifier = await Classifiers(store).check_task(
-            asking("a", task="classify"), replace(MANIFEST, files=files), None
-        )
-        assert classifier == Classifier(("no", "yes"), problem)
+    manifest = replace(MANIFEST, problem_type="multi_label_classification")
+    classifier = await Classifiers(store).check_task(asking("a", task="classify"), manifest, None)
+    assert classifier == Classifier(("no", "yes"), "multi_label_classification")
 
 
 async def test_a_full_queue_ends_a_call_and_leaves_nothing(cluster: Cluster, redis: Redis) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from broker.messages import Job
 from telemetry.logging import fields
-from worker.engine_api import Failure, NewSequence, Stopping
+from worker.engine_api import Encode, Failure, NewSequence, Stopping
 from worker.engine_api.stats import EngineStats
 from worker.io.engine_breaker import EngineBreaker, Pair
 from worker.io.engine_client.process import EngineProcess
@@ -215,13 +215,12 @@ class Results:
         for local in self.jobs.all():
             self.give_back(local, blamed=local in blamed)
 
-    async def warm_up(self) -> None:
+    async def warm_up(self, *, generates: bool) -> None:
         """Let the engine make a step that no job needs: a broken device or build kills it now."""
         self._warm = asyncio.Event()
         self.jobs.count_sequence()
         self._engine.expect()
-        stopping = Stopping(max_tokens=1, ignore_eos=True)
-        self._engine.send(Add([NewSequence(WARM_UP, prompt_ids=(0,), stopping=stopping)]))
+        self._engine.send(Add([warm_up_sequence(generates=generates)]))
         await self._warm.wait()
 
     @property
@@ -238,3 +237,10 @@ class Results:
         for local in self.jobs.all():
             self._release(local)
         await self.links.close(flush_s)
+
+
+def warm_up_sequence(*, generates: bool) -> NewSequence:
+    """Return the sequence of an engine's own step; of an encoder, which generates nothing, a vector."""
+    if generates:
+        return NewSequence(WARM_UP, prompt_ids=(0,), stopping=Stopping(max_tokens=1, ignore_eos=True))
+    return NewSequence(WARM_UP, prompt_ids=(0,), stopping=Stopping(max_tokens=0), encode=Encode("embed"))

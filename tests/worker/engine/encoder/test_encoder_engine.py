@@ -15,6 +15,7 @@ from tests.worker.engine.encoder.encoder_oracle import EncoderOracle, make_oracl
 from worker.engine.encoder.attention import Text, TextAttention
 from worker.engine_api import AdapterSource, Encode, FinishKind, NewSequence, SequenceRefusedError, Stopping
 from worker.engine_api.config import EngineConfig
+from worker.io.jobs.results import warm_up_sequence
 
 pytestmark = [pytest.mark.model, pytest.mark.usefixtures("one_thread")]
 EMBED, CLASSIFY = Encode("embed"), Encode("classify")
@@ -50,6 +51,15 @@ def test_an_encoder_without_a_classifier_classifies_by_adapters_that_bring_one(
     assert [(one.finish, one.failure.code, one.failure.reason) for one in outputs["b"]] == [
         (FinishKind.FAILED, "FAILED_PRECONDITION", "NO_CLASSIFIER")
     ]
+
+
+def test_an_encoder_makes_the_step_that_proves_an_engine_after_a_death(
+    bert: EncoderOracle, make_encoder: Callable[..., Any], run_until_idle: Callable[..., Any]
+) -> None:
+    """A worker whose engine refused it would never serve again."""
+    proof = warm_up_sequence(generates=False)
+    [output] = run_until_idle(make_encoder(bert.directory), {0: [proof]})[proof.sequence_id]
+    assert (output.finish, output.failure, len(output.vector)) == (FinishKind.LENGTH, None, 32)
 
 
 def test_what_an_encoder_cannot_do_is_refused_in_one_line(
