@@ -35,11 +35,9 @@ class Shares:
     def give(self, tenant: str, amount: int = 1) -> None:
         """Give back what `take` took."""
         self._taken -= amount
-        left = self._of_tenant[tenant] - amount
+        left = self._of_tenant.pop(tenant, 0) - amount  # nobody is kept who has taken amounts of 0 alone
         if left:
             self._of_tenant[tenant] = left
-        else:
-            del self._of_tenant[tenant]
 
 
 class FairTurns:

@@ -28,6 +28,19 @@ def test_greedy_tenants_leave_as_much_as_each_of_them_has() -> None:
     assert take_all(shares, "a") > 100
 
 
+def test_amounts_of_nothing_are_taken_and_given_back_in_any_number() -> None:
+    shares = Shares(10)
+    assert shares.take("a", 0)
+    assert shares.take("a", 0)
+    shares.give("a", 0)
+    shares.give("a", 0)
+    assert shares.take("a", 5)
+    assert shares.take("a", 0)
+    shares.give("a", 0)
+    shares.give("a", 5)
+    assert take_all(shares, "a") == 5
+
+
 def test_whatever_the_number_of_tenants_the_sum_is_bounded_and_a_newcomer_finds_room() -> None:
     shares = Shares(1000)
     tenants = [f"t{number}" for number in range(300)]
