@@ -35,6 +35,7 @@ from rpc.errors import (
     Unauthenticated,
     Unavailable,
 )
+from rpc.identity.running_calls import take_ending
 
 log = logging.getLogger(__name__)
 
@@ -168,8 +169,12 @@ def _guard(method: Callable[..., Awaitable[Any]], name: str) -> Callable[..., Aw
     async def guarded(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
         try:
             return await method(request, context)
-        except (grpc.aio.AbortError, asyncio.CancelledError):
+        except grpc.aio.AbortError:
             raise
+        except asyncio.CancelledError:
+            if (ending := take_ending()) is None:
+                raise
+            failure = ending
         except Exception as error:
             failure = _as_call_error(error, name)
         return await abort(context, failure)
@@ -187,8 +192,12 @@ def _guard_stream(method: Any, name: str) -> Callable[..., AsyncIterator[Any]]:
             async for response in answer:
                 yield response
             return
-        except (grpc.aio.AbortError, asyncio.CancelledError):
+        except grpc.aio.AbortError:
             raise
+        except asyncio.CancelledError:
+            if (ending := take_ending()) is None:
+                raise
+            failure = ending
         except Exception as error:
             failure = _as_call_error(error, name)
         await abort(context, failure)

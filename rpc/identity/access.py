@@ -96,7 +96,10 @@ class GuardedServers:
             signing_keys = SigningKeys(settings.jwt_jwks)
             readers.append(JwtReader(signing_keys, settings.jwt_issuer, settings.jwt_audience))
             self._followed.append(signing_keys.follow)
-        self._servers = {port: make(Guard([port], readers, refused), port) for port in (Port.PUBLIC, Port.OPERATORS)}
+        self._servers = {
+            port: make(Guard([port], readers, refused, calls=keys.calls), port)
+            for port in (Port.PUBLIC, Port.OPERATORS)
+        }
 
     def add(self, register: Callable[[grpc.aio.Server], None]) -> None:
         """Let generated code register a service; the permissions table says who may call it at which port."""

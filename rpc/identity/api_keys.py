@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from rpc.errors import Unauthenticated, Unavailable
 from rpc.identity.principal import CredentialKind, Principal, Role
+from rpc.identity.running_calls import RunningCalls
 from rpc.identity.tenant_header import AuthContext, Metadata
 
 PREFIX = "lpx_"
@@ -88,6 +89,7 @@ class KeyDirectory:
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._keys: dict[str, HashedKey] = {}
+        self.calls = RunningCalls()
         self._now = now
         self._read_at: float | None = None
         self._follows = False
@@ -97,10 +99,13 @@ class KeyDirectory:
         self._follows = True
 
     def put(self, keys: Sequence[HashedKey], *, clear: bool = False) -> None:
-        """Add keys or replace them; with `clear` forget all others."""
+        """Add keys or replace them, and end the calls of revoked ones; with `clear` forget all others."""
         if clear:
             self._keys = {}
         self._keys.update((key.key_id, key) for key in keys)
+        for key in keys:
+            if key.revoked:
+                self.calls.end(key.key_id, _revoked)
 
     def look_done(self) -> None:
         """Note that the keys are those of the store at this moment."""
@@ -111,6 +116,10 @@ class KeyDirectory:
         if self._follows and (self._read_at is None or self._now() - self._read_at > STALE_S):
             raise Unavailable("the adapter store does not answer, which knows the API keys", reason="KEYS_STALE")
         return self._keys.get(key_id)
+
+
+def _revoked() -> Unauthenticated:
+    return bad_credential("the API key is revoked", "CREDENTIAL_REVOKED")
 
 
 _NO_SECRET = HashedSecret(bytes(32))
@@ -140,7 +149,7 @@ class ApiKeyReader:
         if key is None or not same:
             raise bad_credential("the API key is not valid")
         if key.revoked:
-            raise bad_credential("the API key is revoked", "CREDENTIAL_REVOKED")
+            raise _revoked()
         ends = [end for end in (key.expires_at, same[0].expires_at) if end is not None]
         if ends and now >= min(ends):
             raise bad_credential("the API key has expired", "CREDENTIAL_EXPIRED")

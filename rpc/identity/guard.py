@@ -11,6 +11,7 @@ import grpc
 from rpc.errors import CallError, PermissionDenied, Unauthenticated
 from rpc.identity.permissions import PERMISSIONS, Permission, Port
 from rpc.identity.principal import NAMING_ROLES, TENANT_ROLES, CredentialKind, Principal, set_caller
+from rpc.identity.running_calls import RunningCalls
 from rpc.identity.tenant_header import AuthContext, HeaderReader, Metadata, metadata_of, named_tenant
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -32,7 +33,7 @@ class CredentialReader(Protocol):
 class Guard(grpc.aio.ServerInterceptor):
     """Admits callers to the methods of a server that listens on such `ports`.
 
-    A call has exactly one credential, which one of the `readers` knows.
+    A call has exactly one credential, which one of the `readers` knows. `calls` are told of those with an API key.
     """
 
     def __init__(
@@ -41,11 +42,13 @@ class Guard(grpc.aio.ServerInterceptor):
         readers: Sequence[CredentialReader],
         refused: Refused | None = None,
         *,
+        calls: RunningCalls | None = None,
         permissions: Mapping[str, Permission] = PERMISSIONS,
     ) -> None:
         self._ports = frozenset(ports)
         self._readers = tuple(readers)
         self._refused = refused
+        self._calls = calls
         self._permissions = permissions
 
     def check_declared(self, methods: Iterable[str]) -> None:
@@ -86,6 +89,8 @@ class Guard(grpc.aio.ServerInterceptor):
             if self._refused is not None:
                 self._refused(method, principal, error)
             raise
+        if self._calls is not None and principal.key_id:
+            self._calls.enter(principal.key_id)
         set_caller(principal)
 
     def identify(self, metadata: Metadata, auth_context: AuthContext) -> Principal:

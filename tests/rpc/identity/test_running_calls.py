@@ -1,0 +1,124 @@
+"""Calls that run when their API key is revoked end with its status; others go on."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import pytest
+from loraplex.inference.v1 import inference_pb2 as pb
+from loraplex.inference.v1 import inference_pb2_grpc
+
+from router.api.open_calls import OpenCalls
+from rpc.identity.api_keys import ApiKeyReader, HashedKey, HashedSecret, KeyDirectory, new_api_key
+from rpc.identity.guard import Guard
+from rpc.identity.permissions import Port
+from rpc.identity.principal import Role
+from rpc.server import Server
+
+
+class Endless(inference_pb2_grpc.InferenceServiceServicer):
+    """Streams a message and then none; its unary method never answers."""
+
+    def __init__(self) -> None:
+        self.ended = asyncio.Semaphore(0)
+        self.asked = asyncio.Event()
+
+    async def Generate(self, request: pb.GenerateRequest, context: Any) -> AsyncIterator[pb.GenerateResponse]:
+        """Go on for ever."""
+        try:
+            yield pb.GenerateResponse()
+            await asyncio.Event().wait()
+        finally:
+            self.ended.release()
+
+    async def Tokenize(self, request: pb.TokenizeRequest, context: Any) -> pb.TokenizeResponse:
+        """Never answer."""
+        self.asked.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            self.ended.release()
+        raise AssertionError
+
+
+class Served:
+    """A server with two keys, and its stub."""
+
+    def __init__(self) -> None:
+        self.directory = KeyDirectory()
+        self.service = Endless()  # type: ignore[abstract]  # grpc has its own methods for those left out
+        self.stub: Any
+        self.texts: list[str] = []
+        self.keys: list[HashedKey] = []
+        for _ in range(2):
+            key_id, text, sha256 = new_api_key()
+            key = HashedKey(key_id, "acme", Role.TENANT_USER, frozenset(), None, False, (HashedSecret(sha256),))
+            self.keys.append(key)
+            self.texts.append(text)
+        self.directory.put(self.keys)
+
+    def metadata(self, which: int) -> tuple[tuple[str, str], ...]:
+        """Return the metadata of a call with a key."""
+        return (("authorization", f"Bearer {self.texts[which]}"),)
+
+    def revoke(self, which: int) -> None:
+        """Revoke a key."""
+        self.directory.put([dataclasses.replace(self.keys[which], revoked=True)])
+
+
+@pytest.fixture
+async def served() -> AsyncIterator[Served]:
+    """A running server, with the bounds of a router."""
+    found = Served()
+    guard = Guard([Port.PUBLIC], [ApiKeyReader(found.directory)], calls=found.directory.calls)
+    server = Server(guard, interceptors=[OpenCalls(100, 1 << 28, lambda *_: None)])
+    inference_pb2_grpc.add_InferenceServiceServicer_to_server(found.service, server.grpc)
+    port = server.bind("127.0.0.1", 0)
+    await server.start()
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        found.stub = inference_pb2_grpc.InferenceServiceStub(channel)
+        yield found
+    await server.stop(0)
+
+
+async def test_a_stream_ends_when_its_key_is_revoked(served: Served) -> None:
+    calls = [served.stub.Generate(pb.GenerateRequest(), metadata=served.metadata(which)) for which in (0, 0, 1)]
+    for call in calls:
+        await call.read()
+    await asyncio.to_thread(served.revoke, 0)  # as the store does it
+    for call in calls[:2]:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call.read()
+        assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+        assert caught.value.details() == "the API key is revoked"
+        await served.service.ended.acquire()
+    assert not calls[2].done()
+    calls[2].cancel()
+    await served.service.ended.acquire()
+    async with asyncio.timeout(10):
+        while served.directory.calls._tasks:  # noqa: ASYNC110  # the tasks tell it a turn after their end
+            await asyncio.sleep(0)
+
+
+async def test_a_unary_call_ends_too(served: Served) -> None:
+    call = served.stub.Tokenize(pb.TokenizeRequest(), metadata=served.metadata(0))
+    await served.service.asked.wait()
+    served.revoke(0)
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call
+    assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+
+
+async def test_a_client_that_leaves_is_no_revocation(served: Served) -> None:
+    call = served.stub.Generate(pb.GenerateRequest(), metadata=served.metadata(0))
+    await call.read()
+    call.cancel()
+    await served.service.ended.acquire()
+    served.revoke(0)
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await served.stub.Generate(pb.GenerateRequest(), metadata=served.metadata(0)).read()
+    assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
