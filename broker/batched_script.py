@@ -19,25 +19,26 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 CALLS_AT_ONCE = 64
 BYTES_AT_ONCE = 1 << 20
 
-Call = tuple[Sequence[Any], "asyncio.Future[Any]"]
+Call = tuple[str, Sequence[Any], "asyncio.Future[Any]"]
 
 
 class BatchedScript:
-    """Calls a script. One round trip is under way at a time."""
+    """Calls a script. One round trip is under way at a time. `key` is that of calls that name no other."""
 
-    def __init__(self, redis: Redis, script: AsyncScript, key: str) -> None:
+    def __init__(self, redis: Redis, script: AsyncScript, key: str = "") -> None:
         self._redis = redis
         self._script = script
         self._key = key
         self._waiting: deque[Call] = deque()
         self._sending: asyncio.Task[None] | None = None
 
-    async def __call__(self, arguments: Sequence[Any]) -> Any:
+    async def __call__(self, arguments: Sequence[Any], key: str = "") -> Any:
         """Return the script's answer. Raises an error of broker.connection.REDIS_DOWN."""
+        key = key or self._key
         if isinstance(self._redis, RedisCluster):  # its pipelines take no scripts
-            return await self._script(keys=[self._key], args=arguments)
+            return await self._script(keys=[key], args=arguments)
         answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self._waiting.append((arguments, answer))
+        self._waiting.append((key, arguments, answer))
         if self._sending is None:
             self._sending = asyncio.create_task(self._send())
         return await answer
@@ -47,17 +48,17 @@ class BatchedScript:
             while self._waiting:
                 batch = self._next_batch()
                 try:
-                    answers = await self._run([arguments for arguments, _ in batch])
+                    answers = await self._run([(key, arguments) for key, arguments, _ in batch])
                 except Exception as error:
                     if isinstance(error, RedisTimeoutError):  # the others have waited as long
                         batch += self._waiting
                         self._waiting.clear()
                     answers = [error] * len(batch)
-                for (_, answer), value in zip(batch, answers, strict=True):
+                for (_, _, answer), value in zip(batch, answers, strict=True):
                     _settle(answer, value)
         finally:
             self._sending = None
-            for _, answer in self._waiting:  # only where this task is cancelled
+            for _, _, answer in self._waiting:  # only where this task is cancelled
                 answer.cancel()
 
     def _next_batch(self) -> list[Call]:
@@ -65,26 +66,26 @@ class BatchedScript:
         batch: list[Call] = []
         size = 0
         while self._waiting and len(batch) < CALLS_AT_ONCE and size < BYTES_AT_ONCE:
-            arguments, answer = self._waiting.popleft()
+            key, arguments, answer = self._waiting.popleft()
             if not answer.cancelled():
-                batch.append((arguments, answer))
+                batch.append((key, arguments, answer))
                 size += sum(len(part) for part in arguments if isinstance(part, bytes))
         return batch
 
-    async def _run(self, calls: Sequence[Sequence[Any]]) -> list[Any]:
+    async def _run(self, calls: Sequence[tuple[str, Sequence[Any]]]) -> list[Any]:
         """Return the calls' answers, some of which may be errors."""
         async with self._redis.pipeline(transaction=False) as pipe:
-            for arguments in calls:
-                pipe.evalsha(self._script.sha, 1, self._key, *arguments)
+            for key, arguments in calls:
+                pipe.evalsha(self._script.sha, 1, key, *arguments)
             answers = await pipe.execute(raise_on_error=False)
         for index, answer in enumerate(answers):
             if isinstance(answer, NoScriptError):  # the server has restarted
-                answers[index] = await self._alone(calls[index])
+                answers[index] = await self._alone(*calls[index])
         return list(answers)
 
-    async def _alone(self, arguments: Sequence[Any]) -> Any:
+    async def _alone(self, key: str, arguments: Sequence[Any]) -> Any:
         try:
-            return await self._script(keys=[self._key], args=arguments)
+            return await self._script(keys=[key], args=arguments)
         except Exception as error:
             return error
 

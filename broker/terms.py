@@ -106,6 +106,24 @@ TRIED_MS = 3_000
 # Number of strikes from which on no token clears a job.
 TRIAL_STRIKES = STRIKES_LIMIT
 
+# Time in ms for which a reservation of tokens is held after its router's last look, every second; and for how long one is
+# held whose call ended before its answer, so that the request may be resumed.
+HELD_MS = 10_000
+LINGER_MS = 5_000
+# Time in ms for which the record of a reservation is kept after its last change: while it is held, and once it has ended.
+OPEN_RECORD_MS = 600_000
+ENDED_RECORD_MS = 120_000
+# Time in ms in which routers tell a new account what they know of a lost one, and the percentage of each limit that it
+# grants meanwhile, beside one request.
+RECOVERY_MS = 2_000
+RECOVERY_PERCENT = 2
+# Maximum reservations that a look ends, because no router has renewed them.
+EXPIRED_PER_LOOK = 256
+# Time in ms after which a tenant with all its streams is to call again.
+STREAM_RETRY_MS = 1_000
+# Time in ms for which an account is kept after the last look at it: longer than a month.
+ACCOUNT_MS = 3_000_000_000
+
 PRIORITY_LIMIT = 100
 # Bytes that stand before the id in a member of a tenant's queue, and the first of these that give the arrival.
 PLACE_BYTES = 35

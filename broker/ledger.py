@@ -1,0 +1,191 @@
+"""The ledger: how much each tenant was granted of its quotas, and reservations of what may still come.
+
+    reserve ──▶ held ──▶ settle: the account keeps what was used, each token once
+                  └──▶ no look for HELD_MS, or left for LINGER_MS: ended with what its router counted last
+
+An account counts requests and tokens in the running minute, day and month of UTC, by Redis's clock; a request counts in
+the windows of its admission. Each state of an account has an epoch and a version, and each router keeps a copy of the
+last state that it has seen. A call of a router whose copy is later than the account tells that Redis has lost data:
+then the copy is taken over first. docs/quotas.md gives the bound of what is granted too much.
+
+The keys of a tenant share a hash tag of their own, so that a tenant's quota is the same for all models and cells.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+
+from redis.asyncio import Redis
+from redis.exceptions import OutOfMemoryError
+
+from broker.batched_script import BatchedScript
+from broker.keys import ledger_prefix
+from broker.scripts import SCRIPTS, Scripts
+
+# Maximum reservations that one look renews: a script stops the whole server while it runs.
+RENEWALS_AT_ONCE = 128
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLimits:
+    """Maximum streams at once, and counts by minute, day and month; None: no limit. In the order of ledger_reserve.lua."""
+
+    streams: int | None = None
+    requests_per_minute: int | None = None
+    input_tokens_per_minute: int | None = None
+    output_tokens_per_minute: int | None = None
+    tokens_per_day: int | None = None
+    tokens_per_month: int | None = None
+
+
+# The limits by the names that the scripts give them.
+LIMIT_NAMES = dict(
+    zip(("streams", "requests", "input", "output", "day_tokens", "month_tokens"), TokenLimits.__slots__, strict=True)
+)
+
+
+@dataclass(frozen=True, slots=True)
+class AccountCopy:
+    """A state of an account, in the order of the scripts. Windows are numbered by UTC; a month is 12 x year + month - 1."""
+
+    epoch: int = 0
+    version: int = 0
+    minute: int = 0
+    requests: int = 0
+    input: int = 0
+    output: int = 0
+    day: int = 0
+    day_tokens: int = 0
+    month: int = 0
+    month_tokens: int = 0
+
+
+COPY_FIELDS = len(fields(AccountCopy))
+
+
+@dataclass(frozen=True, slots=True)
+class Reservation:
+    """A request's reservation at its router, in the order of the scripts.
+
+    `base` output tokens of the request belong to earlier parts; `input` and `output` are reserved beyond them, in the
+    windows that follow; `used_output` counts from the request's first token.
+    """
+
+    id: str
+    owner: str
+    # Facts about the request, for its usage event.
+    subject: str = ""
+    part: int = 0
+    base: int = 0
+    requests: int = 1
+    input: int = 0
+    output: int = 0
+    used_input: int = 0
+    used_output: int = 0
+    minute: int = 0
+    day: int = 0
+    month: int = 0
+
+
+_NAMES = tuple(field.name for field in fields(Reservation))
+
+
+class QuotaReachedError(Exception):
+    """A limit leaves no room; `wait_ms` is the time until there is some, None where there never is for this request."""
+
+    def __init__(self, limit: str, wait_ms: int | None) -> None:
+        super().__init__(limit)
+        self.limit = limit
+        self.wait_ms = wait_ms
+
+
+class BehindError(Exception):
+    """Redis has lost data of the account: a look must come first."""
+
+
+class LedgerFullError(Exception):
+    """Redis has no memory for another reservation."""
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """A look's answer; `refilled`: the account took over the router's copy."""
+
+    account: AccountCopy
+    expired: int
+    refilled: bool
+
+
+class Ledger:
+    """The accounts of all tenants. Errors of broker.connection.REDIS_DOWN pass through."""
+
+    def __init__(self, redis: Redis, scripts: Scripts = SCRIPTS) -> None:
+        self._reserve = BatchedScript(redis, scripts.register(redis, "ledger_reserve"))
+        self._reserve_when_full = BatchedScript(redis, scripts.register(redis, "ledger_reserve", allow_oom=True))
+        self._settle = BatchedScript(redis, scripts.register(redis, "ledger_settle"))
+        self._look = BatchedScript(redis, scripts.register(redis, "ledger_look"))
+
+    async def reserve(
+        self, tenant: str, wanted: Reservation, received: int | None, limits: TokenLimits, seen: AccountCopy
+    ) -> tuple[Reservation, AccountCopy]:
+        """Reserve the tokens of a request, or take over its reservation where it is resumed with `received` tokens.
+
+        Idempotent by id. Raises QuotaReachedError, BehindError or LedgerFullError.
+        """
+        prefix = ledger_prefix(tenant)
+        had = -1 if received is None else received
+        sizes = [wanted.id, wanted.owner, wanted.subject, wanted.input, wanted.output, had]
+        most = (getattr(limits, name) for name in TokenLimits.__slots__)
+        arguments = [prefix, *sizes, seen.epoch, seen.version, *(-1 if one is None else one for one in most)]
+        try:
+            answer = await self._reserve(arguments, prefix)
+        except OutOfMemoryError as error:
+            if received is None:
+                raise LedgerFullError("Redis is out of memory") from error
+            answer = await self._reserve_when_full(arguments, prefix)
+        if answer[0] == b"refused":
+            raise QuotaReachedError(LIMIT_NAMES[answer[1].decode()], None if answer[2] < 0 else answer[2])
+        if answer[0] == b"behind":
+            raise BehindError
+        part, base, given, made, minute, day, month = answer[1 + COPY_FIELDS :]
+        windows = replace(wanted, minute=minute, day=day, month=month)
+        sizes_granted = {
+            "requests": int(part == 0),
+            "input": given,
+            "output": made,
+            "used_input": 0,
+            "used_output": base,
+        }
+        granted = replace(windows, part=part, base=base, **sizes_granted)
+        return granted, AccountCopy(*answer[1 : 1 + COPY_FIELDS])
+
+    async def settle(self, tenant: str, reservation: Reservation, state: str, seen: AccountCopy) -> AccountCopy:
+        """End a reservation: `finished`, or `ended` before its end; `left`: unless it is resumed soon. Idempotent.
+
+        Raises BehindError.
+        """
+        prefix = ledger_prefix(tenant)
+        answer = await self._settle([prefix, state, seen.epoch, seen.version, *_arguments(reservation)], prefix)
+        if answer[0] == b"behind":
+            raise BehindError
+        return AccountCopy(*answer[1:])
+
+    async def look(self, tenant: str, seen: AccountCopy, reservations: Sequence[tuple[Reservation, bool]] = ()) -> Look:
+        """Compare a router's copy with the account, and renew its reservations, each with whether it has a stream."""
+        prefix, found = ledger_prefix(tenant), Look(seen, 0, refilled=False)
+        for at in range(0, max(1, len(reservations)), RENEWALS_AT_ONCE):
+            some = reservations[at : at + RENEWALS_AT_ONCE]
+            copy = [getattr(found.account, name) for name in AccountCopy.__slots__]
+            renewed = [part for one, streams in some for part in (*_arguments(one), int(streams))]
+            answer = await self._look([prefix, *copy, len(some), *renewed], prefix)
+            found = Look(
+                AccountCopy(*answer[1 : 1 + COPY_FIELDS]),
+                found.expired + answer[1 + COPY_FIELDS],
+                found.refilled or bool(answer[2 + COPY_FIELDS]),
+            )
+        return found
+
+
+def _arguments(reservation: Reservation) -> list[str | int]:
+    return [getattr(reservation, name) for name in _NAMES]

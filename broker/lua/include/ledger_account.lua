@@ -1,0 +1,109 @@
+-- A tenant's account and its reservations; broker/ledger.py says what they mean. ARGV[1] is the prefix of their keys.
+--- @include "clock"
+
+local PREFIX = ARGV[1]
+local ACCOUNT = PREFIX .. 'account'
+local HELD = PREFIX .. 'held'
+local STREAMS = PREFIX .. 'streams'
+local UNREPORTED = PREFIX .. 'unreported'
+local FIELDS = {'epoch', 'version', 'minute', 'requests', 'input', 'output', 'day', 'day_tokens', 'month', 'month_tokens'}
+local DAY_MS, MINUTE_MS = 86400000, 60000
+
+-- Return the number of a day's month since year 0, and of the first day of the month after it, both by UTC. Days count
+-- from 1970. (Howard Hinnant, chrono-Compatible Low-Level Date Algorithms: civil_from_days, days_from_civil.)
+local function month_of(day)
+  local shifted = day + 719468
+  local era = math.floor(shifted / 146097)
+  local of_era = shifted - era * 146097
+  local leap_days = math.floor(of_era / 1460) - math.floor(of_era / 36524) + math.floor(of_era / 146096)
+  local year_of_era = math.floor((of_era - leap_days) / 365)
+  local of_year = of_era - (365 * year_of_era + math.floor(year_of_era / 4) - math.floor(year_of_era / 100))
+  local march_month = math.floor((5 * of_year + 2) / 153)
+  local month = march_month < 10 and march_month + 3 or march_month - 9
+  local year = year_of_era + era * 400 + (month <= 2 and 1 or 0)
+  return year * 12 + month - 1
+end
+
+local function first_day_of(month)
+  local year, of_year = math.floor(month / 12), month % 12 + 1
+  if of_year <= 2 then year = year - 1 end
+  local era = math.floor(year / 400)
+  local year_of_era = year - era * 400
+  local days = math.floor((153 * (of_year + (of_year > 2 and -3 or 9)) + 2) / 5)
+  return era * 146097 + year_of_era * 365 + math.floor(year_of_era / 4) - math.floor(year_of_era / 100) + days - 719468
+end
+
+-- Read the account, made now where it is missing, with the counts of windows that have passed set back.
+local function read_account()
+  local values, account = redis.call('HMGET', ACCOUNT, 'born', unpack(FIELDS)), {}
+  for i, field in ipairs(FIELDS) do account[field] = tonumber(values[i + 1] or 0) end
+  account.born = tonumber(values[1] or now)
+  if not values[1] then account.epoch = now end
+  local minute, day = math.floor(now / MINUTE_MS), math.floor(now / DAY_MS)
+  if account.minute < minute then account.minute, account.requests, account.input, account.output = minute, 0, 0, 0 end
+  if account.day < day then
+    account.day, account.day_tokens = day, 0
+    local month = month_of(day)
+    if account.month < month then account.month, account.month_tokens = month, 0 end
+  end
+  return account
+end
+
+local function write_account(account)
+  account.version = account.version + 1
+  local values = {'born', string.format('%.0f', account.born)}
+  for _, field in ipairs(FIELDS) do
+    values[#values + 1], values[#values + 2] = field, string.format('%.0f', account[field])
+  end
+  redis.call('HSET', ACCOUNT, unpack(values))
+end
+
+-- Return the account's fields in their order, behind a first value.
+local function answer(first, account)
+  local values = {first}
+  for _, field in ipairs(FIELDS) do values[#values + 1] = account[field] end
+  return values
+end
+
+-- Tell whether a router has seen the account at a later state than this one: Redis has lost data.
+local function is_behind(account, seen_epoch, seen_version)
+  return seen_epoch > 0 and (account.epoch ~= seen_epoch or account.version < seen_version)
+end
+
+-- Add to the counts of those windows of a reservation that have not passed.
+local function add(account, reservation, requests, input, output)
+  if reservation.minute == account.minute then
+    account.requests = math.max(0, account.requests + requests)
+    account.input, account.output = math.max(0, account.input + input), math.max(0, account.output + output)
+  end
+  if reservation.day == account.day then account.day_tokens = math.max(0, account.day_tokens + input + output) end
+  if reservation.month == account.month then account.month_tokens = math.max(0, account.month_tokens + input + output) end
+end
+
+-- Reservations. `state` is 'open', 'ended' or 'finished'; `input` and `output` are what the account has of it now, and
+-- `used_input` and `used_output` what has come of it; `base` are output tokens of the request that others stand for.
+local function read_reservation(id)
+  local packed = redis.call('GET', PREFIX .. 'of:' .. id)
+  if not packed then return nil end
+  local r = {}
+  r.state, r.owner, r.part, r.base, r.requests, r.input, r.output, r.used_input, r.used_output, r.minute, r.day, r.month,
+    r.subject = cmsgpack.unpack(packed)
+  return r
+end
+
+local function write_reservation(id, r)
+  local packed = cmsgpack.pack(r.state, r.owner, r.part, r.base, r.requests, r.input, r.output, r.used_input, r.used_output,
+    r.minute, r.day, r.month, r.subject)
+  redis.call('SET', PREFIX .. 'of:' .. id, packed, 'PX', r.state == 'open' and OPEN_RECORD_MS or ENDED_RECORD_MS)
+end
+
+-- End a reservation: the account then has what was used of it. A second end adds what the first did not know of.
+local function end_reservation(account, id, r, state)
+  local output = math.max(0, r.used_output - r.base)
+  local requests = (r.used_input > 0 or output > 0) and r.requests or 0
+  add(account, r, requests - r.requests, r.used_input - r.input, output - r.output)
+  r.state, r.requests, r.input, r.output = r.state == 'finished' and r.state or state, requests, r.used_input, output
+  write_reservation(id, r)
+  redis.call('ZREM', HELD, id)
+  redis.call('ZREM', STREAMS, id)
+end

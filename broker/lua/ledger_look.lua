@@ -1,0 +1,50 @@
+#!lua flags=allow-oom
+-- Bring a router's copy of an account and the account together, renew the router's reservations, and end those that no
+-- router has renewed. Answers the account behind 'seen', then how many were ended, and 1 where the copy was taken over.
+--- @include "ledger_account"
+--- @include "given_reservation"
+
+local account, copy = read_account(), {}
+local changed, refilled, expired = redis.call('EXISTS', ACCOUNT) == 0, 0, 0
+for i, field in ipairs(FIELDS) do copy[field] = tonumber(ARGV[1 + i]) end
+local reservations = tonumber(ARGV[12])
+
+-- Take over the copy: a count is the higher of both, so that nothing that was granted is granted again.
+if is_behind(account, copy.epoch, copy.version) then
+  local function higher(window, ...)
+    for _, field in ipairs({...}) do
+      if copy[window] == account[window] then account[field] = math.max(account[field], copy[field]) end
+    end
+  end
+  higher('minute', 'requests', 'input', 'output')
+  higher('day', 'day_tokens')
+  higher('month', 'month_tokens')
+  account.epoch, account.version = math.max(account.epoch, copy.epoch), math.max(account.version, copy.version)
+  changed, refilled = true, 1
+end
+
+for first = 13, 12 + reservations * GIVEN, GIVEN do
+  local id, given = given_reservation(first)
+  local r = read_reservation(id) or given
+  if r.state == 'open' and r.owner == given.owner and r.part == given.part then
+    take_use(r, given)
+    write_reservation(id, r)
+    redis.call('ZADD', HELD, now + HELD_MS, id)
+    if ARGV[first + 13] == '1' then redis.call('ZADD', STREAMS, now + HELD_MS, id) end
+  end
+end
+
+for _, id in ipairs(redis.call('ZRANGEBYSCORE', HELD, '-inf', now, 'LIMIT', 0, EXPIRED_PER_LOOK)) do
+  local r = read_reservation(id)
+  if r and r.state == 'open' then
+    end_reservation(account, id, r, 'ended')
+    changed, expired = true, expired + 1
+  else
+    redis.call('ZREM', HELD, id)
+  end
+end
+if changed then write_account(account) end
+redis.call('PEXPIRE', ACCOUNT, ACCOUNT_MS)
+local values = answer('seen', account)
+values[#values + 1], values[#values + 2] = expired, refilled
+return values

@@ -1,0 +1,24 @@
+#!lua flags=allow-oom
+-- End a request's reservation, or with 'left' leave it to be resumed for a while. Idempotent. Answers the account behind
+-- 'settled' or 'other' where another router has the request by now, or {'behind'}.
+--- @include "ledger_account"
+--- @include "given_reservation"
+
+local state, account = ARGV[2], read_account()
+local id, given = given_reservation(5)
+local r = read_reservation(id)
+if not r then
+  if is_behind(account, tonumber(ARGV[3]), tonumber(ARGV[4])) then return {'behind'} end
+  r = given
+end
+if r.owner ~= given.owner or r.part ~= given.part then return answer('other', account) end
+take_use(r, given)
+if state == 'left' and r.state == 'open' then
+  write_reservation(id, r)
+  redis.call('ZADD', HELD, now + LINGER_MS, id)
+  redis.call('ZREM', STREAMS, id)
+else
+  end_reservation(account, id, r, state == 'finished' and state or 'ended')
+end
+write_account(account)
+return answer('settled', account)

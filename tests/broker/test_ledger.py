@@ -1,0 +1,314 @@
+"""The ledger on Redis: quotas, ends, takeovers, lost data; the scripts and their model decide the same."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from random import Random
+
+import pytest
+from redis.asyncio import Redis
+
+from bench.ledger_model import LedgerModel
+from broker import terms
+from broker.ledger import (
+    AccountCopy,
+    BehindError,
+    Ledger,
+    Look,
+    QuotaReachedError,
+    Reservation,
+    TokenLimits,
+)
+from tests.broker.scripts_clock import SCRIPTS_ON_TEST_CLOCK, START_MS, Clock
+
+LIMITS = TokenLimits(output_tokens_per_minute=1000)
+NEW = AccountCopy()
+
+
+@dataclass
+class Both:
+    """A ledger on Redis and its model, on the tests' clock; each call goes to both and must answer the same."""
+
+    ledger: Ledger
+    model: LedgerModel
+    clock: Clock
+    seen: AccountCopy = NEW
+
+    async def reserve(
+        self,
+        wanted: Reservation,
+        received: int | None = None,
+        limits: TokenLimits = LIMITS,
+        seen: AccountCopy | None = None,
+    ) -> Reservation | str:
+        """Return what was granted, or why not."""
+        copy = self.seen if seen is None else seen
+        answers: list[tuple[Reservation, AccountCopy] | str] = []
+        for real in (True, False):
+            try:
+                if real:
+                    answers.append(await self.ledger.reserve("acme", wanted, received, limits, copy))
+                else:
+                    answers.append(self.model.reserve("acme", wanted, received, limits, copy, self.clock.now_ms))
+            except QuotaReachedError as error:
+                answers.append(f"{error.limit} {error.wait_ms}")
+            except BehindError:
+                answers.append("behind")
+        assert answers[0] == answers[1]
+        if isinstance(answers[0], str):
+            return answers[0]
+        self.seen = answers[0][1]
+        return answers[0][0]
+
+    async def granted(self, wanted: Reservation, received: int | None = None) -> Reservation:
+        """Reserve what must be granted."""
+        granted = await self.reserve(wanted, received)
+        assert isinstance(granted, Reservation)
+        return granted
+
+    async def settle(self, reservation: Reservation, state: str = "finished", seen: AccountCopy | None = None) -> bool:
+        """End a reservation; False: the account is behind."""
+        copy = self.seen if seen is None else seen
+        try:
+            expected: AccountCopy | None = self.model.settle("acme", reservation, state, copy, self.clock.now_ms)
+        except BehindError:
+            expected = None
+        try:
+            assert await self.ledger.settle("acme", reservation, state, copy) == expected
+        except BehindError:
+            assert expected is None
+        self.seen = expected or self.seen
+        return expected is not None
+
+    async def look(self, *renewed: Reservation, seen: AccountCopy | None = None) -> Look:
+        """Look, and renew some."""
+        copy, given = self.seen if seen is None else seen, [(one, True) for one in renewed]
+        look = await self.ledger.look("acme", copy, given)
+        assert look == self.model.look("acme", copy, given, self.clock.now_ms)
+        self.seen = look.account
+        return look
+
+    async def lose_data(self, redis: Redis) -> None:
+        """Remove all of Redis's data but the clock."""
+        await redis.flushdb()
+        await self.clock.advance(0)
+        self.model = LedgerModel()
+
+
+@pytest.fixture
+async def both(redis: Redis, clock: Clock) -> Both:
+    both = Both(Ledger(redis, SCRIPTS_ON_TEST_CLOCK), LedgerModel(), clock)
+    await both.look()
+    await clock.advance(terms.RECOVERY_MS)
+    return both
+
+
+def request(number: int = 1, output: int = 100, owner: str = "a", given: int = 10) -> Reservation:
+    return Reservation(f"r{number}", owner, input=given, output=output)
+
+
+async def test_a_limit_is_not_passed_and_has_room_in_the_next_minute(both: Both) -> None:
+    for number in range(10):
+        await both.granted(request(number))
+    left_ms = 60_000 - both.clock.now_ms % 60_000
+    assert await both.reserve(request(10)) == f"output_tokens_per_minute {left_ms}"
+    assert await both.reserve(request(10, output=1001)) == "output_tokens_per_minute None"
+    await both.clock.advance(left_ms)
+    await both.granted(request(10))
+
+
+async def test_what_was_not_used_comes_back_once(both: Both) -> None:
+    granted = await both.granted(request(output=900))
+    used = replace(granted, used_input=10, used_output=40)
+    for _ in range(3):
+        await both.settle(used)
+    assert (both.seen.output, both.seen.input, both.seen.requests, both.seen.day_tokens) == (40, 10, 1, 50)
+    nothing = await both.granted(request(2))
+    await both.settle(nothing, "ended")
+    assert (both.seen.output, both.seen.input, both.seen.requests, both.seen.month_tokens) == (40, 10, 1, 50)
+
+
+@pytest.mark.parametrize("limit", ["streams", "requests_per_minute", "input_tokens_per_minute", "tokens_per_day"])
+async def test_each_limit_refuses(both: Both, limit: str) -> None:
+    most = {"streams": 2, "requests_per_minute": 2, "input_tokens_per_minute": 20, "tokens_per_day": 220}
+    limits = replace(TokenLimits(), **{limit: most[limit]})
+    first = await both.reserve(request(1), limits=limits)
+    assert isinstance(first, Reservation)
+    assert isinstance(await both.reserve(request(2), limits=limits), Reservation)
+    refused = await both.reserve(request(3), limits=limits)
+    assert isinstance(refused, str)
+    assert refused.startswith(limit)
+    if limit == "streams":
+        await both.settle(first)
+        assert isinstance(await both.reserve(request(3), limits=limits), Reservation)
+
+
+@pytest.mark.parametrize("day", ["2026-01-31", "2026-02-28", "2028-02-29", "2026-12-31", "2100-02-28", "2027-06-15"])
+async def test_months_and_days_end_by_utc(redis: Redis, clock: Clock, day: str) -> None:
+    begin_ms = round(datetime.fromisoformat(f"{day}T23:59:50").replace(tzinfo=UTC).timestamp() * 1e3)
+    await clock.advance(begin_ms - clock.now_ms)
+    both = Both(Ledger(redis, SCRIPTS_ON_TEST_CLOCK), LedgerModel(), clock)
+    await both.look()
+    await clock.advance(terms.RECOVERY_MS)
+    limits = TokenLimits(tokens_per_month=150)
+    assert isinstance(await both.reserve(request(1), limits=limits), Reservation)
+    assert isinstance(await both.reserve(request(2), limits=limits), str)
+    await clock.advance(10_000)
+    await both.look()
+    if day[-2:] in {"31", "28", "29"} and day != "2028-02-28":
+        assert isinstance(await both.reserve(request(2), limits=limits), Reservation)
+
+
+async def test_a_dead_routers_reservation_ends_with_its_last_count(both: Both) -> None:
+    granted = await both.granted(request())
+    await both.look(replace(granted, used_input=10, used_output=30))
+    await both.clock.advance(terms.HELD_MS - 1)
+    assert not (await both.look()).expired
+    await both.clock.advance(1)
+    assert (await both.look()).expired == 1
+    assert both.seen.output in {30, 0}  # the minute may have passed
+    assert both.seen.day_tokens == 40
+    # It stood still only: what it has sent meanwhile is added.
+    await both.settle(replace(granted, used_input=10, used_output=55))
+    assert both.seen.day_tokens == 65
+
+
+async def test_a_resumed_request_keeps_its_reservation_and_is_charged_once(both: Both) -> None:
+    granted = await both.granted(request(output=900))
+    await both.settle(replace(granted, used_input=10, used_output=17), "left")
+    assert isinstance(await both.reserve(request(2, output=200)), str)
+    resumed = await both.granted(request(output=900, owner="b"), received=12)
+    assert resumed.input == 10
+    # The first router's late end is not the request's any more.
+    await both.settle(replace(granted, used_input=10, used_output=17), "ended")
+    await both.settle(replace(resumed, used_input=10, used_output=60))
+    assert (both.seen.input, both.seen.output, both.seen.requests) == (10, 60, 1)
+
+
+async def test_a_request_resumed_late_needs_room_and_is_charged_for_its_rest_alone(both: Both) -> None:
+    granted = await both.granted(request(output=600))
+    await both.settle(replace(granted, used_input=10, used_output=100), "left")
+    await both.clock.advance(terms.LINGER_MS)
+    await both.look()
+    assert both.seen.output == 100
+    other = await both.granted(request(2, output=600))
+    assert isinstance(await both.reserve(request(output=600, owner="b"), received=90), str)
+    await both.settle(replace(other, used_output=300))
+    resumed = await both.granted(request(output=600, owner="b"), received=90)
+    assert (resumed.base, resumed.output, resumed.input) == (100, 500, 0)
+    await both.settle(replace(resumed, used_output=600))
+    assert (both.seen.output, both.seen.requests) == (300 + 600, 2)
+
+
+async def test_lost_data_is_put_back_from_a_routers_copy(both: Both, redis: Redis) -> None:
+    done = await both.granted(request(1))
+    await both.settle(replace(done, used_input=10, used_output=100))
+    running = await both.granted(request(2, output=300))
+    seen = both.seen
+    await both.lose_data(redis)
+    assert await both.reserve(request(3)) == "behind"
+    assert not await both.settle(replace(running, used_output=20), seen=seen)
+    assert (await both.look(running)).refilled
+    assert (both.seen.output, both.seen.requests) == (400, 2)
+    await both.settle(replace(running, used_input=10, used_output=20))
+    assert both.seen.output == 120
+
+
+async def test_a_new_account_grants_a_request_and_little_more_before_routers_have_told(
+    both: Both, redis: Redis
+) -> None:
+    await both.lose_data(redis)
+    assert isinstance(await both.reserve(request(1), seen=NEW), Reservation)
+    refused = await both.reserve(request(2))
+    assert refused == f"output_tokens_per_minute {terms.RECOVERY_MS}"
+    await both.clock.advance(terms.RECOVERY_MS)
+    await both.granted(request(2))
+
+
+class Walk:
+    """Random calls of three routers, the same call again, requests that move, and lost data."""
+
+    LIMITS = TokenLimits(streams=6, output_tokens_per_minute=700, tokens_per_day=5_000)
+
+    def __init__(self, both: Both, redis: Redis, seed: int) -> None:
+        self.both = both
+        self.redis = redis
+        self.chance = Random(seed)
+        self.copies = dict.fromkeys("abc", both.seen)
+        self.held: dict[str, dict[str, Reservation]] = {name: {} for name in "abc"}
+        self.used: dict[str, int] = {}
+
+    async def step(self) -> None:
+        name, draw = self.chance.choice("abc"), self.chance.random()
+        key = self.chance.choice([*self.held[name], ""])
+        if draw < 0.4:
+            await self.reserve(name)
+        elif draw < 0.7 and key:
+            one = self.held[name].pop(key)
+            await self.settle(name, self.more_used(one), self.chance.choice((1, 1, 2)))
+        elif draw < 0.8 and key:
+            self.held[name][key] = self.more_used(self.held[name][key])
+        elif draw < 0.83 and key:
+            await self.move(name, key)
+        elif draw < 0.85:
+            await self.look_at_all()
+            await self.both.lose_data(self.redis)
+            await self.look_at_all()
+        else:
+            await self.both.clock.advance(self.chance.randint(0, 900))
+            await self.look_at_all()
+
+    def more_used(self, one: Reservation) -> Reservation:
+        return replace(one, used_input=10, used_output=self.chance.randint(one.used_output, one.output))
+
+    async def look(self, name: str) -> None:
+        await self.both.look(*self.held[name].values(), seen=self.copies[name])
+        self.copies[name] = self.both.seen
+
+    async def look_at_all(self) -> None:
+        for name in "abc":
+            await self.look(name)
+
+    async def reserve(self, name: str) -> None:
+        wanted = request(len(self.used), output=self.chance.randint(1, 120), owner=name)
+        got = await self.both.reserve(wanted, limits=self.LIMITS, seen=self.copies[name])
+        if got == "behind":
+            await self.look(name)
+        elif isinstance(got, Reservation):
+            self.held[name][got.id], self.used[got.id] = got, 0
+            if self.chance.random() < 0.3:  # its answer was lost
+                assert await self.both.reserve(wanted, limits=self.LIMITS, seen=self.copies[name]) == got
+            self.copies[name] = self.both.seen
+
+    async def settle(self, name: str, end: Reservation, times: int) -> None:
+        for _ in range(times):
+            while not await self.both.settle(end, seen=self.copies[name]):
+                await self.look(name)
+            self.copies[name] = self.both.seen
+        self.used[end.id] = end.used_input + end.used_output
+
+    async def move(self, name: str, key: str) -> None:
+        one, other = self.held[name].pop(key), self.chance.choice([one for one in "abc" if one != name])
+        await self.look(other)
+        moved = await self.both.reserve(replace(one, owner=other), 0, self.LIMITS, self.copies[other])
+        assert isinstance(moved, Reservation)
+        self.copies[other] = self.both.seen
+        self.held[other][key] = replace(moved, used_input=one.used_input, used_output=one.used_output)
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_each_token_is_charged_once_whatever_happens(both: Both, redis: Redis, seed: int) -> None:
+    """The account keeps to its limits, and in the end has what was used of every request."""
+    walk = Walk(both, redis, seed)
+    print(f"seed {seed}")
+    for _ in range(90):
+        await walk.step()
+        assert both.seen.output <= 700
+        assert both.seen.day_tokens <= 5_000
+    for name, mine in walk.held.items():
+        while mine:
+            _, one = mine.popitem()
+            await walk.settle(name, replace(one, used_input=10, used_output=one.output), 1)
+    assert both.seen.day == START_MS // 86_400_000
+    assert both.seen.day_tokens == sum(walk.used.values())
