@@ -1,4 +1,4 @@
-"""The ledger's decisions in Python, as the scripts broker/lua/ledger_*.lua make them: for the simulation and for tests."""
+"""The ledger's decisions in Python, as the scripts broker/lua/ledger_*.lua make them, for simulation and tests."""
 
 from __future__ import annotations
 
@@ -74,15 +74,6 @@ class LedgerModel:
 
     def __init__(self) -> None:
         self._accounts: dict[str, _Account] = {}
-
-    def copy_of(self, tenant: str, now_ms: int) -> AccountCopy:
-        """Return the state of an account."""
-        return self._account(tenant, now_ms).copy
-
-    def open_of(self, tenant: str) -> list[Reservation]:
-        """Return the reservations that have not ended."""
-        account = self._accounts.get(tenant)
-        return [record for record, state, _ in account.records.values() if state == "open"] if account else []
 
     def _account(self, tenant: str, now_ms: int) -> _Account:
         account = self._accounts.get(tenant) or _Account(now_ms, AccountCopy(epoch=now_ms))

@@ -33,7 +33,7 @@ lp:{MODEL/CELL}:worker:INC   string  state of a live incarnation; expires withou
 lp:{MODEL/CELL}:routers      zset    routers, by the time from which they are taken for dead
 lp:{MODEL/CELL}:born         string  random name of this data, made when it began
 lp:{resume}:keys             list    keys of the resume tokens of all routers, the newest first; secret
-lp:{ledger/TENANT}:account   hash    what a tenant was granted in the running minute, day and month; see broker/ledger.py
+lp:{ledger/TENANT}:account   hash    what a tenant was granted in the running minute, day and month (broker/ledger.py)
 lp:{ledger/TENANT}:held      zset    reservations that are open, by the time at which they end unless they are renewed
 lp:{ledger/TENANT}:streams   zset    those with a stream, by the same time
 lp:{ledger/TENANT}:of:ID     string  a reservation, open or ended; expires

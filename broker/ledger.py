@@ -29,7 +29,7 @@ RENEWALS_AT_ONCE = 128
 
 @dataclass(frozen=True, slots=True)
 class TokenLimits:
-    """Maximum streams at once, and counts by minute, day and month; None: no limit. In the order of ledger_reserve.lua."""
+    """Maximum streams at once, and counts by minute, day and month, in the order of the scripts; None: no limit."""
 
     streams: int | None = None
     requests_per_minute: int | None = None
@@ -47,7 +47,10 @@ LIMIT_NAMES = dict(
 
 @dataclass(frozen=True, slots=True)
 class AccountCopy:
-    """A state of an account, in the order of the scripts. Windows are numbered by UTC; a month is 12 x year + month - 1."""
+    """A state of an account, in the order of the scripts.
+
+    Windows have numbers by UTC, a month 12 x year + month - 1.
+    """
 
     epoch: int = 0
     version: int = 0

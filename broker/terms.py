@@ -106,15 +106,15 @@ TRIED_MS = 3_000
 # Number of strikes from which on no token clears a job.
 TRIAL_STRIKES = STRIKES_LIMIT
 
-# Time in ms for which a reservation of tokens is held after its router's last look, every second; and for how long one is
-# held whose call ended before its answer, so that the request may be resumed.
+# Time in ms for which a reservation of tokens is held after its router's last look, every second; and for how long one
+# is held whose call ended before its answer, so that the request may be resumed.
 HELD_MS = 10_000
 LINGER_MS = 5_000
-# Time in ms for which the record of a reservation is kept after its last change: while it is held, and once it has ended.
+# Time in ms for which a reservation stays in Redis after its last change: while held, and once ended.
 OPEN_RECORD_MS = 600_000
 ENDED_RECORD_MS = 120_000
-# Time in ms in which routers tell a new account what they know of a lost one, and the percentage of each limit that it
-# grants meanwhile, beside one request.
+# Time in ms in which routers tell a new account what they know of a lost one, and the percentage of each limit that
+# it grants meanwhile, beside one request.
 RECOVERY_MS = 2_000
 RECOVERY_PERCENT = 2
 # Maximum reservations that a look ends, because no router has renewed them.

@@ -11,6 +11,7 @@ import uvloop
 from broker.connection import RedisUnreachableError
 from router.app import run
 from router.dispatch.advertised import AdvertisedAddressError
+from router.quotas.plans import PlansError
 from router.settings import Settings
 from rpc.server import PortInUse
 from rpc.settings import SettingsError, read_settings
@@ -20,6 +21,8 @@ from telemetry.metrics import MetricsPortError
 # Number of new objects after which Python looks for garbage among them, and of such looks until one among older ones.
 # A call makes hundreds of objects that live as long as it does: by default the looks took an eighth of a burst's time.
 _COLLECTIONS = (20_000, 20, 20)
+# Errors that waiting cannot fix: the message says in one line what to do.
+STOPPING = (SettingsError, PlansError, PortInUse, MetricsPortError, RedisUnreachableError, AdvertisedAddressError)
 
 
 def main() -> int:
@@ -31,7 +34,7 @@ def main() -> int:
         gc.freeze()
         gc.set_threshold(*_COLLECTIONS)
         uvloop.run(run(settings))
-    except (SettingsError, PortInUse, MetricsPortError, RedisUnreachableError, AdvertisedAddressError) as error:
+    except STOPPING as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0

@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+from collections.abc import Callable, Coroutine, Iterable, Mapping
+from pathlib import Path
 
 from loraplex.cluster.v1 import cluster_pb2_grpc
 from loraplex.inference.v1 import inference_pb2_grpc
 from redis.asyncio import Redis
 
 from broker.eviction import EvictionWatch
+from broker.ledger import Ledger
 from broker.resume_keys import StoredResumeKeys
 from broker.startup import connect_once_up
 from router.api.cluster import ClusterService
@@ -35,6 +38,8 @@ from router.generation.grammar_proofs import GrammarProofs
 from router.generation.resume import ResumeTokens
 from router.generation.resume_keys import GivenKeys, SharedKeys
 from router.metrics import RouterMetrics
+from router.quotas.plans import Plans
+from router.quotas.quotas import Quotas
 from router.settings import Settings, read_weights
 from router.text.prompt_encoder import PromptEncoder
 from router.worker_watch import look_at_workers
@@ -57,9 +62,9 @@ HAND_OVER_S = 1.0
 async def run(settings: Settings) -> None:
     """Serve until SIGTERM or SIGINT.
 
-    Raises PortInUse, RedisUnreachableError or AdvertisedAddressError before it serves.
+    Raises PlansError, PortInUse, RedisUnreachableError or AdvertisedAddressError before it serves.
     """
-    stop = stop_signal()
+    stop, plans = stop_signal(), Plans(Path(settings.plans) if settings.plans else None)
     metrics, spans = RouterMetrics(), set_up_tracing("router", os.environ)
     metrics_server = serve_metrics(metrics, settings.host, settings.metrics_port)
     redis = await unless_stopped(stop, connect_once_up(settings.redis_url))
@@ -70,13 +75,13 @@ async def run(settings: Settings) -> None:
     reach = RelayReach(metrics)
     placer = Placer(
         lambda name, digest: reach.linked(models.serving(name, digest)),
-        read_weights(settings.tenant_weights),
+        _weights(plans, read_weights(settings.tenant_weights)),
         settings.adapter_mib_tokens,
     )
     dispatcher = Dispatcher(
         models.queue_of, placer.place, metrics, links=reach.links, why_unservable=models.why_unservable
     )
-    relay_service = RelayService(dispatcher, metrics)
+    relay_service, quotas = RelayService(dispatcher, metrics), Quotas(Ledger(redis), plans, metrics)
     telemetry, encoder, proofs = RequestTelemetry(metrics, spans, models), PromptEncoder(), GrammarProofs()
     public, relay = _servers(settings, tls, telemetry, store), Server(open_guard(Port.RELAY), options=relay_options())
     resume_keys = _resume_keys(settings, redis)
@@ -93,6 +98,7 @@ async def run(settings: Settings) -> None:
             admission,
             dispatcher,
             ResumeTokens(resume_keys),
+            quotas,
             client_stall_s=settings.client_stall_s,
         )
         encoding = Encoding(generation, EncodeAdmission(models, store, reply_to, reach, encoder))
@@ -105,7 +111,16 @@ async def run(settings: Settings) -> None:
         await unless_stopped(stop, check_advertised(settings.relay_name, relay_port, relay_service.router_id))
         print(f"ready router={' '.join(addresses)}{metrics.ready_word}", flush=True)
         following = asyncio.create_task(
-            _follow(public, models, dispatcher, reach, metrics, generation, resume_keys, redis)
+            _follow(
+                public,
+                models,
+                dispatcher,
+                reach,
+                metrics,
+                generation,
+                resume_keys,
+                [EvictionWatch(redis, metrics.evicted_keys.inc).follow(), plans.follow(), quotas.follow()],
+            )
         )
         await _run_until(stop, following)
     finally:
@@ -115,6 +130,7 @@ async def run(settings: Settings) -> None:
             following.cancel()
             await asyncio.gather(following, return_exceptions=True)
         await dispatcher.drain_tasks()
+        await quotas.drain(HAND_OVER_S)
         for closing in (encoder, proofs, relay_service):
             closing.close()
         await relay.stop(1.0)
@@ -123,6 +139,10 @@ async def run(settings: Settings) -> None:
         if metrics_server is not None:
             metrics_server.close()
         await asyncio.to_thread(spans.close)
+
+
+def _weights(plans: Plans, weights: Mapping[str, float]) -> Callable[[str], float]:
+    return lambda tenant: plans.weight_of(tenant) or weights.get(tenant, 1.0)
 
 
 def _servers(
@@ -179,16 +199,17 @@ async def _follow(
     metrics: RouterMetrics,
     generation: Generation,
     resume_keys: GivenKeys,
-    redis: Redis,
+    further: Iterable[Coroutine[None, None, None]],
 ) -> None:
-    """Follow the store, the workers, the resume keys, Redis and the router's own jobs; never returns."""
+    """Follow the store, the workers, the resume keys, the router's own jobs and `further`; never returns."""
     async with asyncio.TaskGroup() as tasks:  # one that fails ends the router: all of them are needed
         tasks.create_task(dispatcher.redispatch_missing())
         tasks.create_task(models.follow_store())
         tasks.create_task(resume_keys.follow())
         tasks.create_task(public.follow())
-        tasks.create_task(EvictionWatch(redis, metrics.evicted_keys.inc).follow())
         tasks.create_task(generation.slow_clients.drop_stalled())
+        for one in further:
+            tasks.create_task(one)
         tasks.create_task(_follow_workers(public, models, dispatcher, reach))
         tasks.create_task(follow_gauges(metrics, models, dispatcher))
 

@@ -50,6 +50,16 @@ class RouterMetrics(Meters):
         )
         self.quarantined = self.counter("jobs_quarantined", "Jobs that were refused because their like killed engines.")
         self.enqueue_time = self.histogram("enqueue_seconds", "To put a job into the queue.", SHORT_S)
+        self.quota_refusals = self.counter(
+            "quota_refusals", "Calls that a limit of their tenant's plan refused.", ("tenant", "limit")
+        )
+        self.reserve_time = self.histogram("quota_reserve_seconds", "To reserve a call's tokens.", SHORT_S)
+        self.reservations_expired = self.counter(
+            "quota_reservations_expired", "Reservations that ended because no router renewed them."
+        )
+        self.ledger_refills = self.counter(
+            "quota_ledger_refills", "Accounts that took over this router's copy: Redis had lost data."
+        )
         self.frames = self.counter("relay_frames_received", "Frames that came from workers.")
         self.messages = self.counter("relay_messages_received", "Messages that these came in.")
         self.rewinds = self.counter("relay_rewinds", "Frames with a gap before them, which were asked for again.")

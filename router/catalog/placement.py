@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 from broker.messages import Job, WorkerState
 from broker.rendezvous import WorkerLoad, preferred
@@ -17,16 +17,16 @@ class Placer:
     def __init__(
         self,
         serving: Callable[[str, str], Sequence[WorkerState]],
-        weights: Mapping[str, float],
+        weight_of: Callable[[str], float],
         adapter_mib_tokens: float,
     ) -> None:
         self._serving = serving
-        self._weights = weights
+        self._weight_of = weight_of
         self._adapter_mib_tokens = adapter_mib_tokens
 
     def place(self, job: Job) -> Placement:
         """Return the placement of a job."""
-        weight = self._weights.get(job.tenant, 1.0)
+        weight = self._weight_of(job.tenant)
         if job.adapter is None:
             return Placement(weight)
         able = [

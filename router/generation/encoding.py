@@ -54,17 +54,19 @@ class Encoding:
         """
         ends_at = math.inf if deadline_s is None else time.monotonic() + deadline_s
         admitted = await self._admission.admit(request)
+        prompt_tokens = sum(len(job.prompt_ids) for job in admitted.jobs)
+        async with self._generation.reserved(request.tenant, prompt_tokens) as grant:
 
-        async def run(job: Job) -> tuple[T, RoutedJob]:
-            if ends_at < math.inf:
-                job = replace(job, deadline_ms=max(1, round((ends_at - time.monotonic()) * 1e3)))
-            routed = await self._generation.complete(job)
-            # At once, not all at the end: a large call must not hold up other clients' tokens.
-            written = write(_vector(routed, admitted.classifier))
-            routed.choices[0].vector = ()  # it takes several times the memory of what was written
-            return written, routed
+            async def run(job: Job) -> tuple[T, RoutedJob]:
+                if ends_at < math.inf:
+                    job = replace(job, deadline_ms=max(1, round((ends_at - time.monotonic()) * 1e3)))
+                routed = await self._generation.complete(job, grant)
+                # At once, not all at the end: a large call must not hold up other clients' tokens.
+                written = write(_vector(routed, admitted.classifier))
+                routed.choices[0].vector = ()  # it takes several times the memory of what was written
+                return written, routed
 
-        ended = await run_some_at_once([partial(run, job) for job in admitted.jobs], AT_ONCE)
+            ended = await run_some_at_once([partial(run, job) for job in admitted.jobs], AT_ONCE)
         return [written for written, _ in ended], _summary([routed for _, routed in ended])
 
 

@@ -10,6 +10,7 @@ import math
 import secrets
 import time
 from collections.abc import AsyncGenerator, Mapping
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from functools import partial
 
@@ -22,8 +23,10 @@ from router.generation.resume import ResumeTokens, Resumption
 from router.generation.runs import Run, Runs
 from router.generation.slow_clients import SlowClients
 from router.output.answer import Answer
+from router.quotas.grant import End, Grant
+from router.quotas.quotas import Quotas
 from router.request import Message, Received, Request
-from rpc.errors import Aborted, CallError, InvalidField, Unavailable
+from rpc.errors import Aborted, CallError, Exhausted, InvalidField, Unavailable
 
 
 class Generation:
@@ -35,6 +38,7 @@ class Generation:
         admission: Admission,
         dispatcher: Dispatcher,
         tokens: ResumeTokens,
+        quotas: Quotas,
         *,
         client_stall_s: float = math.inf,
     ) -> None:
@@ -42,6 +46,7 @@ class Generation:
         self._admission = admission
         self._dispatcher = dispatcher
         self._tokens = tokens
+        self._quotas = quotas
         self._runs = Runs()
         # Jobs of calls that have no stream.
         self._unstreamed: set[RoutedJob] = set()
@@ -71,9 +76,16 @@ class Generation:
         return self.run(request, deadline_s, Resumption(claims, received))
 
     async def run(
-        self, request: Request, deadline_s: float | None, resumption: Resumption | None = None
+        self,
+        request: Request,
+        deadline_s: float | None,
+        resumption: Resumption | None = None,
+        part_of: Grant | None = None,
     ) -> AsyncGenerator[Message]:
-        """Yield the request's messages, a Summary last. Leaving early stops the work. Raises a CallError."""
+        """Yield the request's messages, a Summary last. Leaving early stops the work. Raises a CallError.
+
+        `part_of` is the reservation of a larger call, which has the request's tokens too.
+        """
         if resumption is not None and resumption.is_complete(request):
             yield await self._summary_alone(request, resumption, deadline_s)
             return
@@ -81,13 +93,15 @@ class Generation:
             request = replace(request, request_id=secrets.token_hex(8))
         if not request.rendered_at_s:
             request = replace(request, rendered_at_s=time.time())
-        run, reader = await self._enter(request, resumption, deadline_s)
+        run, reader = await self._enter(request, resumption, deadline_s, part_of)
         try:
             run.routed.limit(deadline_s)
             job = run.routed.job
             text = self._models.with_digest(job.model, job.base_digest).text
             received = resumption.received if resumption else None
             answer = Answer(request, text, run.routed, received, run.chat_format)
+            if run.grant is not None:
+                run.grant.delivered = lambda: answer.completion_tokens
             started = False
             with self.slow_clients.watched(partial(self._drop, run, reader)) as stream:
                 while arrivals := await run.routed.arrivals(reader):
@@ -98,16 +112,21 @@ class Generation:
                         yield Message(event, token)
                         stream.waits_since = None
                 stream.waits_since = time.monotonic()
+                run.complete = True
+                if run.grant is not None:
+                    await run.grant.finish()
                 yield Message(run.summary(answer.completion_tokens))
         finally:
             if run.routed.reader is reader:
                 self._end(run)
 
-    async def complete(self, job: Job) -> RoutedJob:
+    async def complete(self, job: Job, part_of: Grant | None = None) -> RoutedJob:
         """Run a job that has no stream to its end. Cancelling it stops the work. Raises a CallError."""
         if self._draining:
             raise _router_draining()
         routed = await self._dispatcher.dispatch(job)
+        if part_of is not None:
+            part_of.jobs.append(routed)
         self._unstreamed.add(routed)
         try:
             if self._draining:
@@ -120,7 +139,7 @@ class Generation:
             self._dispatcher.release(routed)
 
     async def _enter(
-        self, request: Request, resumption: Resumption | None, deadline_s: float | None
+        self, request: Request, resumption: Resumption | None, deadline_s: float | None, part_of: Grant | None
     ) -> tuple[Run, Reader]:
         """Take over the request's run, or admit it."""
         run = await self._runs.find(request)
@@ -138,12 +157,50 @@ class Generation:
             else:
                 job = await self._admission.resumed_job(request, resumption, deadline_s)
             chat_format = await self._admission.chat_format(request, job)
-            routed = await self._dispatcher.dispatch(job)
-            run = Run(request.fingerprint, routed, resumption, request.rendered_at_s, chat_format)
+            if resumption is None:
+                job = self._quotas.apply_plan(job)
+            grant = None if part_of else await self._reserve(job, resumption)
+            routed = await self._dispatch(job, grant)
+            if charged := grant or part_of:
+                charged.jobs.append(routed)
+            run = Run(request.fingerprint, routed, resumption, request.rendered_at_s, chat_format, grant)
             self._runs.add(run)
         if self._draining:
             run.routed.end_reader(_router_draining())
         return run, run.routed.reader
+
+    @asynccontextmanager
+    async def reserved(self, tenant: str, prompt_tokens: int) -> AsyncGenerator[Grant | None]:
+        """Reserve the tokens of a call of several jobs that make no new ones, and that is not resumed.
+
+        A call that ends with a CallError is not charged: its client gets nothing of it.
+        """
+        grant = await self._quotas.reserve(tenant, prompt_tokens, 0)
+        try:
+            yield grant
+            if grant is not None:
+                await grant.finish()
+        except CallError:
+            if grant is not None:
+                grant.jobs.clear()
+            raise
+        finally:
+            if grant is not None:
+                grant.settle(End.ENDED)
+
+    async def _reserve(self, job: Job, resumption: Resumption | None) -> Grant | None:
+        """Reserve the tokens of a request, or take over the reservation of one that is resumed."""
+        resumed = (resumption.claims.reservation, resumption.received_tokens) if resumption else None
+        given, made = len(job.prompt_ids), job.n * job.stopping.max_tokens
+        return await self._quotas.reserve(job.tenant, given, made, resumed=resumed)
+
+    async def _dispatch(self, job: Job, grant: Grant | None) -> RoutedJob:
+        try:
+            return await self._dispatcher.dispatch(job)
+        except BaseException:
+            if grant is not None:
+                grant.settle(End.LEFT if job.resumed else End.ENDED)
+            raise
 
     def _drop(self, run: Run, reader: Reader, error: CallError) -> None:
         """End a run and its reader, which may stand still, unless another call reads the run by now."""
@@ -154,11 +211,15 @@ class Generation:
     def _end(self, run: Run) -> None:
         if self._runs.remove(run):
             self._dispatcher.release(run.routed)
+            run.settle()
 
     async def _summary_alone(self, request: Request, resumption: Resumption, deadline_s: float | None) -> Message:
         job = await self._admission.resumed_job(request, resumption, deadline_s)
+        with suppress(Exhausted):  # its reservation has ended, with all that was used of it
+            if grant := await self._reserve(job, resumption):
+                await grant.finish()
         run = Run(request.fingerprint, RoutedJob(job), resumption)
-        return Message(run.summary(sum(len(had.token_ids) for had in resumption.received.values())))
+        return Message(run.summary(resumption.received_tokens))
 
 
 def _router_draining() -> CallError:

@@ -55,6 +55,8 @@ class ResumeClaims(msgspec.Struct, frozen=True, array_like=True):
     resumes: int = 0
     # Wall clock's time in seconds at which the request was admitted, which its chat template may show.
     rendered_at_s: float = 0.0
+    # Id of the request's reservation of tokens; empty: its tenant had no limits.
+    reservation: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +69,11 @@ class Resumption:
     def of_choice(self, choice: int) -> Received:
         """Return what the client has of a choice."""
         return self.received.get(choice, Received())
+
+    @property
+    def received_tokens(self) -> int:
+        """Return the number of tokens that the client has, of all choices."""
+        return sum(len(had.token_ids) for had in self.received.values())
 
     def is_complete(self, request: Request) -> bool:
         """Return whether the client has every token already, and lacks the Summary alone."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from router.dispatch.routed_job import RoutedJob
 from router.generation.resume import Began, ResumeClaims, Resumption
 from router.output.chat_reader import ChatFormat
+from router.quotas.grant import End, Grant
 from router.request import Request, Summary, WeightedAdapter
 from rpc.errors import AlreadyExists
 
@@ -27,6 +28,10 @@ class Run:
     # Time of the wall clock in seconds that the request's chat template saw.
     rendered_at_s: float = 0.0
     chat_format: ChatFormat | None = None
+    # The reservation of the request's tokens; None: its tenant has no limits, or it is a part of a larger call.
+    grant: Grant | None = None
+    # Whether the whole answer is on its way to the client.
+    complete: bool = False
 
     @property
     def key(self) -> Key:
@@ -68,7 +73,13 @@ class Run:
             began=self.began,
             resumes=self.resumes,
             rendered_at_s=self.rendered_at_s,
+            reservation=self.grant.id if self.grant else "",
         )
+
+    def settle(self) -> None:
+        """End the request's reservation; one whose answer is not complete may be resumed for a while."""
+        if self.grant is not None:
+            self.grant.settle(End.FINISHED if self.complete else End.LEFT)
 
     def suits(self, resumption: Resumption | None) -> bool:
         """Return whether a call can read this run: the same answer, from as early on as the call needs it."""

@@ -20,6 +20,7 @@ from router.catalog.models import Models, ServedModel
 from router.generation.admission import Admission
 from router.generation.generation import Generation
 from router.generation.turns import run_some_at_once
+from router.quotas.grant import Grant
 from router.request import PromptLogprobs, PromptOptions, Request, Stopping, Summary, WeightedAdapter
 from router.text.prompt_encoder import PromptEncoder
 from rpc.errors import Internal, InvalidField
@@ -54,14 +55,17 @@ class Scoring:
         prompt_ids, endings = await self._ids(request, continuations)
         request = replace(request, request_id=request.request_id or secrets.token_hex(8))
         parts = [_part(request, index, prompt_ids, ending) for index, ending in enumerate(endings)]
+        prompt_tokens = sum(len(prompt_ids) + len(ending) for ending in endings)
 
-        async def run(part: Request) -> tuple[ContinuationScore, Summary]:
-            left_s = None if ends_at == math.inf else ends_at - time.monotonic()
-            return await self._run(part, left_s)
+        async with self._generation.reserved(request.tenant, prompt_tokens) as grant:
 
-        first = await run(parts[0])
-        others = [partial(run, _with_revision(part, first[1])) for part in parts[1:]]
-        scored = [first, *await run_some_at_once(others, AT_ONCE)]
+            async def run(part: Request) -> tuple[ContinuationScore, Summary]:
+                left_s = None if ends_at == math.inf else ends_at - time.monotonic()
+                return await self._run(part, left_s, grant)
+
+            first = await run(parts[0])
+            others = [partial(run, _with_revision(part, first[1])) for part in parts[1:]]
+            scored = [first, *await run_some_at_once(others, AT_ONCE)]
         return [score for score, _ in scored], _total(request.request_id, [summary for _, summary in scored])
 
     async def _ids(
@@ -101,9 +105,11 @@ class Scoring:
         options = replace(request.prompt_options, truncate_to=None, add_special_tokens=False)
         return await self._encoder.encode(model.text, text, field, tenant, context, options)
 
-    async def _run(self, part: Request, deadline_s: float | None) -> tuple[ContinuationScore, Summary]:
+    async def _run(
+        self, part: Request, deadline_s: float | None, grant: Grant | None
+    ) -> tuple[ContinuationScore, Summary]:
         logprobs: PromptLogprobs | None = None
-        async with aclosing(self._generation.run(part, deadline_s)) as messages:
+        async with aclosing(self._generation.run(part, deadline_s, part_of=grant)) as messages:
             async for message in messages:
                 match message.event:
                     case PromptLogprobs() as logprobs:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import pytest
 from redis.asyncio import Redis
 
+from broker.ledger import Ledger
 from broker.queue import JobQueue
 from broker.terms import Placement
 from router.dispatch.dispatcher import Dispatcher
+from router.quotas.plans import Plans
+from router.quotas.quotas import Quotas
 from tests.router.recording_link import KEYS
 
 
@@ -19,3 +22,9 @@ def queue(redis: Redis) -> JobQueue:
 @pytest.fixture
 def dispatcher(queue: JobQueue) -> Dispatcher:
     return Dispatcher(lambda model: queue, lambda job: Placement())
+
+
+@pytest.fixture
+def quotas(redis: Redis) -> Quotas:
+    """Quotas without a plan: nobody has a limit."""
+    return Quotas(Ledger(redis), Plans())

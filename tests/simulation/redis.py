@@ -17,6 +17,7 @@ from typing import TypeVar
 
 from redis.exceptions import ConnectionError as RedisConnectionError
 
+from bench.ledger_model import LedgerModel
 from bench.queue_model.queue_model import QueueModel
 from broker.commands import Command
 from broker.messages import DeadJob, Job, WorkerState
@@ -36,6 +37,7 @@ class _Data:
 
     def __init__(self, limits: QueueLimits, born: int = 0) -> None:
         self.queue = QueueModel(limits)
+        self.ledger = LedgerModel()
         self.born = born
         self.bodies: dict[str, bytes] = {}
         # Until when, by incarnation.
@@ -58,6 +60,9 @@ class SimulatedRedis:
         self.enqueued: Callable[[Job], None] = lambda job: None
         self.claimed: Callable[[Job], None] = lambda job: None
         self.made: Callable[[UsageReport], None] = lambda report: None
+        # Reservations of tokens, and losses of data, in their order: tenants, times and amounts.
+        self.granted: list[tuple[str, int, int]] = []
+        self.lost_ms: list[int] = []
         self._limits = limits or QueueLimits()
         self._chance = chance
         self._network = network
@@ -72,6 +77,7 @@ class SimulatedRedis:
 
     def wipe(self) -> None:
         """Remove all data."""
+        self.lost_ms.append(self.now_ms)
         self.data = _Data(self._limits, self.now_ms)
 
     def restart(self) -> None:
@@ -86,6 +92,7 @@ class SimulatedRedis:
     def roll_back(self) -> None:
         """A failover to that replica."""
         if self._saved is not None:
+            self.lost_ms.append(self.now_ms)
             self.data, self._saved = self._saved, None
         self.run += 1
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from loraplex.relay.v1 import relay_pb2_grpc
@@ -28,11 +29,14 @@ from router.generation.generation import Generation
 from router.generation.resume import ResumeTokens
 from router.generation.resume_keys import GivenKeys
 from router.generation.scoring import ContinuationScore, Scoring
+from router.quotas.plans import Plans
+from router.quotas.quotas import Quotas
 from router.request import Message, Received, Request, Summary
 from router.text.prompt_encoder import PromptEncoder
 from router.worker_watch import look_at_workers
 from rpc.errors import NotFound
 from tests.simulation.channels import Registrar
+from tests.simulation.ledger import SimulatedLedger
 from tests.simulation.loop import Node
 from tests.simulation.network import Network
 from tests.simulation.redis import SimulatedRedis
@@ -118,13 +122,20 @@ class SimulatedRouter:
     """The machine of a router."""
 
     def __init__(
-        self, name: str, store: SimulatedStore, redis: SimulatedRedis, network: Network, accepted: Accepted
+        self,
+        name: str,
+        store: SimulatedStore,
+        redis: SimulatedRedis,
+        network: Network,
+        accepted: Accepted,
+        quotas: Path,
     ) -> None:
         self.name = name
         self._store: Any = store
         self._redis: Any = redis
         self._network = network
         self._accepted = accepted
+        self._quotas = quotas
         self.start()
 
     def start(self) -> None:
@@ -136,7 +147,9 @@ class SimulatedRouter:
         self.models.announce(self.name)
         self.reach = RelayReach()
         self.reach.address = self.name
-        placer = Placer(lambda name, digest: self.reach.linked(self.models.serving(name, digest)), {}, _MIB_TOKENS)
+        placer = Placer(
+            lambda name, digest: self.reach.linked(self.models.serving(name, digest)), lambda _: 1.0, _MIB_TOKENS
+        )
         self.dispatcher = WatchedDispatcher(
             self.models.queue_of,
             placer.place,
@@ -149,7 +162,10 @@ class SimulatedRouter:
         tokens = ResumeTokens(GivenKeys("the key that all routers share"))
         encoder = PromptEncoder()
         admission = Admission(self.models, self._store, self.name, self.reach, encoder)
-        self.generation = Generation(self.models, admission, self.dispatcher, tokens)
+        ledger: Any = SimulatedLedger(self._redis)
+        self.plans = Plans(self._quotas)
+        quotas = Quotas(ledger, self.plans)
+        self.generation = Generation(self.models, admission, self.dispatcher, tokens, quotas)
         self._scoring = Scoring(self.generation, admission, self.models, encoder)
         encode_admission = EncodeAdmission(self.models, self._store, self.name, self.reach, encoder)
         self._encoding = Encoding(self.generation, encode_admission)
@@ -158,6 +174,7 @@ class SimulatedRouter:
             self._follow_workers(),
             self.dispatcher.redispatch_missing(),
             self.generation.slow_clients.drop_stalled(),
+            quotas.follow(),
         )
         self._following = [self.node.start(work) for work in for_ever]
 

@@ -19,13 +19,15 @@ import grpc
 from artifacts.base_model import read_base_model
 from artifacts.grammars.prover import Prover
 from artifacts.revision import CONFIG_FILE, WEIGHTS_FILE
+from broker.ledger import AccountCopy
 from broker.liveness import Liveness
 from broker.messages import Job
 from broker.queue import JobQueue
-from broker.terms import OUTPUT_WEIGHT, PROMPT_WEIGHT
+from broker.terms import OUTPUT_WEIGHT, PROMPT_WEIGHT, RECOVERY_MS
 from router.dispatch.link import Frame, Link
 from tests.simulation import engine
 from tests.simulation.channels import Channels
+from tests.simulation.charges import Charges
 from tests.simulation.clients import End, Story, ask
 from tests.simulation.faults import FORGETTING, Cluster, Fault, Kind, happen
 from tests.simulation.invariants import Attempts, Shares
@@ -150,9 +152,13 @@ class _Run:
         self._shares = Shares(self._redis, {"one": 1.0, "two": 1.0, "three": 1.0})
         self._redis.enqueued, self._redis.claimed = self._enqueued, self._claimed
         base = read_base_model(MODEL)
+        for tenant in ("one", "two", "three"):  # accounts of a cluster that has been up for a while
+            self._redis.data.ledger.look(tenant, AccountCopy(), [], self._redis.now_ms - RECOVERY_MS)
+        quotas = directory / "plans.toml"
+        quotas.write_text(scenario.quotas)
         store = SimulatedStore(base, scenario.adapters)
         self._routers = [
-            SimulatedRouter(f"router-{number}", store, self._redis, network, self._accepted)
+            SimulatedRouter(f"router-{number}", store, self._redis, network, self._accepted, quotas)
             for number in range(scenario.routers)
         ]
         self._workers = [
@@ -201,6 +207,8 @@ class _Run:
         outcome.resumes = sum(story.resumes for story in stories)
         outcome.attempts, outcome.difference = self._attempts.attempts, self._shares.difference
         outcome.wrong += self._attempts.faults + self._unfair() + self._left()
+        if scenario.quotas:
+            outcome.wrong += Charges(self._redis, self._routers[0].plans, scenario.faults).check(stories)
         return outcome
 
     async def _watch_processes(self) -> None:

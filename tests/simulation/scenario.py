@@ -13,6 +13,7 @@ from broker.messages import AdapterRef
 from broker.terms import QueueLimits
 from router.request import Request, Stopping
 from tests.hash_answers import expected_answers, expected_scores
+from tests.simulation.charges import draw_quotas
 from tests.simulation.clients import Plan
 from tests.simulation.faults import Fault, draw_faults
 from tests.simulation.options import asked_of, draw_options, prompt_ids_of
@@ -38,6 +39,8 @@ class Scenario:
     # All requests come at once, from two tenants, so that their shares can be compared.
     backlog: bool
     limits: QueueLimits
+    # Plans of tenants, as the text of a plans file; empty: nobody has one.
+    quotas: str = ""
 
 
 def draw(seed: int) -> Scenario:
@@ -66,6 +69,7 @@ def draw(seed: int) -> Scenario:
         backlog=backlog,
         # In every fifth the queue is soon full: newcomers are refused, or displaced, and what has begun is not.
         limits=QueueLimits(jobs=3, tenant_jobs=2) if seed % 5 == 2 and not backlog else QueueLimits(),
+        quotas=draw_quotas(Random(f"quotas {seed}"), plans) if seed % 3 == 1 else "",
     )
 
 

@@ -38,6 +38,13 @@ class Transcript:
         return sum(len(choice.token_ids) for choice in self._choices)
 
     @property
+    def charged(self) -> int:
+        """Return the tokens that the client has got, with those of the prompt: by the summary, where it came."""
+        if self._summary is not None:
+            return self._summary.prompt_tokens + self._summary.completion_tokens
+        return len(prompt_ids_of(self._request)) + self.tokens if self.tokens else 0
+
+    @property
     def ids(self) -> list[list[int]]:
         """Return the ids of each choice."""
         return [choice.token_ids for choice in self._choices]

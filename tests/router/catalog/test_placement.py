@@ -22,7 +22,7 @@ def worker(worker_id: str, *, used: int, max_rank: int = 64) -> WorkerState:
 
 def test_a_job_prefers_able_workers_and_pays_for_its_adapter() -> None:
     states = [worker("busy", used=8), worker("free", used=0), worker("small", used=0, max_rank=8)]
-    placer = Placer(lambda *_: states, {"acme": 2.0}, 10.0)
+    placer = Placer(lambda *_: states, lambda tenant: 2.0 if tenant == "acme" else 1.0, 10.0)
     adapter = AdapterRef("r", "sha256:a", 16, 3 * MIB)
     assert placer.place(replace(JOB, adapter=adapter)) == Placement(2.0, ("free",), 30.0)
     assert placer.place(replace(JOB, tenant="other")) == Placement(1.0)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from redis.asyncio import Redis
 
+from broker.ledger import Ledger
 from broker.messages import AdapterRef, Capacity, Job
 from broker.queue import JobQueue
 from broker.terms import Placement, QueueLimits
@@ -26,6 +27,8 @@ from router.generation.encoding import AT_ONCE, Encoding, Vector
 from router.generation.generation import Generation
 from router.generation.resume import ResumeTokens
 from router.generation.resume_keys import GivenKeys
+from router.quotas.plans import Plans
+from router.quotas.quotas import Quotas
 from router.request import Summary
 from router.text.prompt_encoder import PromptEncoder
 from router.text.tokenizer import HashText
@@ -69,9 +72,9 @@ def asking(*inputs: Any, **more: Any) -> EncodeRequest:
 class Calls:
     """Calls of a router, and a worker that answers each text by a vector of its ids' sum."""
 
-    def __init__(self, cluster: Any, dispatcher: Dispatcher, queue: JobQueue) -> None:
+    def __init__(self, cluster: Any, dispatcher: Dispatcher, queue: JobQueue, quotas: Quotas) -> None:
         self.dispatcher = dispatcher
-        self.generation = Generation(cluster, cluster, dispatcher, ResumeTokens(GivenKeys()))
+        self.generation = Generation(cluster, cluster, dispatcher, ResumeTokens(GivenKeys()), quotas)
         admission = EncodeAdmission(cluster, cluster, "here", RelayReach(), PromptEncoder(1))
         self.encoding = Encoding(self.generation, admission)
         self.link = RecordingLink("w")
@@ -102,8 +105,8 @@ def cluster() -> Cluster:
 
 
 @pytest.fixture
-async def calls(cluster: Cluster, dispatcher: Dispatcher, queue: JobQueue) -> AsyncIterator[Calls]:
-    calls = Calls(cluster, dispatcher, queue)
+async def calls(cluster: Cluster, dispatcher: Dispatcher, queue: JobQueue, quotas: Quotas) -> AsyncIterator[Calls]:
+    calls = Calls(cluster, dispatcher, queue, quotas)
     yield calls
     assert dispatcher.jobs == ()
 
@@ -242,7 +245,7 @@ async def test_the_base_says_what_its_classifier_solves(cluster: Cluster) -> Non
 async def test_a_full_queue_ends_a_call_and_leaves_nothing(cluster: Cluster, redis: Redis) -> None:
     queue = JobQueue(redis, KEYS, limits=QueueLimits(tenant_jobs=2))
     dispatcher = Dispatcher(lambda model: queue, lambda job: Placement())
-    calls = Calls(cluster, dispatcher, queue)
+    calls = Calls(cluster, dispatcher, queue, Quotas(Ledger(redis), Plans()))
     with pytest.raises(Exhausted, match="2 jobs may wait of acme"):
         await calls.start(asking("a", "b", "c", "d"))
     await dispatcher.drain_tasks()

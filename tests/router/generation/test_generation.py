@@ -19,6 +19,7 @@ from router.dispatch.link import Frame, WorkerFinish
 from router.generation.generation import Generation
 from router.generation.resume import Began, ResumeClaims, ResumeTokens, Resumption
 from router.generation.resume_keys import GivenKeys
+from router.quotas.quotas import Quotas
 from router.request import Delta, Message, Received, Request, Summary
 from router.text.tokenizer import HashText
 from rpc.errors import Aborted, AlreadyExists, CallError, Exhausted, InvalidField, Unavailable
@@ -58,9 +59,9 @@ def admission() -> Admission:
 
 
 @pytest.fixture
-def generation(dispatcher: Dispatcher, admission: Any) -> Generation:
+def generation(dispatcher: Dispatcher, admission: Any, quotas: Quotas) -> Generation:
     models: Any = SimpleNamespace(with_digest=lambda *_: SimpleNamespace(text=HashText()))
-    return Generation(models, admission, dispatcher, TOKENS)
+    return Generation(models, admission, dispatcher, TOKENS, quotas)
 
 
 async def ids_of(messages: AsyncGenerator[Message]) -> list[int]:

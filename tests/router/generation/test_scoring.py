@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from broker.ledger import Reservation
 from router.generation.scoring import AT_ONCE, Scoring
+from router.quotas.grant import Grant
 from router.request import Message, PromptLogprobs, Request, Summary, TokenLogprobs
 from router.text.prompt_encoder import PromptEncoder
 from router.text.tokenizer_text import TokenizerText
@@ -27,8 +30,14 @@ class Answers:
         self.running = self.most = 0
         self.refusals: dict[str, CallError] = {}
         self.left: list[str] = []
+        self.reserved_tokens: list[int] = []
 
-    async def run(self, request: Request, deadline_s: float | None) -> AsyncGenerator[Message]:
+    @asynccontextmanager
+    async def reserved(self, tenant: str, prompt_tokens: int) -> AsyncGenerator[Grant]:
+        self.reserved_tokens.append(prompt_tokens)
+        yield Grant(tenant, Reservation("r", "here"), lambda grant, end: asyncio.Future())
+
+    async def run(self, request: Request, deadline_s: float | None, part_of: Grant) -> AsyncGenerator[Message]:
         assert isinstance(request.prompt, tuple)
         self.asked.append(request)
         self.running += 1
@@ -100,6 +109,7 @@ async def test_each_continuation_is_a_request_of_the_first_one_s_revision(scorin
     await scoring.score(request(), [" brown"], None)
     assert answers.asked[-1].fingerprint in before
     assert answers.most == AT_ONCE
+    assert answers.reserved_tokens[0] == sum(len(prompt) + len(score.token_ids) for score in scores)
     assert summary.request_id == "r"
     assert summary.cached_tokens == 4 * len(given)
 

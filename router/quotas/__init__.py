@@ -1,0 +1,1 @@
+"""Quotas of tenants: their plans, and reservations of tokens in the ledger."""

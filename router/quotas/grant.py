@@ -1,0 +1,80 @@
+"""A request's reservation at its router, which counts what is used of it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+
+from broker.ledger import Reservation
+from router.dispatch.routed_job import RoutedJob
+
+# Timeout in seconds for the settling that the last message of a call waits for.
+FINISH_S = 0.5
+
+
+class End(StrEnum):
+    """The ends of a call with a reservation: with its whole answer, before it, or before it and perhaps resumed."""
+
+    FINISHED = "finished"
+    ENDED = "ended"
+    LEFT = "left"
+
+
+@dataclass(slots=True, eq=False)
+class Grant:
+    """The reservation of a call: of one job, or of all jobs of a call of Score, Embed or Classify."""
+
+    tenant: str
+    reservation: Reservation
+    # Ends the reservation; the answer is done once the ledger knows.
+    on_end: Callable[[Grant, End], asyncio.Future[None]]
+    jobs: list[RoutedJob] = field(default_factory=list)
+    # Counts the output tokens that the client got, from the request's first one; None: the call has no stream, and is
+    # made again where its router dies.
+    delivered: Callable[[], int] | None = None
+    _settled: asyncio.Future[None] | None = None
+
+    @property
+    def id(self) -> str:
+        """Return the reservation's id."""
+        return self.reservation.id
+
+    def settle(self, end: End) -> asyncio.Future[None]:
+        """End it in the background; the answer is done once the ledger knows. Further ends do nothing."""
+        if self._settled is None:
+            self._settled = self.on_end(self, end)
+        return self._settled
+
+    async def finish(self) -> None:
+        """Settle before the client gets the last message, so that it knows of no token that is not charged.
+
+        A Redis that does not answer delays nobody for long: then the reservation is settled later.
+        """
+        await asyncio.wait({self.settle(End.FINISHED)}, timeout=FINISH_S)
+
+    def count(self) -> Reservation:
+        """Return the reservation with what is used of it by now, as it would stand if this router died."""
+        if self.delivered is not None:
+            self._count(sum(len(routed.job.prompt_ids) for routed in self.jobs if routed.first_token_at is not None))
+        return self.reservation
+
+    def count_all(self) -> Reservation:
+        """Return the reservation with what is used of it in the end."""
+        self._count(sum(len(routed.job.prompt_ids) for routed in self.jobs if _is_charged(routed)))
+        return self.reservation
+
+    def _count(self, given: int) -> None:
+        kept = self.reservation
+        self.reservation = replace(
+            kept,
+            used_input=max(kept.used_input, min(given, kept.input) if kept.requests else 0),
+            used_output=max(kept.used_output, self.delivered() if self.delivered else 0),
+        )
+
+
+def _is_charged(routed: RoutedJob) -> bool:
+    """Return whether a job's prompt is charged: it made a token, or its client left while a worker computed it."""
+    given_up = routed.claimed_at is not None and routed.failure is None and routed.reader.error is None
+    return routed.first_token_at is not None or given_up

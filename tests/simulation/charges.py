@@ -1,0 +1,94 @@
+"""Watches the ledger for the design's invariant 8: what tenants were granted, and what each request was charged."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from random import Random
+
+from broker.ledger import AccountCopy
+from broker.terms import HELD_MS, RECOVERY_MS
+from router.quotas.plans import Plans
+from tests.simulation.clients import End, Plan, Story
+from tests.simulation.faults import Fault, Kind
+from tests.simulation.options import prompt_ids_of
+from tests.simulation.redis import SimulatedRedis
+
+# Faults after which a router does not tell a new account in time what it knows of the lost one.
+_SILENT = frozenset(
+    {Kind.ROUTER_KILL, Kind.ROUTER_HANG, Kind.REDIS_DOWN, Kind.REDIS_HANG, Kind.REDIS_WIPE, Kind.REDIS_ROLL_BACK}
+)
+
+
+def draw_quotas(chance: Random, plans: Sequence[Plan]) -> str:
+    """Return a plans file: of each tenant a limit or two, which its requests may reach or not."""
+    lines: list[str] = []
+    for tenant in ("one", "two", "three"):
+        wanted = [asked_tokens(plan) for plan in plans if plan.request.tenant == tenant] or [1]
+        tokens = max(*wanted, round(sum(wanted) * chance.choice((0.3, 0.7, 2.0))), 1)
+        lines += [f"[tenants.{tenant}]", f"tokens_per_day = {tokens}"]
+        if chance.random() < 0.15:
+            lines.append(f"concurrent_streams = {chance.randint(1, 4)}")
+        if chance.random() < 0.15:
+            lines.append(f"requests_per_minute = {chance.randint(1, 12)}")
+    return "\n".join(lines)
+
+
+def asked_tokens(plan: Plan) -> int:
+    """Return the tokens that a request reserves."""
+    request = plan.request
+    if plan.texts:
+        return plan.texts.prompt_tokens
+    prompt = len(prompt_ids_of(request))
+    if plan.scores:
+        return sum(prompt + len(score.token_ids) for score in plan.scores)
+    return prompt + request.best_of * (request.stopping.max_tokens or 0)
+
+
+class Charges:
+    """Compares what clients got with quotas and accounts, at the end of a run within one day."""
+
+    def __init__(self, redis: SimulatedRedis, plans: Plans, faults: Sequence[Fault]) -> None:
+        self._redis = redis
+        self._plans = plans
+        self._faults = faults
+
+    def check(self, stories: Sequence[Story]) -> list[str]:
+        """Return what is wrong."""
+        wrong: list[str] = []
+        for tenant, plan in self._plans.tenants.items():
+            own = [story for story in stories if story.plan.request.tenant == tenant]
+            got, most = sum(map(_received, own)), plan.tokens_per_day
+            assert most is not None
+            if got > most + self._bound(tenant, most):
+                wrong.append(f"tenant {tenant} got {got} tokens, its quota is {most}")
+            # Reservations of routers that died may be held still: nobody renews them.
+            later_ms = self._redis.now_ms + HELD_MS
+            charged = self._redis.data.ledger.look(tenant, AccountCopy(), [], later_ms).account.day_tokens
+            least, largest = got, sum(map(_chargeable, own))
+            if not self._redis.lost_ms and not least <= charged <= largest:
+                wrong.append(f"tenant {tenant} was charged {charged} tokens, clients got {least} to {largest}")
+        return wrong
+
+    def _bound(self, tenant: str, most: int) -> int:
+        """Return how much more than its quota a tenant may get, for all losses of data; see docs/quotas.md."""
+        amounts = [amount for of, _, amount in self._redis.granted if of == tenant]
+        if not self._redis.lost_ms:
+            return 0
+        if sum(fault.kind in _SILENT for fault in self._faults) > 1:
+            return most * len(self._redis.lost_ms)  # what nobody could tell may be granted again
+        at_ms = self._redis.lost_ms[0]
+        after = sum(amount for of, ms, amount in self._redis.granted if of == tenant and 0 <= ms - at_ms < RECOVERY_MS)
+        return max(after, max(amounts, default=0))
+
+
+def _received(story: Story) -> int:
+    """Return the tokens that a client has got, with those of the prompt."""
+    if story.plan.scores or story.plan.texts:
+        return asked_tokens(story.plan) if story.ends == [End.COMPLETED] else 0
+    return story.transcript.charged
+
+
+def _chargeable(story: Story) -> int:
+    """Return the most that a request may be charged: what was computed for a client that left counts too."""
+    asked = asked_tokens(story.plan)
+    return _received(story) if story.ends in ([End.COMPLETED], [End.REFUSED]) else asked

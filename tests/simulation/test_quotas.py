@@ -1,0 +1,66 @@
+"""Quotas in virtual time: routers die and Redis loses its data; nobody gets more, and each token is charged once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from bench.ledger_model import LedgerModel
+from broker.ledger import Reservation
+from tests.simulation.charges import asked_tokens
+from tests.simulation.clients import End
+from tests.simulation.faults import Fault, Kind
+from tests.simulation.run import Outcome, simulate_scenario
+from tests.simulation.scenario import draw
+from tests.simulation.test_cut_links import plan
+
+
+def run(quota: int, requests: int, rate: float, max_tokens: int, faults: Sequence[Fault]) -> Outcome:
+    """Run requests of the tenant `one`, so many a second from 1 s on, at three routers."""
+    plans = tuple(
+        replace(plan(number, 1.0 + number / rate, max_tokens), router=number % 3) for number in range(requests)
+    )
+    cluster = {"workers": 3, "routers": 3, "rows": 8, "kv_blocks": 400, "backlog": False}
+    quotas = f"[tenants.one]\ntokens_per_day = {quota}\n"
+    return simulate_scenario(replace(draw(0), plans=plans, faults=tuple(faults), quotas=quotas, **cluster))  # type: ignore[arg-type]
+
+
+KILLS = [Fault(Kind.ROUTER_KILL, at_s, 0.5, 0, router) for router, at_s in enumerate((1.9, 3.3, 4.6))]
+
+
+def test_a_tenant_at_ten_times_its_quota_gets_it_and_no_more() -> None:
+    size = asked_tokens(plan(0, 0.0, 20))
+    lost = [*KILLS[:1], Fault(Kind.REDIS_WIPE, 3.0, 0.0, 0, 0), Fault(Kind.REDIS_WIPE, 5.2, 0.0, 0, 0)]
+    outcome = run(size * 20, 200, 40.0, 20, lost)
+    assert not outcome.wrong, str(outcome)
+    granted = size * outcome.ends[End.COMPLETED]
+    assert 0.98 * size * 20 <= granted <= size * 20
+    assert outcome.ends[End.REFUSED] == 180
+
+
+def test_requests_that_routers_leave_are_charged_once() -> None:
+    outcome = run(100_000, 32, 8.0, 40, KILLS)
+    assert not outcome.wrong, str(outcome)
+    assert outcome.ends == {End.COMPLETED: 32}
+    assert outcome.resumes > 5
+
+
+def test_accounts_that_nobody_puts_back_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bench.ledger_model._Account.is_behind", lambda account, seen: False)
+    size = asked_tokens(plan(0, 0.0, 20))
+    outcome = run(size * 20, 200, 40.0, 20, [Fault(Kind.REDIS_WIPE, 3.0, 0.0, 0, 0)])
+    assert any("tokens, its quota is" in line for line in outcome.wrong)
+
+
+def test_requests_that_are_charged_again_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    reserve = LedgerModel.reserve
+
+    def as_a_new_one(model: LedgerModel, tenant: str, wanted: Reservation, received: object, *rest: Any) -> object:
+        wanted = wanted if received is None else replace(wanted, id=f"{wanted.id} again")
+        return reserve(model, tenant, wanted, None, *rest)
+
+    monkeypatch.setattr(LedgerModel, "reserve", as_a_new_one)
+    assert any("was charged" in line for line in run(100_000, 32, 8.0, 40, KILLS).wrong)
