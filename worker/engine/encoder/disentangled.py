@@ -37,15 +37,17 @@ class RelativePositions:
         self._most: int = attention.max_relative_positions
         self._index = torch.empty(0, 0, dtype=torch.int64)
 
-    def index(self, length: int) -> Tensor:
-        """Return [length, length]: at (i, j) the row of the embeddings for i - j."""
+    def index(self, length: int) -> tuple[Tensor, slice]:
+        """Return [length, length] and the embeddings that it indexes: at (i, j) the row of those for i - j."""
         if len(self._index) < length:
             # In steps, so that it is not made for each length anew.
             positions = torch.empty(1, -(-length // _INDEX_STEP) * _INDEX_STEP, 1)
             relative: Any = build_relative_position(positions, positions, self._buckets, self._most)
             index: Tensor = relative[0] + self.span
             self._index = index.clamp_(0, 2 * self.span - 1)
-        return self._index[:length, :length]
+        index = self._index[:length, :length]
+        first, last = int(index[0, -1]), int(index[-1, 0])
+        return index - first, slice(first, last + 1)
 
 
 class _Projection:
@@ -121,11 +123,12 @@ class DisentangledAttention(nn.Module):
         """Return [heads, tokens, tokens] of one text's q and k [heads, tokens, dim]."""
         scores: Tensor = torch.matmul(q, k.transpose(-1, -2))
         if self._positions is not None:
-            index = self._positions.index(text.length).expand_as(scores)
+            index, near = self._positions.index(text.length)
+            index = index.expand_as(scores)
             if "c2p" in projected:
-                scores += torch.matmul(q, projected["c2p"].transpose(-1, -2)).gather(-1, index)
+                scores += torch.matmul(q, projected["c2p"][:, near].transpose(-1, -2)).gather(-1, index)
             if "p2c" in projected:
                 # By key and query; j - i has the row that i - j has in the transposed index.
-                by_key = torch.matmul(k, projected["p2c"].transpose(-1, -2))
+                by_key = torch.matmul(k, projected["p2c"][:, near].transpose(-1, -2))
                 scores += by_key.gather(-1, index.transpose(-1, -2)).transpose(-1, -2)
         return scores / self._scale
