@@ -1,7 +1,7 @@
 # The gate is `make lint` and `make test`, at home and in CI. `make check` is a quicker check while you work.
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup run check test authz chaos cancels formats swaps texts gpu bench json-schema-suite lint format clean
+.PHONY: help setup run check test authz hostile chaos cancels formats swaps texts gpu bench json-schema-suite lint format clean
 
 # Tests start hundreds of Python processes: without cached bytecode each would compile the project's modules again.
 unexport PYTHONDONTWRITEBYTECODE
@@ -71,6 +71,9 @@ check: $(STAMP) ## Check as lint does, and run the fast tests
 
 test: $(STAMP) ## Run every test
 	$(PYTEST)
+
+hostile: $(STAMP) ## Send hostile uploads and requests to a cluster while another tenant's requests are timed
+	$(BIN)/python -m tests.hostile
 
 authz: $(STAMP) ## Call every RPC with every role and every fault of its credential
 	$(BIN)/python -m tests.authz

@@ -18,7 +18,7 @@ from rpc.children.child import LAST, Json, serve
 MEMORY_BYTES = 1 << 30
 # Maximum processor time in seconds for an adapter's configuration and header, and bytes of weights checked in a second
 # by a slow processor.
-CPU_S = 0.8
+CPU_S = 0.5
 WEIGHT_BYTES_S = 100_000_000
 # Maximum open files: the socket under two names, stderr, the file that is read, and the folder that Python imports of.
 _FILES = 8

@@ -43,6 +43,10 @@ DOMAIN = "loraplex"
 DETAILS_KEY = "grpc-status-details-bin"
 # Maximum length in characters of a status's message and of a resource's name: trailers have a size limit.
 _TEXT_CHARACTERS = 500
+# Control characters and line ends, which a caller's own names may have.
+_CONTROLS = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160))} | {
+    code: f"\\u{code:04x}" for code in (*range(0x2028, 0x202F), *range(0x2066, 0x206A))
+}
 
 CODES: dict[type[CallError], grpc.StatusCode] = {
     InvalidField: grpc.StatusCode.INVALID_ARGUMENT,
@@ -96,16 +100,17 @@ def to_error(code: int, reason: str, message: str, field: str) -> CallError:
 def _details(error: CallError, message: str) -> list[Message]:
     match error:
         case InvalidField(field=field) | NotBuilt(field=field):
-            violation = details_pb2.BadRequest.FieldViolation(field=field, description=message)
+            violation = details_pb2.BadRequest.FieldViolation(field=_short(field), description=message)
             return [details_pb2.BadRequest(field_violations=[violation])]
         case NotFound(kind=kind, name=name) | DataLoss(kind=kind, name=name):
             name = _short(name)
             return [details_pb2.ResourceInfo(resource_type=kind, resource_name=name, description=message)]
         case Mismatch(subject=subject):
+            subject = _short(subject)
             failure = details_pb2.PreconditionFailure.Violation(type=error.reason, subject=subject, description=message)
             return [details_pb2.PreconditionFailure(violations=[failure])]
         case Exhausted(subject=subject, retry_after_s=after):
-            quota = details_pb2.QuotaFailure.Violation(subject=subject, description=message)
+            quota = details_pb2.QuotaFailure.Violation(subject=_short(subject), description=message)
             return [details_pb2.QuotaFailure(violations=[quota]), *([] if after is None else [_retry(after)])]
         case Unavailable(retry_after_s=after):
             return [_retry(after)]
@@ -113,7 +118,8 @@ def _details(error: CallError, message: str) -> list[Message]:
 
 
 def _short(text: str) -> str:
-    """Cut a text that would break the size limit of trailers, which turns a status into another one."""
+    """Escape what a status's one line cannot have, and cut a text that would break the size limit of trailers."""
+    text = text.translate(_CONTROLS).encode(errors="backslashreplace").decode()
     return text if len(text) <= _TEXT_CHARACTERS else text[: _TEXT_CHARACTERS - 1] + "…"
 
 

@@ -1,0 +1,133 @@
+"""Sends the cases to a real store and router, and times a quiet tenant's requests meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Iterable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import grpc
+from loraplex_client import AsyncClient, AsyncStoreClient
+
+from artifacts.base_model import BaseModel, read_base_model
+from artifacts.revision import CONFIG_FILE, WEIGHTS_FILE
+from clients.cli.models import registered
+from deploy.local.cluster import ClusterSettings, LocalCluster
+from rpc.server import channel_options
+from tests.hostile.cases import STORE, TENANT, Case
+from tests.hostile.specs import TEMPLATES
+from tests.hostile.uploads import BASE, MODULES
+from tests.router.small_tokenizers import files_of
+
+MODEL = "hash:?vocab=32000&seed=1"
+# Statuses of a refusal that says what is wrong; all others are the server's own failure.
+REFUSALS = {
+    grpc.StatusCode.INVALID_ARGUMENT,
+    grpc.StatusCode.FAILED_PRECONDITION,
+    grpc.StatusCode.NOT_FOUND,
+    grpc.StatusCode.RESOURCE_EXHAUSTED,
+    grpc.StatusCode.UNAUTHENTICATED,
+    grpc.StatusCode.UNIMPLEMENTED,
+    grpc.StatusCode.ABORTED,
+}
+_TIMEOUT_S = 60.0
+
+
+@dataclass
+class Outcome:
+    """Numbers of cases by status, lines about those that ended otherwise, seconds of each by name."""
+
+    statuses: Counter[str] = field(default_factory=Counter)
+    failures: list[str] = field(default_factory=list)
+    seconds: dict[str, float] = field(default_factory=dict)
+
+
+@asynccontextmanager
+async def running(directory: Path) -> AsyncIterator[LocalCluster]:
+    """Run a cluster of the hash model; a second base model has tokenizer files that panic, and many modules."""
+    settings = ClusterSettings(MODEL, port=0, store_port=0, data_dir=directory)
+    panics = b'{"normalizer": {"type": "Precompiled", "precompiled_charsmap": ""},' + files_of("byte-level")[
+        "tokenizer.json"
+    ].replace(b'"normalizer": null,', b"").lstrip(b"{ \n")
+    wide = BaseModel(BASE, "sha256:" + "1" * 64, "llama", 64, 32, (), MODULES, files={"tokenizer.json": panics})
+    async with LocalCluster(settings) as cluster:
+        async with AsyncStoreClient(cluster.store, "operator") as store:
+            for base in (await asyncio.to_thread(read_base_model, MODEL), wide):
+                await store.register_model(registered(base), base.files)
+        await cluster.wait_serving()
+        async with AsyncStoreClient(cluster.store, TENANT) as store:
+            for name, template in TEMPLATES.items():
+                files = directory / "adapters" / name
+                files.mkdir(parents=True)
+                config = {"peft_type": "LORA", "r": 1, "loraplex_chat": {"template": template}}
+                (files / CONFIG_FILE).write_text(json.dumps(config))
+                (files / WEIGHTS_FILE).write_bytes(b"any")
+                await store.push(files, name, base_model="hash")
+        yield cluster
+
+
+async def attack(cluster: LocalCluster, cases: Iterable[Case], calls: int) -> Outcome:
+    """Send all cases, so many at once."""
+    outcome, waiting = Outcome(), iter(cases)
+    async with (
+        grpc.aio.insecure_channel(cluster.router, options=channel_options()) as router,
+        grpc.aio.insecure_channel(cluster.store, options=channel_options()) as store,
+    ):
+
+        async def work() -> None:
+            for case in waiting:
+                await _try(store if case.method.startswith(STORE) else router, case, outcome)
+
+        await asyncio.gather(*(work() for _ in range(calls)))
+    return outcome
+
+
+async def _try(channel: grpc.aio.Channel, case: Case, outcome: Outcome) -> None:
+    name, began = f"{case.method.rpartition('/')[2]}: {case.name}", time.monotonic()
+    # One message is the same on the wire; of a stream grpc.aio's client takes a quick refusal for an internal error.
+    one = len(case.messages) == 1
+    send: Any = channel.unary_stream(case.method) if one else channel.stream_stream(case.method)
+    try:
+        async for _ in send(
+            case.messages[0] if one else iter(case.messages), metadata=case.metadata, timeout=_TIMEOUT_S
+        ):
+            pass
+        code, said = grpc.StatusCode.OK, ""
+    except grpc.aio.AioRpcError as error:
+        code, said = error.code(), error.details() or ""
+    outcome.seconds[name] = time.monotonic() - began
+    outcome.statuses[code.name] += 1
+    if not (code in REFUSALS or (case.served and code is grpc.StatusCode.OK)):
+        outcome.failures.append(f"{name}: {code.name} {said[:200]}")
+    elif not said.isprintable():
+        outcome.failures.append(f"{name}: {code.name} in more than a line: {said[:200]!r}")
+
+
+class QuietTenant:
+    """A tenant that sends one short request after the other; `ttfts` are its times to the first token in seconds."""
+
+    def __init__(self, cluster: LocalCluster) -> None:
+        self._cluster = cluster
+        self.ttfts: list[float] = []
+
+    async def send(self) -> None:
+        """Send requests until it is cancelled."""
+        async with AsyncClient(self._cluster.router, "quiet") as client:
+            while True:
+                began = time.monotonic()
+                answer = client.generate_stream(prompt="hello", max_new_tokens=4, model="hash")
+                first = None
+                async for _ in answer:
+                    first = first or time.monotonic() - began
+                self.ttfts.append(first or 0.0)
+
+
+def p99(values: Sequence[float]) -> float:
+    """Return the 99th percentile."""
+    return sorted(values)[int(len(values) * 0.99)]
