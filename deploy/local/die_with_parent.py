@@ -15,10 +15,11 @@ PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
 
 def main(launcher: int, command: list[str]) -> None:
-    """Request SIGKILL at the launcher's death, then execute the command."""
+    """Request SIGKILL at the launcher's death, hide new files from other users, then execute the command."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != launcher:  # The launcher died before the request.
         sys.exit("the launcher is gone")
+    os.umask(0o077)
     os.execvp(command[0], command)
 
 

@@ -60,7 +60,6 @@ class Process:
                     stderr=output.log,
                     env=environ,
                     start_new_session=True,
-                    umask=0o077,  # what it writes is for its own user
                 )
             except BaseException:
                 await output.close()
@@ -164,7 +163,8 @@ class _Output(asyncio.Protocol):
 
 
 def _dying_with_parent(argv: Sequence[str]) -> list[str]:
+    # What the process writes is for its own user. (uvloop's subprocesses take no umask.)
     if sys.platform != "linux":
-        return list(argv)
+        return ["/bin/sh", "-c", 'umask 077 && exec "$@"', "sh", *argv]
     # -I -S: die_with_parent needs no packages and starts in a few milliseconds.
     return [sys.executable, "-I", "-S", str(_DIE_WITH_PARENT), str(os.getpid()), *argv]

@@ -9,6 +9,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import uvloop
+
 from deploy.local.process import Process
 
 READY_THEN_WAIT = "import signal; print('noise\\nready thing=1.2.3.4:5 other=x', flush=True); signal.pause()"
@@ -32,6 +34,18 @@ async def test_leads_a_session_of_its_own_under_the_pid_that_was_started(tmp_pat
     assert await process.wait_ready() == {"pid": str(process.pid)}
     assert os.getsid(process.pid) == process.pid
     await process.kill()
+
+
+def test_its_files_are_its_user_s_own_on_every_event_loop(tmp_path: Path) -> None:
+    """uvloop, on which chaos runs, starts no process with a umask."""
+
+    async def write(name: str) -> int:
+        process = await start(f"open({str(tmp_path / name)!r}, 'w')", tmp_path)
+        await process.exited
+        await process.kill()
+        return (tmp_path / name).stat().st_mode & 0o777
+
+    assert (asyncio.run(write("a")), uvloop.run(write("b"))) == (0o600, 0o600)
 
 
 async def test_quotes_the_error_line_of_a_refusal(tmp_path: Path) -> None:
