@@ -200,7 +200,7 @@ def _from_pretrained(directory: Path, dtype: torch.dtype, quantized: QuantizedWe
             output_loading_info=True,
             **(quantized.loading_options(directory) if quantized else {}),
         )
-    except (OSError, ValueError, RuntimeError, KeyError) as error:
+    except Exception as error:  # transformers raises errors of many kinds
         raise ModelUnusableError(f"{directory} can't be loaded: {' '.join(str(error).split())}") from error
     module, info = loaded
     require_weights(directory, info)

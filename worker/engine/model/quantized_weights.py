@@ -24,6 +24,7 @@ from artifacts.base_modules import LinearWeight
 from artifacts.checkpoint import Checkpoint
 from artifacts.families import HEAD
 from artifacts.quantization import Quantization
+from worker.engine.model.errors import ModelUnusableError
 from worker.engine.quantized.embedding import QuantizedEmbedding
 from worker.engine.quantized.schemes import quantize_weight
 from worker.engine.quantized.stored import ReadTensor, read_weight
@@ -113,8 +114,11 @@ class QuantizedWeights:
 
 
 def has_tied_head(directory: Path) -> bool:
-    """Tell whether a model's output head shares its token embeddings' weight."""
-    return bool(_transformers_config(directory).tie_word_embeddings)
+    """Tell whether a model's output head shares its token embeddings' weight. Raises ModelUnusableError."""
+    try:
+        return bool(_transformers_config(directory).tie_word_embeddings)
+    except Exception as error:  # transformers raises errors of many kinds for a config that it can't read
+        raise ModelUnusableError(f"{directory} can't be loaded: {' '.join(str(error).split())}") from error
 
 
 def _transformers_config(directory: Path) -> Any:

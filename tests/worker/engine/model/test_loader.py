@@ -129,6 +129,7 @@ def lose_a_tensor(directory: Path) -> None:
         (cut_weights, "is cut short"),
         (lose_a_tensor, "missing keys in the weights: model.layers.1.mlp.up_proj.weight"),
         (set_fields(intermediate_size=128), "can't be loaded|mismatched keys"),
+        (set_fields(attention_bias="yes"), "can't be loaded: .*attention_bias"),
         (set_fields(architectures=["MambaForCausalLM"]), "architecture MambaForCausalLM is not supported"),
         (set_fields(architectures=[], model_type="bloom"), "model_type 'bloom' is not supported"),
         (
