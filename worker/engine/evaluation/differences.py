@@ -8,6 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from artifacts.errors import ArtifactError
+
+# Largest divergence, and largest loss of a token, in nats that count: those of a model that is broken are infinite.
+_WORST = 700.0
+
 
 @dataclass
 class Differences:
@@ -29,24 +34,31 @@ class Differences:
 
     @property
     def mean_kl(self) -> float:
-        """Return the mean divergence."""
-        return self.kl / self.tokens
+        """Return the mean divergence, which rounding does not lift above the largest."""
+        return min(self.kl / self.tokens, self.max_kl)
 
     @property
     def perplexities(self) -> tuple[float, float]:
         """Return the perplexity of the text for the original and for the quantized model."""
-        return math.exp(self.original_loss / self.tokens), math.exp(self.quantized_loss / self.tokens)
+        losses = self.original_loss / self.tokens, self.quantized_loss / self.tokens
+        before, after = (math.exp(min(loss, _WORST)) for loss in losses)
+        return before, after
 
     @torch.inference_mode()
     def add(self, original: Tensor, quantized: Tensor, following: Tensor) -> None:
-        """Compare logits [tokens, vocabulary] of both models, after which the tokens `following` [tokens] come."""
+        """Compare logits [tokens, vocabulary] of both models, after which the tokens `following` [tokens] come.
+
+        Raises ArtifactError where the original's are not numbers; where the quantized model's are not, nothing agrees.
+        """
+        if original.isnan().any():
+            raise ArtifactError("model", "the original's logits are not numbers: it, or the adapter, is broken")
         # In float64: a divergence is a small difference of large sums.
         p, q = original.double().log_softmax(-1), quantized.double().log_softmax(-1)
-        divergences = (p.exp() * (p - q)).sum(-1).clamp_(min=0)
+        divergences = (p.exp() * (p - q)).sum(-1).nan_to_num_(_WORST, _WORST).clamp_(0, _WORST)
         self.tokens += len(following)
-        self.agreed += int((p.argmax(-1) == q.argmax(-1)).sum())
+        self.agreed += int(((p.argmax(-1) == q.argmax(-1)) & ~q.isnan().any(-1)).sum())
         self.kl += float(divergences.sum())
         self.max_kl = max(self.max_kl, float(divergences.max()))
         chosen = following.to(p.device)[:, None]
         self.original_loss -= float(p.gather(1, chosen).sum())
-        self.quantized_loss -= float(q.gather(1, chosen).sum())
+        self.quantized_loss -= float(q.gather(1, chosen).nan_to_num_(-_WORST, neginf=-_WORST).sum())

@@ -67,6 +67,22 @@ def test_differences_are_those_of_their_definitions() -> None:
     assert found.perplexities == pytest.approx(losses, rel=1e-5)
 
 
+def test_logits_that_are_not_numbers_agree_with_nothing() -> None:
+    import torch
+
+    from worker.engine.evaluation.differences import Differences
+
+    logits = torch.randn(2, 5, generator=torch.Generator().manual_seed(2))
+    broken = logits.clone()
+    broken[1, logits[1].argmax()] = torch.nan
+    found = Differences()
+    found.add(logits, broken, torch.tensor([0, 1]))
+    assert (found.agreed, found.max_kl, found.mean_kl) == (1, 700.0, 350.0)
+    assert found.perplexities[1] > 1e100
+    with pytest.raises(ArtifactError, match="not numbers"):
+        found.add(broken, logits, torch.tensor([0, 1]))
+
+
 def test_the_report_of_a_quantized_copy(tmp_path: Path) -> None:
     from worker.engine.evaluation.report import quantization_report
     from worker.engine.quantized.copy import write_copy
