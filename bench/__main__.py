@@ -15,7 +15,7 @@ from pathlib import Path
 from bench.report import progress
 from bench.tables import rewrite
 
-NAMES = ("engine", "lora_layer", "adapters", "interference", "fairness", "relay", "overload", "structured")
+NAMES = ("engine", "lora_layer", "adapters", "interference", "fairness", "relay", "overload", "structured", "quantized")
 # Benchmarks that write their own pages.
 _OTHERS = ("scaling", "calls", "fan_in")
 _PAGE = Path(__file__).parents[1] / "docs" / "benchmarks.md"

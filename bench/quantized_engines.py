@@ -22,6 +22,8 @@ from worker.engine.model import cpu_layouts
 
 # Bytes that are read to measure the memory's bandwidth: far more than a cache holds.
 _READ_BYTES = 512 * 2**20
+# Blocks of an engine's KV cache: enough for 8 rows. By default each of many engines would take what it finds.
+_KV_BLOCKS = 128
 # torch's own operators in the model's dtype, which processors without AVX-512 compute slowest.
 WORST = "torch bfloat16"
 
@@ -69,17 +71,17 @@ def decoding(
 ) -> AbstractContextManager[DecodingEngine]:
     """Return an engine of decodes; `layout` names the one of LAYOUTS that it is to compute in."""
     if layout is None:
-        return closing(DecodingEngine(model, (), rows, dtype=dtype, quantize=quantize))
+        return closing(DecodingEngine(model, (), rows, dtype=dtype, quantize=quantize, kv_blocks=_KV_BLOCKS))
     chosen = next(one for one in LAYOUTS if one.name == layout)
     with patch.object(cpu_layouts, "measured", lambda _, own, computes: _forced(chosen, own, computes)):
-        return closing(DecodingEngine(model, (), rows, dtype=chosen.dtype, quantize=quantize))
+        return closing(DecodingEngine(model, (), rows, dtype=chosen.dtype, quantize=quantize, kv_blocks=_KV_BLOCKS))
 
 
 def serving(
     model: Path, adapters: Sequence[Path], rows: int, dtype: str, quantize: str
 ) -> AbstractContextManager[BareEngine]:
     """Return an engine of whole requests."""
-    return closing(BareEngine(model, adapters, rows, dtype=dtype, quantize=quantize))
+    return closing(BareEngine(model, adapters, rows, dtype=dtype, quantize=quantize, kv_blocks=_KV_BLOCKS))
 
 
 def _forced(chosen: ForcedLayout, own: torch.dtype, computes: Sequence[torch.dtype]) -> Choice:

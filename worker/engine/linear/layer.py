@@ -46,6 +46,12 @@ class PanelLayer(nn.Module):
         self.out_features = linear.out_features
         self._dtype = dtype
         self._panels = panels
+        # The kernels' parameters `segment` to `bias`: the memory stays where it is.
+        self._weight_places = (
+            *(panels.segment, panels.memory.data_ptr(), panels.memory[0].nbytes, panels.count, panels.outputs),
+            *panels.scale_places(),
+            panels.bias.data_ptr(),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         """Multiply by the weight, and add the bias where there is one."""
@@ -61,15 +67,6 @@ class PanelLayer(nn.Module):
     @abstractmethod
     def _multiply(self, x: Tensor, y: Tensor) -> None:
         """Run the kernel: x [rows, columns] and y [rows, out_features], both contiguous."""
-
-    def _weight_places(self) -> tuple[int, ...]:
-        """Return the kernels' parameters `segment` to `bias`."""
-        panels = self._panels
-        return (
-            *(panels.segment, panels.memory.data_ptr(), panels.memory[0].nbytes, panels.count, panels.outputs),
-            *panels.scale_places(),
-            panels.bias.data_ptr(),
-        )
 
     def _tasks(self, threads: int) -> int:
         return min(self._panels.count, threads * _TASKS_PER_THREAD)
@@ -93,7 +90,7 @@ class PanelLinear(PanelLayer):
         floats = kernel.scratch_floats(panels.columns)
         parameters = _FLOAT_PARAMETERS.pack(
             *(x.data_ptr(), panels.columns * 4, len(x), panels.columns),
-            *self._weight_places(),
+            *self._weight_places,
             *(y.data_ptr(), self.out_features * y.itemsize, y.itemsize),
             *(_DIRECT_ROWS[panels.format], panels.format != "float32"),
             *(_scratch.workspace.address(floats * count), floats * 4, counters.ctypes.data, self._tasks(count)),
@@ -119,7 +116,7 @@ class FixedLinear(PanelLayer):
         factors = q + rows * q_bytes
         parameters = _FIXED_PARAMETERS.pack(
             *(x.data_ptr(), panels.columns * x.itemsize, rows, panels.columns),
-            *self._weight_places(),
+            *self._weight_places,
             *(y.data_ptr(), self.out_features * y.itemsize, y.itemsize),
             *(q, q_bytes, factors, factor_bytes, segments * 4),
             *(factors + rows * factor_bytes, scratch_bytes, counters.ctypes.data, self._tasks(count)),
