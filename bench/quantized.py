@@ -2,7 +2,8 @@
 
 Decode: as many requests as rows, timed from the moment that all prompts are computed; the unquantized layouts one by
 one, the one that is picked at start-up, int8 and int4. Requests: prompts and answers of uneven length, our engine and,
-with `--peer FOLDER`, vLLM's CPU build, which is installed in that folder, without adapters and with 8. All run in turn.
+with `--peer FOLDER`, vLLM's CPU build, which is installed in that folder, without adapters and with 8. What is compared
+runs in turn.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -89,10 +91,17 @@ def main() -> None:
 
 def measure(setup: Setup, quick: bool, peer: Path | None = None) -> Report:
     """Make the model and its adapters, start everything, run all cases in turn."""
+    shape = setup.shape
     meter, rounds = BandwidthMeter(), Rounds()
-    with ExitStack() as stack:
-        cases = _cases(setup, stack, peer)
-        rounds.run(cases, setup.rounds, between=meter.measure)
+    with tempfile.TemporaryDirectory(prefix="loraplex-bench-") as directory:
+        progress(f"making {shape.name} and {ADAPTERS} adapters of rank {RANK}")
+        model = save_model(shape, Path(directory, shape.name))
+        adapters = [save_adapter(shape, RANK, Path(directory, f"a{index}"), seed=index) for index in range(ADAPTERS)]
+        # One after the other: all engines at once would take 20 GB.
+        with ExitStack() as stack:
+            rounds.run(_decodes(setup, stack, model), setup.rounds, between=meter.measure)
+        with ExitStack() as stack:
+            rounds.run(_requests(setup, stack, model, adapters, peer), setup.rounds)
     flags = (" --quick" if quick else "") + (" --peer FOLDER" if _VLLM in rounds.runs else "")
     return Report(
         name="quantized",
@@ -105,44 +114,41 @@ def measure(setup: Setup, quick: bool, peer: Path | None = None) -> Report:
     )
 
 
-def _cases(setup: Setup, stack: ExitStack, peer: Path | None) -> list[Case]:
-    """Start all engines and return their cases, in an order that puts compared cases next to each other."""
-    shape = setup.shape
-    progress(f"making {shape.name} and {ADAPTERS} adapters of rank {RANK}")
-    directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="loraplex-bench-")))
-    model = save_model(shape, directory / shape.name)
-    adapters = [save_adapter(shape, RANK, directory / f"a{index}", seed=index) for index in range(ADAPTERS)]
+def _decodes(setup: Setup, stack: ExitStack, model: Path) -> list[Case]:
+    """Start the engines that decode, and return their cases."""
 
-    def decode(name: str, dtype: str, quantize: str = "", layout: str | None = None) -> Case:
+    def case(name: str, dtype: str, quantize: str = "", layout: str | None = None) -> Case:
         engine = stack.enter_context(Isolated(partial(decoding, model, setup.rows, dtype, quantize, layout)))
         tokens = setup.worst_tokens if layout == WORST else setup.tokens
         return Case(name, lambda number: engine.run(setup.decodes(number, tokens)))
 
-    def serve(name: str, engine: Answers, adapters: int) -> Case:
-        return Case(name, lambda number: engine.run(setup.workload.draw(number, shape.vocabulary, adapters)))
-
     progress("loading the model in every layout")
-    cases = [decode(f"decode, {layout.name}", layout.dtype, layout=layout.name) for layout in LAYOUTS]
-    cases += [decode(_AUTO, "auto"), decode(_INT8, "auto", "int8"), decode(_INT4, "auto", "int4")]
-    engines = {
-        names: stack.enter_context(Isolated(partial(serving, model, adapters, setup.rows, *options)))
-        for names, options in {
-            (_BASE32, _MIXED32): ("float32", ""),
-            (_BASE, _MIXED): ("auto", ""),
-            (None, _INT8_MIXED): ("auto", "int8"),
-        }.items()
-    }
-    base = [serve(name, engine, 0) for (name, _), engine in engines.items() if name]
-    mixed = [serve(name, engine, ADAPTERS) for (_, name), engine in engines.items()]
+    cases = [case(f"decode, {layout.name}", layout.dtype, layout=layout.name) for layout in LAYOUTS]
+    return [*cases, case(_AUTO, "auto"), case(_INT8, "auto", "int8"), case(_INT4, "auto", "int4")]
+
+
+def _requests(setup: Setup, stack: ExitStack, model: Path, adapters: Sequence[Path], peer: Path | None) -> list[Case]:
+    """Start the engines of whole requests, and return their cases."""
+
+    def case(name: str, engine: Answers, adapters: int = 0) -> Case:
+        return Case(name, lambda number: engine.run(setup.workload.draw(number, setup.shape.vocabulary, adapters)))
+
+    progress("loading the model for requests")
+    float32, auto, int8 = (
+        stack.enter_context(Isolated(partial(serving, model, adapters, setup.rows, *options)))
+        for options in (("float32", ""), ("auto", ""), ("auto", "int8"))
+    )
+    base = [case(_BASE32, float32), case(_BASE, auto)]
+    mixed = [case(_MIXED32, float32, ADAPTERS), case(_MIXED, auto, ADAPTERS), case(_INT8_MIXED, int8, ADAPTERS)]
     if peer is not None:
         try:
             plain = stack.enter_context(VllmPeer(peer, model, setup.rows, "float32"))
             adapted = stack.enter_context(VllmPeer(peer, model, setup.rows, "float32", adapters))
-            base.append(serve(_VLLM, plain, 0))
-            mixed.append(serve(_VLLM_MIXED, adapted, ADAPTERS))
+            base.append(case(_VLLM, plain))
+            mixed.append(case(_VLLM_MIXED, adapted, ADAPTERS))
         except RuntimeError as error:
             progress(f"without the peer: {error}")
-    return [*cases, *base, *mixed]
+    return [*base, *mixed]
 
 
 def _ratios(setup: Setup, rounds: Rounds, meter: BandwidthMeter) -> dict[str, float]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+
 import torch
 
 from worker.sizing import available_host_bytes
@@ -18,3 +21,10 @@ def available_bytes(device: torch.device) -> int:
 def host_adapter_bytes(chosen: int) -> int:
     """Return how many bytes adapters may take in host memory; `chosen`: 0, or so many."""
     return chosen or available_host_bytes() // _HOST_ADAPTER_SHARE
+
+
+def return_freed_memory() -> None:
+    """Return freed memory of this process to the system, after much was freed: glibc keeps it otherwise."""
+    # Other C libraries have no such function.
+    with contextlib.suppress(AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from worker.engine.device.memory import available_bytes
+from worker.engine.device.memory import available_bytes, return_freed_memory
 from worker.engine.linear.choice import Choice, kind_of, measured, unmeasured
 from worker.engine.linear.layouts import replace_linears
 from worker.engine.model.errors import ModelUnusableError
@@ -44,6 +44,8 @@ def lay_out(loaded: LoadedModel) -> None:
     choice = loaded.layouts or unmeasured(loaded.module, loaded.dtype)
     _check_kernels(loaded, choice)
     replace_linears(loaded.module, choice.make)
+    # The first layouts of the weights, and what measuring and quantizing took: 0.4 of 1.3 GB with 0.4 B parameters.
+    return_freed_memory()
 
 
 def _check_kernels(loaded: LoadedModel, choice: Choice) -> None:
