@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
+import textwrap
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -56,6 +59,15 @@ def test_a_change_is_read_and_a_faulty_one_is_not(path: Path, caplog: pytest.Log
     os.utime(path)
     plans.look()
     assert plans.of("acme").weight == 2.5
+
+
+def test_the_page_has_an_example_and_every_field(path: Path) -> None:
+    page = (Path(__file__).parents[3] / "docs/quotas.md").read_text()
+    example = re.search(r"\$ cat plans.toml\n(.*?)\n    \$ ", page, re.DOTALL)
+    assert example
+    path.write_text(textwrap.dedent(example[1]))
+    assert Plans(path).of("acme").weight == 3
+    assert re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE) == [field.name for field in fields(Plan)]
 
 
 @pytest.mark.parametrize(
