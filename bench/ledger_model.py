@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 
 from broker import terms
-from broker.ledger import LIMIT_NAMES, AccountCopy, BehindError, Look, QuotaReachedError, Reservation, TokenLimits
+from broker.ledger import (
+    LIMIT_NAMES,
+    AccountCopy,
+    BehindError,
+    Charge,
+    Look,
+    QuotaReachedError,
+    Reservation,
+    TokenLimits,
+)
 
 _DAY_MS, _MINUTE_MS = 86_400_000, 60_000
 
@@ -29,6 +39,8 @@ class _Account:
     streams: dict[str, int] = field(default_factory=dict)
     # Reservations with their state, and the time at which their record is dropped.
     records: dict[str, tuple[Reservation, str, int]] = field(default_factory=dict)
+    reports: bool = False
+    unreported: dict[str, Charge] = field(default_factory=dict)
 
     def record(self, record_id: str, now_ms: int) -> tuple[Reservation, str] | None:
         found = self.records.get(record_id)
@@ -56,7 +68,7 @@ class _Account:
             copy = replace(copy, month_tokens=max(0, copy.month_tokens + both))
         self.copy = copy
 
-    def end(self, record: Reservation, before: str, state: str, now_ms: int) -> None:
+    def end(self, record: Reservation, before: str, state: str, now_ms: int) -> Charge | None:
         made = max(0, record.used_output - record.base)
         requests = record.requests if record.used_input or made else 0
         self.add(record, requests - record.requests, record.used_input - record.input, made - record.output)
@@ -64,6 +76,11 @@ class _Account:
         self.write(ended, before if before == "finished" else state, now_ms)
         self.held.pop(record.id, None)
         self.streams.pop(record.id, None)
+        if not self.reports or record.used_input + made == 0:
+            return None
+        charge = Charge(f"{record.id}:{record.part}", record.used_input, made, now_ms, record.subject)
+        self.unreported[charge.id] = charge
+        return charge
 
     def wrote(self) -> None:
         self.copy = replace(self.copy, version=self.copy.version + 1)
@@ -72,11 +89,12 @@ class _Account:
 class LedgerModel:
     """The accounts of all tenants in one Redis."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, reports: bool = False) -> None:
+        self._reports = reports
         self._accounts: dict[str, _Account] = {}
 
     def _account(self, tenant: str, now_ms: int) -> _Account:
-        account = self._accounts.get(tenant) or _Account(now_ms, AccountCopy(epoch=now_ms))
+        account = self._accounts.get(tenant) or _Account(now_ms, AccountCopy(epoch=now_ms), reports=self._reports)
         copy = account.copy
         if copy.minute < (minute := now_ms // _MINUTE_MS):
             copy = replace(copy, minute=minute, requests=0, input=0, output=0)
@@ -156,7 +174,9 @@ class LedgerModel:
         name, wait_ms = max(refused, key=lambda one: one[1])
         raise QuotaReachedError(LIMIT_NAMES[name], wait_ms)
 
-    def settle(self, tenant: str, given: Reservation, state: str, seen: AccountCopy, now_ms: int) -> AccountCopy:
+    def settle(
+        self, tenant: str, given: Reservation, state: str, seen: AccountCopy, now_ms: int
+    ) -> tuple[AccountCopy, Charge | None]:
         """See broker.ledger.Ledger."""
         account = self._account(tenant, now_ms)
         found = account.record(given.id, now_ms)
@@ -164,17 +184,17 @@ class LedgerModel:
             raise BehindError
         record, before = found or (given, "open")
         if (record.owner, record.part) != (given.owner, given.part):
-            return account.copy
-        record = _with_use(record, given)
+            return account.copy, None
+        record, charge = _with_use(record, given), None
         self._accounts[tenant] = account
         if state == "left" and before == "open":
             account.write(record, before, now_ms)
             account.held[record.id] = now_ms + terms.LINGER_MS
             account.streams.pop(record.id, None)
         else:
-            account.end(record, before, "finished" if state == "finished" else "ended", now_ms)
+            charge = account.end(record, before, "finished" if state == "finished" else "ended", now_ms)
         account.wrote()
-        return account.copy
+        return account.copy, charge
 
     def look(self, tenant: str, seen: AccountCopy, reservations: list[tuple[Reservation, bool]], now_ms: int) -> Look:
         """See broker.ledger.Ledger."""
@@ -200,12 +220,20 @@ class LedgerModel:
                 expired += 1
         if is_new or refilled or expired:
             account.wrote()
-        return Look(account.copy, expired, refilled)
+        due_ms = now_ms - terms.REPORT_AFTER_MS
+        due = tuple(charge for charge in account.unreported.values() if charge.at_ms <= due_ms)
+        return Look(account.copy, expired, refilled, due)
+
+    def acknowledge(self, tenant: str, charges: Sequence[str]) -> None:
+        """See broker.ledger.Ledger."""
+        for charge in charges:
+            self._accounts[tenant].unreported.pop(charge, None)
 
 
 def _with_use(record: Reservation, given: Reservation) -> Reservation:
     return replace(
         record,
+        subject=given.subject or record.subject,
         used_input=max(record.used_input, given.used_input),
         used_output=max(record.used_output, given.used_output),
     )

@@ -13,14 +13,16 @@ The keys of a tenant share a hash tag of their own, so that a tenant's quota is 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 from redis.asyncio import Redis
 from redis.exceptions import OutOfMemoryError
 
 from broker.batched_script import BatchedScript
-from broker.keys import ledger_prefix
+from broker.keys import LEDGER_TENANTS, ledger_prefix
 from broker.scripts import SCRIPTS, Scripts
 
 # Maximum reservations that one look renews: a script stops the whole server while it runs.
@@ -112,18 +114,34 @@ class LedgerFullError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
+class Charge:
+    """A part of a request that a tenant was charged for; `subject` as its router gave it."""
+
+    id: str
+    input: int
+    output: int
+    at_ms: int
+    subject: str
+
+
+@dataclass(frozen=True, slots=True)
 class Look:
     """A look's answer; `refilled`: the account took over the router's copy."""
 
     account: AccountCopy
     expired: int
     refilled: bool
+    # Charges that no router has reported for a while.
+    charges: tuple[Charge, ...] = ()
 
 
 class Ledger:
     """The accounts of all tenants. Errors of broker.connection.REDIS_DOWN pass through."""
 
-    def __init__(self, redis: Redis, scripts: Scripts = SCRIPTS) -> None:
+    def __init__(self, redis: Redis, scripts: Scripts = SCRIPTS, *, reports: bool = False) -> None:
+        """Use a server; with `reports` it keeps each charge until `acknowledge`."""
+        self._redis = redis
+        self._reports = int(reports)
         self._reserve = BatchedScript(redis, scripts.register(redis, "ledger_reserve"))
         self._reserve_when_full = BatchedScript(redis, scripts.register(redis, "ledger_reserve", allow_oom=True))
         self._settle = BatchedScript(redis, scripts.register(redis, "ledger_settle"))
@@ -163,16 +181,33 @@ class Ledger:
         granted = replace(windows, part=part, base=base, **sizes_granted)
         return granted, AccountCopy(*answer[1 : 1 + COPY_FIELDS])
 
-    async def settle(self, tenant: str, reservation: Reservation, state: str, seen: AccountCopy) -> AccountCopy:
+    async def settle(
+        self, tenant: str, reservation: Reservation, state: str, seen: AccountCopy
+    ) -> tuple[AccountCopy, Charge | None]:
         """End a reservation: `finished`, or `ended` before its end; `left`: unless it is resumed soon. Idempotent.
 
-        Raises BehindError.
+        Returns the account and the charge to report. Raises BehindError.
         """
         prefix = ledger_prefix(tenant)
-        answer = await self._settle([prefix, state, seen.epoch, seen.version, *_arguments(reservation)], prefix)
+        arguments = [prefix, state, seen.epoch, seen.version, self._reports, *_arguments(reservation)]
+        answer = await self._settle(arguments, prefix)
         if answer[0] == b"behind":
             raise BehindError
-        return AccountCopy(*answer[1:])
+        charges = _charges(answer[1 + COPY_FIELDS :])
+        return AccountCopy(*answer[1 : 1 + COPY_FIELDS]), charges[0] if charges else None
+
+    async def acknowledge(self, tenant: str, charges: Sequence[str]) -> None:
+        """Forget charges, which have been reported, by their ids."""
+        await self._redis.hdel(ledger_prefix(tenant) + "unreported", *charges)
+
+    async def add_tenant(self, tenant: str) -> None:
+        """Note that a tenant's charges are reported."""
+        await self._redis.sadd(LEDGER_TENANTS, tenant)
+
+    async def some_tenants(self, count: int) -> list[str]:
+        """Return some tenants whose charges are reported, drawn by chance."""
+        drawn: Any = await self._redis.srandmember(LEDGER_TENANTS, count)
+        return [name.decode() for name in drawn or ()]
 
     async def look(self, tenant: str, seen: AccountCopy, reservations: Sequence[tuple[Reservation, bool]] = ()) -> Look:
         """Compare a router's copy with the account, and renew its reservations, each with whether it has a stream."""
@@ -181,13 +216,19 @@ class Ledger:
             some = reservations[at : at + RENEWALS_AT_ONCE]
             copy = [getattr(found.account, name) for name in AccountCopy.__slots__]
             renewed = [part for one, streams in some for part in (*_arguments(one), int(streams))]
-            answer = await self._look([prefix, *copy, len(some), *renewed], prefix)
+            answer = await self._look([prefix, *copy, len(some), self._reports, *renewed], prefix)
             found = Look(
                 AccountCopy(*answer[1 : 1 + COPY_FIELDS]),
                 found.expired + answer[1 + COPY_FIELDS],
                 found.refilled or bool(answer[2 + COPY_FIELDS]),
+                (*found.charges, *_charges(answer[3 + COPY_FIELDS :])),
             )
         return found
+
+
+def _charges(answer: Sequence[bytes]) -> list[Charge]:
+    pairs = zip(answer[::2], answer[1::2], strict=True)
+    return [Charge(id=charge.decode(), **json.loads(value)) for charge, value in pairs if charge]
 
 
 def _arguments(reservation: Reservation) -> list[str | int]:

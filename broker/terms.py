@@ -117,6 +117,10 @@ ENDED_RECORD_MS = 120_000
 # it grants meanwhile, beside one request.
 RECOVERY_MS = 2_000
 RECOVERY_PERCENT = 2
+# Time in ms after which any router reports a charge, because the one that made it has not; and maximum charges that a
+# look answers with.
+REPORT_AFTER_MS = 2_000
+CHARGES_PER_LOOK = 64
 # Maximum reservations that a look ends, because no router has renewed them.
 EXPIRED_PER_LOOK = 256
 # Time in ms after which a tenant with all its streams is to call again.

@@ -40,6 +40,7 @@ from router.generation.resume_keys import GivenKeys, SharedKeys
 from router.metrics import RouterMetrics
 from router.quotas.plans import Plans
 from router.quotas.quotas import Quotas
+from router.quotas.usage import UsageLog
 from router.settings import Settings, read_weights
 from router.text.prompt_encoder import PromptEncoder
 from router.worker_watch import look_at_workers
@@ -81,7 +82,7 @@ async def run(settings: Settings) -> None:
     dispatcher = Dispatcher(
         models.queue_of, placer.place, metrics, links=reach.links, why_unservable=models.why_unservable
     )
-    relay_service, quotas = RelayService(dispatcher, metrics), Quotas(Ledger(redis), plans, metrics)
+    relay_service, quotas = RelayService(dispatcher, metrics), _quotas(settings, redis, plans, metrics)
     telemetry, encoder, proofs = RequestTelemetry(metrics, spans, models), PromptEncoder(), GrammarProofs()
     public, relay = _servers(settings, tls, telemetry, store), Server(open_guard(Port.RELAY), options=relay_options())
     resume_keys = _resume_keys(settings, redis)
@@ -119,7 +120,7 @@ async def run(settings: Settings) -> None:
                 metrics,
                 generation,
                 resume_keys,
-                [EvictionWatch(redis, metrics.evicted_keys.inc).follow(), plans.follow(), quotas.follow()],
+                [EvictionWatch(redis, metrics.evicted_keys.inc).follow(), quotas.follow()],
             )
         )
         await _run_until(stop, following)
@@ -139,6 +140,11 @@ async def run(settings: Settings) -> None:
         if metrics_server is not None:
             metrics_server.close()
         await asyncio.to_thread(spans.close)
+
+
+def _quotas(settings: Settings, redis: Redis, plans: Plans, metrics: RouterMetrics) -> Quotas:
+    ledger, path = Ledger(redis, reports=bool(settings.usage_file)), settings.usage_file
+    return Quotas(ledger, plans, metrics, UsageLog(Path(path), ledger.acknowledge, metrics) if path else None)
 
 
 def _weights(plans: Plans, weights: Mapping[str, float]) -> Callable[[str], float]:

@@ -60,6 +60,7 @@ class RouterMetrics(Meters):
         self.ledger_refills = self.counter(
             "quota_ledger_refills", "Accounts that took over this router's copy: Redis had lost data."
         )
+        self.usage_events = self.counter("usage_events", "Usage events that this router wrote to its file.")
         self.frames = self.counter("relay_frames_received", "Frames that came from workers.")
         self.messages = self.counter("relay_messages_received", "Messages that these came in.")
         self.rewinds = self.counter("relay_rewinds", "Frames with a gap before them, which were asked for again.")

@@ -43,6 +43,7 @@ class Settings(AccessSettings):
     open_bytes_limit: int = setting("how many bytes the messages of these may have", 1 << 28)
     tenant_weights: str = setting("shares of tenants beside the others' 1, such as acme=3,globex=0.5", "")
     plans: str = setting("a TOML file with the tenants' quotas (docs/quotas.md), read again when it changes", "")
+    usage_file: str = setting("a file that usage events are appended to (docs/quotas.md); empty: none", "")
     adapter_mib_tokens: float = setting("prompt tokens that a MiB of an adapter's load is charged as", 10.0)
     client_stall_s: float = setting(
         "seconds that a client may leave what is there for it unread; then its request is dropped", 10.0

@@ -1,13 +1,14 @@
 #!lua flags=allow-oom
 -- Bring a router's copy of an account and the account together, renew the router's reservations, and end those that no
--- router has renewed. Answers the account behind 'seen', then how many were ended, and 1 where the copy was taken over.
+-- router has renewed. Answers the account behind 'seen', then how many were ended, 1 where the copy was taken over, and
+-- charges that no router has reported for a while.
 --- @include "ledger_account"
 --- @include "given_reservation"
 
 local account, copy = read_account(), {}
 local changed, refilled, expired = redis.call('EXISTS', ACCOUNT) == 0, 0, 0
 for i, field in ipairs(FIELDS) do copy[field] = tonumber(ARGV[1 + i]) end
-local reservations = tonumber(ARGV[12])
+local reservations, reports = tonumber(ARGV[12]), ARGV[13] == '1'
 
 -- Take over the copy: a count is the higher of both, so that nothing that was granted is granted again.
 if is_behind(account, copy.epoch, copy.version) then
@@ -23,7 +24,7 @@ if is_behind(account, copy.epoch, copy.version) then
   changed, refilled = true, 1
 end
 
-for first = 13, 12 + reservations * GIVEN, GIVEN do
+for first = 14, 13 + reservations * GIVEN, GIVEN do
   local id, given = given_reservation(first)
   local r = read_reservation(id) or given
   if r.state == 'open' and r.owner == given.owner and r.part == given.part then
@@ -37,7 +38,7 @@ end
 for _, id in ipairs(redis.call('ZRANGEBYSCORE', HELD, '-inf', now, 'LIMIT', 0, EXPIRED_PER_LOOK)) do
   local r = read_reservation(id)
   if r and r.state == 'open' then
-    end_reservation(account, id, r, 'ended')
+    end_reservation(account, id, r, 'ended', reports)
     changed, expired = true, expired + 1
   else
     redis.call('ZREM', HELD, id)
@@ -47,4 +48,11 @@ if changed then write_account(account) end
 redis.call('PEXPIRE', ACCOUNT, ACCOUNT_MS)
 local values = answer('seen', account)
 values[#values + 1], values[#values + 2] = expired, refilled
+if not reports then return values end
+local charges = redis.call('HRANDFIELD', UNREPORTED, CHARGES_PER_LOOK, 'WITHVALUES')
+for i = 1, #charges, 2 do
+  if cjson.decode(charges[i + 1]).at_ms + REPORT_AFTER_MS <= now then
+    values[#values + 1], values[#values + 2] = charges[i], charges[i + 1]
+  end
+end
 return values

@@ -1,11 +1,12 @@
 #!lua flags=allow-oom
 -- End a request's reservation, or with 'left' leave it to be resumed for a while. Idempotent. Answers the account behind
--- 'settled' or 'other' where another router has the request by now, or {'behind'}.
+-- 'settled' or 'other' where another router has the request by now, then the charge to report; or {'behind'}.
 --- @include "ledger_account"
 --- @include "given_reservation"
 
 local state, account = ARGV[2], read_account()
-local id, given = given_reservation(5)
+local id, given = given_reservation(6)
+local charge, value = '', ''
 local r = read_reservation(id)
 if not r then
   if is_behind(account, tonumber(ARGV[3]), tonumber(ARGV[4])) then return {'behind'} end
@@ -18,7 +19,9 @@ if state == 'left' and r.state == 'open' then
   redis.call('ZADD', HELD, now + LINGER_MS, id)
   redis.call('ZREM', STREAMS, id)
 else
-  end_reservation(account, id, r, state == 'finished' and state or 'ended')
+  charge, value = end_reservation(account, id, r, state == 'finished' and state or 'ended', ARGV[5] == '1')
 end
 write_account(account)
-return answer('settled', account)
+local values = answer('settled', account)
+values[#values + 1], values[#values + 2] = charge, value
+return values

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
+import msgspec
+
 from broker.ledger import Reservation
 from router.dispatch.routed_job import RoutedJob
+from router.quotas.usage import Facts
 
 # Timeout in seconds for the settling that the last message of a call waits for.
 FINISH_S = 0.5
@@ -34,6 +38,9 @@ class Grant:
     # Counts the output tokens that the client got, from the request's first one; None: the call has no stream, and is
     # made again where its router dies.
     delivered: Callable[[], int] | None = None
+    # Facts for the usage event; None: events are not written.
+    facts: Facts | None = None
+    began_at: float = field(default_factory=time.monotonic)
     _settled: asyncio.Future[None] | None = None
 
     @property
@@ -71,7 +78,15 @@ class Grant:
             kept,
             used_input=max(kept.used_input, min(given, kept.input) if kept.requests else 0),
             used_output=max(kept.used_output, self.delivered() if self.delivered else 0),
+            subject=self._subject(),
         )
+
+    def _subject(self) -> str:
+        if self.facts is None:
+            return ""
+        facts = self.facts.of_job(self.jobs[0].job) if self.jobs else self.facts
+        cached, seconds = sum(routed.cached_tokens for routed in self.jobs), time.monotonic() - self.began_at
+        return msgspec.structs.replace(facts, cached_tokens=cached, seconds=round(seconds, 4)).encode()
 
 
 def _is_charged(routed: RoutedJob) -> bool:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import random
 import secrets
 import time
 from collections import deque
@@ -19,6 +18,7 @@ from broker.connection import REDIS_DOWN
 from broker.ledger import (
     AccountCopy,
     BehindError,
+    Charge,
     Ledger,
     LedgerFullError,
     QuotaReachedError,
@@ -30,7 +30,9 @@ from router.dispatch.refusals import queue_full
 from router.metrics import RouterMetrics
 from router.quotas.grant import End, Grant
 from router.quotas.plans import Plans
-from rpc.errors import Exhausted, Unavailable
+from router.quotas.refusals import plan_exceeded, quota_reached
+from router.quotas.usage import Facts, UsageLog, calling_key
+from rpc.errors import Unavailable
 
 log = logging.getLogger(__name__)
 
@@ -42,12 +44,12 @@ ACTIVE_S = 60.0
 COPIES_LIMIT = 20_000
 # Maximum accounts that are looked at, or reservations that are settled, at once.
 AT_ONCE = 64
+# Maximum tenants of other routers that each look includes where usage events are written.
+DRAWN_PER_LOOK = 32
 # Interval in seconds between tries to settle while Redis does not answer.
 RETRY_S = 0.25
 # Maximum looks that one reservation waits for.
 _LOOKS_LIMIT = 3
-# Reason of refusals for a plan's limits.
-REASON = "QUOTA_EXCEEDED"
 # No tenant: an account that tells whether Redis has lost its data, whoever is idle.
 CANARY = "~"
 
@@ -72,16 +74,25 @@ class Quotas:
     """The quotas of tenants, as one router keeps them."""
 
     def __init__(
-        self, ledger: Ledger, plans: Plans, metrics: RouterMetrics | None = None, *, retry_s: float = RETRY_S
+        self,
+        ledger: Ledger,
+        plans: Plans,
+        metrics: RouterMetrics | None = None,
+        usage: UsageLog | None = None,
+        *,
+        retry_s: float = RETRY_S,
     ) -> None:
         self.plans = plans
         self._ledger = ledger
         self._metrics = metrics or RouterMetrics()
+        self._usage = usage
         self._retry_s = retry_s
         self._router = secrets.token_hex(6)
         self._accounts: dict[str, _Account] = {CANARY: _Account()}
         self._ended: deque[_Ended] = deque()
         self._settling: asyncio.Task[None] | None = None
+        # Tenants that Redis lists as those whose charges are reported.
+        self._noted: set[str] = set()
         # Number of accounts that took over a copy of this router.
         self._refills = 0
 
@@ -94,7 +105,7 @@ class Quotas:
         ):
             if most is not None and size > most:
                 self._metrics.quota_refusals.labels(self._metrics.tenants.bounded(job.tenant), name).inc()
-                raise _too_large(job.tenant, name, most, f"the request has {size}")
+                raise plan_exceeded(job.tenant, name, most, f"the request has {size}")
         ceiling = plan.priority_ceiling
         return job if ceiling is None or job.priority <= ceiling else replace(job, priority=ceiling)
 
@@ -107,16 +118,21 @@ class Quotas:
         """
         limits = self.plans.limits_of(tenant)
         if limits is None:
-            return None
+            if self._usage is None:
+                return None
+            limits = TokenLimits()  # the ledger is where usage is counted
+        facts = None if self._usage is None else Facts(key=calling_key())
         reservation_id, received = resumed or ("", None)
-        wanted = Reservation(reservation_id or secrets.token_hex(8), self._router, input=given, output=made)
+        subject = facts.encode() if facts else ""
+        wanted = Reservation(reservation_id or secrets.token_hex(8), self._router, subject, input=given, output=made)
         account = self._account(tenant)
         try:
+            await self._note_tenant(tenant)
             with self._metrics.reserve_time.time():
                 reservation, copy = await self._reserve(tenant, account, wanted, received, limits)
         except QuotaReachedError as error:
             self._metrics.quota_refusals.labels(self._metrics.tenants.bounded(tenant), error.limit).inc()
-            raise _refusal(tenant, error, limits) from error
+            raise quota_reached(tenant, error, limits) from error
         except LedgerFullError as error:
             raise queue_full("", str(error)) from error
         except BaseException as error:
@@ -129,7 +145,7 @@ class Quotas:
         if received is not None:  # its prompt was computed, and these tokens were delivered, at an earlier router
             used_output = max(reservation.used_output, received)
             reservation = replace(reservation, used_input=reservation.input, used_output=used_output)
-        grant = account.grants[reservation.id] = Grant(tenant, reservation, self._settle_grant)
+        grant = account.grants[reservation.id] = Grant(tenant, reservation, self._settle_grant, facts=facts)
         return grant
 
     async def _reserve(
@@ -184,7 +200,9 @@ class Quotas:
         """Tell the ledger of an end; `known` is done afterwards unless it is to be told again."""
         account, reservation = self._accounts.get(ended.tenant) or _Account(), ended.reservation
         try:
-            _note(account, await self._ledger.settle(ended.tenant, reservation, ended.end.value, account.copy))
+            copy, charge = await self._ledger.settle(ended.tenant, reservation, ended.end.value, account.copy)
+            _note(account, copy)
+            self._report(ended.tenant, charge)
         except BehindError:
             await self._look(ended.tenant, account)
             return
@@ -195,22 +213,35 @@ class Quotas:
         if not ended.known.done():
             ended.known.set_result(None)
 
+    def _report(self, tenant: str, charge: Charge | None) -> None:
+        if charge is not None and self._usage is not None:
+            self._usage.add(tenant, charge)
+
     async def drain(self, timeout_s: float) -> None:
         """Settle what has ended, up to a timeout; what is not settled by then expires in the ledger."""
         if (settling := self._settling) is not None:
             await asyncio.wait({settling}, timeout=timeout_s)
             settling.cancel()
+        if self._usage is not None:
+            await self._usage.write()
 
     # Looks
 
     async def follow(self) -> None:
-        """Renew the grants and the copies every second; never returns."""
+        """Renew the grants and the copies every second, and follow plans and usage; never returns."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self.plans.follow())
+            tasks.create_task(self._follow_all_accounts())
+            if self._usage is not None:
+                tasks.create_task(self._usage.follow())
+
+    async def _follow_all_accounts(self) -> None:
         listed: set[str] = set()
         while True:
-            if self.plans.has_limits:
+            if self.plans.has_limits or self._usage is not None:
                 new = [tenant for tenant in self.plans.tenants if tenant not in listed]
                 listed.update(new)
-                await self._follow_accounts(new)
+                await self._follow_accounts([*new, *await self._reported_tenants()])
             await asyncio.sleep(LOOK_S)
 
     async def _follow_accounts(self, new: Sequence[str]) -> None:
@@ -221,6 +252,22 @@ class Quotas:
         await self._look_at({CANARY: None, **dict.fromkeys([*new, *active])})
         if self._refills > refills:  # Redis has lost data: perhaps those of idle tenants too
             await self._look_at(self._accounts)
+
+    async def _reported_tenants(self) -> list[str]:
+        """Return some tenants to look at, whoever used them, so that no charge of a dead router stays unreported."""
+        if self._usage is None:
+            return []
+        try:
+            for tenant in [name for name, one in self._accounts.items() if one.used_at and name not in self._noted]:
+                await self._note_tenant(tenant)
+            return await self._ledger.some_tenants(DRAWN_PER_LOOK)
+        except REDIS_DOWN:
+            return []
+
+    async def _note_tenant(self, tenant: str) -> None:
+        if self._usage is not None and tenant not in self._noted:
+            await self._ledger.add_tenant(tenant)
+            self._noted.add(tenant)
 
     async def _look_at(self, tenants: Iterable[str]) -> None:
         names = list(tenants)
@@ -243,9 +290,12 @@ class Quotas:
         finally:
             account.looking = None
         _note(account, look.account)
+        for charge in look.charges:
+            self._report(tenant, charge)
         self._metrics.reservations_expired.inc(look.expired)
         if look.refilled:
             self._refills += 1
+            self._noted.clear()
             self._metrics.ledger_refills.inc()
             if tenant != CANARY:
                 log.warning("Redis lost data of the account of tenant %s; this router's copy was taken over", tenant)
@@ -255,17 +305,3 @@ def _note(account: _Account, copy: AccountCopy) -> None:
     """Keep the later state; the epoch of an account is the time at which it was made."""
     if (copy.epoch, copy.version) > (account.copy.epoch, account.copy.version):
         account.copy = copy
-
-
-def _refusal(tenant: str, error: QuotaReachedError, limits: TokenLimits) -> Exhausted:
-    most = getattr(limits, error.limit)
-    if error.wait_ms is None:
-        return _too_large(tenant, error.limit, most, "the request alone is more")
-    after_s = error.wait_ms / 1e3 + random.random()  # clients of a tenant must not all come at the same moment
-    message = f"{tenant} has used its quota: {error.limit} is {most}"
-    return Exhausted(f"tenants/{tenant}/quotas/{error.limit}", message, retry_after_s=after_s, reason=REASON)
-
-
-def _too_large(tenant: str, name: str, most: int, why: str) -> Exhausted:
-    message = f"the plan of {tenant} has {name} {most}: {why}"
-    return Exhausted(f"tenants/{tenant}/quotas/{name}", message, retry_after_s=None, reason=REASON)

@@ -71,34 +71,41 @@ class Both:
         """End a reservation; False: the account is behind."""
         copy = self.seen if seen is None else seen
         try:
-            expected: AccountCopy | None = self.model.settle("acme", reservation, state, copy, self.clock.now_ms)
+            expected = self.model.settle("acme", reservation, state, copy, self.clock.now_ms)
         except BehindError:
-            expected = None
-        try:
-            assert await self.ledger.settle("acme", reservation, state, copy) == expected
-        except BehindError:
-            assert expected is None
-        self.seen = expected or self.seen
-        return expected is not None
+            with pytest.raises(BehindError):
+                await self.ledger.settle("acme", reservation, state, copy)
+            return False
+        assert await self.ledger.settle("acme", reservation, state, copy) == expected
+        self.seen = expected[0]
+        return True
 
     async def look(self, *renewed: Reservation, seen: AccountCopy | None = None) -> Look:
         """Look, and renew some."""
         copy, given = self.seen if seen is None else seen, [(one, True) for one in renewed]
         look = await self.ledger.look("acme", copy, given)
-        assert look == self.model.look("acme", copy, given, self.clock.now_ms)
+        expected = self.model.look("acme", copy, given, self.clock.now_ms)
+        drawn = set(look.charges)
+        if len(drawn) == terms.CHARGES_PER_LOOK:  # by chance
+            assert drawn <= set(expected.charges)
+        else:
+            assert drawn == set(expected.charges)
+        assert replace(look, charges=()) == replace(expected, charges=())
         self.seen = look.account
+        await self.ledger.acknowledge("acme", [charge.id for charge in look.charges] or [""])
+        self.model.acknowledge("acme", [charge.id for charge in look.charges])
         return look
 
     async def lose_data(self, redis: Redis) -> None:
         """Remove all of Redis's data but the clock."""
         await redis.flushdb()
         await self.clock.advance(0)
-        self.model = LedgerModel()
+        self.model = LedgerModel(reports=True)
 
 
 @pytest.fixture
 async def both(redis: Redis, clock: Clock) -> Both:
-    both = Both(Ledger(redis, SCRIPTS_ON_TEST_CLOCK), LedgerModel(), clock)
+    both = Both(Ledger(redis, SCRIPTS_ON_TEST_CLOCK, reports=True), LedgerModel(reports=True), clock)
     await both.look()
     await clock.advance(terms.RECOVERY_MS)
     return both
@@ -184,6 +191,21 @@ async def test_a_resumed_request_keeps_its_reservation_and_is_charged_once(both:
     await both.settle(replace(granted, used_input=10, used_output=17), "ended")
     await both.settle(replace(resumed, used_input=10, used_output=60))
     assert (both.seen.input, both.seen.output, both.seen.requests) == (10, 60, 1)
+
+
+async def test_a_charge_is_kept_until_it_is_reported(both: Both) -> None:
+    granted = await both.granted(replace(request(), subject="begun"))
+    await both.settle(replace(granted, subject="done", used_input=10, used_output=70))
+    died = await both.granted(replace(request(2), subject="begun"))
+    await both.look(replace(died, used_input=10, used_output=30))
+    await both.clock.advance(terms.HELD_MS)
+    charges = (await both.look()).charges
+    assert [(one.id, one.input, one.output, one.subject) for one in charges] == [("r1:0", 10, 70, "done")]
+    await both.clock.advance(terms.REPORT_AFTER_MS)
+    charges = (await both.look()).charges
+    assert [(one.id, one.input, one.output, one.subject) for one in charges] == [("r2:0", 10, 30, "begun")]
+    await both.clock.advance(terms.REPORT_AFTER_MS)
+    assert not (await both.look()).charges
 
 
 async def test_a_request_resumed_late_needs_room_and_is_charged_for_its_rest_alone(both: Both) -> None:

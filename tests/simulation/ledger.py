@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from broker.ledger import AccountCopy, Look, Reservation, TokenLimits
+from broker.ledger import AccountCopy, Charge, Look, Reservation, TokenLimits
 from tests.simulation.redis import SimulatedRedis
 
 
@@ -27,7 +27,9 @@ class SimulatedLedger:
 
         return await redis.call(reserve)
 
-    async def settle(self, tenant: str, reservation: Reservation, state: str, seen: AccountCopy) -> AccountCopy:
+    async def settle(
+        self, tenant: str, reservation: Reservation, state: str, seen: AccountCopy
+    ) -> tuple[AccountCopy, Charge | None]:
         """See Ledger."""
         redis = self._redis
         return await redis.call(lambda: redis.data.ledger.settle(tenant, reservation, state, seen, redis.now_ms))

@@ -13,5 +13,6 @@ end
 
 -- Take over what its router says that a request has used by now.
 local function take_use(r, given)
+  if given.subject ~= '' then r.subject = given.subject end
   r.used_input, r.used_output = math.max(r.used_input, given.used_input), math.max(r.used_output, given.used_output)
 end

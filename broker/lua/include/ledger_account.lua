@@ -97,8 +97,9 @@ local function write_reservation(id, r)
   redis.call('SET', PREFIX .. 'of:' .. id, packed, 'PX', r.state == 'open' and OPEN_RECORD_MS or ENDED_RECORD_MS)
 end
 
--- End a reservation: the account then has what was used of it. A second end adds what the first did not know of.
-local function end_reservation(account, id, r, state)
+-- End a reservation: the account then has what was used of it. A second end adds what the first did not know of. With
+-- `reports` answers the field and value of the charge, which is kept until a router has written its usage event.
+local function end_reservation(account, id, r, state, reports)
   local output = math.max(0, r.used_output - r.base)
   local requests = (r.used_input > 0 or output > 0) and r.requests or 0
   add(account, r, requests - r.requests, r.used_input - r.input, output - r.output)
@@ -106,4 +107,9 @@ local function end_reservation(account, id, r, state)
   write_reservation(id, r)
   redis.call('ZREM', HELD, id)
   redis.call('ZREM', STREAMS, id)
+  if not reports or r.used_input + output == 0 then return '', '' end
+  local charge = string.format('%s:%.0f', id, r.part)
+  local value = cjson.encode({input = r.used_input, output = output, at_ms = now, subject = r.subject})
+  redis.call('HSET', UNREPORTED, charge, value)
+  return charge, value
 end

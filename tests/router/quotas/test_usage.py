@@ -1,0 +1,93 @@
+"""Usage events on Redis and a disk: the counts are the account's, none is lost or there twice, whoever dies."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from redis.asyncio import Redis
+
+from broker import terms
+from broker.ledger import AccountCopy, Ledger
+from broker.scripts import Scripts
+from router.metrics import RouterMetrics
+from router.quotas.grant import End
+from router.quotas.plans import Plans
+from router.quotas.quotas import Quotas
+from router.quotas.usage import UsageLog
+from tests.router.quotas.test_quotas import begun, granted
+
+# Reservations that nobody renews end at once, and any router reports a charge at once.
+AT_ONCE = Scripts(constants={"HELD_MS": 0, "REPORT_AFTER_MS": 0, "RECOVERY_MS": 0})
+New = Callable[..., tuple[Quotas, UsageLog]]
+
+
+@pytest.fixture
+def new(redis: Redis, tmp_path: Path) -> New:
+    """Make the quotas of a router with a usage file of its own."""
+
+    def make(name: str) -> tuple[Quotas, UsageLog]:
+        ledger = Ledger(redis, AT_ONCE, reports=True)
+        usage = UsageLog(tmp_path / name, ledger.acknowledge, RouterMetrics())
+        return Quotas(ledger, Plans(), usage=usage, retry_s=0.01), usage
+
+    return make
+
+
+def events(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for name in sorted(path.glob("router*")) for line in name.read_text().splitlines()]
+
+
+async def test_an_event_has_what_its_tenant_was_charged(new: New, tmp_path: Path, redis: Redis) -> None:
+    quotas, _ = new("router-a")
+    begun(grant := await granted(quotas, 2, 100), 60)
+    grant.settle(End.FINISHED)
+    (await granted(quotas, 2, 100)).settle(End.ENDED)  # nothing of it was used
+    await quotas.drain(5.0)
+    (event,) = events(tmp_path)
+    assert {"specversion": "1.0", "type": "loraplex.usage.v1", "subject": "tenants/acme"}.items() <= event.items()
+    assert event["id"] == f"{grant.id}:0"
+    data = event["data"]
+    assert (data["input_tokens"], data["output_tokens"], data["cached_tokens"]) == (2, 60, 0)
+    assert (data["tenant"], data["model"], data["request_id"], data["key"]) == ("acme", "tiny", "j", "")
+    assert (await Ledger(redis).look("acme", AccountCopy())).account.day_tokens == 62
+    assert (tmp_path / "router-a").stat().st_mode & 0o777 == 0o600
+
+
+async def test_another_router_writes_the_events_of_a_dead_one(new: New, tmp_path: Path) -> None:
+    first, _ = new("router-a")
+    begun(settled := await granted(first, 2, 100), 60)
+    begun(running := await granted(first, 2, 100), 7)
+    await first._follow_accounts([])  # the last look before its death
+    await settled.settle(End.FINISHED)
+    second, usage = new("router-b")
+    for _ in range(3):
+        await second._follow_accounts(await second._reported_tenants())
+        await usage.write()
+    charged = {event["id"]: event["data"]["output_tokens"] for event in events(tmp_path)}
+    assert charged == {f"{settled.id}:0": 60, f"{running.id}:0": 7}
+    assert len(events(tmp_path)) == 2
+
+
+async def test_a_full_disk_and_a_torn_line_lose_nothing(new: New, tmp_path: Path) -> None:
+    quotas, usage = new("router-a")
+    (tmp_path / "router-a").mkdir()
+    begun(grant := await granted(quotas, 2, 100), 60)
+    grant.settle(End.FINISHED)
+    await quotas.drain(5.0)
+    (tmp_path / "router-a").rmdir()
+    (tmp_path / "router-a").write_text('{"specver')
+    await quotas._follow_accounts([])
+    await usage.write()
+    await quotas._follow_accounts([])
+    await usage.write()
+    torn, whole = (tmp_path / "router-a").read_text().splitlines()
+    assert torn == '{"specver'
+    assert json.loads(whole)["id"] == f"{grant.id}:0"
+
+
+def test_any_router_reports_a_charge_after_its_own_had_the_time() -> None:
+    assert terms.REPORT_AFTER_MS >= 2_000
