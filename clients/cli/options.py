@@ -15,6 +15,7 @@ from clients.cli.terminal import CommandError
 # As in loraplex_client.credentials, which is slow to import.
 KEY_VARIABLE, KEY_FILE_VARIABLE = "LORAPLEX_API_KEY", "LORAPLEX_API_KEY_FILE"
 CA_VARIABLE, CERT_VARIABLE, CERT_KEY_VARIABLE = "LORAPLEX_CA", "LORAPLEX_CERT", "LORAPLEX_KEY"
+CREDENTIAL_VARIABLES = (KEY_VARIABLE, KEY_FILE_VARIABLE, CA_VARIABLE, CERT_VARIABLE, CERT_KEY_VARIABLE)
 
 RouterOption = Annotated[
     str,

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from clients.cli.options import QuantizeOption
+from clients.cli.options import CREDENTIAL_VARIABLES, QuantizeOption
 
 
 def up(  # noqa: PLR0913, PLR0917  # one parameter a flag
@@ -52,6 +53,8 @@ def up(  # noqa: PLR0913, PLR0917  # one parameter a flag
     from clients.cli.models import check_quantization, read_model
     from deploy.local.cluster import ClusterSettings
 
+    for variable in CREDENTIAL_VARIABLES:  # of another cluster: this one has none
+        os.environ.pop(variable, None)
     # Refuse bad arguments before any process starts.
     base = read_model(model, "", quantize)
     check_quantization(quantize, device)

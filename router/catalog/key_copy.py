@@ -36,11 +36,15 @@ class KeyCopy:
 
     async def look(self) -> None:
         """Take what has changed; where the store does not answer, leave it for the next time."""
+        keys: list[HashedKey] = []
+        epoch, latest = self._epoch, self._latest
         try:
             while True:
-                answer = await self._store.key_changes(self._epoch, self._latest)
-                self._directory.put([_key(one) for one in answer.keys], clear=answer.epoch != self._epoch)
-                self._epoch, self._latest = answer.epoch, answer.latest
+                answer = await self._store.key_changes(epoch, latest)
+                if answer.epoch != epoch:
+                    keys = []
+                keys += map(_key, answer.keys)
+                epoch, latest = answer.epoch, answer.latest
                 if not answer.more:
                     break
         except CallError as error:
@@ -48,6 +52,9 @@ class KeyCopy:
                 log.warning("API keys: %s", error.message)
             self._last_logged = error.message
             return
+        # At once: half of the keys of another epoch would refuse the other half.
+        self._directory.put(keys, clear=epoch != self._epoch)
+        self._epoch, self._latest = epoch, latest
         self._last_logged = ""
         self._directory.look_done()
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import http.client
 import json
 import logging
 import time
@@ -111,7 +112,7 @@ class SigningKeys:
                 self._take(await asyncio.to_thread(_fetch, self._url))
             else:
                 self._read_file()
-        except (ValueError, OSError) as error:
+        except (ValueError, OSError, http.client.HTTPException) as error:
             log.warning("keeps the former keys: %s", error)
 
     def _read_file(self) -> None:

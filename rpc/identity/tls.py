@@ -36,6 +36,8 @@ class TlsFiles:
 
     def __init__(self, cert: Path, key: Path, ca: Path) -> None:
         self._cert, self._key, self._ca = cert, key, ca
+        if key.is_file() and not is_private(key):
+            log.warning("others than the owner may read %s; `chmod 600` it", key)
         self._seen = self._stamps()
         self._pems = self._read()
         # Grows when the files have changed.

@@ -2,13 +2,32 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
-from loraplex.inference.v1 import inference_pb2_grpc
-from loraplex_client import Client, InvalidRequestError, Tls
+from loraplex.inference.v1 import inference_pb2, inference_pb2_grpc
+from loraplex_client import (
+    AsyncClient,
+    Client,
+    InvalidRequestError,
+    PermissionDeniedError,
+    Tls,
+    UnauthenticatedError,
+)
 from loraplex_client.connection import TENANT_KEY, Connection
 from loraplex_client.credentials import Credentials, credentials_of
+
+from rpc.identity.api_keys import ApiKeyReader, HashedKey, HashedSecret, KeyDirectory, new_api_key
+from rpc.identity.certificates import CertificateReader
+from rpc.identity.development_ca import DevelopmentCa
+from rpc.identity.guard import Guard
+from rpc.identity.permissions import Port
+from rpc.identity.principal import Role, calling_tenant
+from rpc.identity.tls import TlsFiles
+from rpc.server import Server
 
 
 def test_the_environment_has_the_credentials_of_a_client_without_any(tmp_path: Path) -> None:
@@ -61,3 +80,57 @@ def test_with_a_credential_the_tenant_is_the_credential_s() -> None:
 def test_a_certificate_without_its_key_is_refused() -> None:
     with pytest.raises(InvalidRequestError, match="cert and key together"):
         Tls(cert="a.pem")
+
+
+class Models(inference_pb2_grpc.InferenceServiceServicer):
+    """Lists one model, named like the tenant that asks."""
+
+    async def ListModels(self, request: Any, context: Any) -> inference_pb2.ListModelsResponse:
+        """Answer."""
+        return inference_pb2.ListModelsResponse(models=[inference_pb2.Model(name=calling_tenant())])
+
+
+@pytest.fixture
+async def served(tmp_path: Path) -> AsyncIterator[tuple[tuple[int, int], DevelopmentCa, str]]:
+    """The ports (for keys, for certificates) of a server, its authority, and a key of acme's."""
+    ca, directory = DevelopmentCa(), KeyDirectory()
+    key_id, text, sha256 = new_api_key()
+    secrets = (HashedSecret(sha256),)
+    directory.put([HashedKey(key_id, "acme", Role.TENANT_USER, frozenset(), None, False, secrets)])
+    tls = TlsFiles(*ca.write(tmp_path, "router", ca.issue("loraplex://router/r", ["127.0.0.1"])), ca.write_ca(tmp_path))
+    server = Server(Guard([Port.PUBLIC], [CertificateReader(), ApiKeyReader(directory)]))
+    inference_pb2_grpc.add_InferenceServiceServicer_to_server(Models(), server.grpc)  # type: ignore[abstract]
+    ports = [server.bind("127.0.0.1", 0, tls.server_credentials(client_certificates=one)) for one in (False, True)]
+    await server.start()
+    yield (ports[0], ports[1]), ca, text
+    await server.stop(0)
+
+
+async def test_both_clients_come_with_a_key_or_a_certificate(served: Any, tmp_path: Path) -> None:
+    (plain, mutual), ca, text = served
+    authority = tmp_path / "ca.pem"
+    cert, key = ca.write(tmp_path, "globex", ca.issue("loraplex://tenant/globex"))
+    for port, options, tenant in (
+        (plain, {"api_key": text, "tls": Tls(authority)}, "acme"),
+        (plain, {"api_key": lambda: text, "tls": Tls(authority)}, "acme"),
+        (mutual, {"tls": Tls(authority, cert, key)}, "globex"),
+    ):
+        async with AsyncClient(f"127.0.0.1:{port}", **options) as client:
+            assert [model.name for model in await client.models()] == [tenant]
+        with Client(f"127.0.0.1:{port}", **options) as blocking:
+            assert [model.name for model in await asyncio.to_thread(blocking.models)] == [tenant]
+    async with AsyncClient(f"127.0.0.1:{plain}", "globex", api_key=text, tls=Tls(authority)) as client:
+        with pytest.raises(PermissionDeniedError):
+            await client.models()
+    async with AsyncClient(f"127.0.0.1:{plain}", tls=Tls(authority)) as client:
+        with pytest.raises(UnauthenticatedError):
+            await client.models()
+
+
+async def test_a_client_takes_its_new_certificate(served: Any, tmp_path: Path) -> None:
+    (_, mutual), ca, _ = served
+    cert, key = ca.write(tmp_path, "mine", ca.issue("loraplex://tenant/acme"))
+    async with AsyncClient(f"127.0.0.1:{mutual}", tls=Tls(tmp_path / "ca.pem", cert, key)) as client:
+        assert [model.name for model in await client.models()] == ["acme"]
+        ca.write(tmp_path, "mine", ca.issue("loraplex://tenant/globex"))
+        assert [model.name for model in await client.models()] == ["globex"]

@@ -90,3 +90,38 @@ async def test_a_store_that_does_not_answer_leaves_the_copy_as_it_is(store: Stor
     await copy.look()
     assert directory.find(key_id) is not None
     await copy._store.close()
+
+
+class Pages:
+    """A store that answers with pages, of which the second fails."""
+
+    def __init__(self) -> None:
+        self.answers = [
+            pb.ListKeyChangesResponse(epoch="a", latest=1, keys=[hashed("old")]),
+            pb.ListKeyChangesResponse(epoch="b", latest=1, more=True, keys=[hashed("one")]),
+        ]
+
+    async def key_changes(self, epoch: str, after: int) -> pb.ListKeyChangesResponse:
+        """Return the next page."""
+        if not self.answers:
+            raise Unavailable("away")
+        return self.answers.pop(0)
+
+
+def hashed(key_id: str) -> pb.HashedKey:
+    return pb.HashedKey(key=pb.Key(key_id=key_id, tenant="acme", role="tenant-user"))
+
+
+async def test_half_of_another_epoch_is_not_taken() -> None:
+    pages: Any = Pages()
+    directory = KeyDirectory()
+    copy = KeyCopy(pages, directory)
+    await copy.look()
+    await copy.look()  # breaks off after the first page
+    assert directory.find("old") is not None
+    pages.answers = [
+        pb.ListKeyChangesResponse(epoch="b", latest=1, more=True, keys=[hashed("one")]),
+        pb.ListKeyChangesResponse(epoch="b", latest=2, keys=[hashed("two")]),
+    ]
+    await copy.look()
+    assert [directory.find(key_id) is not None for key_id in ("old", "one", "two")] == [False, True, True]
