@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import time
+from collections import deque
+
 from redis.exceptions import OutOfMemoryError
 
-from broker.commands import Command, Verb
+from broker.commands import COMMAND_TTL_MS, Command, Verb
 from broker.connection import REDIS_DOWN
-from broker.messages import AdapterRef, AdapterRequest, WorkerState
+from broker.messages import AdapterRequest, WorkerState
 from router.catalog.adapters import check_rank
 from router.catalog.fitness import check_fitness
 from router.catalog.models import Models, ServedModel
@@ -15,6 +18,9 @@ from rpc.errors import Exhausted, InvalidField, Mismatch, NotFound, Unavailable
 
 # Seconds after which an operator may try again to pin an adapter when Redis is out of memory.
 FULL_RETRY_S = 5.0
+# Maximum number of warms of one tenant within so many seconds, the time that a command waits for its worker.
+WARMS = 64
+_WARMS_S = COMMAND_TTL_MS / 1e3
 
 
 class AdapterCommands:
@@ -23,6 +29,7 @@ class AdapterCommands:
     def __init__(self, models: Models, store: StoreClient) -> None:
         self._models = models
         self._store = store
+        self._warms = _WarmRate()
 
     async def send(self, verb: Verb, tenant: str, name: str, worker_id: str) -> None:
         """Send a command to one worker, or to all of the adapter's base; a pin on all holds for later workers too.
@@ -32,10 +39,12 @@ class AdapterCommands:
         if not name:
             raise InvalidField("adapter", "name an adapter")
         resolved = await self._store.resolve(tenant, name)
+        if verb is Verb.WARM:
+            self._warms.take(tenant)
         request = AdapterRequest(resolved.ref, tenant)
         try:
             if verb is not Verb.UNPIN:
-                await self._check(verb, resolved, worker_id)
+                await self._check(verb, resolved, request, worker_id)
             if not worker_id and verb is not Verb.WARM:
                 # Before the look at live workers: a worker that starts meanwhile is seen, or reads the pin itself.
                 for model in self._models_of(resolved):
@@ -50,7 +59,7 @@ class AdapterCommands:
         except REDIS_DOWN as error:
             raise Unavailable("Redis does not answer", reason="QUEUE_DOWN") from error
 
-    async def _check(self, verb: Verb, resolved: ResolvedAdapter, worker_id: str) -> None:
+    async def _check(self, verb: Verb, resolved: ResolvedAdapter, request: AdapterRequest, worker_id: str) -> None:
         workers = await self._workers(resolved, worker_id)
         for model, _ in workers:
             check_fitness(resolved, model.manifest)
@@ -61,7 +70,7 @@ class AdapterCommands:
         if verb is Verb.PIN and states:
             most = max(state.slots_total for state in states) - 1
             for model in self._models_of(resolved):
-                _check_slots(resolved.ref, await model.queue.pins.list(), most)
+                _check_slots(request, await model.queue.pins.list(), most)
 
     def _models_of(self, resolved: ResolvedAdapter) -> list[ServedModel]:
         found = [model for model in self._models.served if model.manifest.adapted_digest == resolved.base_digest]
@@ -85,12 +94,43 @@ class AdapterCommands:
         return found
 
 
-def _check_slots(ref: AdapterRef, pinned: list[AdapterRequest], most: int) -> None:
-    """Raise Mismatch where every worker would refuse a pin. `most` is how many the largest worker keeps."""
-    others = sum(pin.adapter.digest != ref.digest for pin in pinned)
-    if others >= most:
+class _WarmRate:
+    """Counts the warms of each tenant: a worker's queue of commands is short, and drops the oldest."""
+
+    def __init__(self) -> None:
+        self._sent: dict[str, deque[float]] = {}
+
+    def take(self, tenant: str) -> None:
+        """Count a warm. Raises Exhausted for one too many."""
+        now = time.monotonic()
+        self._sent = {name: sent for name, sent in self._sent.items() if now - sent[-1] < _WARMS_S}
+        sent = self._sent.setdefault(tenant, deque(maxlen=WARMS))
+        if len(sent) == WARMS and (left_s := sent[0] + _WARMS_S - now) > 0:
+            message = f"{tenant} has warmed {WARMS} adapters within {_WARMS_S:g} s"
+            raise Exhausted(f"tenants/{tenant}/warms", message, retry_after_s=left_s, reason="WARMS_FULL")
+        sent.append(now)
+
+
+def _check_slots(request: AdapterRequest, pinned: list[AdapterRequest], most: int) -> None:
+    """Raise Mismatch where every worker would refuse a pin, or where the tenant would have more than it leaves.
+
+    `most` is how many the largest worker keeps.
+    """
+    ref = request.adapter
+    others = [pin for pin in pinned if pin.adapter.digest != ref.digest]
+    if len(others) < len(pinned):  # it is pinned already
+        return
+    own = sum(pin.tenant == request.tenant for pin in others)
+    if len(others) < most <= len(others) + own:
         raise Mismatch(
             ref.revision,
-            f"{others} adapters are pinned on all workers, which keep at most {most}; unpin one",
+            f"{request.tenant} has pinned {own} adapters, and {most - len(others)} more can be pinned, "
+            "which are for others; unpin one",
+            reason="SLOTS_SHARED",
+        )
+    if len(others) >= most:
+        raise Mismatch(
+            ref.revision,
+            f"{len(others)} adapters are pinned on all workers, which keep at most {most}; unpin one",
             reason="SLOTS_PINNED",
         )

@@ -25,6 +25,7 @@ from router.dispatch.refusals import REFUSALS, refusal
 from router.dispatch.routed_job import RoutedJob
 from router.dispatch.timing import DispatchTiming
 from router.dispatch.unbound_jobs import UnboundJobs
+from router.dispatch.weighted_sets import check_weighted_sets
 from router.dispatch.worker_links import WorkerLinks
 from router.metrics import LOST, RETURNED, RouterMetrics
 from rpc.errors import CallError, DeadlinePassed, Internal, Unavailable
@@ -68,6 +69,7 @@ class Dispatcher:
 
     async def dispatch(self, job: Job) -> RoutedJob:
         """Put a new job into the queue and own it until `release`. Raises Exhausted or Unavailable."""
+        check_weighted_sets(job, (other.job for other in self._jobs.values()))
         routed = self._jobs[job.job_id] = RoutedJob(job, self._rounds)
         try:
             await self._enqueue(job)
