@@ -1,0 +1,194 @@
+"""A tenant at ten times its quota, beside a quiet one: `python -m bench.quotas [--quick] [--json FILE]`.
+
+Three routers, two workers with the hash model, and Valkey run as processes of this machine. For a minute the loud
+tenant asks for its quota of output tokens, then for two minutes for ten times as much. In the last minute a router is
+killed, then Valkey, which loses its data. Granted are the tokens that clients got. `--quick` has a quota a day instead,
+and takes seconds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import tempfile
+import time
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from statistics import quantiles
+
+import uvloop
+from loraplex_client import AsyncClient, AsyncStoreClient, LoraplexError, ResourceExhaustedError
+
+from artifacts.base_model import read_base_model
+from bench.command import run_command
+from bench.report import Aim, Report, progress
+from clients.cli.models import registered
+from deploy.local.cluster import ClusterSettings, LocalCluster
+
+MODEL = "hash:?vocab=32000&seed=1&step_ms=5"
+PROMPT = tuple(range(16))
+AIMS = {
+    "granted_of_quota": Aim(at_least=0.98),
+    "granted_of_quota_and_bound": Aim(at_most=1.0),
+    "events_of_granted": Aim(at_least=1.0),
+    "quiet_p99_ttft_10x_over_1x": Aim(at_most=1.1),
+}
+
+
+@dataclass(frozen=True)
+class Setup:
+    """The sizes of a run: the quota in output tokens, tokens of an answer, seconds of a phase, and the plan's limit."""
+
+    quota: int
+    answer: int
+    phase_s: float
+    limit: str
+    # Number of phases at ten times the quota; routers and Valkey are killed in the last one.
+    phases: int = 2
+    quiet_s: float = 0.05
+
+
+FULL = Setup(quota=30_000, answer=50, phase_s=60.0, limit="output_tokens_per_minute")
+QUICK = Setup(quota=3_000, answer=20, phase_s=4.0, limit="tokens_per_day")
+
+
+@dataclass
+class Tenant:
+    """The calls of a tenant: how they ended, tokens that clients got, and seconds to first tokens."""
+
+    ends: Counter[str] = field(default_factory=Counter)
+    tokens: int = 0
+    ttft_s: list[float] = field(default_factory=list)
+
+
+def main() -> None:
+    """Run the benchmark with the command line's arguments."""
+    run_command("quotas", __doc__ or "", lambda quick: measure(QUICK if quick else FULL, quick))
+
+
+def measure(setup: Setup, quick: bool) -> Report:
+    """Measure one cluster."""
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(_measure(setup, quick))
+
+
+async def _measure(setup: Setup, quick: bool) -> Report:
+    rate = setup.quota / setup.answer / setup.phase_s
+    rows, loud_ones, quiet_ones = [], list[Tenant](), list[Tenant]()
+    with tempfile.TemporaryDirectory(prefix="lp-") as name:
+        async with _cluster(Path(name), setup) as cluster:
+            if setup.limit.endswith("minute"):
+                await asyncio.sleep(60.5 - time.time() % 60)
+            for phase in range(1 + setup.phases):
+                times, kills = (1 if phase == 0 else 10), phase == setup.phases
+                progress(f"phase {phase + 1}: {times}x the quota" + (", a router and Valkey die" if kills else ""))
+                killing = asyncio.create_task(_kill(cluster, setup.phase_s)) if kills else None
+                loud, quiet = Tenant(), Tenant()
+                await asyncio.gather(
+                    _ask(cluster, "loud", loud, setup, 1 / (rate * times)),
+                    _ask(cluster, "quiet", quiet, setup, setup.quiet_s),
+                )
+                if killing is not None:
+                    await killing
+                loud_ones.append(loud)
+                quiet_ones.append(quiet)
+                rows.append(_row(f"loud, {times}x", loud))
+                rows.append(_row("quiet beside it", quiet))
+            await asyncio.sleep(8.0)  # what was left is held for a while, and then written
+            events = _events(Path(name))
+    granted, windows = sum(one.tokens for one in loud_ones), 1 if setup.limit == "tokens_per_day" else 1 + setup.phases
+    quota = setup.quota * windows
+    bound = max(0.02 * setup.quota, setup.answer)
+    return Report(
+        name="quotas",
+        command="python -m bench.quotas" + (" --quick" if quick else ""),
+        quick=quick,
+        setup=asdict(setup),
+        rows=rows,
+        ratios={
+            "granted_of_quota": granted / quota,
+            "granted_of_quota_and_bound": granted / (quota + bound),
+            "events_of_granted": events / granted,
+            "quiet_p99_ttft_10x_over_1x": _p99(quiet_ones[1]) / _p99(quiet_ones[0]),
+        },
+        aims=AIMS,
+    )
+
+
+async def _ask(cluster: LocalCluster, tenant: str, into: Tenant, setup: Setup, pause_s: float) -> None:
+    """Make calls at a steady rate for a phase, whatever becomes of them, and wait for their ends."""
+    async with AsyncClient(list(cluster.routers), tenant) as client:
+        began, calls = time.monotonic(), set[asyncio.Task[None]]()
+        number = 0
+        while (now := time.monotonic() - began) < setup.phase_s - 1.5:
+            if now < number * pause_s:
+                await asyncio.sleep(number * pause_s - now)
+            number += 1
+            calls.add(asyncio.create_task(_call(client, into, setup.answer)))
+        await asyncio.gather(*calls)
+        await asyncio.sleep(max(0.0, setup.phase_s - (time.monotonic() - began)))
+
+
+async def _call(client: AsyncClient, into: Tenant, answer: int) -> None:
+    start, got = time.perf_counter(), 0
+    try:
+        async with client.generate_stream(token_ids=PROMPT, max_new_tokens=answer, timeout_s=30.0) as stream:
+            async for piece in stream:
+                if not got and piece.token_ids:
+                    into.ttft_s.append(time.perf_counter() - start)
+                got += len(piece.token_ids)
+        into.ends["answered"] += 1
+    except ResourceExhaustedError as error:
+        into.ends[error.reason or "RESOURCE_EXHAUSTED"] += 1
+    except LoraplexError as error:
+        into.ends[type(error).__name__] += 1
+    into.tokens += got
+
+
+async def _kill(cluster: LocalCluster, phase_s: float) -> None:
+    await asyncio.sleep(phase_s / 6)
+    for name in ("router-2", "valkey"):
+        cluster.kill(name)
+        await cluster.restart(name)
+        await asyncio.sleep(phase_s / 6)
+
+
+def _events(directory: Path) -> int:
+    """Count the output tokens of the loud tenant's usage events, each id once."""
+    counts: dict[str, int] = {}
+    for line in (directory / "usage.jsonl").read_text().splitlines():
+        event = json.loads(line)
+        if event["subject"] == "tenants/loud":
+            counts[event["id"]] = max(counts.get(event["id"], 0), event["data"]["output_tokens"])
+    return sum(counts.values())
+
+
+@asynccontextmanager
+async def _cluster(directory: Path, setup: Setup) -> AsyncIterator[LocalCluster]:
+    prompts = len(PROMPT) * setup.quota // setup.answer if setup.limit == "tokens_per_day" else 0
+    (directory / "plans.toml").write_text(f"[tenants.loud]\n{setup.limit} = {setup.quota + prompts}\n")
+    flags = ("--plans", str(directory / "plans.toml"), "--usage-file", str(directory / "usage.jsonl"))
+    settings = ClusterSettings(MODEL, workers=2, routers=3, port=0, store_port=0, router_flags=flags)
+    async with LocalCluster(settings) as cluster:
+        async with AsyncStoreClient(cluster.store, "loud") as store:
+            base = await asyncio.to_thread(read_base_model, MODEL)
+            await store.register_model(registered(base), base.files)
+        await cluster.wait_serving()
+        await asyncio.sleep(3.0)  # accounts are new until then
+        yield cluster
+
+
+def _p99(tenant: Tenant) -> float:
+    return quantiles(tenant.ttft_s, n=100, method="inclusive")[98]
+
+
+def _row(name: str, tenant: Tenant) -> dict[str, object]:
+    ends = {f"{end}": count for end, count in sorted(tenant.ends.items())}
+    return {"case": name, "tokens": tenant.tokens, "ttft p99 ms": _p99(tenant) * 1e3 if tenant.ttft_s else 0.0, **ends}
+
+
+if __name__ == "__main__":
+    main()
