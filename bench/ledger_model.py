@@ -120,7 +120,7 @@ class LedgerModel:
             raise BehindError
         found, state = account.record(wanted.id, now_ms) or (None, "")
         if found is not None and state == "open":
-            return self._hold(tenant, account, replace(found, owner=wanted.owner), wanted, now_ms)
+            return self._hold(tenant, account, replace(found, owner=wanted.owner), limits, now_ms)
         record = replace(wanted, minute=account.copy.minute, day=account.copy.day, month=account.copy.month)
         if received is not None:
             part, base = (found.part + 1, max(found.base, found.used_output)) if found else (now_ms, received)
@@ -128,17 +128,19 @@ class LedgerModel:
             record = replace(record, requests=0, input=0, part=part, base=base, used_output=base, output=output)
         self._check(account, record, limits, resumed=received is not None, now_ms=now_ms)
         account.add(record, record.requests, record.input, record.output)
-        return self._hold(tenant, account, record, wanted, now_ms)
+        return self._hold(tenant, account, record, limits, now_ms)
 
     def _hold(
-        self, tenant: str, account: _Account, record: Reservation, wanted: Reservation, now_ms: int
+        self, tenant: str, account: _Account, record: Reservation, limits: TokenLimits, now_ms: int
     ) -> tuple[Reservation, AccountCopy]:
         self._accounts[tenant] = account
         account.write(record, "open", now_ms)
-        account.held[record.id] = account.streams[record.id] = now_ms + terms.HELD_MS
+        account.held[record.id] = now_ms + terms.HELD_MS
+        if limits.streams is not None:
+            account.streams[record.id] = now_ms + terms.HELD_MS
         account.wrote()
         requests = int(record.part == 0)
-        granted = replace(record, subject=wanted.subject, requests=requests, used_input=0, used_output=record.base)
+        granted = replace(record, requests=requests, used_input=0, used_output=record.base)
         return granted, account.copy
 
     def _check(

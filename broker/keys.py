@@ -34,7 +34,7 @@ lp:{MODEL/CELL}:routers      zset    routers, by the time from which they are ta
 lp:{MODEL/CELL}:born         string  random name of this data, made when it began
 lp:{resume}:keys             list    keys of the resume tokens of all routers, the newest first; secret
 lp:{ledger}:tenants          set     tenants whose charges are reported
-lp:{ledger/TENANT}:account   hash    what a tenant was granted in the running minute, day and month (broker/ledger.py)
+lp:{ledger/TENANT}:account   string  what a tenant was granted in the running minute, day and month (broker/ledger.py)
 lp:{ledger/TENANT}:held      zset    reservations that are open, by the time at which they end unless they are renewed
 lp:{ledger/TENANT}:streams   zset    those with a stream, by the same time
 lp:{ledger/TENANT}:unreported hash   charges whose usage events no router has written yet, where events are written

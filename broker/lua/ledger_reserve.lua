@@ -22,7 +22,7 @@ end
 local function hold(r)
   write_reservation(id, r)
   redis.call('ZADD', HELD, now + HELD_MS, id)
-  redis.call('ZADD', STREAMS, now + HELD_MS, id)
+  if max.streams >= 0 then redis.call('ZADD', STREAMS, now + HELD_MS, id) end
   write_account(account)
   return granted(r)
 end

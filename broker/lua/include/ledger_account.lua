@@ -35,10 +35,14 @@ end
 
 -- Read the account, made now where it is missing, with the counts of windows that have passed set back.
 local function read_account()
-  local values, account = redis.call('HMGET', ACCOUNT, 'born', unpack(FIELDS)), {}
-  for i, field in ipairs(FIELDS) do account[field] = tonumber(values[i + 1] or 0) end
-  account.born = tonumber(values[1] or now)
-  if not values[1] then account.epoch = now end
+  local packed, account = redis.call('GET', ACCOUNT), nil
+  if packed then
+    account = cmsgpack.unpack(packed)
+  else
+    account = {born = now}
+    for _, field in ipairs(FIELDS) do account[field] = 0 end
+    account.epoch = now
+  end
   local minute, day = math.floor(now / MINUTE_MS), math.floor(now / DAY_MS)
   if account.minute < minute then account.minute, account.requests, account.input, account.output = minute, 0, 0, 0 end
   if account.day < day then
@@ -51,11 +55,7 @@ end
 
 local function write_account(account)
   account.version = account.version + 1
-  local values = {'born', string.format('%.0f', account.born)}
-  for _, field in ipairs(FIELDS) do
-    values[#values + 1], values[#values + 2] = field, string.format('%.0f', account[field])
-  end
-  redis.call('HSET', ACCOUNT, unpack(values))
+  redis.call('SET', ACCOUNT, cmsgpack.pack(account), 'KEEPTTL')
 end
 
 -- Return the account's fields in their order, behind a first value.
