@@ -7,6 +7,7 @@ after too much work on one request: no handler would run while C code works on a
 from __future__ import annotations
 
 import json
+import os
 import resource
 import signal
 import struct
@@ -26,12 +27,14 @@ def serve(
     cpu_s: Callable[[Mapping[str, Any]], float],
     memory_bytes: int,
     files: int = 3,
+    nice: int = 10,
 ) -> None:
     """Answer requests until stdin ends.
 
     `cpu_s` says how many seconds of processor time a request may take, `files` how many descriptors may be open. An
-    `answer` raises nothing, and is JSON.
+    `answer` raises nothing, and is JSON. `nice`: how far the process stands back for others on a busy machine.
     """
+    os.nice(nice)
     for kind, limit in ((resource.RLIMIT_AS, memory_bytes), (resource.RLIMIT_CORE, 0), (resource.RLIMIT_NOFILE, files)):
         resource.setrlimit(kind, (limit, limit))
     for request in _requests(sys.stdin.buffer):

@@ -222,7 +222,7 @@ def test_embed_and_classify(run: Run, server: Any, monkeypatch: pytest.MonkeyPat
         (errors.NotFound("adapter", "nope"), "adapter not found: nope; `loraplex adapters list`", 2),
         (errors.NotBuilt("format.regex"), "format.regex", 2),
         (errors.Unavailable("no worker lives", retry_after_s=20.0), "no worker lives; try again in 20.0 s", 1),
-        (errors.Internal("two\nlines\x1b[2J"), "two lines[2J", 1),
+        (errors.Internal("two\nlines\x1b[2J"), r"two\x0alines\x1b[2J", 1),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, errors.CallError) else None,
 )

@@ -1,4 +1,4 @@
-"""Sends the cases to a real store and router, and times a quiet tenant's requests meanwhile."""
+"""Sends the cases to a real store and router."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import asyncio
 import json
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import grpc
-from loraplex_client import AsyncClient, AsyncStoreClient
+from loraplex_client import AsyncStoreClient
 
 from artifacts.base_model import BaseModel, read_base_model
 from artifacts.revision import CONFIG_FILE, WEIGHTS_FILE
@@ -107,27 +107,3 @@ async def _try(channel: grpc.aio.Channel, case: Case, outcome: Outcome) -> None:
         outcome.failures.append(f"{name}: {code.name} {said[:200]}")
     elif not said.isprintable():
         outcome.failures.append(f"{name}: {code.name} in more than a line: {said[:200]!r}")
-
-
-class QuietTenant:
-    """A tenant that sends one short request after the other; `ttfts` are its times to the first token in seconds."""
-
-    def __init__(self, cluster: LocalCluster) -> None:
-        self._cluster = cluster
-        self.ttfts: list[float] = []
-
-    async def send(self) -> None:
-        """Send requests until it is cancelled."""
-        async with AsyncClient(self._cluster.router, "quiet") as client:
-            while True:
-                began = time.monotonic()
-                answer = client.generate_stream(prompt="hello", max_new_tokens=4, model="hash")
-                first = None
-                async for _ in answer:
-                    first = first or time.monotonic() - began
-                self.ttfts.append(first or 0.0)
-
-
-def p99(values: Sequence[float]) -> float:
-    """Return the 99th percentile."""
-    return sorted(values)[int(len(values) * 0.99)]

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from deploy.local.cluster import LocalCluster
-from tests.hostile.run import QuietTenant, attack, running
+from tests.hostile.quiet import QuietTenant
+from tests.hostile.run import attack, running
 from tests.hostile.table import all_cases
 
 SEED = 16
@@ -25,7 +26,7 @@ async def cluster(tmp_path: Path) -> AsyncIterator[LocalCluster]:
 
 async def test_hostile_calls_end_with_one_clean_status_and_a_quiet_tenant_is_served(cluster: LocalCluster) -> None:
     cases = random.Random(SEED).sample(all_cases(), 200)
-    quiet = QuietTenant(cluster)
+    quiet = QuietTenant(cluster.router)
     sending = asyncio.create_task(quiet.send())
     outcome = await attack(cluster, cases, calls=16)
     assert not outcome.failures, "\n".join(outcome.failures)

@@ -51,7 +51,7 @@ def main() -> None:
     """Answer requests until stdin ends."""
     with contextlib.suppress(TemplateError):  # imports what Jinja imports late, for an error too
         Template("{{ strftime_now('%Y') }}{{ raise_exception('') }}").render({}, 0.0, 100)
-    serve(_answer, cpu_s=lambda request: CPU_S, memory_bytes=MEMORY_BYTES)
+    serve(_answer, cpu_s=lambda request: CPU_S, memory_bytes=MEMORY_BYTES, nice=5)
 
 
 if __name__ == "__main__":
