@@ -36,6 +36,9 @@ class _Account:
     copy: AccountCopy
     # Until when, by id.
     held: dict[str, int] = field(default_factory=dict)
+    # Time of the last look, and time before which no reservation is ended by one.
+    looked: int = 0
+    sweep_at: int = 0
     streams: dict[str, int] = field(default_factory=dict)
     # Reservations with their state, and the time at which their record is dropped.
     records: dict[str, tuple[Reservation, str, int]] = field(default_factory=dict)
@@ -200,7 +203,6 @@ class LedgerModel:
 
     def look(self, tenant: str, seen: AccountCopy, reservations: list[tuple[Reservation, bool]], now_ms: int) -> Look:
         """See broker.ledger.Ledger."""
-        is_new = tenant not in self._accounts
         account = self._accounts[tenant] = self._account(tenant, now_ms)
         refilled = account.is_behind(seen)
         if refilled:
@@ -212,16 +214,18 @@ class LedgerModel:
                 account.held[record.id] = now_ms + terms.HELD_MS
                 if streams:
                     account.streams[record.id] = now_ms + terms.HELD_MS
+        if now_ms - (account.looked or now_ms) > terms.HELD_MS / 2:
+            account.sweep_at = now_ms + terms.HELD_MS
+        account.looked = now_ms
         late = sorted((until, one) for one, until in account.held.items() if until <= now_ms)[: terms.EXPIRED_PER_LOOK]
         expired = 0
-        for _, one in late:
+        for _, one in late if now_ms >= account.sweep_at else ():
             found = account.record(one, now_ms)
             account.held.pop(one, None)
             if found is not None and found[1] == "open":
                 account.end(*found, "ended", now_ms)
                 expired += 1
-        if is_new or refilled or expired:
-            account.wrote()
+        account.wrote()
         due_ms = now_ms - terms.REPORT_AFTER_MS
         due = tuple(charge for charge in account.unreported.values() if charge.at_ms <= due_ms)
         return Look(account.copy, expired, refilled, due)

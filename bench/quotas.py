@@ -48,10 +48,10 @@ class Setup:
     limit: str
     # Number of phases at ten times the quota; routers and Valkey are killed in the last one.
     phases: int = 2
-    quiet_s: float = 0.05
+    quiet_s: float = 0.1
 
 
-FULL = Setup(quota=30_000, answer=50, phase_s=60.0, limit="output_tokens_per_minute")
+FULL = Setup(quota=12_000, answer=60, phase_s=60.0, limit="output_tokens_per_minute")
 QUICK = Setup(quota=3_000, answer=20, phase_s=4.0, limit="tokens_per_day")
 
 

@@ -6,7 +6,7 @@
 --- @include "given_reservation"
 
 local account, copy = read_account(), {}
-local changed, refilled, expired = redis.call('EXISTS', ACCOUNT) == 0, 0, 0
+local refilled, expired = 0, 0
 for i, field in ipairs(FIELDS) do copy[field] = tonumber(ARGV[1 + i]) end
 local reservations, reports = tonumber(ARGV[12]), ARGV[13] == '1'
 
@@ -21,7 +21,7 @@ if is_behind(account, copy.epoch, copy.version) then
   higher('day', 'day_tokens')
   higher('month', 'month_tokens')
   account.epoch, account.version = math.max(account.epoch, copy.epoch), math.max(account.version, copy.version)
-  changed, refilled = true, 1
+  refilled = 1
 end
 
 for first = 14, 13 + reservations * GIVEN, GIVEN do
@@ -35,16 +35,20 @@ for first = 14, 13 + reservations * GIVEN, GIVEN do
   end
 end
 
-for _, id in ipairs(redis.call('ZRANGEBYSCORE', HELD, '-inf', now, 'LIMIT', 0, EXPIRED_PER_LOOK)) do
+-- After a while without looks, as when Redis was away, routers get the time to renew theirs before any is ended.
+if now - (account.looked or now) > HELD_MS / 2 then account.sweep_at = now + HELD_MS end
+account.looked = now
+local late = now >= (account.sweep_at or 0) and redis.call('ZRANGEBYSCORE', HELD, '-inf', now, 'LIMIT', 0, EXPIRED_PER_LOOK)
+for _, id in ipairs(late or {}) do
   local r = read_reservation(id)
   if r and r.state == 'open' then
     end_reservation(account, id, r, 'ended', reports)
-    changed, expired = true, expired + 1
+    expired = expired + 1
   else
     redis.call('ZREM', HELD, id)
   end
 end
-if changed then write_account(account) end
+write_account(account)
 redis.call('PEXPIRE', ACCOUNT, ACCOUNT_MS)
 local values = answer('seen', account)
 values[#values + 1], values[#values + 2] = expired, refilled

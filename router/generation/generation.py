@@ -124,7 +124,7 @@ class Generation:
         """Run a job that has no stream to its end. Cancelling it stops the work. Raises a CallError."""
         if self._draining:
             raise _router_draining()
-        routed = await self._dispatcher.dispatch(job)
+        routed = await self._dispatcher.dispatch(self._quotas.apply_plan(job))
         if part_of is not None:
             part_of.jobs.append(routed)
         self._unstreamed.add(routed)
