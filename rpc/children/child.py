@@ -41,7 +41,7 @@ def serve(
         signal.setitimer(signal.ITIMER_PROF, cpu_s(request))
         given = answer(request)
         signal.setitimer(signal.ITIMER_PROF, 0)
-        # Half of a surrogate pair is no character of UTF-8: it stays escaped, and reads as U+FFFD.
+        # Half of a surrogate pair is no character of UTF-8: it reads as a question mark.
         data = json.dumps(given, ensure_ascii=False).encode(errors="replace")
         sys.stdout.buffer.write(LENGTH.pack(len(data)) + data)
         sys.stdout.buffer.flush()
