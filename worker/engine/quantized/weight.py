@@ -19,6 +19,8 @@ from torch.nn.functional import linear
 SYMMETRIC_ZERO = 8
 # Lowest and highest code by the number of bits.
 _CODES = {4: (0, 15), 8: (-128, 127)}
+# Number of times that scales of 4 bits are fitted to their codes; after these hardly a code changes.
+_FITS = 5
 
 
 @dataclass(frozen=True)
@@ -107,7 +109,10 @@ def is_linear(module: object) -> TypeGuard[AnyLinear]:
 
 
 def quantize(weight: Tensor, bits: int, group: int | None = None, *, symmetric: bool = True) -> QuantizedWeight:
-    """Round a weight [out, in] to the nearest codes, over the range of each group; None is one group per output."""
+    """Round a weight [out, in] to the nearest codes, over the range of each group; None is one group per output.
+
+    Scales of 4 bits are then fitted to their codes, by least squares.
+    """
     columns = weight.shape[1]
     group = group or columns
     lowest, highest = _CODES[bits]
@@ -119,7 +124,10 @@ def quantize(weight: Tensor, bits: int, group: int | None = None, *, symmetric: 
             low, high = -torch.maximum(-low, high), torch.maximum(-low, high)
         scale = ((high - low) / (highest - lowest)).clamp(min=torch.finfo(torch.float32).tiny)
         zero = torch.full_like(scale, _symmetric_zero(bits)) if symmetric else (lowest - low / scale).round()
-        codes.append((part / scale + zero).round().clamp(lowest, highest))
+        rounded = (part / scale + zero).round().clamp(lowest, highest)
+        if bits == 4:
+            rounded, scale = _fitted(part, rounded, scale, zero)
+        codes.append(rounded)
         scales.append(scale)
         zeros.append(zero)
     flat = torch.cat(codes, 1)
@@ -130,6 +138,27 @@ def quantize(weight: Tensor, bits: int, group: int | None = None, *, symmetric: 
         bits,
         group,
     )
+
+
+def _fitted(part: Tensor, codes: Tensor, scale: Tensor, zero: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the codes and the scale of each output with the smallest squared error that turns of fitting found.
+
+    A turn takes the scale that fits the codes best, then rounds again. Sums are float64, so that their order, which
+    differs between processors, does not change codes.
+    """
+    wide = part.double()
+    best = ((codes - zero) * scale - wide).square().sum(1, keepdim=True)
+    found, turn = (codes, scale), codes
+    for _ in range(_FITS):
+        steps = (turn - zero).double()
+        fit = (steps * wide).sum(1, keepdim=True) / steps.square().sum(1, keepdim=True).clamp(min=1)
+        fitted = fit.float().clamp(min=torch.finfo(torch.float32).tiny)
+        turn = (part / fitted + zero).round().clamp(*_CODES[4])
+        error = ((turn - zero) * fitted - wide).square().sum(1, keepdim=True)
+        better = error < best
+        best = torch.where(better, error, best)
+        found = torch.where(better, turn, found[0]), torch.where(better, fitted, found[1])
+    return found
 
 
 def equal(one: QuantizedWeight, other: QuantizedWeight) -> bool:

@@ -6,6 +6,7 @@ import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from pydoc_data.topics import topics
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -109,6 +110,15 @@ def test_the_report_of_a_quantized_copy(tmp_path: Path) -> None:
     text.write_text("")
     with pytest.raises(ArtifactError, match="less than two tokens"):
         quantization_report(SHIPPED, copy, str(text))
+
+
+def test_four_bits_cost_the_shipped_model_less_than_three_percent_of_perplexity(tmp_path: Path) -> None:
+    from worker.engine.evaluation.report import quantization_report
+
+    text = tmp_path / "topics.txt"
+    text.write_text("\n\n".join(topics[name] for name in ("for", "with", "try", "import")))
+    perplexity = quantization_report(SHIPPED, "int4-32", str(text))["text"]["perplexity"]
+    assert abs(perplexity["quantized"] / perplexity["original"] - 1) < 0.03, perplexity
 
 
 @pytest.mark.parametrize(
