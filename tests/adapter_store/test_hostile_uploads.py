@@ -53,7 +53,10 @@ HOSTILE = {
         adapter(b"{}") | {WEIGHTS_FILE: b"\xff" * 9},
         "header would be 18446744073709551615",
     ),
-    "two million lists": (adapter(b'{"a":[' + b"[]," * 1_000_000 + b"[]]}"), "tensor a does not have exactly dtype"),
+    "two million lists": (
+        adapter(b'{"a":[' + b"[]," * 1_000_000 + b"[]]}"),
+        "tensor a does not have exactly dtype|takes too long",
+    ),
     "lists in lists": (adapter(b'{"a":' + b"[" * 500_000 + b"]" * 500_000 + b"}"), "nested too deeply"),
     "a number of a million digits": (adapter(b'{"a":' + b"9" * 1_000_000 + b"}"), "not valid JSON"),
     "256 patterns": (of_all_modules(rank_pattern={f".*.*{i}": 1 for i in range(256)}), "takes too long"),

@@ -121,7 +121,7 @@ async def kill_at(k: int, cluster: Cluster, undisturbed: list[tuple[dict[str, An
     reading = [asyncio.create_task(read(first, k, reached))]
     reading += [asyncio.create_task(read(stream, TOKENS, asyncio.Event())) for stream in rest]
     async with asyncio.timeout(60):
-        victim = engines[await worker_of(cluster, f"{k} 0")]
+        victim = engines[await worker_of(cluster, f"{k}-0")]
         await reached.wait()
         os.kill(victim, signal.SIGKILL)
         answers = await asyncio.gather(*reading)

@@ -75,7 +75,7 @@ async def test_an_id_that_is_used_again_at_once_gets_its_own_tokens(cluster: Clu
     async def ask_and_leave_and_ask(number: int) -> None:
         for turn in range(5):
             prompt = f"prompt {number} {turn}"
-            options: dict[str, Any] = {"request_id": f"same {number}", "max_new_tokens": 30}
+            options: dict[str, Any] = {"request_id": f"same-{number}", "max_new_tokens": 30}
             while True:
                 try:
                     async with cluster.client.generate_stream(prompt, **options) as stream:
