@@ -31,18 +31,18 @@ from worker.engine.hash_tokens import (
     next_allowed_token,
     next_token,
 )
+from worker.engine.scheduled_engine import ScheduledEngine
 from worker.engine.scheduling.batch import Batch, Row
 from worker.engine.scheduling.scheduler import Scheduler
 from worker.engine.scheduling.sequence import Sequence
-from worker.engine_api import AdapterSource, Failure, NewSequence, Output, TokenLogprobs
+from worker.engine_api import AdapterSource, Failure, Output, TokenLogprobs
 from worker.engine_api.config import EngineConfig, EngineLimits
-from worker.engine_api.stats import EngineStats
 
 # Maximum bytes of adapters in host memory by default; like blocks, these are counted and take no memory.
 _HOST_BYTES = 1 << 30
 
 
-class HashEngine:
+class HashEngine(ScheduledEngine[Scheduler]):
     """The hash model as an Engine. `on_loaded` is called from another thread when an adapter has been loaded;
     `on_begun` before the first step of a sequence.
     """
@@ -55,9 +55,9 @@ class HashEngine:
     ) -> None:
         """Build the engine from the model's options. Raises ArtifactError if `config.model` names no hash model."""
         self._model = model = parse_hash_model(config.model)
-        self._limits = _limits(model, config)
+        limits = _limits(model, config)
         self._step_s = model.step_ms / 1000
-        self._adapters = OperatedCache[int](
+        adapters = OperatedCache[int](
             config.adapter_slots,
             HashAdapterMemory(),
             LoaderThreads(on_loaded),
@@ -66,43 +66,10 @@ class HashEngine:
         self._grammars = GrammarThread(
             lambda: hash_vocabulary(model), lambda: Prover(model.vocab, {}), LoaderThreads(on_loaded, threads=1)
         )
-        self._scheduler = Scheduler(
-            self._limits,
-            model.end_token_ids,
-            config.step_tokens,
-            self._adapters,
-            on_begun=on_begun,
-            grammars=self._grammars,
+        scheduler = Scheduler(
+            limits, model.end_token_ids, config.step_tokens, adapters, on_begun=on_begun, grammars=self._grammars
         )
-
-    @property
-    def limits(self) -> EngineLimits:
-        """Return what the engine can take."""
-        return self._limits
-
-    def add_sequence(self, sequence: NewSequence) -> None:
-        """Take a sequence. Raises SequenceRefusedError."""
-        self._scheduler.add_sequence(sequence)
-
-    def abort(self, sequence_id: str) -> None:
-        """Forget a sequence; unknown ids are ignored."""
-        self._scheduler.abort(sequence_id)
-
-    def warm_adapter(self, adapter: AdapterSource) -> None:
-        """Bring an adapter into a slot as soon as nobody who waits needs it."""
-        self._adapters.warm_adapter(adapter)
-
-    def pin_adapter(self, adapter: AdapterSource) -> None:
-        """Bring an adapter into a slot and keep it there. Raises ValueError where no slot would be left for others."""
-        self._adapters.pin_adapter(adapter)
-
-    def unpin_adapter(self, digest: str) -> None:
-        """Let a pinned adapter leave again; unknown digests are ignored."""
-        self._adapters.unpin_adapter(digest)
-
-    def has_work(self) -> bool:
-        """Tell whether a step would do anything now."""
-        return self._scheduler.has_work()
+        super().__init__(limits, scheduler, adapters)
 
     def step(self) -> list[Output]:
         """Run one step; with a batch it takes the model's step_ms."""
@@ -116,18 +83,10 @@ class HashEngine:
                 time.sleep(max(0.0, began + self._step_s - time.monotonic()))
         return outputs
 
-    def stats(self) -> EngineStats:
-        """Return what the engine holds now."""
-        return self._scheduler.stats()
-
-    def check(self) -> None:
-        """Raise an integrity error where the accounting of blocks or adapters contradicts itself."""
-        self._scheduler.check()
-
     def close(self) -> None:
-        """End the threads."""
+        """See Engine."""
         self._grammars.close()
-        self._adapters.close()
+        super().close()
 
     def _commit(self, batch: Batch, sampling: list[Row]) -> list[Output]:
         sampled = [self._next(row.sequence) for row in sampling]

@@ -17,17 +17,17 @@ from worker.engine.lora.adapter_memory import PackedAdapter
 from worker.engine.model.encoding import Encoding
 from worker.engine.model.runner import Runner
 from worker.engine.sampling.step import InFlight
+from worker.engine.scheduled_engine import ScheduledEngine
 from worker.engine.scheduling.batch import Batch
 from worker.engine.scheduling.chunk_sizer import ChunkSizer, StepTimer
 from worker.engine.scheduling.scheduler import Scheduler
-from worker.engine_api import AdapterSource, NewSequence, Output
+from worker.engine_api import NewSequence, Output
 from worker.engine_api.config import EngineLimits
-from worker.engine_api.stats import EngineStats
 
 _log = logging.getLogger(__name__)
 
 
-class TorchEngine:
+class TorchEngine(ScheduledEngine[Scheduler]):
     """A transformers model as an Engine: continuous batching, a different adapter in every row.
 
     One that steps ahead launches a step before it collects the one before, so that the device never waits for the host,
@@ -49,45 +49,22 @@ class TorchEngine:
         *,
         ahead: bool,
     ) -> None:
-        self._limits = limits
-        self._scheduler = scheduler
+        super().__init__(limits, scheduler, adapters)
         self._runner = runner
         self._encoding = encoding
-        self._adapters = adapters
         self._grammars = grammars
         self._chunk_sizer = chunk_sizer
         self._timer = StepTimer()
         self._ahead = ahead
         self._in_flight: InFlight | None = None
 
-    @property
-    def limits(self) -> EngineLimits:
-        """Return what the engine can take."""
-        return self._limits
-
     def add_sequence(self, sequence: NewSequence) -> None:
-        """Take a sequence, and start loading its adapter where it is not resident. Raises SequenceRefusedError."""
-        self._scheduler.add_sequence(self._encoding.prepare(sequence))
-
-    def abort(self, sequence_id: str) -> None:
-        """Forget a sequence and free all it holds, at once; unknown ids are ignored."""
-        self._scheduler.abort(sequence_id)
-
-    def warm_adapter(self, adapter: AdapterSource) -> None:
-        """Bring an adapter into a slot as soon as nobody who waits needs it."""
-        self._adapters.warm_adapter(adapter)
-
-    def pin_adapter(self, adapter: AdapterSource) -> None:
-        """Bring an adapter into a slot and keep it there. Raises ValueError where no slot would be left for others."""
-        self._adapters.pin_adapter(adapter)
-
-    def unpin_adapter(self, digest: str) -> None:
-        """Let a pinned adapter leave again; unknown digests are ignored."""
-        self._adapters.unpin_adapter(digest)
+        """See Engine."""
+        super().add_sequence(self._encoding.prepare(sequence))
 
     def has_work(self) -> bool:
-        """Tell whether a step would do anything now (a sequence that waits for its adapter is no work)."""
-        return self._in_flight is not None or self._scheduler.has_work()
+        """See Engine."""
+        return self._in_flight is not None or super().has_work()
 
     def step(self) -> list[Output]:
         """Launch one step of the batch, and collect it, or, stepping ahead, the one before it."""
@@ -120,16 +97,8 @@ class TorchEngine:
         outputs += self._scheduler.revoke(batch)
         return None
 
-    def stats(self) -> EngineStats:
-        """Return what the engine holds now."""
-        return self._scheduler.stats()
-
-    def check(self) -> None:
-        """Raise an integrity error where the accounting of blocks or adapters contradicts itself."""
-        self._scheduler.check()
-
     def close(self) -> None:
-        """End the threads. The memory is freed with the engine."""
+        """See Engine."""
         self._runner.close()
         self._grammars.close()
-        self._adapters.close()
+        super().close()

@@ -1,0 +1,82 @@
+"""The part of an engine that hands calls on to its scheduler and its adapter cache; engines add the step."""
+
+from __future__ import annotations
+
+from typing import Any, Generic, Protocol, TypeVar
+
+from worker.engine.adapter_cache.operated_cache import OperatedCache
+from worker.engine_api import AdapterSource, NewSequence
+from worker.engine_api.config import EngineLimits
+from worker.engine_api.stats import EngineStats
+
+
+class Schedules(Protocol):
+    """A scheduler, as far as every engine uses it in the same way; the methods are those of Engine."""
+
+    def add_sequence(self, spec: NewSequence) -> None:
+        """See Engine."""
+
+    def abort(self, sequence_id: str) -> None:
+        """See Engine."""
+
+    def has_work(self) -> bool:
+        """See Engine."""
+
+    def stats(self) -> EngineStats:
+        """See Engine."""
+
+    def check(self) -> None:
+        """See Engine."""
+
+
+S = TypeVar("S", bound=Schedules)
+
+
+class ScheduledEngine(Generic[S]):
+    """An Engine around a scheduler and an adapter cache, without its step."""
+
+    def __init__(self, limits: EngineLimits, scheduler: S, adapters: OperatedCache[Any]) -> None:
+        self._limits = limits
+        self._scheduler = scheduler
+        self._adapters = adapters
+
+    @property
+    def limits(self) -> EngineLimits:
+        """Return what the engine can take."""
+        return self._limits
+
+    def add_sequence(self, sequence: NewSequence) -> None:
+        """Take a sequence, and start loading its adapter where it is not resident. Raises SequenceRefusedError."""
+        self._scheduler.add_sequence(sequence)
+
+    def abort(self, sequence_id: str) -> None:
+        """Forget a sequence and free all it holds, at once; unknown ids are ignored."""
+        self._scheduler.abort(sequence_id)
+
+    def warm_adapter(self, adapter: AdapterSource) -> None:
+        """Bring an adapter into a slot as soon as nobody who waits needs it."""
+        self._adapters.warm_adapter(adapter)
+
+    def pin_adapter(self, adapter: AdapterSource) -> None:
+        """Bring an adapter into a slot and keep it there. Raises ValueError where no slot would be left for others."""
+        self._adapters.pin_adapter(adapter)
+
+    def unpin_adapter(self, digest: str) -> None:
+        """Let a pinned adapter leave again; unknown digests are ignored."""
+        self._adapters.unpin_adapter(digest)
+
+    def has_work(self) -> bool:
+        """Tell whether a step would do anything now (a sequence that waits for its adapter is no work)."""
+        return self._scheduler.has_work()
+
+    def stats(self) -> EngineStats:
+        """Return what the engine holds now."""
+        return self._scheduler.stats()
+
+    def check(self) -> None:
+        """Raise an integrity error where the accounting of blocks or adapters contradicts itself."""
+        self._scheduler.check()
+
+    def close(self) -> None:
+        """End the threads. The memory is freed with the engine."""
+        self._adapters.close()
