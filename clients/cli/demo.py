@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from loraplex_client import AsyncClient, LoraplexError
-from loraplex_client.connection import DEFAULT_TENANT
+from loraplex_client.endpoint import DEFAULT_TENANT
 
 from clients.cli.adapter_tree import AdapterDirectory
 from clients.cli.answer_timer import AnswerTimer, format_figure

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from loraplex_client import AsyncStoreClient, LoraplexError
-from loraplex_client.connection import DEFAULT_TENANT
+from loraplex_client.endpoint import DEFAULT_TENANT
 
 from artifacts.base_model import BaseModel
 from clients.cli.adapter_tree import AdapterDirectory

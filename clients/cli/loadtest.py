@@ -119,7 +119,7 @@ def loadtest(  # noqa: PLR0913, PLR0917  # one parameter a flag
             "processes": processes,
         }
         conditions = _conditions(fail_if or [])
-        from loraplex_client.connection import DEFAULT_TENANT
+        from loraplex_client.endpoint import DEFAULT_TENANT
 
         plan = _plan(file, flags, _arrivals(rate, concurrency), _numbers(sweep), tenant or DEFAULT_TENANT)
     done = _run(plan, router)

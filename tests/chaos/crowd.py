@@ -15,7 +15,7 @@ from typing import Any, Self
 import grpc
 from loraplex.inference.v1 import inference_pb2 as pb
 from loraplex.inference.v1 import inference_pb2_grpc
-from loraplex_client.connection import TENANT_KEY
+from loraplex_client.endpoint import TENANT_KEY
 from loraplex_client.errors import error_of
 
 from rpc.server import channel_options

@@ -17,8 +17,9 @@ from loraplex_client import (
     Tls,
     UnauthenticatedError,
 )
-from loraplex_client.connection import TENANT_KEY, Connection
+from loraplex_client.connection import Connection
 from loraplex_client.credentials import Credentials, credentials_of
+from loraplex_client.endpoint import TENANT_KEY
 
 from rpc.identity.api_keys import ApiKeyReader, HashedKey, HashedSecret, KeyDirectory, new_api_key
 from rpc.identity.certificates import CertificateReader

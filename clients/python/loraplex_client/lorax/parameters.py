@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, cast
 from urllib.parse import urlsplit
 
-from loraplex_client.connection import TENANT_KEY
+from loraplex_client.endpoint import TENANT_KEY
 from loraplex_client.errors import InvalidRequestError
 from loraplex_client.lorax.types import MergedAdapters, MergeStrategy, ResponseFormat
 from loraplex_client.options import GenerateOptions
