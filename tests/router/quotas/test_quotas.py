@@ -123,13 +123,13 @@ async def test_looks_renew_what_runs_and_find_lost_data_of_idle_tenants(new: New
     begun(done := await granted(quotas, 2, 400), 400)
     done.settle(End.FINISHED)
     await quotas.drain(5.0)
-    quotas._accounts["acme"].used_at = float("-inf")
-    await quotas._follow_accounts([])
+    quotas._accounts.find("acme").used_at = float("-inf")
+    await quotas._accounts.look_at_used([])
     await redis.flushdb()
-    await quotas._follow_accounts([])
+    await quotas._accounts.look_at_used([])
     assert (await account(redis)).day_tokens == 402
     begun(running := await granted(quotas, 2, 100), 50)
-    await quotas._follow_accounts([])
+    await quotas._accounts.look_at_used([])
     held = await redis.zrange(ledger_prefix("acme") + "held", 0, -1)
     assert held == [running.id.encode()]
 

@@ -61,11 +61,11 @@ async def test_another_router_writes_the_events_of_a_dead_one(new: New, tmp_path
     first, _ = new("router-a")
     begun(settled := await granted(first, 2, 100), 60)
     begun(running := await granted(first, 2, 100), 7)
-    await first._follow_accounts([])  # the last look before its death
+    await first._accounts.look_at_used([])  # the last look before its death
     await settled.settle(End.FINISHED)
     second, usage = new("router-b")
     for _ in range(3):
-        await second._follow_accounts(await second._reported_tenants())
+        await second._accounts.look_at_used(await second._accounts.reported_tenants())
         await usage.write()
     charged = {event["id"]: event["data"]["output_tokens"] for event in events(tmp_path)}
     assert charged == {f"{settled.id}:0": 60, f"{running.id}:0": 7}
@@ -80,9 +80,9 @@ async def test_a_full_disk_and_a_torn_line_lose_nothing(new: New, tmp_path: Path
     await quotas.drain(5.0)
     (tmp_path / "router-a").rmdir()
     (tmp_path / "router-a").write_text('{"specver')
-    await quotas._follow_accounts([])
+    await quotas._accounts.look_at_used([])
     await usage.write()
-    await quotas._follow_accounts([])
+    await quotas._accounts.look_at_used([])
     await usage.write()
     torn, whole = (tmp_path / "router-a").read_text().splitlines()
     assert torn == '{"specver'

@@ -1,0 +1,145 @@
+"""A router's copies of the tenants' accounts; looks every second renew them, and the reservations of calls that run."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from broker.connection import REDIS_DOWN
+from broker.ledger import AccountCopy, Ledger
+from router.metrics import RouterMetrics
+from router.quotas.grant import Grant
+from router.quotas.plans import Plans
+from router.quotas.usage import UsageLog
+
+log = logging.getLogger(__name__)
+
+# Interval in seconds between looks at the accounts that this router uses.
+LOOK_S = 1.0
+# Time in seconds after a tenant's last request for which its account is looked at.
+ACTIVE_S = 60.0
+# Maximum copies of accounts that are kept: those of idle tenants may be needed when Redis loses its data.
+COPIES_LIMIT = 20_000
+# Maximum accounts that are looked at, at once.
+LOOKS_AT_ONCE = 64
+# Maximum tenants of other routers that each look includes where usage events are written.
+DRAWN_PER_LOOK = 32
+# No tenant: an account that tells whether Redis has lost its data, whoever is idle.
+CANARY = "~"
+
+
+@dataclass(slots=True)
+class Account:
+    """A copy of a tenant's account, and the reservations of the tenant's calls at this router."""
+
+    copy: AccountCopy = field(default_factory=AccountCopy)
+    used_at: float = 0.0
+    grants: dict[str, Grant] = field(default_factory=dict)
+    looking: asyncio.Task[None] | None = None
+
+    def note(self, copy: AccountCopy) -> None:
+        """Keep the later state; the epoch of an account is the time at which it was made."""
+        if (copy.epoch, copy.version) > (self.copy.epoch, self.copy.version):
+            self.copy = copy
+
+
+class Accounts:
+    """The copies of one router; with a usage log it also takes over charges that other routers left unreported."""
+
+    def __init__(self, ledger: Ledger, plans: Plans, metrics: RouterMetrics, usage: UsageLog | None) -> None:
+        self._ledger = ledger
+        self._plans = plans
+        self._metrics = metrics
+        self._usage = usage
+        self._accounts: dict[str, Account] = {CANARY: Account()}
+        # Tenants that Redis lists as those whose charges are reported.
+        self._noted: set[str] = set()
+        # Number of accounts that took over a copy of this router.
+        self._refills = 0
+
+    def use(self, tenant: str) -> Account:
+        """Return the account of a tenant that makes or ends a call now."""
+        account = self._accounts.pop(tenant, None) or Account()
+        account.used_at = time.monotonic()
+        self._accounts[tenant] = account  # the last one used is last
+        if len(self._accounts) > COPIES_LIMIT:
+            idle = next((name for name, one in self._accounts.items() if not one.grants and name != CANARY), None)
+            if idle is not None and idle != tenant:
+                del self._accounts[idle]
+        return account
+
+    def find(self, tenant: str) -> Account:
+        """Return the account of a tenant, an empty one where no copy is kept."""
+        return self._accounts.get(tenant) or Account()
+
+    async def follow(self) -> None:
+        """Look at the accounts that are used, as long as any has limits or is reported; never returns."""
+        listed: set[str] = set()
+        while True:
+            if self._plans.has_limits or self._usage is not None:
+                new = [tenant for tenant in self._plans.tenants if tenant not in listed]
+                listed.update(new)
+                await self.look_at_used([*new, *await self.reported_tenants()])
+            await asyncio.sleep(LOOK_S)
+
+    async def look_at_used(self, new: Sequence[str]) -> None:
+        """Look at the accounts of `new` tenants and of those with calls; at all of them if Redis has lost data."""
+        refills, since = self._refills, time.monotonic() - ACTIVE_S
+        for tenant in new:  # so that an account is not new when its first request comes
+            self._accounts.setdefault(tenant, Account())
+        active = [name for name, one in self._accounts.items() if one.grants or one.used_at > since]
+        await self._look_at({CANARY: None, **dict.fromkeys([*new, *active])})
+        if self._refills > refills:  # Redis has lost data: perhaps those of idle tenants too
+            await self._look_at(self._accounts)
+
+    async def reported_tenants(self) -> list[str]:
+        """Return some tenants to look at, whoever used them, so that no charge of a dead router stays unreported."""
+        if self._usage is None:
+            return []
+        try:
+            for tenant in [name for name, one in self._accounts.items() if one.used_at and name not in self._noted]:
+                await self.note_tenant(tenant)
+            return await self._ledger.some_tenants(DRAWN_PER_LOOK)
+        except REDIS_DOWN:
+            return []
+
+    async def note_tenant(self, tenant: str) -> None:
+        """Let Redis list a tenant as one whose charges are reported, if they are."""
+        if self._usage is not None and tenant not in self._noted:
+            await self._ledger.add_tenant(tenant)
+            self._noted.add(tenant)
+
+    async def _look_at(self, tenants: Iterable[str]) -> None:
+        names = list(tenants)
+        for at in range(0, len(names), LOOKS_AT_ONCE):
+            found = [(name, self._accounts[name]) for name in names[at : at + LOOKS_AT_ONCE] if name in self._accounts]
+            await asyncio.gather(*(self.look(name, account) for name, account in found))
+
+    async def look(self, tenant: str, account: Account) -> None:
+        """Look at an account; calls at the same time share a look."""
+        if account.looking is None:
+            account.looking = asyncio.get_running_loop().create_task(self._look_once(tenant, account))
+        await asyncio.shield(account.looking)
+
+    async def _look_once(self, tenant: str, account: Account) -> None:
+        try:
+            renewed = [(grant.count(), True) for grant in account.grants.values()]
+            look = await self._ledger.look(tenant, account.copy, renewed)
+        except REDIS_DOWN:
+            return
+        finally:
+            account.looking = None
+        account.note(look.account)
+        if self._usage is not None:
+            for charge in look.charges:
+                self._usage.add(tenant, charge)
+        self._metrics.reservations_expired.inc(look.expired)
+        if look.refilled:
+            self._refills += 1
+            self._noted.clear()
+            self._metrics.ledger_refills.inc()
+            if tenant != CANARY:
+                log.warning("Redis lost data of the account of tenant %s; this router's copy was taken over", tenant)
