@@ -11,7 +11,7 @@ from rpc.settings import setting
 from telemetry.logging import FORMAT_HELP, FORMAT_VARIABLE, LEVEL_HELP, LEVEL_VARIABLE, check_logging
 from telemetry.metrics import PORT_HELP
 
-# What happens to requests for an adapter whose certificate breaks the limits.
+# Answers to requests for an adapter whose certificate breaks the limits: an error, or a warning in the log.
 REFUSE, WARN = "refuse", "warn"
 
 
@@ -58,7 +58,7 @@ class StoreSettings(AccessSettings):
             raise ValueError(f"--fitness-breach: {self.fitness_breach} is neither {REFUSE} nor {WARN}")
         check_logging(self.log_format, self.log_level)
         self.check_access(self.host, self.insecure_tenants)
-        if self.tls_files() is None:
+        if not self.tls_cert:
             if self.bootstrap_key:
                 raise ValueError("--bootstrap-key: needs --tls-cert, --tls-key and --tls-ca")
         elif self.operator_mtls_port is None:

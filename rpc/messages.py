@@ -13,6 +13,7 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from rpc.errors import InvalidField
+from rpc.handlers import wrapped
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -40,15 +41,8 @@ class ReadableMessages(grpc.aio.ServerInterceptor):
         handler = await continuation(handler_call_details)
         if handler is None or handler.request_deserializer is None:
             return handler
-        serializers = (_reader(handler.request_deserializer), handler.response_serializer)
-        if handler.unary_unary:
-            return grpc.unary_unary_rpc_method_handler(_of_one(handler.unary_unary), *serializers)
-        if handler.unary_stream:
-            return grpc.unary_stream_rpc_method_handler(_of_one(handler.unary_stream), *serializers)
-        if handler.stream_unary:
-            return grpc.stream_unary_rpc_method_handler(_of_many(handler.stream_unary), *serializers)
-        stream: Any = handler.stream_stream
-        return grpc.stream_stream_rpc_method_handler(_of_many(stream), *serializers)
+        wrap = _of_many if handler.request_streaming else _of_one
+        return wrapped(handler, wrap, _reader(handler.request_deserializer))
 
 
 def _reader(deserialize: Callable[[bytes], Any]) -> Callable[[bytes], Any]:

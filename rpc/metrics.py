@@ -12,6 +12,7 @@ import grpc
 from prometheus_client import Counter, Histogram
 
 from rpc.errors import CallError
+from rpc.handlers import wrapped
 from rpc.status import CODES
 
 
@@ -36,14 +37,8 @@ class CallMeter(grpc.aio.ServerInterceptor):
         method = handler_call_details.method.rpartition("/")[2]
         if handler is None or method in self._passed or handler_call_details.method.startswith("/grpc."):
             return handler
-        serializers = (handler.request_deserializer, handler.response_serializer)
-        if handler.unary_unary:
-            return grpc.unary_unary_rpc_method_handler(self._one(handler.unary_unary, method), *serializers)
-        if handler.stream_unary:
-            return grpc.stream_unary_rpc_method_handler(self._one(handler.stream_unary, method), *serializers)
-        if handler.unary_stream:
-            return grpc.unary_stream_rpc_method_handler(self._many(handler.unary_stream, method), *serializers)
-        return grpc.stream_stream_rpc_method_handler(self._many(handler.stream_stream, method), *serializers)
+        wrap = self._many if handler.response_streaming else self._one
+        return wrapped(handler, lambda inner: wrap(inner, method))
 
     def _one(self, method: Any, name: str) -> Callable[..., Awaitable[Any]]:
         async def metered(request: Any, context: Any) -> Any:

@@ -35,6 +35,7 @@ from rpc.errors import (
     Unauthenticated,
     Unavailable,
 )
+from rpc.handlers import wrapped
 from rpc.identity.running_calls import take_ending
 
 log = logging.getLogger(__name__)
@@ -155,20 +156,9 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
             handler = await continuation(handler_call_details)
             if handler is None:
                 return None
-            self._guarded[name] = _guarded(handler, name)
+            guard = _guard_stream if handler.response_streaming else _guard
+            self._guarded[name] = wrapped(handler, lambda inner: guard(inner, name))
         return self._guarded[name]
-
-
-def _guarded(handler: grpc.RpcMethodHandler[Any, Any], name: str) -> grpc.RpcMethodHandler[Any, Any]:
-    """Guard a method's handler, whichever of the four kinds it is."""
-    serializers = (handler.request_deserializer, handler.response_serializer)
-    if handler.unary_unary:
-        return grpc.unary_unary_rpc_method_handler(_guard(handler.unary_unary, name), *serializers)
-    if handler.stream_unary:
-        return grpc.stream_unary_rpc_method_handler(_guard(handler.stream_unary, name), *serializers)
-    if handler.unary_stream:
-        return grpc.unary_stream_rpc_method_handler(_guard_stream(handler.unary_stream, name), *serializers)
-    return grpc.stream_stream_rpc_method_handler(_guard_stream(handler.stream_stream, name), *serializers)
 
 
 def _guard(method: Callable[..., Awaitable[Any]], name: str) -> Callable[..., Awaitable[Any]]:

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import grpc
 
 from rpc.errors import CallError, PermissionDenied, Unauthenticated
+from rpc.handlers import wrapped
 from rpc.identity.permissions import PERMISSIONS, Permission, Port
 from rpc.identity.principal import NAMING_ROLES, TENANT_ROLES, CredentialKind, Principal, set_caller
 from rpc.identity.running_calls import RunningCalls
@@ -70,7 +71,7 @@ class Guard(grpc.aio.ServerInterceptor):
         permission = self._permissions.get(method, Permission())
         if permission.anybody:
             return handler
-        return _wrapped(handler, lambda inner: self._guarded(inner, method, permission))
+        return wrapped(handler, lambda inner: self._guarded(inner, method, permission))
 
     def _guarded(self, inner: Callable[..., Any], method: str, permission: Permission) -> Callable[..., Any]:
         def guarded(request: Any, context: Context) -> Any:
@@ -120,20 +121,6 @@ class Guard(grpc.aio.ServerInterceptor):
             raise PermissionDenied(f"role {roles} may not call this at the {ports} port", "ROLE_NOT_PERMITTED")
         if principal.scopes and permission.scope not in principal.scopes:
             raise PermissionDenied(f"the credential has no scope {permission.scope}", "SCOPE_NOT_GRANTED")
-
-
-def _wrapped(
-    handler: grpc.RpcMethodHandler[Any, Any], wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
-) -> grpc.RpcMethodHandler[Any, Any]:
-    serializers = (handler.request_deserializer, handler.response_serializer)
-    if handler.unary_unary:
-        return grpc.unary_unary_rpc_method_handler(wrap(handler.unary_unary), *serializers)
-    if handler.stream_unary:
-        return grpc.stream_unary_rpc_method_handler(wrap(handler.stream_unary), *serializers)
-    if handler.unary_stream:
-        return grpc.unary_stream_rpc_method_handler(wrap(handler.unary_stream), *serializers)
-    stream: Any = handler.stream_stream
-    return grpc.stream_stream_rpc_method_handler(wrap(stream), *serializers)
 
 
 def open_guard(*ports: Port, refused: Refused | None = None) -> Guard:
