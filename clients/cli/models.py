@@ -74,6 +74,8 @@ def read_model(path: str, name: str, quantize: str = "") -> artifacts.base_model
     try:
         return read_base_model(path, name, quantize)
     except ArtifactError as error:
+        if error.subject == "--quantize":
+            raise CommandError(str(error)) from error
         lost = not is_hash_spec(path) and not Path(path).is_dir()
         hint = "; give a transformers directory with safetensors weights, or hash:?..." if lost else ""
         raise CommandError(f"{path}: {error.message}{hint}" if path not in str(error) else f"{error}{hint}") from error
