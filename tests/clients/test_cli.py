@@ -110,7 +110,10 @@ def test_a_failure_leaves_nothing_else_on_stderr() -> None:
         (["adapters", "list", "--store", NOBODY], ["no store answers at 127.0.0.1:1", "--store"]),
         (["adapters", "push", "/nowhere", "--name", "a", "--store", NOBODY], ["/nowhere", "adapter_config.json"]),
         (["models", "push", "/nowhere", "--store", NOBODY], ["/nowhere is not a directory"]),
-        (["models", "push", "examples/model", "--quantize", "int5", "--store", NOBODY], ["error: --quantize: 'int5' is not one"]),
+        (
+            ["models", "push", "examples/model", "--quantize", "int5", "--store", NOBODY],
+            ["error: --quantize: 'int5' is not one"],
+        ),
         (["models", "push", "hash:?vocap=9", "--store", NOBODY], ["vocap"]),
         (["generate", "hi", "--tenant", "a\tb"], ["tenant"]),
         (["generate", "hi", "--top-k", "-1"], ["sampling.top_k"]),
