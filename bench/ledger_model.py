@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from datetime import UTC, datetime
 
+from bench.ledger_account import DAY_MS, MINUTE_MS, Account
 from broker import terms
 from broker.ledger import (
     LIMIT_NAMES,
@@ -18,75 +19,9 @@ from broker.ledger import (
     TokenLimits,
 )
 
-_DAY_MS, _MINUTE_MS = 86_400_000, 60_000
-
-
-def _month_of(now_ms: int) -> int:
-    at = datetime.fromtimestamp(now_ms / 1e3, UTC)
-    return at.year * 12 + at.month - 1
-
 
 def _start_of(month: int) -> int:
     return round(datetime(month // 12, month % 12 + 1, 1, tzinfo=UTC).timestamp() * 1e3)
-
-
-@dataclass
-class _Account:
-    born: int
-    copy: AccountCopy
-    # Until when, by id.
-    held: dict[str, int] = field(default_factory=dict)
-    # Time of the last look, and time before which no reservation is ended by one.
-    looked: int = 0
-    sweep_at: int = 0
-    streams: dict[str, int] = field(default_factory=dict)
-    # Reservations with their state, and the time at which their record is dropped.
-    records: dict[str, tuple[Reservation, str, int]] = field(default_factory=dict)
-    reports: bool = False
-    unreported: dict[str, Charge] = field(default_factory=dict)
-
-    def record(self, record_id: str, now_ms: int) -> tuple[Reservation, str] | None:
-        found = self.records.get(record_id)
-        return None if found is None or found[2] <= now_ms else found[:2]
-
-    def write(self, record: Reservation, state: str, now_ms: int) -> None:
-        kept_ms = terms.OPEN_RECORD_MS if state == "open" else terms.ENDED_RECORD_MS
-        self.records[record.id] = (record, state, now_ms + kept_ms)
-
-    def is_behind(self, seen: AccountCopy) -> bool:
-        return seen.epoch > 0 and (self.copy.epoch != seen.epoch or self.copy.version < seen.version)
-
-    def add(self, record: Reservation, requests: int, given: int, made: int) -> None:
-        copy, both = self.copy, given + made
-        if record.minute == copy.minute:
-            copy = replace(
-                copy,
-                requests=max(0, copy.requests + requests),
-                input=max(0, copy.input + given),
-                output=max(0, copy.output + made),
-            )
-        if record.day == copy.day:
-            copy = replace(copy, day_tokens=max(0, copy.day_tokens + both))
-        if record.month == copy.month:
-            copy = replace(copy, month_tokens=max(0, copy.month_tokens + both))
-        self.copy = copy
-
-    def end(self, record: Reservation, before: str, state: str, now_ms: int) -> Charge | None:
-        made = max(0, record.used_output - record.base)
-        requests = record.requests if record.used_input or made else 0
-        self.add(record, requests - record.requests, record.used_input - record.input, made - record.output)
-        ended = replace(record, requests=requests, input=record.used_input, output=made)
-        self.write(ended, before if before == "finished" else state, now_ms)
-        self.held.pop(record.id, None)
-        self.streams.pop(record.id, None)
-        if not self.reports or record.used_input + made == 0:
-            return None
-        charge = Charge(f"{record.id}:{record.part}", record.used_input, made, now_ms, record.subject)
-        self.unreported[charge.id] = charge
-        return charge
-
-    def wrote(self) -> None:
-        self.copy = replace(self.copy, version=self.copy.version + 1)
 
 
 class LedgerModel:
@@ -94,18 +29,11 @@ class LedgerModel:
 
     def __init__(self, *, reports: bool = False) -> None:
         self._reports = reports
-        self._accounts: dict[str, _Account] = {}
+        self._accounts: dict[str, Account] = {}
 
-    def _account(self, tenant: str, now_ms: int) -> _Account:
-        account = self._accounts.get(tenant) or _Account(now_ms, AccountCopy(epoch=now_ms), reports=self._reports)
-        copy = account.copy
-        if copy.minute < (minute := now_ms // _MINUTE_MS):
-            copy = replace(copy, minute=minute, requests=0, input=0, output=0)
-        if copy.day < (day := now_ms // _DAY_MS):
-            copy = replace(copy, day=day, day_tokens=0)
-        if copy.month < (month := _month_of(now_ms)):
-            copy = replace(copy, month=month, month_tokens=0)
-        account.copy = copy
+    def _account(self, tenant: str, now_ms: int) -> Account:
+        account = self._accounts.get(tenant) or Account(now_ms, AccountCopy(epoch=now_ms), reports=self._reports)
+        account.begin_windows(now_ms)
         return account
 
     def reserve(
@@ -134,7 +62,7 @@ class LedgerModel:
         return self._hold(tenant, account, record, limits, now_ms)
 
     def _hold(
-        self, tenant: str, account: _Account, record: Reservation, limits: TokenLimits, now_ms: int
+        self, tenant: str, account: Account, record: Reservation, limits: TokenLimits, now_ms: int
     ) -> tuple[Reservation, AccountCopy]:
         self._accounts[tenant] = account
         account.write(record, "open", now_ms)
@@ -146,18 +74,16 @@ class LedgerModel:
         granted = replace(record, requests=requests, used_input=0, used_output=record.base)
         return granted, account.copy
 
-    def _check(
-        self, account: _Account, record: Reservation, limits: TokenLimits, *, resumed: bool, now_ms: int
-    ) -> None:
+    def _check(self, account: Account, record: Reservation, limits: TokenLimits, *, resumed: bool, now_ms: int) -> None:
         copy, both = account.copy, record.input + record.output
         recovery_ms = account.born + terms.RECOVERY_MS - now_ms
         share = terms.RECOVERY_PERCENT / 100 if recovery_ms > 0 and copy.requests > 0 else 1
-        to_minute = (copy.minute + 1) * _MINUTE_MS - now_ms
+        to_minute = (copy.minute + 1) * MINUTE_MS - now_ms
         rows = (
             ("requests", copy.requests, record.requests, to_minute),
             ("input", copy.input, record.input, to_minute),
             ("output", copy.output, record.output, to_minute),
-            ("day_tokens", copy.day_tokens, both, (copy.day + 1) * _DAY_MS - now_ms),
+            ("day_tokens", copy.day_tokens, both, (copy.day + 1) * DAY_MS - now_ms),
             ("month_tokens", copy.month_tokens, both, _start_of(copy.month + 1) - now_ms),
         )
         refused: list[tuple[str, int]] = []
@@ -201,19 +127,18 @@ class LedgerModel:
         account.wrote()
         return account.copy, charge
 
-    def look(self, tenant: str, seen: AccountCopy, reservations: list[tuple[Reservation, bool]], now_ms: int) -> Look:
+    def look(self, tenant: str, seen: AccountCopy, reservations: Sequence[Reservation], now_ms: int) -> Look:
         """See broker.ledger.Ledger."""
         account = self._accounts[tenant] = self._account(tenant, now_ms)
         refilled = account.is_behind(seen)
         if refilled:
-            account.copy = _higher(account.copy, seen)
-        for given, streams in reservations:
+            account.take_over(seen)
+        for given in reservations:
             record, state = account.record(given.id, now_ms) or (given, "open")
             if state == "open" and (record.owner, record.part) == (given.owner, given.part):
                 account.write(_with_use(record, given), "open", now_ms)
                 account.held[record.id] = now_ms + terms.HELD_MS
-                if streams:
-                    account.streams[record.id] = now_ms + terms.HELD_MS
+                account.streams[record.id] = now_ms + terms.HELD_MS
         if now_ms - (account.looked or now_ms) > terms.HELD_MS / 2:
             account.sweep_at = now_ms + terms.HELD_MS
         account.looked = now_ms
@@ -243,15 +168,3 @@ def _with_use(record: Reservation, given: Reservation) -> Reservation:
         used_input=max(record.used_input, given.used_input),
         used_output=max(record.used_output, given.used_output),
     )
-
-
-def _higher(account: AccountCopy, seen: AccountCopy) -> AccountCopy:
-    found = replace(account, epoch=max(account.epoch, seen.epoch), version=max(account.version, seen.version))
-    for window, names in (
-        ("minute", ("requests", "input", "output")),
-        ("day", ("day_tokens",)),
-        ("month", ("month_tokens",)),
-    ):
-        if getattr(account, window) == getattr(seen, window):
-            found = replace(found, **{name: max(getattr(account, name), getattr(seen, name)) for name in names})
-    return found

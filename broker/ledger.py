@@ -170,16 +170,19 @@ class Ledger:
         if answer[0] == b"behind":
             raise BehindError
         part, base, given, made, minute, day, month = answer[1 + COPY_FIELDS :]
-        windows = replace(wanted, minute=minute, day=day, month=month)
-        sizes_granted = {
-            "requests": int(part == 0),
-            "input": given,
-            "output": made,
-            "used_input": 0,
-            "used_output": base,
-        }
-        granted = replace(windows, part=part, base=base, **sizes_granted)
-        return granted, AccountCopy(*answer[1 : 1 + COPY_FIELDS])
+        granted = replace(
+            wanted,
+            part=part,
+            base=base,
+            requests=int(part == 0),
+            input=given,
+            output=made,
+            used_output=base,
+            minute=minute,
+            day=day,
+            month=month,
+        )
+        return granted, _account(answer)
 
     async def settle(
         self, tenant: str, reservation: Reservation, state: str, seen: AccountCopy
@@ -194,7 +197,7 @@ class Ledger:
         if answer[0] == b"behind":
             raise BehindError
         charges = _charges(answer[1 + COPY_FIELDS :])
-        return AccountCopy(*answer[1 : 1 + COPY_FIELDS]), charges[0] if charges else None
+        return _account(answer), charges[0] if charges else None
 
     async def acknowledge(self, tenant: str, charges: Sequence[str]) -> None:
         """Forget charges, which have been reported, by their ids."""
@@ -209,21 +212,25 @@ class Ledger:
         drawn: Any = await self._redis.srandmember(LEDGER_TENANTS, count)
         return [name.decode() for name in drawn or ()]
 
-    async def look(self, tenant: str, seen: AccountCopy, reservations: Sequence[tuple[Reservation, bool]] = ()) -> Look:
-        """Compare a router's copy with the account, and renew its reservations, each with whether it has a stream."""
+    async def look(self, tenant: str, seen: AccountCopy, reservations: Sequence[Reservation] = ()) -> Look:
+        """Compare a router's copy with the account, and renew its reservations."""
         prefix, found = ledger_prefix(tenant), Look(seen, 0, refilled=False)
         for at in range(0, max(1, len(reservations)), RENEWALS_AT_ONCE):
             some = reservations[at : at + RENEWALS_AT_ONCE]
             copy = [getattr(found.account, name) for name in AccountCopy.__slots__]
-            renewed = [part for one, streams in some for part in (*_arguments(one), int(streams))]
+            renewed = [argument for one in some for argument in _arguments(one)]
             answer = await self._look([prefix, *copy, len(some), self._reports, *renewed], prefix)
             found = Look(
-                AccountCopy(*answer[1 : 1 + COPY_FIELDS]),
+                _account(answer),
                 found.expired + answer[1 + COPY_FIELDS],
                 found.refilled or bool(answer[2 + COPY_FIELDS]),
                 (*found.charges, *_charges(answer[3 + COPY_FIELDS :])),
             )
         return found
+
+
+def _account(answer: Sequence[Any]) -> AccountCopy:
+    return AccountCopy(*answer[1 : 1 + COPY_FIELDS])
 
 
 def _charges(answer: Sequence[bytes]) -> list[Charge]:

@@ -31,7 +31,7 @@ for first = 14, 13 + reservations * GIVEN, GIVEN do
     take_use(r, given)
     write_reservation(id, r)
     redis.call('ZADD', HELD, now + HELD_MS, id)
-    if ARGV[first + 13] == '1' then redis.call('ZADD', STREAMS, now + HELD_MS, id) end
+    redis.call('ZADD', STREAMS, now + HELD_MS, id)
   end
 end
 

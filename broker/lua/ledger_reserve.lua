@@ -13,18 +13,14 @@ local max = {streams = tonumber(ARGV[10]), requests = tonumber(ARGV[11]), input 
 local account = read_account()
 if is_behind(account, seen_epoch, seen_version) then return {'behind'} end
 
-local function granted(r)
-  local values = answer('granted', account)
-  for _, value in ipairs({r.part, r.base, r.input, r.output, r.minute, r.day, r.month}) do values[#values + 1] = value end
-  return values
-end
-
 local function hold(r)
   write_reservation(id, r)
   redis.call('ZADD', HELD, now + HELD_MS, id)
   if max.streams >= 0 then redis.call('ZADD', STREAMS, now + HELD_MS, id) end
   write_account(account)
-  return granted(r)
+  local values = answer('granted', account)
+  for _, value in ipairs({r.part, r.base, r.input, r.output, r.minute, r.day, r.month}) do values[#values + 1] = value end
+  return values
 end
 
 local found = read_reservation(id)

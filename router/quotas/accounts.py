@@ -126,7 +126,7 @@ class Accounts:
 
     async def _look_once(self, tenant: str, account: Account) -> None:
         try:
-            renewed = [(grant.count(), True) for grant in account.grants.values()]
+            renewed = [grant.count() for grant in account.grants.values()]
             look = await self._ledger.look(tenant, account.copy, renewed)
         except REDIS_DOWN:
             return

@@ -82,9 +82,9 @@ class Both:
 
     async def look(self, *renewed: Reservation, seen: AccountCopy | None = None) -> Look:
         """Look, and renew some."""
-        copy, given = self.seen if seen is None else seen, [(one, True) for one in renewed]
-        look = await self.ledger.look("acme", copy, given)
-        expected = self.model.look("acme", copy, given, self.clock.now_ms)
+        copy = self.seen if seen is None else seen
+        look = await self.ledger.look("acme", copy, renewed)
+        expected = self.model.look("acme", copy, renewed, self.clock.now_ms)
         drawn = set(look.charges)
         if len(drawn) == terms.CHARGES_PER_LOOK:  # by chance
             assert drawn <= set(expected.charges)

@@ -34,7 +34,7 @@ class SimulatedLedger:
         redis = self._redis
         return await redis.call(lambda: redis.data.ledger.settle(tenant, reservation, state, seen, redis.now_ms))
 
-    async def look(self, tenant: str, seen: AccountCopy, reservations: Sequence[tuple[Reservation, bool]] = ()) -> Look:
+    async def look(self, tenant: str, seen: AccountCopy, reservations: Sequence[Reservation] = ()) -> Look:
         """See Ledger."""
         redis = self._redis
-        return await redis.call(lambda: redis.data.ledger.look(tenant, seen, list(reservations), redis.now_ms))
+        return await redis.call(lambda: redis.data.ledger.look(tenant, seen, reservations, redis.now_ms))

@@ -49,7 +49,7 @@ def test_requests_that_routers_leave_are_charged_once() -> None:
 
 
 def test_accounts_that_nobody_puts_back_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bench.ledger_model._Account.is_behind", lambda account, seen: False)
+    monkeypatch.setattr("bench.ledger_account.Account.is_behind", lambda account, seen: False)
     size = asked_tokens(plan(0, 0.0, 20))
     outcome = run(size * 20, 200, 40.0, 20, [Fault(Kind.REDIS_WIPE, 3.0, 0.0, 0, 0)])
     assert any("tokens, its quota is" in line for line in outcome.wrong)

@@ -1,7 +1,8 @@
 -- A reservation as its router knows it.
 --- @include "ledger_account"
 
-local GIVEN = 14
+-- Number of the arguments that make a reservation.
+local GIVEN = 13
 
 -- Return the id and the reservation that begin at argument `first`.
 local function given_reservation(first)
