@@ -44,7 +44,7 @@ _AUTO, _INT8, _INT4 = "decode, auto", "decode, int8", "decode, int4"
 _BASE32, _BASE, _VLLM = "requests, float32", "requests, auto", "requests, vLLM float32"
 _INT8_MIXED, _MIXED, _MIXED32 = "8 adapters, int8", "8 adapters, auto", "8 adapters, float32"
 _VLLM_MIXED = "8 adapters, vLLM float32"
-# What switches AVX-512 off in torch's own kernels, in its BLAS, in oneDNN, and in kernels that numba compiles.
+# Environment variables that switch AVX-512 off in torch's own kernels, its BLAS, oneDNN, and numba's kernels, in turn.
 _WITHOUT_AVX512 = {
     "ATEN_CPU_CAPABILITY": "avx2",
     "OPENBLAS_CORETYPE": "Haswell",
@@ -97,7 +97,7 @@ def measure(setup: Setup, quick: bool, peer: Path | None = None) -> Report:
         progress(f"making {shape.name} and {ADAPTERS} adapters of rank {RANK}")
         model = save_model(shape, Path(directory, shape.name))
         adapters = [save_adapter(shape, RANK, Path(directory, f"a{index}"), seed=index) for index in range(ADAPTERS)]
-        # One after the other: all engines at once would take 20 GB.
+        # Decodes end before requests begin: the engines of both would take 20 GB.
         with ExitStack() as stack:
             rounds.run(_decodes(setup, stack, model), setup.rounds, between=meter.measure)
         with ExitStack() as stack:

@@ -115,7 +115,7 @@ def _samples(model: nn.Module) -> dict[str, list[tuple[AnyLinear, int]]]:
     for layer in model.modules():
         if is_linear(layer):
             shapes[kind_of(layer), layer.out_features, layer.in_features].append(layer)
-    # One that the model has once is its head: it would take as long to lay out as all others together.
+    # A shape that the model has once is its head's: it would take as long to lay out as all others together.
     repeated = [(shape, layers) for shape, layers in shapes.items() if len(layers) > 1]
     samples: dict[str, list[tuple[AnyLinear, int]]] = defaultdict(list)
     for (kind, _, _), layers in sorted(repeated, key=lambda one: -one[0][1] * one[0][2] * len(one[1])):

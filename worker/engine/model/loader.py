@@ -55,12 +55,13 @@ class LoadedModel:
     linears: Mapping[str, tuple[int, int]]
     ends: Mapping[str, tuple[int, int]]
     directory: Path
-    # How many weights the model has, and those that it has quantized.
+    # Number of the model's weights.
     parameters: int
+    # Weights that are quantized; None where none are.
     quantized: QuantizedWeights | None
-    # How hidden states become one vector where a request does not say.
+    # Way in which hidden states become one vector where a request does not say.
     pooling: str = "last"
-    # How it computes on the CPU; None where that was not measured.
+    # Dtype and layouts in which it computes on the CPU; None where they were not measured.
     layouts: Choice | None = None
 
     @property
