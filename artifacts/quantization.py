@@ -9,7 +9,7 @@ head.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from artifacts.digests import sha256_json
@@ -81,9 +81,7 @@ def parse_quantization(text: str, field: str = "--quantize") -> Quantization | N
     scheme = _SCHEMES.get(text.removesuffix(_EMBEDDINGS))
     if scheme is None:
         raise ArtifactError(field, f"{text!r} is not one of {', '.join(_SCHEMES)}, each also with {_EMBEDDINGS}")
-    if not text.endswith(_EMBEDDINGS):
-        return scheme
-    return Quantization(scheme.bits, scheme.symmetric, scheme.group, scheme.floating, embeddings=True)
+    return replace(scheme, embeddings=text.endswith(_EMBEDDINGS))
 
 
 def check_device(scheme: Quantization | None, device: str) -> None:

@@ -21,7 +21,7 @@ from worker.engine.linear import fixed_rows, fixed_tiles, formats, vectors
 from worker.engine.linear.fixed_rows import to_fixed
 from worker.engine.linear.fixed_tiles import fixed_1, fixed_2, fixed_3, fixed_4, fixed_5
 from worker.engine.linear.formats import FORMATS
-from worker.engine.linear.vectors import PANEL, write_row
+from worker.engine.linear.vectors import PANEL, tile_rows, write_row
 
 # Maximum rows of a tile.
 TILE_ROWS = 5
@@ -75,8 +75,7 @@ def _panel(p, at, panel, sums):
     width = min(PANEL, at.outputs - first)
     row = 0
     while row < at.rows:
-        left = at.rows - row
-        count = (left + (left + TILE_ROWS - 1) // TILE_ROWS - 1) // ((left + TILE_ROWS - 1) // TILE_ROWS)
+        count = tile_rows(at.rows - row, TILE_ROWS)
         factors = at.factors + row * at.factor_bytes
         _tile(p, count, at.q + row * at.q_bytes, factors, weights, scales, zeros, sums)
         for index in range(count):

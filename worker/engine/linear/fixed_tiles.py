@@ -31,6 +31,7 @@ from worker.engine.device.cpu.llvm import (
     vector_type,
 )
 from worker.engine.linear.vectors import (
+    CONTRACT,
     HALVES,
     I16,
     TileSums,
@@ -42,7 +43,6 @@ from worker.engine.linear.vectors import (
     vector_of,
 )
 
-_CONTRACT = ("contract",)
 _SUM_OF_PAIRS = {8: "llvm.x86.avx2.pmadd.wd", 16: "llvm.x86.avx512.pmaddw.d.512"}
 
 
@@ -109,11 +109,11 @@ def _add_segment(
         value = b.sitofp(parts[row, half], vector_type(F32, V))
         if zeros is not None:
             sum_of_x = broadcast(b, load(b, b.add(factors[row], sums_of_x), 0, F32, 4), V)
-            shift = b.fmul(load_floats(b, zeros, V * half, V), sum_of_x, flags=_CONTRACT)
-            value = b.fsub(value, shift, flags=_CONTRACT)
+            shift = b.fmul(load_floats(b, zeros, V * half, V), sum_of_x, flags=CONTRACT)
+            value = b.fsub(value, shift, flags=CONTRACT)
         value = b.fmul(value, load_floats(b, scales, V * half, V))
         factor = broadcast(b, load(b, factors[row], 0, F32, 4), V)
-        totals[row, half] = b.fadd(totals[row, half], b.fmul(value, factor, flags=_CONTRACT), flags=_CONTRACT)
+        totals[row, half] = b.fadd(totals[row, half], b.fmul(value, factor, flags=CONTRACT), flags=CONTRACT)
 
 
 def _broadcast_pair(b: Any, pair: Any) -> Any:

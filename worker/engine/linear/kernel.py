@@ -36,7 +36,7 @@ from worker.engine.linear.tiles import (
     unpacked_5,
     unpacked_6,
 )
-from worker.engine.linear.vectors import PANEL, write_row
+from worker.engine.linear.vectors import PANEL, tile_rows, write_row
 
 # Maximum rows of a tile: the sums of more do not fit AVX2's 16 registers, beside what codes are unpacked in.
 TILE_ROWS = 6
@@ -115,9 +115,7 @@ def _panel(p, at, panel, scratch):
         weights = unpacked
     row = 0
     while row < at.rows:
-        # As even tiles as can be: 4 and 4 rather than 6 and 2.
-        left = at.rows - row
-        count = (left + (left + most - 1) // most - 1) // ((left + most - 1) // most)
+        count = tile_rows(at.rows - row, most)
         x = at.x + row * at.x_bytes
         if direct:
             _packed_tile(p, count, x, weights, scales, zeros, scratch)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from worker.engine.linear.formats import UNIT_COLUMNS, panel_outputs
 from worker.engine.quantized.weight import SYMMETRIC_ZERO, AnyLinear, QuantizedWeight
@@ -89,7 +90,7 @@ def make_panels(linear: AnyLinear, *, fixed: bool = False) -> Panels:
         name,
         outputs,
         _padded(linear.in_features),
-        _in_panels(_one_per_byte(weight), name, panels),
+        _in_panels(weight.unpacked(), name, panels),
         _groups_in_panels(scales, panels),
         None if zeros is None else _groups_in_panels(zeros, panels),
         weight.group,
@@ -104,10 +105,9 @@ def _padded(columns: int) -> int:
 def _in_panels(numbers: Tensor, name: str, panels: int) -> Tensor:
     """Lay out one number for each weight [out, in]: [panels, units, PANEL, ...]."""
     unit, columns = UNIT_COLUMNS[name], _padded(numbers.shape[1])
-    if numbers.shape != (panels * panel_outputs(), columns):
-        padded = numbers.new_zeros(panels * panel_outputs(), columns)
-        padded[: numbers.shape[0], : numbers.shape[1]] = numbers
-        numbers = padded
+    missing = columns - numbers.shape[1], panels * panel_outputs() - len(numbers)
+    if any(missing):
+        numbers = pad(numbers, (0, missing[0], 0, missing[1]))
     if name == "float32":
         unit = 1
     of_panels = numbers.view(panels, panel_outputs(), columns // unit, unit).transpose(1, 2)
@@ -116,16 +116,8 @@ def _in_panels(numbers: Tensor, name: str, panels: int) -> Tensor:
     return of_panels.contiguous()
 
 
-def _one_per_byte(weight: QuantizedWeight) -> Tensor:
-    """Return the codes as int8 or uint8 [out, in]."""
-    if weight.bits == 8:
-        return weight.codes
-    return torch.stack((weight.codes & 15, weight.codes >> 4), -1).flatten(1)
-
-
 def _groups_in_panels(of_groups: Tensor, panels: int) -> Tensor:
     """Lay out float32 [out, groups] as [panels, groups, PANEL]."""
     groups = of_groups.shape[1]
-    padded = of_groups.new_zeros(panels * panel_outputs(), groups)
-    padded[: len(of_groups)] = of_groups
+    padded = pad(of_groups, (0, 0, 0, panels * panel_outputs() - len(of_groups)))
     return padded.view(panels, panel_outputs(), groups).transpose(1, 2).contiguous()

@@ -28,6 +28,7 @@ from worker.engine.device.cpu.llvm import (
     store,
 )
 from worker.engine.linear.vectors import (
+    CONTRACT,
     FLOAT32,
     HALVES,
     PANEL,
@@ -40,9 +41,6 @@ from worker.engine.linear.vectors import (
     load_half,
     unit_sizes,
 )
-
-# Multiply and add may be fused into one instruction, but sums are not reordered.
-_CONTRACT = ("contract",)
 
 
 def _multiplying(rows: int, *, unpacked: bool = False) -> Any:
@@ -74,8 +72,8 @@ def _multiplying(rows: int, *, unpacked: bool = False) -> Any:
                 for row, half in totals.places:
                     part = parts[row, half]
                     if scale is not None:
-                        part = b.fmul(part, scale[half], flags=_CONTRACT)
-                    totals[row, half] = b.fadd(totals[row, half], part, flags=_CONTRACT)
+                        part = b.fmul(part, scale[half], flags=CONTRACT)
+                    totals[row, half] = b.fadd(totals[row, half], part, flags=CONTRACT)
             totals.write(sums)
             return context.get_dummy_value()
 
@@ -98,8 +96,8 @@ def _add_unit(b: Any, code: int, address: Any, zeros: list[Any], lines: list[Any
         for row, line in enumerate(lines):
             factor = broadcast(b, load(b, line, 4 * column, F32, 4), V)
             for half in HALVES:
-                product = b.fmul(factor, vectors[half], flags=_CONTRACT)
-                parts[row, half] = b.fadd(parts[row, half], product, flags=_CONTRACT)
+                product = b.fmul(factor, vectors[half], flags=CONTRACT)
+                parts[row, half] = b.fadd(parts[row, half], product, flags=CONTRACT)
 
 
 @intrinsic

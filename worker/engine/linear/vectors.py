@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from llvmlite import ir
-from numba import types
+from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
@@ -44,6 +44,8 @@ HALVES = range(PANEL_VECTORS)
 I8, I16 = ir.IntType(8), ir.IntType(16)
 FLOAT32, BFLOAT16, INT4 = (FORMATS[name] for name in ("float32", "bfloat16", "int4"))
 _UNITS = {FORMATS[name]: (UNIT_COLUMNS[name], UNIT_BYTES[name] * PANEL) for name in FORMATS}
+# Flags of an operation: multiply and add may be fused into one instruction, but sums are not reordered.
+CONTRACT = ("contract",)
 # Bytes ahead of its use at which a weight is fetched: 10% faster from memory with 8 rows, measured with 1 and 2 KiB.
 _AHEAD = 2048
 _LINE = 64
@@ -113,6 +115,13 @@ def each_segment(b: Any, parameters: Any, p: Any) -> Iterator[tuple[Any, Any, An
     with cgutils.for_range_slice(b, int64(0), columns, segment, I64) as (first, number):
         stop = b.add(first, segment)
         yield first, b.select(b.icmp_signed("<", stop, columns), stop, columns), number
+
+
+@njit(error_model="numpy")
+def tile_rows(left, most):
+    """Return the rows of the next of as even tiles as can be, of at most `most` rows: 4 and 4 rather than 6 and 2."""
+    tiles = (left + most - 1) // most
+    return (left + tiles - 1) // tiles
 
 
 class TileSums:

@@ -25,11 +25,9 @@ def choose_layouts(loaded: LoadedModel, dtype: str) -> LoadedModel:
     A bfloat16 model may then compute in float32 over its bfloat16 weights: where a processor has no instructions for
     bfloat16 that is faster, and exact. The result's dtype says so.
     """
-    if loaded.device.type != "cpu":
+    if loaded.device.type != "cpu" or loaded.parameters < _UNMEASURED_PARAMETERS:
         return loaded
     module, own = loaded.module, loaded.dtype
-    if loaded.parameters < _UNMEASURED_PARAMETERS:
-        return loaded
     computes = [own]
     if dtype == "auto" and own == torch.bfloat16 and _other_bytes(module) < available_bytes(loaded.device):
         computes.append(torch.float32)

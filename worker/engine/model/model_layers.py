@@ -18,7 +18,7 @@ from worker.engine.lora.embedding import CpuEmbedding
 from worker.engine.lora.fused_linears import FusedPart
 from worker.engine.model.quantized_weights import QuantizedWeights
 from worker.engine.quantized.embedding import QuantizedEmbedding
-from worker.engine.quantized.weight import QuantizedLinear, QuantizedWeight, is_linear
+from worker.engine.quantized.weight import AnyLinear, QuantizedWeight, is_linear
 
 # Number of a weight's rows that are cast to float32 at once.
 _PIECE_ROWS = 4096
@@ -82,9 +82,7 @@ class ModelLayers:
         if module in self._squares:
             return self._squares[module]
         weight: Any = self._own(module).weight
-        if isinstance(weight, QuantizedWeight):
-            weight = weight.dequantize()
-        return _squares(weight.t()).cpu()
+        return _squares(_numbers(weight, torch.float32).t()).cpu()
 
     @property
     def hidden_size(self) -> int:
@@ -95,14 +93,10 @@ class ModelLayers:
     def product(self, module: str, a: Tensor) -> Tensor:
         """See BaseLayers."""
         layer, a = self._own(module), a.to(self._loaded.device, self._loaded.dtype)
-        if isinstance(layer, nn.Embedding):
-            return (a @ layer.weight).float().cpu()
-        if isinstance(layer, QuantizedEmbedding):
-            return (a @ layer.weight.dequantize(a.dtype)).float().cpu()
-        if isinstance(layer, nn.Linear):
-            return linear(a, layer.weight).float().cpu()
-        if isinstance(layer, QuantizedLinear):
-            return linear(a, layer.weight.dequantize(a.dtype)).float().cpu()
+        if isinstance(layer, nn.Embedding | QuantizedEmbedding):
+            return (a @ _numbers(layer.weight, a.dtype)).float().cpu()
+        if isinstance(layer, AnyLinear):
+            return linear(a, _numbers(layer.weight, a.dtype)).float().cpu()
         # Not through the part's own call: it keeps what the step that runs has computed.
         assert isinstance(layer, FusedPart)
         y = layer.product.base(a).split_with_sizes(layer.product.widths, -1)[layer.index]
@@ -140,6 +134,11 @@ class ModelLayers:
     def _own(self, module: str) -> nn.Module:
         layer = self._loaded.module.get_submodule(module)
         return layer.base if isinstance(layer, CpuEmbedding) else layer
+
+
+def _numbers(weight: Tensor | QuantizedWeight, dtype: torch.dtype) -> Tensor:
+    """Return a weight as it is or, where it is quantized, dequantized."""
+    return weight.dequantize(dtype) if isinstance(weight, QuantizedWeight) else weight
 
 
 def _squares(weight: Tensor | QuantizedWeight) -> Tensor:

@@ -6,13 +6,11 @@ the memory never holds more than one of them in floats.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import safetensors
 import torch
 from torch import Tensor
 from transformers import AutoConfig
@@ -26,8 +24,8 @@ from artifacts.families import HEAD
 from artifacts.quantization import Quantization
 from worker.engine.model.errors import ModelUnusableError
 from worker.engine.quantized.embedding import QuantizedEmbedding
-from worker.engine.quantized.schemes import quantize_weight
-from worker.engine.quantized.stored import ReadTensor, read_weight
+from worker.engine.quantized.schemes import quantize_tensor, quantize_weight
+from worker.engine.quantized.stored import ReadTensor, open_tensors, read_weight
 from worker.engine.quantized.weight import QuantizedLinear, QuantizedWeight, equal
 
 _METHOD = "loraplex"
@@ -72,7 +70,7 @@ class QuantizedWeights:
 
     def fill(self, module: Any, dtype: torch.dtype, device: torch.device) -> None:
         """Put the quantized layers into a loaded model that is on the device already."""
-        with _tensors(self.checkpoint) as read:
+        with open_tensors(self.checkpoint) as read:
             for name, weight in self.weights.items():
                 place, quantized = module.get_submodule(name), self._read(weight, read).to(device)
                 if not weight.is_embedding:
@@ -97,7 +95,7 @@ class QuantizedWeights:
         """Tell whether the end's weight, before it was quantized, equals these values in `dtype`."""
         weight = self._end(module)
         assert weight is not None
-        with _tensors(self.checkpoint) as read:
+        with open_tensors(self.checkpoint) as read:
             if weight.stored is None:
                 return torch.equal(read(weight.tensor).to(dtype), values.to(dtype))
             return equal(read_weight(weight.stored, read), quantize_weight(values, weight.stored.scheme.quantization))
@@ -109,8 +107,7 @@ class QuantizedWeights:
         if weight.stored is not None:
             return read_weight(weight.stored, read)
         assert self.scheme is not None
-        tensor = read(weight.tensor)
-        return quantize_weight(tensor.t() if weight.input_first and not weight.is_embedding else tensor, self.scheme)
+        return quantize_tensor(read(weight.tensor), weight, self.scheme)
 
 
 def has_tied_head(directory: Path) -> bool:
@@ -127,22 +124,6 @@ def _transformers_config(directory: Path) -> Any:
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     return config
-
-
-@contextlib.contextmanager
-def _tensors(checkpoint: Checkpoint) -> Iterator[ReadTensor]:
-    """Open a checkpoint's files; yields a function that reads a tensor by its name."""
-    with contextlib.ExitStack() as stack:
-        files: dict[Path, Any] = {}
-
-        def read(name: str) -> Tensor:
-            path, _ = checkpoint.tensors[name]
-            if path not in files:
-                files[path] = stack.enter_context(safetensors.safe_open(path, "pt"))
-            tensor: Tensor = files[path].get_tensor(name)
-            return tensor
-
-        yield read
 
 
 @register_quantization_config(_METHOD)

@@ -6,15 +6,13 @@ original's digest, so adapters of the original are valid for the copy.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import safetensors
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
@@ -27,7 +25,8 @@ from artifacts.errors import ArtifactError
 from artifacts.families import FAMILIES
 from artifacts.json_object import parse_object
 from artifacts.quantization import Quantization, parse_quantization
-from worker.engine.quantized.schemes import quantize_weight
+from worker.engine.quantized.schemes import quantize_tensor
+from worker.engine.quantized.stored import open_tensors
 from worker.engine.quantized.weight import QuantizedWeight
 
 # Maximum bytes of a file of the copy; so much of it is in memory at once.
@@ -54,8 +53,9 @@ def write_copy(model: str, out: str, scheme: str, progress: Progress = lambda do
     Raises ArtifactError, also where `out` exists or can't be written.
     """
     base = read_base_model(model, quantize=scheme)
+    config = parse_object(base.files["config.json"], "config.json")
     wanted = parse_quantization(scheme, "--to")
-    if wanted is None or base.original_digest == "" or "quantization_config" in _config(base):
+    if wanted is None or "quantization_config" in config:
         raise ArtifactError("model", f"{model} is quantized already; give the original")
     directory = Path(out)
     if directory.exists():
@@ -65,10 +65,10 @@ def write_copy(model: str, out: str, scheme: str, progress: Progress = lambda do
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir(parents=True)
         checkpoint = read_checkpoint(Path(model))
-        weights = {weight.tensor: weight for weight in read_weights(_config(base), checkpoint).values()}
+        weights = {weight.tensor: weight for weight in read_weights(config, checkpoint).values()}
         _write_tensors(unfinished, checkpoint, weights, wanted, progress)
         _copy_small_files(Path(model), unfinished)
-        config = _config(base) | {"quantization_config": _quantization_config(base, weights, wanted)}
+        config |= {"quantization_config": _quantization_config(base, weights, wanted)}
         (unfinished / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         os.rename(unfinished, directory)
     except OSError as error:
@@ -76,10 +76,6 @@ def write_copy(model: str, out: str, scheme: str, progress: Progress = lambda do
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
     return read_base_model(out)
-
-
-def _config(base: BaseModel) -> dict[str, Any]:
-    return parse_object(base.files["config.json"], "config.json")
 
 
 def _write_tensors(
@@ -96,21 +92,19 @@ def _write_tensors(
         placed.update(dict.fromkeys(shard, name))
         shard.clear()
 
-    for done, (name, tensor) in enumerate(_tensors(checkpoint), 1):
-        weight = weights.get(name)
-        if weight is not None and weight.scheme(scheme) is not None:
-            is_transposed = weight.input_first and not weight.is_embedding
-            parts = stored_tensors(quantize_weight(tensor.t() if is_transposed else tensor, scheme))
-            layer = name.removesuffix(".weight")
-            new = {f"{layer}.{part}": values.contiguous() for part, values in parts.items()}
-        else:
-            new = {name: tensor}
-        size = sum(values.nbytes for values in new.values())
-        if shard and sum(values.nbytes for values in shard.values()) + size > _SHARD_BYTES:
-            write(last=False)
-        shard |= new
-        total += size
-        progress(done, len(checkpoint.tensors))
+    with open_tensors(checkpoint) as read:
+        for done, name in enumerate(checkpoint.tensors, 1):
+            new, weight = {name: read(name)}, weights.get(name)
+            if weight is not None and weight.scheme(scheme) is not None:
+                parts = stored_tensors(quantize_tensor(new[name], weight, scheme))
+                layer = name.removesuffix(".weight")
+                new = {f"{layer}.{part}": values.contiguous() for part, values in parts.items()}
+            size = sum(values.nbytes for values in new.values())
+            if shard and sum(values.nbytes for values in shard.values()) + size > _SHARD_BYTES:
+                write(last=False)
+            shard |= new
+            total += size
+            progress(done, len(checkpoint.tensors))
     write(last=True)
     if len(set(placed.values())) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": placed}
@@ -174,13 +168,3 @@ def _copy_small_files(model: Path, out: Path) -> None:
         if path.is_file() and not path.name.endswith(_WEIGHTS):
             (out / path.relative_to(model)).parent.mkdir(exist_ok=True)
             shutil.copyfile(path, out / path.relative_to(model))
-
-
-def _tensors(checkpoint: Checkpoint) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of a checkpoint, one at a time, in the order of its files."""
-    with contextlib.ExitStack() as stack:
-        files: dict[Path, Any] = {}
-        for name, (path, _) in checkpoint.tensors.items():
-            if path not in files:
-                files[path] = stack.enter_context(safetensors.safe_open(path, "pt"))
-            yield name, files[path].get_tensor(name)

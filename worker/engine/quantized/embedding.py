@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Self
-
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from worker.engine.quantized.weight import QuantizedWeight
+from worker.engine.quantized.weight import QuantizedModule, QuantizedWeight
 
 
-class QuantizedEmbedding(nn.Module):
+class QuantizedEmbedding(QuantizedModule):
     """Token embeddings [num_embeddings, embedding_dim]: looks up ids [...] to [..., embedding_dim].
 
     Some models multiply by `embed_scale`, which is then an attribute as on their own layer.
     """
 
     def __init__(self, weight: QuantizedWeight, dtype: torch.dtype, embed_scale: float | None = None) -> None:
-        super().__init__()
+        super().__init__(weight)
         self.num_embeddings = weight.out_features
         self.embedding_dim = weight.in_features
-        self.weight = weight
         self.dtype = dtype
         if embed_scale is not None:
             self.embed_scale = embed_scale
@@ -32,9 +28,3 @@ class QuantizedEmbedding(nn.Module):
         if hasattr(self, "embed_scale"):
             y *= torch.tensor(self.embed_scale, dtype=self.dtype)
         return y.view(*ids.shape, self.embedding_dim)
-
-    def _apply(self, fn: Callable[[Any], Any], recurse: bool = True) -> Self:
-        """Move the weight with the module, as QuantizedLinear does."""
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        self.weight = self.weight.to(fn(torch.empty(0, dtype=torch.int8, device=self.weight.codes.device)).device)
-        return self

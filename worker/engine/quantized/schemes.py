@@ -5,12 +5,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from artifacts.base_modules import LinearWeight
 from artifacts.quantization import Quantization
 from worker.engine.quantized.weight import QuantizedWeight, concatenate, quantize
 
 # Number of rows that are quantized at once: rounding makes several float32 copies.
 _PIECE_ROWS = 4096
 _FLOAT8 = torch.float8_e4m3fn
+
+
+def quantize_tensor(tensor: Tensor, weight: LinearWeight, scheme: Quantization) -> QuantizedWeight:
+    """Quantize a checkpoint's tensor of a weight; rows of embeddings are tokens, of other weights outputs."""
+    return quantize_weight(tensor.t() if weight.input_first and not weight.is_embedding else tensor, scheme)
 
 
 def quantize_weight(weight: Tensor, scheme: Quantization) -> QuantizedWeight:

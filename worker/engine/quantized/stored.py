@@ -8,11 +8,16 @@ gptq                 words hold 4 or 8 columns of an output, zero points 4 or 8 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
+import safetensors
 import torch
 from torch import Tensor
 
+from artifacts.checkpoint import Checkpoint
 from artifacts.quantized_checkpoint import Method, StoredWeight
 from worker.engine.quantized.weight import QuantizedWeight, pack_codes
 
@@ -20,6 +25,22 @@ from worker.engine.quantized.weight import QuantizedWeight, pack_codes
 _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 
 ReadTensor = Callable[[str], Tensor]
+
+
+@contextlib.contextmanager
+def open_tensors(checkpoint: Checkpoint) -> Iterator[ReadTensor]:
+    """Open a checkpoint's files; yields a function that reads a tensor by its name."""
+    with contextlib.ExitStack() as stack:
+        files: dict[Path, Any] = {}
+
+        def read(name: str) -> Tensor:
+            path, _ = checkpoint.tensors[name]
+            if path not in files:
+                files[path] = stack.enter_context(safetensors.safe_open(path, "pt"))
+            tensor: Tensor = files[path].get_tensor(name)
+            return tensor
+
+        yield read
 
 
 def read_weight(stored: StoredWeight, read: ReadTensor) -> QuantizedWeight:

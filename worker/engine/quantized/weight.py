@@ -49,9 +49,15 @@ class QuantizedWeight:
         """Return the number of columns."""
         return self.codes.shape[1] * (2 if self.bits == 4 else 1)
 
+    def unpacked(self) -> Tensor:
+        """Return the codes one by one, [out, in]: int8 or float8 for 8 bits, uint8 for 4."""
+        if self.bits == 8:
+            return self.codes
+        return torch.stack((self.codes & 15, self.codes >> 4), -1).flatten(1)
+
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return (codes - zeros) * scales, computed in float32: [out, in]."""
-        numbers = _unpacked(self.codes) if self.bits == 4 else self.codes.float()
+        numbers = self.unpacked().float()
         if self.zeros is not None:
             numbers = numbers - self._columns(self.zeros)
         elif self.bits == 4:
@@ -78,25 +84,32 @@ class QuantizedWeight:
         return of_groups.repeat_interleave(self.group, dim=1)[:, : self.in_features]
 
 
-class QuantizedLinear(nn.Module):
+class QuantizedModule(nn.Module):
+    """A module with a quantized weight, which moves with the module; casts do not concern it."""
+
+    def __init__(self, weight: QuantizedWeight) -> None:
+        super().__init__()
+        self.weight = weight
+
+    def _apply(self, fn: Callable[[Any], Any], recurse: bool = True) -> Self:
+        """Move the weight where `fn` moves an integer tensor, which it does not cast."""
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self.weight = self.weight.to(fn(torch.empty(0, dtype=torch.int8, device=self.weight.codes.device)).device)
+        return self
+
+
+class QuantizedLinear(QuantizedModule):
     """A linear layer over a quantized weight: [..., in_features] to [..., out_features], in the dtype of its input."""
 
     def __init__(self, weight: QuantizedWeight, bias: Tensor | None = None) -> None:
-        super().__init__()
+        super().__init__(weight)
         self.in_features = weight.in_features
         self.out_features = weight.out_features
-        self.weight = weight
         self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """Multiply by the transposed dequantized weight, and add the bias where there is one."""
         return linear(x, self.weight.dequantize(x.dtype), self.bias)
-
-    def _apply(self, fn: Callable[[Any], Any], recurse: bool = True) -> Self:
-        """Move the weight with the module; casts do not concern it. fn of an integer tensor moves it at most."""
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        self.weight = self.weight.to(fn(torch.empty(0, dtype=torch.int8, device=self.weight.codes.device)).device)
-        return self
 
 
 # The layers that adapters change, that are fused and packed.
@@ -194,8 +207,3 @@ def pack_codes(codes: Tensor) -> Tensor:
     """Pack codes 0 to 15 [out, in] in pairs: uint8 [out, in // 2]."""
     pairs = codes.to(torch.uint8)
     return pairs[:, ::2] | pairs[:, 1::2] << 4
-
-
-def _unpacked(codes: Tensor) -> Tensor:
-    """Return the codes of pairs as float32 [out, in]."""
-    return torch.stack((codes & 15, codes >> 4), -1).flatten(1).float()
