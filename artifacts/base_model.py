@@ -151,18 +151,7 @@ def _read_directory(directory: Path, name: str, quantize: Quantization | None) -
     )
     if model_type in ENCODERS:
         return _read_encoder(manifest, config, checkpoint, ENCODERS[model_type])
-    saved_from = str((config.get("architectures") or [""])[0])
-    if saved_from.endswith("ForSequenceClassification"):
-        raise ArtifactError(
-            _CONFIG, f"{saved_from} is not served; push the classifier as an adapter of SEQ_CLS on the ...ForCausalLM"
-        )
-    return replace(
-        manifest,
-        end_token_ids=_end_token_ids(config, files),
-        modules=_modules(linear_weights(config, checkpoint, stored_weights(scheme, checkpoint)), quantize),
-        tasks=("generate", "embed"),
-        pooling=pooling or "last",
-    )
+    return _read_decoder(manifest, config, checkpoint, scheme, quantize)
 
 
 def _check_scheme(scheme: StoredScheme | None, quantize: Quantization | None, model_type: str) -> StoredScheme | None:
@@ -193,8 +182,30 @@ def _read_encoder(
         ),
         tasks=("embed", "classify") if classifies else ("embed",),
         labels=label_names(config, found[family.head.output].out_features) if classifies else (),
-        # As sentence-transformers does with a model that does not say.
+        # The default of sentence-transformers for models that do not say.
         pooling=manifest.pooling or "mean",
+    )
+
+
+def _read_decoder(
+    manifest: BaseModel,
+    config: dict[str, Any],
+    checkpoint: Checkpoint,
+    scheme: StoredScheme | None,
+    quantize: Quantization | None,
+) -> BaseModel:
+    """Add to a manifest what a decoder has."""
+    saved_from = str((config.get("architectures") or [""])[0])
+    if saved_from.endswith("ForSequenceClassification"):
+        raise ArtifactError(
+            _CONFIG, f"{saved_from} is not served; push the classifier as an adapter of SEQ_CLS on the ...ForCausalLM"
+        )
+    return replace(
+        manifest,
+        end_token_ids=_end_token_ids(config, manifest.files),
+        modules=_modules(linear_weights(config, checkpoint, stored_weights(scheme, checkpoint)), quantize),
+        tasks=("generate", "embed"),
+        pooling=manifest.pooling or "last",
     )
 
 

@@ -8,6 +8,7 @@ configuration they are a part of the revision's digest.
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,7 @@ from artifacts.errors import ArtifactError
 PROMPTS_FIELD = "loraplex_certificate_prompts"
 # Maximum number of prompts that come with an adapter, and of a prompt's characters.
 _PROMPTS, _PROMPT_CHARACTERS = 64, 4096
+_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +72,6 @@ def parse_prompts(value: Any) -> tuple[str, ...]:
     for index, prompt in enumerate(value):
         if not isinstance(prompt, str) or not 0 < len(prompt) <= _PROMPT_CHARACTERS:
             raise ArtifactError(f"{PROMPTS_FIELD}[{index}]", f"is not a text of 1 to {_PROMPT_CHARACTERS} characters")
-        if any("\ud800" <= character <= "\udfff" for character in prompt):
+        if _SURROGATE.search(prompt):
             raise ArtifactError(f"{PROMPTS_FIELD}[{index}]", "has half of a surrogate pair, which is no character")
     return tuple(value)

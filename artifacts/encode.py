@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 Task = Literal["embed", "classify"]
-# Empty: the model's own. "cls" is the first token's hidden state, "last" the last token's.
+# Pooling of hidden states; empty: the model's own. "cls" is the first token's hidden state, "last" the last token's.
 Pooling = Literal["", "cls", "mean", "last"]
 
 
@@ -20,5 +20,5 @@ class Encode:
 
     task: Task
     pooling: Pooling = ""
-    # How many tokens at the prompt's end are the second text of a pair (token type 1); the others have type 0.
+    # Number of tokens at the prompt's end that are the second text of a pair (token type 1); the others have type 0.
     pair_tokens: int = 0

@@ -117,15 +117,17 @@ def head_of(architecture: str) -> Head:
 def with_prefix(tensors: Mapping[str, _V], architecture: str) -> dict[str, _V]:
     """Rename an adapter's tensors that was trained on the model without its head (transformers' AutoModel)."""
     family = ENCODERS.get(architecture) or FAMILIES.get(architecture)
-    own = tuple(
-        f"{TENSOR_PREFIX}{module}." for module in (family.prefix if family else "", *head_of(architecture).modules)
-    )
-    if family is None or any(name.startswith(own[0]) for name in tensors):
+    if family is None:
         return dict(tensors)
+    prefix = f"{TENSOR_PREFIX}{family.prefix}."
+    if any(name.startswith(prefix) for name in tensors):
+        return dict(tensors)
+    heads = tuple(f"{TENSOR_PREFIX}{module}." for module in (*head_of(architecture).modules, HEAD))
 
     def renamed(name: str) -> str:
-        inner = name.removeprefix(TENSOR_PREFIX)
-        return name if inner == name or name.startswith(own) or inner.startswith(f"{HEAD}.") else own[0] + inner
+        if name.startswith(heads) or not name.startswith(TENSOR_PREFIX):
+            return name
+        return prefix + name.removeprefix(TENSOR_PREFIX)
 
     return {renamed(name): value for name, value in tensors.items()}
 

@@ -58,7 +58,7 @@ _WITHOUT_EFFECT = {
 ACCEPTED = frozenset(_SERVED | _CHECKED | _WITHOUT_EFFECT)
 _PLAIN_INITS = {True, False, None, "gaussian", "orthogonal", "eva", "mica"}
 _REWRITING_INITS = ("pissa", "olora", "corda", "loftq", "lora_ga")
-# Why a field is refused, and what to do instead.
+# Reasons why fields are refused, and what to do instead.
 WHY_REFUSED = {
     "alora_invocation_tokens": "activated LoRA is not served; train plain LoRA",
     "arrow_config": "Arrow routes between adapters; push each as an adapter of its own",
@@ -92,11 +92,10 @@ class PeftConfig:
 
     def check_anchors(self) -> None:
         """Raise MismatchError for a pattern of a name's begin; for adapters of the model without its head."""
-        for field in ("rank_pattern", "alpha_pattern"):
-            patterns: NamePatterns = getattr(self, field)
+        for patterns in (self.rank_pattern, self.alpha_pattern):
             if patterns.anchored:
                 raise MismatchError(
-                    field, "begins a pattern with '^', and the base's names begin otherwise; leave it out"
+                    patterns.field, "begins a pattern with '^', and the base's names begin otherwise; leave it out"
                 )
 
     @property

@@ -11,7 +11,7 @@ from artifacts.json_object import parse_object
 _MODULES = "modules.json"
 _POOLING = "1_Pooling/config.json"
 _MODES = {"pooling_mode_cls_token": "cls", "pooling_mode_mean_tokens": "mean", "pooling_mode_lasttoken": "last"}
-# What sentence-transformers puts behind a model and this system can do: vectors are normalised where a request asks.
+# Modules of a sentence-transformers pipeline that are served. Normalize is no step here: a request asks for it.
 _STAGES = ("Transformer", "Pooling", "Normalize")
 
 

@@ -25,7 +25,7 @@ __all__ = [
 ]
 
 _FORMAT = 1
-# What peft begins the names of all tensors with.
+# Prefix of all tensors' names in peft's checkpoints.
 TENSOR_PREFIX = "base_model.model."
 _MAGNITUDE = "magnitude"
 _SUFFIXES = {"A": ".lora_A.weight", "B": ".lora_B.weight", _MAGNITUDE: ".lora_magnitude_vector"}

@@ -31,9 +31,9 @@ from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
 from worker.engine.encoder.build import build_encoder
 from worker.engine.encoder.engine import EncoderEngine
-from worker.engine.encoder.loader import weight_bytes
 from worker.engine_api import Encode, NewSequence, Stopping
 from worker.engine_api.config import EngineConfig
+from worker.plan import PlanSettings, plan
 
 # Shaped like DeBERTa v3: relative positions in buckets, whose projections are the layers' own.
 SIZES: dict[str, Any] = {
@@ -88,8 +88,8 @@ def run(directory: Path, texts: int = TEXTS, longest: int = LONGEST, rounds: int
         sides: dict[str, tuple[int, Callable[[], Tensor]]] = {
             "transformers": (_saved_bytes(model), lambda: _padded(model, ids)),
             "quantize_dynamic": (_saved_bytes(recipe), lambda: _padded(recipe, ids)),
-            "engine": (weight_bytes(str(directory)), lambda: _joined(whole, ids)),
-            "engine, int8": (weight_bytes(str(directory), SCHEME), lambda: _joined(small, ids)),
+            "engine": (_loaded_bytes(directory, ""), lambda: _joined(whole, ids)),
+            "engine, int8": (_loaded_bytes(directory, SCHEME), lambda: _joined(small, ids)),
         }
         logits = {name: classify() for name, (_, classify) in sides.items()}
         seconds = dict.fromkeys(sides, float("inf"))
@@ -109,6 +109,10 @@ def _engine(directory: Path, quantize: str) -> Iterator[EncoderEngine]:
         yield engine
     finally:
         engine.close()
+
+
+def _loaded_bytes(directory: Path, quantize: str) -> int:
+    return plan(PlanSettings(str(directory), dtype="float32", quantize=quantize)).weight_bytes
 
 
 def _saved_bytes(model: Any) -> int:

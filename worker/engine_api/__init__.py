@@ -102,9 +102,9 @@ class NewSequence:
     # The tenant's weight: twice the weight gets twice the rows.
     weight: float = 1.0
     priority: int = 0
-    # How many alternatives to report for each token; None: no logprobs.
+    # Number of alternatives to report for each token; None: no logprobs.
     logprobs: int | None = None
-    # The same for the prompt's tokens from `prompt_logprobs_start` on; they are then all computed, cached or not.
+    # Number of alternatives for the prompt's tokens from `prompt_logprobs_start` on; cached ones are computed anew.
     prompt_logprobs: int | None = None
     prompt_logprobs_start: int = 0
     # The grammar that the answer keeps to, in llguidance's Lark syntax; empty: none.
@@ -199,11 +199,11 @@ class Output:
     failure: Failure | None = None
     adapter_ms: float | None = None
     cached_tokens: int | None = None
-    # One for each of token_ids, where the sequence asks for them.
+    # Log probabilities of token_ids, where the sequence asks for them.
     logprobs: tuple[TokenLogprobs, ...] = ()
-    # One for each prompt token but the first, with the first output, where the sequence asks for them.
+    # Log probabilities of all prompt tokens but the first, with the first output, where the sequence asks for them.
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
-    # What a sequence with `encode` asks for, neither normalised nor scaled; its finish is LENGTH.
+    # The vector of a sequence with `encode`, neither normalised nor scaled; its finish is LENGTH.
     vector: tuple[float, ...] = ()
 
 

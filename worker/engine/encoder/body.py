@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -45,16 +46,16 @@ class EncoderBody:
         `pairs` says how many tokens at each text's end are of a pair's second text; `slots` its adapter's slot or -1.
         """
         lengths = [len(text) for text in ids]
-        ends = torch.tensor(lengths).cumsum(0).tolist()
+        ends = accumulate(lengths)
         texts = tuple(Text(end - length, end, slot) for end, length, slot in zip(ends, lengths, slots, strict=True))
-        flat = torch.tensor([token for text in ids for token in text])[None]
-        positions = torch.cat([self._positions(torch.tensor(text)) for text in ids])[None]
+        flat = torch.tensor([token for text in ids for token in text])
+        positions = torch.cat([self._positions(text) for text in flat.split_with_sizes(lengths)])
         types = torch.zeros_like(flat)
         if self._types > 1:
             for text, pair in zip(texts, pairs, strict=True):
-                types[0, text.stop - pair : text.stop] = 1
+                types[text.stop - pair : text.stop] = 1
         with self._context.during(TextAttention(texts)):
-            hidden: Tensor = self._compute(flat, positions, types, texts)[0]
+            hidden: Tensor = self._compute(flat[None], positions[None], types[None], texts)[0]
         return hidden
 
     def _positions(self, ids: Tensor) -> Tensor:

@@ -38,13 +38,13 @@ def build_encoder(
     `on_progress` now and then within a step. Raises ModelUnusableError.
     """
     loaded = load_encoder(config.model, config.device, config.dtype, config.quantize)
-    base = ModelLayers(loaded)
+    base, adaptable = ModelLayers(loaded), {**loaded.linears, **loaded.ends}
     signs = _SignsOfLife(_SIGN_S, on_progress)
     runner = EncoderRunner(loaded, config.adapter_slots, config.max_rank, signs)
     adapters = OperatedCache[PackedAdapter](
         config.adapter_slots,
         TorchAdapterMemory(
-            lambda source: read_source(source, loaded.adaptable, config.max_rank, base, loaded.family.model_type),
+            lambda source: read_source(source, adaptable, config.max_rank, base, loaded.family.model_type),
             runner.install,
             loaded.device,
             loaded.dtype,
@@ -60,7 +60,7 @@ def build_encoder(
 
 
 def _limits(loaded: LoadedEncoder, config: EngineConfig) -> EngineLimits:
-    # As many texts as a step has may wait, so that the next step waits for no claim.
+    # Rows of two steps: the texts of the next one wait while one runs, so that no step waits for a claim.
     rows = 2 * config.rows
     return EngineLimits(
         rows=rows,

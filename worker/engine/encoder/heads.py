@@ -24,7 +24,7 @@ class ClassifierHeads:
         self._module = loaded.module
         self._head = loaded.family.head
         self._own: list[dict[str, Tensor]] = [{} for _ in range(slots)]
-        self._of_base = {name for name in self._head.linears if name in loaded.adaptable}
+        self._of_base = {name for name in self._head.linears if name in loaded.ends}
         config = loaded.module.config
         activations = {
             "bert": "tanh",
@@ -33,17 +33,12 @@ class ClassifierHeads:
             "model": getattr(config, "classifier_activation", ""),
         }
         self._activation: Callable[[Tensor], Tensor] = ACT2FN[activations[loaded.family.prefix]]
-        # How the classifier pools; the others take the first token's.
+        # Pooling of the hidden states that the head gets; only ModernBERT's config names one.
         self.pooling: str = getattr(config, "classifier_pooling", "cls")
-
-    @property
-    def of_base(self) -> bool:
-        """Tell whether texts without an adapter can be classified."""
-        return self._of_base == set(self._head.linears)
 
     def complete(self, slot: int) -> bool:
         """Tell whether texts with the adapter in a slot can be classified; -1: no adapter."""
-        own = self._own[slot] if slot >= 0 else {}
+        own = self._own_of(slot)
         return all(name in self._of_base or f"{name}.weight" in own for name in self._head.linears)
 
     def install(self, weights: AdapterWeights, slot: int) -> None:
@@ -52,8 +47,6 @@ class ClassifierHeads:
 
     def logits(self, pooled: Tensor, slots: Sequence[int]) -> list[Tensor]:
         """Return each row's logits [labels], of pooled [rows, width]; the rows' adapters are complete."""
-        if not len(pooled):
-            return []
         rows: dict[int, list[int]] = {}
         for row, slot in enumerate(slots):
             rows.setdefault(slot, []).append(row)
@@ -67,7 +60,7 @@ class ClassifierHeads:
         # The base's is called with all rows, because its adapters' rows are those of the step.
         out = list(self._module.get_submodule(name)(x)) if name in self._of_base else [x[0]] * len(x)
         for slot, its in rows.items():
-            own = self._own[slot] if slot >= 0 else {}
+            own = self._own_of(slot)
             if f"{name}.weight" in own:
                 y = linear(x[its], own[f"{name}.weight"], own.get(f"{name}.bias"))
                 for row, value in zip(its, y, strict=True):
@@ -78,8 +71,12 @@ class ClassifierHeads:
         norm: Any = self._module.get_submodule(self._head.norm)
         y: Tensor = norm(x)
         for slot, its in rows.items():
-            own = self._own[slot] if slot >= 0 else {}
+            own = self._own_of(slot)
             weight = own.get(f"{self._head.norm}.weight")
             if weight is not None:
                 y[its] = layer_norm(x[its], norm.normalized_shape, weight, own.get(f"{self._head.norm}.bias"), norm.eps)
         return y
+
+    def _own_of(self, slot: int) -> Mapping[str, Tensor]:
+        """Return the head's parameters that the adapter in a slot brings; -1: no adapter."""
+        return self._own[slot] if slot >= 0 else {}

@@ -33,10 +33,10 @@ _OWN_ATTENTION = ("deberta-v2",)
 
 @dataclass(frozen=True)
 class LoadedEncoder:
-    """An encoder ready to run. `adaptable` are all layers that adapters may change.
+    """An encoder ready to run, with its sizes.
 
-    Of each layer its (in_features, out_features) by name. `ends` are the token embeddings and the head's layers,
-    `linears` those between.
+    `ends` are the token embeddings and the head's layers, `linears` those between that adapters may change: of each
+    (in_features, out_features) by name.
     """
 
     module: Any
@@ -46,11 +46,10 @@ class LoadedEncoder:
     context_length: int
     vocab_size: int
     pooling: str
-    adaptable: Mapping[str, tuple[int, int]]
     linears: Mapping[str, tuple[int, int]]
     ends: Mapping[str, tuple[int, int]]
     directory: Path
-    # How many weights the model has, and those that it has quantized.
+    # Number of weights of the model, and those that are quantized.
     parameters: int
     quantized: QuantizedWeights | None
 
@@ -90,9 +89,9 @@ def load_encoder(path: str, device: str = "cpu", dtype: str = "auto", quantize: 
     module = _from_pretrained(directory, number, family, quantized)
     if quantized is not None:
         quantized.fill(module, number, place)
-    adaptable = {one.name: (one.in_features, one.out_features) for one in manifest.modules}
-    layers = {name: layer for name, layer in module.named_modules() if name in adaptable}
-    ends = {name for name in layers if is_embedding(name) or name in family.head.linears}
+    sizes = {one.name: (one.in_features, one.out_features) for one in manifest.modules}
+    adaptable = {name: sizes[name] for name, _ in module.named_modules() if name in sizes}
+    ends = {name for name in adaptable if is_embedding(name) or name in family.head.linears}
     return LoadedEncoder(
         module=module,
         family=family,
@@ -101,20 +100,12 @@ def load_encoder(path: str, device: str = "cpu", dtype: str = "auto", quantize: 
         context_length=manifest.context_length,
         vocab_size=manifest.vocab_size,
         pooling=manifest.pooling,
-        adaptable=adaptable,
-        linears={name: adaptable[name] for name in layers if name not in ends},
-        ends={name: adaptable[name] for name in layers if name in ends},
+        linears={name: shape for name, shape in adaptable.items() if name not in ends},
+        ends={name: shape for name, shape in adaptable.items() if name in ends},
         directory=directory,
         parameters=parameters,
         quantized=quantized,
     )
-
-
-def weight_bytes(path: str, quantize: str = "") -> int:
-    """Return the bytes of an encoder's weights in float32, or loaded in a scheme, without loading it."""
-    manifest, checkpoint = read_base_model(path, name="model", quantize=quantize), read_checkpoint(Path(path))
-    family = ENCODERS[manifest.architecture]
-    return model_bytes(checkpoint, inner_weights(checkpoint, family), parse_quantization(quantize), 4)[1]
 
 
 def _from_pretrained(

@@ -34,7 +34,7 @@ class EncoderRunner:
     @property
     def classifies(self) -> bool:
         """Tell whether texts without an adapter can be classified."""
-        return self._heads.of_base
+        return self._heads.complete(-1)
 
     def install(self, weights: AdapterWeights, slot: int) -> None:
         """Replace a slot's adapter."""
@@ -47,20 +47,20 @@ class EncoderRunner:
         """Return the vector or the failure of each text. Raises an error for lack of memory."""
         classified = [text for text in batch if _task(text) == "classify" and self._heads.complete(text.adapter_slot)]
         chosen = set(classified)
-        self._lora.begin_step(
-            [(text.adapter_slot, len(text.ids)) for text in batch], [int(text in chosen) for text in batch]
-        )
+        counts = [len(text.ids) for text in batch]
+        slots = [text.adapter_slot for text in batch]
+        self._lora.begin_step(list(zip(slots, counts, strict=True)), [int(text in chosen) for text in batch])
         hidden = self._body.hidden_states(
             [text.ids for text in batch],
             [text.spec.encode.pair_tokens if text.spec.encode else 0 for text in batch],
-            [text.adapter_slot for text in batch],
+            slots,
         )
-        of_text = dict(zip(batch, hidden.split_with_sizes([len(text.ids) for text in batch]), strict=True))
-        for_head = [pooled(of_text[text], self._heads.pooling) for text in classified]
-        logits = self._heads.logits(
-            torch.stack(for_head) if for_head else hidden[:0], [text.adapter_slot for text in classified]
-        )
-        results: dict[Text, Tensor] = dict(zip(classified, logits, strict=True))
+        of_text = dict(zip(batch, hidden.split_with_sizes(counts), strict=True))
+        results: dict[Text, Tensor] = {}
+        if classified:
+            for_head = torch.stack([pooled(of_text[text], self._heads.pooling) for text in classified])
+            logits = self._heads.logits(for_head, [text.adapter_slot for text in classified])
+            results.update(zip(classified, logits, strict=True))
         for text in batch:
             if _task(text) == "embed":
                 results[text] = pooled(of_text[text].float(), self._pooling(text))

@@ -168,7 +168,7 @@ def dequantized(oracle: EncoderOracle, scheme: str, directory: Path) -> EncoderO
     from transformers import AutoModelForSequenceClassification
 
     from artifacts.checkpoint import read_checkpoint
-    from artifacts.encoders import ENCODERS, encoder_weights
+    from artifacts.encoders import ENCODERS, inner_weights
     from artifacts.quantization import parse_quantization
     from worker.engine.quantized.schemes import quantize_weight
 
@@ -178,8 +178,8 @@ def dequantized(oracle: EncoderOracle, scheme: str, directory: Path) -> EncoderO
     assert quantization is not None
     family = ENCODERS[model.config.model_type]
     tensors = load_file(oracle.directory / "model.safetensors")
-    for name, weight in encoder_weights(read_checkpoint(oracle.directory), family).items():
-        if name not in family.head.linears and weight.scheme(quantization):
+    for weight in inner_weights(read_checkpoint(oracle.directory), family).values():
+        if weight.scheme(quantization):
             tensors[weight.tensor] = quantize_weight(tensors[weight.tensor], quantization).dequantize()
     (directory / "model").mkdir(parents=True)
     save_file(tensors, directory / "model" / "model.safetensors", {"format": "pt"})
