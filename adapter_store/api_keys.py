@@ -33,11 +33,6 @@ class ApiKey:
     secrets: tuple[HashedSecret, ...]
 
     @property
-    def former_expires_at(self) -> float | None:
-        """Return until when the secret before the present one is valid; None where there is none."""
-        return self.secrets[1].expires_at if len(self.secrets) > 1 else None
-
-    @property
     def hashed(self) -> HashedKey:
         """Return what processes need that admit callers with it."""
         expires_at = None if self.expire_ns is None else self.expire_ns / _SECOND_NS

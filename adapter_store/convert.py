@@ -56,8 +56,8 @@ def adapter_to_pb(adapter: Adapter) -> pb.Adapter:
         name=str(adapter.name),
         base_model=adapter.base_model,
         aliases=adapter.aliases,
-        create_time=_timestamp(adapter.create_ns),
-        update_time=_timestamp(adapter.update_ns),
+        create_time=timestamp(adapter.create_ns),
+        update_time=timestamp(adapter.update_ns),
         etag=adapter.etag,
     )
 
@@ -72,7 +72,7 @@ def revision_to_pb(revision: Revision | NewRevision, policy: FitnessPolicy) -> p
         base_digest=revision.base_digest,
         rank=revision.rank,
         weight_bytes=revision.weights.size,
-        create_time=_timestamp(revision.create_ns) if isinstance(revision, Revision) else None,
+        create_time=timestamp(revision.create_ns) if isinstance(revision, Revision) else None,
         certificates=[certificate_to_pb(certificate, policy) for certificate in certificates],
     )
 
@@ -85,7 +85,7 @@ def certificate_to_pb(certificate: FitnessCertificate, policy: FitnessPolicy) ->
         quantization=certificate.quantization,
         base_digest=certificate.base_digest,
         **dataclasses.asdict(certificate.figures),
-        create_time=_timestamp(certificate.create_ns),
+        create_time=timestamp(certificate.create_ns),
         verdict=beyond if breach else pb.VERDICT_FIT,
         breach=breach,
     )
@@ -117,7 +117,7 @@ def base_to_pb(base: Base) -> pb.BaseModel:
             for module in manifest.modules
         ],
         files=[pb.FileInfo(name=name, size=blob.size, sha256=blob.digest) for name, blob in base.files.items()],
-        create_time=_timestamp(base.create_ns),
+        create_time=timestamp(base.create_ns),
         tasks=manifest.tasks,
         labels=manifest.labels,
         pooling=manifest.pooling,
@@ -189,7 +189,10 @@ def _modules(model: pb.BaseModel) -> tuple[ModuleShape, ...]:
     return tuple(ModuleShape(module.name, module.in_features, module.out_features) for module in model.modules)
 
 
-def _timestamp(nanoseconds: int) -> Timestamp:
+def timestamp(nanoseconds: int | None) -> Timestamp | None:
+    """Return a time's message; None for None."""
+    if nanoseconds is None:
+        return None
     stamp = Timestamp()
     stamp.FromNanoseconds(nanoseconds)
     return stamp

@@ -10,11 +10,11 @@ import grpc
 from loraplex.admin.v1 import grants_pb2 as pb
 from loraplex.admin.v1 import grants_pb2_grpc
 
-from adapter_store.convert import refusals, seconds_of
+from adapter_store.convert import refusals, seconds_of, timestamp
 from adapter_store.grants import Grant, Grants
 from adapter_store.pages import decode_token, encode_token, page_size
-from adapter_store.tenants import check_owner
-from artifacts.names import SHARED, AdapterName, check_tenant, parse_adapter_name
+from adapter_store.tenants import own_adapter
+from artifacts.names import SHARED, check_tenant
 from rpc.errors import InvalidField
 from rpc.identity.principal import caller, calling_tenant
 
@@ -31,7 +31,7 @@ class GrantService(grants_pb2_grpc.GrantServiceServicer):
 
     async def CreateGrant(self, request: pb.CreateGrantRequest, context: Context) -> pb.CreateGrantResponse:
         """Let a tenant use one of the caller's adapters."""
-        name = _own(request.adapter)
+        name = own_adapter("adapter", request.adapter, calling_tenant())
         with refusals("tenant"):
             tenant = check_tenant(request.tenant)
         if tenant in {name.tenant, SHARED}:
@@ -43,7 +43,8 @@ class GrantService(grants_pb2_grpc.GrantServiceServicer):
 
     async def ListGrants(self, request: pb.ListGrantsRequest, context: Context) -> pb.ListGrantsResponse:
         """Return a page of an adapter's grants, in order of tenant."""
-        name, size = _own(request.adapter), page_size(request.page_size)
+        name = own_adapter("adapter", request.adapter, calling_tenant())
+        size = page_size(request.page_size)
         after = decode_token(request.page_token, first=("",))[0]
         found = await asyncio.to_thread(self._grants.page, name, after, size + 1)
         token = encode_token((found[size - 1].tenant,)) if len(found) > size else ""
@@ -51,23 +52,16 @@ class GrantService(grants_pb2_grpc.GrantServiceServicer):
 
     async def DeleteGrant(self, request: pb.DeleteGrantRequest, context: Context) -> pb.DeleteGrantResponse:
         """End a grant."""
-        name = _own(request.adapter)
+        name = own_adapter("adapter", request.adapter, calling_tenant())
         await asyncio.to_thread(self._grants.end, name, request.tenant)
         log.info("%s: ended the grant of %s to %s", caller().name, name, request.tenant)
         return pb.DeleteGrantResponse()
 
 
-def _own(text: str) -> AdapterName:
-    tenant = calling_tenant()
-    with refusals("adapter"):
-        name = parse_adapter_name(text, tenant)
-    check_owner(name, tenant)
-    return name
-
-
 def _to_pb(grant: Grant) -> pb.Grant:
-    message = pb.Grant(adapter=str(grant.adapter), tenant=grant.tenant)
-    message.create_time.FromNanoseconds(grant.create_ns)
-    if grant.expire_ns is not None:
-        message.expire_time.FromNanoseconds(grant.expire_ns)
-    return message
+    return pb.Grant(
+        adapter=str(grant.adapter),
+        tenant=grant.tenant,
+        create_time=timestamp(grant.create_ns),
+        expire_time=timestamp(grant.expire_ns),
+    )

@@ -1,10 +1,11 @@
-"""Grants: tenants that may use another tenant's adapter for a while. Its calls block: make them in a thread.
+"""Grants: tenants that may use another tenant's adapter for a while. Its calls block, but for `may_use`: make them in a thread.
 
 A grant ends with its time, with its deletion or with the adapter; an adapter made again under the name has none.
 """
 
 from __future__ import annotations
 
+import asyncio
 import sqlite3
 import time
 from collections.abc import Callable
@@ -37,10 +38,11 @@ class Grants:
         self._keep_ns = round(keep_s * 1e9)
         self._clock = clock
 
-    def may_use(self, name: AdapterName, tenant: str, *, running: bool = False) -> bool:
+    async def may_use(self, name: AdapterName, tenant: str, *, running: bool = False) -> bool:
         """Return whether the tenant may use the adapter; with `running`, whether a job that runs on it may go on."""
-        if name.tenant in {tenant, SHARED}:
-            return True
+        return name.tenant in {tenant, SHARED} or await asyncio.to_thread(self._is_granted, name, tenant, running)
+
+    def _is_granted(self, name: AdapterName, tenant: str, running: bool) -> bool:
         now = self._clock() - (self._keep_ns if running else 0)
         with self._database.reading() as rows:
             found = rows.execute(

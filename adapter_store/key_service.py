@@ -12,22 +12,21 @@ from loraplex.admin.v1 import keys_pb2 as pb
 from loraplex.admin.v1 import keys_pb2_grpc
 
 from adapter_store.api_keys import ApiKey, ApiKeys
-from adapter_store.convert import seconds_of
+from adapter_store.convert import refusals, seconds_of, timestamp
 from adapter_store.pages import decode_token, encode_token, page_size
-from artifacts.errors import ArtifactError
 from artifacts.names import SHARED, check_tenant
 from rpc.errors import InvalidField
-from rpc.identity.api_keys import KEY_ROLES
+from rpc.identity.api_keys import KEY_ROLES, HashedSecret
 from rpc.identity.permissions import SCOPES
 from rpc.identity.principal import TENANT_ROLES, Role, caller
 
 log = logging.getLogger(__name__)
 
 Context = grpc.aio.ServicerContext[Any, Any]
-# Seconds for which a rotated key's former secret stays valid by default.
+# Time in seconds for which a rotated key's former secret stays valid by default.
 GRACE_S = 86_400.0
 _LABEL_CHARACTERS = 100
-# Number of keys in an answer to a router.
+# Maximum number of keys in an answer to a router.
 _CHANGES = 1_000
 
 
@@ -44,7 +43,7 @@ class KeyService(keys_pb2_grpc.KeyServiceServicer):
         unknown = sorted(set(request.scopes) - SCOPES)
         if unknown:
             raise InvalidField("scopes", f"{unknown[0]!r} is not one of {', '.join(sorted(SCOPES))}")
-        if len(request.label) > _LABEL_CHARACTERS or not (request.label.isprintable()):
+        if len(request.label) > _LABEL_CHARACTERS or not request.label.isprintable():
             raise InvalidField("label", f"at most {_LABEL_CHARACTERS} printable characters")
         ttl_s = seconds_of("ttl", request.ttl, least=0.001) if request.HasField("ttl") else None
         scopes = frozenset(request.scopes)
@@ -87,10 +86,10 @@ class KeyService(keys_pb2_grpc.KeyServiceServicer):
 
 
 def _role(text: str) -> Role:
-    allowed = {role.value: role for role in KEY_ROLES}
-    if (text or Role.TENANT_USER.value) not in allowed:
-        raise InvalidField("role", f"{text!r} is not one of {', '.join(allowed)}")
-    return allowed[text or Role.TENANT_USER.value]
+    role = text or Role.TENANT_USER
+    if role not in KEY_ROLES:
+        raise InvalidField("role", f"{text!r} is not one of {', '.join(KEY_ROLES)}")
+    return Role(role)
 
 
 def _tenant(tenant: str, role: Role) -> str:
@@ -98,10 +97,8 @@ def _tenant(tenant: str, role: Role) -> str:
         if tenant:
             raise InvalidField("tenant", f"leave it out: a key of role {role} belongs to no tenant")
         return ""
-    try:
+    with refusals("tenant"):
         check_tenant(tenant)
-    except ArtifactError as error:
-        raise InvalidField("tenant", error.message) from error
     if tenant == SHARED:
         raise InvalidField("tenant", f"{SHARED!r} is reserved: operators change the shared adapters")
     return tenant
@@ -112,32 +109,26 @@ def _note(what: str, key: ApiKey) -> None:
     log.info("%s: %s key %s, %s of %s", caller().name, what, key.key_id, key.role, key.tenant or "the cluster")
 
 
-def _timestamp(seconds: float | None) -> Timestamp | None:
-    if seconds is None:
-        return None
-    stamp = Timestamp()
-    stamp.FromNanoseconds(int(seconds * 1e9))
-    return stamp
+def _end_of(secret: HashedSecret) -> Timestamp | None:
+    return timestamp(None if secret.expires_at is None else int(secret.expires_at * 1e9))
 
 
 def _to_pb(key: ApiKey) -> pb.Key:
-    times = {"create_time": key.create_ns, "expire_time": key.expire_ns, "revoke_time": key.revoke_ns}
-    message = pb.Key(
+    return pb.Key(
         key_id=key.key_id,
         tenant=key.tenant,
         role=key.role.value,
         scopes=sorted(key.scopes),
         label=key.label,
-        former_expire_time=_timestamp(key.former_expires_at),
+        create_time=timestamp(key.create_ns),
+        expire_time=timestamp(key.expire_ns),
+        revoke_time=timestamp(key.revoke_ns),
+        former_expire_time=_end_of(key.secrets[1]) if len(key.secrets) > 1 else None,
     )
-    for field, time_ns in times.items():
-        if time_ns is not None:
-            getattr(message, field).FromNanoseconds(time_ns)
-    return message
 
 
 def _hashed_to_pb(key: ApiKey) -> pb.HashedKey:
     return pb.HashedKey(
         key=_to_pb(key),
-        secrets=[pb.HashedSecret(sha256=one.sha256, expire_time=_timestamp(one.expires_at)) for one in key.secrets],
+        secrets=[pb.HashedSecret(sha256=one.sha256, expire_time=_end_of(one)) for one in key.secrets],
     )

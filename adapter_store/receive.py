@@ -17,11 +17,11 @@ from adapter_store.convert import base_from_pb, refusals
 from adapter_store.open_uploads import OpenUploads
 from adapter_store.records import Base, Blob, NewBase, NewRevision
 from adapter_store.storage import DataDirectory, Upload
-from adapter_store.tenants import check_owner
+from adapter_store.tenants import own_adapter
 from adapter_store.transfer import incoming
 from adapter_store.validate import CONFIG_BYTES
 from adapter_store.validator import Validator
-from artifacts.names import LIVE, AdapterName, RevisionName, check_alias, parse_adapter_name
+from artifacts.names import LIVE, AdapterName, RevisionName, check_alias
 from artifacts.revision import CONFIG_FILE, WEIGHTS_FILE
 from rpc.errors import CallError, DeadlinePassed, InvalidField
 
@@ -111,9 +111,7 @@ class Receiver:
         if first is None or first.WhichOneof("part") != "header":
             raise InvalidField("header", "comes first, then the chunks")
         header = first.header
-        with refusals("header.adapter"):
-            name = parse_adapter_name(header.adapter, tenant)
-        check_owner(name, tenant)
+        name = own_adapter("header.adapter", header.adapter, tenant)
         with refusals("header.alias"):
             alias = None if header.alias == _NO_ALIAS else check_alias(header.alias or LIVE)
         base = await asyncio.to_thread(self._bases.get_or_only, header.base_model, "header.base_model")

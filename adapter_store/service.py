@@ -30,11 +30,10 @@ from adapter_store.metrics import StoreMetrics
 from adapter_store.pages import decode_token, encode_token, fit_page, page_size
 from adapter_store.receive import Receiver
 from adapter_store.records import NewRevision, Revision
-from adapter_store.tenants import check_owner, listed_tenants
+from adapter_store.tenants import check_owner, listed_tenants, own_adapter
 from adapter_store.transfer import outgoing
 from artifacts.digests import is_digest
 from artifacts.names import (
-    AdapterName,
     check_alias,
     parse_adapter_name,
     parse_reference,
@@ -114,7 +113,7 @@ class AdapterService(pb_grpc.AdapterServiceServicer):
             name = parse_revision_name(request.name)
         # A worker fetches for a job that was admitted: the end of a grant does not end the answer.
         running = Role.WORKER in caller().roles
-        if not await asyncio.to_thread(self._grants.may_use, name.adapter_name, tenant, running=running):
+        if not await self._grants.may_use(name.adapter_name, tenant, running=running):
             raise NotFound("revision", request.name)
         async with outgoing(self._catalog.open_revision, name, "revision") as (revision, pieces):
             yield pb.DownloadRevisionResponse(revision=self._revision(revision))
@@ -130,7 +129,7 @@ class AdapterService(pb_grpc.AdapterServiceServicer):
         with refusals("name"):
             reference = parse_reference(request.name, tenant)
         # The candidates of a short name are the tenant's own and the shared one.
-        if not await asyncio.to_thread(self._grants.may_use, reference.candidates[0], tenant):
+        if not await self._grants.may_use(reference.candidates[0], tenant):
             raise NotFound("adapter", request.name)
         adapter, revision = await asyncio.to_thread(self._catalog.resolve, reference, request.name)
         return pb.GetAdapterResponse(adapter=adapter_to_pb(adapter), revision=self._revision(revision))
@@ -153,7 +152,7 @@ class AdapterService(pb_grpc.AdapterServiceServicer):
 
     async def DeleteAdapter(self, request: pb.DeleteAdapterRequest, context: Context) -> pb.DeleteAdapterResponse:
         """Delete an adapter with its revisions, whose files can be downloaded by digest for a while."""
-        name = self._own("name", request.name)
+        name = own_adapter("name", request.name, calling_tenant())
         async with self._making_room():
             await asyncio.to_thread(self._catalog.delete, name, request.etag)
         log.info("deleted %s", name)
@@ -164,7 +163,7 @@ class AdapterService(pb_grpc.AdapterServiceServicer):
         tenant = calling_tenant()
         with refusals("parent"):
             name = parse_adapter_name(request.parent, tenant)
-        if not await asyncio.to_thread(self._grants.may_use, name, tenant):
+        if not await self._grants.may_use(name, tenant):
             raise NotFound("adapter", str(name))
         size = page_size(request.page_size)
         before = decode_token(request.page_token, first=(_NEWEST,))[0]
@@ -177,7 +176,7 @@ class AdapterService(pb_grpc.AdapterServiceServicer):
 
     async def SetAlias(self, request: pb.SetAliasRequest, context: Context) -> pb.SetAliasResponse:
         """Move an alias to a revision, or remove it."""
-        name = self._own("adapter", request.adapter)
+        name = own_adapter("adapter", request.adapter, calling_tenant())
         with refusals("alias"):
             check_alias(request.alias)
         if request.digest and not is_digest(request.digest):
@@ -232,11 +231,3 @@ class AdapterService(pb_grpc.AdapterServiceServicer):
 
     def _revision(self, revision: Revision | NewRevision) -> pb.Revision:
         return revision_to_pb(revision, self._certificates.policy)
-
-    def _own(self, field: str, text: str) -> AdapterName:
-        """Return the name of the adapter that the caller is about to change."""
-        tenant = calling_tenant()
-        with refusals(field):
-            name = parse_adapter_name(text, tenant)
-        check_owner(name, tenant)
-        return name

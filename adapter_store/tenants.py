@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
-from artifacts.errors import ArtifactError
-from artifacts.names import SHARED, AdapterName, check_tenant
+from adapter_store.convert import refusals
+from artifacts.names import SHARED, AdapterName, check_tenant, parse_adapter_name
 from rpc.errors import InvalidField, Mismatch, NotFound
+
+
+def own_adapter(field: str, text: str, tenant: str) -> AdapterName:
+    """Return the name of an adapter that the tenant is about to change. Raises InvalidField, and as check_owner."""
+    with refusals(field):
+        name = parse_adapter_name(text, tenant)
+    check_owner(name, tenant)
+    return name
 
 
 def check_owner(name: AdapterName, tenant: str) -> None:
@@ -26,10 +34,8 @@ def listed_tenants(parent: str, tenant: str) -> list[str]:
     listed = parent.removeprefix("tenants/")
     if listed == parent:
         raise InvalidField("parent", f"{parent!r} is not a name like tenants/TENANT")
-    try:
+    with refusals("parent"):
         check_tenant(listed)
-    except ArtifactError as error:
-        raise InvalidField("parent", error.message) from error
     if listed not in {tenant, SHARED}:
         raise NotFound("tenant", parent)
     return [listed]

@@ -125,24 +125,24 @@ async def test_bad_grants_are_refused(ready: Any, granting: Any, fields: dict[st
     assert caught.value.code().name == code
 
 
-def test_a_grant_expires_and_answers_that_run_go_on_for_a_while(tmp_path: Any) -> None:
+async def test_a_grant_expires_and_answers_that_run_go_on_for_a_while(tmp_path: Any) -> None:
     now = [0]
     database = Database(tmp_path / "catalog.db")
     with database.transaction() as rows:
         rows.execute("INSERT INTO adapters VALUES (1, 'acme', 'support', 'base', 0, 0, 0)")
     grants, name = Grants(database, keep_s=10, clock=lambda: now[0]), AdapterName("acme", "support")
     grants.create(name, "globex", ttl_s=5)
-    assert grants.may_use(name, "globex")
+    assert await grants.may_use(name, "globex")
     now[0] = 5 * SECOND_NS
-    assert not grants.may_use(name, "globex")
-    assert grants.may_use(name, "globex", running=True)
+    assert not await grants.may_use(name, "globex")
+    assert await grants.may_use(name, "globex", running=True)
     assert not grants.page(name, "", 10)
     now[0] = 15 * SECOND_NS
-    assert not grants.may_use(name, "globex", running=True)
+    assert not await grants.may_use(name, "globex", running=True)
     grants.create(name, "globex", ttl_s=None)
-    assert grants.may_use(name, "globex")
+    assert await grants.may_use(name, "globex")
     grants.end(name, "globex")
-    assert not grants.may_use(name, "globex")
-    assert grants.may_use(name, "globex", running=True)
-    assert grants.may_use(AdapterName("shared", "any"), "globex")
+    assert not await grants.may_use(name, "globex")
+    assert await grants.may_use(name, "globex", running=True)
+    assert await grants.may_use(AdapterName("shared", "any"), "globex")
     database.close()
