@@ -1,4 +1,4 @@
-"""Grants: tenants that may use another tenant's adapter for a while. Its calls block, but for `may_use`: make them in a thread.
+"""Grants: tenants that may use another tenant's adapter for a while. Calls block, but for `may_use`: use a thread.
 
 A grant ends with its time, with its deletion or with the adapter; an adapter made again under the name has none.
 """
