@@ -12,8 +12,12 @@ from adapter_store.settings import StoreSettings
 from adapter_store.storage import DataDirectoryError
 from rpc.server import PortInUse
 from rpc.settings import SettingsError, read_settings
+from telemetry.audit.log import AuditFileError
 from telemetry.logging import set_up_logging
 from telemetry.metrics import MetricsPortError
+
+# Errors that waiting cannot fix: the message says in one line what to do.
+STOPPING = (SettingsError, BootstrapKeyError, DataDirectoryError, AuditFileError, MetricsPortError, PortInUse)
 
 
 def main() -> int:
@@ -23,7 +27,7 @@ def main() -> int:
         settings = read_settings(StoreSettings, "adapter-store", sys.argv[1:], os.environ)
         set_up_logging("adapter_store", settings.log_format, settings.log_level)
         uvloop.run(serve(settings))
-    except (SettingsError, BootstrapKeyError, DataDirectoryError, MetricsPortError, PortInUse) as error:
+    except STOPPING as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0

@@ -61,15 +61,15 @@ class ApiKeys:
         expire_ns = None if ttl_s is None else now + int(ttl_s * _SECOND_NS)
         return self._insert(key_id, tenant, role, scopes, label, expire_ns, sha256), text
 
-    def bootstrap(self, text: str) -> ApiKey:
-        """Keep the operator's key of a file, unless it is known. Raises ValueError where the text is no key."""
+    def bootstrap(self, text: str) -> ApiKey | None:
+        """Keep the operator's key of a file; None where it is known. Raises ValueError where the text is no key."""
         parts = split_api_key(text)
         if parts is None:
             raise ValueError("holds no API key; `loraplex keys bootstrap FILE` makes one")
         with self._database.reading() as rows:
             known = _find(rows, parts[0])
         if known is not None:
-            return known
+            return None
         return self._insert(parts[0], "", Role.OPERATOR, frozenset(), "bootstrap", None, hash_of(parts[1]))
 
     def rotate(self, key_id: str, grace_s: float) -> tuple[ApiKey, str]:

@@ -25,12 +25,14 @@ from adapter_store.service import AdapterService
 from adapter_store.settings import REFUSE, StoreSettings
 from adapter_store.storage import DataDirectory
 from artifacts.certificate import FitnessLimits
+from rpc.audit.auditor import Auditor
 from rpc.errors import CallError
 from rpc.identity.access import GuardedServers
 from rpc.identity.api_keys import KeyDirectory
 from rpc.identity.principal import Principal
 from rpc.metrics import CallMeter
 from rpc.server import Server, stop_signal
+from telemetry.audit.log import AuditLog
 from telemetry.metrics import serve_metrics
 
 log = logging.getLogger(__name__)
@@ -56,7 +58,10 @@ class Store:
         self.addresses: Sequence[str] = ()
 
     async def start(self) -> None:
-        """Open the data, listen, serve. Raises DataDirectoryError or PortInUse, and leaves nothing open."""
+        """Open the data, listen, serve.
+
+        Raises DataDirectoryError, AuditFileError or PortInUse, and leaves nothing open.
+        """
         await asyncio.to_thread(self._open)
         try:
             deleted = DeletedRevisions(self._database, self._data, self._settings.keep_deleted_s)
@@ -75,7 +80,7 @@ class Store:
             await self._server.start()
             await self._server.set_serving(True)
             self._purging = asyncio.create_task(_purge_deleted(deleted))
-            self._following = asyncio.create_task(self._server.follow())
+            self._following = asyncio.create_task(self._follow())
         except BaseException:
             await asyncio.to_thread(self._close)
             raise
@@ -94,13 +99,17 @@ class Store:
         return GuardedServers(
             self._settings,
             self._settings.tls_files(),
-            lambda guard, _: Server(guard, outer=[meter]),
+            lambda guard, _: Server(guard, outer=[meter], interceptors=[self._auditor]),
             self._directory,
             self._refused,
         )
 
-    def _refused(self, method: str, caller: Principal | None, error: CallError) -> None:
+    def _refused(self, method: str, caller: Principal | None, error: CallError, peer: str) -> None:
         self.metrics.refused.labels(error.reason).inc()
+        self._auditor.refused(method, caller, error, peer)
+
+    async def _follow(self) -> None:
+        await asyncio.gather(self._server.follow(), self._auditor.follow())
 
     def _fitness_policy(self) -> FitnessPolicy:
         settings = self._settings
@@ -110,9 +119,15 @@ class Store:
     def _open(self) -> None:
         self._data = DataDirectory(self._settings.data)
         try:
+            self._auditor = Auditor(AuditLog(self._settings.audit, "store", self.metrics.audit))
+        except BaseException:
+            self._data.close()
+            raise
+        try:
             self._database = Database(self._data.catalog_path, self._data.count_blobs())
             self._read_keys()
         except BaseException:
+            self._auditor.close()
             self._data.close()
             raise
         removed = self._data.clean(self._database.referenced_blobs())
@@ -125,11 +140,14 @@ class Store:
         self._directory.put([key.hashed for key in self._keys.changes(0, -1)])
         if self._settings.bootstrap_key:
             try:
-                self._keys.bootstrap(Path(self._settings.bootstrap_key).read_text(encoding="utf-8").strip())
+                text = Path(self._settings.bootstrap_key).read_text(encoding="utf-8").strip()
+                if (made := self._keys.bootstrap(text)) is not None:
+                    self._auditor.record("bootstrap key", key_id=made.key_id, role=made.role.value)
             except (OSError, ValueError) as error:
                 raise BootstrapKeyError(f"--bootstrap-key {self._settings.bootstrap_key}: {error}") from error
 
     def _close(self) -> None:
+        self._auditor.close()
         self._database.close()
         self._data.close()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from telemetry.audit.log import AuditCounts
 from telemetry.metrics import Meters
 
 
@@ -12,6 +13,7 @@ class StoreMetrics(Meters):
         super().__init__()
         self.calls = self.rpc_calls()
         self.refused = self.refused_callers()
+        self.audit = AuditCounts(self)
         self.sent = self.counter("store_sent_bytes", "Bytes of files that were sent.")
         self.received = self.counter("store_received_bytes", "Bytes of files that came.")
         self.published = self.counter("store_revisions_published", "Revisions that were uploaded and kept.")

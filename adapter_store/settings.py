@@ -8,6 +8,7 @@ from pathlib import Path
 
 from rpc.identity.access import AccessSettings
 from rpc.settings import setting
+from telemetry.audit.log import FILE_HELP
 from telemetry.logging import FORMAT_HELP, FORMAT_VARIABLE, LEVEL_HELP, LEVEL_VARIABLE, check_logging
 from telemetry.metrics import PORT_HELP
 
@@ -41,6 +42,7 @@ class StoreSettings(AccessSettings):
     log_format: str = setting(FORMAT_HELP, "text", variable=FORMAT_VARIABLE)
     log_level: str = setting(LEVEL_HELP, "info", variable=LEVEL_VARIABLE)
     bootstrap_key: str = setting("file with the first operator's API key; `loraplex keys bootstrap` makes it", "")
+    audit: str = setting(FILE_HELP, "")
     insecure_tenants: bool = setting("listen beyond loopback although callers name their tenant unproved", False)
 
     def __post_init__(self) -> None:

@@ -15,6 +15,7 @@ from router.quotas.plans import PlansError
 from router.settings import Settings
 from rpc.server import PortInUse
 from rpc.settings import SettingsError, read_settings
+from telemetry.audit.log import AuditFileError
 from telemetry.logging import set_up_logging
 from telemetry.metrics import MetricsPortError
 
@@ -22,7 +23,15 @@ from telemetry.metrics import MetricsPortError
 # A call makes hundreds of objects that live as long as it does: by default the looks took an eighth of a burst's time.
 _COLLECTIONS = (20_000, 20, 20)
 # Errors that waiting cannot fix: the message says in one line what to do.
-STOPPING = (SettingsError, PlansError, PortInUse, MetricsPortError, RedisUnreachableError, AdvertisedAddressError)
+STOPPING = (
+    SettingsError,
+    PlansError,
+    AuditFileError,
+    PortInUse,
+    MetricsPortError,
+    RedisUnreachableError,
+    AdvertisedAddressError,
+)
 
 
 def main() -> int:

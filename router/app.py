@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 from collections.abc import Callable, Coroutine, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 
 from loraplex.cluster.v1 import cluster_pb2_grpc
@@ -44,13 +45,17 @@ from router.quotas.usage import UsageLog
 from router.settings import Settings, read_weights
 from router.text.prompt_encoder import PromptEncoder
 from router.worker_watch import look_at_workers
+from rpc.audit.auditor import Auditor
+from rpc.errors import CallError
 from rpc.identity.access import GuardedServers
 from rpc.identity.api_keys import KeyDirectory
 from rpc.identity.guard import Guard, open_guard
 from rpc.identity.permissions import Port
+from rpc.identity.principal import Principal
 from rpc.identity.tls import TlsFiles
 from rpc.metrics import CallMeter
 from rpc.server import Server, channel_options, relay_options, stop_signal, unless_stopped
+from telemetry.audit.log import AuditLog
 from telemetry.metrics import serve_metrics
 from telemetry.tracing import set_up_tracing
 
@@ -63,7 +68,7 @@ HAND_OVER_S = 1.0
 async def run(settings: Settings) -> None:
     """Serve until SIGTERM or SIGINT.
 
-    Raises PlansError, PortInUse, RedisUnreachableError or AdvertisedAddressError before it serves.
+    Raises PlansError, AuditFileError, PortInUse, RedisUnreachableError or AdvertisedAddressError before it serves.
     """
     stop, plans = stop_signal(), Plans(Path(settings.plans) if settings.plans else None)
     metrics, spans = RouterMetrics(), set_up_tracing("router", os.environ)
@@ -84,8 +89,8 @@ async def run(settings: Settings) -> None:
     )
     relay_service, quotas = RelayService(dispatcher, metrics), _quotas(settings, redis, plans, metrics)
     telemetry, encoder, proofs = RequestTelemetry(metrics, spans, models), PromptEncoder(), GrammarProofs()
-    public, relay = _servers(settings, tls, telemetry, store), Server(open_guard(Port.RELAY), options=relay_options())
-    resume_keys = _resume_keys(settings, redis)
+    auditor, resume_keys = Auditor(AuditLog(settings.audit, "router", metrics.audit)), _resume_keys(settings, redis)
+    public, relay = _servers(settings, tls, telemetry, store, auditor), _relay_server()
     following: asyncio.Task[None] | None = None
     generation: Generation | None = None
     try:
@@ -120,7 +125,7 @@ async def run(settings: Settings) -> None:
                 metrics,
                 generation,
                 resume_keys,
-                [EvictionWatch(redis, metrics.evicted_keys.inc).follow(), quotas.follow()],
+                [EvictionWatch(redis, metrics.evicted_keys.inc).follow(), quotas.follow(), auditor.follow()],
             )
         )
         await _run_until(stop, following)
@@ -132,9 +137,9 @@ async def run(settings: Settings) -> None:
             await asyncio.gather(following, return_exceptions=True)
         await dispatcher.drain_tasks()
         await quotas.drain(HAND_OVER_S)
-        for closing in (encoder, proofs, relay_service):
-            closing.close()
         await relay.stop(1.0)
+        for closing in (encoder, proofs, relay_service, auditor):
+            closing.close()
         await store.close()
         await redis.aclose()
         if metrics_server is not None:
@@ -152,12 +157,21 @@ def _weights(plans: Plans, weights: Mapping[str, float]) -> Callable[[str], floa
 
 
 def _servers(
-    settings: Settings, tls: TlsFiles | None, telemetry: RequestTelemetry, store: StoreClient
+    settings: Settings, tls: TlsFiles | None, telemetry: RequestTelemetry, store: StoreClient, auditor: Auditor
 ) -> GuardedServers:
     keys = KeyDirectory()
     follow_keys = KeyCopy(store, keys).follow
-    refused = telemetry.refused_caller
-    return GuardedServers(settings, tls, lambda *at: _server(settings, telemetry, *at), keys, refused, follow_keys)
+
+    def refused(method: str, caller: Principal | None, error: CallError, peer: str) -> None:
+        telemetry.refused_caller(method, caller, error)
+        auditor.refused(method, caller, error, peer)
+
+    make = partial(_server, settings, telemetry, auditor)
+    return GuardedServers(settings, tls, make, keys, refused, follow_keys)
+
+
+def _relay_server() -> Server:
+    return Server(open_guard(Port.RELAY), options=relay_options())
 
 
 def _add_services(servers: GuardedServers, inference: InferenceService, cluster: ClusterService) -> None:
@@ -165,14 +179,15 @@ def _add_services(servers: GuardedServers, inference: InferenceService, cluster:
     servers.add(lambda server: cluster_pb2_grpc.add_ClusterServiceServicer_to_server(cluster, server))
 
 
-def _server(settings: Settings, telemetry: RequestTelemetry, guard: Guard, port: Port) -> Server:
+def _server(settings: Settings, telemetry: RequestTelemetry, auditor: Auditor, guard: Guard, port: Port) -> Server:
     meter = CallMeter(*telemetry.metrics.calls, COUNTED_METHODS)
     if port is Port.OPERATORS:
-        return Server(guard, outer=[meter])
+        return Server(guard, outer=[meter], interceptors=[auditor])
     open_calls = OpenCalls(settings.open_calls_limit, settings.open_bytes_limit, telemetry.refused)
     # Streams of one connection: its client keeps further ones to itself. More than the limit, so that they are refused.
     streams = ("grpc.max_concurrent_streams", 2 * settings.open_calls_limit)
-    return Server(guard, outer=[meter], interceptors=[open_calls], options=[*channel_options(), streams])
+    inner = [open_calls, auditor]
+    return Server(guard, outer=[meter], interceptors=inner, options=[*channel_options(), streams])
 
 
 async def _run_until(stop: asyncio.Event, following: asyncio.Task[None]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from telemetry.audit.log import AuditCounts
 from telemetry.metrics import LONG_S, SHORT_S, TOKENS, BoundedNames, Meters
 
 # Causes of an attempt after the first.
@@ -69,6 +70,7 @@ class RouterMetrics(Meters):
         )
         self.calls = self.rpc_calls()
         self.refused = self.refused_callers()
+        self.audit = AuditCounts(self)
         # Refreshed by router.gauges.
         self.open_requests = self.gauge("requests_open", "This router's requests, queued or running.", ("state",))
         self.waiting = self.gauge("queue_jobs_waiting", "Jobs in a model's queue, of all routers.", model)

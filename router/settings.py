@@ -10,6 +10,7 @@ from router.generation.resume_keys import KEY_CHARACTERS
 from rpc.identity.access import AccessSettings
 from rpc.server import MESSAGE_BYTES
 from rpc.settings import REDIS_URL_HELP, REDIS_URL_VARIABLE, setting
+from telemetry.audit.log import FILE_HELP
 from telemetry.logging import FORMAT_HELP, FORMAT_VARIABLE, LEVEL_HELP, LEVEL_VARIABLE, check_logging
 from telemetry.metrics import PORT_HELP
 
@@ -60,6 +61,7 @@ class Settings(AccessSettings):
     metrics_port: int = setting(PORT_HELP, 0)
     log_format: str = setting(FORMAT_HELP, "text", variable=FORMAT_VARIABLE)
     log_level: str = setting(LEVEL_HELP, "info", variable=LEVEL_VARIABLE)
+    audit: str = setting(FILE_HELP, "")
     insecure_tenants: bool = setting(
         "allow listening beyond this machine although the tenant is taken from a header that anyone can write", False
     )

@@ -16,8 +16,8 @@ from rpc.identity.running_calls import RunningCalls
 from rpc.identity.tenant_header import AuthContext, HeaderReader, Metadata, metadata_of, named_tenant
 
 Context = grpc.aio.ServicerContext[Any, Any]
-# Called with the method's name, the caller if it is known, and the error.
-Refused = Callable[[str, Principal | None, CallError], None]
+# Called with the method's name, the caller if it is known, the error, and the caller's address.
+Refused = Callable[[str, Principal | None, CallError, str], None]
 
 
 class UndeclaredMethodError(Exception):
@@ -88,7 +88,7 @@ class Guard(grpc.aio.ServerInterceptor):
             self._check(principal, permission)
         except CallError as error:
             if self._refused is not None:
-                self._refused(method, principal, error)
+                self._refused(method, principal, error, context.peer())
             raise
         if self._calls is not None and principal.key_id:
             self._calls.enter(principal.key_id)

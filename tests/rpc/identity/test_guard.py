@@ -103,6 +103,10 @@ def test_a_refusal_is_told_with_the_caller() -> None:
             """Return nothing."""
             return {}
 
+        def peer(self) -> str:
+            """Return an address."""
+            return "ipv4:127.0.0.1:1"
+
     context: Any = Context()
     with pytest.raises(PermissionDenied):
         guard._admit(context, GENERATE, PERMISSIONS[GENERATE])
