@@ -8,6 +8,7 @@ from datetime import UTC, datetime
 
 from bench.ledger_account import DAY_MS, MINUTE_MS, Account
 from broker import terms
+from broker.keys import is_key_account
 from broker.ledger import (
     LIMIT_NAMES,
     AccountCopy,
@@ -32,7 +33,9 @@ class LedgerModel:
         self._accounts: dict[str, Account] = {}
 
     def _account(self, tenant: str, now_ms: int) -> Account:
-        account = self._accounts.get(tenant) or Account(now_ms, AccountCopy(epoch=now_ms), reports=self._reports)
+        account = self._accounts.get(tenant) or Account(
+            now_ms, AccountCopy(epoch=now_ms), reports=self._reports and not is_key_account(tenant)
+        )
         account.begin_windows(now_ms)
         return account
 

@@ -34,11 +34,11 @@ lp:{MODEL/CELL}:routers      zset    routers, by the time from which they are ta
 lp:{MODEL/CELL}:born         string  random name of this data, made when it began
 lp:{resume}:keys             list    keys of the resume tokens of all routers, the newest first; secret
 lp:{ledger}:tenants          set     tenants whose charges are reported
-lp:{ledger/TENANT}:account   string  what a tenant was granted in the running minute, day and month (broker/ledger.py)
-lp:{ledger/TENANT}:held      zset    reservations that are open, by the time at which they end unless they are renewed
-lp:{ledger/TENANT}:streams   zset    those with a stream, by the same time
-lp:{ledger/TENANT}:unreported hash   charges whose usage events no router has written yet, where events are written
-lp:{ledger/TENANT}:of:ID     string  a reservation, open or ended; expires
+lp:{ledger/NAME}:account     string  what a tenant or API key was granted in the running windows (broker/ledger.py)
+lp:{ledger/NAME}:held        zset    reservations that are open, by the time at which they end unless they are renewed
+lp:{ledger/NAME}:streams     zset    those with a stream, by the same time
+lp:{ledger/NAME}:unreported  hash   charges whose usage events no router has written yet, where events are written
+lp:{ledger/NAME}:of:ID       string  a reservation, open or ended; expires
 """
 
 from __future__ import annotations
@@ -51,9 +51,23 @@ RESUME_KEYS = "lp:{resume}:keys"
 LEDGER_TENANTS = "lp:{ledger}:tenants"
 
 
-def ledger_prefix(tenant: str) -> str:
-    """Return the common prefix of the keys of a tenant's account, colon included."""
-    return f"lp:{{ledger/{tenant}}}:"
+# Beginning of the names of API keys' accounts; a tenant's account has the tenant's name, in which is no slash.
+_KEY_ACCOUNT = "keys/"
+
+
+def ledger_prefix(account: str) -> str:
+    """Return the common prefix of the Redis keys of an account, colon included."""
+    return f"lp:{{ledger/{account}}}:"
+
+
+def key_account(key_id: str) -> str:
+    """Return the name of an API key's account."""
+    return _KEY_ACCOUNT + key_id
+
+
+def is_key_account(account: str) -> bool:
+    """Tell whether an account is an API key's."""
+    return account.startswith(_KEY_ACCOUNT)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,8 @@ the windows of its admission. Each state of an account has an epoch and a versio
 last state that it has seen. A call of a router whose copy is later than the account tells that Redis has lost data:
 then the copy is taken over first. docs/quotas.md gives the bound of what is granted too much.
 
-The keys of a tenant share a hash tag of their own, so that a tenant's quota is the same for all models and cells.
+A tenant has an account, and an API key that has a plan has one too; a request is reserved in both. The Redis keys of an
+account share a hash tag of their own, so that a quota is the same for all models and cells.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from redis.asyncio import Redis
 from redis.exceptions import OutOfMemoryError
 
 from broker.batched_script import BatchedScript
-from broker.keys import LEDGER_TENANTS, ledger_prefix
+from broker.keys import LEDGER_TENANTS, is_key_account, ledger_prefix
 from broker.scripts import SCRIPTS, Scripts
 
 # Maximum reservations that one look renews: a script stops the whole server while it runs.
@@ -136,25 +137,25 @@ class Look:
 
 
 class Ledger:
-    """The accounts of all tenants. Errors of broker.connection.REDIS_DOWN pass through."""
+    """The accounts of all tenants and keys, by name. Errors of broker.connection.REDIS_DOWN pass through."""
 
     def __init__(self, redis: Redis, scripts: Scripts = SCRIPTS, *, reports: bool = False) -> None:
-        """Use a server; with `reports` it keeps each charge until `acknowledge`."""
+        """Use a server; with `reports` it keeps each charge of a tenant until `acknowledge`."""
         self._redis = redis
-        self._reports = int(reports)
+        self._reports = reports
         self._reserve = BatchedScript(redis, scripts.register(redis, "ledger_reserve"))
         self._reserve_when_full = BatchedScript(redis, scripts.register(redis, "ledger_reserve", allow_oom=True))
         self._settle = BatchedScript(redis, scripts.register(redis, "ledger_settle"))
         self._look = BatchedScript(redis, scripts.register(redis, "ledger_look"))
 
     async def reserve(
-        self, tenant: str, wanted: Reservation, received: int | None, limits: TokenLimits, seen: AccountCopy
+        self, account: str, wanted: Reservation, received: int | None, limits: TokenLimits, seen: AccountCopy
     ) -> tuple[Reservation, AccountCopy]:
         """Reserve the tokens of a request, or take over its reservation where it is resumed with `received` tokens.
 
         Idempotent by id. Raises QuotaReachedError, BehindError or LedgerFullError.
         """
-        prefix = ledger_prefix(tenant)
+        prefix = ledger_prefix(account)
         had = -1 if received is None else received
         sizes = [wanted.id, wanted.owner, wanted.subject, wanted.input, wanted.output, had]
         most = (getattr(limits, name) for name in TokenLimits.__slots__)
@@ -185,14 +186,14 @@ class Ledger:
         return granted, _account(answer)
 
     async def settle(
-        self, tenant: str, reservation: Reservation, state: str, seen: AccountCopy
+        self, account: str, reservation: Reservation, state: str, seen: AccountCopy
     ) -> tuple[AccountCopy, Charge | None]:
         """End a reservation: `finished`, or `ended` before its end; `left`: unless it is resumed soon. Idempotent.
 
         Returns the account and the charge to report. Raises BehindError.
         """
-        prefix = ledger_prefix(tenant)
-        arguments = [prefix, state, seen.epoch, seen.version, self._reports, *_arguments(reservation)]
+        prefix = ledger_prefix(account)
+        arguments = [prefix, state, seen.epoch, seen.version, self._reports_of(account), *_arguments(reservation)]
         answer = await self._settle(arguments, prefix)
         if answer[0] == b"behind":
             raise BehindError
@@ -212,14 +213,14 @@ class Ledger:
         drawn: Any = await self._redis.srandmember(LEDGER_TENANTS, count)
         return [name.decode() for name in drawn or ()]
 
-    async def look(self, tenant: str, seen: AccountCopy, reservations: Sequence[Reservation] = ()) -> Look:
+    async def look(self, account: str, seen: AccountCopy, reservations: Sequence[Reservation] = ()) -> Look:
         """Compare a router's copy with the account, and renew its reservations."""
-        prefix, found = ledger_prefix(tenant), Look(seen, 0, refilled=False)
+        prefix, found = ledger_prefix(account), Look(seen, 0, refilled=False)
         for at in range(0, max(1, len(reservations)), RENEWALS_AT_ONCE):
             some = reservations[at : at + RENEWALS_AT_ONCE]
             copy = [getattr(found.account, name) for name in AccountCopy.__slots__]
             renewed = [argument for one in some for argument in _arguments(one)]
-            answer = await self._look([prefix, *copy, len(some), self._reports, *renewed], prefix)
+            answer = await self._look([prefix, *copy, len(some), self._reports_of(account), *renewed], prefix)
             found = Look(
                 _account(answer),
                 found.expired + answer[1 + COPY_FIELDS],
@@ -227,6 +228,9 @@ class Ledger:
                 (*found.charges, *_charges(answer[3 + COPY_FIELDS :])),
             )
         return found
+
+    def _reports_of(self, account: str) -> int:
+        return int(self._reports and not is_key_account(account))
 
 
 def _account(answer: Sequence[Any]) -> AccountCopy:

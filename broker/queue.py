@@ -73,7 +73,6 @@ class JobQueue:
         self.pins = PinnedAdapters(redis, keys)
         self.quarantine = Quarantine(redis, keys, scripts)
         self._limits = limits or QueueLimits()
-        self._limit_arguments = astuple(self._limits)
         self._worker_id = worker_id
         self._claims = Claims(redis, keys, worker_id, scripts, memory or ClaimMemory())
         self._looks = 0
@@ -90,12 +89,13 @@ class JobQueue:
 
         Raises QuarantinedError; of newcomers, whose answer has not begun, QueueFullError or DeadlineUnattainableError.
         """
-        entry = Entry.from_job(job, placement or Placement())
+        placement = placement or Placement()
+        entry, limits = Entry.from_job(job, placement), self._limits.for_share(placement.queue_share)
         arguments = [
             self.keys.prefix,
             job.job_id,
             job.deadline_ms,
-            *self._limit_arguments,
+            *astuple(limits),
             "",
             *_fields_of(entry),
         ]
@@ -111,7 +111,7 @@ class JobQueue:
         if answer[0] == b"quarantined":
             raise QuarantinedError(int(answer[1]))
         if answer[0] == b"full":
-            raise _full(answer[1].decode(), answer[2].decode(), self._limits)
+            raise _full(answer[1].decode(), answer[2].decode(), limits)
 
     async def claim(
         self,

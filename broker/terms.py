@@ -151,6 +151,13 @@ class QueueLimits:
     tenant_jobs: int = 5_000
     tenant_bytes: int = 1 << 28
 
+    def for_share(self, share: float) -> QueueLimits:
+        """Return the limits for a tenant whose waiting jobs may take this share of the queue, at least one job."""
+        if share >= 1:
+            return self
+        jobs, size = max(1, int(share * self.jobs)), int(share * self.bytes)
+        return replace(self, tenant_jobs=min(self.tenant_jobs, jobs), tenant_bytes=min(self.tenant_bytes, size))
+
 
 class QueueState(IntEnum):
     """The state of an attempt in the queue, as broker/lua/look_up.lua answers it."""
@@ -172,6 +179,8 @@ class Placement:
     prefer: tuple[str, ...] = ()
     # Tokens charged for loading the adapter.
     load_tokens: float = 0.0
+    # Maximum share of the queue that waiting jobs of the tenant may take, beside the limits of every tenant.
+    queue_share: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)

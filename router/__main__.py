@@ -8,10 +8,10 @@ import sys
 
 import uvloop
 
+from artifacts.plans import PlansError
 from broker.connection import RedisUnreachableError
 from router.app import run
 from router.dispatch.advertised import AdvertisedAddressError
-from router.quotas.plans import PlansError
 from router.settings import Settings
 from rpc.server import PortInUse
 from rpc.settings import SettingsError, read_settings

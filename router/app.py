@@ -83,6 +83,7 @@ async def run(settings: Settings) -> None:
         lambda name, digest: reach.linked(models.serving(name, digest)),
         _weights(plans, read_weights(settings.tenant_weights)),
         settings.adapter_mib_tokens,
+        plans.queue_share_of,
     )
     dispatcher = Dispatcher(
         models.queue_of, placer.place, metrics, links=reach.links, why_unservable=models.why_unservable

@@ -101,7 +101,7 @@ class QueueModel:
             # Jobs that need a whole worker go first.
             order = -1 if entry.rows >= terms.ALL_ROWS else 0
             arrived.place, arrived.has_begun = (order, 0.0, self._arrivals), True
-        elif refusal := self._refusal_of_newcomer(arrived, now_ms):
+        elif refusal := self._refusal_of_newcomer(arrived, self._limits.for_share(placement.queue_share), now_ms):
             return refusal
         self.waiting.insert(arrived)
         return None
@@ -120,8 +120,8 @@ class QueueModel:
         lead = ahead + waiting.begun_work(tenant)
         return lead <= max(terms.RESUME_LEAD_WORK, terms.RESUME_LEAD_MS * self._claim_rate.per_ms(now_ms))
 
-    def _refusal_of_newcomer(self, job: WaitingJob, now_ms: int) -> Refusal | None:
-        entry, limits, waiting = job.entry, self._limits, self.waiting
+    def _refusal_of_newcomer(self, job: WaitingJob, limits: QueueLimits, now_ms: int) -> Refusal | None:
+        entry, waiting = job.entry, self.waiting
         jobs, size = len(waiting.queue(entry.tenant)) + 1, waiting.newcomer_bytes_of(entry.tenant) + len(entry.body)
         if jobs > limits.tenant_jobs:
             return Refusal("tenant_jobs")

@@ -1,4 +1,4 @@
-"""A router's copies of the tenants' accounts; looks every second renew them, and the reservations of calls that run."""
+"""A router's copies of the accounts of tenants and keys; looks every second renew them, and the reservations of calls that run."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from broker.connection import REDIS_DOWN
+from broker.keys import is_key_account
 from broker.ledger import AccountCopy, Ledger
 from router.metrics import RouterMetrics
 from router.quotas.grant import Grant
@@ -33,7 +34,7 @@ CANARY = "~"
 
 @dataclass(slots=True)
 class Account:
-    """A copy of a tenant's account, and the reservations of the tenant's calls at this router."""
+    """A copy of an account, and the reservations in it of calls at this router."""
 
     copy: AccountCopy = field(default_factory=AccountCopy)
     used_at: float = 0.0
@@ -60,36 +61,36 @@ class Accounts:
         # Number of accounts that took over a copy of this router.
         self._refills = 0
 
-    def use(self, tenant: str) -> Account:
-        """Return the account of a tenant that makes or ends a call now."""
-        account = self._accounts.pop(tenant, None) or Account()
+    def use(self, name: str) -> Account:
+        """Return an account in which a call is reserved or ended now."""
+        account = self._accounts.pop(name, None) or Account()
         account.used_at = time.monotonic()
-        self._accounts[tenant] = account  # the last one used is last
+        self._accounts[name] = account  # the last one used is last
         if len(self._accounts) > COPIES_LIMIT:
-            idle = next((name for name, one in self._accounts.items() if not one.grants and name != CANARY), None)
-            if idle is not None and idle != tenant:
+            idle = next((other for other, one in self._accounts.items() if not one.grants and other != CANARY), None)
+            if idle is not None and idle != name:
                 del self._accounts[idle]
         return account
 
-    def find(self, tenant: str) -> Account:
-        """Return the account of a tenant, an empty one where no copy is kept."""
-        return self._accounts.get(tenant) or Account()
+    def find(self, name: str) -> Account:
+        """Return an account, an empty one where no copy is kept."""
+        return self._accounts.get(name) or Account()
 
     async def follow(self) -> None:
         """Look at the accounts that are used, as long as any has limits or is reported; never returns."""
         listed: set[str] = set()
         while True:
             if self._plans.has_limits or self._usage is not None:
-                new = [tenant for tenant in self._plans.tenants if tenant not in listed]
+                new = [account for account in self._plans.accounts if account not in listed]
                 listed.update(new)
                 await self.look_at_used([*new, *await self.reported_tenants()])
             await asyncio.sleep(LOOK_S)
 
     async def look_at_used(self, new: Sequence[str]) -> None:
-        """Look at the accounts of `new` tenants and of those with calls; at all of them if Redis has lost data."""
+        """Look at `new` accounts and at those with calls; at all of them if Redis has lost data."""
         refills, since = self._refills, time.monotonic() - ACTIVE_S
-        for tenant in new:  # so that an account is not new when its first request comes
-            self._accounts.setdefault(tenant, Account())
+        for name in new:  # so that an account is not new when its first request comes
+            self._accounts.setdefault(name, Account())
         active = [name for name, one in self._accounts.items() if one.grants or one.used_at > since]
         await self._look_at({CANARY: None, **dict.fromkeys([*new, *active])})
         if self._refills > refills:  # Redis has lost data: perhaps those of idle tenants too
@@ -100,7 +101,7 @@ class Accounts:
         if self._usage is None:
             return []
         try:
-            for tenant in [name for name, one in self._accounts.items() if one.used_at and name not in self._noted]:
+            for tenant in [name for name, one in self._accounts.items() if one.used_at and self._is_new(name)]:
                 await self.note_tenant(tenant)
             return await self._ledger.some_tenants(DRAWN_PER_LOOK)
         except REDIS_DOWN:
@@ -108,26 +109,29 @@ class Accounts:
 
     async def note_tenant(self, tenant: str) -> None:
         """Let Redis list a tenant as one whose charges are reported, if they are."""
-        if self._usage is not None and tenant not in self._noted:
+        if self._usage is not None and self._is_new(tenant):
             await self._ledger.add_tenant(tenant)
             self._noted.add(tenant)
 
-    async def _look_at(self, tenants: Iterable[str]) -> None:
-        names = list(tenants)
+    def _is_new(self, account: str) -> bool:
+        return account not in self._noted and not is_key_account(account)
+
+    async def _look_at(self, accounts: Iterable[str]) -> None:
+        names = list(accounts)
         for at in range(0, len(names), LOOKS_AT_ONCE):
             found = [(name, self._accounts[name]) for name in names[at : at + LOOKS_AT_ONCE] if name in self._accounts]
             await asyncio.gather(*(self.look(name, account) for name, account in found))
 
-    async def look(self, tenant: str, account: Account) -> None:
+    async def look(self, name: str, account: Account) -> None:
         """Look at an account; calls at the same time share a look."""
         if account.looking is None:
-            account.looking = asyncio.get_running_loop().create_task(self._look_once(tenant, account))
+            account.looking = asyncio.get_running_loop().create_task(self._look_once(name, account))
         await asyncio.shield(account.looking)
 
-    async def _look_once(self, tenant: str, account: Account) -> None:
+    async def _look_once(self, name: str, account: Account) -> None:
         try:
-            renewed = [grant.count() for grant in account.grants.values()]
-            look = await self._ledger.look(tenant, account.copy, renewed)
+            renewed = [grant.count(name) for grant in account.grants.values()]
+            look = await self._ledger.look(name, account.copy, renewed)
         except REDIS_DOWN:
             return
         finally:
@@ -135,11 +139,11 @@ class Accounts:
         account.note(look.account)
         if self._usage is not None:
             for charge in look.charges:
-                self._usage.add(tenant, charge)
+                self._usage.add(name, charge)
         self._metrics.reservations_expired.inc(look.expired)
         if look.refilled:
             self._refills += 1
             self._noted.clear()
             self._metrics.ledger_refills.inc()
-            if tenant != CANARY:
-                log.warning("Redis lost data of the account of tenant %s; this router's copy was taken over", tenant)
+            if name != CANARY:
+                log.warning("Redis lost data of the account %s; this router's copy was taken over", name)

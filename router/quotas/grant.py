@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from typing import Any
 
 import msgspec
 
@@ -28,12 +29,15 @@ class End(StrEnum):
 
 @dataclass(slots=True, eq=False)
 class Grant:
-    """The reservation of a call: of one job, or of all jobs of a call of Score, Embed or Classify."""
+    """The reservation of a call: of one job, or of all jobs of a call of Score, Embed or Classify.
 
-    tenant: str
-    reservation: Reservation
+    It is held in the account of the call's tenant, and in that of its API key where this has a plan.
+    """
+
+    # By account, all with the same id.
+    reservations: dict[str, Reservation]
     # Ends the reservation; the answer is done once the ledger knows.
-    on_end: Callable[[Grant, End], asyncio.Future[None]]
+    on_end: Callable[[Grant, End], asyncio.Future[Any]]
     jobs: list[RoutedJob] = field(default_factory=list)
     # Counts the output tokens that the client got, from the request's first one; None: the call has no stream, and is
     # made again where its router dies.
@@ -41,14 +45,14 @@ class Grant:
     # Facts for the usage event; None: events are not written.
     facts: Facts | None = None
     began_at: float = field(default_factory=time.monotonic)
-    _settled: asyncio.Future[None] | None = None
+    _settled: asyncio.Future[Any] | None = None
 
     @property
     def id(self) -> str:
         """Return the reservation's id."""
-        return self.reservation.id
+        return next(iter(self.reservations.values())).id
 
-    def settle(self, end: End) -> asyncio.Future[None]:
+    def settle(self, end: End) -> asyncio.Future[Any]:
         """End it in the background; the answer is done once the ledger knows. Further ends do nothing."""
         if self._settled is None:
             self._settled = self.on_end(self, end)
@@ -61,24 +65,27 @@ class Grant:
         """
         await asyncio.wait({self.settle(End.FINISHED)}, timeout=FINISH_S)
 
-    def count(self) -> Reservation:
-        """Return the reservation with what is used of it by now, as it would stand if this router died."""
+    def count(self, account: str) -> Reservation:
+        """Return an account's reservation with what is used of it by now, as it would stand if this router died."""
         if self.delivered is not None:
-            self._count(sum(len(routed.job.prompt_ids) for routed in self.jobs if routed.first_token_at is not None))
-        return self.reservation
+            given = sum(len(routed.job.prompt_ids) for routed in self.jobs if routed.first_token_at is not None)
+            self._count(account, given)
+        return self.reservations[account]
 
-    def count_all(self) -> Reservation:
-        """Return the reservation with what is used of it in the end."""
-        self._count(sum(len(routed.job.prompt_ids) for routed in self.jobs if _is_charged(routed)))
-        return self.reservation
+    def count_all(self) -> dict[str, Reservation]:
+        """Return the reservations with what is used of them in the end."""
+        given = sum(len(routed.job.prompt_ids) for routed in self.jobs if _is_charged(routed))
+        for account in self.reservations:
+            self._count(account, given)
+        return self.reservations
 
-    def _count(self, given: int) -> None:
-        kept = self.reservation
-        self.reservation = replace(
+    def _count(self, account: str, given: int) -> None:
+        kept = self.reservations[account]
+        self.reservations[account] = replace(
             kept,
             used_input=max(kept.used_input, min(given, kept.input) if kept.requests else 0),
             used_output=max(kept.used_output, self.delivered() if self.delivered else 0),
-            subject=self._subject(),
+            subject=self._subject() if kept.subject else "",
         )
 
     def _subject(self) -> str:

@@ -10,8 +10,10 @@ import asyncio
 import logging
 import secrets
 from dataclasses import replace
+from typing import Any
 
 from broker.connection import REDIS_DOWN
+from broker.keys import is_key_account
 from broker.ledger import (
     AccountCopy,
     BehindError,
@@ -26,7 +28,7 @@ from router.dispatch.refusals import queue_full
 from router.metrics import RouterMetrics
 from router.quotas.accounts import Account, Accounts
 from router.quotas.grant import End, Grant
-from router.quotas.plans import Plans
+from router.quotas.plans import Owner, Plans
 from router.quotas.refusals import plan_exceeded, quota_reached
 from router.quotas.settling import RETRY_S, Settling
 from router.quotas.usage import Facts, UsageLog, calling_key
@@ -39,7 +41,7 @@ _LOOKS_LIMIT = 3
 
 
 class Quotas:
-    """The quotas of tenants, as one router keeps them."""
+    """The quotas of tenants and keys, as one router keeps them."""
 
     def __init__(
         self,
@@ -59,46 +61,64 @@ class Quotas:
         self._settling = Settling(ledger, self._accounts, usage, retry_s)
 
     def apply_plan(self, job: Job) -> Job:
-        """Return a new job within its tenant's plan. Raises Exhausted where it can't be."""
-        plan = self._plans.of(job.tenant)
-        for name, size, most in (
-            ("context_tokens", job.tokens, plan.context_tokens),
-            ("answers_per_request", job.n, plan.answers_per_request),
-        ):
-            if most is not None and size > most:
-                self._metrics.quota_refusals.labels(self._metrics.tenants.bounded(job.tenant), name).inc()
-                raise plan_exceeded(job.tenant, name, most, f"the request has {size}")
-        ceiling = plan.priority_ceiling
-        return job if ceiling is None or job.priority <= ceiling else replace(job, priority=ceiling)
+        """Return a new job within the plans of its tenant and the calling key. Raises Exhausted where it can't be."""
+        for owner in self._plans.owners(job.tenant, calling_key()):
+            for name, size, most in (
+                ("context_tokens", job.tokens, owner.plan.context_tokens),
+                ("answers_per_request", job.n, owner.plan.answers_per_request),
+            ):
+                if most is not None and size > most:
+                    self._count_refusal(owner, name)
+                    raise plan_exceeded(owner.name, name, most, f"the request has {size}")
+            ceiling = owner.plan.priority_ceiling
+            job = job if ceiling is None or job.priority <= ceiling else replace(job, priority=ceiling)
+        return job
+
+    def _count_refusal(self, owner: Owner, limit: str) -> None:
+        label = f"key_{limit}" if is_key_account(owner.account) else limit
+        self._metrics.quota_refusals.labels(self._metrics.tenants.bounded(owner.tenant), label).inc()
 
     async def reserve(
         self, tenant: str, given: int, made: int, *, resumed: tuple[str, int] | None = None
     ) -> Grant | None:
-        """Reserve tokens of prompts and answers for a call; None for a tenant without limits.
+        """Reserve tokens of prompts and answers for a call; None for a call without limits.
 
         `resumed`: the reservation's id and the tokens that the client has. Raises Exhausted or Unavailable.
         """
-        limits = self._plans.limits_of(tenant)
-        if limits is None:
-            if self._usage is None:
-                return None
-            limits = TokenLimits()  # the ledger is where usage is counted
-        facts = None if self._usage is None else Facts(key=calling_key())
         reservation_id, received = resumed or ("", None)
-        subject = facts.encode() if facts else ""
-        wanted = Reservation(reservation_id or secrets.token_hex(8), self._router, subject, input=given, output=made)
-        account = self._accounts.use(tenant)
+        wanted = Reservation(reservation_id or secrets.token_hex(8), self._router, input=given, output=made)
+        facts = None if self._usage is None else Facts(key=calling_key())
+        grant = Grant({}, self._settle_grant, facts=facts)
         try:
-            await self._accounts.note_tenant(tenant)
+            for owner in self._plans.owners(tenant, calling_key()):
+                limits, subject = self._plans.limits_of(owner.account), ""
+                if facts is not None and owner.account == tenant:
+                    limits, subject = limits or TokenLimits(), facts.encode()  # the ledger is where usage is counted
+                if limits is not None:
+                    await self._hold(owner, grant, replace(wanted, subject=subject), received, limits)
+        except BaseException:
+            if grant.reservations:  # what the key had room for, its tenant had not
+                grant.settle(End.LEFT if resumed else End.ENDED)
+            raise
+        return grant if grant.reservations else None
+
+    async def _hold(
+        self, owner: Owner, grant: Grant, wanted: Reservation, received: int | None, limits: TokenLimits
+    ) -> None:
+        """Reserve what is wanted in the account of a tenant or key."""
+        account = self._accounts.use(owner.account)
+        try:
+            await self._accounts.note_tenant(owner.account)
             with self._metrics.reserve_time.time():
-                reservation, copy = await self._reserve(tenant, account, wanted, received, limits)
+                reservation, copy = await self._reserve(owner.account, account, wanted, received, limits)
         except QuotaReachedError as error:
-            self._metrics.quota_refusals.labels(self._metrics.tenants.bounded(tenant), error.limit).inc()
-            raise quota_reached(tenant, error, limits) from error
+            self._count_refusal(owner, error.limit)
+            raise quota_reached(owner.name, error, limits) from error
         except LedgerFullError as error:
             raise queue_full("", str(error)) from error
         except BaseException as error:
-            self._settling.end(tenant, wanted, End.LEFT if resumed else End.ENDED)  # it may have been made
+            # It may have been made.
+            self._settling.end(owner.account, wanted, End.ENDED if received is None else End.LEFT)
             if isinstance(error, REDIS_DOWN):
                 log.warning("the ledger does not answer: %r", error)
                 raise Unavailable("the ledger of quotas does not answer", reason="LEDGER_DOWN") from error
@@ -107,24 +127,27 @@ class Quotas:
         if received is not None:  # its prompt was computed, and these tokens were delivered, at an earlier router
             used_output = max(reservation.used_output, received)
             reservation = replace(reservation, used_input=reservation.input, used_output=used_output)
-        grant = account.grants[reservation.id] = Grant(tenant, reservation, self._settle_grant, facts=facts)
-        return grant
+        grant.reservations[owner.account] = reservation
+        account.grants[reservation.id] = grant
 
     async def _reserve(
-        self, tenant: str, account: Account, wanted: Reservation, received: int | None, limits: TokenLimits
+        self, name: str, account: Account, wanted: Reservation, received: int | None, limits: TokenLimits
     ) -> tuple[Reservation, AccountCopy]:
         for _ in range(_LOOKS_LIMIT):
             try:
-                return await self._ledger.reserve(tenant, wanted, received, limits, account.copy)
+                return await self._ledger.reserve(name, wanted, received, limits, account.copy)
             except BehindError:
-                await self._accounts.look(tenant, account)
+                await self._accounts.look(name, account)
         raise Unavailable("the ledger of quotas lost data again and again", reason="LEDGER_BEHIND")
 
-    def _settle_grant(self, grant: Grant, end: End) -> asyncio.Future[None]:
-        grants = self._accounts.use(grant.tenant).grants
-        if grants.get(grant.id) is grant:  # else a later call has taken the reservation over
-            del grants[grant.id]
-        return self._settling.end(grant.tenant, grant.count_all(), end)
+    def _settle_grant(self, grant: Grant, end: End) -> asyncio.Future[Any]:
+        ended: list[asyncio.Future[None]] = []
+        for name, reservation in grant.count_all().items():
+            grants = self._accounts.use(name).grants
+            if grants.get(grant.id) is grant:  # else a later call has taken the reservation over
+                del grants[grant.id]
+            ended.append(self._settling.end(name, reservation, end))
+        return asyncio.gather(*ended)
 
     async def follow(self) -> None:
         """Renew the grants and the copies every second, and follow plans and usage; never returns."""

@@ -23,7 +23,7 @@ RETRY_S = 0.25
 
 @dataclass(frozen=True, slots=True)
 class _Ended:
-    tenant: str
+    account: str
     reservation: Reservation
     end: End
     known: asyncio.Future[None]
@@ -40,10 +40,10 @@ class Settling:
         self._ended: deque[_Ended] = deque()
         self._settling: asyncio.Task[None] | None = None
 
-    def end(self, tenant: str, reservation: Reservation, end: End) -> asyncio.Future[None]:
+    def end(self, account: str, reservation: Reservation, end: End) -> asyncio.Future[None]:
         """End a reservation in the background; the answer is done once the ledger knows."""
         loop = asyncio.get_running_loop()
-        ended = _Ended(tenant, reservation, end, loop.create_future())
+        ended = _Ended(account, reservation, end, loop.create_future())
         self._ended.append(ended)
         if self._settling is None:
             self._settling = loop.create_task(self._settle_ended())
@@ -68,14 +68,14 @@ class Settling:
 
     async def _settle(self, ended: _Ended) -> None:
         """Tell the ledger of an end; `known` is done afterwards unless it is to be told again."""
-        account, reservation = self._accounts.find(ended.tenant), ended.reservation
+        account, reservation = self._accounts.find(ended.account), ended.reservation
         try:
-            copy, charge = await self._ledger.settle(ended.tenant, reservation, ended.end.value, account.copy)
+            copy, charge = await self._ledger.settle(ended.account, reservation, ended.end.value, account.copy)
             account.note(copy)
             if charge is not None and self._usage is not None:
-                self._usage.add(ended.tenant, charge)
+                self._usage.add(ended.account, charge)
         except BehindError:
-            await self._accounts.look(ended.tenant, account)
+            await self._accounts.look(ended.account, account)
             return
         except REDIS_DOWN:
             return

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 from redis.asyncio import Redis
 
+from bench.queue_model.queue_model import QueueModel, Refusal
 from broker.codec import encode_job
 from broker.queue import JobQueue, QueueFullError
-from broker.terms import QueueLimits
+from broker.terms import Placement, QueueLimits
 from tests.broker.queued_jobs import KEYS, claim, job
 
 
@@ -27,6 +28,21 @@ async def test_a_full_queue_refuses_newcomers_only(redis: Redis) -> None:
         await queue.enqueue(job("c", tenant="carol"))
     assert refused.value.tenant == ""
     await queue.enqueue(job("c", attempt=2))
+
+
+async def test_a_tenant_may_have_a_smaller_share_of_the_queue(redis: Redis) -> None:
+    limits = QueueLimits(jobs=8, tenant_jobs=4)
+    queue, model = JobQueue(redis, KEYS, limits=limits), QueueModel(limits)
+    for share, allowed in ((0.01, 1), (0.25, 2), (0.9, 4)):
+        placement, tenant = Placement(queue_share=share), f"t{allowed}"
+        for number in range(allowed):
+            one = job(f"{tenant}-{number}", tenant=tenant)
+            await queue.enqueue(one, placement)
+            assert model.enqueue(one, placement, 0) is None
+        one = job(f"{tenant}-more", tenant=tenant)
+        with pytest.raises(QueueFullError, match=f"{allowed} jobs may wait of {tenant}"):
+            await queue.enqueue(one, placement)
+        assert model.enqueue(one, placement, 0) == Refusal("tenant_jobs")
 
 
 async def test_a_queue_is_bounded_in_bytes_and_what_leaves_counts_no_more(redis: Redis) -> None:

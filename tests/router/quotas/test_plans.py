@@ -1,17 +1,15 @@
-"""The plans file: what it says, what it is refused for, and that a change holds without a restart."""
+"""The plans of a router: whose limits a call has, and that a change of the file holds without a restart."""
 
 from __future__ import annotations
 
 import os
-import re
-import textwrap
-from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
+from artifacts.plans import Plan
 from broker.ledger import TokenLimits
-from router.quotas.plans import Plan, Plans, PlansError
+from router.quotas.plans import Plans
 
 FILE = """
 [default]
@@ -19,7 +17,10 @@ requests_per_minute = 60
 [tenants.acme]
 tokens_per_day = 2_000_000
 weight = 2.5
+queue_share = 0.25
 [tenants.globex]
+[keys.k1]
+tokens_per_day = 1_000
 """
 
 
@@ -32,10 +33,11 @@ def path(tmp_path: Path) -> Path:
 
 def test_a_tenant_has_its_own_plan_or_the_default(path: Path) -> None:
     plans = Plans(path)
-    assert plans.of("acme") == Plan(tokens_per_day=2_000_000, weight=2.5)
+    assert plans.of("acme") == Plan(tokens_per_day=2_000_000, weight=2.5, queue_share=0.25)
     assert plans.limits_of("acme") == TokenLimits(tokens_per_day=2_000_000)
     assert plans.limits_of("other") == TokenLimits(requests_per_minute=60)
     assert plans.limits_of("globex") is None
+    assert (plans.queue_share_of("acme"), plans.queue_share_of("other")) == (0.25, 1.0)
     assert plans.has_limits
     assert (plans.weight_of("acme"), plans.weight_of("other")) == (2.5, None)
     assert not Plans().has_limits
@@ -61,30 +63,10 @@ def test_a_change_is_read_and_a_faulty_one_is_not(path: Path, caplog: pytest.Log
     assert plans.of("acme").weight == 2.5
 
 
-def test_the_page_has_an_example_and_every_field(path: Path) -> None:
-    page = (Path(__file__).parents[3] / "docs/quotas.md").read_text()
-    example = re.search(r"\$ cat plans.toml\n(.*?)\n    \$ ", page, re.DOTALL)
-    assert example
-    path.write_text(textwrap.dedent(example[1]))
-    assert Plans(path).of("acme").weight == 3
-    assert re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE) == [field.name for field in fields(Plan)]
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("[tenants.acme]\ntokens_per_week = 1", "tenants.acme.tokens_per_week: not a field of a plan"),
-        ("[tenants.acme]\ntokens_per_day = -1", "tenants.acme.tokens_per_day: -1 is not a whole number"),
-        ("[tenants.acme]\ntokens_per_day = 1.5", "tenants.acme.tokens_per_day: 1.5 is not a whole number"),
-        ("[default]\ntokens_per_day = true", "default.tokens_per_day: True is not a number"),
-        ("[default]\nweight = 0", "default.weight: 0 is not above 0"),
-        ("[Acme]", "Acme: write [default] or [tenants.NAME]"),
-        ("tenants = 3", "tenants: write [tenants.NAME]"),
-        ("[tenants]\nacme = 3", "tenants.acme: write [tenants.acme]"),
-        ("[", "no TOML"),
-    ],
-)
-def test_a_fault_is_named(path: Path, text: str, message: str) -> None:
-    path.write_text(text)
-    with pytest.raises(PlansError, match=message.replace("[", r"\[").replace("]", r"\]")):
-        Plans(path)
+def test_a_call_must_fit_its_keys_plan_and_its_tenants(path: Path) -> None:
+    plans = Plans(path)
+    assert [owner.name for owner in plans.owners("acme", "k1")] == ["keys/k1", "tenants/acme"]
+    assert [owner.name for owner in plans.owners("acme", "k2")] == ["tenants/acme"]
+    assert plans.limits_of("keys/k1") == TokenLimits(tokens_per_day=1_000)
+    assert plans.limits_of("keys/k2") is None
+    assert set(plans.accounts) == {"acme", "globex", "keys/k1"}

@@ -44,8 +44,8 @@ async def granted(quotas: Quotas, *amounts: int, resumed: tuple[str, int] | None
     return grant
 
 
-async def account(redis: Redis) -> AccountCopy:
-    return (await Ledger(redis).look("acme", AccountCopy())).account
+async def account(redis: Redis, name: str = "acme") -> AccountCopy:
+    return (await Ledger(redis).look(name, AccountCopy())).account
 
 
 def begun(grant: Grant, delivered: int) -> None:
@@ -163,3 +163,54 @@ async def test_a_plan_bounds_what_one_request_may_ask_for(new: New) -> None:
         with pytest.raises(Exhausted, match="the plan of acme has") as refused:
             quotas.apply_plan(large)
         assert refused.value.retry_after_s is None
+
+
+KEY_PLANS = "[tenants.acme]\ntokens_per_day = 300\n[keys.k1]\ntokens_per_day = 150\npriority_ceiling = 1\n"
+
+
+@pytest.fixture
+def with_key(redis: Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Quotas:
+    """Make the quotas of a router whose calls come with key k1, which has a plan within that of acme."""
+    path = tmp_path / "plans.toml"
+    path.write_text(KEY_PLANS)
+    monkeypatch.setattr("router.quotas.quotas.calling_key", lambda: "k1")
+    return Quotas(Ledger(redis, NO_RECOVERY), Plans(path), retry_s=0.01)
+
+
+async def test_a_call_is_reserved_and_settled_in_both_accounts(with_key: Quotas, redis: Redis) -> None:
+    begun(grant := await granted(with_key, 2, 100), 60)
+    assert set(grant.reservations) == {"acme", "keys/k1"}
+    await with_key._accounts.look_at_used([])
+    for name in grant.reservations:
+        assert await redis.zrange(ledger_prefix(name) + "held", 0, -1) == [grant.id.encode()]
+    with pytest.raises(Exhausted) as refused:
+        await with_key.reserve("acme", 2, 100)
+    assert refused.value.subject == "keys/k1/quotas/tokens_per_day"
+    await asyncio.wait_for(grant.settle(End.FINISHED), 5.0)
+    assert [(await account(redis, name)).day_tokens for name in ("acme", "keys/k1")] == [62, 62]
+    assert with_key.apply_plan(replace(job(), priority=5)).priority == 1
+
+
+async def test_what_the_tenant_has_no_room_for_leaves_the_keys_account_alone(with_key: Quotas, redis: Redis) -> None:
+    other = Quotas(Ledger(redis, NO_RECOVERY), with_key._plans)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("router.quotas.quotas.calling_key", lambda: "k2")
+        await granted(other, 100, 100)
+    with pytest.raises(Exhausted) as refused:
+        await with_key.reserve("acme", 50, 60)
+    assert refused.value.subject == "tenants/acme/quotas/tokens_per_day"
+    await with_key.drain(5.0)
+    assert (await account(redis, "keys/k1")).day_tokens == 0
+
+
+async def test_a_request_resumed_with_another_key_is_charged_once_to_each(
+    with_key: Quotas, redis: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun(grant := await granted(with_key, 2, 100), 30)
+    grant.settle(End.LEFT)
+    await with_key.drain(5.0)
+    monkeypatch.setattr("router.quotas.quotas.calling_key", lambda: "")
+    begun(resumed := await granted(with_key, 2, 100, resumed=(grant.id, 30)), 100)
+    resumed.settle(End.FINISHED)
+    await with_key.drain(5.0)
+    assert (await account(redis)).day_tokens == 102

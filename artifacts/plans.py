@@ -1,0 +1,162 @@
+"""Plans: what tenants and API keys may use, and the file that has them. docs/quotas.md says what each field means.
+
+[default]                           # tenants without a table of their own
+requests_per_minute = 60
+[tenants.acme]
+tokens_per_day = 2_000_000
+[keys.0123456789abcdef]             # an API key: within its tenant's plan
+requests_per_minute = 10
+
+A plan's name is `default`, `tenants/acme` or `keys/0123456789abcdef`.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+log = logging.getLogger(__name__)
+
+# Interval in seconds between looks at the file: a change holds within a second.
+LOOK_S = 0.5
+DEFAULT = "default"
+
+
+class PlansError(Exception):
+    """A plans file that cannot be read; the message is one line that names the table and the field."""
+
+
+class PlanFieldError(Exception):
+    """A plan's field that has no meaning; `field` and `message` name it and say what to write."""
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(f"{field}: {message}")
+        self.field = field
+        self.message = message
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The quotas of a tenant or an API key. None: no limit, and for the weight what --tenant-weights says."""
+
+    concurrent_streams: int | None = None
+    requests_per_minute: int | None = None
+    input_tokens_per_minute: int | None = None
+    output_tokens_per_minute: int | None = None
+    tokens_per_day: int | None = None
+    tokens_per_month: int | None = None
+    # Maximum tokens of a prompt and its answer together, and maximum answers that one request computes (n or best_of).
+    context_tokens: int | None = None
+    answers_per_request: int | None = None
+    # Priority that a request's own is lowered to.
+    priority_ceiling: int | None = None
+    # Maximum share of a model's queue that the tenant's waiting jobs may take, from above 0 to 1.
+    queue_share: float | None = None
+    # Twice the weight gets twice the service while tenants wait.
+    weight: float | None = None
+    # At the adapter store: adapters, bytes of the files of all their revisions, and uploads at the same time.
+    adapters: int | None = None
+    adapter_bytes: int | None = None
+    uploads_at_once: int | None = None
+
+
+UNLIMITED = Plan()
+FIELDS = tuple(field.name for field in fields(Plan))
+# Fields that are shares or weights: numbers that need not be whole.
+REAL_FIELDS = frozenset({"queue_share", "weight"})
+# Fields that keys have not: their tenant waits, and stores adapters.
+TENANT_FIELDS = frozenset({*REAL_FIELDS, "adapters", "adapter_bytes", "uploads_at_once"})
+Plans = Mapping[str, Plan]
+
+
+def plan_name(tenant: str = "", key_id: str = "") -> str:
+    """Return the name of the plan of a tenant or of a key."""
+    return f"keys/{key_id}" if key_id else f"tenants/{tenant}"
+
+
+def make_plan(name: str, values: Mapping[str, Any]) -> Plan:
+    """Return the plan with these values. Raises PlanFieldError."""
+    for field, value in values.items():
+        if field not in FIELDS:
+            raise PlanFieldError(field, f"not a field of a plan ({', '.join(sorted(FIELDS))})")
+        if name.startswith("keys/") and field in TENANT_FIELDS:
+            raise PlanFieldError(field, "keys have no such limit; set it in their tenant's plan")
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise PlanFieldError(field, f"{value!r} is not a number")
+        if field == "queue_share":
+            if not 0 < value <= 1:
+                raise PlanFieldError(field, f"{value} is not a share above 0, up to 1")
+        elif field == "weight":
+            if not 0 < value < math.inf:
+                raise PlanFieldError(field, f"{value} is not above 0")
+        elif not isinstance(value, int) or not -100 <= value < 1 << 50 or (value < 0 and field != "priority_ceiling"):
+            raise PlanFieldError(field, f"{value} is not a whole number from 0 up")
+    return Plan(**values)
+
+
+class PlansFile:
+    """A file with plans, which is read again when it changes."""
+
+    def __init__(self, path: Path) -> None:
+        """Read the file. Raises PlansError."""
+        self._path = path
+        self._last_logged = ""
+        self._stamp = self._look_at()
+        self.plans: Plans = self._read()
+
+    def look(self) -> bool:
+        """Read the file again if it has changed; return whether there are other plans. A fault changes nothing."""
+        try:
+            stamp = self._look_at()
+            if stamp == self._stamp:
+                return False
+            self._stamp = stamp
+            self.plans = self._read()
+        except PlansError as error:
+            if str(error) != self._last_logged:
+                log.warning("the former plans stay: %s", error)
+            self._last_logged = str(error)
+            return False
+        self._last_logged = ""
+        log.info("read %d plans again", len(self.plans))
+        return True
+
+    def _look_at(self) -> tuple[int, int, int]:
+        try:
+            stat = self._path.stat()
+        except OSError as error:
+            raise self._error(error.strerror or "cannot be read") from error
+        return stat.st_mtime_ns, stat.st_size, stat.st_ino
+
+    def _read(self) -> Plans:
+        try:
+            tables = tomllib.loads(self._path.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise self._error(error.strerror or "cannot be read") from error
+        except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+            raise self._error(f"no TOML: {error}") from error
+        if unknown := sorted(set(tables) - {DEFAULT, "tenants", "keys"}):
+            raise self._error(f"{unknown[0]}: write [default], [tenants.NAME] or [keys.KEYID]")
+        plans = {DEFAULT: self._plan(DEFAULT, DEFAULT, tables.get(DEFAULT, {}))}
+        for kind, what in (("tenants", "NAME"), ("keys", "KEYID")):
+            named = tables.get(kind, {})
+            if not isinstance(named, dict):
+                raise self._error(f"{kind}: write [{kind}.{what}]")
+            plans |= {f"{kind}/{one}": self._plan(f"{kind}/{one}", f"{kind}.{one}", named[one]) for one in named}
+        return plans
+
+    def _plan(self, name: str, where: str, table: Any) -> Plan:
+        if not isinstance(table, dict):
+            raise self._error(f"{where}: write [{where}]")
+        try:
+            return make_plan(name, table)
+        except PlanFieldError as error:
+            raise self._error(f"{where}.{error}") from error
+
+    def _error(self, message: str) -> PlansError:
+        return PlansError(f"--plans {self._path}: {message}")

@@ -1,0 +1,48 @@
+"""The plans file: what it says, and what it is refused for."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from artifacts.plans import FIELDS, PlansError, PlansFile
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "plans.toml"
+
+
+def test_the_page_has_an_example_and_every_field(path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs/quotas.md").read_text()
+    example = re.search(r"\$ cat plans.toml\n(.*?)\n    \$ ", page, re.DOTALL)
+    assert example
+    path.write_text(textwrap.dedent(example[1]))
+    assert PlansFile(path).plans["tenants/acme"].weight == 3
+    assert re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE) == list(FIELDS)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[tenants.acme]\ntokens_per_week = 1", "tenants.acme.tokens_per_week: not a field of a plan"),
+        ("[tenants.acme]\ntokens_per_day = -1", "tenants.acme.tokens_per_day: -1 is not a whole number"),
+        ("[tenants.acme]\ntokens_per_day = 1.5", "tenants.acme.tokens_per_day: 1.5 is not a whole number"),
+        ("[default]\ntokens_per_day = true", "default.tokens_per_day: True is not a number"),
+        ("[default]\nweight = 0", "default.weight: 0 is not above 0"),
+        ("[Acme]", "Acme: write [default], [tenants.NAME] or"),
+        ("tenants = 3", "tenants: write [tenants.NAME]"),
+        ("[tenants]\nacme = 3", "tenants.acme: write [tenants.acme]"),
+        ("[default]\nqueue_share = 1.5", "default.queue_share: 1.5 is not a share"),
+        ("[keys.k1]\nweight = 2", "keys.k1.weight: keys have no such limit"),
+        ("keys = 3", "keys: write [keys.KEYID]"),
+        ("[", "no TOML"),
+    ],
+)
+def test_a_fault_is_named(path: Path, text: str, message: str) -> None:
+    path.write_text(text)
+    with pytest.raises(PlansError, match=message.replace("[", r"\[").replace("]", r"\]")):
+        PlansFile(path)
