@@ -1,4 +1,4 @@
-"""Placement of a job in the queue: the tenant's weight and share, the preferred workers, the charge for an adapter's load."""
+"""Placement of a job in the queue: its tenant's weight and share, the preferred workers, the charge for a load."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A router's copies of the accounts of tenants and keys; looks every second renew them, and the reservations of calls that run."""
+"""A router's copies of accounts; looks every second renew them, and the reservations of calls that run."""
 
 from __future__ import annotations
 

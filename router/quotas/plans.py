@@ -63,7 +63,7 @@ class Plans:
         return self._plans.get(plan_name(tenant), self._default)
 
     def owners(self, tenant: str, key_id: str) -> list[Owner]:
-        """Return whose plans a call must fit: its key's first, which may refuse it before its tenant's account is asked."""
+        """Return whose plans a call must fit: its key's, which is asked first, and its tenant's."""
         owners = [Owner(plan_name(tenant), tenant, tenant, self.of(tenant))]
         if key_id and (plan := self._plans.get(plan_name(key_id=key_id))):
             owners.insert(0, Owner(plan_name(key_id=key_id), key_account(key_id), tenant, plan))
