@@ -35,7 +35,7 @@ class Answers:
     @asynccontextmanager
     async def reserved(self, tenant: str, prompt_tokens: int) -> AsyncGenerator[Grant]:
         self.reserved_tokens.append(prompt_tokens)
-        yield Grant(tenant, Reservation("r", "here"), lambda grant, end: asyncio.Future())
+        yield Grant({tenant: Reservation("r", "here")}, lambda grant, end: asyncio.Future())
 
     async def run(self, request: Request, deadline_s: float | None, part_of: Grant) -> AsyncGenerator[Message]:
         assert isinstance(request.prompt, tuple)
