@@ -42,6 +42,7 @@ from router.metrics import RouterMetrics
 from router.quotas.plans import Plans
 from router.quotas.quotas import Quotas
 from router.quotas.usage import UsageLog
+from router.relay_access import RelayAccess
 from router.settings import Settings, read_weights
 from router.text.prompt_encoder import PromptEncoder
 from router.worker_watch import look_at_workers
@@ -49,15 +50,15 @@ from rpc.audit.auditor import Auditor
 from rpc.errors import CallError
 from rpc.identity.access import GuardedServers
 from rpc.identity.api_keys import KeyDirectory
-from rpc.identity.guard import Guard, open_guard
+from rpc.identity.guard import Guard
 from rpc.identity.permissions import Port
 from rpc.identity.principal import Principal
 from rpc.identity.tls import TlsFiles
 from rpc.metrics import CallMeter
-from rpc.server import Server, channel_options, relay_options, stop_signal, unless_stopped
+from rpc.server import Server, channel_options, stop_signal, unless_stopped
 from telemetry.audit.log import AuditLog
 from telemetry.metrics import serve_metrics
-from telemetry.tracing import set_up_tracing
+from telemetry.tracing import Spans, set_up_tracing
 
 log = logging.getLogger(__name__)
 
@@ -88,10 +89,10 @@ async def run(settings: Settings) -> None:
     dispatcher = Dispatcher(
         models.queue_of, placer.place, metrics, links=reach.links, why_unservable=models.why_unservable
     )
-    relay_service, quotas = RelayService(dispatcher, metrics), _quotas(settings, redis, plans, metrics)
-    telemetry, encoder, proofs = RequestTelemetry(metrics, spans, models), PromptEncoder(), GrammarProofs()
-    auditor, resume_keys = Auditor(AuditLog(settings.audit, "router", metrics.audit)), _resume_keys(settings, redis)
-    public, relay = _servers(settings, tls, telemetry, store, auditor), _relay_server()
+    telemetry, auditor = _records(settings, metrics, spans, models)
+    encoder, proofs, quotas = PromptEncoder(), GrammarProofs(), _quotas(settings, redis, plans, metrics)
+    public, relay = _servers(settings, tls, telemetry, store, auditor)
+    relay_service, resume_keys = RelayService(dispatcher, metrics, relay.credentials), _resume_keys(settings, redis)
     following: asyncio.Task[None] | None = None
     generation: Generation | None = None
     try:
@@ -111,11 +112,11 @@ async def run(settings: Settings) -> None:
         encoding = Encoding(generation, EncodeAdmission(models, store, reply_to, reach, encoder))
         service = InferenceService(generation, admission, models, telemetry, encoder, encoding)
         _add_services(public, service, ClusterService(models, dispatcher, metrics, AdapterCommands(models, store)))
-        relay_service.add_to(relay)
+        relay_service.add_to(relay.server)
         addresses = public.bind(settings.host, settings.port)
-        await relay.start()
+        await relay.server.start()
         await public.start()
-        await unless_stopped(stop, check_advertised(settings.relay_name, relay_port, relay_service.router_id))
+        await unless_stopped(stop, check_advertised(settings.relay_name, relay_port, relay_service.router_id, tls))
         print(f"ready router={' '.join(addresses)}{metrics.ready_word}", flush=True)
         following = asyncio.create_task(
             _follow(
@@ -138,7 +139,7 @@ async def run(settings: Settings) -> None:
             await asyncio.gather(following, return_exceptions=True)
         await dispatcher.drain_tasks()
         await quotas.drain(HAND_OVER_S)
-        await relay.stop(1.0)
+        await relay.server.stop(1.0)
         for closing in (encoder, proofs, relay_service, auditor):
             closing.close()
         await store.close()
@@ -146,6 +147,12 @@ async def run(settings: Settings) -> None:
         if metrics_server is not None:
             metrics_server.close()
         await asyncio.to_thread(spans.close)
+
+
+def _records(
+    settings: Settings, metrics: RouterMetrics, spans: Spans, models: Models
+) -> tuple[RequestTelemetry, Auditor]:
+    return RequestTelemetry(metrics, spans, models), Auditor(AuditLog(settings.audit, "router", metrics.audit))
 
 
 def _quotas(settings: Settings, redis: Redis, plans: Plans, metrics: RouterMetrics) -> Quotas:
@@ -159,7 +166,7 @@ def _weights(plans: Plans, weights: Mapping[str, float]) -> Callable[[str], floa
 
 def _servers(
     settings: Settings, tls: TlsFiles | None, telemetry: RequestTelemetry, store: StoreClient, auditor: Auditor
-) -> GuardedServers:
+) -> tuple[GuardedServers, RelayAccess]:
     keys = KeyDirectory()
     follow_keys = KeyCopy(store, keys).follow
 
@@ -168,11 +175,7 @@ def _servers(
         auditor.refused(method, caller, error, peer)
 
     make = partial(_server, settings, telemetry, auditor)
-    return GuardedServers(settings, tls, make, keys, refused, follow_keys)
-
-
-def _relay_server() -> Server:
-    return Server(open_guard(Port.RELAY), options=relay_options())
+    return GuardedServers(settings, tls, make, keys, refused, follow_keys), RelayAccess(tls, refused)
 
 
 def _add_services(servers: GuardedServers, inference: InferenceService, cluster: ClusterService) -> None:

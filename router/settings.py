@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from broker.terms import QueueLimits
 from router.generation.resume_keys import KEY_CHARACTERS
 from rpc.identity.access import AccessSettings
+from rpc.identity.principal import Role
 from rpc.server import MESSAGE_BYTES
 from rpc.settings import REDIS_URL_HELP, REDIS_URL_VARIABLE, setting
 from telemetry.audit.log import FILE_HELP
@@ -69,6 +70,10 @@ class Settings(AccessSettings):
     def __post_init__(self) -> None:
         """Raise ValueError on a value out of range, or on an address that exposes tenants or that no worker reaches."""
         self.check_access(self.host, self.insecure_tenants)
+        if (tls := self.tls_files()) is not None:
+            from rpc.identity.certificates import own_name
+
+            own_name(tls, Role.ROUTER)
         check_logging(self.log_format, self.log_level)
         if not self.client_stall_s > 0:
             raise ValueError(f"--client-stall-s {self.client_stall_s}: more than 0")

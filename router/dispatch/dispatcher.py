@@ -100,6 +100,11 @@ class Dispatcher:
         elif not routed.finished_by_worker:
             routed.link.cancel(routed.job.job_id, routed.job.attempt)
 
+    def bound_to(self, job_id: str, attempt: int) -> str:
+        """Return the incarnation that an attempt is bound to; empty where it is not current, or bound to none."""
+        routed = self._jobs.get(job_id)
+        return "" if routed is None or routed.link is None or routed.job.attempt != attempt else routed.link.incarnation
+
     # Messages of workers
 
     def link_up(self, link: Link, holds: Sequence[tuple[str, int]]) -> None:

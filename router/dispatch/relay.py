@@ -6,8 +6,8 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import AsyncIterator
-from typing import Any
+from collections.abc import AsyncIterator, Iterable
+from typing import TYPE_CHECKING, Any
 
 import grpc
 from loraplex.relay.v1 import relay_pb2 as pb
@@ -19,8 +19,12 @@ from router.dispatch.pacing import PaceLimits
 from router.metrics import RouterMetrics
 from router.request import TokenLogprobs
 from rpc.errors import CallError, InvalidField
+from rpc.identity.principal import Principal
 from rpc.server import Server
 from rpc.status import to_error
+
+if TYPE_CHECKING:
+    from router.dispatch.relay_credentials import RelayCredentials
 
 log = logging.getLogger(__name__)
 
@@ -28,9 +32,11 @@ log = logging.getLogger(__name__)
 class WorkerLink:
     """The messages that go to one worker incarnation; see router.dispatch.link.Link."""
 
-    def __init__(self, worker_id: str, incarnation: str) -> None:
+    def __init__(self, worker_id: str, incarnation: str, worker: Principal | None = None, peer: str = "") -> None:
         self.worker_id = worker_id
         self.incarnation = incarnation
+        # The holder of the worker's certificate, None without credentials, and its address.
+        self.worker, self.peer = worker, peer
         self.heard_at = time.monotonic()
         # Acks, cancels and rewinds for the next message. Any order will do: each ends or rewinds one attempt or choice.
         self._acks: list[pb.JobAttempt] = []
@@ -90,12 +96,18 @@ class RelayService(relay_pb2_grpc.RelayServiceServicer, relay_pb2_grpc.IdentityS
     """Turns the workers' messages into calls of the dispatcher."""
 
     def __init__(
-        self, dispatcher: Dispatcher, metrics: RouterMetrics | None = None, pace_limits: PaceLimits | None = None
+        self,
+        dispatcher: Dispatcher,
+        metrics: RouterMetrics | None = None,
+        credentials: RelayCredentials | None = None,
+        *,
+        pace_limits: PaceLimits | None = None,
     ) -> None:
         self.router_id = secrets.token_hex(16)
         self._dispatcher = dispatcher
         self._metrics = metrics or RouterMetrics()
         self._pace_limits = pace_limits or PaceLimits()
+        self._credentials = credentials
         self._interval_ms = self._pace_limits.interval_ms(1)
         self._links: set[WorkerLink] = set()
 
@@ -120,14 +132,18 @@ class RelayService(relay_pb2_grpc.RelayServiceServicer, relay_pb2_grpc.IdentityS
         hello = await anext(request_iterator, None)
         if hello is None or not hello.HasField("hello"):
             raise InvalidField("hello", "the first message must be a hello")
-        link = WorkerLink(hello.hello.worker_id, hello.hello.incarnation)
-        self._dispatcher.link_up(link, [(job.job_id, job.attempt) for job in hello.hello.holds])
+        credentials, peer, worker, proof = self._credentials, "", None, None
+        if credentials is not None:
+            peer = context.peer()
+            worker, proof = credentials.greet(hello.hello, peer)
+        link = WorkerLink(hello.hello.worker_id, hello.hello.incarnation, worker, peer)
+        self._dispatcher.link_up(link, self._attempts(link, hello.hello.holds))
         reader = asyncio.create_task(self._read(link, request_iterator))
         self._links.add(link)
         self._links_changed()
         link.pace(self._interval_ms)
         try:
-            yield pb.ConnectResponse(welcome=pb.Welcome())
+            yield pb.ConnectResponse(welcome=pb.Welcome(proof=proof))
             async for message in link.messages():
                 yield message
         finally:
@@ -148,21 +164,31 @@ class RelayService(relay_pb2_grpc.RelayServiceServicer, relay_pb2_grpc.IdentityS
     async def _read(self, link: WorkerLink, requests: AsyncIterator[pb.ConnectRequest]) -> None:
         try:
             async for request in requests:
+                if self._credentials is not None and self._credentials.has_expired(link.worker, link.peer):
+                    return
                 link.heard_at = time.monotonic()
                 match request.WhichOneof("message"):
                     case "frames":
                         self._metrics.messages.inc()
                         self._metrics.frames.inc(len(request.frames.frames))
+                        self._attempts(link, request.frames.frames)
                         for frame in request.frames.frames:
                             self._dispatcher.receive_frame(link, read_frame(frame))
                     case "claims":
-                        self._dispatcher.receive_claims(
-                            link, [(job.job_id, job.attempt) for job in request.claims.jobs]
-                        )
+                        self._dispatcher.receive_claims(link, self._attempts(link, request.claims.jobs))
         except grpc.aio.UsageError:  # the stream ended while it was read: so a worker's death looks
             log.info("worker %s: its relay stream broke", link.worker_id)
         finally:
             link.close()
+
+    def _attempts(self, link: WorkerLink, jobs: Iterable[pb.JobAttempt | pb.Frame]) -> list[tuple[str, int]]:
+        """Return the attempts that a message is about; report those which another worker's certificate has."""
+        attempts = [(job.job_id, job.attempt) for job in jobs]
+        if self._credentials is not None:
+            for job_id, attempt in attempts:
+                incarnation = self._dispatcher.bound_to(job_id, attempt)
+                self._credentials.check_bound(link.worker, link.peer, job_id, incarnation)
+        return attempts
 
 
 _FINISHES = {

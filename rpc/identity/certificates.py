@@ -19,6 +19,7 @@ from cryptography import x509
 from rpc.identity.api_keys import bad_credential
 from rpc.identity.principal import TENANT_ROLES, CredentialKind, Principal, Role
 from rpc.identity.tenant_header import AuthContext, Metadata, is_tenant
+from rpc.identity.tls import TlsFiles
 
 SCHEME = "loraplex://"
 _PEM = "x509_pem_cert"
@@ -51,7 +52,14 @@ class CertificateReader:
 def principal_of(pem: bytes) -> Principal | None:
     """Return whom a certificate names; None where it names nobody, or several."""
     try:
-        certificate = x509.load_pem_x509_certificate(pem)
+        return principal_in(x509.load_pem_x509_certificate(pem))
+    except ValueError:
+        return None
+
+
+def principal_in(certificate: x509.Certificate) -> Principal | None:
+    """Return whom a certificate that is read already names; None where it names nobody, or several."""
+    try:
         names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
         uris = names.get_values_for_type(x509.UniformResourceIdentifier)
     except (ValueError, x509.ExtensionNotFound):
@@ -73,3 +81,22 @@ def principal_of(pem: bytes) -> Principal | None:
         tenant=tenant,
         expires_at=certificate.not_valid_after_utc.timestamp(),
     )
+
+
+def own_name(tls: TlsFiles, role: Role) -> str:
+    """Return the NAME of a process's own certificate. Raises ValueError where that names another role."""
+    principal = principal_of(tls.pems.cert)
+    if principal is None or role not in principal.roles:
+        who = "nobody" if principal is None else principal.name
+        raise ValueError(f"--tls-cert: the certificate names {who}; it needs the URI {SCHEME}{role.value}/NAME")
+    return principal.name.partition("/")[2]
+
+
+def below(owner: str, name: str) -> str:
+    """Return a name that belongs to the holder of a certificate: `name` itself, or with the owner's before it."""
+    return name if belongs(owner, name) else f"{owner}/{name}"
+
+
+def belongs(owner: str, name: str) -> bool:
+    """Tell whether a name is its owner's NAME, or begins with it and a slash, which no NAME has."""
+    return name == owner or name.startswith(owner + "/")

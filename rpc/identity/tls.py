@@ -9,7 +9,7 @@ import ssl
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import grpc
 
@@ -25,7 +25,9 @@ CLOSE_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
-class _Pems:
+class Pems:
+    """The contents of the three files."""
+
     cert: bytes
     key: bytes
     ca: bytes
@@ -42,6 +44,11 @@ class TlsFiles:
         self._pems = self._read()
         # Grows when the files have changed.
         self.version = 0
+
+    @property
+    def pems(self) -> Pems:
+        """Return the contents that were read last."""
+        return self._pems
 
     def look(self) -> int:
         """Read the files again if they have changed; return the version. What cannot be used yet is not taken."""
@@ -87,12 +94,12 @@ class TlsFiles:
             raise ValueError(f"--tls-cert, --tls-key, --tls-ca: {error.filename}: {error.strerror}") from error
         return tuple((stat.st_mtime_ns, stat.st_ino) for stat in found)
 
-    def _read(self) -> _Pems:
+    def _read(self) -> Pems:
         try:
             context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
             context.load_cert_chain(self._cert, self._key, password="")  # an encrypted key must not ask at a terminal
             context.load_verify_locations(self._ca)
-            return _Pems(self._cert.read_bytes(), self._key.read_bytes(), self._ca.read_bytes())
+            return Pems(self._cert.read_bytes(), self._key.read_bytes(), self._ca.read_bytes())
         except (OSError, ssl.SSLError) as error:
             raise ValueError(f"--tls-cert {self._cert}, --tls-key {self._key}, --tls-ca {self._ca}: {error}") from error
 
@@ -136,6 +143,14 @@ class LiveChannel:
         self._version = self._tls.look()
         credentials = self._tls.channel_credentials()
         self._channel = grpc.aio.secure_channel(self._address, credentials, options=self._options)
+
+    async def __aenter__(self) -> Self:
+        """Return the channel, which is closed at the end of the context."""
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        """Close it."""
+        await self.close()
 
     async def close(self) -> None:
         """Close the channel, and those before it."""

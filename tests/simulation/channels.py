@@ -60,6 +60,9 @@ class Channel:
     ) -> None:
         """Close nothing: callers cancel their own streams."""
 
+    async def close(self, grace_s: float | None = None) -> None:
+        """Close nothing."""
+
     def stream_stream(
         self,
         method: str,

@@ -10,9 +10,11 @@ import socket
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from artifacts.base_model import read_base_model
 from broker.startup import connect_once_up
+from rpc.identity.tls import TlsFiles
 from rpc.server import stop_signal, unless_stopped
 from telemetry.metrics import serve_metrics
 from telemetry.tracing import set_up_tracing
@@ -26,6 +28,9 @@ from worker.io.jobs.telemetry import JobTelemetry
 from worker.io.membership.health import WorkerHealth
 from worker.io.metrics import WorkerMetrics
 from worker.io.settings import Settings
+
+if TYPE_CHECKING:
+    from worker.io.relay.link_credentials import LinkCredentials
 
 log = logging.getLogger(__name__)
 
@@ -45,6 +50,9 @@ async def run(settings: Settings) -> None:
     stop = stop_signal()
     base = await asyncio.to_thread(read_base_model, settings.model, settings.model_name, settings.quantize)
     worker_id = settings.worker_id or f"{socket.gethostname()}-{os.getpid()}"
+    credentials = _credentials(settings.tls_files())
+    if credentials is not None:
+        worker_id = credentials.named(worker_id)
     metrics = WorkerMetrics()
     spans = set_up_tracing("worker", os.environ)
     telemetry = JobTelemetry(metrics, spans, worker_id)
@@ -63,11 +71,12 @@ async def run(settings: Settings) -> None:
         disk = await asyncio.to_thread(_open_disk, settings)
         stack.push_async_callback(disk.close)
         timeouts = DownloadTimeouts(settings.fetch_s, settings.fetch_silent_s)
-        fetcher = AdapterFetcher(settings.store, disk, timeouts, metrics, tls=settings.tls_files())
+        fetcher = AdapterFetcher(settings.store, disk, timeouts, metrics, tls=credentials.tls if credentials else None)
         stack.push_async_callback(fetcher.close)
         breaker = EngineBreaker()
         await run_sessions(
-            lambda: EngineSession(settings, base, redis, fetcher, health, telemetry, breaker), stop, metrics
+            lambda: EngineSession(settings, base, redis, fetcher, health, telemetry, breaker, credentials),
+            *(stop, metrics),
         )
 
 
@@ -99,6 +108,14 @@ async def run_sessions(
                 ) from error
             pause_s = restart_s if session.served else min(RESTART_LIMIT_S, pause_s * 2)
             await unless_stopped(stop, asyncio.sleep(pause_s))
+
+
+def _credentials(tls: TlsFiles | None) -> LinkCredentials | None:
+    if tls is None:
+        return None
+    from worker.io.relay.link_credentials import LinkCredentials
+
+    return LinkCredentials(tls)
 
 
 def _open_disk(settings: Settings) -> DiskTier:

@@ -11,6 +11,7 @@ import contextlib
 import logging
 import secrets
 from dataclasses import fields
+from typing import TYPE_CHECKING
 
 from redis.asyncio import Redis
 
@@ -41,6 +42,9 @@ from worker.io.relay.link_settings import LinkSettings
 from worker.io.settings import Settings
 from worker.ipc import Begun, Configure, PinRefused, Ready, Refused, Stepped
 
+if TYPE_CHECKING:
+    from worker.io.relay.link_credentials import LinkCredentials
+
 log = logging.getLogger(__name__)
 
 # Timeout in seconds for routers to take the jobs of an engine that is gone, and the last messages of a drain.
@@ -61,6 +65,7 @@ class EngineSession:
         health: WorkerHealth,
         telemetry: JobTelemetry,
         breaker: EngineBreaker,
+        credentials: LinkCredentials | None = None,
     ) -> None:
         keys = Keys(base.name, settings.cell)
         self._settings = settings
@@ -72,7 +77,8 @@ class EngineSession:
         self._worker_id = telemetry.worker_id
         self._queue = JobQueue(redis, keys, worker_id=self._worker_id)
         self._liveness = Liveness(redis, keys)
-        self._incarnation = secrets.token_hex(8)
+        self._credentials, incarnation = credentials, secrets.token_hex(8)
+        self._incarnation = incarnation if credentials is None else credentials.named(incarnation)
         self.served = False
 
     async def run(self, stop: asyncio.Event) -> None:
@@ -101,7 +107,7 @@ class EngineSession:
     async def _serve(self, engine: EngineProcess, ready: Ready, stop: asyncio.Event) -> None:
         settings, metrics, jobs = self._settings, self._telemetry.metrics, LocalJobs()
         usage = UsageLog(jobs, self._queue)
-        link_settings = LinkSettings(self._worker_id, self._incarnation)
+        link_settings = LinkSettings(self._worker_id, self._incarnation, credentials=self._credentials)
         results = Results(jobs, engine, ready, usage, self._telemetry, link_settings, self._breaker)
         intake = Intake(self._base.digest, self._queue, engine, self._fetcher, results, usage, metrics)
         commands = OperatorCommands(self._queue, engine, self._fetcher, ready.limits.max_rank)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from artifacts.quantization import FLAG_HELP as QUANTIZE_HELP
 from artifacts.quantization import check_device, parse_quantization
+from rpc.identity.principal import Role
 from rpc.identity.tls import KEY_HELP, TlsFiles, tls_of
 from rpc.settings import REDIS_URL_HELP, REDIS_URL_VARIABLE, setting
 from telemetry.logging import FORMAT_HELP, FORMAT_VARIABLE, LEVEL_HELP, LEVEL_VARIABLE, check_logging
@@ -61,7 +62,10 @@ class Settings:
     def __post_init__(self) -> None:
         """Check the values. Raises ValueError or ArtifactError on one that no engine can work with."""
         check_logging(self.log_format, self.log_level)
-        self.tls_files()
+        if (tls := self.tls_files()) is not None:
+            from rpc.identity.certificates import own_name
+
+            own_name(tls, Role.WORKER)
         if self.device.split(":", maxsplit=1)[0] not in DEVICES:
             raise ValueError(f"--device {self.device}: not one of {', '.join(DEVICES)}")
         if self.dtype not in DTYPES:

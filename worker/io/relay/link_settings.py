@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from rpc.server import relay_options
+
+if TYPE_CHECKING:
+    from worker.io.relay.link_credentials import LinkCredentials
 
 # Options of the channel to a router, with the back-off of connection attempts in milliseconds: a router that was gone
 # for a moment is found again soon. `min_reconnect_backoff_ms` is the timeout of one attempt.
@@ -37,3 +41,5 @@ class LinkSettings:
     retry_limit_s: float = 1.0
     beat_s: float = 0.5
     claim_notice_s: float = 0.002
+    # None: links without TLS.
+    credentials: LinkCredentials | None = None

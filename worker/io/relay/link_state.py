@@ -13,6 +13,10 @@ import grpc
 log = logging.getLogger(__name__)
 
 
+class NotARouterError(Exception):
+    """The other end of a link has not proved that it is a router."""
+
+
 class LinkState:
     """Knows whether a router answers. Calls `on_change` when a link comes up or is lost, and logs a loss once."""
 
@@ -39,9 +43,12 @@ class LinkState:
             self._loss_logged = False
             self._on_change()
 
-    def failed(self, error: grpc.aio.AioRpcError) -> None:
+    def failed(self, error: grpc.aio.AioRpcError | NotARouterError) -> None:
         """Log why the stream ended or could not be opened, once until the router answers again."""
-        if not self._loss_logged:
+        if isinstance(error, NotARouterError):
+            if not self._loss_logged:
+                log.warning("%s answers as a router and is none: %s; nothing is sent to it", self._address, error)
+        elif not self._loss_logged:
             what = "link lost" if self.is_live else "not reached"
             why = f"{error.code().name}: {error.details()}"
             log.info(

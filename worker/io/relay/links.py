@@ -4,13 +4,11 @@
     Results (RelayHandler) ◀──acked, cancel, cancel_choice, router_gone──┘ ◀═══════
 
 The stream stays open while the router lives (router_links.py), since a worker claims only for routers that it reaches.
+A link sends what its jobs have made since its last message: the first ids and the end of an answer at once, other ids
+at the end of the interval that the router gives to its workers (router.dispatch.pacing).
 
-A link sends what its jobs have made since its last message. The first ids and the end of an answer are sent at once;
-other ids wait for the end of the interval that the router gives to its workers (router.dispatch.pacing).
-
-A broken stream is opened again. Its hello lists the jobs that this worker still has, and the router's rewinds say from
-where to send again, so a link that is down remembers nothing. After `gone_s` without a stream its jobs are dropped. A
-silent stream breaks within seconds (rpc.server.relay_options).
+A broken stream is opened again. Its hello lists the jobs that this worker has, and the router's rewinds say from where
+to send again. After `gone_s` without a stream its jobs are dropped. A silent one breaks within seconds (relay_options).
 """
 
 from __future__ import annotations
@@ -24,16 +22,19 @@ import grpc
 from loraplex.relay.v1 import relay_pb2 as pb
 from loraplex.relay.v1 import relay_pb2_grpc
 
+from rpc.identity.tls import LiveChannel
 from worker.io.local_jobs.choice import LocalChoice
 from worker.io.local_jobs.jobs import LocalJob, LocalJobs
 from worker.io.metrics import WorkerMetrics
 from worker.io.relay.frames import attempt_of, next_frames, returned_frame
 from worker.io.relay.handler import RelayHandler
 from worker.io.relay.link_settings import CHANNEL_OPTIONS, LinkSettings
-from worker.io.relay.link_state import LinkState
+from worker.io.relay.link_state import LinkState, NotARouterError
 from worker.io.relay.send_throttle import SendThrottle
 
 log = logging.getLogger(__name__)
+
+Stream = grpc.aio.StreamStreamCall[pb.ConnectRequest, pb.ConnectResponse]
 
 
 class LinkOwner(Protocol):
@@ -113,10 +114,10 @@ class RouterLink:
 
     async def _keep_open(self) -> None:
         lost_at, pause_s = time.monotonic(), self._settings.retry_s
-        async with grpc.aio.insecure_channel(self._address, options=CHANNEL_OPTIONS) as channel:
-            stub = relay_pb2_grpc.RelayServiceStub(channel)
+        credentials = self._settings.credentials
+        async with LiveChannel(self._address, credentials.tls if credentials else None, CHANNEL_OPTIONS) as channel:
             while True:
-                if await self._serve(stub):
+                if await self._serve(channel.stub(relay_pb2_grpc.RelayServiceStub)):
                     lost_at, pause_s = time.monotonic(), self._settings.retry_s
                 jobs = self._jobs.of_router(self._address)
                 if jobs and time.monotonic() - lost_at > self._settings.gone_s:
@@ -133,15 +134,19 @@ class RouterLink:
     async def _serve(self, stub: relay_pb2_grpc.RelayServiceAsyncStub) -> bool:
         """Run one stream until it ends; returns whether the router answered, without an error in this worker."""
         reached, self._failed = False, False
-        call = stub.Connect()
+        call, self._welcomed, credentials = stub.Connect(), asyncio.Event(), self._settings.credentials
+        nonce = credentials.new_nonce() if credentials else b""
         # grpc makes a task for an iterator of requests, and does not end it when the router dies.
-        writing = asyncio.create_task(self._write(call))
+        writing = asyncio.create_task(self._write(call, nonce))
         try:
             async for response in call:
+                if credentials and not reached:
+                    credentials.check(nonce, response)
                 reached = True  # the first response is the welcome
+                self._welcomed.set()
                 self.state.welcomed()
                 self._handle(response)
-        except grpc.aio.AioRpcError as error:
+        except (grpc.aio.AioRpcError, NotARouterError) as error:
             self.state.failed(error)
         except asyncio.CancelledError:
             task = asyncio.current_task()
@@ -159,10 +164,12 @@ class RouterLink:
             await asyncio.gather(writing, return_exceptions=True)
         return reached and not self._failed
 
-    async def _write(self, call: grpc.aio.StreamStreamCall[pb.ConnectRequest, pb.ConnectResponse]) -> None:
+    async def _write(self, call: Stream, nonce: bytes) -> None:
         """Send the messages of one stream: the hello, then claims and frames as they come."""
         try:
-            await call.write(self._hello())
+            await call.write(self._hello(nonce))
+            if nonce:  # only a router gets tokens
+                await self._welcomed.wait()
             while (request := self._next_request()) is not None or not self._closing:
                 if request is None:
                     self._throttle.due.clear()
@@ -178,14 +185,14 @@ class RouterLink:
             self._failed = True
             call.cancel()
 
-    def _hello(self) -> pb.ConnectRequest:
+    def _hello(self, nonce: bytes) -> pb.ConnectRequest:
         """List the jobs of this router; frames tell again of answers that were given back."""
         jobs = self._jobs.of_router(self._address)
         self._claims, self._returned = [], []
         self._progress = {choice: None for local in jobs for choice in local.returned}
         if self._progress:
             self._throttle.due.set()
-        hello = pb.Hello(worker_id=self._settings.worker_id, incarnation=self._settings.incarnation)
+        hello = pb.Hello(worker_id=self._settings.worker_id, incarnation=self._settings.incarnation, nonce=nonce)
         hello.holds.extend(attempt_of(local) for local in jobs)
         return pb.ConnectRequest(hello=hello)
 

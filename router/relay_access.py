@@ -1,0 +1,34 @@
+"""The server of a router's relay, and who may come in there: with TLS, workers with certificates."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rpc.identity.guard import Guard, Refused, open_guard
+from rpc.identity.permissions import Port
+from rpc.identity.tls import TlsFiles
+from rpc.server import Server, relay_options
+
+if TYPE_CHECKING:
+    from router.dispatch.relay_credentials import RelayCredentials
+
+
+class RelayAccess:
+    """The relay's server, and the `credentials` of its links; None where TLS is off."""
+
+    def __init__(self, tls: TlsFiles | None, refused: Refused) -> None:
+        self._tls = tls
+        self.credentials: RelayCredentials | None = None
+        if tls is None:
+            self.server = Server(open_guard(Port.RELAY, refused=refused), options=relay_options())
+            return
+        from router.dispatch.relay_credentials import RelayCredentials
+        from rpc.identity.certificates import CertificateReader
+
+        self.credentials = RelayCredentials(tls, refused)
+        self.server = Server(Guard([Port.RELAY], [CertificateReader()], refused), options=relay_options())
+
+    def bind(self, host: str, port: int) -> int:
+        """Listen; return the port. Raises PortInUse."""
+        credentials = None if self._tls is None else self._tls.server_credentials(client_certificates=True)
+        return self.server.bind(host, port, credentials)

@@ -1,0 +1,157 @@
+"""Signatures by a process's certificate: of routers, over what workers and stores get by way of Redis.
+
+A signature comes with the certificate that made it, and with those between it and the authority. So whoever knows the
+authority can check it, and processes share no list of keys.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from cryptography import x509
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec, ed25519, padding, rsa
+from cryptography.hazmat.primitives.serialization import Encoding, load_pem_private_key
+from cryptography.x509.verification import PolicyBuilder, Store, VerificationError
+
+from rpc.identity.certificates import own_name, principal_in
+from rpc.identity.principal import Principal, Role
+from rpc.identity.tls import TlsFiles
+
+log = logging.getLogger(__name__)
+
+# Maximum number of certificates whose chains are known to be right, and maximum length of a chain.
+_KNOWN_CHAINS = 256
+_CHAIN = 4
+
+
+class SignatureError(Exception):
+    """A signature that is not valid, or of somebody else."""
+
+
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """A signature, and the signer's certificates in DER, its own first."""
+
+    certificates: tuple[bytes, ...]
+    value: bytes
+
+
+class Signer:
+    """Signs with the key of a process's certificate, which names `role`. Raises ValueError where it cannot."""
+
+    def __init__(self, tls: TlsFiles, role: Role) -> None:
+        self._tls, self._role = tls, role
+        self._version = tls.look()
+        self._read()
+
+    def sign(self, *parts: bytes) -> Signature:
+        """Sign the parts, of which the first says what is signed."""
+        if (version := self._tls.look()) != self._version:
+            self._version = version
+            try:
+                self._read()
+            except ValueError as error:
+                log.warning("signs with the former certificate: %s", error)
+        return Signature(self._certificates, _sign(self._key, _joined(parts)))
+
+    def _read(self) -> None:
+        own_name(self._tls, self._role)
+        pems = self._tls.pems
+        key = load_pem_private_key(pems.key, None)
+        if not isinstance(key, (ec.EllipticCurvePrivateKey, ed25519.Ed25519PrivateKey, rsa.RSAPrivateKey)):
+            raise ValueError("--tls-key: not an elliptic curve, Ed25519 or RSA key")
+        self._key = key
+        chain = x509.load_pem_x509_certificates(pems.cert)
+        self._certificates = tuple(certificate.public_bytes(Encoding.DER) for certificate in chain)
+
+
+class Verifier:
+    """Checks signatures of holders of `role` whose certificates an authority of the process signed."""
+
+    def __init__(self, tls: TlsFiles, role: Role, now: Callable[[], float] = time.time) -> None:
+        self._tls, self._role, self._now = tls, role, now
+        self._version = -1
+        self._known: dict[bytes, tuple[x509.Certificate, Principal]] = {}
+
+    def verify(self, signature: Signature, *parts: bytes) -> Principal:
+        """Return who has signed the parts. Raises SignatureError."""
+        certificate, principal = self._signer(signature.certificates)
+        if principal.expires_at is not None and self._now() >= principal.expires_at:
+            raise SignatureError(f"the certificate of {principal.name} has expired")
+        try:
+            _verify(certificate.public_key(), signature.value, _joined(parts))
+        except InvalidSignature as error:
+            raise SignatureError(f"not what {principal.name} has signed") from error
+        return principal
+
+    def _signer(self, certificates: Sequence[bytes]) -> tuple[x509.Certificate, Principal]:
+        if (version := self._tls.look()) != self._version:
+            self._known, self._version = {}, version
+        digest = hashlib.sha256(_joined(certificates)).digest()
+        found = self._known.get(digest)
+        if found is None:
+            found = self._check_chain(certificates)
+            if len(self._known) >= _KNOWN_CHAINS:
+                self._known.clear()
+            self._known[digest] = found
+        return found
+
+    def _check_chain(self, certificates: Sequence[bytes]) -> tuple[x509.Certificate, Principal]:
+        if not 0 < len(certificates) <= _CHAIN:
+            raise SignatureError(f"{len(certificates)} certificates of the signer")
+        try:
+            certificate, *between = map(x509.load_der_x509_certificate, certificates)
+            store = Store(x509.load_pem_x509_certificates(self._tls.pems.ca))
+            PolicyBuilder().store(store).build_client_verifier().verify(certificate, between)
+        except (ValueError, VerificationError) as error:
+            raise SignatureError("no authority of --tls-ca has signed the signer's certificate") from error
+        principal = principal_in(certificate)
+        if principal is None or self._role not in principal.roles:
+            who = "nobody" if principal is None else principal.name
+            raise SignatureError(f"the signer's certificate names {who}, not a {self._role.value}")
+        return certificate, principal
+
+
+_Key = ec.EllipticCurvePrivateKey | ed25519.Ed25519PrivateKey | rsa.RSAPrivateKey
+
+
+def _sign(key: _Key, content: bytes) -> bytes:
+    match key:
+        case ec.EllipticCurvePrivateKey():
+            return key.sign(content, ec.ECDSA(hashes.SHA256()))
+        case rsa.RSAPrivateKey():
+            return key.sign(content, padding.PKCS1v15(), hashes.SHA256())
+        case _:
+            return key.sign(content)
+
+
+def _verify(key: object, signature: bytes, content: bytes) -> None:
+    """Raise InvalidSignature where the key's owner did not sign the content."""
+    match key:
+        case ec.EllipticCurvePublicKey():
+            key.verify(signature, content, ec.ECDSA(hashes.SHA256()))
+        case ed25519.Ed25519PublicKey():
+            key.verify(signature, content)
+        case rsa.RSAPublicKey():
+            key.verify(signature, content, padding.PKCS1v15(), hashes.SHA256())
+        case _:
+            raise InvalidSignature
+
+
+def _joined(parts: Sequence[bytes]) -> bytes:
+    """Join parts so that other parts give other bytes."""
+    return b"".join(len(part).to_bytes(8, "big") + part for part in parts)
+
+
+def welcome_parts(nonce: bytes, worker: str) -> tuple[bytes, bytes, bytes]:
+    """Return what a router signs for a worker that dials it; `worker` is the NAME in the worker's certificate.
+
+    With the name in it, another worker that stands between the two cannot pass the signature on.
+    """
+    return b"loraplex relay welcome 1", nonce, worker.encode()

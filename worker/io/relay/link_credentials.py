@@ -1,0 +1,46 @@
+"""The credentials of a worker's links: its certificate, and the check that the other end is a router."""
+
+from __future__ import annotations
+
+import secrets
+
+from loraplex.relay.v1 import relay_pb2 as pb
+
+from rpc.identity.certificates import below, own_name
+from rpc.identity.principal import Role
+from rpc.identity.signatures import Signature, SignatureError, Verifier, welcome_parts
+from rpc.identity.tls import TlsFiles
+from worker.io.relay.link_state import NotARouterError
+
+_NONCE_BYTES = 32
+
+
+class LinkCredentials:
+    """The worker's side of router.dispatch.relay_credentials. Raises ValueError where the certificate is no worker's.
+
+    gRPC has checked that the server's certificate is of an authority of --tls-ca and names the address that was
+    dialled. A worker's certificate could pass as well: so the welcome has to prove the role.
+    """
+
+    def __init__(self, tls: TlsFiles) -> None:
+        self.tls = tls
+        self.name = own_name(tls, Role.WORKER)
+        self._routers = Verifier(tls, Role.ROUTER)
+
+    def named(self, name: str) -> str:
+        """Return a worker's or incarnation's name as routers take it from this certificate."""
+        return below(self.name, name)
+
+    @staticmethod
+    def new_nonce() -> bytes:
+        """Return the nonce of a hello."""
+        return secrets.token_bytes(_NONCE_BYTES)
+
+    def check(self, nonce: bytes, response: pb.ConnectResponse) -> None:
+        """Check the answer to a hello with this nonce. Raises NotARouterError."""
+        proof = response.welcome.proof
+        signature = Signature(tuple(proof.certificates), proof.signature)
+        try:
+            self._routers.verify(signature, *welcome_parts(nonce, self.name))
+        except SignatureError as error:
+            raise NotARouterError(str(error)) from error
