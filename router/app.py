@@ -156,8 +156,8 @@ def _records(
 
 
 def _quotas(settings: Settings, redis: Redis, plans: Plans, metrics: RouterMetrics) -> Quotas:
-    ledger, path = Ledger(redis, reports=bool(settings.usage_file)), settings.usage_file
-    return Quotas(ledger, plans, metrics, UsageLog(Path(path), ledger.acknowledge, metrics) if path else None)
+    ledger, path, url = Ledger(redis, reports=bool(settings.usage_file)), settings.usage_file, settings.usage_url
+    return Quotas(ledger, plans, metrics, UsageLog(Path(path), ledger.acknowledge, metrics, url) if path else None)
 
 
 def _weights(plans: Plans, weights: Mapping[str, float]) -> Callable[[str], float]:

@@ -51,17 +51,7 @@ class RouterMetrics(Meters):
         )
         self.quarantined = self.counter("jobs_quarantined", "Jobs that were refused because their like killed engines.")
         self.enqueue_time = self.histogram("enqueue_seconds", "To put a job into the queue.", SHORT_S)
-        self.quota_refusals = self.counter(
-            "quota_refusals", "Calls that a limit of their tenant's plan refused.", ("tenant", "limit")
-        )
-        self.reserve_time = self.histogram("quota_reserve_seconds", "To reserve a call's tokens.", SHORT_S)
-        self.reservations_expired = self.counter(
-            "quota_reservations_expired", "Reservations that ended because no router renewed them."
-        )
-        self.ledger_refills = self.counter(
-            "quota_ledger_refills", "Accounts that took over this router's copy: Redis had lost data."
-        )
-        self.usage_events = self.counter("usage_events", "Usage events that this router wrote to its file.")
+        self._add_quota_metrics()
         self.frames = self.counter("relay_frames_received", "Frames that came from workers.")
         self.messages = self.counter("relay_messages_received", "Messages that these came in.")
         self.rewinds = self.counter("relay_rewinds", "Frames with a gap before them, which were asked for again.")
@@ -81,3 +71,19 @@ class RouterMetrics(Meters):
         for cause in (LOST, RETURNED, UNCLAIMED):
             self.redispatches.labels(cause)
         self.tenants, self.adapters = BoundedNames(), BoundedNames()
+
+    def _add_quota_metrics(self) -> None:
+        self.quota_refusals = self.counter(
+            "quota_refusals", "Calls that a limit of their tenant's plan refused.", ("tenant", "limit")
+        )
+        self.reserve_time = self.histogram("quota_reserve_seconds", "To reserve a call's tokens.", SHORT_S)
+        self.reservations_expired = self.counter(
+            "quota_reservations_expired", "Reservations that ended because no router renewed them."
+        )
+        self.ledger_refills = self.counter(
+            "quota_ledger_refills", "Accounts that took over this router's copy: Redis had lost data."
+        )
+        self.usage_events = self.counter("usage_events", "Usage events that this router wrote to its file.")
+        self.usage_sent = self.counter("usage_events_sent", "Usage events that the collector took.")
+        self.usage_send_failures = self.counter("usage_send_failures", "Batches that the collector did not take.")
+        self.usage_unsent = self.gauge("usage_unsent_bytes", "Bytes of usage events that are not sent yet.")

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from broker.terms import QueueLimits
 from router.generation.resume_keys import KEY_CHARACTERS
+from router.quotas.usage_sender import check_url
 from rpc.identity.access import AccessSettings
 from rpc.identity.principal import Role
 from rpc.server import MESSAGE_BYTES
@@ -46,6 +47,7 @@ class Settings(AccessSettings):
     tenant_weights: str = setting("shares of tenants beside the others' 1, such as acme=3,globex=0.5", "")
     plans: str = setting("a TOML file with the tenants' quotas (docs/quotas.md), read again when it changes", "")
     usage_file: str = setting("a file that usage events are appended to (docs/quotas.md); empty: none", "")
+    usage_url: str = setting("an HTTP collector that the events of --usage-file are sent to; empty: none", "")
     adapter_mib_tokens: float = setting("prompt tokens that a MiB of an adapter's load is charged as", 10.0)
     client_stall_s: float = setting(
         "seconds that a client may leave what is there for it unread; then its request is dropped", 10.0
@@ -75,6 +77,10 @@ class Settings(AccessSettings):
 
             own_name(tls, Role.ROUTER)
         check_logging(self.log_format, self.log_level)
+        if self.usage_url:
+            check_url(self.usage_url)
+            if not self.usage_file:
+                raise ValueError("--usage-url: give --usage-file too, which the events are sent from")
         if not self.client_stall_s > 0:
             raise ValueError(f"--client-stall-s {self.client_stall_s}: more than 0")
         for name in _LIMITS:

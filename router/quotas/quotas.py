@@ -161,4 +161,4 @@ class Quotas:
         """Settle what has ended, up to a timeout, and write the usage events that wait."""
         await self._settling.drain(timeout_s)
         if self._usage is not None:
-            await self._usage.write()
+            await self._usage.close(timeout_s)

@@ -24,6 +24,7 @@ from broker.connection import REDIS_DOWN
 from broker.ledger import Charge
 from broker.messages import Job
 from router.metrics import RouterMetrics
+from router.quotas.usage_sender import UsageSender
 from rpc.errors import Unauthenticated
 from rpc.identity.principal import caller
 
@@ -61,11 +62,19 @@ class Facts(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class UsageLog:
-    """Writes the events of the charges of one router. `acknowledge` tells the ledger of a tenant's written charges."""
+    """Writes the events of the charges of one router. `acknowledge` tells the ledger of a tenant's written charges.
+
+    With a `url` they are sent to a collector as well.
+    """
 
     def __init__(
-        self, path: Path, acknowledge: Callable[[str, Sequence[str]], Awaitable[None]], metrics: RouterMetrics
+        self,
+        path: Path,
+        acknowledge: Callable[[str, Sequence[str]], Awaitable[None]],
+        metrics: RouterMetrics,
+        url: str = "",
     ) -> None:
+        self._sender = UsageSender(path, url, metrics) if url else None
         self._path = path
         self._acknowledge = acknowledge
         self._metrics = metrics
@@ -83,6 +92,12 @@ class UsageLog:
         while True:
             await asyncio.sleep(WRITE_S)
             await self.write()
+
+    async def close(self, timeout_s: float) -> None:
+        """Write what waits, and send what the collector takes within a timeout."""
+        await self.write()
+        if self._sender is not None:
+            await asyncio.to_thread(self._sender.close, timeout_s)
 
     async def write(self) -> None:
         """Write what waits; what the disk does not take stays in Redis, and comes again with a later look."""
