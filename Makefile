@@ -1,7 +1,7 @@
 # The gate is `make lint` and `make test`, at home and in CI. `make check` is a quicker check while you work.
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup run check test authz hostile chaos cancels formats swaps texts gpu bench json-schema-suite lint format clean
+.PHONY: help setup run check test authz hostile fuzz chaos cancels formats swaps texts gpu bench json-schema-suite lint format clean
 
 # Tests start hundreds of Python processes: without cached bytecode each would compile the project's modules again.
 unexport PYTHONDONTWRITEBYTECODE
@@ -35,6 +35,7 @@ CANCELS ?= 100000
 TEXTS ?= 10000
 FORMAT_ANSWERS ?= 1000
 SWAPS ?= 10000
+FUZZ_SECONDS ?= 600
 
 help: ## Print this list
 	@awk -F ': .*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -74,6 +75,10 @@ test: $(STAMP) ## Run every test
 
 hostile: $(STAMP) ## Send hostile uploads and requests to a cluster while another tenant's requests are timed
 	$(BIN)/python -m tests.hostile
+
+fuzz: $(STAMP) ## Fuzz every reader of strangers' bytes and every method, FUZZ_SECONDS each
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[fuzz]'
+	$(BIN)/python -m tests.fuzz --seconds $(FUZZ_SECONDS) --seed $(SEED)
 
 authz: $(STAMP) ## Call every RPC with every role and every fault of its credential
 	$(BIN)/python -m tests.authz

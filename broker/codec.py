@@ -23,6 +23,9 @@ from broker.messages import (
     WorkerState,
 )
 
+# Maximum number of answers of a job, far above what routers admit: a worker keeps a record of each.
+MAX_ANSWERS = 256
+
 _PHASES = {
     WorkerPhase.SERVING: queue_pb2.WORKER_PHASE_SERVING,
     WorkerPhase.DRAINING: queue_pb2.WORKER_PHASE_DRAINING,
@@ -87,6 +90,8 @@ def encode_job(job: Job) -> bytes:
 def decode_job(data: bytes) -> Job:
     """Decode a job. Raises google.protobuf.message.DecodeError."""
     message = queue_pb2.Job.FromString(data)
+    if message.n > MAX_ANSWERS:
+        raise DecodeError(f"n: {message.n} answers; a job has at most {MAX_ANSWERS}")
     return Job(
         job_id=message.job_id,
         request_id=message.request_id,

@@ -14,7 +14,7 @@ from redis.asyncio import Redis
 
 from artifacts.encode import Encode, Pooling, Task
 from artifacts.sampling import SamplingParams
-from broker.codec import decode_job, encode_job
+from broker.codec import MAX_ANSWERS, decode_job, encode_job
 from broker.messages import (
     AdapterRef,
     AdapterRequest,
@@ -72,6 +72,12 @@ def test_a_weight_that_no_worker_can_divide_by_counts_as_1(weight: float) -> Non
     """0 is what a router of an older version sends."""
     assert decode_job(encode_job(job("j", weight=weight))).weight == 1.0
     assert decode_job(encode_job(job("j", weight=0.5))).weight == 0.5
+
+
+def test_a_job_of_more_answers_than_any_router_admits_is_not_read() -> None:
+    assert decode_job(encode_job(job("j", n=MAX_ANSWERS))).n == MAX_ANSWERS
+    with pytest.raises(DecodeError, match="n: 4294967295 answers"):
+        decode_job(encode_job(job("j", n=2**32 - 1)))
 
 
 def test_a_job_with_a_weighted_set_survives_its_bytes() -> None:

@@ -1,0 +1,33 @@
+"""Changes the calls of tests.hostile, which reach every method of a router and a store."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from google.protobuf import descriptor_pool, message_factory
+from google.protobuf.message import Message
+
+from tests.fuzz.mutations import mutants
+from tests.hostile.cases import Case
+
+# Methods that take from later calls what these need: a worker that drains answers nobody.
+_LEFT_OUT = ("DrainWorker",)
+
+
+def changed_calls(cases: Sequence[Case], draw: random.Random) -> Iterator[Case]:
+    """Yield calls without end, each made of one of the cases; an answer is as good as a refusal."""
+    kept = [case for case in cases if case.messages and not case.method.endswith(_LEFT_OUT)]
+    for number in itertools.count():
+        case = draw.choice(kept)
+        messages, at = list(case.messages), draw.randrange(len(case.messages))
+        messages[at] = next(mutants([messages[at]], (), draw, _input_of(case.method)))
+        yield replace(case, name=f"{number}, {case.name}", messages=tuple(messages), served=True)
+
+
+def _input_of(method: str) -> type[Message]:
+    _, service, name = method.split("/")
+    found = descriptor_pool.Default().FindServiceByName(service).FindMethodByName(name)
+    return message_factory.GetMessageClass(found.input_type)

@@ -1,0 +1,106 @@
+"""Reads what Redis carries as workers and routers do: whoever can write to Redis must not end one."""
+
+from __future__ import annotations
+
+from google.protobuf.message import DecodeError
+
+from artifacts.encode import Encode
+from broker.codec import (
+    decode_adapter_request,
+    decode_dead_job,
+    decode_job,
+    decode_worker,
+    encode_dead_job,
+    encode_job,
+    encode_worker,
+)
+from broker.commands import Command, Verb, decode_command, encode_command
+from broker.messages import AdapterRef, AdapterRequest, DeadJob, Job, StoppingParams, WorkerPhase, WorkerState
+from worker.engine.scheduling.validate import check_sequence
+from worker.engine_api import SequenceRefusedError
+from worker.engine_api.config import EngineLimits
+from worker.io.local_jobs.choice import sequence_of
+from worker.io.local_jobs.jobs import LocalJobs
+
+_LIMITS = EngineLimits(rows=8, max_tokens=1024, max_rank=64, vocab_size=512, block_size=16, blocks=64, adapter_slots=4)
+_ADAPTER = AdapterRef("tenants/acme/adapters/a/revisions/sha256:" + "0" * 64, "sha256:" + "0" * 64, 8, 1024)
+_JOB = Job("j", "acme", "hash", "sha256:" + "1" * 64, "127.0.0.1:1", (1, 2, 3), StoppingParams(max_tokens=8), 7)
+JOBS = (
+    encode_job(_JOB),
+    encode_job(
+        Job(
+            "k",
+            "acme",
+            "hash",
+            "sha256:" + "1" * 64,
+            "127.0.0.1:1",
+            (1, 2),
+            StoppingParams(4, 1, (9,), True),
+            7,
+            adapter=_ADAPTER,
+            emitted={0: (5, 6), 1: ()},
+            n=3,
+            logprobs=2,
+            prompt_logprobs=0,
+            done=(2,),
+            grammar="start: /a/",
+        )
+    ),
+    encode_job(
+        Job(
+            "e", "acme", "hash", "sha256:" + "1" * 64, "a:1", (1,), StoppingParams(0), 0, encode=Encode("embed", "mean")
+        )
+    ),
+)
+_STATE = WorkerState(
+    worker_id="w",
+    incarnation="i",
+    phase=WorkerPhase.SERVING,
+    model="hash",
+    base_digest="sha256:" + "1" * 64,
+    rows_running=1,
+    rows_waiting=0,
+    rows_limit=8,
+    blocks_total=64,
+    blocks_free=60,
+    blocks_cached=2,
+    blocks_referenced=2,
+    slots_total=4,
+    slots_used=1,
+    slots_pinned=0,
+    adapters=("a",),
+    max_rank=64,
+    max_tokens=1024,
+    steps=9,
+    host="h",
+    pid=1,
+    engine_pid=2,
+)
+_DEAD = DeadJob("j", "r", "acme", "hash", "", 3, 1, 2, "ENGINE_KILLED", 0)
+PAYLOADS = (
+    encode_command(Command(Verb.PIN, AdapterRequest(_ADAPTER, "acme"))),
+    b"drain",
+    encode_worker(_STATE),
+    encode_dead_job(_DEAD),
+    *JOBS,
+)
+
+
+def read_payload(data: bytes) -> None:
+    """Read a command, a worker's state, a dead letter and an adapter request."""
+    decode_command(data)
+    for decode in (decode_worker, decode_dead_job, decode_adapter_request):
+        try:
+            decode(data)
+        except DecodeError:
+            continue
+
+
+def read_job(data: bytes) -> None:
+    """Take a job as a worker does, up to the engine's own check."""
+    local = LocalJobs().add(decode_job(data))
+    for choice in local.choices.values():
+        try:
+            check_sequence(sequence_of(choice, None), _LIMITS)
+        except SequenceRefusedError:
+            continue
