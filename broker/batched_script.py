@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from redis.asyncio import Redis, RedisCluster
-from redis.commands.core import AsyncScript
-from redis.exceptions import NoScriptError
 from redis.exceptions import TimeoutError as RedisTimeoutError
+
+from broker.functions import Function, is_missing
 
 # Maximum calls, and bytes of their arguments, in one round trip: a call waits for those before it.
 CALLS_AT_ONCE = 64
@@ -25,7 +25,7 @@ Call = tuple[str, Sequence[Any], "asyncio.Future[Any]"]
 class BatchedScript:
     """Calls a script. One round trip is under way at a time. `key` is that of calls that name no other."""
 
-    def __init__(self, redis: Redis, script: AsyncScript, key: str = "") -> None:
+    def __init__(self, redis: Redis, script: Function, key: str = "") -> None:
         self._redis = redis
         self._script = script
         self._key = key
@@ -36,7 +36,7 @@ class BatchedScript:
         """Return the script's answer. Raises an error of broker.connection.REDIS_DOWN."""
         key = key or self._key
         if isinstance(self._redis, RedisCluster):  # its pipelines take no scripts
-            return await self._script(keys=[key], args=arguments)
+            return await self._script(key, arguments)
         answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._waiting.append((key, arguments, answer))
         if self._sending is None:
@@ -76,16 +76,16 @@ class BatchedScript:
         """Return the calls' answers, some of which may be errors."""
         async with self._redis.pipeline(transaction=False) as pipe:
             for key, arguments in calls:
-                pipe.evalsha(self._script.sha, 1, key, *arguments)
+                pipe.execute_command(*self._script.command(key, arguments))
             answers = await pipe.execute(raise_on_error=False)
         for index, answer in enumerate(answers):
-            if isinstance(answer, NoScriptError):  # the server has restarted
+            if is_missing(answer):  # the server has lost its data
                 answers[index] = await self._alone(*calls[index])
         return list(answers)
 
     async def _alone(self, key: str, arguments: Sequence[Any]) -> Any:
         try:
-            return await self._script(keys=[key], args=arguments)
+            return await self._script(key, arguments)
         except Exception as error:
             return error
 

@@ -9,11 +9,12 @@ from typing import NamedTuple, TypeVar
 
 from google.protobuf.message import DecodeError
 from redis.asyncio import Redis, RedisCluster
-from redis.exceptions import NoScriptError
+from redis.exceptions import ResponseError
 
 from broker.claim_arguments import ScanPlace, scan_arguments
 from broker.claim_memory import ClaimMemory
 from broker.codec import decode_adapter_request, decode_job
+from broker.functions import is_missing
 from broker.keys import Keys
 from broker.messages import SUSPECT_STRIKES, Capacity, Job
 from broker.scripts import Scripts
@@ -94,7 +95,7 @@ class Claims:
         return Claimed(jobs, answer.waiting, requested, hold_ms, routers, bool(answer.crowded))
 
     async def _scan(self, arguments: Sequence[str | int | float]) -> _ScanAnswer:
-        return _ScanAnswer(*await self._claim(keys=[self._keys.waiting], args=arguments))
+        return _ScanAnswer(*await self._claim(self._keys.waiting, arguments))
 
     async def _scan_once_woken(self, arguments: Sequence[str | int | float], wait_s: float) -> _ScanAnswer:
         """Send the wait and the scan together: the server scans as soon as it wakes, without another round trip."""
@@ -103,10 +104,12 @@ class Claims:
             return await self._scan(arguments)
         async with self._redis.pipeline(transaction=False) as pipe:
             pipe.blpop(self._wake_lists, timeout=wait_s)
-            pipe.evalsha(self._claim.sha, 1, self._keys.waiting, *arguments)
+            pipe.execute_command(*self._claim.command(self._keys.waiting, arguments))
             try:
                 _, answer = await pipe.execute()
-            except NoScriptError:  # the server has restarted
+            except ResponseError as error:
+                if not is_missing(error):
+                    raise
                 return await self._scan(arguments)
         return _ScanAnswer(*answer)
 

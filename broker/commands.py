@@ -72,7 +72,7 @@ class CommandQueue:
     async def send(self, incarnation: str, command: Command) -> None:
         """Send a command; a live worker receives it at once. Of more than COMMANDS_LIMIT the oldest are dropped."""
         arguments: list[bytes | int] = [encode_command(command), COMMANDS_LIMIT, COMMAND_TTL_MS]
-        await self._send(keys=[self._keys.commands(incarnation)], args=arguments)
+        await self._send(self._keys.commands(incarnation), arguments)
 
     async def next(self, incarnation: str, timeout_s: float) -> Command | None:
         """Return the next command; None if none came in that time, or another version wrote it."""

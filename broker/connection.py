@@ -208,6 +208,10 @@ class _Cluster(RedisCluster):
         async with _within_time(), self._places:
             return await super().execute_command(*arguments, **options)
 
+    async def _determine_slot(self, command: str, *arguments: Any) -> int:
+        # Before each FCALL the library would ask the server which arguments are keys; they stand where EVALSHA's do.
+        return await super()._determine_slot("EVALSHA" if command == "FCALL" else command, *arguments)
+
 
 def _cluster(options: dict[str, Any]) -> Redis:
     tls = options.pop("connection_class", None) is SSLConnection

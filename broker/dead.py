@@ -30,7 +30,7 @@ class DeadLetters:
 
     async def push(self, dead: DeadJob) -> None:
         """Keep a dead letter; a repeated call keeps it once."""
-        await self._push(keys=[self._key], args=[encode_dead_job(dead), *self._limits])
+        await self._push(self._key, [encode_dead_job(dead), *self._limits])
 
     async def list(self) -> list[DeadJob]:
         """Return all dead letters, the newest first."""

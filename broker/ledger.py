@@ -144,7 +144,7 @@ class Ledger:
         self._redis = redis
         self._reports = reports
         self._reserve = BatchedScript(redis, scripts.register(redis, "ledger_reserve"))
-        self._reserve_when_full = BatchedScript(redis, scripts.register(redis, "ledger_reserve", allow_oom=True))
+        self._reserve_when_full = BatchedScript(redis, scripts.register(redis, "ledger_reserve", when_full=True))
         self._settle = BatchedScript(redis, scripts.register(redis, "ledger_settle"))
         self._look = BatchedScript(redis, scripts.register(redis, "ledger_look"))
 

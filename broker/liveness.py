@@ -38,19 +38,19 @@ class Liveness:
     async def beat(self, state: WorkerState) -> list[str]:
         """Record that a worker lives, for the next TTL_MS; return the relay addresses of the live routers."""
         routers = await self._beat(
-            keys=[self._keys.workers],
-            args=[self._keys.prefix, state.incarnation, state.worker_id, encode_worker(state), TTL_MS],
+            self._keys.workers,
+            [self._keys.prefix, state.incarnation, state.worker_id, encode_worker(state), TTL_MS],
         )
         return [router.decode() for router in routers]
 
     async def declare_dead(self, incarnation: str) -> None:
         """Record at once that an incarnation lives no more; jobs are not held for its worker."""
-        await self._declare_dead(keys=[self._keys.workers], args=[self._keys.prefix, incarnation])
+        await self._declare_dead(self._keys.workers, [self._keys.prefix, incarnation])
 
     async def take_census(self, router: str = "") -> Census:
         """Return who lives; a router that gives its own address is recorded as alive."""
         arguments = [self._keys.prefix, router, secrets.token_hex(8)]
-        server, states = await self._census(keys=[self._keys.workers], args=arguments)
+        server, states = await self._census(self._keys.workers, arguments)
         workers: list[WorkerState] = []
         for state in states:
             try:

@@ -37,4 +37,4 @@ class Quarantine:
     async def record_death(self, tenant: str, adapter: str, job_id: str) -> int:
         """Record a job that engines died of; returns for how many ms its tenant and adapter are refused. Idempotent."""
         arguments = [self._keys.prefix, tenant, adapter, job_id]
-        return int(await self._record_death(keys=[self._keys.waiting], args=arguments))
+        return int(await self._record_death(self._keys.waiting, arguments))

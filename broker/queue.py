@@ -77,7 +77,7 @@ class JobQueue:
         self._claims = Claims(redis, keys, worker_id, scripts, memory or ClaimMemory())
         self._looks = 0
         self._enqueue = BatchedScript(redis, scripts.register(redis, "enqueue"), keys.waiting)
-        self._enqueue_when_full = scripts.register(redis, "enqueue", allow_oom=True)
+        self._enqueue_when_full = scripts.register(redis, "enqueue", when_full=True)
         self._charge = scripts.register(redis, "charge")
         self._finish = BatchedScript(redis, scripts.register(redis, "finish"), keys.waiting)
         self._look_up = scripts.register(redis, "look_up")
@@ -105,7 +105,7 @@ class JobQueue:
             if job.attempt == 1 and not job.resumed:
                 raise QueueFullError("Redis is out of memory") from error
             arguments[_WHEN_FULL] = BEGUN_BYTES_WHEN_FULL
-            answer = await self._enqueue_when_full(keys=[self.keys.waiting], args=arguments)
+            answer = await self._enqueue_when_full(self.keys.waiting, arguments)
         if answer[0] == b"late":
             raise DeadlineUnattainableError(int(answer[1]))
         if answer[0] == b"quarantined":
@@ -137,17 +137,17 @@ class JobQueue:
 
     async def stop_waiting(self) -> None:
         """End the wait of this worker's claim, which then is made at once."""
-        await self._stop_waiting(keys=[self.keys.waiting], args=[self.keys.prefix, self._worker_id])
+        await self._stop_waiting(self.keys.waiting, [self.keys.prefix, self._worker_id])
 
     async def charge(self, reports: Sequence[UsageReport]) -> None:
         """Charge tenants what their jobs have made since the last report. Idempotent by job, attempt and tokens."""
         for at in range(0, len(reports), CHARGES_AT_ONCE):
             arguments = [self.keys.prefix, *report_arguments(reports[at : at + CHARGES_AT_ONCE])]
-            await self._charge(keys=[self.keys.waiting], args=arguments)
+            await self._charge(self.keys.waiting, arguments)
 
     async def stop_claiming(self) -> None:
         """Claim no more for now: jobs are not held for this worker, and its wake-ups go to another."""
-        await self._stop_claiming(keys=[self.keys.waiting], args=[self.keys.prefix, self._worker_id])
+        await self._stop_claiming(self.keys.waiting, [self.keys.prefix, self._worker_id])
 
     async def finish(self, job_id: str, attempt: int) -> None:
         """Forget a job, up to this attempt. Idempotent."""
@@ -163,7 +163,7 @@ class JobQueue:
         for at in range(0, len(jobs), LOOKS_AT_ONCE):
             asked = [part for job in jobs[at : at + LOOKS_AT_ONCE] for part in job]
             arguments = [self.keys.prefix, self._looks, *asked]
-            states += map(QueueState, await self._look_up(keys=[self.keys.waiting], args=arguments))
+            states += map(QueueState, await self._look_up(self.keys.waiting, arguments))
         return states
 
     async def count_waiting(self) -> int:

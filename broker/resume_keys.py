@@ -21,5 +21,5 @@ class StoredResumeKeys:
 
         Where the stored keys have none of the used ones, Redis lost its data: the used ones are stored behind them.
         """
-        stored = await self._merge(keys=[RESUME_KEYS], args=[made, *used])
+        stored = await self._merge(RESUME_KEYS, [made, *used])
         return [key.decode(errors="replace") for key in stored]

@@ -11,13 +11,19 @@ from redis.exceptions import OutOfMemoryError, ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from broker.batched_script import CALLS_AT_ONCE, BatchedScript
+from broker.functions import Function
+from broker.lua_library import make_library
 
 ECHO = "if ARGV[1] == 'bad' then return redis.error_reply('ERR bad') end return ARGV[1]"
 
 
 @pytest.fixture
 def script(redis: Redis) -> BatchedScript:
-    return BatchedScript(redis, redis.register_script(ECHO), "key")
+    return BatchedScript(redis, function(redis, ECHO), "key")
+
+
+def function(redis: Redis, text: str) -> Function:
+    return Function(redis, make_library({"f": "#!lua\n" + text}), "f")
 
 
 async def round_trips(redis: Redis) -> int:
@@ -41,14 +47,14 @@ async def test_an_error_belongs_to_its_call_alone(script: BatchedScript) -> None
     assert isinstance(answers[1], ResponseError)
 
 
-async def test_a_server_that_has_forgotten_the_script_gets_it_again(redis: Redis, script: BatchedScript) -> None:
+async def test_a_server_that_has_forgotten_the_function_gets_it_again(redis: Redis, script: BatchedScript) -> None:
     await script(["a"])
-    await redis.script_flush()
+    await redis.function_flush()
     assert list(await asyncio.gather(script(["b"]), script(["c"]))) == [b"b", b"c"]
 
 
 async def test_a_call_that_is_left_before_it_is_sent_is_not_sent(redis: Redis) -> None:
-    script = BatchedScript(redis, redis.register_script("return redis.call('RPUSH', KEYS[1], ARGV[1])"), "list")
+    script = BatchedScript(redis, function(redis, "return redis.call('RPUSH', KEYS[1], ARGV[1])"), "list")
     leaving, staying = asyncio.create_task(script(["left"])), asyncio.create_task(script(["stayed"]))
     await asyncio.sleep(0)
     leaving.cancel()
@@ -62,13 +68,14 @@ async def test_who_waits_behind_a_call_that_times_out_fails_with_it(redis: Redis
             await asyncio.sleep(0)
             raise RedisTimeoutError("no answer")
 
-    script = Hung(redis, redis.register_script(ECHO), "key")
+    script = Hung(redis, function(redis, ECHO), "key")
     answers = await asyncio.gather(*(script(["x"]) for _ in range(2 * CALLS_AT_ONCE)), return_exceptions=True)
     assert {type(answer) for answer in answers} == {RedisTimeoutError}
 
 
 async def test_a_full_server_refuses_each_call_by_itself(redis: Redis) -> None:
-    writing = BatchedScript(redis, redis.register_script("return redis.call('SET', KEYS[1], ARGV[1])"), "key")
+    writing = BatchedScript(redis, function(redis, "return redis.call('SET', KEYS[1], ARGV[1])"), "key")
+    await writing(["loaded"])
     await redis.config_set("maxmemory", 1)
     try:
         answers = await asyncio.gather(writing(["a"]), writing(["b"]), return_exceptions=True)

@@ -10,6 +10,7 @@ from redis.asyncio import Redis
 
 from broker import queue as queue_module
 from broker.commands import COMMANDS_LIMIT, DRAIN, Command, Verb
+from broker.functions import FunctionsMissingError
 from broker.liveness import Liveness
 from broker.messages import AdapterRef, AdapterRequest
 from broker.queue import JobQueue, QueueFullError
@@ -21,11 +22,10 @@ from tests.broker.test_liveness import worker
 
 @pytest.fixture
 async def full(redis: Redis) -> AsyncIterator[JobQueue]:
-    """A queue with three jobs, on a server that is out of memory and has forgotten all scripts."""
+    """A queue with three jobs, on a server that is out of memory."""
     queue = JobQueue(redis, KEYS, worker_id="w")
     for name in ("a", "b", "c"):
         await queue.enqueue(job(name))
-    await redis.script_flush()
     await redis.config_set("maxmemory", "1")
     yield queue
     await redis.config_set("maxmemory", "0")
@@ -42,6 +42,15 @@ async def test_new_jobs_are_refused_and_those_that_wait_end(redis: Redis, full: 
     for name in ("a", "b", "c"):
         await full.finish(name, 2)
     assert await full.count_waiting() == 0
+
+
+async def test_a_version_whose_functions_a_full_server_lacks_says_so(redis: Redis, full: JobQueue) -> None:
+    await redis.function_flush()
+    for call in (full.enqueue(job("new")), full.enqueue(job("a", attempt=2)), claim(full)):
+        with pytest.raises(FunctionsMissingError, match="it has no memory for them; raise its maxmemory"):
+            await call
+    await redis.config_set("maxmemory", "0")
+    assert await claim(full) == ["a", "b", "c"]
 
 
 async def test_jobs_that_have_begun_take_a_bounded_part_of_a_full_memory(

@@ -29,7 +29,7 @@ async def beaten(both: BothQueues, ms: int) -> None:
 async def scans(redis: Redis) -> int:
     """How many scripts the server has run."""
     stats = await redis.info("commandstats")
-    return int(stats["cmdstat_evalsha"]["calls"])
+    return int(stats["cmdstat_fcall"]["calls"])
 
 
 async def claimed_while_others_come(both: BothQueues, wanted: str, most: int) -> int:

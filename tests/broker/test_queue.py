@@ -251,9 +251,9 @@ async def test_a_worker_without_a_link_to_the_job_s_router_wakes_the_next_one(re
     assert await claim(queue, routers=("127.0.0.1:1",)) == ["a"]
 
 
-async def test_scripts_survive_a_server_that_forgot_them(redis: Redis, queue: JobQueue) -> None:
+async def test_a_server_that_lost_its_functions_gets_them_again(redis: Redis, queue: JobQueue) -> None:
     await queue.enqueue(job("a"))
-    await redis.script_flush()
+    await redis.function_flush()
     assert await claim(queue) == ["a"]
 
 
@@ -261,9 +261,9 @@ async def test_a_claim_that_waits_takes_the_job_that_wakes_it(redis: Redis, queu
     waiting = asyncio.create_task(queue.claim("sha256:0", ROOMY, wait_s=30))
     await queue.enqueue(job("a"))
     assert [taken.job_id for taken in (await waiting).jobs] == ["a"]
-    # A server that has forgotten the script meanwhile, and one on which nobody enqueues.
+    # A server that has lost its functions meanwhile, and one on which nobody enqueues.
     waiting = asyncio.create_task(queue.claim("sha256:0", ROOMY, wait_s=30))
-    await redis.script_flush()
+    await redis.function_flush()
     await queue.enqueue(job("b"))
     assert [taken.job_id for taken in (await waiting).jobs] == ["b"]
     assert (await queue.claim("sha256:0", ROOMY, wait_s=0.01)).jobs == []

@@ -100,7 +100,7 @@ async def test_what_waited_is_put_back(world: World, load: Load, eventually: Eve
         case "loses its data":
             async with world.redis() as client:
                 await client.flushall()
-                await client.script_flush()
+                await client.function_flush()
         case "restarts with its data":
             await world.server.restart(keeps=True)
             assert await world.waiting() == before
