@@ -10,6 +10,7 @@ import uvloop
 from adapter_store.app import BootstrapKeyError, serve
 from adapter_store.settings import StoreSettings
 from adapter_store.storage import DataDirectoryError
+from artifacts.plans import PlansError
 from rpc.server import PortInUse
 from rpc.settings import SettingsError, read_settings
 from telemetry.audit.log import AuditFileError
@@ -17,7 +18,15 @@ from telemetry.logging import set_up_logging
 from telemetry.metrics import MetricsPortError
 
 # Errors that waiting cannot fix: the message says in one line what to do.
-STOPPING = (SettingsError, BootstrapKeyError, DataDirectoryError, AuditFileError, MetricsPortError, PortInUse)
+STOPPING = (
+    SettingsError,
+    BootstrapKeyError,
+    DataDirectoryError,
+    AuditFileError,
+    PlansError,
+    MetricsPortError,
+    PortInUse,
+)
 
 
 def main() -> int:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from loraplex.adapters.v1 import adapters_pb2_grpc as pb_grpc
-from loraplex.admin.v1 import grants_pb2_grpc, keys_pb2_grpc
+from loraplex.admin.v1 import grants_pb2_grpc, keys_pb2_grpc, plans_pb2_grpc
 
 from adapter_store.api_keys import ApiKeys
 from adapter_store.bases import BaseModels
@@ -20,11 +20,15 @@ from adapter_store.grant_service import GrantService
 from adapter_store.grants import Grants
 from adapter_store.key_service import KeyService
 from adapter_store.metrics import StoreMetrics
+from adapter_store.plan_service import PlanService
+from adapter_store.plans import StoredPlans
+from adapter_store.quotas import StoreQuotas
 from adapter_store.receive import Receiver
 from adapter_store.service import AdapterService
 from adapter_store.settings import REFUSE, StoreSettings
 from adapter_store.storage import DataDirectory
 from artifacts.certificate import FitnessLimits
+from artifacts.plans import LOOK_S as PLANS_LOOK_S
 from rpc.audit.auditor import Auditor
 from rpc.errors import CallError
 from rpc.identity.access import GuardedServers
@@ -60,21 +64,26 @@ class Store:
     async def start(self) -> None:
         """Open the data, listen, serve.
 
-        Raises DataDirectoryError, AuditFileError or PortInUse, and leaves nothing open.
+        Raises DataDirectoryError, PlansError, AuditFileError or PortInUse, and leaves nothing open.
         """
         await asyncio.to_thread(self._open)
         try:
+            quotas = StoreQuotas(self._plans, self.metrics)
             deleted = DeletedRevisions(self._database, self._data, self._settings.keep_deleted_s)
-            catalog, bases = Catalog(self._database, self._data, deleted), BaseModels(self._database, self._data)
-            self._receiver = Receiver(self._data, catalog, bases, self._settings.max_adapter_bytes)
+            catalog, bases = (
+                Catalog(self._database, self._data, deleted, quotas),
+                BaseModels(self._database, self._data),
+            )
+            self._receiver = Receiver(self._data, catalog, bases, self._settings.max_adapter_bytes, quotas)
             self._server = self._servers()
             certificates = FitnessCertificates(self._database, self._fitness_policy())
             grants = Grants(self._database, self._settings.keep_deleted_s)
             service = AdapterService(catalog, bases, self._receiver, deleted, certificates, grants, self.metrics)
-            keys, granting = KeyService(self._keys), GrantService(grants)
+            keys, granting, plans = KeyService(self._keys), GrantService(grants), PlanService(self._plans)
             self._server.add(lambda server: pb_grpc.add_AdapterServiceServicer_to_server(service, server))
             self._server.add(lambda server: keys_pb2_grpc.add_KeyServiceServicer_to_server(keys, server))
             self._server.add(lambda server: grants_pb2_grpc.add_GrantServiceServicer_to_server(granting, server))
+            self._server.add(lambda server: plans_pb2_grpc.add_PlanServiceServicer_to_server(plans, server))
             self.addresses = self._server.bind(self._settings.host, self._settings.port)
             self.port = int(self.addresses[0].rpartition(":")[2])
             await self._server.start()
@@ -109,7 +118,13 @@ class Store:
         self._auditor.refused(method, caller, error, peer)
 
     async def _follow(self) -> None:
-        await asyncio.gather(self._server.follow(), self._auditor.follow())
+        await asyncio.gather(self._server.follow(), self._auditor.follow(), self._follow_plans())
+
+    async def _follow_plans(self) -> None:
+        """Read the plans file again whenever it changes; never returns."""
+        while True:
+            await asyncio.sleep(PLANS_LOOK_S)
+            self._plans.look()
 
     def _fitness_policy(self) -> FitnessPolicy:
         settings = self._settings
@@ -126,6 +141,7 @@ class Store:
         try:
             self._database = Database(self._data.catalog_path, self._data.count_blobs())
             self._read_keys()
+            self._plans = StoredPlans(self._database, Path(path) if (path := self._settings.plans) else None)
         except BaseException:
             self._auditor.close()
             self._data.close()

@@ -13,6 +13,7 @@ from contextlib import suppress
 from adapter_store.database import Database
 from adapter_store.deleted import DeletedRevisions, swept
 from adapter_store.grants import LIVE_GRANT, end_grants
+from adapter_store.quotas import StoreQuotas
 from adapter_store.records import Adapter, NewRevision, Revision
 from adapter_store.rows import (
     REVISIONS,
@@ -36,10 +37,11 @@ _MAX_ALIASES = 100
 class Catalog:
     """Adapters of all tenants, with their revisions and aliases."""
 
-    def __init__(self, database: Database, data: DataDirectory, deleted: DeletedRevisions) -> None:
+    def __init__(self, database: Database, data: DataDirectory, deleted: DeletedRevisions, quotas: StoreQuotas) -> None:
         self._database = database
         self._data = data
         self._deleted = deleted
+        self._quotas = quotas
 
     def get(self, name: AdapterName) -> Adapter:
         """Return an adapter. Raises NotFound."""
@@ -108,9 +110,14 @@ class Catalog:
                 raise
 
     def check_upload(self, name: AdapterName, base_model: str, etag: str) -> None:
-        """Check that a revision may be uploaded. Raises Aborted on a stale etag, Mismatch if the base is another."""
+        """Check that a revision may be uploaded.
+
+        Raises Aborted on a stale etag, Mismatch if the base is another, Exhausted where its tenant's quota is used up.
+        """
         with self._database.reading() as rows:
-            _check(find_adapter(rows, name), name, base_model, etag)
+            row = find_adapter(rows, name)
+            _check(row, name, base_model, etag)
+            self._quotas.check_upload(rows, name.tenant, new_adapter=row is None)
 
     def publish(self, new: NewRevision, upload: Upload) -> tuple[Adapter, Revision, bool]:
         """Keep an upload as a revision and move its alias; returns True for a new revision.
@@ -123,6 +130,7 @@ class Catalog:
             row = find_adapter(rows, name)
             _check(row, name, new.base_model, new.etag)
             _check_base(rows, new)
+            new_adapter = row is None
             if row is None:
                 rows.execute(
                     "INSERT INTO adapters (tenant, adapter, base_model, create_ns, update_ns, changes) "
@@ -131,6 +139,8 @@ class Catalog:
                 )
                 row = adapter_row(rows, name)
             created = _insert_revision(rows, row["id"], new, now)
+            if created:
+                self._quotas.check_stored(rows, name.tenant, new_adapter=new_adapter)
             moved = new.alias is not None and _set_alias(rows, row["id"], new.alias, new.name.digest)
             if created or moved:
                 _touch(rows, row["id"], now)

@@ -138,6 +138,14 @@ CREATE TABLE IF NOT EXISTS grants (
 );
 CREATE INDEX IF NOT EXISTS grants_by_grantee ON grants (grantee);
 """
+# Plans by name, as JSON; none where one was deleted, which readers learn by its change, as those of keys.
+_PLANS = """
+CREATE TABLE IF NOT EXISTS plans (
+    name TEXT PRIMARY KEY,
+    plan TEXT,
+    change INTEGER NOT NULL
+);
+"""
 _BLOBS = """
 SELECT config_digest FROM revisions UNION SELECT weights_digest FROM revisions UNION SELECT digest FROM base_files
 UNION SELECT config_digest FROM deleted_revisions UNION SELECT weights_digest FROM deleted_revisions
@@ -174,7 +182,7 @@ class Database:
             if version == 0:
                 self._connection.executescript(_SCHEMA)
             if version in {0, _VERSION}:
-                self._connection.executescript(_DELETED_REVISIONS + _CERTIFICATES + _API_KEYS + _GRANTS)
+                self._connection.executescript(_DELETED_REVISIONS + _CERTIFICATES + _API_KEYS + _GRANTS + _PLANS)
         except sqlite3.Error as error:
             raise DataDirectoryError(f"--data: {path} cannot be opened as the catalog: {error}") from error
         if version not in {0, _VERSION}:

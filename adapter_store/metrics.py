@@ -16,4 +16,7 @@ class StoreMetrics(Meters):
         self.audit = AuditCounts(self)
         self.sent = self.counter("store_sent_bytes", "Bytes of files that were sent.")
         self.received = self.counter("store_received_bytes", "Bytes of files that came.")
+        self.quota_refusals = self.counter(
+            "store_quota_refusals", "Uploads that a limit of their tenant's plan refused.", ("limit",)
+        )
         self.published = self.counter("store_revisions_published", "Revisions that were uploaded and kept.")

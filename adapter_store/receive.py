@@ -15,6 +15,7 @@ from adapter_store.bases import BaseModels
 from adapter_store.catalog import Catalog
 from adapter_store.convert import base_from_pb, refusals
 from adapter_store.open_uploads import OpenUploads
+from adapter_store.quotas import StoreQuotas
 from adapter_store.records import Base, Blob, NewBase, NewRevision
 from adapter_store.storage import DataDirectory, Upload
 from adapter_store.tenants import own_adapter
@@ -56,13 +57,14 @@ class Receiver:
         catalog: Catalog,
         bases: BaseModels,
         max_adapter_bytes: int,
-        open_uploads: OpenUploads | None = None,
+        quotas: StoreQuotas,
     ) -> None:
         self._data = data
         self._catalog = catalog
         self._bases = bases
         self._limits = {CONFIG_FILE: CONFIG_BYTES, WEIGHTS_FILE: max_adapter_bytes}
-        self._open_uploads = open_uploads or OpenUploads()
+        self._open_uploads = OpenUploads()
+        self._quotas = quotas
         self._validator = Validator()
 
     def close(self) -> None:
@@ -74,7 +76,7 @@ class Receiver:
         self, parts: AsyncIterable[UploadPart], tenant: str
     ) -> AsyncIterator[tuple[NewRevision, Upload]]:
         """Receive and validate a revision; its files are removed afterwards unless kept. Raises errors of the call."""
-        async with _heard_out(aiter(parts)) as received, self._open_uploads.one(received, tenant) as coming:
+        async with _heard_out(aiter(parts)) as received, self._upload(received, tenant) as coming:
             header = await self._header(await anext(coming, None), tenant)
             async with incoming(self._data, self._adapter_limit, sum(self._limits.values())) as files:
                 async for part in coming:
@@ -85,6 +87,12 @@ class Receiver:
                     if file not in files.upload.sizes:
                         raise InvalidField("chunk", f"{file} is missing")
                 yield await self._check(header, files.upload, tenant), files.upload
+
+    @asynccontextmanager
+    async def _upload(self, parts: AsyncIterator[UploadPart], tenant: str) -> AsyncIterator[AsyncIterator[UploadPart]]:
+        with self._quotas.uploading(tenant):
+            async with self._open_uploads.one(parts, tenant) as coming:
+                yield coming
 
     @asynccontextmanager
     async def base_model(

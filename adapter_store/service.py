@@ -30,6 +30,7 @@ from adapter_store.metrics import StoreMetrics
 from adapter_store.pages import decode_token, encode_token, fit_page, page_size
 from adapter_store.receive import Receiver
 from adapter_store.records import NewRevision, Revision
+from adapter_store.storage import DISK_FULL
 from adapter_store.tenants import check_owner, listed_tenants, own_adapter
 from adapter_store.transfer import outgoing
 from artifacts.digests import is_digest
@@ -223,7 +224,9 @@ class AdapterService(pb_grpc.AdapterServiceServicer):
         """Give up the files of deleted adapters where the disk is full, so that the call can be repeated."""
         try:
             yield
-        except Exhausted:
+        except Exhausted as error:
+            if error.reason != DISK_FULL:
+                raise
             with suppress(CallError):
                 removed = await asyncio.to_thread(self._deleted.purge, everything=True)
                 log.warning("the disk is full: removed %d revisions of deleted adapters", removed)

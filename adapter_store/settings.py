@@ -38,6 +38,11 @@ class StoreSettings(AccessSettings):
     fitness_breach: str = setting(
         "routers refuse adapters beyond these limits on such a base, or warn of them: refuse or warn", REFUSE
     )
+    plans: str = setting(
+        "a TOML file with the plans of tenants and keys (docs/quotas.md), read again when it changes; empty: the plans "
+        "that operators set with `loraplex plans`",
+        "",
+    )
     metrics_port: int = setting(PORT_HELP, 0)
     log_format: str = setting(FORMAT_HELP, "text", variable=FORMAT_VARIABLE)
     log_level: str = setting(LEVEL_HELP, "info", variable=LEVEL_VARIABLE)

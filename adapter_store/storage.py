@@ -28,6 +28,8 @@ from artifacts.digests import PREFIX
 from rpc.errors import Exhausted
 
 PIECE_BYTES = 1024 * 1024
+# Reason of the error of a call for which the disk has no room.
+DISK_FULL = "DISK_FULL"
 
 
 class DataDirectoryError(Exception):
@@ -229,4 +231,4 @@ class _DiskErrors:
 def disk_full() -> Exhausted:
     """Return the error of a call for which the store's disk has no room."""
     message = "the adapter store's disk is full; delete adapters or enlarge it"
-    return Exhausted("adapter store", message, retry_after_s=60.0, reason="DISK_FULL")
+    return Exhausted("adapter store", message, retry_after_s=60.0, reason=DISK_FULL)

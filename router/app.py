@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Callable, Coroutine, Iterable, Mapping
+from collections.abc import Coroutine, Iterable
 from functools import partial
 from pathlib import Path
 
@@ -39,6 +39,7 @@ from router.generation.grammar_proofs import GrammarProofs
 from router.generation.resume import ResumeTokens
 from router.generation.resume_keys import GivenKeys, SharedKeys
 from router.metrics import RouterMetrics
+from router.quotas.plan_copy import PlanCopy
 from router.quotas.plans import Plans
 from router.quotas.quotas import Quotas
 from router.quotas.usage import UsageLog
@@ -71,18 +72,18 @@ async def run(settings: Settings) -> None:
 
     Raises PlansError, AuditFileError, PortInUse, RedisUnreachableError or AdvertisedAddressError before it serves.
     """
-    stop, plans = stop_signal(), Plans(Path(settings.plans) if settings.plans else None)
+    stop, store = stop_signal(), StoreClient(settings.store, tls := settings.tls_files())
+    plans = Plans(Path(settings.plans) if settings.plans else None, PlanCopy(store))
     metrics, spans = RouterMetrics(), set_up_tracing("router", os.environ)
     metrics_server = serve_metrics(metrics, settings.host, settings.metrics_port)
     redis = await unless_stopped(stop, connect_once_up(settings.redis_url))
     if redis is None:
         return
-    store = StoreClient(settings.store, tls := settings.tls_files())
     models = Models(store, redis, settings.cell, settings.queue_limits)
     reach = RelayReach(metrics)
     placer = Placer(
         lambda name, digest: reach.linked(models.serving(name, digest)),
-        _weights(plans, read_weights(settings.tenant_weights)),
+        plans.weights_over(read_weights(settings.tenant_weights)),
         settings.adapter_mib_tokens,
         plans.queue_share_of,
     )
@@ -99,7 +100,7 @@ async def run(settings: Settings) -> None:
         relay_port = relay.bind(settings.relay_host, settings.relay_port)
         reply_to = reach.address = f"{settings.relay_name}:{relay_port}"
         models.announce(reply_to)
-        await resume_keys.look()
+        await asyncio.gather(resume_keys.look(), plans.look())
         admission = Admission(models, store, reply_to, reach, encoder, proofs)
         generation = Generation(
             models,
@@ -158,10 +159,6 @@ def _records(
 def _quotas(settings: Settings, redis: Redis, plans: Plans, metrics: RouterMetrics) -> Quotas:
     ledger, path, url = Ledger(redis, reports=bool(settings.usage_file)), settings.usage_file, settings.usage_url
     return Quotas(ledger, plans, metrics, UsageLog(Path(path), ledger.acknowledge, metrics, url) if path else None)
-
-
-def _weights(plans: Plans, weights: Mapping[str, float]) -> Callable[[str], float]:
-    return lambda tenant: plans.weight_of(tenant) or weights.get(tenant, 1.0)
 
 
 def _servers(

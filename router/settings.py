@@ -45,7 +45,7 @@ class Settings(AccessSettings):
     open_calls_limit: int = setting("how many calls of clients may be open; a tenant gets a share of them", 8_192)
     open_bytes_limit: int = setting("how many bytes the messages of these may have", 1 << 28)
     tenant_weights: str = setting("shares of tenants beside the others' 1, such as acme=3,globex=0.5", "")
-    plans: str = setting("a TOML file with the tenants' quotas (docs/quotas.md), read again when it changes", "")
+    plans: str = setting("a TOML file with the plans (docs/quotas.md), instead of those that the store has", "")
     usage_file: str = setting("a file that usage events are appended to (docs/quotas.md); empty: none", "")
     usage_url: str = setting("an HTTP collector that the events of --usage-file are sent to; empty: none", "")
     adapter_mib_tokens: float = setting("prompt tokens that a MiB of an adapter's load is charged as", 10.0)

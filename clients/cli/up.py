@@ -37,6 +37,10 @@ def up(  # noqa: PLR0913, PLR0917  # one parameter a flag
     data_dir: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Directory for adapters, caches and logs; temporary by default.")
     ] = None,
+    plans: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Plans of tenants and API keys (docs/quotas.md), reread on a change."),
+    ] = None,
     demo: Annotated[
         bool, typer.Option("--demo", help="Stream answers of three tenants' adapters and of the base model.")
     ] = False,
@@ -51,6 +55,7 @@ def up(  # noqa: PLR0913, PLR0917  # one parameter a flag
     from clients.cli.adapter_tree import find_adapters
     from clients.cli.launch import LaunchPlan, launch
     from clients.cli.models import check_quantization, read_model
+    from clients.cli.plans import check_plans
     from deploy.local.cluster import ClusterSettings
 
     for variable in CREDENTIAL_VARIABLES:  # of another cluster: this one has none
@@ -59,6 +64,7 @@ def up(  # noqa: PLR0913, PLR0917  # one parameter a flag
     base = read_model(model, "", quantize)
     check_quantization(quantize, device)
     found = () if adapters is None else find_adapters(adapters)
+    check_plans(plans)
     settings = ClusterSettings(
         model=model,
         model_name=base.name,
@@ -70,5 +76,6 @@ def up(  # noqa: PLR0913, PLR0917  # one parameter a flag
         quantize=quantize,
         redis_url=redis_url,
         data_dir=data_dir,
+        store_flags=() if plans is None else ("--plans", str(plans)),
     )
     asyncio.run(launch(LaunchPlan(settings, base, found, demo=demo or once, once=once)))

@@ -66,9 +66,10 @@ class ClusterSettings:
     redis_url: str = ""
     # Directory of logs, adapters and caches; None for a temporary one.
     data_dir: Path | None = None
-    # Flags of every worker and of every router, after the launcher's own.
+    # Flags of every worker, of every router and of the store, after the launcher's own.
     worker_flags: tuple[str, ...] = ()
     router_flags: tuple[str, ...] = ()
+    store_flags: tuple[str, ...] = ()
 
 
 class LocalCluster:
@@ -159,7 +160,8 @@ class LocalCluster:
             await valkey.check_answers(settings.redis_url)
         for part in ("logs", "store", "cache"):
             (self.data_dir / part).mkdir(mode=0o700, parents=True, exist_ok=True)
-        await self._spawn_service("store", [*self._listen(settings.store_port), "--data", str(self.data_dir / "store")])
+        flags = [*self._listen(settings.store_port), "--data", str(self.data_dir / "store"), *settings.store_flags]
+        await self._spawn_service("store", flags)
         if not settings.redis_url:
             self.redis_url = valkey.socket_url(self._runtime_dir)
             await self._spawn("valkey", valkey.command(self._runtime_dir))

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import grpc
 from loraplex.adapters.v1 import adapters_pb2 as pb
 from loraplex.adapters.v1 import adapters_pb2_grpc
-from loraplex.admin.v1 import keys_pb2, keys_pb2_grpc
+from loraplex.admin.v1 import keys_pb2, keys_pb2_grpc, plans_pb2, plans_pb2_grpc
 
 from artifacts.errors import ArtifactError
 from artifacts.json_object import parse_object
@@ -211,6 +211,16 @@ class StoreClient:
             return await self._channel.stub(keys_pb2_grpc.KeyServiceStub).ListKeyChanges(request, timeout=CALL_S)
         except grpc.aio.AioRpcError as error:
             raise self._translate(error, "key", "") from error
+
+    async def plan_changes(self, epoch: str, after: int) -> plans_pb2.ListPlanChangesResponse:
+        """Return the plans that have changed since an answer of that epoch. Raises Unavailable."""
+        request = plans_pb2.ListPlanChangesRequest(epoch=epoch, after=after)
+        try:
+            return await self._channel.stub(plans_pb2_grpc.PlanServiceStub).ListPlanChanges(request, timeout=CALL_S)
+        except grpc.aio.AioRpcError as error:
+            if error.code() is grpc.StatusCode.UNIMPLEMENTED:  # a store of an older version has no plans
+                return plans_pb2.ListPlanChangesResponse(epoch="none")
+            raise self._translate(error, "plan", "") from error
 
     def _translate(self, error: grpc.aio.AioRpcError, kind: str, name: str) -> CallError:
         if error.code() is grpc.StatusCode.NOT_FOUND:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from artifacts.plans import DEFAULT, LOOK_S, UNLIMITED, Plan, PlansFile, plan_name
 from broker.keys import is_key_account, key_account
 from broker.ledger import TokenLimits
+from router.quotas.plan_copy import PlanCopy
+from rpc.errors import Unavailable
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,9 +25,9 @@ class Owner:
 
 
 class Plans:
-    """The plans of all tenants and keys; without a file nobody has a limit."""
+    """The plans of all tenants and keys: of a file, else of the store; without either nobody has a limit."""
 
-    def __init__(self, path: Path | None = None) -> None:
+    def __init__(self, path: Path | None = None, copy: PlanCopy | None = None) -> None:
         """Read the file. Raises PlansError."""
         self._plans: Mapping[str, Plan] = {}
         self._default = UNLIMITED
@@ -33,11 +35,14 @@ class Plans:
         self._default_limits: TokenLimits | None = None
         self._limits = dict[str, TokenLimits | None]()
         self._file = None if path is None else PlansFile(path)
+        self._copy = copy if path is None else None
+        self._missing = self._copy is not None
         if self._file is not None:
             self.put(self._file.plans)
 
     def put(self, plans: Mapping[str, Plan]) -> None:
         """Replace all plans, which are given by name."""
+        self._missing = False
         self._plans, self._default = dict(plans), plans.get(DEFAULT, UNLIMITED)
         self._default_limits = _limits(self._default)
         self._limits = {account: _limits(plans[name]) for name, account in _accounts(plans)}
@@ -63,7 +68,12 @@ class Plans:
         return self._plans.get(plan_name(tenant), self._default)
 
     def owners(self, tenant: str, key_id: str) -> list[Owner]:
-        """Return whose plans a call must fit: its key's, which is asked first, and its tenant's."""
+        """Return whose plans a call must fit: its key's, which is asked first, and its tenant's.
+
+        Raises Unavailable where the store has never told them.
+        """
+        if self._missing:
+            raise Unavailable("the adapter store does not answer, which knows the plans", reason="PLANS_MISSING")
         owners = [Owner(plan_name(tenant), tenant, tenant, self.of(tenant))]
         if key_id and (plan := self._plans.get(plan_name(key_id=key_id))):
             owners.insert(0, Owner(plan_name(key_id=key_id), key_account(key_id), tenant, plan))
@@ -73,24 +83,26 @@ class Plans:
         """Return the limits that the ledger keeps in an account; None: none."""
         return self._limits.get(account, None if is_key_account(account) else self._default_limits)
 
-    def weight_of(self, tenant: str) -> float | None:
-        """Return the weight of a tenant's plan, if it has one."""
-        return self.of(tenant).weight
+    def weights_over(self, weights: Mapping[str, float]) -> Callable[[str], float]:
+        """Return a function that gives a tenant's weight: its plan's, else one of these, else 1."""
+        return lambda tenant: self.of(tenant).weight or weights.get(tenant, 1.0)
 
     def queue_share_of(self, tenant: str) -> float:
         """Return the share of a queue that a tenant's waiting jobs may take."""
         return self.of(tenant).queue_share or 1.0
 
     async def follow(self) -> None:
-        """Read the file again whenever it changes; never returns."""
+        """Look again and again; never returns."""
         while True:
             await asyncio.sleep(LOOK_S)
-            self.look()
+            await self.look()
 
-    def look(self) -> None:
-        """Read the file again if it has changed; one with a fault changes nothing."""
+    async def look(self) -> None:
+        """Read the file again if it has changed, or ask the store; a fault changes nothing."""
         if self._file is not None and self._file.look():
             self.put(self._file.plans)
+        if self._copy is not None and (plans := await self._copy.look()) is not None:
+            self.put(plans)
 
 
 def _accounts(names: Iterable[str]) -> Iterable[tuple[str, str]]:

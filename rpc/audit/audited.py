@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from loraplex.admin.v1.plans_pb2 import Plan
+
 from rpc.identity.permissions import PERMISSIONS
 
 
@@ -20,6 +22,7 @@ def _of(service: str, rows: Mapping[str, Audited]) -> dict[str, Audited]:
     return {f"/loraplex.{service}/{method}": row for method, row in rows.items()}
 
 
+_PLAN = tuple(f"plan.{field.name}" for field in Plan.DESCRIPTOR.fields)
 _ADAPTER_COMMAND = Audited(("adapter", "worker_id"))
 
 AUDITED: Mapping[str, Audited] = {
@@ -40,6 +43,7 @@ AUDITED: Mapping[str, Audited] = {
             "DeleteGrant": Audited(("adapter", "tenant")),
         },
     ),
+    **_of("admin.v1.PlanService", {"SetPlan": Audited(_PLAN, ("plan.etag",)), "DeletePlan": Audited(("name",))}),
     **_of(
         "adapters.v1.AdapterService",
         {

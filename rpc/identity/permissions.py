@@ -55,6 +55,7 @@ JOBS_READ = "jobs.read"
 CLUSTER_READ, CLUSTER_WRITE = "cluster.read", "cluster.write"
 MODELS_READ, MODELS_WRITE = "models.read", "models.write"
 KEYS_READ, KEYS_WRITE = "keys.read", "keys.write"
+PLANS_READ, PLANS_WRITE = "plans.read", "plans.write"
 RELAY = "relay"
 
 _GENERATE = Permission(GENERATE, {Port.PUBLIC: _USERS})
@@ -67,6 +68,8 @@ _WRITE_CLUSTER = Permission(CLUSTER_WRITE, {Port.OPERATORS: _OPERATORS})
 # A tenant sees its own jobs.
 _READ_JOBS = Permission(JOBS_READ, {Port.PUBLIC: _USERS, Port.OPERATORS: _WATCHERS})
 _WRITE_KEYS = Permission(KEYS_WRITE, {Port.OPERATORS: _OPERATORS})
+_READ_PLANS = Permission(PLANS_READ, {Port.OPERATORS: _WATCHERS})
+_WRITE_PLANS = Permission(PLANS_WRITE, {Port.OPERATORS: _OPERATORS})
 _READ_MODELS = Permission(MODELS_READ, {Port.OPERATORS: _WATCHERS | _PARTS})
 
 
@@ -130,6 +133,16 @@ PERMISSIONS: Mapping[str, Permission] = {
             "RevokeKey": _WRITE_KEYS,
             "ListKeys": Permission(KEYS_READ, {Port.OPERATORS: _WATCHERS}),
             "ListKeyChanges": Permission(KEYS_READ, {Port.OPERATORS: _ROUTERS}),
+        },
+    ),
+    **_of(
+        "loraplex.admin.v1.PlanService",
+        {
+            "SetPlan": _WRITE_PLANS,
+            "DeletePlan": _WRITE_PLANS,
+            "GetPlan": _READ_PLANS,
+            "ListPlans": _READ_PLANS,
+            "ListPlanChanges": Permission(PLANS_READ, {Port.OPERATORS: _ROUTERS}),
         },
     ),
     **_of(

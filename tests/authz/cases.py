@@ -18,6 +18,7 @@ SERVERS = {
     "loraplex.adapters.v1.AdapterService": "store",
     "loraplex.admin.v1.KeyService": "store",
     "loraplex.admin.v1.GrantService": "store",
+    "loraplex.admin.v1.PlanService": "store",
 }
 # Faults by kind of credential. OTHER: the call names another tenant than the credential's.
 OTHER, TWO = "other tenant's", "two credentials"

@@ -33,33 +33,34 @@ def path(tmp_path: Path) -> Path:
 
 def test_a_tenant_has_its_own_plan_or_the_default(path: Path) -> None:
     plans = Plans(path)
+    weight_of = plans.weights_over({"acme": 7.0, "globex": 3.0})
     assert plans.of("acme") == Plan(tokens_per_day=2_000_000, weight=2.5, queue_share=0.25)
     assert plans.limits_of("acme") == TokenLimits(tokens_per_day=2_000_000)
     assert plans.limits_of("other") == TokenLimits(requests_per_minute=60)
     assert plans.limits_of("globex") is None
     assert (plans.queue_share_of("acme"), plans.queue_share_of("other")) == (0.25, 1.0)
     assert plans.has_limits
-    assert (plans.weight_of("acme"), plans.weight_of("other")) == (2.5, None)
+    assert [weight_of(tenant) for tenant in ("acme", "globex", "other")] == [2.5, 3.0, 1.0]
     assert not Plans().has_limits
     assert Plans().limits_of("acme") is None
 
 
-def test_a_change_is_read_and_a_faulty_one_is_not(path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    plans = Plans(path)
-    path.write_text("[tenants.acme]\nconcurrent_streams = 3\n")
-    plans.look()
+async def test_a_change_is_read_and_a_faulty_one_is_not(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    plans, write = Plans(path), path.write_text
+    write("[tenants.acme]\nconcurrent_streams = 3\n")
+    await plans.look()
     assert plans.limits_of("acme") == TokenLimits(streams=3)
     assert plans.limits_of("other") is None
-    path.write_text("[tenants.acme]\nconcurrent_streams = many\n")
-    plans.look()
-    path.unlink()
-    plans.look()
-    plans.look()
+    write("[tenants.acme]\nconcurrent_streams = many\n")
+    await plans.look()
+    os.unlink(path)
+    await plans.look()
+    await plans.look()
     assert plans.limits_of("acme") == TokenLimits(streams=3)
     assert len([record for record in caplog.records if "the former plans stay" in record.message]) == 2
-    path.write_text(FILE)
+    write(FILE)
     os.utime(path)
-    plans.look()
+    await plans.look()
     assert plans.of("acme").weight == 2.5
 
 

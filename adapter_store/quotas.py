@@ -1,0 +1,78 @@
+"""Quotas of the store: how many adapters, bytes and uploads at once each tenant may have; docs/quotas.md."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from adapter_store.metrics import StoreMetrics
+from adapter_store.plans import StoredPlans
+from artifacts.plans import plan_name
+from rpc.errors import Exhausted
+
+# Time in seconds after which a tenant with all its uploads is to call again.
+_UPLOAD_RETRY_S = 1.0
+
+
+class StoreQuotas:
+    """The quotas of all tenants. Raises Exhausted, which names the limit."""
+
+    def __init__(self, plans: StoredPlans, metrics: StoreMetrics) -> None:
+        self._plans = plans
+        self._metrics = metrics
+        self._uploads = Counter[str]()
+
+    @contextmanager
+    def uploading(self, tenant: str) -> Iterator[None]:
+        """Count an upload of a tenant while the context is open."""
+        most = self._plans.of(tenant).uploads_at_once
+        if most is not None and self._uploads[tenant] >= most:
+            raise self._exceeded(
+                tenant, "uploads_at_once", most, "wait for one of them", _UPLOAD_RETRY_S if most else None
+            )
+        self._uploads[tenant] += 1
+        try:
+            yield
+        finally:
+            self._uploads[tenant] -= 1
+            if not self._uploads[tenant]:
+                del self._uploads[tenant]
+
+    def check_upload(self, rows: sqlite3.Connection, tenant: str, *, new_adapter: bool) -> None:
+        """Check that a tenant has room for another revision, before its bytes come."""
+        plan = self._plans.of(tenant)
+        if new_adapter and plan.adapters is not None and _adapters(rows, tenant) >= plan.adapters:
+            raise self._exceeded(tenant, "adapters", plan.adapters)
+        if plan.adapter_bytes is not None and _bytes(rows, tenant) >= plan.adapter_bytes:
+            raise self._exceeded(tenant, "adapter_bytes", plan.adapter_bytes)
+
+    def check_stored(self, rows: sqlite3.Connection, tenant: str, *, new_adapter: bool) -> None:
+        """Check what a tenant has with a revision that was inserted just now; the caller rolls back on an error."""
+        plan = self._plans.of(tenant)
+        if new_adapter and plan.adapters is not None and _adapters(rows, tenant) > plan.adapters:
+            raise self._exceeded(tenant, "adapters", plan.adapters)
+        if plan.adapter_bytes is not None and _bytes(rows, tenant) > plan.adapter_bytes:
+            raise self._exceeded(tenant, "adapter_bytes", plan.adapter_bytes)
+
+    def _exceeded(
+        self, tenant: str, limit: str, most: int, hint: str = "delete adapters first", retry_s: float | None = None
+    ) -> Exhausted:
+        self._metrics.quota_refusals.labels(limit).inc()
+        message = f"the plan of {tenant} has {limit} {most}: {hint}"
+        return Exhausted(f"{plan_name(tenant)}/quotas/{limit}", message, retry_after_s=retry_s, reason="QUOTA_EXCEEDED")
+
+
+def _adapters(rows: sqlite3.Connection, tenant: str) -> int:
+    count: int = rows.execute("SELECT count(*) FROM adapters WHERE tenant = ?", (tenant,)).fetchone()[0]
+    return count
+
+
+def _bytes(rows: sqlite3.Connection, tenant: str) -> int:
+    total: int = rows.execute(
+        "SELECT coalesce(sum(config_bytes + weights_bytes), 0) FROM revisions "
+        "JOIN adapters ON adapters.id = adapter_id WHERE tenant = ?",
+        (tenant,),
+    ).fetchone()[0]
+    return total

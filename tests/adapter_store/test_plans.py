@@ -1,0 +1,156 @@
+"""Plans at a real store: operators set them, uploads keep to them, and a file takes their place."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from loraplex.adapters.v1 import adapters_pb2
+from loraplex.admin.v1 import plans_pb2 as pb
+from loraplex.admin.v1 import plans_pb2_grpc
+
+from adapter_store.app import Store
+from adapter_store.settings import StoreSettings
+from artifacts.base_model import BaseModel
+from artifacts.plans import Plan
+from rpc.shares import Shares
+
+FILES = {"adapter_config.json": b"{}", "adapter_model.safetensors": b"weights"}
+BYTES = sum(map(len, FILES.values()))
+Refusal = Callable[[grpc.aio.AioRpcError], tuple[str, str, bytes]]
+
+
+@pytest.fixture
+async def plans(store: Store) -> AsyncIterator[Any]:
+    """A stub of the store's PlanService."""
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{store.port}") as channel:
+        yield plans_pb2_grpc.PlanServiceStub(channel)
+
+
+@pytest.fixture
+async def ready(client: Any, hash_base: BaseModel) -> Any:
+    """A client of a store with a base model."""
+    await client.register(hash_base)
+    return client
+
+
+async def set_plan(plans: Any, name: str, **fields: Any) -> pb.Plan:
+    plan: pb.Plan = (await plans.SetPlan(pb.SetPlanRequest(plan=pb.Plan(name=name, **fields)))).plan
+    return plan
+
+
+async def code_of(call: Any) -> str:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call
+    return str(caught.value.code().name)
+
+
+async def test_a_plan_s_life(plans: Any, store: Store, store_settings: StoreSettings) -> None:
+    made = await set_plan(plans, "tenants/acme", tokens_per_day=0, queue_share=0.5)
+    assert (await plans.GetPlan(pb.GetPlanRequest(name="tenants/acme"))).plan == made
+    later = await set_plan(plans, "tenants/acme", etag=made.etag, weight=2.0)
+    assert not later.HasField("tokens_per_day")
+    assert await code_of(set_plan(plans, "tenants/acme", etag=made.etag)) == "ABORTED"
+    await set_plan(plans, "keys/0123456789abcdef", requests_per_minute=3)
+    await set_plan(plans, "default")
+    page = await plans.ListPlans(pb.ListPlansRequest(page_size=2))
+    assert [one.name for one in page.plans] == ["default", "keys/0123456789abcdef"]
+    page = await plans.ListPlans(pb.ListPlansRequest(page_size=2, page_token=page.next_page_token))
+    assert ([one.name for one in page.plans], page.next_page_token) == (["tenants/acme"], "")
+    await store.stop(drain_s=0)
+    await store.start()
+    assert store._plans.of("acme") == Plan(weight=2.0)
+    assert store._plans.get("tenants/acme").etag == later.etag
+
+
+async def test_a_deleted_plan_is_gone_and_readers_learn_it(plans: Any) -> None:
+    made = await set_plan(plans, "tenants/acme", weight=2.0)
+    known = await plans.ListPlanChanges(pb.ListPlanChangesRequest())
+    await plans.DeletePlan(pb.DeletePlanRequest(name="tenants/acme", etag=made.etag))
+    assert await code_of(plans.GetPlan(pb.GetPlanRequest(name="tenants/acme"))) == "NOT_FOUND"
+    assert await code_of(plans.DeletePlan(pb.DeletePlanRequest(name="tenants/acme"))) == "NOT_FOUND"
+    changes = await plans.ListPlanChanges(pb.ListPlanChangesRequest(epoch=known.epoch, after=known.latest))
+    assert (list(changes.deleted), len(changes.plans)) == (["tenants/acme"], 0)
+    assert (await set_plan(plans, "tenants/acme", weight=2.0)).etag != made.etag
+
+
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        ("acme", {}),
+        ("tenants/A", {}),
+        ("keys/short", {}),
+        ("default", {"tokens_per_day": -1}),
+        ("default", {"weight": float("nan")}),
+        ("keys/0123456789abcdef", {"adapters": 1}),
+    ],
+)
+async def test_a_bad_plan_is_refused(plans: Any, name: str, fields: dict[str, Any]) -> None:
+    assert await code_of(set_plan(plans, name, **fields)) == "INVALID_ARGUMENT"
+
+
+async def test_adapters_and_bytes_are_limited_and_freed_by_deletion(plans: Any, ready: Any, refusal: Refusal) -> None:
+    await set_plan(plans, "default", adapters=2, adapter_bytes=2 * BYTES)
+    for name in ("a", "b"):
+        await ready.upload(name, FILES)
+    for more, limit in (("c", b"adapters"), ("a", b"adapter_bytes")):
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await ready.upload(more, {**FILES, "adapter_model.safetensors": b"others!"})
+        code, kinds, raw = refusal(caught.value)
+        assert (code, "QuotaFailure" in kinds) == ("RESOURCE_EXHAUSTED", True)
+        assert b"tenants/acme/quotas/" + limit in raw
+    await ready.upload("a", FILES, "globex")
+    for name in ("c", "d", "e"):  # the default plan is not for shared adapters
+        await ready.upload(name, FILES, "shared")
+    await ready.call("DeleteAdapter", adapters_pb2.DeleteAdapterRequest(name="a"))
+    await ready.upload("c", FILES)
+
+
+async def test_a_revision_beyond_the_bytes_leaves_nothing(plans: Any, ready: Any, data: Path) -> None:
+    await set_plan(plans, "tenants/acme", adapter_bytes=BYTES - 1)
+    assert await code_of(ready.upload("a", FILES)) == "RESOURCE_EXHAUSTED"
+    assert await code_of(ready.get("a")) == "NOT_FOUND"
+    assert list((data / "blobs").iterdir()) == []
+
+
+async def test_uploads_at_once_are_limited(plans: Any, ready: Any, store: Store, refusal: Refusal) -> None:
+    await set_plan(plans, "tenants/acme", uploads_at_once=1)
+    with store._receiver._quotas.uploading("acme"):
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await ready.upload("a", FILES)
+        assert b"tenants/acme/quotas/uploads_at_once" in refusal(caught.value)[2]
+        await ready.upload("a", FILES, "globex")
+    await ready.upload("a", FILES)
+
+
+async def test_a_quota_s_refusal_keeps_the_files_of_deleted_adapters(plans: Any, ready: Any, store: Store) -> None:
+    await ready.upload("a", FILES)
+    revision = (await ready.get("a")).revision.name
+    await ready.call("DeleteAdapter", adapters_pb2.DeleteAdapterRequest(name="a"))
+    await set_plan(plans, "tenants/acme", adapters=0)
+    assert await code_of(ready.upload("b", FILES)) == "RESOURCE_EXHAUSTED"
+    store._receiver._open_uploads._shares = Shares(0)
+    assert await code_of(ready.upload("b", FILES, "globex")) == "RESOURCE_EXHAUSTED"
+    assert (await ready.download(revision))[1] == FILES
+
+
+async def test_a_file_takes_the_place_of_the_catalogs_plans(store_settings: StoreSettings, tmp_path: Path) -> None:
+    path, write = tmp_path / "plans.toml", (tmp_path / "plans.toml").write_text
+    write("[tenants.acme]\nadapters = 1\n")
+    store = Store(replace(store_settings, plans=str(path)))
+    await store.start()
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{store.port}") as channel:
+        plans: Any = plans_pb2_grpc.PlanServiceStub(channel)
+        assert (await plans.GetPlan(pb.GetPlanRequest(name="tenants/acme"))).plan.adapters == 1
+        assert await code_of(set_plan(plans, "tenants/acme", adapters=2)) == "FAILED_PRECONDITION"
+        first = await plans.ListPlanChanges(pb.ListPlanChangesRequest())
+        write("[tenants.acme]\nadapters = 20\n")
+        store._plans.look()
+        changes = await plans.ListPlanChanges(pb.ListPlanChangesRequest(epoch=first.epoch, after=first.latest))
+        assert changes.epoch != first.epoch
+        assert {one.name for one in changes.plans} == {"default", "tenants/acme"}
+    await store.stop(drain_s=0)

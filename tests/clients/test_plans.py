@@ -1,0 +1,48 @@
+"""`loraplex plans` against a real store."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from adapter_store.app import Store
+from adapter_store.settings import StoreSettings
+from clients.cli.app import app
+
+
+@pytest.fixture
+async def store(tmp_path: Path) -> AsyncIterator[str]:
+    """The address of a store."""
+    running = Store(StoreSettings(data=tmp_path / "data", port=0))
+    await running.start()
+    yield f"127.0.0.1:{running.port}"
+    await running.stop(drain_s=0)
+
+
+async def plans(store: str, *arguments: str) -> str:
+    result = await asyncio.to_thread(CliRunner().invoke, app, ["plans", *arguments, "--store", store])
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result.stdout
+
+
+async def test_limits_are_set_one_by_one(store: str) -> None:
+    assert "tokens_per_day=0" in await plans(store, "set", "tenants/acme", "tokens_per_day=0", "weight=1.5")
+    await plans(store, "set", "tenants/acme", "weight=", "adapters=20")
+    shown = json.loads(await plans(store, "show", "tenants/acme", "--json"))
+    assert shown == {"name": "tenants/acme", "etag": shown["etag"], "tokens_per_day": 0, "adapters": 20}
+    assert "adapters" in await plans(store, "show", "tenants/acme")
+    assert [one["name"] for one in json.loads(await plans(store, "list", "--json"))] == ["tenants/acme"]
+    assert "deleted tenants/acme" in await plans(store, "delete", "tenants/acme")
+    assert json.loads(await plans(store, "list", "--json")) == []
+
+
+@pytest.mark.parametrize("limit", ["tokens", "tokens_per_day=many", "tokens_per_week=1", "adapters=1" + "0" * 30])
+async def test_a_bad_limit_is_named(store: str, limit: str) -> None:
+    with pytest.raises(Exception, match=r"tokens|too large"):
+        await plans(store, "set", "default", limit)

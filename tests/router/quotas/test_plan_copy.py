@@ -1,0 +1,62 @@
+"""A router's copy of the plans, against a real store: it follows changes, and begins anew with another store."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from adapter_store.app import Store
+from adapter_store.settings import StoreSettings
+from artifacts.plans import Plan
+from broker.ledger import TokenLimits
+from router.catalog.store_client import StoreClient
+from router.quotas.plan_copy import PlanCopy
+from router.quotas.plans import Plans
+from rpc.errors import Unavailable
+
+
+@pytest.fixture
+async def store(tmp_path: Path) -> AsyncIterator[Store]:
+    """A running store."""
+    running = Store(StoreSettings(data=tmp_path / "data", port=0))
+    await running.start()
+    yield running
+    await running.stop(drain_s=0)
+
+
+async def test_the_copy_follows_the_store(store: Store) -> None:
+    client = StoreClient(f"127.0.0.1:{store.port}")
+    copy = PlanCopy(client)
+    plans = Plans(None, copy)
+    with pytest.raises(Unavailable):
+        plans.owners("acme", "")
+    await plans.look()
+    assert plans.limits_of("acme") is None
+    set_plan = store._plans.set
+    set_plan("tenants/acme", Plan(tokens_per_day=0, weight=2.0), "")
+    set_plan("keys/0123456789abcdef", Plan(requests_per_minute=1), "")
+    await plans.look()
+    assert plans.limits_of("acme") == TokenLimits(tokens_per_day=0)
+    assert plans.owners("acme", "0123456789abcdef")[0].name == "keys/0123456789abcdef"
+    store._plans.delete("tenants/acme", "")
+    await plans.look()
+    assert (plans.limits_of("acme"), list(plans.accounts)) == (None, ["keys/0123456789abcdef"])
+    store._plans.epoch = "another store, without plans"
+    store._plans._plans = {}
+    await plans.look()
+    assert list(plans.accounts) == []
+    await client.close()
+
+
+async def test_a_store_that_does_not_answer_leaves_the_plans(store: Store) -> None:
+    client = StoreClient(f"127.0.0.1:{store.port}")
+    plans = Plans(None, PlanCopy(client))
+    store._plans.set("default", Plan(tokens_per_day=5), "")
+    await plans.look()
+    await store.stop(drain_s=0)
+    await plans.look()
+    assert plans.limits_of("acme") == TokenLimits(tokens_per_day=5)
+    await store.start()
+    await client.close()
