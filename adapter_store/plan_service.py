@@ -86,7 +86,8 @@ def _named(name: str) -> str:
 
 def _from_pb(message: pb.Plan) -> Plan:
     try:
-        return make_plan(message.name, {field: getattr(message, field) for field in FIELDS if message.HasField(field)})
+        fields = {field.name: value for field, value in message.ListFields() if field.name in FIELDS}
+        return make_plan(message.name, fields)
     except PlanFieldError as error:
         raise InvalidField(f"plan.{error.field}", error.message) from error
 

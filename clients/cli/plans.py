@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -49,7 +48,7 @@ def show(name: NameArgument, store: StoreOption = STORE, as_json: JsonOption = F
     if as_json:
         print_json(_plan_json(plan))
     else:
-        print_rows(("limit", "value"), ((field, _text(getattr(plan, field))) for field in _set_fields(plan)))
+        print_rows(("limit", "value"), ((field, _text(value)) for field, value in _set_limits(plan).items()))
 
 
 @app.command("set")
@@ -97,8 +96,8 @@ def _read_limit(text: str) -> tuple[str, float | None]:
     return field, number
 
 
-def _set_fields(plan: plans_pb2.Plan) -> Iterable[str]:
-    return (field for field in FIELDS if plan.HasField(field))
+def _set_limits(plan: plans_pb2.Plan) -> dict[str, float]:
+    return {field.name: value for field, value in plan.ListFields() if field.name in FIELDS}
 
 
 def _text(value: float) -> str:
@@ -106,12 +105,11 @@ def _text(value: float) -> str:
 
 
 def _limits(plan: plans_pb2.Plan) -> str:
-    return " ".join(f"{field}={_text(getattr(plan, field))}" for field in _set_fields(plan))
+    return " ".join(f"{field}={_text(value)}" for field, value in _set_limits(plan).items())
 
 
 def _plan_json(plan: plans_pb2.Plan) -> dict[str, Any]:
-    limits = {field: getattr(plan, field) for field in _set_fields(plan)}
-    return {"name": plan.name, "etag": plan.etag, **limits}
+    return {"name": plan.name, "etag": plan.etag, **_set_limits(plan)}
 
 
 def _run(store: str, script: Script[Any]) -> Any:
@@ -145,7 +143,8 @@ def _set(name: str, limits: dict[str, float | None]) -> Script[plans_pb2.SetPlan
             plan.ClearField(field)
         else:
             setattr(plan, field, value)
-    return (yield Call("SetPlan", plans_pb2.SetPlanRequest(plan=plan)))
+    answer: plans_pb2.SetPlanResponse = yield Call("SetPlan", plans_pb2.SetPlanRequest(plan=plan))
+    return answer
 
 
 def _list() -> Script[list[plans_pb2.Plan]]:

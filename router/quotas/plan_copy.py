@@ -49,4 +49,4 @@ class PlanCopy:
 
 
 def _plan(message: pb.Plan) -> Plan:
-    return Plan(**{field: getattr(message, field) for field in FIELDS if message.HasField(field)})
+    return Plan(**{field.name: value for field, value in message.ListFields() if field.name in FIELDS})
