@@ -21,7 +21,7 @@ from deploy.dockerfile import dockerfile_problems, is_pinned
 # Compose's keys that our services use; some versions of compose silently ignore a misspelt key.
 _SERVICE_KEYS = frozenset(
     {"build", "command", "depends_on", "environment", "expose", "healthcheck", "image", "init"}
-    | {"ports", "restart", "stop_grace_period", "user", "volumes"}
+    | {"ports", "profiles", "restart", "stop_grace_period", "user", "volumes"}
 )
 _CONDITIONS = frozenset({"service_started", "service_healthy", "service_completed_successfully"})
 _INTERPOLATED = re.compile(r"\$\{(\w+)(?::-([^}]*))?\}")

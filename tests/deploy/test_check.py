@@ -21,6 +21,7 @@ def tree(tmp_path: Path) -> Path:
         if entry.name not in (COMPOSE, "deploy"):
             (tmp_path / entry.name).symlink_to(entry)
     (tmp_path / "deploy" / "docker").mkdir(parents=True)
+    (tmp_path / "deploy" / "monitoring").symlink_to(ROOT / "deploy" / "monitoring")
     for name in (COMPOSE, DOCKERFILE, REGISTER):
         (tmp_path / name).write_text((ROOT / name).read_text())
     return tmp_path

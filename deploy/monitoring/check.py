@@ -1,0 +1,97 @@
+"""Check that all metrics, queries and runbook sections exist that dashboards and rules name."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import promql_parser
+import yaml
+
+from deploy.monitoring.dashboards import path_of, render
+from deploy.monitoring.panels import DASHBOARDS
+
+RULES = Path("deploy/monitoring/rules.yml")
+METRICS = Path("docs/metrics.md")
+RUNBOOK = Path("docs/runbook.md")
+# Suffixes of a histogram's series.
+_SERIES = re.compile(r"_(?:bucket|sum|count)$")
+# Durations that Grafana puts in place of its variables.
+_VARIABLES = {"$__rate_interval": "1m", "$tenant": "acme", "$adapter": "acme/a"}
+
+
+def check_monitoring(root: Path) -> list[str]:
+    """Return a line for each problem of the dashboards and rules below `root`."""
+    known = {"up", *re.findall(r"^\| `(\w+)` \|", (root / METRICS).read_text(), re.MULTILINE)}
+    rules = [rule for group in yaml.safe_load((root / RULES).read_text())["groups"] for rule in group["rules"]]
+    return [
+        *_dashboard_problems(root, known),
+        *_rule_problems(rules, known),
+        *_runbook_problems(rules, (root / RUNBOOK).read_text()),
+    ]
+
+
+def metrics_of(expression: str) -> set[str]:
+    """Return the names of the series in a PromQL expression. Raises ValueError where it can't be read."""
+    for name, value in _VARIABLES.items():
+        expression = expression.replace(name, value)
+    names = set()
+
+    def visit(part: object) -> None:
+        selector = getattr(part, "vector_selector", part)
+        if isinstance(selector, promql_parser.VectorSelector):
+            names.add(str(selector.name))
+
+    promql_parser.walk(promql_parser.parse(expression), visit)
+    return names
+
+
+def _unknown(where: str, expression: str, known: set[str]) -> Iterator[str]:
+    try:
+        names = metrics_of(expression)
+    except ValueError as error:
+        yield f"{where}: {' '.join(str(error).split())}"
+        return
+    if not names:
+        yield f"{where}: names no metric"
+    yield from (f"{where}: no metric {name}" for name in sorted(names) if not {name, _SERIES.sub("", name)} & known)
+
+
+def _dashboard_problems(root: Path, known: set[str]) -> Iterator[str]:
+    for dashboard in DASHBOARDS:
+        path = root / path_of(dashboard).relative_to(Path(__file__).parents[2])
+        if not path.is_file() or path.read_text() != render(dashboard):
+            yield f"{path.name}: is not what deploy.monitoring.panels says; python -m deploy.monitoring.dashboards"
+        for _, panels in dashboard.rows:
+            for panel in panels:
+                for expression, _ in panel.queries:
+                    yield from _unknown(f"{dashboard.title}: {panel.title}", expression, known)
+
+
+def _rule_problems(rules: list[dict[str, Any]], known: set[str]) -> Iterator[str]:
+    for rule in rules:
+        yield from _unknown(f"{RULES}: {rule['alert']}", rule["expr"], known)
+
+
+def _runbook_problems(rules: list[dict[str, Any]], runbook: str) -> Iterator[str]:
+    sections = set(re.findall(r"^## (\w+)$", runbook, re.MULTILINE))
+    alerts = {rule["alert"] for rule in rules}
+    yield from (f"{RUNBOOK}: no section {name}" for name in sorted(alerts - sections))
+    yield from (f"{RUNBOOK}: no alert {name}" for name in sorted(sections - alerts))
+    for rule in rules:
+        if rule["annotations"]["runbook_url"] != f"{RUNBOOK}#{rule['alert'].lower()}":
+            yield f"{RULES}: {rule['alert']}: runbook_url is not {RUNBOOK}#{rule['alert'].lower()}"
+
+
+def main() -> int:
+    """Print the problems of this source tree; returns 1 if there are any."""
+    problems = check_monitoring(Path(__file__).resolve().parents[2])
+    print("\n".join(problems) if problems else "dashboards and rules: all that they name exists")
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

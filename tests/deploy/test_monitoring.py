@@ -1,0 +1,65 @@
+"""The check of dashboards and rules: the shipped ones pass, each kind of mistake is named."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from deploy.monitoring.check import METRICS, RULES, RUNBOOK, check_monitoring, metrics_of
+
+ROOT = Path(__file__).resolve().parents[2]
+DASHBOARD = Path("deploy/monitoring/grafana/dashboards/loraplex-cluster.json")
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """Copies of the files that are checked."""
+    shutil.copytree(ROOT / "deploy" / "monitoring", tmp_path / "deploy" / "monitoring")
+    (tmp_path / "docs").mkdir()
+    for name in (METRICS, RUNBOOK):
+        shutil.copy(ROOT / name, tmp_path / name)
+    return tmp_path
+
+
+def test_the_shipped_files_name_nothing_that_does_not_exist(tree: Path) -> None:
+    assert check_monitoring(tree) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "old", "new", "problem"),
+    [
+        (
+            RULES,
+            "loraplex_jobs_poisoned_total",
+            "loraplex_jobs_poisoned",
+            "LoraplexPoison: no metric loraplex_jobs",
+        ),
+        (RULES, "> 0.01", "> ", "LoraplexErrors: "),
+        (RULES, "alert: LoraplexPoison", "alert: LoraplexPoisoned", "docs/runbook.md: no section LoraplexPoisoned"),
+        (RULES, "#loraplexkvfull", "#kv", "runbook_url is not docs/runbook.md#loraplexkvfull"),
+        (RUNBOOK, "## LoraplexKvFull", "## KV", "docs/runbook.md: no section LoraplexKvFull"),
+        (METRICS, "| `loraplex_relay_links` |", "| `relay_links` |", "Relay: no metric loraplex_relay_links"),
+        (DASHBOARD, "Rows", "Lines", "loraplex-cluster.json: is not what deploy.monitoring.panels says"),
+    ],
+)
+def test_a_name_that_does_not_exist_is_a_problem(tree: Path, name: Path, old: str, new: str, problem: str) -> None:
+    text = (tree / name).read_text()
+    assert old in text
+    (tree / name).write_text(text.replace(old, new))
+    found = check_monitoring(tree)
+    assert any(problem in line for line in found), found
+
+
+def test_an_expression_names_the_series_of_its_functions_and_operators() -> None:
+    found = metrics_of(
+        'a{x="$tenant"} / sum(rate(b_total[$__rate_interval])) and -c > 1 or max by (d) (max_over_time(e[5m:1m]))'
+    )
+    assert found == {"a", "b_total", "c", "e"}
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed")
+def test_promtool_accepts_the_rules_and_the_configuration() -> None:
+    subprocess.run(["promtool", "check", "rules", str(ROOT / RULES)], check=True, capture_output=True)
