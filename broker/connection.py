@@ -3,6 +3,9 @@
 redis://[USER:PASSWORD@]HOST:PORT/DB   rediss:// the same over TLS   unix://PATH
 redis+sentinel://[USER:PASSWORD@]HOST:PORT[,HOST:PORT...]/SERVICE[/DB]   the primary that the sentinels name
 redis+cluster://[USER:PASSWORD@]HOST:PORT   with rediss in either, over TLS
+
+Options of a URL name files, which are read again when they change: ?password_file=FILE&ssl_ca_certs=FILE and, where the
+server asks for a certificate, &ssl_certfile=FILE&ssl_keyfile=FILE.
 """
 
 from __future__ import annotations
@@ -21,15 +24,15 @@ from redis.asyncio.connection import (
     AbstractConnection,
     Connection,
     SSLConnection,
-    parse_url,
 )
 from redis.asyncio.retry import Retry
-from redis.asyncio.sentinel import Sentinel, SentinelConnectionPool
+from redis.asyncio.sentinel import Sentinel, SentinelConnectionPool, SentinelManagedConnection
 from redis.backoff import ExponentialWithJitterBackoff, NoBackoff
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import RedisClusterException, RedisError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
+from broker.connection_files import FILE_OPTIONS, TLSConnection, url_options
 from broker.primary_connection import FOLLOWING
 
 # Errors of a server that is lost, slow, or refuses to work for now (a replica, a full disk).
@@ -49,7 +52,6 @@ _SCHEMES = (
     *(f"{scheme}+{kind}" for scheme in ("redis", "rediss") for kind in ("sentinel", "cluster")),
 )
 _SENTINEL_PORT = 26_379
-_TLS_FILES = {"ssl_ca_certs", "ssl_certfile", "ssl_keyfile", "ssl_cert_reqs"}
 
 
 class RedisUnreachableError(Exception):
@@ -80,7 +82,7 @@ async def connect(url: str) -> Redis:
 def _client(url: str) -> Redis:
     """Return a client for a URL. Raises ValueError on a bad one."""
     parts = urlsplit(url)
-    unknown = sorted(set(parse_qs(parts.query)) - set(URL_QUERY_ARGUMENT_PARSERS) - _TLS_FILES)
+    unknown = sorted(set(parse_qs(parts.query)) - set(URL_QUERY_ARGUMENT_PARSERS) - FILE_OPTIONS - {"ssl_cert_reqs"})
     if unknown:
         raise ValueError(f"unknown option {unknown[0]}")
     if parts.scheme not in _SCHEMES:
@@ -88,7 +90,7 @@ def _client(url: str) -> Redis:
     scheme, _, kind = parts.scheme.partition("+")
     if kind == "sentinel":
         return _sentinel(url)
-    options: dict[str, Any] = dict(parse_url(urlunsplit(parts._replace(scheme=scheme))))
+    options = url_options(urlunsplit(parts._replace(scheme=scheme)))
     if kind == "cluster":
         return _cluster(options)
     made = options.pop("connection_class", Connection)
@@ -167,6 +169,10 @@ class _SentinelPool(SentinelConnectionPool, _Pool):
     """A pool of connections to the primary that sentinels name; the connections follow it by themselves."""
 
 
+class _SentinelTLSConnection(SentinelManagedConnection, TLSConnection):
+    """A connection over TLS to the primary that sentinels name."""
+
+
 def _sentinel(url: str) -> Redis:
     parts = urlsplit(url)
     credentials, _, hosts = parts.netloc.rpartition("@")
@@ -176,15 +182,19 @@ def _sentinel(url: str) -> Redis:
         raise ValueError("name the service that the sentinels watch: redis+sentinel://HOST:PORT/SERVICE")
     scheme = parts.scheme.partition("+")[0]
     server = f"{credentials}@unknown" if credentials else "unknown"
-    options: dict[str, Any] = dict(parse_url(urlunsplit((scheme, server, f"/{database}", parts.query, ""))))
+    options = url_options(urlunsplit((scheme, server, f"/{database}", parts.query, "")))
     options.pop("host", None)
-    tls = {"ssl": True} if options.pop("connection_class", None) is SSLConnection else {}
+    over_tls = options.pop("connection_class", None) is SSLConnection
     names = {name: value for name, value in options.items() if name.startswith("ssl_")}
+    to_primary = {"connection_class": _SentinelTLSConnection} if over_tls else {}
     # A sentinel that does not answer is not asked again: there are others.
     once = Retry(NoBackoff(), 0)
-    to_sentinels = {**names, **tls, "socket_timeout": 1.0, "socket_connect_timeout": 1.0, "retry": once}
-    options = {**_waits(), **options, **tls, "connection_pool_class": _SentinelPool, "redis_class": _Redis}
+    to_sentinels = {**names, "ssl": over_tls, "socket_timeout": 1.0, "socket_connect_timeout": 1.0, "retry": once}
+    options = {**_waits(), **options, **to_primary, "connection_pool_class": _SentinelPool, "redis_class": _Redis}
     sentinels: Any = Sentinel(addresses, sentinel_kwargs=to_sentinels)  # type: ignore[no-untyped-call]  # theirs
+    if over_tls:  # the library lets nobody choose the class of these connections
+        for sentinel in sentinels.sentinels:
+            sentinel.connection_pool.connection_class = TLSConnection
     return cast(Redis, sentinels.master_for(service, **options))
 
 
@@ -202,6 +212,10 @@ class _Cluster(RedisCluster):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**{"max_connections": 2 * CONNECTIONS, **options})
+        if options.get("ssl"):  # as with sentinels
+            self.connection_kwargs["connection_class"] = TLSConnection
+            for node in self.startup_nodes:
+                node.connection_class = TLSConnection
         self._places = asyncio.Semaphore(CONNECTIONS)
 
     async def execute_command(self, *arguments: Any, **options: Any) -> Any:

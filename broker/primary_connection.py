@@ -15,6 +15,8 @@ from redis.connection import HiredisRespSerializer
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import ReadOnlyError
 
+from broker.connection_files import TLSConnection
+
 
 class _FollowsPrimary(AbstractConnection):
     """A connection that closes when its server has become a replica: the address may lead to the new primary now.
@@ -45,7 +47,7 @@ class _FollowsPrimaryTCP(_FollowsPrimary, Connection):
     """A connection over TCP."""
 
 
-class _FollowsPrimaryTLS(_FollowsPrimary, SSLConnection):
+class _FollowsPrimaryTLS(_FollowsPrimary, TLSConnection):
     """A connection over TLS."""
 
 
