@@ -65,6 +65,13 @@ class RouterMetrics(Meters):
         self.open_requests = self.gauge("requests_open", "This router's requests, queued or running.", ("state",))
         self.waiting = self.gauge("queue_jobs_waiting", "Jobs in a model's queue, of all routers.", model)
         self.workers = self.gauge("workers", "Live workers, by phase.", ("model", "phase"))
+        self.kv_usage = self.gauge("cluster_kv_cache_usage_perc", "Share of all workers' KV blocks in use.", model)
+        # As inference gateways read it: its value is the time of the refresh.
+        self.lora_requests = self.gauge(
+            "lora_requests_info",
+            "Adapters of this router's requests.",
+            ("max_lora", "running_lora_adapters", "waiting_lora_adapters"),
+        )
         self.links = self.gauge("relay_links", "Workers whose relay stream is open.")
         self.unlinked_workers = self.gauge("relay_workers_unlinked", "Live workers that do not reach this router.")
         self.unreachable = self.counter("relay_unreachable", "Requests that no worker could claim for want of a link.")

@@ -179,6 +179,10 @@ def check_router(samples: Samples, model: str) -> None:
     assert value(samples, "relay_links") in {0, 1}
     assert value(samples, "redispatches_total", cause="lost") == 0
     assert value(samples, "rpc_requests_total", method="ListModels", code="OK") >= 1
+    assert value(samples, "cluster_kv_cache_usage_perc", model=model) == 0
+    (adapters,) = (dict(labels) for name, labels in samples if name == "loraplex_lora_requests_info")
+    assert int(adapters.pop("max_lora")) > 0
+    assert set(adapters.values()) == {""}
 
 
 def check_worker(samples: Samples) -> None:
