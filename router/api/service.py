@@ -145,7 +145,10 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         if request.token_ids and max(request.token_ids) >= model.manifest.vocab_size:
             raise InvalidField("token_ids", f"an id is beyond the vocabulary of {model.manifest.vocab_size}")
         skip = not request.HasField("skip_special_tokens") or request.skip_special_tokens
-        return pb.DetokenizeResponse(text=model.text.decode(request.token_ids, skip_special_tokens=skip))
+        return pb.DetokenizeResponse(
+            text=model.text.decode(request.token_ids, skip_special_tokens=skip),
+            token_bytes=map(model.text.bytes_of, request.token_ids) if request.token_bytes else (),
+        )
 
     async def ListModels(self, request: pb.ListModelsRequest, context: Context) -> pb.ListModelsResponse:
         """List the base models."""

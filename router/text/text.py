@@ -52,6 +52,9 @@ class Text(Protocol):
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool, whole: bool = True) -> str:
         """Return the text of ids; unless `whole`, without a character that is cut at the end."""
 
+    def bytes_of(self, token_id: int) -> bytes:
+        """Return the bytes that a token adds in the middle of a text."""
+
     def special_token(self, text: str) -> int | None:
         """Return the id of the special token with this text; None where there is none."""
 

@@ -39,6 +39,10 @@ class _PlainText:
         """See Text."""
         return ids[-keep:]
 
+    def bytes_of(self, token_id: int) -> bytes:
+        """See Text."""
+        return self.push(token_id).encode()
+
     def special_token(self, text: str) -> int | None:
         """See Text."""
         return None

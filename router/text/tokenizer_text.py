@@ -76,6 +76,10 @@ class TokenizerText:
         """See Text."""
         return self._detokenizer.decode(ids, skip_special_tokens=skip_special_tokens, whole=whole)
 
+    def bytes_of(self, token_id: int) -> bytes:
+        """See Text."""
+        return self._detokenizer.inner[token_id]
+
     def special_token(self, text: str) -> int | None:
         """See Text."""
         token_id = self._tokenizer.token_to_id(text)

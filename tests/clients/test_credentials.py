@@ -78,6 +78,26 @@ def test_with_a_credential_the_tenant_is_the_credential_s() -> None:
     assert connection("", "")._metadata == ((TENANT_KEY, "default"),)
 
 
+def test_a_client_for_another_caller_shares_the_channels() -> None:
+    def one(client: Client) -> Connection:
+        return client._connection
+
+    with Client("127.0.0.1:1", "acme", api_key="") as client:
+        other, keyed = client.for_caller("globex"), client.for_caller(api_key="lpx_a_b")
+        assert one(client)._metadata == ((TENANT_KEY, "acme"),)
+        assert one(other)._metadata == ((TENANT_KEY, "globex"),)
+        assert one(client.for_caller())._metadata == ((TENANT_KEY, "default"),)
+        assert (one(keyed)._metadata, one(keyed)._credentials.metadata()) == (
+            (),
+            (("authorization", "Bearer lpx_a_b"),),
+        )
+        assert one(other)._channels is one(keyed)._channels is one(client)._channels
+        with pytest.raises(InvalidRequestError, match="tenant"):
+            client.for_caller("a\nb")
+    with Client("router.example:1", api_key="") as client, pytest.raises(InvalidRequestError, match="in clear"):
+        client.for_caller(api_key="lpx_a_b")
+
+
 def test_a_certificate_without_its_key_is_refused() -> None:
     with pytest.raises(InvalidRequestError, match="cert and key together"):
         Tls(cert="a.pem")

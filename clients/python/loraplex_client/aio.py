@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from copy import copy
 from typing import Any, Self, Unpack, overload
 
 from loraplex.inference.v1 import inference_pb2_grpc
@@ -46,6 +47,12 @@ class AsyncClient:
         self._store = None
         if store is not None:
             self._store = AsyncStoreClient(store, tenant, timeout_s=timeout_s, api_key=api_key, tls=tls)
+
+    def for_caller(self, tenant: str = "", api_key: ApiKey = "") -> Self:
+        other = copy(self)
+        other._connection = self._connection.for_caller(tenant, api_key)
+        other._store = None if self._store is None else self._store.for_caller(tenant, api_key)
+        return other
 
     @property
     def store(self) -> AsyncStoreClient:
@@ -171,6 +178,9 @@ class AsyncClient:
 
     async def detokenize(self, token_ids: Sequence[int], *, model: str = "", skip_special_tokens: bool = True) -> str:
         return await self._connection.run(calls.detokenize(token_ids, model, skip_special_tokens))
+
+    async def token_bytes(self, token_ids: Sequence[int], *, model: str = "") -> tuple[bytes, ...]:
+        return await self._connection.run(calls.token_bytes(token_ids, model))
 
     async def models(self) -> tuple[calls.ServedModel, ...]:
         return await self._connection.run(calls.models())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from copy import copy
 from pathlib import Path
 from typing import Self
 
@@ -36,6 +37,12 @@ class AsyncStoreClient:
             credentials=credentials_of(api_key, tls),
         )
         self.tenant = self._connection.tenant
+
+    def for_caller(self, tenant: str = "", api_key: ApiKey = "") -> Self:
+        other = copy(self)
+        other._connection = self._connection.for_caller(tenant, api_key)
+        other.tenant = other._connection.tenant
+        return other
 
     async def push(
         self,

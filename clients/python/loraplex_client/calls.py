@@ -9,7 +9,7 @@ from typing import Any, TypeAlias, TypeVar
 from loraplex.inference.v1 import inference_pb2
 
 from loraplex_client.chat import ChatMessages, chat_of
-from loraplex_client.errors import InvalidRequestError
+from loraplex_client.errors import InvalidRequestError, NotImplementedByServerError
 
 R = TypeVar("R")
 
@@ -95,6 +95,15 @@ def detokenize(token_ids: Sequence[int], model: str, skip_special_tokens: bool) 
         inference_pb2.DetokenizeRequest(model=model, token_ids=token_ids, skip_special_tokens=skip_special_tokens),
     )
     return str(response.text)
+
+
+def token_bytes(token_ids: Sequence[int], model: str) -> Script[tuple[bytes, ...]]:
+    """Return the bytes that each of these ids adds in the middle of a text. Raises NotImplementedByServerError."""
+    request = inference_pb2.DetokenizeRequest(model=model, token_ids=token_ids, token_bytes=True)
+    response = yield Call("Detokenize", request)
+    if len(response.token_bytes) != len(token_ids):
+        raise NotImplementedByServerError("token_bytes: this router is too old", field="token_bytes")
+    return tuple(response.token_bytes)
 
 
 def models() -> Script[tuple[ServedModel, ...]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from copy import copy
 from typing import Any, Self, Unpack, overload
 
 from loraplex.inference.v1 import inference_pb2_grpc
@@ -53,6 +54,13 @@ class Client:
         self._store = None
         if store is not None:
             self._store = StoreClient(store, tenant, timeout_s=timeout_s, api_key=api_key, tls=tls)
+
+    def for_caller(self, tenant: str = "", api_key: ApiKey = "") -> Self:
+        """Return a client for calls of another tenant or key, with the channels of this one, which closes them."""
+        other = copy(self)
+        other._connection = self._connection.for_caller(tenant, api_key)
+        other._store = None if self._store is None else self._store.for_caller(tenant, api_key)
+        return other
 
     @property
     def store(self) -> StoreClient:
@@ -203,6 +211,10 @@ class Client:
     def detokenize(self, token_ids: Sequence[int], *, model: str = "", skip_special_tokens: bool = True) -> str:
         """Return the text of these ids. Raises LoraplexError."""
         return self._connection.run(calls.detokenize(token_ids, model, skip_special_tokens))
+
+    def token_bytes(self, token_ids: Sequence[int], *, model: str = "") -> tuple[bytes, ...]:
+        """Return the bytes that each of these ids adds in the middle of a text. Raises LoraplexError."""
+        return self._connection.run(calls.token_bytes(token_ids, model))
 
     def models(self) -> tuple[calls.ServedModel, ...]:
         """Return the base models that the router serves. Raises LoraplexError."""

@@ -49,7 +49,7 @@ class Connection(Endpoint):
 
     def close(self) -> None:
         """Cancel running calls and close the channels; the next call opens new ones."""
-        for channel in self._forget():
+        for channel in self._channels.forget():
             channel.close()
 
     def _call(self, call: Call, timeout_s: float | None) -> Any:
@@ -108,7 +108,7 @@ class AsyncConnection(Endpoint):
 
     async def close(self) -> None:
         """Cancel running calls and close the channels; the next call opens new ones."""
-        for channel in self._forget():
+        for channel in self._channels.forget():
             await channel.close()
 
     async def _call(self, call: Call, timeout_s: float | None) -> Any:

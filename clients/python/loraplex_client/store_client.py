@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from copy import copy
 from pathlib import Path
 from typing import Self
 
@@ -42,6 +43,13 @@ class StoreClient:
             credentials=credentials_of(api_key, tls),
         )
         self.tenant = self._connection.tenant
+
+    def for_caller(self, tenant: str = "", api_key: ApiKey = "") -> Self:
+        """Return a client for calls of another tenant or key, with the channels of this one, which closes them."""
+        other = copy(self)
+        other._connection = self._connection.for_caller(tenant, api_key)
+        other.tenant = other._connection.tenant
+        return other
 
     def push(
         self,

@@ -22,7 +22,9 @@ from loraplex_client.recovery import Attempt, Recovery
 class Starter(Protocol):
     """Starts a stream's calls. `closings` counts how often it was closed; streams that ran then are not resumed."""
 
-    closings: int
+    @property
+    def closings(self) -> int:
+        """Return how often it was closed."""
 
     def start(self, attempt: Attempt) -> Any:
         """Begin an RPC."""

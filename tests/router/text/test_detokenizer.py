@@ -47,6 +47,14 @@ def test_the_text_of_valid_ids_is_that_of_the_library(kind: str) -> None:
             assert text.decode(ids, skip_special_tokens=skip) == tokenizer.decode(ids, skip_special_tokens=skip)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_bytes_of_tokens_make_up_their_text(kind: str) -> None:
+    text = TokenizerText(files_of(kind))
+    ids = text.encode("the café 日本 🦊 doesn't", special_tokens=False)
+    made = b"".join(map(text.bytes_of, ids)).decode()
+    assert made.strip() == text.decode(ids, skip_special_tokens=False).strip()
+
+
 def test_bytes_that_are_no_character_take_nothing_back() -> None:
     """The library's own stream raises an error here, and its whole decode takes the first character back."""
     text, the = TokenizerText(files_of("byte fallback")), id_of("byte fallback", "▁the")

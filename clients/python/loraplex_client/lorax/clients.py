@@ -4,35 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator, Mapping
-from dataclasses import replace
 from typing import Any, Unpack
 
 from loraplex_client import aio, client
-from loraplex_client.errors import InvalidRequestError
-from loraplex_client.generation import FinishReason as End
-from loraplex_client.generation import Generation, Piece, TokenLogprobs
-from loraplex_client.lorax.parameters import addresses_of, key_of, options_of, schema_of, tenant_of
-from loraplex_client.lorax.types import (
-    AlternativeToken,
-    Details,
-    FinishReason,
-    Parameters,
-    Response,
-    StreamDetails,
-    StreamResponse,
-    Token,
-)
+from loraplex_client.lorax.ask import Ask
+from loraplex_client.lorax.parameters import addresses_of, key_of, tenant_of
+from loraplex_client.lorax.types import Parameters, Response, StreamResponse
 
-ADAPTER_SOURCES = ("hub", "local", "s3", "pbase")
-DEFAULT_TOKENS = 20
 TIMEOUT_S = 60
-_NOT_SERVED = ("watermark", "decoder_input_details")
-_REASONS = {
-    End.LENGTH: FinishReason.Length,
-    End.END: FinishReason.EndOfSequenceToken,
-    End.STOP: FinishReason.StopSequence,
-    End.TOOL_CALLS: FinishReason.EndOfSequenceToken,
-}
 
 
 class Client:
@@ -57,7 +36,7 @@ class Client:
         **parameters: Unpack[Parameters],
     ) -> Response:
         """Return the whole answer. Raises LoraplexError."""
-        ask = _Ask(prompt, adapter_id, adapter_source, parameters)
+        ask = Ask(prompt, adapter_id, adapter_source, parameters)
         with self._client.generate_stream(prompt, response_format=ask.format, **ask.options) as stream:
             return ask.whole([response for piece in stream for response in ask.take(piece)])
 
@@ -69,7 +48,7 @@ class Client:
         **parameters: Unpack[Parameters],
     ) -> Iterator[StreamResponse]:
         """Yield the answer token by token. Raises LoraplexError."""
-        ask = _Ask(prompt, adapter_id, adapter_source, parameters)
+        ask = Ask(prompt, adapter_id, adapter_source, parameters)
         with self._client.generate_stream(prompt, response_format=ask.format, **ask.options) as stream:
             for piece in stream:
                 yield from ask.take(piece)
@@ -101,7 +80,7 @@ class AsyncClient:
         **parameters: Unpack[Parameters],
     ) -> Response:
         """Return the whole answer. Raises LoraplexError."""
-        ask = _Ask(prompt, adapter_id, adapter_source, parameters)
+        ask = Ask(prompt, adapter_id, adapter_source, parameters)
         client = self._of_this_loop()
         async with client.generate_stream(prompt, response_format=ask.format, **ask.options) as stream:
             return ask.whole([response async for piece in stream for response in ask.take(piece)])
@@ -114,7 +93,7 @@ class AsyncClient:
         **parameters: Unpack[Parameters],
     ) -> AsyncIterator[StreamResponse]:
         """Yield the answer token by token. Raises LoraplexError."""
-        ask = _Ask(prompt, adapter_id, adapter_source, parameters)
+        ask = Ask(prompt, adapter_id, adapter_source, parameters)
         client = self._of_this_loop()
         async with client.generate_stream(prompt, response_format=ask.format, **ask.options) as stream:
             async for piece in stream:
@@ -126,84 +105,3 @@ class AsyncClient:
         if self._client is None or self._client[0] is not loop:
             self._client = (loop, aio.AsyncClient(**self._arguments))
         return self._client[1]
-
-
-class _Ask:
-    """A request: its options, and the responses made from the pieces of its stream."""
-
-    def __init__(self, prompt: str, adapter_id: str | None, adapter_source: str | None, parameters: Parameters) -> None:
-        if adapter_source is not None and adapter_source not in ADAPTER_SOURCES:
-            sources = ", ".join(ADAPTER_SOURCES)
-            raise InvalidRequestError(
-                f"adapter_source: {adapter_source!r} is none of {sources}", field="adapter_source"
-            )
-        given: dict[str, Any] = {name: value for name, value in parameters.items() if value is not None}
-        for name, value in given.items():
-            if name not in Parameters.__annotations__:
-                raise TypeError(f"unexpected keyword argument {name!r}")
-            if name in _NOT_SERVED and value:
-                raise InvalidRequestError(f"{name}: not served", field=name)
-        self._prefix = prompt if given.get("return_full_text") else ""
-        self._seed: int | None = given.get("seed")
-        self._with_details = bool(given.get("details", True))
-        self._most = int(given.get("max_new_tokens", DEFAULT_TOKENS))
-        self.options = options_of(given, adapter_id, self._most)
-        self.format = schema_of(given.get("response_format"))
-        self._count = 0
-        self._held: Token | None = None
-
-    def take(self, piece: Piece) -> Iterator[StreamResponse]:
-        """Yield the responses of a piece.
-
-        The last token's response carries the whole text. A token that may be the last waits for the next piece: a token
-        without text, such as an end token, and the token that reaches the limit. Others are yielded at once.
-        """
-        if piece.finished is not None:
-            yield from self._last(piece.finished)
-            return
-        for index, token_id in enumerate(piece.token_ids):
-            if self._held is not None:
-                yield StreamResponse(self._held)
-            logprobs = piece.logprobs[index] if piece.logprobs else TokenLogprobs(0.0, ())
-            # The first of several tokens in a message has the text of all, because the last may be an end token.
-            text = "" if index else piece.text
-            others = tuple(AlternativeToken(other, logprob) for other, logprob in logprobs.alternatives)
-            self._held = Token(token_id, text, logprobs.logprob, special=False, alternative_tokens=others or None)
-            self._count += 1
-            if text and self._count < self._most:
-                yield StreamResponse(self._held)
-                self._held = None
-        if piece.text and not piece.token_ids:  # Late text of earlier tokens.
-            held = self._held or Token(-1, "", 0.0, special=False)
-            self._held = replace(held, text=held.text + piece.text)
-
-    def _last(self, whole: Generation) -> Iterator[StreamResponse]:
-        token = self._held or Token(-1, "", 0.0, special=True)
-        if isinstance(whole.stop, str):
-            if self._held is not None:
-                yield StreamResponse(self._held)
-            token = Token(-1, whole.stop, 0.0, special=False)
-        elif whole.finish_reason is End.END:
-            token = replace(token, special=True)
-        yield StreamResponse(token, self._text(whole), StreamDetails(*self._figures(whole)))
-
-    def whole(self, responses: list[StreamResponse]) -> Response:
-        """Return the whole answer, made of the responses that would have been streamed."""
-        last = responses[-1]
-        assert last.generated_text is not None, "a stream ends with its text or raises"
-        assert last.details is not None
-        if not self._with_details:
-            return Response(last.generated_text)
-        tokens = tuple(response.token for response in responses if response.token.id >= 0)
-        figures = last.details
-        return Response(
-            last.generated_text,
-            Details(figures.finish_reason, figures.prompt_tokens, figures.generated_tokens, figures.seed, tokens),
-        )
-
-    def _text(self, whole: Generation) -> str:
-        # LoRAX's text includes the stop string, Loraplex's ends before it.
-        return self._prefix + whole.text + (whole.stop if isinstance(whole.stop, str) else "")
-
-    def _figures(self, whole: Generation) -> tuple[FinishReason, int, int, int | None]:
-        return _REASONS[whole.finish_reason], whole.usage.prompt_tokens, len(whole.token_ids), self._seed
