@@ -30,12 +30,17 @@ def setting(help_text: str, default: Any = dataclasses.MISSING, *, variable: str
     return dataclasses.field(default=default, metadata={"help": help_text, "variable": variable})
 
 
-def read_settings(cls: type[T], process: str, argv: Sequence[str], environ: Mapping[str, str]) -> T:
-    """Read an instance of `cls` for `process` (`router`, ...). Raises SettingsError; exits 0 on --help."""
+def read_settings(
+    cls: type[T], process: str, argv: Sequence[str], environ: Mapping[str, str], *, command: str = ""
+) -> T:
+    """Read an instance of `cls` for `process` (`router`, ...), which `command` runs: `python -m PROCESS` if empty.
+
+    Raises SettingsError; exits 0 on --help.
+    """
     prefix = f"LORAPLEX_{process.upper().replace('-', '_')}_"
     hints = get_type_hints(cls)
     fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]  # a dataclass, by contract
-    given = vars(_parser(cls, process, prefix, fields, hints).parse_args(argv))
+    given = vars(_parser(cls, command or _module(process), prefix, fields, hints).parse_args(argv))
     variables = {prefix + name.upper(): name for name in fields}
     unknown = sorted(key for key in environ if key.startswith(prefix) and key not in variables)
     if unknown:
@@ -58,9 +63,13 @@ class _Parser(argparse.ArgumentParser):
         raise SettingsError(message)
 
 
-def _parser(cls: type[Any], process: str, prefix: str, fields: Mapping[str, Any], hints: Mapping[str, Any]) -> _Parser:
+def _module(process: str) -> str:
+    return f"python -m {process.replace('-', '_')}"
+
+
+def _parser(cls: type[Any], command: str, prefix: str, fields: Mapping[str, Any], hints: Mapping[str, Any]) -> _Parser:
     parser = _Parser(
-        prog=f"python -m {process.replace('-', '_')}",
+        prog=command,
         description=(cls.__doc__ or "").strip(),
         epilog=f"Every flag can be given as an environment variable too: {prefix} and its name in upper case.",
         allow_abbrev=False,

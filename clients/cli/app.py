@@ -10,6 +10,7 @@ from clients.cli import adapters, audit, certs, keys, models, plans
 from clients.cli.chat import chat
 from clients.cli.cluster_top import top
 from clients.cli.drain import drain
+from clients.cli.gateway import gateway
 from clients.cli.generate import generate
 from clients.cli.jobs import jobs
 from clients.cli.loadtest import loadtest
@@ -54,6 +55,11 @@ def credentials(
 
 # The help page lists the commands in this order.
 app.command()(up)
+# Reads its own arguments, as the other processes of a cluster do.
+app.command(
+    context_settings={"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []},
+    add_help_option=False,
+)(gateway)
 app.command()(generate)
 app.command()(chat)
 app.command()(score)

@@ -76,7 +76,8 @@ async def _make_ready(plan: LaunchPlan, cluster: LocalCluster, activity: Activit
     activity.step(f"loading model {plan.model.name}")
     await cluster.wait_serving(timeout_s=LOADING_S)
     activity.stop()
-    print(f"ready router={cluster.router} store={cluster.store}", flush=True)
+    http = f" http={cluster.http}" if cluster.http else ""
+    print(f"ready router={cluster.router} store={cluster.store}{http}", flush=True)
 
 
 async def _run_until_failure(plan: LaunchPlan, cluster: LocalCluster) -> None:

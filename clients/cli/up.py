@@ -25,6 +25,16 @@ def up(  # noqa: PLR0913, PLR0917  # one parameter a flag
     store_port: Annotated[
         int, typer.Option(min=0, max=65535, metavar="PORT", help="The store's port; 0 for any free port.")
     ] = 50052,
+    http: Annotated[
+        int | None,
+        typer.Option(
+            "--http",
+            min=0,
+            max=65535,
+            metavar="PORT",
+            help="Serve HTTP as well, by a gateway on this port; 0 for any free port.",
+        ),
+    ] = None,
     device: Annotated[str, typer.Option(metavar="NAME", help="cpu or cuda.")] = "cpu",
     dtype: Annotated[str, typer.Option(metavar="NAME", help="auto, float32, bfloat16 or float16.")] = "auto",
     quantize: QuantizeOption = "",
@@ -71,6 +81,7 @@ def up(  # noqa: PLR0913, PLR0917  # one parameter a flag
         workers=workers,
         port=port,
         store_port=store_port,
+        http_port=http,
         device=device,
         dtype=dtype,
         quantize=quantize,

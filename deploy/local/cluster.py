@@ -6,7 +6,7 @@
         ...call cluster.router...
                                                                            # drained, stopped, nothing left behind
 Order of start: Valkey and the store, then routers and workers together; routers and workers wait for what they need.
-Order of stop: routers (they drain), workers, store, Valkey.
+Order of stop: gateway, routers (both drain), workers, store, Valkey.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 # Order of stopping, with the timeout in seconds before SIGKILL; routers let running answers end first.
-_STOP_ORDER = (("router", 15.0), ("worker", 10.0), ("store", 5.0), ("valkey", 5.0))
+_STOP_ORDER = (("gateway", 15.0), ("router", 15.0), ("worker", 10.0), ("store", 5.0), ("valkey", 5.0))
 _EXIT_S = 2.0
 _REPLACED_A_MINUTE = 5
-_MODULES = {"router": "router", "worker": "worker", "store": "adapter_store"}
+_MODULES = {"router": "router", "worker": "worker", "store": "adapter_store", "gateway": "clients.gateway"}
 
 
 @dataclass(frozen=True)
@@ -58,6 +58,8 @@ class ClusterSettings:
     host: str = "127.0.0.1"
     port: int = 50051
     store_port: int = 50052
+    # The gateway's port; None for no gateway.
+    http_port: int | None = None
     device: str = "cpu"
     dtype: str = "auto"
     # The scheme of the weights, such as int8; empty: as the files are.
@@ -84,6 +86,7 @@ class LocalCluster:
         self.store = ""
         self.router = ""
         self.routers: tuple[str, ...] = ()
+        self.http = ""
         # Command lines of the processes, for restarts.
         self._commands: dict[str, tuple[list[str], dict[str, str] | None]] = {}
         self._expected_to_end: set[str] = set()
@@ -180,10 +183,16 @@ class LocalCluster:
         await self.processes["store"].wait_ready()
         self.routers = tuple([(await self.processes[name].wait_ready())["router"] for name in names])
         self.router = self.routers[0]
+        if settings.http_port is not None:
+            flags = ["--router", ",".join(self.routers), "--store", self.store]
+            await self._spawn_service("gateway", [*self._listen(settings.http_port), *flags])
+            self.http = (await self.processes["gateway"].wait_ready())["gateway"]
 
     def _check_ports(self) -> None:
         """Check that the requested ports are free, before anything is started. Raises LaunchError."""
         asked = {"--port": self.settings.port, "--store-port": self.settings.store_port}
+        if self.settings.http_port is not None:
+            asked["--http"] = self.settings.http_port
         for flag, port in asked.items():
             with socket.socket(socket.AF_INET6 if ":" in self.settings.host else socket.AF_INET) as probe:
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -195,8 +204,9 @@ class LocalCluster:
                         f"cannot listen on {self.settings.host}:{port}: {why}; "
                         f"choose another port with {flag}, or 0 for any free one"
                     ) from error
-        if self.settings.port and self.settings.port == self.settings.store_port:
-            raise LaunchError(f"--port and --store-port are both {self.settings.port}: choose two ports")
+            first = next(other for other in asked if asked[other] == port)
+            if port and first != flag:
+                raise LaunchError(f"{first} and {flag} are both {port}: choose two ports")
 
     def _listen(self, port: int) -> list[str]:
         return ["--host", self.settings.host, "--port", str(port)]
@@ -207,7 +217,7 @@ class LocalCluster:
         # -P: a folder named `router` in the user's directory must not replace our router.
         environ = {**os.environ, "PYTHONSAFEPATH": "1"}
         # In the environment, because a URL may contain a password and every user can read command lines.
-        if room != "store":
+        if room in ("router", "worker"):
             environ[f"LORAPLEX_{room.upper()}_REDIS_URL"] = self.redis_url
         if room == "router":
             environ.setdefault("LORAPLEX_ROUTER_RESUME_KEY", self._resume_key)

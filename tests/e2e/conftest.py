@@ -62,8 +62,12 @@ async def running_cluster(
     routers: int = 1,
     redis_url: str = "",
     quantize: str = "",
+    http: bool = False,
 ) -> AsyncIterator[Cluster]:
-    """A cluster in `directory`, whose client calls the first router. With `faulty` its workers see the store so."""
+    """A cluster in `directory`, whose client calls the first router. With `faulty` its workers see the store so.
+
+    With `http` it has a gateway, which calls all routers.
+    """
     if faulty is not None:
         worker_flags = ("--store", await faulty.start(), *worker_flags)
     settings = ClusterSettings(
@@ -72,6 +76,7 @@ async def running_cluster(
         routers=routers,
         port=0,
         store_port=0,
+        http_port=0 if http else None,
         quantize=quantize,
         redis_url=redis_url,
         data_dir=directory,

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from adapter_store.metrics import StoreMetrics
+from clients.gateway.metrics import GatewayMetrics
 from router.metrics import RouterMetrics
 from telemetry.metrics import Meters
 from worker.io.metrics import WorkerMetrics
@@ -25,7 +26,13 @@ def documented(section: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(
-    ("section", "process"), [("Router", RouterMetrics), ("Worker", WorkerMetrics), ("Adapter store", StoreMetrics)]
+    ("section", "process"),
+    [
+        ("Router", RouterMetrics),
+        ("Worker", WorkerMetrics),
+        ("Adapter store", StoreMetrics),
+        ("Gateway", GatewayMetrics),
+    ],
 )
 def test_every_metric_is_in_the_docs_and_every_one_in_the_docs_exists(section: str, process: type[Meters]) -> None:
     found = {

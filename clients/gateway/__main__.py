@@ -1,0 +1,40 @@
+"""`loraplex gateway`, or `python -m clients.gateway`: reads the settings and runs the gateway."""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+from collections.abc import Sequence
+
+import uvloop
+from loraplex_client import InvalidRequestError
+from loraplex_client.credentials import CERT_KEY_VARIABLE, CERT_VARIABLE, KEY_FILE_VARIABLE, KEY_VARIABLE
+
+from clients.gateway.app import run
+from clients.gateway.settings import Settings
+from rpc.server import PortInUse
+from rpc.settings import SettingsError, read_settings
+from telemetry.logging import set_up_logging
+from telemetry.metrics import MetricsPortError
+
+
+def main(argv: Sequence[str], command: str = "python -m clients.gateway") -> int:
+    """Run until a signal stops the gateway; returns 2 when it can't start."""
+    try:
+        os.umask(0o077)  # what it writes is for its own user
+        settings = read_settings(Settings, "gateway", argv, os.environ, command=command)
+        # The gateway's own credential would be that of every request without one.
+        for variable in (KEY_VARIABLE, KEY_FILE_VARIABLE, CERT_VARIABLE, CERT_KEY_VARIABLE):
+            os.environ.pop(variable, None)
+        set_up_logging("gateway", settings.log_format, settings.log_level)
+        gc.freeze()
+        uvloop.run(run(settings))
+    except (SettingsError, PortInUse, MetricsPortError, InvalidRequestError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,90 @@
+"""Wiring, start and ordered stop of a gateway."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import ssl
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+from starlette.routing import BaseRoute, Route, Router
+
+from clients.gateway.cluster import Cluster
+from clients.gateway.endpoint import Endpoint, Gateway, Handler, HttpCall, OpenRequests, Protocol
+from clients.gateway.errors import HttpError
+from clients.gateway.http_server import http_server, listen
+from clients.gateway.metrics import GatewayMetrics
+from clients.gateway.openai_api.chat import chat_completions
+from clients.gateway.openai_api.completions import completions
+from clients.gateway.openai_api.embeddings import embeddings
+from clients.gateway.openai_api.models import get_model, list_models
+from clients.gateway.openai_api.protocol import PROTOCOL as OPENAI
+from clients.gateway.settings import Settings
+from rpc.server import stop_signal
+from rpc.settings import SettingsError
+from telemetry.metrics import serve_metrics
+
+log = logging.getLogger(__name__)
+
+
+async def health(call: HttpCall) -> None:
+    """Answer 200 where a router serves requests. Raises HttpError."""
+    if not await call.cluster.serves():
+        raise HttpError(503, "not_serving", "no router serves requests", retry_after_s=1.0)
+    await call.exchange.answer({"status": "serving"})
+
+
+async def unknown_path(call: HttpCall) -> None:
+    """Refuse a path that is not served. Raises HttpError."""
+    raise HttpError(404, "unknown_path", f"{call.exchange.method} {call.exchange.path[:200]}: no such path")
+
+
+# Paths with their protocol, and the handler of each HTTP method.
+PATHS: Mapping[str, tuple[Protocol, Mapping[str, Handler]]] = {
+    "/v1/chat/completions": (OPENAI, {"POST": chat_completions}),
+    "/v1/completions": (OPENAI, {"POST": completions}),
+    "/v1/embeddings": (OPENAI, {"POST": embeddings}),
+    "/v1/models": (OPENAI, {"GET": list_models}),
+    "/v1/models/{model:path}": (OPENAI, {"GET": get_model}),
+    "/health": (OPENAI, {"GET": health}),
+}
+_METHODS = ("GET", "POST", "HEAD", "PUT", "DELETE", "PATCH", "OPTIONS")
+
+
+def application(gateway: Gateway) -> Router:
+    """Return the ASGI application."""
+    running = OpenRequests()
+    routes: Sequence[BaseRoute] = [
+        Route(path, Endpoint(path, protocol, handlers, gateway, running))
+        for path, (protocol, handlers) in PATHS.items()
+    ]
+    other = Endpoint("other", OPENAI, dict.fromkeys(_METHODS, unknown_path), gateway, running)
+    return Router(routes, default=other, redirect_slashes=False)
+
+
+async def run(settings: Settings) -> None:
+    """Serve until SIGTERM or SIGINT. Raises PortInUse, SettingsError or MetricsPortError before it serves."""
+    stop, metrics = stop_signal(), GatewayMetrics()
+    metrics_server = serve_metrics(metrics, settings.host, settings.metrics_port)
+    cluster = Cluster(settings.router, settings.store, settings.ca)
+    app = application(Gateway(cluster, metrics, settings.requests_limit))
+    server = http_server(app, settings, OPENAI.error, metrics.connections, metrics.closed)
+    try:
+        server.config.load()
+    except (OSError, ssl.SSLError) as error:
+        raise SettingsError(f"--tls-cert {settings.tls_cert}: {error.strerror or error}") from error
+    with listen(settings.host, settings.port) as bound:
+        serving = asyncio.create_task(server.serve([bound]))
+        serving.add_done_callback(lambda _: stop.set())
+        while not (server.started or serving.done()):  # noqa: ASYNC110 — uvicorn has no event for it
+            await asyncio.sleep(0.005)
+        port = bound.getsockname()[1]
+        print(f"ready gateway={settings.host}:{port}{metrics.ready_word}", flush=True)
+        await stop.wait()
+        log.info("stops; running answers get %g s", settings.drain_s)
+        server.should_exit = True
+        await serving
+    await cluster.close()
+    if metrics_server is not None:
+        await asyncio.get_running_loop().run_in_executor(None, partial(metrics_server.close))

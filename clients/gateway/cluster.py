@@ -1,0 +1,125 @@
+"""The cluster behind the gateway, called through the SDK: callers, names of models, bytes of tokens, health."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from loraplex_client import AsyncClient, LoraplexError, NotImplementedByServerError, ServedModel, Tls
+from loraplex_client.addresses import read_addresses
+from loraplex_client.calls import Call, Script
+from loraplex_client.connection import AsyncConnection
+from loraplex_client.credentials import Credentials
+from loraplex_client.endpoint import TENANT_KEY
+from starlette.datastructures import Headers
+
+from clients.gateway.errors import HttpError, invalid, not_served
+
+# Time in seconds for which the names of the served models are kept.
+_NAMES_S = 5.0
+# Timeout in seconds of a look at a router's health.
+_HEALTH_S = 2.0
+# Maximum number of tokens whose bytes are kept.
+_TOKENS = 300_000
+
+
+class Cluster:
+    """Routers, and the adapter store where it is known. With `ca` they get each caller's own credential."""
+
+    def __init__(self, routers: str, store: str, ca: str) -> None:
+        tls = Tls(ca) if ca else None
+        self._checks_credentials = tls is not None
+        self._client = AsyncClient(routers, store=store or None, api_key="", tls=tls)
+        self._health = [
+            AsyncConnection(address, health_pb2_grpc.HealthStub, credentials=Credentials("", tls))
+            for address in read_addresses(routers)
+        ]
+        self.has_store = bool(store)
+        self._names: frozenset[str] = frozenset()
+        self._names_until = 0.0
+        self._digests: frozenset[str] = frozenset()
+        self._bytes: dict[tuple[str, int], bytes] = {}
+
+    async def close(self) -> None:
+        """Close the channels."""
+        await asyncio.gather(self._client.close(), *(connection.close() for connection in self._health))
+
+    def caller(self, headers: Headers) -> AsyncClient:
+        """Return a client that calls as the request's tenant, or with its credential. Raises HttpError."""
+        tenants = headers.getlist(TENANT_KEY)
+        if len(tenants) > 1:
+            raise invalid(TENANT_KEY, "is given twice")
+        tenant = "".join(tenants)
+        if not self._checks_credentials:  # such routers take the tenant as it is, and know no keys
+            return self._client.for_caller(tenant)
+        return self._client.for_caller(tenant, _credential(headers))
+
+    async def serves(self) -> bool:
+        """Return whether a router answers that requests are served."""
+
+        def check() -> Script[bool]:
+            answer = yield Call("Check", health_pb2.HealthCheckRequest())
+            return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+
+        async def one(connection: AsyncConnection) -> bool:
+            try:
+                return await connection.run(check(), _HEALTH_S)
+            except LoraplexError:
+                return False
+
+        return any(await asyncio.gather(*map(one, self._health)))
+
+    async def models(self, caller: AsyncClient) -> tuple[ServedModel, ...]:
+        """Return the base models. Raises LoraplexError."""
+        found = await caller.models()
+        if (digests := frozenset(model.digest for model in found)) != self._digests:
+            self._digests = digests
+            self._bytes.clear()
+        self._names, self._names_until = frozenset(model.name for model in found), time.monotonic() + _NAMES_S
+        return found
+
+    async def named(self, caller: AsyncClient, name: str) -> Mapping[str, Any]:
+        """Return the options of what `name` names: a base model, an adapter, or BASE:ADAPTER. Raises LoraplexError."""
+        if not name:
+            raise invalid("model", "is empty")
+        if time.monotonic() > self._names_until:
+            await self.models(caller)
+        base, colon, adapter = name.partition(":")
+        if base in self._names:
+            return {"model": base, "adapter_id": adapter} if colon else {"model": base}
+        return {"adapter_id": name}
+
+    async def token_bytes(self, caller: AsyncClient, model: str, ids: Iterable[int]) -> Mapping[int, bytes]:
+        """Return the bytes of each of these tokens. Raises LoraplexError."""
+        wanted = set(ids)
+        missing = [token_id for token_id in wanted if (model, token_id) not in self._bytes]
+        if missing:
+            if len(self._bytes) + len(missing) > _TOKENS:
+                self._bytes.clear()
+                missing = list(wanted)
+            found = await _bytes_of(caller, model, missing)
+            self._bytes.update(zip(((model, token_id) for token_id in missing), found, strict=True))
+        return {token_id: self._bytes[model, token_id] for token_id in wanted}
+
+
+async def _bytes_of(caller: AsyncClient, model: str, ids: Sequence[int]) -> tuple[bytes, ...]:
+    try:
+        return await caller.token_bytes(ids, model=model)
+    except NotImplementedByServerError as error:
+        raise not_served("logprobs", error.message) from error
+
+
+def _credential(headers: Headers) -> str:
+    """Return the API key or token of a request; empty for none. Raises HttpError."""
+    given: list[str] = headers.getlist("x-api-key")
+    for value in headers.getlist("authorization"):
+        scheme, _, key = value.partition(" ")
+        if scheme.lower() != "bearer":
+            raise HttpError(401, "credential_invalid", "authorization: give `Bearer` and an API key or a token")
+        given.append(key.strip())
+    if len(set(given)) > 1:
+        raise HttpError(401, "credentials_differ", "the request has two credentials; give one")
+    return given[0] if given else ""

@@ -1,0 +1,152 @@
+"""A path that the gateway serves: reads requests, runs their handlers, and answers errors in the protocol's shape."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from loraplex_client import AsyncClient, Generation, LoraplexError
+from starlette.types import Receive, Scope, Send
+
+from clients.gateway.cluster import Cluster
+from clients.gateway.errors import HttpError, http_error
+from clients.gateway.exchange import Exchange
+from clients.gateway.metrics import GatewayMetrics
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """Shapes of a protocol's errors: as an answer, and as the last events of a stream that has begun."""
+
+    error: Callable[[HttpError], object]
+    error_events: Callable[[HttpError], bytes]
+
+
+@dataclass(frozen=True)
+class Gateway:
+    """Parts of the process that every endpoint needs."""
+
+    cluster: Cluster
+    metrics: GatewayMetrics
+    requests_limit: int
+
+
+class HttpCall:
+    """A request with its body, on whose behalf `caller` calls the cluster. Path parameters are in `parameters`."""
+
+    def __init__(self, exchange: Exchange, gateway: Gateway, body: bytes, parameters: Mapping[str, str]) -> None:
+        self.exchange = exchange
+        self.cluster = gateway.cluster
+        self.metrics = gateway.metrics
+        self.body = body
+        self.parameters = parameters
+        self.timeout_s = exchange.timeout_s()
+
+    @cached_property
+    def caller(self) -> AsyncClient:
+        """Return the client of the request's tenant. Raises HttpError, LoraplexError."""
+        return self.cluster.caller(self.exchange.headers)
+
+    def finished(self, whole: Generation) -> Generation:
+        """Count a finished answer; returns it."""
+        if whole.continuations:
+            self.metrics.continued.inc()
+        return whole
+
+
+Handler = Callable[[HttpCall], Awaitable[None]]
+
+
+class OpenRequests:
+    """The number of requests that run in the whole process."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+
+class Endpoint:
+    """ASGI application of one path; `handlers` by HTTP method. A client that leaves cancels its handler."""
+
+    def __init__(
+        self,
+        path: str,
+        protocol: Protocol,
+        handlers: Mapping[str, Handler],
+        gateway: Gateway,
+        running: OpenRequests,
+    ) -> None:
+        self.path = path
+        self._protocol = protocol
+        self._handlers = handlers
+        self._gateway = gateway
+        self._running = running
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve a request; raises nothing."""
+        exchange = Exchange(scope, receive, send)
+        metrics, began = self._gateway.metrics, time.perf_counter()
+        self._running.count += 1
+        metrics.open.labels(self.path).inc()
+        status = 0
+        try:
+            await self._serve(exchange, scope)
+            status = exchange.status
+        except BaseException as error:
+            failure = self._failure(error)
+            status = failure.status
+            await self._fail(exchange, failure)
+        finally:
+            self._running.count -= 1
+            metrics.open.labels(self.path).dec()
+            metrics.requests.labels(self.path, str(status)).inc()
+            metrics.seconds.labels(self.path).observe(time.perf_counter() - began)
+
+    async def _serve(self, exchange: Exchange, scope: Scope) -> None:
+        handler = self._handlers.get(exchange.method)
+        if handler is None:
+            allowed = ", ".join(self._handlers)
+            raise HttpError(405, "method_not_allowed", f"{exchange.method}: {self.path} takes {allowed}")
+        if self._running.count > self._gateway.requests_limit:
+            raise HttpError(503, "gateway_full", "the gateway runs as many requests as it may", retry_after_s=1.0)
+        body = await exchange.read_body()
+        call = HttpCall(exchange, self._gateway, body, scope.get("path_params", {}))
+        await _unless_left(exchange, handler(call))
+
+    def _failure(self, error: BaseException) -> HttpError:
+        if isinstance(error, HttpError):
+            return error
+        if isinstance(error, LoraplexError):
+            return http_error(error)
+        if isinstance(error, asyncio.CancelledError):
+            return HttpError(503, "gateway_stopping", "the gateway stops; send the request again", retry_after_s=1.0)
+        log.exception("%s failed", self.path, exc_info=error)
+        return HttpError(500, "internal_error", "internal error; the gateway's log says more")
+
+    async def _fail(self, exchange: Exchange, error: HttpError) -> None:
+        if exchange.ended:
+            return
+        if exchange.status:
+            await exchange.end(self._protocol.error_events(error))
+        else:
+            await exchange.answer(self._protocol.error(error), error.status, error.headers())
+
+
+async def _unless_left(exchange: Exchange, work: Awaitable[None]) -> None:
+    """Run a handler. Raises its error, or HttpError where the client left before its end, which cancels it."""
+    working = asyncio.ensure_future(work)
+    leaving = asyncio.create_task(exchange.left())
+    try:
+        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done() and not exchange.ended:
+            raise HttpError(499, "client_left", "the client has left")
+        await working
+    finally:
+        working.cancel()
+        leaving.cancel()
+        await asyncio.gather(working, leaving, return_exceptions=True)

@@ -1,0 +1,75 @@
+"""Errors of HTTP requests: the gateway's own, and those of calls to routers with their HTTP statuses."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from loraplex_client import errors as sdk
+
+# The HTTP status of each error of a call, and the code of one without a reason. 499 is nginx's word for a request that
+# its client has left.
+_STATUSES: tuple[tuple[type[sdk.LoraplexError], int, str], ...] = (
+    (sdk.InvalidRequestError, 400, "invalid_value"),
+    (sdk.FailedPreconditionError, 400, "failed_precondition"),
+    (sdk.UnauthenticatedError, 401, "unauthenticated"),
+    (sdk.PermissionDeniedError, 403, "permission_denied"),
+    (sdk.NotFoundError, 404, "not_found"),
+    (sdk.AlreadyExistsError, 409, "already_exists"),
+    (sdk.AbortedError, 409, "aborted"),
+    (sdk.ResourceExhaustedError, 429, "resource_exhausted"),
+    (sdk.CancelledError, 499, "cancelled"),
+    (sdk.UnavailableError, 503, "router_unreachable"),
+    (sdk.DeadlineExceededError, 504, "deadline_exceeded"),
+    (sdk.LoraplexError, 500, "internal_error"),
+)
+# Messages of GenerateSpec whose fields are parameters of a request by themselves.
+_GROUPS = re.compile(r"^(?:sampling|stopping|output|chat|prompt_options)\.")
+
+
+@dataclass
+class HttpError(Exception):
+    """A request that failed. `code` is a word for programs, `field` the parameter that it is about, if any.
+
+    `retry_after_s` is how many seconds to wait before the next request; None: waiting does not help.
+    """
+
+    status: int
+    code: str
+    message: str
+    field: str = ""
+    retry_after_s: float | None = None
+
+    def headers(self) -> list[tuple[str, str]]:
+        """Return the headers that go with the error."""
+        if self.retry_after_s is None:
+            return []
+        return [("retry-after", str(max(1, round(self.retry_after_s))))]
+
+
+def invalid(field: str, why: str, code: str = "invalid_value") -> HttpError:
+    """Return the error of a bad parameter."""
+    return HttpError(400, code, f"{field}: {why}", field)
+
+
+def not_served(field: str, why: str = "is not served") -> HttpError:
+    """Return the error of a parameter of the protocol that cannot be obeyed."""
+    return HttpError(400, "unsupported_parameter", f"{field}: {why}", field)
+
+
+def http_error(error: sdk.LoraplexError) -> HttpError:
+    """Return the error of a call to a router as that of the request which made it."""
+    status, code = next((status, code) for kind, status, code in _STATUSES if isinstance(error, kind))
+    field = _GROUPS.sub("", getattr(error, "field", ""))
+    message = error.message
+    if isinstance(error, sdk.NotImplementedByServerError):
+        status = 400 if field else 501
+    if isinstance(error, (sdk.InvalidRequestError, sdk.NotImplementedByServerError)):
+        message = _GROUPS.sub("", message)
+    if isinstance(error, sdk.NotFoundError):
+        field = "model"
+    if error.reason == "DEADLINE_UNATTAINABLE":
+        status = 504
+    retry_after_s = getattr(error, "retry_after_s", None)
+    code = error.reason.lower() or code
+    return HttpError(status, code, message, field, 1.0 if status == 503 and retry_after_s is None else retry_after_s)

@@ -1,0 +1,109 @@
+"""HTTP requests and their answers, over ASGI."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+
+import msgspec
+from starlette.datastructures import Headers
+from starlette.types import Message, Receive, Scope, Send
+
+from clients.gateway.errors import HttpError, invalid
+
+# Maximum bytes of a request's body: a router takes gRPC messages of 4 MiB.
+BODY_BYTES = 4 * 1024 * 1024
+# Timeout in seconds for a request's body.
+BODY_S = 10.0
+# The client's own deadline in milliseconds.
+TIMEOUT_HEADER = "x-request-timeout-ms"
+
+encode = msgspec.json.Encoder().encode
+
+
+class Exchange:
+    """A request and its answer, which is one JSON value or a stream of events. `status` is 0 until it is sent."""
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.method: str = scope["method"]
+        self.path: str = scope["path"]
+        self.headers = Headers(scope=scope)
+        self.status = 0
+        self._receive = receive
+        self._send = send
+        self._ended = False
+
+    async def read_body(self) -> bytes:
+        """Return the body. Raises HttpError where it is too large, too slow, or the client left."""
+        declared = self.headers.get("content-length", "")
+        if declared.isdecimal() and int(declared) > BODY_BYTES:
+            raise _too_large()
+        parts, size, more = [], 0, True
+        try:
+            async with asyncio.timeout(BODY_S):
+                while more:
+                    message = await self._receive()
+                    if message["type"] == "http.disconnect":
+                        raise HttpError(499, "client_left", "the client has left")
+                    parts.append(message.get("body", b""))
+                    size += len(parts[-1])
+                    more = message.get("more_body", False)
+                    if size > BODY_BYTES:
+                        raise _too_large()
+        except TimeoutError:
+            raise HttpError(408, "body_too_slow", f"the body did not come within {BODY_S:g} s") from None
+        return b"".join(parts)
+
+    async def left(self) -> None:
+        """Return when the client has left; call it after the body was read."""
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+
+    def timeout_s(self) -> float | None:
+        """Return the client's deadline in seconds, if it gave one. Raises HttpError."""
+        given = self.headers.get(TIMEOUT_HEADER)
+        if given is None:
+            return None
+        if not (given.isascii() and given.isdecimal() and int(given[:12]) > 0 and len(given) <= 12):
+            raise invalid(TIMEOUT_HEADER, f"{given[:40]!r} is not a number of milliseconds above 0")
+        return int(given) / 1e3
+
+    async def answer(self, payload: object, status: int = 200, headers: Iterable[tuple[str, str]] = ()) -> None:
+        """Send a JSON value, or bytes as they are, as the whole answer."""
+        body = payload if isinstance(payload, bytes) else encode(payload)
+        kind = "text/plain; charset=utf-8" if isinstance(payload, bytes) else "application/json"
+        await self._start(status, [("content-type", kind), ("content-length", str(len(body))), *headers])
+        await self._body(body)
+
+    async def begin_events(self) -> None:
+        """Begin a stream of events."""
+        await self._start(200, [("content-type", "text/event-stream; charset=utf-8"), ("cache-control", "no-cache")])
+
+    async def write(self, events: bytes) -> None:
+        """Send events; waits while the client reads more slowly than they come."""
+        await self._send({"type": "http.response.body", "body": events, "more_body": True})
+
+    async def end(self, events: bytes = b"") -> None:
+        """Send the last events."""
+        await self._body(events)
+
+    @property
+    def ended(self) -> bool:
+        """Return whether the whole answer was sent."""
+        return self._ended
+
+    async def _start(self, status: int, headers: Iterable[tuple[str, str]]) -> None:
+        self.status = status
+        raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers]
+        if status in (408, 413):  # the rest of the body is not read
+            raw.append((b"connection", b"close"))
+        start: Message = {"type": "http.response.start", "status": status, "headers": raw}
+        await self._send(start)
+
+    async def _body(self, body: bytes) -> None:
+        self._ended = True
+        await self._send({"type": "http.response.body", "body": body, "more_body": False})
+
+
+def _too_large() -> HttpError:
+    return HttpError(413, "body_too_large", f"the body is larger than {BODY_BYTES} bytes")

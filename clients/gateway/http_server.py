@@ -1,0 +1,199 @@
+"""The HTTP server: uvicorn with limits for clients that send too much, too slowly, or do not read."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+from asyncio.events import TimerHandle
+from collections.abc import Callable, Iterator
+from typing import Any, cast
+
+import uvicorn
+from prometheus_client import Counter, Gauge
+from starlette.types import ASGIApp
+from uvicorn.config import Config
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from clients.gateway.errors import HttpError
+from clients.gateway.exchange import BODY_BYTES, encode
+from clients.gateway.settings import Settings
+from rpc.server import PortInUse
+
+log = logging.getLogger(__name__)
+
+# Maximum bytes of a request's line and headers.
+_HEADER_BYTES = 64 * 1024
+# Maximum bytes of a whole request as it is sent: its body may be in small chunks.
+_REQUEST_BYTES = 4 * BODY_BYTES
+# Timeout in seconds for the headers of a request, the first one's from the connection on.
+_HEADERS_S = 10.0
+# Time in seconds after which a connection without a request is closed.
+_IDLE_S = 75
+# Timeout in ms after which Linux gives up data that a client does not take from a connection that we have closed.
+_UNSENT_MS = 60_000
+# Maximum bytes that a connection keeps in the kernel before they are sent, beside uvicorn's own 64 KiB.
+_UNSENT_BYTES = 128 * 1024
+
+
+class Connection(HttpToolsProtocol):
+    """A connection within the limits."""
+
+    # Set by `http_server`, in a subclass.
+    connections_limit: int
+    stall_s: float
+    on_error: Callable[[HttpError], object]
+    gauge: Gauge
+    closed: Counter
+
+    _headers_timer: TimerHandle | None = None
+    _stall_timer: TimerHandle | None = None
+    _in_headers = True
+    _request_bytes = 0
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """See asyncio.Protocol."""
+        super().connection_made(transport)
+        self.gauge.set(len(self.connections))
+        if len(self.connections) > self.connections_limit:
+            self._give_up("limit")
+            return
+        self._headers_timer = self.loop.call_later(_HEADERS_S, self._give_up, "headers_slow")
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """See asyncio.Protocol."""
+        super().connection_lost(exc)
+        self.gauge.set(len(self.connections))
+        for timer in (self._headers_timer, self._stall_timer):
+            if timer is not None:
+                timer.cancel()
+
+    def data_received(self, data: bytes) -> None:
+        """See asyncio.Protocol."""
+        if self.transport.is_closing():
+            return
+        self._request_bytes += len(data)
+        super().data_received(data)
+        if self.transport.is_closing():
+            return
+        if self._in_headers and self._request_bytes > _HEADER_BYTES:
+            self._refuse(HttpError(431, "headers_too_large", f"the headers have more than {_HEADER_BYTES} bytes"))
+        elif self._request_bytes > _REQUEST_BYTES:
+            self._give_up("request_size")
+
+    def on_message_begin(self) -> None:
+        """See httptools."""
+        super().on_message_begin()
+        self._in_headers, self._request_bytes = True, 0
+        if self._headers_timer is None:
+            self._headers_timer = self.loop.call_later(_HEADERS_S, self._give_up, "headers_slow")
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """See httptools; headers behind a body in chunks are ignored."""
+        if self._in_headers:
+            super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        """See httptools."""
+        self._in_headers = False
+        if self._headers_timer is not None:
+            self._headers_timer.cancel()
+            self._headers_timer = None
+        super().on_headers_complete()
+
+    def pause_writing(self) -> None:
+        """See asyncio.Protocol: the client reads more slowly than its answer comes."""
+        super().pause_writing()
+        self._stall_timer = self.loop.call_later(self.stall_s, self._give_up, "unread")
+
+    def resume_writing(self) -> None:
+        """See asyncio.Protocol."""
+        super().resume_writing()
+        if self._stall_timer is not None:
+            self._stall_timer.cancel()
+            self._stall_timer = None
+
+    def timeout_keep_alive_handler(self) -> None:
+        """See HttpToolsProtocol: an answer that is unread would keep a connection that is closed in order."""
+        if self.transport.get_write_buffer_size():
+            self._give_up("unread")
+        else:
+            super().timeout_keep_alive_handler()
+
+    def send_400_response(self, msg: str) -> None:
+        """See HttpToolsProtocol; the answer has the shape of other errors."""
+        self._refuse(HttpError(400, "invalid_http", msg))
+
+    def _refuse(self, error: HttpError) -> None:
+        """Answer a request that is not one, and close the connection."""
+        self.closed.labels(error.code).inc()
+        body = encode(self.on_error(error))
+        head = (
+            f"HTTP/1.1 {error.status} Refused\r\ncontent-type: application/json\r\n"
+            f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
+        )
+        self.transport.write(head.encode("ascii") + body)
+        self.transport.close()
+
+    def _give_up(self, why: str) -> None:
+        self.closed.labels(why).inc()
+        self.transport.abort()
+
+
+class HttpServer(uvicorn.Server):
+    """A server whose process handles signals itself: `should_exit` stops it in order."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Capture none."""
+        yield
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Return a socket that is bound. Raises PortInUse."""
+    bare = host.strip("[]")
+    try:
+        family = socket.getaddrinfo(bare, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
+        bound = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            for name, value in (("TCP_USER_TIMEOUT", _UNSENT_MS), ("TCP_NOTSENT_LOWAT", _UNSENT_BYTES)):
+                if hasattr(socket, name):  # connections inherit it
+                    bound.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+            bound.bind((bare, port))
+        except BaseException:
+            bound.close()
+            raise
+    except OSError as error:
+        raise PortInUse(f"--port: cannot listen on {host}:{port}: {error.strerror or error}") from error
+    return bound
+
+
+def http_server(
+    app: ASGIApp, settings: Settings, on_error: Callable[[HttpError], object], gauge: Gauge, closed: Counter
+) -> HttpServer:
+    """Return the server of an application; `on_error` shapes the errors of requests that cannot be read."""
+    values: dict[str, Any] = {
+        "connections_limit": settings.connections_limit,
+        "stall_s": settings.client_stall_s,
+        "on_error": staticmethod(on_error),
+        "gauge": gauge,
+        "closed": closed,
+    }
+    logging.getLogger("uvicorn").setLevel(logging.ERROR)  # what clients do is counted, not logged
+    config = Config(
+        cast(Any, app),
+        http=type("LimitedConnection", (Connection,), values),
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        proxy_headers=False,
+        server_header=False,
+        timeout_keep_alive=_IDLE_S,
+        timeout_graceful_shutdown=max(1, round(settings.drain_s)),
+        ssl_certfile=settings.tls_cert or None,
+        ssl_keyfile=settings.tls_key or None,
+    )
+    return HttpServer(config)

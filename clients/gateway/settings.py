@@ -1,0 +1,73 @@
+"""The gateway's settings."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rpc.identity.tenant_header import check_exposure, is_loopback
+from rpc.settings import setting
+from telemetry.logging import FORMAT_HELP, FORMAT_VARIABLE, LEVEL_HELP, LEVEL_VARIABLE, check_logging
+from telemetry.metrics import PORT_HELP
+
+_ROUTER, _STORE, _CA = "LORAPLEX_ADDRESS", "LORAPLEX_STORE_ADDRESS", "LORAPLEX_CA"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Serves the HTTP protocols of OpenAI, Anthropic, and LoRAX and TGI, as a client of routers."""
+
+    router: str = setting(
+        f"the routers' addresses, HOST:PORT with commas between them; also {_ROUTER}",
+        "127.0.0.1:50051",
+        variable=_ROUTER,
+    )
+    store: str = setting(
+        f"the adapter store's address, so that /v1/models lists a tenant's adapters; empty: it does not; also {_STORE}",
+        "",
+        variable=_STORE,
+    )
+    ca: str = setting(
+        "TLS to routers and store, which then get each caller's API key: the file with the authority that signs their "
+        f"certificates, or `system`; also {_CA}",
+        "",
+        variable=_CA,
+    )
+    host: str = setting("the address to listen on", "127.0.0.1")
+    port: int = setting("the port to listen on; 0: the system chooses", 8000)
+    tls_cert: str = setting("PEM file with the gateway's own certificate: it then speaks HTTPS; with --tls-key", "")
+    tls_key: str = setting("PEM file with the certificate's private key", "")
+    connections_limit: int = setting("how many connections may be open", 10_000)
+    requests_limit: int = setting("how many requests may run at once", 4_096)
+    client_stall_s: float = setting(
+        "seconds that a client may leave an answer unread; then its connection is closed", 15.0
+    )
+    drain_s: float = setting("seconds that running answers get when the gateway is told to stop", 5.0)
+    metrics_port: int = setting(PORT_HELP, 0)
+    log_format: str = setting(FORMAT_HELP, "text", variable=FORMAT_VARIABLE)
+    log_level: str = setting(LEVEL_HELP, "info", variable=LEVEL_VARIABLE)
+    insecure_tenants: bool = setting(
+        "allow listening beyond this machine although the tenant is taken from a header that anyone can write", False
+    )
+    insecure_http: bool = setting(
+        "allow listening beyond this machine although API keys come in clear, as behind a proxy that ends TLS", False
+    )
+
+    def __post_init__(self) -> None:
+        """Raise ValueError on a value out of range, or on an address that exposes tenants or keys."""
+        check_logging(self.log_format, self.log_level)
+        if bool(self.tls_cert) != bool(self.tls_key):
+            raise ValueError("--tls-cert, --tls-key: give both, or neither")
+        if not self.ca:
+            check_exposure(self.host, self.insecure_tenants)
+        elif not (self.tls_cert or self.insecure_http or is_loopback(self.host)):
+            raise ValueError(
+                f"--host {self.host}: API keys would cross the network in clear; give --tls-cert and --tls-key, or "
+                "accept that with --insecure-http behind a proxy that ends TLS"
+            )
+        for name in ("connections_limit", "requests_limit"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"--{name.replace('_', '-')} {getattr(self, name)}: at least 1")
+        if not self.client_stall_s > 0:
+            raise ValueError(f"--client-stall-s {self.client_stall_s}: more than 0")
+        if not 0 <= self.port <= 65_535:
+            raise ValueError(f"--port {self.port}: not a port")

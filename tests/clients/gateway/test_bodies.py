@@ -1,0 +1,89 @@
+"""Bodies of HTTP requests: each wrong one is refused by the name of a field, and none costs much."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from clients.gateway import bodies
+from clients.gateway.errors import HttpError
+from clients.gateway.exchange import BODY_BYTES
+from clients.gateway.openai_api.requests import CHAT
+
+USER = b'{"role":"user","content":"x"}'
+
+
+def chat(messages: bytes = USER, more: bytes = b"") -> bytes:
+    return b'{"model":"a","messages":[' + messages + b"]" + more + b"}"
+
+
+@pytest.mark.parametrize(
+    ("body", "code", "field"),
+    [
+        (b"{", "invalid_json", ""),
+        (b"[]", "invalid_json", ""),
+        (b"\xff\xfe", "invalid_json", ""),
+        (b"[" * 100_000, "invalid_json", ""),
+        (b'{"model":"a"}', "missing_required_parameter", "messages"),
+        (chat(more=b',"Temperature":1'), "unknown_parameter", "Temperature"),
+        (chat(more=b',"temperature":"1"'), "invalid_value", "temperature"),
+        (chat(more=b',"n":1.5'), "invalid_value", "n"),
+        (chat(more=b',"stop":3'), "invalid_value", "stop"),
+        (chat(more=b',"response_format":{"type":"yaml"}'), "invalid_value", "response_format.type"),
+        (chat(b"3"), "invalid_value", "messages[0]"),
+        (chat(USER + b',{"content":"x"}'), "missing_required_parameter", "messages[1].role"),
+        (chat(b'{"role":"wizard"}'), "invalid_value", "messages[0].role"),
+        (chat(b'{"role":"user","content":"x","foo":1}'), "unknown_parameter", "messages[0].foo"),
+        (chat(b'{"role":"user","content":[{"type":"video"}]}'), "invalid_value", "messages[0].content[0].type"),
+        (chat(b'{"role":"user","content":[{"type":"text","text":3}]}'), "invalid_value", "messages[0].content[0].text"),
+        (
+            chat(b'{"role":"assistant","tool_calls":[{"id":"x","type":"function","function":{"name":"f"}}]}'),
+            "missing_required_parameter",
+            "messages[0].tool_calls[0].function.arguments",
+        ),
+    ],
+)
+def test_a_wrong_field_is_named(body: bytes, code: str, field: str) -> None:
+    with pytest.raises(HttpError) as caught:
+        CHAT.read(body)
+    assert (caught.value.status, caught.value.code, caught.value.field) == (400, code, field)
+    assert caught.value.message.startswith(field)
+    assert len(caught.value.message) < 300
+
+
+def test_what_programs_send_back_is_taken() -> None:
+    message = b'{"role":"assistant","content":null,"refusal":null,"reasoning_content":"hm","tool_calls":[]}'
+    assert CHAT.read(chat(USER + b"," + message))["messages"][1]["reasoning_content"] == "hm"
+
+
+KEYS = b",".join(b'"%d":1' % number for number in range(250_000))
+HOSTILE = {
+    "many fields": b"{" + KEYS + b"}",
+    "many fields of a message": chat(b'{"role":"user",' + KEYS + b"}"),
+    "many biases": chat(more=b',"logit_bias":{' + KEYS.replace(b":1", b':"x"') + b"}"),
+    "many bad messages": chat(b",".join([b"{}"] * 1_000_000)),
+    "a bad part at the end": chat(
+        b'{"role":"user","content":[' + b'{"type":"text","text":""},' * 140_000 + b'{"type":"text","text":3}]}'
+    ),
+    "a long name": chat(more=b',"' + b"x" * 3_000_000 + b'":1'),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_body_makes_few_errors(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Each took seconds, up to half a minute, and gigabytes while there was an error for every item and branch."""
+    counts: list[int] = []
+    told = bodies._told
+
+    def counted(errors: Sequence[Any]) -> HttpError:
+        counts.append(len(errors))
+        return told(errors)
+
+    monkeypatch.setattr(bodies, "_told", counted)
+    assert len(HOSTILE[name]) <= BODY_BYTES
+    with pytest.raises(HttpError) as caught:
+        CHAT.read(HOSTILE[name])
+    assert len(caught.value.message) < 300
+    assert counts[0] < 10

@@ -1,0 +1,32 @@
+"""The gateway's settings: an address beyond this machine exposes neither tenants nor keys by accident."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from clients.gateway.settings import Settings
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"host": "0.0.0.0"}, "--insecure-tenants"),
+        ({"host": "0.0.0.0", "ca": "ca.pem"}, "--insecure-http"),
+        ({"host": "0.0.0.0", "ca": "ca.pem", "insecure_tenants": True}, "--insecure-http"),
+        ({"tls_cert": "a.pem"}, "--tls-key"),
+        ({"requests_limit": 0}, "--requests-limit 0: at least 1"),
+        ({"client_stall_s": 0.0}, "--client-stall-s"),
+        ({"port": 70_000}, "--port 70000: not a port"),
+    ],
+)
+def test_what_is_refused(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Settings(**given)
+
+
+def test_what_is_taken() -> None:
+    Settings(host="0.0.0.0", insecure_tenants=True)
+    Settings(host="0.0.0.0", ca="ca.pem", insecure_http=True)
+    Settings(host="0.0.0.0", ca="ca.pem", tls_cert="a.pem", tls_key="a.key")

@@ -1,0 +1,52 @@
+"""The cluster that the tests of this folder share; each leaves it idle."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import openai
+import pytest
+import pytest_asyncio
+
+from tests.e2e.conftest import TENANT, Cluster, running_cluster, write_hash_adapters
+from worker.engine.hash_tokens import expected_ids
+from worker.engine_api import Sampling, Stopping
+
+Eventually = Callable[[Callable[[], Awaitable[bool]]], Awaitable[None]]
+MODEL = "hash:?vocab=32000&seed=1&step_ms=5"
+HEADERS = {"x-loraplex-tenant": TENANT}
+MESSAGES: Any = [{"role": "user", "content": "Hi"}]
+# The prompt that the hash model's template makes of these.
+PROMPT = "user: Hi\nassistant: "
+
+
+@pytest_asyncio.fixture(scope="package", loop_scope="package")
+async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cluster]:
+    """Two routers, two workers, a gateway, and the adapters a, b and c."""
+    directory = tmp_path_factory.mktemp("gateway")
+    adapters = write_hash_adapters(directory / "adapters")
+    async with running_cluster(directory / "cluster", MODEL, adapters, workers=2, routers=2, http=True) as running:
+        yield running
+
+
+@pytest_asyncio.fixture(loop_scope="package")
+async def client(cluster: Cluster) -> AsyncIterator[openai.AsyncOpenAI]:
+    """OpenAI's own client, of tenant acme."""
+    async with openai.AsyncOpenAI(
+        base_url=f"http://{cluster.local.http}/v1", api_key="none", default_headers=HEADERS, max_retries=0
+    ) as own:
+        yield own
+
+
+def expected(prompt: str, digest: str, max_tokens: int, sampling: Sampling | None = None, choice: int = 0) -> str:
+    """Return the text that the engine's ids make."""
+    ids = expected_ids(
+        MODEL,
+        list(prompt.encode()),
+        adapter_digest=digest,
+        sampling=sampling,
+        stopping=Stopping(max_tokens=max_tokens),
+        choice=choice,
+    )
+    return "".join(chr(token) if token < 256 else f"<{token}>" for token in ids)

@@ -1,0 +1,42 @@
+"""The examples of the README's quick start, with the address and the adapter of this cluster."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.conftest import Cluster
+
+pytestmark = pytest.mark.asyncio(loop_scope="package")
+README = (Path(__file__).parents[3] / "README.md").read_text(encoding="utf-8")
+
+
+def example(language: str, cluster: Cluster) -> str:
+    section = README.split("\n## Over HTTP\n")[1].split("\n## ")[0]
+    (code,) = re.findall(rf"```{language}\n(.*?)```", section, re.DOTALL)
+    return str(code).replace("127.0.0.1:8000", cluster.local.http).replace("shout", "a")
+
+
+async def output(*command: str) -> str:
+    process = await asyncio.create_subprocess_exec(
+        *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL
+    )
+    out, _ = await process.communicate()
+    assert process.returncode == 0
+    return out.decode()
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
+async def test_curl(cluster: Cluster) -> None:
+    answer = json.loads(await output("sh", "-c", example("sh", cluster)))
+    assert answer["usage"]["completion_tokens"] == 40
+
+
+async def test_openai(cluster: Cluster) -> None:
+    assert (await output(sys.executable, "-c", example("python", cluster))).count("<") > 30

@@ -1,0 +1,115 @@
+"""HTTP that is broken, too large, too slow or unread: answered or closed, and nothing else notices."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import socket
+import sys
+from collections.abc import AsyncIterator
+from itertools import chain
+
+import pytest
+import pytest_asyncio
+
+from tests.e2e.conftest import Cluster
+from tests.e2e.gateway.conftest import Eventually
+
+pytestmark = pytest.mark.asyncio(loop_scope="package")
+POST = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nx-loraplex-tenant: acme\r\n"
+LONG = b'{"model":"a","messages":[{"role":"user","content":"x"}],"max_tokens":20000,"n":16,"stream":true}'
+
+CHUNK = b"40000\r\n" + b" " * 2**18 + b"\r\n"
+
+
+async def connect(address: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    host, _, port = address.rpartition(":")
+    bare = socket.socket()
+    bare.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)  # little is taken that is not read
+    bare.setblocking(False)
+    await asyncio.get_running_loop().sock_connect(bare, (host, int(port)))
+    return await asyncio.open_connection(sock=bare, limit=1024)
+
+
+async def exchange(address: str, *parts: bytes) -> tuple[int, dict[str, str], dict[str, object]]:
+    """Send bytes; return status, headers and error of the answer, after which the connection must be closed or idle."""
+    reader, writer = await connect(address)
+    try:
+        async with asyncio.timeout(10):
+            for part in parts:
+                writer.write(part)
+            head = (await reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
+            headers = dict(line.lower().split(": ", 1) for line in head[1:] if line)
+            error = json.loads(await reader.readexactly(int(headers["content-length"])))["error"]
+            return int(head[0].split()[1]), headers, error
+    finally:
+        writer.close()
+
+
+@pytest.mark.parametrize(
+    ("parts", "status", "code"),
+    [
+        ((b"nonsense\r\n\r\n",), 400, "invalid_http"),
+        ((POST, b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\nGET /x"), 400, "invalid_http"),
+        ((POST, b"Content-Length: 5\r\nContent-Length: 6\r\n\r\n{}"), 400, "invalid_http"),
+        ((POST, b"Content-Length: -1\r\n\r\n"), 400, "invalid_http"),
+        ((POST, b"Transfer-Encoding: gzip, chunked, identity\r\nContent-Length: 2\r\n\r\n{}"), 400, "invalid_http"),
+        ((POST, b"Content-Length: 9999999\r\n\r\n{"), 413, "body_too_large"),
+        ((POST, b"Transfer-Encoding: chunked\r\n\r\n", CHUNK * 17), 413, "body_too_large"),
+        ((POST, b"Content-Length: 2\r\n\r\n{]"), 400, "invalid_json"),
+        ((b"GET /v1/nothing HTTP/1.1\r\nHost: x\r\n\r\n",), 404, "unknown_path"),
+        ((b"DELETE /v1/models HTTP/1.1\r\nHost: x\r\n\r\n",), 405, "method_not_allowed"),
+        ((b"GET /health HTTP/1.1\r\nHost: x\r\nx-a: ", b"a" * 400_000), 431, "headers_too_large"),
+        ((POST, b"x-loraplex-tenant: b\r\nContent-Length: 2\r\n\r\n{}"), 400, "missing_required_parameter"),
+        ((b"GET /v1/models HTTP/1.1\r\nx-loraplex-tenant: A B\r\n\r\n",), 401, "unauthenticated"),
+    ],
+)  # fmt: skip
+async def test_requests_that_are_none(cluster: Cluster, parts: tuple[bytes, ...], status: int, code: str) -> None:
+    found, headers, error = await exchange(cluster.local.http, *parts)
+    assert (found, error["code"]) == (status, code)
+    assert (found not in (413, 431) and code != "invalid_http") or headers["connection"] == "close"
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="package")
+async def limited(cluster: Cluster) -> AsyncIterator[str]:
+    """A gateway with small limits."""
+    flags = {"--router": cluster.local.router, "--port": "0", "--client-stall-s": "0.5", "--connections-limit": "3"}
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "clients.gateway", *chain(*flags.items()), stdout=asyncio.subprocess.PIPE
+    )
+    assert process.stdout is not None
+    ready = (await process.stdout.readline()).decode().split()
+    try:
+        yield ready[1].removeprefix("gateway=")
+    finally:
+        process.terminate()
+        assert await process.wait() == 0
+
+
+async def test_a_client_that_never_reads_is_dropped(cluster: Cluster, limited: str, eventually: Eventually) -> None:
+    _, writer = await connect(limited)
+    try:
+        writer.write(POST + b"Content-Length: %d\r\n\r\n" % len(LONG) + LONG)
+        await eventually(lambda: rows(cluster, 16))
+        await eventually(cluster.idle)
+    finally:
+        writer.close()
+
+
+async def rows(cluster: Cluster, count: int) -> bool:
+    return sum(worker.rows_running for worker in await cluster.workers()) == count
+
+
+async def test_connections_beyond_the_limit_are_closed(limited: str, eventually: Eventually) -> None:
+    held = [await connect(limited) for _ in range(3)]
+    assert not await is_served(limited)
+    for _, writer in held:
+        writer.close()
+    await eventually(lambda: is_served(limited))
+
+
+async def is_served(address: str) -> bool:
+    with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
+        return (await exchange(address, b"GET /v1/nothing HTTP/1.1\r\nHost: x\r\n\r\n"))[0] == 404
+    return False

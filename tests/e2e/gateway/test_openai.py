@@ -1,0 +1,205 @@
+"""OpenAI's own client: answers, streams, tools, schemas, embeddings, errors, cancels, and what dies in mid-stream."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import signal
+from typing import Any
+
+import openai
+import pytest
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
+
+from artifacts.encode import Encode
+from tests.e2e.conftest import Cluster
+from tests.e2e.gateway.conftest import MESSAGES, MODEL, PROMPT, Eventually, expected
+from worker.engine.hash_tokens import expected_vector
+from worker.engine_api import Sampling
+
+pytestmark = pytest.mark.asyncio(loop_scope="package")
+Client = openai.AsyncOpenAI
+CHAT: dict[str, Any] = {"messages": MESSAGES, "model": "a"}
+WEATHER: Any = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string", "maxLength": 6}},
+            "required": ["city"],
+            "additionalProperties": False,
+        },
+    },
+}
+
+
+async def test_whole_answers(client: Client, cluster: Cluster) -> None:
+    sampling = Sampling(temperature=0.7, top_p=0.9, seed=5)
+    whole = await client.chat.completions.create(**CHAT, max_tokens=9, temperature=0.7, top_p=0.9, seed=5, n=2)
+    ChatCompletion.model_validate(whole.model_dump(), strict=True)
+    texts = [choice.message.content for choice in whole.choices]
+    assert texts == [expected(PROMPT, cluster.digests["a"], 9, sampling, choice) for choice in range(2)]
+    assert {choice.finish_reason for choice in whole.choices} == {"length"}
+    assert whole.usage is not None
+    assert (whole.usage.prompt_tokens, whole.usage.completion_tokens) == (len(PROMPT), 18)
+    a = cluster.digests["a"]
+    for name, digest in (("hash", ""), ("a", a), (f"a@{a}", a), ("hash:a", a), ("tenants/acme/adapters/a", a)):
+        completion = await client.completions.create(model=name, prompt="x", temperature=0)
+        assert completion.choices[0].text == expected("x", digest, 16)
+    several = await client.completions.create(
+        model="a", prompt=["x", "y"], temperature=0, max_tokens=7, stop=expected("y", cluster.digests["a"], 4)[-6:]
+    )
+    first, second = several.choices
+    assert (first.text, first.finish_reason) == (expected("x", cluster.digests["a"], 7), "length")
+    assert second.finish_reason == "stop"
+    assert expected("y", cluster.digests["a"], 4).startswith(second.text)
+    assert (second.index, several.usage and several.usage.prompt_tokens) == (1, 2)
+
+
+async def test_streams_and_logprobs(client: Client, cluster: Cluster) -> None:
+    stream = await client.chat.completions.create(
+        **CHAT, max_completion_tokens=30, temperature=0, n=2, logprobs=True, top_logprobs=2, stream=True,
+        stream_options={"include_usage": True},
+    )  # fmt: skip
+    text, tokens, reasons = ["", ""], ["", ""], {}
+    async for chunk in stream:
+        ChatCompletionChunk.model_validate(chunk.model_dump(), strict=True)
+        for choice in chunk.choices:
+            text[choice.index] += choice.delta.content or ""
+            if choice.logprobs and choice.logprobs.content:
+                tokens[choice.index] += "".join(entry.token for entry in choice.logprobs.content)
+                assert all(len(entry.top_logprobs) == 2 for entry in choice.logprobs.content)
+            if choice.finish_reason:
+                reasons[choice.index] = choice.finish_reason
+        usage = chunk.usage
+    assert text == tokens == [expected(PROMPT, cluster.digests["a"], 30, choice=choice) for choice in range(2)]
+    assert reasons == {0: "length", 1: "length"}
+    assert usage is not None
+    assert usage.completion_tokens == 60
+    merged = await client.completions.create(
+        model="a", prompt=[[120], [121]], temperature=0, max_tokens=20, stream=True, logprobs=1
+    )
+    text = ["", ""]
+    async for completion in merged:
+        for one in completion.choices:
+            at = len(text[one.index])
+            text[one.index] += one.text
+            if one.logprobs:
+                assert one.logprobs.text_offset is not None
+                assert one.logprobs.text_offset[0] == at
+                assert one.logprobs.tokens is not None
+                assert "".join(one.logprobs.tokens) == one.text
+    assert text == [expected("x", cluster.digests["a"], 20), expected("y", cluster.digests["a"], 20)]
+
+
+async def test_tools_and_schemas(client: Client, cluster: Cluster) -> None:
+    forced: Any = {"type": "function", "function": {"name": "weather"}}
+    asked: Any = {**CHAT, "tools": [WEATHER], "tool_choice": forced, "max_tokens": 200, "seed": 3}
+    whole = await client.chat.completions.create(**asked)
+    choice = whole.choices[0]
+    assert choice.finish_reason == "tool_calls"
+    assert choice.message.content is None
+    assert choice.message.tool_calls
+    call: Any = choice.message.tool_calls[0]
+    assert list(json.loads(call.function.arguments)) == ["city"]
+    name, arguments = "", ""
+    async for chunk in await client.chat.completions.create(**asked, stream=True):
+        for delta in chunk.choices[0].delta.tool_calls or ():
+            assert delta.function is not None
+            name, arguments = name + (delta.function.name or ""), arguments + (delta.function.arguments or "")
+    assert (name, arguments) == (call.function.name, call.function.arguments)
+    # The answer and a result go back as they came.
+    messages = [*MESSAGES, choice.message, {"role": "tool", "tool_call_id": call.id, "content": "rain"}]
+    await client.chat.completions.create(model="a", messages=messages, tools=[WEATHER], max_tokens=2)
+    shape: Any = {"type": "json_schema", "json_schema": {"name": "n", "schema": WEATHER["function"]["parameters"]}}
+    shaped = await client.chat.completions.create(**CHAT, response_format=shape, max_tokens=200, seed=3)
+    assert list(json.loads(shaped.choices[0].message.content or "")) == ["city"]
+
+
+async def test_embeddings_and_models(client: Client, cluster: Cluster) -> None:
+    truth = expected_vector(MODEL, [*b"one"], Encode(task="embed"), adapter_digest=cluster.digests["a"])
+    length = math.hypot(*truth)
+    for form in ("float", "base64"):
+        found = await client.embeddings.create(model="a", input=["two", "one"], encoding_format=form)
+        if form == "float":
+            assert found.data[1].embedding == pytest.approx([value / length for value in truth], rel=1e-6)
+    assert (await client.embeddings.create(model="a", input="one")).data[0].embedding == pytest.approx(
+        [value / length for value in truth], rel=1e-6
+    )
+    names = [model.id async for model in client.models.list()]
+    assert names == ["hash", "a", "b", "c"]
+    assert (await client.models.retrieve("a")).owned_by == "acme"
+    with pytest.raises(openai.NotFoundError):
+        await client.models.retrieve("nobody")
+
+
+@pytest.mark.parametrize(
+    ("given", "kind", "field", "code"),
+    [
+        ({"model": "nobody"}, openai.NotFoundError, "model", "model_not_found"),
+        ({"extra_body": {"tempperature": 1}}, openai.BadRequestError, "tempperature", "unknown_parameter"),
+        ({"top_p": 7}, openai.BadRequestError, "top_p", "invalid_field"),
+        ({"temperature": "hot"}, openai.BadRequestError, "temperature", "invalid_value"),
+        ({"top_logprobs": 3}, openai.BadRequestError, "top_logprobs", "invalid_value"),
+        ({"web_search_options": {}}, openai.BadRequestError, "web_search_options", "unsupported_parameter"),
+        ({"messages": [{"role": "wizard"}]}, openai.BadRequestError, "messages[0].role", "invalid_value"),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": 3}]}]},
+         openai.BadRequestError, "messages[0].content[0].text", "invalid_value"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"not": {}}}}]},
+         openai.BadRequestError, "tools[0].parameters.not", "invalid_format"),
+        ({"max_tokens": 40_000}, openai.BadRequestError, "max_tokens", "context_length_exceeded"),
+        ({"extra_headers": {"x-request-timeout-ms": "1"}}, openai.InternalServerError, None, "deadline_exceeded"),
+    ],
+)  # fmt: skip
+async def test_errors(client: Client, given: Any, kind: type[openai.APIStatusError], field: str, code: str) -> None:
+    for stream in (False, True):
+        with pytest.raises(kind) as caught:
+            await client.chat.completions.create(**{**CHAT, "max_tokens": 500, "stream": stream, **given})
+        assert (caught.value.param, caught.value.code) == (field, code)
+
+
+async def test_a_client_that_leaves_cancels_its_work(client: Client, cluster: Cluster, eventually: Eventually) -> None:
+    stream = await client.chat.completions.create(**CHAT, max_tokens=20_000, stream=True)
+    assert await anext(aiter(stream))
+    await stream.close()
+    waiting = asyncio.create_task(client.chat.completions.create(**CHAT, max_tokens=20_000))
+    await eventually(lambda: _rows(cluster, 1))
+    waiting.cancel()
+    await eventually(cluster.idle)
+
+
+async def _rows(cluster: Cluster, count: int) -> bool:
+    return sum(worker.rows_running for worker in await cluster.workers()) == count
+
+
+async def test_streams_go_on_where_a_worker_and_a_router_were_killed(
+    client: Client, cluster: Cluster, eventually: Eventually
+) -> None:
+    tokens = 150
+    began = asyncio.Event()
+
+    async def read(name: str) -> str:
+        text = ""
+        asked = {**CHAT, "model": name, "max_tokens": tokens, "temperature": 0}
+        stream = await client.chat.completions.create(**asked, stream=True)
+        async for chunk in stream:
+            text += chunk.choices[0].delta.content or ""
+            if text.count("<") > 20:
+                began.set()
+        return text
+
+    names = ["a", "b", "c"] * 3
+    reading = [asyncio.create_task(read(name)) for name in names]
+    whole = asyncio.create_task(client.chat.completions.create(**CHAT, max_tokens=tokens, temperature=0))
+    await began.wait()
+    cluster.local.kill("worker-1", signal.SIGKILL, group=True)
+    cluster.local.kill("router-1", signal.SIGKILL)
+    texts = await asyncio.gather(*reading)
+    assert texts == [expected(PROMPT, cluster.digests[name], tokens) for name in names]
+    assert (await whole).choices[0].message.content == expected(PROMPT, cluster.digests["a"], tokens)
+    await cluster.local.restart("router-1")
+    await cluster.local.start_worker()
+    await cluster.local.wait_serving()
+    await eventually(cluster.idle)
