@@ -131,5 +131,13 @@ def _plain(value: Any) -> Any:
     if isinstance(value, (bool, int, float)):
         return value
     if isinstance(value, Message):
-        return value.ToJsonString() if value.ByteSize() else ""  # type: ignore[attr-defined]  # a time or a duration
+        return _shown_time(value) if value.ByteSize() else ""
     return [str(one)[:100] for one in list(value)[:_ENTRIES]]
+
+
+def _shown_time(value: Any) -> str:
+    """Return a time or a duration as JSON has it; one that a caller made invalid by its numbers."""
+    try:
+        return str(value.ToJsonString())
+    except ValueError:
+        return f"{value.seconds} s and {value.nanos} ns"

@@ -16,6 +16,7 @@ TENANT = "mallory"
 INFERENCE = "/loraplex.inference.v1.InferenceService/"
 STORE = "/loraplex.adapters.v1.AdapterService/"
 CLUSTER = "/loraplex.cluster.v1.ClusterService/"
+ADMIN = "/loraplex.admin.v1."
 Metadata = tuple[tuple[str, str | bytes], ...]
 
 
@@ -42,7 +43,7 @@ _NO_MESSAGES = (
 
 def broken_messages() -> Iterator[Case]:
     """Yield bytes that are no message, for every method of a router and a store."""
-    services = (INFERENCE, STORE, CLUSTER)
+    services = (INFERENCE, STORE, CLUSTER, ADMIN)
     for method in sorted(name for name in PERMISSIONS if name.startswith(services)):
         for index, data in enumerate(_NO_MESSAGES):
             # Where a message's field 2 is unknown or no string, the last of them is a message.

@@ -105,6 +105,14 @@ async def test_a_change_is_recorded_with_its_caller_and_without_the_secret(
     assert "SECRET" not in repr(records)
 
 
+async def test_a_duration_that_is_none_is_recorded_by_its_numbers(channel: grpc.aio.Channel, records: Records) -> None:
+    stub: Any = keys_pb2_grpc.KeyServiceStub(channel)
+    request = pb.CreateKeyRequest(tenant="globex")
+    request.ttl.seconds, request.ttl.nanos = 1, 2**31 - 1
+    await stub.CreateKey(request)
+    assert records[0]["details"]["ttl"] == "1 s and 2147483647 ns"
+
+
 async def test_changes_that_fail_are_recorded_too(channel: grpc.aio.Channel, records: Records) -> None:
     stub: Any = keys_pb2_grpc.KeyServiceStub(channel)
     with pytest.raises(grpc.aio.AioRpcError):
