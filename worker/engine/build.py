@@ -73,9 +73,12 @@ def adapter_layers(loaded: LoadedModel, config: EngineConfig) -> AdapterLayers:
     slots, max_rank = config.adapter_slots, config.max_rank
     if device.type == "cpu":
         lay_out(loaded)
-        from worker.engine.lora.cpu.layers import CpuLayers  # numba is there only where the CPU computes
+        from worker.engine.decoder.recognition import use_kernels  # numba is there only where the CPU computes
+        from worker.engine.lora.cpu.layers import CpuLayers
 
-        return CpuLayers(module, loaded.linears, slots, max_rank, dtype, loaded.ends)
+        layers = CpuLayers(module, loaded.linears, slots, max_rank, dtype, loaded.ends)
+        use_kernels(module, loaded.attention, dtype)
+        return layers
     from worker.engine.lora.cuda.layers import CudaLayers  # Triton is there only with CUDA
 
     # Triton launches on the thread's current device.

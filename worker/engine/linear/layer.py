@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
@@ -35,6 +36,11 @@ class _Scratch(threading.local):
 
 
 _scratch = _Scratch()
+
+
+def scratch_memory() -> tuple[Tensor, NDArray[np.int64]]:
+    """Return this thread's scratch memory, as it is now, and its counters: what the calls before this one refer to."""
+    return _scratch.workspace.memory, _scratch.counters
 
 
 class PanelLayer(nn.Module):
@@ -64,6 +70,25 @@ class PanelLayer(nn.Module):
             self._multiply(pad(rows, (0, missing)) if missing else rows.contiguous(), y)
         return y.view(*x.shape[:-1], self.out_features)
 
+    @property
+    def input_dtype(self) -> torch.dtype:
+        """Return the dtype of `multiply_into`'s inputs."""
+        return self._dtype
+
+    @property
+    def takes_rows(self) -> bool:
+        """Tell whether rows are multiplied as they are; others are padded to whole units of the weight first."""
+        return self._panels.columns == self.in_features
+
+    def multiply_into(self, x: Tensor, y: Tensor) -> None:
+        """Multiply rows x [rows, in_features] of `input_dtype` into y [rows, out_features], both contiguous.
+
+        Only where `takes_rows`. This is one call of the kernel.
+        """
+        assert self.takes_rows, "whole units of columns"
+        assert x.dtype == self.input_dtype, "the dtype that the kernel is compiled for"
+        self._multiply(x, y)
+
     @abstractmethod
     def _multiply(self, x: Tensor, y: Tensor) -> None:
         """Run the kernel: x [rows, columns] and y [rows, out_features], both contiguous."""
@@ -82,6 +107,11 @@ class PanelLinear(PanelLayer):
         self._kernel: Any = kernel.compile_linear(
             panels.format, _kind(dtype), scales=panels.scales is not None, zeros=panels.zeros is not None
         )
+
+    @property
+    def input_dtype(self) -> torch.dtype:
+        """See PanelLayer."""
+        return torch.float32
 
     def _multiply(self, x: Tensor, y: Tensor) -> None:
         x = x.float()

@@ -47,10 +47,11 @@ class CpuPlan:
     scores: int
     chunks: tuple[Chunk, ...]
 
-    def attend(self, call: LayerCall, cache: KvCache) -> Tensor:
-        """See AttentionPlan."""
+    def attend(self, call: LayerCall, cache: KvCache, out: Tensor | None = None) -> Tensor:
+        """See AttentionPlan; `out` takes the result where it is given."""
         query = call.query if call.query.stride(-1) == 1 else call.query.contiguous()
-        out = query.new_empty(*query.shape[:2], call.value.shape[-1])
+        if out is None:
+            out = query.new_empty(*query.shape[:2], call.value.shape[-1])
         if len(self.tasks):
             self._attend_short(call, query, cache, out)
         for chunk in self.chunks:

@@ -11,6 +11,11 @@ class Workspace:
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.float32)
 
+    @property
+    def memory(self) -> torch.Tensor:
+        """Return the buffer, as it is now: whoever keeps it keeps its addresses valid."""
+        return self._memory
+
     def address(self, floats: int) -> int:
         """Return the address of `floats` uninitialized float32, valid until the next call."""
         if len(self._memory) < floats:

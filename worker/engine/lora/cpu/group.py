@@ -101,6 +101,16 @@ class CpuGroup(FusedProduct):
         self._addresses = self._table.ctypes.data, self._kernel_columns.ctypes.data
         self._used: set[int] = set()
 
+    @property
+    def adapts(self) -> bool:
+        """Tell whether a row of the step has an adapter, and an adapter in a slot is on these layers."""
+        return bool(self._used and self._step.segments)
+
+    @property
+    def counters(self) -> NDArray[np.int64]:
+        """Return the counters of the kernel's calls, shared by all groups of a step."""
+        return self._step.counters
+
     def set_slot(self, slot: int, pairs: Sequence[LoraPair | None]) -> None:
         """Replace the pairs of a slot, one for each layer; None where the adapter does not change the layer."""
         assert all(pair is None or len(pair.a) <= self._max_rank for pair in pairs), "no rank is above max_rank"
@@ -111,10 +121,13 @@ class CpuGroup(FusedProduct):
     def compute(self, x: Tensor) -> Tensor:
         """Compute the base product and add each row's adapter: [..., in_features] to [..., sum of the widths]."""
         y = self.base(x)
+        if self.adapts:
+            self.add_adapters(x.contiguous(), y)
+        return y
+
+    def add_adapters(self, x: Tensor, y: Tensor) -> None:
+        """Add each row's adapter to the base product y [..., sum of the widths] of x [..., in_features], in place."""
         step = self._step
-        if not (self._used and step.segments):
-            return y
-        x = x.contiguous()
         if len(step.short):
             self._run_kernel(x, y)
         rows, out = x.view(-1, self.in_features), y.view(-1, self.width)
@@ -122,7 +135,6 @@ class CpuGroup(FusedProduct):
             for (begin, end), pair in zip(self._columns, self._pairs[slot], strict=True):
                 if pair is not None:
                     pair.add_to(out[first:stop, begin:end], linear(rows[first:stop], pair.a))
-        return y
 
     def _run_kernel(self, x: Tensor, y: Tensor) -> None:
         """Add the short segments' adapters to y [..., width] of x [..., in_features], in place."""

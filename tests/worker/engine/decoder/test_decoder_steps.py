@@ -1,0 +1,105 @@
+"""Decoder layers kernel by kernel, and as programs, against the model's own modules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.worker.engine.model.tiny_families import CRAMPED, LAST_ARRIVAL, PROMPTS, make_config, make_model
+from worker.engine.decoder import steps
+from worker.engine.decoder.program import Program
+from worker.engine.decoder.steps import _SharedMemory
+from worker.engine.device.cpu.threads import recorded_calls, run_on_all_threads, run_on_this_thread
+from worker.engine.linear.layer import PanelLinear, scratch_memory
+from worker.engine.lora.cpu.group import CpuGroup, CpuStep
+from worker.engine_api import AdapterSource, NewSequence, Output, Stopping
+
+pytestmark = pytest.mark.model
+
+LINEARS = ["q_proj", "v_proj", "o_proj", "gate_proj"]
+
+
+@pytest.fixture
+def programs(monkeypatch: pytest.MonkeyPatch) -> list[Program]:
+    """The programs that have run, each time."""
+    ran: list[Program] = []
+    run = Program.run
+
+    def watched(program: Program, *counters: Any) -> None:
+        ran.append(program)
+        run(program, *counters)
+
+    monkeypatch.setattr(Program, "run", watched)
+    return ran
+
+
+@pytest.mark.parametrize(("model_type", "threads"), [("qwen3", 1), ("smollm3", 2)])
+def test_programs_give_the_bits_of_the_kernels_one_by_one(
+    model_type: str,
+    threads: int,
+    tmp_path: Path,
+    save_adapter: Callable[..., None],
+    make_engine: Callable[..., Any],
+    run_until_idle: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+    programs: list[Program],
+) -> None:
+    """With and without an adapter, chunked and preempted; that the answers are right, the families' oracles show."""
+    save_adapter(
+        make_model(make_config(model_type), tmp_path / "model"), tmp_path / "adapter", 3, r=4, target_modules=LINEARS
+    )
+    source = AdapterSource("the adapter", str(tmp_path / "adapter"))
+    requests = [
+        NewSequence(f"{index}", prompt, adapter=source if index % 3 else None, stopping=Stopping(10), logprobs=2)
+        for index, prompt in enumerate(PROMPTS)
+    ]
+    torch.set_num_threads(threads)
+
+    def answers() -> dict[str, list[Output]]:
+        engine = make_engine(tmp_path / "model", quantize="int8", threads=threads, **CRAMPED)
+        # Until the adapter is there, steps pass that depend on the clock.
+        run_until_idle(engine, {0: [replace(requests[1], sequence_id="first", stopping=Stopping(1))]})
+        outputs: dict[str, list[Output]] = run_until_idle(engine, {0: requests[:3], LAST_ARRIVAL: requests[3:]})
+        return outputs
+
+    by_programs = answers()
+    assert len(programs) >= 15
+    assert len({id(program) for program in programs}) >= 5
+    ran = len(programs)
+    monkeypatch.setattr(steps, "_MOST_TOKENS", 0)
+    assert answers() == by_programs
+    assert len(programs) == ran
+
+
+def test_products_in_bfloat16_are_recorded_with_the_rounding_of_their_inputs() -> None:
+    linear = nn.Linear(64, 40, dtype=torch.bfloat16)
+    group = CpuGroup(PanelLinear(linear, torch.bfloat16), 64, [40], 1, 4, torch.bfloat16, CpuStep())
+    memory, x = _SharedMemory(torch.bfloat16), torch.randn(5, 64).bfloat16()
+    with torch.inference_mode():
+        with recorded_calls() as calls:
+            y = memory.multiply("a name", group, x)
+        assert len(calls) == 2
+        Program(calls).run([memory.operators.counter, scratch_memory()[1]])
+        assert torch.equal(y, group.compute(x))
+
+
+@pytest.mark.parametrize("model_type", ["granite", "gemma2", "gpt2"])
+def test_layers_of_another_form_stay(model_type: str, tmp_path: Path, make_engine: Callable[..., Any]) -> None:
+    make_model(make_config(model_type), tmp_path)
+    model = make_engine(tmp_path, **CRAMPED)._runner._module
+    own = {type(module).__name__ for module in model.modules() if "forward" not in vars(module)}
+    assert any(name.endswith(("DecoderLayer", "Block")) for name in own)
+    assert not any("RMSNorm" in name for name in own)
+
+
+def test_calls_are_recorded_by_the_thread_that_asks_for_it_alone() -> None:
+    with recorded_calls() as calls:
+        run_on_all_threads(0, b"a")
+        run_on_this_thread(0, b"b")
+    assert [(call.argument, call.alone) for call in calls] == [(b"a", False), (b"b", True)]

@@ -1,0 +1,233 @@
+"""Recognizes the modules of transformers' models that the kernels compute, by their numbers; replaces their forward.
+
+Names of modules suggest a form; one pass of a few tokens through the model, and the same by the kernels, decide. What
+does not give the same numbers stays as it is.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from worker.engine.attention.paged import AttentionContext, LayerCall
+from worker.engine.decoder.layer import AttentionForm, DecoderLayer, Mlp, NewMemory
+from worker.engine.decoder.operators import Heads, Norm, Rotation, RowOperators
+from worker.engine.decoder.steps import DecoderSteps
+from worker.engine.lora.cpu.group import CpuGroup
+from worker.engine.lora.fused_linears import FusedPart
+
+# Maximum difference from a module's own numbers, relative to the largest, that rounding explains.
+_TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-2}
+# Positions of the tokens that the model computes.
+_POSITIONS = (0, 1, 2, 5, 11)
+_EPSILONS = ("variance_epsilon", "eps", "epsilon")
+
+
+@torch.inference_mode()
+def use_kernels(model: Any, context: AttentionContext, dtype: torch.dtype) -> None:
+    """Let the kernels compute what they can of a model on the CPU whose linear layers are in place."""
+    if dtype not in _TOLERANCE:
+        return
+    for module in model.modules():
+        # Of an earlier call, whose linear layers are not these.
+        vars(module).pop("forward", None)
+    arena = NewMemory(RowOperators(dtype))
+    norms = {module: norm for module in model.modules() if (norm := _norm_of(module, dtype)) is not None}
+    calls = _observed(model, context)
+    layers = [_layer_of(call, norms, arena) for call in calls]
+    found = [layer for layer in layers if layer is not None]
+    if found and len(found) == len(layers) and _is_chain(calls):
+        steps = DecoderSteps(found, context, dtype)
+        for index, call in enumerate(calls):
+            call.module.forward = steps.forward(index, call.module.forward)
+    for module, norm in norms.items():
+        module.forward = _norm_forward(norm, arena, module.forward)
+
+
+def _norm_forward(norm: Norm, arena: NewMemory, original: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    def forward(hidden_states: Tensor) -> Tensor:
+        if hidden_states.dtype != arena.operators.dtype:
+            return original(hidden_states)
+        x = hidden_states.reshape(-1, hidden_states.shape[-1]).contiguous()
+        out = torch.empty_like(x)
+        arena.operators.norm(x, norm, out)
+        return out.view(hidden_states.shape)
+
+    return forward
+
+
+def _norm_of(module: Any, dtype: torch.dtype) -> Norm | None:
+    """Return what a module normalizes with; None where it is none of this form."""
+    epsilon = next((getattr(module, name) for name in _EPSILONS if hasattr(module, name)), None)
+    parameters = dict(module.named_parameters())
+    if not isinstance(epsilon, float) or list(parameters) != ["weight"] or parameters["weight"].ndim != 1:
+        return None
+    if isinstance(module, nn.LayerNorm) or len(inspect.signature(module.forward).parameters) != 1:
+        return None
+    weight = parameters["weight"].float()
+    exact = copy.deepcopy(module).float()
+    # Rows of many sizes: in the smallest epsilon matters.
+    x = torch.randn(8, len(weight), generator=torch.Generator().manual_seed(0)) * torch.logspace(-4, 3, 8)[:, None]
+    operators = RowOperators(torch.float32)
+    for candidate in (Norm(weight, epsilon), Norm(1 + weight, epsilon)):
+        out = torch.empty_like(x)
+        operators.norm(x, candidate, out)
+        if _same(out, exact(x)) and module(x.to(dtype)).dtype == dtype:
+            return candidate
+    return None
+
+
+@dataclass
+class _Observed:
+    """A call of a decoder layer: its first argument, named arguments and result, and the attention in it."""
+
+    module: Any
+    hidden: Tensor
+    named: dict[str, Any]
+    out: Any = None
+    attention: list[tuple[LayerCall, Tensor]] = field(default_factory=list)
+
+
+class _Observer:
+    """A step of random attention, which keeps what layers ask of it."""
+
+    def __init__(self) -> None:
+        self.calls: list[_Observed] = []
+        self._generator = torch.Generator().manual_seed(0)
+
+    def attend(self, call: LayerCall) -> Tensor:
+        """See StepAttention."""
+        heads, dim = call.query.shape[1], call.value.shape[-1]
+        attended = torch.randn(len(call.query), heads, dim, generator=self._generator).to(call.query.dtype)
+        if self.calls:
+            copied = replace(call, query=call.query.clone(), key=call.key.clone(), value=call.value.clone())
+            self.calls[-1].attention.append((copied, attended))
+        return attended
+
+
+def _observed(model: Any, context: AttentionContext) -> list[_Observed]:
+    """Return the calls of the decoder layers in a pass of a few tokens."""
+    observer = _Observer()
+    ids = torch.randint(model.config.vocab_size, (1, len(_POSITIONS)), generator=torch.Generator().manual_seed(0))
+    with context.during(observer), _watching(model, observer.calls):
+        model(
+            input_ids=ids,
+            position_ids=torch.tensor([_POSITIONS]),
+            use_cache=False,
+            logits_to_keep=torch.tensor([0]),
+        )
+    return observer.calls
+
+
+@contextmanager
+def _watching(model: Any, calls: list[_Observed]) -> Iterator[None]:
+    def before(module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+        hidden = arguments[0] if arguments else named["hidden_states"]
+        calls.append(_Observed(module, hidden, named))
+
+    def after(module: nn.Module, arguments: Any, out: Any) -> None:
+        calls[-1].out = out
+
+    hooks = []
+    for module in model.modules():
+        if hasattr(module, "self_attn") and hasattr(module, "mlp"):
+            hooks.append(module.register_forward_pre_hook(before, with_kwargs=True))
+            hooks.append(module.register_forward_hook(after))
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _is_chain(calls: list[_Observed]) -> bool:
+    """Tell whether each layer takes the layer before's result as it is, and all take the same rotation."""
+    embeddings = calls[0].named.get("position_embeddings")
+    return all(call.named.get("position_embeddings") is embeddings for call in calls) and all(
+        after.hidden is before.out for before, after in pairwise(calls)
+    )
+
+
+def _layer_of(call: _Observed, norms: dict[Any, Norm], arena: NewMemory) -> DecoderLayer | None:
+    """Return an observed layer's form; None where the kernels do not give its numbers."""
+    module, embeddings = call.module, call.named.get("position_embeddings")
+    names = ("input_layernorm", "post_attention_layernorm")
+    before, between = (norms.get(getattr(module, name, None)) for name in names)
+    mlp, qkv = _mlp_of(module.mlp), _product_of(module.self_attn, ("q_proj", "k_proj", "v_proj"), "qkv_proj")
+    o = _product_of(module.self_attn, ("o_proj",), "dense")
+    if before is None or between is None or mlp is None or qkv is None or o is None or len(call.attention) != 1:
+        return None
+    if not isinstance(embeddings, tuple) or not isinstance(call.out, Tensor):
+        return None
+    asked, attended = call.attention[0]
+    heads = _heads_of(module.self_attn, asked, norms)
+    rotation = Rotation(*(part[0].contiguous() for part in embeddings))
+    if rotation.cos.dtype != call.hidden.dtype:
+        return None
+    if heads is None or not _fits(heads, qkv, o, rotation):
+        return None
+    nothing = attended.new_empty(0)
+    sinks = None if asked.sinks is None else asked.sinks.float().contiguous()
+    kept = replace(asked, query=nothing, key=nothing, value=nothing, sinks=sinks)
+    for rotates in (True, False):
+        layer = DecoderLayer(before, qkv, AttentionForm(heads, kept, rotates), o, between, mlp)
+        given = layer.call(layer.project(call.hidden[0], rotation, arena))
+        if all(_same(getattr(given, part), getattr(asked, part)) for part in ("query", "key", "value")):
+            out = layer.finish(call.hidden[0], attended.flatten(1), arena)
+            return layer if _same(out, call.out[0]) else None
+    return None
+
+
+def _heads_of(attention: Any, call: LayerCall, norms: dict[Any, Norm]) -> Heads | None:
+    own = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
+    found = [norms.get(module) for module in own]
+    if any(module is not None and norm is None for module, norm in zip(own, found, strict=True)):
+        return None
+    _, heads, key_dim = call.query.shape
+    if any(norm is not None and len(norm.weight) != key_dim for norm in found):
+        return None
+    if len({norm.epsilon for norm in found if norm is not None}) > 1:
+        return None
+    return Heads(heads, call.key.shape[1], key_dim, call.value.shape[-1], *found)
+
+
+def _fits(heads: Heads, qkv: CpuGroup, o: CpuGroup, rotation: Rotation) -> bool:
+    """Tell whether the kernels stay within the rows."""
+    width = (heads.heads + heads.kv_heads) * heads.key_dim + heads.kv_heads * heads.value_dim
+    columns = rotation.cos.shape[1]
+    fits = columns <= heads.key_dim and columns % 2 == 0 and rotation.cos.shape == rotation.sin.shape
+    return fits and width == qkv.width and o.in_features == heads.heads * heads.value_dim
+
+
+def _mlp_of(module: Any) -> Mlp | None:
+    gate_up, down = _product_of(module, ("gate_proj", "up_proj"), "gate_up_proj"), _product_of(module, ("down_proj",))
+    if gate_up is None or down is None or gate_up.width != 2 * down.in_features:
+        return None
+    return Mlp(gate_up, down)
+
+
+def _product_of(module: Any, names: tuple[str, ...], other: str = "") -> CpuGroup | None:
+    """Return the product of layers that it computes, in this order, or of the one layer `other`; None: of others."""
+    names = names if hasattr(module, names[0]) else (other,)
+    found = [getattr(module, name, None) for name in names]
+    parts = [part for part in found if isinstance(part, FusedPart)]
+    if not parts or len(parts) < len(found):
+        return None
+    product = parts[0].product
+    whole = [part.index for part in parts if part.product is product] == list(range(len(product.widths)))
+    return product if whole and isinstance(product, CpuGroup) else None
+
+
+def _same(given: Tensor, expected: Tensor) -> bool:
+    if given.shape != expected.shape or given.dtype != expected.dtype:
+        return False
+    difference = (given.float() - expected.float()).abs().max()
+    return bool(difference <= _TOLERANCE[given.dtype] * expected.float().abs().max())
