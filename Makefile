@@ -1,7 +1,7 @@
 # The gate is `make lint` and `make test`, at home and in CI. `make check` is a quicker check while you work.
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup run check test authz hostile fuzz chaos cancels formats swaps texts gpu bench json-schema-suite lint format clean
+.PHONY: help setup run check test authz hostile fuzz chaos ledger cancels formats swaps texts gpu bench json-schema-suite lint format clean
 
 # Tests start hundreds of Python processes: without cached bytecode each would compile the project's modules again.
 unexport PYTHONDONTWRITEBYTECODE
@@ -86,6 +86,13 @@ authz: $(STAMP) ## Call every RPC with every role and every fault of its credent
 chaos: $(STAMP) ## Kill, stop and cut off every part under load; check every token
 	$(BIN)/python -m tests.chaos --requests $(REQUESTS) --kills $(KILLS) --seed $(SEED) \
 		$(if $(OVERLAP),--overlap) $(if $(KINDS),--kinds "$(KINDS)") $(if $(JSON),--json "$(JSON)")
+
+# Faults that take no data from Redis: clients, usage events and accounts must then agree to the token.
+LEDGER_KINDS := worker_kill,engine_kill,router_kill,link_cut
+ledger: KILLS := $(if $(filter command line,$(origin KILLS)),$(KILLS),100)
+ledger: $(STAMP) ## Kill workers, engines and routers; clients, usage events and accounts must agree to the token
+	$(BIN)/python -m tests.chaos --requests $(REQUESTS) --kills $(KILLS) --seed $(SEED) --kinds $(LEDGER_KINDS) \
+		$(if $(JSON),--json "$(JSON)")
 
 formats: $(STAMP) ## Answer FORMAT_ANSWERS requests with formats while engines are killed; every one must be valid
 	FORMAT_ANSWERS=$(FORMAT_ANSWERS) SEED=$(SEED) $(BIN)/pytest -s --timeout 3600 -o faulthandler_timeout=0 tests/worker/engine/test_format_crashes.py

@@ -15,7 +15,19 @@ from pathlib import Path
 from bench.report import progress
 from bench.tables import rewrite
 
-NAMES = ("engine", "lora_layer", "adapters", "interference", "fairness", "relay", "overload", "structured", "quantized")
+NAMES = (
+    "engine",
+    "lora_layer",
+    "adapters",
+    "interference",
+    "fairness",
+    "relay",
+    "overload",
+    "structured",
+    "quantized",
+    "quotas",
+    "secured",
+)
 # Benchmarks that write their own pages.
 _OTHERS = ("scaling", "calls", "fan_in")
 _PAGE = Path(__file__).parents[1] / "docs" / "benchmarks.md"

@@ -55,7 +55,7 @@ class Encoding:
         ends_at = math.inf if deadline_s is None else time.monotonic() + deadline_s
         admitted = await self._admission.admit(request)
         prompt_tokens = sum(len(job.prompt_ids) for job in admitted.jobs)
-        async with self._generation.reserved(request.tenant, prompt_tokens) as grant:
+        async with self._generation.reserved(request.tenant, admitted.jobs[0].request_id, prompt_tokens) as grant:
 
             async def run(job: Job) -> tuple[T, RoutedJob]:
                 if ends_at < math.inf:

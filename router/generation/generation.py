@@ -170,12 +170,12 @@ class Generation:
         return run, run.routed.reader
 
     @asynccontextmanager
-    async def reserved(self, tenant: str, prompt_tokens: int) -> AsyncGenerator[Grant | None]:
+    async def reserved(self, tenant: str, request_id: str, prompt_tokens: int) -> AsyncGenerator[Grant | None]:
         """Reserve the tokens of a call of several jobs that make no new ones, and that is not resumed.
 
         A call that ends with a CallError is not charged: its client gets nothing of it.
         """
-        grant = await self._quotas.reserve(tenant, prompt_tokens, 0)
+        grant = await self._quotas.reserve(tenant, prompt_tokens, 0, request_id=request_id)
         try:
             yield grant
             if grant is not None:

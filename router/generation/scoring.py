@@ -57,7 +57,7 @@ class Scoring:
         parts = [_part(request, index, prompt_ids, ending) for index, ending in enumerate(endings)]
         prompt_tokens = sum(len(prompt_ids) + len(ending) for ending in endings)
 
-        async with self._generation.reserved(request.tenant, prompt_tokens) as grant:
+        async with self._generation.reserved(request.tenant, request.request_id, prompt_tokens) as grant:
 
             async def run(part: Request) -> tuple[ContinuationScore, Summary]:
                 left_s = None if ends_at == math.inf else ends_at - time.monotonic()

@@ -79,7 +79,7 @@ class Quotas:
         self._metrics.quota_refusals.labels(self._metrics.tenants.bounded(owner.tenant), label).inc()
 
     async def reserve(
-        self, tenant: str, given: int, made: int, *, resumed: tuple[str, int] | None = None
+        self, tenant: str, given: int, made: int, *, request_id: str = "", resumed: tuple[str, int] | None = None
     ) -> Grant | None:
         """Reserve tokens of prompts and answers for a call; None for a call without limits.
 
@@ -87,7 +87,7 @@ class Quotas:
         """
         reservation_id, received = resumed or ("", None)
         wanted = Reservation(reservation_id or secrets.token_hex(8), self._router, input=given, output=made)
-        facts = None if self._usage is None else Facts(key=calling_key())
+        facts = None if self._usage is None else Facts(key=calling_key(), request_id=request_id)
         grant = Grant({}, self._settle_grant, facts=facts)
         try:
             for owner in self._plans.owners(tenant, calling_key()):

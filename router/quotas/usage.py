@@ -43,6 +43,7 @@ class Facts(msgspec.Struct, frozen=True, omit_defaults=True):
     """Facts about a call, kept with its reservation, so that any router can write its event."""
 
     key: str = ""
+    # Of the call: parts of a call of Score have ids of their own.
     request_id: str = ""
     model: str = ""
     # The revision's full name, or a weighted set's digest; empty for the base model.
@@ -54,7 +55,8 @@ class Facts(msgspec.Struct, frozen=True, omit_defaults=True):
     def of_job(self, job: Job) -> Facts:
         """Return the facts with those of one of the call's jobs."""
         revision = job.adapter.revision if job.adapter else ""
-        return msgspec.structs.replace(self, request_id=job.request_id, model=job.model, adapter_revision=revision)
+        request_id = self.request_id or job.request_id
+        return msgspec.structs.replace(self, request_id=request_id, model=job.model, adapter_revision=revision)
 
     def encode(self) -> str:
         """Return the facts as a reservation's subject."""

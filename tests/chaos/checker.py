@@ -7,7 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from tests.chaos.history import Answer, Begun, CrowdCall, Fault, Left, Line, Observation, Request
+from tests.chaos.history import Account, Answer, Begun, Charged, CrowdCall, Fault, Left, Line, Observation, Request
+from tests.chaos.ledger import check_ledger
 from tests.chaos.oracle import answers, next_token, prompt_tokens, scores, truth, vectors
 from tests.chaos.refusals import Doors, check_crowd, check_refusals
 from tests.chaos.verdict import Verdict
@@ -21,6 +22,8 @@ class _Records:
     requests: dict[int, Observation] = field(default_factory=dict)
     crowd: list[CrowdCall] = field(default_factory=list)
     faults: list[Fault] = field(default_factory=list)
+    charges: list[Charged] = field(default_factory=list)
+    accounts: list[Account] = field(default_factory=list)
 
     def read(self, lines: Iterable[Line], verdict: Verdict) -> Begun:
         """Read a whole history; return its beginning."""
@@ -36,6 +39,10 @@ class _Records:
                     self.crowd.append(line)
                 case Fault():
                     self.faults.append(line)
+                case Charged():
+                    self.charges.append(line)
+                case Account():
+                    self.accounts.append(line)
                 case Left():
                     verdict.left = line
         if self.begun is None:
@@ -59,6 +66,8 @@ def check(lines: Iterable[Line]) -> Verdict:
     for fault in faults:
         _check_fault(verdict, fault, requests, doors)
     check_crowd(verdict, records.crowd, doors)
+    if records.accounts:
+        check_ledger(verdict, requests, records.charges, records.accounts, faults)
     check_refusals(verdict, requests.values(), () if begun.overlap else faults, doors)
     return verdict
 

@@ -42,7 +42,8 @@ _ROUTER_FLAGS = (
 # Keys of a cell that are there without any job, by the word after the tag; the others must go, or expire.
 _OF_QUEUE = {"arrivals", "news", "floor", "idle", "pace", "wake", "dead", "commands"}
 _LASTING = {"born", "routers", "workers", "worker", *_OF_QUEUE} | {
-    "keys"  # of resume tokens
+    "keys",  # of resume tokens
+    "tenants",  # of the ledger
 }
 
 
@@ -64,6 +65,11 @@ class ChaosCluster(LocalCluster):
         self.links: dict[str, Links] = {}
         self.doors: dict[str, Link] = {}
 
+    @property
+    def usage_files(self) -> Path:
+        """Return the directory of the routers' usage files."""
+        return self.data_dir
+
     async def _spawn(self, name: str, argv: list[str], environ: dict[str, str] | None = None) -> None:
         room = name.partition("-")[0]
         if environ is not None and room in {"router", "worker"}:
@@ -79,6 +85,8 @@ class ChaosCluster(LocalCluster):
             environ["grpc_proxy"] = f"http://{links.grpc.address}"
             if room == "worker":
                 argv = [*argv, "--worker-id", name]
+            elif "--usage-file" not in argv:
+                argv = [*argv, "--usage-file", str(self.usage_files / f"{name}.jsonl")]
         await super()._spawn(name, argv, environ)
 
     def _may_replace(self) -> bool:
@@ -188,8 +196,10 @@ async def list_workers(router: str) -> dict[str, cluster_pb2.Worker]:
 
 
 @asynccontextmanager
-async def chaos_cluster(directory: Path) -> AsyncIterator[tuple[ChaosCluster, list[Revision]]]:
+async def chaos_cluster(directory: Path, plans: str = "") -> AsyncIterator[tuple[ChaosCluster, list[Revision]]]:
     """The cluster, serving, and what its tenants may ask for: three adapters each, and the base model."""
+    await asyncio.to_thread(directory.mkdir, exist_ok=True)
+    await asyncio.to_thread((directory / "plans.toml").write_text, plans)
     async with _faulty_store() as (store, store_address), Valkeys() as valkeys:
         settings = ClusterSettings(
             MODEL,
@@ -201,6 +211,7 @@ async def chaos_cluster(directory: Path) -> AsyncIterator[tuple[ChaosCluster, li
             redis_url=f"unix://{valkeys.primary.socket}",
             worker_flags=("--store", store_address, *_WORKER_FLAGS),
             router_flags=_ROUTER_FLAGS,
+            store_flags=("--plans", str(directory / "plans.toml")),
         )
         cluster = ChaosCluster(settings, valkeys, store)
         try:

@@ -196,7 +196,24 @@ class Left(msgspec.Struct, frozen=True, tag=True):
     redis_keys: list[str]
 
 
-Line = Begun | Observation | CrowdCall | Fault | Left
+class Charged(msgspec.Struct, frozen=True, tag=True):
+    """A usage event: what a part of a request was charged."""
+
+    id: str
+    tenant: str
+    request_id: str
+    input: int
+    output: int
+
+
+class Account(msgspec.Struct, frozen=True, tag=True):
+    """The tokens that a tenant's account in Redis has at the end."""
+
+    tenant: str
+    tokens: int
+
+
+Line = Begun | Observation | CrowdCall | Fault | Left | Charged | Account
 _decoder = msgspec.json.Decoder(Line)
 
 

@@ -89,7 +89,7 @@ def check_refusals(
             if not refusal.reason and not doors.broken(refusal.at - BROKEN_S, refusal.at):
                 verdict.findings.append(f"request {number} was refused with {refusal.code} and no reason")
             crowded = [fault for fault in fair if fault.began <= refusal.at <= fault.mended]
-            if refusal.code == "RESOURCE_EXHAUSTED" and crowded:
+            if refusal.code == "RESOURCE_EXHAUSTED" and refusal.reason != "QUOTA_EXCEEDED" and crowded:
                 verdict.findings.append(
                     f"request {number}, of a tenant within its share, was refused with {refusal.reason} at fault "
                     f"{crowded[0].number} ({crowded[0].kind})"

@@ -26,6 +26,13 @@ def as_json(verdict: Verdict) -> dict[str, Any]:
         "refusals": dict(verdict.refusals.most_common()),
         "faults": {kind: verdict.faults[kind] for kind in verdict.planned},
         "token_gap_ms": {kind: _gap(verdict.gaps[kind]) for kind in verdict.planned if verdict.gaps.get(kind)},
+        "ledger": {
+            "client_tokens": verdict.client_tokens,
+            "their_event_tokens": verdict.charged_tokens,
+            "all_event_tokens": verdict.event_tokens,
+            "account_tokens": verdict.account_tokens,
+            "miscounted": len(verdict.miscounted),
+        },
         "leaked": {
             "blocks": left.blocks if left else None,
             "pins": left.pins if left else None,
@@ -61,6 +68,9 @@ def as_lines(verdict: Verdict) -> list[str]:
         lines.append(f"{kind:<18}{planned:>8}{verdict.faults[kind]:>8}{len(verdict.gaps.get(kind, ())):>8}{shown}")
     lines.append("crowds: " + (", ".join(f"{count} calls {how}" for how, count in verdict.crowd.items()) or "none"))
     lines += [f"refused: {count:>8} {how}" for how, count in verdict.refusals.most_common()]
+    lines.append(
+        "ledger: " + ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in values["ledger"].items())
+    )
     lines.append("left when idle: " + ", ".join(f"{count} {name}" for name, count in values["leaked"].items()))
     lines += [f"WRONG: {finding}" for finding in verdict.findings[:50]]
     lines += [f"WRONG: {kind} was planned more often than it happened" for kind in verdict.not_fired]

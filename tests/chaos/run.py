@@ -11,7 +11,8 @@ from tests.chaos.arena import Arena
 from tests.chaos.cluster import WORKERS, ChaosCluster, chaos_cluster
 from tests.chaos.driver import Driver
 from tests.chaos.faults import STRIKERS
-from tests.chaos.history import Begun, CrowdCall, Fault, History, Left
+from tests.chaos.history import Account, Begun, Charged, CrowdCall, Fault, History, Left
+from tests.chaos.ledger import RESTLESS, draw_plans, read_events, read_ledger
 from tests.chaos.plan import MODEL, Plan, PlannedFault
 
 log = logging.getLogger(__name__)
@@ -27,12 +28,25 @@ async def run(plan: Plan, directory: Path, path: Path) -> None:
     history = History(path)
     history.append(Begun(MODEL, plan.seed, plan.requests, plan.planned, plan.overlap))
     try:
-        async with chaos_cluster(directory) as (cluster, revisions):
+        async with chaos_cluster(directory, draw_plans(plan.seed)) as (cluster, revisions):
             driver = Driver(plan, [door.address for door in cluster.doors.values()], revisions, history)
             await cluster.unless_failed(_strike_and_send(plan, Arena(cluster, driver), history))
             history.append(await _left(cluster))
+            for line in await _charged(cluster):
+                history.append(line)
     finally:
         history.close()
+
+
+async def _charged(cluster: ChaosCluster) -> list[Charged | Account]:
+    """Return the ledger's counts; those so far where it does not come to rest."""
+    usage = [cluster.usage_files / f"{name}.jsonl" for name in cluster.doors]
+    try:
+        async with asyncio.timeout(RECOVERY_S):
+            return await read_ledger(cluster.valkeys.primary.client, usage)
+    except TimeoutError:
+        log.warning("the ledger has open reservations or charges that nobody wrote")
+        return [*read_events(usage), Account("", RESTLESS)]
 
 
 async def _strike_and_send(plan: Plan, arena: Arena, history: History) -> None:

@@ -10,9 +10,11 @@ import pytest
 
 from tests.chaos.checker import check
 from tests.chaos.history import (
+    Account,
     Answer,
     Begun,
     Call,
+    Charged,
     Delta,
     Fault,
     History,
@@ -247,3 +249,34 @@ def test_a_history_reads_as_it_was_written(tmp_path: Path) -> None:
         history.append(line)
     history.close()
     assert list(read_history(history.path)) == lines
+
+
+def charges_of(*observations: Observation) -> list[Charged]:
+    return [
+        Charged(f"e{one.request.number}", "acme", f"{one.request.number}.1", one.prompt_tokens, one.completion_tokens)
+        for one in observations
+    ]
+
+
+def with_ledger(charges: list[Charged], tokens: int, observation: Observation, *faults: Fault) -> Verdict:
+    lines: list[Line] = [Begun(MODEL, 1, 1, {}), observation, *faults, *charges, Account("acme", tokens), NOTHING_LEFT]
+    return check(lines)
+
+
+def test_clients_events_and_accounts_are_compared_to_the_token() -> None:
+    observation = forged()
+    charges, used = charges_of(observation), observation.prompt_tokens + observation.completion_tokens
+    assert with_ledger(charges, used, observation).holds
+    assert "the account of acme" in with_ledger(charges, used + 1, observation).findings[0]
+    more = [msgspec.structs.replace(charges[0], output=charges[0].output + 1)]
+    assert "request 0.1 used" in with_ledger(more, used + 1, observation).findings[0]
+    wiped = Fault(0, "redis_wipe", "redis", 0.0, 0.0, [], proof="it was wiped")
+    assert with_ledger(charges, used + 1, observation, wiped).miscounted
+    assert not with_ledger(charges, used + 1, observation, wiped).findings
+
+
+def test_a_call_that_was_made_again_may_be_charged_again() -> None:
+    observation = forged(lambda one: one.calls.append(Call(2.0, "Generate", "r1")))
+    charges, used = charges_of(observation), observation.prompt_tokens + observation.completion_tokens
+    assert with_ledger([*charges, *[msgspec.structs.replace(charges[0], id="again")]], 2 * used, observation).holds
+    assert with_ledger([], 0, observation).findings

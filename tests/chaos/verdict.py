@@ -31,6 +31,13 @@ class Verdict:
     gaps: dict[str, list[float]] = field(default_factory=dict)
     crowd: Counter[str] = field(default_factory=Counter)
     refusals: Counter[str] = field(default_factory=Counter)
+    # Tokens of completed requests as clients got them, and as their usage events have them; of all requests as events
+    # and accounts have them; and where these differ.
+    client_tokens: int = 0
+    charged_tokens: int = 0
+    event_tokens: int = 0
+    account_tokens: int = 0
+    miscounted: list[str] = field(default_factory=list)
     left: Left | None = None
     findings: list[str] = field(default_factory=list)
 

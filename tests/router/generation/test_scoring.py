@@ -33,7 +33,7 @@ class Answers:
         self.reserved_tokens: list[int] = []
 
     @asynccontextmanager
-    async def reserved(self, tenant: str, prompt_tokens: int) -> AsyncGenerator[Grant]:
+    async def reserved(self, tenant: str, request_id: str, prompt_tokens: int) -> AsyncGenerator[Grant]:
         self.reserved_tokens.append(prompt_tokens)
         yield Grant({tenant: Reservation("r", "here")}, lambda grant, end: asyncio.Future())
 

@@ -57,6 +57,16 @@ async def test_an_event_has_what_its_tenant_was_charged(new: New, tmp_path: Path
     assert (tmp_path / "router-a").stat().st_mode & 0o777 == 0o600
 
 
+async def test_the_event_of_a_call_of_several_jobs_has_the_calls_id(new: New, tmp_path: Path) -> None:
+    quotas, _ = new("router-a")
+    grant = await quotas.reserve("acme", 2, 0, request_id="call")
+    assert grant is not None
+    begun(grant, 0)
+    grant.settle(End.FINISHED)
+    await quotas.drain(5.0)
+    assert [event["data"]["request_id"] for event in events(tmp_path)] == ["call"]
+
+
 async def test_another_router_writes_the_events_of_a_dead_one(new: New, tmp_path: Path) -> None:
     first, _ = new("router-a")
     begun(settled := await granted(first, 2, 100), 60)
