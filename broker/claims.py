@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from google.protobuf.message import DecodeError
 from redis.asyncio import Redis, RedisCluster
@@ -19,6 +19,9 @@ from broker.keys import Keys
 from broker.messages import SUSPECT_STRIKES, Capacity, Job
 from broker.scripts import Scripts
 from broker.terms import Claimed, UsageReport
+
+if TYPE_CHECKING:
+    from broker.seals import Seals
 
 log = logging.getLogger(__name__)
 
@@ -45,16 +48,27 @@ class _ScanAnswer(NamedTuple):
     live_workers: int
     # 1: the last of the jobs is of a suspect tenant and adapter.
     last_apart: int
+    # Of each job, what the queue has noted of it, packed.
+    facts: list[bytes]
 
 
 class Claims:
     """The claims of a worker in one cell."""
 
-    def __init__(self, redis: Redis, keys: Keys, worker_id: str, scripts: Scripts, memory: ClaimMemory) -> None:
+    def __init__(
+        self,
+        redis: Redis,
+        keys: Keys,
+        worker_id: str,
+        scripts: Scripts,
+        memory: ClaimMemory,
+        seals: Seals | None = None,
+    ) -> None:
         self._redis = redis
         self._keys = keys
         self._worker_id = worker_id
         self._memory = memory
+        self._seals = seals
         # Scans so far, and the tenants that the last claim has passed over without finding a job.
         self._scan_number, self._skipped_tenants = 0, 0
         self._wake_lists = [keys.wake_of(worker_id), keys.wake]
@@ -87,12 +101,22 @@ class Claims:
             self._skipped_tenants = skip
         found = bool(answer.bodies)
         self._memory.note(plan, capacity, found=found, seen=answer.seen, looks=looks, live_workers=answer.live_workers)
-        # The router of a body that cannot be read dispatches it again, for a worker of its own version.
-        apart = _readable(answer.bodies[-1:] if answer.last_apart else (), decode_job)
-        jobs = _readable(answer.bodies[: len(answer.bodies) - answer.last_apart], decode_job)
-        jobs += map(begin_apart, apart)
-        requested, routers = _readable(requests, decode_adapter_request), tuple(router.decode() for router in unlinked)
+        jobs = self._jobs(answer)
+        requested = [request for request in _readable(requests, decode_adapter_request) if request is not None]
+        routers = tuple(router.decode() for router in unlinked)
         return Claimed(jobs, answer.waiting, requested, hold_ms, routers, bool(answer.crowded))
+
+    def _jobs(self, answer: _ScanAnswer) -> list[Job]:
+        """Read the jobs of an answer. The router of one that cannot be read dispatches it again."""
+        if self._seals is not None:
+            from broker.sealed_jobs import open_jobs
+
+            jobs = open_jobs(self._seals, self._keys, answer.bodies, answer.facts)
+        else:
+            jobs = _readable(answer.bodies, decode_job)
+        if answer.last_apart and (last := jobs[-1]) is not None:
+            jobs[-1] = begin_apart(last)
+        return [job for job in jobs if job is not None]
 
     async def _scan(self, arguments: Sequence[str | int | float]) -> _ScanAnswer:
         return _ScanAnswer(*await self._claim(self._keys.waiting, arguments))
@@ -123,12 +147,13 @@ def begin_apart(job: Job) -> Job:
     return replace(job, strikes=max(job.strikes, SUSPECT_STRIKES))
 
 
-def _readable(messages: Sequence[bytes], decode: Callable[[bytes], T]) -> list[T]:
-    """Decode messages, without those that another version has written and this one cannot read."""
-    decoded = []
+def _readable(messages: Sequence[bytes], decode: Callable[[bytes], T]) -> list[T | None]:
+    """Decode messages; None for one that another version has written and this one cannot read."""
+    decoded: list[T | None] = []
     for message in messages:
         try:
             decoded.append(decode(message))
         except DecodeError:
             log.exception("cannot read a message of %d bytes in the queue", len(message))
+            decoded.append(None)
     return decoded

@@ -88,10 +88,12 @@ def encode_job(job: Job) -> bytes:
 
 
 def decode_job(data: bytes) -> Job:
-    """Decode a job. Raises google.protobuf.message.DecodeError."""
+    """Decode a job. Raises google.protobuf.message.DecodeError, also for a sealed one."""
     message = queue_pb2.Job.FromString(data)
     if message.n > MAX_ANSWERS:
         raise DecodeError(f"n: {message.n} answers; a job has at most {MAX_ANSWERS}")
+    if message.HasField("sealed"):
+        raise DecodeError("the job is sealed, and this process runs without credentials")
     return Job(
         job_id=message.job_id,
         request_id=message.request_id,
@@ -166,13 +168,14 @@ def _write_adapter(ref: AdapterRef) -> queue_pb2.AdapterRef:
         digest=ref.digest,
         rank=ref.rank,
         weight_bytes=ref.weight_bytes,
+        grant=ref.grant,
         parts=[queue_pb2.WeightedRef(adapter=_write_adapter(part.adapter), weight=part.weight) for part in ref.parts],
     )
 
 
 def _read_adapter(message: queue_pb2.AdapterRef) -> AdapterRef:
     parts = tuple(WeightedRef(_read_adapter(part.adapter), part.weight) for part in message.parts)
-    return AdapterRef(message.revision, message.digest, message.rank, message.weight_bytes, parts)
+    return AdapterRef(message.revision, message.digest, message.rank, message.weight_bytes, parts, message.grant)
 
 
 _SAMPLING_FIELDS = tuple(name for name in SamplingParams.__dataclass_fields__ if name != "logit_bias")

@@ -1,20 +1,26 @@
 """Operators' commands to an incarnation of a worker, over a list of its own. Commands are not acknowledged.
 
-An entry of the list is the verb; if it concerns an adapter, a space and the bytes of a queue.v1 Wanted follow.
+An entry of the list is the verb; if it concerns an adapter, a space and the bytes of a queue.v1 Wanted follow. With
+credentials all of that is sealed for the one list: the entry is `sealed`, a space, and the bytes of a queue.v1 Sealed.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
+from typing import TYPE_CHECKING
 
 from google.protobuf.message import DecodeError
+from loraplex.queue.v1 import queue_pb2
 from redis.asyncio import Redis
 
 from broker.codec import decode_adapter_request, encode_adapter_request
 from broker.keys import Keys
 from broker.messages import AdapterRequest
 from broker.scripts import SCRIPTS
+
+if TYPE_CHECKING:
+    from broker.seals import Seals
 
 # Time in ms that a command waits for its worker, and maximum number of commands that wait for one.
 COMMAND_TTL_MS = 30_000
@@ -41,6 +47,7 @@ class Command:
 
 
 DRAIN = Command(Verb.DRAIN)
+_SEALED = b"sealed "
 
 
 def encode_command(command: Command) -> bytes:
@@ -64,21 +71,48 @@ def decode_command(data: bytes) -> Command | None:
 class CommandQueue:
     """Commands to the workers of a cell."""
 
-    def __init__(self, redis: Redis, keys: Keys) -> None:
+    def __init__(self, redis: Redis, keys: Keys, seals: Seals | None = None) -> None:
         self._redis = redis
         self._keys = keys
+        self._seals = seals
         self._send = SCRIPTS.register(redis, "send_command")
 
     async def send(self, incarnation: str, command: Command) -> None:
         """Send a command; a live worker receives it at once. Of more than COMMANDS_LIMIT the oldest are dropped."""
-        arguments: list[bytes | int] = [encode_command(command), COMMANDS_LIMIT, COMMAND_TTL_MS]
-        await self._send(self._keys.commands(incarnation), arguments)
+        key = self._keys.commands(incarnation)
+        entry = encode_command(command) if self._seals is None else _seal(self._seals, key, command)
+        arguments: list[bytes | int] = [entry, COMMANDS_LIMIT, COMMAND_TTL_MS]
+        await self._send(key, arguments)
 
     async def next(self, incarnation: str, timeout_s: float) -> Command | None:
-        """Return the next command; None if none came in that time, or another version wrote it."""
-        answer = await self._redis.blpop([self._keys.commands(incarnation)], timeout=timeout_s)
+        """Return the next command; None if none came in that time, or one that another version or nobody has sent."""
+        key = self._keys.commands(incarnation)
+        answer = await self._redis.blpop([key], timeout=timeout_s)
         if answer is None:
             return None
         data = answer[1]
         assert isinstance(data, bytes), "connect() makes clients of bytes"
-        return decode_command(data)
+        return decode_command(data) if self._seals is None else _open(self._seals, key, data)
+
+
+def _seal(seals: Seals, key: str, command: Command) -> bytes:
+    from broker.seals import SealKind
+
+    if command.request is not None:
+        command = replace(command, request=seals.granted_request(command.request))
+    return _SEALED + seals.seal(SealKind.COMMAND, key, encode_command(command)).SerializeToString()
+
+
+def _open(seals: Seals, key: str, data: bytes) -> Command | None:
+    from broker.seals import SealError, SealKind
+
+    try:
+        if not data.startswith(_SEALED):
+            raise SealError("UNSEALED", "a command without a seal")
+        sealed = queue_pb2.Sealed.FromString(data.removeprefix(_SEALED))
+        return decode_command(seals.open(SealKind.COMMAND, key, sealed))
+    except SealError as error:
+        seals.refuse(SealKind.COMMAND, error)
+    except DecodeError:
+        seals.refuse(SealKind.COMMAND, SealError("UNSEALED", "a command that is no message"))
+    return None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from artifacts.encode import Encode
@@ -27,11 +27,13 @@ class AdapterRef:
     rank: int
     weight_bytes: int
     parts: tuple[WeightedRef, ...] = ()
+    # A router's grant to download the revisions; empty without credentials.
+    grant: bytes = field(default=b"", compare=False, repr=False)
 
     @property
     def summands(self) -> tuple[AdapterRef, ...]:
-        """Return the revisions to load: this one, or the parts of a set."""
-        return tuple(part.adapter for part in self.parts) or (self,)
+        """Return the revisions to load, each with the grant: this one, or the parts of a set."""
+        return tuple(replace(part.adapter, grant=self.grant) for part in self.parts) or (self,)
 
 
 @dataclass(frozen=True, slots=True)

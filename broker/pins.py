@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import logging
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from google.protobuf.message import DecodeError
+from loraplex.queue.v1 import queue_pb2
 from redis.asyncio import Redis
 
 from broker.codec import decode_adapter_request, encode_adapter_request
 from broker.keys import Keys
 from broker.messages import AdapterRef, AdapterRequest
+from broker.scripts import SCRIPTS
+
+if TYPE_CHECKING:
+    from broker.seals import Seals
 
 log = logging.getLogger(__name__)
 
@@ -24,15 +32,17 @@ def _adapter(ref: AdapterRef) -> str:
 
 
 class PinnedAdapters:
-    """Pinned adapters in Redis, a hash by digest."""
+    """Pinned adapters in Redis, a hash by digest; with `seals` each is sealed for its digest."""
 
-    def __init__(self, redis: Redis, keys: Keys) -> None:
+    def __init__(self, redis: Redis, keys: Keys, seals: Seals | None = None) -> None:
         self._redis = redis
         self._key = keys.pins
+        self._seals = seals
+        self._renew = SCRIPTS.register(redis, "renew_pin")
 
     async def pin(self, request: AdapterRequest) -> None:
         """Pin an adapter."""
-        await self._redis.hset(self._key, request.adapter.digest, encode_adapter_request(request))
+        await self._redis.hset(self._key, request.adapter.digest, self._encode(request))
 
     async def unpin(self, ref: AdapterRef) -> None:
         """Unpin an adapter with all its revisions; does nothing if none is pinned."""
@@ -41,13 +51,51 @@ class PinnedAdapters:
         if gone:
             await self._redis.hdel(self._key, *gone)
 
+    async def renew_grants(self, now: Callable[[], float] = time.time) -> None:
+        """Give pins new grants whose grants end soon, for workers that start later."""
+        if self._seals is None:
+            return
+        from rpc.identity.revision_grants import GRANT_S, left_s
+
+        for request in await self.list():
+            if left_s(request.adapter.grant, now()) < GRANT_S / 2:
+                await self._renew(self._key, [request.adapter.digest, self._encode(request)])
+
     async def list(self) -> list[AdapterRequest]:
         """Return all pinned adapters."""
         found: list[AdapterRequest] = []
-        for data in (await self._redis.hgetall(self._key)).values():
+        for digest, data in (await self._redis.hgetall(self._key)).items():
             assert isinstance(data, bytes), "connect() makes clients of bytes"
+            assert isinstance(digest, bytes), "connect() makes clients of bytes"
             try:
-                found.append(decode_adapter_request(data))
+                request = self._decode(digest.decode(errors="replace"), data)
             except DecodeError:  # another version wrote it
                 log.warning("cannot read a pin of %d bytes", len(data))
+                continue
+            if request is not None:
+                found.append(request)
         return found
+
+    def _encode(self, request: AdapterRequest) -> bytes:
+        if self._seals is None:
+            return encode_adapter_request(request)
+        from broker.seals import SealKind
+
+        content = encode_adapter_request(self._seals.granted_request(request))
+        return self._seals.seal(SealKind.PIN, self._place(request.adapter.digest), content).SerializeToString()
+
+    def _decode(self, digest: str, data: bytes) -> AdapterRequest | None:
+        """Return a pin; None for one that no router has sealed. Raises DecodeError."""
+        if self._seals is None:
+            return decode_adapter_request(data)
+        from broker.seals import SealError, SealKind
+
+        try:
+            sealed = queue_pb2.Sealed.FromString(data)
+            return decode_adapter_request(self._seals.open(SealKind.PIN, self._place(digest), sealed))
+        except SealError as error:
+            self._seals.refuse(SealKind.PIN, error)
+            return None
+
+    def _place(self, digest: str) -> str:
+        return f"{self._key} {digest}"

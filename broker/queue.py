@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import astuple, fields
 from operator import attrgetter
+from typing import TYPE_CHECKING
 
 from redis.asyncio import Redis
 from redis.exceptions import OutOfMemoryError
@@ -25,6 +26,9 @@ from broker.pins import PinnedAdapters
 from broker.quarantine import Quarantine, QuarantinedError
 from broker.scripts import SCRIPTS, Scripts
 from broker.terms import Claimed, Entry, Placement, QueueLimits, QueueState, UsageReport
+
+if TYPE_CHECKING:
+    from broker.seals import Seals
 
 # Maximum usage reports and maximum jobs that one script handles: it stops the whole server while it runs.
 CHARGES_AT_ONCE = 64
@@ -65,16 +69,18 @@ class JobQueue:
         worker_id: str = "",
         scripts: Scripts = SCRIPTS,
         memory: ClaimMemory | None = None,
+        seals: Seals | None = None,
     ) -> None:
         self._redis = redis
         self.keys = keys
         self.dead = DeadLetters(redis, keys)
-        self.commands = CommandQueue(redis, keys)
-        self.pins = PinnedAdapters(redis, keys)
+        self.commands = CommandQueue(redis, keys, seals)
+        self.pins = PinnedAdapters(redis, keys, seals)
+        self._seals = seals
         self.quarantine = Quarantine(redis, keys, scripts)
         self._limits = limits or QueueLimits()
         self._worker_id = worker_id
-        self._claims = Claims(redis, keys, worker_id, scripts, memory or ClaimMemory())
+        self._claims = Claims(redis, keys, worker_id, scripts, memory or ClaimMemory(), seals)
         self._looks = 0
         self._enqueue = BatchedScript(redis, scripts.register(redis, "enqueue"), keys.waiting)
         self._enqueue_when_full = scripts.register(redis, "enqueue", when_full=True)
@@ -90,7 +96,7 @@ class JobQueue:
         Raises QuarantinedError; of newcomers, whose answer has not begun, QueueFullError or DeadlineUnattainableError.
         """
         placement = placement or Placement()
-        entry, limits = Entry.from_job(job, placement), self._limits.for_share(placement.queue_share)
+        entry, limits = self._entry(job, placement), self._limits.for_share(placement.queue_share)
         arguments = [
             self.keys.prefix,
             job.job_id,
@@ -112,6 +118,13 @@ class JobQueue:
             raise QuarantinedError(int(answer[1]))
         if answer[0] == b"full":
             raise _full(answer[1].decode(), answer[2].decode(), limits)
+
+    def _entry(self, job: Job, placement: Placement) -> Entry:
+        if self._seals is None:
+            return Entry.from_job(job, placement)
+        from broker.sealed_jobs import sealed_entry
+
+        return sealed_entry(self._seals, self.keys, Entry.from_job(self._seals.granted_job(job), placement))
 
     async def claim(
         self,

@@ -128,6 +128,10 @@ STREAM_RETRY_MS = 1_000
 # Time in ms for which an account is kept after the last look at it: longer than a month.
 ACCOUNT_MS = 3_000_000_000
 
+JOB_KEY_HELP = (
+    "file with the keys that encrypt jobs in Redis, the same for all routers and workers; needed with --tls-cert "
+    "(`loraplex certs dev` makes one)"
+)
 PRIORITY_LIMIT = 100
 # Bytes that stand before the id in a member of a tenant's queue, and the first of these that give the arrival.
 PLACE_BYTES = 35
@@ -253,9 +257,9 @@ class Entry:
             priority=max(-PRIORITY_LIMIT, min(job.priority, PRIORITY_LIMIT)),
             tokens=job.tokens,
             prefill=job.prefill_tokens,
-            prompt=job.prefill_tokens if job.resumed and job.attempt == 1 else len(job.prompt_ids),
+            prompt=charged_prompt(job),
             rank=job.rank,
-            rows=ALL_ROWS if job.suspect else job.rows,
+            rows=queued_rows(job),
             strikes=job.strikes,
             base=job.base_digest,
             adapter=job.adapter.digest if job.adapter else "",
@@ -265,3 +269,13 @@ class Entry:
             wanted=encode_adapter_request(AdapterRequest(job.adapter, job.tenant)) if job.adapter else b"",
             body=encode_job(replace(job, weight=placement.weight)),
         )
+
+
+def charged_prompt(job: Job) -> int:
+    """Return the prompt tokens that a claim of a job charges."""
+    return job.prefill_tokens if job.resumed and job.attempt == 1 else len(job.prompt_ids)
+
+
+def queued_rows(job: Job) -> int:
+    """Return the rows that a waiting job asks for."""
+    return ALL_ROWS if job.suspect else job.rows

@@ -6,30 +6,23 @@ import asyncio
 import logging
 import os
 from collections.abc import Coroutine, Iterable
-from functools import partial
 from pathlib import Path
 
-from loraplex.cluster.v1 import cluster_pb2_grpc
-from loraplex.inference.v1 import inference_pb2_grpc
 from redis.asyncio import Redis
 
 from broker.eviction import EvictionWatch
 from broker.ledger import Ledger
-from broker.resume_keys import StoredResumeKeys
 from broker.startup import connect_once_up
 from router.api.cluster import ClusterService
-from router.api.open_calls import OpenCalls
 from router.api.operator_commands import AdapterCommands
-from router.api.request_telemetry import COUNTED_METHODS, RequestTelemetry
+from router.api.request_telemetry import RequestTelemetry
 from router.api.service import InferenceService
-from router.catalog.key_copy import KeyCopy
 from router.catalog.models import LOOK_S, Models
 from router.catalog.placement import Placer
 from router.catalog.store_client import StoreClient
 from router.dispatch.advertised import check_advertised
 from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.reach import RelayReach
-from router.dispatch.relay import RelayService
 from router.gauges import follow_gauges
 from router.generation.admission import Admission
 from router.generation.encode_admission import EncodeAdmission
@@ -37,26 +30,20 @@ from router.generation.encoding import Encoding
 from router.generation.generation import Generation
 from router.generation.grammar_proofs import GrammarProofs
 from router.generation.resume import ResumeTokens
-from router.generation.resume_keys import GivenKeys, SharedKeys
+from router.generation.resume_keys import GivenKeys
 from router.metrics import RouterMetrics
 from router.quotas.plan_copy import PlanCopy
 from router.quotas.plans import Plans
 from router.quotas.quotas import Quotas
 from router.quotas.usage import UsageLog
-from router.relay_access import RelayAccess
+from router.seals import renew_pins, resume_keys_of, seals_of
+from router.servers import add_services, make_servers
 from router.settings import Settings, read_weights
 from router.text.prompt_encoder import PromptEncoder
 from router.worker_watch import look_at_workers
 from rpc.audit.auditor import Auditor
-from rpc.errors import CallError
 from rpc.identity.access import GuardedServers
-from rpc.identity.api_keys import KeyDirectory
-from rpc.identity.guard import Guard
-from rpc.identity.permissions import Port
-from rpc.identity.principal import Principal
-from rpc.identity.tls import TlsFiles
-from rpc.metrics import CallMeter
-from rpc.server import Server, channel_options, stop_signal, unless_stopped
+from rpc.server import stop_signal, unless_stopped
 from telemetry.audit.log import AuditLog
 from telemetry.metrics import serve_metrics
 from telemetry.tracing import Spans, set_up_tracing
@@ -79,7 +66,9 @@ async def run(settings: Settings) -> None:
     redis = await unless_stopped(stop, connect_once_up(settings.redis_url))
     if redis is None:
         return
-    models = Models(store, redis, settings.cell, settings.queue_limits)
+    models = Models(
+        store, redis, settings.cell, settings.queue_limits, seals=(seals := seals_of(tls, settings.job_key))
+    )
     reach = RelayReach(metrics)
     placer = Placer(
         lambda name, digest: reach.linked(models.serving(name, digest)),
@@ -92,8 +81,8 @@ async def run(settings: Settings) -> None:
     )
     telemetry, auditor = _records(settings, metrics, spans, models)
     encoder, proofs, quotas = PromptEncoder(), GrammarProofs(), _quotas(settings, redis, plans, metrics)
-    public, relay = _servers(settings, tls, telemetry, store, auditor)
-    relay_service, resume_keys = RelayService(dispatcher, metrics, relay.credentials), _resume_keys(settings, redis)
+    public, relay = make_servers(settings, tls, telemetry, store, auditor, seals)
+    resume_keys, relay_service = resume_keys_of(settings, redis, seals), relay.service(dispatcher, metrics)
     following: asyncio.Task[None] | None = None
     generation: Generation | None = None
     try:
@@ -112,8 +101,7 @@ async def run(settings: Settings) -> None:
         )
         encoding = Encoding(generation, EncodeAdmission(models, store, reply_to, reach, encoder))
         service = InferenceService(generation, admission, models, telemetry, encoder, encoding)
-        _add_services(public, service, ClusterService(models, dispatcher, metrics, AdapterCommands(models, store)))
-        relay_service.add_to(relay.server)
+        add_services(public, service, ClusterService(models, dispatcher, metrics, AdapterCommands(models, store)))
         addresses = public.bind(settings.host, settings.port)
         await relay.server.start()
         await public.start()
@@ -128,7 +116,12 @@ async def run(settings: Settings) -> None:
                 metrics,
                 generation,
                 resume_keys,
-                [EvictionWatch(redis, metrics.evicted_keys.inc).follow(), quotas.follow(), auditor.follow()],
+                [
+                    EvictionWatch(redis, metrics.evicted_keys.inc).follow(),
+                    quotas.follow(),
+                    auditor.follow(),
+                    renew_pins(models),
+                ],
             )
         )
         await _run_until(stop, following)
@@ -161,47 +154,11 @@ def _quotas(settings: Settings, redis: Redis, plans: Plans, metrics: RouterMetri
     return Quotas(ledger, plans, metrics, UsageLog(Path(path), ledger.acknowledge, metrics, url) if path else None)
 
 
-def _servers(
-    settings: Settings, tls: TlsFiles | None, telemetry: RequestTelemetry, store: StoreClient, auditor: Auditor
-) -> tuple[GuardedServers, RelayAccess]:
-    keys = KeyDirectory()
-    follow_keys = KeyCopy(store, keys).follow
-
-    def refused(method: str, caller: Principal | None, error: CallError, peer: str) -> None:
-        telemetry.refused_caller(method, caller, error)
-        auditor.refused(method, caller, error, peer)
-
-    make = partial(_server, settings, telemetry, auditor)
-    return GuardedServers(settings, tls, make, keys, refused, follow_keys), RelayAccess(tls, refused)
-
-
-def _add_services(servers: GuardedServers, inference: InferenceService, cluster: ClusterService) -> None:
-    servers.add(lambda server: inference_pb2_grpc.add_InferenceServiceServicer_to_server(inference, server))
-    servers.add(lambda server: cluster_pb2_grpc.add_ClusterServiceServicer_to_server(cluster, server))
-
-
-def _server(settings: Settings, telemetry: RequestTelemetry, auditor: Auditor, guard: Guard, port: Port) -> Server:
-    meter = CallMeter(*telemetry.metrics.calls, COUNTED_METHODS)
-    if port is Port.OPERATORS:
-        return Server(guard, outer=[meter], interceptors=[auditor])
-    open_calls = OpenCalls(settings.open_calls_limit, settings.open_bytes_limit, telemetry.refused)
-    # Streams of one connection: its client keeps further ones to itself. More than the limit, so that they are refused.
-    streams = ("grpc.max_concurrent_streams", 2 * settings.open_calls_limit)
-    inner = [open_calls, auditor]
-    return Server(guard, outer=[meter], interceptors=inner, options=[*channel_options(), streams])
-
-
 async def _run_until(stop: asyncio.Event, following: asyncio.Task[None]) -> None:
     """Return when the router is told to stop. Raises what ended `following`, which never returns."""
     await asyncio.wait({following, asyncio.create_task(stop.wait())}, return_when=asyncio.FIRST_COMPLETED)
     if following.done():
         following.result()
-
-
-def _resume_keys(settings: Settings, redis: Redis) -> GivenKeys:
-    if settings.resume_key:
-        return GivenKeys(settings.resume_key, settings.former_keys)
-    return SharedKeys(StoredResumeKeys(redis), settings.former_keys)
 
 
 async def _drain(public: GuardedServers, generation: Generation | None, drain_s: float) -> None:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from router.dispatch.dispatcher import Dispatcher
+from router.dispatch.relay import RelayService
+from router.metrics import RouterMetrics
 from rpc.identity.guard import Guard, Refused, open_guard
 from rpc.identity.permissions import Port
 from rpc.identity.tls import TlsFiles
@@ -27,6 +30,12 @@ class RelayAccess:
 
         self.credentials = RelayCredentials(tls, refused)
         self.server = Server(Guard([Port.RELAY], [CertificateReader()], refused), options=relay_options())
+
+    def service(self, dispatcher: Dispatcher, metrics: RouterMetrics) -> RelayService:
+        """Return the service of these links, which the server serves from now on."""
+        service = RelayService(dispatcher, metrics, self.credentials)
+        service.add_to(self.server)
+        return service
 
     def bind(self, host: str, port: int) -> int:
         """Listen; return the port. Raises PortInUse."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from broker.terms import QueueLimits
+from broker.terms import JOB_KEY_HELP, QueueLimits
 from router.generation.resume_keys import KEY_CHARACTERS
 from router.quotas.usage_sender import check_url
 from rpc.identity.access import AccessSettings
@@ -53,6 +53,7 @@ class Settings(AccessSettings):
         "seconds that a client may leave what is there for it unread; then its request is dropped", 10.0
     )
     drain_s: float = setting("seconds that running streams get when the router is told to stop", 5.0)
+    job_key: str = setting(JOB_KEY_HELP, "")
     resume_key: str = setting(
         "a secret that all routers share, so that one's streams can be resumed on another, better given as the "
         "variable than as the flag; empty: the one that the routers keep in Redis",
@@ -73,9 +74,11 @@ class Settings(AccessSettings):
         """Raise ValueError on a value out of range, or on an address that exposes tenants or that no worker reaches."""
         self.check_access(self.host, self.insecure_tenants)
         if (tls := self.tls_files()) is not None:
+            from broker.job_keys import check_job_key
             from rpc.identity.certificates import own_name
 
             own_name(tls, Role.ROUTER)
+            check_job_key(self.job_key)
         check_logging(self.log_format, self.log_level)
         if self.usage_url:
             check_url(self.usage_url)

@@ -35,6 +35,7 @@ def _work(argv: list[str]) -> int:
 
     from broker.connection import RedisUnreachableError
     from rpc.server import PortInUse
+    from telemetry.audit.log import AuditFileError
     from telemetry.logging import environment_of, set_up_logging
     from telemetry.metrics import MetricsPortError
     from worker.io.app import run
@@ -46,7 +47,7 @@ def _work(argv: list[str]) -> int:
     os.environ.update(environment_of(settings.log_format, settings.log_level))  # for the engine process
     try:
         uvloop.run(run(settings))
-    except (PortInUse, MetricsPortError, RedisUnreachableError, EngineUnusableError) as error:
+    except (AuditFileError, PortInUse, MetricsPortError, RedisUnreachableError, EngineUnusableError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0

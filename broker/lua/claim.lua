@@ -4,9 +4,9 @@
 -- worker that has lately looked at all it may without finding a job looks at newer arrivals alone.
 -- Answers {jobs that still wait, bodies, adapter requests, hold_ms, tenants to skip in the next scan, 1 for no reason
 -- to scan again, routers of jobs that suit the worker but for its missing link, jobs looked at, 1 for a job that more
--- free capacity suits; of a scan that found no job: arrivals that need no second look, live workers; and 1 where the last
--- of the jobs must begin apart from other tenants' jobs, because its tenant and adapter are suspect}. The same in Python,
--- decision for decision: bench.queue_model.ClaimScan.
+-- free capacity suits; of a scan that found no job: arrivals that need no second look, live workers; 1 where the last of
+-- the jobs must begin apart from other tenants' jobs, because its tenant and adapter are suspect; and the jobs' facts}. The
+-- same in Python, decision for decision: bench.queue_model.ClaimScan.
 --- @include "claim_arguments"
 --- @include "arrivals"
 --- @include "claim_rate"
@@ -14,7 +14,8 @@
 
 local TAKEN, PASSED, GONE, LOST = 1, 2, 3, 4
 local passes_left, lookahead_left = PASSES_PER_SCAN, LOOKAHEAD_LIMIT
-local bodies, claimed_work, looks = {}, 0, 0
+-- The claimed jobs, and what the queue knows of them.
+local bodies, facts_of_bodies, claimed_work, looks = {}, {}, 0, 0
 -- Time until the first held job is free for all, and the arrival before the oldest held one.
 local hold_ms, seen_before_held = 0, math.huge
 local saturated, window_exceeded, was_full = false, false, free_rows < 1
@@ -112,4 +113,4 @@ end
 local done = is_complete or #bodies > 0 or free_rows < 1
 local is_crowded = saturated or free_rows < 1
 return {waiting, bodies, most_demanded(), hold_ms, next_skip, done and 1 or 0, unlinked, looks, is_crowded and 1 or 0,
-  seen_arrivals, live_workers, is_last_apart and 1 or 0}
+  seen_arrivals, live_workers, is_last_apart and 1 or 0, facts_of_bodies}

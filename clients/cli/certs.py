@@ -30,14 +30,15 @@ def dev(
     ] = None,
     days: Annotated[int, typer.Option(metavar="N", min=1, max=3650, help="How long the certificates live.")] = 365,
 ) -> None:
-    """Make an authority, and certificates of a store, a router, a worker and an operator.
+    """Make an authority, certificates of a store, a router, a worker and an operator, and a job key.
 
     Files are NAME.pem and NAME-key.pem; ca.pem is the authority. Anybody with ca-key.pem can make certificates of
     everybody: for a real cluster use your own authority, with the same URIs as names.
 
     [bold]loraplex certs dev ./certs --tenant acme[/]
     """
-    from rpc.identity.development_ca import DevelopmentCa
+    from broker.job_keys import new_job_key
+    from rpc.identity.development_ca import DevelopmentCa, write_private
     from rpc.identity.tenant_header import is_tenant
 
     if (directory / "ca.pem").exists():
@@ -52,6 +53,8 @@ def dev(
     for part in ("store", "router", "worker"):
         ca.write(directory, part, ca.issue(f"loraplex://{part}/{part}", hosts, life))
     ca.write(directory, "operator", ca.issue("loraplex://operator/operator", life=life))
+    write_private(directory / "job.key", new_job_key().encode())
     for name in tenant or ():
         ca.write(directory, f"tenant-{name}", ca.issue(f"loraplex://tenant-admin/{name}", life=life))
-    out().print(f"wrote ca.pem, and certificates with their keys, into {directory}", markup=False, soft_wrap=True)
+    wrote = f"wrote ca.pem, job.key, and certificates with their keys, into {directory}"
+    out().print(wrote, markup=False, soft_wrap=True)

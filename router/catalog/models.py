@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from redis.asyncio import Redis
 
@@ -20,6 +21,9 @@ from router.catalog.model_texts import ModelTexts
 from router.catalog.store_client import Manifest, RegisteredModel, StoreClient
 from router.text.text import Text
 from rpc.errors import CallError, InvalidField, Mismatch, NotFound, Unavailable
+
+if TYPE_CHECKING:
+    from broker.seals import Seals
 
 log = logging.getLogger(__name__)
 
@@ -60,11 +64,12 @@ class Models:
         *,
         answer_s: float = ANSWER_S,
         clock: Callable[[], float] | None = None,
+        seals: Seals | None = None,
     ) -> None:
         self._store = store
         self._redis = redis
         self._cell = cell
-        self._limits = limits
+        self._limits, self._seals = limits, seals
         self._answer_s = answer_s
         self._clock = clock or time.monotonic
         self._served: dict[str, ServedModel] = {}
@@ -238,7 +243,7 @@ class Models:
             self._replaced[replaced.manifest.digest] = replaced
         self._replaced.pop(manifest.digest, None)
         keys = Keys(name, self._cell)
-        queue = JobQueue(self._redis, keys, limits=self._limits)
+        queue = JobQueue(self._redis, keys, limits=self._limits, seals=self._seals)
         self._served[name] = ServedModel(manifest, text, queue, Liveness(self._redis, keys))
         log.info("serves base model %s (%s)", name, manifest.digest)
 

@@ -3,6 +3,7 @@
     given   --resume-key signs; it and --accepted-resume-keys are accepted, whatever Redis has
     shared  kept in Redis, made by the first router. Each router looks every LOOK_S, and puts its keys back where Redis
             has lost them. A key that an operator puts in front signs from the next look on; the older ones stay
+    derived  with credentials, and no key given: from the job keys, since who reads Redis must not forge tokens
 
 A token of an unknown key makes a router look at once, because another router may sign with a newer key already.
 """
@@ -52,6 +53,19 @@ class GivenKeys:
 
     async def follow(self) -> None:
         """Do nothing: the keys do not change."""
+
+
+class DerivedKeys(GivenKeys):
+    """Keys that routers derive from what they share with workers, and not with Redis."""
+
+    def __init__(self, derived: Callable[[], Sequence[str]], accepted: Sequence[str] = ()) -> None:
+        super().__init__()
+        self._derived, self._accepted = derived, accepted
+
+    @property
+    def keys(self) -> Sequence[str]:
+        """Return the derived keys and the given ones; the first one signs."""
+        return [*self._derived(), *self._accepted]
 
 
 class SharedKeys(GivenKeys):

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import grpc
 
+from broker.job_keys import new_job_key
 from deploy.local.process import Process
 from rpc.identity.api_keys import new_api_key
 from rpc.identity.development_ca import DevelopmentCa, write_private
@@ -37,6 +38,7 @@ async def running(directory: Path) -> AsyncIterator[Cluster]:
     make_certificates(made)
     issuer.make_tokens(made)
     write_private(directory / "operator.key", bootstrap.encode())
+    write_private(directory / "job.key", new_job_key().encode())
     valkey = ValkeyServer(directory / "v")
     async with AsyncExitStack() as stack:
         await valkey.start()
@@ -47,6 +49,7 @@ async def running(directory: Path) -> AsyncIterator[Cluster]:
         flags = [*common, "--data", str(directory / "data"), "--bootstrap-key", str(directory / "operator.key")]
         store = await _start(stack, directory, ca, "adapter_store", "store", flags)
         flags = [*common, "--store", store["operators-mtls"], "--redis-url", valkey.url]
+        flags += ["--job-key", str(directory / "job.key")]
         router = await _start(stack, directory, ca, "router", "router", flags)
         credentials = grpc.ssl_channel_credentials(ca.pem)
         async with grpc.aio.secure_channel(store["operators"], credentials) as channel:

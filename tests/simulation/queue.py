@@ -23,7 +23,13 @@ class SimulatedQueue:
     """Stands in for broker.queue.JobQueue."""
 
     def __init__(
-        self, redis: SimulatedRedis, keys: Keys, *, limits: QueueLimits | None = None, worker_id: str = ""
+        self,
+        redis: SimulatedRedis,
+        keys: Keys,
+        *,
+        limits: QueueLimits | None = None,
+        worker_id: str = "",
+        seals: None = None,
     ) -> None:
         self.keys = keys
         self.dead = SimulatedDeadLetters(redis)

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING
 
 from artifacts.base_model import read_base_model
 from broker.startup import connect_once_up
-from rpc.identity.tls import TlsFiles
+from rpc.audit.refused_callers import RefusedCallers
 from rpc.server import stop_signal, unless_stopped
+from telemetry.audit.log import AuditLog
 from telemetry.metrics import serve_metrics
 from telemetry.tracing import set_up_tracing
 from worker.io.adapters.disk import DiskTier
@@ -30,7 +31,7 @@ from worker.io.metrics import WorkerMetrics
 from worker.io.settings import Settings
 
 if TYPE_CHECKING:
-    from worker.io.relay.link_credentials import LinkCredentials
+    from worker.io.credentials import WorkerCredentials
 
 log = logging.getLogger(__name__)
 
@@ -50,13 +51,15 @@ async def run(settings: Settings) -> None:
     stop = stop_signal()
     base = await asyncio.to_thread(read_base_model, settings.model, settings.model_name, settings.quantize)
     worker_id = settings.worker_id or f"{socket.gethostname()}-{os.getpid()}"
-    credentials = _credentials(settings.tls_files())
-    if credentials is not None:
-        worker_id = credentials.named(worker_id)
     metrics = WorkerMetrics()
+    audit = AuditLog(settings.audit, "worker", metrics.audit)
+    credentials = _credentials(settings, metrics, audit)
+    if credentials is not None:
+        worker_id = credentials.link.named(worker_id)
     spans = set_up_tracing("worker", os.environ)
     telemetry = JobTelemetry(metrics, spans, worker_id)
     async with contextlib.AsyncExitStack() as stack:
+        stack.callback(audit.close)
         stack.push_async_callback(asyncio.to_thread, spans.close)
         metrics_server = serve_metrics(metrics, settings.health_host, settings.metrics_port)
         if metrics_server is not None:
@@ -71,7 +74,8 @@ async def run(settings: Settings) -> None:
         disk = await asyncio.to_thread(_open_disk, settings)
         stack.push_async_callback(disk.close)
         timeouts = DownloadTimeouts(settings.fetch_s, settings.fetch_silent_s)
-        fetcher = AdapterFetcher(settings.store, disk, timeouts, metrics, tls=credentials.tls if credentials else None)
+        tls = credentials.link.tls if credentials else None
+        fetcher = AdapterFetcher(settings.store, disk, timeouts, metrics, tls=tls)
         stack.push_async_callback(fetcher.close)
         breaker = EngineBreaker()
         await run_sessions(
@@ -110,12 +114,12 @@ async def run_sessions(
             await unless_stopped(stop, asyncio.sleep(pause_s))
 
 
-def _credentials(tls: TlsFiles | None) -> LinkCredentials | None:
-    if tls is None:
+def _credentials(settings: Settings, metrics: WorkerMetrics, audit: AuditLog) -> WorkerCredentials | None:
+    if (tls := settings.tls_files()) is None:
         return None
-    from worker.io.relay.link_credentials import LinkCredentials
+    from worker.io.credentials import credentials_of
 
-    return LinkCredentials(tls)
+    return credentials_of(tls, settings.job_key, metrics, RefusedCallers(audit))
 
 
 def _open_disk(settings: Settings) -> DiskTier:

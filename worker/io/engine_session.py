@@ -43,7 +43,7 @@ from worker.io.settings import Settings
 from worker.ipc import Begun, Configure, PinRefused, Ready, Refused, Stepped
 
 if TYPE_CHECKING:
-    from worker.io.relay.link_credentials import LinkCredentials
+    from worker.io.credentials import WorkerCredentials
 
 log = logging.getLogger(__name__)
 
@@ -65,7 +65,7 @@ class EngineSession:
         health: WorkerHealth,
         telemetry: JobTelemetry,
         breaker: EngineBreaker,
-        credentials: LinkCredentials | None = None,
+        credentials: WorkerCredentials | None = None,
     ) -> None:
         keys = Keys(base.name, settings.cell)
         self._settings = settings
@@ -75,10 +75,10 @@ class EngineSession:
         self._telemetry = telemetry
         self._breaker = breaker
         self._worker_id = telemetry.worker_id
-        self._queue = JobQueue(redis, keys, worker_id=self._worker_id)
+        self._queue = JobQueue(redis, keys, worker_id=self._worker_id, seals=credentials.seals if credentials else None)
         self._liveness = Liveness(redis, keys)
-        self._credentials, incarnation = credentials, secrets.token_hex(8)
-        self._incarnation = incarnation if credentials is None else credentials.named(incarnation)
+        self._link_credentials, incarnation = credentials.link if credentials else None, secrets.token_hex(8)
+        self._incarnation = credentials.link.named(incarnation) if credentials else incarnation
         self.served = False
 
     async def run(self, stop: asyncio.Event) -> None:
@@ -107,7 +107,7 @@ class EngineSession:
     async def _serve(self, engine: EngineProcess, ready: Ready, stop: asyncio.Event) -> None:
         settings, metrics, jobs = self._settings, self._telemetry.metrics, LocalJobs()
         usage = UsageLog(jobs, self._queue)
-        link_settings = LinkSettings(self._worker_id, self._incarnation, credentials=self._credentials)
+        link_settings = LinkSettings(self._worker_id, self._incarnation, credentials=self._link_credentials)
         results = Results(jobs, engine, ready, usage, self._telemetry, link_settings, self._breaker)
         intake = Intake(self._base.digest, self._queue, engine, self._fetcher, results, usage, metrics)
         commands = OperatorCommands(self._queue, engine, self._fetcher, ready.limits.max_rank)

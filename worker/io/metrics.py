@@ -9,6 +9,7 @@ from typing import Protocol
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from telemetry.audit.log import AuditCounts
 from telemetry.metrics import LONG_S, PREFIX, SHORT_S, TOKENS, BoundedNames, Meters
 from worker.engine_api.config import EngineLimits
 from worker.engine_api.stats import EngineStats
@@ -48,6 +49,10 @@ class WorkerMetrics(Meters):
         super().__init__()
         self.claims = self.counter("claims", "Claims that were sent to the queue.")
         self.claimed = self.counter("jobs_claimed", "Jobs that claims returned.")
+        self.seals_refused = self.counter(
+            "seals_refused", "Entries of Redis that no router has sealed for this worker.", ("kind", "reason")
+        )
+        self.audit = AuditCounts(self)
         self.claim_time = self.histogram("claim_seconds", "Duration of a claim.", SHORT_S)
         self.ended = self.counter("jobs_ended", "Jobs that left this worker, by outcome.", ("outcome",))
         self.prefill_time = self.histogram(

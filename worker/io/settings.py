@@ -7,9 +7,11 @@ from dataclasses import dataclass
 
 from artifacts.quantization import FLAG_HELP as QUANTIZE_HELP
 from artifacts.quantization import check_device, parse_quantization
+from broker.terms import JOB_KEY_HELP
 from rpc.identity.principal import Role
 from rpc.identity.tls import KEY_HELP, TlsFiles, tls_of
 from rpc.settings import REDIS_URL_HELP, REDIS_URL_VARIABLE, setting
+from telemetry.audit.log import FILE_HELP
 from telemetry.logging import FORMAT_HELP, FORMAT_VARIABLE, LEVEL_HELP, LEVEL_VARIABLE, check_logging
 from telemetry.metrics import PORT_HELP
 
@@ -47,8 +49,10 @@ class Settings:
     tls_cert: str = setting("PEM file with this worker's certificate, with which it comes to the store", "")
     tls_key: str = setting(KEY_HELP, "")
     tls_ca: str = setting("PEM file with the authorities that sign the certificates of the other processes", "")
+    job_key: str = setting(JOB_KEY_HELP, "")
     health_host: str = setting("the address to answer grpc.health.v1, and to serve metrics, on", "127.0.0.1")
     health_port: int = setting("the port to answer it on; 0: the system chooses", 0)
+    audit: str = setting(FILE_HELP, "")
     metrics_port: int = setting(PORT_HELP, 0)
     log_format: str = setting(FORMAT_HELP, "text", variable=FORMAT_VARIABLE)
     log_level: str = setting(LEVEL_HELP, "info", variable=LEVEL_VARIABLE)
@@ -63,9 +67,11 @@ class Settings:
         """Check the values. Raises ValueError or ArtifactError on one that no engine can work with."""
         check_logging(self.log_format, self.log_level)
         if (tls := self.tls_files()) is not None:
+            from broker.job_keys import check_job_key
             from rpc.identity.certificates import own_name
 
             own_name(tls, Role.WORKER)
+            check_job_key(self.job_key)
         if self.device.split(":", maxsplit=1)[0] not in DEVICES:
             raise ValueError(f"--device {self.device}: not one of {', '.join(DEVICES)}")
         if self.dtype not in DTYPES:

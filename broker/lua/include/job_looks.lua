@@ -107,7 +107,7 @@ local function look(id, tenant, line_place)
     return PASSED
   end
   local is_apart = any_suspects and is_suspect(name, adapter) and not goes_on_in_quarantine(attempt, prompt, prefill, rows)
-  local is_struck = rows >= ALL_ROWS
+  local is_struck, asked_rows = rows >= ALL_ROWS, rows
   rows = math.min(rows, all_rows)
   if is_apart and is_struck and is_another_tried(id, name, adapter) then return PASSED end
   if is_apart and not is_struck then
@@ -127,6 +127,8 @@ local function look(id, tenant, line_place)
       free_rows, row_of, is_last_apart = 0, '', true
     end
     if name ~= only_tenant then only_tenant = '' end
+    facts_of_bodies[#facts_of_bodies + 1] = cmsgpack.pack({place, name, base, adapter, router, attempt, weight, tokens,
+      prefill, prompt, rank, asked_rows})
     take(id, tenant, name, weight, attempt, prompt, resident[adapter] and 0 or load, place, size, work)
     return TAKEN
   end

@@ -1,0 +1,99 @@
+"""The cluster's job keys: a file that routers and workers share, and that nobody else can read.
+
+A line is a key: its id, a space, and 32 random bytes in URL-safe base64. The first key encrypts, all decrypt. The file
+is read again when it changes. To take another key into use, first add its line below the others everywhere, then
+move it to the top, and remove the old one once no job of it waits.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hmac
+import logging
+import re
+import secrets
+from pathlib import Path
+
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+
+from rpc.identity.tls import is_private
+
+log = logging.getLogger(__name__)
+
+KEY_BYTES = 32
+_ID = re.compile(r"[A-Za-z0-9._-]{1,32}")
+
+
+def new_job_key(key_id: str = "") -> str:
+    """Return a line with another key."""
+    return f"{key_id or secrets.token_hex(4)} {base64.urlsafe_b64encode(secrets.token_bytes(KEY_BYTES)).decode()}\n"
+
+
+def check_job_key(path: str) -> None:
+    """Raise ValueError where the setting names no file of job keys."""
+    if not path:
+        raise ValueError("--tls-cert: needs --job-key too; `loraplex certs dev` makes one")
+    JobKeys(Path(path))
+
+
+class JobKeys:
+    """The keys of a file. Raises ValueError where it cannot be used."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        if path.is_file() and not is_private(path):
+            log.warning("others than the owner may read %s; `chmod 600` it", path)
+        self._seen = self._stamp()
+        self._keys = self._read()
+
+    @property
+    def newest(self) -> tuple[str, AESGCM]:
+        """Return the key that encrypts, and its id."""
+        self._look()
+        key_id, key = next(iter(self._keys.items()))
+        return key_id, AESGCM(key)
+
+    def find(self, key_id: str) -> AESGCM | None:
+        """Return a key; None for an unknown one."""
+        self._look()
+        key = self._keys.get(key_id)
+        return None if key is None else AESGCM(key)
+
+    def derived(self, purpose: bytes) -> list[str]:
+        """Return a secret for another purpose from each key, in their order."""
+        self._look()
+        return [hmac.digest(key, b"loraplex " + purpose, "sha256").hex() for key in self._keys.values()]
+
+    def _look(self) -> None:
+        try:
+            if (stamp := self._stamp()) != self._seen:
+                self._keys = self._read()
+                self._seen = stamp
+                log.info("read %s again", self._path)
+        except ValueError as error:
+            log.warning("keeps the former job keys: %s", error)
+
+    def _stamp(self) -> tuple[int, int]:
+        try:
+            stat = self._path.stat()
+        except OSError as error:
+            raise ValueError(f"--job-key {self._path}: {error.strerror}") from error
+        return stat.st_mtime_ns, stat.st_ino
+
+    def _read(self) -> dict[str, bytes]:
+        keys: dict[str, bytes] = {}
+        for line in self._path.read_text(encoding="utf-8").splitlines():
+            if not line.strip() or line.startswith("#"):
+                continue
+            key_id, _, text = line.strip().partition(" ")
+            try:
+                key = base64.urlsafe_b64decode(text.strip())
+            except binascii.Error:
+                key = b""
+            if not _ID.fullmatch(key_id) or len(key) != KEY_BYTES or key_id in keys:
+                raise ValueError(f"--job-key {self._path}: key {len(keys) + 1}: write ID KEY, 32 bytes in base64")
+            keys[key_id] = key
+        if not keys:
+            raise ValueError(f"--job-key {self._path}: no key")
+        return keys

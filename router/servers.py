@@ -1,0 +1,70 @@
+"""The gRPC servers of a router: for tenants, for operators, and the relay's."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+from loraplex.cluster.v1 import cluster_pb2_grpc
+from loraplex.inference.v1 import inference_pb2_grpc
+
+from router.api.cluster import ClusterService
+from router.api.open_calls import OpenCalls
+from router.api.request_telemetry import COUNTED_METHODS, RequestTelemetry
+from router.api.service import InferenceService
+from router.catalog.key_copy import KeyCopy
+from router.catalog.store_client import StoreClient
+from router.relay_access import RelayAccess
+from router.seals import report_to
+from router.settings import Settings
+from rpc.audit.auditor import Auditor
+from rpc.errors import CallError
+from rpc.identity.access import GuardedServers
+from rpc.identity.api_keys import KeyDirectory
+from rpc.identity.guard import Guard
+from rpc.identity.permissions import Port
+from rpc.identity.principal import Principal
+from rpc.identity.tls import TlsFiles
+from rpc.metrics import CallMeter
+from rpc.server import Server, channel_options
+
+if TYPE_CHECKING:
+    from broker.seals import Seals
+
+
+def make_servers(
+    settings: Settings,
+    tls: TlsFiles | None,
+    telemetry: RequestTelemetry,
+    store: StoreClient,
+    auditor: Auditor,
+    seals: Seals | None,
+) -> tuple[GuardedServers, RelayAccess]:
+    """Return the servers for tenants and operators, and the relay's; all report whom they refuse."""
+    keys = KeyDirectory()
+    follow_keys = KeyCopy(store, keys).follow
+
+    def refused(method: str, caller: Principal | None, error: CallError, peer: str) -> None:
+        telemetry.refused_caller(method, caller, error)
+        auditor.refused(method, caller, error, peer)
+
+    report_to(seals, refused)
+    make = partial(_server, settings, telemetry, auditor)
+    return GuardedServers(settings, tls, make, keys, refused, follow_keys), RelayAccess(tls, refused)
+
+
+def add_services(servers: GuardedServers, inference: InferenceService, cluster: ClusterService) -> None:
+    """Serve both services, where the permissions table lets somebody call them."""
+    servers.add(lambda server: inference_pb2_grpc.add_InferenceServiceServicer_to_server(inference, server))
+    servers.add(lambda server: cluster_pb2_grpc.add_ClusterServiceServicer_to_server(cluster, server))
+
+
+def _server(settings: Settings, telemetry: RequestTelemetry, auditor: Auditor, guard: Guard, port: Port) -> Server:
+    meter = CallMeter(*telemetry.metrics.calls, COUNTED_METHODS)
+    if port is Port.OPERATORS:
+        return Server(guard, outer=[meter], interceptors=[auditor])
+    open_calls = OpenCalls(settings.open_calls_limit, settings.open_bytes_limit, telemetry.refused)
+    # Streams of one connection: its client keeps further ones to itself. More than the limit, so that they are refused.
+    streams = ("grpc.max_concurrent_streams", 2 * settings.open_calls_limit)
+    inner = [open_calls, auditor]
+    return Server(guard, outer=[meter], interceptors=inner, options=[*channel_options(), streams])
