@@ -30,6 +30,7 @@ from router.generation.encoding import Encoding
 from router.generation.generation import Generation
 from router.generation.grammar_proofs import GrammarProofs
 from router.generation.resume import ResumeTokens
+from router.generation.resume_epochs import ResumeEpochs
 from router.generation.resume_keys import GivenKeys
 from router.metrics import RouterMetrics
 from router.quotas.plan_copy import PlanCopy
@@ -95,7 +96,7 @@ async def run(settings: Settings) -> None:
             models,
             admission,
             dispatcher,
-            ResumeTokens(resume_keys),
+            ResumeTokens(resume_keys, ResumeEpochs(store, public.keys)),
             quotas,
             client_stall_s=settings.client_stall_s,
         )

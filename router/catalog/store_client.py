@@ -51,12 +51,14 @@ class Breach:
 class ResolvedAdapter:
     """The revision that an adapter's name stands for now, and its base model.
 
-    `breaches` are those of its certificates, by the quantization of the base.
+    `breaches` are those of its certificates, by the quantization of the base. `epoch` is when the adapter was made, in
+    nanoseconds since 1970.
     """
 
     ref: AdapterRef
     base_digest: str
     breaches: Mapping[str, Breach] = field(default_factory=dict)
+    epoch: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +104,7 @@ class StoreClient:
         self._address = address
         self._channel = LiveChannel(address, tls, _OPTIONS)
         self._names: dict[tuple[str, str], tuple[float, ResolvedAdapter]] = {}
+        self._epochs: dict[str, int] = {}
         self._flights: dict[tuple[str, str], asyncio.Task[ResolvedAdapter]] = {}
 
     @property
@@ -145,7 +148,15 @@ class StoreClient:
             for certificate in revision.certificates
             if certificate.verdict in {pb.VERDICT_REFUSED, pb.VERDICT_WARNED}
         }
-        return ResolvedAdapter(ref, revision.base_digest, breaches)
+        epoch = answer.adapter.create_time.ToNanoseconds()
+        if len(self._epochs) >= NAMES_KEPT:
+            self._epochs.clear()
+        self._epochs[ref.revision] = epoch
+        return ResolvedAdapter(ref, revision.base_digest, breaches, epoch)
+
+    def epoch_of(self, revision: str) -> int:
+        """Return the epoch of a revision's adapter, as last resolved; 0: not known any more."""
+        return self._epochs.get(revision, 0)
 
     async def config_of(self, tenant: str, revision: str) -> bytes:
         """Download a revision's configuration, without its weights. Raises NotFound or Unavailable."""

@@ -3,7 +3,8 @@
     base64url( HMAC-SHA256(key, tenant, payload) · payload )        payload: version byte · msgpack of ResumeClaims
 
 The tenant is part of what is signed and not of what is sent, so that another tenant's token does not verify. Only what
-is signed may name a revision's digest: a forged token would reach other tenants' adapters.
+is signed may name a revision's digest: a forged token would reach other tenants' adapters. A token ends after TOKEN_S,
+with the API key that its stream was called with, and with its adapter (resume_epochs.py).
 """
 
 from __future__ import annotations
@@ -12,18 +13,23 @@ import base64
 import binascii
 import hashlib
 import hmac
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import msgspec
 
 from broker.messages import AdapterRef
-from router.generation.resume_keys import GivenKeys
+from router.generation.resume_epochs import ResumeEpochs
+from router.generation.resume_keys import GivenKeys, key_name
+from router.quotas.usage import calling_key
 from router.request import Received, Request
 from rpc.errors import InvalidField, Unavailable
 
 # Version of the payload's layout, the first byte of a payload; tokens of other versions are refused by that name.
 VERSION = 2
+# Time in seconds for which a token is good. Those of routers before tokens had an end count from their admission.
+TOKEN_S = 86_400.0
 _MAC_BYTES = hashlib.sha256().digest_size
 # Maximum length of a token in characters, so that nothing longer is hashed.
 _TOKEN_CHARACTERS = 16_384
@@ -57,6 +63,14 @@ class ResumeClaims(msgspec.Struct, frozen=True, array_like=True):
     rendered_at_s: float = 0.0
     # Id of the request's reservation of tokens; empty: its tenant had no limits.
     reservation: str = ""
+    # Wall clock's time in seconds from which on the token is refused; 0 in those of routers before.
+    expires_at_s: float = 0.0
+    # Name of the resume key that has signed it; see resume_keys.key_name.
+    signed_by: str = ""
+    # Id of the API key that its stream was called with; empty: with another credential.
+    api_key: str = ""
+    # Epochs of the adapter, or of those of the set; none: they are not known.
+    epochs: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,20 +97,34 @@ class Resumption:
 class ResumeTokens:
     """Signs claims into tokens and verifies them."""
 
-    def __init__(self, keys: GivenKeys) -> None:
+    def __init__(
+        self, keys: GivenKeys, epochs: ResumeEpochs | None = None, now: Callable[[], float] = time.time
+    ) -> None:
         self._keys = keys
+        self._epochs = epochs
+        self._now = now
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(ResumeClaims)
 
     def sign(self, claims: ResumeClaims, tenant: str) -> str:
-        """Return the token of the claims, good for this tenant alone."""
+        """Return the token of the claims, good for this tenant alone, as the current call's."""
+        key = self._keys.keys[0]
+        claims = msgspec.structs.replace(
+            claims,
+            expires_at_s=self._now() + TOKEN_S,
+            signed_by=key_name(key),
+            api_key=calling_key(),
+            epochs=claims.epochs or (self._epochs.of(claims.adapter) if self._epochs else ()),
+        )
         payload = bytes([VERSION]) + self._encoder.encode(claims)
-        return base64.urlsafe_b64encode(_mac(self._keys.keys[0], tenant, payload) + payload).decode()
+        return base64.urlsafe_b64encode(_mac(key, tenant, payload) + payload).decode()
 
     async def verify(self, token: str, tenant: str) -> ResumeClaims:
         """Return the claims in a token. Raises InvalidField, or Unavailable while keys may be missing."""
         mac, payload = _split(token)
         if not self._is_signed(mac, tenant, payload):
+            if self._names_known_key(payload):
+                raise _forged()
             await self._keys.look()
             if not self._is_signed(mac, tenant, payload):
                 raise _forged() if self._keys.settled else _keys_missing()
@@ -106,10 +134,23 @@ class ResumeTokens:
                 f"has another version than {VERSION}, which this router reads",
                 reason="RESUME_TOKEN_VERSION",
             )
-        return self._decoder.decode(payload[1:])
+        claims = self._decoder.decode(payload[1:])
+        if self._now() >= (claims.expires_at_s or claims.rendered_at_s + TOKEN_S):
+            raise InvalidField("resume_token", "has expired; call Generate again", reason="RESUME_TOKEN_EXPIRED")
+        if self._epochs is not None:
+            await self._epochs.check(claims.api_key, claims.adapter, claims.epochs, tenant)
+        return claims
 
     def _is_signed(self, mac: bytes, tenant: str, payload: bytes) -> bool:
         return any(hmac.compare_digest(mac, _mac(key, tenant, payload)) for key in self._keys.keys)
+
+    def _names_known_key(self, payload: bytes) -> bool:
+        """Tell whether a token that no key has signed names one that is known: no other key can have signed it."""
+        try:
+            signed_by = self._decoder.decode(payload[1:]).signed_by
+        except (msgspec.MsgspecError, ValueError, RecursionError):  # anybody may have written it
+            return False
+        return any(signed_by == key_name(key) for key in self._keys.keys)
 
 
 def _split(token: str) -> tuple[bytes, bytes]:

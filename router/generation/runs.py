@@ -74,6 +74,7 @@ class Run:
             resumes=self.resumes,
             rendered_at_s=self.rendered_at_s,
             reservation=self.grant.id if self.grant else "",
+            epochs=self.resumption.claims.epochs if self.resumption else (),
         )
 
     def settle(self) -> None:

@@ -67,7 +67,7 @@ class GuardedServers:
     """The gRPC servers of a process: without credentials one, with them one for tenants and one for operators.
 
     Each listens on up to two ports: one for keys and tokens, and one for certificates, since gRPC either requires a
-    certificate of a port's clients or does not ask for it.
+    certificate of a port's clients or does not ask for it. `keys` are those that callers are admitted with.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class GuardedServers:
         refused: Refused,
         follow_keys: Callable[[], Coroutine[None, None, None]] | None = None,
     ) -> None:
-        self._settings, self._tls = settings, tls
+        self._settings, self._tls, self.keys = settings, tls, keys
         self._followed: list[Callable[[], Coroutine[None, None, None]]] = []
         if tls is None:
             log.info("no credentials: whoever reaches this process's ports may act as any tenant and as an operator")

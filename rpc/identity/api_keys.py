@@ -50,6 +50,11 @@ class HashedKey:
     revoked: bool
     secrets: tuple[HashedSecret, ...]
 
+    def ends_at(self, sha256: bytes) -> float | None:
+        """Return when a secret of the key ends, or has ended; None: never."""
+        same = [secret.expires_at for secret in self.secrets if secret.sha256 == sha256]
+        return min((end for end in (self.expires_at, *(same or [0.0])) if end is not None), default=None)
+
 
 def new_api_key(key_id: str = "") -> tuple[str, str, bytes]:
     """Make a key, or another secret of a key; return its id, the whole key, and the secret's SHA-256."""
@@ -99,13 +104,17 @@ class KeyDirectory:
         self._follows = True
 
     def put(self, keys: Sequence[HashedKey], *, clear: bool = False) -> None:
-        """Add keys or replace them, and end the calls of revoked ones; with `clear` forget all others."""
+        """Add keys or replace them, and end calls of revoked keys and secrets; with `clear` forget all others."""
         if clear:
+            for key_id in self._keys.keys() - {key.key_id for key in keys}:
+                self.calls.end(key_id, _unknown)
             self._keys = {}
         self._keys.update((key.key_id, key) for key in keys)
         for key in keys:
             if key.revoked:
                 self.calls.end(key.key_id, _revoked)
+            else:
+                self.calls.change(key.key_id, key.ends_at)
 
     def look_done(self) -> None:
         """Note that the keys are those of the store at this moment."""
@@ -116,6 +125,15 @@ class KeyDirectory:
         if self._follows and (self._read_at is None or self._now() - self._read_at > STALE_S):
             raise Unavailable("the adapter store does not answer, which knows the API keys", reason="KEYS_STALE")
         return self._keys.get(key_id)
+
+    def is_valid(self, key_id: str, now: Callable[[], float] = time.time) -> bool:
+        """Tell whether a key is there, not revoked and not expired. Raises Unavailable as `find`."""
+        key = self.find(key_id)
+        return key is not None and not key.revoked and (key.expires_at is None or now() < key.expires_at)
+
+
+def _unknown() -> Unauthenticated:
+    return bad_credential("the API key is not valid")
 
 
 def _revoked() -> Unauthenticated:
@@ -142,16 +160,16 @@ class ApiKeyReader:
             return None
         parts = split_api_key(text)
         if parts is None:
-            raise bad_credential("the API key is not valid")
+            raise _unknown()
         key, sha256, now = self._keys.find(parts[0]), hash_of(parts[1]), self._now()
         known = key.secrets if key is not None else (_NO_SECRET,)
         same = [secret for secret in known if hmac.compare_digest(secret.sha256, sha256)]
         if key is None or not same:
-            raise bad_credential("the API key is not valid")
+            raise _unknown()
         if key.revoked:
             raise _revoked()
-        ends = [end for end in (key.expires_at, same[0].expires_at) if end is not None]
-        if ends and now >= min(ends):
+        expires_at = key.ends_at(sha256)
+        if expires_at is not None and now >= expires_at:
             raise bad_credential("the API key has expired", "CREDENTIAL_EXPIRED")
         return Principal(
             name=f"key {key.key_id}",
@@ -160,5 +178,6 @@ class ApiKeyReader:
             tenant=key.tenant,
             key_id=key.key_id,
             scopes=key.scopes,
-            expires_at=min(ends) if ends else None,
+            expires_at=expires_at,
+            secret_sha256=sha256,
         )

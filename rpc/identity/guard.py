@@ -34,7 +34,7 @@ class CredentialReader(Protocol):
 class Guard(grpc.aio.ServerInterceptor):
     """Admits callers to the methods of a server that listens on such `ports`.
 
-    A call has exactly one credential, which one of the `readers` knows. `calls` are told of those with an API key.
+    A call has exactly one credential, which one of the `readers` knows. `calls` end with their credentials.
     """
 
     def __init__(
@@ -90,8 +90,8 @@ class Guard(grpc.aio.ServerInterceptor):
             if self._refused is not None:
                 self._refused(method, principal, error, context.peer())
             raise
-        if self._calls is not None and principal.key_id:
-            self._calls.enter(principal.key_id)
+        if self._calls is not None:
+            self._calls.enter(principal)
         set_caller(principal)
 
     def identify(self, metadata: Metadata, auth_context: AuthContext) -> Principal:

@@ -158,7 +158,7 @@ class JwtReader:
             if len(self._checked) >= _CHECKED_TOKENS:
                 self._checked.clear()
             self._checked[digest] = principal
-        if principal.expires_at is None or self._now() >= principal.expires_at + SKEW_S:
+        if principal.expires_at is None or self._now() >= principal.expires_at:
             raise bad_credential("the token has expired", "CREDENTIAL_EXPIRED")
         return principal
 
@@ -205,7 +205,7 @@ def _principal(claims: Mapping[str, Any]) -> Principal:
         kind=CredentialKind.JWT,
         tenant=tenant,
         scopes=_scopes(claims.get("scope")),
-        expires_at=float(claims["exp"]),
+        expires_at=float(claims["exp"]) + SKEW_S,
     )
 
 

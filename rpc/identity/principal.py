@@ -44,7 +44,8 @@ class CredentialKind(StrEnum):
 class Principal:
     """A caller. `name` is for logs; `tenant` is empty for callers that concern no tenant.
 
-    No `scopes`: everything that the roles permit. `expires_at` is in seconds since 1970; None: never.
+    No `scopes`: everything that the roles permit. `expires_at` is in seconds since 1970, from when on the credential is
+    refused; None: never. `secret_sha256` tells apart the secrets of an API key.
     """
 
     name: str
@@ -54,6 +55,7 @@ class Principal:
     key_id: str = ""
     scopes: frozenset[str] = field(default_factory=frozenset)
     expires_at: float | None = None
+    secret_sha256: bytes = field(default=b"", repr=False)
 
     def sees_tenant(self, tenant: str) -> bool:
         """Tell whether lists show this caller the things of a tenant."""

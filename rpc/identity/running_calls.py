@@ -1,42 +1,84 @@
-"""The calls that run on an API key: they end with a status of their own when the key is revoked."""
+"""The calls that run on a credential: they end with a status of their own when it expires or its key is revoked."""
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from rpc.errors import CallError
+from rpc.errors import CallError, Unauthenticated
+from rpc.identity.principal import Principal
+
+# Longest time in seconds between looks at the wall clock, which may be set.
+LONGEST_S = 60.0
 
 # Why a call's task has been cancelled; rpc.status turns it into the call's status.
 _ENDINGS: WeakKeyDictionary[asyncio.Task[Any], CallError] = WeakKeyDictionary()
 
 
+@dataclass(slots=True, eq=False)
+class _Call:
+    """A running call, the hash of the secret that it came with, and the timer of its end."""
+
+    task: asyncio.Task[Any]
+    secret: bytes
+    timer: asyncio.TimerHandle | None = None
+
+
 class RunningCalls:
-    """The tasks of a process's calls, by their key."""
+    """The calls of a process's servers: they end with their credential, and with the revocation of their key."""
 
-    def __init__(self) -> None:
-        self._tasks: defaultdict[str, set[asyncio.Task[Any]]] = defaultdict(set)
+    def __init__(self, now: Callable[[], float] = time.time) -> None:
+        self._now = now
+        self._of_key: defaultdict[str, set[_Call]] = defaultdict(set)
 
-    def enter(self, key_id: str) -> None:
+    def enter(self, principal: Principal) -> None:
         """Add the call that the current task serves, until the task ends."""
+        if not principal.key_id and principal.expires_at is None:
+            return
         task = asyncio.current_task()
         assert task is not None
-        self._tasks[key_id].add(task)
-        task.add_done_callback(lambda done: self._leave(key_id, done))
+        call = _Call(task, principal.secret_sha256)
+        if principal.key_id:
+            self._of_key[principal.key_id].add(call)
+        self._end_at(call, principal.expires_at)
+        task.add_done_callback(lambda _: self._leave(principal.key_id, call))
 
     def end(self, key_id: str, error: Callable[[], CallError]) -> None:
         """End the key's calls with an error, each with its own. May be called from another thread."""
-        for task in tuple(self._tasks.get(key_id, ())):
-            task.get_loop().call_soon_threadsafe(_cancel, task, error())
+        for call in tuple(self._of_key.get(key_id, ())):
+            call.task.get_loop().call_soon_threadsafe(_cancel, call.task, error())
 
-    def _leave(self, key_id: str, task: asyncio.Task[Any]) -> None:
-        tasks = self._tasks[key_id]
-        tasks.discard(task)
-        if not tasks:
-            del self._tasks[key_id]
+    def change(self, key_id: str, ends_at: Callable[[bytes], float | None]) -> None:
+        """Set anew when the key's calls end, by the hashes of their secrets. May be called from another thread."""
+        for call in tuple(self._of_key.get(key_id, ())):
+            call.task.get_loop().call_soon_threadsafe(self._end_at, call, ends_at(call.secret))
+
+    def _end_at(self, call: _Call, at: float | None) -> None:
+        """End a call at this time of the wall clock, which is looked at again every LONGEST_S."""
+        if call.timer is not None:
+            call.timer.cancel()
+            call.timer = None
+        if at is None or call.task.done():
+            return
+        left_s = at - self._now()
+        if left_s <= 0:
+            _cancel(call.task, Unauthenticated("the credential has expired", reason="CREDENTIAL_EXPIRED"))
+            return
+        call.timer = call.task.get_loop().call_later(min(left_s, LONGEST_S), self._end_at, call, at)
+
+    def _leave(self, key_id: str, call: _Call) -> None:
+        if call.timer is not None:
+            call.timer.cancel()
+        if key_id:
+            calls = self._of_key[key_id]
+            calls.discard(call)
+            if not calls:
+                del self._of_key[key_id]
 
 
 def _cancel(task: asyncio.Task[Any], error: CallError) -> None:

@@ -46,15 +46,26 @@ def tokens_of(key: str = "", *accepted: str) -> ResumeTokens:
     return ResumeTokens(GivenKeys(key, accepted))
 
 
+def same(found: ResumeClaims, claims: ResumeClaims) -> bool:
+    """Tell whether a token held these claims, beside those of its signature."""
+    return msgspec.structs.replace(found, signed_by="", expires_at_s=0.0) == claims
+
+
+def as_before(claims: ResumeClaims, fields: int, tenant: str = "acme", key: str = KEY) -> str:
+    """Return the token of a router that knew the first fields alone."""
+    payload = bytes([resume.VERSION]) + msgspec.msgpack.encode(msgspec.structs.astuple(claims)[:fields])
+    return base64.urlsafe_b64encode(resume._mac(key, tenant, payload) + payload).decode()
+
+
 @pytest.mark.parametrize("adapter", [None, PART, SET])
 async def test_a_token_holds_its_ticket(adapter: AdapterRef | None) -> None:
     claims = msgspec.structs.replace(CLAIMS, adapter=adapter)
-    assert await tokens_of(KEY).verify(tokens_of(KEY).sign(claims, "acme"), "acme") == claims
+    assert same(await tokens_of(KEY).verify(tokens_of(KEY).sign(claims, "acme"), "acme"), claims)
 
 
 async def test_a_token_of_a_former_key_is_accepted_and_the_new_one_signs() -> None:
     before, rotated = tokens_of(KEY), tokens_of("another of sixteen", KEY)
-    assert await rotated.verify(before.sign(CLAIMS, "acme"), "acme") == CLAIMS
+    assert same(await rotated.verify(before.sign(CLAIMS, "acme"), "acme"), CLAIMS)
     with pytest.raises(InvalidField):
         await before.verify(rotated.sign(CLAIMS, "acme"), "acme")
 

@@ -85,7 +85,7 @@ def refusal(reader: JwtReader, text: str) -> str:
 def test_a_token_of_the_issuer_is_its_tenant(reader: JwtReader, key: Any, algorithm: str, kid: str) -> None:
     found = read(reader, token(key, algorithm, kid))
     assert (found.tenant, found.roles, found.kind) == ("acme", frozenset({Role.TENANT_USER}), CredentialKind.JWT)
-    assert found.expires_at == NOW + 86_400
+    assert found.expires_at == NOW + 86_400 + SKEW_S
     assert read(reader, token(key, algorithm, kid)).tenant == "acme"
 
 

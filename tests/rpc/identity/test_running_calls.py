@@ -1,9 +1,10 @@
-"""Calls that run when their API key is revoked end with its status; others go on."""
+"""Calls that run when their credential expires, or their API key is revoked, end with its status; others go on."""
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -16,7 +17,8 @@ from router.api.open_calls import OpenCalls
 from rpc.identity.api_keys import ApiKeyReader, HashedKey, HashedSecret, KeyDirectory, new_api_key
 from rpc.identity.guard import Guard
 from rpc.identity.permissions import Port
-from rpc.identity.principal import Role
+from rpc.identity.principal import CredentialKind, Principal, Role
+from rpc.identity.running_calls import RunningCalls
 from rpc.server import Server
 
 
@@ -100,7 +102,7 @@ async def test_a_stream_ends_when_its_key_is_revoked(served: Served) -> None:
     calls[2].cancel()
     await served.service.ended.acquire()
     async with asyncio.timeout(10):
-        while served.directory.calls._tasks:  # noqa: ASYNC110  # the tasks tell it a turn after their end
+        while served.directory.calls._of_key:  # noqa: ASYNC110  # the tasks tell it a turn after their end
             await asyncio.sleep(0)
 
 
@@ -122,3 +124,68 @@ async def test_a_client_that_leaves_is_no_revocation(served: Served) -> None:
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await served.stub.Generate(pb.GenerateRequest(), metadata=served.metadata(0)).read()
     assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+
+
+def ended(key: HashedKey, at: float) -> HashedKey:
+    """Return a key that expires at a time."""
+    return dataclasses.replace(key, expires_at=at)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda key: ended(key, time.time() + 0.05),
+        lambda key: ended(key, 1.0),
+        lambda key: dataclasses.replace(key, secrets=(HashedSecret(key.secrets[0].sha256, time.time() + 0.05),)),
+        lambda key: dataclasses.replace(key, secrets=(HashedSecret(b"another"),)),
+    ],
+    ids=["the key expires", "it has expired", "its secret expires", "its secret is gone"],
+)
+async def test_a_key_that_changes_ends_its_streams_in_time(served: Served, change: Any) -> None:
+    calls = [served.stub.Generate(pb.GenerateRequest(), metadata=served.metadata(which)) for which in (0, 1)]
+    for call in calls:
+        await call.read()
+    await asyncio.to_thread(served.directory.put, [change(served.keys[0])])
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await calls[0].read()
+    assert (caught.value.code(), caught.value.details()) == (
+        grpc.StatusCode.UNAUTHENTICATED,
+        "the credential has expired",
+    )
+    assert not calls[1].done()
+    calls[1].cancel()
+
+
+async def test_keys_that_an_older_catalog_lacks_end_their_streams(served: Served) -> None:
+    call = served.stub.Generate(pb.GenerateRequest(), metadata=served.metadata(0))
+    await call.read()
+    served.directory.put(served.keys[1:], clear=True)
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call.read()
+    assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+
+
+@pytest.mark.parametrize("kind", [CredentialKind.CERTIFICATE, CredentialKind.JWT])
+async def test_a_stream_ends_with_its_certificate_or_token(kind: CredentialKind) -> None:
+    class Reader:
+        """Reads a credential that ends soon."""
+
+        def read(self, metadata: Any, auth_context: Any) -> Principal:
+            """Return its holder."""
+            roles = frozenset({Role.TENANT_USER})
+            return Principal("a", roles, kind, "acme", expires_at=time.time() + 0.05)
+
+    service = Endless()  # type: ignore[abstract]  # grpc has its own methods for those left out
+    server = Server(Guard([Port.PUBLIC], [Reader()], calls=RunningCalls()))
+    inference_pb2_grpc.add_InferenceServiceServicer_to_server(service, server.grpc)
+    port = server.bind("127.0.0.1", 0)
+    await server.start()
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        stub: Any = inference_pb2_grpc.InferenceServiceStub(channel)
+        call = stub.Generate(pb.GenerateRequest())
+        await call.read()
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call.read()
+    assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+    await service.ended.acquire()
+    await server.stop(0)
