@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from typing import Any, NoReturn
 
 import grpc
@@ -36,7 +36,7 @@ from rpc.errors import (
     Unavailable,
 )
 from rpc.handlers import wrapped
-from rpc.identity.running_calls import take_ending
+from rpc.identity.running_calls import let_finish, take_ending
 
 log = logging.getLogger(__name__)
 
@@ -164,7 +164,9 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
 def _guard(method: Callable[..., Awaitable[Any]], name: str) -> Callable[..., Awaitable[Any]]:
     async def guarded(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
         try:
-            return await method(request, context)
+            answer = await method(request, context)
+            await let_finish()
+            return answer
         except grpc.aio.AbortError:
             raise
         except asyncio.CancelledError:
@@ -178,15 +180,22 @@ def _guard(method: Callable[..., Awaitable[Any]], name: str) -> Callable[..., Aw
     return guarded
 
 
-def _guard_stream(method: Any, name: str) -> Callable[..., AsyncIterator[Any]]:
-    async def guarded(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
+def _guard_stream(method: Any, name: str) -> Callable[..., Awaitable[None]]:
+    """Guard a method that yields; it is written here, so that a call ends with its status while a client reads nothing.
+
+    gRPC writes what a generator yields outside of it: there the end of a credential would end the call without status.
+    """
+
+    async def guarded(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        answer = None
         try:
             answer = method(request, context)
             if inspect.isawaitable(answer):  # a handler that writes to the context itself, as health's Watch does
                 await answer
                 return
             async for response in answer:
-                yield response
+                await context.write(response)
+            await let_finish()
             return
         except grpc.aio.AbortError:
             raise
@@ -196,6 +205,9 @@ def _guard_stream(method: Any, name: str) -> Callable[..., AsyncIterator[Any]]:
             failure = ending
         except Exception as error:
             failure = _as_call_error(error, name)
+        finally:
+            if inspect.isasyncgen(answer):
+                await answer.aclose()
         await abort(context, failure)
 
     return guarded

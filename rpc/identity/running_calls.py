@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -16,8 +17,8 @@ from rpc.identity.principal import Principal
 # Longest time in seconds between looks at the wall clock, which may be set.
 LONGEST_S = 60.0
 
-# Why a call's task has been cancelled; rpc.status turns it into the call's status.
-_ENDINGS: WeakKeyDictionary[asyncio.Task[Any], CallError] = WeakKeyDictionary()
+# Why a call's task has been cancelled; rpc.status turns it into the call's status. None: the call has its answer.
+_ENDINGS: WeakKeyDictionary[asyncio.Task[Any], CallError | None] = WeakKeyDictionary()
 
 
 @dataclass(slots=True, eq=False)
@@ -94,3 +95,15 @@ def take_ending() -> CallError | None:
     if task is not None and error is not None:
         task.uncancel()
     return error
+
+
+async def let_finish() -> None:
+    """Let the call of the current task end as it is: it has its answer, which gRPC may still have to send."""
+    task = asyncio.current_task()
+    if task is None:
+        return
+    if _ENDINGS.get(task) is not None:  # it was cancelled in this moment, which the next await would raise
+        with suppress(asyncio.CancelledError):
+            await asyncio.sleep(0)
+        task.uncancel()
+    _ENDINGS[task] = None

@@ -14,11 +14,13 @@ from loraplex.inference.v1 import inference_pb2 as pb
 from loraplex.inference.v1 import inference_pb2_grpc
 
 from router.api.open_calls import OpenCalls
+from rpc.errors import Unauthenticated
+from rpc.identity import running_calls
 from rpc.identity.api_keys import ApiKeyReader, HashedKey, HashedSecret, KeyDirectory, new_api_key
 from rpc.identity.guard import Guard
 from rpc.identity.permissions import Port
 from rpc.identity.principal import CredentialKind, Principal, Role
-from rpc.identity.running_calls import RunningCalls
+from rpc.identity.running_calls import RunningCalls, let_finish
 from rpc.server import Server
 
 
@@ -28,11 +30,15 @@ class Endless(inference_pb2_grpc.InferenceServiceServicer):
     def __init__(self) -> None:
         self.ended = asyncio.Semaphore(0)
         self.asked = asyncio.Event()
+        self.stalled = asyncio.Event()
 
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> AsyncIterator[pb.GenerateResponse]:
-        """Go on for ever."""
+        """Go on for ever; with a spec, with messages that a client which does not read them keeps from going."""
         try:
             yield pb.GenerateResponse()
+            while request.HasField("spec"):
+                asyncio.get_running_loop().call_later(0.05, self.stalled.set)
+                yield pb.GenerateResponse(event=pb.GenerateEvent(resume_token="x" * 1_000_000))
             await asyncio.Event().wait()
         finally:
             self.ended.release()
@@ -87,6 +93,12 @@ async def served() -> AsyncIterator[Served]:
     await server.stop(0)
 
 
+async def rest(call: Any) -> None:
+    """Read a stream to its end."""
+    while await call.read():
+        pass
+
+
 async def test_a_stream_ends_when_its_key_is_revoked(served: Served) -> None:
     calls = [served.stub.Generate(pb.GenerateRequest(), metadata=served.metadata(which)) for which in (0, 0, 1)]
     for call in calls:
@@ -104,6 +116,40 @@ async def test_a_stream_ends_when_its_key_is_revoked(served: Served) -> None:
     async with asyncio.timeout(10):
         while served.directory.calls._of_key:  # noqa: ASYNC110  # the tasks tell it a turn after their end
             await asyncio.sleep(0)
+
+
+async def test_a_stream_whose_client_reads_nothing_ends_with_its_status(served: Served) -> None:
+    request = pb.GenerateRequest(spec=pb.GenerateRequest().spec)
+    call = served.stub.Generate(request, metadata=served.metadata(0))
+    await call.read()
+    await served.service.stalled.wait()
+    served.revoke(0)
+    await served.service.ended.acquire()
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await rest(call)
+    assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+
+
+async def test_a_call_that_has_its_answer_gets_it(served: Served) -> None:
+    async def in_this_moment() -> bool:
+        task = asyncio.current_task()
+        assert task is not None
+        running_calls._cancel(task, Unauthenticated("revoked"))
+        await let_finish()
+        await asyncio.sleep(0)
+        return True
+
+    assert await asyncio.create_task(in_this_moment())
+
+    async def late() -> bool:
+        served.directory.calls.enter(Principal("a", frozenset(), CredentialKind.API_KEY, key_id=served.keys[0].key_id))
+        await let_finish()
+        served.revoke(0)
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        return True
+
+    assert await asyncio.create_task(late())
 
 
 async def test_a_unary_call_ends_too(served: Served) -> None:
