@@ -10,6 +10,8 @@ from functools import partial
 
 from starlette.routing import BaseRoute, Route, Router
 
+from clients.gateway.anthropic_api.messages import count_tokens, messages
+from clients.gateway.anthropic_api.protocol import PROTOCOL as ANTHROPIC
 from clients.gateway.cluster import Cluster
 from clients.gateway.endpoint import Endpoint, Gateway, Handler, HttpCall, OpenRequests, Protocol
 from clients.gateway.errors import HttpError
@@ -21,6 +23,9 @@ from clients.gateway.openai_api.embeddings import embeddings
 from clients.gateway.openai_api.models import get_model, list_models
 from clients.gateway.openai_api.protocol import PROTOCOL as OPENAI
 from clients.gateway.settings import Settings
+from clients.gateway.tgi_api.generate import generate, generate_either, generate_stream
+from clients.gateway.tgi_api.info import info, tokenize
+from clients.gateway.tgi_api.protocol import PROTOCOL as TGI
 from rpc.server import stop_signal
 from rpc.settings import SettingsError
 from telemetry.metrics import serve_metrics
@@ -47,6 +52,13 @@ PATHS: Mapping[str, tuple[Protocol, Mapping[str, Handler]]] = {
     "/v1/embeddings": (OPENAI, {"POST": embeddings}),
     "/v1/models": (OPENAI, {"GET": list_models}),
     "/v1/models/{model:path}": (OPENAI, {"GET": get_model}),
+    "/v1/messages": (ANTHROPIC, {"POST": messages}),
+    "/v1/messages/count_tokens": (ANTHROPIC, {"POST": count_tokens}),
+    "/generate": (TGI, {"POST": generate}),
+    "/generate_stream": (TGI, {"POST": generate_stream}),
+    "/": (TGI, {"POST": generate_either}),
+    "/info": (TGI, {"GET": info}),
+    "/tokenize": (TGI, {"POST": tokenize}),
     "/health": (OPENAI, {"GET": health}),
 }
 _METHODS = ("GET", "POST", "HEAD", "PUT", "DELETE", "PATCH", "OPTIONS")

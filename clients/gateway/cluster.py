@@ -24,6 +24,8 @@ _NAMES_S = 5.0
 _HEALTH_S = 2.0
 # Maximum number of tokens whose bytes are kept.
 _TOKENS = 300_000
+# Maximum number of tokens whose bytes one call asks for: routers take as many ids as the context has.
+_TOKENS_PER_CALL = 128
 
 
 class Cluster:
@@ -100,8 +102,10 @@ class Cluster:
             if len(self._bytes) + len(missing) > _TOKENS:
                 self._bytes.clear()
                 missing = list(wanted)
-            found = await _bytes_of(caller, model, missing)
-            self._bytes.update(zip(((model, token_id) for token_id in missing), found, strict=True))
+            for start in range(0, len(missing), _TOKENS_PER_CALL):
+                part = missing[start : start + _TOKENS_PER_CALL]
+                found = await _bytes_of(caller, model, part)
+                self._bytes.update(zip(((model, token_id) for token_id in part), found, strict=True))
         return {token_id: self._bytes[model, token_id] for token_id in wanted}
 
 

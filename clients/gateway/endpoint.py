@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from loraplex_client import AsyncClient, Generation, LoraplexError
@@ -22,10 +22,18 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Protocol:
-    """Shapes of a protocol's errors: as an answer, and as the last events of a stream that has begun."""
+    """Shapes of a protocol's errors: as an answer, and as the last events of a stream that has begun.
+
+    `statuses` are HTTP statuses that the protocol has instead of the usual ones.
+    """
 
     error: Callable[[HttpError], object]
     error_events: Callable[[HttpError], bytes]
+    statuses: Mapping[int, int] = field(default_factory=dict)
+
+    def status(self, error: HttpError) -> int:
+        """Return the HTTP status of an error."""
+        return self.statuses.get(error.status, error.status)
 
 
 @dataclass(frozen=True)
@@ -99,7 +107,7 @@ class Endpoint:
             status = exchange.status
         except BaseException as error:
             failure = self._failure(error)
-            status = failure.status
+            status = self._protocol.status(failure)
             await self._fail(exchange, failure)
         finally:
             self._running.count -= 1
@@ -134,7 +142,7 @@ class Endpoint:
         if exchange.status:
             await exchange.end(self._protocol.error_events(error))
         else:
-            await exchange.answer(self._protocol.error(error), error.status, error.headers())
+            await exchange.answer(self._protocol.error(error), self._protocol.status(error), error.headers())
 
 
 async def _unless_left(exchange: Exchange, work: Awaitable[None]) -> None:

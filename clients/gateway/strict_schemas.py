@@ -68,7 +68,7 @@ class _Strict:
 
     def _tagged(self, union: Mapping[str, Any]) -> Any:
         """Return a union whose objects are told apart by a tag; None where they are not, or there is but one."""
-        choices = [choice[0] if isinstance(choice, tuple) else choice for choice in union["choices"]]
+        choices = [choice for choice in _choices(union) if not self._is_model(choice)]
         objects = [choice for choice in choices if self._resolved(choice)["type"] == "typed-dict"]
         others = [choice for choice in choices if choice not in objects]
         for tag in _TAGS:
@@ -89,6 +89,12 @@ class _Strict:
                 return core_schema.union_schema([*map(self.node, others), tagged]) if others else tagged
         return None
 
+    def _is_model(self, choice: Any) -> bool:
+        resolved = self._resolved(choice)
+        if resolved["type"] == "union":
+            return all(map(self._is_model, _choices(resolved)))
+        return bool(resolved["type"] == "model")
+
     def _resolved(self, choice: Any) -> Any:
         return self._definitions[choice["schema_ref"]] if choice["type"] == "definition-ref" else choice
 
@@ -99,6 +105,10 @@ class _Strict:
             return ()
         values: Sequence[str] = field["schema"]["expected"]
         return values
+
+
+def _choices(union: Mapping[str, Any]) -> list[Any]:
+    return [choice[0] if isinstance(choice, tuple) else choice for choice in union["choices"]]
 
 
 def _takes_any(strict: Mapping[str, Any]) -> bool:

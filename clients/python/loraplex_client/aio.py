@@ -145,8 +145,9 @@ class AsyncClient:
         messages: ChatMessages | None = None,
         model: str = "",
         adapter_id: str | None = None,
+        add_special_tokens: bool | None = None,
     ) -> tuple[int, ...]:
-        return await self._connection.run(calls.tokenize(prompt, messages, model, adapter_id))
+        return await self._connection.run(calls.tokenize(prompt, messages, model, adapter_id, add_special_tokens))
 
     async def count_tokens(self, prompt: str | None = None, **options: Unpack[GenerateOptions]) -> int:
         return await self._connection.run(scores.count_tokens(prompt, options))

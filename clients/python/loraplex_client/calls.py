@@ -74,12 +74,18 @@ class ServedModel:
 
 
 def tokenize(
-    prompt: str | None, messages: ChatMessages | None, model: str, adapter_id: str | None
+    prompt: str | None,
+    messages: ChatMessages | None,
+    model: str,
+    adapter_id: str | None,
+    add_special_tokens: bool | None,
 ) -> Script[tuple[int, ...]]:
     """Return the ids that generating from this prompt or chat would feed to the model."""
     if (prompt is None) == (messages is None):
         raise InvalidRequestError("prompt: give exactly one of prompt and messages", field="prompt")
     request = inference_pb2.TokenizeRequest(model=model, adapter=adapter_id or "")
+    if add_special_tokens is not None:
+        request.prompt_options.add_special_tokens = add_special_tokens
     if prompt is not None:
         request.prompt = prompt
     else:

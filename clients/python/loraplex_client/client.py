@@ -161,12 +161,13 @@ class Client:
         messages: ChatMessages | None = None,
         model: str = "",
         adapter_id: str | None = None,
+        add_special_tokens: bool | None = None,
     ) -> tuple[int, ...]:
         """Return the ids that generating from this prompt or chat would feed to the model. Raises LoraplexError.
 
         A chat is rendered by the template of the adapter, where that has one.
         """
-        return self._connection.run(calls.tokenize(prompt, messages, model, adapter_id))
+        return self._connection.run(calls.tokenize(prompt, messages, model, adapter_id, add_special_tokens))
 
     def count_tokens(self, prompt: str | None = None, **options: Unpack[GenerateOptions]) -> int:
         """Return the number of tokens of a prompt as `generate` with these keywords counts it. Raises LoraplexError."""

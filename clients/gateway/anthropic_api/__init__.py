@@ -1,0 +1,1 @@
+"""Anthropic's protocol: messages, and the count of their tokens."""

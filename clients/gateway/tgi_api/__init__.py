@@ -1,0 +1,1 @@
+"""The protocol of LoRAX and TGI: generate, info, tokenize."""
