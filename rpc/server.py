@@ -1,6 +1,6 @@
 """Starting and stopping a gRPC server: options, binding, health, drain.
 
-grpc.health.v1 answers for the empty service name: NOT_SERVING until the process says that it is ready.
+grpc.health.v1 answers for the empty name and for each service's: NOT_SERVING until the process says that it is ready.
 """
 
 from __future__ import annotations
@@ -141,9 +141,10 @@ class Server:
         await self.grpc.start()
 
     async def set_serving(self, serving: bool) -> None:
-        """Set what the health service answers from now on."""
+        """Set what the health service answers from now on, for the process and for each of its services."""
         status = health_pb2.HealthCheckResponse
-        await self._health.set("", status.SERVING if serving else status.NOT_SERVING)
+        for name in ("", *{method.split("/")[1] for method in self._methods}):
+            await self._health.set(name, status.SERVING if serving else status.NOT_SERVING)
 
     async def stop(self, grace_s: float) -> None:
         """Refuse new calls, let running ones end for `grace_s`, then cancel them."""

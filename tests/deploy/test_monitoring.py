@@ -63,3 +63,8 @@ def test_an_expression_names_the_series_of_its_functions_and_operators() -> None
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed")
 def test_promtool_accepts_the_rules_and_the_configuration() -> None:
     subprocess.run(["promtool", "check", "rules", str(ROOT / RULES)], check=True, capture_output=True)
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed")
+def test_every_alert_fires_for_its_fault_and_none_for_a_cluster_that_is_well() -> None:
+    subprocess.run(["promtool", "test", "rules", "rules_test.yml"], check=True, cwd=ROOT / RULES.parent)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+import grpc
 import pytest
 from loraplex_client import Client
 
-from examples import structured
+from examples import raw_stub, structured
 from tests.e2e.conftest import TENANT, running_cluster
 
 pytestmark = pytest.mark.model
@@ -24,6 +25,12 @@ async def test_persons_and_entities_have_their_shape(tmp_path: Path) -> None:
                 return structured.run(client)
 
         answers = await asyncio.to_thread(run)
+        raw = await asyncio.to_thread(lambda: "".join(raw_stub.generate(running.local.router, "The for statement", 8)))
+        with pytest.raises(grpc.RpcError) as refused:
+            await asyncio.to_thread(lambda: list(raw_stub.generate(running.local.router, "", 8)))
+    assert raw
+    assert raw_stub.explain(refused.value).startswith("INVALID_ARGUMENT: prompt: ")  # type: ignore[arg-type]  # a Call too
+    assert raw_stub.explain(refused.value).endswith("reason INVALID_FIELD")  # type: ignore[arg-type]
     for answer in answers["person"][:2]:
         assert isinstance(answer, dict)
         assert len(answer["name"]) <= 10

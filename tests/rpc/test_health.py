@@ -7,7 +7,9 @@ import asyncio
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from loraplex.inference.v1 import inference_pb2_grpc
 
+from rpc.identity.guard import open_guard
 from rpc.probe import main
 from rpc.server import Server
 
@@ -40,3 +42,23 @@ async def test_watch_streams_the_changes() -> None:
     await server.stop(0)
     status = health_pb2.HealthCheckResponse
     assert seen == [status.NOT_SERVING, status.SERVING, status.NOT_SERVING]
+
+
+async def test_each_service_has_the_health_of_its_process() -> None:
+    server = Server(open_guard())
+    inference_pb2_grpc.add_InferenceServiceServicer_to_server(Nothing(), server.grpc)  # type: ignore[abstract]  # as grpc makes them
+    port = server.bind("127.0.0.1", 0)
+    await server.start()
+    await server.set_serving(True)
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        check = health_pb2_grpc.HealthStub(channel).Check
+        found = await check(health_pb2.HealthCheckRequest(service="loraplex.inference.v1.InferenceService"))
+        assert found.status == health_pb2.HealthCheckResponse.SERVING
+        with pytest.raises(grpc.aio.AioRpcError) as unknown:
+            await check(health_pb2.HealthCheckRequest(service="loraplex.adapters.v1.AdapterService"))
+        assert unknown.value.code() == grpc.StatusCode.NOT_FOUND
+    await server.stop(0)
+
+
+class Nothing(inference_pb2_grpc.InferenceServiceServicer):
+    """Answers every call UNIMPLEMENTED."""
