@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 import grpc
 from google.rpc import error_details_pb2, status_pb2
@@ -30,8 +31,8 @@ def generate(address: str, prompt: str, max_tokens: int = 32) -> Iterator[str]:
                 yield response.event.delta.text
 
 
-def explain(error: grpc.Call) -> str:
-    """Return a call's status with its reason, and after how long to try again."""
+def explain(error: Any) -> str:
+    """Return the status of a grpc.RpcError with its reason, and after how long to try again."""
     parts = [f"{error.code().name}: {error.details()}"]
     packed = dict(error.trailing_metadata() or ()).get("grpc-status-details-bin", b"")
     for detail in status_pb2.Status.FromString(packed).details:

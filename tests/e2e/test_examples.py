@@ -29,8 +29,8 @@ async def test_persons_and_entities_have_their_shape(tmp_path: Path) -> None:
         with pytest.raises(grpc.RpcError) as refused:
             await asyncio.to_thread(lambda: list(raw_stub.generate(running.local.router, "", 8)))
     assert raw
-    assert raw_stub.explain(refused.value).startswith("INVALID_ARGUMENT: prompt: ")  # type: ignore[arg-type]  # a Call too
-    assert raw_stub.explain(refused.value).endswith("reason INVALID_FIELD")  # type: ignore[arg-type]
+    assert raw_stub.explain(refused.value).startswith("INVALID_ARGUMENT: prompt: ")
+    assert raw_stub.explain(refused.value).endswith("reason INVALID_FIELD")
     for answer in answers["person"][:2]:
         assert isinstance(answer, dict)
         assert len(answer["name"]) <= 10
