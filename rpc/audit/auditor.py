@@ -116,12 +116,19 @@ def _values(message: Message, paths: tuple[str, ...]) -> dict[str, Any]:
     """Return the fields of these paths that are set, by their last names."""
     found = {}
     for path in paths:
-        value: Any = message
-        for name in path.split("."):
-            value = getattr(value, name)
-        if value := _plain(value):
-            found[path.rpartition(".")[2]] = value
+        *outer, name = path.split(".")
+        owner: Any = message
+        for one in outer:
+            owner = getattr(owner, one)
+        if (value := _plain(getattr(owner, name))) or _is_set(owner, name):
+            found[name] = value
     return found
+
+
+def _is_set(message: Message, name: str) -> bool:
+    """Tell whether an optional number or text was given, though it may be 0 or empty."""
+    field = message.DESCRIPTOR.fields_by_name[name]
+    return field.has_presence and field.message_type is None and message.HasField(name)
 
 
 def _plain(value: Any) -> Any:

@@ -8,11 +8,11 @@ from typing import Any
 import grpc
 import pytest
 from loraplex.admin.v1 import keys_pb2 as pb
-from loraplex.admin.v1 import keys_pb2_grpc
+from loraplex.admin.v1 import keys_pb2_grpc, plans_pb2
 from loraplex.inference.v1 import inference_pb2, inference_pb2_grpc
 
-from rpc.audit.audited import missing
-from rpc.audit.auditor import Auditor
+from rpc.audit.audited import AUDITED, missing
+from rpc.audit.auditor import Auditor, _values
 from rpc.audit.refused_callers import CALLER_LIMIT, COUNTED_LIMIT, LIMIT, OTHERS, WINDOW_S, RefusedCallers
 from rpc.errors import InvalidField, NotFound
 from rpc.identity.guard import open_guard
@@ -103,6 +103,12 @@ async def test_a_change_is_recorded_with_its_caller_and_without_the_secret(
         "details": {"tenant": "globex", "scopes": ["generate"], "label": "x", "ttl": "60s", "key_id": "k1"},
     }
     assert "SECRET" not in repr(records)
+
+
+def test_a_limit_of_nothing_is_recorded_and_one_that_is_not_set_is_not() -> None:
+    request = plans_pb2.SetPlanRequest(plan=plans_pb2.Plan(name="tenants/acme", tokens_per_day=0, weight=2.0))
+    fields = AUDITED["/loraplex.admin.v1.PlanService/SetPlan"].request
+    assert _values(request, fields) == {"name": "tenants/acme", "tokens_per_day": 0, "weight": 2.0}
 
 
 async def test_a_duration_that_is_none_is_recorded_by_its_numbers(channel: grpc.aio.Channel, records: Records) -> None:
