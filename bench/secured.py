@@ -71,9 +71,9 @@ async def _measure(sizes: Sizes, quick: bool) -> Report:
             for name, load in sides.items():
                 times[name] += await load.ttfts_ms(1, 0.0)
         for number in range(sizes.rounds):
-            progress(f"{sizes.load.many} streams, round {number + 1} of {sizes.rounds}")
+            progress(f"{sizes.load.few} streams, round {number + 1} of {sizes.rounds}")
             for name, load in sides.items():
-                flows[name].append(await load.flow(name, sizes.load.many))
+                flows[name].append(await load.flow(name, sizes.load.few))
     speeds = {name: [flow.tokens_per_s for flow in of] for name, of in flows.items()}
     ratios = [after / before for before, after in zip(speeds["plain"], speeds["secured"], strict=True)]
     return Report(
@@ -103,7 +103,7 @@ def _row(name: str, times: list[float], flows: list[Flow]) -> dict[str, object]:
 
 
 def _settings(setup: Setup) -> ClusterSettings:
-    rows = setup.many + setup.few
+    rows = 2 * setup.few
     blocks = rows * (len(PROMPT) + setup.tokens) // _BLOCK
     flags = ("--rows", str(rows), "--kv-blocks", str(blocks), "--step-tokens", "1024")
     return ClusterSettings(MODEL, port=0, store_port=0, worker_flags=flags)

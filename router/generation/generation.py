@@ -25,6 +25,7 @@ from router.generation.slow_clients import SlowClients
 from router.output.answer import Answer
 from router.quotas.grant import End, Grant
 from router.quotas.quotas import Quotas
+from router.quotas.usage import Facts
 from router.request import Message, Received, Request
 from rpc.errors import Aborted, CallError, Exhausted, InvalidField, Unavailable
 
@@ -175,7 +176,7 @@ class Generation:
 
         A call that ends with a CallError is not charged: its client gets nothing of it.
         """
-        grant = await self._quotas.reserve(tenant, prompt_tokens, 0, request_id=request_id)
+        grant = await self._quotas.reserve(tenant, prompt_tokens, 0, facts=Facts(request_id=request_id))
         try:
             yield grant
             if grant is not None:
@@ -192,7 +193,8 @@ class Generation:
         """Reserve the tokens of a request, or take over the reservation of one that is resumed."""
         resumed = (resumption.claims.reservation, resumption.received_tokens) if resumption else None
         given, made = len(job.prompt_ids), job.n * job.stopping.max_tokens
-        return await self._quotas.reserve(job.tenant, given, made, resumed=resumed)
+        facts = Facts(cached_tokens=resumption.claims.began.cached_tokens if resumption else 0).of_job(job)
+        return await self._quotas.reserve(job.tenant, given, made, facts=facts, resumed=resumed)
 
     async def _dispatch(self, job: Job, grant: Grant | None) -> RoutedJob:
         try:

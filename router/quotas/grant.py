@@ -92,7 +92,9 @@ class Grant:
         if self.facts is None:
             return ""
         facts = self.facts.of_job(self.jobs[0].job) if self.jobs else self.facts
-        cached, seconds = sum(routed.cached_tokens for routed in self.jobs), time.monotonic() - self.began_at
+        # A resumed request has those of its beginning.
+        cached = facts.cached_tokens or sum(routed.cached_tokens for routed in self.jobs)
+        seconds = time.monotonic() - self.began_at
         return msgspec.structs.replace(facts, cached_tokens=cached, seconds=round(seconds, 4)).encode()
 
 

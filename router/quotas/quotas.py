@@ -31,7 +31,7 @@ from router.quotas.grant import End, Grant
 from router.quotas.plans import Owner, Plans
 from router.quotas.refusals import plan_exceeded, quota_reached
 from router.quotas.settling import RETRY_S, Settling
-from router.quotas.usage import Facts, UsageLog, calling_key
+from router.quotas.usage import NO_FACTS, Facts, UsageLog, calling_key
 from rpc.errors import Unavailable
 
 log = logging.getLogger(__name__)
@@ -79,21 +79,22 @@ class Quotas:
         self._metrics.quota_refusals.labels(self._metrics.tenants.bounded(owner.tenant), label).inc()
 
     async def reserve(
-        self, tenant: str, given: int, made: int, *, request_id: str = "", resumed: tuple[str, int] | None = None
+        self, tenant: str, given: int, made: int, *, facts: Facts = NO_FACTS, resumed: tuple[str, int] | None = None
     ) -> Grant | None:
         """Reserve tokens of prompts and answers for a call; None for a call without limits.
 
-        `resumed`: the reservation's id and the tokens that the client has. Raises Exhausted or Unavailable.
+        `facts`: those known by now, for the usage event. `resumed`: the reservation's id and the tokens that the client
+        has. Raises Exhausted or Unavailable.
         """
         reservation_id, received = resumed or ("", None)
         wanted = Reservation(reservation_id or secrets.token_hex(8), self._router, input=given, output=made)
-        facts = None if self._usage is None else Facts(key=calling_key(), request_id=request_id)
-        grant = Grant({}, self._settle_grant, facts=facts)
+        known = None if self._usage is None else facts.with_key(calling_key())
+        grant = Grant({}, self._settle_grant, facts=known)
         try:
             for owner in self._plans.owners(tenant, calling_key()):
                 limits, subject = self._plans.limits_of(owner.account), ""
-                if facts is not None and owner.account == tenant:
-                    limits, subject = limits or TokenLimits(), facts.encode()  # the ledger is where usage is counted
+                if known is not None and owner.account == tenant:
+                    limits, subject = limits or TokenLimits(), known.encode()  # the ledger is where usage is counted
                 if limits is not None:
                     await self._hold(owner, grant, replace(wanted, subject=subject), received, limits)
         except BaseException:

@@ -58,9 +58,16 @@ class Facts(msgspec.Struct, frozen=True, omit_defaults=True):
         request_id = self.request_id or job.request_id
         return msgspec.structs.replace(self, request_id=request_id, model=job.model, adapter_revision=revision)
 
+    def with_key(self, key: str) -> Facts:
+        """Return the facts of a call with an API key, by its id."""
+        return msgspec.structs.replace(self, key=key)
+
     def encode(self) -> str:
         """Return the facts as a reservation's subject."""
         return msgspec.json.encode(self).decode()
+
+
+NO_FACTS = Facts()
 
 
 class UsageLog:

@@ -17,8 +17,9 @@ from router.metrics import RouterMetrics
 from router.quotas.grant import End
 from router.quotas.plans import Plans
 from router.quotas.quotas import Quotas
-from router.quotas.usage import UsageLog
+from router.quotas.usage import Facts, UsageLog
 from tests.router.quotas.test_quotas import begun, granted
+from tests.router.recording_link import job
 
 # Reservations that nobody renews end at once, and any router reports a charge at once.
 AT_ONCE = Scripts(constants={"HELD_MS": 0, "REPORT_AFTER_MS": 0, "RECOVERY_MS": 0})
@@ -59,12 +60,26 @@ async def test_an_event_has_what_its_tenant_was_charged(new: New, tmp_path: Path
 
 async def test_the_event_of_a_call_of_several_jobs_has_the_calls_id(new: New, tmp_path: Path) -> None:
     quotas, _ = new("router-a")
-    grant = await quotas.reserve("acme", 2, 0, request_id="call")
+    grant = await quotas.reserve("acme", 2, 0, facts=Facts(request_id="call"))
     assert grant is not None
     begun(grant, 0)
     grant.settle(End.FINISHED)
     await quotas.drain(5.0)
     assert [event["data"]["request_id"] for event in events(tmp_path)] == ["call"]
+
+
+async def test_a_request_whose_client_had_all_of_it_keeps_its_facts(new: New, tmp_path: Path) -> None:
+    (first, _), (second, _) = new("router-a"), new("router-b")
+    begun(grant := await granted(first, 2, 100), 60)
+    grant.count("acme")
+    facts = Facts(cached_tokens=1).of_job(job())
+    resumed = await second.reserve("acme", 2, 100, facts=facts, resumed=(grant.id, 60))
+    assert resumed is not None
+    resumed.settle(End.FINISHED)
+    await second.drain(5.0)
+    (event,) = events(tmp_path)
+    expected = {"request_id": "j", "model": "tiny", "input_tokens": 2, "cached_tokens": 1, "output_tokens": 60}
+    assert expected.items() <= event["data"].items()
 
 
 async def test_another_router_writes_the_events_of_a_dead_one(new: New, tmp_path: Path) -> None:
