@@ -24,6 +24,7 @@ class Collector:
 
     def __init__(self) -> None:
         self.ids: list[str] = []
+        self.bodies = b""
         self.types: set[str] = set()
         self.faults: list[int | str] = []
         self.hanging, self.calls = threading.Event(), 0
@@ -41,6 +42,7 @@ class Collector:
                 """Take a batch, or do what the next fault says."""
                 collector.calls += 1
                 body = self.rfile.read(int(self.headers["Content-Length"]))
+                collector.bodies += body
                 fault = collector.faults.pop(0) if collector.faults else 204
                 if fault == "hang":
                     collector.hanging.wait(30)
