@@ -141,7 +141,9 @@ class DecoderSteps:
 
         def forward(hidden_states: Tensor, *arguments: Any, **named: Any) -> Tensor:
             step, embeddings = self._context.step, named.get("position_embeddings")
-            if not isinstance(step, AttentionStep) or embeddings is None or hidden_states.dtype != self._dtype:
+            if not isinstance(step, AttentionStep) or embeddings is None:
+                return original(hidden_states, *arguments, **named)
+            if {hidden_states.dtype, step.cache.slots[0][0].dtype} != {self._dtype}:
                 return original(hidden_states, *arguments, **named)
             if self._done is step:
                 if index == len(self._layers) - 1:
