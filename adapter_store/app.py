@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from loraplex.adapters.v1 import adapters_pb2_grpc as pb_grpc
 from loraplex.admin.v1 import grants_pb2_grpc, keys_pb2_grpc, plans_pb2_grpc
@@ -38,6 +39,9 @@ from rpc.metrics import CallMeter
 from rpc.server import Server, stop_signal
 from telemetry.audit.log import AuditLog
 from telemetry.metrics import serve_metrics
+
+if TYPE_CHECKING:
+    from adapter_store.worker_grants import WorkerGrants
 
 log = logging.getLogger(__name__)
 
@@ -78,7 +82,9 @@ class Store:
             self._server = self._servers()
             certificates = FitnessCertificates(self._database, self._fitness_policy())
             grants = Grants(self._database, self._settings.keep_deleted_s)
-            service = AdapterService(catalog, bases, self._receiver, deleted, certificates, grants, self.metrics)
+            service = AdapterService(
+                *(catalog, bases, self._receiver, deleted, certificates, grants, self.metrics, self._worker_grants())
+            )
             keys, granting, plans = KeyService(self._keys), GrantService(grants), PlanService(self._plans)
             self._server.add(lambda server: pb_grpc.add_AdapterServiceServicer_to_server(service, server))
             self._server.add(lambda server: keys_pb2_grpc.add_KeyServiceServicer_to_server(keys, server))
@@ -112,6 +118,13 @@ class Store:
             self._directory,
             self._refused,
         )
+
+    def _worker_grants(self) -> WorkerGrants | None:
+        if (tls := self._settings.tls_files()) is None:
+            return None
+        from adapter_store.worker_grants import WorkerGrants
+
+        return WorkerGrants(tls, self._refused)
 
     def _refused(self, method: str, caller: Principal | None, error: CallError, peer: str) -> None:
         self.metrics.refused.labels(error.reason).inc()

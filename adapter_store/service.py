@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import grpc
 from loraplex.adapters.v1 import adapters_pb2 as pb
@@ -44,6 +44,9 @@ from artifacts.revision import CONFIG_FILE
 from rpc.errors import CallError, Exhausted, InvalidField, NotFound
 from rpc.identity.principal import Role, caller, calling_tenant
 
+if TYPE_CHECKING:
+    from adapter_store.worker_grants import WorkerGrants
+
 log = logging.getLogger(__name__)
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -62,6 +65,7 @@ class AdapterService(pb_grpc.AdapterServiceServicer):
         certificates: FitnessCertificates,
         grants: Grants,
         metrics: StoreMetrics,
+        worker_grants: WorkerGrants | None = None,
     ) -> None:
         self._metrics = metrics
         self._catalog = catalog
@@ -70,6 +74,7 @@ class AdapterService(pb_grpc.AdapterServiceServicer):
         self._deleted = deleted
         self._certificates = certificates
         self._grants = grants
+        self._worker_grants = worker_grants
 
     async def UploadRevision(
         self, request_iterator: AsyncIterator[pb.UploadRevisionRequest], context: Context
@@ -114,6 +119,8 @@ class AdapterService(pb_grpc.AdapterServiceServicer):
             name = parse_revision_name(request.name)
         # A worker fetches for a job that was admitted: the end of a grant does not end the answer.
         running = Role.WORKER in caller().roles
+        if running and self._worker_grants is not None:
+            self._worker_grants.check(context, tenant, request.name)
         if not await self._grants.may_use(name.adapter_name, tenant, running=running):
             raise NotFound("revision", request.name)
         async with outgoing(self._catalog.open_revision, name, "revision") as (revision, pieces):

@@ -20,7 +20,7 @@ from loraplex.queue.v1 import queue_pb2
 
 from broker.job_keys import JobKeys
 from broker.messages import AdapterRef, AdapterRequest, Job
-from rpc.identity.revision_grants import GrantIssuer
+from rpc.identity.revision_grants import RevisionGrantIssuer
 from rpc.identity.signatures import Signature, SignatureError, Signer, Verifier
 
 # Time in seconds that a sealed job may wait. One that is claimed later is refused by the worker, missed by its router,
@@ -66,7 +66,7 @@ class Seals:
         now: Callable[[], float] = time.time,
     ) -> None:
         self.keys, self._routers, self._signer, self._now = keys, routers, signer, now
-        self._grants = None if signer is None else GrantIssuer(signer, now)
+        self._grants = None if signer is None else RevisionGrantIssuer(signer, now)
         self.on_refused: Callable[[SealKind, SealError], None] = lambda kind, error: None
         # Expiry of the seals that were opened here, by their nonces, the oldest first.
         self._opened: dict[bytes, float] = {}

@@ -9,6 +9,8 @@ from enum import StrEnum
 from rpc.errors import Unauthenticated
 
 TENANT_KEY = "x-loraplex-tenant"
+# Metadata of a worker's download: a router's grant (rpc/identity/revision_grants.py).
+WORKER_GRANT_KEY = "x-loraplex-grant-bin"
 
 
 class Role(StrEnum):

@@ -12,8 +12,6 @@ import msgspec
 
 from rpc.identity.signatures import Signature, SignatureError, Signer, Verifier
 
-# Metadata of a download.
-GRANT_KEY = "x-loraplex-grant-bin"
 # Time in seconds that a grant is valid. Routers hand one out again while half of it is left, which is as long as a
 # sealed job may wait.
 GRANT_S = 1_800.0
@@ -22,7 +20,7 @@ _LABEL = b"loraplex revision grant 1"
 _KEPT = 4_096
 
 
-class Grant(msgspec.Struct, array_like=True, frozen=True):
+class RevisionGrant(msgspec.Struct, array_like=True, frozen=True):
     """The tenant, the full names of the revisions, and the end in seconds since 1970."""
 
     tenant: str
@@ -36,7 +34,7 @@ class _SignedGrant(msgspec.Struct, array_like=True, frozen=True):
     signature: bytes
 
 
-class GrantIssuer:
+class RevisionGrantIssuer:
     """Makes a router's grants; the same one again for the same revisions."""
 
     def __init__(self, signer: Signer, now: Callable[[], float] = time.time) -> None:
@@ -50,11 +48,11 @@ class GrantIssuer:
         if expires_at - now < GRANT_S / 2:
             if len(self._kept) >= _KEPT:
                 self._kept.clear()
-            packed = self._sign(Grant(tenant, revisions, now + GRANT_S))
+            packed = self._sign(RevisionGrant(tenant, revisions, now + GRANT_S))
             self._kept[key] = now + GRANT_S, packed
         return packed
 
-    def _sign(self, grant: Grant) -> bytes:
+    def _sign(self, grant: RevisionGrant) -> bytes:
         content = msgspec.msgpack.encode(grant)
         signature = self._signer.sign(_LABEL, content)
         return msgspec.msgpack.encode(_SignedGrant(content, signature.certificates, signature.value))
@@ -63,13 +61,13 @@ class GrantIssuer:
 def left_s(packed: bytes, now: float) -> float:
     """Return how many seconds a grant is still valid, without checking who made it; 0 for what is none."""
     try:
-        grant = msgspec.msgpack.decode(msgspec.msgpack.decode(packed, type=_SignedGrant).content, type=Grant)
+        grant = msgspec.msgpack.decode(msgspec.msgpack.decode(packed, type=_SignedGrant).content, type=RevisionGrant)
     except msgspec.MsgspecError:
         return 0.0
     return max(0.0, grant.expires_at - now)
 
 
-class GrantVerifier:
+class RevisionGrantVerifier:
     """Checks grants at the store; `routers` verifies signatures of routers."""
 
     def __init__(self, routers: Verifier, now: Callable[[], float] = time.time) -> None:
@@ -79,7 +77,7 @@ class GrantVerifier:
         """Raise SignatureError unless a router permits the download of this revision for this tenant now."""
         try:
             signed = msgspec.msgpack.decode(packed, type=_SignedGrant)
-            grant = msgspec.msgpack.decode(signed.content, type=Grant)
+            grant = msgspec.msgpack.decode(signed.content, type=RevisionGrant)
         except msgspec.MsgspecError as error:
             raise SignatureError("the grant cannot be read") from error
         self._routers.verify(Signature(signed.certificates, signed.signature), _LABEL, signed.content)

@@ -24,7 +24,7 @@ from broker.seals import COMMAND_S, JOB_S, SealKind, Seals
 from broker.terms import Placement
 from rpc.identity.development_ca import DevelopmentCa, write_private
 from rpc.identity.principal import Role
-from rpc.identity.revision_grants import GRANT_S, GrantVerifier, left_s
+from rpc.identity.revision_grants import GRANT_S, RevisionGrantVerifier, left_s
 from rpc.identity.signatures import Signer, Verifier
 from tests.broker.both_queues import make_job
 from tests.credentials_files import CA, RefusedSeals, job_keys, router_seals, tls_files, worker_seals
@@ -80,7 +80,7 @@ async def test_a_job_comes_as_it_was_sent_with_a_grant_and_nobody_else_reads_it(
     assert claimed == replace(secret, weight=2.0)
     assert claimed.adapter is not None
     worker = Verifier(tls_files(cell.directory, "loraplex://store/s"), Role.ROUTER)
-    GrantVerifier(worker).check(claimed.adapter.grant, "acme", REVISION)
+    RevisionGrantVerifier(worker).check(claimed.adapter.grant, "acme", REVISION)
     assert cell.refused.reasons == []
 
 
@@ -293,7 +293,7 @@ def test_a_worker_cannot_forge_a_grant(cell: Cell) -> None:
     thief = tls_files(cell.directory, "loraplex://worker/thief")
     grants = Seals(job_keys(cell.directory), store, Signer(thief, Role.WORKER))
     with pytest.raises(Exception, match="names worker/thief, not a router"):
-        GrantVerifier(store).check(grants.granted(ADAPTER, "acme").grant, "acme", REVISION)
+        RevisionGrantVerifier(store).check(grants.granted(ADAPTER, "acme").grant, "acme", REVISION)
 
 
 @pytest.mark.parametrize(

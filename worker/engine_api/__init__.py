@@ -143,6 +143,7 @@ FailureReason = Literal[
     "DATA_LOSS",
     "DISK_FULL",
     "FETCH_FAILED",
+    "GRANT_REFUSED",
     "STORE_DOWN",
     "STORE_TIMEOUT",
     "WRONG_DIGEST",

@@ -15,16 +15,20 @@ from loraplex.adapters.v1 import adapters_pb2_grpc
 
 from artifacts.revision import CONFIG_FILE, WEIGHTS_FILE, revision_digest
 from broker.messages import AdapterRef
-from rpc.identity.principal import TENANT_KEY
+from rpc.identity.principal import TENANT_KEY, WORKER_GRANT_KEY
 from worker.engine_api import Failure, FailureCode, FailureReason
 
 # Maximum bytes of an adapter's configuration file, as the store has it.
 CONFIG_BYTES = 1 << 20
 
+# Reason of a download that the store refuses because the job's grant does not hold.
+GRANT_REFUSED: FailureReason = "GRANT_REFUSED"
+
 _FAILURES: dict[grpc.StatusCode, tuple[FailureCode, FailureReason]] = {
     grpc.StatusCode.NOT_FOUND: ("NOT_FOUND", "ADAPTER_GONE"),
     grpc.StatusCode.DATA_LOSS: ("DATA_LOSS", "DATA_LOSS"),
     grpc.StatusCode.DEADLINE_EXCEEDED: ("UNAVAILABLE", "STORE_TIMEOUT"),
+    grpc.StatusCode.PERMISSION_DENIED: ("UNAVAILABLE", GRANT_REFUSED),
 }
 
 
@@ -80,7 +84,10 @@ async def _parts(
     store: adapters_pb2_grpc.AdapterServiceAsyncStub, ref: AdapterRef, tenant: str, timeouts: DownloadTimeouts
 ) -> AsyncGenerator[pb.DownloadRevisionResponse, None]:
     request = pb.DownloadRevisionRequest(name=ref.revision)
-    call = store.DownloadRevision(request, timeout=timeouts.total_s, metadata=((TENANT_KEY, tenant),))
+    metadata: list[tuple[str, str | bytes]] = [(TENANT_KEY, tenant)]
+    if ref.grant:
+        metadata.append((WORKER_GRANT_KEY, ref.grant))
+    call = store.DownloadRevision(request, timeout=timeouts.total_s, metadata=metadata)
     try:
         while True:
             async with asyncio.timeout(timeouts.silent_s):

@@ -29,7 +29,14 @@ from worker.engine_api import Failure, FailureReason
 from worker.io.adapters.disk import DiskTier, NotReservedError
 from worker.io.adapters.disk_files import Stored
 from worker.io.adapters.disk_pin import DiskPin
-from worker.io.adapters.download import DownloadTimeouts, FetchFailedError, bytes_of, digest_on_disk, download
+from worker.io.adapters.download import (
+    GRANT_REFUSED,
+    DownloadTimeouts,
+    FetchFailedError,
+    bytes_of,
+    digest_on_disk,
+    download,
+)
 from worker.io.metrics import FetchStats, WorkerMetrics
 
 log = logging.getLogger(__name__)
@@ -186,7 +193,8 @@ class AdapterFetcher:
             self.count(error.failure)
             now = time.monotonic()
             self._failed = {revision: failed for revision, failed in self._failed.items() if failed[0] > now}
-            self._failed[ref.revision] = now + self._failure_s, error
+            if error.failure.reason != GRANT_REFUSED:  # another job's grant may hold
+                self._failed[ref.revision] = now + self._failure_s, error
             raise
 
     async def _verify(self, ref: AdapterRef, found: Stored) -> bool:

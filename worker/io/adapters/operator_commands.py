@@ -124,8 +124,8 @@ class OperatorCommands:
                 self._end(placement)
 
     async def _pin(self, placement: _DevicePlacement) -> None:
-        ref = placement.request.adapter
         while True:
+            ref = placement.request.adapter
             try:
                 source = await fetch_source(placement.disk_pin, ref, placement.request.tenant)
                 break
@@ -136,8 +136,17 @@ class OperatorCommands:
                     return
                 log.warning("can't pin %s yet: %s", ref.revision, error)
                 await asyncio.sleep(FETCH_AGAIN_S)
+                await self._renew_grant(placement)
         log.info("pins %s", ref.revision)
         self._engine.send(Pin(source))
+
+    async def _renew_grant(self, placement: _DevicePlacement) -> None:
+        """Take the grant that routers have given to a pin of the cell since."""
+        if placement.request.adapter.grant:
+            with contextlib.suppress(*REDIS_DOWN):
+                for request in await self._queue.pins.list():
+                    if request.adapter == placement.request.adapter:
+                        placement.request = request
 
     async def _warm(self, placement: _DevicePlacement) -> None:
         ref = placement.request.adapter
