@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from clients.cli.options import ROUTER, TENANT, RouterOption, TenantOption
-
-if TYPE_CHECKING:
-    from loraplex_client.calls import Script
+from clients.cli.service import cluster_service
 
 NameArgument = Annotated[str, typer.Argument(metavar="NAME", help="NAME, or tenants/TENANT/adapters/NAME.")]
 WorkerOption = Annotated[
@@ -49,22 +47,11 @@ def _target(worker: str) -> str:
 
 
 def _send(method: str, name: str, worker: str, router: str, tenant: str) -> None:
-    from loraplex.cluster.v1 import cluster_pb2_grpc
-    from loraplex_client.connection import Connection
-
-    from clients.cli.failures import explained
-
-    with explained("router", router):
-        Connection(router, cluster_pb2_grpc.ClusterServiceStub, tenant=tenant).run(_call(method, name, worker))
-
-
-def _call(method: str, name: str, worker: str) -> Script[None]:
     from loraplex.cluster.v1 import cluster_pb2
-    from loraplex_client.calls import Call
 
     requests = {
         "WarmAdapter": cluster_pb2.WarmAdapterRequest,
         "PinAdapter": cluster_pb2.PinAdapterRequest,
         "UnpinAdapter": cluster_pb2.UnpinAdapterRequest,
     }
-    yield Call(method, requests[method](adapter=name, worker_id=worker))
+    cluster_service(router, tenant).ask(method, requests[method](adapter=name, worker_id=worker))

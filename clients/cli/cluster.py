@@ -35,28 +35,16 @@ class ClusterReader:
     """A connection to one router's ClusterService."""
 
     def __init__(self, router: str, tenant: str) -> None:
-        from loraplex.cluster.v1 import cluster_pb2_grpc
-        from loraplex_client.connection import Connection
-
-        from clients.cli.failures import explained
-
         self.router = router
-        with explained("router", router):
-            self._connection = Connection(router, cluster_pb2_grpc.ClusterServiceStub, tenant=tenant)
+        self._cluster = cluster_service(router, tenant)
 
     def look(self) -> Snapshot:
         """Take a snapshot. Raises CommandError."""
-        from clients.cli.failures import explained
-
-        with explained("router", self.router):
-            return self._connection.run(_look())
+        return self._cluster.run(_look())
 
     def queues(self) -> list[dict[str, Any]]:
         """Return the models' queues. Raises CommandError."""
-        from clients.cli.failures import explained
-
-        with explained("router", self.router):
-            return self._connection.run(_queues())
+        return self._cluster.run(_queues())
 
 
 def _look() -> Script[Snapshot]:

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 
 from clients.cli.adapter_commands import NameArgument
-from clients.cli.options import STORE, TENANT, JsonOption, StoreOption, TenantOption, read_seconds
-from clients.cli.terminal import out, print_json, print_rows
-
-if TYPE_CHECKING:
-    from loraplex.admin.v1 import grants_pb2
-    from loraplex_client.calls import Script
+from clients.cli.options import STORE, TENANT, JsonOption, StoreOption, TenantOption, read_duration
+from clients.cli.service import Service
+from clients.cli.terminal import format_timestamp, out, print_json, print_rows
 
 ToOption = Annotated[str, typer.Option("--to", metavar="TENANT", help="The other tenant.")]
 
@@ -29,8 +26,8 @@ def grant(
 
     request = grants_pb2.CreateGrantRequest(adapter=name, tenant=to)
     if ttl:
-        request.ttl.FromNanoseconds(int(read_seconds("--ttl", ttl) * 1e9))
-    made = _run(store, tenant, _call("CreateGrant", request)).grant
+        request.ttl.CopyFrom(read_duration("--ttl", ttl))
+    made = _service(store, tenant).ask("CreateGrant", request).grant
     out().print(f"{to} may use {made.adapter}{f' for {ttl}' if ttl else ''}", markup=False, soft_wrap=True)
 
 
@@ -38,7 +35,7 @@ def ungrant(name: NameArgument, to: ToOption, tenant: TenantOption = TENANT, sto
     """End a grant. New requests are refused within a second; answers that run go on."""
     from loraplex.admin.v1 import grants_pb2
 
-    _run(store, tenant, _call("DeleteGrant", grants_pb2.DeleteGrantRequest(adapter=name, tenant=to)))
+    _service(store, tenant).ask("DeleteGrant", grants_pb2.DeleteGrantRequest(adapter=name, tenant=to))
     out().print(f"{to} may no longer use {name}", markup=False, soft_wrap=True)
 
 
@@ -46,7 +43,10 @@ def grants(
     name: NameArgument, tenant: TenantOption = TENANT, store: StoreOption = STORE, as_json: JsonOption = False
 ) -> None:
     """List the tenants that may use an adapter beside its own."""
-    found = _run(store, tenant, _list(name))
+    from loraplex.admin.v1 import grants_pb2
+
+    request = grants_pb2.ListGrantsRequest(adapter=name, page_size=1000)
+    found = _service(store, tenant).list("ListGrants", request, lambda page: page.grants)
     if as_json:
         print_json(
             [
@@ -62,41 +62,11 @@ def grants(
         return
     print_rows(
         ("tenant", "since", "until"),
-        (
-            (
-                one.tenant,
-                f"{one.create_time.ToDatetime():%Y-%m-%d %H:%M}",
-                f"{one.expire_time.ToDatetime():%Y-%m-%d %H:%M}" if one.HasField("expire_time") else "-",
-            )
-            for one in found
-        ),
+        ((one.tenant, format_timestamp(one.create_time), format_timestamp(one.expire_time)) for one in found),
     )
 
 
-def _run(store: str, tenant: str, script: Script[Any]) -> Any:
+def _service(store: str, tenant: str) -> Service:
     from loraplex.admin.v1 import grants_pb2_grpc
-    from loraplex_client.connection import Connection
 
-    from clients.cli.failures import explained
-
-    with explained("store", store):
-        return Connection(store, grants_pb2_grpc.GrantServiceStub, tenant=tenant).run(script)
-
-
-def _call(method: str, request: Any) -> Script[Any]:
-    from loraplex_client.calls import Call
-
-    return (yield Call(method, request))
-
-
-def _list(name: str) -> Script[list[grants_pb2.Grant]]:
-    from loraplex.admin.v1 import grants_pb2
-    from loraplex_client.calls import Call
-
-    request, found = grants_pb2.ListGrantsRequest(adapter=name, page_size=1000), []
-    while True:
-        page = yield Call("ListGrants", request)
-        found += page.grants
-        if not page.next_page_token:
-            return found
-        request.page_token = page.next_page_token
+    return Service("store", store, grants_pb2_grpc.GrantServiceStub, tenant)

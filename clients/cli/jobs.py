@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from clients.cli.options import ROUTER, TENANT, JsonOption, RouterOption, TenantOption
+from clients.cli.service import cluster_service
 from clients.cli.terminal import print_json, print_rows
 
 if TYPE_CHECKING:
     from loraplex.cluster.v1 import cluster_pb2
-    from loraplex_client.calls import Script
 
 
 class Which(StrEnum):
@@ -97,32 +97,14 @@ def _short(revision: str) -> str:
 
 def _fetch(router: str, tenant: str, which: Which) -> list[dict[str, Any]]:
     """Return the jobs as JSON values. Raises CommandError."""
-    from loraplex.cluster.v1 import cluster_pb2_grpc
-    from loraplex_client.connection import Connection
-
-    from clients.cli.failures import explained
-
-    with explained("router", router):
-        connection = Connection(router, cluster_pb2_grpc.ClusterServiceStub, tenant=tenant)
-        if which is Which.OPEN:
-            return [_plain(job) for job in connection.run(_list_jobs())]
-        return [_plain(job) | {"died_at": job.died_at.ToJsonString()} for job in connection.run(_list_dead_jobs())]
-
-
-def _list_jobs() -> Script[list[cluster_pb2.Job]]:
     from loraplex.cluster.v1 import cluster_pb2
-    from loraplex_client.calls import Call
 
-    response = yield Call("ListJobs", cluster_pb2.ListJobsRequest())
-    return list(response.jobs)
-
-
-def _list_dead_jobs() -> Script[list[cluster_pb2.DeadJob]]:
-    from loraplex.cluster.v1 import cluster_pb2
-    from loraplex_client.calls import Call
-
-    response = yield Call("ListDeadJobs", cluster_pb2.ListDeadJobsRequest())
-    return list(response.jobs)
+    service = cluster_service(router, tenant)
+    if which is Which.OPEN:
+        open_jobs = service.ask("ListJobs", cluster_pb2.ListJobsRequest()).jobs
+        return [_plain(job) for job in open_jobs]
+    dead_jobs = service.ask("ListDeadJobs", cluster_pb2.ListDeadJobsRequest()).jobs
+    return [_plain(job) | {"died_at": job.died_at.ToJsonString()} for job in dead_jobs]
 
 
 def _plain(message: cluster_pb2.Job | cluster_pb2.DeadJob) -> dict[str, Any]:

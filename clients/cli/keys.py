@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from clients.cli.options import STORE, JsonOption, StoreOption, read_seconds
-from clients.cli.terminal import CommandError, out, print_json, print_rows
+from clients.cli.options import STORE, JsonOption, StoreOption, read_duration
+from clients.cli.service import Service
+from clients.cli.terminal import CommandError, format_timestamp, out, print_json, print_rows
 
 if TYPE_CHECKING:
-    from google.protobuf.timestamp_pb2 import Timestamp
     from loraplex.admin.v1 import keys_pb2
-    from loraplex_client.calls import Script
 
 app = typer.Typer(no_args_is_help=True, help="Make, list, rotate and revoke API keys. For operators.")
 
@@ -47,9 +46,9 @@ def create(
 
     request = keys_pb2.CreateKeyRequest(tenant=tenant, role=role, scopes=scope or (), label=label)
     if ttl:
-        request.ttl.FromNanoseconds(int(read_seconds("--ttl", ttl) * 1e9))
+        request.ttl.CopyFrom(read_duration("--ttl", ttl))
     _check_new(file)
-    answer = _run(store, _call("CreateKey", request))
+    answer = _service(store).ask("CreateKey", request)
     _give(answer.api_key, answer.key, file, as_json)
 
 
@@ -60,7 +59,10 @@ def list_(
     as_json: JsonOption = False,
 ) -> None:
     """List the keys, without their secrets."""
-    keys = _run(store, _list(tenant))
+    from loraplex.admin.v1 import keys_pb2
+
+    request = keys_pb2.ListKeysRequest(tenant=tenant, page_size=1000)
+    keys = _service(store).list("ListKeys", request, lambda page: page.keys)
     if as_json:
         print_json([_key_json(key) for key in keys])
         return
@@ -73,9 +75,9 @@ def list_(
                 key.role,
                 " ".join(key.scopes) or "all",
                 key.label,
-                _time(key.create_time),
-                _time(key.expire_time),
-                _time(key.revoke_time),
+                format_timestamp(key.create_time),
+                format_timestamp(key.expire_time),
+                format_timestamp(key.revoke_time),
             )
             for key in keys
         ),
@@ -87,7 +89,7 @@ def revoke(key_id: IdArgument, store: StoreOption = STORE) -> None:
     """End a key for good. Routers and stores refuse it within a second."""
     from loraplex.admin.v1 import keys_pb2
 
-    _run(store, _call("RevokeKey", keys_pb2.RevokeKeyRequest(key_id=key_id)))
+    _service(store).ask("RevokeKey", keys_pb2.RevokeKeyRequest(key_id=key_id))
     out().print(f"revoked {key_id}", markup=False)
 
 
@@ -104,10 +106,9 @@ def rotate(
     """Make another secret of a key and print the key; the present one stays valid for a while."""
     from loraplex.admin.v1 import keys_pb2
 
-    request = keys_pb2.RotateKeyRequest(key_id=key_id)
-    request.grace.FromNanoseconds(int(read_seconds("--grace", grace) * 1e9))
+    request = keys_pb2.RotateKeyRequest(key_id=key_id, grace=read_duration("--grace", grace))
     _check_new(file)
-    answer = _run(store, _call("RotateKey", request))
+    answer = _service(store).ask("RotateKey", request)
     _give(answer.api_key, answer.key, file, as_json)
 
 
@@ -151,35 +152,7 @@ def _key_json(key: keys_pb2.Key) -> dict[str, Any]:
     return MessageToDict(key, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
 
 
-def _time(time: Timestamp) -> str:
-    """Render a time; an unset one is empty."""
-    return f"{time.ToDatetime():%Y-%m-%d %H:%M}" if time.seconds else "-"
-
-
-def _run(store: str, script: Script[Any]) -> Any:
+def _service(store: str) -> Service:
     from loraplex.admin.v1 import keys_pb2_grpc
-    from loraplex_client.connection import Connection
 
-    from clients.cli.failures import explained
-
-    with explained("store", store):
-        return Connection(store, keys_pb2_grpc.KeyServiceStub).run(script)
-
-
-def _call(method: str, request: Any) -> Script[Any]:
-    from loraplex_client.calls import Call
-
-    return (yield Call(method, request))
-
-
-def _list(tenant: str) -> Script[list[keys_pb2.Key]]:
-    from loraplex.admin.v1 import keys_pb2
-    from loraplex_client.calls import Call
-
-    request, found = keys_pb2.ListKeysRequest(tenant=tenant, page_size=1000), []
-    while True:
-        page = yield Call("ListKeys", request)
-        found += page.keys
-        if not page.next_page_token:
-            return found
-        request.page_token = page.next_page_token
+    return Service("store", store, keys_pb2_grpc.KeyServiceStub)

@@ -6,13 +6,16 @@ Their variables avoid the prefixes of the servers' (LORAPLEX_ROUTER_...), becaus
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from clients.cli.terminal import CommandError
 
-# As in loraplex_client.credentials, which is slow to import.
+if TYPE_CHECKING:
+    from google.protobuf.duration_pb2 import Duration
+
+# Names of the variables that hold credentials; those in loraplex_client.credentials are slow to import.
 KEY_VARIABLE, KEY_FILE_VARIABLE = "LORAPLEX_API_KEY", "LORAPLEX_API_KEY_FILE"
 CA_VARIABLE, CERT_VARIABLE, CERT_KEY_VARIABLE = "LORAPLEX_CA", "LORAPLEX_CERT", "LORAPLEX_KEY"
 CREDENTIAL_VARIABLES = (KEY_VARIABLE, KEY_FILE_VARIABLE, CA_VARIABLE, CERT_VARIABLE, CERT_KEY_VARIABLE)
@@ -88,6 +91,8 @@ ROUTER = "127.0.0.1:50051"
 STORE = "127.0.0.1:50052"
 # The credential's tenant; without a credential `default`.
 TENANT = ""
+# Seconds of the units that times of flags are written in.
+_UNITS = {"s": 1, "m": 60, "h": 3_600, "d": 86_400}
 
 
 def read_adapters(given: list[str]) -> tuple[str | None, list[tuple[str, float]] | None]:
@@ -106,13 +111,14 @@ def read_adapters(given: list[str]) -> tuple[str | None, list[tuple[str, float]]
     return None, pairs
 
 
-_UNITS = {"s": 1, "m": 60, "h": 3_600, "d": 86_400}
+def read_duration(flag: str, text: str) -> Duration:
+    """Return the time in a text such as 90d or 12h. Raises CommandError."""
+    from google.protobuf.duration_pb2 import Duration
 
-
-def read_seconds(flag: str, text: str) -> float:
-    """Return the seconds in a text such as 90d or 12h. Raises CommandError."""
     number, unit = text[:-1], text[-1:]
+    duration = Duration()
     try:
-        return float(number) * _UNITS[unit]
-    except (KeyError, ValueError) as error:
+        duration.FromNanoseconds(int(float(number) * _UNITS[unit] * 1e9))
+    except (KeyError, ValueError, OverflowError) as error:
         raise CommandError(f"{flag} {text}: write a number and s, m, h or d, such as 90d") from error
+    return duration

@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 if TYPE_CHECKING:
+    from google.protobuf.timestamp_pb2 import Timestamp
     from rich.console import Console
     from rich.status import Status
     from rich.table import Table
@@ -74,6 +75,11 @@ def printable(text: str) -> str:
 def _cell(value: object) -> str:
     """Return a value as one line without tabs, which would begin another cell of the output."""
     return printable(str(value)).translate(_BREAKS)
+
+
+def format_timestamp(time: Timestamp) -> str:
+    """Return a time to the minute, in UTC; `-` for one that is not set."""
+    return f"{time.ToDatetime():%Y-%m-%d %H:%M}" if time.seconds else "-"
 
 
 def print_error(message: str) -> None:

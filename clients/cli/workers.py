@@ -42,29 +42,14 @@ class WorkerList:
     """A connection to a router that lists its live workers."""
 
     def __init__(self, router: str, tenant: str) -> None:
-        from loraplex.cluster.v1 import cluster_pb2_grpc
-        from loraplex_client.connection import Connection
-
-        from clients.cli.failures import explained
-
-        self._router = router
-        with explained("router", router):
-            self._connection = Connection(router, cluster_pb2_grpc.ClusterServiceStub, tenant=tenant)
+        self._cluster = cluster_service(router, tenant)
 
     def fetch(self) -> list[dict[str, Any]]:
         """Return the workers as JSON values. Raises CommandError."""
-        from clients.cli.failures import explained
+        from loraplex.cluster.v1 import cluster_pb2
 
-        with explained("router", self._router):
-            return [worker_json(worker) for worker in self._connection.run(_list_workers())]
-
-
-def _list_workers() -> Script[list[cluster_pb2.Worker]]:
-    from loraplex.cluster.v1 import cluster_pb2
-    from loraplex_client.calls import Call
-
-    response = yield Call("ListWorkers", cluster_pb2.ListWorkersRequest())
-    return list(response.workers)
+        answer = self._cluster.ask("ListWorkers", cluster_pb2.ListWorkersRequest())
+        return [worker_json(worker) for worker in answer.workers]
 
 
 def worker_json(worker: cluster_pb2.Worker) -> dict[str, Any]:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import hashlib
 import io
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from loraplex.adapters.v1 import adapters_pb2
 
-from loraplex_client.calls import Call, Script, Upload
+from loraplex_client.calls import Call, Script, Upload, pages
 from loraplex_client.errors import DataLossError, InvalidRequestError
 from loraplex_client.resources import (
     Adapter,
@@ -66,7 +66,7 @@ def push(directory: Path, header: adapters_pb2.UploadHeader, progress: Progress 
 def list_adapters(parent: str) -> Script[tuple[Adapter, ...]]:
     """Return the adapters that the caller may use, or those of one tenant, from all pages."""
     request = adapters_pb2.ListAdaptersRequest(parent=parent, page_size=PAGE_SIZE)
-    messages = yield from _pages("ListAdapters", request, lambda page: page.adapters)
+    messages = yield from pages("ListAdapters", request, lambda page: page.adapters)
     return tuple(map(adapter_of, messages))
 
 
@@ -84,7 +84,7 @@ def delete_adapter(name: str) -> Script[None]:
 def list_revisions(name: str) -> Script[tuple[Revision, ...]]:
     """Return every revision of an adapter, newest first."""
     request = adapters_pb2.ListRevisionsRequest(parent=name, page_size=PAGE_SIZE)
-    messages = yield from _pages("ListRevisions", request, lambda page: page.revisions)
+    messages = yield from pages("ListRevisions", request, lambda page: page.revisions)
     return tuple(map(revision_of, messages))
 
 
@@ -130,18 +130,8 @@ def register_model(model: BaseModel, files: Mapping[str, bytes], replace: bool) 
 def list_models() -> Script[tuple[BaseModel, ...]]:
     """Return every registered base model."""
     request = adapters_pb2.ListBaseModelsRequest(page_size=PAGE_SIZE)
-    messages = yield from _pages("ListBaseModels", request, lambda page: page.models)
+    messages = yield from pages("ListBaseModels", request, lambda page: page.models)
     return tuple(map(model_of, messages))
-
-
-def _pages(method: str, request: Any, items: Callable[[Any], Iterable[Any]]) -> Script[list[Any]]:
-    found: list[Any] = []
-    while True:
-        page = yield Call(method, request)
-        found += items(page)
-        if not page.next_page_token:
-            return found
-        request.page_token = page.next_page_token
 
 
 def _with_template(config: bytes, template: Path) -> bytes:

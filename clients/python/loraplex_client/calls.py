@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
 
@@ -57,6 +57,22 @@ class Call:
 
 
 Script: TypeAlias = Generator[Call, Any, R]
+
+
+def single(method: str, request: Any) -> Script[Any]:
+    """Return the answer to one call."""
+    return (yield Call(method, request))
+
+
+def pages(method: str, request: Any, items: Callable[[Any], Iterable[Any]]) -> Script[list[Any]]:
+    """Return the items of all pages of a list; `items` takes those of one page."""
+    found: list[Any] = []
+    while True:
+        page = yield Call(method, request)
+        found += items(page)
+        if not page.next_page_token:
+            return found
+        request.page_token = page.next_page_token
 
 
 @dataclass(frozen=True)
