@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from clients.cli.service import cluster_service
 from clients.cli.workers import worker_json
 
 if TYPE_CHECKING:

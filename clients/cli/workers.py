@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from clients.cli.options import ROUTER, TENANT, JsonOption, RouterOption, TenantOption
+from clients.cli.service import cluster_service
 from clients.cli.terminal import print_json, print_rows
 
 if TYPE_CHECKING:
     from loraplex.cluster.v1 import cluster_pb2
-    from loraplex_client.calls import Script
 
 
 def workers(router: RouterOption = ROUTER, tenant: TenantOption = TENANT, as_json: JsonOption = False) -> None:
