@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import signal
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -66,6 +67,8 @@ class Conversation:
 
     def talk(self) -> None:
         """Ask for turns at the terminal until Ctrl-D; a failed turn is reported, and the conversation goes on."""
+        # Ctrl-C stops an answer also where a shell started this process with SIGINT ignored.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401  # gives the prompt its history
 

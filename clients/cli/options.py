@@ -111,14 +111,22 @@ def read_adapters(given: list[str]) -> tuple[str | None, list[tuple[str, float]]
     return None, pairs
 
 
+def read_seconds(flag: str, text: str) -> float:
+    """Return the seconds in a text such as 90d or 12h. Raises CommandError."""
+    number, unit = text[:-1], text[-1:]
+    try:
+        return float(number) * _UNITS[unit]
+    except (KeyError, ValueError) as error:
+        raise CommandError(f"{flag} {text}: write a number and s, m, h or d, such as 90d") from error
+
+
 def read_duration(flag: str, text: str) -> Duration:
     """Return the time in a text such as 90d or 12h. Raises CommandError."""
     from google.protobuf.duration_pb2 import Duration
 
-    number, unit = text[:-1], text[-1:]
     duration = Duration()
     try:
-        duration.FromNanoseconds(int(float(number) * _UNITS[unit] * 1e9))
-    except (KeyError, ValueError, OverflowError) as error:
-        raise CommandError(f"{flag} {text}: write a number and s, m, h or d, such as 90d") from error
+        duration.FromNanoseconds(int(read_seconds(flag, text) * 1e9))
+    except (OverflowError, ValueError) as error:
+        raise CommandError(f"{flag} {text}: too long") from error
     return duration

@@ -9,6 +9,7 @@ import typer
 
 from artifacts.plans import FIELDS, REAL_FIELDS, PlansError, PlansFile
 from clients.cli.options import STORE, JsonOption, StoreOption
+from clients.cli.service import Service
 from clients.cli.terminal import CommandError, out, print_json, print_rows
 
 if TYPE_CHECKING:
@@ -32,7 +33,9 @@ def check_plans(path: Path | None) -> None:
 @app.command("list")
 def list_(store: StoreOption = STORE, as_json: JsonOption = False) -> None:
     """List the plans."""
-    plans = _run(store, _list())
+    from loraplex.admin.v1 import plans_pb2
+
+    plans = _service(store).list("ListPlans", plans_pb2.ListPlansRequest(page_size=1000), lambda page: page.plans)
     if as_json:
         print_json([_plan_json(plan) for plan in plans])
     else:
@@ -44,7 +47,7 @@ def show(name: NameArgument, store: StoreOption = STORE, as_json: JsonOption = F
     """Show a plan."""
     from loraplex.admin.v1 import plans_pb2
 
-    plan = _run(store, _call("GetPlan", plans_pb2.GetPlanRequest(name=name))).plan
+    plan = _service(store).ask("GetPlan", plans_pb2.GetPlanRequest(name=name)).plan
     if as_json:
         print_json(_plan_json(plan))
     else:
@@ -64,7 +67,7 @@ def set_(
 
     [bold]loraplex plans set tenants/acme tokens_per_day=2000000 concurrent_streams=50[/]
     """
-    plan = _run(store, _set(name, dict(map(_read_limit, limits)))).plan
+    plan = _service(store).run(_set(name, dict(map(_read_limit, limits)))).plan
     if as_json:
         print_json(_plan_json(plan))
     else:
@@ -76,7 +79,7 @@ def delete(name: NameArgument, store: StoreOption = STORE) -> None:
     """Delete a plan: a tenant then has the default plan, an API key no limits of its own."""
     from loraplex.admin.v1 import plans_pb2
 
-    _run(store, _call("DeletePlan", plans_pb2.DeletePlanRequest(name=name)))
+    _service(store).ask("DeletePlan", plans_pb2.DeletePlanRequest(name=name))
     out().print(f"deleted {name}", markup=False)
 
 
@@ -112,20 +115,10 @@ def _plan_json(plan: plans_pb2.Plan) -> dict[str, Any]:
     return {"name": plan.name, "etag": plan.etag, **_set_limits(plan)}
 
 
-def _run(store: str, script: Script[Any]) -> Any:
+def _service(store: str) -> Service:
     from loraplex.admin.v1 import plans_pb2_grpc
-    from loraplex_client.connection import Connection
 
-    from clients.cli.failures import explained
-
-    with explained("store", store):
-        return Connection(store, plans_pb2_grpc.PlanServiceStub).run(script)
-
-
-def _call(method: str, request: Any) -> Script[Any]:
-    from loraplex_client.calls import Call
-
-    return (yield Call(method, request))
+    return Service("store", store, plans_pb2_grpc.PlanServiceStub)
 
 
 def _set(name: str, limits: dict[str, float | None]) -> Script[plans_pb2.SetPlanResponse]:
@@ -145,16 +138,3 @@ def _set(name: str, limits: dict[str, float | None]) -> Script[plans_pb2.SetPlan
             setattr(plan, field, value)
     answer: plans_pb2.SetPlanResponse = yield Call("SetPlan", plans_pb2.SetPlanRequest(plan=plan))
     return answer
-
-
-def _list() -> Script[list[plans_pb2.Plan]]:
-    from loraplex.admin.v1 import plans_pb2
-    from loraplex_client.calls import Call
-
-    request, found = plans_pb2.ListPlansRequest(page_size=1000), []
-    while True:
-        page = yield Call("ListPlans", request)
-        found += page.plans
-        if not page.next_page_token:
-            return found
-        request.page_token = page.next_page_token
