@@ -1,8 +1,8 @@
 """The cost of credentials and of the ledger: `python -m bench.secured [--quick] [--json FILE]`.
 
 Two clusters like bench.relay's run at the same time. One has neither; the other has TLS and an API key at its door,
-mTLS on the relay and to the store, a plan of the tenant and usage events. Lone requests, then full loads go to the one
-and the other in turn, while the engines' steps take no time.
+mTLS on the relay and to the store, sealed jobs, a plan of the tenant and usage events. Lone requests, then full loads
+go to the one and the other in turn, while the engines' steps take no time.
 """
 
 from __future__ import annotations

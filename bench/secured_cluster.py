@@ -11,6 +11,7 @@ from loraplex.admin.v1 import keys_pb2, keys_pb2_grpc
 from loraplex_client import AsyncStoreClient, Tls
 
 from artifacts.base_model import read_base_model
+from broker.job_keys import new_job_key
 from clients.cli.models import registered
 from deploy.local.cluster import ClusterSettings, LocalCluster
 from rpc.identity.api_keys import new_api_key
@@ -37,6 +38,7 @@ class SecuredCluster(LocalCluster):
         self._bootstrap = new_api_key()[1]
         self.tls = Tls(ca=self._ca.write_ca(directory))
         write_private(directory / "operator.key", self._bootstrap.encode())
+        write_private(directory / "job.key", new_job_key().encode())
         (directory / "plans.toml").write_text(_PLANS)
 
     async def _spawn_service(self, name: str, flags: list[str]) -> None:
@@ -47,6 +49,7 @@ class SecuredCluster(LocalCluster):
             flags += ["--operator-port", "0", "--operator-mtls-port", "0"]
             flags += ["--bootstrap-key", str(directory / "operator.key"), "--plans", str(directory / "plans.toml")]
         else:
+            flags += ["--job-key", str(directory / "job.key")]
             flags[flags.index("--store") + 1] = (await self.processes["store"].wait_ready())["operators-mtls"]
         if room == "router":
             flags += ["--usage-file", str(directory / f"{name}.jsonl")]
