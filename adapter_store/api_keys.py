@@ -107,6 +107,15 @@ class ApiKeys:
         self._changed(changed)
         return changed
 
+    def purge(self, tenant: str) -> list[str]:
+        """Forget the keys of a tenant; returns their ids. Readers begin anew, and so do not have them any more."""
+        with self._database.transaction() as rows:
+            gone = [row[0] for row in rows.execute("SELECT key_id FROM api_keys WHERE tenant = ?", (tenant,))]
+            rows.execute("DELETE FROM api_keys WHERE tenant = ?", (tenant,))
+        if gone:
+            self.epoch = secrets.token_hex(8)
+        return gone
+
     def page(self, tenant: str, after: str, limit: int) -> list[ApiKey]:
         """Return keys in order of id, from the first after `after`; of one tenant, if it is given."""
         with self._database.reading() as rows:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from loraplex.adapters.v1 import adapters_pb2_grpc as pb_grpc
-from loraplex.admin.v1 import grants_pb2_grpc, keys_pb2_grpc, plans_pb2_grpc
+from loraplex.admin.v1 import grants_pb2_grpc, keys_pb2_grpc, plans_pb2_grpc, tenants_pb2_grpc
 
 from adapter_store.api_keys import ApiKeys
 from adapter_store.bases import BaseModels
@@ -23,11 +23,13 @@ from adapter_store.key_service import KeyService
 from adapter_store.metrics import StoreMetrics
 from adapter_store.plan_service import PlanService
 from adapter_store.plans import StoredPlans
+from adapter_store.purge import TenantPurge
 from adapter_store.quotas import StoreQuotas
 from adapter_store.receive import Receiver
 from adapter_store.service import AdapterService
 from adapter_store.settings import REFUSE, StoreSettings
 from adapter_store.storage import DataDirectory
+from adapter_store.tenant_service import TenantService
 from artifacts.certificate import FitnessLimits
 from artifacts.plans import LOOK_S as PLANS_LOOK_S
 from rpc.audit.auditor import Auditor
@@ -90,6 +92,10 @@ class Store:
             self._server.add(lambda server: keys_pb2_grpc.add_KeyServiceServicer_to_server(keys, server))
             self._server.add(lambda server: grants_pb2_grpc.add_GrantServiceServicer_to_server(granting, server))
             self._server.add(lambda server: plans_pb2_grpc.add_PlanServiceServicer_to_server(plans, server))
+            tenants = TenantService(
+                TenantPurge(self._database, self._data, self._keys, self._plans, self._read_all_keys)
+            )
+            self._server.add(lambda server: tenants_pb2_grpc.add_TenantServiceServicer_to_server(tenants, server))
             self.addresses = self._server.bind(self._settings.host, self._settings.port)
             self.port = int(self.addresses[0].rpartition(":")[2])
             await self._server.start()
@@ -163,10 +169,13 @@ class Store:
         if removed:
             log.info("removed %d unfinished uploads and files without an owner", removed)
 
+    def _read_all_keys(self) -> None:
+        self._directory.put([key.hashed for key in self._keys.changes(0, -1)], clear=True)
+
     def _read_keys(self) -> None:
         self._directory = KeyDirectory()
         self._keys = ApiKeys(self._database, lambda key: self._directory.put([key.hashed]))
-        self._directory.put([key.hashed for key in self._keys.changes(0, -1)])
+        self._read_all_keys()
         if self._settings.bootstrap_key:
             try:
                 text = Path(self._settings.bootstrap_key).read_text(encoding="utf-8").strip()

@@ -167,14 +167,20 @@ class Catalog:
                 _touch(rows, row["id"], time.time_ns())
             return to_adapter(rows, adapter_row(rows, name))
 
-    def delete(self, name: AdapterName, etag: str) -> None:
-        """Delete an adapter with its revisions. Raises NotFound, Aborted on a stale etag."""
+    def delete(self, name: AdapterName, etag: str, *, purge: bool = False) -> None:
+        """Delete an adapter with its revisions; with `purge` their files too, at once.
+
+        Raises NotFound, Aborted on a stale etag.
+        """
         with self._database.transaction() as rows:
             row = adapter_row(rows, name)
             _check(row, name, row["base_model"], etag)
             self._deleted.take(rows, row["id"])
             end_grants(rows, name, time.time_ns())
             rows.execute("DELETE FROM adapters WHERE id = ?", (row["id"],))
+        if purge:
+            self._deleted.purge(name=name)
+            return
         with suppress(Exhausted):  # the adapter is deleted; its bytes are freed later
             self._deleted.purge()
 

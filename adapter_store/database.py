@@ -173,7 +173,8 @@ class Database:
             self._connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
             self._connection.row_factory = sqlite3.Row
             # In WAL mode with FULL every commit is on the disk before it returns.
-            for pragma in ("journal_mode = WAL", "synchronous = FULL", "foreign_keys = ON"):
+            # With secure_delete removed rows are overwritten.
+            for pragma in ("journal_mode = WAL", "synchronous = FULL", "foreign_keys = ON", "secure_delete = ON"):
                 self._connection.execute(f"PRAGMA {pragma}")
             version = self._connection.execute("PRAGMA user_version").fetchone()[0]
             if version == 0 and blobs:
@@ -222,6 +223,11 @@ class Database:
         """Return which of these blobs no row needs any more."""
         with self.reading() as rows:
             return [digest for digest in digests if not rows.execute(_IS_REFERENCED, {"digest": digest}).fetchone()[0]]
+
+    def forget_removed(self) -> None:
+        """Write the removal of rows into the file itself, and empty the journal, which still has them."""
+        with self.lock:
+            self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
 
     def close(self) -> None:
         """Close the connection."""

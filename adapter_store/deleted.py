@@ -15,7 +15,7 @@ from adapter_store.database import Database
 from adapter_store.records import Revision
 from adapter_store.rows import to_revision
 from adapter_store.storage import DataDirectory
-from artifacts.names import RevisionName
+from artifacts.names import AdapterName, RevisionName
 
 _COLUMNS = (
     "number, digest, base_digest, rank, config_digest, config_bytes, weights_digest, weights_bytes, "
@@ -62,14 +62,17 @@ class DeletedRevisions:
         ).fetchone()
         return None if found is None else to_revision(found)
 
-    def purge(self, *, everything: bool = False) -> int:
-        """Remove the revisions whose time has passed, or all of them; returns how many."""
+    def purge(self, *, everything: bool = False, name: AdapterName | None = None) -> int:
+        """Remove the revisions whose time has passed, or all of them, or all of an adapter; returns how many."""
         until = self._clock() if everything else self._clock() - self._keep_ns
+        where, values = "delete_ns <= ?", list[int | str]([until])
+        if name is not None:
+            where, values = "tenant = ? AND adapter = ?", [name.tenant, name.adapter]
         digests: set[str] = set()
         with swept(self._database, self._data, digests), self._database.transaction() as rows:
             found = rows.execute(
-                "SELECT config_digest, weights_digest FROM deleted_revisions WHERE delete_ns <= ?", (until,)
+                f"SELECT config_digest, weights_digest FROM deleted_revisions WHERE {where}", values
             ).fetchall()
-            rows.execute("DELETE FROM deleted_revisions WHERE delete_ns <= ?", (until,))
+            rows.execute(f"DELETE FROM deleted_revisions WHERE {where}", values)
             digests.update(digest for revision in found for digest in revision)
         return len(found)

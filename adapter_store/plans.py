@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import secrets
 import sqlite3
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from operator import attrgetter
 from pathlib import Path
@@ -83,6 +84,23 @@ class StoredPlans:
     def delete(self, name: str, etag: str) -> None:
         """Remove a plan. Raises as `set` does, and NotFound."""
         self._write(name, None, etag)
+
+    def kept(self, names: Iterable[str]) -> list[str]:
+        """Return those of the plans that are there, deleted ones too, which readers have yet to hear of."""
+        return [name for name in names if name in self._plans]
+
+    def purge(self, names: Iterable[str]) -> list[str]:
+        """Forget plans, deleted ones too; returns their names. Readers begin anew. A file's plans stay."""
+        if self._file is not None:
+            return []
+        with self._database.lock:
+            gone = self.kept(names)
+            with self._database.transaction() as rows:
+                rows.executemany("DELETE FROM plans WHERE name = ?", [(name,) for name in gone])
+            if gone:
+                self._plans = {name: one for name, one in self._plans.items() if name not in gone}
+                self.epoch = secrets.token_hex(8)
+        return gone
 
     def _take_file(self, plans: Plans) -> None:
         self._plans = {name: NamedPlan(name, plan, at) for at, (name, plan) in enumerate(plans.items(), start=1)}

@@ -159,11 +159,11 @@ class AdapterService(pb_grpc.AdapterServiceServicer):
         )
 
     async def DeleteAdapter(self, request: pb.DeleteAdapterRequest, context: Context) -> pb.DeleteAdapterResponse:
-        """Delete an adapter with its revisions, whose files can be downloaded by digest for a while."""
+        """Delete an adapter with its revisions; their files can be downloaded by digest for a while, unless purged."""
         name = own_adapter("name", request.name, calling_tenant())
         async with self._making_room():
-            await asyncio.to_thread(self._catalog.delete, name, request.etag)
-        log.info("deleted %s", name)
+            await asyncio.to_thread(self._catalog.delete, name, request.etag, purge=request.purge)
+        log.info("%s %s", "purged" if request.purge else "deleted", name)
         return pb.DeleteAdapterResponse()
 
     async def ListRevisions(self, request: pb.ListRevisionsRequest, context: Context) -> pb.ListRevisionsResponse:

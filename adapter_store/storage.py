@@ -201,6 +201,10 @@ class DataDirectory:
         """Open a blob for reading. Raises CorruptBlob."""
         return BlobReader(self._path(blob.digest), blob)
 
+    def has(self, digest: str) -> bool:
+        """Tell whether a blob is there."""
+        return self._path(digest).exists()
+
     def remove(self, digest: str) -> None:
         """Delete a blob; open readers go on."""
         self._path(digest).unlink(missing_ok=True)

@@ -136,11 +136,18 @@ def show(
 
 
 @app.command()
-def delete(name: NameArgument, tenant: TenantOption = TENANT, store: StoreOption = STORE) -> None:
-    """Remove an adapter with all its revisions."""
+def delete(
+    name: NameArgument,
+    purge: Annotated[
+        bool, typer.Option("--purge", help="Remove the files at once, though answers may still run on them.")
+    ] = False,
+    tenant: TenantOption = TENANT,
+    store: StoreOption = STORE,
+) -> None:
+    """Remove an adapter with all its revisions. Their files stay for a while, for answers that run on them."""
     with store_client(store, tenant) as client:
-        client.delete(name)
-    out().print(f"deleted {name}", markup=False)
+        client.delete(name, purge=purge)
+    out().print(f"{'purged' if purge else 'deleted'} {name}", markup=False)
 
 
 app.command("top")(adapters_top)

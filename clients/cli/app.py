@@ -6,7 +6,7 @@ import os
 
 import typer
 
-from clients.cli import adapters, audit, certs, keys, models, plans
+from clients.cli import adapters, audit, certs, keys, models, plans, tenants
 from clients.cli.chat import chat
 from clients.cli.cluster_top import top
 from clients.cli.drain import drain
@@ -70,6 +70,7 @@ app.add_typer(adapters.app, name="adapters")
 app.add_typer(models.app, name="models")
 app.add_typer(keys.app, name="keys")
 app.add_typer(plans.app, name="plans")
+app.add_typer(tenants.app, name="tenants")
 app.add_typer(certs.app, name="certs")
 app.add_typer(audit.app, name="audit")
 app.command()(top)

@@ -36,6 +36,7 @@ AUDITED: Mapping[str, Audited] = {
             "RevokeKey": Audited(("key_id",), ("key.tenant",)),
         },
     ),
+    **_of("admin.v1.TenantService", {"PurgeTenant": Audited(("tenant",), ("removed_count",))}),
     **_of(
         "admin.v1.GrantService",
         {
@@ -50,7 +51,7 @@ AUDITED: Mapping[str, Audited] = {
             "UploadRevision": Audited(answer=("revision.name", "created")),
             "CertifyRevision": Audited(("name", "certificate.quantization")),
             "SetAlias": Audited(("adapter", "alias", "digest")),
-            "DeleteAdapter": Audited(("name",)),
+            "DeleteAdapter": Audited(("name", "purge")),
             "RegisterBaseModel": Audited(answer=("model.name", "model.digest")),
         },
     ),

@@ -55,6 +55,7 @@ JOBS_READ = "jobs.read"
 CLUSTER_READ, CLUSTER_WRITE = "cluster.read", "cluster.write"
 MODELS_READ, MODELS_WRITE = "models.read", "models.write"
 KEYS_READ, KEYS_WRITE = "keys.read", "keys.write"
+TENANTS_WRITE = "tenants.write"
 PLANS_READ, PLANS_WRITE = "plans.read", "plans.write"
 RELAY = "relay"
 
@@ -67,6 +68,7 @@ _READ_CLUSTER = Permission(CLUSTER_READ, {Port.OPERATORS: _WATCHERS})
 _WRITE_CLUSTER = Permission(CLUSTER_WRITE, {Port.OPERATORS: _OPERATORS})
 # A tenant sees its own jobs.
 _READ_JOBS = Permission(JOBS_READ, {Port.PUBLIC: _USERS, Port.OPERATORS: _WATCHERS})
+_WRITE_TENANTS = Permission(TENANTS_WRITE, {Port.OPERATORS: _OPERATORS})
 _WRITE_KEYS = Permission(KEYS_WRITE, {Port.OPERATORS: _OPERATORS})
 _READ_PLANS = Permission(PLANS_READ, {Port.OPERATORS: _WATCHERS})
 _WRITE_PLANS = Permission(PLANS_WRITE, {Port.OPERATORS: _OPERATORS})
@@ -145,6 +147,7 @@ PERMISSIONS: Mapping[str, Permission] = {
             "ListPlanChanges": Permission(PLANS_READ, {Port.OPERATORS: _ROUTERS}),
         },
     ),
+    **_of("loraplex.admin.v1.TenantService", {"PurgeTenant": _WRITE_TENANTS}),
     **_of(
         "loraplex.admin.v1.GrantService",
         {

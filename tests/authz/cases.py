@@ -19,6 +19,7 @@ SERVERS = {
     "loraplex.admin.v1.KeyService": "store",
     "loraplex.admin.v1.GrantService": "store",
     "loraplex.admin.v1.PlanService": "store",
+    "loraplex.admin.v1.TenantService": "store",
 }
 # Faults by kind of credential. OTHER: the call names another tenant than the credential's.
 OTHER, TWO = "other tenant's", "two credentials"

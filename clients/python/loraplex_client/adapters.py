@@ -76,9 +76,9 @@ def get_adapter(name: str) -> Script[tuple[Adapter, Revision]]:
     return adapter_of(response.adapter), revision_of(response.revision)
 
 
-def delete_adapter(name: str) -> Script[None]:
+def delete_adapter(name: str, *, purge: bool = False) -> Script[None]:
     """Remove an adapter with all its revisions."""
-    yield Call("DeleteAdapter", adapters_pb2.DeleteAdapterRequest(name=name))
+    yield Call("DeleteAdapter", adapters_pb2.DeleteAdapterRequest(name=name, purge=purge))
 
 
 def list_revisions(name: str) -> Script[tuple[Revision, ...]]:

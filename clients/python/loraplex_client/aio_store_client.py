@@ -62,8 +62,8 @@ class AsyncStoreClient:
     async def get(self, name: str) -> tuple[Adapter, Revision]:
         return await self._connection.run(adapters.get_adapter(name))
 
-    async def delete(self, name: str) -> None:
-        await self._connection.run(adapters.delete_adapter(adapters.full_name(name, self.tenant)))
+    async def delete(self, name: str, *, purge: bool = False) -> None:
+        await self._connection.run(adapters.delete_adapter(adapters.full_name(name, self.tenant), purge=purge))
 
     async def revisions(self, name: str) -> tuple[Revision, ...]:
         return await self._connection.run(adapters.list_revisions(adapters.full_name(name, self.tenant)))

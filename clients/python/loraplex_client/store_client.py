@@ -78,9 +78,9 @@ class StoreClient:
         """Return an adapter, and the revision that `name` (with `@alias` or `@sha256:...`) currently means."""
         return self._connection.run(adapters.get_adapter(name))
 
-    def delete(self, name: str) -> None:
-        """Remove an adapter with all its revisions."""
-        self._connection.run(adapters.delete_adapter(adapters.full_name(name, self.tenant)))
+    def delete(self, name: str, *, purge: bool = False) -> None:
+        """Remove an adapter with all its revisions; with `purge` their files at once, even if answers run."""
+        self._connection.run(adapters.delete_adapter(adapters.full_name(name, self.tenant), purge=purge))
 
     def revisions(self, name: str) -> tuple[Revision, ...]:
         """Return an adapter's revisions, newest first."""

@@ -1,0 +1,95 @@
+"""Purges a tenant: removes everything that the store has of it, and looks whether something is left.
+
+Its calls block: make them in a thread.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+from adapter_store.api_keys import ApiKeys
+from adapter_store.database import Database
+from adapter_store.deleted import swept
+from adapter_store.plans import StoredPlans
+from adapter_store.storage import DataDirectory
+from artifacts.plans import plan_name
+
+# What the tables have of a tenant: the names of things, and the rows that are removed, in this order.
+_NAMES: Mapping[str, str] = {
+    "grants": "SELECT 'tenants/' || tenant || '/adapters/' || adapter || '/grants/' || grantee FROM grants "
+    "WHERE :tenant IN (tenant, grantee)",
+    "deleted_revisions": "SELECT 'tenants/' || tenant || '/adapters/' || adapter || '/revisions/' || digest "
+    "FROM deleted_revisions WHERE tenant = :tenant",
+    "revisions": "SELECT 'tenants/' || tenant || '/adapters/' || adapter || '/revisions/' || digest "
+    "FROM revisions JOIN adapters ON adapters.id = adapter_id WHERE tenant = :tenant",
+    "adapters": "SELECT 'tenants/' || tenant || '/adapters/' || adapter FROM adapters WHERE tenant = :tenant",
+}
+_REMOVALS = (
+    "DELETE FROM grants WHERE :tenant IN (tenant, grantee)",
+    "DELETE FROM deleted_revisions WHERE tenant = :tenant",
+    "DELETE FROM adapters WHERE tenant = :tenant",  # and with them revisions, aliases and certificates
+)
+_BLOBS = (
+    "SELECT config_digest, weights_digest FROM revisions JOIN adapters ON adapters.id = adapter_id "
+    "WHERE tenant = :tenant UNION "
+    "SELECT config_digest, weights_digest FROM deleted_revisions WHERE tenant = :tenant"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Purged:
+    """The result of a purge: names of what was removed, of what is left, and of files that others have too."""
+
+    removed: list[str]
+    left: list[str]
+    kept_for_others: list[str]
+
+
+class TenantPurge:
+    """Purges tenants from a store. `keys_changed` is called when API keys are gone."""
+
+    def __init__(
+        self,
+        database: Database,
+        data: DataDirectory,
+        keys: ApiKeys,
+        plans: StoredPlans,
+        keys_changed: Callable[[], None],
+    ) -> None:
+        self._database = database
+        self._data = data
+        self._keys = keys
+        self._plans = plans
+        self._keys_changed = keys_changed
+
+    def purge(self, tenant: str) -> Purged:
+        """Remove everything of a tenant. Doing it again is right."""
+        keys = self._keys.purge(tenant)  # first, so that nothing new comes
+        self._keys_changed()
+        plans = self._plans.purge([plan_name(tenant), *(f"keys/{key_id}" for key_id in keys)])
+        blobs: set[str] = set()
+        with swept(self._database, self._data, blobs), self._database.transaction() as rows:
+            removed = list(_names(rows, tenant))
+            blobs |= {digest for row in rows.execute(_BLOBS, {"tenant": tenant}) for digest in row}
+            for statement in _REMOVALS:
+                rows.execute(statement, {"tenant": tenant})
+        self._database.forget_removed()
+        gone = self._database.unreferenced(blobs)
+        removed += [f"keys/{key_id}" for key_id in keys] + [f"plans/{name}" for name in plans]
+        removed += [f"blobs/{digest}" for digest in sorted(gone)]
+        return Purged(removed, self._left(tenant, gone), [f"blobs/{one}" for one in sorted(blobs.difference(gone))])
+
+    def _left(self, tenant: str, gone: list[str]) -> list[str]:
+        with self._database.reading() as rows:
+            left = list(_names(rows, tenant))
+        left += [f"keys/{key.key_id}" for key in self._keys.page(tenant, "", 10)]
+        left += [f"plans/{name}" for name in self._plans.kept([plan_name(tenant)])]
+        return left + [f"blobs/{digest}" for digest in gone if self._data.has(digest)]
+
+
+def _names(rows: sqlite3.Connection, tenant: str) -> Iterator[str]:
+    for statement in _NAMES.values():
+        for (name,) in rows.execute(statement, {"tenant": tenant}).fetchall():
+            yield name

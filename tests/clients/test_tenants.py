@@ -1,0 +1,45 @@
+"""`loraplex tenants purge` and `loraplex adapters delete --purge` against a real store."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from adapter_store.app import Store
+from adapter_store.settings import StoreSettings
+from clients.cli.app import app
+
+
+@pytest.fixture
+async def store(tmp_path: Path) -> AsyncIterator[str]:
+    """The address of a store."""
+    running = Store(StoreSettings(data=tmp_path / "data", port=0))
+    await running.start()
+    yield f"127.0.0.1:{running.port}"
+    await running.stop(drain_s=0)
+
+
+async def loraplex(store: str, *arguments: str, typed: str = "") -> str:
+    """Run a command at the store; return what it prints."""
+    command = [*arguments, "--store", store]
+    result = await asyncio.to_thread(CliRunner().invoke, app, command, input=typed)
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result.stdout
+
+
+async def test_a_purge_asks_and_prints_what_it_removed(store: str) -> None:
+    key_id = (await loraplex(store, "keys", "create", "--tenant", "acme")).strip().split("_")[1]
+    await loraplex(store, "plans", "set", "tenants/acme", "tokens_per_day=1")
+    assert "removed" not in await loraplex(store, "tenants", "purge", "acme", typed="n\n")
+    said = await loraplex(store, "tenants", "purge", "acme", typed="y\n")
+    assert f"removed keys/{key_id}\n" in said
+    assert "removed plans/tenants/acme\n" in said
+    assert "2 removed, 0 left" in said
+    empty = json.loads(await loraplex(store, "tenants", "purge", "acme", "--yes", "--json"))
+    assert empty == {"removed": [], "removed_count": 0, "left": [], "kept_for_others": []}
