@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from artifacts.base_model import read_base_model
 from broker.startup import connect_once_up
-from rpc.audit.refused_callers import RefusedCallers
+from rpc.audit.refused_callers import WINDOW_S, RefusedCallers
 from rpc.server import stop_signal, unless_stopped
 from telemetry.audit.log import AuditLog
 from telemetry.metrics import serve_metrics
@@ -53,13 +53,17 @@ async def run(settings: Settings) -> None:
     worker_id = settings.worker_id or f"{socket.gethostname()}-{os.getpid()}"
     metrics = WorkerMetrics()
     audit = AuditLog(settings.audit, "worker", metrics.audit)
-    credentials = _credentials(settings, metrics, audit)
+    refusals = RefusedCallers(audit)
+    credentials = _credentials(settings, metrics, refusals)
     if credentials is not None:
         worker_id = credentials.link.named(worker_id)
     spans = set_up_tracing("worker", os.environ)
     telemetry = JobTelemetry(metrics, spans, worker_id)
     async with contextlib.AsyncExitStack() as stack:
         stack.callback(audit.close)
+        stack.callback(refusals.flush)
+        flushing = asyncio.create_task(_flush(refusals))
+        stack.callback(flushing.cancel)
         stack.push_async_callback(asyncio.to_thread, spans.close)
         metrics_server = serve_metrics(metrics, settings.health_host, settings.metrics_port)
         if metrics_server is not None:
@@ -114,12 +118,19 @@ async def run_sessions(
             await unless_stopped(stop, asyncio.sleep(pause_s))
 
 
-def _credentials(settings: Settings, metrics: WorkerMetrics, audit: AuditLog) -> WorkerCredentials | None:
+async def _flush(refusals: RefusedCallers) -> None:
+    """Record counts of refusals while no further ones come; never returns."""
+    while True:
+        await asyncio.sleep(WINDOW_S)
+        refusals.flush()
+
+
+def _credentials(settings: Settings, metrics: WorkerMetrics, refusals: RefusedCallers) -> WorkerCredentials | None:
     if (tls := settings.tls_files()) is None:
         return None
     from worker.io.credentials import credentials_of
 
-    return credentials_of(tls, settings.job_key, metrics, RefusedCallers(audit))
+    return credentials_of(tls, settings.job_key, metrics, refusals)
 
 
 def _open_disk(settings: Settings) -> DiskTier:

@@ -1,0 +1,38 @@
+"""A run of all attacks on one cluster."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.forged.attacks import ATTACKS, set_stage
+from tests.forged.cluster import audited, running
+
+
+@dataclass(frozen=True)
+class Result:
+    """The tries and the accepted ones by attack, and the refusals that the audit logs have."""
+
+    attacks: dict[str, tuple[int, int]]
+    audited: int
+
+    @property
+    def tries(self) -> int:
+        """Return the number of tries."""
+        return sum(tries for tries, _ in self.attacks.values())
+
+    @property
+    def accepted(self) -> int:
+        """Return how many were accepted."""
+        return sum(accepted for _, accepted in self.attacks.values())
+
+
+async def attack(directory: Path, tries: int, seed: int) -> Result:
+    """Run a cluster in `directory`, and make so many tries in all, as many of each attack."""
+    found: dict[str, tuple[int, int]] = {}
+    async with running(directory) as cluster:
+        stage = await set_stage(cluster, seed)
+        for name, make in ATTACKS.items():
+            share = -(-tries // len(ATTACKS))
+            found[name] = share, await make(stage, share)
+    return Result(found, audited(directory))
