@@ -107,7 +107,7 @@ async def _make(directory: Path, *, quick: bool) -> None:
         base = await asyncio.to_thread(read_base_model, model)
         async with AsyncStoreClient(cluster.store, TENANT) as store:
             await store.register_model(registered(base), base.files)
-        for adapter in find_adapters(EXAMPLES / "adapters"):
+        for adapter in find_adapters(EXAMPLES / "adapters").adapters:
             async with AsyncStoreClient(cluster.store, adapter.tenant) as store:
                 await store.push(adapter.directory, adapter.name)
         await cluster.wait_serving()

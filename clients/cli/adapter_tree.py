@@ -20,31 +20,56 @@ class AdapterDirectory:
     directory: Path
 
 
-def find_adapters(root: Path) -> tuple[AdapterDirectory, ...]:
-    """Return the adapters below `root` by tenant and name. Raises CommandError unless it holds adapters only."""
+@dataclass(frozen=True)
+class AdapterTree:
+    """The adapters below a directory by tenant and name, and a line for each thing there that is none."""
+
+    adapters: tuple[AdapterDirectory, ...] = ()
+    faults: tuple[str, ...] = ()
+
+
+def find_adapters(root: Path) -> AdapterTree:
+    """Look for adapters below `root`. Raises CommandError where it has none that can be uploaded."""
     if not root.is_dir():
         raise CommandError(f"--adapters: {root} {'is not a directory' if root.exists() else 'does not exist'}")
     if (root / CONFIG_FILE).exists():
         raise CommandError(f"--adapters: {root} is an adapter itself; give its parent directory")
     found: list[AdapterDirectory] = []
-    for child in _directories(root):
+    faults: list[str] = []
+
+    def take(tenant: str, directory: Path) -> None:
+        try:
+            found.append(_checked(tenant, directory))
+        except CommandError as error:
+            faults.append(str(error))
+
+    for child in _directories(root, faults):
         if (child / CONFIG_FILE).exists():
-            found.append(_checked(SHARED, child))
+            take(SHARED, child)
             continue
-        adapters = [_checked(child.name, grandchild) for grandchild in _directories(child)]
-        if not adapters:
-            raise CommandError(f"--adapters: {child} is not an adapter, and holds none: it has no {CONFIG_FILE}")
-        found += adapters
+        below = _directories(child, faults)
+        for grandchild in below:
+            take(child.name, grandchild)
+        if not below:
+            faults.append(f"--adapters: {child} is not an adapter, and holds none: it has no {CONFIG_FILE}")
     if not found:
-        raise CommandError(f"--adapters: {root} holds no adapters: no NAME/{CONFIG_FILE}, no TENANT/NAME/{CONFIG_FILE}")
-    return tuple(sorted(found, key=lambda adapter: (adapter.tenant, adapter.name)))
+        none = f"--adapters: {root} holds no adapters: no NAME/{CONFIG_FILE}, no TENANT/NAME/{CONFIG_FILE}"
+        raise CommandError("; ".join(faults) or none)
+    return AdapterTree(tuple(sorted(found, key=lambda adapter: (adapter.tenant, adapter.name))), tuple(faults))
 
 
-def _directories(parent: Path) -> list[Path]:
-    found = sorted(path for path in parent.iterdir() if not path.name.startswith("."))
-    for path in found:
-        _check_no_link(path)
-    return [path for path in found if path.is_dir()]
+def _directories(parent: Path, faults: list[str]) -> list[Path]:
+    """Return the directories in one, by name; links become faults."""
+    found = []
+    for path in sorted(path for path in parent.iterdir() if not path.name.startswith(".")):
+        try:
+            _check_no_link(path)
+        except CommandError as error:
+            faults.append(str(error))
+            continue
+        if path.is_dir():
+            found.append(path)
+    return found
 
 
 def _check_no_link(path: Path) -> None:

@@ -13,6 +13,7 @@ import typer
 
 from clients.cli.adapter_commands import NameArgument, pin, unpin, warm
 from clients.cli.adapters_top import adapters_top
+from clients.cli.aliases import alias, download, rollback
 from clients.cli.certificates import (
     ModelDirOption,
     certificate_json,
@@ -24,6 +25,7 @@ from clients.cli.grants import grant, grants, ungrant
 from clients.cli.options import STORE, TENANT, JsonOption, StoreOption, TenantOption
 from clients.cli.store import store_client
 from clients.cli.terminal import CommandError, err, out, print_fields, print_json, print_rows
+from clients.cli.upload_tree import push_all
 
 if TYPE_CHECKING:
     from loraplex_client import Adapter, Revision
@@ -151,7 +153,8 @@ def delete(
 
 
 app.command("top")(adapters_top)
-for command in (certify, warm, pin, unpin, grant, ungrant, grants):
+app.command("push-all")(push_all)
+for command in (alias, rollback, download, certify, warm, pin, unpin, grant, ungrant, grants):
     app.command()(command)
 
 

@@ -7,7 +7,6 @@ import shutil
 import signal
 import sys
 from dataclasses import dataclass
-from itertools import groupby
 from pathlib import Path
 from typing import TypeVar
 
@@ -15,11 +14,12 @@ from loraplex_client import AsyncStoreClient, LoraplexError
 from loraplex_client.endpoint import DEFAULT_TENANT
 
 from artifacts.base_model import BaseModel
-from clients.cli.adapter_tree import AdapterDirectory
+from clients.cli.adapter_tree import AdapterTree
 from clients.cli.demo import DEMO_PROMPT, run_demo
 from clients.cli.failures import explain
 from clients.cli.models import registered
 from clients.cli.terminal import Activity, CommandError, out
+from clients.cli.upload_tree import report, say, upload_tree
 from deploy.local.cluster import ClusterSettings, LaunchError, LocalCluster
 
 T = TypeVar("T")
@@ -34,7 +34,8 @@ class LaunchPlan:
 
     settings: ClusterSettings
     model: BaseModel
-    adapters: tuple[AdapterDirectory, ...]
+    tree: AdapterTree
+    update: bool
     demo: bool
     once: bool
 
@@ -78,15 +79,25 @@ async def _make_ready(plan: LaunchPlan, cluster: LocalCluster, activity: Activit
     activity.stop()
     http = f" http={cluster.http}" if cluster.http else ""
     print(f"ready router={cluster.router} store={cluster.store}{http}", flush=True)
+    for line in await _places(plan, cluster):
+        print(line, flush=True)
 
 
 async def _run_until_failure(plan: LaunchPlan, cluster: LocalCluster) -> None:
     """Run the demo if requested; then, unless `once`, wait until a process fails. Raises CommandError, LaunchError."""
     if plan.demo:
-        await cluster.unless_failed(run_demo(cluster.router, plan.adapters))
+        await cluster.unless_failed(run_demo(cluster.router, plan.tree.adapters))
     if not plan.once:
         _print_next_command(plan, cluster)
         raise await cluster.wait_failed()
+
+
+async def _places(plan: LaunchPlan, cluster: LocalCluster) -> list[str]:
+    """Say where metrics, logs and data are, and whether the data stays."""
+    served = {name: await process.wait_ready() for name, process in cluster.processes.items() if process.is_ready}
+    metrics = " ".join(f"{name}={ready['metrics']}" for name, ready in sorted(served.items()) if "metrics" in ready)
+    kept = "kept" if plan.settings.data_dir else "removed at the end; --data-dir DIR keeps adapters and logs"
+    return [f"metrics {metrics}", f"logs {cluster.data_dir / 'logs'}", f"data {cluster.data_dir}, {kept}"]
 
 
 async def _fill(plan: LaunchPlan, store: str, activity: Activity) -> None:
@@ -97,21 +108,20 @@ async def _fill(plan: LaunchPlan, store: str, activity: Activity) -> None:
             await client.register_model(registered(plan.model), plan.model.files)
         except LoraplexError as error:
             raise CommandError(f"--model {plan.settings.model}: {explain(error, 'store', store)}") from error
-    for tenant, owned in groupby(plan.adapters, key=lambda adapter: adapter.tenant):
-        async with AsyncStoreClient(store, tenant) as client:
-            for adapter in owned:
-                activity.step(f"uploading adapter {tenant}/{adapter.name}")
-                try:
-                    await client.push(adapter.directory, adapter.name, base_model=plan.model.name)
-                except LoraplexError as error:
-                    raise CommandError(f"--adapters: {adapter.directory}: {explain(error, 'store', store)}") from error
+    try:
+        refused = await upload_tree(
+            store, plan.tree.adapters, plan.model.name, update=plan.update, step=activity.step, say=say
+        )
+    except LoraplexError as error:
+        raise explain(error, "store", store) from error
+    report([*plan.tree.faults, *refused], len(plan.tree.adapters) - len(refused) if plan.tree.adapters else 1)
 
 
 def _print_next_command(plan: LaunchPlan, cluster: LocalCluster) -> None:
     """Print a command to try next, at a terminal or after the demo."""
     if not (plan.demo or out().is_terminal):
         return
-    flags = "".join(f" --tenant {adapter.tenant} --adapter {adapter.name}" for adapter in plan.adapters[:1])
+    flags = "".join(f" --tenant {adapter.tenant} --adapter {adapter.name}" for adapter in plan.tree.adapters[:1])
     out().print(f"\nThe router listens on {cluster.router}, the adapter store on {cluster.store}. Try:", markup=False)
     command = f'{_program()} generate "{DEMO_PROMPT}"{flags} --router {cluster.router}'
     out().print(f"\n  {command}\n", markup=False, soft_wrap=True, style="bold")

@@ -18,7 +18,25 @@ def up(  # noqa: PLR0913, PLR0917  # one parameter a flag
         Path | None,
         typer.Option(metavar="DIR", help="peft adapters in DIR/TENANT/NAME/; shared adapters in DIR/NAME/."),
     ] = None,
+    name: Annotated[
+        str, typer.Option(metavar="NAME", help="Name that requests use for the model; default: the directory's.")
+    ] = "",
+    update: Annotated[
+        bool, typer.Option("--update", help="Move `live` of adapters that the store has to the directory's revisions.")
+    ] = False,
     workers: Annotated[int, typer.Option(min=1, metavar="N", help="Number of workers.")] = 1,
+    rows: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Answers that a worker produces at once; 32 by default.")
+    ] = None,
+    max_rank: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Largest rank of an adapter; 64 by default.")
+    ] = None,
+    adapter_slots: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Adapters on a worker's device at once; 32 by default.")
+    ] = None,
+    kv_blocks: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Blocks of a worker's KV cache; default: what memory allows.")
+    ] = None,
     port: Annotated[
         int, typer.Option(min=0, max=65535, metavar="PORT", help="The router's port; 0 for any free port.")
     ] = 50051,
@@ -58,11 +76,13 @@ def up(  # noqa: PLR0913, PLR0917  # one parameter a flag
 ) -> None:
     """Start a cluster on this machine: Valkey, adapter store, router, workers. Ctrl-C drains and stops all of it.
 
-    Registers the model, uploads the adapters, and prints `ready router=HOST:PORT store=HOST:PORT` when it serves.
+    Registers the model, uploads the adapters that the store has not, and prints `ready router=HOST:PORT
+    store=HOST:PORT` when it serves. With --data-dir the adapters, their aliases and the logs are kept; keys of Redis,
+    and so requests that wait, are not.
 
     [bold]loraplex up --model ./Qwen2-0.5B --adapters ./adapters --workers 2[/]
     """
-    from clients.cli.adapter_tree import find_adapters
+    from clients.cli.adapter_tree import AdapterTree, find_adapters
     from clients.cli.launch import LaunchPlan, launch
     from clients.cli.models import check_quantization, read_model
     from clients.cli.plans import check_plans
@@ -71,9 +91,10 @@ def up(  # noqa: PLR0913, PLR0917  # one parameter a flag
     for variable in CREDENTIAL_VARIABLES:  # of another cluster: this one has none
         os.environ.pop(variable, None)
     # Refuse bad arguments before any process starts.
-    base = read_model(model, "", quantize)
+    base = read_model(model, name, quantize)
     check_quantization(quantize, device)
-    found = () if adapters is None else find_adapters(adapters)
+    found = AdapterTree() if adapters is None else find_adapters(adapters)
+    sizes = {"--rows": rows, "--max-rank": max_rank, "--adapter-slots": adapter_slots, "--kv-blocks": kv_blocks}
     check_plans(plans)
     settings = ClusterSettings(
         model=model,
@@ -87,6 +108,7 @@ def up(  # noqa: PLR0913, PLR0917  # one parameter a flag
         quantize=quantize,
         redis_url=redis_url,
         data_dir=data_dir,
+        worker_flags=tuple(word for flag, size in sizes.items() if size is not None for word in (flag, str(size))),
         store_flags=() if plans is None else ("--plans", str(plans)),
     )
-    asyncio.run(launch(LaunchPlan(settings, base, found, demo=demo or once, once=once)))
+    asyncio.run(launch(LaunchPlan(settings, base, found, update=update, demo=demo or once, once=once)))

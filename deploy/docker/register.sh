@@ -1,19 +1,7 @@
 #!/bin/sh
-# Runs as compose's one-shot service: registers the base model, then uploads the adapters below /adapters.
+# Runs as compose's one-shot service: registers the base model, then uploads the adapters below /adapters that the store
+# has not. Aliases that are there stay where they are.
 set -eu
 
 loraplex models push /models/base --quantize "${QUANTIZE:-}"
-
-# An adapter at NAME/ is available to every tenant.
-for config in /adapters/*/adapter_config.json; do
-  [ -e "$config" ] || continue
-  directory=$(dirname "$config")
-  loraplex adapters push "$directory" --name "$(basename "$directory")" --tenant shared
-done
-
-# An adapter at TENANT/NAME/ belongs to the tenant.
-for config in /adapters/*/*/adapter_config.json; do
-  [ -e "$config" ] || continue
-  directory=$(dirname "$config")
-  loraplex adapters push "$directory" --name "$(basename "$directory")" --tenant "$(basename "$(dirname "$directory")")"
-done
+loraplex adapters push-all /adapters

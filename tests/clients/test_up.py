@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from clients.cli.adapter_tree import AdapterDirectory, find_adapters
+from clients.cli.adapter_tree import AdapterDirectory, AdapterTree, find_adapters
 from clients.cli.answer_timer import AnswerTimer, format_figure
 from clients.cli.demo import DEMO_PROMPT, choose, run_demo
 from clients.cli.terminal import CommandError, print_fields, print_json, print_rows, printable
@@ -28,11 +28,25 @@ def test_tenants_own_and_shared_adapters(tmp_path: Path) -> None:
     sales = _adapter(tmp_path / "acme" / "sales")
     (tmp_path / "README.md").write_text("files beside them are nobody's")
     (tmp_path / ".cache").mkdir()
-    assert find_adapters(tmp_path) == (
-        AdapterDirectory("acme", "sales", sales),
-        AdapterDirectory("acme", "support", support),
-        AdapterDirectory("shared", "polite", polite),
+    assert find_adapters(tmp_path) == AdapterTree(
+        (
+            AdapterDirectory("acme", "sales", sales),
+            AdapterDirectory("acme", "support", support),
+            AdapterDirectory("shared", "polite", polite),
+        )
     )
+
+
+def test_a_bad_adapter_is_named_beside_the_others(tmp_path: Path) -> None:
+    support = _adapter(tmp_path / "acme" / "support")
+    (_adapter(tmp_path / "acme" / "sales") / "adapter_model.safetensors").unlink()
+    (tmp_path / "globex").mkdir()
+    tree = find_adapters(tmp_path)
+    assert tree.adapters == (AdapterDirectory("acme", "support", support),)
+    assert [fault.partition(" is ")[2] for fault in tree.faults] == [
+        "not an adapter: it has no adapter_model.safetensors",
+        "not an adapter, and holds none: it has no adapter_config.json",
+    ]
 
 
 def test_an_adapter_without_weights(tmp_path: Path) -> None:
@@ -46,7 +60,7 @@ def test_links_are_not_followed(tmp_path: Path, linked: str) -> None:
     """They may lead to files that whoever wrote them may not read."""
     _adapter(tmp_path / "elsewhere" / "acme" / "support")
     root = tmp_path / "adapters"
-    _adapter(root / "globex" / "support")
+    root.mkdir()
     if linked != "acme":
         (root / "acme").mkdir()
     if linked.endswith(".json"):

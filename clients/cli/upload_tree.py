@@ -1,0 +1,109 @@
+"""Uploads the adapters of a directory: what the store has stays as it is, and no request's adapter changes unasked."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from clients.cli.adapter_tree import AdapterDirectory, find_adapters
+from clients.cli.options import STORE, StoreOption
+from clients.cli.terminal import Activity, CommandError, out, print_error
+
+if TYPE_CHECKING:
+    from loraplex_client import AsyncStoreClient, Pushed
+
+LIVE = "live"
+# Alias that moves none.
+_NONE = "-"
+
+
+def push_all(
+    root: Annotated[
+        Path, typer.Argument(metavar="DIR", help="Adapters in DIR/TENANT/NAME/; shared adapters in DIR/NAME/.")
+    ],
+    model: Annotated[str, typer.Option(metavar="NAME", help="Their base model, needed if the store has several.")] = "",
+    update: Annotated[
+        bool, typer.Option("--update", help="Move `live` of adapters that the store has to the directory's revisions.")
+    ] = False,
+    store: StoreOption = STORE,
+) -> None:
+    """Upload the adapters of a directory that the store has not; a bad one is named, and the others are uploaded."""
+    from loraplex_client import LoraplexError
+
+    from clients.cli.failures import explain
+
+    tree = find_adapters(root)
+    with Activity() as activity:
+        try:
+            work = upload_tree(store, tree.adapters, model, update=update, step=activity.step, say=say)
+            faults = [*tree.faults, *asyncio.run(work)]
+        except LoraplexError as error:
+            raise explain(error, "store", store) from error
+    report(faults, len(tree.adapters) - len(faults) + len(tree.faults))
+
+
+def report(faults: Sequence[str], uploaded: int) -> None:
+    """Print a line for each fault. Raises CommandError where no adapter is left."""
+    if faults and not uploaded:
+        raise CommandError("; ".join(faults))
+    for fault in faults:
+        print_error(f"{fault}; the others are served")
+
+
+def say(line: str) -> None:
+    """Print a line on what has changed."""
+    out().print(line, markup=False, soft_wrap=True)
+
+
+async def upload_tree(
+    store: str,
+    adapters: Sequence[AdapterDirectory],
+    base_model: str,
+    *,
+    update: bool,
+    step: Callable[[str], None],
+    say: Callable[[str], None],
+) -> list[str]:
+    """Upload the adapters of a base model as revisions, and return a line for each that the store refuses.
+
+    `live` moves to the revision of an adapter that has no `live` yet, and of every adapter with `update`. `step` gets
+    the progress, `say` the lines on what has changed or was left as it is. Raises LoraplexError where no store
+    answers.
+    """
+    from loraplex_client import AsyncStoreClient, LoraplexError, UnavailableError
+
+    from clients.cli.failures import explain
+
+    refused = []
+    for tenant, owned in groupby(adapters, key=lambda adapter: adapter.tenant):
+        async with AsyncStoreClient(store, tenant) as client:
+            for adapter in owned:
+                step(f"uploading adapter {tenant}/{adapter.name}")
+                try:
+                    pushed = await client.push(adapter.directory, adapter.name, base_model=base_model, alias=_NONE)
+                    await _make_live(client, pushed, update, say)
+                except UnavailableError:
+                    raise
+                except LoraplexError as error:
+                    refused.append(f"--adapters: {adapter.directory}: {explain(error, 'store', store)}")
+    return refused
+
+
+async def _make_live(client: AsyncStoreClient, pushed: Pushed, update: bool, say: Callable[[str], None]) -> None:
+    name, digest, before = pushed.adapter.name, pushed.revision.digest, pushed.adapter.aliases.get(LIVE)
+    if before == digest:
+        return
+    if before is not None and not update:
+        say(
+            f"{name}: {LIVE} stays at {before[:19]}, and the directory's {digest[:19]} is uploaded beside it; "
+            f"loraplex adapters alias {name} {LIVE} {digest} moves it, --update moves all"
+        )
+        return
+    await client.set_alias(name, LIVE, digest)
+    if before is not None:
+        say(f"{name}: {LIVE} moved from {before[:19]} to {digest[:19]}")

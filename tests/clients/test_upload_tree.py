@@ -1,0 +1,82 @@
+"""Folders of adapters, aliases and downloads at a real adapter store, by the command."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import loraplex_client as lx
+import pytest
+from typer.testing import CliRunner
+
+from artifacts.base_model import read_base_model
+from clients.cli.app import app
+from clients.cli.models import registered
+from clients.cli.terminal import CommandError
+
+MODEL = read_base_model("hash:?vocab=1024&seed=3")
+Run = Callable[..., str]
+
+
+@pytest.fixture
+def run(store_address: str, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Run `loraplex adapters ARGUMENTS`, which succeeds, and return what it prints."""
+    monkeypatch.setenv("COLUMNS", "200")
+    with lx.StoreClient(store_address, "acme") as client:
+        client.register_model(registered(MODEL), MODEL.files)
+
+    def call(*arguments: str, code: int = 0) -> str:
+        done = CliRunner().invoke(app, ["adapters", *arguments, "--store", store_address])
+        failed = done.exception
+        assert (failed.exit_code if isinstance(failed, CommandError) else done.exit_code) == code, done.output
+        return done.output + (str(failed) if failed else "")
+
+    return call
+
+
+def write(directory: Path, weights: bytes) -> None:
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 1}))
+    (directory / "adapter_model.safetensors").write_bytes(weights)
+
+
+def live(store_address: str, name: str) -> str:
+    with lx.StoreClient(store_address, "acme") as client:
+        return client.get(f"tenants/acme/adapters/{name}")[1].digest
+
+
+def test_a_folder_that_is_pushed_again_moves_no_alias_unasked(run: Run, store_address: str, tmp_path: Path) -> None:
+    root = tmp_path / "adapters"
+    write(root / "acme" / "support", b"first")
+    write(root / "polite", b"shared")
+    (root / "globex").mkdir()
+    said = run("push-all", str(root))
+    assert "globex is not an adapter" in said
+    assert "the others are served" in said
+    first = live(store_address, "support")
+    assert "live" not in run("push-all", str(root))
+
+    write(root / "acme" / "support", b"second")
+    said = run("push-all", str(root))
+    assert f"tenants/acme/adapters/support: live stays at {first[:19]}" in said
+    assert live(store_address, "support") == first
+    assert "live moved from" in run("push-all", str(root), "--update")
+    second = live(store_address, "support")
+    assert second != first
+
+    assert f"live moved from {second[:19]} to {first}" in run("rollback", "support", "--tenant", "acme")
+    assert "is its first revision" in run("rollback", "support", "--tenant", "acme", code=2)
+    assert f"canary is {second}" in run("alias", "support", "canary", second[7:19], "--tenant", "acme")
+    assert f"live is {second}" in run("alias", "support", "live", "canary", "--tenant", "acme")
+    assert "canary is removed" in run("alias", "support", "canary", "--remove", "--tenant", "acme")
+    assert "no alias and no revision" in run("alias", "support", "live", "nothing", "--tenant", "acme", code=2)
+    here = tmp_path / "downloaded"
+    assert second in run("download", "support", str(here), "--tenant", "acme")
+    assert (here / "adapter_model.safetensors").read_bytes() == b"second"
+    assert "is not an empty directory" in run("download", "support", str(here), "--tenant", "acme", code=2)
+
+
+def test_a_folder_whose_adapters_are_all_refused_is_an_error(run: Run, tmp_path: Path) -> None:
+    write(tmp_path / "acme" / "support", b"first")
+    assert "acme/support: " in run("push-all", str(tmp_path), "--model", "nobody", code=2)
