@@ -18,7 +18,7 @@ from clients.cli.adapter_tree import AdapterTree
 from clients.cli.demo import DEMO_PROMPT, run_demo
 from clients.cli.failures import explain
 from clients.cli.models import registered
-from clients.cli.terminal import Activity, CommandError, out
+from clients.cli.terminal import Activity, CommandError, out, print_error
 from clients.cli.upload_tree import report, say, upload_tree
 from deploy.local.cluster import ClusterSettings, LaunchError, LocalCluster
 
@@ -26,6 +26,9 @@ T = TypeVar("T")
 
 # Timeout in seconds for loading a model: large models on slow disks take minutes, and Ctrl-C ends it sooner.
 LOADING_S = 3600.0
+# Interval in seconds between looks at the workers' logs, and end of the line that says that an engine died.
+LOOK_S = 1.0
+ENGINE_DEATH = "; starting another"
 
 
 @dataclass(frozen=True)
@@ -89,7 +92,23 @@ async def _run_until_failure(plan: LaunchPlan, cluster: LocalCluster) -> None:
         await cluster.unless_failed(run_demo(cluster.router, plan.tree.adapters))
     if not plan.once:
         _print_next_command(plan, cluster)
-        raise await cluster.wait_failed()
+        await cluster.unless_failed(_report_engine_deaths(cluster))
+
+
+async def _report_engine_deaths(cluster: LocalCluster) -> None:
+    """Print a line for each engine that dies; never returns."""
+    read: dict[Path, int] = {}
+    while True:
+        for path in sorted((cluster.data_dir / "logs").glob("worker-*.log")):
+            with path.open("rb") as log:
+                log.seek(read.setdefault(path, path.stat().st_size))
+                lines = log.read()
+            whole = lines[: lines.rfind(b"\n") + 1]
+            read[path] += len(whole)
+            for line in whole.decode(errors="replace").splitlines():
+                if line.endswith(ENGINE_DEATH):
+                    print_error(f"{path.stem}: {line.rpartition('worker.io.app: ')[2]}")
+        await asyncio.sleep(LOOK_S)
 
 
 async def _places(plan: LaunchPlan, cluster: LocalCluster) -> list[str]:

@@ -61,7 +61,7 @@ def test_the_shipped_files_name_nothing_that_does_not_exist(tree: Path) -> None:
         (COMPOSE, "services:", "services: [", "can't be read as services"),
         (COMPOSE, "services:", "service:", "can't be read as services"),
         (REGISTER, "loraplex models push", "loraplex models psh", "loraplex models psh: no such command"),
-        (REGISTER, "--tenant", "--tennant", "loraplex adapters push: unknown flag --tennant"),
+        (REGISTER, "--quantize", "--quantise", "loraplex models push: unknown flag --quantise"),
         (REGISTER, "loraplex models", "lora models", "lora: not a command of this project"),
         (DOCKERFILE, "COPY broker broker\n", "", "installs without a copy of broker"),
         (DOCKERFILE, "COPY broker broker", "COPY brokers brokers", "no file or directory brokers"),
