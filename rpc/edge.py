@@ -19,13 +19,13 @@ _IDLE_MS = 3_600_000
 def edge_options(connections: int | None = None) -> list[tuple[str, Any]]:
     """Return the options of a server that many clients reach. Connections leave half of all files to other uses."""
     return [
-        ("grpc.max_allowed_incoming_connections", connections or min(_CONNECTIONS, _file_limit() // 2)),
+        ("grpc.max_allowed_incoming_connections", connections or min(_CONNECTIONS, raise_file_limit() // 2)),
         ("grpc.server_handshake_timeout_ms", _HANDSHAKE_MS),
         ("grpc.max_connection_idle_ms", _IDLE_MS),
     ]
 
 
-def _file_limit() -> int:
+def raise_file_limit() -> int:
     """Raise the process's own limit of open files as far as it may; return it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _FILES if hard == resource.RLIM_INFINITY else min(_FILES, hard)

@@ -32,6 +32,9 @@ from telemetry.metrics import serve_metrics
 
 log = logging.getLogger(__name__)
 
+# Time in seconds that answers which are cut get to send their last events when the gateway stops.
+_LAST_EVENTS_S = 1.0
+
 
 async def health(call: HttpCall) -> None:
     """Answer 200 where a router serves requests. Raises HttpError."""
@@ -61,6 +64,7 @@ PATHS: Mapping[str, tuple[Protocol, Mapping[str, Handler]]] = {
     "/tokenize": (TGI, {"POST": tokenize}),
     "/health": (OPENAI, {"GET": health}),
 }
+# Methods of a path that is not served.
 _METHODS = ("GET", "POST", "HEAD", "PUT", "DELETE", "PATCH", "OPTIONS")
 
 
@@ -97,6 +101,9 @@ async def run(settings: Settings) -> None:
         log.info("stops; running answers get %g s", settings.drain_s)
         server.should_exit = True
         await serving
+        # Answers that were cut send their last events.
+        if rest := set(server.server_state.tasks):
+            await asyncio.wait(rest, timeout=_LAST_EVENTS_S)
     await cluster.close()
     if metrics_server is not None:
         await asyncio.get_running_loop().run_in_executor(None, partial(metrics_server.close))

@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 
 from loraplex_client import AsyncClient, Generation, LoraplexError
+from opentelemetry import context
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from starlette.types import Receive, Scope, Send
 
 from clients.gateway.cluster import Cluster
@@ -18,6 +21,9 @@ from clients.gateway.exchange import Exchange
 from clients.gateway.metrics import GatewayMetrics
 
 log = logging.getLogger(__name__)
+
+TRACEPARENT = "traceparent"
+_propagator = TraceContextTextMapPropagator()
 
 
 @dataclass(frozen=True)
@@ -124,7 +130,9 @@ class Endpoint:
             raise HttpError(503, "gateway_full", "the gateway runs as many requests as it may", retry_after_s=1.0)
         body = await exchange.read_body()
         call = HttpCall(exchange, self._gateway, body, scope.get("path_params", {}))
-        await _unless_left(exchange, handler(call))
+        with trace_of(exchange.headers):
+            work = asyncio.create_task(_run(handler, call))
+        await _unless_left(exchange, work)
 
     def _failure(self, error: BaseException) -> HttpError:
         if isinstance(error, HttpError):
@@ -145,9 +153,26 @@ class Endpoint:
             await exchange.answer(self._protocol.error(error), self._protocol.status(error), error.headers())
 
 
-async def _unless_left(exchange: Exchange, work: Awaitable[None]) -> None:
-    """Run a handler. Raises its error, or HttpError where the client left before its end, which cancels it."""
-    working = asyncio.ensure_future(work)
+@contextmanager
+def trace_of(headers: Mapping[str, str]) -> Iterator[None]:
+    """Let tasks that are made here belong to the trace that the client's `traceparent` names, if it does."""
+    parent = headers.get(TRACEPARENT)
+    if parent is None:
+        yield
+        return
+    token = context.attach(_propagator.extract({TRACEPARENT: parent}))
+    try:
+        yield
+    finally:
+        context.detach(token)
+
+
+async def _run(handler: Handler, call: HttpCall) -> None:
+    await handler(call)
+
+
+async def _unless_left(exchange: Exchange, working: asyncio.Task[None]) -> None:
+    """Wait for a handler. Raises its error, or HttpError where the client left before its end, which cancels it."""
     leaving = asyncio.create_task(exchange.left())
     try:
         await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)

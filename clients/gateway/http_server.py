@@ -19,6 +19,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from clients.gateway.errors import HttpError
 from clients.gateway.exchange import BODY_BYTES, encode
 from clients.gateway.settings import Settings
+from rpc.edge import raise_file_limit
 from rpc.server import PortInUse
 
 log = logging.getLogger(__name__)
@@ -33,6 +34,8 @@ _HEADERS_S = 10.0
 _IDLE_S = 75
 # Timeout in ms after which Linux gives up data that a client does not take from a connection that we have closed.
 _UNSENT_MS = 60_000
+# Number of files that are left to other uses than connections.
+_OTHER_FILES = 256
 # Maximum bytes that a connection keeps in the kernel before they are sent, beside uvicorn's own 64 KiB.
 _UNSENT_BYTES = 128 * 1024
 
@@ -175,7 +178,7 @@ def http_server(
 ) -> HttpServer:
     """Return the server of an application; `on_error` shapes the errors of requests that cannot be read."""
     values: dict[str, Any] = {
-        "connections_limit": settings.connections_limit,
+        "connections_limit": min(settings.connections_limit, raise_file_limit() - _OTHER_FILES),
         "stall_s": settings.client_stall_s,
         "on_error": staticmethod(on_error),
         "gauge": gauge,

@@ -20,7 +20,10 @@ from loraplex_client import (
 from loraplex_client.connection import Connection
 from loraplex_client.credentials import Credentials, credentials_of
 from loraplex_client.endpoint import TENANT_KEY
+from starlette.datastructures import Headers
 
+from clients.gateway.cluster import Cluster
+from clients.gateway.errors import HttpError
 from rpc.identity.api_keys import ApiKeyReader, HashedKey, HashedSecret, KeyDirectory, new_api_key
 from rpc.identity.certificates import CertificateReader
 from rpc.identity.development_ca import DevelopmentCa
@@ -146,6 +149,28 @@ async def test_both_clients_come_with_a_key_or_a_certificate(served: Any, tmp_pa
     async with AsyncClient(f"127.0.0.1:{plain}", tls=Tls(authority)) as client:
         with pytest.raises(UnauthenticatedError):
             await client.models()
+
+
+async def test_a_gateway_passes_each_request_s_credential_on(served: Any, tmp_path: Path) -> None:
+    (plain, _), _, text = served
+    gateway = Cluster(f"127.0.0.1:{plain}", "", str(tmp_path / "ca.pem"))
+    for given in ({"authorization": f"Bearer {text}"}, {"x-api-key": text}):
+        for tenant in ({}, {TENANT_KEY: "acme"}):
+            models = await gateway.models(gateway.caller(Headers({**given, **tenant})))
+            assert [model.name for model in models] == ["acme"]
+    for headers, kind in (
+        ({}, UnauthenticatedError),
+        ({TENANT_KEY: "acme"}, UnauthenticatedError),
+        ({"x-api-key": f"{text}x"}, UnauthenticatedError),
+        ({"x-api-key": text, TENANT_KEY: "globex"}, PermissionDeniedError),
+    ):
+        with pytest.raises(kind):
+            await gateway.models(gateway.caller(Headers(headers)))
+    for headers in ({"authorization": f"Basic {text}"}, {"authorization": f"Bearer {text}", "x-api-key": "lpx_a_b"}):
+        with pytest.raises(HttpError) as caught:
+            gateway.caller(Headers(headers))
+        assert caught.value.status == 401
+    await gateway.close()
 
 
 async def test_a_client_takes_its_new_certificate(served: Any, tmp_path: Path) -> None:

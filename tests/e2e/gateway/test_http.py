@@ -72,23 +72,28 @@ async def test_requests_that_are_none(cluster: Cluster, parts: tuple[bytes, ...]
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="package")
-async def limited(cluster: Cluster) -> AsyncIterator[str]:
-    """A gateway with small limits."""
+async def limited(cluster: Cluster) -> AsyncIterator[tuple[str, asyncio.subprocess.Process]]:
+    """A gateway with small limits, and its process."""
     flags = {"--router": cluster.local.router, "--port": "0", "--client-stall-s": "0.5", "--connections-limit": "3"}
+    flags["--drain-s"] = "1"
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "clients.gateway", *chain(*flags.items()), stdout=asyncio.subprocess.PIPE
     )
     assert process.stdout is not None
     ready = (await process.stdout.readline()).decode().split()
     try:
-        yield ready[1].removeprefix("gateway=")
+        yield ready[1].removeprefix("gateway="), process
     finally:
-        process.terminate()
-        assert await process.wait() == 0
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
 
 
-async def test_a_client_that_never_reads_is_dropped(cluster: Cluster, limited: str, eventually: Eventually) -> None:
-    _, writer = await connect(limited)
+Limited = tuple[str, asyncio.subprocess.Process]
+
+
+async def test_a_client_that_never_reads_is_dropped(cluster: Cluster, limited: Limited, eventually: Eventually) -> None:
+    _, writer = await connect(limited[0])
     try:
         writer.write(POST + b"Content-Length: %d\r\n\r\n" % len(LONG) + LONG)
         await eventually(lambda: rows(cluster, 16))
@@ -101,15 +106,33 @@ async def rows(cluster: Cluster, count: int) -> bool:
     return sum(worker.rows_running for worker in await cluster.workers()) == count
 
 
-async def test_connections_beyond_the_limit_are_closed(limited: str, eventually: Eventually) -> None:
-    held = [await connect(limited) for _ in range(3)]
-    assert not await is_served(limited)
+async def test_connections_beyond_the_limit_are_closed(limited: Limited, eventually: Eventually) -> None:
+    address, _ = limited
+    held = [await connect(address) for _ in range(3)]
+    assert not await is_served(address)
     for _, writer in held:
         writer.close()
-    await eventually(lambda: is_served(limited))
+    await eventually(lambda: is_served(address))
 
 
 async def is_served(address: str) -> bool:
     with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
         return (await exchange(address, b"GET /v1/nothing HTTP/1.1\r\nHost: x\r\n\r\n"))[0] == 404
     return False
+
+
+async def test_a_gateway_that_stops_tells_the_answers_that_it_cuts(
+    cluster: Cluster, limited: Limited, eventually: Eventually
+) -> None:
+    address, process = limited
+    reader, writer = await connect(address)
+    body = LONG.replace(b'"n":16', b'"n":1')
+    writer.write(POST + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+    await reader.readuntil(b"data: ")
+    process.terminate()
+    async with asyncio.timeout(20):
+        rest = await reader.read(-1)
+        assert await process.wait() == 0
+    writer.close()
+    assert b'"code":"gateway_stopping"' in rest.split(b"data: ")[-1]
+    await eventually(cluster.idle)

@@ -1,0 +1,122 @@
+"""Endpoints without a server: limits, errors before and in a stream, clients that leave, traces."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+from loraplex_client import UnavailableError
+from loraplex_client.tracing import trace_metadata
+
+from clients.gateway.endpoint import Endpoint, Gateway, HttpCall, OpenRequests, trace_of
+from clients.gateway.metrics import GatewayMetrics
+from clients.gateway.openai_api.protocol import PROTOCOL
+
+SCOPE = {"type": "http", "method": "POST", "path": "/x", "headers": []}
+
+
+class Client:
+    """Sends a body; leaves where a test says so."""
+
+    def __init__(self, handler: Callable[[HttpCall], Awaitable[None]], running: int = 0, limit: int = 8) -> None:
+        self.leaves = asyncio.Event()
+        self.sent: list[Any] = []
+        self.metrics = GatewayMetrics()
+        cluster: Any = None
+        count = OpenRequests()
+        count.count = running
+        self._endpoint = Endpoint("/x", PROTOCOL, {"POST": handler}, Gateway(cluster, self.metrics, limit), count)
+        self._asked = False
+
+    async def ask(self, headers: tuple[tuple[bytes, bytes], ...] = ()) -> tuple[int, str]:
+        """Return the status of the answer and its body."""
+        await self._endpoint({**SCOPE, "headers": headers}, self._receive, self._send)
+        body = b"".join(message.get("body", b"") for message in self.sent).decode()
+        return self.sent[0]["status"], body
+
+    async def _receive(self) -> Any:
+        if not self._asked:
+            self._asked = True
+            return {"type": "http.request", "body": b"{}", "more_body": False}
+        await self.leaves.wait()
+        return {"type": "http.disconnect"}
+
+    async def _send(self, message: Any) -> None:
+        self.sent.append(message)
+
+    def counted(self, status: str) -> float:
+        return float(self.metrics.requests.labels("/x", status)._value.get())
+
+
+async def test_errors_before_an_answer_and_in_a_stream() -> None:
+    async def fails(call: HttpCall) -> None:
+        if call.exchange.headers.get("x-stream"):
+            await call.exchange.begin_events()
+        raise UnavailableError("no worker", reason="NO_WORKER", retry_after_s=2.4)
+
+    status, body = await (client := Client(fails)).ask()
+    assert (status, json.loads(body)["error"]["code"]) == (503, "no_worker")
+    assert (b"retry-after", b"2") in client.sent[0]["headers"]
+    status, body = await (client := Client(fails)).ask(((b"x-stream", b"1"),))
+    assert status == 200
+    assert json.loads(body.removeprefix("data: "))["error"]["message"] == "no worker"
+    assert client.counted("503") == 1
+
+
+async def test_a_fault_of_our_own_is_not_shown() -> None:
+    async def fails(call: HttpCall) -> None:
+        raise KeyError("secret")
+
+    status, body = await Client(fails).ask()
+    assert status == 500
+    assert "secret" not in body
+
+
+async def test_a_full_gateway_refuses() -> None:
+    async def answers(call: HttpCall) -> None:
+        await call.exchange.answer({})
+
+    assert (await Client(answers, running=7).ask())[0] == 200
+    status, body = await Client(answers, running=8).ask()
+    assert (status, json.loads(body)["error"]["code"]) == (503, "gateway_full")
+
+
+@pytest.mark.parametrize("given", ["0", "-1", "1.5", "soon", "9" * 30, ""])
+async def test_a_deadline_that_is_none(given: str) -> None:
+    async def answers(call: HttpCall) -> None:
+        await call.exchange.answer({})
+
+    status, body = await Client(answers).ask(((b"x-request-timeout-ms", given.encode()),))
+    assert (status, json.loads(body)["error"]["param"]) == (400, "x-request-timeout-ms")
+
+
+async def test_a_client_that_leaves_cancels_the_handler() -> None:
+    ended = asyncio.Event()
+
+    async def waits(call: HttpCall) -> None:
+        client.leaves.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
+
+    client = Client(waits)
+    assert (await client.ask())[0] == 499
+    assert ended.is_set()
+
+
+async def test_a_trace_goes_on() -> None:
+    parent = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+    found: list[Any] = []
+
+    async def looks(call: HttpCall) -> None:
+        found.append(trace_metadata())
+        await call.exchange.answer({})
+
+    await Client(looks).ask(((b"traceparent", parent.encode()), (b"baggage", b"a=" + b"x" * 9_000)))
+    assert found == [(("traceparent", parent),)]
+    with trace_of({"traceparent": "nonsense"}):
+        assert trace_metadata() == ()
