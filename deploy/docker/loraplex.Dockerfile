@@ -1,5 +1,5 @@
-# The recipe of every image of the project. EXTRAS names the extras to install: router, worker, or store,cli. Only the
-# worker's image has torch.
+# The recipe of every image of the project. EXTRAS names the extras to install: router, worker, gateway, or store,cli. Only
+# the worker's image has torch.
 FROM python:3.12-slim AS build
 ARG EXTRAS
 WORKDIR /source
