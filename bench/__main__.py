@@ -22,6 +22,7 @@ NAMES = (
     "interference",
     "fairness",
     "relay",
+    "gateway",
     "overload",
     "structured",
     "quantized",
