@@ -101,7 +101,8 @@ def _client(url: str) -> Redis:
 def _waits() -> dict[str, Any]:
     # A timeout is not tried again: that would keep its caller waiting for a server that hangs, several times as long.
     retry = Retry(ExponentialWithJitterBackoff(cap=0.2, base=0.02), 3, supported_errors=(RedisConnectionError,))
-    return {"socket_timeout": None, "socket_connect_timeout": CONNECT_S, "retry": retry}
+    # driver_info: the library would tell its name, which users may not do (broker/acl.py) and Redis 7.0 does not know.
+    return {"socket_timeout": None, "socket_connect_timeout": CONNECT_S, "retry": retry, "driver_info": None}
 
 
 class _Redis(Redis):

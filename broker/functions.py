@@ -8,11 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
+from weakref import WeakSet
 
 from redis.asyncio import Redis
 from redis.exceptions import NoPermissionError, OutOfMemoryError, RedisError, ResponseError
 
 from broker.lua_library import Library
+
+_NOT_PERMITTED = "this user may not load them; a router of this version does, or its `loraplex redis acl --apply`"
+# Clients whose user may not load functions: they do not send the text again and again.
+_refused: WeakSet[Redis] = WeakSet()
 
 
 class FunctionsMissingError(RedisError):
@@ -48,11 +53,13 @@ class Function:
 
 async def load(redis: Redis, library: Library) -> None:
     """Load a library, which another process may have loaded meanwhile. Raises an error of REDIS_DOWN."""
+    if redis in _refused:
+        raise FunctionsMissingError(_NOT_PERMITTED)
     try:
         await redis.function_load(library.text)
     except NoPermissionError as error:
-        why = "this user may not load them; a router of this version does, or its `loraplex redis acl --apply`"
-        raise FunctionsMissingError(why) from error
+        _refused.add(redis)
+        raise FunctionsMissingError(_NOT_PERMITTED) from error
     except OutOfMemoryError as error:
         why = "it has no memory for them; raise its maxmemory, or empty it: routers put waiting jobs back"
         raise FunctionsMissingError(why) from error

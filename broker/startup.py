@@ -26,12 +26,19 @@ async def connect_once_up(url: str) -> Redis:
         except RedisUnreachableError as error:
             cause = error.__cause__
             # A bad URL has a ValueError as its cause; a version that is too old, or a server that evicts, has no cause.
-            if not isinstance(cause, REDIS_DOWN) or isinstance(cause, AuthenticationError):
+            if not isinstance(cause, REDIS_DOWN) or _is_refused(cause):
                 raise
             if not logged:
                 log.warning("waits for Redis: %s", error)
                 logged = True
         await asyncio.sleep(RETRY_S)
+
+
+def _is_refused(error: BaseException | None) -> bool:
+    """Tell whether the server refuses the user; the library makes that the cause of an error of the connection."""
+    while error is not None and not isinstance(error, AuthenticationError):
+        error = error.__cause__
+    return error is not None
 
 
 async def _connect_and_check(url: str) -> Redis:

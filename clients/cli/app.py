@@ -6,7 +6,7 @@ import os
 
 import typer
 
-from clients.cli import adapters, audit, certs, keys, models, plans, tenants
+from clients.cli import adapters, audit, certs, keys, models, plans, redis_users, tenants
 from clients.cli.chat import chat
 from clients.cli.cluster_top import top
 from clients.cli.drain import drain
@@ -72,6 +72,7 @@ app.add_typer(keys.app, name="keys")
 app.add_typer(plans.app, name="plans")
 app.add_typer(tenants.app, name="tenants")
 app.add_typer(certs.app, name="certs")
+app.add_typer(redis_users.app, name="redis")
 app.add_typer(audit.app, name="audit")
 app.command()(top)
 app.command()(workers)

@@ -167,7 +167,7 @@ class LocalCluster:
         await self._spawn_service("store", flags)
         if not settings.redis_url:
             self.redis_url = valkey.socket_url(self._runtime_dir)
-            await self._spawn("valkey", valkey.command(self._runtime_dir))
+            await self._spawn("valkey", valkey.command(self._runtime_dir, valkey.make_users(self._runtime_dir)))
             await self.processes["valkey"].wait_ready()
         # A chosen port is known before the store listens on it.
         self.store = f"{settings.host}:{settings.store_port}"
@@ -218,7 +218,8 @@ class LocalCluster:
         environ = {**os.environ, "PYTHONSAFEPATH": "1"}
         # In the environment, because a URL may contain a password and every user can read command lines.
         if room in ("router", "worker"):
-            environ[f"LORAPLEX_{room.upper()}_REDIS_URL"] = self.redis_url
+            own_url = self.settings.redis_url or valkey.user_url(self._runtime_dir, room)
+            environ[f"LORAPLEX_{room.upper()}_REDIS_URL"] = own_url
         if room == "router":
             environ.setdefault("LORAPLEX_ROUTER_RESUME_KEY", self._resume_key)
         await self._spawn(name, [sys.executable, "-m", _MODULES[room], *flags], environ)

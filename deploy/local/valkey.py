@@ -6,7 +6,9 @@ import re
 from importlib.util import find_spec
 from pathlib import Path
 
+from broker.acl import ROLES, acl_file
 from broker.connection import RedisUnreachableError, connect
+from broker.user_passwords import password_path, read_passwords, write_passwords
 from deploy.local.process import LaunchError
 
 READY = re.compile("Ready to accept connections")
@@ -22,8 +24,11 @@ def socket_url(directory: Path) -> str:
     return f"unix://{path}"
 
 
-def command(directory: Path) -> list[str]:
-    """Return the command of a server that saves and evicts nothing. Raises LaunchError without the wheel."""
+def command(directory: Path, users: Path | None = None) -> list[str]:
+    """Return the command of a server that saves and evicts nothing, with the users of an ACL file.
+
+    Raises LaunchError without the wheel.
+    """
     settings = {
         "port": "0",
         "unixsocket": str(directory / "valkey.sock"),
@@ -32,8 +37,27 @@ def command(directory: Path) -> list[str]:
         "save": "",
         "appendonly": "no",
         "maxmemory-policy": "noeviction",
+        **({} if users is None else {"aclfile": str(users)}),
     }
     return [str(_server_binary()), *(word for key, value in settings.items() for word in (f"--{key}", value))]
+
+
+def make_users(directory: Path) -> Path:
+    """Write the passwords of the cluster's users, and an ACL file with these users; return its path.
+
+    The default user keeps all rights: the socket is of the launcher's user alone.
+    """
+    passwords = read_passwords(directory, list(ROLES))
+    write_passwords(directory, passwords)
+    users = directory / "users.acl"
+    users.write_text("\n".join([*acl_file(["*"], "*", passwords), ""]))
+    return users
+
+
+def user_url(directory: Path, user: str) -> str:
+    """Return the URL of a server in `directory` for one of the users that `make_users` made."""
+    path = socket_url(directory).removeprefix("unix://")
+    return f"unix://{user}@{path}?password_file={password_path(directory, user)}"
 
 
 def _server_binary() -> Path:

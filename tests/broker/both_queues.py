@@ -10,6 +10,7 @@ from redis.asyncio import Redis
 from bench.queue_model.queue_model import ClaimDecision, QueueModel
 from broker.claim_memory import ClaimMemory
 from broker.codec import decode_adapter_request
+from broker.functions import load
 from broker.keys import Keys
 from broker.liveness import Liveness
 from broker.messages import AdapterRef, Capacity, Job, StoppingParams
@@ -68,11 +69,15 @@ class BothQueues:
     scripts: Scripts = SCRIPTS_ON_TEST_CLOCK
     # Minimum number of jobs looked at in vain for a rest of the worker; tests of what claims find let nobody rest.
     looks_limit: int = 1 << 30
+    # A router's and a worker's clients, where they are not to do all that the server's own user may.
+    roles: tuple[Redis, Redis] | None = None
 
     def __post_init__(self) -> None:
         self.model = QueueModel(self.limits)
         self._queues: dict[str, JobQueue] = {}
-        self._liveness = Liveness(self.redis, KEYS, scripts=self.scripts)
+        self._router, self._worker = self.roles or (self.redis, self.redis)
+        self._charges = JobQueue(self._worker, KEYS, scripts=self.scripts)
+        self._liveness = Liveness(self._router, KEYS, scripts=self.scripts)
         # The model's workers remember their claims as those of the queue do.
         self._memories: dict[str, ClaimMemory] = {}
         self.found_in_news = 0
@@ -83,7 +88,7 @@ class BothQueues:
         if worker not in self._queues:
             self._memories[worker] = self._new_memory()
             self._queues[worker] = JobQueue(
-                self.redis,
+                self._worker if worker else self._router,
                 KEYS,
                 limits=self.limits,
                 worker_id=worker,
@@ -98,6 +103,7 @@ class BothQueues:
     async def start(self) -> None:
         """Empty the database and set its clock."""
         await self.redis.flushall()
+        await load(self.redis, self.scripts.library)
         await self.advance(0)
 
     async def advance(self, ms: int) -> None:
@@ -155,7 +161,7 @@ class BothQueues:
     async def charge(self, *reports: UsageReport) -> None:
         """Report what jobs have made."""
         self.model.charge(reports, self.now_ms)
-        await self._queue().charge(reports)
+        await self._charges.charge(reports)
 
     async def finish(self, job_id: str, attempt: int) -> None:
         """A job ended."""

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
+
 import pytest
 from redis.asyncio import Redis
 
 from tests.broker.both_queues import BothQueues
+from tests.broker.role_clients import role_clients
 from tests.broker.scripts_clock import Clock
 
 
@@ -18,8 +21,9 @@ async def clock(redis: Redis) -> Clock:
 
 
 @pytest.fixture
-async def both(redis: Redis, clock: Clock) -> BothQueues:
-    """An empty queue on Redis and its model, on that clock."""
-    both = BothQueues(redis)
-    await both.start()
-    return both
+async def both(redis: Redis, valkey_url: str, clock: Clock) -> AsyncIterator[BothQueues]:
+    """An empty queue on Redis, as routers and workers use it there, and its model, on that clock."""
+    async with role_clients(redis, valkey_url) as roles:
+        both = BothQueues(redis, roles=roles)
+        await both.start()
+        yield both

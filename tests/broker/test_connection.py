@@ -18,6 +18,7 @@ from broker.keys import Keys
 from broker.liveness import Liveness
 from broker.messages import Capacity
 from broker.queue import JobQueue
+from broker.startup import connect_once_up
 from deploy.local import valkey
 from deploy.local.process import Process
 from tests.broker.both_queues import BASE, make_job
@@ -78,6 +79,8 @@ async def test_a_user_with_a_password(redis: Redis, valkey_url: str) -> None:
         await use(valkey_url.replace("unix://", "unix://loraplex:p%40ss@"))
         with pytest.raises(RedisUnreachableError, match=r"unix://loraplex:\*\*\*@.*invalid username-password"):
             await connect(valkey_url.replace("unix://", "unix://loraplex:other@"))
+        with pytest.raises(RedisUnreachableError, match="invalid username-password"):
+            await connect_once_up(valkey_url.replace("unix://", "unix://loraplex:other@"))
     finally:
         await redis.acl_deluser("loraplex")
 

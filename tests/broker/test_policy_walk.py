@@ -24,6 +24,7 @@ from broker.connection import connect
 from broker.messages import Capacity, RowToShare
 from broker.terms import Placement, QueueLimits, QueueState, UsageReport
 from tests.broker.both_queues import BASE, BothQueues, make_job
+from tests.broker.role_clients import role_clients
 from tests.broker.scripts_clock import CLOCK, scripts_on_test_clock
 
 TENANTS = ("a", "b", "c", "d")
@@ -49,6 +50,7 @@ class Walk(RuleBasedStateMachine):
 
     runner: asyncio.Runner
     redis: Redis
+    roles: tuple[Redis, Redis]
     # What has happened in all walks together.
     happened: Counter[str]
 
@@ -61,6 +63,7 @@ class Walk(RuleBasedStateMachine):
             LIMITS[self.happened["walks"] % len(LIMITS)],
             scripts=scripts_on_test_clock(**LEADS),
             looks_limit=looks_limit,
+            roles=self.roles,
         )
         self.happened["walks"] += 1
         self.run(self.both.start())
@@ -241,7 +244,10 @@ def runner(valkey_url: str) -> Iterator[asyncio.Runner]:
     """A loop beside hypothesis, with a client."""
     with asyncio.Runner() as runner:
         Walk.runner, Walk.redis, Walk.happened = runner, runner.run(connect(valkey_url)), Counter()
+        clients = role_clients(Walk.redis, valkey_url)
+        Walk.roles = runner.run(clients.__aenter__())
         yield runner
+        runner.run(clients.__aexit__(None, None, None))
         runner.run(Walk.redis.aclose())
 
 

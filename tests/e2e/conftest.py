@@ -20,6 +20,7 @@ from artifacts.base_model import read_base_model
 from broker.connection import connect
 from clients.cli.models import registered
 from deploy.local.cluster import ClusterSettings, LocalCluster
+from tests.broker.role_clients import refused
 from tests.faulty_store import FaultyStore
 
 TENANT = "acme"
@@ -95,6 +96,8 @@ async def running_cluster(
         redis = await connect(local.redis_url)
         async with AsyncClient(local.router, TENANT) as client:
             yield Cluster(local, client, redis, digests)
+        if not redis_url:  # the launcher's own Valkey, where each process has the user of its role
+            assert await refused(redis) <= {("worker", "function|load")}
         await redis.aclose()
     if faulty is not None:
         await faulty.stop()

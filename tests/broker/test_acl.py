@@ -1,0 +1,133 @@
+"""The users of Redis have what their processes need, and no more: on a real server, by what it refuses."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+from redis.asyncio import Redis
+from redis.exceptions import NoPermissionError
+
+from broker import acl
+from broker.commands import DRAIN
+from broker.connection import connect
+from broker.functions import FunctionsMissingError
+from broker.keys import RESUME_KEYS, Keys, ledger_prefix
+from broker.ledger import AccountCopy, Ledger, Reservation, TokenLimits
+from broker.liveness import Liveness
+from broker.messages import AdapterRef, AdapterRequest, Capacity
+from broker.queue import JobQueue
+from broker.resume_keys import StoredResumeKeys
+from broker.scripts import SCRIPTS, script_names
+from broker.terms import UsageReport
+from tests.broker.both_queues import BASE, KEYS, make_job
+from tests.broker.role_clients import PASSWORD, refused, role_clients
+from tests.broker.test_dead import dead_job
+from tests.broker.test_liveness import worker
+
+ROOMY = Capacity(rows=8, rows_limit=8, tokens=10_000, max_tokens=4096, max_rank=64)
+PINNED = AdapterRequest(AdapterRef("r", "sha256:1", 8, 1), "acme")
+# What runs code of the caller's, changes the server, reads all keys, or makes another user of the caller.
+STRONG = re.compile(r"eval|script|function\||acl\||config|debug|flush|^keys$|^scan$|monitor|module|migrate|subscribe|@")
+
+
+@pytest.mark.parametrize("name", script_names())
+def test_every_command_of_a_script_is_found(name: str) -> None:
+    text = SCRIPTS.assemble(name)
+    role = acl.Role(scripts=(name,), commands=())
+    assert len(re.findall(r"redis\.p?call|server\.p?call", text)) == len(re.findall(r"redis\.call\('[A-Z]+'", text))
+    assert {match.lower() for match in re.findall(r"redis\.call\('([A-Z]+)'", text)} < set(acl.commands_of(role))
+
+
+def test_each_script_belongs_to_a_role_and_no_role_may_run_code_of_its_own() -> None:
+    called = [name for role in acl.ROLES.values() for name in role.scripts]
+    assert sorted(called) == script_names()
+    strong = {user: set(filter(STRONG.search, acl.commands_of(role))) for user, role in acl.ROLES.items()}
+    assert (strong["router"], strong["worker"]) == ({"function|load"}, set())
+
+
+async def test_a_router_and_a_worker_do_all_their_work(redis: Redis, valkey_url: str) -> None:
+    await redis.function_flush()
+    async with role_clients(redis, valkey_url) as (of_router, of_worker):
+        queue, liveness = JobQueue(of_router, KEYS), Liveness(of_router, KEYS)
+        await queue.pins.pin(PINNED)
+        for job_id in ("a", "b"):
+            await queue.enqueue(make_job(job_id, "acme"))
+        await queue.look_up([("a", 1)])
+        working, living = JobQueue(of_worker, KEYS, worker_id="w"), Liveness(of_worker, KEYS)
+        assert await living.beat(worker("w")) == ["here"]
+        assert await working.pins.list() == [PINNED]
+        claimed = await working.claim(BASE, ROOMY, [UsageReport("none", 1, 1)], wait_s=1.0)
+        assert len(claimed.jobs) == 2
+        await working.charge([UsageReport("a", 1, 4, ended=True)])
+        await working.stop_waiting()
+        await working.stop_claiming()
+        await queue.finish("a", 1)
+        assert [state.worker_id for state in (await liveness.take_census("here")).workers] == ["w"]
+        await queue.commands.send("w-inc", DRAIN)
+        assert await working.commands.next("w-inc", 5) == DRAIN
+        await living.declare_dead("w-inc")
+        await queue.dead.push(dead_job(1))
+        await queue.dead.list()
+        await queue.quarantine.record_death("acme", "", "a")
+        await queue.pins.unpin(PINNED.adapter)
+        assert await queue.count_waiting() == 0
+        await StoredResumeKeys(of_router).merge("made", [])
+        await use_ledger(Ledger(of_router, reports=True))
+
+
+async def use_ledger(ledger: Ledger) -> None:
+    await ledger.add_tenant("acme")
+    assert await ledger.some_tenants(1) == ["acme"]
+    wanted = Reservation("r", "router", input=4, output=8)
+    granted, seen = await ledger.reserve("acme", wanted, None, TokenLimits(streams=1), AccountCopy())
+    await ledger.look("acme", seen, [granted])
+    used = Reservation("r", "router", input=4, output=8, used_input=4, minute=granted.minute, day=granted.day)
+    _, charge = await ledger.settle("acme", used, "finished", seen)
+    assert charge is not None
+    await ledger.acknowledge("acme", [charge.id])
+
+
+async def test_a_worker_waits_until_a_router_has_loaded_the_functions(redis: Redis, valkey_url: str) -> None:
+    async with role_clients(redis, valkey_url) as (of_router, of_worker):
+        await redis.function_flush()
+        living = Liveness(of_worker, KEYS)
+        for _ in range(2):
+            with pytest.raises(FunctionsMissingError, match="a router of this version does"):
+                await living.beat(worker("w"))
+        assert await refused(redis) == {("worker", "function|load")}
+        await redis.execute_command("ACL LOG", "RESET")  # type: ignore[no-untyped-call]  # theirs
+        await Liveness(of_router, KEYS).take_census("here")
+        assert await living.beat(worker("w")) == ["here"]
+
+
+async def test_what_a_worker_may_not(redis: Redis, valkey_url: str) -> None:
+    other = Keys("other", "main")
+    async with role_clients(redis, valkey_url):
+        url = valkey_url.replace("unix://", f"unix://worker:{PASSWORD}@")
+        attempts: list[tuple[Any, ...]] = [
+            ("LRANGE", RESUME_KEYS, 0, -1),
+            ("GET", ledger_prefix("acme") + "account"),
+            ("HGETALL", ledger_prefix("acme") + "unreported"),
+            ("HGETALL", other.prefix + "job:1"),
+            ("ZADD", other.waiting, 1, "1"),
+            ("HSET", KEYS.pins, "sha256:1", "x"),
+            ("ZADD", KEYS.prefix + "routers", 1, "elsewhere"),
+            ("ZADD", KEYS.prefix + "quarantine", 1, "acme"),
+            ("LRANGE", KEYS.dead, 0, -1),
+            ("SET", "anything", "x"),
+            ("EVAL", "return 1", 0),
+            ("SCRIPT", "LOAD", "return 1"),
+            ("FUNCTION", "LOAD", "REPLACE", SCRIPTS.library.text),
+            ("KEYS", "*"),
+            ("CONFIG", "SET", "maxmemory", "1"),
+            ("ACL", "SETUSER", "worker", "+@all"),
+            ("PUBLISH", "channel", "x"),
+            ("FLUSHALL",),
+        ]
+        async with await connect(url) as client:
+            for attempt in attempts:
+                with pytest.raises(NoPermissionError):
+                    await client.execute_command(*attempt)  # type: ignore[no-untyped-call]  # theirs
+        await redis.execute_command("ACL LOG", "RESET")  # type: ignore[no-untyped-call]  # theirs
