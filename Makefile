@@ -20,6 +20,7 @@ WORKERS ?= 1
 DEVICE ?= cpu
 DTYPE ?= auto
 QUANTIZE ?=
+KV_CACHE_DTYPE ?=
 PORT ?= 50051
 STORE_PORT ?= 50052
 ONCE ?=
@@ -41,7 +42,7 @@ help: ## Print this list
 	@awk -F ': .*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 	@echo
 	@echo "  make run takes MODEL=DIR ADAPTERS=DIR WORKERS=$(WORKERS) DEVICE=$(DEVICE) DTYPE=$(DTYPE) PORT=$(PORT)"
-	@echo "  STORE_PORT=$(STORE_PORT), QUANTIZE=int8, and ONCE=1 to exit after the answers"
+	@echo "  STORE_PORT=$(STORE_PORT), QUANTIZE=int8, KV_CACHE_DTYPE=int8, and ONCE=1 to exit after the answers"
 	@echo "  make chaos takes REQUESTS=$(REQUESTS) KILLS=$(KILLS) SEED=$(SEED) JSON=FILE, KINDS=burst,queue_full"
 	@echo "  for these faults alone, and OVERLAP=1 for several at once;"
 	@echo "  make cancels takes CANCELS=$(CANCELS), make swaps SWAPS=$(SWAPS), make texts TEXTS=$(TEXTS)"
@@ -56,6 +57,7 @@ $(STAMP): $(INPUTS)
 run: $(STAMP) ## Start a cluster on this machine and show answers of the model and its adapters
 	@exec $(BIN)/loraplex up --demo --model "$(MODEL)" $(if $(ADAPTERS),--adapters "$(ADAPTERS)") \
 		--workers $(WORKERS) --device $(DEVICE) --dtype $(DTYPE) $(if $(QUANTIZE),--quantize $(QUANTIZE)) \
+		$(if $(KV_CACHE_DTYPE),--kv-cache-dtype $(KV_CACHE_DTYPE)) \
 		--port $(PORT) --store-port $(STORE_PORT) $(if $(ONCE),--once)
 
 # One pytest process more than cores, because tests of clusters often wait; at most four, because more of them would wait

@@ -26,6 +26,12 @@ _LONGEST_S = 10 * 365 * 86_400
 _MAX_MANIFEST_BYTES = 2 * 1024 * 1024
 # Maximum characters of a quantization's text.
 _MAX_QUANTIZATION = 1024
+# Patterns of a manifest's texts, and what they name.
+_WORDS = {
+    "quantization": (r"[a-z0-9+-]{0,64}", "scheme such as int8"),
+    "kv_cache_dtype": (r"[a-z0-9]{0,64}", "dtype such as int8"),
+    "architecture": (r"[a-z0-9_-]{1,64}", "model_type such as llama"),
+}
 _MODULE_NAME = re.compile(r"[A-Za-z0-9_]+(\.[A-Za-z0-9_]+)*")
 
 
@@ -123,6 +129,7 @@ def base_to_pb(base: Base) -> pb.BaseModel:
         pooling=manifest.pooling,
         quantization=manifest.quantization,
         original_digest=manifest.original_digest,
+        kv_cache_dtype=manifest.kv_cache_dtype,
     )
 
 
@@ -136,10 +143,9 @@ def base_from_pb(model: pb.BaseModel) -> BaseModel:
         raise InvalidField("model.digest", f"{model.digest!r} is not sha256: and 64 lower-case hexadecimal digits")
     if model.original_digest and not is_digest(model.original_digest):
         raise InvalidField("model.original_digest", f"{model.original_digest!r} is not a digest")
-    if not re.fullmatch(r"[a-z0-9+-]{0,64}", model.quantization):
-        raise InvalidField("model.quantization", f"{model.quantization!r} is not a scheme such as int8")
-    if not re.fullmatch(r"[a-z0-9_-]{1,64}", model.architecture):
-        raise InvalidField("model.architecture", f"{model.architecture!r} is not a model_type such as llama")
+    for field, (pattern, what) in _WORDS.items():
+        if not re.fullmatch(pattern, value := getattr(model, field)):
+            raise InvalidField(f"model.{field}", f"{value!r} is not a {what}")
     for field in ("context_length", "vocab_size"):
         if getattr(model, field) < 1:
             raise InvalidField(f"model.{field}", "is missing")
@@ -163,6 +169,7 @@ def base_from_pb(model: pb.BaseModel) -> BaseModel:
         pooling=model.pooling,
         quantization=model.quantization,
         original_digest=model.original_digest,
+        kv_cache_dtype=model.kv_cache_dtype,
     )
 
 

@@ -15,7 +15,7 @@ from artifacts.errors import ArtifactError
 from artifacts.families import FAMILIES, HEAD, is_embedding, is_head, is_inner
 from artifacts.hash_model import is_hash_spec, parse_hash_model
 from artifacts.json_object import parse_object
-from artifacts.kv_shape import config_count
+from artifacts.kv_shape import check_kv_cache_dtype, config_count
 from artifacts.names import check_base_name
 from artifacts.pooling import read_pooling
 from artifacts.quantization import Quantization, parse_quantization, quantized_digest
@@ -57,7 +57,8 @@ class BaseModel:
     say how. Manifests of older versions have no `tasks`: these models generate.
 
     A quantized model has its own digest, the scheme's name, and the digest of the model that it was made of, where that
-    is known.
+    is known. So has one with a quantized KV cache, which changes answers as well; `kv_cache_dtype` is empty where keys
+    and values are in the dtype that the model computes in.
     """
 
     name: str
@@ -73,6 +74,7 @@ class BaseModel:
     pooling: str = ""
     quantization: str = ""
     original_digest: str = ""
+    kv_cache_dtype: str = ""
 
     def serves(self, task: str) -> bool:
         """Tell whether the model alone does a task: "generate", "embed" or "classify"."""
@@ -84,15 +86,18 @@ class BaseModel:
         return self.original_digest or self.digest
 
 
-def read_base_model(path_or_spec: str, name: str = "", quantize: str = "") -> BaseModel:
+def read_base_model(path_or_spec: str, name: str = "", quantize: str = "", kv_cache_dtype: str = "") -> BaseModel:
     """Read the manifest of a transformers directory or of a `hash:?...` spec.
 
-    The name defaults to the directory's, or to `hash`. `quantize` names the scheme in which workers load the weights.
-    Of the weights only headers and samples are read. Raises ArtifactError.
+    The name defaults to the directory's, or to `hash`. `quantize` names the scheme in which workers load the weights,
+    `kv_cache_dtype` that of their KV cache. Of the weights only headers and samples are read. Raises ArtifactError.
     """
+    check_kv_cache_dtype(kv_cache_dtype)
     if is_hash_spec(path_or_spec):
         if quantize:
             raise ArtifactError("--quantize", f"{quantize}: a hash model has no weights")
+        if kv_cache_dtype:
+            raise ArtifactError("--kv-cache-dtype", f"{kv_cache_dtype}: a hash model has no keys and values")
         model = parse_hash_model(path_or_spec)
         return BaseModel(
             name=check_base_name(name or HASH_ARCHITECTURE),
@@ -109,7 +114,8 @@ def read_base_model(path_or_spec: str, name: str = "", quantize: str = "") -> Ba
     directory = Path(path_or_spec)
     if not directory.is_dir():
         raise ArtifactError("model", f"{path_or_spec} is not a directory")
-    return _read_directory(directory, check_base_name(name or directory.resolve().name), parse_quantization(quantize))
+    name = check_base_name(name or directory.resolve().name)
+    return _read_directory(directory, name, parse_quantization(quantize), kv_cache_dtype)
 
 
 def is_encoder(directory: str) -> bool:
@@ -120,7 +126,7 @@ def is_encoder(directory: str) -> bool:
         return False
 
 
-def _read_directory(directory: Path, name: str, quantize: Quantization | None) -> BaseModel:
+def _read_directory(directory: Path, name: str, quantize: Quantization | None, kv_cache_dtype: str) -> BaseModel:
     if not (directory / _CONFIG).is_file():
         raise ArtifactError("model", f"{directory} has no {_CONFIG}, so it is not a transformers model")
     files = {small: read_small_file(directory / small) for small in _SMALL_FILES if (directory / small).is_file()}
@@ -130,12 +136,15 @@ def _read_directory(directory: Path, name: str, quantize: Quantization | None) -
         supported = ", ".join(sorted(FAMILIES | ENCODERS))
         raise ArtifactError(_CONFIG, f"model_type {model_type!r} is not supported, only {supported}")
     scheme = _check_scheme(stored_scheme(config), quantize, model_type)
+    if kv_cache_dtype and model_type in ENCODERS:
+        raise ArtifactError("--kv-cache-dtype", f"{kv_cache_dtype}: {model_type} is an encoder, which has no KV cache")
     checkpoint, pooling = read_checkpoint(directory), read_pooling(directory)
     fingerprint = {"config": config, "tensors": checkpoint.fingerprint()}
     own_digest = sha256_json(fingerprint | ({"pooling": pooling} if pooling else {}))
     digest, original = own_digest, scheme.original if scheme else ""
-    if scheme is None and quantize is not None:
-        digest, original = quantized_digest(own_digest, quantize), own_digest
+    if (scheme is None and quantize is not None) or kv_cache_dtype:
+        chosen = quantize if scheme is None else None
+        digest, original = quantized_digest(own_digest, chosen, kv_cache_dtype), original or own_digest
     manifest = BaseModel(
         name=name,
         digest=digest,
@@ -148,6 +157,7 @@ def _read_directory(directory: Path, name: str, quantize: Quantization | None) -
         pooling=pooling,
         quantization=str((scheme.quantization if scheme else quantize) or ""),
         original_digest=original,
+        kv_cache_dtype=kv_cache_dtype,
     )
     if model_type in ENCODERS:
         return _read_encoder(manifest, config, checkpoint, ENCODERS[model_type])

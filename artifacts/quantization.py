@@ -90,6 +90,7 @@ def check_device(scheme: Quantization | None, device: str) -> None:
         raise ArtifactError("--quantize", f"{scheme} needs a CUDA device (--device cuda); on the CPU use int8")
 
 
-def quantized_digest(original: str, scheme: Quantization) -> str:
-    """Return the digest of the base model that quantizing the original makes."""
-    return sha256_json({"original": original, "quantization": scheme.canonical()})
+def quantized_digest(original: str, scheme: Quantization | None, kv_cache_dtype: str = "") -> str:
+    """Return the digest of the base model that quantizing the original's weights makes, its KV cache, or both."""
+    weights = {"quantization": scheme.canonical()} if scheme else {}
+    return sha256_json({"original": original} | weights | ({"kv_cache": kv_cache_dtype} if kv_cache_dtype else {}))

@@ -1,6 +1,7 @@
 """`python -m worker report` and `certify`: a quantized model against the original, as one JSON object on stdout.
 
 python -m worker report --model DIR --quantized int4 --text FILE        its size, errors and effect on a text
+python -m worker report --model DIR --kv-cache-dtype int8 --text FILE   the same of its KV cache
 python -m worker certify --model DIR --quantized int4 --adapter DIR     the figures of an adapter's certificate
 """
 
@@ -14,6 +15,8 @@ from typing import Any
 
 from artifacts.base_model import read_base_model
 from artifacts.errors import ArtifactError
+from artifacts.kv_shape import FLAG_HELP as KV_CACHE_HELP
+from artifacts.kv_shape import check_kv_cache_dtype
 from artifacts.quantization import parse_quantization
 from rpc.settings import read_settings, setting
 from worker.engine.model.errors import ModelUnusableError
@@ -27,9 +30,14 @@ class ReportSettings:
     """Compares a quantized model with the original: size, error of the weights, and effect on a text."""
 
     model: str = setting("a transformers directory")
-    quantized: str = setting(_QUANTIZED)
     text: str = setting("a UTF-8 text file")
+    quantized: str = setting(f"{_QUANTIZED}; empty: not at all", "")
+    kv_cache_dtype: str = setting(KV_CACHE_HELP, "")
     device: str = setting(_DEVICE, "cpu")
+
+    def __post_init__(self) -> None:
+        """Check the values. Raises ArtifactError."""
+        check_kv_cache_dtype(self.kv_cache_dtype)
 
 
 @dataclass(frozen=True)
@@ -62,10 +70,11 @@ def measure(command: str, argv: Sequence[str]) -> dict[str, Any]:
 
 def _report(argv: Sequence[str]) -> dict[str, Any]:
     settings = read_settings(ReportSettings, "worker-report", argv, {})
-    _check_models(settings.model, settings.quantized)
+    _check_models(settings.model, settings.quantized, as_given=bool(settings.kv_cache_dtype))
     from worker.engine.evaluation.report import quantization_report
 
-    return quantization_report(settings.model, settings.quantized, settings.text, settings.device)
+    chosen = settings.device, settings.kv_cache_dtype
+    return quantization_report(settings.model, settings.quantized, settings.text, *chosen)
 
 
 def _certify(argv: Sequence[str]) -> dict[str, Any]:
@@ -76,11 +85,15 @@ def _certify(argv: Sequence[str]) -> dict[str, Any]:
     return asdict(certify(settings.model, settings.quantized, settings.adapter, settings.device))
 
 
-def _check_models(model: str, quantized: str) -> None:
-    """Check a model's directory and its quantized form before torch is imported. Raises ArtifactError."""
+def _check_models(model: str, quantized: str, *, as_given: bool = False) -> None:
+    """Check a model's directory and its quantized form before torch is imported; `as_given`: the form may be empty.
+
+    Raises ArtifactError.
+    """
     if not Path(model).is_dir():
         raise ArtifactError("model", f"{model} is not a directory; a model is a transformers directory")
-    if not Path(quantized).is_dir() and parse_quantization(quantized, "--quantized") is None:
+    known = Path(quantized).is_dir() if quantized else as_given
+    if not known and parse_quantization(quantized, "--quantized") is None:
         raise ArtifactError("--quantized", "name a scheme, such as int8, or the directory of a quantized copy")
     if not read_base_model(model, "model").serves("generate"):
         raise ArtifactError("model", f"{model} is an encoder; only models that generate are compared")

@@ -1,6 +1,7 @@
 """`python -m worker plan`: the memory that a model takes, and how much fits, from its headers, without loading it.
 
 KV per token = 2 (keys and values) x layers x KV heads x head size x bytes of a number.
+In int8 a head takes its size and 4 bytes.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from artifacts.checkpoint import read_checkpoint
 from artifacts.encoders import ENCODERS, inner_weights
 from artifacts.errors import ArtifactError
 from artifacts.families import is_inner
-from artifacts.kv_shape import kv_shape
+from artifacts.kv_shape import FLAG_HELP as KV_CACHE_HELP
+from artifacts.kv_shape import check_kv_cache_dtype, kv_shape
 from artifacts.quantization import FLAG_HELP as QUANTIZE_HELP
 from artifacts.quantization import parse_quantization
 from rpc.settings import setting
@@ -40,10 +42,11 @@ class PlanSettings:
     rank: int = setting("the rank of each, on every linear layer", 16)
     dtype: str = setting("auto, float32, bfloat16 or float16", "auto")
     quantize: str = setting(QUANTIZE_HELP, "")
+    kv_cache_dtype: str = setting(KV_CACHE_HELP, "")
     memory: str = setting("the device's memory, such as 80GiB; empty: what this machine has available", "")
 
     def __post_init__(self) -> None:
-        """Check the values. Raises ValueError, or ArtifactError for the scheme."""
+        """Check the values. Raises ValueError, or ArtifactError for a scheme or the KV cache's dtype."""
         for name in ("context", "batch"):
             if getattr(self, name) < 1:
                 raise ValueError(f"--{name} {getattr(self, name)}: at least 1")
@@ -51,6 +54,7 @@ class PlanSettings:
             if getattr(self, name) < 0:
                 raise ValueError(f"--{name} {getattr(self, name)}: at least 0")
         parse_quantization(self.quantize)
+        check_kv_cache_dtype(self.kv_cache_dtype)
         if self.dtype not in ("auto", *DTYPE_BYTES):
             raise ValueError(f"--dtype {self.dtype}: not one of auto, {', '.join(DTYPE_BYTES)}")
 
@@ -65,6 +69,8 @@ class Plan:
     dtype: str
     # The scheme of the weights; empty: they are in `dtype`.
     quantization: str
+    # The KV cache's dtype; empty: it is in `dtype`.
+    kv_cache_dtype: str
     weight_bytes: int
     kv_bytes_per_token: int
     kv_bytes_per_sequence: int
@@ -85,7 +91,7 @@ def plan(settings: PlanSettings) -> Plan:
     """Compute the plan. Raises ArtifactError for a model that can't be read, ValueError for a bad memory size."""
     if not Path(settings.model).is_dir():
         raise ArtifactError("model", f"{settings.model} is not a directory")
-    base = read_base_model(settings.model, quantize=settings.quantize)
+    base = read_base_model(settings.model, quantize=settings.quantize, kv_cache_dtype=settings.kv_cache_dtype)
     config = json.loads(base.files["config.json"])
     checkpoint = read_checkpoint(Path(settings.model))
     dtype = _dtype(settings, config, next(tensor.dtype for _, tensor in checkpoint.tensors.values()))
@@ -94,7 +100,7 @@ def plan(settings: PlanSettings) -> Plan:
     read = inner_weights(checkpoint, encoder) if encoder else read_weights(config, checkpoint)
     parameters, weights = model_bytes(checkpoint, read, parse_quantization(settings.quantize), width)
     # An encoder keeps nothing of a text.
-    per_token = 0 if encoder else kv_shape(config).numbers_per_token * width
+    per_token = 0 if encoder else kv_shape(config).token_bytes(width, settings.kv_cache_dtype)
     adapter = settings.rank * _features(base) * width
     memory = _parse_bytes(settings.memory) if settings.memory else available_host_bytes()
     usual = weights if base.quantization else 2 * parameters
@@ -107,6 +113,7 @@ def plan(settings: PlanSettings) -> Plan:
         parameters=parameters,
         dtype=dtype,
         quantization=base.quantization,
+        kv_cache_dtype=base.kv_cache_dtype,
         weight_bytes=weights,
         kv_bytes_per_token=per_token,
         kv_bytes_per_sequence=per_sequence,
@@ -135,7 +142,8 @@ def as_lines(result: Plan) -> str:
     rows = {
         "model": f"{result.model} ({result.architecture}), {result.parameters / 1e9:.3g} B parameters, {result.dtype}",
         "weights": _shown(result.weight_bytes) + (f" in {result.quantization}" if result.quantization else ""),
-        "KV per token": _shown(result.kv_bytes_per_token),
+        "KV per token": _shown(result.kv_bytes_per_token)
+        + (f" in {result.kv_cache_dtype}" if result.kv_cache_dtype else ""),
         "KV per sequence": _shown(result.kv_bytes_per_sequence),
         "KV of the batch": _shown(result.kv_bytes),
         "adapter": _shown(result.adapter_bytes),

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from clients.cli.options import STORE, TENANT, JsonOption, QuantizeOption, StoreOption, TenantOption
+from clients.cli.options import STORE, TENANT, JsonOption, KvCacheOption, QuantizeOption, StoreOption, TenantOption
 from clients.cli.store import store_client
 from clients.cli.terminal import CommandError, out, print_json, print_rows
 
@@ -26,15 +26,16 @@ def push(
     ],
     name: Annotated[str, typer.Option(metavar="NAME", help="Name to register; the directory's by default.")] = "",
     quantize: QuantizeOption = "",
+    kv_cache_dtype: KvCacheOption = "",
     replace: Annotated[bool, typer.Option("--replace", help="Replace another model of that name.")] = False,
     tenant: TenantOption = TENANT,
     store: StoreOption = STORE,
 ) -> None:
     """Register a base model: its manifest and small files. The weights stay on the workers' disks.
 
-    With --quantize the model's workers need the same flag.
+    With --quantize or --kv-cache-dtype the model's workers need the same flag.
     """
-    model = read_model(path, name, quantize)
+    model = read_model(path, name, quantize, kv_cache_dtype)
     with store_client(store, tenant) as client:
         client.register_model(registered(model), model.files, replace=replace)
     out().print(f"registered {model.name} {model.digest}", markup=False, soft_wrap=True)
@@ -49,7 +50,7 @@ def list_(tenant: TenantOption = TENANT, store: StoreOption = STORE, as_json: Js
         print_json([_model_json(model) for model in models])
         return
     print_rows(
-        ("model", "architecture", "context", "vocabulary", "layers", "weights", "digest"),
+        ("model", "architecture", "context", "vocabulary", "layers", "weights", "KV cache", "digest"),
         (
             (
                 model.name,
@@ -58,6 +59,7 @@ def list_(tenant: TenantOption = TENANT, store: StoreOption = STORE, as_json: Js
                 model.vocab_size,
                 len(model.modules),
                 model.quantization or "as given",
+                model.kv_cache_dtype or "as computed",
                 model.digest[:19],
             )
             for model in models
@@ -65,16 +67,16 @@ def list_(tenant: TenantOption = TENANT, store: StoreOption = STORE, as_json: Js
     )
 
 
-def read_model(path: str, name: str, quantize: str = "") -> artifacts.base_model.BaseModel:
+def read_model(path: str, name: str, quantize: str = "", kv_cache_dtype: str = "") -> artifacts.base_model.BaseModel:
     """Read the manifest of the model at `path`. Raises CommandError."""
     from artifacts.base_model import read_base_model
     from artifacts.errors import ArtifactError
     from artifacts.hash_model import is_hash_spec
 
     try:
-        return read_base_model(path, name, quantize)
+        return read_base_model(path, name, quantize, kv_cache_dtype)
     except ArtifactError as error:
-        if error.subject == "--quantize":
+        if error.subject in ("--quantize", "--kv-cache-dtype"):
             raise CommandError(str(error)) from error
         lost = not is_hash_spec(path) and not Path(path).is_dir()
         hint = "; give a transformers directory with safetensors weights, or hash:?..." if lost else ""
@@ -109,6 +111,7 @@ def registered(model: artifacts.base_model.BaseModel) -> BaseModel:
         pooling=model.pooling,
         quantization=model.quantization,
         original_digest=model.original_digest,
+        kv_cache_dtype=model.kv_cache_dtype,
     )
 
 
@@ -125,5 +128,6 @@ def _model_json(model: BaseModel) -> dict[str, Any]:
         "pooling": model.pooling,
         "quantization": model.quantization,
         "original_digest": model.original_digest,
+        "kv_cache_dtype": model.kv_cache_dtype,
         "files": [file.name for file in model.files],
     }

@@ -85,6 +85,14 @@ QuantizeOption = Annotated[
         "with +embeddings, as in int8+embeddings, of token embeddings and output head too.",
     ),
 ]
+KvCacheOption = Annotated[
+    str,
+    typer.Option(
+        "--kv-cache-dtype",
+        metavar="NAME",
+        help="int8: the KV cache in 8 bits; by default it is in the dtype that the model computes in.",
+    ),
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 ROUTER = "127.0.0.1:50051"

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from clients.cli.options import JsonOption, QuantizeOption
+from clients.cli.options import JsonOption, KvCacheOption, QuantizeOption
 
 
 def plan(  # noqa: PLR0913, PLR0917  # one parameter a flag
@@ -19,6 +19,7 @@ def plan(  # noqa: PLR0913, PLR0917  # one parameter a flag
     rank: Annotated[int, typer.Option(help="Rank of each adapter, on every linear layer.")] = 16,
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
     quantize: QuantizeOption = "",
+    kv_cache_dtype: KvCacheOption = "",
     memory: Annotated[str, typer.Option(help="The device's memory, such as 80GiB; this machine's by default.")] = "",
     as_json: JsonOption = False,
 ) -> None:
@@ -28,6 +29,7 @@ def plan(  # noqa: PLR0913, PLR0917  # one parameter a flag
         f"--rank={rank}",
         f"--dtype={dtype}",
         f"--quantize={quantize}",
+        f"--kv-cache-dtype={kv_cache_dtype}",
         f"--memory={memory}",
         *(["--json"] if as_json else []),
     ]

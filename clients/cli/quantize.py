@@ -9,23 +9,27 @@ from typing import Annotated
 
 import typer
 
+from clients.cli.options import KvCacheOption
 from clients.cli.quantization_report import report as print_report
 from clients.cli.terminal import CommandError
 
 
-def quantize(
+def quantize(  # one parameter a flag
     model: Annotated[str, typer.Argument(metavar="MODEL", help="A transformers directory.")],
     out: Annotated[str, typer.Argument(metavar="[OUT]", help="New directory for the copy.")] = "",
     to: Annotated[
         str,
         typer.Option(
-            metavar="SCHEME", help="int8, int8-zero-point, int4, int4-64, int4-32 or fp8, each also with +embeddings."
+            metavar="SCHEME",
+            help="int8, int8-zero-point, int4, int4-64, int4-32 or fp8, each also with +embeddings; "
+            "with --report, '' leaves the weights as they are.",
         ),
     ] = "int8",
     report: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Compare with the original over this text; OUT may be left out."),
     ] = None,
+    kv_cache_dtype: KvCacheOption = "",
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Write the report to a JSON file.")
     ] = None,
@@ -36,6 +40,8 @@ def quantize(
     """
     if not out and report is None:
         raise CommandError("give OUT, the new directory, or --report FILE")
+    if kv_cache_dtype and report is None:
+        raise CommandError("--kv-cache-dtype is for --report FILE: a copy has no KV cache, its workers take the flag")
     if out:
         flags = [f"--model={model}", f"--out={out}", f"--to={to}"]
         # -P: a folder of the working directory called worker would be run instead.
@@ -43,4 +49,4 @@ def quantize(
         if done.returncode:
             raise typer.Exit(done.returncode)
     if report is not None:
-        print_report(model, out or to, report, json_file)
+        print_report(model, out or to, report, json_file, kv_cache_dtype)

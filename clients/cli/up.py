@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from clients.cli.options import CREDENTIAL_VARIABLES, QuantizeOption
+from clients.cli.options import CREDENTIAL_VARIABLES, KvCacheOption, QuantizeOption
 
 
 def up(  # noqa: PLR0913, PLR0917  # one parameter a flag
@@ -56,6 +56,7 @@ def up(  # noqa: PLR0913, PLR0917  # one parameter a flag
     device: Annotated[str, typer.Option(metavar="NAME", help="cpu or cuda.")] = "cpu",
     dtype: Annotated[str, typer.Option(metavar="NAME", help="auto, float32, bfloat16 or float16.")] = "auto",
     quantize: QuantizeOption = "",
+    kv_cache_dtype: KvCacheOption = "",
     redis_url: Annotated[
         str,
         typer.Option(
@@ -91,7 +92,7 @@ def up(  # noqa: PLR0913, PLR0917  # one parameter a flag
     for variable in CREDENTIAL_VARIABLES:  # of another cluster: this one has none
         os.environ.pop(variable, None)
     # Refuse bad arguments before any process starts.
-    base = read_model(model, name, quantize)
+    base = read_model(model, name, quantize, kv_cache_dtype)
     check_quantization(quantize, device)
     found = AdapterTree() if adapters is None else find_adapters(adapters)
     sizes = {"--rows": rows, "--max-rank": max_rank, "--adapter-slots": adapter_slots, "--kv-blocks": kv_blocks}
@@ -106,6 +107,7 @@ def up(  # noqa: PLR0913, PLR0917  # one parameter a flag
         device=device,
         dtype=dtype,
         quantize=quantize,
+        kv_cache_dtype=kv_cache_dtype,
         redis_url=redis_url,
         data_dir=data_dir,
         worker_flags=tuple(word for flag, size in sizes.items() if size is not None for word in (flag, str(size))),

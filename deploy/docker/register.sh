@@ -3,5 +3,5 @@
 # has not. Aliases that are there stay where they are.
 set -eu
 
-loraplex models push /models/base --quantize "${QUANTIZE:-}"
+loraplex models push /models/base --quantize "${QUANTIZE:-}" --kv-cache-dtype "${KV_CACHE_DTYPE:-}"
 loraplex adapters push-all /adapters

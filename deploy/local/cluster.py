@@ -64,6 +64,8 @@ class ClusterSettings:
     dtype: str = "auto"
     # The scheme of the weights, such as int8; empty: as the files are.
     quantize: str = ""
+    # The KV cache's dtype, int8; empty: that in which the model computes.
+    kv_cache_dtype: str = ""
     # URL of a Redis; empty for an embedded Valkey.
     redis_url: str = ""
     # Directory of logs, adapters and caches; None for a temporary one.
@@ -134,6 +136,7 @@ class LocalCluster:
         name = f"worker-{self._started_workers}"
         flags = ["--model", settings.model, "--device", settings.device, "--dtype", settings.dtype]
         flags += ["--quantize", settings.quantize] if settings.quantize else []
+        flags += ["--kv-cache-dtype", settings.kv_cache_dtype] if settings.kv_cache_dtype else []
         flags += ["--model-name", settings.model_name, "--cache-dir", str(self.data_dir / "cache" / name)]
         if settings.device == "cpu" and settings.workers > 1:  # Engines that each use every core slow each other down.
             flags += ["--threads", str(max(1, _cores() // settings.workers))]

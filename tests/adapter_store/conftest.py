@@ -58,6 +58,7 @@ class Client:
             pooling=base.pooling,
             quantization=base.quantization,
             original_digest=base.original_digest,
+            kv_cache_dtype=base.kv_cache_dtype,
         )
         parts = [pb.RegisterBaseModelRequest(model=model, replace=replace)]
         parts += [pb.RegisterBaseModelRequest(chunk=part) for part in chunks(base.files)]

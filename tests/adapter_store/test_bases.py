@@ -196,15 +196,21 @@ async def test_adapters_stay_valid_where_a_quantized_model_replaces_its_original
     await client.register(tiny_base)
     before = (await client.upload("before", adapter_files(), alias="live")).revision
     quantized = dataclasses.replace(
-        tiny_base, digest="sha256:" + "2" * 64, quantization="int8", original_digest=tiny_base.digest
+        tiny_base,
+        digest="sha256:" + "2" * 64,
+        quantization="int8",
+        original_digest=tiny_base.digest,
+        kv_cache_dtype="int8",
     )
     model = await client.register(quantized, replace=True)
-    assert (model.quantization, model.original_digest) == ("int8", tiny_base.digest)
+    assert (model.quantization, model.original_digest, model.kv_cache_dtype) == ("int8", tiny_base.digest, "int8")
     after = (await client.upload("after", adapter_files(), alias="live")).revision
     assert before.base_digest == after.base_digest == tiny_base.digest
 
 
-@pytest.mark.parametrize("changes", [{"original_digest": "sha256:12"}, {"quantization": "int 8"}])
+@pytest.mark.parametrize(
+    "changes", [{"original_digest": "sha256:12"}, {"quantization": "int 8"}, {"kv_cache_dtype": "int 8"}]
+)
 async def test_bad_fields_of_a_quantized_model_are_refused(
     client: Client, tiny_base: BaseModel, changes: dict[str, Any]
 ) -> None:

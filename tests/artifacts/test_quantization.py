@@ -68,6 +68,37 @@ def test_a_quantized_base_has_a_digest_of_its_own_and_its_originals_adapters(mod
     assert len(digests) == len(NAMES) + 2
 
 
+def test_a_quantized_kv_cache_makes_another_base_with_the_same_adapters(model_directory: Path) -> None:
+    plain = read_base_model(str(model_directory))
+    digests = {plain.digest}
+    for quantize in ("", "int8"):
+        without = read_base_model(str(model_directory), quantize=quantize)
+        base = read_base_model(str(model_directory), quantize=quantize, kv_cache_dtype="int8")
+        assert (base.kv_cache_dtype, base.quantization) == ("int8", quantize)
+        assert base.adapted_digest == plain.digest
+        assert base.modules == plain.modules
+        digests |= {without.digest, base.digest}
+    assert len(digests) == 4
+
+
+@pytest.mark.parametrize(
+    ("model", "name", "words"),
+    [
+        ("hash:?", "int8", "int8: a hash model has no keys and values"),
+        ("bert", "int8", "int8: bert is an encoder, which has no KV cache"),
+        ("llama", "int4", "'int4' is not int8; leave it out for the dtype that the model computes in"),
+    ],
+)
+def test_a_kv_cache_that_is_not_there_is_refused(
+    model: str, name: str, words: str, model_directory: Path, change_json: Callable[..., None]
+) -> None:
+    if model == "bert":
+        change_json(model_directory / "config.json", model_type="bert")
+    place = model if model.startswith("hash:") else str(model_directory)
+    with pytest.raises(ArtifactError, match=f"^--kv-cache-dtype: {words}"):
+        read_base_model(place, kv_cache_dtype=name)
+
+
 def test_what_has_no_weights_of_that_kind_is_refused(
     model_directory: Path, tensors: dict[str, Any], change_json: Callable[..., None]
 ) -> None:

@@ -64,6 +64,7 @@ async def running_cluster(
     redis_url: str = "",
     quantize: str = "",
     http: bool = False,
+    kv_cache_dtype: str = "",
 ) -> AsyncIterator[Cluster]:
     """A cluster in `directory`, whose client calls the first router. With `faulty` its workers see the store so.
 
@@ -79,6 +80,7 @@ async def running_cluster(
         store_port=0,
         http_port=0 if http else None,
         quantize=quantize,
+        kv_cache_dtype=kv_cache_dtype,
         redis_url=redis_url,
         data_dir=directory,
         worker_flags=worker_flags,
@@ -88,7 +90,7 @@ async def running_cluster(
             faulty.target = local.store
         digests = {}
         async with AsyncStoreClient(local.store, TENANT) as store:
-            base = await asyncio.to_thread(read_base_model, model, quantize=quantize)
+            base = await asyncio.to_thread(read_base_model, model, "", quantize, kv_cache_dtype)
             await store.register_model(registered(base), base.files)
             for name, files in adapters.items():
                 digests[name] = (await store.push(files, name)).revision.digest

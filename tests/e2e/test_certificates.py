@@ -1,4 +1,4 @@
-"""Certificates on a cluster whose base is quantized: an unfit adapter is refused with its figures, a fit one served."""
+"""Certificates where base and KV cache are quantized: an unfit adapter is refused with figures, a fit one served."""
 
 from __future__ import annotations
 
@@ -42,7 +42,8 @@ async def test_an_adapter_that_breaks_on_four_bits_is_refused_with_its_figures(
         "broken": write_cancelling_adapter(MODEL, tmp_path / "broken", PROMPTS),
     }
     original = read_base_model(str(MODEL)).digest
-    async with running_cluster(tmp_path / "cluster", str(MODEL), adapters, quantize="int4") as running:
+    chosen = {"quantize": "int4", "kv_cache_dtype": "int8"}
+    async with running_cluster(tmp_path / "cluster", str(MODEL), adapters, **chosen) as running:
         figures = {}
         async with AsyncStoreClient(running.local.store, TENANT) as store:
             for name, directory in adapters.items():

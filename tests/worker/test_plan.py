@@ -14,7 +14,7 @@ from safetensors.numpy import save_file
 
 from artifacts.errors import ArtifactError
 from worker import sizing
-from worker.plan import PlanSettings, plan
+from worker.plan import PlanSettings, as_lines, plan
 
 MODEL = "examples/model"
 
@@ -48,6 +48,16 @@ def test_quantized_weights_leave_room() -> None:
     assert given.weight_bytes - int8.weight_bytes == inner - 4 * outputs
     assert (int8.parameters, int8.kv_bytes, int8.quantization) == (given.parameters, given.kv_bytes, "int8")
     assert given.needed_bytes - int8.needed_bytes == given.weight_bytes - int8.weight_bytes
+
+
+def test_a_kv_cache_of_8_bits_holds_more_sequences() -> None:
+    given, int8 = (plan(PlanSettings(MODEL, memory="1GiB", kv_cache_dtype=name)) for name in ("", "int8"))
+    # Codes, and four bytes of a scale for each of six layers, two KV heads, keys and values.
+    assert int8.kv_bytes_per_token == 2 * 6 * 2 * (64 + 4)
+    assert given.weight_bytes == int8.weight_bytes
+    assert int8.sequences_fit > 1.8 * given.sequences_fit
+    assert "KV per token        3 KiB\n" in as_lines(given)
+    assert "KV per token        1.59 KiB in int8" in as_lines(int8)
 
 
 def test_an_encoder_keeps_nothing_of_a_text(tmp_path: Path) -> None:
@@ -115,6 +125,7 @@ def test_what_does_not_fit_says_how_much_is_missing() -> None:
         (("--model", MODEL, "--batch", "0"), "error: --batch 0: at least 1"),
         (("--model", MODEL, "--dtype", "int3"), "error: --dtype int3: not one of"),
         (("--model", MODEL, "--quantize", "int3"), "error: --quantize: 'int3' is not one of int8, "),
+        (("--model", MODEL, "--kv-cache-dtype", "int4"), "error: --kv-cache-dtype: 'int4' is not int8; "),
         ((), "error: missing setting: give --model"),
     ],
 )

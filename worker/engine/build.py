@@ -10,6 +10,7 @@ from artifacts.checkpoint import read_small_file
 from artifacts.grammars.errors import GrammarError
 from artifacts.grammars.prover import Prover
 from artifacts.grammars.vocabulary import read_vocabulary, special_tokens
+from artifacts.kv_shape import INT8
 from worker.engine.adapter_cache.loading import LoaderThreads
 from worker.engine.adapter_cache.operated_cache import OperatedCache
 from worker.engine.attention.kv_cache import KvCache, fitting_blocks
@@ -52,7 +53,8 @@ def build_engine(
     base = ModelLayers(loaded)
     lora = adapter_layers(loaded, config)
     limits = _limits(loaded, config)
-    cache = _kv_cache(loaded, limits)
+    int8 = config.kv_cache_dtype == INT8
+    cache = KvCache(loaded.kv, limits.blocks, limits.block_size, loaded.dtype, loaded.device, int8=int8)
     encoding = Encoding(loaded, config.adapter_slots)
     adapters = _adapter_cache(loaded, [lora.install, encoding.install], base, config, on_loaded)
     torch.set_num_threads(step_threads(loaded.parameters, config.threads))
@@ -124,28 +126,15 @@ def _limits(loaded: LoadedModel, config: EngineConfig) -> EngineLimits:
 def _fitting_blocks(loaded: LoadedModel, config: EngineConfig) -> int:
     # On CUDA the adapter slots have been allocated before this; on the CPU an empty slot takes no memory.
     available = available_bytes(loaded.device)
+    token_bytes = loaded.kv.token_bytes(loaded.dtype.itemsize, config.kv_cache_dtype)
     blocks = fitting_blocks(
-        available, loaded.kv_token_bytes, config.block_size, config.rows, loaded.context_length, loaded.device
+        available, token_bytes, config.block_size, config.rows, loaded.context_length, loaded.device
     )
     if blocks < 1:
         raise ModelUnusableError(
             f"no memory is left on {loaded.device} for the KV cache; use a smaller model, fewer adapter slots or ranks"
         )
     return blocks
-
-
-def _kv_cache(loaded: LoadedModel, limits: EngineLimits) -> KvCache:
-    kv = loaded.kv
-    return KvCache(
-        kv.layers,
-        kv.kv_heads,
-        kv.key_dim,
-        limits.blocks,
-        limits.block_size,
-        loaded.dtype,
-        loaded.device,
-        value_dim=kv.value_dim,
-    )
 
 
 def _adapter_cache(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from artifacts.kv_shape import check_kv_cache_dtype
+
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
@@ -28,9 +30,12 @@ class EngineConfig:
     threads: int = 0
     # The scheme in which the weights are loaded, such as int8; empty: as the files have them.
     quantize: str = ""
+    # The dtype of the KV cache: int8; empty: that in which the model computes.
+    kv_cache_dtype: str = ""
 
     def __post_init__(self) -> None:
-        """Check the numbers. Raises ValueError for a number that no engine can work with."""
+        """Check the values. Raises ValueError for a number that no engine can work with, ArtifactError for a dtype."""
+        check_kv_cache_dtype(self.kv_cache_dtype)
         for name in ("rows", "block_size", "step_tokens"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be 1 or more, is {getattr(self, name)}")

@@ -49,7 +49,8 @@ async def run(settings: Settings) -> None:
     Raises ArtifactError, PortInUse, MetricsPortError, RedisUnreachableError or EngineUnusableError.
     """
     stop = stop_signal()
-    base = await asyncio.to_thread(read_base_model, settings.model, settings.model_name, settings.quantize)
+    chosen = settings.quantize, settings.kv_cache_dtype
+    base = await asyncio.to_thread(read_base_model, settings.model, settings.model_name, *chosen)
     worker_id = settings.worker_id or f"{socket.gethostname()}-{os.getpid()}"
     metrics = WorkerMetrics()
     audit = AuditLog(settings.audit, "worker", metrics.audit)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from artifacts.kv_shape import FLAG_HELP as KV_CACHE_HELP
+from artifacts.kv_shape import check_kv_cache_dtype
 from artifacts.quantization import FLAG_HELP as QUANTIZE_HELP
 from artifacts.quantization import check_device, parse_quantization
 from broker.terms import JOB_KEY_HELP
@@ -31,6 +33,7 @@ class Settings:
     device: str = setting("cpu, cuda or cuda:N", "cpu")
     dtype: str = setting("auto, float32, bfloat16 or float16", "auto")
     quantize: str = setting(QUANTIZE_HELP, "")
+    kv_cache_dtype: str = setting(KV_CACHE_HELP, "")
     rows: int = setting("how many answers are produced at once", 32)
     kv_blocks: int = setting("blocks of KV cache; 0: as many as memory allows", 0)
     block_size: int = setting("tokens in a block", 16)
@@ -77,6 +80,7 @@ class Settings:
         if self.dtype not in DTYPES:
             raise ValueError(f"--dtype {self.dtype}: not one of {', '.join(DTYPES)}")
         check_device(parse_quantization(self.quantize), self.device)
+        check_kv_cache_dtype(self.kv_cache_dtype)
         for name, least in (
             ("rows", 1),
             ("kv_blocks", 0),

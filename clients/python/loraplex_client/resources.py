@@ -117,6 +117,8 @@ class BaseModel:
     # The scheme of the weights, such as int8, and the digest of the model whose adapters are valid for this one.
     quantization: str = ""
     original_digest: str = ""
+    # The dtype of the KV cache, int8; empty: that in which the model computes.
+    kv_cache_dtype: str = ""
 
 
 def adapter_of(message: adapters_pb2.Adapter) -> Adapter:
@@ -193,6 +195,7 @@ def model_of(message: adapters_pb2.BaseModel) -> BaseModel:
         pooling=message.pooling,
         quantization=message.quantization,
         original_digest=message.original_digest,
+        kv_cache_dtype=message.kv_cache_dtype,
     )
 
 
@@ -214,6 +217,7 @@ def model_message(model: BaseModel) -> adapters_pb2.BaseModel:
         pooling=model.pooling,
         quantization=model.quantization,
         original_digest=model.original_digest,
+        kv_cache_dtype=model.kv_cache_dtype,
     )
 
 

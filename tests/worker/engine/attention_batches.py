@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from artifacts.kv_shape import KvShape
 from worker.engine.attention.cpu.chunks import chunk_from_row
 from worker.engine.attention.kv_cache import KvCache
 from worker.engine.attention.paged import LayerCall
@@ -34,6 +35,7 @@ class Case:
     window: int | None = None
     softcap: float | None = None
     sinks: bool = False
+    int8: bool = False
 
 
 def cases() -> Iterator[tuple[str, Case]]:
@@ -67,6 +69,15 @@ def cases() -> Iterator[tuple[str, Case]]:
                 chunks=((0, tokens), (0, tokens - 1), (7, tokens + 1), (2, 2 * tokens), (130, 2)),
             ),
         )
+    int8 = Case(dim=8, value_dim=8, int8=True)
+    yield "int8", int8
+    yield "int8, window 5, softcap 1.5, sinks", replace(int8, window=5, softcap=1.5, sinks=True)
+
+
+def quantized(numbers: Tensor) -> tuple[Tensor, Tensor]:
+    """The codes of keys or values [..., dim] and their scales [...], by torch."""
+    scales = numbers.float().abs().amax(-1).clamp(min=2.0**-119) / 127
+    return (numbers.float() / scales[..., None]).round().to(torch.int8), scales
 
 
 class Numbers:
@@ -76,15 +87,24 @@ class Numbers:
         self.case, self.device, self.dtype = case, device, dtype
         self._generator = torch.Generator().manual_seed(7)
         self.batch, blocks = _batch(case)
-        self.exact = KvCache(1, case.kv_heads, case.dim, blocks, case.block_size, torch.float32, CPU, case.value_dim)
-        self.cache = KvCache(1, case.kv_heads, case.dim, blocks, case.block_size, dtype, device, case.value_dim)
+        shape = KvShape(1, case.kv_heads, case.dim, case.value_dim)
+        self.exact = KvCache(shape, blocks, case.block_size, torch.float32, CPU, int8=False)
+        self.cache = KvCache(shape, blocks, case.block_size, dtype, device, int8=case.int8)
         owned = [slot for row in self.batch.rows for slot in _slots(row, case.block_size)]
-        for one, other in zip(self.exact.slots[0], self.cache.slots[0], strict=True):
+        for index, (one, other) in enumerate(zip(self.exact.slots[0], self.cache.slots[0], strict=True)):
             # What is not this batch's must not matter to the kernels, whatever it is.
             one.zero_()
-            other.fill_(math.nan)
             one[owned] = self._normal(len(owned), case.kv_heads, one.shape[-1])
-            other[owned] = one[owned].to(device, dtype)
+            if case.int8:
+                codes, scales = quantized(one[owned])
+                one[owned] = codes * scales[..., None]
+                other.fill_(127)
+                other[owned] = codes.to(device)
+                self.cache.scales[0][index].fill_(math.nan)
+                self.cache.scales[0][index][owned] = scales.to(device)
+            else:
+                other.fill_(math.nan)
+                other[owned] = one[owned].to(device, dtype)
         # As transformers gives it: heads before tokens.
         self.query = self._normal(case.heads, self.batch.tokens, case.dim).transpose(0, 1)
         self.sinks = self._normal(case.heads)

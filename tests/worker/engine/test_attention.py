@@ -11,8 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from artifacts.kv_shape import KvShape
+from tests.worker.engine.attention_batches import quantized
+from worker.engine.attention.cpu.codes import write_codes
 from worker.engine.attention.kv_cache import KvCache, fitting_blocks
-from worker.engine.attention.paged import AttentionContext, paged_attention
+from worker.engine.attention.paged import AttentionContext, LayerCall, paged_attention
 from worker.engine.model.inputs import step_inputs
 from worker.engine.scheduling.batch import Batch, Row
 from worker.engine.scheduling.sequence import Sequence
@@ -20,15 +23,16 @@ from worker.engine_api import NewSequence
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-HEADS, KV_HEADS, DIM, LAYERS = 6, 2, 8, 2
+HEADS, KV_HEADS, DIM, LAYERS = 4, 2, 8, 2
 CPU = torch.device("cpu")
 
 
 class Oracle:
     """Sequences with all keys and values they ever had, beside a paged cache that computes the same."""
 
-    def __init__(self, blocks: int = 64, block_size: int = 4) -> None:
-        self.cache = KvCache(LAYERS, KV_HEADS, DIM, blocks, block_size, torch.float32, CPU)
+    def __init__(self, blocks: int = 64, block_size: int = 4, *, int8: bool = False) -> None:
+        shape = KvShape(LAYERS, KV_HEADS, DIM, DIM)
+        self.cache = KvCache(shape, blocks, block_size, torch.float32, CPU, int8=int8)
         self.free = list(range(blocks))
         random.Random(3).shuffle(self.free)
         self.keys: dict[str, Tensor] = {}
@@ -76,8 +80,8 @@ class Oracle:
         first = 0
         for row in batch.rows:
             name, stop = row.sequence.sequence_id, first + row.count
-            keys = torch.cat([self.keys[name][layer, : row.start], k[first:stop]])
-            values = torch.cat([self.values[name][layer, : row.start], v[first:stop]])
+            keys = torch.cat([self.keys[name][layer, : row.start], self._kept(k[first:stop])])
+            values = torch.cat([self.values[name][layer, : row.start], self._kept(v[first:stop])])
             for index in range(row.count):
                 end = row.start + index + 1
                 begin = 0 if window is None else max(0, end - window)
@@ -85,6 +89,13 @@ class Oracle:
                 torch.testing.assert_close(out[first + index].double(), expected, rtol=1e-5, atol=1e-5)
             self._remember(name, layer, keys, values)
             first = stop
+
+    def _kept(self, numbers: Tensor) -> Tensor:
+        """Keys or values as the cache gives them back."""
+        if not self.cache.scales:
+            return numbers
+        codes, scales = quantized(numbers)
+        return codes * scales[..., None]
 
     def _remember(self, name: str, layer: int, keys: Tensor, values: Tensor) -> None:
         for store, tensor in ((self.keys, keys), (self.values, values)):
@@ -110,10 +121,10 @@ def one_query(
 
 
 @pytest.mark.parametrize("window", [None, 1, 5, 16])
-@pytest.mark.parametrize("block_size", [1, 4, 16])
-def test_chunks_beside_decodes(window: int | None, block_size: int) -> None:
+@pytest.mark.parametrize(("block_size", "int8"), [(1, False), (4, False), (16, False), (4, True)])
+def test_chunks_beside_decodes(window: int | None, block_size: int, int8: bool) -> None:
     torch.manual_seed(0)
-    oracle = Oracle(blocks=400, block_size=block_size)
+    oracle = Oracle(blocks=400, block_size=block_size, int8=int8)
     a, b, c, d = (oracle.sequence(name, 80) for name in "abcd")
     oracle.step([(a, 7), (b, 1)], window)
     oracle.step([(a, 1), (b, 1), (c, 33)], window)
@@ -124,11 +135,13 @@ def test_chunks_beside_decodes(window: int | None, block_size: int) -> None:
     oracle.step([(c, 1)], window)
 
 
-@pytest.mark.parametrize("window", [None, 3, 64, 100, 333])
-def test_long_chunks(window: int | None) -> None:
+@pytest.mark.parametrize(
+    ("window", "int8"), [(None, False), (3, False), (64, False), (100, False), (333, False), (None, True), (100, True)]
+)
+def test_long_chunks(window: int | None, int8: bool) -> None:
     """Longer than a block of queries, one more and one less; from the beginning and later; few tokens over many."""
     torch.manual_seed(5)
-    oracle = Oracle(blocks=400)
+    oracle = Oracle(blocks=400, int8=int8)
     a, b = oracle.sequence("a", 560), oracle.sequence("b", 400)
     for count in (150, 64, 65, 63, 7, 8, 1, 130, 2):
         oracle.step([(a, count), (b, 1)], window)
@@ -171,6 +184,27 @@ def test_what_an_earlier_owner_left_in_a_block_is_not_seen() -> None:
     oracle.step([(a, 1), (b, 9)])
     for _ in range(8):
         oracle.step([(a, 1), (b, 1)])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_codes_are_those_of_torch(dtype: torch.dtype) -> None:
+    """To the bit, for odd widths, magnitudes near the ends of float32, and numbers that are none."""
+    torch.manual_seed(6)
+    shape = KvShape(1, 2, 24, 7)
+    cache = KvCache(shape, 4, 4, dtype, CPU, int8=True)
+    key, value = (torch.randn(2, 9, dim).to(dtype).transpose(0, 1) for dim in (24, 7))
+    for token, factor in enumerate((0, 1e-30, 1e-37, 1e-41, 1e30, 1e38)):
+        key[token, 0] = torch.randn(24).clamp(-3, 3) * factor
+    key[7, 0, 3], value[7, 1, 2], key[8, 1, 5] = math.nan, -math.inf, math.inf
+    slots = torch.tensor([3, 17, 2, 7, 11, 0, 12, 8, 5])
+    write_codes(LayerCall(0, key, key, value, 1.0), slots, cache)
+    for numbers, codes, scales in zip((key, value), cache.slots[0], cache.scales[0], strict=True):
+        expected, expected_scales = quantized(numbers)
+        sound = expected_scales.isfinite()
+        assert int(sound.sum()) == (16 if numbers is key else 17)
+        assert torch.equal(scales[slots][sound], expected_scales[sound])
+        assert torch.equal(codes[slots][sound], expected[sound])
+        assert not scales[slots][~sound].isfinite().any()
 
 
 def test_what_would_be_ignored_is_refused() -> None:

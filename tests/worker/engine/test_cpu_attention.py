@@ -98,4 +98,4 @@ def test_where_nothing_can_be_kept_it_is_compiled_all_the_same(monkeypatch: pyte
         return cfunc(signature)
 
     monkeypatch.setattr("worker.engine.device.cpu.compilation.cfunc", nowhere)
-    assert cpu_kernel.compile_attention(cpu_kernel.attention_parameters(1, 8, 8, "float32")).address
+    assert cpu_kernel.compile_attention(cpu_kernel.attention_parameters(1, 8, 8, "float32", "float32")).address

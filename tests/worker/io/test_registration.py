@@ -15,6 +15,7 @@ from worker.io.membership.registration import wait_until_registered
 PLAIN = replace(read_base_model("hash:?"), name="tiny")
 INT8 = replace(PLAIN, digest="sha256:8", quantization="int8", original_digest=PLAIN.digest)
 INT4 = replace(PLAIN, digest="sha256:4", quantization="int4", original_digest=PLAIN.digest)
+KV8 = replace(INT8, digest="sha256:88", kv_cache_dtype="int8")
 OTHER = replace(PLAIN, digest="sha256:other")
 
 
@@ -27,6 +28,7 @@ class Store:
             digest=base.digest,
             quantization=base.quantization,
             original_digest=base.original_digest,
+            kv_cache_dtype=base.kv_cache_dtype,
         )
 
     async def GetBaseModel(self, request: pb.GetBaseModelRequest, timeout: float) -> pb.GetBaseModelResponse:  # noqa: ASYNC109
@@ -39,7 +41,7 @@ async def register(registered: BaseModel, own: BaseModel) -> None:
     await wait_until_registered(store, own)
 
 
-@pytest.mark.parametrize("base", [PLAIN, INT8])
+@pytest.mark.parametrize("base", [PLAIN, INT8, KV8])
 async def test_the_same_model_is_served(base: BaseModel) -> None:
     await register(base, base)
 
@@ -54,6 +56,19 @@ async def test_the_same_model_is_served(base: BaseModel) -> None:
             INT4,
             "it is registered with --quantize int8, this worker runs with --quantize int4; give both the same",
         ),
+        (
+            KV8,
+            INT8,
+            "it is registered with --kv-cache-dtype int8, this worker runs without --kv-cache-dtype; give both the",
+        ),
+        (
+            PLAIN,
+            KV8,
+            "it is registered without --quantize and without --kv-cache-dtype, "
+            "this worker runs with --quantize int8 and with --kv-cache-dtype int8; give both the same",
+        ),
+        # By a store that does not know the field.
+        (replace(KV8, kv_cache_dtype=""), INT8, "the store has sha256:88 under this name, this worker's files are"),
         (OTHER, INT8, "the store has sha256:other under this name, this worker's files are sha256:8; serve"),
     ],
 )

@@ -1,8 +1,12 @@
 """The keys and values of all sequences, in blocks of block_size positions.
 
 keys, values [layers, blocks + 1, block_size, kv_heads, dim]      slot = block * block_size + position % block_size
+scales       [layers, blocks + 1, block_size, kv_heads]           of int8 alone: a number is code * scale
                           └── the last block is scratch: it pads block tables of uneven length, and takes the keys
                               and values of rows that pad a batch; no query attends to it
+
+In int8 each token's head has a scale of its own, the largest magnitude over 127. It depends on nothing but these
+numbers: the same keys and values get the same codes in every batch, chunk and attempt.
 """
 
 from __future__ import annotations
@@ -10,6 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from artifacts.kv_shape import KvShape
 from worker.engine.device.cpu.workspace import Workspace
 
 # Share of the memory that is free after the weights are loaded. The rest is for activations, and on the CPU for the
@@ -23,35 +28,27 @@ _CPU_TOKENS_PER_ROW = 4096
 class KvCache:
     """Keys and values by layer, as slots to write to and as blocks to gather.
 
-    A key has `head_dim` elements per head, a value `value_dim`, by default the same.
+    The model computes in `dtype`; `int8` says that keys and values are kept as codes.
     """
 
     def __init__(
-        self,
-        layers: int,
-        kv_heads: int,
-        head_dim: int,
-        blocks: int,
-        block_size: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        value_dim: int | None = None,
+        self, shape: KvShape, blocks: int, block_size: int, dtype: torch.dtype, device: torch.device, *, int8: bool
     ) -> None:
         self.blocks = blocks
         self.block_size = block_size
         self.scratch_block = blocks
         # Not zeroed: on the CPU the system then allocates a block's pages on its first write. Unwritten slots are never
         # read.
-        self._keys, self._values = (
-            torch.empty(layers, blocks + 1, block_size, kv_heads, dim, dtype=dtype, device=device)
-            for dim in (head_dim, value_dim or head_dim)
-        )
-        pools = list(zip(self._keys, self._values, strict=True))
-        # For each layer keys and values [slots, kv_heads, dim]; `by_block` is the same memory as [blocks + 1, ...].
-        self.slots = [(keys.flatten(0, 1), values.flatten(0, 1)) for keys, values in pools]
-        self.by_block = [(keys.flatten(1), values.flatten(1)) for keys, values in pools]
+        sizes = shape.layers, blocks + 1, block_size, shape.kv_heads
+        kept = torch.int8 if int8 else dtype
+        pools = [torch.empty(*sizes, dim, dtype=kept, device=device) for dim in (shape.key_dim, shape.value_dim)]
+        # For each layer keys and values [slots, kv_heads, dim].
+        self.slots = [(keys.flatten(0, 1), values.flatten(0, 1)) for keys, values in zip(*pools, strict=True)]
+        # Of int8 for each layer the scales of keys and values [slots, kv_heads]; else empty.
+        scales = [torch.empty(sizes, device=device) for _ in range(2 if int8 else 0)]
+        self.scales = [(keys.flatten(0, 1), values.flatten(0, 1)) for keys, values in zip(*scales, strict=True)]
         # Buffers of gather_blocks, shared by all layers: new memory for each would cost page faults and cache misses.
-        self._gathered = tuple(pool.new_empty(0, pool[0, 0].numel()) for pool in (self._keys, self._values))
+        self._gathered = [torch.empty(0, *pool.shape[2:], dtype=dtype, device=device) for pool in pools]
         # Scratch memory of the CPU's attention kernel.
         self.workspace = Workspace()
 
@@ -61,12 +58,21 @@ class KvCache:
         The results are valid until the next call.
         """
         if len(table) > len(self._gathered[0]):
-            self._gathered = tuple(store.new_empty(len(table), store.shape[1]) for store in self._gathered)
-        keys, values = (
-            torch.index_select(pool, 0, table, out=store[: len(table)])
-            for pool, store in zip(self.by_block[layer], self._gathered, strict=True)
-        )
-        return keys.view(-1, *self._keys.shape[-2:]), values.view(-1, *self._values.shape[-2:])
+            self._gathered = [store.new_empty(len(table), *store.shape[1:]) for store in self._gathered]
+        outs = [store[: len(table)] for store in self._gathered]
+        for index, out in enumerate(outs):
+            blocks = self._by_block(self.slots[layer][index])
+            if self.scales:
+                scales = self._by_block(self.scales[layer][index])
+                torch.mul(blocks.index_select(0, table), scales.index_select(0, table)[..., None], out=out)
+            else:
+                torch.index_select(blocks, 0, table, out=out)
+        keys, values = (out.flatten(0, 1) for out in outs)
+        return keys, values
+
+    def _by_block(self, slots: Tensor) -> Tensor:
+        """Return slots [slots, ...] as [blocks + 1, block_size, ...]."""
+        return slots.view(-1, self.block_size, *slots.shape[1:])
 
 
 def fitting_blocks(

@@ -50,6 +50,9 @@ class AttentionPlan(Protocol):
     def attend(self, call: LayerCall, cache: KvCache) -> Tensor:
         """Return all tokens' attention, [tokens, heads, dim of the values]; the cache has their keys and values."""
 
+    def quantize(self, call: LayerCall, slots: Tensor, cache: KvCache) -> None:
+        """Write all tokens' keys and values into slots [tokens] of a cache of int8."""
+
 
 class StepAttention(Protocol):
     """The attention that a model's attention modules call in one forward pass."""
@@ -68,9 +71,12 @@ class AttentionStep:
 
     def attend(self, call: LayerCall) -> Tensor:
         """Write the tokens' keys and values into the cache, then attend; see StepAttention."""
-        keys, values = self.cache.slots[call.layer]
-        keys.index_copy_(0, self.slot_mapping, call.key)
-        values.index_copy_(0, self.slot_mapping, call.value)
+        if self.cache.scales:
+            self.plan.quantize(call, self.slot_mapping, self.cache)
+        else:
+            keys, values = self.cache.slots[call.layer]
+            keys.index_copy_(0, self.slot_mapping, call.key)
+            values.index_copy_(0, self.slot_mapping, call.value)
         return self.plan.attend(call, self.cache)
 
 

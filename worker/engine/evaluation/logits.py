@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
+from artifacts.kv_shape import INT8
 from worker.engine.attention.kv_cache import KvCache
 from worker.engine.build import adapter_layers
 from worker.engine.lora.adapter_memory import TorchAdapterMemory
@@ -29,7 +30,9 @@ Ids = tuple[int, ...]
 class EvaluatedModel:
     """A loaded model with at most one adapter, for `rows` sequences of up to `tokens` tokens at once."""
 
-    def __init__(self, loaded: LoadedModel, *, rows: int, tokens: int, max_rank: int = 1) -> None:
+    def __init__(
+        self, loaded: LoadedModel, *, rows: int, tokens: int, max_rank: int = 1, kv_cache_dtype: str = ""
+    ) -> None:
         """Take the loaded model, whose linear layers are replaced."""
         self._loaded = loaded
         self._per_row = -(-tokens // _BLOCK_SIZE)
@@ -38,12 +41,8 @@ class EvaluatedModel:
         self._base = ModelLayers(loaded)
         self._lora = adapter_layers(loaded, config)
         self._slot = -1
-        kv = loaded.kv
-        self._cache = KvCache(
-            *(kv.layers, kv.kv_heads, kv.key_dim, rows * self._per_row, _BLOCK_SIZE),
-            *(loaded.dtype, loaded.device),
-            value_dim=kv.value_dim,
-        )
+        blocks, int8 = rows * self._per_row, kv_cache_dtype == INT8
+        self._cache = KvCache(loaded.kv, blocks, _BLOCK_SIZE, loaded.dtype, loaded.device, int8=int8)
 
     def use_adapter(self, directory: str) -> None:
         """Apply an adapter from now on. Raises ArtifactError where the model does not take it."""

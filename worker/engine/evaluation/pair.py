@@ -27,9 +27,10 @@ class ModelPair:
 def load_pair(model: str, quantized: str, device: str) -> ModelPair:
     """Load the model in directory `model`, and `quantized`: its scheme, or the directory of a quantized copy.
 
-    Raises ArtifactError where the copy is another model's, ModelUnusableError.
+    An empty scheme loads the model as it is. Raises ArtifactError where the copy is another model's, and
+    ModelUnusableError.
     """
-    copied = Path(quantized).is_dir()
+    copied = bool(quantized) and Path(quantized).is_dir()
     if copied:
         check_copy(read_base_model(model, "model"), read_base_model(quantized, "model"), quantized)
     original = load_model(model, device, "float32")

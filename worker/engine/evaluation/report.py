@@ -25,15 +25,21 @@ _WINDOW_TOKENS, _TEXT_TOKENS = 512, 16_384
 _PROMPT_TOKENS, _ANSWER_TOKENS = 16, 48
 
 
-def quantization_report(model: str, quantized: str, text: str, device: str = "cpu") -> dict[str, Any]:
-    """Compare a model with its quantized form. Raises ArtifactError, ModelUnusableError."""
+def quantization_report(
+    model: str, quantized: str, text: str, device: str = "cpu", kv_cache_dtype: str = ""
+) -> dict[str, Any]:
+    """Compare a model with its quantized form, which alone has a KV cache of `kv_cache_dtype`.
+
+    Raises ArtifactError, ModelUnusableError.
+    """
     codec = TextCodec(Path(model))
     ids = _read_text(Path(text), codec)
     pair = load_pair(model, quantized, device)
     window = min(_WINDOW_TOKENS, pair.original.context_length)
-    figures = _weights(model, pair)
+    figures = _sizes(model, pair, kv_cache_dtype)
     tokens = max(window, _PROMPT_TOKENS + _ANSWER_TOKENS)
-    original, other = (EvaluatedModel(loaded, rows=1, tokens=tokens) for loaded in (pair.original, pair.quantized))
+    original = EvaluatedModel(pair.original, rows=1, tokens=tokens)
+    other = EvaluatedModel(pair.quantized, rows=1, tokens=tokens, kv_cache_dtype=kv_cache_dtype)
     differences = compare_text(original, other, ids, window)
     before, after = differences.perplexities
     prompt = ids[:_PROMPT_TOKENS]
@@ -84,13 +90,17 @@ def _read_text(path: Path, codec: TextCodec) -> Ids:
     return ids
 
 
-def _weights(model: str, pair: ModelPair) -> dict[str, Any]:
+def _sizes(model: str, pair: ModelPair, kv_cache_dtype: str) -> dict[str, Any]:
     stored = [tensor for _, tensor in read_checkpoint(Path(model)).tensors.values()]
     number_bytes = {"F32": 4, "BF16": 2, "F16": 2}.get(stored[0].dtype, 4)
     return {
         "weight_bytes": {
             "original": weight_bytes(pair.original.module, number_bytes),
             "quantized": weight_bytes(pair.quantized.module, number_bytes),
+        },
+        "kv_bytes_per_token": {
+            "original": pair.original.kv.token_bytes(number_bytes, ""),
+            "quantized": pair.quantized.kv.token_bytes(number_bytes, kv_cache_dtype),
         },
         "weight_errors": [
             {

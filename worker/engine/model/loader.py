@@ -64,11 +64,6 @@ class LoadedModel:
     # Dtype and layouts in which it computes on the CPU; None where they were not measured.
     layouts: Choice | None = None
 
-    @property
-    def kv_token_bytes(self) -> int:
-        """Return how many bytes one token's keys and values take in all layers."""
-        return self.kv.numbers_per_token * self.dtype.itemsize
-
 
 def load_model(path: str, device: str = "cpu", dtype: str = "auto", quantize: str = "") -> LoadedModel:
     """Load the model in directory `path`; dtype "auto" is the model's own.

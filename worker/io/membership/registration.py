@@ -43,8 +43,13 @@ async def wait_until_registered(store: adapters_pb2_grpc.AdapterServiceAsyncStub
 
 
 def _what_differs(registered: pb.BaseModel, base: BaseModel) -> str:
-    if (registered.original_digest or registered.digest) == base.adapted_digest:
-        theirs, ours = (_flag(quantization) for quantization in (registered.quantization, base.quantization))
+    pairs = (
+        ("--quantize", registered.quantization, base.quantization),
+        ("--kv-cache-dtype", registered.kv_cache_dtype, base.kv_cache_dtype),
+    )
+    different = [pair for pair in pairs if pair[1] != pair[2]]
+    if different and (registered.original_digest or registered.digest) == base.adapted_digest:
+        theirs, ours = (" and ".join(_flag(pair[0], pair[side]) for pair in different) for side in (1, 2))
         return f"it is registered {theirs}, this worker runs {ours}; give both the same"
     return (
         f"the store has {registered.digest} under this name, this worker's files are {base.digest}; "
@@ -52,5 +57,5 @@ def _what_differs(registered: pb.BaseModel, base: BaseModel) -> str:
     )
 
 
-def _flag(quantization: str) -> str:
-    return f"with --quantize {quantization}" if quantization else "without --quantize"
+def _flag(flag: str, value: str) -> str:
+    return f"with {flag} {value}" if value else f"without {flag}"

@@ -41,7 +41,8 @@ def test_what_the_engine_must_know_of_a_model(tiny_qwen2: Any) -> None:
     assert loaded.kv == KvShape(layers=3, kv_heads=2, key_dim=16, value_dim=16)
     assert (loaded.vocab_size, loaded.context_length, loaded.end_token_ids) == (320, 256, frozenset({2}))
     assert loaded.dtype is torch.float32
-    assert loaded.kv_token_bytes == 2 * 3 * 2 * 16 * 4
+    assert loaded.kv.token_bytes(loaded.dtype.itemsize, "") == 2 * 3 * 2 * 16 * 4
+    assert loaded.kv.token_bytes(loaded.dtype.itemsize, "int8") == 2 * 3 * 2 * (16 + 4)
     assert len(loaded.linears) == 3 * 7
     assert loaded.linears["model.layers.0.mlp.down_proj"] == (96, 64)
     assert not any(parameter.requires_grad for parameter in loaded.module.parameters())

@@ -111,7 +111,7 @@ def make_model(config: Any, directory: Path) -> Any:
     return auto.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager").eval()
 
 
-def answer(model: Any, prompt: tuple[int, ...]) -> tuple[int, ...]:
+def answer(model: Any, prompt: tuple[int, ...], margin: float = 1e-5) -> tuple[int, ...]:
     """The greedy ids, and the assertion that no choice was close."""
     import torch
 
@@ -125,7 +125,7 @@ def answer(model: Any, prompt: tuple[int, ...]) -> tuple[int, ...]:
             output_logits=True,
         )
     best = torch.stack([step[0] for step in output.logits]).topk(2).values
-    assert (best[:, 0] - best[:, 1]).min() > 1e-5
+    assert (best[:, 0] - best[:, 1]).min() > margin
     return tuple(output.sequences[0, len(prompt) :].tolist())
 
 
@@ -146,6 +146,7 @@ def with_adapter(
     directory: Path,
     save_adapter: Callable[..., None],
     change: Callable[[Any], object] = lambda model: None,
+    margin: float = 1e-5,
 ) -> Tiny:
     """The answers of a model that is saved in directory/model, of TUNED with an adapter on every layer.
 
@@ -163,9 +164,9 @@ def with_adapter(
     tuned = PeftModel.from_pretrained(model, adapter)
     change(tuned.get_base_model())
     with tuned.disable_adapter():
-        answers = [answer(tuned, prompt) for prompt in PROMPTS]
+        answers = [answer(tuned, prompt, margin) for prompt in PROMPTS]
     for index in TUNED:
-        plain, answers[index] = answers[index], answer(tuned, PROMPTS[index])
+        plain, answers[index] = answers[index], answer(tuned, PROMPTS[index], margin)
         assert plain != answers[index], "the adapter was to change the answer"
     return Tiny(directory / "model", adapter, answers)
 

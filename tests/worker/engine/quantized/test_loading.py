@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from artifacts.quantization import Quantization
+from worker.engine import build
 from worker.engine.model import loader
 from worker.engine.model.errors import ModelUnusableError
 from worker.engine.model.loader import LoadedModel, load_model
@@ -17,6 +20,7 @@ from worker.plan import PlanSettings, plan
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
+SHIPPED = Path("examples/model")
 SCHEMES = ["int8", "int8-zero-point", "int4-32", "int4+embeddings"]
 
 
@@ -73,6 +77,15 @@ def test_memory_is_checked_by_the_bytes_of_the_scheme(tiny_llama: Any, monkeypat
     monkeypatch.setattr(loader, "available_bytes", lambda device: needed - 1)
     with pytest.raises(ModelUnusableError, match=r"the weights take .* GB in int8, and"):
         load_model(str(tiny_llama.directory), quantize="int8")
+
+
+def test_the_same_memory_holds_more_blocks_of_int8(
+    make_engine: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(build, "available_bytes", lambda device: 64 << 20)
+    blocks = [make_engine(SHIPPED, rows=64, kv_cache_dtype=name).limits.blocks for name in ("", "int8")]
+    # A quarter of the memory, by blocks of 16 tokens of 6 layers, 2 KV heads and 64 numbers, keys and values.
+    assert blocks == [(16 << 20) // (16 * 6 * 2 * 2 * size) for size in (64 * 4, 64 + 4)]
 
 
 @pytest.mark.parametrize(

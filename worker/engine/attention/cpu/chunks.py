@@ -30,7 +30,8 @@ _SOFTMAX_COLUMNS = 24
 class Chunk:
     """Tokens [first, stop) of the flat batch: the positions from `start` on of one sequence.
 
-    `table` [blocks] covers all positions up to the chunk's last; None where the chunk begins its sequence.
+    `table` [blocks] covers all positions up to the chunk's last; None where the chunk's own keys and values are all
+    that it needs: it begins its sequence, and the cache would give them back as they are.
     """
 
     first: int
@@ -101,7 +102,7 @@ class Chunk:
 def chunk_from_row(row: Row, first: int, cache: KvCache) -> Chunk:
     """Return a row as a chunk that begins at token `first` of the flat batch."""
     past = None
-    if row.start:
+    if row.start or cache.scales:
         blocks = -(-(row.start + row.count) // cache.block_size)
         past = torch.tensor(row.sequence.block_table[:blocks])
     return Chunk(first, first + row.count, row.start, past)

@@ -1,7 +1,8 @@
 """Vector instructions of the CPU's attention kernel, unrolled for one shape.
 
-See worker.engine.device.cpu.llvm. Head dims, the number of query heads per key head and the dtype are compile-time
-constants in the type of the kernel's parameters (kernel.attention_parameters). Strides are in bytes.
+See worker.engine.device.cpu.llvm. Head dims, the number of query heads per key head, the dtype and that of kept keys
+and values are compile-time constants in the type of the kernel's parameters (kernel.attention_parameters). Strides are
+in bytes.
 """
 
 # numba compiles these functions from their bytecode, without annotations, so mypy has no types to check.
@@ -9,7 +10,6 @@ constants in the type of the kernel's parameters (kernel.attention_parameters). 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 from llvmlite import ir
@@ -20,7 +20,7 @@ from worker.engine.device.cpu.llvm import (
     F32,
     FAST,
     I32,
-    LANES,
+    KINDS,
     broadcast,
     field_length,
     int64,
@@ -31,6 +31,7 @@ from worker.engine.device.cpu.llvm import (
     round_to_kind,
     store,
     sum_lanes,
+    vector_pieces,
 )
 
 # Maximum number of elements of a product that is unrolled, to bound the code's size and its compile time.
@@ -44,26 +45,19 @@ def heads_at_once(shared: int, dim: int) -> int:
     )
 
 
-def _pieces(dim: int) -> Iterator[tuple[int, int]]:
-    """Cut `dim` elements into vectors [first, first + lanes) of LANES lanes or a smaller power of two."""
-    first = 0
-    while first < dim:
-        lanes = LANES
-        while lanes > dim - first:
-            lanes //= 2
-        yield first, lanes
-        first += lanes
-
-
 @intrinsic
-def score_rows(typingctx, parameters, queries, key, scores, stride):
-    """Compute scores[row * stride] = queries[row] . key for heads_at_once rows; queries are float32."""
-    dim, kind = field_length(parameters, "of_key_dim"), field_length(parameters, "of_kind")
+def score_rows(typingctx, parameters, queries, key, scale, scores, stride):
+    """Compute scores[row * stride] = queries[row] . key for heads_at_once rows; queries are float32.
+
+    A key of int8 is multiplied by the float32 at `scale`.
+    """
+    dim, kind = field_length(parameters, "of_key_dim"), field_length(parameters, "of_kept")
     rows = heads_at_once(field_length(parameters, "of_shared"), dim)
 
     def generate(context, b, signature, arguments):
-        _, queries, key, scores, stride = arguments
-        keys = [(first, lanes, load_as_float32(b, kind, key, first, lanes)) for first, lanes in _pieces(dim)]
+        _, queries, key, scale, scores, stride = arguments
+        factor = load(b, scale, 0, F32, 4) if kind == KINDS["int8"] else None
+        keys = [(first, lanes, load_as_float32(b, kind, key, first, lanes)) for first, lanes in vector_pieces(dim)]
         for row in range(rows):
             sums: dict[int, Any] = {}
             for first, lanes, piece in keys:
@@ -72,25 +66,37 @@ def score_rows(typingctx, parameters, queries, key, scores, stride):
             total = ir.Constant(F32, 0.0)
             for lanes, part in sums.items():
                 total = b.fadd(total, sum_lanes(b, part, lanes), flags=FAST)
+            if factor is not None:
+                total = b.fmul(total, factor, flags=FAST)
             store(b, total, b.add(scores, b.mul(stride, int64(row))), 0, 4)
         return context.get_dummy_value()
 
-    return types.void(parameters, queries, key, scores, stride), generate
+    return types.void(parameters, queries, key, scale, scores, stride), generate
 
 
 def _adding_values(positions: int) -> Any:
     @intrinsic
-    def add_values(typingctx, parameters, sums, weights, stride, value, value_stride):
-        """Compute sums[row] += weights[row * stride + i] * value[i * value_stride] for heads_at_once rows and all i."""
-        dim, kind = field_length(parameters, "of_value_dim"), field_length(parameters, "of_kind")
+    def add_values(  # noqa: PLR0913, PLR0917 - an address and a stride of each operand
+        typingctx, parameters, sums, weights, stride, value, value_stride, scale, scale_stride
+    ):
+        """Compute sums[row] += weights[row * stride + i] * value[i * value_stride] for heads_at_once rows and all i.
+
+        Values of int8 are multiplied by the float32 at scale[i * scale_stride].
+        """
+        dim, kind = field_length(parameters, "of_value_dim"), field_length(parameters, "of_kept")
         rows = heads_at_once(field_length(parameters, "of_shared"), field_length(parameters, "of_key_dim"))
 
         def generate(context, b, signature, arguments):
-            _, sums, weights, stride, value, value_stride = arguments
+            _, sums, weights, stride, value, value_stride, scale, scale_stride = arguments
             values = [b.add(value, b.mul(value_stride, int64(at))) for at in range(positions)]
             of_rows = [b.add(weights, b.mul(stride, int64(row))) for row in range(rows)]
             factors = [[load(b, row, 4 * at, F32, 4) for at in range(positions)] for row in of_rows]
-            for first, lanes in _pieces(dim):
+            if kind == KINDS["int8"]:
+                scales = [load(b, b.add(scale, b.mul(scale_stride, int64(at))), 0, F32, 4) for at in range(positions)]
+                factors = [
+                    [b.fmul(factor, of, flags=FAST) for factor, of in zip(row, scales, strict=True)] for row in factors
+                ]
+            for first, lanes in vector_pieces(dim):
                 pieces = [load_as_float32(b, kind, at, first, lanes) for at in values]
                 for row in range(rows):
                     total = load_floats(b, sums, row * dim + first, lanes)
@@ -99,7 +105,7 @@ def _adding_values(positions: int) -> Any:
                     store(b, total, sums, 4 * (row * dim + first), 4)
             return context.get_dummy_value()
 
-        return types.void(parameters, sums, weights, stride, value, value_stride), generate
+        return types.void(parameters, sums, weights, stride, value, value_stride, scale, scale_stride), generate
 
     return add_values
 
@@ -114,7 +120,7 @@ def widen_query(typingctx, parameters, wide, numbers, factor):
 
     def generate(context, b, signature, arguments):
         _, wide, numbers, factor = arguments
-        for first, lanes in _pieces(dim):
+        for first, lanes in vector_pieces(dim):
             product = b.fmul(load_as_float32(b, kind, numbers, first, lanes), broadcast(b, factor, lanes), flags=FAST)
             store(b, product, wide, 4 * first, 4)
         return context.get_dummy_value()
@@ -130,7 +136,7 @@ def store_attended(typingctx, parameters, numbers, wide, factor):
 
     def generate(context, b, signature, arguments):
         _, numbers, wide, factor = arguments
-        for first, lanes in _pieces(dim):
+        for first, lanes in vector_pieces(dim):
             product = b.fmul(load_floats(b, wide, first, lanes), broadcast(b, factor, lanes), flags=FAST)
             store(b, round_to_kind(b, kind, product, lanes), numbers, size * first, size)
         return context.get_dummy_value()

@@ -8,8 +8,9 @@ of a few rows, for which its products are slow. This kernel, compiled by numba f
         weights = exp(scores - max), in place; factor = 1 / sum of weights
         out[token, head] = factor * sum of weights * values                 block after block
 
-query, out [tokens, heads, dim]; keys, values [slots, kv_heads, dim]. All sums are float32. The formulas of softcap and
-sinks are those of worker.engine.attention.paged.LayerCall.
+query, out [tokens, heads, dim]; keys, values [slots, kv_heads, dim], of int8 with scales [slots, kv_heads]: scores and
+weights are multiplied by them. All sums are float32. The formulas of softcap and sinks are those of
+worker.engine.attention.paged.LayerCall.
 """
 
 # numba compiles these functions from their bytecode, without annotations, so mypy has no types to check.
@@ -39,18 +40,25 @@ from worker.engine.device.cpu.llvm import KINDS, fetch_add, float32_pointer, int
 # allocated for a row of scores.
 TASK_FIELDS = 7
 _INTEGERS = (
-    "query query_token query_head out out_token out_head keys values key_bytes value_bytes block_size sinks window "
-    "tasks task_count tables counters scratch scratch_bytes kv_heads shared group key_dim value_dim"
+    "query query_token query_head out out_token out_head keys values key_bytes value_bytes key_scales value_scales "
+    "block_size sinks window tasks task_count tables counters scratch scratch_bytes kv_heads shared group key_dim "
+    "value_dim"
 )
 
 
-def attention_parameters(shared: int, key_dim: int, value_dim: int, kind: str) -> np.dtype[Any]:
+def attention_parameters(shared: int, key_dim: int, value_dim: int, kind: str, kept: str) -> np.dtype[Any]:
     """Return the dtype of the kernel's parameters: addresses, counts, and strides in bytes.
 
-    `shared` is the number of query heads per key head. 0 for the address of `sinks` (float32 [heads]), for `window` and
-    for `softcap` means none.
+    `shared` is the number of query heads per key head; queries and outputs are of dtype `kind`, keys and values of
+    `kept`. 0 for the address of `sinks` (float32 [heads]), for `window` and for `softcap` means none.
     """
-    made_for = {"of_shared": shared, "of_key_dim": key_dim, "of_value_dim": value_dim, "of_kind": KINDS[kind]}
+    made_for = {
+        "of_shared": shared,
+        "of_key_dim": key_dim,
+        "of_value_dim": value_dim,
+        "of_kind": KINDS[kind],
+        "of_kept": KINDS[kept],
+    }
     return compilation.parameter_dtype(_INTEGERS.split(), ["scaling", "softcap"], made_for)
 
 
@@ -117,19 +125,23 @@ def _score(p, at, task, table, scores, queries):
     # Copied to variables: otherwise the compiler reloads them after each store, which might alias them.
     size, window, shared, group = at.block_size, at.window, at.shared, at.group
     key_bytes, query_bytes, kv_heads = at.key_bytes, at.key_dim * 4, at.kv_heads
+    step, scale_step = kv_heads * key_bytes, kv_heads * 4
     first = _first_seen(start, window)
     first_block = first // size
     for block in range(first_block, (start + count - 1) // size + 1):
         begin = block * size
         low = max(first, begin)
-        key = at.keys + ((table[block] * size + low - begin) * kv_heads + head) * key_bytes
+        place = (table[block] * size + low - begin) * kv_heads + head
+        key, scale = at.keys + place * key_bytes, at.key_scales + place * 4
         for position in range(low, min(start + count, begin + size)):
             first_token, end_token = _seeing(position, start, count, window)
             column = scores + (position - first_block * size) * 4
             for h in range(heads):
                 for row in range((h * count + first_token) * shared, (h * count + end_token) * shared, group):
-                    score_rows(p, queries + row * query_bytes, key + h * key_bytes, column + row * span * 4, span * 4)
-            key += kv_heads * key_bytes
+                    query, of_row = queries + row * query_bytes, column + row * span * 4
+                    score_rows(p, query, key + h * key_bytes, scale + h * 4, of_row, span * 4)
+            key += step
+            scale += scale_step
 
 
 @njit(fastmath=True, error_model="numpy")
@@ -140,23 +152,26 @@ def _sum_values(p, at, task, table, weights, sums):
     value_bytes, sum_bytes, kv_heads = at.value_bytes, at.value_dim * 4, at.kv_heads
     first = _first_seen(start, window)
     first_block = first // size
-    step = kv_heads * value_bytes
+    step, scale_step = kv_heads * value_bytes, kv_heads * 4
     for block in range(first_block, (start + count - 1) // size + 1):
         position, end = max(first, block * size), min(start + count, block * size + size)
-        values = at.values + ((table[block] - block) * size * kv_heads + head) * value_bytes
+        place = (table[block] - block) * size * kv_heads + head
+        values, scales = at.values + place * value_bytes, at.value_scales + place * 4
         while position < end:
             first_token, end_token = _seeing(position, start, count, window)
             # Four positions at a time where the same tokens attend to all four.
             four = position + 4 <= end and (first_token, end_token) == _seeing(position + 3, start, count, window)
-            value = values + position * step
+            value, scale = values + position * step, scales + position * scale_step
             column = weights + (position - first_block * size) * 4
             for h in range(heads):
                 for row in range((h * count + first_token) * shared, (h * count + end_token) * shared, group):
                     of_row, weight = sums + row * sum_bytes, column + row * span * 4
                     if four:
-                        add_four_values(p, of_row, weight, span * 4, value + h * value_bytes, step)
+                        add_four_values(
+                            p, of_row, weight, span * 4, value + h * value_bytes, step, scale + h * 4, scale_step
+                        )
                     else:
-                        add_value(p, of_row, weight, span * 4, value + h * value_bytes, step)
+                        add_value(p, of_row, weight, span * 4, value + h * value_bytes, step, scale + h * 4, scale_step)
             position += 4 if four else 1
 
 

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from worker.engine.attention.cpu.chunks import Chunk, chunk_from_row
+from worker.engine.attention.cpu.codes import write_codes
 from worker.engine.attention.cpu.intrinsics import heads_at_once
 from worker.engine.attention.cpu.kernel import attention_parameters, compile_attention, scratch_floats
 from worker.engine.attention.kv_cache import KvCache
@@ -58,6 +59,10 @@ class CpuPlan:
             chunk.attend(call, cache, out[chunk.first : chunk.stop])
         return out
 
+    def quantize(self, call: LayerCall, slots: Tensor, cache: KvCache) -> None:
+        """See AttentionPlan."""
+        write_codes(call, slots, cache)
+
     def _attend_short(self, call: LayerCall, query: Tensor, cache: KvCache, out: Tensor) -> None:
         keys, values = cache.slots[call.layer]
         _, kv_heads, key_dim = keys.shape
@@ -66,15 +71,18 @@ class CpuPlan:
         floats = shared * (self.scores + self.rows * scratch_floats(key_dim, value_dim))
         scratch = cache.workspace.address(floats * torch.get_num_threads())
         sinks = None if call.sinks is None else call.sinks.float().contiguous()
-        number = query.element_size()
-        kernel = _kernel(shared, key_dim, value_dim, str(query.dtype).removeprefix("torch."))
+        number, kept = query.element_size(), keys.element_size()
+        key_scales, value_scales = (
+            (scales.data_ptr() for scales in cache.scales[call.layer]) if cache.scales else (0, 0)
+        )
+        kernel = _kernel(shared, key_dim, value_dim, _name(query), _name(keys))
         self.counters[:] = 0
         addresses = self.addresses
         parameters = kernel.layout.pack(
             *(query.data_ptr(), query.stride(0) * number, query.stride(1) * number),
             *(out.data_ptr(), out.stride(0) * number, out.stride(1) * number),
-            *(keys.data_ptr(), values.data_ptr(), key_dim * number, value_dim * number, cache.block_size),
-            *(0 if sinks is None else sinks.data_ptr(), call.window or 0),
+            *(keys.data_ptr(), values.data_ptr(), key_dim * kept, value_dim * kept, key_scales, value_scales),
+            *(cache.block_size, 0 if sinks is None else sinks.data_ptr(), call.window or 0),
             *(addresses[0], len(self.tasks), addresses[1], addresses[2], scratch, floats * 4),
             *(kv_heads, shared, kernel.group, key_dim, value_dim, call.scaling, call.softcap or 0.0),
         )
@@ -91,10 +99,15 @@ class _Kernel:
     compiled: Any
 
 
+def _name(numbers: Tensor) -> str:
+    """Return the name of a tensor's dtype in KINDS."""
+    return str(numbers.dtype).removeprefix("torch.")
+
+
 @cache
-def _kernel(shared: int, key_dim: int, value_dim: int, kind: str) -> _Kernel:
-    kernel = compile_attention(attention_parameters(shared, key_dim, value_dim, kind))
-    return _Kernel(Struct("=24q2f"), heads_at_once(shared, key_dim), kernel.address, kernel)
+def _kernel(shared: int, key_dim: int, value_dim: int, kind: str, kept: str) -> _Kernel:
+    kernel = compile_attention(attention_parameters(shared, key_dim, value_dim, kind, kept))
+    return _Kernel(Struct("=26q2f"), heads_at_once(shared, key_dim), kernel.address, kernel)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from worker.engine.attention.cuda.kernels.codes import write_call
 from worker.engine.attention.cuda.kernels.decode import decode_calls
 from worker.engine.attention.cuda.kernels.prefill import prefill_call, prefill_tiles
 from worker.engine.attention.kv_cache import KvCache
@@ -52,6 +53,10 @@ class TritonPlan:
         for kernel in self.kernels(call, cache, out):
             kernel.launch()
         return out
+
+    def quantize(self, call: LayerCall, slots: Tensor, cache: KvCache) -> None:
+        """See AttentionPlan."""
+        write_call(call, slots, cache).launch()
 
     def kernels(self, call: LayerCall, cache: KvCache, out: Tensor) -> Sequence[KernelCall]:
         """Return the launches that compute `out` [tokens, heads, dim of the values], in order."""

@@ -10,6 +10,7 @@ kernel's compile-time constants are in the type of its parameters (see field_len
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from llvmlite import ir
@@ -18,12 +19,12 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 # Codes of the dtypes that kernels are compiled for.
-KINDS = {"float32": 1, "bfloat16": 2, "float16": 3}
+KINDS = {"float32": 1, "bfloat16": 2, "float16": 3, "int8": 4}
 # Float32 lanes of a vector: one register of AVX-512, two of AVX2.
 LANES = 16
 # LLVM fast-math flags of operations whose order may change.
 FAST = ("fast",)
-F32, I32, I64 = ir.FloatType(), ir.IntType(32), ir.IntType(64)
+F32, I8, I32, I64 = ir.FloatType(), ir.IntType(8), ir.IntType(32), ir.IntType(64)
 _I16 = ir.IntType(16)
 
 
@@ -40,7 +41,7 @@ def load_field(b: Any, parameters: Any, pointer: Any, name: str) -> Any:
 
 def kind_bytes(kind: int) -> int:
     """Return the bytes of one element of a dtype in KINDS."""
-    return 4 if kind == KINDS["float32"] else 2
+    return {KINDS["float32"]: 4, KINDS["int8"]: 1}.get(kind, 2)
 
 
 def int64(number: int) -> Any:
@@ -51,6 +52,17 @@ def int64(number: int) -> Any:
 def vector_type(of: Any, lanes: int) -> Any:
     """Return the vector type of `lanes` elements."""
     return ir.VectorType(of, lanes)
+
+
+def vector_pieces(size: int) -> Iterator[tuple[int, int]]:
+    """Cut `size` elements into vectors [first, first + lanes) of LANES lanes or a smaller power of two."""
+    first = 0
+    while first < size:
+        lanes = LANES
+        while lanes > size - first:
+            lanes //= 2
+        yield first, lanes
+        first += lanes
 
 
 def load(b: Any, address: Any, offset: int, of: Any, align: int) -> Any:
@@ -76,6 +88,9 @@ def load_as_float32(b: Any, kind: int, address: Any, first: int, lanes: int) -> 
         return load_floats(b, address, first, lanes)
     if kind == KINDS["float16"]:
         return b.fpext(load(b, address, 2 * first, vector_type(ir.HalfType(), lanes), 2), vector_type(F32, lanes))
+    if kind == KINDS["int8"]:
+        codes = b.sext(load(b, address, first, vector_type(I8, lanes), 1), vector_type(I32, lanes))
+        return b.sitofp(codes, vector_type(F32, lanes))
     halves = b.zext(load(b, address, 2 * first, vector_type(_I16, lanes), 2), vector_type(I32, lanes))
     return b.bitcast(b.shl(halves, _all(16, lanes)), vector_type(F32, lanes))
 

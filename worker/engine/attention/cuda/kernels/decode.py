@@ -44,6 +44,8 @@ def attend_splits(  # type: ignore[no-untyped-def]
     query,
     keys,
     values,
+    key_scales,
+    value_scales,
     tables,
     last_positions,
     query_stride,
@@ -52,6 +54,7 @@ def attend_splits(  # type: ignore[no-untyped-def]
     key_head_stride,
     value_stride,
     value_head_stride,
+    scale_stride,
     table_stride,
     scaling,
     WINDOW: tl.constexpr,
@@ -86,6 +89,9 @@ def attend_splits(  # type: ignore[no-untyped-def]
         mask=(members < GROUP)[:, None] & (dims < DIM)[None, :],
         other=0.0,
     )
+    if key_scales is not None:
+        key_scales += kv_head
+        value_scales += kv_head
     last_seen = tl.zeros([GROUP_TILE], tl.int32) + last
     for split in range(tl.program_id(2), splits, tl.num_programs(2)):
         begin = first + split * length
@@ -97,8 +103,9 @@ def attend_splits(  # type: ignore[no-untyped-def]
         sums, total, top = attend_range(
             state, q, last_seen,
             keys + kv_head.to(tl.int64) * key_head_stride, values + kv_head.to(tl.int64) * value_head_stride,
+            key_scales, value_scales,
             tables + row.to(tl.int64) * table_stride, begin, tl.minimum(begin + length, last + 1),
-            key_stride, value_stride, scaling, WINDOW, SOFTCAP, BLOCK_SIZE, DIM, VALUE_DIM, POSITIONS,
+            key_stride, value_stride, scale_stride, scaling, WINDOW, SOFTCAP, BLOCK_SIZE, DIM, VALUE_DIM, POSITIONS,
         )  # fmt: skip
         places = (row.to(tl.int64) * HEADS + heads) * SPLITS + split
         tl.store(total_out + places, total, mask=members < GROUP)
@@ -164,6 +171,7 @@ def decode_calls(
     """
     query = call.query[: last_positions.shape[0]]
     keys, values = cache.slots[call.layer]
+    key_scales, value_scales = cache.scales[call.layer] if cache.scales else (None, None)
     rows, heads, dim = query.shape
     kv_heads, value_dim = values.shape[1:]
     most_splits = min(MAX_SPLITS, -(-tables.shape[1] * cache.block_size // SPLIT_POSITIONS))
@@ -180,11 +188,12 @@ def decode_calls(
         (rows, kv_heads, max(1, min(most_splits, _PROGRAMS // (rows * kv_heads)))),
         {
             "sums_out": sums, "total_out": total, "top_out": top,
-            "query": query, "keys": keys, "values": values, "tables": tables, "last_positions": last_positions,
+            "query": query, "keys": keys, "values": values, "key_scales": key_scales, "value_scales": value_scales,
+            "tables": tables, "last_positions": last_positions,
             "query_stride": query.stride(0), "query_head_stride": query.stride(1),
             "key_stride": keys.stride(0), "key_head_stride": keys.stride(1),
             "value_stride": values.stride(0), "value_head_stride": values.stride(1),
-            "table_stride": tables.stride(0), "scaling": call.scaling,
+            "scale_stride": kv_heads, "table_stride": tables.stride(0), "scaling": call.scaling,
         },
         shared
         | {

@@ -34,6 +34,8 @@ def attend_chunks(  # type: ignore[no-untyped-def]
     query,
     keys,
     values,
+    key_scales,
+    value_scales,
     tables,
     tiles,
     sinks,
@@ -44,6 +46,7 @@ def attend_chunks(  # type: ignore[no-untyped-def]
     key_head_stride,
     value_stride,
     value_head_stride,
+    scale_stride,
     table_stride,
     scaling,
     WINDOW: tl.constexpr,
@@ -79,6 +82,9 @@ def attend_chunks(  # type: ignore[no-untyped-def]
     if WINDOW is not None:
         # From a multiple of POSITIONS, so that a token's bits do not depend on where its chunk begins.
         first = tl.maximum(first_position + 1 - WINDOW, 0) // POSITIONS * POSITIONS
+    if key_scales is not None:
+        key_scales += kv_head
+        value_scales += kv_head
     top = tl.full([LANES], float("-inf"), tl.float32)
     total = tl.zeros([LANES], tl.float32)
     if sinks is not None:
@@ -89,8 +95,8 @@ def attend_chunks(  # type: ignore[no-untyped-def]
     sums, total, top = attend_range(
         state, q, first_position + token,
         keys + kv_head.to(tl.int64) * key_head_stride, values + kv_head.to(tl.int64) * value_head_stride,
-        table, first, first_position + count,
-        key_stride, value_stride, scaling, WINDOW, SOFTCAP, BLOCK_SIZE, DIM, VALUE_DIM, POSITIONS,
+        key_scales, value_scales, table, first, first_position + count,
+        key_stride, value_stride, scale_stride, scaling, WINDOW, SOFTCAP, BLOCK_SIZE, DIM, VALUE_DIM, POSITIONS,
     )  # fmt: skip
     attended = sums / tl.where(live, total, 1.0)[:, None]
     tl.store(
@@ -125,6 +131,7 @@ def prefill_call(call: LayerCall, cache: KvCache, tables: Tensor, tiles: Tensor,
     """
     query = call.query
     keys, values = cache.slots[call.layer]
+    key_scales, value_scales = cache.scales[call.layer] if cache.scales else (None, None)
     heads, dim = query.shape[1:]
     kv_heads, value_dim = values.shape[1:]
     group = heads // kv_heads
@@ -132,12 +139,13 @@ def prefill_call(call: LayerCall, cache: KvCache, tables: Tensor, tiles: Tensor,
         attend_chunks,
         (tiles.shape[0], kv_heads),
         {
-            "out": out, "query": query, "keys": keys, "values": values, "tables": tables, "tiles": tiles,
+            "out": out, "query": query, "keys": keys, "values": values,
+            "key_scales": key_scales, "value_scales": value_scales, "tables": tables, "tiles": tiles,
             "sinks": call.sinks, "out_stride": out.stride(0),
             "query_stride": query.stride(0), "query_head_stride": query.stride(1),
             "key_stride": keys.stride(0), "key_head_stride": keys.stride(1),
             "value_stride": values.stride(0), "value_head_stride": values.stride(1),
-            "table_stride": tables.stride(0), "scaling": call.scaling,
+            "scale_stride": kv_heads, "table_stride": tables.stride(0), "scaling": call.scaling,
         },
         {
             "WINDOW": call.window, "SOFTCAP": call.softcap, "BLOCK_SIZE": cache.block_size, "GROUP": group,

@@ -32,7 +32,10 @@ def position_tile(query: Tensor, value: Tensor) -> int:
 
 @triton.jit
 def scaled_scores(q, k, scaling, SOFTCAP: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Compute scores [queries, positions], to the base 2, of q [queries, dim] and k [dim, positions]."""
+    """Compute scores [queries, positions], to the base 2, of q [queries, dim] and k [dim, positions].
+
+    `scaling` is a number, or one for each position [1, positions].
+    """
     # "ieee": without rounding float32 to TF32.
     scores = tl.dot(q, k, input_precision="ieee") * scaling
     if SOFTCAP is not None:
@@ -48,11 +51,14 @@ def attend_range(  # type: ignore[no-untyped-def]
     q_positions,
     keys,
     values,
+    key_scales,
+    value_scales,
     table,
     first,
     stop,
     key_stride,
     value_stride,
+    scale_stride,
     scaling,
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
@@ -65,7 +71,8 @@ def attend_range(  # type: ignore[no-untyped-def]
 
     state is (sums [queries, value dim], total [queries], top [queries]): the sums of 2^(score - top) * value and of
     2^(score - top), and the largest score, so far. q [queries, dim] is zero beyond DIM; keys and values point at the
-    head's slot 0; q_positions [queries] is the last position that each query attends to.
+    head's slot 0, and of int8 the scales do, which else are None; q_positions [queries] is the last position that each
+    query attends to.
     """
     sums, total, top = state
     dims = tl.arange(0, q.shape[1])
@@ -79,10 +86,13 @@ def attend_range(  # type: ignore[no-untyped-def]
         k = tl.load(
             keys + slots[None, :] * key_stride + dims[:, None], mask=inside[None, :] & (dims < DIM)[:, None], other=0.0
         )
+        factors = scaling
+        if key_scales is not None:
+            factors = scaling * tl.load(key_scales + slots * scale_stride, mask=inside, other=0.0)[None, :]
         visible = inside[None, :] & (positions[None, :] <= q_positions[:, None])
         if WINDOW is not None:
             visible = visible & (positions[None, :] > q_positions[:, None] - WINDOW)
-        scores = tl.where(visible, scaled_scores(q, k, scaling, SOFTCAP), float("-inf"))
+        scores = tl.where(visible, scaled_scores(q, k.to(q.dtype), factors, SOFTCAP), float("-inf"))
         new_top = tl.maximum(top, tl.max(scores, 1))
         # Where a query has no position yet, -inf - -inf would be NaN.
         base = tl.where(new_top == float("-inf"), 0.0, new_top)
@@ -93,6 +103,9 @@ def attend_range(  # type: ignore[no-untyped-def]
             mask=inside[:, None] & (value_dims < VALUE_DIM)[None, :],
             other=0.0,
         )
+        if value_scales is not None:
+            scales = tl.load(value_scales + slots * scale_stride, mask=inside, other=0.0)
+            v = (v.to(tl.float32) * scales[:, None]).to(q.dtype)
         sums = sums * fade[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
         total = total * fade + tl.sum(weights, 1)
         top = new_top
