@@ -96,10 +96,13 @@ class DecoderLayer:
 
     def run(self, x: Tensor, rotation: Rotation, step: AttentionStep, plan: CpuPlan, arena: Arena) -> Tensor:
         """Compute rows x [tokens, columns] of a step."""
-        keys, values = step.cache.slots[self.attention.call.layer]
-        qkv = self.project(x, rotation, arena, Slots(step.slot_mapping, keys, values))
+        cache = step.cache
+        to = None if cache.scales else Slots(step.slot_mapping, *cache.slots[self.attention.call.layer])
+        call = self.call(self.project(x, rotation, arena, to))
+        if cache.scales:
+            plan.quantize(call, step.slot_mapping, cache)
         attended = self.attended(x, arena)
-        plan.attend(self.call(qkv), step.cache, attended)
+        plan.attend(call, cache, attended)
         return self.finish(x, attended.flatten(1), arena)
 
     def attended(self, x: Tensor, arena: Arena) -> Tensor:

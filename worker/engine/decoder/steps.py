@@ -143,7 +143,8 @@ class DecoderSteps:
             step, embeddings = self._context.step, named.get("position_embeddings")
             if not isinstance(step, AttentionStep) or embeddings is None:
                 return original(hidden_states, *arguments, **named)
-            if {hidden_states.dtype, step.cache.slots[0][0].dtype} != {self._dtype}:
+            kept = step.cache.slots[0][0].dtype
+            if hidden_states.dtype != self._dtype or kept not in (self._dtype, torch.int8):
                 return original(hidden_states, *arguments, **named)
             if self._done is step:
                 if index == len(self._layers) - 1:

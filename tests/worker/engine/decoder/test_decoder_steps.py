@@ -39,10 +39,13 @@ def programs(monkeypatch: pytest.MonkeyPatch) -> list[Program]:
     return ran
 
 
-@pytest.mark.parametrize(("model_type", "threads"), [("qwen3", 1), ("smollm3", 2)])
+@pytest.mark.parametrize(
+    ("model_type", "threads", "kv_cache_dtype"), [("qwen3", 1, ""), ("smollm3", 2, ""), ("qwen3", 2, "int8")]
+)
 def test_programs_give_the_bits_of_the_kernels_one_by_one(
     model_type: str,
     threads: int,
+    kv_cache_dtype: str,
     tmp_path: Path,
     save_adapter: Callable[..., None],
     make_engine: Callable[..., Any],
@@ -62,7 +65,8 @@ def test_programs_give_the_bits_of_the_kernels_one_by_one(
     torch.set_num_threads(threads)
 
     def answers() -> dict[str, list[Output]]:
-        engine = make_engine(tmp_path / "model", quantize="int8", threads=threads, **CRAMPED)
+        chosen = {"quantize": "int8", "kv_cache_dtype": kv_cache_dtype, "threads": threads}
+        engine = make_engine(tmp_path / "model", **chosen, **CRAMPED)
         # Until the adapter is there, steps pass that depend on the clock.
         run_until_idle(engine, {0: [replace(requests[1], sequence_id="first", stopping=Stopping(1))]})
         outputs: dict[str, list[Output]] = run_until_idle(engine, {0: requests[:3], LAST_ARRIVAL: requests[3:]})
