@@ -42,8 +42,8 @@ async def test_an_adapter_that_breaks_on_four_bits_is_refused_with_its_figures(
         "broken": write_cancelling_adapter(MODEL, tmp_path / "broken", PROMPTS),
     }
     original = read_base_model(str(MODEL)).digest
-    chosen = {"quantize": "int4", "kv_cache_dtype": "int8"}
-    async with running_cluster(tmp_path / "cluster", str(MODEL), adapters, **chosen) as running:
+    started = running_cluster(tmp_path / "cluster", str(MODEL), adapters, quantize="int4", kv_cache_dtype="int8")
+    async with started as running:
         figures = {}
         async with AsyncStoreClient(running.local.store, TENANT) as store:
             for name, directory in adapters.items():
