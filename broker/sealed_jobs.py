@@ -77,7 +77,7 @@ def _check_facts(job: Job, packed: bytes) -> None:
     """Raise SealError where the queue has handled another job than the sealed one."""
     try:
         facts = msgspec.msgpack.decode(packed, type=_Facts)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, ValueError) as error:  # ValueError: a text that is no UTF-8
         raise SealError("FACTS_DIFFER", "a job whose facts cannot be read") from error
     pairs = {
         "id": (facts.place if facts.place == job.job_id else facts.place[PLACE_BYTES:], job.job_id),

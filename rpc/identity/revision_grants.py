@@ -16,6 +16,8 @@ from rpc.identity.signatures import Signature, SignatureError, Signer, Verifier
 # sealed job may wait.
 GRANT_S = 1_800.0
 _LABEL = b"loraplex revision grant 1"
+# Errors of messages that cannot be read; a text that is no UTF-8 is a ValueError.
+UNREADABLE = (msgspec.MsgspecError, ValueError)
 # Maximum number of grants that a router keeps to hand them out again.
 _KEPT = 4_096
 
@@ -62,7 +64,7 @@ def left_s(packed: bytes, now: float) -> float:
     """Return how many seconds a grant is still valid, without checking who made it; 0 for what is none."""
     try:
         grant = msgspec.msgpack.decode(msgspec.msgpack.decode(packed, type=_SignedGrant).content, type=RevisionGrant)
-    except msgspec.MsgspecError:
+    except UNREADABLE:
         return 0.0
     return max(0.0, grant.expires_at - now)
 
@@ -77,10 +79,10 @@ class RevisionGrantVerifier:
         """Raise SignatureError unless a router permits the download of this revision for this tenant now."""
         try:
             signed = msgspec.msgpack.decode(packed, type=_SignedGrant)
+            self._routers.verify(Signature(signed.certificates, signed.signature), _LABEL, signed.content)
             grant = msgspec.msgpack.decode(signed.content, type=RevisionGrant)
-        except msgspec.MsgspecError as error:
+        except UNREADABLE as error:
             raise SignatureError("the grant cannot be read") from error
-        self._routers.verify(Signature(signed.certificates, signed.signature), _LABEL, signed.content)
         if self._now() >= grant.expires_at:
             raise SignatureError("the grant has expired")
         if grant.tenant != tenant or revision not in grant.revisions:

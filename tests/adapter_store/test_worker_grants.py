@@ -81,6 +81,7 @@ async def test_a_worker_gets_what_a_router_granted_for_its_time(world: World) ->
     for grant, why in (
         (b"", "needs a router's grant"),
         (b"none", "cannot be read"),
+        (b"\x93\xa1\xff\x90\xc4\x00", "cannot be read"),
         (world.grant(Role.ROUTER, "acme", other.revision), "another revision or tenant"),
         (world.grant(Role.ROUTER, "globex", one.revision), "another revision or tenant"),
         (world.grant(Role.WORKER, "acme", one.revision), "names worker/signer, not a router"),
@@ -91,7 +92,7 @@ async def test_a_worker_gets_what_a_router_granted_for_its_time(world: World) ->
     assert "needs a router's grant" in await world.fetch(one, b"", tenant="globex")
     assert await world.fetch(one, world.grant(Role.ROUTER, "acme", other.revision, one.revision)) == ""
     refused = world.store.metrics.refused
-    assert [refused.labels(reason)._value.get() for reason in ("GRANT_MISSING", "GRANT_INVALID")] == [2, 6]
+    assert [refused.labels(reason)._value.get() for reason in ("GRANT_MISSING", "GRANT_INVALID")] == [2, 7]
 
 
 async def test_what_is_no_tenant_s_is_open_to_workers(world: World) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -28,6 +29,7 @@ from rpc.identity.development_ca import DevelopmentCa
 from rpc.identity.principal import Principal, Role
 from rpc.identity.signatures import Signature, SignatureError, Signer, Verifier, welcome_parts
 from rpc.identity.tls import TlsFiles
+from tests.credentials_files import CA, HOSTS, tls_files
 from tests.router.recording_link import KEYS, dispatched
 from tests.worker.io.relay.handlers import NoRequests
 from worker.engine_api import Output
@@ -35,16 +37,6 @@ from worker.io.local_jobs.jobs import LocalJobs
 from worker.io.relay.link_credentials import LinkCredentials
 from worker.io.relay.link_settings import LinkSettings
 from worker.io.relay.router_links import RouterLinks
-
-HOSTS = ["127.0.0.1", "localhost"]
-CA = DevelopmentCa()
-
-
-def files(directory: Path, uri: str, ca: DevelopmentCa = CA, trusted: DevelopmentCa = CA) -> TlsFiles:
-    """Return the files of a process with such a certificate, which trusts an authority."""
-    name = uri.partition("://")[2].replace("/", "-")
-    (directory / f"ca-{name}").mkdir(exist_ok=True)
-    return TlsFiles(*ca.write(directory, name, ca.issue(uri, HOSTS)), trusted.write_ca(directory / f"ca-{name}"))
 
 
 class Relay:
@@ -116,8 +108,8 @@ def frame(job_id: str, *ids: int) -> pb.ConnectRequest:
 
 
 async def test_a_worker_s_tokens_come_and_those_of_another_certificate_do_not(redis: Redis, tmp_path: Path) -> None:
-    router, own = files(tmp_path, "loraplex://router/r"), files(tmp_path, "loraplex://worker/gpu")
-    thief = files(tmp_path, "loraplex://worker/thief")
+    router, own = tls_files(tmp_path, "loraplex://router/r"), tls_files(tmp_path, "loraplex://worker/gpu")
+    thief = tls_files(tmp_path, "loraplex://worker/thief")
     async with relaying(redis, router) as relay, linked(own) as (links, jobs):
         await check_advertised("localhost", relay.port, relay.service.router_id, router, pause_s=0.0)
         links.follow([relay.address])
@@ -145,7 +137,7 @@ async def test_a_worker_s_tokens_come_and_those_of_another_certificate_do_not(re
 
 
 async def test_only_workers_of_the_authority_are_taken(redis: Redis, tmp_path: Path) -> None:
-    async with relaying(redis, files(tmp_path, "loraplex://router/r")) as relay:
+    async with relaying(redis, tls_files(tmp_path, "loraplex://router/r")) as relay:
         for uri, reason in (
             ("loraplex://tenant/acme", "ROLE_NOT_PERMITTED"),
             ("loraplex://operator/ann", "ROLE_NOT_PERMITTED"),
@@ -154,13 +146,13 @@ async def test_only_workers_of_the_authority_are_taken(redis: Redis, tmp_path: P
             ("https://nobody", "CREDENTIAL_INVALID"),
         ):
             with pytest.raises(grpc.aio.AioRpcError):
-                await say(relay, files(tmp_path, uri), hello("w", "w/i"))
+                await say(relay, tls_files(tmp_path, uri), hello("w", "w/i"))
             assert relay.refusals[-1][1] == reason
         with pytest.raises(grpc.aio.AioRpcError) as stranger:
-            await say(relay, files(tmp_path, "loraplex://worker/w", DevelopmentCa()), hello("w", "w/i"))
+            await say(relay, tls_files(tmp_path, "loraplex://worker/w", DevelopmentCa()), hello("w", "w/i"))
         assert stranger.value.code() is grpc.StatusCode.UNAVAILABLE
         with pytest.raises(grpc.aio.AioRpcError, match="no nonce"):
-            await say(relay, files(tmp_path, "loraplex://worker/w"), hello("w", "w/i", b""))
+            await say(relay, tls_files(tmp_path, "loraplex://worker/w"), hello("w", "w/i", b""))
         assert relay.refusals[-1] == ("worker/w", "NONCE_MISSING")
 
 
@@ -193,8 +185,8 @@ async def test_a_worker_sends_nothing_to_who_is_no_router(
     tmp_path: Path, fault: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    impostor = files(tmp_path, "loraplex://worker/impostor")
-    router = files(tmp_path, "loraplex://router/r")
+    impostor = tls_files(tmp_path, "loraplex://worker/impostor")
+    router = tls_files(tmp_path, "loraplex://router/r")
     proof: Callable[[bytes], pb.RouterProof | None] = {
         "no proof": lambda _: None,
         "a worker's proof": proof_of(impostor, Role.WORKER, "gpu"),
@@ -205,7 +197,7 @@ async def test_a_worker_sends_nothing_to_who_is_no_router(
     relay_pb2_grpc.add_RelayServiceServicer_to_server(service, server)
     port = server.add_secure_port("127.0.0.1:0", impostor.server_credentials(client_certificates=True))
     await server.start()
-    async with linked(files(tmp_path, "loraplex://worker/gpu")) as (links, jobs):
+    async with linked(tls_files(tmp_path, "loraplex://worker/gpu")) as (links, jobs):
         address = f"127.0.0.1:{port}"
         job = Job("j", "acme", "tiny", "sha256:0", address, (1, 2), StoppingParams(max_tokens=9), seed=1)
         links.claimed(jobs.add(job))
@@ -219,8 +211,8 @@ async def test_a_worker_sends_nothing_to_who_is_no_router(
 
 
 async def test_a_renewed_certificate_is_used_for_the_next_stream(redis: Redis, tmp_path: Path) -> None:
-    own = files(tmp_path, "loraplex://worker/gpu")
-    async with linked(own) as (links, _), relaying(redis, files(tmp_path, "loraplex://router/r")) as relay:
+    own = tls_files(tmp_path, "loraplex://worker/gpu")
+    async with linked(own) as (links, _), relaying(redis, tls_files(tmp_path, "loraplex://router/r")) as relay:
         links.follow([relay.address])
         await until(lambda: links.live == (relay.address,))
         first = next(iter(relay.service._links)).worker
@@ -231,7 +223,7 @@ async def test_a_renewed_certificate_is_used_for_the_next_stream(redis: Redis, t
 
 
 def test_signatures_are_of_one_role_authority_content_and_time(tmp_path: Path) -> None:
-    router, worker = files(tmp_path, "loraplex://router/r"), files(tmp_path, "loraplex://worker/w")
+    router, worker = tls_files(tmp_path, "loraplex://router/r"), tls_files(tmp_path, "loraplex://worker/w")
     made, verifier = Signer(router, Role.ROUTER).sign(b"what", b"a", b"b"), Verifier(worker, Role.ROUTER)
     assert verifier.verify(made, b"what", b"a", b"b").name == "router/r"
     for parts in ((b"what", b"ab", b""), (b"what", b"a"), (b"other", b"a", b"b")):
@@ -240,7 +232,9 @@ def test_signatures_are_of_one_role_authority_content_and_time(tmp_path: Path) -
     with pytest.raises(SignatureError, match="names router/r, not a store"):
         Verifier(worker, Role.STORE).verify(made, b"what", b"a", b"b")
     with pytest.raises(SignatureError, match="no authority"):
-        Verifier(files(tmp_path, "loraplex://worker/w2", trusted=DevelopmentCa()), Role.ROUTER).verify(made, b"what")
+        Verifier(tls_files(tmp_path, "loraplex://worker/w2", trusted=DevelopmentCa()), Role.ROUTER).verify(
+            made, b"what"
+        )
     for certificates in ((), made.certificates * 5, (b"no certificate",)):
         with pytest.raises(SignatureError):
             verifier.verify(Signature(certificates, made.value), b"what", b"a", b"b")
@@ -249,3 +243,14 @@ def test_signatures_are_of_one_role_authority_content_and_time(tmp_path: Path) -
         late.verify(made, b"what", b"a", b"b")
     with pytest.raises(ValueError, match="names worker/w; it needs the URI loraplex://router/NAME"):
         Signer(worker, Role.ROUTER)
+
+
+@pytest.mark.filterwarnings("ignore::cryptography.utils.CryptographyDeprecationWarning")
+def test_certificates_that_are_broken_anywhere_are_refused_as_signatures_are(tmp_path: Path) -> None:
+    made = Signer(tls_files(tmp_path, "loraplex://router/r"), Role.ROUTER).sign(b"what")
+    verifier, chance = Verifier(tls_files(tmp_path, "loraplex://worker/w"), Role.ROUTER), random.Random(7)
+    for _ in range(500):
+        broken = bytearray(made.certificates[0])
+        broken[chance.randrange(len(broken))] ^= 1 << chance.randrange(8)
+        with pytest.raises(SignatureError):
+            verifier.verify(Signature((bytes(broken),), made.value), b"what")
