@@ -49,6 +49,8 @@ log = logging.getLogger(__name__)
 
 # Time in seconds for which running uploads and downloads go on after SIGTERM; then they are cancelled.
 DRAIN_S = 10.0
+# Maximum number of plans that a record of the audit log names.
+PLANS_NAMED = 100
 # Interval in seconds between looks for deleted revisions whose time has passed.
 PURGE_S = 60.0
 
@@ -143,7 +145,8 @@ class Store:
         """Read the plans file again whenever it changes; never returns."""
         while True:
             await asyncio.sleep(PLANS_LOOK_S)
-            self._plans.look()
+            if changed := self._plans.look():
+                self._auditor.record("plans file", file=self._settings.plans, plans=changed[:PLANS_NAMED])
 
     def _fitness_policy(self) -> FitnessPolicy:
         settings = self._settings

@@ -48,10 +48,12 @@ class StoredPlans:
         with database.reading() as rows:
             self._plans = {row["name"]: _to_plan(row) for row in rows.execute("SELECT * FROM plans")}
 
-    def look(self) -> None:
-        """Read the file again if it has changed."""
-        if self._file is not None and self._file.look():
-            self._take_file(self._file.plans)
+    def look(self) -> list[str]:
+        """Read the file again if it has changed; return the names of the plans that are others now."""
+        if self._file is None or not self._file.look():
+            return []
+        self._take_file(self._file.plans)
+        return self._file.changed
 
     def of(self, tenant: str) -> Plan:
         """Return a tenant's plan. The shared adapters are the operators': the default plan does not limit them."""

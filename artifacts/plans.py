@@ -108,21 +108,27 @@ class PlansFile:
         self._last_logged = ""
         self._stamp = self._look_at()
         self.plans: Plans = self._read()
+        self.changed: list[str] = []
 
     def look(self) -> bool:
-        """Read the file again if it has changed; return whether there are other plans. A fault changes nothing."""
+        """Read the file again if it has changed; return whether it was read. A fault changes nothing.
+
+        `changed` then has the names of the plans that are others now.
+        """
         try:
             stamp = self._look_at()
             if stamp == self._stamp:
                 return False
             self._stamp = stamp
-            self.plans = self._read()
+            former, self.plans = self.plans, self._read()
         except PlansError as error:
             if str(error) != self._last_logged:
                 log.warning("the former plans stay: %s", error)
             self._last_logged = str(error)
             return False
         self._last_logged = ""
+        names = former.keys() | self.plans.keys()
+        self.changed = sorted(name for name in names if former.get(name) != self.plans.get(name))
         log.info("read %d plans again", len(self.plans))
         return True
 

@@ -28,6 +28,7 @@ NAMES = (
     "quantized",
     "quotas",
     "secured",
+    "timing",
 )
 # Benchmarks that write their own pages.
 _OTHERS = ("scaling", "calls", "fan_in")

@@ -149,7 +149,7 @@ async def test_a_file_takes_the_place_of_the_catalogs_plans(store_settings: Stor
         assert await code_of(set_plan(plans, "tenants/acme", adapters=2)) == "FAILED_PRECONDITION"
         first = await plans.ListPlanChanges(pb.ListPlanChangesRequest())
         write("[tenants.acme]\nadapters = 20\n")
-        store._plans.look()
+        assert store._plans.look() == ["tenants/acme"]
         changes = await plans.ListPlanChanges(pb.ListPlanChangesRequest(epoch=first.epoch, after=first.latest))
         assert changes.epoch != first.epoch
         assert {one.name for one in changes.plans} == {"default", "tenants/acme"}
