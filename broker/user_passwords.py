@@ -1,4 +1,7 @@
-"""Passwords of Redis's users in files that only their owner may read: NAME.password, the former password below it."""
+"""Passwords of Redis's users in files that only their owner may read: NAME/password, the former password below it.
+
+Each file has a folder of its own, because a container that mounts a file does not see the one that replaces it.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ _BYTES = 32
 
 def password_path(directory: Path, user: str) -> Path:
     """Return the file of a user's password."""
-    return directory / f"{user}.password"
+    return directory / user / "password"
 
 
 def read_passwords(directory: Path, users: Sequence[str]) -> dict[str, list[str]]:
@@ -34,9 +37,10 @@ def rotated(passwords: Passwords) -> dict[str, list[str]]:
 
 def write_passwords(directory: Path, passwords: Passwords) -> None:
     """Write the files, each as a whole. Raises OSError."""
-    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     for user, lines in passwords.items():
         path = password_path(directory, user)
+        for folder in (directory, path.parent):
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         part = path.with_name(path.name + ".part")
         part.unlink(missing_ok=True)
         with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:

@@ -22,7 +22,10 @@ from deploy.dockerfile import dockerfile_problems, is_pinned
 _SERVICE_KEYS = frozenset(
     {"build", "command", "depends_on", "environment", "expose", "healthcheck", "image", "init"}
     | {"ports", "profiles", "restart", "stop_grace_period", "user", "volumes"}
+    | {"cap_drop", "read_only", "security_opt", "tmpfs"}
 )
+# What every service has; the seccomp profile is then the engine's default.
+_CONFINED = {"read_only": True, "cap_drop": ["ALL"], "security_opt": ["no-new-privileges:true"]}
 _CONDITIONS = frozenset({"service_started", "service_healthy", "service_completed_successfully"})
 _INTERPOLATED = re.compile(r"\$\{(\w+)(?::-([^}]*))?\}")
 # HOST:PORT in a flag's value, an operand or a URL.
@@ -97,6 +100,7 @@ def _interpolate(text: str) -> tuple[str, list[str]]:
 def _shape_problems(service: Service, services: Mapping[str, Service], volumes: Mapping[str, Any]) -> Iterator[str]:
     body = service.body
     yield from (f"unknown key {key}" for key in sorted(set(body) - _SERVICE_KEYS))
+    yield from (f"{key} is not {value}" for key, value in _CONFINED.items() if body.get(key) != value)
     if "build" not in body and not is_pinned(str(body.get("image", ""))):
         yield f"image {body.get('image')} has no version"
     if "build" not in body and str(body.get("user", "root")).partition(":")[0] in ("root", "0"):

@@ -48,7 +48,7 @@ def acl(  # one parameter a flag
 ) -> None:
     """Print an ACL file for the server (valkey-server --aclfile FILE), or set its users with --apply.
 
-    The default user is turned off. Processes read their passwords from DIR/USER.password.
+    The default user is turned off. Processes read their passwords from DIR/USER/password.
 
     [bold]loraplex redis acl ./redis-users --model Qwen2-0.5B > users.acl[/]
     """

@@ -50,12 +50,12 @@ def mode(path: Path) -> int:
 
 
 def as_user(server: ValkeyServer, users: Path, user: str) -> str:
-    return server.url.replace("unix://", f"unix://{user}@") + f"?password_file={users / user}.password"
+    return server.url.replace("unix://", f"unix://{user}@") + f"?password_file={users / user / 'password'}"
 
 
 async def test_a_server_with_the_printed_file(server: ValkeyServer, users: Path) -> None:
     for user in ("router", "worker", "operator"):
-        assert mode(users / f"{user}.password") == 0o600
+        assert mode(users / user / "password") == 0o600
     assert mode(users) == 0o700
     with pytest.raises(RedisUnreachableError, match="already authenticated"):
         await connect_once_up(server.url)
@@ -73,10 +73,10 @@ async def test_a_server_with_the_printed_file(server: ValkeyServer, users: Path)
 async def test_passwords_are_rotated_while_processes_run(server: ValkeyServer, users: Path) -> None:
     url = as_user(server, users, "operator")
     apply = [str(users), "--model", "tiny", "--apply", "--redis-url", url]
-    first = (users / "router.password").read_text()
+    first = (users / "router" / "password").read_text()
     async with await connect(as_user(server, users, "router")) as router:
         assert "no ACL file" not in await acl(*apply, "--rotate")
-        now, former = (users / "router.password").read_text().split()
+        now, former = (users / "router" / "password").read_text().split()
         assert former == first.strip()
         for password in (former, now):
             await sign_in(server, password)
@@ -84,7 +84,7 @@ async def test_passwords_are_rotated_while_processes_run(server: ValkeyServer, u
         await router.connection_pool.disconnect()
         await router.ping()
     await acl(*apply)  # without --rotate nothing changes
-    assert (users / "router.password").read_text().split() == [now, former]
+    assert (users / "router" / "password").read_text().split() == [now, former]
     await acl(*apply, "--rotate")
     await sign_in(server, now)
     with pytest.raises(RedisUnreachableError, match="invalid username-password"):
