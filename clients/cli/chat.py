@@ -45,7 +45,7 @@ def chat(
     """
     from loraplex_client import Client
 
-    options: dict[str, Any] = {"model": model or None, "max_new_tokens": max_tokens, "temperature": temperature}
+    options: dict[str, Any] = {"model": model or None, "max_tokens": max_tokens, "temperature": temperature}
     with Client(router, tenant) as client:
         conversation = Conversation(client, router, options, adapter, system)
         if sys.stdin.isatty():

@@ -44,7 +44,7 @@ class _Answer:
             async with AsyncClient(router, self.tenant) as client:
                 self.timer = AnswerTimer()
                 stream = client.generate_stream(
-                    DEMO_PROMPT, adapter_id=self.adapter or None, max_new_tokens=DEMO_TOKENS, temperature=0.0
+                    DEMO_PROMPT, adapter_id=self.adapter or None, max_tokens=DEMO_TOKENS, temperature=0.0
                 )
                 async for piece in stream:
                     self.timer.record(len(piece.token_ids))

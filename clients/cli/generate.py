@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from clients.cli.answer_output import answer_json, print_answers, print_logprobs, token_texts
 from clients.cli.options import (
     ROUTER,
     TENANT,
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def generate(  # noqa: PLR0913, PLR0917  # one parameter a flag
-    prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="The text to continue.")],
+    prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="The text to continue; - reads it from stdin.")],
     adapter: AdaptersOption = None,
     tenant: TenantOption = TENANT,
     model: ModelOption = "",
@@ -44,6 +44,16 @@ def generate(  # noqa: PLR0913, PLR0917  # one parameter a flag
     ] = None,
     seed: Annotated[
         int | None, typer.Option(metavar="N", help="Seed of the sampling; the same seed gives the same answer.")
+    ] = None,
+    system: Annotated[
+        str | None, typer.Option(metavar="TEXT", help="Ask as a chat: PROMPT is the user's message after TEXT.")
+    ] = None,
+    answers: Annotated[
+        int | None, typer.Option("-n", min=1, metavar="N", help="Number of answers, printed one after the other.")
+    ] = None,
+    logprobs: Annotated[
+        int | None,
+        typer.Option(min=0, metavar="K", help="Print each token's log probability, beside the K likeliest tokens."),
     ] = None,
     stop: Annotated[
         list[str] | None, typer.Option(metavar="TEXT", help="End the answer before TEXT. Repeatable.")
@@ -77,14 +87,21 @@ def generate(  # noqa: PLR0913, PLR0917  # one parameter a flag
     from clients.cli.failures import explained
 
     single, weighted = read_adapters(adapter or [])
+    if prompt == "-":
+        prompt = sys.stdin.read()
+    chat = None if system is None else [_message("system", system), _message("user", prompt)]
+    several = (answers or 1) > 1
     with explained("router", router), Client(router, tenant) as client:
         timer = AnswerTimer()
         with client.generate_stream(
-            prompt,
+            prompt if chat is None else None,
+            messages=chat,
+            n=answers,
+            logprobs=logprobs,
             adapter_id=single,
             adapters=weighted,
             model=model or None,
-            max_new_tokens=max_tokens,
+            max_tokens=max_tokens,
             temperature=temperature,
             top_k=top_k,
             top_p=top_p,
@@ -95,11 +112,21 @@ def generate(  # noqa: PLR0913, PLR0917  # one parameter a flag
             regex=regex,
             choices=choices or None,
         ) as stream:
-            generation = _follow(stream, timer, quiet=as_json)
+            generation = _follow(stream, timer, quiet=as_json or several)
+        texts = token_texts(client, generation, model) if logprobs is not None else {}
     if as_json:
-        print_json(_as_json(generation))
-    elif err().is_terminal:
+        print_json(answer_json(generation, texts))
+        return
+    if several:
+        print_answers(generation)
+    if logprobs is not None:
+        print_logprobs(generation, texts)
+    if err().is_terminal:
         err().print(_closing_line(generation, timer), style="dim", markup=False, soft_wrap=True)
+
+
+def _message(role: str, content: str) -> dict[str, str]:
+    return {"role": role, "content": content}
 
 
 def _follow(stream: GenerationStream, timer: AnswerTimer, *, quiet: bool) -> Generation:
@@ -134,18 +161,3 @@ def _short(revision: str) -> str:
     """Shorten .../adapters/support/revisions/sha256:0123... to .../adapters/support@sha256:0123."""
     adapter, _, digest = revision.partition("/revisions/")
     return f"{adapter}@{digest[:19]}" if digest else adapter
-
-
-def _as_json(generation: Generation) -> dict[str, Any]:
-    return {
-        "text": generation.text,
-        "token_ids": generation.token_ids,
-        "finish_reason": generation.finish_reason,
-        "stop": generation.stop,
-        "adapter_revision": generation.adapter_revision,
-        "adapters": [{"revision": revision, "weight": weight} for revision, weight in generation.adapters],
-        "usage": dataclasses.asdict(generation.usage),
-        "timings": dataclasses.asdict(generation.timings),
-        "continuations": generation.continuations,
-        "request_id": generation.request_id,
-    }

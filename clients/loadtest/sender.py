@@ -65,7 +65,7 @@ class Sender:
     def prepare(self, request: Request) -> Call:
         """Build what sends a request and reads its answer, before it is due."""
         options = lx.GenerateOptions(
-            max_new_tokens=request.answer_tokens,
+            max_tokens=request.answer_tokens,
             ignore_eos=True,
             adapter_id=None if request.adapter is None else self._workload.adapters[request.adapter][1],
             model=self._model,

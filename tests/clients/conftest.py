@@ -141,7 +141,9 @@ class ScriptedService(inference_pb2_grpc.InferenceServiceServicer):
 
     async def Detokenize(self, request: Any, context: Any) -> inference_pb2.DetokenizeResponse:
         self._note(request, context)
-        return inference_pb2.DetokenizeResponse(text=bytes(request.token_ids).decode())
+        each = [bytes([token]) for token in request.token_ids] if request.token_bytes else []
+        text = bytes(request.token_ids).decode(errors="replace")
+        return inference_pb2.DetokenizeResponse(text=text, token_bytes=each)
 
     async def ListModels(self, request: Any, context: Any) -> inference_pb2.ListModelsResponse:
         model = inference_pb2.Model(name="tiny", digest="sha256:00", context_length=512)

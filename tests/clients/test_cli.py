@@ -177,6 +177,36 @@ def test_generate_json(run: Run, server: Any, answer: list[Any]) -> None:
     assert said["usage"] == {"prompt_tokens": 4, "cached_tokens": 2, "completion_tokens": 3}
 
 
+def test_generate_several_answers_with_the_texts_of_their_tokens(
+    run: Run, server: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def delta(choice: int, text: str, ids: list[int]) -> inference_pb2.Delta:
+        beside = [inference_pb2.Alternative(token_id=98, logprob=-2.0)]
+        logprobs = [inference_pb2.TokenLogprobs(logprob=-0.5, alternatives=beside) for _ in ids]
+        return inference_pb2.Delta(choice=choice, text=text, token_ids=ids, logprobs=logprobs)
+
+    event, end = inference_pb2.GenerateEvent, inference_pb2.FINISH_REASON_LENGTH
+    server.service.script = [
+        event(resume_token="t", delta=delta(0, "a", [97])),
+        event(delta=delta(1, "é", [195])),
+        *(event(finished=inference_pb2.Finished(choice=choice, reason=end)) for choice in (0, 1)),
+        event(summary=inference_pb2.Summary(usage=inference_pb2.Usage(prompt_tokens=1, completion_tokens=2))),
+    ]
+    monkeypatch.setattr(sys, "stdin", io.StringIO("from stdin"))
+    flags = ("-n", "2", "--logprobs", "1", "--system", "be brief", "--router", server.address)
+    done = run("generate", "-", *flags)
+    assert done.stdout == (
+        "[0] a\n[1] é\nanswer\ttoken\ttext\tlogprob\tlikeliest\n"
+        "0\t97\t'a'\t-0.500\t'b' -2.000\n1\t195\t'\\\\xc3'\t-0.500\t'b' -2.000\n"
+    )
+    spec = server.service.requests[0].spec
+    assert [(one.role, one.content) for one in spec.chat.messages] == [("system", "be brief"), ("user", "from stdin")]
+    assert (spec.output.n, spec.output.logprobs) == (2, 1)
+    found = json.loads(run("generate", "x", *flags, "--json").stdout)
+    assert [choice["text"] for choice in found["choices"]] == ["a", "é"]
+    assert found["logprobs"][0][0]["alternatives"] == [{"token_id": 98, "text": "b", "logprob": -2.0}]
+
+
 def test_score_and_tokens(run: Run, server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     to = ("--router", server.address, "--tenant", "acme")
     done = run("score", "Paris is", " big", " far", "-a", "x=0.5", "-a", "y", *to)

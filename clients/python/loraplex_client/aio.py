@@ -15,7 +15,7 @@ from loraplex_client.chat import ChatMessages
 from loraplex_client.connection import AsyncConnection
 from loraplex_client.credentials import ApiKey, Tls, credentials_of
 from loraplex_client.generation import Generation
-from loraplex_client.options import ChatOptions, GenerateOptions, generate_request
+from loraplex_client.options import ChatOptions, GenerateOptions, generate_request, with_keywords
 from loraplex_client.recovery import RESUME_ATTEMPTS
 from loraplex_client.response_format import M, parse_answer
 from loraplex_client.stream import AsyncGenerationStream
@@ -90,6 +90,7 @@ class AsyncClient:
         **options: Unpack[GenerateOptions],
     ) -> Generation: ...
 
+    @with_keywords(GenerateOptions)
     async def generate(
         self,
         prompt: str | None = None,
@@ -104,6 +105,7 @@ class AsyncClient:
             answer = parse_answer(await stream.result(), response_format)
         return answer if response_format is None else answer.parsed
 
+    @with_keywords(GenerateOptions)
     def generate_stream(
         self,
         prompt: str | None = None,
@@ -115,6 +117,7 @@ class AsyncClient:
         request = generate_request(prompt, options, response_format)
         return self._connection.stream(request, timeout_s)
 
+    @with_keywords(ChatOptions)
     async def chat(
         self,
         messages: ChatMessages,
@@ -128,6 +131,7 @@ class AsyncClient:
         ) as stream:
             return parse_answer(await stream.result(), response_format)
 
+    @with_keywords(ChatOptions)
     def chat_stream(
         self,
         messages: ChatMessages,
@@ -149,14 +153,17 @@ class AsyncClient:
     ) -> tuple[int, ...]:
         return await self._connection.run(calls.tokenize(prompt, messages, model, adapter_id, add_special_tokens))
 
+    @with_keywords(GenerateOptions)
     async def count_tokens(self, prompt: str | None = None, **options: Unpack[GenerateOptions]) -> int:
         return await self._connection.run(scores.count_tokens(prompt, options))
 
+    @with_keywords(GenerateOptions)
     async def score(
         self, prompt: str | None, continuations: Sequence[str | Sequence[int]], **options: Unpack[GenerateOptions]
     ) -> scores.Scores:
         return await self._connection.run(scores.score(prompt, continuations, options))
 
+    @with_keywords(encoding.EncodeOptions)
     async def embed(
         self,
         texts: Sequence[encoding.EncodeInput],
@@ -168,6 +175,7 @@ class AsyncClient:
     ) -> encoding.Embeddings:
         return await self._connection.run(encoding.embed(texts, pooling, normalize, options), timeout_s)
 
+    @with_keywords(encoding.EncodeOptions)
     async def classify(
         self,
         texts: Sequence[encoding.EncodeInput],

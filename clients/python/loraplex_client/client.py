@@ -14,7 +14,7 @@ from loraplex_client.chat import ChatMessages
 from loraplex_client.connection import Connection
 from loraplex_client.credentials import ApiKey, Tls, credentials_of
 from loraplex_client.generation import Generation
-from loraplex_client.options import ChatOptions, GenerateOptions, generate_request
+from loraplex_client.options import ChatOptions, GenerateOptions, generate_request, with_keywords
 from loraplex_client.recovery import RESUME_ATTEMPTS
 from loraplex_client.response_format import M, parse_answer
 from loraplex_client.store_client import StoreClient
@@ -99,6 +99,7 @@ class Client:
         **options: Unpack[GenerateOptions],
     ) -> Generation: ...
 
+    @with_keywords(GenerateOptions)
     def generate(
         self,
         prompt: str | None = None,
@@ -115,6 +116,7 @@ class Client:
             answer = parse_answer(stream.result(), response_format)
         return answer if response_format is None else answer.parsed
 
+    @with_keywords(GenerateOptions)
     def generate_stream(
         self,
         prompt: str | None = None,
@@ -127,6 +129,7 @@ class Client:
         request = generate_request(prompt, options, response_format)
         return self._connection.stream(request, timeout_s)
 
+    @with_keywords(ChatOptions)
     def chat(
         self,
         messages: ChatMessages,
@@ -143,6 +146,7 @@ class Client:
         with self.chat_stream(messages, response_format=response_format, timeout_s=timeout_s, **options) as stream:
             return parse_answer(stream.result(), response_format)
 
+    @with_keywords(ChatOptions)
     def chat_stream(
         self,
         messages: ChatMessages,
@@ -169,10 +173,12 @@ class Client:
         """
         return self._connection.run(calls.tokenize(prompt, messages, model, adapter_id, add_special_tokens))
 
+    @with_keywords(GenerateOptions)
     def count_tokens(self, prompt: str | None = None, **options: Unpack[GenerateOptions]) -> int:
         """Return the number of tokens of a prompt as `generate` with these keywords counts it. Raises LoraplexError."""
         return self._connection.run(scores.count_tokens(prompt, options))
 
+    @with_keywords(GenerateOptions)
     def score(
         self, prompt: str | None, continuations: Sequence[str | Sequence[int]], **options: Unpack[GenerateOptions]
     ) -> scores.Scores:
@@ -183,6 +189,7 @@ class Client:
         """
         return self._connection.run(scores.score(prompt, continuations, options))
 
+    @with_keywords(encoding.EncodeOptions)
     def embed(
         self,
         texts: Sequence[encoding.EncodeInput],
@@ -199,6 +206,7 @@ class Client:
         """
         return self._connection.run(encoding.embed(texts, pooling, normalize, options), timeout_s)
 
+    @with_keywords(encoding.EncodeOptions)
     def classify(
         self,
         texts: Sequence[encoding.EncodeInput],

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, TypedDict
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypedDict, TypeVar
 
 from google.protobuf.message import Message
 from loraplex.inference.v1 import inference_pb2
@@ -11,6 +12,8 @@ from loraplex.inference.v1 import inference_pb2
 from loraplex_client.chat import CHAT_OPTIONS, ChatMessages, Tools, chat_of
 from loraplex_client.errors import InvalidRequestError
 from loraplex_client.response_format import schema_of, style_of
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 class ChatOptions(TypedDict, total=False):
@@ -56,6 +59,9 @@ class ChatOptions(TypedDict, total=False):
     seed: int | None
 
     # 128 when unset
+    max_tokens: int | None
+    min_tokens: int | None
+    # former names of these two
     max_new_tokens: int | None
     min_new_tokens: int | None
     # ends the answer before the string
@@ -89,12 +95,12 @@ class GenerateOptions(ChatOptions, total=False):
     messages: ChatMessages | None
 
 
+# Options by their former names.
+_FORMER = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"}
 # The path of each option in GenerateSpec.
 _PATHS: dict[str, str] = {
     "token_ids": "token_ids.ids",
     "adapter_id": "adapter",
-    "max_new_tokens": "stopping.max_tokens",
-    "min_new_tokens": "stopping.min_tokens",
     "choices": "choices.values",
     "add_special_tokens": "prompt_options.add_special_tokens",
     "parse_special_tokens": "prompt_options.parse_special_tokens",
@@ -107,12 +113,41 @@ _PATHS: dict[str, str] = {
             "presence_penalty", "logit_bias", "seed",
         )
     },
-    **{name: f"stopping.{name}" for name in ("stop", "stop_token_ids", "ignore_eos")},
+    **{name: f"stopping.{name}" for name in ("max_tokens", "min_tokens", "stop", "stop_token_ids", "ignore_eos")},
     **{
         name: f"output.{name}"
         for name in ("n", "best_of", "logprobs", "prompt_logprobs", "echo", "skip_special_tokens", "stream_interval")
     },
 }  # fmt: skip
+
+
+def with_keywords(options: type) -> Callable[[F], F]:
+    """Show the keywords of a TypedDict in place of `**options` in a function's help."""
+
+    def shown(function: F) -> F:
+        signature = inspect.signature(function)
+        kept = [one for one in signature.parameters.values() if one.kind is not inspect.Parameter.VAR_KEYWORD]
+        kind = inspect.Parameter.KEYWORD_ONLY
+        found = [
+            inspect.Parameter(name, kind, default=None, annotation=given.__forward_arg__)
+            for name, given in options.__annotations__.items()
+            if name not in _FORMER
+        ]
+        function.__signature__ = signature.replace(parameters=[*kept, *found])  # type: ignore[attr-defined]
+        return function
+
+    return shown
+
+
+def _given(options: GenerateOptions) -> dict[str, Any]:
+    """Return the options that are not None, by their present names."""
+    given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
+    for former, name in _FORMER.items():
+        if former in given and name in given:
+            raise InvalidRequestError(f"{former}: is the former name of {name}; give one of them", field=former)
+        if former in given:
+            given[name] = given.pop(former)
+    return given
 
 
 def generate_request(
@@ -122,7 +157,7 @@ def generate_request(
 
     Raises InvalidRequestError with the field of a bad value, and TypeError for an unknown option.
     """
-    given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
+    given = _given(options)
     if (prompt is not None) + ("token_ids" in given) + ("messages" in given) != 1:
         raise InvalidRequestError("prompt: give exactly one of prompt, token_ids and messages", field="prompt")
     spec = inference_pb2.GenerateSpec()
