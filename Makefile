@@ -96,7 +96,7 @@ chaos: $(STAMP) ## Kill, stop and cut off every part under load; check every tok
 LEDGER_KINDS := worker_kill,engine_kill,router_kill,link_cut
 ledger: KILLS := $(if $(filter command line,$(origin KILLS)),$(KILLS),100)
 ledger: $(STAMP) ## Kill workers, engines and routers; clients, usage events and accounts must agree to the token
-	$(BIN)/python -m tests.chaos --requests $(REQUESTS) --kills $(KILLS) --seed $(SEED) --kinds $(LEDGER_KINDS) \
+	$(BIN)/python -m tests.chaos --requests $(REQUESTS) --kills $(KILLS) --seed $(SEED) --ledger --kinds $(LEDGER_KINDS) \
 		$(if $(JSON),--json "$(JSON)")
 
 formats: $(STAMP) ## Answer FORMAT_ANSWERS requests with formats while engines are killed; every one must be valid

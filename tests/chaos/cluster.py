@@ -85,7 +85,7 @@ class ChaosCluster(LocalCluster):
             environ["grpc_proxy"] = f"http://{links.grpc.address}"
             if room == "worker":
                 argv = [*argv, "--worker-id", name]
-            elif "--usage-file" not in argv:
+            elif self.settings.store_flags and "--usage-file" not in argv:
                 argv = [*argv, "--usage-file", str(self.usage_files / f"{name}.jsonl")]
         await super()._spawn(name, argv, environ)
 
@@ -211,7 +211,7 @@ async def chaos_cluster(directory: Path, plans: str = "") -> AsyncIterator[tuple
             redis_url=f"unix://{valkeys.primary.socket}",
             worker_flags=("--store", store_address, *_WORKER_FLAGS),
             router_flags=_ROUTER_FLAGS,
-            store_flags=("--plans", str(directory / "plans.toml")),
+            store_flags=("--plans", str(directory / "plans.toml")) if plans else (),
         )
         cluster = ChaosCluster(settings, valkeys, store)
         try:

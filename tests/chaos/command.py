@@ -31,6 +31,7 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=200, help="faults of all kinds")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--overlap", action="store_true", help="several faults at once")
+    parser.add_argument("--ledger", action="store_true", help="tenants have plans; compare clients, events, accounts")
     parser.add_argument("--kinds", default="", help=f"only these, commas between: {', '.join(Kind)}")
     parser.add_argument("--json", type=Path, help="where the counts go")
     parser.add_argument("--history", type=Path, help="keep the history here; without, it is kept when the run fails")
@@ -66,7 +67,14 @@ def _logs_of(history: Path) -> Path:
 def _run(arguments: argparse.Namespace) -> Path | None:
     """The history of a new run; None when the cluster could not be kept."""
     kinds = [Kind(name) for name in arguments.kinds.split(",") if name]
-    plan = make_plan(arguments.requests, arguments.kills, arguments.seed, overlap=arguments.overlap, kinds=kinds)
+    plan = make_plan(
+        arguments.requests,
+        arguments.kills,
+        arguments.seed,
+        overlap=arguments.overlap,
+        kinds=kinds,
+        ledger=arguments.ledger,
+    )
     history: Path = arguments.history or Path(tempfile.mkdtemp(prefix="chaos-")) / "history.jsonl"
     history.unlink(missing_ok=True)
     with tempfile.TemporaryDirectory(prefix="chaos-") as name:

@@ -87,6 +87,8 @@ class Plan:
     faults: tuple[PlannedFault, ...]
     overlap: bool = False
     in_flight: int = IN_FLIGHT
+    # Whether tenants have plans, and the ledger is compared with the clients.
+    ledger: bool = False
 
     @property
     def planned(self) -> dict[str, int]:
@@ -95,7 +97,15 @@ class Plan:
         return {kind.value: counts[kind] for kind in Kind}
 
 
-def make_plan(requests: int, faults: int, seed: int, *, overlap: bool = False, kinds: Sequence[Kind] = ()) -> Plan:
+def make_plan(  # the command's options
+    requests: int,
+    faults: int,
+    seed: int,
+    *,
+    overlap: bool = False,
+    kinds: Sequence[Kind] = (),
+    ledger: bool = False,
+) -> Plan:
     """The plan of a seed. With `kinds` only these, each as often as the others."""
     rng = random.Random(f"faults {seed}")
     schedule: list[Kind] = []
@@ -108,7 +118,7 @@ def make_plan(requests: int, faults: int, seed: int, *, overlap: bool = False, k
         PlannedFault(number, kind, rng.random(), rng.random(), rng.uniform(0.0, 0.4))
         for number, kind in enumerate(schedule[:faults])
     ]
-    return Plan(requests, seed, tuple(planned), overlap)
+    return Plan(requests, seed, tuple(planned), overlap, ledger=ledger)
 
 
 def make_request(seed: int, number: int, revisions: Sequence[Revision]) -> Request:

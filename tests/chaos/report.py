@@ -68,9 +68,8 @@ def as_lines(verdict: Verdict) -> list[str]:
         lines.append(f"{kind:<18}{planned:>8}{verdict.faults[kind]:>8}{len(verdict.gaps.get(kind, ())):>8}{shown}")
     lines.append("crowds: " + (", ".join(f"{count} calls {how}" for how, count in verdict.crowd.items()) or "none"))
     lines += [f"refused: {count:>8} {how}" for how, count in verdict.refusals.most_common()]
-    lines.append(
-        "ledger: " + ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in values["ledger"].items())
-    )
+    counts = ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in values["ledger"].items())
+    lines += [f"ledger: {counts}"] if verdict.account_tokens else []
     lines.append("left when idle: " + ", ".join(f"{count} {name}" for name, count in values["leaked"].items()))
     lines += [f"WRONG: {finding}" for finding in verdict.findings[:50]]
     lines += [f"WRONG: {kind} was planned more often than it happened" for kind in verdict.not_fired]

@@ -28,11 +28,11 @@ async def run(plan: Plan, directory: Path, path: Path) -> None:
     history = History(path)
     history.append(Begun(MODEL, plan.seed, plan.requests, plan.planned, plan.overlap))
     try:
-        async with chaos_cluster(directory, draw_plans(plan.seed)) as (cluster, revisions):
+        async with chaos_cluster(directory, draw_plans(plan.seed) if plan.ledger else "") as (cluster, revisions):
             driver = Driver(plan, [door.address for door in cluster.doors.values()], revisions, history)
             await cluster.unless_failed(_strike_and_send(plan, Arena(cluster, driver), history))
             history.append(await _left(cluster))
-            for line in await _charged(cluster):
+            for line in await _charged(cluster) if plan.ledger else ():
                 history.append(line)
     finally:
         history.close()
