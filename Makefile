@@ -1,7 +1,7 @@
 # The gate is `make lint` and `make test`, at home and in CI. `make check` is a quicker check while you work.
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup run check test authz forged hostile fuzz chaos ledger cancels formats swaps texts gpu bench json-schema-suite lint format clean
+.PHONY: help setup run check test authz forged hostile fuzz chaos ledger cancels formats swaps texts gpu bench json-schema-suite lint format sbom audit clean
 
 # Tests start hundreds of Python processes: without cached bytecode each would compile the project's modules again.
 unexport PYTHONDONTWRITEBYTECODE
@@ -154,6 +154,21 @@ lint: $(STAMP) ## Check rules, format, types, layers, protos, the compose file, 
 format: $(STAMP) ## Format the code and apply the rules that can be applied
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# Tools of their own environment: their dependencies are not the project's.
+TOOLS := .cache/supply-chain
+$(TOOLS)/.installed:
+	$(BIN)/python -m venv $(TOOLS)
+	$(TOOLS)/bin/pip install -q --disable-pip-version-check cyclonedx-bom==7.5.0 pip-audit==2.10.1
+	@touch $@
+
+sbom: $(STAMP) $(TOOLS)/.installed ## Write dist/sbom.json, a CycloneDX list of what is installed
+	@mkdir -p dist
+	$(TOOLS)/bin/cyclonedx-py environment --output-reproducible --pyproject pyproject.toml -o dist/sbom.json $(BIN)/python
+
+audit: $(STAMP) $(TOOLS)/.installed ## Ask PyPI for known holes of what is installed
+	$(TOOLS)/bin/pip-audit --skip-editable --progress-spinner off \
+		--path $$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
 
 clean: ## Remove .venv, the generated stubs and every cache
 	rm -rf .venv gen clients/python/gen .loraplex dist .pytest_cache .mypy_cache .ruff_cache .hypothesis \
