@@ -79,7 +79,7 @@ def adapter_layers(loaded: LoadedModel, config: EngineConfig) -> AdapterLayers:
         from worker.engine.lora.cpu.layers import CpuLayers
 
         layers = CpuLayers(module, loaded.linears, slots, max_rank, dtype, loaded.ends)
-        use_kernels(module, loaded.attention, dtype)
+        use_kernels(module, loaded.attention, dtype, loaded.context_length)
         return layers
     from worker.engine.lora.cuda.layers import CudaLayers  # Triton is there only with CUDA
 

@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
+from weakref import WeakMethod
 
 import torch
 from torch import Tensor, nn
 
 from worker.engine.attention.paged import AttentionContext, LayerCall
 from worker.engine.decoder.layer import AttentionForm, DecoderLayer, Mlp, NewMemory
+from worker.engine.decoder.observation import ObservedLayer, is_chain, observe_layers
 from worker.engine.decoder.operators import Heads, Norm, Rotation, RowOperators
 from worker.engine.decoder.steps import DecoderSteps
 from worker.engine.lora.cpu.group import CpuGroup
@@ -26,14 +26,15 @@ from worker.engine.lora.fused_linears import FusedPart
 
 # Maximum difference from a module's own numbers, relative to the largest, that rounding explains.
 _TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-2}
-# Positions of the tokens that the model computes.
-_POSITIONS = (0, 1, 2, 5, 11)
 _EPSILONS = ("variance_epsilon", "eps", "epsilon")
 
 
 @torch.inference_mode()
-def use_kernels(model: Any, context: AttentionContext, dtype: torch.dtype) -> None:
-    """Let the kernels compute what they can of a model on the CPU whose linear layers are in place."""
+def use_kernels(model: Any, context: AttentionContext, dtype: torch.dtype, length: int) -> None:
+    """Let the kernels compute what they can of a model on the CPU whose linear layers are in place.
+
+    `length` is that of its context.
+    """
     if dtype not in _TOLERANCE:
         return
     for module in model.modules():
@@ -41,15 +42,27 @@ def use_kernels(model: Any, context: AttentionContext, dtype: torch.dtype) -> No
         vars(module).pop("forward", None)
     arena = NewMemory(RowOperators(dtype))
     norms = {module: norm for module in model.modules() if (norm := _norm_of(module, dtype)) is not None}
-    calls = _observed(model, context)
+    calls = observe_layers(model, context, length)
     layers = [_layer_of(call, norms, arena) for call in calls]
     found = [layer for layer in layers if layer is not None]
-    if found and len(found) == len(layers) and _is_chain(calls):
+    if found and len(found) == len(layers) and is_chain(calls):
         steps = DecoderSteps(found, context, dtype)
         for index, call in enumerate(calls):
-            call.module.forward = steps.forward(index, call.module.forward)
+            call.module.forward = steps.forward(index, _own_forward(call.module))
     for module, norm in norms.items():
-        module.forward = _norm_forward(norm, arena, module.forward)
+        module.forward = _norm_forward(norm, arena, _own_forward(module))
+
+
+def _own_forward(module: Any) -> Callable[..., Any]:
+    """Return a module's forward without a reference to the module, which would then never be freed by its last one."""
+    method = WeakMethod(module.forward)
+
+    def forward(*arguments: Any, **named: Any) -> Any:
+        own = method()
+        assert own is not None, "the module is calling"
+        return own(*arguments, **named)
+
+    return forward
 
 
 def _norm_forward(norm: Norm, arena: NewMemory, original: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
@@ -85,78 +98,7 @@ def _norm_of(module: Any, dtype: torch.dtype) -> Norm | None:
     return None
 
 
-@dataclass
-class _Observed:
-    """A call of a decoder layer: its first argument, named arguments and result, and the attention in it."""
-
-    module: Any
-    hidden: Tensor
-    named: dict[str, Any]
-    out: Any = None
-    attention: list[tuple[LayerCall, Tensor]] = field(default_factory=list)
-
-
-class _Observer:
-    """A step of random attention, which keeps what layers ask of it."""
-
-    def __init__(self) -> None:
-        self.calls: list[_Observed] = []
-        self._generator = torch.Generator().manual_seed(0)
-
-    def attend(self, call: LayerCall) -> Tensor:
-        """See StepAttention."""
-        heads, dim = call.query.shape[1], call.value.shape[-1]
-        attended = torch.randn(len(call.query), heads, dim, generator=self._generator).to(call.query.dtype)
-        if self.calls:
-            copied = replace(call, query=call.query.clone(), key=call.key.clone(), value=call.value.clone())
-            self.calls[-1].attention.append((copied, attended))
-        return attended
-
-
-def _observed(model: Any, context: AttentionContext) -> list[_Observed]:
-    """Return the calls of the decoder layers in a pass of a few tokens."""
-    observer = _Observer()
-    ids = torch.randint(model.config.vocab_size, (1, len(_POSITIONS)), generator=torch.Generator().manual_seed(0))
-    with context.during(observer), _watching(model, observer.calls):
-        model(
-            input_ids=ids,
-            position_ids=torch.tensor([_POSITIONS]),
-            use_cache=False,
-            logits_to_keep=torch.tensor([0]),
-        )
-    return observer.calls
-
-
-@contextmanager
-def _watching(model: Any, calls: list[_Observed]) -> Iterator[None]:
-    def before(module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
-        hidden = arguments[0] if arguments else named["hidden_states"]
-        calls.append(_Observed(module, hidden, named))
-
-    def after(module: nn.Module, arguments: Any, out: Any) -> None:
-        calls[-1].out = out
-
-    hooks = []
-    for module in model.modules():
-        if hasattr(module, "self_attn") and hasattr(module, "mlp"):
-            hooks.append(module.register_forward_pre_hook(before, with_kwargs=True))
-            hooks.append(module.register_forward_hook(after))
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
-def _is_chain(calls: list[_Observed]) -> bool:
-    """Tell whether each layer takes the layer before's result as it is, and all take the same rotation."""
-    embeddings = calls[0].named.get("position_embeddings")
-    return all(call.named.get("position_embeddings") is embeddings for call in calls) and all(
-        after.hidden is before.out for before, after in pairwise(calls)
-    )
-
-
-def _layer_of(call: _Observed, norms: dict[Any, Norm], arena: NewMemory) -> DecoderLayer | None:
+def _layer_of(call: ObservedLayer, norms: dict[Any, Norm], arena: NewMemory) -> DecoderLayer | None:
     """Return an observed layer's form; None where the kernels do not give its numbers."""
     module, embeddings = call.module, call.named.get("position_embeddings")
     names = ("input_layernorm", "post_attention_layernorm")

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
 from torch import nn
 
 from tests.worker.engine.model.tiny_families import CRAMPED, LAST_ARRIVAL, PROMPTS, make_config, make_model
+from worker.engine.build import adapter_layers
 from worker.engine.decoder import steps
 from worker.engine.decoder.program import Program
 from worker.engine.decoder.steps import _SharedMemory
 from worker.engine.device.cpu.threads import recorded_calls, run_on_all_threads, run_on_this_thread
 from worker.engine.linear.layer import PanelLinear, scratch_memory
 from worker.engine.lora.cpu.group import CpuGroup, CpuStep
+from worker.engine.model.loader import load_model
 from worker.engine_api import AdapterSource, NewSequence, Output, Stopping
+from worker.engine_api.config import EngineConfig
 
 pytestmark = pytest.mark.model
 
@@ -100,6 +105,30 @@ def test_layers_of_another_form_stay(model_type: str, tmp_path: Path, make_engin
     own = {type(module).__name__ for module in model.modules() if "forward" not in vars(module)}
     assert any(name.endswith(("DecoderLayer", "Block")) for name in own)
     assert not any("RMSNorm" in name for name in own)
+
+
+def test_layers_that_differ_at_late_positions_stay(tmp_path: Path, make_engine: Callable[..., Any]) -> None:
+    """Ministral 3 multiplies queries beyond the context that it was first trained with."""
+    config = make_config("ministral3")
+    config.rope_parameters |= {"original_max_position_embeddings": 32, "llama_4_scaling_beta": 0.1}
+    make_model(config, tmp_path)
+    model = make_engine(tmp_path, **CRAMPED)._runner._module
+    assert not any("forward" in vars(layer) for layer in model.model.layers)
+
+
+def test_a_model_is_freed_with_its_last_reference(tmp_path: Path) -> None:
+    """Without the garbage collector, which does not see how large weights are."""
+    make_model(make_config("qwen3"), tmp_path)
+    gc.collect()
+    gc.disable()
+    try:
+        loaded = load_model(str(tmp_path))
+        adapter_layers(loaded, EngineConfig(str(tmp_path)))
+        modules = [ref(module) for module in loaded.module.modules()]
+        del loaded
+        assert [type(module()).__name__ for module in modules if module() is not None] == []
+    finally:
+        gc.enable()
 
 
 def test_calls_are_recorded_by_the_thread_that_asks_for_it_alone() -> None:
