@@ -176,6 +176,8 @@ async def everything_in(redis: Redis) -> dict[str, bytes]:
             b"list": lambda name: redis.lrange(name, 0, -1),
             b"zset": lambda name: redis.zrange(name, 0, -1),
         }
+        if kind not in values:  # it has expired or ended since
+            continue
         parts = list(flat(await values[kind](key)))
         found[f"redis {key!r}"] = b"\n".join([key, *parts, await redis.dump(key) or b""])
     return found
