@@ -22,8 +22,8 @@ from telemetry.metrics import MetricsPortError
 def main(argv: Sequence[str], command: str = "python -m clients.gateway") -> int:
     """Run until a signal stops the gateway; returns 2 when it can't start."""
     try:
-        os.umask(0o077)  # what it writes is for its own user
         settings = read_settings(Settings, "gateway", argv, os.environ, command=command)
+        os.umask(0o077)  # what it writes is for its own user
         # The gateway's own credential would be that of every request without one.
         for variable in (KEY_VARIABLE, KEY_FILE_VARIABLE, CERT_VARIABLE, CERT_KEY_VARIABLE):
             os.environ.pop(variable, None)

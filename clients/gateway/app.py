@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import ssl
-from collections.abc import Mapping, Sequence
-from functools import partial
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 
 from starlette.routing import BaseRoute, Route, Router
 
@@ -79,10 +79,12 @@ def application(gateway: Gateway) -> Router:
     return Router(routes, default=other, redirect_slashes=False)
 
 
-async def run(settings: Settings) -> None:
-    """Serve until SIGTERM or SIGINT. Raises PortInUse, SettingsError or MetricsPortError before it serves."""
-    stop, metrics = stop_signal(), GatewayMetrics()
-    metrics_server = serve_metrics(metrics, settings.host, settings.metrics_port)
+@asynccontextmanager
+async def serving(settings: Settings, metrics: GatewayMetrics) -> AsyncIterator[tuple[str, asyncio.Task[None]]]:
+    """Serve while the context is open; yields the address, and a task that ends if the server does.
+
+    At the end running answers get their time. Raises PortInUse or SettingsError before it serves.
+    """
     cluster = Cluster(settings.router, settings.store, settings.ca)
     app = application(Gateway(cluster, metrics, settings.requests_limit))
     server = http_server(app, settings, OPENAI.error, metrics.connections, metrics.closed)
@@ -91,19 +93,28 @@ async def run(settings: Settings) -> None:
     except (OSError, ssl.SSLError) as error:
         raise SettingsError(f"--tls-cert {settings.tls_cert}: {error.strerror or error}") from error
     with listen(settings.host, settings.port) as bound:
-        serving = asyncio.create_task(server.serve([bound]))
-        serving.add_done_callback(lambda _: stop.set())
-        while not (server.started or serving.done()):  # noqa: ASYNC110 — uvicorn has no event for it
+        running = asyncio.create_task(server.serve([bound]))
+        while not (server.started or running.done()):  # noqa: ASYNC110 — uvicorn has no event for it
             await asyncio.sleep(0.005)
-        port = bound.getsockname()[1]
-        print(f"ready gateway={settings.host}:{port}{metrics.ready_word}", flush=True)
+        try:
+            yield f"{settings.host}:{bound.getsockname()[1]}", running
+        finally:
+            server.should_exit = True
+            await running
+            # Answers that were cut send their last events.
+            if rest := set(server.server_state.tasks):
+                await asyncio.wait(rest, timeout=_LAST_EVENTS_S)
+            await cluster.close()
+
+
+async def run(settings: Settings) -> None:
+    """Serve until SIGTERM or SIGINT. Raises PortInUse, SettingsError or MetricsPortError before it serves."""
+    stop, metrics = stop_signal(), GatewayMetrics()
+    metrics_server = serve_metrics(metrics, settings.host, settings.metrics_port)
+    async with serving(settings, metrics) as (address, running):
+        running.add_done_callback(lambda _: stop.set())
+        print(f"ready gateway={address}{metrics.ready_word}", flush=True)
         await stop.wait()
         log.info("stops; running answers get %g s", settings.drain_s)
-        server.should_exit = True
-        await serving
-        # Answers that were cut send their last events.
-        if rest := set(server.server_state.tasks):
-            await asyncio.wait(rest, timeout=_LAST_EVENTS_S)
-    await cluster.close()
     if metrics_server is not None:
-        await asyncio.get_running_loop().run_in_executor(None, partial(metrics_server.close))
+        await asyncio.to_thread(metrics_server.close)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from loraplex_client import errors as sdk
 
@@ -55,6 +55,15 @@ def invalid(field: str, why: str, code: str = "invalid_value") -> HttpError:
 def not_served(field: str, why: str = "is not served") -> HttpError:
     """Return the error of a parameter of the protocol that cannot be obeyed."""
     return HttpError(400, "unsupported_parameter", f"{field}: {why}", field)
+
+
+def renamed(error: HttpError, pattern: re.Pattern[str], replacement: str) -> HttpError:
+    """Return an error whose field has the name that the request's protocol gives it."""
+    field = pattern.sub(replacement, error.field)
+    message = error.message
+    if error.field and message.startswith(error.field):
+        message = field + message[len(error.field) :]
+    return replace(error, field=field, message=message)
 
 
 def http_error(error: sdk.LoraplexError) -> HttpError:

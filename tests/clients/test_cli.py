@@ -123,6 +123,8 @@ def test_a_failure_leaves_nothing_else_on_stderr() -> None:
         (["generate"], ["PROMPT", "loraplex generate --help"]),
         (["generate", "hi", "--temprature", "1"], ["--temprature"]),
         (["nothing"], ["nothing", "loraplex --help"]),
+        (["gateway", "--prot", "3"], ["--prot"]),
+        (["gateway", "--host", "0.0.0.0"], ["--insecure-tenants"]),
     ],
     ids=lambda value: " ".join(value[:2]) if isinstance(value, list) else None,
 )

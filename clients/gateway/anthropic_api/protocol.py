@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
 from loraplex_client import FinishReason, Usage
 
 from clients.gateway.endpoint import Protocol
-from clients.gateway.errors import HttpError
+from clients.gateway.errors import HttpError, renamed
 from clients.gateway.exchange import encode
 
 REASONS = {
@@ -17,6 +18,8 @@ REASONS = {
     FinishReason.STOP: "stop_sequence",
     FinishReason.TOOL_CALLS: "tool_use",
 }
+# A tool's schema, in the cluster's words.
+_SCHEMA = re.compile(r"^(tools\[\d+\])\.parameters")
 _TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -35,6 +38,7 @@ def event(kind: str, **fields: Any) -> bytes:
 
 def error_of(error: HttpError) -> Mapping[str, Any]:
     """Return an error's answer."""
+    error = renamed(error, _SCHEMA, r"\1.input_schema")
     kind = _TYPES.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
     return {"type": "error", "error": {"type": kind, "message": error.message}}
 

@@ -52,7 +52,8 @@ async def _completion(whole: Generation, texts: TokenTexts | None) -> dict[str, 
 
 
 def _message(choice: Choice) -> dict[str, Any]:
-    message: dict[str, Any] = {"role": "assistant", "content": choice.text or None, "refusal": None}
+    content = choice.text if choice.text or not choice.tool_calls else None
+    message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
     if choice.reasoning:
         message["reasoning_content"] = choice.reasoning
     if choice.tool_calls:
@@ -60,8 +61,6 @@ def _message(choice: Choice) -> dict[str, Any]:
             {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
             for call in choice.tool_calls
         ]
-    else:
-        message["content"] = choice.text
     return message
 
 

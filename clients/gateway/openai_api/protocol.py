@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 from loraplex_client import FinishReason, Usage
 
 from clients.gateway.endpoint import Protocol
-from clients.gateway.errors import HttpError
+from clients.gateway.errors import HttpError, renamed
 from clients.gateway.exchange import encode
 
 DONE = b"data: [DONE]\n\n"
@@ -20,6 +21,8 @@ REASONS = {
     FinishReason.TOOL_CALLS: "tool_calls",
 }
 _TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
+# Fields of a tool, which the cluster has without the object around them.
+_FUNCTION = re.compile(r"^(tools\[\d+\])\.(?=name|description|parameters)")
 # Codes for which OpenAI has a word of its own.
 _CODES = {"context_exceeded": "context_length_exceeded"}
 
@@ -31,6 +34,7 @@ def event(payload: Mapping[str, Any]) -> bytes:
 
 def error_of(error: HttpError) -> Mapping[str, Any]:
     """Return an error's answer."""
+    error = renamed(error, _FUNCTION, r"\1.function.")
     kind = _TYPES.get(error.status, "server_error" if error.status >= 500 else "invalid_request_error")
     code = _CODES.get(error.code, error.code)
     if error.status == 404 and error.field == "model":

@@ -108,6 +108,21 @@ async def test_a_client_that_leaves_cancels_the_handler() -> None:
     assert ended.is_set()
 
 
+async def test_a_body_that_does_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def answers(call: HttpCall) -> None:
+        pytest.fail("there is no body")
+
+    async def receive() -> Any:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr("clients.gateway.exchange.BODY_S", 0.01)
+    client = Client(answers)
+    client._receive = receive  # type: ignore[method-assign]
+    status, body = await client.ask()
+    assert (status, json.loads(body)["error"]["code"]) == (408, "body_too_slow")
+    assert (b"connection", b"close") in client.sent[0]["headers"]
+
+
 async def test_a_trace_goes_on() -> None:
     parent = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
     found: list[Any] = []

@@ -105,6 +105,11 @@ async def test_tools_and_conversations(client: Client, cluster: Cluster) -> None
         ({"model": "nobody"}, anthropic.NotFoundError, "adapter not found: nobody"),
         ({"extra_body": {"tempperature": 1}}, anthropic.BadRequestError, "tempperature: unknown parameter"),
         ({"extra_body": {"temperature": -1}}, anthropic.BadRequestError, "temperature: -1"),
+        (
+            {"tools": [{"name": "f", "input_schema": {"type": "object", "not": {}}}]},
+            anthropic.BadRequestError,
+            "tools[0].input_schema.not",
+        ),
         ({"thinking": {"type": "enabled", "budget_tokens": 2000}}, anthropic.BadRequestError, "thinking: "),
         (
             {"system": "x", "messages": [{"role": "wizard", "content": "x"}]},

@@ -6,13 +6,14 @@ import asyncio
 import contextlib
 import json
 import socket
-import sys
 from collections.abc import AsyncIterator
-from itertools import chain
 
 import pytest
 import pytest_asyncio
 
+from clients.gateway.app import serving
+from clients.gateway.metrics import GatewayMetrics
+from clients.gateway.settings import Settings
 from tests.e2e.conftest import Cluster
 from tests.e2e.gateway.conftest import Eventually
 
@@ -71,29 +72,16 @@ async def test_requests_that_are_none(cluster: Cluster, parts: tuple[bytes, ...]
     assert (found not in (413, 431) and code != "invalid_http") or headers["connection"] == "close"
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="package")
-async def limited(cluster: Cluster) -> AsyncIterator[tuple[str, asyncio.subprocess.Process]]:
-    """A gateway with small limits, and its process."""
-    flags = {"--router": cluster.local.router, "--port": "0", "--client-stall-s": "0.5", "--connections-limit": "3"}
-    flags["--drain-s"] = "1"
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "clients.gateway", *chain(*flags.items()), stdout=asyncio.subprocess.PIPE
-    )
-    assert process.stdout is not None
-    ready = (await process.stdout.readline()).decode().split()
-    try:
-        yield ready[1].removeprefix("gateway="), process
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
+@pytest_asyncio.fixture(loop_scope="package")
+async def limited(cluster: Cluster) -> AsyncIterator[str]:
+    """A gateway of this process with small limits."""
+    settings = Settings(cluster.local.router, port=0, client_stall_s=0.5, connections_limit=3, drain_s=1.0)
+    async with serving(settings, GatewayMetrics()) as (address, _):
+        yield address
 
 
-Limited = tuple[str, asyncio.subprocess.Process]
-
-
-async def test_a_client_that_never_reads_is_dropped(cluster: Cluster, limited: Limited, eventually: Eventually) -> None:
-    _, writer = await connect(limited[0])
+async def test_a_client_that_never_reads_is_dropped(cluster: Cluster, limited: str, eventually: Eventually) -> None:
+    _, writer = await connect(limited)
     try:
         writer.write(POST + b"Content-Length: %d\r\n\r\n" % len(LONG) + LONG)
         await eventually(lambda: rows(cluster, 16))
@@ -106,13 +94,12 @@ async def rows(cluster: Cluster, count: int) -> bool:
     return sum(worker.rows_running for worker in await cluster.workers()) == count
 
 
-async def test_connections_beyond_the_limit_are_closed(limited: Limited, eventually: Eventually) -> None:
-    address, _ = limited
-    held = [await connect(address) for _ in range(3)]
-    assert not await is_served(address)
+async def test_connections_beyond_the_limit_are_closed(limited: str, eventually: Eventually) -> None:
+    held = [await connect(limited) for _ in range(3)]
+    assert not await is_served(limited)
     for _, writer in held:
         writer.close()
-    await eventually(lambda: is_served(address))
+    await eventually(lambda: is_served(limited))
 
 
 async def is_served(address: str) -> bool:
@@ -121,18 +108,14 @@ async def is_served(address: str) -> bool:
     return False
 
 
-async def test_a_gateway_that_stops_tells_the_answers_that_it_cuts(
-    cluster: Cluster, limited: Limited, eventually: Eventually
-) -> None:
-    address, process = limited
-    reader, writer = await connect(address)
-    body = LONG.replace(b'"n":16', b'"n":1')
-    writer.write(POST + b"Content-Length: %d\r\n\r\n" % len(body) + body)
-    await reader.readuntil(b"data: ")
-    process.terminate()
-    async with asyncio.timeout(20):
-        rest = await reader.read(-1)
-        assert await process.wait() == 0
+async def test_a_gateway_that_stops_tells_the_answers_that_it_cuts(cluster: Cluster, eventually: Eventually) -> None:
+    settings = Settings(cluster.local.router, port=0, drain_s=1.0)
+    async with serving(settings, GatewayMetrics()) as (address, _):
+        reader, writer = await connect(address)
+        body = LONG.replace(b'"n":16', b'"n":1')
+        writer.write(POST + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+        await reader.readuntil(b"data: ")
+        reading = asyncio.create_task(reader.read(-1))
+    assert b'"code":"gateway_stopping"' in (await reading).split(b"data: ")[-1]
     writer.close()
-    assert b'"code":"gateway_stopping"' in rest.split(b"data: ")[-1]
     await eventually(cluster.idle)

@@ -148,7 +148,7 @@ async def test_embeddings_and_models(client: Client, cluster: Cluster) -> None:
         ({"messages": [{"role": "user", "content": [{"type": "text", "text": 3}]}]},
          openai.BadRequestError, "messages[0].content[0].text", "invalid_value"),
         ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"not": {}}}}]},
-         openai.BadRequestError, "tools[0].parameters.not", "invalid_format"),
+         openai.BadRequestError, "tools[0].function.parameters.not", "invalid_format"),
         ({"max_tokens": 40_000}, openai.BadRequestError, "max_tokens", "context_length_exceeded"),
         ({"extra_headers": {"x-request-timeout-ms": "1"}}, openai.InternalServerError, None, "deadline_exceeded"),
     ],
