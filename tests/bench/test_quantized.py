@@ -37,6 +37,6 @@ def test_every_row_and_ratio_is_there(one_thread: None, monkeypatch: pytest.Monk
     assert written["aims"].keys() == AIMS.keys()
     assert written["ratios"].keys() == {key for key in AIMS if "vllm" not in key}
     assert all(math.isfinite(value) and value > 0 for value in written["ratios"].values())
-    assert len(written["rows"]) == 14
+    assert len(written["rows"]) == 15
     for row in written["rows"]:
         assert 0 < row["low"] <= row["median"] <= row["high"] < math.inf

@@ -19,12 +19,12 @@ from worker.engine.device.cpu import compilation
 from worker.engine.device.cpu.llvm import KINDS, fetch_add, load_counter, yield_thread
 from worker.engine.linear import fixed_rows, fixed_tiles, formats, vectors
 from worker.engine.linear.fixed_rows import to_fixed
-from worker.engine.linear.fixed_tiles import fixed_1, fixed_2, fixed_3, fixed_4, fixed_5
-from worker.engine.linear.formats import FORMATS
+from worker.engine.linear.fixed_tiles import fixed_1, fixed_2, fixed_3, fixed_4
+from worker.engine.linear.formats import FORMATS, LAYER_INTEGERS
 from worker.engine.linear.vectors import PANEL, tile_rows, write_row
 
-# Maximum rows of a tile.
-TILE_ROWS = 5
+# Maximum rows of a tile: the sums of more do not fit AVX2's 16 registers, beside the codes of four columns.
+TILE_ROWS = 4
 # Counters that threads share, 64-bit integers at these byte offsets: tasks taken, threads that have begun, rows taken,
 # rows converted.
 COUNTERS = 4
@@ -32,11 +32,10 @@ _TASKS, _THREADS, _TAKEN, _CONVERTED = 0, 8, 16, 24
 # Number of times that a thread spins for the last row before it yields its core: some tens of microseconds.
 _SPINS = 20_000
 
-# See kernel.py; `q` and `factors` are memory for the rows in fixed point.
-INTEGERS = (
-    "x x_bytes rows columns segment weights panel_bytes panels outputs scales zeros scale_panel scale_step "
-    "bias y y_bytes y_size q q_bytes factors factor_bytes sums_of_x scratch scratch_bytes counters tasks"
-)
+# `memory` is the rows' q; behind it are the factors of all rows, and behind those of each row the sums of its q. A tile
+# fetches a part of the next panel, a 2 ** `spread`-th.
+CALL_INTEGERS = f"{formats.CALL_INTEGERS} memory spread"
+INTEGERS = f"{CALL_INTEGERS} {LAYER_INTEGERS} q_bytes factor_bytes sums_of_q scratch_bytes"
 
 
 @cache
@@ -47,37 +46,42 @@ def compile_fixed(format_name: str, kind: str, *, zeros: bool) -> Any:
     return compilation.compile_kernel(_multiply, parameters, fixed_tiles, fixed_rows, vectors, formats)
 
 
+def spread(rows: int) -> int:
+    """Return the kernel's parameter `spread`: the logarithm of the number of tiles, rounded down."""
+    return (-(-rows // TILE_ROWS)).bit_length() - 1
+
+
 def scratch_floats() -> int:
     """Return the float32 of a thread's scratch: a tile's sums."""
     return TILE_ROWS * PANEL
 
 
 @njit(error_model="numpy")
-def _tile(p, count, q, factors, weights, scales, zeros, sums):
+def _tile(p, count, q, factors, weights, scales, next_weights, sums):
     if count == 1:
-        fixed_1(p, q, factors, weights, scales, zeros, sums)
+        fixed_1(p, q, factors, weights, scales, next_weights, sums)
     elif count == 2:
-        fixed_2(p, q, factors, weights, scales, zeros, sums)
+        fixed_2(p, q, factors, weights, scales, next_weights, sums)
     elif count == 3:
-        fixed_3(p, q, factors, weights, scales, zeros, sums)
-    elif count == 4:
-        fixed_4(p, q, factors, weights, scales, zeros, sums)
+        fixed_3(p, q, factors, weights, scales, next_weights, sums)
     else:
-        fixed_5(p, q, factors, weights, scales, zeros, sums)
+        fixed_4(p, q, factors, weights, scales, next_weights, sums)
 
 
 @njit(error_model="numpy")
-def _panel(p, at, panel, sums):
+def _panel(p, at, panel, factors, sums):
     weights = at.weights + panel * at.panel_bytes
     scales = at.scales + panel * at.scale_panel
-    zeros = at.zeros + panel * at.scale_panel
     first = panel * PANEL
     width = min(PANEL, at.outputs - first)
+    # Memory gives the next panel evenly, while this one's tiles are computed: with the first tile alone it is too slow.
+    next_weights = weights + at.panel_bytes
     row = 0
     while row < at.rows:
         count = tile_rows(at.rows - row, TILE_ROWS)
-        factors = at.factors + row * at.factor_bytes
-        _tile(p, count, at.q + row * at.q_bytes, factors, weights, scales, zeros, sums)
+        of_rows = factors + row * at.factor_bytes
+        _tile(p, count, at.memory + row * at.q_bytes, of_rows, weights, scales, next_weights, sums)
+        next_weights += at.panel_bytes >> at.spread
         for index in range(count):
             y = at.y + (row + index) * at.y_bytes + first * at.y_size
             write_row(p, sums + index * PANEL * 4, at.bias + first * 4, y, width)
@@ -87,12 +91,13 @@ def _panel(p, at, panel, sums):
 def _multiply(p):
     at = carray(p, 1)[0]
     counters = at.counters
+    factors = at.memory + at.rows * at.q_bytes
     sums = at.scratch + fetch_add(counters + _THREADS) * at.scratch_bytes
     while True:
         row = fetch_add(counters + _TAKEN)
         if row >= at.rows:
             break
-        to_fixed(p, at.x + row * at.x_bytes, at.q + row * at.q_bytes, at.factors + row * at.factor_bytes)
+        to_fixed(p, at.x + row * at.x_bytes, at.memory + row * at.q_bytes, factors + row * at.factor_bytes)
         fetch_add(counters + _CONVERTED)
     # Other threads may still convert: a short wait, unless the system has taken a thread's core.
     spins = 0
@@ -105,4 +110,4 @@ def _multiply(p):
         if task >= at.tasks:
             return
         for panel in range(at.panels * task // at.tasks, at.panels * (task + 1) // at.tasks):
-            _panel(p, at, panel, sums)
+            _panel(p, at, panel, factors, sums)

@@ -33,6 +33,7 @@ from worker.engine.device.cpu.llvm import (
     store,
     vector_type,
 )
+from worker.engine.linear.panels import ZERO_STEP
 from worker.engine.linear.vectors import I16, V, each_segment, vector_of
 
 # Largest number of the fixed point.
@@ -45,7 +46,7 @@ _ROUNDING, _ROUNDING_BITS = 12582912.0, 0x4B400000
 
 @intrinsic
 def to_fixed(typingctx, parameters, x, q, factors):
-    """Convert a row of x, in the kernel's dtype: q, its factors, and behind them, at `sums_of_x`, the sums of q.
+    """Convert a row of x, in the kernel's dtype, to q, its factors, and behind them, at `sums_of_q`, the sums of q.
 
     Numbers that are not finite make the factor not a number, and with it all outputs of the row.
     """
@@ -53,13 +54,13 @@ def to_fixed(typingctx, parameters, x, q, factors):
 
     def generate(context, b, signature, arguments):
         p, x, q, factors = arguments
-        sums_of_x = load_field(b, parameters, p, "sums_of_x")
+        sums_of_q = load_field(b, parameters, p, "sums_of_q")
         with each_segment(b, parameters, p) as (first, stop, number):
             size, check = _measure(b, kind, x, first, stop)
             total = _convert(b, kind, x, q, first, stop, b.fdiv(ir.Constant(F32, _LARGEST), size))
             at = b.add(factors, b.mul(number, int64(4)))
             store(b, b.fadd(b.fdiv(size, ir.Constant(F32, _LARGEST)), check), at, 0, 4)
-            store(b, total, b.add(at, sums_of_x), 0, 4)
+            store(b, _as_pair(b, total), b.add(at, sums_of_q), 0, 4)
         return context.get_dummy_value()
 
     return types.void(parameters, x, q, factors), generate
@@ -83,7 +84,7 @@ def _measure(b: Any, kind: int, x: Any, first: Any, stop: Any) -> tuple[Any, Any
 
 
 def _convert(b: Any, kind: int, x: Any, q: Any, first: Any, stop: Any, inverse: Any) -> Any:
-    """Write q of a segment; return its sum as float32."""
+    """Write q of a segment; return its sum."""
     total = cgutils.alloca_once_value(b, vector_of(I32, 0, V))
     b.store(vector_of(I32, 0, V), total)
     factor = broadcast(b, inverse, V)
@@ -92,7 +93,14 @@ def _convert(b: Any, kind: int, x: Any, q: Any, first: Any, stop: Any, inverse: 
         whole = b.sub(bits, vector_of(I32, _ROUNDING_BITS, V))
         b.store(b.add(b.load(total), whole), total)
         store(b, b.trunc(whole, vector_type(I16, V)), b.add(q, b.mul(index, int64(2))), 0, 2)
-    return b.sitofp(_reduce(b, "add", b.load(total), I32), F32)
+    return _reduce(b, "add", b.load(total), I32)
+
+
+def _as_pair(b: Any, total: Any) -> Any:
+    """Return a sum of q as two int16 in a word: total = ZERO_STEP * the upper + the lower one."""
+    low = b.and_(total, ir.Constant(I32, ZERO_STEP - 1))
+    high = b.ashr(total, ir.Constant(I32, ZERO_STEP.bit_length() - 1))
+    return b.or_(low, b.shl(high, ir.Constant(I32, 16)))
 
 
 @contextmanager

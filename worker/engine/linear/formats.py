@@ -7,9 +7,16 @@ from functools import cache
 # Codes of the formats, for kernels compiled for one of them.
 FORMATS = {"float32": 1, "bfloat16": 2, "int8": 3, "int4": 4}
 # Consecutive columns of one output that are stored side by side, or, in float32, that one pass of the loop takes.
-UNIT_COLUMNS = {"float32": 2, "bfloat16": 2, "int8": 2, "int4": 4}
+UNIT_COLUMNS = {"float32": 2, "bfloat16": 2, "int8": 2, "int4": 8}
 # Bytes of a unit of one output.
-UNIT_BYTES = {"float32": 8, "bfloat16": 4, "int8": 2, "int4": 2}
+UNIT_BYTES = {"float32": 8, "bfloat16": 4, "int8": 2, "int4": 4}
+# Parameters of both kernels that differ from call to call, and, behind them, those of a layer; then come each kernel's
+# own. `scratch` is memory of the threads; `scale_panel` and `scale_step` are the bytes from one panel's scales to the
+# next, and from one segment's.
+CALL_INTEGERS = "x rows y counters tasks scratch"
+LAYER_INTEGERS = (
+    "columns segment weights panel_bytes panels outputs scales zeros scale_panel scale_step bias y_bytes y_size x_bytes"
+)
 # Vectors of a panel: with fewer, each activation that is loaded would serve too few products.
 PANEL_VECTORS = 2
 

@@ -22,7 +22,7 @@ from numba import carray, njit
 from worker.engine.device.cpu import compilation
 from worker.engine.device.cpu.llvm import KINDS, fetch_add
 from worker.engine.linear import formats, tiles, vectors
-from worker.engine.linear.formats import FORMATS
+from worker.engine.linear.formats import CALL_INTEGERS, FORMATS, LAYER_INTEGERS
 from worker.engine.linear.tiles import (
     multiply_1,
     multiply_2,
@@ -45,13 +45,9 @@ _PACKED_TILE_ROWS = 4
 COUNTERS = 2
 _TASKS, _THREADS = 0, 8
 
-# `scale_panel` and `scale_step` are the bytes from one panel's scales to the next, and from one segment's; `scratch`
-# has `scratch_bytes` for each thread. With up to `direct` rows codes are unpacked in registers, with more to scratch,
-# if `unpacks`.
-INTEGERS = (
-    "x x_bytes rows columns segment weights panel_bytes panels outputs scales zeros scale_panel scale_step bias y "
-    "y_bytes y_size direct unpacks scratch scratch_bytes counters tasks"
-)
+# With up to `direct` rows codes are unpacked in registers, with more to scratch, if `unpacks`; `scratch` has
+# `scratch_bytes` for each thread.
+INTEGERS = f"{CALL_INTEGERS} {LAYER_INTEGERS} direct unpacks scratch_bytes"
 
 
 @cache

@@ -20,6 +20,11 @@ from worker.engine.quantized.weight import SYMMETRIC_ZERO, AnyLinear, QuantizedW
 SEGMENT_COLUMNS = 128
 # Columns are padded to a multiple of this: whole units of every format, and whole vectors.
 COLUMNS_STEP = 16
+# The fixed-point kernel multiplies zero points, at most 128 in size, with sums of at most SEGMENT_COLUMNS int16: the
+# sums as two int16, of which the upper counts so much.
+ZERO_STEP = 128
+# Columns of a unit in the low and in the high nibbles of its four bytes: those of two int16, even columns in the first.
+_NIBBLES = [0, 4, 1, 5], [2, 6, 3, 7]
 # The float kernel sees codes shifted to the upper half of a word.
 _SHIFTED = 65536.0
 
@@ -81,11 +86,20 @@ def make_panels(linear: AnyLinear, *, fixed: bool = False) -> Panels:
         memory = _in_panels(weight.detach(), name, panels)
         return Panels(name, outputs, _padded(linear.in_features), memory, None, None, linear.in_features, bias)
     name = f"int{weight.bits}"
-    scales, zeros = weight.scales, weight.zeros
+    scales, zeros, group = weight.scales, weight.zeros, weight.group
     if zeros is None and weight.bits == 4:
         zeros = torch.full_like(scales, SYMMETRIC_ZERO)
+    if fixed and scales.shape[1] > 1:
+        # Each part of a long group is a segment with its scale.
+        group = _part_of(group)
+        parts = weight.group // group
+        scales = scales.repeat_interleave(parts, 1)
+        zeros = None if zeros is None else zeros.repeat_interleave(parts, 1)
     if not fixed:
         scales, zeros = scales / _SHIFTED, None if zeros is None else zeros * _SHIFTED
+    elif zeros is not None:
+        # The sums of a row begin with a product of these pairs and of its sum of q.
+        zeros = torch.stack((-zeros, -ZERO_STEP * zeros), -1).to(torch.int16).view(torch.int32).squeeze(-1)
     return Panels(
         name,
         outputs,
@@ -93,9 +107,14 @@ def make_panels(linear: AnyLinear, *, fixed: bool = False) -> Panels:
         _in_panels(weight.unpacked(), name, panels),
         _groups_in_panels(scales, panels),
         None if zeros is None else _groups_in_panels(zeros, panels),
-        weight.group,
+        group,
         bias,
     )
+
+
+def _part_of(group: int) -> int:
+    """Return the largest number of columns of which a group is a multiple, and which integer sums can take."""
+    return next(part for part in range(SEGMENT_COLUMNS, 0, -COLUMNS_STEP) if group % part == 0)
 
 
 def _padded(columns: int) -> int:
@@ -112,7 +131,7 @@ def _in_panels(numbers: Tensor, name: str, panels: int) -> Tensor:
         unit = 1
     of_panels = numbers.view(panels, panel_outputs(), columns // unit, unit).transpose(1, 2)
     if name == "int4":
-        of_panels = of_panels[..., :2] | of_panels[..., 2:] << 4
+        of_panels = of_panels[..., _NIBBLES[0]] | of_panels[..., _NIBBLES[1]] << 4
     return of_panels.contiguous()
 
 

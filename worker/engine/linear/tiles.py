@@ -28,6 +28,7 @@ from worker.engine.device.cpu.llvm import (
     store,
 )
 from worker.engine.linear.vectors import (
+    AHEAD,
     CONTRACT,
     FLOAT32,
     HALVES,
@@ -36,7 +37,7 @@ from worker.engine.linear.vectors import (
     V,
     column_of,
     each_segment,
-    fetch_ahead,
+    fetch,
     keep_order,
     load_half,
     unit_sizes,
@@ -65,7 +66,7 @@ def _multiplying(rows: int, *, unpacked: bool = False) -> Any:
                 with cgutils.for_range_slice(b, first, stop, int64(unit), I64) as (index, _):
                     address = b.add(weights, b.mul(b.udiv(index, int64(unit)), int64(unit_bytes)))
                     if not unpacked:
-                        fetch_ahead(b, address, unit_bytes)
+                        fetch(b, address, AHEAD, unit_bytes)
                     offset = b.mul(index, int64(4))
                     _add_unit(b, code, address, zero_points, [b.add(line, offset) for line in lines], parts)
                 scale = _load_panel(b, b.add(scales, of_segment)) if has_scales else None
@@ -114,7 +115,7 @@ def unpack(typingctx, parameters, weights, zeros, out):
             of_segment = b.mul(number, step)
             with cgutils.for_range_slice(b, first, stop, int64(unit), I64) as (index, _):
                 address = b.add(weights, b.mul(b.udiv(index, int64(unit)), int64(unit_bytes)))
-                fetch_ahead(b, address, unit_bytes)
+                fetch(b, address, AHEAD, unit_bytes)
                 line = b.add(out, b.mul(index, int64(4 * PANEL)))
                 for half in HALVES:
                     zero = load_floats(b, b.add(zeros, of_segment), V * half, V) if has_zeros else None

@@ -99,6 +99,15 @@ def test_fixed_point_takes_the_largest_and_the_smallest_numbers() -> None:
     assert ((y - expected).abs() <= 1e-4 * expected.abs().amax(1, keepdim=True)).all()
 
 
+@pytest.mark.parametrize(("bits", "group"), [(4, 512), (8, 1024), (8, 144)])
+def test_sums_of_long_groups_fit_integers(bits: int, group: int) -> None:
+    weight = torch.rand(16, 1296, generator=torch.Generator().manual_seed(3))
+    linear = QuantizedLinear(quantize(weight, bits, group, symmetric=bits == 8))
+    x = torch.tensor([[1.0], [-1.0]]).expand(2, 1296)
+    expected = _expected(linear, x)
+    assert ((FixedLinear(linear, torch.float32)(x) - expected).abs() <= 1e-4 * expected.abs().amax()).all()
+
+
 def test_threads_call_a_layer_at_the_same_time() -> None:
     layers = [
         FixedLinear(_linear(100, 290, "int8"), torch.float32),
