@@ -1,6 +1,6 @@
 """The schemes of quantized weights: their names on command lines, their sizes, and the digest of a quantized base.
 
-    int8              a scale for each output          int4, int4-64, int4-32   scale and zero for 128, 64 or 32 columns
+    int8              a scale for each output          int4, int4-64, int4-128  scale and zero for 32, 64 or 128 columns
     int8-zero-point   a scale and a zero for each      fp8                      8 bits of floating point, on CUDA
 
 The inner linear layers are quantized; with `+embeddings`, as in `int8+embeddings`, so are token embeddings and output
@@ -16,9 +16,11 @@ from artifacts.digests import sha256_json
 from artifacts.errors import ArtifactError
 
 FLAG_HELP = (
-    "int8, int8-zero-point, int4, int4-64, int4-32 or fp8 (CUDA); +embeddings: these too; empty: as the files are"
+    "int8, int8-zero-point, int4, int4-64, int4-128 or fp8 (CUDA); +embeddings: these too; empty: as the files are"
 )
 _EMBEDDINGS = "+embeddings"
+# Columns of a group of `int4`: with more the shipped model loses over 3% of perplexity, see docs/quantization.md.
+_INT4_GROUP = 32
 # Bytes of a scale, and of a zero point.
 _SCALE_BYTES = 4
 
@@ -40,7 +42,7 @@ class Quantization:
             name += "-zero-point"
         if self.bits == 4 and self.symmetric:
             name += "-symmetric"
-        if self.group != (128 if self.bits == 4 else 0):
+        if self.group != (_INT4_GROUP if self.bits == 4 else 0):
             name += f"-{self.group or 'channel'}"
         return name + (_EMBEDDINGS if self.embeddings else "")
 
@@ -67,18 +69,21 @@ class Quantization:
 _SCHEMES = {
     "int8": Quantization(8, symmetric=True),
     "int8-zero-point": Quantization(8, symmetric=False),
-    "int4": Quantization(4, symmetric=False, group=128),
+    "int4": Quantization(4, symmetric=False, group=_INT4_GROUP),
     "int4-64": Quantization(4, symmetric=False, group=64),
-    "int4-32": Quantization(4, symmetric=False, group=32),
+    "int4-128": Quantization(4, symmetric=False, group=128),
     "fp8": Quantization(8, symmetric=True, floating=True),
 }
+# Names that are read too, and never written.
+_OTHER_NAMES = {f"int4-{_INT4_GROUP}": "int4"}
 
 
 def parse_quantization(text: str, field: str = "--quantize") -> Quantization | None:
     """Parse a scheme's name; an empty one is None. Raises ArtifactError with the field."""
     if not text:
         return None
-    scheme = _SCHEMES.get(text.removesuffix(_EMBEDDINGS))
+    name = text.removesuffix(_EMBEDDINGS)
+    scheme = _SCHEMES.get(_OTHER_NAMES.get(name, name))
     if scheme is None:
         raise ArtifactError(field, f"{text!r} is not one of {', '.join(_SCHEMES)}, each also with {_EMBEDDINGS}")
     return replace(scheme, embeddings=text.endswith(_EMBEDDINGS))

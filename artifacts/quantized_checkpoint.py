@@ -124,9 +124,11 @@ def _compressed_tensors(fields: Mapping[str, Any]) -> StoredScheme:
     if not isinstance(copy, dict) or (copy and not is_digest(str(copy.get("original")))):
         raise _refused("loraplex", "does not name the original's digest")
     named = parse_quantization(str(copy.get("quantization", "")), f"{_FIELD}.loraplex.quantization")
-    if named is not None and replace(named, embeddings=False) != first:
+    # The groups are those of config_groups: older copies say int4 and have groups of 128.
+    if named is not None and replace(named, embeddings=False, group=first.group) != first:
         raise _refused("loraplex.quantization", f"{named} is not the scheme of config_groups")
-    return StoredScheme(Method.COMPRESSED_TENSORS, named or first, str(copy.get("original", "")))
+    scheme = replace(first, embeddings=named is not None and named.embeddings)
+    return StoredScheme(Method.COMPRESSED_TENSORS, scheme, str(copy.get("original", "")))
 
 
 def _weights_of(group: Mapping[str, Any]) -> Quantization:

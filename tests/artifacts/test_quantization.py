@@ -12,7 +12,7 @@ from artifacts.base_model import read_base_model
 from artifacts.errors import ArtifactError
 from artifacts.quantization import check_device, parse_quantization, quantized_digest
 
-NAMES = ("int8", "int8-zero-point", "int4", "int4-64", "int4-32", "fp8")
+NAMES = ("int8", "int8-zero-point", "int4", "int4-64", "int4-128", "fp8")
 
 
 @pytest.mark.parametrize("name", [*NAMES, *(f"{name}+embeddings" for name in NAMES)])
@@ -30,6 +30,10 @@ def test_other_names_are_refused(name: str) -> None:
     assert parse_quantization("") is None
 
 
+def test_groups_of_32_have_a_second_name() -> None:
+    assert parse_quantization("int4-32+embeddings") == parse_quantization("int4+embeddings")
+
+
 def test_fp8_needs_cuda() -> None:
     check_device(parse_quantization("fp8"), "cuda:1")
     check_device(parse_quantization("int4"), "cpu")
@@ -42,8 +46,8 @@ def test_fp8_needs_cuda() -> None:
     [
         ("int8", 6 * 300 + 6 * 4),
         ("int8-zero-point", 6 * 300 + 6 * 8),
-        ("int4", 6 * 150 + 6 * 3 * 8),
-        ("int4-32", 6 * 150 + 6 * 10 * 8),
+        ("int4", 6 * 150 + 6 * 10 * 8),
+        ("int4-128", 6 * 150 + 6 * 3 * 8),
         ("fp8", 6 * 300 + 6 * 4),
     ],
 )

@@ -30,7 +30,7 @@ SETTINGS = {"rows": ROWS, "kv_blocks": 60, "block_size": 4, "adapter_slots": 2, 
 
 
 SHAPE = {"num_hidden_layers": 2, "hidden_size": 32}
-QUANTIZED = "int4-32"
+QUANTIZED = "int4"
 
 
 def test_mixed_adapters_give_pefts_logits_and_tokens(tmp_path: Path) -> None:

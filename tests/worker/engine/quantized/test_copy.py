@@ -29,7 +29,7 @@ def quantized(loaded: LoadedModel) -> dict[str, QuantizedWeight]:
     return {name: weight for name, weight in layers if isinstance(weight, QuantizedWeight)}
 
 
-@pytest.mark.parametrize("scheme", ["int8", "int8-zero-point+embeddings", "int4-32", "int4+embeddings"])
+@pytest.mark.parametrize("scheme", ["int8", "int8-zero-point+embeddings", "int4", "int4-128+embeddings"])
 def test_a_copy_has_the_weights_of_the_original_that_is_quantized_while_it_loads(
     tiny_qwen2: Any, tmp_path: Path, scheme: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -47,6 +47,10 @@ def test_a_copy_has_the_weights_of_the_original_that_is_quantized_while_it_loads
     assert others.keys() == ours.module.state_dict().keys()
     assert all(torch.equal(values, others[name]) for name, values in ours.module.state_dict().items())
     assert (copied.linears, copied.ends, copied.parameters) == (ours.linears, ours.ends, ours.parameters)
+    # Older versions wrote groups of 128 as int4.
+    config = Path(out, "config.json")
+    config.write_text(config.read_text().replace('"int4-128', '"int4'))
+    assert read_base_model(out).quantization == scheme
     assert "MISSING" not in caplog.text
     assert sorted(path.name for path in tmp_path.iterdir()) == ["copy"]
     small = {path.name for path in tiny_qwen2.directory.iterdir() if not path.name.endswith(".safetensors")}
@@ -81,7 +85,7 @@ def test_a_copy_in_several_files_of_a_model_that_stores_its_weights_transposed_s
     monkeypatch.setattr(copy, "_SHARD_BYTES", 6000)
     model = make_model(make_config("gpt2"), tmp_path / "model")
     out = tmp_path / "copy"
-    write_copy(str(tmp_path / "model"), str(out), "int4-32+embeddings")
+    write_copy(str(tmp_path / "model"), str(out), "int4+embeddings")
     assert len(list(out.glob("*.safetensors"))) > 3
     tiny = with_adapter(model, "gpt2", tmp_path, save_adapter, lambda base: dequantize_into(base, out))
     outputs = run_until_idle(make_engine(out, **CRAMPED), {0: requests_of(tiny)})

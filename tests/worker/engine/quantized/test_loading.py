@@ -21,7 +21,7 @@ from worker.plan import PlanSettings, plan
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 SHIPPED = Path("examples/model")
-SCHEMES = ["int8", "int8-zero-point", "int4-32", "int4+embeddings"]
+SCHEMES = ["int8", "int8-zero-point", "int4", "int4-128+embeddings"]
 
 
 def quantized(loaded: LoadedModel) -> dict[str, QuantizedWeight]:

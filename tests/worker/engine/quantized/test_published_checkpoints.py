@@ -82,7 +82,7 @@ WHOLE = compressed_config("naive-quantized", bits=8, group=0, symmetric=True)
 WHOLE["config_groups"]["group_0"]["weights"]["strategy"] = "tensor"
 CASES: dict[str, tuple[dict[str, Any], Layer]] = {
     "int4": packed(4, 32, symmetric=False),
-    "int4-symmetric-32": packed(4, 32, symmetric=True),
+    "int4-symmetric": packed(4, 32, symmetric=True),
     "int8": packed(8, 0, symmetric=True),
     "int8-zero-point-32": packed(8, 32, symmetric=False),
     "int8-zero-point": (INT8, int8_layer),

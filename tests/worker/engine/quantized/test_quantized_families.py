@@ -29,8 +29,8 @@ pytestmark = [pytest.mark.model, pytest.mark.usefixtures("one_thread")]
 
 # Each family once, each scheme several times. Rows of 32 and 48 columns: groups of 32 end with a shorter one.
 CASES = {
-    "llama": "int4", "qwen2": "int8", "gemma2": "int8-zero-point", "gemma3_text": "int4-32+embeddings",
-    "gpt2": "int4-32", "gpt_neox": "int8-zero-point", "opt": "int4-64", "phi3": "int4", "mixtral": "int4-32",
+    "llama": "int4-128", "qwen2": "int8", "gemma2": "int8-zero-point", "gemma3_text": "int4+embeddings",
+    "gpt2": "int4", "gpt_neox": "int8-zero-point", "opt": "int4-64", "phi3": "int4", "mixtral": "int4",
     "deepseek_v3": "int8", "cohere": "int8+embeddings", "starcoder2": "int8-zero-point+embeddings", "gpt_oss": "",
 }  # fmt: skip
 # Those with a KV cache of int8 as well, or alone: windows, softcaps, sinks, values narrower than keys. A number that
@@ -91,7 +91,7 @@ KINDS: dict[str, dict[str, Any]] = {
     ("model_type", "scheme", "shape"),
     [
         ("llama", "int8", {}),
-        ("llama", "int4-32+embeddings", {}),
+        ("llama", "int4+embeddings", {}),
         ("qwen2", "int8-zero-point+embeddings", {"tie_word_embeddings": True}),
     ],
 )
