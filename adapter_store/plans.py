@@ -15,7 +15,7 @@ from pathlib import Path
 
 from adapter_store.database import Database
 from artifacts.names import SHARED
-from artifacts.plans import DEFAULT, UNLIMITED, Plan, Plans, PlansFile, plan_name
+from artifacts.plans import DEFAULT, FIELDS, UNLIMITED, Plan, Plans, PlansFile, plan_name
 from rpc.errors import Aborted, Mismatch, NotFound
 
 
@@ -129,5 +129,8 @@ class StoredPlans:
 
 
 def _to_plan(row: sqlite3.Row) -> NamedPlan:
-    plan = None if row["plan"] is None else Plan(**json.loads(row["plan"]))
-    return NamedPlan(row["name"], plan, row["change"])
+    if row["plan"] is None:
+        return NamedPlan(row["name"], None, row["change"])
+    # A store of a later version may have written fields that this one does not know.
+    values = {field: value for field, value in json.loads(row["plan"]).items() if field in FIELDS}
+    return NamedPlan(row["name"], Plan(**values), row["change"])

@@ -14,6 +14,7 @@ from loraplex.admin.v1 import plans_pb2 as pb
 from loraplex.admin.v1 import plans_pb2_grpc
 
 from adapter_store.app import Store
+from adapter_store.plans import StoredPlans
 from adapter_store.settings import StoreSettings
 from artifacts.base_model import BaseModel
 from artifacts.plans import Plan
@@ -65,6 +66,13 @@ async def test_a_plan_s_life(plans: Any, store: Store, store_settings: StoreSett
     await store.start()
     assert store._plans.of("acme") == Plan(weight=2.0)
     assert store._plans.get("tenants/acme").etag == later.etag
+
+
+async def test_fields_of_a_later_version_are_passed_over(plans: Any, store: Store) -> None:
+    await set_plan(plans, "tenants/acme", weight=2.0)
+    with store._database.transaction() as rows:
+        rows.execute("UPDATE plans SET plan = ?", ('{"weight": 3.0, "tokens_per_year": 1}',))
+    assert StoredPlans(store._database).of("acme") == Plan(weight=3.0)
 
 
 async def test_a_deleted_plan_is_gone_and_readers_learn_it(plans: Any) -> None:
