@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-import math
-import shlex
-import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from clients.cli.loadtest_tables import print_comparison, print_runs
+from clients.cli.loadtest_plan import build_plan, check_positive, read_arrivals, read_sweep
+from clients.cli.loadtest_result import finish
+from clients.cli.loadtest_tables import print_comparison
 from clients.cli.options import ROUTER, TENANT, RouterOption, TenantOption
-from clients.cli.terminal import CommandError, err, print_error, print_json
+from clients.cli.terminal import CommandError
 
 if TYPE_CHECKING:
-    from clients.loadtest.conditions import Condition
     from clients.loadtest.plan import Plan
     from clients.loadtest.runs import Done
 
@@ -87,17 +85,27 @@ def loadtest(  # noqa: PLR0913, PLR0917  # one parameter a flag
         tuple[Path, Path] | None,
         typer.Option(metavar="A.json B.json", help="Run nothing; compare two reports."),
     ] = None,
+    threshold: Annotated[
+        float | None,
+        typer.Option(metavar="PERCENT", min=0, help="With --compare: exit with 1 if something got worse by more."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
     """Load a cluster and write what its clients saw: DIR/report.html, report.json and requests.csv.
 
     [bold]loraplex loadtest --rate 20 --duration 30 --answer-tokens 128 --slo 'ttft<500ms'[/]
     """
+    from loraplex_client.endpoint import DEFAULT_TENANT
+
+    from clients.loadtest.conditions import parse_condition
+
     with _bad_input():
         if compare is not None:
-            print_comparison(*compare, as_json=as_json)
+            print_comparison(*compare, threshold, as_json=as_json)
             return
-        _check_positive(
+        if threshold is not None:
+            raise CommandError("--threshold: belongs to --compare; a test takes --fail-if")
+        check_positive(
             {
                 "--requests": requests,
                 "--duration": duration,
@@ -118,12 +126,10 @@ def loadtest(  # noqa: PLR0913, PLR0917  # one parameter a flag
             "seed": seed,
             "processes": processes,
         }
-        conditions = _conditions(fail_if or [])
-        from loraplex_client.endpoint import DEFAULT_TENANT
-
-        plan = _plan(file, flags, _arrivals(rate, concurrency), _numbers(sweep), tenant or DEFAULT_TENANT)
+        conditions = [parse_condition(text) for text in fail_if or []]
+        plan = build_plan(file, flags, read_arrivals(rate, concurrency), read_sweep(sweep), tenant or DEFAULT_TENANT)
     done = _run(plan, router)
-    _finish(plan, router, done, conditions, out, as_json=as_json)
+    finish(plan, router, done, conditions, out, as_json=as_json)
 
 
 @contextlib.contextmanager
@@ -135,58 +141,6 @@ def _bad_input() -> Iterator[None]:
         yield
     except PlanError as error:
         raise CommandError(str(error)) from error
-
-
-def _check_positive(flags: Mapping[str, float | None]) -> None:
-    for flag, value in flags.items():
-        if value is not None and not 0 < value < math.inf:
-            raise CommandError(f"{flag}: {value:g} must be a number greater than 0")
-
-
-def _arrivals(rate: float | None, concurrency: int | None) -> dict[str, Any] | None:
-    if rate is not None and concurrency is not None:
-        raise CommandError("--rate is an open loop and --concurrency a closed one: give one of them")
-    if rate is not None:
-        return {"kind": "poisson", "rate_per_s": rate}
-    return None if concurrency is None else {"kind": "closed", "concurrency": concurrency}
-
-
-def _numbers(text: str) -> list[float]:
-    try:
-        return [float(part) for part in text.split(",")] if text else []
-    except ValueError:
-        raise CommandError(f"--sweep: {text!r} is not a list of numbers such as 1,2,4,8") from None
-
-
-def _plan(
-    file: Path | None,
-    flags: Mapping[str, Any],
-    arrivals: dict[str, Any] | None,
-    sweep: Sequence[float],
-    tenant: str,
-) -> Plan:
-    """Return the file's plan, overridden by the flags."""
-    from clients.loadtest.plan_file import load_toml, read_plan
-
-    values = load_toml(file) if file is not None else {}
-    given = {key: value for key, value in flags.items() if value is not None}
-    if "requests" in given or "duration_s" in given:  # A flag replaces either, with its warm-up.
-        for key in ("requests", "duration_s", "warm_up_requests", "warm_up_s"):
-            values.pop(key, None)
-    values |= given
-    if arrivals is not None:
-        values["arrivals"] = arrivals
-        values.pop("sweep", None)
-    if "arrivals" not in values and not sweep:
-        raise CommandError("nothing to run: give a load-test file, --rate or --concurrency")
-    if sweep:
-        values.setdefault("arrivals", {"kind": "closed", "concurrency": 1})
-        closed = isinstance(values["arrivals"], dict) and values["arrivals"].get("kind") == "closed"
-        whole = [int(value) if value.is_integer() else value for value in sweep]
-        values["sweep"] = {"concurrency": whole} if closed else {"rate_per_s": list(sweep)}
-    if "requests" not in values and "duration_s" not in values and file is None:
-        values["duration_s"] = 10.0
-    return read_plan(values, str(file or "flags"), file.parent if file else Path(), tenant=tenant)
 
 
 def _run(plan: Plan, router: str) -> Done:
@@ -202,41 +156,3 @@ def _run(plan: Plan, router: str) -> Done:
             return run_all(plan, router, pool, screen.show)
     except GeneratorDiedError as error:
         raise CommandError(str(error), 1) from error
-
-
-def _finish(plan: Plan, router: str, done: Done, conditions: Sequence[Condition], out: Path, *, as_json: bool) -> None:
-    """Write and print the report. Exits with 1 if a condition holds or the test ended early."""
-    from clients.loadtest.report import PAGE_NAME, whole_report, write
-
-    command = shlex.join(["loraplex", *sys.argv[1:]])
-    report = whole_report(plan, router, command, done.runs)
-    write(out, report, done.samples, plan)
-    if as_json:
-        print_json(report)
-    else:
-        print_runs(done.runs)
-    for run in done.runs:
-        for line in run["warnings"]:
-            err().print(f"warning: {run['label']}: {line}", style="yellow", markup=False, soft_wrap=True)
-    err().print(f"report: {out / PAGE_NAME}", style="dim", markup=False, soft_wrap=True)
-    failed = [
-        f"{run['label']}: {condition.describe(run)}, which fails {condition.text}"
-        for run in done.runs
-        for condition in conditions
-        if condition.holds(run)
-    ]
-    for line in failed:
-        print_error(line)
-    last = done.runs[-1]
-    if last["ended_early"] == "interrupted":
-        raise typer.Exit(130)
-    if last["ended_early"]:
-        raise CommandError(f"{last['label']}: {last['ended_early']}; {last['accounting']['never_sent']} never sent", 1)
-    if failed:
-        raise typer.Exit(1)
-
-
-def _conditions(texts: Sequence[str]) -> list[Condition]:
-    from clients.loadtest.conditions import parse_condition
-
-    return [parse_condition(text) for text in texts]

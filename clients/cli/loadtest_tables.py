@@ -6,7 +6,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from clients.cli.terminal import print_json, print_rows
+import typer
+
+from clients.cli.terminal import print_error, print_json, print_rows, print_warning
 
 
 def print_runs(runs: Sequence[Mapping[str, Any]]) -> None:
@@ -35,16 +37,32 @@ def print_runs(runs: Sequence[Mapping[str, Any]]) -> None:
     )
 
 
-def print_comparison(first: Path, second: Path, *, as_json: bool) -> None:
-    """Print what changed between two reports. Raises PlanError if a file is not a report."""
-    from clients.loadtest.compare import compare
-    from clients.loadtest.report import read_report
+def print_comparison(first: Path, second: Path, threshold: float | None, *, as_json: bool) -> None:
+    """Print what changed between two reports, and on stderr which settings differ.
 
-    rows = compare(read_report(first), read_report(second))
+    Exits with 1 if something got worse by more than `threshold` percent. Raises PlanError if a file is not a report.
+    """
+    from clients.loadtest.compare import compare, too_much_worse
+    from clients.loadtest.report import read_report
+    from clients.loadtest.settings import differing
+
+    a, b = read_report(first), read_report(second)
+    rows = compare(a, b)
     if as_json:
         print_json(rows)
-        return
-    words = {True: "better", False: "worse", None: ""}
+    else:
+        _print_changes(rows)
+    for name, before, after in differing(a, b):
+        print_warning(f"the settings differ: {name}: A {before or 'none'}, B {after or 'none'}")
+    worse = [] if threshold is None else too_much_worse(rows, threshold / 100)
+    for row in worse:
+        values = " to ".join(_value(row["value"], row[side]) for side in ("a", "b"))
+        print_error(f"{row['run']}: {row['value']} got worse, from {values}: by more than {threshold:g}%")
+    if worse:
+        raise typer.Exit(1)
+
+
+def _print_changes(rows: Sequence[Mapping[str, Any]]) -> None:
     print_rows(
         ("run", "value", "A", "B", "change", ""),
         [
@@ -54,7 +72,7 @@ def print_comparison(first: Path, second: Path, *, as_json: bool) -> None:
                 _value(row["value"], row["a"]),
                 _value(row["value"], row["b"]),
                 "-" if row["change"] is None else f"{row['change'] * 100:+.1f}%",
-                words[row["better"]],
+                row["verdict"],
             )
             for row in rows
         ],
@@ -65,6 +83,8 @@ def _value(name: str, value: float | None) -> str:
     """Format a time with its unit, a share as a percentage, a rate as a number."""
     from clients.loadtest.page import milliseconds, percent
 
+    if name in {"requests", "errors"}:
+        return f"{value or 0:.0f}"
     if "." in name:
         return f"{milliseconds(value)} ms"
     return percent(value) if name.endswith("_share") else f"{value or 0.0:.2f}"

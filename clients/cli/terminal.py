@@ -90,6 +90,12 @@ def print_error(message: str) -> None:
     err().print(Text("error:", style="bold red"), Text(line), soft_wrap=True)
 
 
+def print_warning(message: str) -> None:
+    """Print a message as a single yellow line on stderr."""
+    line = " ".join(printable(message).split())
+    err().print(f"warning: {line}", style="yellow", markup=False, soft_wrap=True)
+
+
 def print_json(value: Any) -> None:
     """Print a JSON value, indented at a terminal."""
     text = json.dumps(value, indent=2 if sys.stdout.isatty() else None, ensure_ascii=False)

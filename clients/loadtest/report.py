@@ -22,6 +22,7 @@ from clients.loadtest.page import render_page
 from clients.loadtest.plan import Plan, Tenant
 from clients.loadtest.plots import report_plots
 from clients.loadtest.samples import COLUMNS, Samples, merge
+from clients.loadtest.settings import settings_of
 from clients.loadtest.statistics import loop_kind, measured, summarise
 from clients.loadtest.workload import Workload
 
@@ -74,6 +75,7 @@ def whole_report(plan: Plan, router: str, command: str, runs: Sequence[Mapping[s
         "command": command,
         "router": router,
         "seed": plan.seed,
+        "settings": settings_of(plan, router),
         "machine": {
             "system": f"{platform.system()} {platform.machine()}",
             "cores": os.cpu_count(),

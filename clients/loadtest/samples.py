@@ -6,8 +6,8 @@ A request takes 20 numbers, and one for each gap between its messages: a million
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -20,7 +20,13 @@ OK = "OK"
 LEFT = "CANCELLED_BY_CLIENT"
 STOPPED = "STOPPED"
 
+# Maximum number of characters of an error's message that are kept.
+_MESSAGE_CHARACTERS = 500
+
 NAN = float("nan")
+
+# The first error of each status: the time at which its request ended, and its message.
+FirstErrors = dict[str, tuple[float, str]]
 
 
 @dataclass(slots=True)
@@ -52,10 +58,12 @@ class Outcome:
     # Texts that were answered by a vector.
     texts: int = 0
     gaps_s: array[float] = field(default_factory=lambda: array("d"))
+    # Message of the error that ended it.
+    message: str = ""
 
 
 # Columns of an Outcome's numbers; `status` is an index into the samples' list of statuses.
-COLUMNS = tuple(name for name in Outcome.__slots__ if name != "gaps_s")
+COLUMNS = tuple(name for name in Outcome.__slots__ if name not in ("gaps_s", "message"))
 _AT = {name: number for number, name in enumerate(COLUMNS)}
 
 
@@ -66,17 +74,21 @@ class Recorder:
         self._rows = array("d")
         self._gaps = array("d")
         self._statuses: dict[str, int] = {}
+        self._first_errors: FirstErrors = {}
 
     def add(self, outcome: Outcome) -> None:
         """Add an outcome."""
         status = self._statuses.setdefault(outcome.status, len(self._statuses))
         self._rows.extend(status if name == "status" else getattr(outcome, name) for name in COLUMNS)
         self._gaps.extend(outcome.gaps_s)
+        if outcome.message:
+            _keep_first(self._first_errors, outcome.status, (outcome.end_s, outcome.message[:_MESSAGE_CHARACTERS]))
 
     def samples(self) -> Samples:
         """Return the samples of all outcomes."""
         rows = np.array(self._rows, dtype=np.float64).reshape(-1, len(COLUMNS))
-        return Samples(rows, np.array(self._gaps, dtype=np.float64), tuple(self._statuses))
+        gaps = np.array(self._gaps, dtype=np.float64)
+        return Samples(rows, gaps, tuple(self._statuses), dict(self._first_errors))
 
 
 @dataclass(frozen=True)
@@ -86,6 +98,7 @@ class Samples:
     rows: npt.NDArray[np.float64]
     gaps: Column
     statuses: tuple[str, ...]
+    first_errors: Mapping[str, tuple[float, str]] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -106,7 +119,7 @@ class Samples:
 
     def where(self, mask: Mask) -> Samples:
         """Return the requests that a mask selects."""
-        return Samples(self.rows[mask], self.gaps[np.repeat(mask, self.gap_counts())], self.statuses)
+        return replace(self, rows=self.rows[mask], gaps=self.gaps[np.repeat(mask, self.gap_counts())])
 
     def take(self, order: npt.NDArray[np.int64]) -> Samples:
         """Return the requests at these indices, in this order."""
@@ -114,7 +127,7 @@ class Samples:
         begins, taken = np.cumsum(counts) - counts, counts[order]
         # Index of each gap: the start of its request's gaps, plus its distance from the first of them.
         within = np.arange(taken.sum()) - np.repeat(np.cumsum(taken) - taken, taken)
-        return Samples(self.rows[order], self.gaps[np.repeat(begins[order], taken) + within], self.statuses)
+        return replace(self, rows=self.rows[order], gaps=self.gaps[np.repeat(begins[order], taken) + within])
 
 
 def merge(parts: Iterable[Samples]) -> Samples:
@@ -124,8 +137,17 @@ def merge(parts: Iterable[Samples]) -> Samples:
     rows = [_renumbered(part, statuses) for part in parts]
     empty = np.empty((0, len(COLUMNS)))
     gaps = [part.gaps for part in parts]
-    whole = Samples(np.concatenate([empty, *rows]), np.concatenate([np.empty(0), *gaps]), statuses)
+    errors: FirstErrors = {}
+    for part in parts:
+        for status, first in part.first_errors.items():
+            _keep_first(errors, status, first)
+    whole = Samples(np.concatenate([empty, *rows]), np.concatenate([np.empty(0), *gaps]), statuses, errors)
     return whole.take(np.argsort(whole.column("index"), kind="stable"))
+
+
+def _keep_first(errors: FirstErrors, status: str, error: tuple[float, str]) -> None:
+    """Keep an error if it is the first of its status."""
+    errors[status] = min(errors.get(status, error), error)
 
 
 def _renumbered(part: Samples, statuses: Sequence[str]) -> npt.NDArray[np.float64]:

@@ -79,7 +79,7 @@ class Sender:
         try:
             await call(outcome)
         except lx.LoraplexError as error:
-            outcome.status = status_of(error)
+            outcome.status, outcome.message = status_of(error), error.message
             return error
         except asyncio.CancelledError:
             outcome.status = STOPPED

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from clients.loadtest.arrivals import Closed
+from clients.loadtest.confidence import Interval, percentile_interval, rate_interval, share_interval
 from clients.loadtest.plan import Plan
 from clients.loadtest.samples import LEFT, OK, Column, Mask, Samples
 from clients.loadtest.timeline import streams, timeline
@@ -139,11 +140,41 @@ def figures(plan: Plan, run: Measured) -> dict[str, Any]:
     }
 
 
+def intervals(plan: Plan, run: Measured) -> dict[str, Interval]:
+    """Compute the confidence intervals of the values that `compare` judges."""
+    samples, times = run.samples, run.times()
+    ok, left, cold = samples.with_status(OK), samples.with_status(LEFT), samples.column("adapter_s") > COLD_S
+    ended: dict[str, Column | Mask] = {
+        "requests_per_s": ok,
+        "tokens_per_s": samples.column("tokens"),
+        "texts_per_s": samples.column("texts"),
+        "goodput_per_s": run.good(plan),
+    }
+    return {
+        **{
+            f"{metric}.{name}": percentile_interval(times[metric], _THOUSANDTHS[name] / 1000)
+            for metric in ("ttft", "itl", "tpot", "latency")
+            for name in ("p50", "p90", "p99")
+        },
+        **{
+            name: rate_interval(samples.column("end_s"), weights, run.begin_s, run.end_s)
+            for name, weights in ended.items()
+        },
+        "error_share": share_interval(~(ok | left)),
+        "cold_share": share_interval(cold[ok & (samples.column("adapter") >= 0)]),
+    }
+
+
 def statuses(samples: Samples) -> dict[str, int]:
     """Count the requests by status, the most frequent first."""
     numbers, counts = np.unique(samples.column("status").astype(np.int64), return_counts=True)
     found = {samples.statuses[number]: int(count) for number, count in zip(numbers, counts, strict=True)}
     return dict(sorted(found.items(), key=lambda item: -item[1]))
+
+
+def messages(samples: Samples) -> dict[str, str]:
+    """Return the message of the first error of each status."""
+    return {status: samples.first_errors[status][1] for status in statuses(samples) if status in samples.first_errors}
 
 
 def by_tenant(plan: Plan, run: Measured) -> list[dict[str, Any]]:
@@ -207,7 +238,9 @@ def summarise(plan: Plan, samples: Samples, adapters: list[tuple[str, str]]) -> 
         "loop": loop_kind(plan),
         "figures": figures(plan, run),
         "statuses": statuses(run.samples),
+        "messages": messages(run.samples),
         "times": {name: spread(values) for name, values in times.items()},
+        "intervals": intervals(plan, run),
         "histograms": {name: histogram(times[name]) for name in ("ttft", "itl", "tpot", "latency")},
         "timeline": timeline(run.samples, run.begin_s, run.end_s) if len(run.samples) else {},
         "tenants": by_tenant(plan, run),

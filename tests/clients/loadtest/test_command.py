@@ -47,6 +47,8 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *ar
         (["{dir}/order.toml"], "order.csv:3: at_s 1 comes after 2: a trace must be in the order of its times"),
         (["--compare", "{dir}/gone.json", "{dir}/gone.json"], "gone.json: no such file"),
         (["--compare", "{dir}/order.csv", "{dir}/order.csv"], "order.csv: not JSON"),
+        (["--rate", "1", "--threshold", "5"], "--threshold: belongs to --compare"),
+        (["--compare", "{dir}/a", "{dir}/a", "--threshold", "nan"], "--threshold"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
@@ -115,6 +117,9 @@ def test_refusals_are_counted_by_status_and_reason_and_nothing_is_sent_twice(
     assert "ttft.p99 was never measured, which fails ttft.p99>1s" in err
     (result,) = json.loads((tmp_path / "out" / "report.json").read_text())["runs"]
     assert result["statuses"] == {"RESOURCE_EXHAUSTED: QUEUE_FULL": 3}
+    assert result["messages"] == {"RESOURCE_EXHAUSTED: QUEUE_FULL": "the queue is full"}
+    assert "closed loop, 1 at once: RESOURCE_EXHAUSTED: QUEUE_FULL (3): the queue is full\n" in err
+    assert "error: closed loop, 1 at once: none of 3 requests succeeded\n" in err
     assert sum(hasattr(request, "spec") for request in server.service.requests) == 3
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import re
 from array import array
@@ -14,9 +13,9 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
+from clients.cli.loadtest_result import failures
 from clients.loadtest.arrivals import Closed, Extent
 from clients.loadtest.charts import MAX_TICKS, Axis, Stream, timetable
-from clients.loadtest.compare import compare
 from clients.loadtest.cost import warnings
 from clients.loadtest.decoding import PlanError
 from clients.loadtest.drawing import javascript
@@ -49,7 +48,7 @@ def point(plan: Plan, label: str, slower: float = 1.0) -> tuple[dict[str, Any], 
             Outcome(
                 index, index % 2, index % 2 if index % 2 == 0 else -1, begin, begin, "OK" if index % 10 else NASTY,
                 begin + 0.02, begin + 0.02 + 2 * gap, begin + 0.03 + 2 * gap, 3, 3, gap, adapter_s=0.0, queue_s=0.0,
-                gaps_s=array("d", [gap, gap]),
+                gaps_s=array("d", [gap, gap]), message="" if index % 10 else f"{NASTY} {index}",
             )
         )  # fmt: skip
     share = Share(recorder.samples(), 0.5, 4.0, array("d", [0.001] * 9), 0, float("nan"))
@@ -133,6 +132,20 @@ def test_without_a_script_the_page_has_every_figure(report: dict[str, Any], page
         assert f"<b>{run['figures']['requests_per_s']:.2f}</b>" in text
 
 
+def test_the_first_message_of_each_status_is_shown(report: dict[str, Any], page: str) -> None:
+    assert [run["messages"] for run in report["runs"]] == [{NASTY: f"{NASTY} 0"}] * 2
+    assert page.count('<p class="warn">&lt;script&gt;') == 2
+
+
+def test_a_run_without_a_success_fails_the_test(report: dict[str, Any]) -> None:
+    run = report["runs"][1]
+    assert list(failures(run, [])) == []
+    none = run | {"figures": run["figures"] | {"ok": 0, "errors": 40}}
+    assert list(failures(none, [])) == ["closed loop, 4 at once: none of 40 requests succeeded"]
+    left = run | {"figures": run["figures"] | {"ok": 0, "cancelled": 40}}
+    assert list(failures(left, [])) == [], "the test itself ended them"
+
+
 def test_long_streams_are_plotted_in_part() -> None:
     streams = [Stream(str(number), 0.0, 9000.0, [float(at) for at in range(2000)], number, "") for number in range(9)]
     (spans, messages) = (layer["data"]["values"] for layer in timetable(Axis("ms"), streams)["layer"])
@@ -159,28 +172,6 @@ def test_the_files_are_whole(report: dict[str, Any], tmp_path: Path) -> None:
     assert "sweep-latency-against-throughput.svg" in {path.name for path in plots}
     for path in plots:
         assert ElementTree.parse(path).getroot().tag == f"{{{SVG}}}svg"
-
-
-def test_compare(report: dict[str, Any]) -> None:
-    other = copy.deepcopy(report)
-    other["runs"][0]["times"]["ttft"]["p50"] *= 2
-    other["runs"][0]["figures"]["tokens_per_s"] *= 1.5
-    other["runs"][1]["times"]["itl"]["p99"] = None
-    rows = {(row["run"], row["value"]): row for row in compare(report, other)}
-    assert len(rows) == 2 * (4 * 3 + 5)
-    first = "closed loop, 2 at once"
-    assert rows[first, "ttft.p50"]["change"] == pytest.approx(1.0)
-    assert rows[first, "ttft.p50"]["better"] is False
-    assert rows[first, "tokens_per_s"]["change"] == pytest.approx(0.5)
-    assert rows[first, "tokens_per_s"]["better"] is True
-    assert rows[first, "itl.p50"]["better"] is None
-    assert rows["closed loop, 4 at once", "itl.p99"]["change"] is None
-    other["runs"] = other["runs"][:1]
-    other["runs"][0]["label"] = "something else"
-    with pytest.raises(PlanError, match="no run in common"):
-        compare(report, other)
-    alone = report | {"runs": report["runs"][:1]}
-    assert compare(alone, other)[0]["run"] == "closed loop, 2 at once / something else"
 
 
 @pytest.mark.parametrize(("content", "says"), [("{", "not JSON"), ("[]", "not a load test's"), (None, "no such file")])

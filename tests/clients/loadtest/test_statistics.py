@@ -149,6 +149,19 @@ def test_samples_of_several_processes_merge_without_loss() -> None:
     assert len(merge([])) == 0
 
 
+def test_the_first_message_of_each_status_survives_merging() -> None:
+    refused = dataclasses.replace(failed(1, 1.0), message="refused at 1", status="X" * 3)
+    parts = [
+        samples(failed(0, 0.0), dataclasses.replace(failed(4, 4.0), message="gone at 4")),
+        samples(dataclasses.replace(failed(2, 2.0), message="gone at 2"), refused, answered(3, 3.0)),
+        samples(dataclasses.replace(failed(5, 5.0), message="y" * 9999)),
+    ]
+    assert summarise(PLAN, merge(parts), [])["messages"] == {"UNAVAILABLE": "gone at 2", "XXX": "refused at 1"}
+    assert len(summarise(PLAN, parts[2], [])["messages"]["UNAVAILABLE"]) == 500
+    warm = dataclasses.replace(PLAN, extent=Extent(4, warm_up_requests=2))
+    assert set(summarise(warm, merge(parts), [])["messages"]) == {"UNAVAILABLE"}, "of measured requests"
+
+
 def test_message_times_are_the_first_and_then_the_gaps() -> None:
     run = samples(answered(0, 0.0), failed(1, 0.5), answered(2, 1.0))
     assert sorted(message_times(run)) == pytest.approx([0.1, 0.3, 0.6, 1.1, 1.3, 1.6])
