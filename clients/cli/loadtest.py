@@ -17,10 +17,17 @@ from clients.cli.options import ROUTER, TENANT, RouterOption, TenantOption
 from clients.cli.terminal import CommandError
 
 if TYPE_CHECKING:
+    from clients.loadtest.fleet import Target
     from clients.loadtest.plan import Plan
     from clients.loadtest.runs import Done
 
 Repeated = list[str] | None
+
+
+class Api(StrEnum):
+    """A protocol of HTTP servers."""
+
+    OPENAI = "openai"
 
 
 class Task(StrEnum):
@@ -79,6 +86,10 @@ def loadtest(  # noqa: PLR0913, PLR0917  # one parameter a flag
         int | None, typer.Option(metavar="N", help="Number of generator processes that share each run.")
     ] = None,
     router: RouterOption = ROUTER,
+    url: Annotated[
+        str, typer.Option(metavar="URL", help="Send to this HTTP server instead of a router: http://HOST:PORT.")
+    ] = "",
+    api: Annotated[Api | None, typer.Option(help="Protocol of the server at --url; openai by default.")] = None,
     tenant: TenantOption = TENANT,
     out: Annotated[Path, typer.Option(metavar="DIR", help="Directory of the report.")] = Path("loadtest"),
     compare: Annotated[
@@ -105,6 +116,8 @@ def loadtest(  # noqa: PLR0913, PLR0917  # one parameter a flag
             return
         if threshold is not None:
             raise CommandError("--threshold: belongs to --compare; a test takes --fail-if")
+        if api is not None and not url:
+            raise CommandError("--api: belongs to --url, the address of an HTTP server")
         check_positive(
             {
                 "--requests": requests,
@@ -128,8 +141,8 @@ def loadtest(  # noqa: PLR0913, PLR0917  # one parameter a flag
         }
         conditions = [parse_condition(text) for text in fail_if or []]
         plan = build_plan(file, flags, read_arrivals(rate, concurrency), read_sweep(sweep), tenant or DEFAULT_TENANT)
-    done = _run(plan, router)
-    finish(plan, router, done, conditions, out, as_json=as_json)
+        done = _run(plan, router, url)
+    finish(plan, url or router, done, conditions, out, as_json=as_json)
 
 
 @contextlib.contextmanager
@@ -143,16 +156,22 @@ def _bad_input() -> Iterator[None]:
         raise CommandError(str(error)) from error
 
 
-def _run(plan: Plan, router: str) -> Done:
+def _run(plan: Plan, router: str, url: str) -> Done:
+    """Run the test against the HTTP server at `url`, or else against the router. Raises PlanError."""
     from clients.cli.failures import explained
     from clients.cli.loadtest_screen import Screen
     from clients.loadtest.fleet import GeneratorDiedError
+    from clients.loadtest.http_target import check_url, find_target
     from clients.loadtest.runs import prompt_pool, run_all
 
-    with explained("router", router):
-        pool = prompt_pool(plan, router)
+    target: Target
+    if url:
+        target, pool = find_target(plan, check_url(url))
+    else:
+        with explained("router", router):
+            target, pool = router, prompt_pool(plan, router)
     try:
         with Screen() as screen:
-            return run_all(plan, router, pool, screen.show)
+            return run_all(plan, target, pool, screen.show)
     except GeneratorDiedError as error:
         raise CommandError(str(error), 1) from error

@@ -7,17 +7,18 @@ from functools import partial
 
 import loraplex_client as lx
 
+from clients.loadtest.grpc_sender import GrpcSender
 from clients.loadtest.plan import Plan
 from clients.loadtest.samples import Outcome
-from clients.loadtest.sender import Call, Sender
+from clients.loadtest.sender import Call
 from clients.loadtest.workload import Request, Workload
 
 
-class EncodeSender(Sender):
+class EncodeSender(GrpcSender):
     """Sends a workload's calls. The answer is one message, which comes with the last text's vector."""
 
     def __init__(self, router: str, workload: Workload, pool: Sequence[int], plan: Plan) -> None:
-        super().__init__(router, workload, pool, model=plan.model, timeout_s=plan.timeout_s)
+        super().__init__(router, workload, pool, plan)
         self._task = plan.task
         self._texts = plan.texts
 

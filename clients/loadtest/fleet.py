@@ -18,12 +18,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
-from typing import Any, Self
-
-from loraplex_client import LoraplexError
+from typing import Any, Self, TypeAlias
 
 from clients.loadtest.encode_sender import EncodeSender
 from clients.loadtest.generator import Generator, Progress, Share
+from clients.loadtest.grpc_sender import GrpcSender
+from clients.loadtest.http_target import HttpTarget
 from clients.loadtest.plan import Plan
 from clients.loadtest.sender import Sender
 from clients.loadtest.workload import Workload
@@ -47,39 +47,47 @@ class Run:
     interrupted: bool
 
 
+# A router's address, or an HTTP server.
+Target: TypeAlias = str | HttpTarget
+
+
 @dataclass(frozen=True)
 class _Part:
     """A process's part of a run: `part` is its number and the number of processes."""
 
     plan: Plan
-    router: str
+    target: Target
     pool: Sequence[int]
     part: tuple[int, int]
 
     def parts(self) -> tuple[Generator, Sender]:
         workload = Workload(self.plan)
-        sender: Sender
-        if self.plan.task == "generate":
-            sender = Sender(self.router, workload, self.pool, model=self.plan.model, timeout_s=self.plan.timeout_s)
-        else:
-            sender = EncodeSender(self.router, workload, self.pool, self.plan)
+        sender = self._sender(workload)
         return Generator(self.plan, workload, sender, *self.part), sender
+
+    def _sender(self, workload: Workload) -> Sender:
+        if isinstance(self.target, HttpTarget):
+            from clients.loadtest.http_sender import HttpSender  # Only this needs httpx.
+
+            return HttpSender(self.target, workload, self.pool, self.plan)
+        kind = GrpcSender if self.plan.task == "generate" else EncodeSender
+        return kind(self.target, workload, self.pool, self.plan)
 
 
 class Fleet:
-    """`processes` generators that send to `router`. Prompts are made of the ids in `pool`."""
+    """`processes` generators that send to `target`. Prompts are made of the ids in `pool`."""
 
-    def __init__(self, router: str, pool: Sequence[int], processes: int) -> None:
-        self._arguments = (router, tuple(pool), processes)
+    def __init__(self, target: Target, pool: Sequence[int], processes: int) -> None:
+        self._arguments = (target, tuple(pool), processes)
         self._processes: list[BaseProcess] = []
         self._pipes: list[Connection] = []
 
     def __enter__(self) -> Self:
         context = multiprocessing.get_context("spawn")
-        router, pool, count = self._arguments
+        target, pool, count = self._arguments
         for number in range(count):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs, router, pool, number, count), daemon=True)
+            process = context.Process(target=_serve, args=(theirs, target, pool, number, count), daemon=True)
             process.start()
             theirs.close()
             self._processes.append(process)
@@ -149,7 +157,7 @@ class Fleet:
         return f"generator process {process.pid} ended with code {process.exitcode}; too much to keep in memory?"
 
 
-def _serve(pipe: Connection, router: str, pool: Sequence[int], number: int, count: int) -> None:
+def _serve(pipe: Connection, target: Target, pool: Sequence[int], number: int, count: int) -> None:
     """Run plans from the pipe until it is closed, as a generator process. The parent handles Ctrl-C."""
     import uvloop
 
@@ -157,17 +165,17 @@ def _serve(pipe: Connection, router: str, pool: Sequence[int], number: int, coun
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     logging.getLogger("grpc").setLevel(logging.CRITICAL)
     with contextlib.suppress(OSError):  # The parent has ended.
-        uvloop.run(_serve_runs(pipe, router, pool, (number, count)))
+        uvloop.run(_serve_runs(pipe, target, pool, (number, count)))
 
 
-async def _serve_runs(pipe: Connection, router: str, pool: Sequence[int], part: tuple[int, int]) -> None:
+async def _serve_runs(pipe: Connection, target: Target, pool: Sequence[int], part: tuple[int, int]) -> None:
     inbox: asyncio.Queue[Any] = asyncio.Queue()
     loop = asyncio.get_running_loop()
     # A thread, because add_reader would make the pipe non-blocking for sending too.
     threading.Thread(target=_read, args=(pipe, loop, inbox), daemon=True).start()
     while (message := await inbox.get()) is not None:
         if isinstance(message, Plan):  # Anything else is a stop that arrived after the run.
-            await _run(pipe, inbox, _Part(message, router, pool, part))
+            await _run(pipe, inbox, _Part(message, target, pool, part))
 
 
 def _read(pipe: Connection, loop: asyncio.AbstractEventLoop, inbox: asyncio.Queue[Any]) -> None:
@@ -186,8 +194,7 @@ async def _run(pipe: Connection, inbox: asyncio.Queue[Any], make: _Part) -> None
     generator, sender = make.parts()
     helpers: list[asyncio.Task[None]] = []
     try:
-        with contextlib.suppress(LoraplexError):  # The router is unreachable: the requests record it.
-            await sender.connect()
+        await sender.connect()
         pipe.send("ready")
         start_s = await inbox.get()
         if start_s is None:

@@ -13,12 +13,10 @@ from collections.abc import Coroutine, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import loraplex_client as lx
-
 from clients.loadtest.arrivals import Closed, Open, arrival_times
 from clients.loadtest.plan import Plan
 from clients.loadtest.samples import STOPPED, Outcome, Recorder, Samples
-from clients.loadtest.sender import Call, Sender
+from clients.loadtest.sender import Call, Failure, Sender
 from clients.loadtest.workload import Request, Workload
 
 # Timeout in seconds of a run in which every request fails to connect.
@@ -164,7 +162,7 @@ class Generator:
             request = self._workload.request(index)
             call = self._sender.prepare(request)
             error = await self._one(call, self._begin(request, self._sender.now_s()))
-            if isinstance(error, lx.UnavailableError | lx.ResourceExhaustedError):
+            if error is not None and error.refused:
                 await asyncio.sleep(random.uniform(1.0, 1.25) * (error.retry_after_s or _PAUSE_S))
 
     def _spawn(self, work: Coroutine[Any, Any, Any]) -> None:
@@ -180,7 +178,7 @@ class Generator:
         self._running[request.index] = outcome
         return outcome
 
-    async def _one(self, call: Call, outcome: Outcome) -> lx.LoraplexError | None:
+    async def _one(self, call: Call, outcome: Outcome) -> Failure | None:
         outcome.sent_s = self._sender.now_s()
         try:
             error = await self._sender.send(call, outcome)
@@ -198,9 +196,9 @@ class Generator:
             self._recent_ttft_s.append(outcome.first_s - outcome.intended_s)
             self._recent_gap_s.extend(outcome.gaps_s)
 
-    def _watch(self, outcome: Outcome, error: lx.LoraplexError | None) -> None:
+    def _watch(self, outcome: Outcome, error: Failure | None) -> None:
         """Stop the run when nothing has answered, not even with a refusal, for the timeout."""
-        if not isinstance(error, lx.UnavailableError) or error.reason or outcome.messages:
+        if error is None or not error.unreachable or outcome.messages:
             self._unreachable_since_s = float("nan")
         elif math.isnan(self._unreachable_since_s):
             self._unreachable_since_s = outcome.end_s

@@ -9,7 +9,7 @@ from typing import Any
 
 from loraplex_client import Client
 
-from clients.loadtest.fleet import Fleet
+from clients.loadtest.fleet import Fleet, Target
 from clients.loadtest.generator import Progress
 from clients.loadtest.plan import Plan
 from clients.loadtest.report import run_report
@@ -41,7 +41,7 @@ def prompt_pool(plan: Plan, router: str) -> tuple[int, ...]:
 
 def run_all(
     plan: Plan,
-    router: str,
+    target: Target,
     pool: Sequence[int],
     on_progress: Callable[[str, Sequence[Progress]], None],
 ) -> Done:
@@ -51,7 +51,7 @@ def run_all(
     """
     runs: list[dict[str, Any]] = []
     samples: list[tuple[str, Samples]] = []
-    with Fleet(router, pool, plan.processes) as fleet:
+    with Fleet(target, pool, plan.processes) as fleet:
         for label, point in plan.points():
             run = fleet.run(point, partial(on_progress, label))
             report, seen = run_report(label, point, run)

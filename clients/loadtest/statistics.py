@@ -70,6 +70,8 @@ class Measured:
         several = whole & (samples.column("tokens") > 1)
         intended, sent = samples.column("intended_s"), samples.column("sent_s")
         first, last, end = (samples.column(name) for name in ("first_s", "last_s", "end_s"))
+        # HTTP servers do not tell these.
+        queue, adapter = samples.column("queue_s"), samples.column("adapter_s")
         return {
             "ttft": (first - intended)[begun],
             "itl": samples.gaps,
@@ -77,8 +79,8 @@ class Measured:
             "latency": (end - intended)[whole],
             "ttft_from_send": (first - sent)[begun],
             "latency_from_send": (end - sent)[whole],
-            "queue": samples.column("queue_s")[whole],
-            "adapter": samples.column("adapter_s")[whole & (samples.column("adapter") >= 0)],
+            "queue": queue[whole & ~np.isnan(queue)],
+            "adapter": adapter[whole & (samples.column("adapter") >= 0) & ~np.isnan(adapter)],
         }
 
     def good(self, plan: Plan) -> Mask:
