@@ -24,8 +24,9 @@ from broker.keys import Keys
 from broker.messages import Capacity, Job
 from broker.pins import PinnedAdapters
 from broker.quarantine import Quarantine, QuarantinedError
+from broker.queue_entry import Entry
 from broker.scripts import SCRIPTS, Scripts
-from broker.terms import Claimed, Entry, Placement, QueueLimits, QueueState, UsageReport
+from broker.terms import Claimed, Placement, QueueLimits, QueueState, UsageReport
 
 if TYPE_CHECKING:
     from broker.seals import Seals

@@ -16,8 +16,9 @@ from loraplex.queue.v1 import queue_pb2
 from broker.codec import decode_job
 from broker.keys import Keys
 from broker.messages import Job
+from broker.queue_entry import Entry, charged_prompt, queued_rows
 from broker.seals import SealError, SealKind, Seals
-from broker.terms import PLACE_BYTES, Entry, charged_prompt, queued_rows
+from broker.terms import PLACE_BYTES
 
 log = logging.getLogger(__name__)
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from broker.terms import JOB_KEY_HELP, QueueLimits
+from broker.job_keys import JOB_KEY_HELP
+from broker.terms import QueueLimits
 from router.generation.resume_keys import KEY_CHARACTERS
 from router.quotas.usage_sender import check_url
 from rpc.identity.access import AccessSettings

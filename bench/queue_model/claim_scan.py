@@ -13,7 +13,7 @@ from bench.queue_model.suspects import SuspectsModel
 from bench.queue_model.waiting_jobs import Place, WaitingJob, WaitingJobs
 from broker import terms
 from broker.messages import Capacity
-from broker.terms import Entry
+from broker.queue_entry import Entry
 
 
 class ChargeClaim(Protocol):

@@ -20,7 +20,8 @@ from bench.queue_model.waiting_jobs import WaitingJob, WaitingJobs, use_of
 from broker import terms
 from broker.claim_memory import ClaimPlan
 from broker.messages import Capacity, Job
-from broker.terms import Entry, Placement, QueueLimits, QueueState, UsageReport
+from broker.queue_entry import Entry
+from broker.terms import Placement, QueueLimits, QueueState, UsageReport
 
 # A claim that looks at all jobs that it may.
 CLAIM_ALL = ClaimPlan(seen=0, news_only=False, scans=terms.SCANS_PER_CLAIM)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from broker import terms
-from broker.terms import Entry
+from broker.queue_entry import Entry
 
 
 @dataclass(slots=True)

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 from bench.queue_model.tenant_counters import TenantCounters
 from broker import terms
-from broker.terms import Entry, QueueLimits
+from broker.queue_entry import Entry
+from broker.terms import QueueLimits
 
 # Negated priority, deadline, arrival.
 Place = tuple[int, float, int]

@@ -17,12 +17,10 @@ import os
 import secrets
 import shutil
 import signal
-import socket
 import sys
 import tempfile
 import time
 from collections.abc import Coroutine
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
@@ -30,6 +28,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from deploy.local import valkey
+from deploy.local.cluster_settings import ClusterSettings
 from deploy.local.process import READY, LaunchError, Process
 from rpc.server import channel_options
 
@@ -44,36 +43,6 @@ _STOP_ORDER = (("gateway", 15.0), ("router", 15.0), ("worker", 10.0), ("store", 
 _EXIT_S = 2.0
 _REPLACED_A_MINUTE = 5
 _MODULES = {"router": "router", "worker": "worker", "store": "adapter_store", "gateway": "clients.gateway"}
-
-
-@dataclass(frozen=True)
-class ClusterSettings:
-    """Settings of a local cluster. Port 0 lets the system choose; only the first router gets `port`."""
-
-    # A transformers directory, or `hash:?...`.
-    model: str
-    model_name: str = ""
-    workers: int = 1
-    routers: int = 1
-    host: str = "127.0.0.1"
-    port: int = 50051
-    store_port: int = 50052
-    # The gateway's port; None for no gateway.
-    http_port: int | None = None
-    device: str = "cpu"
-    dtype: str = "auto"
-    # The scheme of the weights, such as int8; empty: as the files are.
-    quantize: str = ""
-    # The KV cache's dtype, int8; empty: that in which the model computes.
-    kv_cache_dtype: str = ""
-    # URL of a Redis; empty for an embedded Valkey.
-    redis_url: str = ""
-    # Directory of logs, adapters and caches; None for a temporary one.
-    data_dir: Path | None = None
-    # Flags of every worker, of every router and of the store, after the launcher's own.
-    worker_flags: tuple[str, ...] = ()
-    router_flags: tuple[str, ...] = ()
-    store_flags: tuple[str, ...] = ()
 
 
 class LocalCluster:
@@ -161,7 +130,7 @@ class LocalCluster:
 
     async def _start(self) -> None:
         settings = self.settings
-        self._check_ports()
+        settings.check_ports()
         if settings.redis_url:
             await valkey.check_answers(settings.redis_url)
         for part in ("logs", "store", "cache"):
@@ -190,26 +159,6 @@ class LocalCluster:
             flags = ["--router", ",".join(self.routers), "--store", self.store]
             await self._spawn_service("gateway", [*self._listen(settings.http_port), *flags])
             self.http = (await self.processes["gateway"].wait_ready())["gateway"]
-
-    def _check_ports(self) -> None:
-        """Check that the requested ports are free, before anything is started. Raises LaunchError."""
-        asked = {"--port": self.settings.port, "--store-port": self.settings.store_port}
-        if self.settings.http_port is not None:
-            asked["--http"] = self.settings.http_port
-        for flag, port in asked.items():
-            with socket.socket(socket.AF_INET6 if ":" in self.settings.host else socket.AF_INET) as probe:
-                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                try:
-                    probe.bind((self.settings.host, port))
-                except (OSError, OverflowError) as error:
-                    why = (getattr(error, "strerror", None) or "not a port").lower()
-                    raise LaunchError(
-                        f"cannot listen on {self.settings.host}:{port}: {why}; "
-                        f"choose another port with {flag}, or 0 for any free one"
-                    ) from error
-            first = next(other for other in asked if asked[other] == port)
-            if port and first != flag:
-                raise LaunchError(f"{first} and {flag} are both {port}: choose two ports")
 
     def _listen(self, port: int) -> list[str]:
         return ["--host", self.settings.host, "--port", str(port)]

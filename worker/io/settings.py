@@ -9,7 +9,7 @@ from artifacts.kv_shape import FLAG_HELP as KV_CACHE_HELP
 from artifacts.kv_shape import check_kv_cache_dtype
 from artifacts.quantization import FLAG_HELP as QUANTIZE_HELP
 from artifacts.quantization import check_device, parse_quantization
-from broker.terms import JOB_KEY_HELP
+from broker.job_keys import JOB_KEY_HELP
 from rpc.identity.principal import Role
 from rpc.identity.tls import KEY_HELP, TlsFiles, tls_of
 from rpc.settings import REDIS_URL_HELP, REDIS_URL_VARIABLE, setting

@@ -1,0 +1,73 @@
+"""The fields of a waiting job that the scripts read, beside its body."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from broker.codec import encode_adapter_request, encode_job
+from broker.messages import AdapterRequest, Job
+from broker.terms import ALL_ROWS, PRIORITY_LIMIT, Placement
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """The fields of a waiting job, in the order of broker/lua/enqueue.lua's arguments."""
+
+    tenant: str
+    attempt: int
+    # 1 for an answer that had begun at another router, else 0.
+    resumed: int
+    weight: float
+    priority: int
+    # Maximum tokens of prompt and answer together.
+    tokens: int
+    # Tokens to compute before the first new one: the prompt, and what earlier attempts emitted.
+    prefill: int
+    # Prompt tokens, which are charged; with the received ones of a resumed answer, which are computed again.
+    prompt: int
+    rank: int
+    rows: int
+    strikes: int
+    base: str
+    adapter: str
+    load: float
+    prefer: str
+    # The relay address of the router that owns the job.
+    router: str
+    # The encoded AdapterRequest; empty without an adapter.
+    wanted: bytes
+    body: bytes
+
+    @classmethod
+    def from_job(cls, job: Job, placement: Placement) -> Entry:
+        """Return a job's entry."""
+        return cls(
+            tenant=job.tenant,
+            attempt=job.attempt,
+            resumed=int(job.resumed),
+            weight=placement.weight,
+            priority=max(-PRIORITY_LIMIT, min(job.priority, PRIORITY_LIMIT)),
+            tokens=job.tokens,
+            prefill=job.prefill_tokens,
+            prompt=charged_prompt(job),
+            rank=job.rank,
+            rows=queued_rows(job),
+            strikes=job.strikes,
+            base=job.base_digest,
+            adapter=job.adapter.digest if job.adapter else "",
+            load=placement.load_tokens,
+            prefer="\n".join(placement.prefer),
+            router=job.reply_to,
+            wanted=encode_adapter_request(AdapterRequest(job.adapter, job.tenant)) if job.adapter else b"",
+            body=encode_job(replace(job, weight=placement.weight)),
+        )
+
+
+def charged_prompt(job: Job) -> int:
+    """Return the prompt tokens that a claim of a job charges."""
+    return job.prefill_tokens if job.resumed and job.attempt == 1 else len(job.prompt_ids)
+
+
+def queued_rows(job: Job) -> int:
+    """Return the rows that a waiting job asks for."""
+    return ALL_ROWS if job.suspect else job.rows
