@@ -61,12 +61,20 @@ class PlanSettings:
 
 @dataclass(frozen=True)
 class Plan:
-    """All sizes in bytes. `sequences_fit` counts sequences of the whole context beside weights and adapter slots."""
+    """All sizes in bytes. `sequences_fit` counts sequences of the whole context beside weights and adapter slots.
+
+    `adapters_fit` counts adapter slots beside weights and the batch. `needed_bytes` has all of these, and `spare_bytes`
+    for activations and everything else on the device.
+    """
 
     model: str
     architecture: str
     parameters: int
     dtype: str
+    # Tokens of a sequence: what was asked for, and at most the model's own context.
+    context: int
+    batch: int
+    adapters: int
     # The scheme of the weights; empty: they are in `dtype`.
     quantization: str
     # The KV cache's dtype; empty: it is in `dtype`.
@@ -77,11 +85,13 @@ class Plan:
     kv_bytes: int
     adapter_bytes: int
     adapter_slots_bytes: int
+    spare_bytes: int
     needed_bytes: int
     memory_bytes: int
     sequences_fit: int
     adapters_fit: int
-    # Rules of thumb for buying: weights in 16 bits, or quantized, x 1.25, better x 1.5; twice that of host memory.
+    # Rules of thumb for buying: weights in 16 bits, or quantized, x 1.25, better x 1.5; twice that of host memory. None
+    # is less than what is needed.
     device_at_least_bytes: int
     device_recommended_bytes: int
     host_recommended_bytes: int
@@ -105,13 +115,20 @@ def plan(settings: PlanSettings) -> Plan:
     memory = _parse_bytes(settings.memory) if settings.memory else available_host_bytes()
     usual = weights if base.quantization else 2 * parameters
     slots = settings.adapters * adapter
-    per_sequence = per_token * settings.context
+    context = min(settings.context, base.context_length)
+    per_sequence = per_token * context
     usable = int((memory - weights) * USABLE)
+    beside = slots + per_sequence * settings.batch
+    spare = math.ceil(beside / USABLE) - beside
+    needed = weights + beside + spare
     return Plan(
         model=base.name,
         architecture=base.architecture,
         parameters=parameters,
         dtype=dtype,
+        context=context,
+        batch=settings.batch,
+        adapters=settings.adapters,
         quantization=base.quantization,
         kv_cache_dtype=base.kv_cache_dtype,
         weight_bytes=weights,
@@ -120,14 +137,22 @@ def plan(settings: PlanSettings) -> Plan:
         kv_bytes=per_sequence * settings.batch,
         adapter_bytes=adapter,
         adapter_slots_bytes=slots,
-        needed_bytes=weights + math.ceil((slots + per_sequence * settings.batch) / USABLE),
+        spare_bytes=spare,
+        needed_bytes=needed,
         memory_bytes=memory,
-        sequences_fit=max(0, (usable - slots) // per_sequence) if per_sequence else settings.batch,
-        adapters_fit=max(0, (usable - per_sequence * settings.batch) // adapter) if adapter else 0,
-        device_at_least_bytes=math.ceil(usual * 1.25),
-        device_recommended_bytes=math.ceil(usual * 1.5),
-        host_recommended_bytes=math.ceil(usual * 3),
+        sequences_fit=_fit(usable - slots, per_sequence, settings.batch),
+        adapters_fit=_fit(usable - per_sequence * settings.batch, adapter, settings.adapters),
+        device_at_least_bytes=max(math.ceil(usual * 1.25), needed),
+        device_recommended_bytes=max(math.ceil(usual * 1.5), math.ceil(needed * 1.2)),
+        host_recommended_bytes=max(math.ceil(usual * 3), needed),
     )
+
+
+def _fit(room: int, size: int, wanted: int) -> int:
+    """Return how many things of a size fit; of things that take nothing, as many as wanted."""
+    if room < 0:
+        return 0
+    return room // size if size else wanted
 
 
 def as_json(result: Plan) -> str:
@@ -140,22 +165,27 @@ def as_lines(result: Plan) -> str:
     verdict = "fits" if result.needed_bytes <= result.memory_bytes else "does not fit"
     missing = result.needed_bytes - result.memory_bytes
     rows = {
-        "model": f"{result.model} ({result.architecture}), {result.parameters / 1e9:.3g} B parameters, {result.dtype}",
+        "model": f"{result.model} ({result.architecture}), {_parameters(result.parameters)} parameters, {result.dtype}",
         "weights": _shown(result.weight_bytes) + (f" in {result.quantization}" if result.quantization else ""),
         "KV per token": _shown(result.kv_bytes_per_token)
         + (f" in {result.kv_cache_dtype}" if result.kv_cache_dtype else ""),
-        "KV per sequence": _shown(result.kv_bytes_per_sequence),
-        "KV of the batch": _shown(result.kv_bytes),
+        "KV per sequence": f"{_shown(result.kv_bytes_per_sequence)} for {result.context:,} tokens",
+        "KV of the batch": f"{_shown(result.kv_bytes)} for {result.batch} sequences",
         "adapter": _shown(result.adapter_bytes),
-        "adapter slots": _shown(result.adapter_slots_bytes),
-        "needed": _shown(result.needed_bytes),
+        "adapter slots": f"{_shown(result.adapter_slots_bytes)} for {result.adapters} adapters",
+        "spare": f"{_shown(result.spare_bytes)} for activations and everything else",
+        "needed": f"{_shown(result.needed_bytes)}: weights, batch, slots and spare",
         "memory": f"{_shown(result.memory_bytes)}: {verdict}" + (f", {_shown(missing)} missing" if missing > 0 else ""),
-        "sequences that fit": str(result.sequences_fit),
-        "adapters that fit": str(result.adapters_fit),
+        "sequences that fit": f"{result.sequences_fit}, beside {result.adapters} adapters",
+        "adapters that fit": f"{result.adapters_fit}, beside {result.batch} sequences",
         "rule of thumb": f"a device of {_shown(result.device_at_least_bytes)}, better "
         f"{_shown(result.device_recommended_bytes)}; {_shown(result.host_recommended_bytes)} of host memory",
     }
     return "\n".join(f"{name:20}{value}" for name, value in rows.items())
+
+
+def _parameters(count: int) -> str:
+    return f"{count / 1e9:.3g} billion" if count >= 1e9 else f"{count / 1e6:.3g} million"
 
 
 def _features(base: BaseModel) -> int:

@@ -21,6 +21,9 @@ from loraplex_client import (
 from clients.cli.terminal import CommandError
 
 _FLAGS = {"router": "--router or LORAPLEX_ADDRESS", "store": "--store or LORAPLEX_STORE_ADDRESS"}
+_OTHER = {"router": "store or a gateway", "store": "router or a gateway"}
+# Parts of gRPC's own messages: of a server without the service, and of a client that meets an HTTP server.
+_NO_SUCH_METHOD, _HTTP_SERVER = "Method not found", "http1.x server"
 _BAD_INPUT = (
     InvalidRequestError,
     NotFoundError,
@@ -43,9 +46,21 @@ def explained(service: str, address: str) -> Iterator[None]:
 
 def explain(error: LoraplexError, service: str, address: str) -> CommandError:
     """Return the CommandError for a failed call to `service` at `address`."""
+    if _is_of_another_kind(error):
+        return CommandError(
+            f"{address} is not a {service}'s address: a server of another kind answers there, such as a "
+            f"{_OTHER[service]}; give the {service}'s address with {_FLAGS[service]}"
+        )
     if isinstance(error, UnavailableError) and not error.reason:
         return _no_answer(error, service, address)
     return CommandError(error.message + _next(error), 2 if isinstance(error, _BAD_INPUT) else 1)
+
+
+def _is_of_another_kind(error: LoraplexError) -> bool:
+    """Tell whether the server at the address has not the service that was called."""
+    if isinstance(error, NotImplementedByServerError):
+        return _NO_SUCH_METHOD in error.message
+    return isinstance(error, UnavailableError) and _HTTP_SERVER in error.message
 
 
 def _no_answer(error: UnavailableError, service: str, address: str) -> CommandError:

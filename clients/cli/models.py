@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -57,7 +58,7 @@ def list_(tenant: TenantOption = TENANT, store: StoreOption = STORE, as_json: Js
                 model.architecture,
                 model.context_length,
                 model.vocab_size,
-                len(model.modules),
+                layer_count(model),
                 model.quantization or "as given",
                 model.kv_cache_dtype or "as computed",
                 model.digest[:19],
@@ -115,6 +116,12 @@ def registered(model: artifacts.base_model.BaseModel) -> BaseModel:
     )
 
 
+def layer_count(model: BaseModel) -> int:
+    """Count the layers: the different beginnings of modules' names up to the first number, as in `model.layers.0.`."""
+    found = (re.match(r".*?\b\d+\.", module.name) for module in model.modules)
+    return len({match[0] for match in found if match})
+
+
 def _model_json(model: BaseModel) -> dict[str, Any]:
     return {
         "name": model.name,
@@ -122,6 +129,7 @@ def _model_json(model: BaseModel) -> dict[str, Any]:
         "architecture": model.architecture,
         "context_length": model.context_length,
         "vocab_size": model.vocab_size,
+        "layers": layer_count(model),
         "modules": len(model.modules),
         "tasks": model.tasks,
         "labels": model.labels,

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -39,6 +40,21 @@ def test_the_sizes_are_those_of_the_formulas() -> None:
     assert planned["sequences_fit"] == usable // (1024 * planned["kv_bytes_per_token"])
     double = json.loads(run(*flags, "--memory", "1GiB", "--dtype", "float32", "--json").stdout)
     assert double["kv_bytes_per_token"] == 2 * planned["kv_bytes_per_token"]
+
+
+@pytest.mark.parametrize("memory", ["5MiB", "20MiB", "100MiB", "140MiB", "180MiB", "1GiB"])
+@pytest.mark.parametrize("flags", [{}, {"adapters": 0, "rank": 0}, {"batch": 2, "adapters": 4, "quantize": "int8"}])
+def test_a_plan_does_not_contradict_itself(memory: str, flags: dict[str, Any]) -> None:
+    planned = plan(PlanSettings(MODEL, memory=memory, **flags))
+    fits = planned.needed_bytes <= planned.memory_bytes
+    assert fits == (planned.sequences_fit >= planned.batch)
+    assert fits == (planned.adapters_fit >= planned.adapters) or not planned.adapters
+    assert planned.context == 1024, "the model's own: it takes no longer ones"
+    assert planned.needed_bytes == (
+        planned.weight_bytes + planned.kv_bytes + planned.adapter_slots_bytes + planned.spare_bytes
+    )
+    assert planned.needed_bytes <= planned.device_at_least_bytes < planned.device_recommended_bytes
+    assert planned.needed_bytes <= planned.host_recommended_bytes
 
 
 def test_quantized_weights_leave_room() -> None:
