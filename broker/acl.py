@@ -18,7 +18,7 @@ from redis.exceptions import ResponseError
 from broker.functions import load
 from broker.scripts import SCRIPTS
 
-_CALL = re.compile(r"redis\.call\('([A-Z]+)'")
+_CALL = re.compile(r"redis\.p?call\('([A-Z]+)'")
 _CELL, _MODEL = "CELL", "MODEL"
 # What the client library sends when it connects, and what finds the nodes of a Redis Cluster.
 _CONNECTING = ("ping", "select", "info", "cluster|slots", "cluster|shards", "command")
@@ -54,8 +54,8 @@ ROLES: Mapping[str, Role] = {
             "ledger_settle",
             "ledger_look",
         ),
-        # For waiting jobs, dead letters, pins and charges.
-        commands=("zcard", "lrange", "hset", "hgetall", "hdel", "sadd", "srandmember", "function|load"),
+        # For waiting jobs, dead letters, pins and charges; hget: for scripts of the version before.
+        commands=("zcard", "lrange", "hset", "hget", "hgetall", "hdel", "sadd", "srandmember", "function|load"),
         keys=(f"lp:{{*/{_CELL}}}:*", "lp:{ledger/*}:*", "lp:{ledger}:tenants", "lp:{resume}:keys"),
     ),
     "worker": Role(

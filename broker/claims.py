@@ -103,7 +103,7 @@ class Claims:
         self._memory.note(plan, capacity, found=found, seen=answer.seen, looks=looks, live_workers=answer.live_workers)
         jobs = self._jobs(answer)
         requested = [request for request in _readable(requests, decode_adapter_request) if request is not None]
-        routers = tuple(router.decode() for router in unlinked)
+        routers = tuple(router.decode(errors="replace") for router in unlinked)
         return Claimed(jobs, answer.waiting, requested, hold_ms, routers, bool(answer.crowded))
 
     def _jobs(self, answer: _ScanAnswer) -> list[Job]:

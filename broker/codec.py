@@ -90,6 +90,8 @@ def encode_job(job: Job) -> bytes:
 def decode_job(data: bytes) -> Job:
     """Decode a job. Raises google.protobuf.message.DecodeError, also for a sealed one."""
     message = queue_pb2.Job.FromString(data)
+    if not message.job_id and not message.HasField("sealed"):
+        raise DecodeError("the job has no id")
     if message.n > MAX_ANSWERS:
         raise DecodeError(f"n: {message.n} answers; a job has at most {MAX_ANSWERS}")
     if message.HasField("sealed"):

@@ -15,6 +15,7 @@ account share a hash tag of their own, so that a quota is the same for all model
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -25,6 +26,8 @@ from redis.exceptions import OutOfMemoryError
 from broker.batched_script import BatchedScript
 from broker.keys import LEDGER_TENANTS, is_key_account, ledger_prefix
 from broker.scripts import SCRIPTS, Scripts
+
+log = logging.getLogger(__name__)
 
 # Maximum reservations that one look renews: a script stops the whole server while it runs.
 RENEWALS_AT_ONCE = 128
@@ -238,8 +241,15 @@ def _account(answer: Sequence[Any]) -> AccountCopy:
 
 
 def _charges(answer: Sequence[bytes]) -> list[Charge]:
-    pairs = zip(answer[::2], answer[1::2], strict=True)
-    return [Charge(id=charge.decode(), **json.loads(value)) for charge, value in pairs if charge]
+    charges: list[Charge] = []
+    for name, value in zip(answer[::2], answer[1::2], strict=True):
+        try:
+            if name:
+                known = json.loads(value)
+                charges.append(Charge(name.decode(), *(known[one] for one in ("input", "output", "at_ms", "subject"))))
+        except (ValueError, KeyError):  # a text that is no UTF-8: something else has written it
+            log.warning("cannot read a charge of %d bytes", len(value))
+    return charges
 
 
 def _arguments(reservation: Reservation) -> list[str | int]:

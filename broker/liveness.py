@@ -41,7 +41,7 @@ class Liveness:
             self._keys.workers,
             [self._keys.prefix, state.incarnation, state.worker_id, encode_worker(state), TTL_MS],
         )
-        return [router.decode() for router in routers]
+        return [router.decode(errors="replace") for router in routers]
 
     async def declare_dead(self, incarnation: str) -> None:
         """Record at once that an incarnation lives no more; jobs are not held for its worker."""
@@ -57,7 +57,7 @@ class Liveness:
                 workers.append(decode_worker(state))
             except DecodeError:  # another version wrote it: a worker that this one cannot use
                 continue
-        return Census(server.decode(), sorted(workers, key=lambda worker: worker.worker_id))
+        return Census(server.decode(errors="replace"), sorted(workers, key=lambda worker: worker.worker_id))
 
     async def live_workers(self) -> list[WorkerState]:
         """Return the live workers, ordered by id."""

@@ -11,8 +11,8 @@ local states, living, lapsed = {}, {}, {}
 local incarnations = redis.call('HGETALL', WORKERS)
 for i = 1, #incarnations, 2 do
   local incarnation, worker = incarnations[i], incarnations[i + 1]
-  local state = redis.call('GET', PREFIX .. 'worker:' .. incarnation)
-  if state then
+  local state = redis.pcall('GET', PREFIX .. 'worker:' .. incarnation)
+  if type(state) == 'string' then
     states[#states + 1] = state
     living[worker] = true
   else

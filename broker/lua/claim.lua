@@ -62,7 +62,7 @@ end
 
 -- Look at the last arrivals, as many as have come since `seen`.
 local function look_at_news()
-  local arrivals = tonumber(redis.call('GET', ARRIVALS) or 0)
+  local arrivals = number_of(redis.pcall('GET', ARRIVALS))
   if arrivals < seen then seen = 0 end -- the counter was lost
   local count = math.min(arrivals - seen, NEWS_LIMIT)
   if count == 0 then return end
@@ -105,7 +105,7 @@ local seen_arrivals, live_workers = 0, 0
 if #bodies > 0 then
   if waiting > 0 then wake_a_worker() end
 else
-  local arrivals = tonumber(redis.call('GET', ARRIVALS) or 0)
+  local arrivals = number_of(redis.pcall('GET', ARRIVALS))
   seen_arrivals, live_workers = math.min(arrivals, seen_before_held), redis.call('HLEN', WORKERS)
   local is_woken_in_vain = was_woken and is_young_passed and not was_full and seen_arrivals > seen
   if is_woken_in_vain or #unlinked > 0 then pass_wake_up_on() end

@@ -27,8 +27,8 @@ local key, queue = PREFIX .. 'job:' .. id, PREFIX .. 'queue:' .. job.tenant
 -- higher; 0 where no work waits for a row.
 local function claim_rate()
   local measured = redis.call('HMGET', CLAIM_RATE, 'since', 'work', 'pace')
-  local rate, measured_ms = tonumber(measured[3] or 0), now - tonumber(measured[1] or now)
-  if measured_ms >= CLAIM_RATE_MIN_MS then rate = math.max(rate, tonumber(measured[2]) / measured_ms) end
+  local since, rate = number_of(measured[1]), number_of(measured[3])
+  if since > 0 and now - since >= CLAIM_RATE_MIN_MS then rate = math.max(rate, number_of(measured[2]) / (now - since)) end
   return rate
 end
 
@@ -65,7 +65,7 @@ local function wait_before_turn_ms(tenant_jobs, tenant_work)
   local values = redis.call('HMGET', TOTALS, unpack(fields))
   for i = 1, #values, 2 do
     others = others + 1
-    work = work + math.min(tonumber(values[i] or 0), own_work * tonumber(values[i + 1] or 1) / job.weight)
+    work = work + math.min(number_of(values[i]), own_work * number_of(values[i + 1] or 1) / job.weight)
   end
   return (own_work + work / others * (redis.call('ZCARD', TENANTS) - 1)) / rate
 end
@@ -91,8 +91,8 @@ local function wake_for_job(has_begun)
 end
 
 beat_router(job.router)
-local left = redis.call('HMGET', key, 'attempt', 'displaced')
-if left[1] and tonumber(left[1]) >= job.attempt then return {'known'} end
+local left = job_fields(key, 'attempt', 'displaced')
+if left[1] and number_of(left[1]) >= job.attempt then return {'known'} end
 if left[1] or left[2] then
   forget_job(id)
   flush_counts()

@@ -10,6 +10,13 @@ local refilled, expired = 0, 0
 for i, field in ipairs(FIELDS) do copy[field] = tonumber(ARGV[1 + i]) end
 local reservations, reports = tonumber(ARGV[12]), ARGV[13] == '1'
 
+-- Tell whether a charge has waited for its report for long. Raises an error on one that no script can have written.
+local function is_charge_late(value)
+  local charge = cjson.decode(value)
+  if charge.input >= 0 and charge.output >= 0 and charge.subject >= '' then return charge.at_ms + REPORT_AFTER_MS <= now end
+  error('unreadable')
+end
+
 -- Take over the copy: a count is the higher of both, so that nothing that was granted is granted again.
 if is_behind(account, copy.epoch, copy.version) then
   local function higher(window, ...)
@@ -55,7 +62,10 @@ values[#values + 1], values[#values + 2] = expired, refilled
 if not reports then return values end
 local charges = redis.call('HRANDFIELD', UNREPORTED, CHARGES_PER_LOOK, 'WITHVALUES')
 for i = 1, #charges, 2 do
-  if cjson.decode(charges[i + 1]).at_ms + REPORT_AFTER_MS <= now then
+  local is_readable, is_late = pcall(is_charge_late, charges[i + 1])
+  if not is_readable then
+    redis.call('HDEL', UNREPORTED, charges[i])
+  elseif is_late then
     values[#values + 1], values[#values + 2] = charges[i], charges[i + 1]
   end
 end

@@ -9,12 +9,16 @@ local answers, is_restored = {}, false
 for i = 3, #ARGV, 2 do
   local key, values = PREFIX .. 'job:' .. ARGV[i], nil
   if (#answers + look_number) % LOOKS_PER_CHECK == 0 then
-    values = redis.call('HMGET', key, 'attempt', 'displaced', 'facts')
-    if values[3] then is_restored = restore_job(ARGV[i], values[3]) or is_restored end
+    values = job_fields(key, 'attempt', 'displaced', 'facts')
+    if values[3] then
+      local was_missing = restore_job(ARGV[i], values[3])
+      if was_missing == nil then values = {} end
+      is_restored = was_missing or is_restored
+    end
   else
-    values = redis.call('HMGET', key, 'attempt', 'displaced')
+    values = job_fields(key, 'attempt', 'displaced')
   end
-  local waits = values[1] and tonumber(values[1]) >= tonumber(ARGV[i + 1])
+  local waits = values[1] and number_of(values[1]) >= tonumber(ARGV[i + 1])
   answers[#answers + 1] = waits and 1 or values[2] and 2 or 0
 end
 flush_counts()

@@ -2,14 +2,23 @@
 -- Record that a job was ended because engines died of it, the last ones while it ran alone. Answers for how many ms its
 -- tenant's jobs with its adapter are refused. A repeated call for the same job changes nothing.
 --- @include "quarantine"
+--- @include "packed"
 
 local tenant, adapter, job = ARGV[2], ARGV[3], ARGV[4]
 local subject, prefix = tenant .. ' ' .. adapter, tenant .. ' '
 
+-- Return a record of DEATHS. Raises an error on one that has passed, or that this script cannot have packed.
+local function checked_deaths(count, at, of_job)
+  if count >= 1 and count < math.huge and at <= now and now - at < DEATHS_MEMORY_MS and of_job >= '' then
+    return count, of_job
+  end
+  error('unreadable')
+end
+
 -- Refuse a subject for longer with every death, from QUARANTINE_MS on.
 local function refuse(name, deaths)
   local ms = math.min(QUARANTINE_MS * QUARANTINE_GROWTH ^ (deaths - 1), QUARANTINE_LIMIT_MS)
-  local until_ms = math.max(now + ms, tonumber(redis.call('ZSCORE', QUARANTINE, name) or 0))
+  local until_ms = math.max(now + ms, number_of(redis.call('ZSCORE', QUARANTINE, name)))
   redis.call('ZADD', QUARANTINE, until_ms, name)
 end
 
@@ -18,15 +27,13 @@ redis.call('HDEL', SUSPECTS, job)
 local deaths, adapters, last_job = 0, 0, ''
 local known = redis.call('HGETALL', DEATHS)
 for i = 1, #known, 2 do
-  local count, at, of_job = cmsgpack.unpack(known[i + 1])
-  if now - at >= DEATHS_MEMORY_MS then
+  local is_readable, count, of_job = read_packed(checked_deaths, known[i + 1])
+  if not is_readable then
     redis.call('HDEL', DEATHS, known[i])
-  else
-    if known[i] == subject then
-      deaths, last_job = count, of_job
-    elseif string.sub(known[i], 1, #prefix) == prefix then
-      adapters = adapters + 1
-    end
+  elseif known[i] == subject then
+    deaths, last_job = count, of_job
+  elseif string.sub(known[i], 1, #prefix) == prefix then
+    adapters = adapters + 1
   end
 end
 if last_job ~= job then

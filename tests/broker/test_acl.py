@@ -36,8 +36,8 @@ STRONG = re.compile(r"eval|script|function\||acl\||config|debug|flush|^keys$|^sc
 def test_every_command_of_a_script_is_found(name: str) -> None:
     text = SCRIPTS.assemble(name)
     role = acl.Role(scripts=(name,), commands=())
-    assert len(re.findall(r"redis\.p?call|server\.p?call", text)) == len(re.findall(r"redis\.call\('[A-Z]+'", text))
-    assert {match.lower() for match in re.findall(r"redis\.call\('([A-Z]+)'", text)} < set(acl.commands_of(role))
+    assert len(re.findall(r"redis\.p?call|server\.p?call", text)) == len(re.findall(r"redis\.p?call\('[A-Z]+'", text))
+    assert {match.lower() for match in re.findall(r"redis\.p?call\('([A-Z]+)'", text)} < set(acl.commands_of(role))
 
 
 def test_each_script_belongs_to_a_role_and_no_role_may_run_code_of_its_own() -> None:

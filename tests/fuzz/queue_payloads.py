@@ -52,7 +52,7 @@ JOBS = (
         )
     ),
 )
-_STATE = WorkerState(
+STATE = WorkerState(
     worker_id="w",
     incarnation="i",
     phase=WorkerPhase.SERVING,
@@ -80,7 +80,7 @@ _DEAD = DeadJob("j", "r", "acme", "hash", "", 3, 1, 2, "ENGINE_KILLED", 0)
 PAYLOADS = (
     encode_command(Command(Verb.PIN, AdapterRequest(_ADAPTER, "acme"))),
     b"drain",
-    encode_worker(_STATE),
+    encode_worker(STATE),
     encode_dead_job(_DEAD),
     *JOBS,
 )

@@ -1,9 +1,9 @@
 -- The adapters of jobs that suit a worker but do not fit now, so that the worker can fetch them beforehand.
 local demanded, demand, first_seen = {}, {}, {}
 
--- Count a job that needs an adapter, given as the bytes of its request; '' for none.
+-- Count a job that needs an adapter, given as the bytes of its request; '' or nothing for none.
 local function count_demand(request)
-  if request == '' then return end
+  if not request or request == '' then return end
   if not demand[request] then
     demanded[#demanded + 1] = request
     demand[request], first_seen[request] = 0, #demanded

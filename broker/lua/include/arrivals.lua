@@ -6,7 +6,7 @@ local NEWS = PREFIX .. 'news'
 
 -- Record an arrival; returns its number. NEWS is cut to NEWS_LIMIT when it has twice as many.
 local function record_arrival(id)
-  local arrival = redis.call('INCR', ARRIVALS)
+  local arrival = increment(ARRIVALS)
   redis.call('RPUSH', NEWS, id)
   if arrival % NEWS_LIMIT == 0 then redis.call('LTRIM', NEWS, -NEWS_LIMIT, -1) end
   return arrival

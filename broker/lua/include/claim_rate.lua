@@ -7,11 +7,11 @@
 -- found no more, ends the measurement: the claim deletes the key.
 local function measure_claim_rate(claimed_work)
   local rate = redis.call('HMGET', CLAIM_RATE, 'since', 'work')
-  local work = tonumber(rate[2] or 0) + claimed_work
-  if not rate[1] then
+  local since, work = number_of(rate[1]), number_of(rate[2]) + claimed_work
+  if since == 0 then
     redis.call('HSET', CLAIM_RATE, 'since', now, 'work', 0)
-  elseif now - tonumber(rate[1]) >= CLAIM_RATE_MS then
-    redis.call('HSET', CLAIM_RATE, 'since', now, 'work', 0, 'pace', exact(work / (now - tonumber(rate[1]))))
+  elseif now - since >= CLAIM_RATE_MS then
+    redis.call('HSET', CLAIM_RATE, 'since', now, 'work', 0, 'pace', exact(work / (now - since)))
   else
     redis.call('HSET', CLAIM_RATE, 'work', work)
   end

@@ -53,7 +53,7 @@ end
 
 -- Take a job, and charge its tenant for the claim; `tenant` is nil outside of a scan of the tenants.
 local function take(id, tenant, name, weight, attempt, prompt, load, place, size, work)
-  bodies[#bodies + 1] = redis.call('HGET', PREFIX .. 'job:' .. id, 'body')
+  bodies[#bodies + 1] = redis.call('HGET', PREFIX .. 'job:' .. id, 'body') or ''
   claimed_work = claimed_work + work
   local cost = charge_claim(id, name, weight, attempt, prompt, load)
   if tenant then
@@ -76,14 +76,15 @@ end
 -- Take a job, pass it over, or drop one that is of no use any more. `line_place` is its member of a tenant's queue.
 local function look(id, tenant, line_place)
   local key = PREFIX .. 'job:' .. id
-  local values = redis.call('HMGET', key, 'facts', 'reserved', 'reserved_until')
-  if not values[1] then
+  local values = job_fields(key, 'facts', 'reserved', 'reserved_until')
+  local is_readable, name, base, adapter, prefer, router, attempt, weight, tokens, prefill, prompt, rank, rows, load,
+    place, size, work, queued, deadline = read_packed(checked_facts, values[1])
+  if not is_readable then
     redis.call('ZREM', WAITING, id)
+    if values[1] then redis.call('DEL', key) end -- without facts it may be the mark of one that was displaced
     return LOST
   end
-  local name, base, adapter, prefer, router, attempt, weight, tokens, prefill, prompt, rank, rows, load,
-    place, size, work, queued, deadline = cmsgpack.unpack(values[1])
-  if line_place and line_place ~= place then return LOST end
+  if line_place and (line_place ~= place or name ~= tenant.name) then return LOST end
   looks = looks + 1
   -- A job in quarantine is missed by its router, whose next attempt is refused.
   if deadline > 0 and deadline <= now or not owner_lives(router) or any_quarantined
@@ -95,7 +96,7 @@ local function look(id, tenant, line_place)
   if tokens > max_tokens or rank > max_rank or base ~= base_digest then return PASSED end
   if not has_link(router) then return PASSED end
   local reserved_for = values[2]
-  if reserved_for and reserved_for ~= worker and tonumber(values[3]) > now then
+  if reserved_for and reserved_for ~= worker and number_of(values[3]) > now then
     -- Empty at most one worker at a time for jobs that need a whole one.
     if rows >= ALL_ROWS then is_first = false end
     return PASSED
@@ -103,7 +104,7 @@ local function look(id, tenant, line_place)
   local held_ms = held_for_ms(adapter, place == id, queued, prefer)
   if held_ms > 0 then
     if hold_ms == 0 or held_ms < hold_ms then hold_ms = held_ms end
-    seen_before_held = math.min(seen_before_held, tonumber(string.sub(place, ARRIVAL_BYTE, PLACE_BYTES - 1)) - 1)
+    seen_before_held = math.min(seen_before_held, number_of(string.sub(place, ARRIVAL_BYTE, PLACE_BYTES - 1)) - 1)
     return PASSED
   end
   local is_apart = any_suspects and is_suspect(name, adapter) and not goes_on_in_quarantine(attempt, prompt, prefill, rows)

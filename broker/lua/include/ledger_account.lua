@@ -1,5 +1,6 @@
 -- A tenant's account and its reservations; broker/ledger.py says what they mean. ARGV[1] is the prefix of their keys.
 --- @include "clock"
+--- @include "packed"
 
 local PREFIX = ARGV[1]
 local ACCOUNT = PREFIX .. 'account'
@@ -33,12 +34,21 @@ local function first_day_of(month)
   return era * 146097 + year_of_era * 365 + math.floor(year_of_era / 4) - math.floor(year_of_era / 100) + days - 719468
 end
 
--- Read the account, made now where it is missing, with the counts of windows that have passed set back.
+-- Return an account as it is. Raises an error on one that these scripts cannot have packed.
+local function checked_account(account)
+  local sum = account.born
+  for _, field in ipairs(FIELDS) do
+    if not (account[field] >= 0) then error('unreadable') end
+    sum = sum + account[field]
+  end
+  if sum + (account.looked or 0) + (account.sweep_at or 0) < math.huge then return account end
+  error('unreadable')
+end
+
+-- Read the account, made now where it is missing or cannot be read, with the counts of windows that have passed set back.
 local function read_account()
-  local packed, account = redis.call('GET', ACCOUNT), nil
-  if packed then
-    account = cmsgpack.unpack(packed)
-  else
+  local is_readable, account = read_packed(checked_account, redis.pcall('GET', ACCOUNT))
+  if not is_readable then
     account = {born = now}
     for _, field in ipairs(FIELDS) do account[field] = 0 end
     account.epoch = now
@@ -82,13 +92,22 @@ end
 
 -- Reservations. `state` is 'open', 'ended' or 'finished'; `input` and `output` are what the account has of it now, and
 -- `used_input` and `used_output` what has come of it; `base` are output tokens of the request that others stand for.
+local function checked_reservation(state, owner, part, base, requests, input, output, used_input, used_output, minute, day,
+    month, subject)
+  subject = subject or ''
+  if state >= '' and owner >= '' and subject >= '' and part >= 0 and base >= 0 and requests >= 0 and input >= 0
+      and output >= 0 and used_input >= 0 and used_output >= 0 and part + base + requests + input + output + used_input
+      + used_output + minute + day + month < math.huge then
+    return {state = state, owner = owner, part = part, base = base, requests = requests, input = input, output = output,
+      used_input = used_input, used_output = used_output, minute = minute, day = day, month = month, subject = subject}
+  end
+  error('unreadable')
+end
+
+-- Return a reservation; nil where there is none that can be read.
 local function read_reservation(id)
-  local packed = redis.call('GET', PREFIX .. 'of:' .. id)
-  if not packed then return nil end
-  local r = {}
-  r.state, r.owner, r.part, r.base, r.requests, r.input, r.output, r.used_input, r.used_output, r.minute, r.day, r.month,
-    r.subject = cmsgpack.unpack(packed)
-  return r
+  local is_readable, r = read_packed(checked_reservation, redis.pcall('GET', PREFIX .. 'of:' .. id))
+  return is_readable and r or nil
 end
 
 local function write_reservation(id, r)

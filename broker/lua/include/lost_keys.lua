@@ -2,9 +2,12 @@
 --- @include "waiting_jobs"
 --- @include "arrivals"
 
--- Put a waiting job that has its own key back where other keys have lost it. Returns whether it was missing.
+-- Put a waiting job that has its own key back where other keys have lost it. Returns whether it was missing; nil for one
+-- that cannot be read, which is forgotten.
 local function restore_job(id, facts)
-  local tenant, _, _, _, _, _, weight, _, _, _, _, _, _, place, size, work, _, deadline = cmsgpack.unpack(facts)
+  local is_readable, tenant, _, _, _, _, _, weight, _, _, _, _, _, _, place, size, work, _, deadline =
+    read_packed(checked_facts, facts)
+  if not is_readable then return forget_job(id) end
   redis.call('ZADD', WAITING, 'NX', deadline > 0 and deadline or '+inf', id)
   if place == id then
     if redis.call('ZSCORE', REDISPATCHED, id) then return false end

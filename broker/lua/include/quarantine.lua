@@ -12,5 +12,5 @@ end
 -- Return for how many ms more the jobs of a tenant with an adapter are refused; 0: they are not.
 local function quarantined_ms(tenant, adapter)
   local until_ms = redis.call('ZMSCORE', QUARANTINE, tenant, tenant .. ' ' .. adapter)
-  return math.max(0, tonumber(until_ms[1] or 0) - now, tonumber(until_ms[2] or 0) - now)
+  return math.max(0, number_of(until_ms[1]) - now, number_of(until_ms[2]) - now)
 end

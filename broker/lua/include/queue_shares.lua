@@ -25,9 +25,9 @@ local function displace(limit, size, use, max)
     local place = redis.call('ZREVRANGE', queue, 0, 0)[1]
     if not place then return end
     local id = string.sub(place, PLACE_BYTES + 1)
-    local facts = redis.call('HGET', PREFIX .. 'job:' .. id, 'facts')
-    if not facts then return end
-    local _, _, _, _, _, _, weight = cmsgpack.unpack(facts)
+    local facts = job_fields(PREFIX .. 'job:' .. id, 'facts')[1]
+    local is_readable, _, _, _, _, _, _, weight = read_packed(checked_facts, facts)
+    if not is_readable then return end
     if totals[bytes] == nil then read_totals(bytes) end
     return use_of(redis.call('ZCARD', queue), totals[bytes], weight, max), id
   end

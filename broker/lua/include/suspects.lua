@@ -7,6 +7,7 @@
 --- @include "keys"
 --- @include "clock"
 --- @include "workers"
+--- @include "packed"
 
 local suspects, any_suspects = {}, false
 -- Of the entries with strikes: pairs, and the number of adapters of each tenant and of tenants of each adapter.
@@ -33,16 +34,25 @@ local function count_suspects()
   any_suspects = next(suspect_pairs) ~= nil
 end
 
--- Read all entries, and drop those that have ended.
+-- Return an entry as a table. Raises an error on one that has ended, or that these scripts cannot have packed.
+local function checked_suspect(tenant, adapter, attempt, strikes, until_ms, busy_until)
+  if tenant >= '' and adapter >= '' and attempt >= 0 and strikes >= 0 and until_ms > now and busy_until >= 0
+      and attempt + strikes + until_ms + busy_until < math.huge then
+    return {tenant = tenant, adapter = adapter, attempt = attempt, strikes = strikes, until_ms = until_ms,
+      busy_until = busy_until}
+  end
+  error('unreadable')
+end
+
+-- Read all entries, and drop those that have ended or cannot be read.
 local function read_suspects()
   local entries = redis.call('HGETALL', SUSPECTS)
   for i = 1, #entries, 2 do
-    local tenant, adapter, attempt, strikes, until_ms, busy_until = cmsgpack.unpack(entries[i + 1])
-    if until_ms <= now then
-      redis.call('HDEL', SUSPECTS, entries[i])
+    local is_readable, suspect = read_packed(checked_suspect, entries[i + 1])
+    if is_readable then
+      suspects[entries[i]] = suspect
     else
-      suspects[entries[i]] = {tenant = tenant, adapter = adapter, attempt = attempt, strikes = strikes,
-        until_ms = until_ms, busy_until = busy_until}
+      redis.call('HDEL', SUSPECTS, entries[i])
     end
   end
   if #entries > 0 then count_suspects() end

@@ -6,15 +6,15 @@
 -- Return the lowest counter of an active tenant; without one, that of the tenant that was active last.
 local function lowest_counter()
   local lowest = redis.call('ZRANGE', TENANTS, 0, 0, 'WITHSCORES')
-  return tonumber(lowest[2] or redis.call('GET', FLOOR) or 0)
+  return number_of(lowest[2] or redis.pcall('GET', FLOOR))
 end
 
 -- Return a tenant's counter; the lowest for a tenant without one, or with a lower one.
 local function counter_of(tenant)
   local counter = redis.call('ZSCORE', TENANTS, tenant)
-  if counter then return tonumber(counter) end
+  if counter then return number_of(counter) end
   local lowest = lowest_counter()
-  return math.max(lowest, tonumber(redis.call('ZSCORE', IDLE, tenant) or lowest))
+  return math.max(lowest, number_of(redis.call('ZSCORE', IDLE, tenant) or lowest))
 end
 
 -- Make a tenant active that was idle; a counter below the lowest is lifted. `flush_counts` comes after it. Redis orders
@@ -22,9 +22,9 @@ end
 -- tenants that are served alike the one that waits longest is next.
 local function activate_tenant(tenant, weight)
   local active = redis.call('ZRANGE', TENANTS, 0, 0, 'WITHSCORES')[2]
-  local lowest, idle = tonumber(active or redis.call('GET', FLOOR) or 0), redis.call('ZSCORE', IDLE, tenant)
+  local lowest, idle = number_of(active or redis.pcall('GET', FLOOR)), redis.call('ZSCORE', IDLE, tenant)
   if idle then redis.call('ZREM', IDLE, tenant) end
-  local counter = tonumber(idle or lowest)
+  local counter = number_of(idle or lowest)
   if counter <= lowest then
     counter = lowest
     if active then
@@ -42,14 +42,14 @@ end
 
 -- Make a tenant idle whose last waiting job has left, or whose queue was lost; `counter` where it is known.
 local function deactivate_tenant(tenant, counter)
-  counter = counter or tonumber(redis.call('ZSCORE', TENANTS, tenant) or lowest_counter())
+  counter = counter or number_of(redis.call('ZSCORE', TENANTS, tenant) or lowest_counter())
   redis.call('ZREM', TENANTS, tenant)
   redis.call('ZREM', USES, tenant)
   local lowest = redis.call('ZRANGE', TENANTS, 0, 0, 'WITHSCORES')[2]
   if not lowest then
     redis.call('SET', FLOOR, exact(counter))
     set_total('next_lift', 0)
-  elseif counter > tonumber(lowest) then
+  elseif counter > number_of(lowest) then
     redis.call('ZADD', IDLE, exact(counter), tenant)
   end
   clear_totals(tenant)
@@ -60,11 +60,11 @@ end
 local function charge_tenant(tenant, cost)
   local counter = redis.call('ZSCORE', TENANTS, tenant)
   if counter then
-    redis.call('ZADD', TENANTS, exact(tonumber(counter) + cost), tenant)
+    redis.call('ZADD', TENANTS, exact(number_of(counter) + cost), tenant)
     return
   end
   local lowest, idle = lowest_counter(), redis.call('ZSCORE', IDLE, tenant)
-  counter = math.max(lowest, tonumber(idle or lowest)) + cost
+  counter = math.max(lowest, number_of(idle or lowest)) + cost
   if counter > lowest then
     redis.call('ZADD', IDLE, exact(counter), tenant)
   elseif idle then

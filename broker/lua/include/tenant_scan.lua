@@ -51,7 +51,7 @@ local function look_at_tenants()
   local lowest, seen_tenants, head = {}, 0, 1
   local found = redis.call('ZRANGE', TENANTS, skipped_tenants, skipped_tenants + TENANTS_PER_SCAN - 1, 'WITHSCORES')
   for i = 1, #found, 2 do
-    lowest[#lowest + 1] = {name = found[i], counter = tonumber(found[i + 1]), number = i, passed = 0, position = 0,
+    lowest[#lowest + 1] = {name = found[i], counter = number_of(found[i + 1]), number = i, passed = 0, position = 0,
       queue = PREFIX .. 'queue:' .. found[i], places = {}, next = 1}
   end
   -- Tenants that the scan does not see may have a lower counter than one that has grown beyond this.

@@ -34,7 +34,7 @@ end
 -- Read fields into `totals`.
 local function read_totals(...)
   local values = redis.call('HMGET', TOTALS, ...)
-  for i = 1, #values do totals[select(i, ...)] = tonumber(values[i] or 0) end
+  for i = 1, #values do totals[select(i, ...)] = number_of(values[i]) end
 end
 
 local function flush_counts()

@@ -7,6 +7,28 @@
 --- @include "keys"
 --- @include "tenant_counters"
 --- @include "totals"
+--- @include "packed"
+
+-- Return facts as they are. Raises an error on those that enqueue.lua cannot have packed.
+local function checked_facts(tenant, base, adapter, prefer, router, attempt, weight, tokens, prefill, prompt, rank, rows, load,
+    place, size, work, queued, deadline)
+  local is_text = tenant >= '' and base >= '' and adapter >= '' and prefer >= '' and router >= '' and place >= ''
+  if is_text and attempt >= 0 and weight > 0 and tokens >= 0 and prefill >= 0 and prompt >= 0 and rank >= 0 and rows >= 0
+      and load >= 0 and size >= 0 and work >= 0 and queued >= 0 and deadline >= 0 and attempt + weight + tokens + prefill
+      + prompt + rank + rows + load + size + work + queued + deadline < math.huge then
+    return tenant, base, adapter, prefer, router, attempt, weight, tokens, prefill, prompt, rank, rows, load, place, size,
+      work, queued, deadline
+  end
+  error('unreadable')
+end
+
+-- Return fields of a job's key. One that is no hash is deleted.
+local function job_fields(key, ...)
+  local values = redis.pcall('HMGET', key, ...)
+  if not values.err then return values end
+  redis.call('DEL', key)
+  return {}
+end
 
 -- Take a job out of its tenant's queue, or out of the jobs that have begun, where its place is its id. Returns whether
 -- the tenant became idle; its `counter` may be known.
@@ -25,10 +47,9 @@ end
 -- Delete a waiting job, or the mark of one that was displaced.
 local function forget_job(id)
   local key = PREFIX .. 'job:' .. id
-  local facts = redis.call('HGET', key, 'facts')
+  local is_readable, tenant, _, _, _, _, _, _, _, _, _, _, _, _, place, size, work =
+    read_packed(checked_facts, job_fields(key, 'facts')[1])
   redis.call('ZREM', WAITING, id)
   redis.call('DEL', key)
-  if not facts then return end
-  local tenant, _, _, _, _, _, _, _, _, _, _, _, _, place, size, work = cmsgpack.unpack(facts)
-  leave_queue(id, tenant, place, size, work)
+  if is_readable then leave_queue(id, tenant, place, size, work) end
 end

@@ -2,7 +2,7 @@
 --- @include "keys"
 
 -- Return how many free rows a worker had after its last claim; 0 for a worker that has not claimed for FREE_ROWS_MS.
-local function free_rows_of(worker) return tonumber(redis.call('GET', PREFIX .. 'room:' .. worker) or 0) end
+local function free_rows_of(worker) return number_of(redis.pcall('GET', PREFIX .. 'room:' .. worker)) end
 
 -- Wake one idle worker, unless a wake-up is on its way already.
 local function wake_a_worker()
@@ -13,7 +13,7 @@ end
 -- of them together at most PASSED_ON_LIMIT times in PASSED_ON_MS.
 local function pass_wake_up_on()
   local key = PREFIX .. 'passed_on'
-  local count = redis.call('INCR', key)
+  local count = increment(key)
   if count == 1 then redis.call('PEXPIRE', key, PASSED_ON_MS) end
   if count <= PASSED_ON_LIMIT then wake_a_worker() end
 end
