@@ -3,7 +3,7 @@
     python -m bench.pictures [--quick]       --quick: short runs that show that it works; not the pictures to keep
 
 The plots are the load tester's own; the screenshots are its report's, wide, dark and narrow; `loadtest-top.svg` is
-`loraplex top` while the last of them runs. Needs a Chromium on PATH.
+`loraplex top` while the last of them runs, and `page*.png` are the gateway's page. Needs a Chromium on PATH.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from loraplex_client import AsyncStoreClient
 from rich.console import Console
 
 from artifacts.base_model import read_base_model
+from bench.page_pictures import draw_page
 from bench.report import progress
 from bench.screenshots import NoBrowserError, find_browser, screenshot
 from clients.cli.adapter_tree import find_adapters
@@ -88,7 +89,7 @@ def main() -> int:
     try:
         browser = find_browser()
         with tempfile.TemporaryDirectory(prefix="loraplex-pictures-") as directory:
-            asyncio.run(_make(Path(directory), quick=quick))
+            asyncio.run(_make(browser, Path(directory), quick=quick))
             _draw(browser, Path(directory))
     except NoBrowserError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -96,13 +97,13 @@ def main() -> int:
     return 0
 
 
-async def _make(directory: Path, *, quick: bool) -> None:
+async def _make(browser: str, directory: Path, *, quick: bool) -> None:
     PLOTS.mkdir(parents=True, exist_ok=True)
     model = str(EXAMPLES / "model")
     # A relative path in the command, so that the report shows a command that works on any machine.
     (directory / "examples").symlink_to(EXAMPLES)
     # Without the flag, the worker would have the host's name.
-    settings = ClusterSettings(model, port=0, store_port=0, worker_flags=("--worker-id", "worker-1"))
+    settings = ClusterSettings(model, port=0, store_port=0, http_port=0, worker_flags=("--worker-id", "worker-1"))
     async with LocalCluster(settings) as cluster:
         base = await asyncio.to_thread(read_base_model, model)
         async with AsyncStoreClient(cluster.store, TENANT) as store:
@@ -119,6 +120,7 @@ async def _make(directory: Path, *, quick: bool) -> None:
         running = asyncio.create_task(_run(_SHOWN, cluster.router, directory, quick=quick))
         await asyncio.sleep(_TOP_S)
         await asyncio.to_thread(_show_top, cluster.router)
+        await draw_page(browser, cluster.http, PLOTS)
         await running
 
 

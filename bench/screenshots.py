@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import shutil
 import subprocess
 import tempfile
@@ -9,7 +10,7 @@ from pathlib import Path
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 # Without the user's profile and without network traffic.
-_FLAGS = (
+FLAGS = (
     "--headless",
     "--no-sandbox",
     "--disable-gpu",
@@ -45,11 +46,9 @@ def screenshot(browser: str, page: Path, picture: Path, *, width: int, dark: boo
 
     The picture is cut at `most` pixels of height; 0 keeps the whole page.
     """
-    from PIL import Image
-
     with tempfile.TemporaryDirectory(prefix="loraplex-browser-") as directory:
         raw = Path(directory) / "page.png"
-        flags = [*_FLAGS, *([_DARK] if dark else []), f"--user-data-dir={directory}/profile"]
+        flags = [*FLAGS, *([_DARK] if dark else []), f"--user-data-dir={directory}/profile"]
         command = [browser, *flags, f"--window-size={width},{_TALLEST}", f"--screenshot={raw}", page.resolve().as_uri()]
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
@@ -58,8 +57,15 @@ def screenshot(browser: str, page: Path, picture: Path, *, width: int, dark: boo
         if not raw.exists():
             last = (done.stderr.strip().splitlines() or ["no error message"])[-1]
             raise NoBrowserError(f"{browser} did not draw {page}: {last}")
-        with Image.open(raw) as image:
-            drawn = image.convert("RGB")
+        save_picture(raw.read_bytes(), picture, most=most)
+
+
+def save_picture(png: bytes, picture: Path, *, most: int = 0) -> None:
+    """Write a PNG again with at most 64 colours, without the empty part below the page, cut at `most` pixels."""
+    from PIL import Image
+
+    with Image.open(io.BytesIO(png)) as image:
+        drawn = image.convert("RGB")
     height = _used_height(drawn)
     cut = drawn.crop((0, 0, drawn.width, min(height, most) if most else height))
     cut.quantize(64, dither=Image.Dither.NONE).save(picture, optimize=True)

@@ -22,6 +22,8 @@ from clients.gateway.openai_api.completions import completions
 from clients.gateway.openai_api.embeddings import embeddings
 from clients.gateway.openai_api.models import get_model, list_models
 from clients.gateway.openai_api.protocol import PROTOCOL as OPENAI
+from clients.gateway.page.files import page, page_file
+from clients.gateway.page.state import cluster_state
 from clients.gateway.settings import Settings
 from clients.gateway.tgi_api.generate import generate, generate_either, generate_stream
 from clients.gateway.tgi_api.info import info, tokenize
@@ -59,10 +61,13 @@ PATHS: Mapping[str, tuple[Protocol, Mapping[str, Handler]]] = {
     "/v1/messages/count_tokens": (ANTHROPIC, {"POST": count_tokens}),
     "/generate": (TGI, {"POST": generate}),
     "/generate_stream": (TGI, {"POST": generate_stream}),
-    "/": (TGI, {"POST": generate_either}),
+    "/": (TGI, {"GET": page, "POST": generate_either}),
     "/info": (TGI, {"GET": info}),
     "/tokenize": (TGI, {"POST": tokenize}),
     "/health": (OPENAI, {"GET": health}),
+    "/cluster": (OPENAI, {"GET": page}),
+    "/cluster/state": (OPENAI, {"GET": cluster_state}),
+    "/cluster/{file}": (OPENAI, {"GET": page_file}),
 }
 # Methods of a path that is not served.
 _METHODS = ("GET", "POST", "HEAD", "PUT", "DELETE", "PATCH", "OPTIONS")
@@ -85,7 +90,7 @@ async def serving(settings: Settings, metrics: GatewayMetrics) -> AsyncIterator[
 
     At the end running answers get their time. Raises PortInUse or SettingsError before it serves.
     """
-    cluster = Cluster(settings.router, settings.store, settings.ca)
+    cluster = Cluster(settings.router, settings.store, settings.ca, settings.operator_router)
     app = application(Gateway(cluster, metrics, settings.requests_limit))
     server = http_server(app, settings, OPENAI.error, metrics.connections, metrics.closed)
     try:

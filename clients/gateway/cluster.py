@@ -17,6 +17,7 @@ from loraplex_client.endpoint import TENANT_KEY
 from starlette.datastructures import Headers
 
 from clients.gateway.errors import HttpError, invalid, not_served
+from clients.gateway.router_state import cluster_connection
 
 # Time in seconds for which the names of the served models are kept.
 _NAMES_S = 5.0
@@ -29,9 +30,12 @@ _TOKENS_PER_CALL = 128
 
 
 class Cluster:
-    """Routers, and the adapter store where it is known. With `ca` they get each caller's own credential."""
+    """Routers, and the adapter store where it is known. With `ca` they get each caller's own credential.
 
-    def __init__(self, routers: str, store: str, ca: str) -> None:
+    Operators then have ports of their own, `operator_routers`; without `ca` they call the same ports.
+    """
+
+    def __init__(self, routers: str, store: str, ca: str, operator_routers: str = "") -> None:
         tls = Tls(ca) if ca else None
         self._checks_credentials = tls is not None
         self._client = AsyncClient(routers, store=store or None, api_key="", tls=tls)
@@ -39,6 +43,11 @@ class Cluster:
             AsyncConnection(address, health_pb2_grpc.HealthStub, credentials=Credentials("", tls))
             for address in read_addresses(routers)
         ]
+        operated = operator_routers if self._checks_credentials else routers
+        self._operators = {
+            address: cluster_connection(address, Credentials("", tls))
+            for address in (read_addresses(operated) if operated else ())
+        }
         self.has_store = bool(store)
         self._names: frozenset[str] = frozenset()
         self._names_until = 0.0
@@ -47,17 +56,27 @@ class Cluster:
 
     async def close(self) -> None:
         """Close the channels."""
-        await asyncio.gather(self._client.close(), *(connection.close() for connection in self._health))
+        connections = (*self._health, *self._operators.values())
+        await asyncio.gather(self._client.close(), *(connection.close() for connection in connections))
 
     def caller(self, headers: Headers) -> AsyncClient:
         """Return a client that calls as the request's tenant, or with its credential. Raises HttpError."""
+        return self._client.for_caller(*self._who(headers))
+
+    def operators(self, headers: Headers) -> Sequence[tuple[str, AsyncConnection]]:
+        """Return a connection to each router's ClusterService, with its address, for an operator. Raises HttpError."""
+        if not self._operators:
+            raise HttpError(404, "state_not_served", "the state is not served: give the gateway --operator-router")
+        who = self._who(headers)
+        return [(address, connection.for_caller(*who)) for address, connection in self._operators.items()]
+
+    def _who(self, headers: Headers) -> tuple[str, str]:
+        """Return the tenant and the credential of a request, each empty for none. Raises HttpError."""
         tenants = headers.getlist(TENANT_KEY)
         if len(tenants) > 1:
             raise invalid(TENANT_KEY, "is given twice")
-        tenant = "".join(tenants)
-        if not self._checks_credentials:  # such routers take the tenant as it is, and know no keys
-            return self._client.for_caller(tenant)
-        return self._client.for_caller(tenant, _credential(headers))
+        # Routers that check no credentials take the tenant as it is, and know no keys.
+        return "".join(tenants), _credential(headers) if self._checks_credentials else ""
 
     async def serves(self) -> bool:
         """Return whether a router answers that requests are served."""

@@ -68,10 +68,17 @@ class Exchange:
             raise invalid(TIMEOUT_HEADER, f"{given[:40]!r} is not a number of milliseconds above 0")
         return int(given) / 1e3
 
-    async def answer(self, payload: object, status: int = 200, headers: Iterable[tuple[str, str]] = ()) -> None:
-        """Send a JSON value, or bytes as they are, as the whole answer."""
+    async def answer(
+        self,
+        payload: object,
+        status: int = 200,
+        headers: Iterable[tuple[str, str]] = (),
+        kind: str = "text/plain; charset=utf-8",
+    ) -> None:
+        """Send a JSON value, or bytes of a content type as they are, as the whole answer."""
         body = payload if isinstance(payload, bytes) else encode(payload)
-        kind = "text/plain; charset=utf-8" if isinstance(payload, bytes) else "application/json"
+        if not isinstance(payload, bytes):
+            kind = "application/json"
         await self._start(status, [("content-type", kind), ("content-length", str(len(body))), *headers])
         await self._body(body)
 

@@ -32,6 +32,11 @@ class Settings:
         "",
         variable=_CA,
     )
+    operator_router: str = setting(
+        "with --ca: the addresses of the routers' --operator-port, HOST:PORT with commas between them, so that the "
+        "page shows the cluster to an operator's key; empty: it does not",
+        "",
+    )
     host: str = setting("the address to listen on", "127.0.0.1")
     port: int = setting("the port to listen on; 0: the system chooses", 8000)
     tls_cert: str = setting("PEM file with the gateway's own certificate: it then speaks HTTPS; with --tls-key", "")
@@ -63,6 +68,10 @@ class Settings:
             raise ValueError(
                 f"--host {self.host}: API keys would cross the network in clear; give --tls-cert and --tls-key, or "
                 "accept that with --insecure-http behind a proxy that ends TLS"
+            )
+        if self.operator_router and not self.ca:
+            raise ValueError(
+                f"--operator-router {self.operator_router}: needs --ca; routers without credentials have one port"
             )
         for name in ("connections_limit", "requests_limit"):
             if getattr(self, name) < 1:

@@ -1,7 +1,7 @@
 """Draws charts with Vega: as SVG in Python, and by its JavaScript in the page, with hover and zoom.
 
 vl-convert brings Vega's JavaScript and runs it, so nothing here needs a network or a browser. Colours are variables of
-`colours.css`, which has a light and a dark set of them.
+`clients/colours.css`, which has a light and a dark set of them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def with_own_ids(svg: str, prefix: str) -> str:
 def svg_file(svg: str) -> str:
     """Return the content of a file for an SVG element of `draw_svg`, with the colours in it."""
     head, _, rest = svg.partition(">")
-    style = f"{_read('colours.css')}svg {{ background: var(--paper); }}"
+    style = f"{_read('clients', 'colours.css')}svg {{ background: var(--paper); }}"
     return f"{head}><style>{style}</style>{rest}\n"
 
 
@@ -61,8 +61,8 @@ def javascript() -> str:
 
 def style_sheet() -> str:
     """Return the page's style sheet, with the colours of its charts."""
-    return _read("colours.css") + _read("page.css")
+    return _read("clients", "colours.css") + _read("clients.loadtest", "page.css")
 
 
-def _read(name: str) -> str:
-    return resources.files("clients.loadtest").joinpath(name).read_text(encoding="utf-8")
+def _read(package: str, name: str) -> str:
+    return resources.files(package).joinpath(name).read_text(encoding="utf-8")

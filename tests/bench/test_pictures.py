@@ -1,4 +1,4 @@
-"""The pictures of the load-test page: all there, small enough, and named by what is run for them."""
+"""The pictures of the load-test page and the gateway's: all there, small enough, and named by what is run for them."""
 
 from __future__ import annotations
 
@@ -7,15 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from bench import pictures
+from bench import page_pictures, pictures
 from bench.screenshots import NoBrowserError, find_browser
 
 DOCS = Path(__file__).parents[2] / "docs"
 
 
-def test_every_picture_of_the_page_is_there_and_small() -> None:
-    named = re.findall(r"\((plots/[\w.-]+)\)", (DOCS / "loadtest.md").read_text(encoding="utf-8"))
-    assert len(named) >= 9
+def test_every_picture_of_the_pages_is_there_and_small() -> None:
+    pages = "".join((DOCS / name).read_text(encoding="utf-8") for name in ("loadtest.md", "http.md"))
+    named = re.findall(r"\((plots/[\w.-]+)\)", pages)
+    assert len(named) >= 12
+    assert {f"plots/{name}.png" for name, _, _ in page_pictures.PICTURES} <= set(named)
     for name in named:
         assert 1_000 < (DOCS / name).stat().st_size <= pictures.MOST_BYTES, name
     made = {f"plots/loadtest-{kept}.svg" for one in pictures.EXPERIMENTS for _, kept in one.plots}

@@ -61,4 +61,5 @@ def _adapter(adapter: Adapter) -> dict[str, Any]:
         "owned_by": tenant,
         "root": adapter.name,
         "parent": adapter.base_model,
+        "aliases": dict(adapter.aliases),
     }

@@ -16,6 +16,7 @@ from clients.gateway.settings import Settings
         ({"host": "0.0.0.0", "ca": "ca.pem"}, "--insecure-http"),
         ({"host": "0.0.0.0", "ca": "ca.pem", "insecure_tenants": True}, "--insecure-http"),
         ({"tls_cert": "a.pem"}, "--tls-key"),
+        ({"operator_router": "router:50061"}, "--operator-router router:50061: needs --ca"),
         ({"requests_limit": 0}, "--requests-limit 0: at least 1"),
         ({"client_stall_s": 0.0}, "--client-stall-s"),
         ({"port": 70_000}, "--port 70000: not a port"),
