@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from clients.cli.options import ROUTER, TENANT, JsonOption, RouterOption, TenantOption
-from clients.cli.terminal import out, print_json, print_rows, table_of
+from clients.cli.adapter_names import AdapterNames
+from clients.cli.options import ROUTER, STORE, TENANT, JsonOption, RouterOption, StoreOption, TenantOption
+from clients.cli.terminal import out, print_json, print_rows, printable, table_of
 from clients.cli.workers import WorkerList
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
 
 # Refresh interval in seconds: workers publish their state this often.
 REFRESH_S = 0.5
@@ -30,40 +34,67 @@ HEADERS = (
     "on disk",
     "disk hits",
     "disk misses",
+    "adapters",
 )
+# The columns of the tables at a terminal, by number: these fit 80 characters, and names have lines of their own.
+_TABLES = ((0, 1, 2, 3, 5, 6, 7), (0, 8, 9, 10), (0, 4, 11, 12, 13))
 
 
 def adapters_top(
     router: RouterOption = ROUTER,
     tenant: TenantOption = TENANT,
+    store: StoreOption = STORE,
     once: Annotated[bool, typer.Option("--once", help="Print one table and end, as in a pipe.")] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Show where adapters are, live: on the device, in host memory, on disk; hits, misses and swaps since the start.
 
-    A hit is a request whose adapter is on the device; a disk hit, one whose adapter is fetched from the disk.
+    A hit is a request whose adapter is on the device; a disk hit, one whose adapter is fetched from the disk. The store
+    names the adapters.
     """
-    workers = WorkerList(router, tenant)
+    workers, names = WorkerList(router, tenant), AdapterNames(store, tenant)
     if as_json:
         fields = ("worker_id", "phase", "model", "adapter_slots", "adapter_tiers", "adapters")
-        print_json([{field: worker[field] for field in fields} for worker in workers.fetch()])
-    elif once or not out().is_terminal:
-        print_rows(HEADERS, _rows(workers.fetch()))
+        print_json(
+            [
+                {field: worker[field] for field in fields} | {"adapter_names": names.of(worker["adapters"])}
+                for worker in workers.fetch()
+            ]
+        )
+    elif not out().is_terminal:
+        print_rows(HEADERS, _rows(workers.fetch(), names))
+    elif once:
+        out().print(view(_rows(workers.fetch(), names)))
     else:
-        _live(workers)
+        _live(workers, names)
 
 
-def _live(workers: WorkerList) -> None:
+def _live(workers: WorkerList, names: AdapterNames) -> None:
     """Refresh the table until Ctrl-C, or until the router is gone."""
     from rich.live import Live
 
-    with Live(table_of(HEADERS, _rows(workers.fetch())), console=out(), auto_refresh=False) as live:
+    with Live(view(_rows(workers.fetch(), names)), console=out(), auto_refresh=False) as live:
         while True:
             time.sleep(REFRESH_S)
-            live.update(table_of(HEADERS, _rows(workers.fetch())), refresh=True)
+            live.update(view(_rows(workers.fetch(), names)), refresh=True)
 
 
-def _rows(workers: Sequence[dict[str, Any]]) -> list[tuple[object, ...]]:
+def view(rows: Sequence[tuple[object, ...]]) -> RenderableType:
+    """Render the rows for a terminal: tables of devices, memory and disks, and each worker's adapters."""
+    from rich.console import Group
+    from rich.text import Text
+
+    tables = [
+        table_of([HEADERS[at] for at in columns], [[row[at] for at in columns] for row in rows]) for columns in _TABLES
+    ]
+    lines = [
+        Text(printable(f"  {row[0]}: {row[-1] or 'no adapter on the device'}"), no_wrap=True, overflow="ellipsis")
+        for row in rows
+    ]
+    return Group(*tables, *lines)
+
+
+def _rows(workers: Sequence[dict[str, Any]], names: AdapterNames) -> list[tuple[object, ...]]:
     rows: list[tuple[object, ...]] = []
     for worker in workers:
         slots, tiers = worker["adapter_slots"], worker["adapter_tiers"]
@@ -83,6 +114,7 @@ def _rows(workers: Sequence[dict[str, Any]]) -> list[tuple[object, ...]]:
                 tiers["disk_adapters"],
                 tiers["disk_hits"],
                 tiers["disk_misses"],
+                ", ".join(names.of(worker["adapters"])),
             )
         )
     return rows

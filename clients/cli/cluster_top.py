@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from clients.cli.adapter_names import AdapterNames
 from clients.cli.cluster import ClusterReader, Interval, Snapshot
-from clients.cli.options import ROUTER, TENANT, JsonOption, RouterOption, TenantOption
+from clients.cli.options import ROUTER, STORE, TENANT, JsonOption, RouterOption, StoreOption, TenantOption
+from clients.cli.sparklines import Rates
 from clients.cli.terminal import out, print_fields, print_json, print_rows, printable, table_of
 
 if TYPE_CHECKING:
@@ -17,69 +20,106 @@ if TYPE_CHECKING:
 REFRESH_S = 1.0
 ADAPTERS_SHOWN = 12
 _BAR = 12
+# Width of a terminal, in columns, from which on the tables are whole and have bars.
+_WIDE = 110
 
 _WORKERS = ("worker", "phase", "model", "rows", "waiting", "KV cache", "adapters", "loading", "steps/s")
 _QUEUES = ("model", "waiting", "running")
 _LATENCIES = ("milliseconds", "p50", "p90", "p99")
 _ADAPTERS = ("tenant", "adapter", "requests/s", "tokens/s", "TTFT ms", "requests")
+_NARROW_WORKERS = ("worker", "phase", "model", "rows", "wait", "KV", "slots", "load", "steps/s")
+_NARROW_ADAPTERS = ("tenant", "adapter", "req/s", "tok/s", "TTFT ms", "requests")
 
 
 def top(
     router: RouterOption = ROUTER,
     tenant: TenantOption = TENANT,
+    store: StoreOption = STORE,
     once: Annotated[bool, typer.Option("--once", help="Print one look and end, as in a pipe.")] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Show a live view of the cluster until Ctrl-C.
 
     Workers and queues are the whole cluster's. Rates, latencies and adapters are those of the asked router; --once
-    shows them since that router's start.
+    shows them since that router's start. The store names the adapters on each worker.
     """
-    reader = ClusterReader(router, tenant)
+    reader, names = ClusterReader(router, tenant), AdapterNames(store, tenant)
     if as_json:
-        print_json(reader.look().to_json())
+        found = reader.look()
+        workers = [{**worker, "adapter_names": names.of(worker["adapters"])} for worker in found.workers]
+        print_json({**found.to_json(), "workers": workers})
     elif once or not out().is_terminal:
-        _print(Interval(reader.look(), None))
+        _print(Interval(reader.look(), None), names)
     else:
-        _live(reader)
+        _live(reader, names)
 
 
-def _live(reader: ClusterReader) -> None:
+def _live(reader: ClusterReader, names: AdapterNames) -> None:
     """Refresh the view until Ctrl-C, or until the router is gone."""
     from rich.live import Live
 
     before: Snapshot | None = None
-    now = reader.look()
-    with Live(view(reader.router, Interval(now, None)), console=out(), auto_refresh=False) as live:
+    now, rates = reader.look(), Rates()
+
+    def shown() -> RenderableType:
+        interval = Interval(now, before)
+        rates.add(interval)
+        return view(reader.router, interval, _on_devices(now, names), rates, out().width)
+
+    with Live(shown(), console=out(), auto_refresh=False) as live:
         while True:
             time.sleep(REFRESH_S)
             before, now = now, reader.look()
-            live.update(view(reader.router, Interval(now, before)), refresh=True)
+            live.update(shown(), refresh=True)
 
 
-def view(router: str, interval: Interval) -> RenderableType:
-    """Render the view for a terminal."""
+def view(
+    router: str,
+    interval: Interval,
+    on_devices: Mapping[str, Sequence[str]] | None = None,
+    rates: Rates | None = None,
+    width: int = _WIDE,
+) -> RenderableType:
+    """Render the view for a terminal of this width. `on_devices` are the names of each worker's adapters."""
     from rich.console import Group
     from rich.text import Text
 
-    parts: list[RenderableType] = [_head(router, interval), _latencies(interval)]
-    parts.append(table_of(_WORKERS, [_worker(worker, interval, bars=True) for worker in interval.now.workers]))
+    wide = width >= _WIDE
+    parts: list[RenderableType] = [_head(router, interval)]
+    parts += [Text(f"{name:11}{line}", style="cyan") for name, line in (rates.lines() if rates else ())]
+    parts.append(_latencies(interval))
+    parts.append(_workers(interval, wide=wide))
+    parts += [
+        Text(printable(f"  {worker}: {', '.join(names)}"), no_wrap=True, overflow="ellipsis")
+        for worker, names in (on_devices or {}).items()
+        if names
+    ]
     if not interval.now.workers:
         parts.append(Text("  no worker lives", style="yellow"))
     parts.append(table_of(_QUEUES, [_queue(queue) for queue in interval.now.queues]))
     adapters = interval.adapters()
-    parts.append(table_of(_ADAPTERS, [_adapter(row, interval) for row in adapters[:ADAPTERS_SHOWN]]))
+    parts.append(
+        table_of(
+            _ADAPTERS if wide else _NARROW_ADAPTERS, [_adapter(row, interval) for row in adapters[:ADAPTERS_SHOWN]]
+        )
+    )
     if len(adapters) > ADAPTERS_SHOWN:
         parts.append(Text(f"  and {len(adapters) - ADAPTERS_SHOWN} more", style="dim"))
     return Group(*parts)
 
 
-def _print(interval: Interval) -> None:
+def _on_devices(now: Snapshot, names: AdapterNames) -> dict[str, list[str]]:
+    return {worker["worker_id"]: names.of(worker["adapters"]) for worker in now.workers}
+
+
+def _print(interval: Interval, names: AdapterNames) -> None:
     """Print the tables; in a pipe with an empty line between them."""
     print_fields(_figures(interval))
+    on_devices = _on_devices(interval.now, names)
     for headers, rows in (
         (_LATENCIES, _latency_rows(interval)),
         (_WORKERS, [_worker(worker, interval, bars=False) for worker in interval.now.workers]),
+        (("worker", "adapters on the device"), [(worker, ", ".join(found)) for worker, found in on_devices.items()]),
         (_QUEUES, [_queue(queue) for queue in interval.now.queues]),
         (_ADAPTERS, [_adapter(row, interval) for row in interval.adapters()]),
     ):
@@ -129,6 +169,16 @@ def _latency_rows(interval: Interval) -> list[tuple[object, ...]]:
     ):
         rows.append((name, *(_ms(interval.quantile(field, share)) for share in (0.5, 0.9, 0.99))))
     return rows
+
+
+def _workers(interval: Interval, *, wide: bool) -> RenderableType:
+    """Build the table; a narrow one without the model if all have the same, which the queues' table names."""
+    heads = _WORKERS if wide else _NARROW_WORKERS
+    rows = [_worker(worker, interval, bars=wide) for worker in interval.now.workers]
+    model = heads.index("model")
+    same = not wide and len({row[model] for row in rows}) == 1
+    columns = [at for at in range(len(heads)) if at != model or not same]
+    return table_of([heads[at] for at in columns], [[row[at] for at in columns] for row in rows])
 
 
 def _worker(worker: Any, interval: Interval, *, bars: bool) -> tuple[object, ...]:

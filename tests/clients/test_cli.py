@@ -21,6 +21,7 @@ from loraplex.inference.v1 import inference_pb2
 
 from artifacts.errors import ArtifactError
 from clients.cli.__main__ import main
+from clients.cli.adapter_names import AdapterNames
 from clients.cli.terminal import CommandError
 from clients.cli.worker_command import ask_worker
 from rpc import errors
@@ -329,9 +330,11 @@ def test_adapters_top(run: Run, server: Any) -> None:
         disk_bytes=7 << 20, disk_bytes_limit=100 << 20, disk_adapters=6, disk_hits=8, disk_misses=9,
     )  # fmt: skip
     slots = cluster_pb2.AdapterSlots(total=8, used=3, pinned=1)
-    server.service.workers = [cluster_pb2.Worker(worker_id="w-1", adapter_slots=slots, adapter_tiers=tiers)]
+    server.service.workers = [
+        cluster_pb2.Worker(worker_id="w-1", adapter_slots=slots, adapter_tiers=tiers, adapters=["sha256:00"])
+    ]
     for flags in ([], ["--once"]):
-        header, row = run("adapters", "top", *flags, "--router", server.address).stdout.splitlines()
+        header, row = run("adapters", "top", *flags, "--router", server.address, "--store", NOBODY).stdout.splitlines()
         assert dict(zip(header.split("\t"), row.split("\t"), strict=True)) == {
             "worker": "w-1",
             "resident": "3/8",
@@ -347,8 +350,10 @@ def test_adapters_top(run: Run, server: Any) -> None:
             "on disk": "6",
             "disk hits": "8",
             "disk misses": "9",
+            "adapters": "sha256:00",
         }
-    (worker,) = json.loads(run("adapters", "top", "--json", "--router", server.address).stdout)
+    (worker,) = json.loads(run("adapters", "top", "--json", "--router", server.address, "--store", NOBODY).stdout)
+    assert worker["adapter_names"] == ["sha256:00"]
     assert worker["adapter_tiers"]["disk_bytes_limit"] == 100 << 20
     assert run("adapters", "top", "--once", "--router", NOBODY).returncode == 2
 
@@ -400,6 +405,9 @@ def test_adapters_and_models(run: Run, store_address: str, adapter_directory: Pa
     assert [one["name"] for one in json.loads(run("adapters", "list", "--json", **here).stdout)] == [name]
     shown = json.loads(run("adapters", "show", "support", "--json", **here).stdout)
     assert shown["revisions"][0]["digest"] == shown["aliases"]["live"] == shown["revision"]
+    unknown = "sha256:" + "f" * 64
+    assert AdapterNames(store_address, "acme").of([unknown, shown["revision"]]) == ["acme/support", unknown[:19]]
+    assert AdapterNames(NOBODY, "acme").of([unknown]) == [unknown[:19]]
     assert shown["revision"] in run("adapters", "show", "support", **here).stdout
     assert run("adapters", "delete", "support", **here).stdout == "deleted support\n"
     assert_refused(run("adapters", "show", "support", **here), "adapter not found", "loraplex adapters list")

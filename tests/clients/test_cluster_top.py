@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 import io
 import os
+import re
 import subprocess
 import sys
 from typing import Any
@@ -12,8 +15,11 @@ import pytest
 from loraplex.cluster.v1 import cluster_pb2 as pb
 from rich.console import Console
 
+from clients.cli.adapters_top import view as adapters_view
+from clients.cli.app import app
 from clients.cli.cluster import Interval, Snapshot
 from clients.cli.cluster_top import view
+from clients.cli.sparklines import Rates, sparkline
 from clients.cli.workers import worker_json
 
 BOUNDS = (0.1, 0.2, 0.4)
@@ -103,6 +109,44 @@ def test_the_view_has_all_of_it() -> None:
     assert "0.2 NOT_FOUND/s" in alone
 
 
+def test_sparklines_show_the_rates_of_the_last_looks() -> None:
+    assert sparkline([0.0, 1.0, 4.0, 8.0]) == "▁▂▅█"
+    assert sparkline([0.0, 0.0]) == "▁▁"
+    rates = Rates()
+    looks = [look(10.0 + at, 40 + at * at, 300, (1, 0, 0, 0)) for at in range(4)]
+    for before, now in zip([None, *looks], looks, strict=False):
+        rates.add(Interval(now, before))
+    assert dict(rates.lines()) == {"requests/s": "▂▅█", "tokens/s": "▁▁▁"}
+    assert Rates().lines() == []
+
+
+def test_80_columns_are_enough() -> None:
+    now, before = look(12.0, 60, 500, (5, 13, 2, 0), 250), look(10.0, 40, 300, (5, 3, 2, 0), 50)
+    name = "worker-of-a-host-1"
+    worker = {**now.workers[0], "worker_id": name}
+    interval, rates = Interval(dataclasses.replace(now, workers=[worker]), before), Rates()
+    rates.add(Interval(now, before))
+    many = ", ".join(f"acme/adapter-{number}" for number in range(99))
+    row = (name, "12/16", 1, 0, 0, 12345, 1234, 99, "1234.5", "9999.9", "999.5/1000.0", 512, 999, 999, many)
+    console = Console(file=io.StringIO(), width=80, force_terminal=False)
+    console.print(view("here:1", interval, {name: [many]}, rates, 80))
+    console.print(adapters_view([row]))
+    assert isinstance(console.file, io.StringIO)
+    shown = [line.split() for line in console.file.getvalue().splitlines()]
+    assert max(map(len, console.file.getvalue().splitlines())) <= 80
+    assert ["requests/s", "█"] in shown
+    for heads in (
+        "worker phase rows wait KV slots load steps/s",
+        "tenant adapter req/s tok/s TTFT ms requests",
+        "worker resident pinned loading hits misses swaps",
+        "worker device MiB host MiB disk MiB",
+        "worker fetching on disk disk hits disk misses",
+    ):
+        assert heads.split() in shown, console.file.getvalue()
+    assert sum(name in line for line in shown) == 4, "whole, in each table"
+    assert sum(f"{name}:" in line and line[-1].endswith("…") for line in shown) == 2
+
+
 def test_the_whole_of_it_is_json() -> None:
     value: dict[str, Any] = look(10.0, 40, 300, (1, 2, 3, 4)).to_json()
     assert value["traffic"]["requests"] == {"OK": 40, "NOT_FOUND": 2}
@@ -118,3 +162,15 @@ def test_a_shell_can_complete_commands() -> None:
         [sys.executable, "-m", "clients.cli"], env={**os.environ, **asked}, capture_output=True, text=True, check=True
     )
     assert done.stdout.split() == ["workers"]
+
+
+def test_every_command_that_prints_a_table_has_json() -> None:
+    groups = [app, *(group.typer_instance for group in app.registered_groups)]
+    commands = [info.callback for group in groups if group for info in group.registered_commands if info.callback]
+    tables = [
+        command
+        for command in map(inspect.unwrap, commands)
+        if re.search(r"\bprint_(rows|fields)\(", inspect.getsource(command))
+    ]
+    assert len(tables) > 8
+    assert [one.__qualname__ for one in tables if "as_json" not in inspect.signature(one).parameters] == []
