@@ -8,7 +8,7 @@ import traceback
 from itertools import islice
 
 from tests.fuzz.mutations import mutants
-from tests.fuzz.targets import Target
+from tests.fuzz.target import Target
 
 
 def fuzz(

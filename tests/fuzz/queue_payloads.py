@@ -23,7 +23,7 @@ from worker.io.local_jobs.choice import sequence_of
 from worker.io.local_jobs.jobs import LocalJobs
 
 _LIMITS = EngineLimits(rows=8, max_tokens=1024, max_rank=64, vocab_size=512, block_size=16, blocks=64, adapter_slots=4)
-_ADAPTER = AdapterRef("tenants/acme/adapters/a/revisions/sha256:" + "0" * 64, "sha256:" + "0" * 64, 8, 1024)
+ADAPTER = AdapterRef("tenants/acme/adapters/a/revisions/sha256:" + "0" * 64, "sha256:" + "0" * 64, 8, 1024)
 _JOB = Job("j", "acme", "hash", "sha256:" + "1" * 64, "127.0.0.1:1", (1, 2, 3), StoppingParams(max_tokens=8), 7)
 JOBS = (
     encode_job(_JOB),
@@ -37,7 +37,7 @@ JOBS = (
             (1, 2),
             StoppingParams(4, 1, (9,), True),
             7,
-            adapter=_ADAPTER,
+            adapter=ADAPTER,
             emitted={0: (5, 6), 1: ()},
             n=3,
             logprobs=2,
@@ -78,7 +78,7 @@ STATE = WorkerState(
 )
 _DEAD = DeadJob("j", "r", "acme", "hash", "", 3, 1, 2, "ENGINE_KILLED", 0)
 PAYLOADS = (
-    encode_command(Command(Verb.PIN, AdapterRequest(_ADAPTER, "acme"))),
+    encode_command(Command(Verb.PIN, AdapterRequest(ADAPTER, "acme"))),
     b"drain",
     encode_worker(STATE),
     encode_dead_job(_DEAD),

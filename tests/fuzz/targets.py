@@ -7,12 +7,9 @@ from __future__ import annotations
 
 import json
 import tempfile
-import time
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
-from google.protobuf.message import DecodeError, Message
+from google.protobuf.message import DecodeError
 from loraplex.inference.v1 import inference_pb2 as pb
 from loraplex.queue.v1 import queue_pb2
 
@@ -28,43 +25,14 @@ from artifacts.safetensors_header import read_header
 from router.api.convert import read_request
 from router.api.encoding import read_classify, read_embed
 from router.text.templates.environment import Template
-from rpc.errors import CallError, Internal
+from rpc.errors import CallError
 from rpc.identity.api_keys import bearer, split_api_key
 from rpc.identity.tenant_header import is_tenant
+from tests.fuzz.credentials import CREDENTIALS
 from tests.fuzz.queue_payloads import JOBS, PAYLOADS, read_job, read_payload
+from tests.fuzz.target import Target
 
-# Maximum processor time in seconds of one read.
-READ_S = 1.0
 _TENANT = "acme"
-
-
-class SlowError(Exception):
-    """A read that takes longer than READ_S."""
-
-
-@dataclass(frozen=True)
-class Target:
-    """A reader. `refusals` are the errors that servers turn into a clean status; `words` help to make texts."""
-
-    read: Callable[[bytes], object]
-    refusals: tuple[type[Exception], ...]
-    seeds: tuple[bytes, ...]
-    words: tuple[bytes, ...] = ()
-    # Type of the message that the bytes are; None: they are none.
-    message: type[Message] | None = None
-
-    def try_out(self, data: bytes) -> None:
-        """Read the data. Raises SlowError, and what is no refusal."""
-        began = time.thread_time()
-        try:
-            self.read(data)
-        except Internal:
-            raise
-        except self.refusals:
-            pass
-        took = time.thread_time() - began
-        if took > READ_S:
-            raise SlowError(f"{took:.2f} s for {len(data)} bytes")
 
 
 def _header(data: bytes) -> None:
@@ -242,4 +210,5 @@ TARGETS: dict[str, Target] = {
     "grammars": Target(lambda data: lark_grammar(_text(data)), (GrammarError,), (_LARK.encode(), b"start: %lark { }")),
     "queue": Target(read_payload, (DecodeError,), PAYLOADS),
     "jobs": Target(read_job, (DecodeError,), JOBS, message=queue_pb2.Job),
+    **CREDENTIALS,
 }

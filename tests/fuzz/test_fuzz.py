@@ -7,7 +7,8 @@ import random
 import pytest
 
 from tests.fuzz.plain import fuzz
-from tests.fuzz.targets import TARGETS, Target
+from tests.fuzz.target import Target
+from tests.fuzz.targets import TARGETS
 
 SEED = 16
 RUNS = 300
