@@ -32,6 +32,7 @@ from adapter_store.storage import DataDirectory
 from adapter_store.tenant_service import TenantService
 from artifacts.certificate import FitnessLimits
 from artifacts.plans import LOOK_S as PLANS_LOOK_S
+from artifacts.plans import PLANS_NAMED
 from rpc.audit.auditor import Auditor
 from rpc.errors import CallError
 from rpc.identity.access import GuardedServers
@@ -49,8 +50,6 @@ log = logging.getLogger(__name__)
 
 # Time in seconds for which running uploads and downloads go on after SIGTERM; then they are cancelled.
 DRAIN_S = 10.0
-# Maximum number of plans that a record of the audit log names.
-PLANS_NAMED = 100
 # Interval in seconds between looks for deleted revisions whose time has passed.
 PURGE_S = 60.0
 

@@ -24,6 +24,8 @@ log = logging.getLogger(__name__)
 
 # Interval in seconds between looks at the file: a change holds within a second.
 LOOK_S = 0.5
+# Maximum number of plans that a record of the audit log names.
+PLANS_NAMED = 100
 DEFAULT = "default"
 
 

@@ -81,6 +81,7 @@ async def run(settings: Settings) -> None:
         models.queue_of, placer.place, metrics, links=reach.links, why_unservable=models.why_unservable
     )
     telemetry, auditor = _records(settings, metrics, spans, models)
+    plans.record = auditor.record
     encoder, proofs, quotas = PromptEncoder(), GrammarProofs(), _quotas(settings, redis, plans, metrics)
     public, relay = make_servers(settings, tls, telemetry, store, auditor, seals)
     resume_keys, relay_service = resume_keys_of(settings, redis, seals), relay.service(dispatcher, metrics)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from artifacts.plans import DEFAULT, LOOK_S, UNLIMITED, Plan, PlansFile, plan_name
+from artifacts.plans import DEFAULT, LOOK_S, PLANS_NAMED, UNLIMITED, Plan, PlansFile, plan_name
 from broker.keys import is_key_account, key_account
 from broker.ledger import TokenLimits
 from router.quotas.plan_copy import PlanCopy
@@ -34,7 +34,9 @@ class Plans:
         # The limits by account, since they are asked for with every request.
         self._default_limits: TokenLimits | None = None
         self._limits = dict[str, TokenLimits | None]()
-        self._file = None if path is None else PlansFile(path)
+        self._path, self._file = path, None if path is None else PlansFile(path)
+        # Keeps an event of the audit log.
+        self.record: Callable[..., None] = lambda event, **values: None
         self._copy = copy if path is None else None
         self._missing = self._copy is not None
         if self._file is not None:
@@ -101,6 +103,8 @@ class Plans:
         """Read the file again if it has changed, or ask the store; a fault changes nothing."""
         if self._file is not None and self._file.look():
             self.put(self._file.plans)
+            if changed := self._file.changed:
+                self.record("plans file", file=str(self._path), plans=changed[:PLANS_NAMED])
         if self._copy is not None and (plans := await self._copy.look()) is not None:
             self.put(plans)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
@@ -10,6 +11,8 @@ import pytest
 from artifacts.plans import Plan
 from broker.ledger import TokenLimits
 from router.quotas.plans import Plans
+from telemetry.audit.log import AuditCounts, AuditLog
+from telemetry.metrics import Meters
 
 FILE = """
 [default]
@@ -62,6 +65,23 @@ async def test_a_change_is_read_and_a_faulty_one_is_not(path: Path, caplog: pyte
     os.utime(path)
     await plans.look()
     assert plans.of("acme").weight == 2.5
+
+
+async def test_a_change_of_the_file_is_in_the_audit_log(path: Path, tmp_path: Path) -> None:
+    log_path, write = tmp_path / "audit", path.write_text
+    plans, audit = Plans(path), AuditLog(str(log_path), "router", AuditCounts(Meters()))
+    plans.record = audit.record
+    await plans.look()
+    text = FILE.replace("= 60", "= 30").replace("[tenants.globex]", "[tenants.other]")
+    write(text)
+    await plans.look()
+    write(text + "# nothing else\n")
+    await plans.look()
+    audit.close()
+    read = log_path.read_text
+    records = [json.loads(line) for line in read().splitlines()]
+    found = [(one["file"], one["plans"]) for one in records if one["event"] == "plans file"]
+    assert found == [(str(path), ["default", "tenants/globex", "tenants/other"])]
 
 
 def test_a_call_must_fit_its_keys_plan_and_its_tenants(path: Path) -> None:
