@@ -54,6 +54,10 @@ def print_comparison(first: Path, second: Path, threshold: float | None, *, as_j
         _print_changes(rows)
     for name, before, after in differing(a, b):
         print_warning(f"the settings differ: {name}: A {before or 'none'}, B {after or 'none'}")
+    for name, report in (("A", a), ("B", b)):
+        for run in report["runs"]:
+            for line in run["warnings"]:
+                print_warning(f"{name}, {run['label']}: {line}")
     worse = [] if threshold is None else too_much_worse(rows, threshold / 100)
     for row in worse:
         values = " to ".join(_value(row["value"], row[side]) for side in ("a", "b"))

@@ -15,14 +15,17 @@ _COUNTS = ("requests", "errors")
 _HIGHER = {"requests_per_s", "tokens_per_s", "texts_per_s", "goodput_per_s"}
 # Smallest change that is more than noise, as a share, where a report has no confidence intervals (an older version).
 NOISE_SHARE = 0.1
+# Smallest change that is more than noise where there are intervals: they do not have in them how the state of a machine
+# differs from run to run.
+_RUN_TO_RUN_SHARE = 0.05
 
 
 def compare(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return a row for each run and value of both: `a`, `b`, `change` (b / a - 1) and `verdict`.
 
-    The verdict is `better` or `worse` where the confidence intervals of both runs are apart, and `noise` where they
-    overlap; `better` is True, False or None. Times are in seconds. Runs with the same label are compared, and so are
-    two reports of a single run each. Raises PlanError if there is nothing to compare.
+    The verdict is `better` or `worse` where the confidence intervals of both runs are apart and the change is more than
+    5%, else `noise`; `better` is True, False or None. Times are in seconds. Runs with the same label are compared, and
+    so are two reports of a single run each. Raises PlanError if there is nothing to compare.
     """
     pairs = [
         (first["label"], first, second)
@@ -86,6 +89,7 @@ def _verdict(name: str, before: float | None, after: float | None, intervals: tu
     else:
         low, high = intervals if after > before else reversed(intervals)
         apart = low[1] is not None and high[0] is not None and low[1] < high[0]
+        apart = apart and (not before or abs(after / before - 1) > _RUN_TO_RUN_SHARE)
     if not apart:
         return "noise"
     return "better" if (after > before) == (name in _HIGHER) else "worse"

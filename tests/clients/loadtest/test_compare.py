@@ -74,6 +74,14 @@ def test_a_change_beyond_the_spread_is_judged() -> None:
     assert few["ttft.p99"] == "noise", "30 requests tell nothing of their p99"
 
 
+def test_a_small_change_is_noise_however_many_requests_tell_it() -> None:
+    assert verdicts(report(1), report(1, slower=1.04))["itl.p50"] == "noise"
+    a, b = report(1), report(1, slower=1.04)
+    for run, low in ((a, 1.0), (b, 1.03)):
+        run["runs"][0]["intervals"]["itl.p50"] = [low, low + 0.001]
+    assert verdicts(a, b)["itl.p50"] == "noise"
+
+
 def test_counts_and_changes() -> None:
     rows = {row["value"]: row for row in compare(report(1), report(1, slower=2.0, count=300))}
     assert (rows["requests"]["a"], rows["requests"]["b"]) == (600, 300)
