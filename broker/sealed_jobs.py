@@ -19,6 +19,7 @@ from broker.messages import Job
 from broker.queue_entry import Entry, charged_prompt, queued_rows
 from broker.seals import SealError, SealKind, Seals
 from broker.terms import PLACE_BYTES
+from rpc.identity.revision_grants import UNREADABLE
 
 log = logging.getLogger(__name__)
 
@@ -78,7 +79,7 @@ def _check_facts(job: Job, packed: bytes) -> None:
     """Raise SealError where the queue has handled another job than the sealed one."""
     try:
         facts = msgspec.msgpack.decode(packed, type=_Facts)
-    except (msgspec.MsgspecError, ValueError) as error:  # ValueError: a text that is no UTF-8
+    except UNREADABLE as error:
         raise SealError("FACTS_DIFFER", "a job whose facts cannot be read") from error
     pairs = {
         "id": (facts.place if facts.place == job.job_id else facts.place[PLACE_BYTES:], job.job_id),

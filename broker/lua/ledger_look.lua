@@ -13,7 +13,8 @@ local reservations, reports = tonumber(ARGV[12]), ARGV[13] == '1'
 -- Tell whether a charge has waited for its report for long. Raises an error on one that no script can have written.
 local function is_charge_late(value)
   local charge = cjson.decode(value)
-  if charge.input >= 0 and charge.output >= 0 and charge.subject >= '' then return charge.at_ms + REPORT_AFTER_MS <= now end
+  local is_whole = charge.input >= 0 and charge.output >= 0 and charge.input + charge.output < math.huge
+  if is_whole and charge.subject >= '' and charge.at_ms >= 0 then return charge.at_ms + REPORT_AFTER_MS <= now end
   error('unreadable')
 end
 

@@ -140,9 +140,18 @@ def calling_key() -> str:
         return ""
 
 
+def _facts_of(charge: Charge) -> Facts:
+    """Return what stands in a charge's subject; nothing for one that something else than a router has written."""
+    try:
+        return msgspec.json.decode(charge.subject or "{}", type=Facts)
+    except (msgspec.MsgspecError, ValueError, RecursionError):
+        log.warning("cannot read the facts of a charge: %d characters", len(charge.subject))
+        return NO_FACTS
+
+
 def event_of(tenant: str, charge: Charge) -> dict[str, Any]:
     """Return the event of a charge."""
-    facts = msgspec.json.decode(charge.subject or "{}", type=Facts)
+    facts = _facts_of(charge)
     return {
         "specversion": "1.0",
         "id": charge.id,

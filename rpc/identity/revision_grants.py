@@ -16,8 +16,8 @@ from rpc.identity.signatures import Signature, SignatureError, Signer, Verifier
 # sealed job may wait.
 GRANT_S = 1_800.0
 _LABEL = b"loraplex revision grant 1"
-# Errors of messages that cannot be read; a text that is no UTF-8 is a ValueError.
-UNREADABLE = (msgspec.MsgspecError, ValueError)
+# Errors of messages that cannot be read: a text that is no UTF-8 is a ValueError, a thousand nested arrays the last.
+UNREADABLE = (msgspec.MsgspecError, ValueError, RecursionError)
 # Maximum number of grants that a router keeps to hand them out again.
 _KEPT = 4_096
 

@@ -113,6 +113,8 @@ def _resume_token() -> bytes:
 
 # Beginnings of msgpack's arrays and texts, and arrays in arrays.
 _PACKED = (b"\x91", b"\x93", b"\xdd\xff\xff\xff\xff", b"\xc4\xff", b"\xd9\x05", b"\xcb" + b"\xff" * 8, b"\x91" * 4_000)
+# Arrays in each other behind the last field that a reader wants.
+_DEEP = b"\x91" * 5_000 + b"\xc0"
 
 CREDENTIALS: dict[str, Target] = {
     "seals": Target(
@@ -131,12 +133,15 @@ CREDENTIALS: dict[str, Target] = {
         lambda data: open_jobs(_worker(), _KEYS, [data], [b"\x90"]), (), (_job.body, *JOBS), message=queue_pb2.Job
     ),
     "facts": Target(
-        lambda data: open_jobs(_worker(), _KEYS, [_job.body], [data]), (), (b"\x9c" + b"\xa1a" * 12,), _PACKED
+        lambda data: open_jobs(_worker(), _KEYS, [_job.body], [data]),
+        (),
+        (b"\x9c" + b"\xa1a" * 12, b"\x9d" + b"\xa1a" * 5 + b"\x01" * 7 + _DEEP),
+        _PACKED,
     ),
     "grants": Target(
         _read_grant,
         (SignatureError,),
-        (RevisionGrantIssuer(_signer).issue(_TENANT, (ADAPTER.revision,)),),
+        (RevisionGrantIssuer(_signer).issue(_TENANT, (ADAPTER.revision,)), b"\x94\xc4\x01a\x90\xc4\x01b" + _DEEP),
         _PACKED,
     ),
     "resume-tokens": Target(

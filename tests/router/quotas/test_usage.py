@@ -11,13 +11,13 @@ import pytest
 from redis.asyncio import Redis
 
 from broker import terms
-from broker.ledger import AccountCopy, Ledger
+from broker.ledger import AccountCopy, Charge, Ledger
 from broker.scripts import Scripts
 from router.metrics import RouterMetrics
 from router.quotas.grant import End
 from router.quotas.plans import Plans
 from router.quotas.quotas import Quotas
-from router.quotas.usage import Facts, UsageLog
+from router.quotas.usage import Facts, UsageLog, event_of
 from tests.router.quotas.test_quotas import begun, granted
 from tests.router.recording_link import job
 
@@ -112,6 +112,12 @@ async def test_a_full_disk_and_a_torn_line_lose_nothing(new: New, tmp_path: Path
     torn, whole = (tmp_path / "router-a").read_text().splitlines()
     assert torn == '{"specver'
     assert json.loads(whole)["id"] == f"{grant.id}:0"
+
+
+@pytest.mark.parametrize("subject", ["?", "[]", '{"key": 1}', '{"key": "\\ud800"}', '{"x":' + "[" * 9_000])
+def test_a_charge_with_facts_that_no_router_has_written_is_reported(subject: str) -> None:
+    event = event_of("acme", Charge("r:0", 3, 2, 1, subject))
+    assert (event["data"]["input_tokens"], event["data"]["output_tokens"], event["data"]["key"]) == (3, 2, "")
 
 
 def test_any_router_reports_a_charge_after_its_own_had_the_time() -> None:
