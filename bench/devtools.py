@@ -41,7 +41,10 @@ class Page:
         self._reading = asyncio.create_task(self._read())
 
     async def open(self, address: str, *, width: int = 1280, height: int = 900) -> None:
-        """Open a tab of this size in pixels, and load the address in it."""
+        """Open a fresh tab of this size in pixels, and load the address in it."""
+        self._session = ""
+        self.requests.clear()
+        self.errors.clear()
         tab = await self.send("Target.createTarget", url="about:blank")
         attached = await self.send("Target.attachToTarget", targetId=tab["targetId"], flatten=True)
         self._session = attached["sessionId"]

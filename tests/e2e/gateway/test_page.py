@@ -4,21 +4,34 @@ from __future__ import annotations
 
 import re
 from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 import pytest_asyncio
+from loraplex.cluster.v1 import cluster_pb2 as pb
+from loraplex.cluster.v1 import cluster_pb2_grpc
 
 from bench.devtools import Page, browser_page
 from bench.screenshots import NoBrowserError, find_browser
 from clients.gateway.app import serving
 from clients.gateway.metrics import GatewayMetrics
 from clients.gateway.settings import Settings
+from rpc.identity.api_keys import ApiKeyReader, HashedKey, HashedSecret, KeyDirectory, new_api_key
+from rpc.identity.development_ca import DevelopmentCa
+from rpc.identity.guard import Guard
+from rpc.identity.permissions import Port
+from rpc.identity.principal import Role
+from rpc.identity.tls import TlsFiles
+from rpc.server import Server
 from tests.e2e.conftest import TENANT, Cluster
 from tests.e2e.gateway.conftest import HEADERS, MESSAGES, PROMPT, expected
 
 pytestmark = pytest.mark.asyncio(loop_scope="package")
 Http = httpx.AsyncClient
+CLUSTER_SHOWN = "!document.getElementById('cluster').hidden"
 
 
 @pytest_asyncio.fixture(loop_scope="package")
@@ -83,20 +96,20 @@ async def test_a_silent_router_is_named_and_silent_routers_are_an_error(cluster:
         assert len(errors) == (status == 200)
 
 
-@pytest_asyncio.fixture(loop_scope="package")
-async def page(cluster: Cluster) -> AsyncIterator[Page]:
-    """The page in a browser, 400 pixels wide."""
+@pytest_asyncio.fixture(scope="module", loop_scope="package")
+async def page() -> AsyncIterator[Page]:
+    """A page of a browser."""
     try:
         browser = find_browser()
     except NoBrowserError as error:
         pytest.skip(str(error))
     async with browser_page(browser) as opened:
-        await opened.open(f"http://{cluster.local.http}/cluster", width=400)
         yield opened
 
 
 async def test_a_prompt_is_typed_and_both_answers_read(page: Page, cluster: Cluster) -> None:
-    await page.wait_for("!document.getElementById('cluster').hidden")
+    await page.open(f"http://{cluster.local.http}/", width=400)
+    await page.wait_for(CLUSTER_SHOWN)
     await page.type("#tenant", TENANT)
     await page.press("Tab")
     await page.wait_for("document.getElementById('model-b').value === 'b'")
@@ -125,3 +138,71 @@ async def test_a_prompt_is_typed_and_both_answers_read(page: Page, cluster: Clus
     assert await page.evaluate(f"{fields}.filter((field) => !field.labels.length).length") == 0
     assert {httpx.URL(address).netloc.decode() for address in page.requests} == {cluster.local.http}
     assert [error for error in page.errors if "400" not in error and "404" not in error] == []
+
+
+class OneWorker(cluster_pb2_grpc.ClusterServiceServicer):
+    """An operators' port of a router whose cluster has one worker."""
+
+    async def GetTraffic(self, request: Any, context: Any) -> pb.GetTrafficResponse:
+        """Answer."""
+        return pb.GetTrafficResponse(uptime=5)
+
+    async def ListWorkers(self, request: Any, context: Any) -> pb.ListWorkersResponse:
+        """Answer."""
+        return pb.ListWorkersResponse(workers=[pb.Worker(worker_id="w-1", phase=pb.WORKER_PHASE_SERVING)])
+
+    async def ListQueues(self, request: Any, context: Any) -> pb.ListQueuesResponse:
+        """Answer."""
+        return pb.ListQueuesResponse()
+
+    async def ListJobs(self, request: Any, context: Any) -> pb.ListJobsResponse:
+        """Answer."""
+        return pb.ListJobsResponse()
+
+
+@pytest_asyncio.fixture(loop_scope="package")
+async def guarded(tmp_path: Path) -> AsyncIterator[tuple[str, Settings]]:
+    """An operator's key, and the settings of a gateway before routers that check credentials."""
+    ca, directory = DevelopmentCa(), KeyDirectory()
+    key_id, text, sha256 = new_api_key()
+    directory.put([HashedKey(key_id, "", Role.OPERATOR, frozenset(), None, False, (HashedSecret(sha256),))])
+    files = *ca.write(tmp_path, "router", ca.issue("loraplex://router/r", ["127.0.0.1"])), ca.write_ca(tmp_path)
+    tls = TlsFiles(*files)
+    server = Server(Guard([Port.OPERATORS], [ApiKeyReader(directory)]))
+    cluster_pb2_grpc.add_ClusterServiceServicer_to_server(OneWorker(), server.grpc)  # type: ignore[abstract]
+    port = server.bind("127.0.0.1", 0, tls.server_credentials(client_certificates=False))
+    await server.start()
+    yield text, Settings("127.0.0.1:1", ca=str(files[2]), port=0, operator_router=f"127.0.0.1:{port}")
+    await server.stop(0)
+
+
+async def test_routers_with_credentials_show_the_cluster_to_an_operator_s_key(guarded: tuple[str, Settings]) -> None:
+    key, settings = guarded
+    async with serving(settings, GatewayMetrics()) as (address, _), Http(base_url=f"http://{address}") as http:
+        for headers, status in (({}, 401), (_bearer(key[:-1]), 401), (_bearer(key), 200)):
+            answer = await http.get("/cluster/state", headers=headers)
+            assert answer.status_code == status
+        assert [worker["worker_id"] for worker in answer.json()["workers"]] == ["w-1"]
+    blind = replace(settings, operator_router="")
+    async with serving(blind, GatewayMetrics()) as (address, _), Http(base_url=f"http://{address}") as http:
+        answer = await http.get("/cluster/state", headers=_bearer(key))
+    assert (answer.status_code, answer.json()["error"]["code"]) == (404, "state_not_served")
+
+
+def _bearer(key: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {key}"}
+
+
+async def test_the_page_asks_for_keys_and_keeps_them_to_itself(page: Page, guarded: tuple[str, Settings]) -> None:
+    key, settings = guarded
+    async with serving(settings, GatewayMetrics()) as (address, _):
+        await page.open(f"http://{address}/")
+        await page.wait_for("!document.getElementById('operator-key-field').hidden")
+        assert await page.evaluate("document.getElementById('tenant-field').hidden")
+        await page.type("#operator-key", key)
+        await page.press("Enter")
+        await page.wait_for(CLUSTER_SHOWN)
+        assert await page.evaluate("document.querySelector('#workers tbody').innerText.startsWith('w-1')")
+        kept = "JSON.stringify([{...localStorage}, {...sessionStorage}, document.cookie, location.href])"
+        assert key not in await page.evaluate(kept)
+        assert not any(key in asked for asked in page.requests)
