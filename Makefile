@@ -1,7 +1,7 @@
 # The gate is `make lint` and `make test`, at home and in CI. `make check` is a quicker check while you work.
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup run check test authz forged hostile fuzz chaos ledger cancels formats swaps texts gpu bench json-schema-suite lint format sbom audit clean
+.PHONY: help setup run check test authz forged hostile fuzz chaos ledger cancels formats swaps texts gpu bench json-schema-suite lint format lock sbom audit clean
 
 # Tests start hundreds of Python processes: without cached bytecode each would compile the project's modules again.
 unexport PYTHONDONTWRITEBYTECODE
@@ -169,6 +169,19 @@ sbom: $(STAMP) $(TOOLS)/.installed ## Write dist/sbom.json, a CycloneDX list of 
 audit: $(STAMP) $(TOOLS)/.installed ## Ask PyPI for known holes of what is installed
 	$(TOOLS)/bin/pip-audit --skip-editable --progress-spinner off \
 		--path $$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+
+# Versions are those of constraints.txt, and those that stand in the locks already; hashes are the public index's.
+LOCKS := deploy/docker/locks
+LOCK := $(TOOLS)/bin/uv pip compile -q --no-config --no-header --no-annotate --universal --python-version 3.12 \
+	--generate-hashes --no-emit-package loraplex-client -c constraints.txt
+lock: $(STAMP) $(TOOLS)/.installed ## Write the locks of the images, with the hashes of all packages
+	$(TOOLS)/bin/pip install -q --disable-pip-version-check uv==0.13.9
+	$(BIN)/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["build-system"]["requires"], sep="\n")' \
+		| $(LOCK) -o $(LOCKS)/build.txt -
+	for extras in router worker gateway store,cli; do \
+		echo ./clients/python | $(LOCK) --extra $$(echo $$extras | sed 's/,/ --extra /') -o $(LOCKS)/$$extras.txt pyproject.toml - \
+			|| exit; \
+	done
 
 clean: ## Remove .venv, the generated stubs and every cache
 	rm -rf .venv gen clients/python/gen .loraplex dist .pytest_cache .mypy_cache .ruff_cache .hypothesis \

@@ -9,10 +9,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from deploy.locks import lock_problems
+
 _INSTRUCTIONS = frozenset(
     {"FROM", "RUN", "CMD", "EXPOSE", "ENV", "ADD", "COPY", "ENTRYPOINT", "USER", "WORKDIR", "ARG"}
 )
-_EXTRAS = re.compile(r"\.\[([^\]]*)\]")
 
 
 @dataclass(frozen=True)
@@ -100,21 +101,24 @@ def _copy_problems(instruction: Instruction, stages: list[str], root: Path) -> I
 def _install_problems(
     shown: str, instructions: list[Instruction], root: Path, arguments: Mapping[str, str]
 ) -> Iterator[str]:
-    """Check that the files and extras of a `pip install` exist and were copied."""
+    """Check that a `pip wheel` has the sources, and that each lock of a `pip install` exists and is complete."""
     copied = {
         source for at in instructions if at.name == "COPY" for source in at.arguments[:-1] if "from" not in at.flags
     }
     project = tomllib.loads((root / "pyproject.toml").read_text())
-    for at in (at for at in instructions if at.name == "RUN" and "pip install" in at.text):
-        needed = {*project["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"], "pyproject.toml", "protos"}
-        words = at.arguments
-        needed |= {words[place + 1] for place, word in enumerate(words) if word == "-c"}
-        needed.add(project["project"]["readme"])
-        yield from (f"{shown}:{at.line}: installs without a copy of {name}" for name in sorted(needed - copied))
-        extras = _EXTRAS.search(at.text)
-        for extra in _expand(extras.group(1), arguments).split(",") if extras else ():
-            if extra not in project["project"]["optional-dependencies"]:
-                yield f"{shown}:{at.line}: unknown extra {extra or '(empty)'} of pyproject.toml"
+    for at in (at for at in instructions if at.name == "RUN"):
+        words, where = at.arguments, f"{shown}:{at.line}"
+        if "pip wheel" in at.text:
+            needed = {*project["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"], "pyproject.toml", "protos"}
+            needed.add(project["project"]["readme"])
+            yield from (f"{where}: builds without a copy of {name}" for name in sorted(needed - copied))
+        for name in (_expand(words[place + 1], arguments) for place, word in enumerate(words) if word == "-r"):
+            if str(Path(name).parent) not in copied:
+                yield f"{where}: installs without a copy of {name}"
+            yield from (f"{where}: {problem}" for problem in lock_problems(name, root, project))
+        for command in at.text.split("&&"):
+            if "pip install" in command and "--no-index" not in command and "--require-hashes" not in command:
+                yield f"{where}: installs without --require-hashes"
 
 
 def _expand(text: str, arguments: Mapping[str, str]) -> str:

@@ -1,10 +1,14 @@
 # The recipe of every image of the project. EXTRAS names the extras to install: router, worker, gateway, or store,cli. Only
-# the worker's image has torch.
+# the worker's image has torch, with CUDA on x86-64, as PyPI has it. Packages come by the hashes of locks/ (`make lock`).
 FROM python:3.12-slim AS build
 ARG EXTRAS
 WORKDIR /source
-RUN python -m venv /opt/loraplex
-COPY pyproject.toml constraints.txt README.md LICENSE ./
+RUN python -m venv /opt/build && python -m venv /opt/loraplex
+COPY deploy/docker/locks deploy/docker/locks
+RUN --mount=type=cache,target=/root/.cache/pip \
+    /opt/build/bin/pip install --require-hashes -r deploy/docker/locks/build.txt && \
+    /opt/loraplex/bin/pip install --require-hashes -r "deploy/docker/locks/${EXTRAS}.txt"
+COPY pyproject.toml README.md LICENSE ./
 COPY protos protos
 COPY adapter_store adapter_store
 COPY artifacts artifacts
@@ -15,8 +19,9 @@ COPY router router
 COPY rpc rpc
 COPY telemetry telemetry
 COPY worker worker
-RUN --mount=type=cache,target=/root/.cache/pip \
-    /opt/loraplex/bin/pip install -c constraints.txt ./clients/python ".[${EXTRAS}]"
+RUN PATH=/opt/build/bin:$PATH /opt/build/bin/pip wheel --no-deps --no-index --no-build-isolation --wheel-dir /wheels \
+    ./clients/python . && \
+    /opt/loraplex/bin/pip install --no-deps --no-index /wheels/*.whl
 
 FROM python:3.12-slim
 # A new volume that is mounted on the home directory gets the directory's owner.

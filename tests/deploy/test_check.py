@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 COMPOSE = "compose.yaml"
 DOCKERFILE = "deploy/docker/loraplex.Dockerfile"
 REGISTER = "deploy/docker/register.sh"
+LOCK = "deploy/docker/locks/gateway.txt"
 
 
 @pytest.fixture
@@ -22,6 +24,7 @@ def tree(tmp_path: Path) -> Path:
             (tmp_path / entry.name).symlink_to(entry)
     (tmp_path / "deploy" / "docker").mkdir(parents=True)
     (tmp_path / "deploy" / "monitoring").symlink_to(ROOT / "deploy" / "monitoring")
+    shutil.copytree(ROOT / "deploy" / "docker" / "locks", tmp_path / "deploy" / "docker" / "locks")
     for name in (COMPOSE, DOCKERFILE, REGISTER):
         (tmp_path / name).write_text((ROOT / name).read_text())
     return tmp_path
@@ -40,7 +43,7 @@ def test_the_shipped_files_name_nothing_that_does_not_exist(tree: Path) -> None:
         (COMPOSE, "{LORAPLEX_REDIS_URL:", "{LORAPLEX_REDIS:", "variable LORAPLEX_REDIS is known to no command of it"),
         (COMPOSE, "LORAPLEX_STORE_ADDRESS", "LORAPLEX_STORE_ADRESS", "variable LORAPLEX_STORE_ADRESS is known to no"),
         (COMPOSE, "loraplex.Dockerfile", "loraplex.dockerfile", "no Dockerfile deploy/docker/loraplex.dockerfile"),
-        (COMPOSE, "EXTRAS: router", "EXTRAS: routers", "unknown extra routers of pyproject.toml"),
+        (COMPOSE, "EXTRAS: router", "EXTRAS: routers", "no lock deploy/docker/locks/routers.txt: run `make lock`"),
         (COMPOSE, "EXTRAS: router", "EXTRA: router", "build argument EXTRA is not an ARG of it"),
         (COMPOSE, "redis://valkey:6379", "redis://redis:6379", "redis:6379: no service redis"),
         (COMPOSE, "--store=store:50052", "--store=store:50051", "store:50051: store does not listen on 50051"),
@@ -71,9 +74,17 @@ def test_the_shipped_files_name_nothing_that_does_not_exist(tree: Path) -> None:
         (REGISTER, "loraplex models push", "loraplex models psh", "loraplex models psh: no such command"),
         (REGISTER, "--quantize", "--quantise", "loraplex models push: unknown flag --quantise"),
         (REGISTER, "loraplex models", "lora models", "lora: not a command of this project"),
-        (DOCKERFILE, "COPY broker broker\n", "", "installs without a copy of broker"),
+        (DOCKERFILE, "COPY broker broker\n", "", "builds without a copy of broker"),
         (DOCKERFILE, "COPY broker broker", "COPY brokers brokers", "no file or directory brokers"),
-        (DOCKERFILE, "-c constraints.txt", "-c pins.txt", "installs without a copy of pins.txt"),
+        (
+            DOCKERFILE,
+            "COPY deploy/docker/locks deploy/docker/locks\n",
+            "",
+            "installs without a copy of deploy/docker/locks",
+        ),
+        (DOCKERFILE, "--require-hashes -r deploy", "-r deploy", "installs without --require-hashes"),
+        (LOCK, "starlette==", "starlet==", "gateway.txt: starlette of pyproject.toml is missing: run `make lock`"),
+        (LOCK, "starlette==1", "starlette==0", "in constraints.txt starlette is 1"),
         (DOCKERFILE, "--from=build", "--from=builder", "no stage builder"),
         (DOCKERFILE, "USER loraplex\n", "", "the last stage runs as root"),
         (DOCKERFILE, "WORKDIR /source", "WORKDR /source", "unknown instruction WORKDR"),
