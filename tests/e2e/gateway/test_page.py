@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 import pytest
 import pytest_asyncio
 from loraplex.cluster.v1 import cluster_pb2 as pb
@@ -30,7 +30,7 @@ from tests.e2e.conftest import TENANT, Cluster
 from tests.e2e.gateway.conftest import HEADERS, MESSAGES, PROMPT, expected
 
 pytestmark = pytest.mark.asyncio(loop_scope="package")
-Http = httpx.AsyncClient
+Http = httpx2.AsyncClient
 CLUSTER_SHOWN = "!document.getElementById('cluster').hidden"
 
 
@@ -136,7 +136,7 @@ async def test_a_prompt_is_typed_and_both_answers_read(page: Page, cluster: Clus
         assert await page.evaluate("document.documentElement.scrollWidth") <= width
     fields = "[...document.querySelectorAll('input, select, textarea')]"
     assert await page.evaluate(f"{fields}.filter((field) => !field.labels.length).length") == 0
-    assert {httpx.URL(address).netloc.decode() for address in page.requests} == {cluster.local.http}
+    assert {httpx2.URL(address).netloc.decode() for address in page.requests} == {cluster.local.http}
     assert [error for error in page.errors if "400" not in error and "404" not in error] == []
 
 
