@@ -248,6 +248,11 @@ async def test_no_secret_is_in_anything_that_a_cluster_writes(
                 await store.push(write_adapter(directory / "mine" / "a"), ADAPTER)
             waiting = await tell(cluster, key, eventually)
             async with await cluster.valkey.client() as redis:
+
+                async def has_a_dead_letter() -> bool:
+                    return bool(await redis.keys("*:dead"))
+
+                await eventually(has_a_dead_letter)
                 written = {**await everything_in(redis), **waiting, **await metrics_of(cluster)}
         written |= files_in(directory)
         spans = [span for found in traces.spans.values() for _, span in found]
