@@ -1,4 +1,4 @@
-"""Docstrings of every room but tests name their object: none begins with a pronoun or a question word."""
+"""Test that docstrings of every room name their object: none begins with a pronoun or a question word."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ ROOMS = (
     "router",
     "rpc",
     "telemetry",
+    "tests",
     "worker",
 )
 GENERATED = ROOT / "clients/python/gen"

@@ -81,7 +81,7 @@ class Client:
         return first, files
 
     async def get(self, name: str, tenant: str = "acme") -> Any:
-        """What the name means."""
+        """Return the revision or set that the name means."""
         return await self.call("GetAdapter", pb.GetAdapterRequest(name=name), tenant)
 
 

@@ -48,7 +48,7 @@ def test_the_page_has_every_field_that_the_code_knows() -> None:
 
 
 def test_the_page_has_every_field_that_peft_knows() -> None:
-    """One of a later version is to be understood, and entered here, before it is served."""
+    """A field of a later peft has to be understood, and entered here, before it is served."""
     peft = pytest.importorskip("peft")
     on_the_page = {field for field, _, _ in (*SERVED, *REFUSED)}
     assert set(peft.LoraConfig.__dataclass_fields__) <= on_the_page

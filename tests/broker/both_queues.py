@@ -136,7 +136,7 @@ class BothQueues:
         return why
 
     async def claim(self, worker: str, capacity: Capacity, *reports: UsageReport, freed: bool = False) -> Claimed:
-        """What the worker gets, which reports what jobs have made."""
+        """Claim as the worker, which reports what jobs have made."""
         claimed = await self._queue(worker).claim(BASE, capacity, reports, freed=freed)
         decided = self._decide(worker, capacity, reports, freed=freed)
         assert decided.job_ids == tuple(job.job_id for job in claimed.jobs)

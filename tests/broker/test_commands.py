@@ -1,4 +1,4 @@
-"""What operators ask of workers, as bytes, and the pins that workers find when they start."""
+"""Test commands of operators to workers as bytes, and the pins that workers find when they start."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which URLs lead to a server, and that an unusable server is reported in one line, without its password."""
+"""Test which URLs lead to a server, and that an unusable server is reported in one line, without its password."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who lives, as Redis tells: workers by their keys, the room of those that are gone, and a server that is another."""
+"""Test liveness in Redis: workers by their keys, the room of those that are gone, and a server that is another."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ async def test_workers_live_as_long_as_they_beat(redis: Redis, liveness: Livenes
 
 @pytest.mark.parametrize("lapses", [False, True])
 async def test_nothing_waits_for_a_worker_that_is_gone(redis: Redis, liveness: Liveness, lapses: bool) -> None:
-    """Its free rows go with it, and its wake-ups go to another worker."""
+    """Free rows go with their worker, and its wake-ups go to another one."""
     queues = {name: make_queue(redis, name) for name in ("w1", "w2")}
     for name, queue in queues.items():
         await liveness.beat(worker(name))

@@ -46,7 +46,7 @@ T = TypeVar("T")
 
 
 class Walk(RuleBasedStateMachine):
-    """One cell, three workers, four tenants."""
+    """Walk one cell with three workers and four tenants."""
 
     runner: asyncio.Runner
     redis: Redis

@@ -27,13 +27,13 @@ async def beaten(both: BothQueues, ms: int) -> None:
 
 
 async def scans(redis: Redis) -> int:
-    """How many scripts the server has run."""
+    """Return the number of scripts that the server has run."""
     stats = await redis.info("commandstats")
     return int(stats["cmdstat_fcall"]["calls"])
 
 
 async def claimed_while_others_come(both: BothQueues, wanted: str, most: int) -> int:
-    """How many claims of a worker that always finds fresh work until it gets that job."""
+    """Count the claims of a worker that always finds fresh work until it gets that job."""
     for number in range(most):
         await both.enqueue(make_job(f"fresh{number}", "busy"))
         if wanted in await claim(both):

@@ -36,7 +36,7 @@ _HOSTS = {"valkey": 2, "store": 3, "router-1": 11, "router-2": 12, "worker-1": 2
 
 
 def refusal() -> str:
-    """Why such networks can't be made here; empty where they can."""
+    """Return why such networks can't be made here; empty where they can."""
     for command in ("unshare", "ip", "mount"):
         if shutil.which(command) is None:
             return f"there is no {command} command"

@@ -46,7 +46,7 @@ def _gap(gaps: list[float]) -> dict[str, float]:
 
 
 def missed_aims(verdict: Verdict) -> list[str]:
-    """Which silences were longer than they may be."""
+    """Return the silences that were longer than they may be."""
     gaps = as_json(verdict)["token_gap_ms"]
     return [
         f"p99 of the gap at a {kind}: {gaps[kind]['p99']:.0f} ms, at most {most_ms} wanted"

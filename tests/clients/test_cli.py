@@ -80,7 +80,7 @@ def _run_process(*arguments: str) -> Done:
 
 
 def assert_refused(done: Done, *parts: str, code: int = 2) -> None:
-    """One line on stderr that says all of `parts`, nothing on stdout."""
+    """Assert one line on stderr that says all of `parts`, nothing on stdout."""
     assert done.returncode == code, done.stderr
     assert done.stdout == ""
     assert done.stderr.startswith("error: ")

@@ -1,4 +1,4 @@
-"""What `loraplex top` reckons from two looks at a cluster, and what it shows."""
+"""Test the figures that `loraplex top` computes from two looks at a cluster, and their display."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the SDK's two halves offer, and what they bring with them."""
+"""Test the public names of the SDK's two halves, and the modules that they import."""
 
 from __future__ import annotations
 

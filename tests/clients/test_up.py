@@ -1,4 +1,4 @@
-"""What `loraplex up` decides before and beside its processes: whose adapters, which of them in the demo."""
+"""Test the decisions of `loraplex up` beside its processes: whose adapters, which of them in the demo."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ def _marked(mark: str) -> list[int]:
 
 
 def _ends(pid: int) -> bool:
-    """Whether the process ends; one that was just killed may need a moment."""
+    """Return whether the process ends; one that was just killed may need a moment."""
     try:
         descriptor = os.pidfd_open(pid)
     except ProcessLookupError:

@@ -64,7 +64,7 @@ class Secure:
 
     @property
     def tls(self) -> Tls:
-        """How clients come in."""
+        """Return the certificate authority that clients trust."""
         return Tls(ca=self.directory / "ca.pem")
 
     async def start(self, name: str, *flags: str) -> None:

@@ -1,4 +1,4 @@
-"""What the audit log is told: changes, with who made them and how they ended, and refused callers, so many a minute."""
+"""Test records of the audit log: changes, who made them, how they ended, and refused callers, so many a minute."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Kept:
 
 @pytest.fixture
 def records() -> Records:
-    """What was recorded."""
+    """Return the events that were recorded."""
     return []
 
 

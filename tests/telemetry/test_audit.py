@@ -42,7 +42,7 @@ def faults_of(path: Path, lines: Iterable[bytes]) -> list[tuple[int, str]]:
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    """Where a log is to be."""
+    """Return the path of a log to be made."""
     return tmp_path / "audit.jsonl"
 
 

@@ -1,4 +1,4 @@
-"""What every process does alike: when traces are on, what log lines look like, where metrics are served."""
+"""Test the start of every process: when traces are on, what log lines look like, where metrics are served."""
 
 from __future__ import annotations
 

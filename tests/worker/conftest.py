@@ -1,4 +1,4 @@
-"""What the worker's tests share: engines that are closed, runs to the end, loads that finish when the test says so."""
+"""Fixtures of the worker's tests: engines that are closed, runs to the end, loads that finish when the test says so."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def ahead() -> bool:
-    """Whether make_engine's engines step ahead; a module whose tests hold in both modes has a fixture of its own."""
+    """Let make_engine's engines step ahead, or not; a module whose tests hold in both modes overrides it."""
     return False
 
 
@@ -138,7 +138,7 @@ class GatedLoads:
         """See worker.engine.adapter_cache.loading.Loads."""
 
     def loading(self) -> list[str]:
-        """What is under way, oldest first."""
+        """Return the loads that are under way, oldest first."""
         return list(self._under_way)
 
     def finish_load(self, digest: str = "") -> None:

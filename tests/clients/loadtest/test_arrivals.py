@@ -1,4 +1,4 @@
-"""When requests come: the statistics of the draws, and that the seed alone decides them."""
+"""Test when requests come: the statistics of the draws, and that the seed alone decides them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What requests ask for: the statistics of the draws, and that every process draws the same."""
+"""Test the contents of requests: the statistics of the draws, and that every process draws the same."""
 
 from __future__ import annotations
 

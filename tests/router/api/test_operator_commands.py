@@ -1,4 +1,4 @@
-"""What one tenant's pins and warms leave to others."""
+"""Test the room that one tenant's pins and warms leave to others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which adapters a base model takes."""
+"""Test which adapters a base model takes."""
 
 from __future__ import annotations
 

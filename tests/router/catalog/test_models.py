@@ -220,7 +220,7 @@ async def test_a_job_that_is_larger_than_each_live_worker_is_unservable(redis: R
 async def test_a_manifest_that_is_registered_again_with_its_tasks_is_read_again(
     redis: Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its digest stays: a version without tasks had registered it."""
+    """The digest stays: a version without tasks had registered the model."""
     monkeypatch.setattr("router.catalog.models.LOOK_S", 0.001)
     router, read = Router(redis, 1.0), asyncio.Queue[str]()
     serve = router.models._serve

@@ -133,7 +133,7 @@ class Client:
         return self
 
     def received(self) -> dict[int, Received]:
-        """What it tells a router; of a choice of which it has nothing, nothing."""
+        """Return the progress that it tells a router; of a choice of which it has nothing, nothing."""
         return {
             choice: Received(tuple(ids), self.ends[choice] is not None, len(self.text[choice].encode()))
             for choice, ids in enumerate(self.ids)

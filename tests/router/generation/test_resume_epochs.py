@@ -47,7 +47,7 @@ class Store:
 
 
 class Router:
-    """What a router verifies tokens with."""
+    """Hold the parts with which a router verifies tokens."""
 
     def __init__(self) -> None:
         self.store, self.keys, self.now = Store(), KeyDirectory(), 1e9

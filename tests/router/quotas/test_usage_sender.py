@@ -70,7 +70,7 @@ class Collector:
 
     @property
     def url(self) -> str:
-        """Where it listens."""
+        """Return the URL at which the collector listens."""
         return f"http://127.0.0.1:{self.port}/usage?x=1"
 
     def wait(self, ids: set[str]) -> None:

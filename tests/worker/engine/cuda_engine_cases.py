@@ -23,7 +23,7 @@ from worker.engine_api.config import EngineConfig
 
 
 def answers(case: dict[str, Any]) -> dict[str, Any]:
-    """What the engine makes of a case."""
+    """Return the answers of the engine to a case."""
     padded = 0
 
     class Counting(CudaLayers):

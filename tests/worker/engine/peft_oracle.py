@@ -31,7 +31,7 @@ SHAPE: dict[str, Any] = {
 
 
 class PeftOracle:
-    """One saved model, and peft's adapters of it by name, saved as peft saves them."""
+    """Hold a saved model, and peft's adapters of it by name, saved as peft saves them."""
 
     def __init__(
         self,
@@ -110,7 +110,7 @@ class PeftOracle:
     def check_answer(
         self, request: NewSequence, ids: tuple[int, ...], logprobs: Sequence[Sequence[float]], adapter: str | None
     ) -> None:
-        """The same of an answer's ids and the log probabilities of all ids, in their order, at each position."""
+        """Check an answer's ids and the log probabilities of all ids, in their order, at each position."""
         logits = self._logits((*request.prompt_ids, *ids[:-1]), adapter)
         greedy = logits[len(request.prompt_ids) - 1 :]
         best = greedy.topk(2).values

@@ -51,7 +51,7 @@ def oracle(tmp_path_factory: pytest.TempPathFactory) -> PeftOracle:
 
 
 def source_of(oracle: PeftOracle, parts: list[tuple[str, float]]) -> AdapterSource:
-    """What a worker hands its engine."""
+    """Return the source that a worker hands its engine."""
     digests = {name: f"digest of {name}" for name, _ in parts}
     return AdapterSource(
         weighted_digest((digests[name], weight) for name, weight in parts),
@@ -114,7 +114,7 @@ def test_a_set_of_one_is_the_adapter_times_its_weight(oracle: PeftOracle) -> Non
 def test_other_weights_of_the_same_adapters_share_no_block(
     oracle: PeftOracle, make_engine: Callable[..., Any], run_until_idle: Callable[..., Any]
 ) -> None:
-    """The same prompt under two sets, then again: found in the cache by its own set alone."""
+    """A prompt under two sets, then again, is found in the cache by its own set alone."""
     engine = make_engine(oracle.directory, rows=4, kv_blocks=100, block_size=4, adapter_slots=4, max_rank=40)
     sets = {"half and half": SETS["half and half"], "taken away": SETS["taken away"]}
     prompt = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7]
@@ -129,7 +129,7 @@ def test_other_weights_of_the_same_adapters_share_no_block(
 
 
 def test_a_dora_adapter_is_no_part_of_a_set(oracle: PeftOracle, tmp_path: Path) -> None:
-    """What it changes depends on the base's weight as it is; peft would give the sum other magnitudes."""
+    """DoRA's change depends on the base's weight as it is; peft would give the sum other magnitudes."""
     dora = PeftOracle("llama", tmp_path, {"DoRA": CONFIGS["wide"] | {"use_dora": True}}, seed=7)
     base = load_model(str(dora.directory))
     parts = tuple(AdapterPart(name, str(one.adapters[name]), 0.5) for name, one in (("wide", oracle), ("DoRA", dora)))

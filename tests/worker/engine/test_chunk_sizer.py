@@ -23,7 +23,7 @@ MOST_STRETCH, MOST_STEP_S = 2.5, 0.5
 
 @dataclass(frozen=True)
 class Speed:
-    """What a machine and a model take, in seconds; `noise` is the deviation of a step's time, relative."""
+    """Times of a machine and a model in seconds; `noise` is the deviation of a step's time, relative."""
 
     step: float
     row: float
@@ -45,7 +45,7 @@ class Speed:
         return taken
 
     def times(self, factor: float) -> Speed:
-        """As many times as slow."""
+        """Return the speed of a machine that takes `factor` times as long."""
         names = ("step", "row", "row_position", "chunk", "token", "token_position", "chunk_position")
         return replace(self, **{name: getattr(self, name) * factor for name in names})
 

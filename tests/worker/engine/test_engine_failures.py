@@ -1,4 +1,4 @@
-"""What fails in the torch engine fails alone."""
+"""Test that failures in the torch engine fail alone."""
 
 from __future__ import annotations
 

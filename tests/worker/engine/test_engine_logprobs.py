@@ -94,7 +94,7 @@ def check(tiny: Any, request: NewSequence, outputs: list[Output]) -> None:
 def test_logprobs_are_the_models_own(
     tiny: Any, make_engine: Callable[..., Any], run_until_idle: Callable[..., Any], settings: dict[str, int]
 ) -> None:
-    """Whatever was sampled and penalized, chunked and preempted; those who follow find the prompts in the cache."""
+    """Sampled, penalized, chunked or preempted; later requests find the prompts in the cache."""
     requests = requests_of(tiny)
     later = [replace(request, sequence_id=f"later {request.sequence_id}") for request in requests]
     outputs = run_until_idle(make_engine(tiny.directory, **settings), {0: requests, 12: later})
@@ -110,7 +110,7 @@ def test_logprobs_are_the_models_own(
 def test_a_request_without_new_tokens_tells_of_the_end_of_its_prompt(
     tiny_llama: Any, make_engine: Callable[..., Any], run_until_idle: Callable[..., Any], settings: dict[str, int]
 ) -> None:
-    """As Score asks: continuations of one prompt, which those after the first find in the cache."""
+    """Score asks so: continuations of a prompt, which those after the first find in the cache."""
     prompt, none = tuple(range(10, 51)), Stopping(max_tokens=0)
     scored = [
         tiny_llama.request(f"{n}", (*prompt, *range(n, 3 * n)), 0, "plain", prompt_logprobs=1,

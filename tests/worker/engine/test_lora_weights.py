@@ -29,7 +29,7 @@ def linears(tiny: Any) -> dict[str, tuple[int, int]]:
 
 @pytest.mark.parametrize("adapter", ["plain", "patterned", "rslora"])
 def test_the_product_is_pefts_own_change_of_the_weight(tiny_llama: Any, adapter: str) -> None:
-    """Whatever max_rank: a scaling of the padded rank was once an engine's mistake."""
+    """With any max_rank: a scaling by the padded rank was once an engine's mistake."""
     read = [read_adapter(str(tiny_llama.adapters[adapter]), linears(tiny_llama), max_rank) for max_rank in (16, 64)]
     adapted = 0
     for name, module in tiny_llama.peft.base_model.model.named_modules():

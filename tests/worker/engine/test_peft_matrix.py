@@ -242,7 +242,7 @@ def test_a_copy_of_the_models_own_weight_must_be_that(
 
 
 def test_where_both_ends_can_not_be_adapted_they_are_refused_by_name(oracles: Callable[[str], PeftOracle]) -> None:
-    """As on CUDA."""
+    """CUDA refuses them too."""
     oracle = oracles("llama")
     linears = load_model(str(oracle.directory)).linears
     for name, named in (("output", "lm_head"), ("input", "embed_tokens")):

@@ -29,7 +29,7 @@ def draws(count: int, **fields: float) -> list[Draw]:
 
 
 def frequencies(logits: torch.Tensor, count: int, **fields: float) -> torch.Tensor:
-    """How often each id is drawn in `count` draws from logits [vocab]."""
+    """Return the share of each id [vocab] in `count` draws from logits [vocab]."""
     ids = sample(logits.expand(count, -1).clone(), draws(count, **fields))
     assert min(ids) >= 0
     return torch.bincount(torch.tensor(ids), minlength=len(logits)) / count
@@ -97,7 +97,7 @@ def test_equal_scores_at_the_border_are_all_kept() -> None:
 
 @pytest.mark.parametrize("limit", [{"top_k": 3000}, {"top_k": 200}, {"top_p": 0.9}, {"top_p": 0.02}])
 def test_limits_in_a_large_and_flat_vocabulary(limit: dict[str, float]) -> None:
-    """Where the first look at the likeliest tokens is not enough, and where it is."""
+    """Limits that the first look at the likeliest tokens suffices for, and others."""
     vocab = 5000
     logits = torch.randn(vocab, generator=torch.Generator().manual_seed(3)) * 0.1
     ordered, ids = torch.softmax(logits, -1).sort(descending=True)

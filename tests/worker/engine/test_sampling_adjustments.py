@@ -28,7 +28,7 @@ def logits(rows: int = 1, seed: int = 3) -> torch.Tensor:
 def adjusted(
     scores: torch.Tensor, sampling: Sampling, prompt: tuple[int, ...], answer: tuple[int, ...]
 ) -> torch.Tensor:
-    """One row's scores [1, vocab], its ids having come one by one."""
+    """Return a row's scores [1, vocab], its ids having come one by one."""
     adjustments = Adjustments(sampling, len(prompt))
     ids = list(prompt)
     adjustments.catch_up(ids)

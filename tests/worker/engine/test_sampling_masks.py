@@ -68,7 +68,7 @@ def test_only_allowed_ids_are_chosen_and_the_other_rows_are_as_they_were() -> No
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_masks_change_the_logits_that_they_forbid_and_no_others(dtype: torch.dtype) -> None:
-    """As the kernel of the CPU does it, in a part of the logits, and as other devices do it."""
+    """The kernel of the CPU changes a part of the logits; other devices change all."""
     before = logits(5).to(dtype)
     some, drawn = mask_of([*range(64), 999, 1000]), np.random.default_rng(0).integers(-9, 2**31, WORDS, np.int32)
     expected = before.clone()

@@ -28,7 +28,7 @@ _TYPES = {
 
 
 def result_of(program: str, device: str, cases: Any = None) -> Any:
-    """What a program of this folder prints as JSON: with "cpu" Triton is interpreted there.
+    """Return what a program of this folder prints as JSON: with "cpu" Triton is interpreted there.
 
     A process of its own: nothing else may find Triton interpreted. It gets the cases as JSON.
     """
@@ -69,7 +69,7 @@ def compiled_for_sm_90(call: KernelCall) -> Any:
 
 
 def _type(value: Any) -> str:
-    """As Triton's signatures spell it."""
+    """Return the type as Triton's signatures spell it."""
     if isinstance(value, Tensor):
         return _TYPES[value.dtype]
     return "fp32" if isinstance(value, float) else "i32"

@@ -346,7 +346,7 @@ class Costly:
         self.now = 0.0
 
     def steps(self, room: Room, count: int, *, busy: bool, install_s: float) -> list[int]:
-        """How many adapters arrived in each of so many steps of one second."""
+        """Return the number of adapters that arrived in each of so many steps of one second."""
         original = room.loads.install
 
         def install(prepared: str, slot: int) -> None:

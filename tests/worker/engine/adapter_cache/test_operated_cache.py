@@ -1,4 +1,4 @@
-"""What operators ask of the tiers: adapters that are brought in though nobody waits, and kept whoever does."""
+"""Test what operators ask of the tiers: adapters that are brought in though nobody waits, and kept whoever does."""
 
 from __future__ import annotations
 

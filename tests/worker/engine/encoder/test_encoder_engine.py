@@ -1,4 +1,4 @@
-"""What an encoder's engine does beside computing: refusals, failures, memory, long texts, signs of life."""
+"""Test an encoder's engine beside its numbers: refusals, failures, memory, long texts, signs of life."""
 
 from __future__ import annotations
 

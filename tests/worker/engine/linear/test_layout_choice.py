@@ -1,4 +1,4 @@
-"""Which layouts a model's layers get, where time is counted by the layers themselves."""
+"""Test which layouts a model's layers get, where time is counted by the layers themselves."""
 
 from __future__ import annotations
 

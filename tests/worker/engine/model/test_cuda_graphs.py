@@ -1,4 +1,4 @@
-"""What CUDA graphs are captured from, on the CPU: padded buffers give the same ids, no step waits for the device."""
+"""Test, on the CPU, steps that CUDA graphs capture: padded buffers give the same ids, no step waits for the device."""
 
 from __future__ import annotations
 

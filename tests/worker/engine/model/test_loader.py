@@ -1,4 +1,4 @@
-"""What is loaded, and what is refused with one line."""
+"""Test which checkpoints are loaded, and which are refused with one line."""
 
 from __future__ import annotations
 

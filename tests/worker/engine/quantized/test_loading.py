@@ -1,4 +1,4 @@
-"""What a model that is quantized while it loads has in memory."""
+"""Test the memory of a model that is quantized while it loads."""
 
 from __future__ import annotations
 

@@ -94,7 +94,7 @@ class PagedModel:
         return self.in_flight is not None or self.scheduler.has_work()
 
     def step(self, *, fits: bool = True) -> list[Output]:
-        """One step; unless it `fits`, memory is not enough to run its batch."""
+        """Run a step; unless it `fits`, memory is not enough to run its batch."""
         outputs = self.scheduler.take_arrivals()
         batch = self.scheduler.schedule()
         self.rows_of_last = {row.sequence.sequence_id: row.count for row in batch.rows} if batch else {}
@@ -114,7 +114,7 @@ class PagedModel:
         return outputs
 
     def run(self, batch: Batch) -> list[int]:
-        """One id for each row that samples."""
+        """Return an id for each row that samples."""
         last, self.sampled = self.sampled, {}
         for row in batch.rows:
             sequence = row.sequence

@@ -23,7 +23,7 @@ def new_sequence(ids: tuple[int, ...], tenant: str = "acme", adapter: str = "", 
 
 
 def compute(blocks: BlockManager, sequence: Sequence) -> None:
-    """As a step does: everything pending, then known to the prefix cache."""
+    """Compute everything pending, and make it known to the prefix cache, as a step does."""
     sequence.computed = len(sequence.ids)
     blocks.register(sequence, sequence.computed)
 

@@ -1,4 +1,4 @@
-"""What a scheduler does that is asked for the next step before this one's ids are known, or can't be run."""
+"""Test a scheduler that is asked for the next step before this one's ids are known, or can't be run."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def random_spec(chance: random.Random, name: str) -> NewSequence:
 
 
 class SchedulerWalk(RuleBasedStateMachine):
-    """What must hold is checked by the model in every step, by `holds` after every operation, and at the end."""
+    """Walk a scheduler; the model checks every step, `holds` every operation and the end."""
 
     loads_class: Any
     ahead: bool

@@ -1,4 +1,4 @@
-"""What an engine refuses, and the field that it names."""
+"""Test the requests that an engine refuses, and the field that it names."""
 
 from __future__ import annotations
 
