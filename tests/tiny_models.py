@@ -17,7 +17,7 @@ from worker.engine_api import AdapterSource, NewSequence, Stopping
 
 VOCAB = 320
 ALL_LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-# What an adapter of each name is made with: together they go through every field that the worker reads.
+# Fields of the adapter of each name: together they cover every field that the worker reads.
 ADAPTERS: dict[str, dict[str, Any]] = {
     "plain": {"r": 8, "lora_alpha": 16, "target_modules": ALL_LINEARS},
     "patterned": {

@@ -163,7 +163,7 @@ class _Output(asyncio.Protocol):
 
 
 def _dying_with_parent(argv: Sequence[str]) -> list[str]:
-    # What the process writes is for its own user. (uvloop's subprocesses take no umask.)
+    # Files of the process are for its own user. (uvloop's subprocesses take no umask.)
     if sys.platform != "linux":
         return ["/bin/sh", "-c", 'umask 077 && exec "$@"', "sh", *argv]
     # -I -S: die_with_parent needs no packages and starts in a few milliseconds.

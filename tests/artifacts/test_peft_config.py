@@ -9,7 +9,7 @@ import pytest
 from artifacts.errors import ArtifactError, MismatchError
 from artifacts.peft_config import PeftConfig, parse_peft_config
 
-# What peft 0.21 writes for LoraConfig(r=8, lora_alpha=16, target_modules=["q_proj"], task_type="CAUSAL_LM").
+# Fields that peft 0.21 writes for LoraConfig(r=8, lora_alpha=16, target_modules=["q_proj"], task_type="CAUSAL_LM").
 WRITTEN: dict[str, Any] = {
     "alora_invocation_tokens": None, "alpha_pattern": {}, "arrow_config": None, "auto_mapping": None,
     "base_model_name_or_path": "tiny", "bias": "none", "corda_config": None, "ensure_weight_tying": False,

@@ -182,7 +182,7 @@ async def test_a_dead_routers_reservation_ends_with_its_last_count(both: Both) -
     assert (await both.look()).expired == 1
     assert both.seen.output in {30, 0}  # the minute may have passed
     assert both.seen.day_tokens == 40
-    # It stood still only: what it has sent meanwhile is added.
+    # The router only stood still: what it has sent meanwhile is added.
     await both.settle(replace(granted, used_input=10, used_output=55))
     assert both.seen.day_tokens == 65
 

@@ -77,7 +77,7 @@ async def test_nothing_waits_for_a_worker_that_is_gone(redis: Redis, liveness: L
         await liveness.declare_dead("w1-inc")
     assert await other
     assert [one.job_id for one in (await queues["w2"].claim("sha256:0", ROOMY)).jobs] == ["j"]
-    # It is not held for it any more.
+    # The job is not held for that worker any more.
     await make_queue(redis).enqueue(make_job("k", "a", adapter="sha256:x"), Placement(prefer=("w1",)))
     assert await queues["w2"].wait_for_work(30)
     claimed = await queues["w2"].claim("sha256:0", ROOMY)

@@ -51,7 +51,7 @@ class Walk(RuleBasedStateMachine):
     runner: asyncio.Runner
     redis: Redis
     roles: tuple[Redis, Redis]
-    # What has happened in all walks together.
+    # Number of events of each kind in all walks together.
     happened: Counter[str]
 
     def __init__(self) -> None:

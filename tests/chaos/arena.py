@@ -93,7 +93,7 @@ class Arena:
                     if job.worker_id and number.isdecimal() and int(number) in self.driver.streaming:
                         on.setdefault(job.worker_id, []).append(int(number))
                 pids = {name: self.cluster.processes[name].pid for name in self.cluster.running_workers()}
-                # What a worker said of itself may be half a second old, and its engine another by now.
+                # A worker's status may be half a second old, and its engine another by now.
                 able = [n for n in on if n in pids and n in workers and runs_under(pids[n], workers[n].engine_pid)]
                 if set(able) - self.busy.keys():
                     name = await self.take(able, planned)

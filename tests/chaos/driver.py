@@ -21,8 +21,8 @@ from tests.hash_formats import FORMATS
 # A request that has no outcome after so long has lost its tokens.
 PATIENCE_S = 60.0
 RETRY_S = 0.2
-# What a request of which nothing has come yet may end with, to be sent again: nobody serves now, the queue is full, the
-# store lies.
+# Errors after which a request without a first token is sent again: nobody serves now, the queue is full, the store
+# lies.
 _REFUSALS = (UnavailableError, ResourceExhaustedError, DataLossError)
 
 

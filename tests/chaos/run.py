@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 # So long the cluster has to be whole again after a fault was mended, and to be idle after the last request.
 RECOVERY_S = 45.0
-# How many faults last at once, where they may overlap.
+# Maximum number of faults at once, where they may overlap.
 OVERLAPPING = 3
 
 

@@ -68,7 +68,7 @@ def text_of(pieces: list[lx.Piece]) -> str:
 
 def test_a_lost_stream_goes_on_at_the_other_router(server: Any, other_server: Any, pieces: PiecesBy) -> None:
     server.service.script = [delta(0, 97, 98, token="first"), delta(2, 99), GONE]
-    # What comes twice is told once.
+    # Tokens that come twice are told once.
     other_server.service.resume_script = [delta(2, 99, token="second"), delta(3, 100), GONE]
     server.service.resume_script = [delta(4, 101, token="third"), END, SUMMARY]
     assert text_of(pieces([server.address, other_server.address])) == "abcde"

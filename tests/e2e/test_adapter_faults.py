@@ -23,7 +23,7 @@ StartCluster = Callable[..., AbstractAsyncContextManager[Any]]
 Eventually = Callable[[Callable[[], Awaitable[bool]]], Awaitable[None]]
 MODEL = "hash:?vocab=32000&seed=1&step_ms=5"
 GOOD = ("a", "b", "c")
-# What a client is told, by what its adapter suffers from.
+# The error that a client gets, by its adapter's fault.
 ENDINGS = {
     Fault.TRICKLES: "UnavailableError",
     Fault.HANGS: "UnavailableError",

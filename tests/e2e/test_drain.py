@@ -141,6 +141,6 @@ async def test_an_operator_drains_a_worker_and_its_answers_go_on_elsewhere(start
         for number, whole in enumerate(wholes):
             assert list(whole.token_ids) == expected(f"prompt {number}", 300)
         assert await cluster.local.processes["worker-1"].exited == 0
-        # Who was drained is not replaced, and its end is no failure of the cluster.
+        # A drained worker is not replaced, and its end is no failure of the cluster.
         assert "worker-3" not in cluster.local.processes
         await cluster.local.unless_failed(cluster.client.generate("x", max_new_tokens=1))

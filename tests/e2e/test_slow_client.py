@@ -22,7 +22,7 @@ StartCluster = Callable[..., AbstractAsyncContextManager[Any]]
 Eventually = Callable[[Callable[[], Awaitable[bool]]], Awaitable[None]]
 MODEL = "hash:?vocab=32000&seed=1&step_ms=1"
 TOKENS = 20_000
-# What gRPC takes in for a client that does not read; the messages are made large by their log probabilities.
+# Number of bytes that gRPC reads ahead of a slow client; log probabilities make the messages large.
 SMALL_WINDOW = [("grpc.http2.lookahead_bytes", 16_384), ("grpc.http2.bdp_probe", 0)]
 
 

@@ -31,7 +31,7 @@ def make_engine() -> Iterator[Callable[..., TorchEngine]]:
     engines = []
 
     def make(tiny: Any, dtype: str, **settings: Any) -> TorchEngine:
-        # What a step computes is not to depend on the clock.
+        # Results of a step must not depend on the clock.
         engine = build_engine(EngineConfig(str(tiny.directory), "cuda", dtype, **settings), paced=False)
         engines.append(engine)
         return engine

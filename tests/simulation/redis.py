@@ -27,7 +27,7 @@ from tests.simulation.network import Network
 
 T = TypeVar("T")
 
-# As broker.connection.
+# Maximum number of retries, and seconds between them: those of broker.connection.
 _RETRIES = 3
 _RETRY_S = 0.05
 

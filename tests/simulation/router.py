@@ -179,7 +179,7 @@ class SimulatedRouter:
         self._following = [self.node.start(work) for work in for_ever]
 
     async def _follow_workers(self) -> None:
-        # As router.app, but for its health.
+        # router.app, but for its health.
         while True:
             await look_at_workers(self.models, self.dispatcher, self.reach)
             await asyncio.sleep(LOOK_S)

@@ -122,7 +122,7 @@ class SimulatedWorker:
         self.running = self.node.start(self._run())
 
     async def _run(self) -> None:
-        # As worker.io.app.run, without what reads files and binds ports.
+        # worker.io.app.run, without what reads files and binds ports.
         redis, fetcher, health = cast(Any, (self._redis, self.fetcher, self.health))
         breaker = EngineBreaker()
         await run_sessions(

@@ -43,7 +43,7 @@ def make_engine(one_thread: None, ahead: bool) -> Iterator[Callable[..., TorchEn
     engines = []
 
     def make(directory: Path, **settings: Any) -> TorchEngine:
-        # What a step computes is not to depend on the clock.
+        # Results of a step must not depend on the clock.
         options = {"ahead": settings.pop("ahead", ahead), "paced": settings.pop("paced", False)}
         config = EngineConfig(str(directory), dtype=settings.pop("dtype", "float32"), **settings)
         engine = build_engine(config, **options)
@@ -110,7 +110,7 @@ class GatedLoads:
     ) -> None:
         self.broken = broken
         self.sizes = sizes or {}
-        # What lies in each slot, as `install` left it, and how often each adapter was read from its files.
+        # Adapter of each slot, as `install` left it, and the number of times that each was read from its files.
         self.installed: dict[int, str] = {}
         self.reads: Counter[str] = Counter()
         self._under_way: dict[str, Callable[[], str]] = {}

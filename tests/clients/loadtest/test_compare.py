@@ -48,7 +48,7 @@ def report(
         )  # fmt: skip
     share = Share(recorder.samples(), 0.5, 30.0, array("d", [0.001]), 0, float("nan"))
     run, _ = run_report("Poisson, 20/s", plan, Run((share,), 1.7e9, interrupted=False))
-    # As it is read from a file.
+    # JSON and back, which is how reports come from files.
     whole: dict[str, Any] = json.loads(json.dumps(whole_report(plan, "127.0.0.1:1", "loraplex loadtest", [run])))
     return whole
 

@@ -92,7 +92,7 @@ class Numbers:
         self.cache = KvCache(shape, blocks, case.block_size, dtype, device, int8=case.int8)
         owned = [slot for row in self.batch.rows for slot in _slots(row, case.block_size)]
         for index, (one, other) in enumerate(zip(self.exact.slots[0], self.cache.slots[0], strict=True)):
-            # What is not this batch's must not matter to the kernels, whatever it is.
+            # Blocks of other batches must not matter to the kernels.
             one.zero_()
             one[owned] = self._normal(len(owned), case.kv_heads, one.shape[-1])
             if case.int8:
@@ -105,7 +105,7 @@ class Numbers:
             else:
                 other.fill_(math.nan)
                 other[owned] = one[owned].to(device, dtype)
-        # As transformers gives it: heads before tokens.
+        # Heads before tokens, the order of transformers.
         self.query = self._normal(case.heads, self.batch.tokens, case.dim).transpose(0, 1)
         self.sinks = self._normal(case.heads)
 

@@ -92,7 +92,7 @@ class Numbers:
         self.linears["o"] = (24, 40)
         self.lora = CudaLora(self.linears, GROUPS, len(case.ranks), case.max_rank, case.padded, dtype, device)
         for group in self.lora._groups.values():
-            # What is not an adapter's must not matter, whatever it is.
+            # Values outside of an adapter must not matter.
             group.a.fill_(math.nan)
             group.b.fill_(math.nan)
             group.rescales.gain.fill_(math.nan)

@@ -17,7 +17,7 @@ from worker.engine_api import NewSequence, Stopping
 from worker.engine_api.config import EngineLimits
 
 STEP_TOKENS = 512
-# What is promised: bench/interference.py, and liveness.
+# Promised maxima: a step with a chunk in steps without one (bench/interference.py), and in seconds (liveness).
 MOST_STRETCH, MOST_STEP_S = 2.5, 0.5
 
 

@@ -97,7 +97,7 @@ def test_every_answer_is_valid_and_the_same_in_every_batch(
         assert last.finish in (FinishKind.COMPLETE, FinishKind.END), (name, last, text_of(ids))
         jsonschema.validate(json.loads(text_of(ids)), schemas[name])
     assert len({ids for _, ids in roomy.values()}) > len(sequences) / 2, "the answers are to be diverse"
-    # As if the engine had died in the middle of each; in another engine, whose rows and blocks are few.
+    # The answers go on from the middle, as after an engine's death, in another engine, whose rows and blocks are few.
     chance = random.Random(6)
     emitted = {name: ids[: chance.randrange(len(ids) + 1)] for name, (_, ids) in roomy.items()}
     begun = [replace(sequence, emitted_ids=emitted[sequence.sequence_id]) for sequence in sequences]

@@ -26,7 +26,7 @@ from worker.engine_api.config import EngineConfig
 SPEC = "hash:?vocab=600&seed=3"
 PROMPT = (1, 2, 300)
 NOISE = Sampling(temperature=0.7, top_k=20, top_p=0.9, seed=11)
-# What changes greedy answers too.
+# Settings that change greedy answers too.
 ADJUSTED = [
     Sampling(repetition_penalty=1.1),
     Sampling(frequency_penalty=1.1),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
-# As if it were not installed.
+# Imports the engine as if numba were not installed.
 _IMPORT = """
 import sys
 sys.modules.update(numba=None, llvmlite=None)

@@ -48,11 +48,11 @@ class AdapterCache(Generic[P]):
         self._budget = budget or SwapBudget()
         self._wanted: dict[str, AdapterSource] = {}
         self._oldest_next = False
-        # What is being read, and whether it is still requested.
+        # Adapters that are being read, and whether they are still requested.
         self._loading: dict[str, bool] = {}
         self._largest = 0
         self._transfers = Transfers(memory, loads)
-        # What the next poll returns.
+        # Arrivals that the next poll returns.
         self._arrived: list[str] = []
         self._load_failures = 0
         self._failed: list[tuple[str, Exception]] = []

@@ -111,7 +111,7 @@ class _LayersProgram:
         with recorded_calls() as calls:
             self._again(plan)
         for call in calls:
-            # What has changed is the step's, and the same in all layers; the rest is the layer's.
+            # Arguments that changed are the step's, equal in all layers; the rest are the layer's.
             places, new = self._places[call.function], as_integers(call, arguments.shape[1])
             changed = np.flatnonzero(new != arguments[places[0]])
             arguments[np.ix_(places, changed)] = new[changed]

@@ -43,7 +43,7 @@ class DecodeBuffers:
         blocks = [row.start // cache.block_size + 1 for row in rows]
         tokens = np.zeros((3, size), dtype=np.int64)
         tokens[2] = cache.scratch_block * cache.block_size
-        # What an earlier step left beyond these columns is beyond the rows' positions: it is not seen.
+        # Values of earlier steps beyond these columns are beyond the rows' positions, where attention does not look.
         tables = np.full((size, max(blocks)), cache.scratch_block, dtype=np.int32)
         for index, (row, count) in enumerate(zip(rows, blocks, strict=True)):
             table, offset = row.sequence.block_table, row.start % cache.block_size

@@ -74,7 +74,7 @@ class QuantizedWeight:
     def rows(self, index: Tensor | slice) -> Self:
         """Return the weight of some outputs."""
         zeros = None if self.zeros is None else self.zeros[index]
-        # As bytes: torch indexes and joins float8 on some devices alone.
+        # Bytes, because torch indexes and joins float8 on some devices alone.
         codes = self.codes.view(torch.uint8)[index].view(self.codes.dtype)
         return replace(self, codes=codes, scales=self.scales[index], zeros=zeros)
 

@@ -114,17 +114,17 @@ class Sequence:
         self.stop_ids = frozenset(spec.stopping.stop_token_ids)
         # The next id depends on those before it, all of which must be known.
         self.one_by_one = spec.sampling.penalizes or bool(spec.grammar)
-        # How many ids that steps sample come after `ids`.
+        # Number of ids after `ids` that steps sample.
         self.placeholders = 0
-        # How many ids, and then placeholders, have their keys and values in the cache once what is scheduled has run.
+        # Number of ids, then placeholders, whose keys and values are in the cache after the scheduled steps.
         self.computed = 0
-        # How often it has been stopped.
+        # Number of times that the sequence was stopped.
         self.epoch = 0
         # Block i holds the positions from i * block_size.
         self.block_table: list[int] = []
         # Keys of the full blocks from the first on, computed when first needed; see blocks.py.
         self.block_keys: list[bytes] = []
-        # How many of the table's blocks the prefix cache knows.
+        # Number of the table's blocks that the prefix cache knows.
         self.registered = 0
         # The slot of its adapter while it runs; -1: the plain base model.
         self.adapter_slot = -1

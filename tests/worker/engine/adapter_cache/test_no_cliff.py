@@ -45,7 +45,7 @@ def test_throughput_bends_with_the_adapters_in_use() -> None:
     results = {active: run(active) for active in (8, 16, 32, 48, 64, 128, 1000)}
     base = results[16]
     for active, result in results.items():
-        # What would be left if swaps cost the steps' time and nothing else: most of it is.
+        # Rate if swaps cost the steps' time and nothing else: most of it is left.
         swap_steps_a_token = INSTALL * result.swaps / (ANSWERED * MEAN_TOKENS)
         assert result.tokens_per_step >= 0.93 / (1 / base.tokens_per_step + swap_steps_a_token)
         assert (result.swaps > 0) == (active > SLOTS)

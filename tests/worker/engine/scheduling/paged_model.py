@@ -73,7 +73,7 @@ class PagedModel:
         self.loads = loads
         self.ahead = ahead
         self.in_flight: tuple[Batch, list[int]] | None = None
-        # What the last batch that ran has sampled: on a device the next one's placeholders are filled from it.
+        # Ids that the last batch sampled: on a device the next one's placeholders are filled from them.
         self.sampled: dict[Sequence, int] = {}
         self.limits = limits
         self.step_tokens = step_tokens

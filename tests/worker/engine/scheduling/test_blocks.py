@@ -35,7 +35,7 @@ class BlockWalk(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        # What balances is checked once before the first operation.
+        # Hypothesis checks the balance once before the first operation.
         type(self).operations -= 1
         self.blocks = BlockManager(BLOCKS, BLOCK_SIZE)
         self.held: list[Sequence] = []

@@ -59,7 +59,7 @@ class SchedulerWalk(RuleBasedStateMachine):
         self.model = PagedModel(self.loads, replace(LIMITS, blocks=self.blocks), ahead=self.ahead)
         self.added = 0
         self.dropped: set[str] = set()
-        # What holds is checked once before the first operation.
+        # Hypothesis checks `holds` once before the first operation.
         type(self).operations -= 1
 
     @property

@@ -151,7 +151,7 @@ async def test_a_job_that_waits_in_the_engine_for_a_row_is_not_blamed(
         for name in old:
             worker.intake.accept(job(name, worker.address))
         await router.until(lambda: all(router.ids[name] for name in old))
-        # As a job for which a row was lent.
+        # A job may wait here because a row was lent for it.
         worker.intake.accept(job("waiting", worker.address))
         await worker.until_here("waiting", lambda: worker.results.stats.rows_waiting == 1)
         os.kill(worker.engine.pid, signal.SIGKILL)

@@ -27,7 +27,7 @@ _ROUNDING: tl.constexpr = tl.constexpr(1.5 * 2**23)
 def _store_codes(numbers, codes, scale, DIM: tl.constexpr, DIM_TILE: tl.constexpr):  # type: ignore[no-untyped-def]
     dims = tl.arange(0, DIM_TILE)
     x = tl.load(numbers + dims, mask=dims < DIM, other=0.0).to(tl.float32)
-    # As integers the bits of magnitudes are ordered as the numbers are, infinity above, NaN above all.
+    # Bits of magnitudes, read as integers, keep the numbers' order: infinity above, NaN above all.
     bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     most = tl.maximum(tl.max(bits, 0), _LEAST_BITS).to(tl.float32, bitcast=True)
     factor = tl.math.div_rn(most, 127.0)
