@@ -40,7 +40,9 @@ T = TypeVar("T")
 
 # Order of stopping, with the timeout in seconds before SIGKILL; routers let running answers end first.
 _STOP_ORDER = (("gateway", 15.0), ("router", 15.0), ("worker", 10.0), ("store", 5.0), ("valkey", 5.0))
+# Timeout in seconds for an exit to be seen after a broken stream.
 _EXIT_S = 2.0
+# Maximum number of workers that are replaced in a minute.
 _REPLACED_A_MINUTE = 5
 _MODULES = {"router": "router", "worker": "worker", "store": "adapter_store", "gateway": "clients.gateway"}
 
@@ -100,16 +102,10 @@ class LocalCluster:
 
     async def start_worker(self) -> str:
         """Start another worker and return its name at once. `processes[name].wait_ready()` waits until it serves."""
-        settings = self.settings
         self._started_workers += 1
         name = f"worker-{self._started_workers}"
-        flags = ["--model", settings.model, "--device", settings.device, "--dtype", settings.dtype]
-        flags += ["--quantize", settings.quantize] if settings.quantize else []
-        flags += ["--kv-cache-dtype", settings.kv_cache_dtype] if settings.kv_cache_dtype else []
-        flags += ["--model-name", settings.model_name, "--cache-dir", str(self.data_dir / "cache" / name)]
-        if settings.device == "cpu" and settings.workers > 1:  # Engines that each use every core slow each other down.
-            flags += ["--threads", str(max(1, _cores() // settings.workers))]
-        await self._spawn_service(name, [*flags, "--store", self.store, *settings.worker_flags])
+        own = ["--store", self.store, "--cache-dir", str(self.data_dir / "cache" / name)]
+        await self._spawn_service(name, [*own, *self.settings.flags_of_worker()])
         return name
 
     def kill(self, name: str, number: signal.Signals = signal.SIGKILL, *, group: bool = False) -> None:
@@ -145,11 +141,10 @@ class LocalCluster:
         self.store = f"{settings.host}:{settings.store_port}"
         if settings.store_port == 0:
             self.store = (await self.processes["store"].wait_ready())["store"]
-        ports = [settings.port] + [0] * (settings.routers - 1)
         names = [f"router-{number}" for number in range(1, settings.routers + 1)]
-        for name, port in zip(names, ports, strict=True):
-            flags = [*self._listen(port), "--store", self.store, *settings.router_flags]
-            await self._spawn_service(name, flags)
+        for name in names:
+            flags = [*self._listen(settings.port if name == names[0] else 0), "--store", self.store]
+            await self._spawn_service(name, [*flags, *settings.router_flags])
         for _ in range(settings.workers):
             await self.start_worker()
         await self.processes["store"].wait_ready()
@@ -253,7 +248,3 @@ class LocalCluster:
         finally:
             await asyncio.gather(*(process.kill() for process in self.processes.values()))
             shutil.rmtree(self._runtime_dir, ignore_errors=True)
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,7 +1,8 @@
-"""The settings of a local cluster, and the check of its ports."""
+"""The settings of a local cluster, the flags of its workers, and the check of its ports."""
 
 from __future__ import annotations
 
+import os
 import socket
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,6 +39,15 @@ class ClusterSettings:
     router_flags: tuple[str, ...] = ()
     store_flags: tuple[str, ...] = ()
 
+    def flags_of_worker(self) -> list[str]:
+        """Return the flags that every worker has."""
+        flags = ["--model", self.model, "--model-name", self.model_name, "--device", self.device, "--dtype", self.dtype]
+        flags += ["--quantize", self.quantize] if self.quantize else []
+        flags += ["--kv-cache-dtype", self.kv_cache_dtype] if self.kv_cache_dtype else []
+        if self.device == "cpu" and self.workers > 1:  # Engines that each use every core slow each other down.
+            flags += ["--threads", str(max(1, _cores() // self.workers))]
+        return [*flags, *self.worker_flags]
+
     def check_ports(self) -> None:
         """Check that the requested ports are free, before anything is started. Raises LaunchError."""
         asked = {"--port": self.port, "--store-port": self.store_port}
@@ -57,3 +67,7 @@ class ClusterSettings:
             first = next(other for other in asked if asked[other] == port)
             if port and first != flag:
                 raise LaunchError(f"{first} and {flag} are both {port}: choose two ports")
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
