@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
+from clients.loadtest.distribution import spread
 from clients.loadtest.generator import Share
 from clients.loadtest.samples import Samples
-from clients.loadtest.statistics import spread
 
 # Share of a core above which requests queue in the generator: grpc.aio has one busy thread and a little more.
 BUSY_SHARE = 0.85

@@ -15,39 +15,13 @@ import numpy as np
 
 from clients.loadtest.arrivals import Closed
 from clients.loadtest.confidence import Interval, percentile_interval, rate_interval, share_interval
+from clients.loadtest.distribution import PERCENTILES, histogram, spread
 from clients.loadtest.plan import Plan
 from clients.loadtest.samples import LEFT, OK, Column, Mask, Samples
 from clients.loadtest.timeline import streams, timeline
 
 # Threshold in seconds of a cold adapter: one on the device costs microseconds, one that must be loaded more.
 COLD_S = 0.001
-# Bounds of the histograms: 10 us to 1,000 s, eight to each power of ten.
-BOUNDS_S = np.power(10.0, np.arange(-40, 25) / 8)
-
-_THOUSANDTHS = {"p50": 500, "p90": 900, "p95": 950, "p99": 990, "p99.9": 999}
-
-
-def spread(values: Column) -> dict[str, float | None]:
-    """Compute count, mean, extremes and percentiles; None without values."""
-    count = len(values)
-    found: dict[str, float | None] = {"count": count}
-    if not count:
-        return found | dict.fromkeys(("mean", "min", "max", *_THOUSANDTHS))
-    found |= {"mean": float(values.mean()), "min": float(values.min()), "max": float(values.max())}
-    ordered = np.sort(values)
-    # In thousandths, because rounding would make the rank of p99.9 of 1,000 values 1,000 instead of 999.
-    ranks = {name: -(-thousandths * count // 1000) for name, thousandths in _THOUSANDTHS.items()}
-    return found | {name: float(ordered[rank - 1]) for name, rank in ranks.items()}
-
-
-def histogram(values: Column) -> dict[str, list[float]]:
-    """Count values between `bounds_s[i]` and `bounds_s[i + 1]`; the outermost buckets include all beyond them."""
-    counts, _ = np.histogram(np.clip(values, BOUNDS_S[0], BOUNDS_S[-1]), BOUNDS_S)
-    filled = np.flatnonzero(counts)
-    if not len(filled):
-        return {"bounds_s": [], "counts": []}
-    first, last = int(filled[0]), int(filled[-1])
-    return {"bounds_s": BOUNDS_S[first : last + 2].tolist(), "counts": counts[first : last + 1].tolist()}
 
 
 @dataclass(frozen=True)
@@ -154,7 +128,7 @@ def intervals(plan: Plan, run: Measured) -> dict[str, Interval]:
     }
     return {
         **{
-            f"{metric}.{name}": percentile_interval(times[metric], _THOUSANDTHS[name] / 1000)
+            f"{metric}.{name}": percentile_interval(times[metric], PERCENTILES[name] / 1000)
             for metric in ("ttft", "itl", "tpot", "latency")
             for name in ("p50", "p90", "p99")
         },

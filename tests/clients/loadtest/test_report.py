@@ -18,6 +18,7 @@ from clients.loadtest.arrivals import Closed, Extent
 from clients.loadtest.charts import MAX_TICKS, Axis, Stream, timetable
 from clients.loadtest.cost import warnings
 from clients.loadtest.decoding import PlanError
+from clients.loadtest.distribution import spread
 from clients.loadtest.drawing import javascript
 from clients.loadtest.fleet import Run
 from clients.loadtest.generator import Share
@@ -27,7 +28,6 @@ from clients.loadtest.plots import report_plots
 from clients.loadtest.popularity import power_law
 from clients.loadtest.report import read_report, run_report, whole_report, write
 from clients.loadtest.samples import Outcome, Recorder, Samples
-from clients.loadtest.statistics import spread
 
 SVG = "http://www.w3.org/2000/svg"
 NASTY = "<script>alert('&')</script>"
