@@ -18,7 +18,7 @@ from clients.cli.options import (
     TenantOption,
     read_adapters,
 )
-from clients.cli.terminal import err, print_json, printable, read_text
+from clients.cli.terminal import err, print_json, printable, read_stdin, read_text
 
 if TYPE_CHECKING:
     from loraplex_client import Generation, GenerationStream
@@ -88,7 +88,7 @@ def generate(  # noqa: PLR0913, PLR0917  # one parameter a flag
 
     single, weighted = read_adapters(adapter or [])
     if prompt == "-":
-        prompt = sys.stdin.read()
+        prompt = read_stdin()
     chat = None if system is None else [_message("system", system), _message("user", prompt)]
     several = (answers or 1) > 1
     with explained("router", router), Client(router, tenant) as client:

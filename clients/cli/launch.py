@@ -19,14 +19,14 @@ from clients.cli.demo import DEMO_PROMPT, run_demo
 from clients.cli.failures import explain
 from clients.cli.models import registered
 from clients.cli.terminal import Activity, CommandError, out, print_error
-from clients.cli.upload_tree import report, say, upload_tree
+from clients.cli.upload_tree import upload_tree
 from deploy.local.cluster import ClusterSettings, LaunchError, LocalCluster
 
 T = TypeVar("T")
 
 # Timeout in seconds for loading a model: large models on slow disks take minutes, and Ctrl-C ends it sooner.
 LOADING_S = 3600.0
-# Interval in seconds between looks at the workers' logs, and end of the line that says that an engine died.
+# Interval in seconds between looks at the workers' logs, and the end of the line there that reports a dead engine.
 LOOK_S = 1.0
 ENGINE_DEATH = "; starting another"
 
@@ -112,7 +112,7 @@ async def _report_engine_deaths(cluster: LocalCluster) -> None:
 
 
 async def _places(plan: LaunchPlan, cluster: LocalCluster) -> list[str]:
-    """Say where metrics, logs and data are, and whether the data stays."""
+    """Return lines that say where metrics, logs and data are, and whether the data stays."""
     served = {name: await process.wait_ready() for name, process in cluster.processes.items() if process.is_ready}
     metrics = " ".join(f"{name}={ready['metrics']}" for name, ready in sorted(served.items()) if "metrics" in ready)
     kept = "kept" if plan.settings.data_dir else "removed at the end; --data-dir DIR keeps adapters and logs"
@@ -128,12 +128,9 @@ async def _fill(plan: LaunchPlan, store: str, activity: Activity) -> None:
         except LoraplexError as error:
             raise CommandError(f"--model {plan.settings.model}: {explain(error, 'store', store)}") from error
     try:
-        refused = await upload_tree(
-            store, plan.tree.adapters, plan.model.name, update=plan.update, step=activity.step, say=say
-        )
+        await upload_tree(store, plan.tree, plan.model.name, update=plan.update, step=activity.step)
     except LoraplexError as error:
         raise explain(error, "store", store) from error
-    report([*plan.tree.faults, *refused], len(plan.tree.adapters) - len(refused) if plan.tree.adapters else 1)
 
 
 def _print_next_command(plan: LaunchPlan, cluster: LocalCluster) -> None:

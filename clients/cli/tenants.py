@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from clients.cli.options import STORE, JsonOption, StoreOption
+from clients.cli.service import Service
 from clients.cli.terminal import CommandError, out, print_json
-
-if TYPE_CHECKING:
-    from loraplex.admin.v1 import tenants_pb2
-    from loraplex_client.calls import Script
 
 app = typer.Typer(no_args_is_help=True, help="Remove tenants. For operators.")
 
@@ -34,9 +31,12 @@ def purge(
 
     [bold]loraplex tenants purge acme --yes[/]
     """
+    from loraplex.admin.v1 import tenants_pb2, tenants_pb2_grpc
+
     if not yes:
         typer.confirm(f"Remove everything of {name}, without a way back?", abort=True)
-    purged = _purge(store, name)
+    service = Service("store", store, tenants_pb2_grpc.TenantServiceStub)
+    purged = service.ask("PurgeTenant", tenants_pb2.PurgeTenantRequest(tenant=name))
     if as_json:
         names = ("removed", "removed_count", "left", "kept_for_others")
         values = {field: getattr(purged, field) for field in names}
@@ -49,19 +49,3 @@ def purge(
         out().print(f"{purged.removed_count} removed, {len(purged.left)} left", markup=False)
     if purged.left:
         raise CommandError(f"{purged.left[0]} is left", exit_code=1)
-
-
-def _purge(store: str, name: str) -> tenants_pb2.PurgeTenantResponse:
-    from loraplex.admin.v1 import tenants_pb2, tenants_pb2_grpc
-    from loraplex_client.calls import Call
-    from loraplex_client.connection import Connection
-
-    from clients.cli.failures import explained
-
-    def script() -> Script[tenants_pb2.PurgeTenantResponse]:
-        answer: tenants_pb2.PurgeTenantResponse = yield Call("PurgeTenant", tenants_pb2.PurgeTenantRequest(tenant=name))
-        return answer
-
-    with explained("store", store):
-        purged: tenants_pb2.PurgeTenantResponse = Connection(store, tenants_pb2_grpc.TenantServiceStub).run(script())
-    return purged

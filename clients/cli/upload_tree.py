@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from clients.cli.adapter_tree import AdapterDirectory, find_adapters
+from clients.cli.adapter_tree import AdapterTree, find_adapters
 from clients.cli.options import STORE, StoreOption
 from clients.cli.terminal import Activity, CommandError, out, print_error
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from loraplex_client import AsyncStoreClient, Pushed
 
 LIVE = "live"
-# Alias that moves none.
+# Alias of an upload that moves no alias.
 _NONE = "-"
 
 
@@ -37,73 +37,64 @@ def push_all(
 
     from clients.cli.failures import explain
 
-    tree = find_adapters(root)
     with Activity() as activity:
         try:
-            work = upload_tree(store, tree.adapters, model, update=update, step=activity.step, say=say)
-            faults = [*tree.faults, *asyncio.run(work)]
+            asyncio.run(upload_tree(store, find_adapters(root), model, update=update, step=activity.step))
         except LoraplexError as error:
             raise explain(error, "store", store) from error
-    report(faults, len(tree.adapters) - len(faults) + len(tree.faults))
-
-
-def report(faults: Sequence[str], uploaded: int) -> None:
-    """Print a line for each fault. Raises CommandError where no adapter is left."""
-    if faults and not uploaded:
-        raise CommandError("; ".join(faults))
-    for fault in faults:
-        print_error(f"{fault}; the others are served")
-
-
-def say(line: str) -> None:
-    """Print a line on what has changed."""
-    out().print(line, markup=False, soft_wrap=True)
 
 
 async def upload_tree(
     store: str,
-    adapters: Sequence[AdapterDirectory],
+    tree: AdapterTree,
     base_model: str,
     *,
     update: bool,
     step: Callable[[str], None],
-    say: Callable[[str], None],
-) -> list[str]:
-    """Upload the adapters of a base model as revisions, and return a line for each that the store refuses.
+) -> None:
+    """Upload the adapters of a base model as revisions; print a line for each fault, and for what has changed.
 
     `live` moves to the revision of an adapter that has no `live` yet, and of every adapter with `update`. `step` gets
-    the progress, `say` the lines on what has changed or was left as it is. Raises LoraplexError where no store
-    answers.
+    the progress. Raises LoraplexError where no store answers, CommandError where no adapter of the tree is left.
     """
     from loraplex_client import AsyncStoreClient, LoraplexError, UnavailableError
 
     from clients.cli.failures import explain
 
     refused = []
-    for tenant, owned in groupby(adapters, key=lambda adapter: adapter.tenant):
+    for tenant, owned in groupby(tree.adapters, key=lambda adapter: adapter.tenant):
         async with AsyncStoreClient(store, tenant) as client:
             for adapter in owned:
                 step(f"uploading adapter {tenant}/{adapter.name}")
                 try:
                     pushed = await client.push(adapter.directory, adapter.name, base_model=base_model, alias=_NONE)
-                    await _make_live(client, pushed, update, say)
+                    await _make_live(client, pushed, update)
                 except UnavailableError:
                     raise
                 except LoraplexError as error:
                     refused.append(f"--adapters: {adapter.directory}: {explain(error, 'store', store)}")
-    return refused
+    faults = [*tree.faults, *refused]
+    if tree.adapters and len(refused) == len(tree.adapters):
+        raise CommandError("; ".join(faults))
+    for fault in faults:
+        print_error(f"{fault}; the others are served")
 
 
-async def _make_live(client: AsyncStoreClient, pushed: Pushed, update: bool, say: Callable[[str], None]) -> None:
+async def _make_live(client: AsyncStoreClient, pushed: Pushed, update: bool) -> None:
+    """Move `live` to an uploaded revision, unless it names another one and `update` is false."""
     name, digest, before = pushed.adapter.name, pushed.revision.digest, pushed.adapter.aliases.get(LIVE)
     if before == digest:
         return
     if before is not None and not update:
-        say(
+        _say(
             f"{name}: {LIVE} stays at {before[:19]}, and the directory's {digest[:19]} is uploaded beside it; "
             f"loraplex adapters alias {name} {LIVE} {digest} moves it, --update moves all"
         )
         return
     await client.set_alias(name, LIVE, digest)
     if before is not None:
-        say(f"{name}: {LIVE} moved from {before[:19]} to {digest[:19]}")
+        _say(f"{name}: {LIVE} moved from {before[:19]} to {digest[:19]}")
+
+
+def _say(line: str) -> None:
+    out().print(line, markup=False, soft_wrap=True)
