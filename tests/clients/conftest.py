@@ -18,6 +18,8 @@ import pytest
 from loraplex.cluster.v1 import cluster_pb2
 from loraplex.inference.v1 import inference_pb2, inference_pb2_grpc
 
+from adapter_store.app import Store
+from adapter_store.settings import StoreSettings
 from rpc.errors import CallError
 from rpc.identity.guard import open_guard
 from rpc.server import Server
@@ -268,6 +270,15 @@ def store_address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
             yield ready.split()[1].removeprefix("store=")
         finally:
             process.terminate()
+
+
+@pytest.fixture
+async def store(tmp_path: Path) -> AsyncIterator[str]:
+    """Run a store in the test's own process; its address."""
+    running = Store(StoreSettings(data=tmp_path / "data", port=0))
+    await running.start()
+    yield f"127.0.0.1:{running.port}"
+    await running.stop(drain_s=0)
 
 
 @pytest.fixture

@@ -4,27 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 from loraplex_client import AsyncStoreClient, NotFoundError
 from typer.testing import CliRunner
 
-from adapter_store.app import Store
-from adapter_store.settings import StoreSettings
 from clients.cli.app import app
 
 NAME = "tenants/acme/adapters/support"
-
-
-@pytest.fixture
-async def store(tmp_path: Path) -> AsyncIterator[str]:
-    """The address of a store."""
-    running = Store(StoreSettings(data=tmp_path / "data", port=0))
-    await running.start()
-    yield f"127.0.0.1:{running.port}"
-    await running.stop(drain_s=0)
 
 
 @pytest.fixture

@@ -5,25 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 import stat
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
-from adapter_store.app import Store
-from adapter_store.settings import StoreSettings
 from clients.cli.app import app
 from rpc.identity.api_keys import split_api_key
-
-
-@pytest.fixture
-async def store(tmp_path: Path) -> AsyncIterator[str]:
-    """The address of a store."""
-    running = Store(StoreSettings(data=tmp_path / "data", port=0))
-    await running.start()
-    yield f"127.0.0.1:{running.port}"
-    await running.stop(drain_s=0)
 
 
 async def keys(store: str, *arguments: str) -> str:

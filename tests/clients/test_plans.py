@@ -4,24 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
-from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
-from adapter_store.app import Store
-from adapter_store.settings import StoreSettings
 from clients.cli.app import app
-
-
-@pytest.fixture
-async def store(tmp_path: Path) -> AsyncIterator[str]:
-    """The address of a store."""
-    running = Store(StoreSettings(data=tmp_path / "data", port=0))
-    await running.start()
-    yield f"127.0.0.1:{running.port}"
-    await running.stop(drain_s=0)
 
 
 async def plans(store: str, *arguments: str) -> str:
