@@ -22,7 +22,7 @@ class AdapterDirectory:
 
 @dataclass(frozen=True)
 class AdapterTree:
-    """The adapters below a directory by tenant and name, and a line for each thing there that is none."""
+    """The adapters below a directory by tenant and name, and a line for each entry that is not an adapter."""
 
     adapters: tuple[AdapterDirectory, ...] = ()
     faults: tuple[str, ...] = ()
@@ -59,7 +59,7 @@ def find_adapters(root: Path) -> AdapterTree:
 
 
 def _directories(parent: Path, faults: list[str]) -> list[Path]:
-    """Return the directories in one, by name; links become faults."""
+    """Return the directories directly below `parent`, by name; links become faults."""
     found = []
     for path in sorted(path for path in parent.iterdir() if not path.name.startswith(".")):
         try:

@@ -82,8 +82,8 @@ def _look_up(client: StoreClient, name: str) -> tuple[Adapter, Sequence[Revision
 
 
 def _whole(revisions: Sequence[Revision], text: str) -> str:
-    """Return the only digest that begins so."""
+    """Return the only digest that begins with `text`. Raises CommandError."""
     found = [one.digest for one in revisions if one.digest.startswith((text, f"sha256:{text}"))]
     if len(found) != 1:
-        raise CommandError(f"{text} is {'the begin of several revisions' if found else 'no alias and no revision'}")
+        raise CommandError(f"{text} is {'the beginning of several revisions' if found else 'no alias and no revision'}")
     return found[0]

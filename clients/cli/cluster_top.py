@@ -17,7 +17,9 @@ from clients.cli.terminal import out, print_fields, print_json, print_rows, prin
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+# Interval in seconds between looks at the cluster.
 REFRESH_S = 1.0
+# Maximum number of adapters in the live view, and width of a bar in columns.
 ADAPTERS_SHOWN = 12
 _BAR = 12
 # Width of a terminal, in columns, from which on the tables are whole and have bars.

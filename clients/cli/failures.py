@@ -57,7 +57,7 @@ def explain(error: LoraplexError, service: str, address: str) -> CommandError:
 
 
 def _is_of_another_kind(error: LoraplexError) -> bool:
-    """Tell whether the server at the address has not the service that was called."""
+    """Tell whether the server at the address lacks the service that was called."""
     if isinstance(error, NotImplementedByServerError):
         return _NO_SUCH_METHOD in error.message
     return isinstance(error, UnavailableError) and _HTTP_SERVER in error.message

@@ -28,7 +28,7 @@ TextsArgument = Annotated[
     list[str] | None, typer.Argument(metavar="[TEXT]...", help="The texts; default: the lines of stdin.")
 ]
 TruncateOption = Annotated[bool, typer.Option("--truncate", help="Cut texts that are longer than the model takes.")]
-# How many numbers of a vector are shown at a terminal.
+# Maximum number of a vector's numbers that are shown at a terminal.
 _SHOWN = 6
 
 

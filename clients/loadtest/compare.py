@@ -15,8 +15,8 @@ _COUNTS = ("requests", "errors")
 _HIGHER = {"requests_per_s", "tokens_per_s", "texts_per_s", "goodput_per_s"}
 # Smallest change that is more than noise, as a share, where a report has no confidence intervals (an older version).
 NOISE_SHARE = 0.1
-# Smallest change that is more than noise where there are intervals: they do not have in them how the state of a machine
-# differs from run to run.
+# Smallest change that is more than noise, as a share, where there are intervals: these leave out how the state of a
+# machine differs from run to run.
 _RUN_TO_RUN_SHARE = 0.05
 
 

@@ -23,7 +23,9 @@ from clients.loadtest.workload import Request, Workload
 GIVE_UP_S = 5.0
 # Pause in seconds of a refused client in a closed loop, unless the server says how long to wait.
 _PAUSE_S = 0.1
+# Interval in seconds of the samples of the event loop's lateness.
 _PROBE_S = 0.02
+# Maximum number of the latest requests and gaps that a progress message has.
 _RECENT = 512
 
 

@@ -21,6 +21,7 @@ from clients.loadtest.workload import Request, Workload
 
 # Statuses after which a later request may succeed.
 _REFUSALS = (429, 503)
+# Timeout in seconds of a connection.
 _CONNECT_S = 5.0
 _DONE = b"[DONE]"
 

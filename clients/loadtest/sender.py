@@ -12,7 +12,7 @@ from clients.loadtest.plan import Plan
 from clients.loadtest.samples import STOPPED, Outcome
 from clients.loadtest.workload import Request, Workload
 
-# What sends a request and fills in its outcome.
+# Sends a request and fills in its outcome.
 Call = Callable[[Outcome], Awaitable[None]]
 
 
@@ -47,7 +47,7 @@ class Sender(ABC):
 
     @abstractmethod
     def prepare(self, request: Request) -> Call:
-        """Build what sends a request and reads its answer, before it is due."""
+        """Build the call that sends a request and reads its answer, before it is due."""
 
     @abstractmethod
     def failure_of(self, error: Exception) -> Failure | None:

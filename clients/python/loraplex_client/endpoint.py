@@ -53,7 +53,7 @@ class Endpoint:
     _transport: Any
 
     def _call_as(self, tenant: str, credentials: Credentials) -> None:
-        """Set whose the calls are. Raises InvalidRequestError."""
+        """Set the tenant and the credentials of the calls. Raises InvalidRequestError."""
         if not (tenant.isascii() and tenant.isprintable()):
             raise InvalidRequestError(f"tenant: {tenant!r} is not a name", field="tenant")
         credentials.check(self._rotation.addresses)

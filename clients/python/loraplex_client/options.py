@@ -61,7 +61,7 @@ class ChatOptions(TypedDict, total=False):
     # 128 when unset
     max_tokens: int | None
     min_tokens: int | None
-    # former names of these two
+    # Former names of these two.
     max_new_tokens: int | None
     min_new_tokens: int | None
     # ends the answer before the string
