@@ -42,18 +42,18 @@ class StoreQuotas:
 
     def check_upload(self, rows: sqlite3.Connection, tenant: str, *, new_adapter: bool) -> None:
         """Check that a tenant has room for another revision, before its bytes come."""
-        plan = self._plans.of(tenant)
-        if new_adapter and plan.adapters is not None and _adapters(rows, tenant) >= plan.adapters:
-            raise self._exceeded(tenant, "adapters", plan.adapters)
-        if plan.adapter_bytes is not None and _bytes(rows, tenant) >= plan.adapter_bytes:
-            raise self._exceeded(tenant, "adapter_bytes", plan.adapter_bytes)
+        self._check_room(rows, tenant, new_adapter, coming=1)
 
     def check_stored(self, rows: sqlite3.Connection, tenant: str, *, new_adapter: bool) -> None:
         """Check what a tenant has with a revision that was inserted just now; the caller rolls back on an error."""
+        self._check_room(rows, tenant, new_adapter, coming=0)
+
+    def _check_room(self, rows: sqlite3.Connection, tenant: str, new_adapter: bool, coming: int) -> None:
+        """Check that what a tenant has, and at least `coming` adapters and bytes more, are within its plan."""
         plan = self._plans.of(tenant)
-        if new_adapter and plan.adapters is not None and _adapters(rows, tenant) > plan.adapters:
+        if new_adapter and plan.adapters is not None and _adapters(rows, tenant) + coming > plan.adapters:
             raise self._exceeded(tenant, "adapters", plan.adapters)
-        if plan.adapter_bytes is not None and _bytes(rows, tenant) > plan.adapter_bytes:
+        if plan.adapter_bytes is not None and _bytes(rows, tenant) + coming > plan.adapter_bytes:
             raise self._exceeded(tenant, "adapter_bytes", plan.adapter_bytes)
 
     def _exceeded(
