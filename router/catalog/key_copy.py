@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 
 from loraplex.admin.v1 import keys_pb2 as pb
 
+from router.catalog.store_changes import StoreChanges
 from router.catalog.store_client import StoreClient
-from rpc.errors import CallError
 from rpc.identity.api_keys import HashedKey, HashedSecret, KeyDirectory
 from rpc.identity.principal import Role
-
-log = logging.getLogger(__name__)
 
 # Interval in seconds between looks at the store: with the time of an answer, how late a revoked key is refused at most.
 LOOK_S = 0.5
@@ -22,10 +19,8 @@ class KeyCopy:
     """Keeps a directory of keys like the store's."""
 
     def __init__(self, store: StoreClient, directory: KeyDirectory) -> None:
-        self._store = store
         self._directory = directory
-        self._epoch, self._latest = "", 0
-        self._last_logged = ""
+        self._changes = StoreChanges("API keys", store.key_changes)
         directory.follow()
 
     async def follow(self) -> None:
@@ -36,26 +31,12 @@ class KeyCopy:
 
     async def look(self) -> None:
         """Take what has changed; where the store does not answer, leave it for the next time."""
-        keys: list[HashedKey] = []
-        epoch, latest = self._epoch, self._latest
-        try:
-            while True:
-                answer = await self._store.key_changes(epoch, latest)
-                if answer.epoch != epoch:
-                    keys = []
-                keys += map(_key, answer.keys)
-                epoch, latest = answer.epoch, answer.latest
-                if not answer.more:
-                    break
-        except CallError as error:
-            if error.message != self._last_logged:
-                log.warning("API keys: %s", error.message)
-            self._last_logged = error.message
+        found = await self._changes.look()
+        if found is None:
             return
+        pages, anew = found
         # At once: half of the keys of another epoch would refuse the other half.
-        self._directory.put(keys, clear=epoch != self._epoch)
-        self._epoch, self._latest = epoch, latest
-        self._last_logged = ""
+        self._directory.put([_key(key) for page in pages for key in page.keys], clear=anew)
         self._directory.look_done()
 
 

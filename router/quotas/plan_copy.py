@@ -2,49 +2,34 @@
 
 from __future__ import annotations
 
-import logging
-
 from loraplex.admin.v1 import plans_pb2 as pb
 
 from artifacts.plans import FIELDS, Plan
+from router.catalog.store_changes import StoreChanges
 from router.catalog.store_client import StoreClient
-from rpc.errors import CallError
-
-log = logging.getLogger(__name__)
 
 
 class PlanCopy:
     """The plans as the store had them at the last look that it answered."""
 
     def __init__(self, store: StoreClient) -> None:
-        self._store = store
-        self._epoch, self._latest = "", 0
+        self._changes = StoreChanges("plans", store.plan_changes)
         self._plans: dict[str, Plan] = {}
-        self._last_logged = ""
 
     async def look(self) -> dict[str, Plan] | None:
         """Take what has changed; return all plans, or None where nothing has, or where the store does not answer."""
-        plans, epoch, latest = dict(self._plans), self._epoch, self._latest
-        try:
-            while True:
-                answer = await self._store.plan_changes(epoch, latest)
-                if answer.epoch != epoch:
-                    plans = {}
-                plans |= {one.name: _plan(one) for one in answer.plans}
-                for name in answer.deleted:
-                    plans.pop(name, None)
-                epoch, latest = answer.epoch, answer.latest
-                if not answer.more:
-                    break
-        except CallError as error:
-            if error.message != self._last_logged:
-                log.warning("plans: %s", error.message)
-            self._last_logged = error.message
+        found = await self._changes.look()
+        if found is None:
             return None
-        self._last_logged = ""
-        if (epoch, latest) == (self._epoch, self._latest):
+        pages, anew = found
+        if not anew and not any(page.plans or page.deleted for page in pages):
             return None
-        self._epoch, self._latest, self._plans = epoch, latest, plans
+        plans = {} if anew else dict(self._plans)
+        for page in pages:
+            plans |= {one.name: _plan(one) for one in page.plans}
+            for name in page.deleted:
+                plans.pop(name, None)
+        self._plans = plans
         return plans
 
 

@@ -70,11 +70,12 @@ async def test_another_epoch_forgets_the_keys_of_the_one_before(store: Store, tm
     other = Store(StoreSettings(data=tmp_path / "other", port=0))
     await other.start()
     others_id, _ = await create(other)
-    copy._store = StoreClient(f"127.0.0.1:{other.port}")
+    others_client = StoreClient(f"127.0.0.1:{other.port}")
+    copy._changes._ask = others_client.key_changes
     await copy.look()
     assert directory.find(key_id) is None
     assert directory.find(others_id) is not None
-    await copy._store.close()
+    await others_client.close()
     await client.close()
     await other.stop(drain_s=0)
 
@@ -86,10 +87,11 @@ async def test_a_store_that_does_not_answer_leaves_the_copy_as_it_is(store: Stor
     key_id, _ = await create(store)
     await copy.look()
     await client.close()
-    copy._store = StoreClient("127.0.0.1:1")
+    away = StoreClient("127.0.0.1:1")
+    copy._changes._ask = away.key_changes
     await copy.look()
     assert directory.find(key_id) is not None
-    await copy._store.close()
+    await away.close()
 
 
 class Pages:
