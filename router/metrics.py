@@ -66,7 +66,7 @@ class RouterMetrics(Meters):
         self.waiting = self.gauge("queue_jobs_waiting", "Jobs in a model's queue, of all routers.", model)
         self.workers = self.gauge("workers", "Live workers, by phase.", ("model", "phase"))
         self.kv_usage = self.gauge("cluster_kv_cache_usage_perc", "Share of all workers' KV blocks in use.", model)
-        # As inference gateways read it: its value is the time of the refresh.
+        # Labelled as inference gateways expect; the value is the wall clock's time of the refresh in seconds.
         self.lora_requests = self.gauge(
             "lora_requests_info",
             "Adapters of this router's requests.",

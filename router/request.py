@@ -112,7 +112,7 @@ class Request:
     seed: int | None = None
     stopping: Stopping = field(default_factory=Stopping)
     skip_special_tokens: bool = True
-    # Whether the prompt's text comes in front of each answer.
+    # True if the prompt's text comes in front of each answer.
     echo: bool = False
     stream_interval: int = 1
     n: int = 1

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from artifacts.digests import weighted_digest
 from broker.messages import AdapterRef, WeightedRef
 from router.catalog.fitness import check_fitness
-from router.catalog.store_client import Manifest, ResolvedAdapter, StoreClient
+from router.catalog.manifest import Manifest
+from router.catalog.store_client import ResolvedAdapter, StoreClient
 from router.encode_request import EncodeRequest
 from router.request import Request, WeightedAdapter
 from rpc.errors import InvalidField, Mismatch

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from broker.messages import AdapterRef
-from router.catalog.adapter_chats import AdapterConfigs
-from router.catalog.store_client import Manifest, StoreClient
+from router.catalog.adapter_settings import AdapterConfigs
+from router.catalog.manifest import Manifest
+from router.catalog.store_client import StoreClient
 from router.encode_request import EncodeRequest
 from rpc.errors import Mismatch
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 from functools import lru_cache
 
-from router.catalog.store_client import Manifest, ResolvedAdapter
+from router.catalog.manifest import Manifest
+from router.catalog.store_client import ResolvedAdapter
 from rpc.errors import Mismatch
 
 log = logging.getLogger(__name__)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from artifacts.digests import sha256_bytes, sha256_json
-from router.catalog.store_client import Manifest
+from router.catalog.manifest import Manifest
 from router.text.panics import panics_as_errors
 from router.text.text import Text
 from router.text.tokenizer import text_of

@@ -13,12 +13,14 @@ from redis.asyncio import Redis
 
 from broker.connection import REDIS_DOWN
 from broker.keys import Keys
-from broker.liveness import TTL_MS, Census, Liveness
+from broker.liveness import Liveness
 from broker.messages import Job, WorkerPhase, WorkerState
 from broker.queue import JobQueue
 from broker.terms import QueueLimits
+from router.catalog.live_workers import ANSWER_S, LiveWorkers
+from router.catalog.manifest import Manifest, RegisteredModel
 from router.catalog.model_texts import ModelTexts
-from router.catalog.store_client import Manifest, RegisteredModel, StoreClient
+from router.catalog.store_client import StoreClient
 from router.text.text import Text
 from rpc.errors import CallError, InvalidField, Mismatch, NotFound, Unavailable
 
@@ -29,14 +31,6 @@ log = logging.getLogger(__name__)
 
 # Interval in seconds between looks at the store and at the workers.
 LOOK_S = 0.5
-# Timeout in seconds for a look at the workers of all models: a Redis that takes longer hangs.
-ANSWER_S = 1.0
-# Time in seconds without an answer after which the router's health says that Redis is away: a worker's time to live.
-AWAY_S = TTL_MS / 1e3
-# Time in seconds after an outage or a loss of data during which no worker counts as dead: all must beat again first.
-NO_LAPSE_S = TTL_MS / 1e3
-
-
 _NO_MODEL = "a base model to be registered (loraplex models push)"
 # Reasons of errors: the base model of a request was replaced; no live worker is large enough for a request.
 BASE_REPLACED, NO_WORKER_FITS = "BASE_REPLACED", "NO_WORKER_FITS"
@@ -70,25 +64,16 @@ class Models:
         self._redis = redis
         self._cell = cell
         self._limits, self._seals = limits, seals
-        self._answer_s = answer_s
-        self._clock = clock or time.monotonic
+        clock = clock or time.monotonic
         self._served: dict[str, ServedModel] = {}
-        # Whether all that is registered with the store has been read once.
+        # True once everything that is registered with the store has been read.
         self.listed = False
-        self._texts = ModelTexts(self._clock)
+        self._texts = ModelTexts(clock)
         # Models that another one has replaced under their name, by digest, while workers serve them.
         self._replaced: dict[str, ServedModel] = {}
-        self._workers: dict[str, list[WorkerState]] = {}
-        # The sizes of the live workers that take new jobs: maximum tokens and rank, by model and base digest.
-        self._sizes: dict[str, dict[str, set[tuple[int, int]]]] = {}
+        self._live = LiveWorkers(clock, answer_s)
         # Address of this router's relay; empty until it listens.
         self._reply_to = ""
-        # Server and data that each model's last census came from.
-        self._servers: dict[str, str] = {}
-        # Whether the last look failed, and when one last succeeded.
-        self._away, self._answered_at = False, self._clock()
-        # Until when no worker counts as dead.
-        self._no_lapse_before = 0.0
         # Error of the store that was logged last.
         self._last_logged = ""
 
@@ -117,7 +102,7 @@ class Models:
 
     def workers(self, name: str) -> list[WorkerState]:
         """Return the model's live workers, at most LOOK_S stale."""
-        return self._workers.get(name, [])
+        return self._live.of(name) or []
 
     def serving(self, name: str, digest: str = "") -> list[WorkerState]:
         """Return the live workers that take new jobs of the base model of that digest; empty: the registered one."""
@@ -136,13 +121,14 @@ class Models:
             return model
         if digest in self._replaced:
             return self._replaced[digest]
-        if name not in self._workers or any(state.base_digest == digest for state in self._workers[name]):
+        live = self._live.of(name)
+        if live is None or any(state.base_digest == digest for state in live):
             raise Unavailable(f"{name} was replaced, and this router does not know what it was", reason=BASE_REPLACED)
         raise Mismatch("model", f"{name} has been replaced since", reason=BASE_REPLACED)
 
     def why_unservable(self, job: Job) -> CallError | None:
         """Return the error of a job that no live worker can take; None while one can, or while one may still come."""
-        of_base = self._sizes.get(job.model, {}).get(job.base_digest)
+        of_base = self._live.sizes(job.model, job.base_digest)
         if of_base is None:
             if job.base_digest == self._served[job.model].manifest.digest:
                 return None
@@ -164,7 +150,7 @@ class Models:
 
     def waits_for(self) -> str:
         """Return what is missing before requests can be served; empty: nothing."""
-        if self._clock() - self._answered_at >= AWAY_S:
+        if self._live.redis_is_away:
             return "Redis to answer"
         if not self._served:
             refused = "; ".join(self._texts.refusals)
@@ -179,42 +165,14 @@ class Models:
 
     async def look_at_workers(self) -> set[str] | None:
         """Ask Redis for the live workers; return their incarnations, or None while no worker may count as dead."""
-        try:
-            async with asyncio.timeout(self._answer_s):
-                for model in self.served:
-                    self._count(model.manifest.name, await model.liveness.take_census(self._reply_to))
-        except REDIS_DOWN as error:  # a timeout is one of them
-            self._no_lapse_before = self._clock() + NO_LAPSE_S
-            if not self._away:
-                log.warning("Redis does not answer: %s", str(error) or type(error).__name__)
-            self._away = True
-            return None
-        self._answered_at = self._clock()
-        if self._away:
-            log.info("Redis answers again")
-        self._away = False
-        if self._clock() < self._no_lapse_before:
-            return None
-        return {state.incarnation for states in self._workers.values() for state in states}
+        models = {model.manifest.name: model.liveness for model in self.served}
+        living = await self._live.look(models, self._reply_to)
+        self._replaced = {digest: one for digest, one in self._replaced.items() if self._may_live(one, digest)}
+        return living
 
-    def _count(self, name: str, census: Census) -> None:
-        """Take a census. Another server, or one that has lost its data, knows no worker yet: none counts as dead."""
-        if self._servers.get(name, census.server) != census.server:
-            log.warning("Redis restarted, failed over or lost its data: no worker counts as dead for %g s", NO_LAPSE_S)
-            self._no_lapse_before = self._clock() + NO_LAPSE_S
-        self._servers[name] = census.server
-        workers = census.workers
-        if self._clock() < self._no_lapse_before:
-            seen = {state.incarnation for state in workers}
-            workers = [*workers, *(state for state in self.workers(name) if state.incarnation not in seen)]
-        self._workers[name] = workers
-        sizes = self._sizes[name] = dict[str, set[tuple[int, int]]]()
-        for state in workers:
-            if state.phase is WorkerPhase.SERVING:
-                sizes.setdefault(state.base_digest, set()).add((state.max_tokens, state.max_rank))
-        live = {state.base_digest for state in workers}
-        replaced = self._replaced.items()
-        self._replaced = {digest: model for digest, model in replaced if model.manifest.name != name or digest in live}
+    def _may_live(self, model: ServedModel, digest: str) -> bool:
+        workers = self._live.of(model.manifest.name)
+        return workers is None or any(state.base_digest == digest for state in workers)
 
     async def follow_store(self) -> None:
         """Serve the models that are registered with the store; never returns."""

@@ -12,10 +12,9 @@ from loraplex.adapters.v1 import adapters_pb2 as pb
 from loraplex.adapters.v1 import adapters_pb2_grpc
 from loraplex.admin.v1 import keys_pb2, keys_pb2_grpc, plans_pb2, plans_pb2_grpc
 
-from artifacts.errors import ArtifactError
-from artifacts.json_object import parse_object
 from artifacts.revision import CONFIG_FILE
 from broker.messages import AdapterRef
+from router.catalog.manifest import Manifest, RegisteredModel, read_manifest, registered_model
 from rpc.errors import CallError, InvalidField, NotFound, Unavailable
 from rpc.identity.principal import TENANT_KEY
 from rpc.identity.tls import LiveChannel, TlsFiles
@@ -29,8 +28,6 @@ CALL_S = 5.0
 DOWNLOAD_S = 60.0
 # Maximum number of cached names; beyond it the cache is emptied.
 NAMES_KEPT = 10_000
-# The file of a base model that says what its classifier solves.
-_CONFIG = "config.json"
 # Reconnect at least twice a second, so that a store that comes back is found soon.
 _OPTIONS = [
     *channel_options(),
@@ -59,42 +56,6 @@ class ResolvedAdapter:
     base_digest: str
     breaches: Mapping[str, Breach] = field(default_factory=dict)
     epoch: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Manifest:
-    """A base model as the store has it. `files` are the small files, by name.
-
-    A quantized model may have the digest of its original, whose adapters are valid for it.
-    """
-
-    name: str
-    digest: str
-    architecture: str
-    context_length: int
-    vocab_size: int
-    files: dict[str, bytes]
-    original_digest: str = ""
-    # The scheme of its weights; empty: not quantized.
-    quantization: str = ""
-    # Of generate, embed and classify those that it serves; the labels of its classifier, in the order of its logits.
-    tasks: tuple[str, ...] = ("generate",)
-    labels: tuple[str, ...] = ()
-    # What its classifier solves, as transformers names it; empty: one label of several.
-    problem_type: str = ""
-
-    @property
-    def adapted_digest(self) -> str:
-        """Return the digest that adapters are bound to."""
-        return self.original_digest or self.digest
-
-
-@dataclass(frozen=True, slots=True)
-class RegisteredModel:
-    """A base model as the store lists it. `tasks` change where a manifest of an older version is registered again."""
-
-    digest: str
-    tasks: tuple[str, ...] = ("generate",)
 
 
 class StoreClient:
@@ -185,7 +146,7 @@ class StoreClient:
                 page = await self._stub.ListBaseModels(request, timeout=CALL_S)
             except grpc.aio.AioRpcError as error:
                 raise self._translate(error, "base model", "") from error
-            models |= {model.name: RegisteredModel(model.digest, _tasks(model)) for model in page.models}
+            models |= {model.name: registered_model(model) for model in page.models}
             if not (token := page.next_page_token):
                 return models
 
@@ -201,19 +162,7 @@ class StoreClient:
                     files.setdefault(part.chunk.name, bytearray()).extend(part.chunk.data)
         except grpc.aio.AioRpcError as error:
             raise self._translate(error, "base model", name) from error
-        return Manifest(
-            model.name,
-            model.digest,
-            model.architecture,
-            model.context_length,
-            model.vocab_size,
-            {file: bytes(data) for file, data in files.items()},
-            model.original_digest,
-            model.quantization,
-            tasks=_tasks(model),
-            labels=tuple(model.labels),
-            problem_type=_problem_type(bytes(files.get(_CONFIG, b"{}"))),
-        )
+        return read_manifest(model, {file: bytes(data) for file, data in files.items()})
 
     async def key_changes(self, epoch: str, after: int) -> keys_pb2.ListKeyChangesResponse:
         """Return the API keys that have changed since an answer of that epoch. Raises Unavailable."""
@@ -243,15 +192,3 @@ class StoreClient:
     async def close(self) -> None:
         """Close the channel."""
         await self._channel.close()
-
-
-def _problem_type(config: bytes) -> str:
-    try:
-        return str(parse_object(config, _CONFIG).get("problem_type") or "")
-    except ArtifactError:  # anybody may have written it
-        return ""
-
-
-def _tasks(model: pb.BaseModel) -> tuple[str, ...]:
-    """Return what a base model does; manifests of older versions do not say it."""
-    return tuple(model.tasks) or ("generate",)

@@ -31,7 +31,7 @@ class Choice:
     finish: WorkerFinish | None = None
     # The vector of a job that asks for one, once its worker has ended it.
     vector: tuple[float, ...] = ()
-    # Whether the router needs no more of it, though its worker has not ended it.
+    # True if the router needs no more of it, though its worker has not ended it.
     closed: bool = False
     # Number of ids in `emitted` that the reader has got.
     read: int = 0

@@ -8,11 +8,12 @@ import time
 from dataclasses import replace
 
 from broker.messages import AdapterRef, Job, StoppingParams, WorkerState
-from router.catalog.adapter_chats import AdapterConfigs
+from router.catalog.adapter_settings import AdapterConfigs
 from router.catalog.adapters import check_rank, resolve_adapters
 from router.catalog.classifiers import check_generates
+from router.catalog.manifest import Manifest
 from router.catalog.models import Models, ServedModel
-from router.catalog.store_client import Manifest, StoreClient
+from router.catalog.store_client import StoreClient
 from router.dispatch.reach import RelayReach
 from router.generation.answer_size import check_answer_size
 from router.generation.chat_format import call_grammar, chat_format

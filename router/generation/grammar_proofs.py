@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from artifacts.grammars.errors import GrammarError
 from artifacts.grammars.prover import Prover, ProverBusyError
 from artifacts.grammars.vocabulary import special_tokens
-from router.catalog.store_client import Manifest
+from router.catalog.manifest import Manifest
 from rpc.errors import InvalidField, Unavailable
 from rpc.shares import FairTurns
 

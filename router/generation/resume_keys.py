@@ -97,7 +97,7 @@ class SharedKeys(GivenKeys):
         self._used: list[str] = []
         self._looked_at = self._settled_at = clock()
         self._looking: asyncio.Task[None] | None = None
-        # Whether the last look failed.
+        # True after a failed look.
         self._away = False
 
     @property

@@ -30,7 +30,7 @@ class Run:
     chat_format: ChatFormat | None = None
     # The reservation of the request's tokens; None: its tenant has no limits, or it is a part of a larger call.
     grant: Grant | None = None
-    # Whether the whole answer is on its way to the client.
+    # True once the whole answer is on its way to the client.
     complete: bool = False
 
     @property

@@ -67,7 +67,7 @@ class ChatReader:
         # The finder that holds text back, and the list that it belongs to.
         self._finder = MarkFinder(())
         self._sink = self._text
-        # Whether text was told since the beginning, or since the last call.
+        # True if text was sent since the beginning, or since the last call.
         self._has_text = False
         self._machine = self._read_all()
         next(self._machine)

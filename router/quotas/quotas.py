@@ -118,7 +118,7 @@ class Quotas:
         except LedgerFullError as error:
             raise queue_full("", str(error)) from error
         except BaseException as error:
-            # It may have been made.
+            # The ledger may hold the reservation though its answer was lost or not awaited.
             self._settling.end(owner.account, wanted, End.ENDED if received is None else End.LEFT)
             if isinstance(error, REDIS_DOWN):
                 log.warning("the ledger does not answer: %r", error)

@@ -10,7 +10,8 @@ import pytest
 from broker.commands import Verb
 from broker.messages import AdapterRef, AdapterRequest
 from router.api.operator_commands import WARMS, AdapterCommands
-from router.catalog.store_client import Manifest, ResolvedAdapter
+from router.catalog.manifest import Manifest
+from router.catalog.store_client import ResolvedAdapter
 from rpc.errors import Exhausted, Mismatch
 
 BASE = "sha256:base"

@@ -9,7 +9,8 @@ import pytest
 
 from broker.messages import AdapterRef
 from router.catalog.adapters import resolve_adapters
-from router.catalog.store_client import Manifest, ResolvedAdapter
+from router.catalog.manifest import Manifest
+from router.catalog.store_client import ResolvedAdapter
 from router.request import Request
 from rpc.errors import Mismatch
 

@@ -16,8 +16,8 @@ from broker.keys import Keys
 from broker.liveness import Liveness
 from broker.messages import AdapterRef, Job, StoppingParams, WorkerPhase
 from broker.terms import QueueLimits
+from router.catalog.manifest import Manifest, RegisteredModel
 from router.catalog.models import Models
-from router.catalog.store_client import Manifest, RegisteredModel
 from rpc.errors import Mismatch, NotFound, Unavailable
 from tests.broker.test_liveness import worker
 from tests.valkey_server import ValkeyServer

@@ -12,7 +12,7 @@ import pytest
 
 from artifacts.grammars.build import regex_grammar
 from broker.messages import AdapterRef, Job
-from router.catalog.store_client import Manifest
+from router.catalog.manifest import Manifest
 from router.dispatch.reach import RelayReach
 from router.generation.admission import DEFAULT_MAX_TOKENS, Admission
 from router.generation.grammar_proofs import GrammarProofs

@@ -17,7 +17,8 @@ from broker.messages import AdapterRef, Capacity, Job
 from broker.queue import JobQueue
 from broker.terms import Placement, QueueLimits
 from router.catalog.classifiers import Classifier, Classifiers, check_generates
-from router.catalog.store_client import Manifest, ResolvedAdapter
+from router.catalog.manifest import Manifest
+from router.catalog.store_client import ResolvedAdapter
 from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.link import Frame, WorkerFinish
 from router.dispatch.reach import RelayReach

@@ -1,0 +1,89 @@
+"""The live workers of all models by their last census in Redis, which outages and losses of data must not empty."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping
+
+from broker.connection import REDIS_DOWN
+from broker.liveness import TTL_MS, Census, Liveness
+from broker.messages import WorkerPhase, WorkerState
+
+log = logging.getLogger(__name__)
+
+# Timeout in seconds for a look at the workers of all models: a Redis that takes longer hangs.
+ANSWER_S = 1.0
+# Time in seconds without an answer after which the router's health says that Redis is away: a worker's time to live.
+AWAY_S = TTL_MS / 1e3
+# Time in seconds after an outage or a loss of data during which no worker counts as dead: all must beat again first.
+NO_LAPSE_S = TTL_MS / 1e3
+
+
+class LiveWorkers:
+    """The live workers, at most one look's interval stale."""
+
+    def __init__(self, clock: Callable[[], float], answer_s: float = ANSWER_S) -> None:
+        self._clock = clock
+        self._answer_s = answer_s
+        self._workers: dict[str, list[WorkerState]] = {}
+        # Sizes of the workers that take new jobs: maximum tokens and rank, by model and base digest.
+        self._sizes: dict[str, dict[str, set[tuple[int, int]]]] = {}
+        # Server and data that each model's last census came from.
+        self._servers: dict[str, str] = {}
+        # True after a failed look; and the time of the last one that succeeded.
+        self._failed, self._answered_at = False, clock()
+        # Time until which no worker counts as dead.
+        self._no_lapse_before = 0.0
+
+    def of(self, model: str) -> list[WorkerState] | None:
+        """Return a model's live workers; None before its first census."""
+        return self._workers.get(model)
+
+    def sizes(self, model: str, base_digest: str) -> set[tuple[int, int]] | None:
+        """Return the sizes of the workers that take new jobs of a base model; None: there is no such worker."""
+        return self._sizes.get(model, {}).get(base_digest)
+
+    @property
+    def redis_is_away(self) -> bool:
+        """Tell whether Redis has not answered for AWAY_S."""
+        return self._clock() - self._answered_at >= AWAY_S
+
+    async def look(self, models: Mapping[str, Liveness], reply_to: str) -> set[str] | None:
+        """Take a census of each model; return the live incarnations, or None while no worker may count as dead.
+
+        `reply_to`: the address of this router's relay, which is registered as live.
+        """
+        try:
+            async with asyncio.timeout(self._answer_s):
+                for name, liveness in models.items():
+                    self._count(name, await liveness.take_census(reply_to))
+        except REDIS_DOWN as error:  # a timeout is one of them
+            self._no_lapse_before = self._clock() + NO_LAPSE_S
+            if not self._failed:
+                log.warning("Redis does not answer: %s", str(error) or type(error).__name__)
+            self._failed = True
+            return None
+        self._answered_at = self._clock()
+        if self._failed:
+            log.info("Redis answers again")
+        self._failed = False
+        if self._clock() < self._no_lapse_before:
+            return None
+        return {state.incarnation for states in self._workers.values() for state in states}
+
+    def _count(self, model: str, census: Census) -> None:
+        """Take a census. Another server, or one that has lost its data, knows no worker yet: none counts as dead."""
+        if self._servers.get(model, census.server) != census.server:
+            log.warning("Redis restarted, failed over or lost its data: no worker counts as dead for %g s", NO_LAPSE_S)
+            self._no_lapse_before = self._clock() + NO_LAPSE_S
+        self._servers[model] = census.server
+        workers = census.workers
+        if self._clock() < self._no_lapse_before:
+            seen = {state.incarnation for state in workers}
+            workers = [*workers, *(state for state in self._workers.get(model, ()) if state.incarnation not in seen)]
+        self._workers[model] = workers
+        sizes = self._sizes[model] = dict[str, set[tuple[int, int]]]()
+        for state in workers:
+            if state.phase is WorkerPhase.SERVING:
+                sizes.setdefault(state.base_digest, set()).add((state.max_tokens, state.max_rank))
