@@ -6,7 +6,7 @@ Its calls block: make them in a thread.
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from adapter_store.api_keys import ApiKeys
@@ -16,21 +16,23 @@ from adapter_store.plans import StoredPlans
 from adapter_store.storage import DataDirectory
 from artifacts.plans import plan_name
 
-# What the tables have of a tenant: the names of things, and the rows that are removed, in this order.
-_NAMES: Mapping[str, str] = {
-    "grants": "SELECT 'tenants/' || tenant || '/adapters/' || adapter || '/grants/' || grantee FROM grants "
+# Queries for the names of a tenant's grants, deleted revisions, revisions and adapters.
+_NAMES = (
+    "SELECT 'tenants/' || tenant || '/adapters/' || adapter || '/grants/' || grantee FROM grants "
     "WHERE :tenant IN (tenant, grantee)",
-    "deleted_revisions": "SELECT 'tenants/' || tenant || '/adapters/' || adapter || '/revisions/' || digest "
+    "SELECT 'tenants/' || tenant || '/adapters/' || adapter || '/revisions/' || digest "
     "FROM deleted_revisions WHERE tenant = :tenant",
-    "revisions": "SELECT 'tenants/' || tenant || '/adapters/' || adapter || '/revisions/' || digest "
+    "SELECT 'tenants/' || tenant || '/adapters/' || adapter || '/revisions/' || digest "
     "FROM revisions JOIN adapters ON adapters.id = adapter_id WHERE tenant = :tenant",
-    "adapters": "SELECT 'tenants/' || tenant || '/adapters/' || adapter FROM adapters WHERE tenant = :tenant",
-}
+    "SELECT 'tenants/' || tenant || '/adapters/' || adapter FROM adapters WHERE tenant = :tenant",
+)
+# Statements that remove them, in this order.
 _REMOVALS = (
     "DELETE FROM grants WHERE :tenant IN (tenant, grantee)",
     "DELETE FROM deleted_revisions WHERE tenant = :tenant",
     "DELETE FROM adapters WHERE tenant = :tenant",  # and with them revisions, aliases and certificates
 )
+# Digests of the files of its revisions.
 _BLOBS = (
     "SELECT config_digest, weights_digest FROM revisions JOIN adapters ON adapters.id = adapter_id "
     "WHERE tenant = :tenant UNION "
@@ -90,6 +92,5 @@ class TenantPurge:
 
 
 def _names(rows: sqlite3.Connection, tenant: str) -> Iterator[str]:
-    for statement in _NAMES.values():
-        for (name,) in rows.execute(statement, {"tenant": tenant}).fetchall():
-            yield name
+    for statement in _NAMES:
+        yield from (name for (name,) in rows.execute(statement, {"tenant": tenant}).fetchall())
