@@ -20,7 +20,7 @@ from broker.scripts import SCRIPTS
 
 _CALL = re.compile(r"redis\.p?call\('([A-Z]+)'")
 _CELL, _MODEL = "CELL", "MODEL"
-# What the client library sends when it connects, and what finds the nodes of a Redis Cluster.
+# Commands that the client library sends when it connects, or to find the nodes of a Redis Cluster.
 _CONNECTING = ("ping", "select", "info", "cluster|slots", "cluster|shards", "command")
 
 
@@ -54,13 +54,13 @@ ROLES: Mapping[str, Role] = {
             "ledger_settle",
             "ledger_look",
         ),
-        # For waiting jobs, dead letters, pins and charges; hget: for scripts of the version before.
+        # Commands of no script: for waiting jobs, dead letters, pins and charges; hget: scripts of older versions.
         commands=("zcard", "lrange", "hset", "hget", "hgetall", "hdel", "sadd", "srandmember", "function|load"),
         keys=(f"lp:{{*/{_CELL}}}:*", "lp:{ledger/*}:*", "lp:{ledger}:tenants", "lp:{resume}:keys"),
     ),
     "worker": Role(
         scripts=("claim", "charge", "beat", "declare_dead", "stop_claiming", "stop_waiting"),
-        # For wake-ups, commands and pins.
+        # Commands of no script: for wake-ups, operators' commands and pins.
         commands=("blpop", "hgetall"),
         keys=_of_model(
             *("job:*", "waiting", "queue:*", "again", "tenants", "idle", "floor", "uses", "bytes", "charged:*"),
@@ -68,7 +68,7 @@ ROLES: Mapping[str, Role] = {
         ),
         read_keys=_of_model("routers", "quarantine", "arrivals", "news", "pins"),
     ),
-    # Who may set users can make itself any user: this one is as strong as the server's own.
+    # Can make itself any user by setting users: as strong as the server's own.
     "operator": Role(
         scripts=(),
         commands=(

@@ -93,7 +93,7 @@ class Job:
     done: tuple[int, ...] = ()
     # The W3C traceparent of the request's span; empty: not traced.
     traceparent: str = ""
-    # Whether the answer had begun at another router: the job was admitted before.
+    # True if the answer had begun at another router: the job was admitted before.
     resumed: bool = False
     # The tenant's weight, set at the enqueue: twice the weight gets twice the service.
     weight: float = 1.0
@@ -245,9 +245,9 @@ class WorkerState:
     pid: int
     engine_pid: int
     tiers: AdapterTiers = AdapterTiers()
-    # Whether the worker keeps a link to every live router, and claims only jobs of routers that it has a link to.
+    # True if the worker keeps a link to every live router, and claims only jobs of routers that it has a link to.
     keeps_links: bool = False
-    # Whether its engine keeps answers to a job's grammar; older workers ignore the grammar.
+    # True if its engine keeps answers to a job's grammar; older workers ignore the grammar.
     constrains: bool = False
-    # Whether it answers jobs that ask for a vector; older workers ignore what those ask for.
+    # True if it answers jobs that ask for a vector; older workers ignore what those ask for.
     encodes: bool = False

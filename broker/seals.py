@@ -86,7 +86,7 @@ class Seals:
         return replace(request, adapter=self.granted(request.adapter, request.tenant))
 
     def seal(self, kind: SealKind, place: str, content: bytes) -> queue_pb2.Sealed:
-        """Encrypt and sign."""
+        """Encrypt and sign a content for one place."""
         assert self._signer is not None, "routers seal"
         life_s = {SealKind.JOB: JOB_S, SealKind.COMMAND: COMMAND_S, SealKind.PIN: 0.0}[kind]
         key_id, key = self.keys.newest
@@ -125,7 +125,7 @@ class Seals:
         return content
 
     def refuse(self, kind: SealKind, error: SealError) -> None:
-        """Report what is not taken."""
+        """Report a seal that is not opened."""
         self.on_refused(kind, error)
 
     def _open_once(self, kind: SealKind, sealed: queue_pb2.Sealed, now: float) -> None:
@@ -137,6 +137,6 @@ class Seals:
 
 
 def _bound(kind: SealKind, place: str, sealed: queue_pb2.Sealed) -> tuple[bytes, ...]:
-    """Return what the content is bound to."""
+    """Return the parts that a seal binds its content to."""
     until = sealed.expires_at_ms.to_bytes(8, "big")
     return _LABEL, kind.encode(), place.encode(), sealed.key_id.encode(), sealed.nonce, until

@@ -195,7 +195,7 @@ class Claimed:
     hold_ms: int = 0
     # Routers of jobs that suit the worker but for its missing link to them.
     unlinked: tuple[str, ...] = ()
-    # Whether a job waits that suits the worker once it has more free rows or tokens.
+    # True if a job waits that suits the worker once it has more free rows or tokens.
     crowded: bool = False
 
 

@@ -48,7 +48,7 @@ class Meters:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        # Where the metrics are served, for the process's ready line.
+        # The metrics' address as a word of the process's ready line.
         self.ready_word = ""
 
     def counter(self, name: str, text: str, labels: Sequence[str] = ()) -> Counter:

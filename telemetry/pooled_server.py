@@ -32,7 +32,7 @@ class PooledServer(WSGIServer):
     def __init__(self, address: tuple[str, int], handler: type[WSGIRequestHandler], family: int) -> None:
         self.address_family = family
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="metrics")
-        # When each connection is closed at the latest.
+        # Time of the monotonic clock in seconds at which each open connection is closed.
         self._open: dict[socket.socket, float] = {}
         super().__init__(address, handler)
 

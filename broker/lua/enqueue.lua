@@ -51,7 +51,7 @@ end
 
 -- Return in how many ms the job's turn comes, at its tenant's share of the claim rate; 0 where nothing tells. Before it
 -- come its tenant's own jobs, and meanwhile work of other tenants: of each as much for its weight, but no more than waits.
--- That is counted for some tenants, and reckoned for the others.
+-- The work is counted for some tenants, and estimated for the others.
 local function wait_before_turn_ms(tenant_jobs, tenant_work)
   local rate = tenant_jobs > 0 and claim_rate() or 0
   if rate <= 0 then return 0 end

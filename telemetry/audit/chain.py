@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-# What stands for the line before the first.
+# Hash that the first record has of the line before it.
 NOTHING = "0" * 64
 
 

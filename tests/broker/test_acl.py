@@ -28,7 +28,7 @@ from tests.broker.test_liveness import worker
 
 ROOMY = Capacity(rows=8, rows_limit=8, tokens=10_000, max_tokens=4096, max_rank=64)
 PINNED = AdapterRequest(AdapterRef("r", "sha256:1", 8, 1), "acme")
-# What runs code of the caller's, changes the server, reads all keys, or makes another user of the caller.
+# Commands that run a caller's code, change the server, read all keys, or make the caller another user.
 STRONG = re.compile(r"eval|script|function\||acl\||config|debug|flush|^keys$|^scan$|monitor|module|migrate|subscribe|@")
 
 

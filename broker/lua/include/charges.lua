@@ -1,6 +1,6 @@
--- What a claimed job's tenant has been charged, so that each token is charged once: tenant, weight, attempt, output
--- tokens, the cost of the prompt for as long as it may be refunded, and the refund that the next claim charges again.
--- The order is a format, as that of the facts; records of older versions have no refund.
+-- Records of charges for claimed jobs, so that each token is charged once: tenant, weight, attempt, output tokens, the cost
+-- of the prompt for as long as it may be refunded, and the refund that the next claim charges again. The order is a format,
+-- as that of the facts; records of older versions have no refund.
 --- @include "keys"
 --- @include "tenant_counters"
 --- @include "suspects"

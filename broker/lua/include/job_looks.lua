@@ -120,7 +120,7 @@ local function look(id, tenant, line_place)
   is_first = false
   local fits = rows <= free_rows and (prefill <= free_tokens or overdue)
   if fits or may_share_row(name, weight, rows, queued) then
-    -- One job a claim: the worker's next one says who is above its share then.
+    -- At most one such job a claim: the worker's next claim says who is above its share then.
     if not fits then row_of = '' end
     free_rows, free_tokens = free_rows - rows, free_tokens - prefill
     if is_apart then

@@ -1,4 +1,4 @@
--- What workers said of their free rows, and the lists that wake idle workers.
+-- Free rows that workers reported, and the lists that wake idle workers.
 --- @include "keys"
 
 -- Return how many free rows a worker had after its last claim; 0 for a worker that has not claimed for FREE_ROWS_MS.
