@@ -245,9 +245,10 @@ def _charges(answer: Sequence[bytes]) -> list[Charge]:
     for name, value in zip(answer[::2], answer[1::2], strict=True):
         try:
             if name:
-                known = json.loads(value)
-                charges.append(Charge(name.decode(), *(known[one] for one in ("input", "output", "at_ms", "subject"))))
-        except (ValueError, KeyError):  # a text that is no UTF-8: something else has written it
+                stored = json.loads(value)
+                facts = (stored[field] for field in ("input", "output", "at_ms", "subject"))
+                charges.append(Charge(name.decode(), *facts))
+        except (ValueError, KeyError, RecursionError):  # no UTF-8, or nested arrays: something else has written it
             log.warning("cannot read a charge of %d bytes", len(value))
     return charges
 

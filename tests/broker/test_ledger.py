@@ -11,6 +11,7 @@ from redis.asyncio import Redis
 
 from bench.ledger_model import LedgerModel
 from broker import terms
+from broker.keys import ledger_prefix
 from broker.ledger import (
     AccountCopy,
     BehindError,
@@ -228,6 +229,12 @@ async def test_a_charge_is_kept_until_it_is_reported(both: Both) -> None:
     assert [(one.id, one.input, one.output, one.subject) for one in charges] == [("r2:0", 10, 30, "begun")]
     await both.clock.advance(terms.REPORT_AFTER_MS)
     assert not (await both.look()).charges
+
+
+async def test_a_charge_of_nested_arrays_ends_no_router_that_draws_it(both: Both, redis: Redis) -> None:
+    nested = b'{"input": 1, "output": 1, "at_ms": 0, "subject": "", "more": ' + b"[" * 990 + b"]" * 990 + b"}"
+    await redis.hset(ledger_prefix("acme") + "unreported", "r1:0", nested)
+    assert (await both.ledger.look("acme", both.seen)).charges == ()
 
 
 async def test_a_request_resumed_late_needs_room_and_is_charged_for_its_rest_alone(both: Both) -> None:
