@@ -18,6 +18,7 @@ from broker.codec import decode_adapter_request, encode_adapter_request
 from broker.keys import Keys
 from broker.messages import AdapterRequest
 from broker.scripts import SCRIPTS
+from broker.seal_kinds import SealError, SealKind
 
 if TYPE_CHECKING:
     from broker.seals import Seals
@@ -96,23 +97,19 @@ class CommandQueue:
 
 
 def _seal(seals: Seals, key: str, command: Command) -> bytes:
-    from broker.seals import SealKind
-
     if command.request is not None:
         command = replace(command, request=seals.granted_request(command.request))
     return _SEALED + seals.seal(SealKind.COMMAND, key, encode_command(command)).SerializeToString()
 
 
 def _open(seals: Seals, key: str, data: bytes) -> Command | None:
-    from broker.seals import SealError, SealKind
-
     try:
         if not data.startswith(_SEALED):
             raise SealError("UNSEALED", "a command without a seal")
         sealed = queue_pb2.Sealed.FromString(data.removeprefix(_SEALED))
         return decode_command(seals.open(SealKind.COMMAND, key, sealed))
     except SealError as error:
-        seals.refuse(SealKind.COMMAND, error)
+        seals.on_refused(SealKind.COMMAND, error)
     except DecodeError:
-        seals.refuse(SealKind.COMMAND, SealError("UNSEALED", "a command that is no message"))
+        seals.on_refused(SealKind.COMMAND, SealError("UNSEALED", "a command that is no message"))
     return None

@@ -15,6 +15,7 @@ from broker.codec import decode_adapter_request, encode_adapter_request
 from broker.keys import Keys
 from broker.messages import AdapterRef, AdapterRequest
 from broker.scripts import SCRIPTS
+from broker.seal_kinds import SealError, SealKind
 
 if TYPE_CHECKING:
     from broker.seals import Seals
@@ -79,8 +80,6 @@ class PinnedAdapters:
     def _encode(self, request: AdapterRequest) -> bytes:
         if self._seals is None:
             return encode_adapter_request(request)
-        from broker.seals import SealKind
-
         content = encode_adapter_request(self._seals.granted_request(request))
         return self._seals.seal(SealKind.PIN, self._place(request.adapter.digest), content).SerializeToString()
 
@@ -88,13 +87,11 @@ class PinnedAdapters:
         """Return a pin; None for one that no router has sealed. Raises DecodeError."""
         if self._seals is None:
             return decode_adapter_request(data)
-        from broker.seals import SealError, SealKind
-
         try:
             sealed = queue_pb2.Sealed.FromString(data)
             return decode_adapter_request(self._seals.open(SealKind.PIN, self._place(digest), sealed))
         except SealError as error:
-            self._seals.refuse(SealKind.PIN, error)
+            self._seals.on_refused(SealKind.PIN, error)
             return None
 
     def _place(self, digest: str) -> str:

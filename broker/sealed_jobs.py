@@ -5,7 +5,6 @@ The queue's scripts decide by facts that stand beside the sealed body. A worker 
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -17,11 +16,10 @@ from broker.codec import decode_job
 from broker.keys import Keys
 from broker.messages import Job
 from broker.queue_entry import Entry, charged_prompt, queued_rows
-from broker.seals import SealError, SealKind, Seals
+from broker.seal_kinds import SealError, SealKind
+from broker.seals import Seals
 from broker.terms import PLACE_BYTES
 from rpc.identity.revision_grants import UNREADABLE
-
-log = logging.getLogger(__name__)
 
 
 class _Facts(msgspec.Struct, array_like=True, frozen=True):
@@ -54,7 +52,7 @@ def open_jobs(seals: Seals, keys: Keys, bodies: Sequence[bytes], facts: Sequence
         try:
             jobs.append(_open_job(seals, keys, body, of_body))
         except SealError as error:
-            seals.refuse(SealKind.JOB, error)
+            seals.on_refused(SealKind.JOB, error)
             jobs.append(None)
     return jobs
 

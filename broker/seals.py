@@ -13,13 +13,13 @@ import secrets
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from enum import StrEnum
 
 from cryptography.exceptions import InvalidTag
 from loraplex.queue.v1 import queue_pb2
 
 from broker.job_keys import JobKeys
 from broker.messages import AdapterRef, AdapterRequest, Job
+from broker.seal_kinds import SealError, SealKind
 from rpc.identity.revision_grants import RevisionGrantIssuer
 from rpc.identity.signatures import Signature, SignatureError, Signer, Verifier
 
@@ -32,23 +32,6 @@ COMMAND_S = 120.0
 OPENED_LIMIT = 1 << 17
 _NONCE_BYTES = 12
 _LABEL = b"loraplex seal 1"
-
-
-class SealKind(StrEnum):
-    """The uses of seals."""
-
-    JOB = "job"
-    COMMAND = "command"
-    # An adapter that all workers keep; it does not expire, and is opened by each worker that starts.
-    PIN = "pin"
-
-
-class SealError(Exception):
-    """Something in Redis that no router has sealed for this place and time; `reason` is in UPPER_SNAKE_CASE."""
-
-    def __init__(self, reason: str, message: str) -> None:
-        super().__init__(message)
-        self.reason = reason
 
 
 class Seals:
@@ -123,10 +106,6 @@ class Seals:
         if kind is not SealKind.PIN:
             self._open_once(kind, sealed, now)
         return content
-
-    def refuse(self, kind: SealKind, error: SealError) -> None:
-        """Report a seal that is not opened."""
-        self.on_refused(kind, error)
 
     def _open_once(self, kind: SealKind, sealed: queue_pb2.Sealed, now: float) -> None:
         while self._opened and (len(self._opened) >= OPENED_LIMIT or next(iter(self._opened.values())) <= now):

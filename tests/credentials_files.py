@@ -6,7 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from broker.job_keys import JobKeys, new_job_key
-from broker.seals import SealError, SealKind, Seals
+from broker.seal_kinds import SealError, SealKind
+from broker.seals import Seals
 from rpc.identity.development_ca import DevelopmentCa, write_private
 from rpc.identity.principal import Role
 from rpc.identity.signatures import Signer, Verifier

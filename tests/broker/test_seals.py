@@ -21,7 +21,8 @@ from broker.job_keys import JobKeys, check_job_key, new_job_key
 from broker.keys import Keys
 from broker.messages import AdapterRef, AdapterRequest, Capacity, Job, WeightedRef
 from broker.queue import JobQueue
-from broker.seals import COMMAND_S, JOB_S, SealKind, Seals
+from broker.seal_kinds import SealKind
+from broker.seals import COMMAND_S, JOB_S, Seals
 from broker.terms import Placement
 from rpc.identity.development_ca import DevelopmentCa, write_private
 from rpc.identity.principal import Role

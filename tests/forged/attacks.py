@@ -23,7 +23,8 @@ from artifacts.base_model import read_base_model
 from broker.commands import DRAIN, Command, Verb, encode_command
 from broker.messages import AdapterRef, AdapterRequest, Job, StoppingParams
 from broker.queue import JobQueue
-from broker.seals import SealKind, Seals
+from broker.seal_kinds import SealKind
+from broker.seals import Seals
 from rpc.identity.principal import TENANT_KEY, WORKER_GRANT_KEY, Role
 from rpc.identity.revision_grants import RevisionGrantIssuer
 from rpc.identity.signatures import Signer, Verifier

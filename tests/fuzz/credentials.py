@@ -20,8 +20,9 @@ from broker.commands import Command, Verb, encode_command
 from broker.keys import Keys
 from broker.messages import AdapterRequest
 from broker.queue_entry import Entry
+from broker.seal_kinds import SealError, SealKind
 from broker.sealed_jobs import open_jobs, sealed_entry
-from broker.seals import SealError, SealKind, Seals
+from broker.seals import Seals
 from broker.terms import Placement
 from router.generation.resume import Began, ResumeClaims, ResumeTokens
 from router.generation.resume_keys import GivenKeys

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from broker.job_keys import JobKeys
-from broker.seals import SealError, SealKind, Seals
+from broker.seal_kinds import SealError, SealKind
+from broker.seals import Seals
 from rpc.audit.refused_callers import RefusedCallers
 from rpc.identity.principal import Role
 from rpc.identity.signatures import Verifier
