@@ -33,7 +33,8 @@ from worker.engine.decoder.vectors import (
     widen_row,
 )
 from worker.engine.device.cpu import compilation
-from worker.engine.device.cpu.llvm import KINDS, fetch_add, int64_pointer, kind_bytes
+from worker.engine.device.cpu.counters import fetch_add
+from worker.engine.device.cpu.llvm import KINDS, int64_pointer
 
 _ROWS = "rows columns counter"
 INTEGERS = {
@@ -53,11 +54,6 @@ def compile_rows(name: str, kind: str) -> Any:
     """Compile a kernel of INTEGERS for a dtype in KINDS."""
     parameters = compilation.parameter_dtype(INTEGERS[name].split(), REALS.get(name, []), {"of_kind": KINDS[kind]})
     return compilation.compile_kernel(_KERNELS[name], parameters, vectors)
-
-
-def number_bytes(kind: str) -> int:
-    """Return the bytes of a number of a dtype in KINDS."""
-    return kind_bytes(KINDS[kind])
 
 
 @njit(error_model="numpy")

@@ -24,13 +24,12 @@ from numba.extending import intrinsic
 from numpy.typing import NDArray
 
 from worker.engine.device.cpu import compilation, threads
-from worker.engine.device.cpu.llvm import I32, I64, fetch_add, int64_pointer, load_counter, yield_thread
+from worker.engine.device.cpu.counters import fetch_add, wait_for
+from worker.engine.device.cpu.llvm import I32, I64, int64_pointer
 from worker.engine.device.cpu.threads import ThreadCall
 
 _INTEGERS = "table count arrived released entered zeroes zeroed team"
 _LAYOUT = Struct("=8q")
-# Number of times that a thread spins for the others before it yields its core: some tens of microseconds.
-_SPINS = 20_000
 
 
 class Program:
@@ -134,8 +133,4 @@ def _run(p):
             _zero(at)
             fetch_add(at.released)
         else:
-            spins = 0
-            while load_counter(at.released) <= index:
-                spins += 1
-                if spins > _SPINS:
-                    yield_thread()
+            wait_for(at.released, index + 1)

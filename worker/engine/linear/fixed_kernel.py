@@ -16,7 +16,8 @@ from typing import Any
 from numba import carray, njit
 
 from worker.engine.device.cpu import compilation
-from worker.engine.device.cpu.llvm import KINDS, fetch_add, load_counter, yield_thread
+from worker.engine.device.cpu.counters import fetch_add, wait_for
+from worker.engine.device.cpu.llvm import KINDS
 from worker.engine.linear import fixed_rows, fixed_tiles, formats, vectors
 from worker.engine.linear.fixed_rows import to_fixed
 from worker.engine.linear.fixed_tiles import fixed_1, fixed_2, fixed_3, fixed_4
@@ -29,8 +30,6 @@ TILE_ROWS = 4
 # rows converted.
 COUNTERS = 4
 _TASKS, _THREADS, _TAKEN, _CONVERTED = 0, 8, 16, 24
-# Number of times that a thread spins for the last row before it yields its core: some tens of microseconds.
-_SPINS = 20_000
 
 # `memory` is the rows' q; behind it are the factors of all rows, and behind those of each row the sums of its q. A tile
 # fetches a part of the next panel, a 2 ** `spread`-th.
@@ -99,12 +98,7 @@ def _multiply(p):
             break
         to_fixed(p, at.x + row * at.x_bytes, at.memory + row * at.q_bytes, factors + row * at.factor_bytes)
         fetch_add(counters + _CONVERTED)
-    # Other threads may still convert: a short wait, unless the system has taken a thread's core.
-    spins = 0
-    while load_counter(counters + _CONVERTED) < at.rows:
-        spins += 1
-        if spins > _SPINS:
-            yield_thread()
+    wait_for(counters + _CONVERTED, at.rows)
     while True:
         task = fetch_add(counters + _TASKS)
         if task >= at.tasks:

@@ -20,7 +20,8 @@ from typing import Any
 from numba import carray, njit
 
 from worker.engine.device.cpu import compilation
-from worker.engine.device.cpu.llvm import KINDS, fetch_add
+from worker.engine.device.cpu.counters import fetch_add
+from worker.engine.device.cpu.llvm import KINDS
 from worker.engine.linear import formats, tiles, vectors
 from worker.engine.linear.formats import CALL_INTEGERS, FORMATS, LAYER_INTEGERS
 from worker.engine.linear.tiles import (

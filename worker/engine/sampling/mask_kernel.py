@@ -24,8 +24,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from worker.engine.device.cpu import compilation, threads
+from worker.engine.device.cpu.counters import fetch_add
 from worker.engine.device.cpu.llvm import (
-    fetch_add,
     field_length,
     int32_pointer,
     int64_pointer,

@@ -33,7 +33,8 @@ from worker.engine.attention.cpu.intrinsics import (
     widen_query,
 )
 from worker.engine.device.cpu import compilation
-from worker.engine.device.cpu.llvm import KINDS, fetch_add, float32_pointer, int64_pointer
+from worker.engine.device.cpu.counters import fetch_add
+from worker.engine.device.cpu.llvm import KINDS, float32_pointer, int64_pointer
 
 # 64-bit integers of a task: its first token in the flat batch, the number of tokens, the position of the first, the
 # index in `tables` where its block table begins, its first key head, the number of key heads, and the positions

@@ -12,7 +12,7 @@ import numpy as np
 from numba import cfunc, types
 from numba.np.numpy_support import from_dtype
 
-from worker.engine.device.cpu import llvm
+from worker.engine.device.cpu import counters, llvm
 
 
 def parameter_dtype(integers: Sequence[str], reals: Sequence[str], made_for: Mapping[str, int]) -> np.dtype[Any]:
@@ -49,7 +49,7 @@ def _named(kernel: Callable[..., None], parameters: np.dtype[Any], *intrinsics: 
     """
     assert isinstance(kernel, FunctionType), "a function of Python"
     digest = sha256(repr(parameters.descr).encode())
-    for module in (llvm, *intrinsics, inspect.getmodule(kernel)):
+    for module in (llvm, counters, *intrinsics, inspect.getmodule(kernel)):
         digest.update(inspect.getsource(module).encode() if module else b"")
     named = FunctionType(kernel.__code__, kernel.__globals__)
     # numba's cache goes by the qualified name, which a copy takes from the code.

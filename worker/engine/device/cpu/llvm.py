@@ -15,7 +15,6 @@ from typing import Any
 
 from llvmlite import ir
 from numba import types
-from numba.core import cgutils
 from numba.extending import intrinsic
 
 # Codes of the dtypes that kernels are compiled for.
@@ -131,37 +130,6 @@ def _at(b: Any, address: Any, offset: int, of: Any) -> Any:
 
 def _all(number: int, lanes: int) -> Any:
     return ir.Constant(vector_type(I32, lanes), [number] * lanes)
-
-
-@intrinsic
-def fetch_add(typingctx, counter):
-    """Atomically increment a counter and return its old value."""
-
-    def generate(context, b, signature, arguments):
-        return b.atomic_rmw("add", b.inttoptr(arguments[0], I64.as_pointer()), int64(1), "seq_cst")
-
-    return types.int64(counter), generate
-
-
-@intrinsic
-def load_counter(typingctx, counter):
-    """Atomically load a counter; sequentially consistent, so all writes before its increments are visible."""
-
-    def generate(context, b, signature, arguments):
-        return b.load_atomic(b.inttoptr(arguments[0], I64.as_pointer()), "seq_cst", 8)
-
-    return types.int64(counter), generate
-
-
-@intrinsic
-def yield_thread(typingctx):
-    """Call POSIX sched_yield: another thread that waits for this core runs first."""
-
-    def generate(context, b, signature, arguments):
-        b.call(cgutils.get_or_insert_function(b.module, ir.FunctionType(I32, []), "sched_yield"), [])
-        return context.get_dummy_value()
-
-    return types.void(), generate
 
 
 def _pointer_to(what: types.Type) -> Any:

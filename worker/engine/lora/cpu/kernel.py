@@ -24,7 +24,8 @@ from typing import Any
 from numba import carray, njit
 
 from worker.engine.device.cpu import compilation
-from worker.engine.device.cpu.llvm import KINDS, LANES, fetch_add, int64_pointer, load_counter, yield_thread
+from worker.engine.device.cpu.counters import fetch_add, wait_for
+from worker.engine.device.cpu.llvm import KINDS, LANES, int64_pointer
 from worker.engine.lora.cpu import intrinsics
 from worker.engine.lora.cpu.intrinsics import (
     ROWS,
@@ -51,8 +52,6 @@ SEGMENT_FIELDS = 3
 # tasks taken.
 COUNTERS = 3
 _SHRINKS, _SHRUNK, _EXPANDS = 0, 8, 16
-# Number of times that a thread spins for the end of the shrink before it yields its core: some tens of microseconds.
-_SPINS = 20_000
 
 _INTEGERS = (
     "x x_bytes in_features y y_bytes slots layers layer_count segments segment_count parts counters shrunk "
@@ -145,12 +144,7 @@ def _apply(p):
         part, layer, pair, columns, segment = _task(at, index)
         _shrink(p, at, pair, layer, segment, part)
         fetch_add(counters + _SHRUNK)
-    # Other threads may still shrink: a short wait, unless the system has taken a thread's core.
-    spins = 0
-    while load_counter(counters + _SHRUNK) < tasks:
-        spins += 1
-        if spins > _SPINS:
-            yield_thread()
+    wait_for(counters + _SHRUNK, tasks)
     while True:
         index = fetch_add(counters + _EXPANDS)
         if index >= tasks:
