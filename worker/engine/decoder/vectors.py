@@ -8,7 +8,6 @@ Sums are float32; results are rounded once to the kernel's dtype. See worker.eng
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir
@@ -17,11 +16,18 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from worker.engine.device.cpu.llvm import (
+    CONTRACT,
+    EXP,
     F32,
     I32,
-    I64,
     LANES,
+    LARGEST_EXPONENT,
+    LN2,
+    LOG2_E,
+    ROUNDING,
+    ROUNDING_BITS,
     broadcast,
+    each_vector,
     field_length,
     int64,
     kind_bytes,
@@ -30,18 +36,9 @@ from worker.engine.device.cpu.llvm import (
     round_to_kind,
     store,
     sum_lanes,
+    vector_of,
     vector_type,
 )
-
-# Flags of an operation: multiply and add may be fused into one instruction, but sums are not reordered.
-_CONTRACT = ("contract",)
-# Largest magnitude whose exponential is computed: that of a larger one would not be a normal float32.
-_LARGEST_EXPONENT = 87.0
-# Adding the first to a float32 of less than 2 ** 22 in size rounds that to an integer; the bits less the second are it.
-_ROUNDING, _ROUNDING_BITS = 12582912.0, 0x4B400000
-# Logarithm of 2 in two parts, and a polynomial of exp(r) - 1 - r over r ** 2, from the highest power (Cephes' expf).
-_LN2 = (0.693359375, -2.12194440e-4)
-_EXP = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)
 
 
 class _Row:
@@ -62,20 +59,8 @@ class _Row:
         return self._b.add(self._address, self._b.mul(index, int64(kind_bytes(self._kind))))
 
 
-def _each(b: Any, columns: Any, emit: Callable[[Any, int], None]) -> None:
-    """Emit a loop over whole vectors of columns, then one over single columns."""
-    whole = b.and_(columns, int64(-LANES))
-    for first, stop, lanes in ((int64(0), whole, LANES), (whole, columns, 1)):
-        with cgutils.for_range_slice(b, first, stop, int64(lanes), I64) as (index, _):
-            emit(index, lanes)
-
-
 def _weight(b: Any, address: Any, index: Any, lanes: int) -> Any:
     return load_floats(b, b.add(address, b.mul(index, int64(4))), 0, lanes)
-
-
-def _constant(number: float, lanes: int, of: Any = F32) -> Any:
-    return ir.Constant(vector_type(of, lanes), [number] * lanes)
 
 
 @intrinsic
@@ -86,10 +71,10 @@ def add_rows(typingctx, parameters, x, y, out, columns):
     def generate(context, b, signature, arguments):
         x, y, out = (_Row(b, kind, address) for address in arguments[1:4])
 
-        def emit(index, lanes):
+        def emit(index, lanes, _):
             out.store(index, b.fadd(x.load(index, lanes), y.load(index, lanes)), lanes)
 
-        _each(b, arguments[4], emit)
+        each_vector(b, arguments[4], emit)
         return context.get_dummy_value()
 
     return types.void(parameters, x, y, out, columns), generate
@@ -102,16 +87,16 @@ def sum_squares(typingctx, parameters, x, columns):
 
     def generate(context, b, signature, arguments):
         x = _Row(b, kind, arguments[1])
-        sums = {lanes: cgutils.alloca_once_value(b, _constant(0.0, lanes)) for lanes in (LANES, 1)}
+        sums = {lanes: cgutils.alloca_once_value(b, vector_of(F32, 0.0, lanes)) for lanes in (LANES, 1)}
         for lanes, memory in sums.items():
-            b.store(_constant(0.0, lanes), memory)
+            b.store(vector_of(F32, 0.0, lanes), memory)
 
-        def emit(index, lanes):
+        def emit(index, lanes, _):
             value = x.load(index, lanes)
-            square = b.fmul(value, value, flags=_CONTRACT)
-            b.store(b.fadd(b.load(sums[lanes]), square, flags=_CONTRACT), sums[lanes])
+            square = b.fmul(value, value, flags=CONTRACT)
+            b.store(b.fadd(b.load(sums[lanes]), square, flags=CONTRACT), sums[lanes])
 
-        _each(b, arguments[2], emit)
+        each_vector(b, arguments[2], emit)
         return b.fadd(*(sum_lanes(b, b.load(memory), lanes) for lanes, memory in sums.items()))
 
     return types.float32(parameters, x, columns), generate
@@ -126,11 +111,11 @@ def scale_row(typingctx, parameters, x, factor, weight, out, columns):
         _, x, factor, weight, out, columns = arguments
         x, out = _Row(b, kind, x), _Row(b, kind, out)
 
-        def emit(index, lanes):
+        def emit(index, lanes, _):
             scaled = b.fmul(x.load(index, lanes), broadcast(b, factor, lanes))
             out.store(index, b.fmul(scaled, _weight(b, weight, index, lanes)), lanes)
 
-        _each(b, columns, emit)
+        each_vector(b, columns, emit)
         return context.get_dummy_value()
 
     return types.void(parameters, x, factor, weight, out, columns), generate
@@ -144,13 +129,13 @@ def gate_row(typingctx, parameters, gate, up, out, columns):
     def generate(context, b, signature, arguments):
         gate, up, out = (_Row(b, kind, address) for address in arguments[1:4])
 
-        def emit(index, lanes):
+        def emit(index, lanes, _):
             value = gate.load(index, lanes)
-            one = _constant(1.0, lanes)
-            silu = b.fdiv(value, b.fadd(one, _exp(b, b.fsub(_constant(-0.0, lanes), value), lanes)))
+            one = vector_of(F32, 1.0, lanes)
+            silu = b.fdiv(value, b.fadd(one, _exp(b, b.fsub(vector_of(F32, -0.0, lanes), value), lanes)))
             out.store(index, b.fmul(silu, up.load(index, lanes)), lanes)
 
-        _each(b, arguments[4], emit)
+        each_vector(b, arguments[4], emit)
         return context.get_dummy_value()
 
     return types.void(parameters, gate, up, out, columns), generate
@@ -158,21 +143,21 @@ def gate_row(typingctx, parameters, gate, up, out, columns):
 
 def _exp(b: Any, x: Any, lanes: int) -> Any:
     """Return exp(x): 2 ** n times a polynomial."""
-    for compare, bound in ((">", -_LARGEST_EXPONENT), ("<", _LARGEST_EXPONENT)):
-        limit = _constant(bound, lanes)
+    for compare, bound in ((">", -LARGEST_EXPONENT), ("<", LARGEST_EXPONENT)):
+        limit = vector_of(F32, bound, lanes)
         x = b.select(b.fcmp_ordered(compare, x, limit), x, limit)
-    rounding = _constant(_ROUNDING, lanes)
-    shifted = b.fadd(b.fmul(x, _constant(1.4426950408889634, lanes)), rounding)
+    rounding = vector_of(F32, ROUNDING, lanes)
+    shifted = b.fadd(b.fmul(x, vector_of(F32, LOG2_E, lanes)), rounding)
     n = b.fsub(shifted, rounding)
     r = x
-    for part in _LN2:
-        r = b.fsub(r, b.fmul(n, _constant(part, lanes)), flags=_CONTRACT)
-    y = _constant(_EXP[0], lanes)
-    for factor in _EXP[1:]:
-        y = b.fadd(b.fmul(y, r, flags=_CONTRACT), _constant(factor, lanes), flags=_CONTRACT)
-    y = b.fadd(b.fadd(b.fmul(b.fmul(y, r), r), r), _constant(1.0, lanes))
-    whole = b.sub(b.bitcast(shifted, vector_type(I32, lanes)), _constant(_ROUNDING_BITS - 127, lanes, I32))
-    return b.fmul(y, b.bitcast(b.shl(whole, _constant(23, lanes, I32)), vector_type(F32, lanes)))
+    for part in LN2:
+        r = b.fsub(r, b.fmul(n, vector_of(F32, part, lanes)), flags=CONTRACT)
+    y = vector_of(F32, EXP[0], lanes)
+    for factor in EXP[1:]:
+        y = b.fadd(b.fmul(y, r, flags=CONTRACT), vector_of(F32, factor, lanes), flags=CONTRACT)
+    y = b.fadd(b.fadd(b.fmul(b.fmul(y, r), r), r), vector_of(F32, 1.0, lanes))
+    whole = b.sub(b.bitcast(shifted, vector_type(I32, lanes)), vector_of(I32, ROUNDING_BITS - 127, lanes))
+    return b.fmul(y, b.bitcast(b.shl(whole, vector_of(I32, 23, lanes)), vector_type(F32, lanes)))
 
 
 @intrinsic
@@ -184,7 +169,7 @@ def rotate_head(typingctx, parameters, x, cos, sin, half):
         x, cos, sin = (_Row(b, kind, address) for address in arguments[1:4])
         half = arguments[4]
 
-        def emit(index, lanes):
+        def emit(index, lanes, _):
             first, second = index, b.add(index, half)
             one, other = x.load(first, lanes), x.load(second, lanes)
             turned = b.fsub(b.fmul(one, cos.load(first, lanes)), b.fmul(other, sin.load(first, lanes)))
@@ -192,7 +177,7 @@ def rotate_head(typingctx, parameters, x, cos, sin, half):
             x.store(first, turned, lanes)
             x.store(second, across, lanes)
 
-        _each(b, half, emit)
+        each_vector(b, half, emit)
         return context.get_dummy_value()
 
     return types.void(parameters, x, cos, sin, half), generate
@@ -206,10 +191,10 @@ def widen_row(typingctx, parameters, x, out, columns):
     def generate(context, b, signature, arguments):
         x = _Row(b, kind, arguments[1])
 
-        def emit(index, lanes):
+        def emit(index, lanes, _):
             store(b, x.load(index, lanes), b.add(arguments[2], b.mul(index, int64(4))), 0, 4)
 
-        _each(b, arguments[3], emit)
+        each_vector(b, arguments[3], emit)
         return context.get_dummy_value()
 
     return types.void(parameters, x, out, columns), generate

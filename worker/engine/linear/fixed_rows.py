@@ -22,8 +22,11 @@ from numba.extending import intrinsic
 
 from worker.engine.device.cpu.llvm import (
     F32,
+    I16,
     I32,
     I64,
+    ROUNDING,
+    ROUNDING_BITS,
     broadcast,
     field_length,
     int64,
@@ -31,17 +34,16 @@ from worker.engine.device.cpu.llvm import (
     load_as_float32,
     load_field,
     store,
+    vector_of,
     vector_type,
 )
-from worker.engine.linear.panels import ZERO_STEP
-from worker.engine.linear.vectors import I16, V, each_segment, vector_of
+from worker.engine.linear.formats import ZERO_STEP
+from worker.engine.linear.vectors import V, each_segment
 
 # Largest number of the fixed point.
 _LARGEST = 32767.0
 # A segment whose numbers are all below this counts as zeros: their inverse would not be finite.
 _SMALLEST = 1e-30
-# Adding the first to a float32 of less than 2 ** 22 in size rounds that to an integer; the bits less the second are it.
-_ROUNDING, _ROUNDING_BITS = 12582912.0, 0x4B400000
 
 
 @intrinsic
@@ -89,8 +91,8 @@ def _convert(b: Any, kind: int, x: Any, q: Any, first: Any, stop: Any, inverse: 
     b.store(vector_of(I32, 0, V), total)
     factor = broadcast(b, inverse, V)
     with _each_vector(b, kind, x, first, stop) as (value, index):
-        bits = b.bitcast(b.fadd(b.fmul(value, factor), vector_of(F32, _ROUNDING, V)), vector_type(I32, V))
-        whole = b.sub(bits, vector_of(I32, _ROUNDING_BITS, V))
+        bits = b.bitcast(b.fadd(b.fmul(value, factor), vector_of(F32, ROUNDING, V)), vector_type(I32, V))
+        whole = b.sub(bits, vector_of(I32, ROUNDING_BITS, V))
         b.store(b.add(b.load(total), whole), total)
         store(b, b.trunc(whole, vector_type(I16, V)), b.add(q, b.mul(index, int64(2))), 0, 2)
     return _reduce(b, "add", b.load(total), I32)

@@ -19,7 +19,9 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from worker.engine.device.cpu.llvm import (
+    CONTRACT,
     F32,
+    I16,
     I32,
     I64,
     broadcast,
@@ -28,20 +30,18 @@ from worker.engine.device.cpu.llvm import (
     load,
     load_field,
     load_floats,
+    vector_of,
     vector_type,
 )
 from worker.engine.linear.vectors import (
     AHEAD,
-    CONTRACT,
     HALVES,
-    I16,
     TileSums,
     V,
     each_segment,
     fetch,
     load_pairs,
     unit_sizes,
-    vector_of,
 )
 
 _SUM_OF_PAIRS = {8: "llvm.x86.avx2.pmadd.wd", 16: "llvm.x86.avx512.pmaddw.d.512"}

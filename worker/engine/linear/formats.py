@@ -17,6 +17,9 @@ CALL_INTEGERS = "x rows y counters tasks scratch"
 LAYER_INTEGERS = (
     "columns segment weights panel_bytes panels outputs scales zeros scale_panel scale_step bias y_bytes y_size x_bytes"
 )
+# Number that the upper int16 of a sum of q counts. The fixed-point kernel multiplies zero points, at most 128 in size,
+# with sums of up to panels.SEGMENT_COLUMNS int16, as two int16 each.
+ZERO_STEP = 128
 # Vectors of a panel: with fewer, each activation that is loaded would serve too few products.
 PANEL_VECTORS = 2
 

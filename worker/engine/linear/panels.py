@@ -13,16 +13,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from worker.engine.linear.formats import UNIT_COLUMNS, panel_outputs
+from worker.engine.linear.formats import UNIT_COLUMNS, ZERO_STEP, panel_outputs
 from worker.engine.quantized.weight import SYMMETRIC_ZERO, AnyLinear, QuantizedWeight
 
 # Number of columns whose products are summed before they are added to the total, where no group has its own scale.
 SEGMENT_COLUMNS = 128
 # Columns are padded to a multiple of this: whole units of every format, and whole vectors.
 COLUMNS_STEP = 16
-# The fixed-point kernel multiplies zero points, at most 128 in size, with sums of at most SEGMENT_COLUMNS int16: the
-# sums as two int16, of which the upper counts so much.
-ZERO_STEP = 128
 # Columns of a unit in the low and in the high nibbles of its four bytes: those of two int16, even columns in the first.
 _NIBBLES = [0, 4, 1, 5], [2, 6, 3, 7]
 # The float kernel sees codes shifted to the upper half of a word.

@@ -17,6 +17,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from worker.engine.device.cpu.llvm import (
+    CONTRACT,
     F32,
     I64,
     broadcast,
@@ -29,7 +30,6 @@ from worker.engine.device.cpu.llvm import (
 )
 from worker.engine.linear.vectors import (
     AHEAD,
-    CONTRACT,
     FLOAT32,
     HALVES,
     PANEL,

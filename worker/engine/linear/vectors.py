@@ -25,6 +25,8 @@ from numba.extending import intrinsic
 
 from worker.engine.device.cpu.llvm import (
     F32,
+    I8,
+    I16,
     I32,
     I64,
     field_length,
@@ -35,6 +37,7 @@ from worker.engine.device.cpu.llvm import (
     load_floats,
     round_to_kind,
     store,
+    vector_of,
     vector_type,
 )
 from worker.engine.linear.formats import FORMATS, PANEL_VECTORS, UNIT_BYTES, UNIT_COLUMNS, panel_outputs, vector_lanes
@@ -42,11 +45,8 @@ from worker.engine.linear.formats import FORMATS, PANEL_VECTORS, UNIT_BYTES, UNI
 V = vector_lanes()
 PANEL = panel_outputs()
 HALVES = range(PANEL_VECTORS)
-I8, I16 = ir.IntType(8), ir.IntType(16)
 FLOAT32, BFLOAT16, INT4 = (FORMATS[name] for name in ("float32", "bfloat16", "int4"))
 _UNITS = {FORMATS[name]: (UNIT_COLUMNS[name], UNIT_BYTES[name] * PANEL) for name in FORMATS}
-# Flags of an operation: multiply and add may be fused into one instruction, but sums are not reordered.
-CONTRACT = ("contract",)
 # Bytes ahead of its use at which a weight is fetched: 10% faster from memory with 8 rows, measured with 1 and 2 KiB.
 AHEAD = 2048
 _LINE = 64
@@ -55,11 +55,6 @@ _LINE = 64
 def unit_sizes(format_code: int) -> tuple[int, int]:
     """Return the columns of a unit, and the bytes of a unit of a panel."""
     return _UNITS[format_code]
-
-
-def vector_of(of: Any, number: Any, lanes: int) -> Any:
-    """Return a constant with a number in every lane."""
-    return ir.Constant(vector_type(of, lanes), [number] * lanes)
 
 
 def load_half(b: Any, format_code: int, address: Any, half: int) -> list[Any]:

@@ -30,11 +30,14 @@ from worker.engine.device.cpu.llvm import (
     I8,
     I32,
     KINDS,
+    ROUNDING,
     broadcast,
     field_length,
+    fold_lanes,
     int64_pointer,
     load_as_float32,
     store,
+    vector_of,
     vector_pieces,
     vector_type,
 )
@@ -46,8 +49,6 @@ _INTEGERS = (
 _LAYOUT = Struct("=15q")
 # Bits of the smallest magnitude that a scale is made of, 2 ** -119: below it a scale would not be a normal number.
 _LEAST_BITS = (127 - 119) << 23
-# Added to a number below 2 ** 22 it leaves the nearest whole number in the lowest bits.
-_ROUNDING = 1.5 * 2**23
 
 
 def write_codes(call: LayerCall, slots: Tensor, cache: KvCache) -> None:
@@ -85,13 +86,17 @@ def _storing(dim_field: str) -> Any:
             ]
             magnitudes = [(lanes, _magnitude_bits(b, part, lanes)) for _, lanes, part in parts]
             most = ir.Constant(I32, _LEAST_BITS)
+
+            def larger(one, other):
+                return b.select(b.icmp_signed(">", one, other), one, other)
+
             for lanes, bits in magnitudes:
-                most = _larger(b, most, _largest_lane(b, bits, lanes))
+                most = larger(most, fold_lanes(b, bits, lanes, larger))
             factor = b.fdiv(b.bitcast(most, F32), ir.Constant(F32, 127.0))
             store(b, factor, scale, 0, 4)
             for first, lanes, part in parts:
-                rounding = ir.Constant(vector_type(F32, lanes), [_ROUNDING] * lanes)
-                rounded = b.fadd(b.fdiv(part, broadcast(b, factor, lanes)), rounding)
+                # Only the lowest byte is kept, in which ROUNDING has no bits.
+                rounded = b.fadd(b.fdiv(part, broadcast(b, factor, lanes)), vector_of(F32, ROUNDING, lanes))
                 bits = b.bitcast(rounded, vector_type(I32, lanes))
                 store(b, b.trunc(bits, vector_type(I8, lanes)), codes, first, 1)
             return context.get_dummy_value()
@@ -103,22 +108,7 @@ def _storing(dim_field: str) -> Any:
 
 def _magnitude_bits(b, part, lanes):
     """Return the bits of magnitudes: as integers they are ordered as the numbers are, infinity above, NaN above all."""
-    return b.and_(b.bitcast(part, vector_type(I32, lanes)), ir.Constant(vector_type(I32, lanes), [0x7FFFFFFF] * lanes))
-
-
-def _larger(b, one, other):
-    return b.select(b.icmp_signed(">", one, other), one, other)
-
-
-def _largest_lane(b, bits, lanes):
-    while lanes > 1:
-        lanes //= 2
-        halves = [
-            b.shuffle_vector(bits, bits, ir.Constant(vector_type(I32, lanes), list(range(at, at + lanes))))
-            for at in (0, lanes)
-        ]
-        bits = _larger(b, *halves)
-    return b.extract_element(bits, ir.Constant(I32, 0))
+    return b.and_(b.bitcast(part, vector_type(I32, lanes)), vector_of(I32, 0x7FFFFFFF, lanes))
 
 
 _store_key, _store_value = _storing("of_key_dim"), _storing("of_value_dim")

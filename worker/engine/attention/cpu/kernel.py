@@ -34,7 +34,15 @@ from worker.engine.attention.cpu.intrinsics import (
 )
 from worker.engine.device.cpu import compilation
 from worker.engine.device.cpu.counters import fetch_add
-from worker.engine.device.cpu.llvm import KINDS, float32_pointer, int64_pointer
+from worker.engine.device.cpu.llvm import (
+    EXP,
+    KINDS,
+    LARGEST_EXPONENT,
+    LN2,
+    LOG2_E,
+    float32_pointer,
+    int64_pointer,
+)
 
 # 64-bit integers of a task: its first token in the flat batch, the number of tokens, the position of the first, the
 # index in `tables` where its block table begins, its first key head, the number of key heads, and the positions
@@ -75,16 +83,16 @@ def scratch_floats(key_dim: int, value_dim: int) -> int:
 
 @njit(fastmath=True, error_model="numpy", inline="always")
 def _exp(x):
-    """Return exp(x) in float32: 2 ** n times a polynomial, as Cephes' expf; inlined, so that loops of it vectorize."""
-    x = max(x, np.float32(-87.0))
-    n = np.floor(x * np.float32(1.4426950408889634) + np.float32(0.5))
-    r = x - n * np.float32(0.693359375) + n * np.float32(2.12194440e-4)
-    y = np.float32(1.9875691500e-4)
-    y = y * r + np.float32(1.3981999507e-3)
-    y = y * r + np.float32(8.3334519073e-3)
-    y = y * r + np.float32(4.1665795894e-2)
-    y = y * r + np.float32(1.6666665459e-1)
-    y = y * r + np.float32(5.0000001201e-1)
+    """Return exp(x) in float32: 2 ** n times a polynomial; inlined, so that loops of it vectorize."""
+    x = max(x, np.float32(-LARGEST_EXPONENT))
+    n = np.floor(x * np.float32(LOG2_E) + np.float32(0.5))
+    r = x - n * np.float32(LN2[0]) - n * np.float32(LN2[1])
+    y = np.float32(EXP[0])
+    y = y * r + np.float32(EXP[1])
+    y = y * r + np.float32(EXP[2])
+    y = y * r + np.float32(EXP[3])
+    y = y * r + np.float32(EXP[4])
+    y = y * r + np.float32(EXP[5])
     return (y * r * r + r + np.float32(1.0)) * power_of_two(np.int64(n))
 
 

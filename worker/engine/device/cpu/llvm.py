@@ -10,21 +10,33 @@ kernel's compile-time constants are in the type of its parameters (see field_len
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from llvmlite import ir
 from numba import types
+from numba.core import cgutils
 from numba.extending import intrinsic
 
 # Codes of the dtypes that kernels are compiled for.
 KINDS = {"float32": 1, "bfloat16": 2, "float16": 3, "int8": 4}
 # Float32 lanes of a vector: one register of AVX-512, two of AVX2.
 LANES = 16
-# LLVM fast-math flags of operations whose order may change.
+# LLVM flags of operations whose order may change.
 FAST = ("fast",)
-F32, I8, I32, I64 = ir.FloatType(), ir.IntType(8), ir.IntType(32), ir.IntType(64)
-_I16 = ir.IntType(16)
+# LLVM flags of multiplications and additions that may be fused, but not reordered: a row's bits are the same however
+# many rows are computed together.
+CONTRACT = ("contract",)
+# Adding the first to a float32 of less than 2 ** 22 in size rounds that to an integer; the bits less the second are it.
+ROUNDING, ROUNDING_BITS = 12582912.0, 0x4B400000
+# Magnitude up to which exponentials are computed: that of a larger one would not be a normal float32.
+LARGEST_EXPONENT = 87.0
+# Factors of exp(x) = 2 ** n * exp(r), by Cephes' expf: 1 / log(2), log(2) in two parts, and a polynomial of
+# (exp(r) - 1 - r) / r ** 2, from the highest power on.
+LOG2_E = 1.4426950408889634
+LN2 = (0.693359375, -2.12194440e-4)
+EXP = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)
+F32, I8, I16, I32, I64 = ir.FloatType(), *(ir.IntType(bits) for bits in (8, 16, 32, 64))
 
 
 def field_length(parameters: Any, name: str) -> int:
@@ -51,6 +63,11 @@ def int64(number: int) -> Any:
 def vector_type(of: Any, lanes: int) -> Any:
     """Return the vector type of `lanes` elements."""
     return ir.VectorType(of, lanes)
+
+
+def vector_of(of: Any, number: Any, lanes: int) -> Any:
+    """Return a constant with a number in every lane."""
+    return ir.Constant(vector_type(of, lanes), [number] * lanes)
 
 
 def vector_pieces(size: int) -> Iterator[tuple[int, int]]:
@@ -90,8 +107,8 @@ def load_as_float32(b: Any, kind: int, address: Any, first: int, lanes: int) -> 
     if kind == KINDS["int8"]:
         codes = b.sext(load(b, address, first, vector_type(I8, lanes), 1), vector_type(I32, lanes))
         return b.sitofp(codes, vector_type(F32, lanes))
-    halves = b.zext(load(b, address, 2 * first, vector_type(_I16, lanes), 2), vector_type(I32, lanes))
-    return b.bitcast(b.shl(halves, _all(16, lanes)), vector_type(F32, lanes))
+    halves = b.zext(load(b, address, 2 * first, vector_type(I16, lanes), 2), vector_type(I32, lanes))
+    return b.bitcast(b.shl(halves, vector_of(I32, 16, lanes)), vector_type(F32, lanes))
 
 
 def round_to_kind(b: Any, kind: int, wide: Any, lanes: int) -> Any:
@@ -101,35 +118,47 @@ def round_to_kind(b: Any, kind: int, wide: Any, lanes: int) -> Any:
     if kind == KINDS["float16"]:
         return b.fptrunc(wide, vector_type(ir.HalfType(), lanes))
     bits = b.bitcast(wide, vector_type(I32, lanes))
-    odd = b.and_(b.lshr(bits, _all(16, lanes)), _all(1, lanes))
-    rounded = b.add(bits, b.add(odd, _all(0x7FFF, lanes)))
-    return b.trunc(b.lshr(rounded, _all(16, lanes)), vector_type(_I16, lanes))
+    odd = b.and_(b.lshr(bits, vector_of(I32, 16, lanes)), vector_of(I32, 1, lanes))
+    rounded = b.add(bits, b.add(odd, vector_of(I32, 0x7FFF, lanes)))
+    return b.trunc(b.lshr(rounded, vector_of(I32, 16, lanes)), vector_type(I16, lanes))
 
 
 def broadcast(b: Any, number: Any, lanes: int) -> Any:
     """Return a vector with a float32 in every lane."""
     first = b.insert_element(ir.Constant(vector_type(F32, lanes), ir.Undefined), number, ir.Constant(I32, 0))
-    return b.shuffle_vector(first, first, _all(0, lanes))
+    return b.shuffle_vector(first, first, vector_of(I32, 0, lanes))
 
 
 def sum_lanes(b: Any, wide: Any, lanes: int) -> Any:
     """Sum the lanes of a vector, pairwise."""
+    return fold_lanes(b, wide, lanes, lambda one, other: b.fadd(one, other, flags=FAST))
+
+
+def fold_lanes(b: Any, vector: Any, lanes: int, combine: Callable[[Any, Any], Any]) -> Any:
+    """Combine the halves of a vector until one lane is left."""
     while lanes > 1:
         lanes //= 2
         halves = [
-            b.shuffle_vector(wide, wide, ir.Constant(vector_type(I32, lanes), list(range(at, at + lanes))))
+            b.shuffle_vector(vector, vector, ir.Constant(vector_type(I32, lanes), list(range(at, at + lanes))))
             for at in (0, lanes)
         ]
-        wide = b.fadd(*halves, flags=FAST)
-    return b.extract_element(wide, ir.Constant(I32, 0))
+        vector = combine(*halves)
+    return b.extract_element(vector, ir.Constant(I32, 0))
+
+
+def each_vector(b: Any, count: Any, emit: Callable[[Any, int, int], None], unrolled: int = 1) -> None:
+    """Emit loops over `count` elements: emit(index, lanes, vectors) for so many vectors of so many lanes from index."""
+    start = int64(0)
+    for lanes, vectors in dict.fromkeys([(LANES, unrolled), (LANES, 1), (1, 1)]):
+        step = int64(lanes * vectors)
+        end = b.sub(count, b.srem(count, step))
+        with cgutils.for_range_slice(b, start, end, step, I64) as (index, _):
+            emit(index, lanes, vectors)
+        start = end
 
 
 def _at(b: Any, address: Any, offset: int, of: Any) -> Any:
     return b.inttoptr(b.add(address, int64(offset)), of.as_pointer())
-
-
-def _all(number: int, lanes: int) -> Any:
-    return ir.Constant(vector_type(I32, lanes), [number] * lanes)
 
 
 def _pointer_to(what: types.Type) -> Any:

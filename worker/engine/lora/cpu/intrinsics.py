@@ -9,7 +9,6 @@ in bytes, lengths in elements.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from itertools import chain
 from typing import Any
 
@@ -19,11 +18,13 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from worker.engine.device.cpu.llvm import (
+    CONTRACT,
     F32,
     I32,
     I64,
     LANES,
     broadcast,
+    each_vector,
     field_length,
     int64,
     kind_bytes,
@@ -33,23 +34,8 @@ from worker.engine.device.cpu.llvm import (
     round_to_kind,
     store,
     sum_lanes,
-    vector_type,
+    vector_of,
 )
-
-# Multiply and add may be fused into one instruction, but sums are not reordered: a row's bits are the same however many
-# rows are computed together.
-_CONTRACT = ("contract",)
-
-
-def _each(b: Any, count: Any, body: Callable[[Any, int, int], None], unrolled: int = 1) -> None:
-    """Emit loops over `count` elements: body(index, lanes, vectors) for so many vectors of so many lanes from index."""
-    start = int64(0)
-    for lanes, vectors in dict.fromkeys([(LANES, unrolled), (LANES, 1), (1, 1)]):
-        step = int64(lanes * vectors)
-        end = b.sub(count, b.srem(count, step))
-        with cgutils.for_range_slice(b, start, end, step, I64) as (index, _):
-            body(index, lanes, vectors)
-        start = end
 
 
 def _lines(b: Any, address: Any, stride: Any, count: int) -> list[Any]:
@@ -78,7 +64,7 @@ def _shrinking(rows: int, ranks: int) -> Any:
             of_out = _lines(b, out, load_field(b, parameters, p, "shrunk_bytes"), rows)
 
             def zeros(lanes):
-                return cgutils.alloca_once_value(b, ir.Constant(vector_type(F32, lanes), [0.0] * lanes))
+                return cgutils.alloca_once_value(b, vector_of(F32, 0.0, lanes))
 
             # For each pair of row and rank a vector of sums, and a scalar sum of the elements that fill no vector.
             pairs = [(row, rank) for row in range(rows) for rank in range(ranks)]
@@ -89,14 +75,14 @@ def _shrinking(rows: int, ranks: int) -> Any:
                 ws = [load_as_float32(b, kind, _offset(b, line, index, size), 0, lanes) for line in of_weights]
                 for pair in pairs:
                     place = sums[pair, lanes]
-                    product = b.fmul(xs[pair[0]], ws[pair[1]], flags=_CONTRACT)
-                    b.store(b.fadd(b.load(place), product, flags=_CONTRACT), place)
+                    product = b.fmul(xs[pair[0]], ws[pair[1]], flags=CONTRACT)
+                    b.store(b.fadd(b.load(place), product, flags=CONTRACT), place)
 
-            _each(b, count, body)
+            each_vector(b, count, body)
             for row, rank in pairs:
                 whole, rest = (b.load(sums[(row, rank), lanes]) for lanes in (LANES, 1))
                 last = b.extract_element(rest, ir.Constant(I32, 0))
-                total = b.fadd(sum_lanes(b, whole, LANES), last, flags=_CONTRACT)
+                total = b.fadd(sum_lanes(b, whole, LANES), last, flags=CONTRACT)
                 store(b, total, of_out[row], 4 * rank, 4)
             return context.get_dummy_value()
 
@@ -126,7 +112,7 @@ def _expanding(rows: int, vectors: int, *, rescaled: bool) -> Any:
 
             def body(index, lanes, vectors):
                 parts = [part * lanes for part in range(vectors)]
-                zeros = ir.Constant(vector_type(F32, lanes), [0.0] * lanes)
+                zeros = vector_of(F32, 0.0, lanes)
                 totals = [[cgutils.alloca_once_value(b, zeros) for _ in parts] for _ in of_y]
                 for place in chain(*totals):
                     b.store(zeros, place)
@@ -137,22 +123,20 @@ def _expanding(rows: int, vectors: int, *, rescaled: bool) -> Any:
                     for places, of_row in zip(totals, of_factors, strict=True):
                         factor = broadcast(b, load(b, _offset(b, of_row, rank, 4), 0, F32, 4), lanes)
                         for place, piece in zip(places, ws, strict=True):
-                            b.store(
-                                b.fadd(b.load(place), b.fmul(factor, piece, flags=_CONTRACT), flags=_CONTRACT), place
-                            )
+                            b.store(b.fadd(b.load(place), b.fmul(factor, piece, flags=CONTRACT), flags=CONTRACT), place)
                 gains, shifts = (_offset(b, address, index, size) for address in (gain, shift))
                 for places, of_row in zip(totals, of_y, strict=True):
                     here = _offset(b, of_row, index, size)
                     for place, part in zip(places, parts, strict=True):
                         own, total = load_as_float32(b, kind, here, part, lanes), b.load(place)
                         if rescaled:
-                            gained = b.fmul(own, load_as_float32(b, kind, gains, part, lanes), flags=_CONTRACT)
-                            shifted = b.fadd(gained, load_as_float32(b, kind, shifts, part, lanes), flags=_CONTRACT)
-                            total = b.fadd(total, shifted, flags=_CONTRACT)
-                        value = round_to_kind(b, kind, b.fadd(own, total, flags=_CONTRACT), lanes)
+                            gained = b.fmul(own, load_as_float32(b, kind, gains, part, lanes), flags=CONTRACT)
+                            shifted = b.fadd(gained, load_as_float32(b, kind, shifts, part, lanes), flags=CONTRACT)
+                            total = b.fadd(total, shifted, flags=CONTRACT)
+                        value = round_to_kind(b, kind, b.fadd(own, total, flags=CONTRACT), lanes)
                         store(b, value, here, part * size, size)
 
-            _each(b, count, body, vectors)
+            each_vector(b, count, body, vectors)
             return context.get_dummy_value()
 
         return types.void(parameters, y, factors, ranks, weights, change, count), generate
