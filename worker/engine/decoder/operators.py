@@ -13,6 +13,7 @@ from torch import Tensor
 
 from worker.engine.decoder.kernels import INTEGERS, REALS, compile_rows
 from worker.engine.device.cpu import threads
+from worker.engine.device.dtypes import dtype_name
 
 # Minimum number of numbers that threads share: fewer take less time than the sharing.
 _SHARED = 16_384
@@ -76,7 +77,7 @@ class RowOperators:
         self._shared = shared
         self.counter = np.zeros(1, np.int64)
         self._at = self.counter.ctypes.data
-        self._kernels = {name: _kernel(name, str(dtype).removeprefix("torch.")) for name in INTEGERS}
+        self._kernels = {name: _kernel(name, dtype_name(dtype)) for name in INTEGERS}
 
     def norm(self, x: Tensor, norm: Norm, out: Tensor) -> None:
         """Normalize rows x into `out`."""

@@ -83,8 +83,8 @@ class _SharedMemory:
             self._scratch.append(scratch)
 
     def _memory(self, name: str, columns: int, dtype: torch.dtype) -> Tensor:
-        memory = self._rows.setdefault(name, torch.empty(0))
-        if not len(memory):
+        memory = self._rows.get(name)
+        if memory is None:
             memory = self._rows[name] = torch.empty(_MOST_TOKENS, columns, dtype=dtype)
         assert (memory.shape[1], memory.dtype) == (columns, dtype), "rows of the same kind"
         return memory

@@ -23,6 +23,7 @@ from artifacts.families import is_embedding
 from artifacts.json_object import parse_object
 from artifacts.quantization import check_device, parse_quantization
 from worker.engine.attention import paged as attention
+from worker.engine.device.dtypes import dtype_name
 from worker.engine.model.errors import ModelUnusableError
 from worker.engine.model.loader import check_memory, device_of, dtype_of, require_weights
 from worker.engine.model.quantized_weights import QuantizedWeights
@@ -84,7 +85,7 @@ def load_encoder(path: str, device: str = "cpu", dtype: str = "auto", quantize: 
     number = dtype_of(dtype, config, next(tensor for _, tensor in checkpoint.tensors.values()), place)
     inner = inner_weights(checkpoint, family)
     parameters, needed = model_bytes(checkpoint, inner, scheme, number.itemsize)
-    check_memory(directory, needed, place, manifest.quantization or str(number).removeprefix("torch."))
+    check_memory(directory, needed, place, manifest.quantization or dtype_name(number))
     quantized = QuantizedWeights.of(checkpoint, inner, scheme)
     module = _from_pretrained(directory, number, family, quantized)
     if quantized is not None:

@@ -16,6 +16,7 @@ from math import prod
 import torch
 from torch import nn
 
+from worker.engine.device.dtypes import dtype_name
 from worker.engine.linear.layouts import Layout, float_layouts, is_narrow, narrow_layouts, quantized_layouts
 from worker.engine.quantized.weight import AnyLinear, QuantizedLinear, is_linear
 
@@ -60,9 +61,9 @@ class Choice:
 def kind_of(linear: AnyLinear) -> str:
     """Return the kind of a layer's weight: the name of its dtype, or of its codes, for example int8."""
     if not isinstance(linear, QuantizedLinear):
-        return str(linear.weight.dtype).removeprefix("torch.")
+        return dtype_name(linear.weight.dtype)
     codes = linear.weight.codes
-    return str(codes.dtype).removeprefix("torch.") if codes.is_floating_point() else f"int{linear.weight.bits}"
+    return dtype_name(codes.dtype) if codes.is_floating_point() else f"int{linear.weight.bits}"
 
 
 def unmeasured(model: nn.Module, compute: torch.dtype) -> Choice:
@@ -159,14 +160,11 @@ def _fastest(seconds: Mapping[Candidate, float], compute: torch.dtype) -> list[C
 def _sentence(seconds: Mapping[Candidate, float], compute: torch.dtype, chosen: Sequence[Candidate]) -> str:
     """Say what was chosen, with the time of all candidates."""
     times = ", ".join(
-        f"{candidate.layout.name} with {_name(candidate.compute)} inputs {taken * 1e3:.1f} ms"
+        f"{candidate.layout.name} with {dtype_name(candidate.compute)} inputs {taken * 1e3:.1f} ms"
         for candidate, taken in sorted(seconds.items(), key=lambda one: one[1])
     )
     names = " and ".join(candidate.layout.name for candidate in chosen)
     return (
-        f"the model computes in {_name(compute)}, its linear layers as {names}; a step's largest layers take: {times}"
+        f"the model computes in {dtype_name(compute)}, its linear layers as {names}; "
+        f"a step's largest layers take: {times}"
     )
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

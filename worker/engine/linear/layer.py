@@ -15,6 +15,7 @@ from torch.nn.functional import pad
 
 from worker.engine.device.cpu import threads
 from worker.engine.device.cpu.workspace import Workspace
+from worker.engine.device.dtypes import dtype_name
 from worker.engine.linear import fixed_kernel, kernel
 from worker.engine.linear.formats import CALL_INTEGERS
 from worker.engine.linear.panels import Panels, make_panels
@@ -119,7 +120,7 @@ class PanelLinear(PanelLayer):
         panels = make_panels(linear)
         super().__init__(linear, dtype, panels)
         self._kernel = kernel.compile_linear(
-            panels.format, _kind(dtype), scales=panels.scales is not None, zeros=panels.zeros is not None
+            panels.format, dtype_name(dtype), scales=panels.scales is not None, zeros=panels.zeros is not None
         )
         self._scratch_floats = kernel.scratch_floats(panels.columns)
         self._call = _struct(CALL_INTEGERS)
@@ -144,7 +145,7 @@ class FixedLinear(PanelLayer):
         """Lay out the weight, and compile the kernel for inputs of `dtype`."""
         panels = make_panels(linear, fixed=True)
         super().__init__(linear, dtype, panels)
-        self._kernel = fixed_kernel.compile_fixed(panels.format, _kind(dtype), zeros=panels.zeros is not None)
+        self._kernel = fixed_kernel.compile_fixed(panels.format, dtype_name(dtype), zeros=panels.zeros is not None)
         self._call = _struct(fixed_kernel.CALL_INTEGERS)
         segments = -(-panels.columns // panels.segment)
         # The bytes of a row in fixed point, and of its factors and sums.
@@ -167,7 +168,3 @@ def _struct(integers: str) -> Struct:
 
 def _integers(*numbers: int) -> bytes:
     return Struct(f"={len(numbers)}q").pack(*numbers)
-
-
-def _kind(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

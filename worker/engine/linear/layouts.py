@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear as multiply
 
+from worker.engine.device.dtypes import dtype_name
 from worker.engine.linear.packed import PackedLinear, packing_works
 from worker.engine.lora.fused_linears import FusedPart, FusedProduct, can_fuse, fuse, fusion_candidates
 from worker.engine.quantized.weight import AnyLinear, QuantizedLinear, is_linear, quantize
@@ -35,11 +36,11 @@ def float_layouts(stored: torch.dtype, compute: torch.dtype) -> Iterator[Layout]
     """
     packs = packing_works(compute)
     if packs:
-        yield Layout(f"mkldnn {_name(compute)}", lambda linear: PackedLinear(_cast(linear, compute)))
-    if _panels_work(_name(stored), compute, fixed=False):
-        yield Layout(f"{_name(stored)} panels", lambda linear: _panels(linear, compute))
+        yield Layout(f"mkldnn {dtype_name(compute)}", lambda linear: PackedLinear(_cast(linear, compute)))
+    if _panels_work(dtype_name(stored), compute, fixed=False):
+        yield Layout(f"{dtype_name(stored)} panels", lambda linear: _panels(linear, compute))
     elif not packs:
-        yield Layout(f"torch {_name(compute)}", lambda linear: _cast(linear, compute))
+        yield Layout(f"torch {dtype_name(compute)}", lambda linear: _cast(linear, compute))
 
 
 def narrow_layouts(compute: torch.dtype) -> Iterator[Layout]:
@@ -157,7 +158,3 @@ def _is_right(linear: AnyLinear, made: nn.Module, tolerance: float, compute: tor
         if (made(x).float() - expected).abs().max() > tolerance * expected.abs().max():
             return False
     return True
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

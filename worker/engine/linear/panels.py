@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from worker.engine.device.dtypes import dtype_name
 from worker.engine.linear.formats import UNIT_COLUMNS, ZERO_STEP, panel_outputs
 from worker.engine.quantized.weight import SYMMETRIC_ZERO, AnyLinear, QuantizedWeight
 
@@ -79,7 +80,7 @@ def make_panels(linear: AnyLinear, *, fixed: bool = False) -> Panels:
     if linear.bias is not None:
         bias[:outputs] = linear.bias.detach()
     if not isinstance(weight, QuantizedWeight):
-        name = str(weight.dtype).removeprefix("torch.")
+        name = dtype_name(weight.dtype)
         memory = _in_panels(weight.detach(), name, panels)
         return Panels(name, outputs, _padded(linear.in_features), memory, None, None, linear.in_features, bias)
     name = f"int{weight.bits}"

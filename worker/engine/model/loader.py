@@ -23,6 +23,7 @@ from artifacts.quantization import check_device, parse_quantization
 from artifacts.quantized_checkpoint import stored_scheme
 from artifacts.safetensors_header import TensorInfo
 from worker.engine.attention import paged as attention
+from worker.engine.device.dtypes import dtype_name
 from worker.engine.device.memory import available_bytes
 from worker.engine.linear.choice import Choice
 from worker.engine.linear.packed import packing_works
@@ -86,7 +87,7 @@ def load_model(path: str, device: str = "cpu", dtype: str = "auto", quantize: st
         raise ModelUnusableError(f"{directory}: {error}") from None
     number = dtype_of(dtype, config, next(tensor for _, tensor in checkpoint.tensors.values()), place)
     parameters, needed = model_bytes(checkpoint, weights, scheme, number.itemsize)
-    check_memory(directory, needed, place, manifest.quantization or str(number).removeprefix("torch."))
+    check_memory(directory, needed, place, manifest.quantization or dtype_name(number))
     tied = (stored or scheme) is not None and has_tied_head(directory)
     quantized = QuantizedWeights.of(checkpoint, weights, scheme, tied=tied)
     module = _from_pretrained(directory, number, quantized)

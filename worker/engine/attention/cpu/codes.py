@@ -41,6 +41,7 @@ from worker.engine.device.cpu.llvm import (
     vector_pieces,
     vector_type,
 )
+from worker.engine.device.dtypes import dtype_name
 
 _INTEGERS = (
     "keys key_token key_head values value_token value_head slots tokens kv_heads key_codes value_codes key_scales "
@@ -57,7 +58,7 @@ def write_codes(call: LayerCall, slots: Tensor, cache: KvCache) -> None:
     (key_codes, value_codes), (key_scales, value_scales) = cache.slots[call.layer], cache.scales[call.layer]
     tokens, kv_heads, key_dim = key.shape
     number = key.element_size()
-    kernel = _kernel(key_dim, value.shape[-1], str(key.dtype).removeprefix("torch."))
+    kernel = _kernel(key_dim, value.shape[-1], dtype_name(key.dtype))
     parameters = _LAYOUT.pack(
         *(key.data_ptr(), key.stride(0) * number, key.stride(1) * number),
         *(value.data_ptr(), value.stride(0) * number, value.stride(1) * number),

@@ -24,6 +24,7 @@ from worker.engine.attention.cpu.kernel import attention_parameters, compile_att
 from worker.engine.attention.kv_cache import KvCache
 from worker.engine.attention.paged import LayerCall
 from worker.engine.device.cpu import threads
+from worker.engine.device.dtypes import dtype_name
 from worker.engine.scheduling.batch import Batch
 
 # Maximum of a row for the kernel: this many tokens, or this many tokens times the last one's positions. Above both,
@@ -75,7 +76,7 @@ class CpuPlan:
         key_scales, value_scales = (
             (scales.data_ptr() for scales in cache.scales[call.layer]) if cache.scales else (0, 0)
         )
-        kernel = _kernel(shared, key_dim, value_dim, _name(query), _name(keys))
+        kernel = _kernel(shared, key_dim, value_dim, dtype_name(query.dtype), dtype_name(keys.dtype))
         self.counters[:] = 0
         addresses = self.addresses
         parameters = kernel.layout.pack(
@@ -97,11 +98,6 @@ class _Kernel:
     group: int
     address: int
     compiled: Any
-
-
-def _name(numbers: Tensor) -> str:
-    """Return the name of a tensor's dtype in KINDS."""
-    return str(numbers.dtype).removeprefix("torch.")
 
 
 @cache

@@ -22,6 +22,7 @@ from torch.nn.functional import linear
 
 from worker.engine.device.cpu import threads
 from worker.engine.device.cpu.workspace import Workspace
+from worker.engine.device.dtypes import dtype_name
 from worker.engine.lora.cpu.kernel import COUNTERS, PAIR_FIELDS, SEGMENT_FIELDS, compile_lora
 from worker.engine.lora.fused_linears import FusedProduct
 from worker.engine.lora.weights import LoraPair
@@ -93,7 +94,7 @@ class CpuGroup(FusedProduct):
         ends = np.cumsum([0, *widths])
         self._columns = list(zip(ends[:-1].tolist(), ends[1:].tolist(), strict=True))
         self._dtype = dtype
-        self._kernel = compile_lora(str(dtype).removeprefix("torch."))
+        self._kernel = compile_lora(dtype_name(dtype))
         self._kernel_columns = np.array([[first, stop - first] for first, stop in self._columns], np.int64)
         # The pairs whose addresses are in the table, by slot and layer: references keep them from being freed.
         self._pairs: list[list[LoraPair | None]] = [[None] * len(widths) for _ in range(slots)]
