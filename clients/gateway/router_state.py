@@ -17,14 +17,17 @@ _WORKER_FIELDS = ("worker_id", "incarnation", "model", "rows_running", "rows_wai
 
 
 @dataclass(frozen=True)
-class RouterState:
-    """Workers and queues of the cluster, and the router's own part: its traffic, and its jobs.
-
-    `jobs` counts them by tenant, model, and whether a worker has them.
-    """
+class SharedState:
+    """The workers and queues of the cluster, which every router tells alike."""
 
     workers: Sequence[dict[str, Any]]
     queues: Sequence[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class RouterState:
+    """A router's own traffic and jobs; `jobs` counts them by tenant, model, and whether a worker has them."""
+
     traffic: dict[str, Any]
     jobs: Counter[tuple[str, str, bool]]
 
@@ -43,18 +46,19 @@ class _Once(Call):
         return False
 
 
-def look() -> Script[RouterState]:
-    """Return what a router sees now."""
+def read_router() -> Script[RouterState]:
+    """Return what a router itself does now."""
     traffic = yield _Once("GetTraffic", pb.GetTrafficRequest())
+    jobs = yield _Once("ListJobs", pb.ListJobsRequest())
+    counts = Counter((job.tenant, job.model, bool(job.worker_id)) for job in jobs.jobs)
+    return RouterState(_traffic(traffic), counts)
+
+
+def read_shared() -> Script[SharedState]:
+    """Return what a router sees of the cluster now."""
     workers = yield _Once("ListWorkers", pb.ListWorkersRequest())
     queues = yield _Once("ListQueues", pb.ListQueuesRequest())
-    jobs = yield _Once("ListJobs", pb.ListJobsRequest())
-    return RouterState(
-        [_worker(worker) for worker in workers.workers],
-        [_fields(queue) for queue in queues.queues],
-        _traffic(traffic),
-        Counter((job.tenant, job.model, bool(job.worker_id)) for job in jobs.jobs),
-    )
+    return SharedState([_worker(worker) for worker in workers.workers], [_fields(queue) for queue in queues.queues])
 
 
 def _worker(worker: pb.Worker) -> dict[str, Any]:

@@ -141,7 +141,10 @@ async def test_a_prompt_is_typed_and_both_answers_read(page: Page, cluster: Clus
 
 
 class OneWorker(cluster_pb2_grpc.ClusterServiceServicer):
-    """An operators' port of a router whose cluster has one worker."""
+    """An operators' port of a router whose cluster has one worker. `looks` counts the lists of workers."""
+
+    def __init__(self) -> None:
+        self.looks = 0
 
     async def GetTraffic(self, request: Any, context: Any) -> pb.GetTrafficResponse:
         """Answer."""
@@ -149,6 +152,7 @@ class OneWorker(cluster_pb2_grpc.ClusterServiceServicer):
 
     async def ListWorkers(self, request: Any, context: Any) -> pb.ListWorkersResponse:
         """Answer."""
+        self.looks += 1
         return pb.ListWorkersResponse(workers=[pb.Worker(worker_id="w-1", phase=pb.WORKER_PHASE_SERVING)])
 
     async def ListQueues(self, request: Any, context: Any) -> pb.ListQueuesResponse:
@@ -161,28 +165,35 @@ class OneWorker(cluster_pb2_grpc.ClusterServiceServicer):
 
 
 @pytest_asyncio.fixture(loop_scope="package")
-async def guarded(tmp_path: Path) -> AsyncIterator[tuple[str, Settings]]:
-    """An operator's key, and the settings of a gateway before routers that check credentials."""
+async def guarded(tmp_path: Path) -> AsyncIterator[tuple[str, Settings, OneWorker]]:
+    """An operator's key, the settings of a gateway before routers that check credentials, and the service of both."""
     ca, directory = DevelopmentCa(), KeyDirectory()
     key_id, text, sha256 = new_api_key()
     directory.put([HashedKey(key_id, "", Role.OPERATOR, frozenset(), None, False, (HashedSecret(sha256),))])
-    files = *ca.write(tmp_path, "router", ca.issue("loraplex://router/r", ["127.0.0.1"])), ca.write_ca(tmp_path)
+    issued = ca.issue("loraplex://router/r", ["127.0.0.1", "localhost"])
+    files = *ca.write(tmp_path, "router", issued), ca.write_ca(tmp_path)
     tls = TlsFiles(*files)
     server = Server(Guard([Port.OPERATORS], [ApiKeyReader(directory)]))
-    cluster_pb2_grpc.add_ClusterServiceServicer_to_server(OneWorker(), server.grpc)  # type: ignore[abstract]
+    service = OneWorker()  # type: ignore[abstract]
+    cluster_pb2_grpc.add_ClusterServiceServicer_to_server(service, server.grpc)
     port = server.bind("127.0.0.1", 0, tls.server_credentials(client_certificates=False))
     await server.start()
-    yield text, Settings("127.0.0.1:1", ca=str(files[2]), port=0, operator_router=f"127.0.0.1:{port}")
+    operated = f"127.0.0.1:{port},localhost:{port}"
+    yield text, Settings("127.0.0.1:1", ca=str(files[2]), port=0, operator_router=operated), service
     await server.stop(0)
 
 
-async def test_routers_with_credentials_show_the_cluster_to_an_operator_s_key(guarded: tuple[str, Settings]) -> None:
-    key, settings = guarded
+async def test_routers_with_credentials_show_the_cluster_to_an_operator_s_key(
+    guarded: tuple[str, Settings, OneWorker],
+) -> None:
+    key, settings, service = guarded
     async with serving(settings, GatewayMetrics()) as (address, _), Http(base_url=f"http://{address}") as http:
         for headers, status in (({}, 401), (_bearer(key[:-1]), 401), (_bearer(key), 200)):
             answer = await http.get("/cluster/state", headers=headers)
             assert answer.status_code == status
         assert [worker["worker_id"] for worker in answer.json()["workers"]] == ["w-1"]
+        assert len(answer.json()["routers"]) == 2
+        assert service.looks == 1, "one router tells the workers for all"
     blind = replace(settings, operator_router="")
     async with serving(blind, GatewayMetrics()) as (address, _), Http(base_url=f"http://{address}") as http:
         answer = await http.get("/cluster/state", headers=_bearer(key))
@@ -193,8 +204,10 @@ def _bearer(key: str) -> dict[str, str]:
     return {"authorization": f"Bearer {key}"}
 
 
-async def test_the_page_asks_for_keys_and_keeps_them_to_itself(page: Page, guarded: tuple[str, Settings]) -> None:
-    key, settings = guarded
+async def test_the_page_asks_for_keys_and_keeps_them_to_itself(
+    page: Page, guarded: tuple[str, Settings, OneWorker]
+) -> None:
+    key, settings, _ = guarded
     async with serving(settings, GatewayMetrics()) as (address, _):
         await page.open(f"http://{address}/")
         await page.wait_for("!document.getElementById('operator-key-field').hidden")
