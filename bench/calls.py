@@ -8,7 +8,6 @@ for a call tells how many calls a second one core of it takes, whatever else the
 from __future__ import annotations
 
 import asyncio
-import os
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping
@@ -22,15 +21,13 @@ import uvloop
 from google.rpc import error_details_pb2
 from google.rpc.status_pb2 import Status
 from loraplex.inference.v1 import inference_pb2 as pb
-from loraplex_client import AsyncStoreClient
 
-from artifacts.base_model import read_base_model
 from bench.command import run_command
+from bench.local_cluster import process_ids, serving_cluster
 from bench.processor_time import processor_s
 from bench.report import Aim, Report, progress
 from bench.tables import rewrite
-from clients.cli.models import registered
-from deploy.local.cluster import ClusterSettings, LocalCluster
+from deploy.local.cluster import ClusterSettings
 from rpc.identity.principal import TENANT_KEY
 from rpc.server import channel_options
 from rpc.status import DETAILS_KEY
@@ -179,13 +176,8 @@ async def _cluster(setup: Setup) -> AsyncIterator[tuple[str, Mapping[str, int]]]
     model = "hash:?vocab=32000&seed=1&step_ms=0"
     rows = 2 * setup.side_by_side
     flags = ("--rows", str(rows), "--kv-blocks", str(8 * rows), "--step-tokens", "4096")
-    async with LocalCluster(ClusterSettings(model, port=0, store_port=0, worker_flags=flags)) as cluster:
-        async with AsyncStoreClient(cluster.store, "bench") as store:
-            base = await asyncio.to_thread(read_base_model, model)
-            await store.register_model(registered(base), base.files)
-        await cluster.wait_serving()
-        pids = {name.partition("-")[0]: process.pid for name, process in cluster.processes.items()}
-        yield cluster.router, {"client": os.getpid()} | {room: pids[room] for room in _ROOMS}
+    async with serving_cluster(ClusterSettings(model, port=0, store_port=0, worker_flags=flags)) as cluster:
+        yield cluster.router, process_ids(cluster, _ROOMS)
 
 
 if __name__ == "__main__":

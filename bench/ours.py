@@ -12,11 +12,10 @@ from typing import Self
 
 from loraplex_client import AsyncClient, AsyncStoreClient, Piece
 
-from artifacts.base_model import read_base_model
+from bench.local_cluster import serving_cluster
 from bench.rounds import Timed
 from bench.workload import Request
-from clients.cli.models import registered
-from deploy.local.cluster import ClusterSettings, LocalCluster
+from deploy.local.cluster import ClusterSettings
 
 TENANT = "bench"
 
@@ -58,13 +57,10 @@ class ServedCluster:
     async def _start(self) -> None:
         async with AsyncExitStack() as starting:
             settings = ClusterSettings(str(self._model), port=0, store_port=0, worker_flags=self._flags)
-            cluster = await starting.enter_async_context(LocalCluster(settings))
+            cluster = await starting.enter_async_context(serving_cluster(settings))
             async with AsyncStoreClient(cluster.store, TENANT) as store:
-                base = await asyncio.to_thread(read_base_model, str(self._model))
-                await store.register_model(registered(base), base.files)
                 for directory in self._adapters:
                     await store.push(directory, directory.name)
-            await cluster.wait_serving()
             self._client = await starting.enter_async_context(AsyncClient(cluster.router, TENANT))
             self._stack = starting.pop_all()
 

@@ -22,16 +22,14 @@ from typing import Any
 import grpc
 import uvloop
 from loraplex.inference.v1 import inference_pb2_grpc
-from loraplex_client import AsyncStoreClient
 
-from artifacts.base_model import read_base_model
 from bench.command import run_command
+from bench.local_cluster import serving_cluster
 from bench.overload_accounts import Accounts, Count
 from bench.overload_load import Load, Sample, Setup, fair_share, within_share
 from bench.processor_time import processor_s
 from bench.report import Aim, Report, progress
-from clients.cli.models import registered
-from deploy.local.cluster import ClusterSettings, LocalCluster
+from deploy.local.cluster import ClusterSettings
 from rpc.server import channel_options
 
 AIMS = {
@@ -42,7 +40,6 @@ AIMS = {
 }
 FULL = Setup(loads=(1, 2, 5, 10, 20), seconds=40.0, warm_s=10.0, capacity_s=15.0)
 QUICK = Setup(loads=(1, 20), seconds=6.0, warm_s=2.0, capacity_s=4.0, workers=1, rows=8, step_ms=100.0, deadline_s=4.0)
-TENANT = "bench"
 # Clients of the closed loop for each row: some wait in the queue, so that no row is ever empty.
 _CLIENTS_PER_ROW = 1.5
 # Interval in seconds of the samples of the routers' memory.
@@ -149,11 +146,7 @@ async def _cluster(setup: Setup) -> AsyncIterator[Overload]:
         worker_flags=("--rows", str(setup.rows)),
         router_flags=("--waiting-limit", str(setup.waiting)),
     )
-    async with LocalCluster(settings) as cluster, AsyncExitStack() as stack:
-        async with AsyncStoreClient(cluster.store, TENANT) as store:
-            base = await asyncio.to_thread(read_base_model, model)
-            await store.register_model(registered(base), base.files)
-        await cluster.wait_serving()
+    async with serving_cluster(settings) as cluster, AsyncExitStack() as stack:
         stubs = []
         for address in cluster.routers:
             channel = grpc.aio.insecure_channel(address, options=channel_options())

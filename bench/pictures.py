@@ -25,18 +25,17 @@ from pathlib import Path
 from loraplex_client import AsyncStoreClient
 from rich.console import Console
 
-from artifacts.base_model import read_base_model
+from bench.local_cluster import serving_cluster
 from bench.page_pictures import draw_page
 from bench.report import progress
 from bench.screenshots import NoBrowserError, find_browser, screenshot
 from clients.cli.adapter_tree import find_adapters
 from clients.cli.cluster import ClusterReader, Interval
 from clients.cli.cluster_top import view
-from clients.cli.models import registered
 from clients.cli.options import TENANT
 from clients.loadtest.charts import Axis, Series, line_chart
 from clients.loadtest.drawing import draw_svg, svg_file
-from deploy.local.cluster import ClusterSettings, LocalCluster
+from deploy.local.cluster import ClusterSettings
 
 _ROOT = Path(__file__).parents[1]
 PLOTS = _ROOT / "docs" / "plots"
@@ -104,14 +103,10 @@ async def _make(browser: str, directory: Path, *, quick: bool) -> None:
     (directory / "examples").symlink_to(EXAMPLES)
     # Without the flag, the worker would have the host's name.
     settings = ClusterSettings(model, port=0, store_port=0, http_port=0, worker_flags=("--worker-id", "worker-1"))
-    async with LocalCluster(settings) as cluster:
-        base = await asyncio.to_thread(read_base_model, model)
-        async with AsyncStoreClient(cluster.store, TENANT) as store:
-            await store.register_model(registered(base), base.files)
+    async with serving_cluster(settings) as cluster:
         for adapter in find_adapters(EXAMPLES / "adapters").adapters:
             async with AsyncStoreClient(cluster.store, adapter.tenant) as store:
                 await store.push(adapter.directory, adapter.name)
-        await cluster.wait_serving()
         for experiment in EXPERIMENTS:
             await _run(experiment, cluster.router, directory, quick=quick)
             for plot, kept in experiment.plots:

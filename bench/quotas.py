@@ -20,12 +20,11 @@ from pathlib import Path
 from statistics import quantiles
 
 import uvloop
-from loraplex_client import AsyncClient, AsyncStoreClient, LoraplexError, ResourceExhaustedError
+from loraplex_client import AsyncClient, LoraplexError, ResourceExhaustedError
 
-from artifacts.base_model import read_base_model
 from bench.command import run_command
+from bench.local_cluster import serving_cluster
 from bench.report import Aim, Report, progress
-from clients.cli.models import registered
 from deploy.local.cluster import ClusterSettings, LocalCluster
 
 MODEL = "hash:?vocab=32000&seed=1&step_ms=5"
@@ -172,11 +171,7 @@ async def _cluster(directory: Path, setup: Setup) -> AsyncIterator[LocalCluster]
     (directory / "plans.toml").write_text(f"[tenants.loud]\n{setup.limit} = {setup.quota + prompts}\n")
     flags = ("--plans", str(directory / "plans.toml"), "--usage-file", str(directory / "usage.jsonl"))
     settings = ClusterSettings(MODEL, workers=2, routers=3, port=0, store_port=0, router_flags=flags)
-    async with LocalCluster(settings) as cluster:
-        async with AsyncStoreClient(cluster.store, "loud") as store:
-            base = await asyncio.to_thread(read_base_model, MODEL)
-            await store.register_model(registered(base), base.files)
-        await cluster.wait_serving()
+    async with serving_cluster(settings) as cluster:
         await asyncio.sleep(3.0)  # accounts are new until then
         yield cluster
 

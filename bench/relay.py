@@ -9,23 +9,19 @@ machine.
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
-from statistics import median, quantiles
-from typing import Any
+from statistics import median
 
 import uvloop
-from loraplex_client import AsyncClient, AsyncStoreClient
+from loraplex_client import AsyncClient
 
-from artifacts.base_model import read_base_model
 from bench.command import run_command
 from bench.empty_call import empty_calls
-from bench.relay_load import PROMPT, Flow, Load, Setup
+from bench.local_cluster import process_ids, serving_cluster
+from bench.relay_load import PROMPT, Flow, Load, Setup, cluster_settings, flow_row, p99, ttft_row
 from bench.report import Aim, Report, progress
-from clients.cli.models import registered
-from deploy.local.cluster import ClusterSettings, LocalCluster
 
 AIMS = {
     "ttft_over_empty_call": Aim(at_most=4),
@@ -39,8 +35,6 @@ AIMS = {
 TENANT = "bench"
 # Milliseconds of an engine's step in the second cluster.
 STEP_MS = 5.0
-# Tokens of a KV cache block.
-_BLOCK = 16
 # Processes of the cluster whose processor time is measured.
 _ROOMS = ("router", "worker", "valkey", "store")
 
@@ -94,12 +88,12 @@ def report(setup: Setup, quick: bool, instant: Instant, stepping: Stepping) -> R
         command="python -m bench.relay" + (" --quick" if quick else ""),
         quick=quick,
         setup=asdict(setup) | {"prompt": len(PROMPT), "step_ms": STEP_MS},
-        rows=[*(_ttft_row(name, ms) for name, ms in times.items()), *map(_flow_row, flows)],
+        rows=[*(ttft_row(name, ms) for name, ms in times.items()), *map(flow_row, flows)],
         ratios={
             "ttft_over_empty_call": alone / empty,
             "ttft_64_over_empty_call": beside / empty,
             "ttft_overhead_ms": alone,
-            "ttft_overhead_p99_ms": _p99(instant.alone_ms),
+            "ttft_overhead_p99_ms": p99(instant.alone_ms),
             "ttft_overhead_64_ms": beside,
             "relay_tokens_per_s": instant.saturated.tokens_per_s,
             "step_5ms_of_possible": stepping.many.tokens_per_s / (setup.many / STEP_MS * 1e3),
@@ -137,32 +131,9 @@ async def with_steps(setup: Setup) -> Stepping:
 
 @asynccontextmanager
 async def _cluster(setup: Setup, step_ms: float) -> AsyncIterator[Load]:
-    model = f"hash:?vocab=32000&seed=1&step_ms={step_ms:g}"
-    rows = setup.many + setup.few
-    blocks = rows * (len(PROMPT) + setup.tokens) // _BLOCK
-    flags = ("--rows", str(rows), "--kv-blocks", str(blocks), "--step-tokens", "1024")
-    async with LocalCluster(ClusterSettings(model, port=0, store_port=0, worker_flags=flags)) as cluster:
-        async with AsyncStoreClient(cluster.store, TENANT) as store:
-            base = await asyncio.to_thread(read_base_model, model)
-            await store.register_model(registered(base), base.files)
-        await cluster.wait_serving()
-        pids = {name.partition("-")[0]: process.pid for name, process in cluster.processes.items()}
-        async with AsyncClient(cluster.router, TENANT) as client:
-            yield Load(setup, step_ms, client, {"client": os.getpid()} | {room: pids[room] for room in _ROOMS})
-
-
-def _p99(values: list[float]) -> float:
-    return quantiles(values, n=100, method="inclusive")[98]
-
-
-def _ttft_row(name: str, times: list[float]) -> dict[str, Any]:
-    return {"case": name, "requests": len(times), "ttft p50 ms": median(times), "ttft p99 ms": _p99(times)}
-
-
-def _flow_row(flow: Flow) -> dict[str, Any]:
-    steps = f"{flow.step_ms:g} ms steps" if flow.step_ms else "no step"
-    used = {f"{whose} us/token": us for whose, us in flow.processor_us.items() if whose != "store"}
-    return {"case": f"{flow.name}, {steps}", "tokens/s": flow.tokens_per_s, **used}
+    settings = cluster_settings(setup, setup.many + setup.few, step_ms)
+    async with serving_cluster(settings) as cluster, AsyncClient(cluster.router, TENANT) as client:
+        yield Load(setup, step_ms, client, process_ids(cluster, _ROOMS))
 
 
 if __name__ == "__main__":

@@ -5,15 +5,20 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from statistics import median, quantiles
+from typing import Any
 
 from loraplex_client import AsyncClient
 
 from bench.processor_time import processor_s
+from deploy.local.cluster import ClusterSettings
 
 PROMPT = tuple(range(32))
+# Tokens of a KV cache block.
+_BLOCK = 16
 
 
 @dataclass(frozen=True)
@@ -48,6 +53,14 @@ class Flow:
     def tokens_per_s(self) -> float:
         """Return the throughput."""
         return self.tokens / self.seconds
+
+
+def cluster_settings(setup: Setup, rows: int, step_ms: float, http_port: int | None = None) -> ClusterSettings:
+    """Return the settings of a cluster whose one worker runs so many streams at once, with the hash model."""
+    blocks = rows * (len(PROMPT) + setup.tokens) // _BLOCK
+    flags = ("--rows", str(rows), "--kv-blocks", str(blocks), "--step-tokens", "1024")
+    model = f"hash:?vocab=32000&seed=1&step_ms={step_ms:g}"
+    return ClusterSettings(model, port=0, store_port=0, http_port=http_port, worker_flags=flags)
 
 
 class Load:
@@ -110,6 +123,23 @@ class Load:
                 async for piece in stream:
                     self.received += len(piece.token_ids)
                     started.set()
+
+
+def p99(values: Sequence[float]) -> float:
+    """Return the value below which 99% of the values are."""
+    return quantiles(values, n=100, method="inclusive")[98]
+
+
+def ttft_row(name: str, times: Sequence[float]) -> dict[str, Any]:
+    """Return a report's row of milliseconds to first tokens."""
+    return {"case": name, "requests": len(times), "ttft p50 ms": median(times), "ttft p99 ms": p99(times)}
+
+
+def flow_row(flow: Flow) -> dict[str, Any]:
+    """Return a report's row of streams side by side."""
+    steps = f"{flow.step_ms:g} ms steps" if flow.step_ms else "no step"
+    used = {f"{whose} us/token": us for whose, us in flow.processor_us.items() if whose != "store"}
+    return {"case": f"{flow.name}, {steps}", "tokens/s": flow.tokens_per_s, **used}
 
 
 async def _all(events: Iterable[asyncio.Event]) -> None:

@@ -8,7 +8,6 @@ go to the one and the other in turn, while the engines' steps take no time.
 from __future__ import annotations
 
 import asyncio
-import os
 import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -17,22 +16,18 @@ from pathlib import Path
 from statistics import median
 
 import uvloop
-from loraplex_client import AsyncClient, AsyncStoreClient
+from loraplex_client import AsyncClient
 
-from artifacts.base_model import read_base_model
 from bench.command import run_command
-from bench.relay_load import PROMPT, Flow, Load, Setup
+from bench.local_cluster import process_ids, serving_cluster
+from bench.relay_load import PROMPT, Flow, Load, Setup, cluster_settings
 from bench.report import Aim, Report, progress
 from bench.secured_cluster import TENANT, SecuredCluster
-from clients.cli.models import registered
-from deploy.local.cluster import ClusterSettings, LocalCluster
+from deploy.local.cluster import ClusterSettings
 
 AIMS = {"ttft_more_ms": Aim(at_most=1.0), "tokens_per_s_of_plain": Aim(at_least=0.9)}
-MODEL = "hash:?vocab=32000&seed=1&step_ms=0"
 # Processes of a cluster whose processor time is measured.
 _ROOMS = ("router", "worker", "valkey", "store")
-# Tokens of a KV cache block.
-_BLOCK = 16
 
 
 @dataclass(frozen=True)
@@ -103,21 +98,13 @@ def _row(name: str, times: list[float], flows: list[Flow]) -> dict[str, object]:
 
 
 def _settings(setup: Setup) -> ClusterSettings:
-    rows = 2 * setup.few
-    blocks = rows * (len(PROMPT) + setup.tokens) // _BLOCK
-    flags = ("--rows", str(rows), "--kv-blocks", str(blocks), "--step-tokens", "1024")
-    return ClusterSettings(MODEL, port=0, store_port=0, worker_flags=flags)
+    return cluster_settings(setup, 2 * setup.few, 0.0)
 
 
 @asynccontextmanager
 async def _plain(setup: Setup) -> AsyncIterator[Load]:
-    async with LocalCluster(_settings(setup)) as cluster:
-        async with AsyncStoreClient(cluster.store, TENANT) as store:
-            base = await asyncio.to_thread(read_base_model, MODEL)
-            await store.register_model(registered(base), base.files)
-        await cluster.wait_serving()
-        async with AsyncClient(cluster.router, TENANT) as client:
-            yield Load(setup, 0.0, client, _pids(cluster))
+    async with serving_cluster(_settings(setup)) as cluster, AsyncClient(cluster.router, TENANT) as client:
+        yield Load(setup, 0.0, client, process_ids(cluster, _ROOMS))
 
 
 @asynccontextmanager
@@ -127,12 +114,7 @@ async def _secured(setup: Setup) -> AsyncIterator[Load]:
         async with cluster:
             key = await cluster.prepare()
             async with AsyncClient(cluster.router, api_key=key, tls=cluster.tls) as client:
-                yield Load(setup, 0.0, client, _pids(cluster))
-
-
-def _pids(cluster: LocalCluster) -> dict[str, int]:
-    pids = {name.partition("-")[0]: process.pid for name, process in cluster.processes.items()}
-    return {"client": os.getpid()} | {room: pids[room] for room in _ROOMS}
+                yield Load(setup, 0.0, client, process_ids(cluster, _ROOMS))
 
 
 if __name__ == "__main__":

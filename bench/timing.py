@@ -25,11 +25,10 @@ from loraplex.adapters.v1 import adapters_pb2, adapters_pb2_grpc
 from loraplex.inference.v1 import inference_pb2, inference_pb2_grpc
 from loraplex_client import AsyncStoreClient
 
-from artifacts.base_model import read_base_model
 from bench.command import run_command
+from bench.local_cluster import serving_cluster
 from bench.report import Aim, Report, progress
-from clients.cli.models import registered
-from deploy.local.cluster import ClusterSettings, LocalCluster
+from deploy.local.cluster import ClusterSettings
 
 MODEL = "hash:?vocab=32000&seed=1&step_ms=4"
 PROMPT_TOKENS = 1_536
@@ -179,17 +178,14 @@ async def _outsider(setup: Setup) -> AsyncIterator[Outsider]:
     async with AsyncExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="lp-")))
         settings = ClusterSettings(MODEL, port=0, store_port=0, data_dir=directory)
-        cluster = await stack.enter_async_context(LocalCluster(settings))
-        base = await asyncio.to_thread(read_base_model, MODEL)
+        cluster = await stack.enter_async_context(serving_cluster(settings))
         files = directory / "adapter"
         files.mkdir()
         (files / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 8, "target_modules": ["q_proj"]}')
         (files / "adapter_model.safetensors").write_bytes(b"weights")
         async with AsyncStoreClient(cluster.store, "acme") as store:
-            await store.register_model(registered(base), base.files)
             for name in names:
                 await store.push(files, name)
-        await cluster.wait_serving()
         router = await stack.enter_async_context(grpc.aio.insecure_channel(cluster.router))
         channel = await stack.enter_async_context(grpc.aio.insecure_channel(cluster.store))
         yield Outsider(
