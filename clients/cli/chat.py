@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import signal
 import sys
 from collections.abc import Iterator
@@ -11,17 +10,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from clients.cli.answer_screen import answer_screen
+from clients.cli.line_editor import LineEditor, state_file
 from clients.cli.options import ROUTER, TENANT, AdapterOption, ModelOption, RouterOption, TenantOption
-from clients.cli.terminal import CommandError, err, out, print_error, printable
+from clients.cli.terminal import CommandError, err, out, print_error, printable, stdin_lines
 
 if TYPE_CHECKING:
     from loraplex_client import Client, GenerationStream
 
-_PROMPT = "> "
 _HELP = """/adapter NAME   answer with this adapter from now on; without NAME: with the base model
 /system TEXT    begin a new conversation with this system prompt; without TEXT: with none
 /new            begin a new conversation with the same system prompt
-/quit           leave, as Ctrl-D does; Ctrl-C stops an answer"""
+/quit           leave, as Ctrl-D does; Ctrl-C stops an answer
+Lines that are pasted together are one turn. The arrow keys go through earlier turns."""
 
 
 def chat(
@@ -51,7 +52,7 @@ def chat(
         if sys.stdin.isatty():
             conversation.talk()
         else:
-            conversation.read(line.rstrip("\n") for line in sys.stdin)
+            conversation.read(stdin_lines())
 
 
 @dataclass
@@ -66,21 +67,26 @@ class Conversation:
     messages: list[dict[str, Any]] = field(default_factory=list)
 
     def talk(self) -> None:
-        """Ask for turns at the terminal until Ctrl-D; a failed turn is reported, and the conversation goes on."""
+        """Ask for turns at the terminal until Ctrl-D; a failed turn is reported, and the conversation goes on.
+
+        Raises CommandError before the first turn where the router does not answer or know the adapter.
+        """
+        self._use(self.adapter)
         # Ctrl-C stops an answer also where a shell started this process with SIGINT ignored.
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        with contextlib.suppress(ImportError):
-            import readline  # noqa: F401  # gives the prompt its history
-
+        editor = LineEditor(state_file("chat_history"))
         err().print("Ctrl-D ends, Ctrl-C stops an answer, /help lists the commands.", style="dim", markup=False)
         while True:
             try:
-                text = input(_PROMPT)
+                text = editor.ask(f"{printable(self.adapter)}> ")
             except EOFError:
                 sys.stdout.write("\n")
                 return
             except KeyboardInterrupt:  # a line that was begun is dropped
                 sys.stdout.write("\n")
+                continue
+            except UnicodeDecodeError:
+                print_error("the line is not UTF-8 text")
                 continue
             if text.strip() == "/quit":
                 return
@@ -88,6 +94,8 @@ class Conversation:
                 self.take(text)
             except CommandError as error:
                 print_error(str(error))
+            except KeyboardInterrupt:  # before the answer began
+                sys.stdout.write("\n")
 
     def read(self, lines: Iterator[str]) -> None:
         """Answer lines, each a turn. Raises CommandError at the first that fails."""
@@ -109,11 +117,20 @@ class Conversation:
                 self.system = rest.strip()
                 self.messages.clear()
             case "/adapter":
-                self.adapter = rest.strip()
+                self._use(rest.strip())
             case _ if command.startswith("/"):
                 raise CommandError(f"{command} is no command; /help lists them")
             case _:
                 self.answer(text)
+
+    def _use(self, adapter: str) -> None:
+        """Answer with an adapter from now on. Raises CommandError where the router does not answer or know it."""
+        from clients.cli.failures import explained
+
+        greeting = [{"role": "user", "content": "Hello"}]
+        with explained("router", self.router):
+            self.client.tokenize(messages=greeting, adapter_id=adapter or None, model=self.options["model"] or "")
+        self.adapter = adapter
 
     def answer(self, text: str) -> None:
         """Print the answer to a turn; one that Ctrl-C stops is kept as far as it came. Raises CommandError."""
@@ -131,20 +148,21 @@ class Conversation:
 
 
 def _follow(stream: GenerationStream) -> str:
-    """Write the text as it arrives, and at a terminal the reasoning before it; return the text, whole or stopped."""
-    at_terminal = sys.stdout.isatty()
-    said: list[str] = []
+    """Show the answer as it arrives, and at a terminal the reasoning before it; return its text, whole or stopped."""
+    screen, said, finished = answer_screen(), "", None
     try:
         for piece in stream:
-            if piece.reasoning and at_terminal:
-                out().print(printable(piece.reasoning), style="dim", end="", markup=False, soft_wrap=True)
+            if piece.reasoning:
+                screen.reason(piece.reasoning)
             if piece.text:
-                said.append(piece.text)
-                sys.stdout.write(printable(piece.text) if at_terminal else piece.text)
-            sys.stdout.flush()
+                said += piece.text
+                screen.write(piece.text)
+            finished = piece.finished
     except KeyboardInterrupt:
-        if not at_terminal:
+        if not sys.stdout.isatty():
             raise
-    finally:  # whatever is printed next, an error included, begins a new line
-        sys.stdout.write("\n")
-    return "".join(said)
+    finally:
+        screen.end()
+    if finished is not None and finished.finish_reason == "length" and err().is_terminal:
+        err().print("The answer was cut at its limit; --max-tokens allows more.", style="dim", markup=False)
+    return said

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from types import TracebackType
@@ -61,8 +61,17 @@ def read_text(path: Path, flag: str) -> str:
 
 def read_stdin() -> str:
     """Return the text of stdin. Raises CommandError."""
+    return "".join(_stdin())
+
+
+def stdin_lines() -> Iterator[str]:
+    """Yield the lines of stdin as they come, without their ends. Raises CommandError."""
+    return (line.rstrip("\n") for line in _stdin())
+
+
+def _stdin() -> Iterator[str]:
     try:
-        return sys.stdin.read()
+        yield from sys.stdin
     except UnicodeDecodeError as error:
         raise CommandError("stdin is not UTF-8 text") from error
 

@@ -1,14 +1,10 @@
-"""Chats through the SDK and `loraplex chat`: tools, reasoning, formats, and a conversation at a terminal."""
+"""Chats through the SDK and `loraplex chat`: tools, reasoning, formats, and lines of a pipe."""
 
 from __future__ import annotations
 
 import asyncio
 import io
 import json
-import os
-import pty
-import re
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,7 +20,6 @@ from loraplex_client import lorax
 from clients.cli.__main__ import main
 from rpc import errors
 
-HANG = "hang"
 MESSAGES = [{"role": "user", "content": "Weather?"}]
 TOOL = {"name": "weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}}
 SUMMARY = pb.GenerateEvent(summary=pb.Summary(request_id="r"))
@@ -204,53 +199,6 @@ def test_generate_takes_formats(run: Callable[..., Done], server: Any, tmp_path:
     done = run("generate", "x", "--json-schema", str(tmp_path / "none.json"), "--router", server.address)
     assert done.returncode == 2
     assert "--json-schema" in done.stderr
-
-
-def read_until(terminal: int, words: str) -> str:
-    """Read what a terminal shows until these words come."""
-    shown = ""
-    while words not in shown:
-        shown += os.read(terminal, 4096).decode(errors="replace")
-    return shown
-
-
-def test_a_conversation_at_a_terminal(server: Any) -> None:
-    hung = [*events(pb.Delta(text="Once upon"))[:1], HANG]
-    server.service.scripts = [hung, saying("Fine."), [errors.NotFound("adapter", "nope")], saying("Ahoy!")]
-    ours, theirs = pty.openpty()
-    environ = {name: value for name, value in os.environ.items() if not name.startswith("LORAPLEX_")}
-    command = [sys.executable, "-m", "clients.cli", "chat", "--router", server.address]
-    with subprocess.Popen(
-        command, stdin=theirs, stdout=theirs, stderr=theirs, env={**environ, "TERM": "dumb"}
-    ) as process:
-        os.close(theirs)
-        read_until(ours, "> ")
-        os.write(ours, b"Tell me\n")
-        read_until(ours, "Once upon")
-        process.send_signal(2)  # Ctrl-C stops the answer
-        read_until(ours, "> ")
-        os.write(ours, b"How are you?\n")
-        read_until(ours, "Fine.")
-        read_until(ours, "> ")
-        os.write(ours, b"/adapter nope\n")
-        read_until(ours, "> ")
-        os.write(ours, b"Hm?\n")
-        assert re.search(r"error: adapter not found: nope", read_until(ours, "> "))
-        os.write(ours, b"/system Be a pirate.\n")
-        read_until(ours, "> ")
-        os.write(ours, b"/wrong\n")
-        read_until(ours, "no command")
-        os.write(ours, b"/adapter\nHey\n")
-        read_until(ours, "Ahoy!")
-        read_until(ours, "> ")
-        os.write(ours, b"\x04")
-        assert process.wait(20) == 0
-    os.close(ours)
-    chats = [[(m.role, m.content) for m in request.spec.chat.messages] for request in server.service.requests]
-    assert chats[1] == [("user", "Tell me"), ("assistant", "Once upon"), ("user", "How are you?")]
-    assert chats[2][-1] == ("user", "Hm?")
-    assert chats[3] == [("system", "Be a pirate."), ("user", "Hey")]
-    assert [request.spec.adapter for request in server.service.requests] == ["", "", "nope", ""]
 
 
 def test_formats_and_merged_adapters_as_programs_for_lorax_write_them(server: Any) -> None:
