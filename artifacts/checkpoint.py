@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import os
+import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from artifacts.errors import ArtifactError
 from artifacts.json_object import parse_object
@@ -19,8 +18,9 @@ _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 # Size in bytes of each of the three samples of a tensor.
 _SAMPLE_BYTES = 4096
-# The dtypes of integers, and the maximum bytes of a tensor that is read whole.
-_INTEGERS = {"I32": "<i4", "I64": "<i8"}
+# Formats of integers by dtype, and the maximum bytes of a tensor that is read whole. Not by numpy, which every process of
+# the cluster would import for it.
+_INTEGERS = {"I32": struct.Struct("<i"), "I64": struct.Struct("<q")}
 _SMALL_TENSOR_BYTES = 1 << 20
 
 
@@ -62,7 +62,7 @@ class Checkpoint:
                 data = os.pread(file.fileno(), tensor.end - tensor.start, tensor.start)
         except OSError as error:
             raise ArtifactError(path.name, f"cannot be read: {error.strerror}") from error
-        return tuple(np.frombuffer(data, _INTEGERS[tensor.dtype]).tolist())
+        return tuple(number for (number,) in _INTEGERS[tensor.dtype].iter_unpack(data))
 
 
 def read_checkpoint(directory: Path) -> Checkpoint:

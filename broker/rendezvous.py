@@ -14,14 +14,12 @@ from hashlib import blake2b
 from itertools import islice
 from operator import attrgetter
 
-import numpy as np
-import numpy.typing as npt
-
 # Maximum number of preferred workers; each counts where those before it have no free rows.
 PREFERRED = 3
 # A worker is overloaded above this many times the mean load, if more than half of its rows are used: below that a row
 # more costs little.
 LOAD_BOUND = 1.25
+_BITS = 2**64 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,30 +32,31 @@ class WorkerLoad:
 
 
 @lru_cache(maxsize=16)
-def _hashes(worker_ids: tuple[str, ...]) -> npt.NDArray[np.uint64]:
-    return np.array([_hash(worker_id) for worker_id in worker_ids], np.uint64)
+def _hashes(worker_ids: tuple[str, ...]) -> tuple[int, ...]:
+    return tuple(map(_hash, worker_ids))
 
 
 @lru_cache(maxsize=4096)
 def _ranking(digest: str, worker_ids: tuple[str, ...]) -> tuple[int, ...]:
     """Return the indices of `worker_ids`, ordered by falling weight."""
     # The hashes of both are mixed: hashing each pair of a thousand workers would take a router two ms a job.
-    weights = _mixed(_hashes(worker_ids) ^ np.uint64(_hash(digest)))
-    return tuple(np.argsort(weights)[::-1].tolist())
+    own = _hash(digest)
+    weights = [_mixed(own ^ other) for other in _hashes(worker_ids)]
+    return tuple(sorted(range(len(weights)), key=weights.__getitem__, reverse=True))
 
 
 def _hash(name: str) -> int:
     return int.from_bytes(blake2b(name.encode(), digest_size=8).digest(), "little")
 
 
-def _mixed(numbers: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """Mix the numbers' bits with Stafford's variant 13 of a finalizer.
+def _mixed(number: int) -> int:
+    """Mix the bits of a number of 64 bits with Stafford's variant 13 of a finalizer.
 
     Steele et al., Fast splittable pseudorandom number generators, 2014.
     """
-    numbers = (numbers ^ (numbers >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    numbers = (numbers ^ (numbers >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return numbers ^ (numbers >> np.uint64(31))
+    number = (number ^ (number >> 30)) * 0xBF58476D1CE4E5B9 & _BITS
+    number = (number ^ (number >> 27)) * 0x94D049BB133111EB & _BITS
+    return number ^ (number >> 31)
 
 
 def preferred(digest: str, workers: Sequence[WorkerLoad]) -> tuple[str, ...]:

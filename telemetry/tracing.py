@@ -11,17 +11,18 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Literal
 
-from opentelemetry.context import Context
-from opentelemetry.trace import Span, SpanKind, Status, StatusCode, Tracer, set_span_in_context
-from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+if TYPE_CHECKING:  # imported by `set_up_tracing`: without traces a tenth of a process's start would be for nothing
+    from opentelemetry.context import Context
+    from opentelemetry.trace import Span, Tracer
 
 TRACEPARENT = "traceparent"
 # Timeout in seconds for sending the last spans of a process that stops.
 CLOSE_S = 1.0
 Attributes = Mapping[str, str | bool | int | float | tuple[str, ...]]
-
-_propagator = TraceContextTextMapPropagator()
+# Names of OpenTelemetry's SpanKind.
+Kind = Literal["SERVER", "CONSUMER", "INTERNAL"]
 
 
 def asked_for(environ: Mapping[str, str]) -> bool:
@@ -45,25 +46,29 @@ class Spans:
         self._epoch_ns = time.time_ns() - time.monotonic_ns()
 
     def begin(
-        self, name: str, parent: str | Span, attributes: Attributes, *, kind: SpanKind, at_s: float | None = None
+        self, name: str, parent: str | Span, attributes: Attributes, *, kind: Kind, at_s: float | None = None
     ) -> Span | None:
         """Begin a span beneath another span or a traceparent; an empty traceparent begins a trace. `end` ends it."""
         if self._tracer is None:
             return None
+        from opentelemetry.trace import SpanKind
+
         began_ns = self._ns(time.monotonic() if at_s is None else at_s)
         return self._tracer.start_span(
-            name, _context(parent), kind=kind, attributes=dict(attributes), start_time=began_ns
+            name, _context(parent), kind=SpanKind[kind], attributes=dict(attributes), start_time=began_ns
         )
 
     def end(self, span: Span, *, error: str = "", at_s: float | None = None) -> None:
         """End a span; `error` says what went wrong."""
         if error:
+            from opentelemetry.trace import Status, StatusCode
+
             span.set_status(Status(StatusCode.ERROR, error))
         span.end(self._ns(time.monotonic() if at_s is None else at_s))
 
     def record(self, name: str, parent: Span, began_s: float, ended_s: float, attributes: Attributes) -> None:
         """Record a span of work that is over, beneath another span."""
-        span = self.begin(name, parent, attributes, kind=SpanKind.INTERNAL, at_s=began_s)
+        span = self.begin(name, parent, attributes, kind="INTERNAL", at_s=began_s)
         if span is not None:
             self.end(span, at_s=max(began_s, ended_s))
 
@@ -102,9 +107,13 @@ def set_up_tracing(process: str, environ: Mapping[str, str]) -> Spans:
 
 def traceparent_of(span: Span | None) -> str:
     """Return a span's W3C traceparent, under which other processes put their spans; empty without a span."""
+    if span is None:
+        return ""
+    from opentelemetry.trace import set_span_in_context
+    from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
     carrier: dict[str, str] = {}
-    if span is not None:
-        _propagator.inject(carrier, set_span_in_context(span))
+    TraceContextTextMapPropagator().inject(carrier, set_span_in_context(span))
     return carrier.get(TRACEPARENT, "")
 
 
@@ -116,6 +125,10 @@ def traceparent_in(metadata: Iterable[tuple[str, str | bytes]] | None) -> str:
 
 
 def _context(parent: str | Span) -> Context:
-    if isinstance(parent, Span):
-        return set_span_in_context(parent, Context())
-    return _propagator.extract({TRACEPARENT: parent}, Context())
+    from opentelemetry.context import Context
+    from opentelemetry.trace import set_span_in_context
+    from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+    if isinstance(parent, str):
+        return TraceContextTextMapPropagator().extract({TRACEPARENT: parent}, Context())
+    return set_span_in_context(parent, Context())

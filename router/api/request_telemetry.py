@@ -7,10 +7,9 @@ import logging
 import time
 from dataclasses import replace
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import grpc
-from opentelemetry.trace import Span, SpanKind
 
 from artifacts.encode import Task
 from router.api.metric_series import ModelSeries, TenantSeries
@@ -24,6 +23,9 @@ from rpc.identity.principal import Principal, calling_tenant
 from rpc.status import CODES
 from telemetry.logging import fields
 from telemetry.tracing import Spans, traceparent_in, traceparent_of
+
+if TYPE_CHECKING:  # see telemetry/tracing.py
+    from opentelemetry.trace import Span
 
 log = logging.getLogger(__name__)
 
@@ -114,7 +116,7 @@ class RequestRecord:
         if self._spans.on:
             parent = traceparent_in(self._context.invocation_metadata())
             name, asked = f"{operation(request)} {self._model}".strip(), asked_attributes(request, self._model)
-            self._span = self._spans.begin(name, parent, asked, kind=SpanKind.SERVER, at_s=self._began)
+            self._span = self._spans.begin(name, parent, asked, kind="SERVER", at_s=self._began)
             request = replace(request, traceparent=traceparent_of(self._span))
         return request
 

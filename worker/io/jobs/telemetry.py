@@ -8,8 +8,7 @@ claimed ── adapter fetch ── adapter load ── prefill ── decode �
 from __future__ import annotations
 
 import time
-
-from opentelemetry.trace import Span, SpanKind
+from typing import TYPE_CHECKING
 
 from telemetry.tracing import Attributes, Spans
 from worker.engine_api import Output
@@ -17,6 +16,9 @@ from worker.engine_api.stats import EngineStats
 from worker.io.local_jobs.choice import LocalChoice
 from worker.io.local_jobs.jobs import LocalJob
 from worker.io.metrics import WorkerMetrics
+
+if TYPE_CHECKING:  # see telemetry/tracing.py
+    from opentelemetry.trace import Span
 
 # Outcomes of a job at this worker.
 FINISHED, FAILED, RETURNED, CANCELLED = "finished", "failed", "returned", "cancelled"
@@ -71,7 +73,7 @@ class JobTelemetry:
             "loraplex.outcome": outcome,
             "gen_ai.usage.output_tokens": local.tokens,
         }
-        span = self._spans.begin("attempt", job.traceparent, attributes, kind=SpanKind.CONSUMER, at_s=local.claimed_at)
+        span = self._spans.begin("attempt", job.traceparent, attributes, kind="CONSUMER", at_s=local.claimed_at)
         if span is None:
             return
         if local.fetched_at is not None and job.adapter is not None:

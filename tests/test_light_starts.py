@@ -1,0 +1,16 @@
+"""Packages that processes do not import at their start: each would cost every start time and memory."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+# Imported where they are needed: models, grammars, traces and templates that a process may never see.
+LATE = {"jinja2", "llguidance", "numpy", "opentelemetry", "rich", "tokenizers", "torch", "transformers"}
+PROCESSES = "router.__main__, worker.__main__, worker.io.app, worker.engine.process, adapter_store.__main__"
+
+
+def test_processes_start_without_heavy_packages() -> None:
+    code = f"import sys, {PROCESSES}; print(*sys.modules)"
+    modules = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert not LATE & set(modules)
