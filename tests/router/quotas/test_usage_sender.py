@@ -6,7 +6,6 @@ import json
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -28,6 +27,7 @@ class Collector:
         self.types: set[str] = set()
         self.faults: list[int | str] = []
         self.hanging, self.calls = threading.Event(), 0
+        self._called = threading.Condition()
         self._server: ThreadingHTTPServer | None = None
         self.port = 0
 
@@ -40,16 +40,18 @@ class Collector:
 
             def do_POST(self) -> None:
                 """Take a batch, or do what the next fault says."""
-                collector.calls += 1
                 body = self.rfile.read(int(self.headers["Content-Length"]))
-                collector.bodies += body
-                fault = collector.faults.pop(0) if collector.faults else 204
+                with collector._called:
+                    fault = collector.faults.pop(0) if collector.faults else 204
+                    collector.calls += 1
+                    collector.bodies += body
+                    if fault in {204, 299}:
+                        collector.ids += [event["id"] for event in json.loads(body)]
+                        collector.types.add(self.headers["Content-Type"])
+                    collector._called.notify_all()
                 if fault == "hang":
                     collector.hanging.wait(30)
                     return
-                if fault in {204, 299}:
-                    collector.ids += [event["id"] for event in json.loads(body)]
-                    collector.types.add(self.headers["Content-Type"])
                 self.send_response(500 if fault == 299 else int(fault))  # 299: taken, but the answer is lost
                 self.end_headers()
 
@@ -75,10 +77,13 @@ class Collector:
 
     def wait(self, ids: set[str]) -> None:
         """Wait until it has all of these."""
-        ends = time.monotonic() + 20
-        while not ids <= set(self.ids):
-            assert time.monotonic() < ends, ids - set(self.ids)
-            time.sleep(0.005)
+        with self._called:
+            assert self._called.wait_for(lambda: ids <= set(self.ids), 20), ids - set(self.ids)
+
+    def wait_calls(self, count: int) -> None:
+        """Wait until it was called so often."""
+        with self._called:
+            assert self._called.wait_for(lambda: self.calls >= count, 20)
 
 
 @pytest.fixture
@@ -114,17 +119,19 @@ def send(tmp_path: Path, collector: Collector, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_collector_that_fails_hangs_and_restarts_gets_each_event(
-    tmp_path: Path, collector: Collector, send: Callable[[], UsageSender]
+    tmp_path: Path, collector: Collector, send: Callable[[], UsageSender], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = tmp_path / "usage"
+    path, away = tmp_path / "usage", threading.Event()
     collector.faults = [500, 429, "hang", 302, 299, 413]
     ids = append(path, *"abc")
     sender = send()
     collector.wait(ids)
     assert collector.types == {CONTENT_TYPE}
+    collector.wait_calls(6)
     collector.stop()
+    monkeypatch.setattr(sender._metrics.usage_send_failures, "inc", away.set)
     ids |= append(path, *"de")
-    time.sleep(0.05)
+    assert away.wait(20)
     collector.start()
     collector.wait(ids)
     path.rename(tmp_path / "usage.1")
@@ -163,17 +170,17 @@ def test_a_restart_goes_on_where_the_last_batch_was_taken(
 def test_a_sender_that_is_killed_again_and_again_loses_nothing(tmp_path: Path, collector: Collector) -> None:
     path, ids = tmp_path / "usage", set[str]()
     code = (
-        "import sys, time; from pathlib import Path; from router.metrics import RouterMetrics\n"
+        "import sys; from pathlib import Path; from router.metrics import RouterMetrics\n"
         "from router.quotas import usage_sender as u; u.BATCH_EVENTS, u.LOOK_S = 3, 0.005\n"
-        "u.UsageSender(Path(sys.argv[1]), sys.argv[2], RouterMetrics(), retry_s=0.01); time.sleep(60)"
+        "u.UsageSender(Path(sys.argv[1]), sys.argv[2], RouterMetrics(), retry_s=0.01); sys.stdin.read()"
     )
     for life in range(3):
         collector.faults = [500] * life
         ids |= append(path, *(f"{life}-{number}" for number in range(20)))
         calls = collector.calls
-        with subprocess.Popen([sys.executable, "-c", code, str(path), collector.url]) as process:
-            while collector.calls < calls + 3:
-                time.sleep(0.002)
+        argv = [sys.executable, "-c", code, str(path), collector.url]
+        with subprocess.Popen(argv, stdin=subprocess.PIPE) as process:
+            collector.wait_calls(calls + 3)
             process.kill()
     sender = UsageSender(path, collector.url, RouterMetrics())
     collector.wait(ids)
