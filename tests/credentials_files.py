@@ -19,9 +19,16 @@ CA = DevelopmentCa()
 
 def tls_files(directory: Path, uri: str, ca: DevelopmentCa = CA, trusted: DevelopmentCa = CA) -> TlsFiles:
     """Return the files of a process with such a certificate, which trusts an authority."""
+    return TlsFiles(*write_tls_files(directory, uri, ca, trusted))
+
+
+def write_tls_files(
+    directory: Path, uri: str, ca: DevelopmentCa = CA, trusted: DevelopmentCa = CA
+) -> tuple[Path, Path, Path]:
+    """Write certificate, key and trusted authority of a process; return the paths."""
     name = uri.partition("://")[2].replace("/", "-")
     (directory / f"ca-{name}").mkdir(exist_ok=True)
-    return TlsFiles(*ca.write(directory, name, ca.issue(uri, HOSTS)), trusted.write_ca(directory / f"ca-{name}"))
+    return (*ca.write(directory, name, ca.issue(uri, HOSTS)), trusted.write_ca(directory / f"ca-{name}"))
 
 
 def job_keys(directory: Path, name: str = "job.key") -> JobKeys:

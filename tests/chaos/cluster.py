@@ -65,11 +65,6 @@ class ChaosCluster(LocalCluster):
         self.links: dict[str, Links] = {}
         self.doors: dict[str, Link] = {}
 
-    @property
-    def usage_files(self) -> Path:
-        """Return the directory of the routers' usage files."""
-        return self.data_dir
-
     async def _spawn(self, name: str, argv: list[str], environ: dict[str, str] | None = None) -> None:
         room = name.partition("-")[0]
         if environ is not None and room in {"router", "worker"}:
@@ -86,8 +81,12 @@ class ChaosCluster(LocalCluster):
             if room == "worker":
                 argv = [*argv, "--worker-id", name]
             elif self.settings.store_flags and "--usage-file" not in argv:
-                argv = [*argv, "--usage-file", str(self.usage_files / f"{name}.jsonl")]
+                argv = [*argv, "--usage-file", str(self.usage_file(name))]
         await super()._spawn(name, argv, environ)
+
+    def usage_file(self, router: str) -> Path:
+        """Return the usage file of a router, which it writes where tenants have plans."""
+        return self.data_dir / f"{router}.jsonl"
 
     def _may_replace(self) -> bool:
         """A worker that dies of itself is a finding, and ends the run."""

@@ -22,7 +22,7 @@ from tests.chaos.history import Account, Charged, Fault, Observation
 from tests.chaos.plan import IN_FLIGHT, TENANTS, Kind
 from tests.chaos.verdict import Verdict
 
-# Interval in seconds between looks whether every reservation has ended and every charge is written.
+# Interval in seconds between looks at whether every reservation has ended and every charge is written.
 LOOK_S = 0.2
 # Tokens of an account that stands for a ledger which did not come to rest.
 RESTLESS = -1
@@ -82,39 +82,44 @@ def check_ledger(
     faults: Iterable[Fault],
 ) -> None:
     """Compare the tokens of clients, events and accounts; to the token unless Redis has lost data."""
-    exact = not any(fault.kind in LOSSES for fault in faults)
     of_request: dict[tuple[str, str], list[Charged]] = defaultdict(list)
     of_tenant: dict[str, int] = defaultdict(int)
     for charge in charges:
         of_request[charge.tenant, charge.request_id].append(charge)
         of_tenant[charge.tenant] += charge.input + charge.output
     for observation in requests.values():
-        if not observation.completed:
-            continue
-        request_id = f"{observation.request.number}.{len(observation.refused) + 1}"
-        own = of_request[observation.request.revision.tenant, request_id]
-        given, made = sum(one.input for one in own), sum(one.output for one in own)
-        verdict.client_tokens += observation.prompt_tokens + observation.completion_tokens
-        verdict.charged_tokens += given + made
-        # A call that was made again from its beginning was computed again.
-        times = sum(call.method != "Resume" for call in observation.calls)
-        low, high = observation.prompt_tokens + observation.completion_tokens, given + made
-        right = (given, made) == (observation.prompt_tokens, observation.completion_tokens)
-        if not right and not (times > 1 and low <= high <= times * low):
-            verdict.miscounted.append(
-                f"request {request_id} used {observation.prompt_tokens} + {observation.completion_tokens} tokens, its "
-                f"events have {given} + {made}"
-            )
+        if observation.completed:
+            _check_request(verdict, observation, of_request)
     for account in accounts:
-        if account.tokens == RESTLESS:
-            verdict.findings.append("the ledger has open reservations, or charges that nobody wrote")
-            continue
-        verdict.account_tokens += account.tokens
-        verdict.event_tokens += of_tenant[account.tenant]
-        if account.tokens != of_tenant[account.tenant]:
-            verdict.miscounted.append(
-                f"the account of {account.tenant} has {account.tokens} tokens, its events have "
-                f"{of_tenant[account.tenant]}"
-            )
-    if exact:
+        _check_account(verdict, account, of_tenant[account.tenant])
+    if not any(fault.kind in LOSSES for fault in faults):
         verdict.findings += verdict.miscounted
+
+
+def _check_request(
+    verdict: Verdict, observation: Observation, of_request: Mapping[tuple[str, str], Sequence[Charged]]
+) -> None:
+    request_id = f"{observation.request.number}.{len(observation.refused) + 1}"
+    own = of_request.get((observation.request.revision.tenant, request_id), ())
+    used = observation.prompt_tokens, observation.completion_tokens
+    charged = sum(one.input for one in own), sum(one.output for one in own)
+    verdict.client_tokens += sum(used)
+    verdict.charged_tokens += sum(charged)
+    # A call that was made again from its beginning was computed again.
+    times = sum(call.method != "Resume" for call in observation.calls)
+    if charged != used and not (times > 1 and sum(used) <= sum(charged) <= times * sum(used)):
+        verdict.miscounted.append(
+            f"request {request_id} used {used[0]} + {used[1]} tokens, its events have {charged[0]} + {charged[1]}"
+        )
+
+
+def _check_account(verdict: Verdict, account: Account, in_events: int) -> None:
+    if account.tokens == RESTLESS:
+        verdict.findings.append("the ledger has open reservations, or charges that nobody wrote")
+        return
+    verdict.account_tokens += account.tokens
+    verdict.event_tokens += in_events
+    if account.tokens != in_events:
+        verdict.miscounted.append(
+            f"the account of {account.tenant} has {account.tokens} tokens, its events have {in_events}"
+        )

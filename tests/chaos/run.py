@@ -40,7 +40,7 @@ async def run(plan: Plan, directory: Path, path: Path) -> None:
 
 async def _charged(cluster: ChaosCluster) -> list[Charged | Account]:
     """Return the ledger's counts; those so far where it does not come to rest."""
-    usage = [cluster.usage_files / f"{name}.jsonl" for name in cluster.doors]
+    usage = [cluster.usage_file(name) for name in cluster.doors]
     try:
         async with asyncio.timeout(RECOVERY_S):
             return await read_ledger(cluster.valkeys.primary.client, usage)

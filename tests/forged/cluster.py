@@ -21,7 +21,7 @@ from broker.keys import Keys
 from clients.cli.models import registered
 from deploy.local.process import Process
 from rpc.identity.tls import TlsFiles
-from tests.credentials_files import job_keys, tls_files
+from tests.credentials_files import job_keys, tls_files, write_tls_files
 from tests.valkey_server import ValkeyServer
 
 MODEL = "hash:?vocab=600&step_ms=1"
@@ -45,11 +45,9 @@ class Cluster:
         return tls_files(self.directory, uri)
 
     def client_tls(self, uri: str) -> Tls:
-        """Return the same for the SDK."""
-        name = uri.partition("://")[2].replace("/", "-")
-        self.tls(uri)
-        key = self.directory / f"{name}-key.pem"
-        return Tls(self.directory / f"ca-{name}" / "ca.pem", self.directory / f"{name}.pem", key)
+        """Return files of such a certificate for the SDK."""
+        cert, key, ca = write_tls_files(self.directory, uri)
+        return Tls(ca, cert, key)
 
     def client(self, tenant: str) -> AsyncClient:
         """Return a tenant's client of the router."""
@@ -100,14 +98,8 @@ async def running(directory: Path) -> AsyncIterator[Cluster]:
         job_keys(directory)
         ports = ["--host", "127.0.0.1", "--port", "0", "--operator-mtls-port", "0", "--metrics-port", "-1"]
         store = await _start(stack, cluster, "store", [*ports, "--data", str(directory / "data")])
-        shared = [
-            "--store",
-            store["operators-mtls"],
-            "--redis-url",
-            valkey.url,
-            "--job-key",
-            str(directory / "job.key"),
-        ]
+        shared = ["--store", store["operators-mtls"], "--redis-url", valkey.url]
+        shared += ["--job-key", str(directory / "job.key")]
         operator = cluster.client_tls("loraplex://operator/o")
         async with AsyncStoreClient(store["operators-mtls"], TENANT, tls=operator) as client:
             base = read_base_model(MODEL)
@@ -137,9 +129,8 @@ def _adapter(directory: Path) -> Path:
 
 async def _start(stack: AsyncExitStack, cluster: Cluster, name: str, flags: list[str]) -> Mapping[str, str]:
     directory, module = cluster.directory, "adapter_store" if name == "store" else name
-    cluster.tls(f"loraplex://{name}/one")
-    tls = ["--tls-cert", f"{name}-one.pem", "--tls-key", f"{name}-one-key.pem", "--tls-ca", f"ca-{name}-one/ca.pem"]
-    tls = [word if word.startswith("--") else str(directory / word) for word in tls]
+    cert, key, ca = write_tls_files(directory, f"loraplex://{name}/one")
+    tls = ["--tls-cert", str(cert), "--tls-key", str(key), "--tls-ca", str(ca)]
     argv = [sys.executable, "-m", module, *tls, "--audit", str(directory / f"{name}.audit"), *flags]
     environ = {**os.environ, "GRPC_VERBOSITY": "NONE"}
     process = await Process.start(name, argv, log_path=directory / f"{name}.log", environ=environ)

@@ -61,7 +61,8 @@ class Charges:
             assert most is not None
             if got > most + self._bound(tenant, most):
                 wrong.append(f"tenant {tenant} got {got} tokens, its quota is {most}")
-            # Reservations of routers that died may be held still: nobody renews them.
+            # Reservations of routers that died may be held still. Looks that follow each other end them: after a pause
+            # without looks the ledger lets routers renew theirs first.
             for part in range(1, 10):
                 later_ms = self._redis.now_ms + part * HELD_MS // 4
                 charged = self._redis.data.ledger.look(tenant, AccountCopy(), [], later_ms).account.day_tokens
