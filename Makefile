@@ -60,7 +60,7 @@ run: $(STAMP) ## Start a cluster on this machine and show answers of the model a
 		$(if $(KV_CACHE_DTYPE),--kv-cache-dtype $(KV_CACHE_DTYPE)) \
 		--port $(PORT) --store-port $(STORE_PORT) $(if $(ONCE),--once)
 
-# One pytest process more than cores, because tests of clusters often wait; at most four, because more of them would wait
+# A pytest process more than cores, because tests of clusters often wait; at most four, because more of them would wait
 # for each other's clusters.
 PYTEST := $(BIN)/pytest -n $$(($$(getconf _NPROCESSORS_ONLN) + 1)) --maxprocesses 4 --dist worksteal
 # Rooms whose tests start no cluster and no model.

@@ -24,7 +24,7 @@ _SERVICE_KEYS = frozenset(
     | {"ports", "profiles", "restart", "stop_grace_period", "user", "volumes"}
     | {"cap_drop", "read_only", "security_opt", "tmpfs"}
 )
-# What every service has; the seccomp profile is then the engine's default.
+# Keys of every service that confine it; without a seccomp profile the container engine's default holds.
 _CONFINED = {"read_only": True, "cap_drop": ["ALL"], "security_opt": ["no-new-privileges:true"]}
 _CONDITIONS = frozenset({"service_started", "service_healthy", "service_completed_successfully"})
 _INTERPOLATED = re.compile(r"\$\{(\w+)(?::-([^}]*))?\}")

@@ -64,7 +64,7 @@ async def test_a_certificate_stays_with_its_revision(
         ("int8", 0.96875),
     ]
     assert listed[1].certificates[0] == later
-    # The same bytes for another base are another matter.
+    # These bytes for another base are another matter.
     replaced = replace(tiny_base, digest="sha256:" + "2" * 64)
     await client.register(replaced, replace=True)
     again = (await client.upload("support", adapter_files())).revision

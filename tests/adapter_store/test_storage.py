@@ -58,7 +58,7 @@ async def test_damaged_files_are_never_served_whole(
             received += part.chunk.data
     assert refusal(caught.value)[:2] == ("DATA_LOSS", "ErrorInfo,ResourceInfo")
     assert len(received) < len(WEIGHTS)
-    # The same bytes again mend it.
+    # Another upload of these bytes mends it.
     assert not (await client.upload("support", FILES)).created
     assert (await client.download(name))[1] == FILES
 

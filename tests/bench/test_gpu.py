@@ -56,7 +56,7 @@ def test_the_full_model_has_the_real_shape() -> None:
     assert 2 * 64 * LLAMA3_8B.adapter_parameters(gpu.RANK) == pytest.approx(5.37e9, rel=0.01)
     assert gpu.FULL.shape is LLAMA3_8B
     assert (gpu.FULL.steps.context, gpu.FULL.steps.prefill) == (512, 4096)
-    # What is timed has the context in its middle.
+    # The timed steps have the context in their middle.
     steps = gpu.FULL.steps
     assert steps.prompt + steps.steps + steps.windows * steps.steps // 2 == steps.context
 

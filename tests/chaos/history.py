@@ -169,7 +169,7 @@ class CrowdCall(msgspec.Struct, frozen=True, tag=True):
     retry_s: float | None = None
     token_ids: tuple[int, ...] = ()
     ends: int = 0
-    # Whether a stream that has begun may end with an error, where that has a reason.
+    # A stream that has begun may end with an error, where that has a reason.
     may_break: bool = False
 
 

@@ -87,7 +87,7 @@ class Plan:
     faults: tuple[PlannedFault, ...]
     overlap: bool = False
     in_flight: int = IN_FLIGHT
-    # Whether tenants have plans, and the ledger is compared with the clients.
+    # Tenants have plans, and the ledger is compared with the clients.
     ledger: bool = False
 
     @property
@@ -226,6 +226,6 @@ def _with_stop(rng: random.Random, request: Request) -> Request:
     at = rng.randrange(5, len(ids) - 2)
     if kind > 0.2:
         return msgspec.structs.replace(request, stop_token_ids=(ids[at],))
-    # One that begins in the middle of a token holds back what is before it; its beginning is delivered.
+    # A stop string that begins in the middle of a token: the token's beginning is delivered.
     whole = "".join(map(text_of, ids[at : at + rng.choice((1, 2, 3))]))
     return msgspec.structs.replace(request, stop=(whole[rng.choice((0, 0, 2)) :] or whole,))

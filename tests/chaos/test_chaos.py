@@ -12,7 +12,7 @@ from tests.chaos.plan import Kind, make_plan
 from tests.chaos.report import as_json, as_lines
 from tests.chaos.run import run
 
-# One of each family that is quick to mend; the long run has them all.
+# Faults of each family, those that are quick to mend; the long run has them all.
 SHORT = (Kind.WORKER_KILL, Kind.ENGINE_KILL, Kind.ROUTER_KILL_FULL, Kind.REDIS_WIPE, Kind.REDIS_FULL, Kind.LINK_CUT)
 
 

@@ -154,7 +154,7 @@ async def test_a_worker_that_is_lost_changes_no_id(
         if lose is stop_worker:
             os.kill(victim.pid, signal.SIGCONT)
     assert sum(whole.continuations for whole in wholes) > 0, "the lost worker held nothing"
-    # One that wakes up later has no jobs any more, and works again.
+    # A worker that wakes up later has no jobs any more, and works again.
     await eventually(both_serve)
     await eventually(cluster.idle)
     again = [ask(cluster, number, f"after {lose.__name__}") for number in range(12)]

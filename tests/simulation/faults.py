@@ -35,7 +35,7 @@ class Kind(StrEnum):
     REDIS_ROLL_BACK = "Redis rolled back"
 
 
-# What takes away what the queue remembers of service.
+# Faults that take away what the queue remembers of service.
 FORGETTING = frozenset({Kind.REDIS_WIPE, Kind.REDIS_ROLL_BACK})
 _LOOK_S = 0.05
 _LENGTHS_S = (0.05, 0.15, 0.5, 1.5, 4.0, 7.0)
@@ -115,7 +115,7 @@ async def _worker(fault: Fault, worker: SimulatedWorker) -> bool:
         return True
     if fault.kind is Kind.WORKER_DRAIN:
         worker.drain()
-        # It may be killed while it drains; then whoever did that starts it again.
+        # The worker may be killed while it drains; then whoever did that starts it again.
         while not worker.running.done() and worker.node is node and not node.dead:  # noqa: ASYNC110
             await asyncio.sleep(_LOOK_S)
         if worker.node is not node or node.dead:

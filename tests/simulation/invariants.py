@@ -17,7 +17,7 @@ class Attempts:
         self.faults: list[str] = []
         # The newest attempt that any router has enqueued, by job.
         self._newest: dict[str, int] = {}
-        # Who was first with a frame that counted, by job and attempt.
+        # Worker whose frame counted first, by job and attempt.
         self._bound: dict[tuple[str, int], str] = {}
 
     @property

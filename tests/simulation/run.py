@@ -98,7 +98,7 @@ def simulate_scenario(scenario: Scenario) -> Outcome:
             ):
                 loop.set_exception_handler(lambda _, context: logged.append(_describe(context)))
                 outcome = loop.run_until_complete(_run(scenario, chance, network, directory))
-                # What ends the run may well end in errors.
+                # The end of a run may cause errors.
                 outcome.wrong += logged
         return outcome
 

@@ -55,5 +55,5 @@ def test_a_worker_with_a_broken_device_convicts_nobody_and_serves_again(monkeypa
     last_failing = max(at for at, phase in enumerate(phases) if phase is WorkerPhase.FAILING)
     assert WorkerPhase.SERVING in phases[last_failing:]
     assert served_at[-1] > BROKEN_S[1]
-    # One in service, then one in each step of its own, with pauses that grow.
+    # A death in service, then another in each step of its own, with pauses that grow.
     assert 2 <= deaths <= 4

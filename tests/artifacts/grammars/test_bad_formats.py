@@ -61,7 +61,7 @@ BAD_SCHEMAS: list[tuple[Any, str]] = [
     # Regexes that need more than a finite automaton.
     (properties(s={"type": "string", "pattern": "(?=a)b"}), "properties.s: look-around"),
     (properties(s={"type": "string", "pattern": r"\bword"}), r"properties.s: \\b and \\B, and \^ and \$ in the middle"),
-    # One fault among hundreds of parts, of which compiling each alone would take too long.
+    # A fault among hundreds of parts, of which compiling each alone would take too long.
     (
         properties(
             **{f"p{i}": {"type": "array", "items": {"type": "string", "maxLength": i}} for i in range(600)}, z=BAD

@@ -62,7 +62,7 @@ def test_a_histogram_loses_nothing() -> None:
 
 
 def test_a_stall_of_the_generator_is_paid_from_the_intended_time() -> None:
-    # One a second was due; the generator hung from 2 s to 6 s, then sent what was late at once; each took 0.1 s.
+    # A request a second was due; the generator hung from 2 s to 6 s, then sent the late ones at once; each took 0.1 s.
     due = np.arange(10.0)
     sent = np.where((due >= 2) & (due < 6), 6.0, due)
     run = [

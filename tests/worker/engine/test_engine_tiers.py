@@ -63,5 +63,5 @@ def test_a_resident_adapter_is_a_hit(
         run_until_idle(engine, {0: [ask(str(number), name, directory)]})
     stats = engine.stats()
     assert (stats.adapter_hits, stats.adapter_misses, stats.tiers.swaps, stats.tiers.loading) == (2, 1, 0, 0)
-    # One adapter, in both tiers.
+    # The adapter is in both tiers.
     assert stats.tiers.host_bytes == stats.tiers.device_bytes > 0

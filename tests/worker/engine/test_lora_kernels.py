@@ -46,7 +46,7 @@ def test_kernels_compile_for_sm_90(
     for call in launches(in_features, widths, max_rank, dtype):
         compiled = compiled_for_sm_90(call)
         if in_features % 16 == 0:
-            # What is read and written in bulk moves 16 bytes at a time; three numbers of the tile and the rank do not,
+            # Reads and writes in bulk move 16 bytes at a time; three numbers of the tile and the rank do not,
             # nor do a DoRA's gains and shifts, a number or two for each thread.
             ptx = compiled.asm["ptx"]
             copies = re.findall(r"cp\.async\.c[ag]\.shared\.global \[[^]]+\], \[[^]]+\], (0x\w+)", ptx)

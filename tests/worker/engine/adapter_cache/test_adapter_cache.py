@@ -214,7 +214,7 @@ def test_host_memory_keeps_the_most_recently_used_within_its_budget(make_room: C
     room.run("c")
     room.end("c")
     assert room.cache.tiers.host_bytes == 8
-    # One that is larger than the budget is held until it is in its slot.
+    # An adapter larger than the budget is held until it is in its slot.
     room.run("d")
     room.end("d")
     assert (room.cache.tiers.host_bytes, room.cache.tiers.device_bytes) == (0, 11)

@@ -106,12 +106,12 @@ class Walk:
             self.loads.finish_load(self.chance.choice(under_way))
 
     def poll(self, *, busy: bool | None = None) -> None:
-        # As the scheduler has it: one that is ready is work, too.
+        # A ready sequence is work, too, as the scheduler has it.
         had_work = self.cache.has_work() or self.waiting.ready > 0
         busy = self.chance.random() < 0.5 if busy is None else busy
         arrivals = self.cache.poll(busy=busy)
         for digest in arrivals.arrived:
-            # One that a starved adapter takes at once is asked for again by those that come to the head.
+            # Sequences that come to the head ask again for an adapter whose slot a starved one took.
             assert self.cache.slot_of(digest) is not None or self.starved
             assert self.waiting.parked_for(digest), "an adapter for nobody"
             self.waiting.arrived(digest)

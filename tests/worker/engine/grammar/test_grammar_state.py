@@ -70,7 +70,7 @@ def test_the_end_token_is_allowed_where_the_answer_may_end() -> None:
     hidden = begin(regex_grammar("a+"), ENDING, hides_end=True)
     hidden.advance(ord("a"))
     assert hidden.allowed_ids(NOTHING).tolist() == [ord("a")]
-    # What a stop token bans is allowed where there is nothing else: the format goes first.
+    # A banned stop token is allowed where there is nothing else: the format goes first.
     assert state.allowed_ids(frozenset({end, ord("a")})).tolist() == [ord("a"), end]
     assert state.advance(end) is None
     assert state.complete

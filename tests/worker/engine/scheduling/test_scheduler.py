@@ -53,7 +53,7 @@ def test_higher_priority_goes_first_but_not_for_ever(model: PagedModel) -> None:
     order = []
     while "low" not in model.ended:
         order += [output.sequence_id for output in model.step() if output.finish]
-    # It was overtaken by as many as one level is worth, give or take the rows of a batch.
+    # As many overtook it as one level is worth, give or take the rows of a batch.
     assert 64 - 8 <= order.index("low") <= 64 + 8
 
 

@@ -78,7 +78,7 @@ async def test_a_worker_that_its_last_claim_filled_takes_no_wake_up(
     for number in range(ROWS):
         await worker.queue.enqueue(job(f"endless-{number}", worker.address))
     await router.until(lambda: all(router.ids[f"endless-{number}"] for number in range(ROWS)))
-    # One more claim only asks what waits; then a job is cancelled, and there is room.
+    # Another claim only asks what waits; then a job is cancelled, and there is room.
     await router.until(lambda: asked.events[-1] == ("claim", 0))
     await worker.queue.enqueue(job("another", worker.address, max_tokens=2))
     worker.results.cancel("endless-0", 1)
