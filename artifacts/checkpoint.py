@@ -18,8 +18,8 @@ _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 # Size in bytes of each of the three samples of a tensor.
 _SAMPLE_BYTES = 4096
-# Formats of integers by dtype, and the maximum bytes of a tensor that is read whole. Not by numpy, which every process of
-# the cluster would import for it.
+# Formats of integers by dtype, and the maximum bytes of a tensor that is read whole. No numpy, which every process of
+# the cluster would import for them.
 _INTEGERS = {"I32": struct.Struct("<i"), "I64": struct.Struct("<q")}
 _SMALL_TENSOR_BYTES = 1 << 20
 

@@ -33,7 +33,7 @@ ROUTERS = ("r1", "r2")
 ADAPTERS = ("", "", "sha256:x", "sha256:y", "sha256:z")
 WEIGHTS = {"a": 1.0, "b": 3.0, "c": 0.7, "d": 1.0}
 WALKS = int(os.environ.get("BROKER_WALKS", "8"))
-# One for each walk in turn.
+# Limits of the walks, in turn.
 LIMITS = (
     QueueLimits(jobs=6),
     QueueLimits(bytes=1_500),

@@ -63,7 +63,7 @@ async def test_a_client_that_stops_reading_is_dropped_alone(
             running: int = sum(worker.rows_running for worker in await cluster.workers())
             return running == count
 
-        # One that reads, beside it and beyond its end.
+        # A client that reads, beside it and beyond its end.
         beside: list[int] = []
         more = asyncio.Event()
 
