@@ -32,6 +32,8 @@ lp:{MODEL/CELL}:commands:INC list    operators' commands to an incarnation; expi
 lp:{MODEL/CELL}:worker:INC   string  state of a live incarnation; expires without beats
 lp:{MODEL/CELL}:routers      zset    routers, by the time from which they are taken for dead
 lp:{MODEL/CELL}:born         string  random name of this data, made when it began
+lp:{MODEL/CELL}:aside        hash    names and types of keys that had another type than here, for a router to report
+lp:{MODEL/CELL}:aside:NAME   any     such a key; expires
 lp:{resume}:keys             list    keys of the resume tokens of all routers, the newest first; secret
 lp:{ledger}:tenants          set     tenants whose charges are reported
 lp:{ledger/NAME}:account     string  what a tenant or API key was granted in the running windows (broker/ledger.py)

@@ -24,6 +24,8 @@ class Census:
 
     server: str
     workers: list[WorkerState]
+    # Names and types of keys that had another type than broker/keys.py says, and that were set aside.
+    set_aside: tuple[tuple[str, str], ...] = ()
 
 
 class Liveness:
@@ -34,6 +36,11 @@ class Liveness:
         self._beat = scripts.register(redis, "beat")
         self._declare_dead = scripts.register(redis, "declare_dead")
         self._census = scripts.register(redis, "census")
+
+    @property
+    def prefix(self) -> str:
+        """Return the common prefix of the cell's keys."""
+        return self._keys.prefix
 
     async def beat(self, state: WorkerState) -> list[str]:
         """Record that a worker lives, for the next TTL_MS; return the relay addresses of the live routers."""
@@ -50,14 +57,17 @@ class Liveness:
     async def take_census(self, router: str = "") -> Census:
         """Return who lives; a router that gives its own address is recorded as alive."""
         arguments = [self._keys.prefix, router, secrets.token_hex(8)]
-        server, states = await self._census(self._keys.workers, arguments)
+        server, states, aside = await self._census(self._keys.workers, arguments)
         workers: list[WorkerState] = []
         for state in states:
             try:
                 workers.append(decode_worker(state))
             except DecodeError:  # another version wrote it: a worker that this one cannot use
                 continue
-        return Census(server.decode(errors="replace"), sorted(workers, key=lambda worker: worker.worker_id))
+        texts = [text.decode(errors="replace") for text in aside]
+        set_aside = tuple(zip(texts[::2], texts[1::2], strict=True))
+        workers.sort(key=lambda worker: worker.worker_id)
+        return Census(server.decode(errors="replace"), workers, set_aside)
 
     async def live_workers(self) -> list[WorkerState]:
         """Return the live workers, ordered by id."""

@@ -90,6 +90,10 @@ YOUNG_MS = 500
 LOOKS_PER_CHECK = 8
 # Number of waiting jobs, drawn by chance, that a census looks for.
 LOST_IDS_PER_CENSUS = 4
+# Number of tenants with a queue, drawn by chance, whose queue's type a census checks.
+QUEUES_PER_CENSUS = 64
+# Time in ms for which a key of another type, which was set aside, is kept for an operator to look at.
+ASIDE_MS = 86_400_000
 
 # Time in ms for which jobs are refused after a first death (see broker/quarantine.py), by how much it grows with each
 # further one, and its maximum; and the time in ms after which a death is forgotten.

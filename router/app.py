@@ -68,7 +68,12 @@ async def run(settings: Settings) -> None:
     if redis is None:
         return
     models = Models(
-        store, redis, settings.cell, settings.queue_limits, seals=(seals := seals_of(tls, settings.job_key))
+        store,
+        redis,
+        settings.cell,
+        settings.queue_limits,
+        seals=(seals := seals_of(tls, settings.job_key)),
+        set_aside=lambda key: metrics.keys_set_aside.labels(key).inc(),
     )
     reach = RelayReach(metrics)
     placer = Placer(

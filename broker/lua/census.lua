@@ -1,11 +1,22 @@
 #!lua flags=allow-oom
--- Answers {the server's run and the name of its data, the states of all live workers}. Incarnations whose key has
--- expired are taken off the list; a router that asks is recorded as alive.
+-- Answers {the server's run and the name of its data, the states of all live workers, keys that were set aside and their
+-- types}. Incarnations whose key has expired are taken off the list; a router that asks is recorded as alive.
 --- @include "workers"
 --- @include "routers"
 --- @include "lost_keys"
+--- @include "wrong_types"
 
 local router, new_data_name = ARGV[2], ARGV[3]
+-- Types of the keys that all tenants share.
+local types = {waiting = 'zset', again = 'zset', uses = 'zset', tenants = 'zset', idle = 'zset', quarantine = 'zset',
+  routers = 'zset', bytes = 'hash', pace = 'hash', suspects = 'hash', deaths = 'hash', pins = 'hash', workers = 'hash',
+  news = 'list', wake = 'list', dead = 'list', arrivals = 'string', floor = 'string', passed_on = 'string', born = 'string'}
+
+set_aside_unless('hash', 'aside')
+for name, wanted in pairs(types) do set_aside_unless(wanted, name) end
+for _, tenant in ipairs(redis.call('ZRANDMEMBER', TENANTS, QUEUES_PER_CENSUS)) do
+  set_aside_unless('zset', 'queue:' .. tenant)
+end
 if router ~= '' then beat_router(router) end
 local states, living, lapsed = {}, {}, {}
 local incarnations = redis.call('HGETALL', WORKERS)
@@ -27,4 +38,6 @@ prune_idle_tenants()
 drop_remains()
 redis.call('SET', PREFIX .. 'born', new_data_name, 'NX')
 local run = string.match(redis.call('INFO', 'server'), 'run_id:(%x+)')
-return {run .. ' ' .. redis.call('GET', PREFIX .. 'born'), states}
+local aside = redis.call('HGETALL', ASIDE)
+redis.call('DEL', ASIDE)
+return {run .. ' ' .. redis.call('GET', PREFIX .. 'born'), states, aside}

@@ -9,6 +9,7 @@
 --- @include "arrivals"
 --- @include "workers"
 --- @include "queue_shares"
+--- @include "wrong_types"
 
 local id, deadline_ms = ARGV[2], tonumber(ARGV[3])
 -- The limits, and the fields of the entry, in the order of broker/terms.py. max.begun_bytes_when_full: Redis is full.
@@ -118,7 +119,11 @@ else
   -- Members of equal score are ordered by their bytes: priority, deadline, arrival. PLACE_BYTES stand before the id.
   job.place = string.format('%03d%015d%016d:', PRIORITY_LIMIT - job.priority,
     deadline_ms > 0 and job.deadline or 999999999999999, arrival) .. id
-  tenant_jobs = redis.call('ZCARD', queue)
+  tenant_jobs = redis.pcall('ZCARD', queue)
+  if type(tenant_jobs) ~= 'number' then
+    set_aside_unless('zset', 'queue:' .. job.tenant)
+    tenant_jobs = 0
+  end
   local refusal = refusal_of_newcomer(tenant_jobs)
   if refusal then return refusal end
 end

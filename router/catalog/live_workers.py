@@ -23,9 +23,16 @@ NO_LAPSE_S = TTL_MS / 1e3
 class LiveWorkers:
     """The live workers, at most one look's interval stale."""
 
-    def __init__(self, clock: Callable[[], float], answer_s: float = ANSWER_S) -> None:
+    def __init__(
+        self,
+        clock: Callable[[], float],
+        answer_s: float = ANSWER_S,
+        set_aside: Callable[[str], None] = lambda key: None,
+    ) -> None:
         self._clock = clock
         self._answer_s = answer_s
+        # Called with the name of each key that a census reports as set aside, without a tenant's.
+        self._set_aside = set_aside
         self._workers: dict[str, list[WorkerState]] = {}
         # Sizes of the workers that take new jobs: maximum tokens and rank, by model and base digest.
         self._sizes: dict[str, dict[str, set[tuple[int, int]]]] = {}
@@ -57,7 +64,9 @@ class LiveWorkers:
         try:
             async with asyncio.timeout(self._answer_s):
                 for name, liveness in models.items():
-                    self._count(name, await liveness.take_census(reply_to))
+                    census = await liveness.take_census(reply_to)
+                    self._report(liveness.prefix, census)
+                    self._count(name, census)
         except REDIS_DOWN as error:  # a timeout is one of them
             self._no_lapse_before = self._clock() + NO_LAPSE_S
             if not self._failed:
@@ -71,6 +80,11 @@ class LiveWorkers:
         if self._clock() < self._no_lapse_before:
             return None
         return {state.incarnation for states in self._workers.values() for state in states}
+
+    def _report(self, prefix: str, census: Census) -> None:
+        for name, found in census.set_aside:
+            log.error("the Redis key %s%s was a %s; it is %saside:%s now, for a day", prefix, name, found, prefix, name)
+            self._set_aside(name.partition(":")[0])
 
     def _count(self, model: str, census: Census) -> None:
         """Take a census. Another server, or one that has lost its data, knows no worker yet: none counts as dead."""

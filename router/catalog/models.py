@@ -59,6 +59,7 @@ class Models:
         answer_s: float = ANSWER_S,
         clock: Callable[[], float] | None = None,
         seals: Seals | None = None,
+        set_aside: Callable[[str], None] = lambda key: None,
     ) -> None:
         self._store = store
         self._redis = redis
@@ -71,7 +72,7 @@ class Models:
         self._texts = ModelTexts(clock)
         # Models that another one has replaced under their name, by digest, while workers serve them.
         self._replaced: dict[str, ServedModel] = {}
-        self._live = LiveWorkers(clock, answer_s)
+        self._live = LiveWorkers(clock, answer_s, set_aside)
         # Address of this router's relay; empty until it listens.
         self._reply_to = ""
         # Error of the store that was logged last.

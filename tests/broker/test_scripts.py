@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import broker
-from broker import terms
+from broker import keys, terms
 from broker.scripts import SCRIPTS, Scripts
 
 LUA = Path(broker.__path__[0]) / "lua"
@@ -27,6 +27,13 @@ def test_a_script_is_whole(name: str) -> None:
     functions = re.findall(r"^local function (\w+)", text, re.MULTILINE)
     assert len(functions) == len(set(functions))
     assert [function for function in functions if len(re.findall(rf"\b{function}\b", text)) == 1] == []
+
+
+def test_a_census_checks_the_types_of_all_keys_that_tenants_share() -> None:
+    rows = re.findall(r"^lp:{MODEL/CELL}:(\w+) +(\w+) ", keys.__doc__ or "", re.MULTILINE)
+    table = re.search(r"^local types = {(.*?)}", SCRIPTS.assemble("census"), re.MULTILINE | re.DOTALL)
+    assert table is not None
+    assert dict(rows) == {"aside": "hash", **dict(re.findall(r"(\w+) = '(\w+)'", table[1]))}
 
 
 def test_every_include_is_included() -> None:

@@ -15,10 +15,11 @@ from artifacts.base_model import read_base_model
 from broker.keys import Keys
 from broker.liveness import Liveness
 from broker.messages import AdapterRef, Job, StoppingParams, WorkerPhase
-from broker.terms import QueueLimits
+from broker.terms import ASIDE_MS, QueueLimits
 from router.catalog.manifest import Manifest, RegisteredModel
 from router.catalog.models import Models
 from rpc.errors import Mismatch, NotFound, Unavailable
+from tests.broker.both_queues import make_job
 from tests.broker.test_liveness import worker
 from tests.valkey_server import ValkeyServer
 
@@ -49,7 +50,10 @@ class Router:
         self.ahead_s = 0.0
         self.store = OneModel()
         store: Any = self.store
-        self.models = Models(store, redis, "main", QueueLimits(), answer_s=answer_s, clock=self._now)
+        self.set_aside: list[str] = []
+        self.models = Models(
+            store, redis, "main", QueueLimits(), answer_s=answer_s, clock=self._now, set_aside=self.set_aside.append
+        )
         self.live: list[set[str]] = []
 
     def _now(self) -> float:
@@ -105,6 +109,19 @@ async def test_a_router_that_has_not_read_the_store_yet_knows_no_model_but_denie
     with pytest.raises(Unavailable) as resumed:
         router.models.with_digest("other", "sha256:0")
     assert resumed.value.reason == "NO_MODEL"
+
+
+async def test_a_key_of_another_type_is_set_aside_and_named(redis: Redis, caplog: pytest.LogCaptureFixture) -> None:
+    router = await following(redis)
+    await redis.rpush(KEYS.prefix + "queue:acme", "x")
+    await router.models.queue_of("tiny").enqueue(make_job("j", "acme"))
+    await redis.set(KEYS.prefix + "tenants", "x")
+    assert await router.look() == await router.look() == []
+    assert sorted(router.set_aside) == ["queue", "tenants"]
+    assert f"{KEYS.prefix}tenants was a string; it is {KEYS.prefix}aside:tenants now" in caplog.text
+    assert await redis.get(KEYS.prefix + "aside:tenants") == b"x"
+    assert 0 < await redis.pttl(KEYS.prefix + "aside:queue:acme") <= ASIDE_MS
+    assert await router.models.queue_of("tiny").count_waiting() == 1
 
 
 @pytest.mark.parametrize("loss", ["loses its data", "restarts empty"])
