@@ -99,8 +99,7 @@ async def serving(settings: Settings, metrics: GatewayMetrics) -> AsyncIterator[
         raise SettingsError(f"--tls-cert {settings.tls_cert}: {error.strerror or error}") from error
     with listen(settings.host, settings.port) as bound:
         running = asyncio.create_task(server.serve([bound]))
-        while not (server.started or running.done()):  # noqa: ASYNC110 — uvicorn has no event for it
-            await asyncio.sleep(0.005)
+        await server.start_tried.wait()
         try:
             yield f"{settings.host}:{bound.getsockname()[1]}", running
         finally:

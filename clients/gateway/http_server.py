@@ -147,6 +147,18 @@ class Connection(HttpToolsProtocol):
 class HttpServer(uvicorn.Server):
     """A server whose process handles signals itself: `should_exit` stops it in order."""
 
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        # Set when it listens, or has failed to.
+        self.start_tried = asyncio.Event()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """See uvicorn.Server."""
+        try:
+            await super().startup(sockets)
+        finally:
+            self.start_tried.set()
+
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         """Capture none."""
