@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -46,7 +46,7 @@ async def _whole(call: HttpCall, request: Mapping[str, Any]) -> dict[str, Any]:
     if not (request.get("parameters") or {}).get("details"):
         return {"generated_text": whole.generated_text}
     assert whole.details is not None, "it was asked for"
-    tokens = [await _token(call, token) for token in whole.details.tokens]
+    tokens = await _tokens(call, whole.details.tokens)
     details = {**_details(whole.details), "prefill": [], "tokens": tokens, "top_tokens": _tops(tokens)}
     return {"generated_text": whole.generated_text, "details": details}
 
@@ -75,7 +75,7 @@ def _opened(call: HttpCall, request: Mapping[str, Any], ask: Ask) -> Any:
 
 
 async def _event(call: HttpCall, index: int, response: StreamResponse) -> dict[str, Any]:
-    token = await _token(call, response.token)
+    (token,) = await _tokens(call, [response.token])
     return {
         "index": index,
         "token": token,
@@ -85,10 +85,10 @@ async def _event(call: HttpCall, index: int, response: StreamResponse) -> dict[s
     }
 
 
-async def _token(call: HttpCall, token: Token) -> dict[str, Any]:
-    """Return a token; the texts of its alternatives are asked for."""
-    found = asdict(token)
-    others = found["alternative_tokens"]
+async def _tokens(call: HttpCall, tokens: Sequence[Token]) -> list[dict[str, Any]]:
+    """Return tokens; the texts of their alternatives are asked for, all at once."""
+    found = [asdict(token) for token in tokens]
+    others = [other for token in found for other in token["alternative_tokens"] or ()]
     if others:
         texts = await call.cluster.token_bytes(call.caller, "", (other["id"] for other in others))
         for other in others:
