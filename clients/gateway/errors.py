@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from loraplex_client import errors as sdk
 
@@ -55,6 +57,13 @@ def invalid(field: str, why: str, code: str = "invalid_value") -> HttpError:
 def not_served(field: str, why: str = "is not served") -> HttpError:
     """Return the error of a parameter of the protocol that cannot be obeyed."""
     return HttpError(400, "unsupported_parameter", f"{field}: {why}", field)
+
+
+def check_served(request: Mapping[str, Any], refused: Sequence[str], harmless: Mapping[str, Sequence[Any]]) -> None:
+    """Raise HttpError on a parameter that is refused, unless its value is a harmless one, which asks for nothing."""
+    for name in refused:
+        if request.get(name) is not None and request[name] not in harmless.get(name, ()):
+            raise not_served(name)
 
 
 def renamed(error: HttpError, pattern: re.Pattern[str], replacement: str) -> HttpError:

@@ -13,7 +13,7 @@ from loraplex_client import InvalidRequestError, LoraplexError, NotImplementedBy
 
 from clients.gateway.anthropic_api.conversation import conversation
 from clients.gateway.bodies import Body
-from clients.gateway.errors import http_error, not_served
+from clients.gateway.errors import check_served, http_error, not_served
 
 # The temperature of a request without one: Anthropic's own.
 _TEMPERATURE = 1.0
@@ -45,9 +45,7 @@ _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 def options_of(request: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of the SDK, `messages` among them. Raises HttpError on a field that is not served."""
-    for name in _NOT_SERVED:
-        if request.get(name) is not None and request[name] not in _NOTHING.get(name, ()):
-            raise not_served(name)
+    check_served(request, _NOT_SERVED, _NOTHING)
     if (request.get("thinking") or {}).get("type", "disabled") != "disabled":
         raise not_served("thinking", "is the model's own choice here; only `disabled` is taken, without effect")
     options: dict[str, Any] = {

@@ -12,7 +12,7 @@ from openai.types.completion_create_params import CompletionCreateParamsBase as 
 from typing_extensions import TypedDict
 
 from clients.gateway.bodies import Body
-from clients.gateway.errors import invalid, not_served
+from clients.gateway.errors import check_served, invalid, not_served
 
 # Tokens of a completion without `max_tokens`, and the temperature without one: OpenAI's own.
 _COMPLETION_TOKENS = 16
@@ -105,9 +105,7 @@ def completion_options(request: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _options(request: Mapping[str, Any]) -> dict[str, Any]:
-    for name in _NOT_SERVED:
-        if request.get(name) is not None and request[name] not in _NOTHING.get(name, ()):
-            raise not_served(name)
+    check_served(request, _NOT_SERVED, _NOTHING)
     options = {name: request[name] for name in _SAME if request.get(name) is not None}
     options |= {ours: request[name] for name, ours in _RENAMED.items() if request.get(name) is not None}
     options.setdefault("temperature", _TEMPERATURE)
