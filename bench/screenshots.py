@@ -38,7 +38,7 @@ def find_browser() -> str:
         found = shutil.which(name)
         if found is not None:
             return found
-    raise NoBrowserError(f"no browser for the screenshots: none of {', '.join(NAMES)} is on PATH")
+    raise NoBrowserError(f"no browser: none of {', '.join(NAMES)} is on PATH")
 
 
 def screenshot(browser: str, page: Path, picture: Path, *, width: int, dark: bool = False, most: int = 0) -> None:

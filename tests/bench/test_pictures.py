@@ -31,5 +31,5 @@ def test_every_experiment_is_a_file_of_the_examples() -> None:
 
 def test_without_a_browser_it_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(NoBrowserError, match="no browser for the screenshots: none of chromium, "):
+    with pytest.raises(NoBrowserError, match="no browser: none of chromium, "):
         find_browser()

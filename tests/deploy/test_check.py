@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from deploy.check import check
+from tests.deploy.mistakes import expect_problem
 
 ROOT = Path(__file__).resolve().parents[2]
 COMPOSE = "compose.yaml"
@@ -92,9 +93,4 @@ def test_the_shipped_files_name_nothing_that_does_not_exist(tree: Path) -> None:
     ],
 )
 def test_names_the_mistake(tree: Path, name: str, old: str, new: str, problem: str) -> None:
-    text = (tree / name).read_text()
-    assert old in text, "the mistake can't be made: the file has changed"
-    (tree / name).write_text(text.replace(old, new))
-    problems = check(tree)
-    assert any(problem in line for line in problems), problems
-    assert all("\n" not in line for line in problems)
+    expect_problem(check, tree, name, old, new, problem)

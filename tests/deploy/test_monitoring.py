@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from deploy.monitoring.check import METRICS, RULES, RUNBOOK, check_monitoring, metrics_of
+from tests.deploy.mistakes import expect_problem
 
 ROOT = Path(__file__).resolve().parents[2]
 DASHBOARD = Path("deploy/monitoring/grafana/dashboards/loraplex-cluster.json")
@@ -46,11 +47,7 @@ def test_the_shipped_files_name_nothing_that_does_not_exist(tree: Path) -> None:
     ],
 )
 def test_a_name_that_does_not_exist_is_a_problem(tree: Path, name: Path, old: str, new: str, problem: str) -> None:
-    text = (tree / name).read_text()
-    assert old in text
-    (tree / name).write_text(text.replace(old, new))
-    found = check_monitoring(tree)
-    assert any(problem in line for line in found), found
+    expect_problem(check_monitoring, tree, name, old, new, problem)
 
 
 def test_an_expression_names_the_series_of_its_functions_and_operators() -> None:

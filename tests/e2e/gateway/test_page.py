@@ -101,10 +101,16 @@ async def page() -> AsyncIterator[Page]:
     """A page of a browser."""
     try:
         browser = find_browser()
-    except NoBrowserError as error:
-        pytest.skip(str(error))
+    except NoBrowserError as error:  # the one reason to skip: a browser that is there and does not start is a failure
+        pytest.skip(f"{error}; no package of pip has one")
     async with browser_page(browser) as opened:
         yield opened
+
+
+async def test_a_browser_that_does_not_start_is_no_reason_to_skip() -> None:
+    with pytest.raises(NoBrowserError, match="the browser has ended"):
+        async with browser_page("/bin/false") as opened:
+            await opened.open("about:blank")
 
 
 async def test_a_prompt_is_typed_and_both_answers_read(page: Page, cluster: Cluster) -> None:
