@@ -6,14 +6,21 @@ from typing import Annotated
 
 import typer
 
+from clients.cli.completions import adapter_names, worker_ids
 from clients.cli.options import ROUTER, TENANT, RouterOption, TenantOption
 from clients.cli.service import cluster_service
 
-NameArgument = Annotated[str, typer.Argument(metavar="NAME", help="NAME, or tenants/TENANT/adapters/NAME.")]
+NameArgument = Annotated[
+    str,
+    typer.Argument(metavar="NAME", help="NAME, or tenants/TENANT/adapters/NAME.", autocompletion=adapter_names),
+]
 WorkerOption = Annotated[
     str,
     typer.Option(
-        "--worker", metavar="WORKER", help="Only this worker. Without it: every worker of the adapter's base model."
+        "--worker",
+        metavar="WORKER",
+        help="Only this worker. Without it: every worker of the adapter's base model.",
+        autocompletion=worker_ids,
     ),
 ]
 

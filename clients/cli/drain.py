@@ -6,10 +6,14 @@ from typing import Annotated
 
 import typer
 
+from clients.cli.completions import worker_ids
 from clients.cli.options import ROUTER, TENANT, RouterOption, TenantOption
 from clients.cli.service import cluster_service
 
-WorkerArgument = Annotated[str, typer.Argument(metavar="WORKER", help="The worker's id from `loraplex workers`.")]
+WorkerArgument = Annotated[
+    str,
+    typer.Argument(metavar="WORKER", help="The worker's id from `loraplex workers`.", autocompletion=worker_ids),
+]
 
 
 def drain(worker: WorkerArgument, router: RouterOption = ROUTER, tenant: TenantOption = TENANT) -> None:

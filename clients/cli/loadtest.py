@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from clients.cli.completions import adapter_names
 from clients.cli.loadtest_plan import build_plan, check_positive, read_arrivals, read_sweep
 from clients.cli.loadtest_result import finish
 from clients.cli.loadtest_tables import print_comparison
@@ -53,7 +54,11 @@ def loadtest(  # noqa: PLR0913, PLR0917  # one parameter a flag
     adapter: Annotated[
         Repeated,
         typer.Option(
-            "--adapter", "-a", metavar="NAME", help="Adapter to request. Repeat it to draw from several uniformly."
+            "--adapter",
+            "-a",
+            metavar="NAME",
+            help="Adapter to request. Repeat it to draw from several uniformly.",
+            autocompletion=adapter_names,
         ),
     ] = None,
     task: Annotated[Task | None, typer.Option(help="What the requests call; generate by default.")] = None,

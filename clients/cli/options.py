@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from clients.cli.completions import adapter_names, model_names
 from clients.cli.terminal import CommandError
 
 if TYPE_CHECKING:
@@ -37,11 +38,20 @@ TenantOption = Annotated[
     str, typer.Option("--tenant", metavar="NAME", envvar="LORAPLEX_TENANT", help="Tenant that the requests are for.")
 ]
 ModelOption = Annotated[
-    str, typer.Option("--model", metavar="NAME", help="Base model, needed if the router serves several.")
+    str,
+    typer.Option(
+        "--model", metavar="NAME", help="Base model, needed if the router serves several.", autocompletion=model_names
+    ),
 ]
 AdapterOption = Annotated[
     str,
-    typer.Option("--adapter", "-a", metavar="NAME", help="NAME, NAME@ALIAS or a full name; default: the base model."),
+    typer.Option(
+        "--adapter",
+        "-a",
+        metavar="NAME",
+        help="NAME, NAME@ALIAS or a full name; default: the base model.",
+        autocompletion=adapter_names,
+    ),
 ]
 AdaptersOption = Annotated[
     list[str] | None,
@@ -50,6 +60,7 @@ AdaptersOption = Annotated[
         "-a",
         metavar="NAME[=WEIGHT]",
         help="NAME, NAME@ALIAS or a full name; default: the base model. Repeat it for a sum; default WEIGHT: 1.",
+        autocompletion=adapter_names,
     ),
 ]
 ApiKeyFileOption = Annotated[

@@ -14,14 +14,16 @@ R = TypeVar("R")
 class Service:
     """A connection to a service of the `server` (router, store) at an address. Every method raises CommandError."""
 
-    def __init__(self, server: str, address: str, stub: Callable[[Any], Any], tenant: str = "") -> None:
+    def __init__(
+        self, server: str, address: str, stub: Callable[[Any], Any], tenant: str = "", timeout_s: float | None = None
+    ) -> None:
         from loraplex_client.connection import Connection
 
         from clients.cli.failures import explained
 
         self._server, self._address = server, address
         with explained(server, address):
-            self._connection = Connection(address, stub, tenant=tenant)
+            self._connection = Connection(address, stub, tenant=tenant, timeout_s=timeout_s)
 
     def ask(self, method: str, request: Any) -> Any:
         """Make one call and return its answer."""
@@ -43,8 +45,8 @@ class Service:
             return self._connection.run(script)
 
 
-def cluster_service(router: str, tenant: str) -> Service:
+def cluster_service(router: str, tenant: str, timeout_s: float | None = None) -> Service:
     """Connect to a router's ClusterService. Raises CommandError."""
     from loraplex.cluster.v1 import cluster_pb2_grpc
 
-    return Service("router", router, cluster_pb2_grpc.ClusterServiceStub, tenant)
+    return Service("router", router, cluster_pb2_grpc.ClusterServiceStub, tenant, timeout_s)
