@@ -52,7 +52,7 @@ def adapters_top(
     A hit is a request whose adapter is on the device; a disk hit, one whose adapter is fetched from the disk. The store
     names the adapters.
     """
-    workers, names = WorkerList(router, tenant), AdapterNames(store, tenant)
+    workers, names = WorkerList(router, tenant), AdapterNames(store, tenant, router)
     if as_json:
         fields = ("worker_id", "phase", "model", "adapter_slots", "adapter_tiers", "adapters")
         print_json(
@@ -84,9 +84,9 @@ def view(rows: Sequence[tuple[object, ...]]) -> RenderableType:
     from rich.console import Group
     from rich.text import Text
 
-    tables = [
-        table_of([HEADERS[at] for at in columns], [[row[at] for at in columns] for row in rows]) for columns in _TABLES
-    ]
+    tables: list[RenderableType] = []
+    for columns in _TABLES:
+        tables += [table_of([HEADERS[at] for at in columns], [[row[at] for at in columns] for row in rows]), ""]
     lines = [
         Text(printable(f"  {row[0]}: {row[-1] or 'no adapter on the device'}"), no_wrap=True, overflow="ellipsis")
         for row in rows

@@ -18,11 +18,11 @@ from clients.cli.terminal import CommandError, err, out, print_error, printable,
 if TYPE_CHECKING:
     from loraplex_client import Client, GenerationStream
 
-_HELP = """/adapter NAME   answer with this adapter from now on; without NAME: with the base model
-/system TEXT    begin a new conversation with this system prompt; without TEXT: with none
-/new            begin a new conversation with the same system prompt
-/quit           leave, as Ctrl-D does; Ctrl-C stops an answer
-Lines that are pasted together are one turn. The arrow keys go through earlier turns."""
+_HELP = """/adapter NAME  answer with this adapter; without NAME: with the base model
+/system TEXT   begin anew with this system prompt; without TEXT: with none
+/new           begin anew with the same system prompt
+/quit          leave, as Ctrl-D does; Ctrl-C stops an answer
+Pasted lines are one turn. The arrow keys go through earlier turns."""
 
 
 def chat(

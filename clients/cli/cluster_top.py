@@ -45,13 +45,16 @@ def top(
     Workers and queues are the whole cluster's. Rates, latencies and adapters are those of the asked router; --once
     shows them since that router's start. The store names the adapters on each worker.
     """
-    reader, names = ClusterReader(router, tenant), AdapterNames(store, tenant)
+    reader, names = ClusterReader(router, tenant), AdapterNames(store, tenant, router)
     if as_json:
         found = reader.look()
         workers = [{**worker, "adapter_names": names.of(worker["adapters"])} for worker in found.workers]
         print_json({**found.to_json(), "workers": workers})
-    elif once or not out().is_terminal:
+    elif not out().is_terminal:
         _print(Interval(reader.look(), None), names)
+    elif once:
+        now = reader.look()
+        out().print(view(router, Interval(now, None), _on_devices(now, names), None, out().width))
     else:
         _live(reader, names)
 
@@ -66,7 +69,7 @@ def _live(reader: ClusterReader, names: AdapterNames) -> None:
     def shown() -> RenderableType:
         interval = Interval(now, before)
         rates.add(interval)
-        return view(reader.router, interval, _on_devices(now, names), rates, out().width)
+        return view(reader.router, interval, _on_devices(now, names), rates, out().width, out().height)
 
     with Live(shown(), console=out(), auto_refresh=False) as live:
         while True:
@@ -81,16 +84,20 @@ def view(
     on_devices: Mapping[str, Sequence[str]] | None = None,
     rates: Rates | None = None,
     width: int = _WIDE,
+    height: int | None = None,
 ) -> RenderableType:
-    """Render the view for a terminal of this width. `on_devices` are the names of each worker's adapters."""
+    """Render the view for a terminal of this width; of a `height` that it keeps to, by showing fewer adapters.
+
+    `on_devices` are the names of each worker's adapters.
+    """
     from rich.console import Group
     from rich.text import Text
 
     wide = width >= _WIDE
     parts: list[RenderableType] = [_head(router, interval)]
-    parts += [Text(f"{name:11}{line}", style="cyan") for name, line in (rates.lines() if rates else ())]
-    parts.append(_latencies(interval))
-    parts.append(_workers(interval, wide=wide))
+    lines = rates.lines() if rates else []
+    parts += [Text("   ".join(f"{line} {name}" for name, line in lines), style="cyan"), _latencies_and_queues(interval)]
+    parts += ["", _workers(interval, wide=wide)]
     parts += [
         Text(printable(f"  {worker}: {', '.join(names)}"), no_wrap=True, overflow="ellipsis")
         for worker, names in (on_devices or {}).items()
@@ -98,15 +105,17 @@ def view(
     ]
     if not interval.now.workers:
         parts.append(Text("  no worker lives", style="yellow"))
-    parts.append(table_of(_QUEUES, [_queue(queue) for queue in interval.now.queues]))
-    adapters = interval.adapters()
+    parts.append("")
+    adapters, shown = interval.adapters(), ADAPTERS_SHOWN
+    if height is not None:
+        # The table's head has two lines, and a last line may say that there are more.
+        left = height - 2 - len(out().render_lines(Group(*parts), out().options.update_width(width)))
+        shown = min(shown, max(1, left if len(adapters) <= left else left - 1))
     parts.append(
-        table_of(
-            _ADAPTERS if wide else _NARROW_ADAPTERS, [_adapter(row, interval) for row in adapters[:ADAPTERS_SHOWN]]
-        )
+        table_of(_ADAPTERS if wide else _NARROW_ADAPTERS, [_adapter(row, interval) for row in adapters[:shown]])
     )
-    if len(adapters) > ADAPTERS_SHOWN:
-        parts.append(Text(f"  and {len(adapters) - ADAPTERS_SHOWN} more", style="dim"))
+    if len(adapters) > shown:
+        parts.append(Text(f"  and {len(adapters) - shown} more", style="dim"))
     return Group(*parts)
 
 
@@ -158,8 +167,15 @@ def _head(router: str, interval: Interval) -> RenderableType:
     return line
 
 
-def _latencies(interval: Interval) -> RenderableType:
-    return table_of(_LATENCIES, _latency_rows(interval))
+def _latencies_and_queues(interval: Interval) -> RenderableType:
+    from rich.table import Table
+
+    grid = Table.grid(padding=(0, 3))
+    grid.add_row(
+        table_of(_LATENCIES, _latency_rows(interval)),
+        table_of(_QUEUES, [_queue(queue) for queue in interval.now.queues]),
+    )
+    return grid
 
 
 def _latency_rows(interval: Interval) -> list[tuple[object, ...]]:

@@ -128,7 +128,7 @@ def table_of(headers: Sequence[str], rows: Iterable[Sequence[object]]) -> Table:
     from rich.text import Text
 
     cells = [list(map(_cell, row)) for row in rows]
-    table = Table(box=box.SIMPLE_HEAD, header_style="bold")
+    table = Table(box=box.SIMPLE_HEAD, header_style="bold", show_edge=False)
     numeric = [all(_is_number(row[column]) for row in cells) for column in range(len(headers))]
     for header, right in zip(headers, numeric, strict=True):
         table.add_column(header, justify="right" if right else "left")

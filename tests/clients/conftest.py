@@ -152,8 +152,12 @@ class ScriptedService(inference_pb2_grpc.InferenceServiceServicer):
         return inference_pb2.ListModelsResponse(models=[model])
 
     async def list_workers(self, request: Any, context: Any) -> cluster_pb2.ListWorkersResponse:
-        """ClusterService's one method here."""
+        """Answer ClusterService's method of this name."""
         return cluster_pb2.ListWorkersResponse(workers=self.workers)
+
+    async def get_traffic(self, request: Any, context: Any) -> cluster_pb2.GetTrafficResponse:
+        """Answer ClusterService's method of this name, with traffic of acme."""
+        return cluster_pb2.GetTrafficResponse(adapters=[cluster_pb2.AdapterTraffic(tenant="acme")])
 
 
 class ServerThread:
@@ -224,8 +228,13 @@ def serving() -> Iterator[Scripted]:
             request_deserializer=cluster_pb2.ListWorkersRequest.FromString,
             response_serializer=cluster_pb2.ListWorkersResponse.SerializeToString,
         )
+        traffic = grpc.unary_unary_rpc_method_handler(
+            scripted.service.get_traffic,
+            request_deserializer=cluster_pb2.GetTrafficRequest.FromString,
+            response_serializer=cluster_pb2.GetTrafficResponse.SerializeToString,
+        )
         generic = grpc.method_handlers_generic_handler(
-            "loraplex.cluster.v1.ClusterService", {"ListWorkers": list_workers}
+            "loraplex.cluster.v1.ClusterService", {"ListWorkers": list_workers, "GetTraffic": traffic}
         )
         grpc_server.add_generic_rpc_handlers((generic,))
 

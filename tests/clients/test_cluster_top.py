@@ -133,7 +133,7 @@ def test_80_columns_are_enough() -> None:
     assert isinstance(console.file, io.StringIO)
     shown = [line.split() for line in console.file.getvalue().splitlines()]
     assert max(map(len, console.file.getvalue().splitlines())) <= 80
-    assert ["requests/s", "█"] in shown
+    assert ["█", "requests/s", "█", "tokens/s"] in shown
     for heads in (
         "worker phase rows wait KV slots load steps/s",
         "tenant adapter req/s tok/s TTFT ms requests",
@@ -144,6 +144,19 @@ def test_80_columns_are_enough() -> None:
         assert heads.split() in shown, console.file.getvalue()
     assert sum(name in line for line in shown) == 4, "whole, in each table"
     assert sum(f"{name}:" in line and line[-1].endswith("…") for line in shown) == 2
+
+
+def test_a_terminal_of_24_lines_shows_as_many_adapters_as_fit() -> None:
+    now = look(12.0, 60, 500, (5, 13, 2, 0), 250)
+    rates = Rates()
+    for number in range(30):
+        now.traffic.adapters.add(tenant="acme", adapter=f"acme/a-{number}", requests=1)
+        console = Console(file=io.StringIO(), width=80, height=24)
+        rendered = console.render_lines(view("here:1", Interval(now, None), {"w-1": ["globex/a"]}, rates, 80, 24))
+        lines = ["".join(segment.text for segment in line).split() for line in rendered]
+        hidden = int(lines[-1][1]) if lines[-1][0] == "and" else 0
+        shown = sum(line[:1] == ["acme"] for line in lines)
+        assert (len(lines) <= 24, shown >= 4 or not hidden, shown + hidden) == (True, True, number + 3)
 
 
 def test_the_whole_of_it_is_json() -> None:
