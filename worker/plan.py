@@ -100,7 +100,7 @@ class Plan:
 def plan(settings: PlanSettings) -> Plan:
     """Compute the plan. Raises ArtifactError for a model that can't be read, ValueError for a bad memory size."""
     if not Path(settings.model).is_dir():
-        raise ArtifactError("model", f"{settings.model} is not a directory")
+        raise ArtifactError("--model", f"{settings.model!r} is not a directory; a model is a transformers directory")
     base = read_base_model(settings.model, quantize=settings.quantize, kv_cache_dtype=settings.kv_cache_dtype)
     config = json.loads(base.files["config.json"])
     checkpoint = read_checkpoint(Path(settings.model))

@@ -22,6 +22,7 @@ from clients.cli.terminal import CommandError
 
 _FLAGS = {"router": "--router or LORAPLEX_ADDRESS", "store": "--store or LORAPLEX_STORE_ADDRESS"}
 _OTHER = {"router": "store or a gateway", "store": "router or a gateway"}
+_USUAL = {"router": "127.0.0.1:50051", "store": "127.0.0.1:50052"}
 # Parts of gRPC's own messages: of a server without the service, and of a client that meets an HTTP server.
 _NO_SUCH_METHOD, _HTTP_SERVER = "Method not found", "http1.x server"
 _BAD_INPUT = (
@@ -67,10 +68,10 @@ def _no_answer(error: UnavailableError, service: str, address: str) -> CommandEr
     cause = error.message.rsplit(": ", 1)[-1].rstrip("]")
     if "connect" not in error.message and "resol" not in error.message:
         return CommandError(f"the {service} at {address} went away: {cause}; try again", 1)
-    return CommandError(
-        f"no {service} answers at {address} ({cause}); start one with `loraplex up`, or give its "
-        f"address with {_FLAGS[service]}"
-    )
+    next_step = f"start one with `loraplex up`, or give its address with {_FLAGS[service]}"
+    if any("://" in part or ":" not in part for part in address.split(",")):
+        next_step = f"{_FLAGS[service]} takes HOST:PORT, such as {_USUAL[service]}"
+    return CommandError(f"no {service} answers at {address} ({cause}); {next_step}")
 
 
 def _next(error: LoraplexError) -> str:

@@ -47,7 +47,10 @@ async def health(call: HttpCall) -> None:
 
 async def unknown_path(call: HttpCall) -> None:
     """Refuse a path that is not served. Raises HttpError."""
-    raise HttpError(404, "unknown_path", f"{call.exchange.method} {call.exchange.path[:200]}: no such path")
+    path = call.exchange.path[:200]
+    # The paths that clients ask for whose base URL lacks the version.
+    hint = f"; use /v1{path}: a client's base URL ends with /v1" if f"/v1{path}" in PATHS else ""
+    raise HttpError(404, "unknown_path", f"{call.exchange.method} {path}: no such path{hint}")
 
 
 # Paths with their protocol, and the handler of each HTTP method.

@@ -91,6 +91,8 @@ def find_target(plan: Plan, url: str) -> tuple[HttpTarget, tuple[int, ...]]:
             base_url=url, headers=headers_of(plan.tenants[0].name), timeout=_ASK_S, verify=tls_of(url)
         ) as client:
             return _ask(client, plan, url)
+    except httpx2.RemoteProtocolError as error:
+        raise PlanError(f"{url} is not an HTTP server's address ({error}); --router takes a router's") from error
     except httpx2.HTTPError as error:
         raise PlanError(f"no server answers at {url} ({error or type(error).__name__})") from error
 

@@ -77,7 +77,7 @@ class LocalCluster:
         except BaseException as error:
             await self._stop()
             if isinstance(error, OSError):  # The data directory is not writable.
-                raise LaunchError(str(error)) from error
+                raise LaunchError(f"{error.filename or self.data_dir}: {error.strerror}") from error
             raise
         return self
 

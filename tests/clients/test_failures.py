@@ -10,10 +10,16 @@ from typing import Any
 
 import grpc
 import pytest
+from loraplex_client import UnavailableError
 
+from clients.cli.failures import explain
 from clients.cli.store import store_client
 from clients.cli.terminal import CommandError
 from clients.cli.workers import WorkerList
+from clients.loadtest.arrivals import Closed, Extent
+from clients.loadtest.decoding import PlanError
+from clients.loadtest.http_target import find_target
+from clients.loadtest.plan import Plan, Tenant
 
 
 @pytest.fixture
@@ -53,6 +59,18 @@ def test_a_router_given_as_a_store(server: Any) -> None:
         "gateway; give the store's address with --store or LORAPLEX_STORE_ADDRESS"
     )
     assert error.value.exit_code == 2
+
+
+def test_a_router_given_as_an_http_server(server: Any) -> None:
+    plan = Plan("test", Closed(1), Extent(requests=1), (Tenant("acme"),))
+    with pytest.raises(PlanError, match=r"is not an HTTP server's address .*--router"):
+        find_target(plan, f"http://{server.address}")
+
+
+@pytest.mark.parametrize("address", ["http://127.0.0.1:1", "127.0.0.1:1,localhost"])
+def test_an_address_that_is_not_host_and_port(address: str) -> None:
+    error = explain(UnavailableError("failed to connect to all addresses; last error: refused"), "router", address)
+    assert "--router or LORAPLEX_ADDRESS takes HOST:PORT, such as 127.0.0.1:50051" in str(error)
 
 
 def test_a_store_given_as_a_router(other: str) -> None:

@@ -97,6 +97,12 @@ async def test_uses_a_redis_and_a_directory_that_are_given(
     assert leftovers() == []
 
 
+async def test_a_directory_that_cannot_be_made_is_named(leftovers: Leftovers) -> None:
+    with pytest.raises(LaunchError, match=r"^/proc/nowhere: No such file or directory$"):
+        await enter(LocalCluster(dataclasses.replace(SETTINGS, data_dir=Path("/proc/nowhere"))))
+    assert leftovers() == []
+
+
 @pytest.mark.parametrize(("field", "flag"), [("port", "--port"), ("store_port", "--store-port")])
 async def test_a_port_in_use_is_named_with_its_flag(leftovers: Leftovers, field: str, flag: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:

@@ -136,7 +136,7 @@ def test_what_does_not_fit_says_how_much_is_missing() -> None:
 @pytest.mark.parametrize(
     ("flags", "line"),
     [
-        (("--model", "nowhere"), "error: model: nowhere is not a directory"),
+        (("--model", "nowhere"), "error: --model: 'nowhere' is not a directory; a model is"),
         (("--model", MODEL, "--memory", "much"), "error: --memory much: not a size such as 80GiB or 24GB"),
         (("--model", MODEL, "--batch", "0"), "error: --batch 0: at least 1"),
         (("--model", MODEL, "--dtype", "int3"), "error: --dtype int3: not one of"),

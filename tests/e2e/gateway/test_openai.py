@@ -35,6 +35,11 @@ WEATHER: Any = {
 }
 
 
+async def test_a_base_url_without_its_version_is_named(client: Client) -> None:
+    with pytest.raises(openai.NotFoundError, match="/v1/models: a client's base URL ends with /v1"):
+        await client.with_options(base_url=str(client.base_url).removesuffix("v1/")).models.list()
+
+
 async def test_whole_answers(client: Client, cluster: Cluster) -> None:
     sampling = Sampling(temperature=0.7, top_p=0.9, seed=5)
     whole = await client.chat.completions.create(**CHAT, max_tokens=9, temperature=0.7, top_p=0.9, seed=5, n=2)
