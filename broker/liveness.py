@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from google.protobuf.message import DecodeError
@@ -12,6 +14,8 @@ from broker.codec import decode_worker, encode_worker
 from broker.keys import Keys
 from broker.messages import WorkerState
 from broker.scripts import SCRIPTS, Scripts
+
+log = logging.getLogger(__name__)
 
 # Interval in ms of a worker's beats, and time in ms after the last one at which the worker is taken for dead.
 BEAT_MS = 500
@@ -24,8 +28,8 @@ class Census:
 
     server: str
     workers: list[WorkerState]
-    # Names and types of keys that had another type than broker/keys.py says, and that were set aside.
-    set_aside: tuple[tuple[str, str], ...] = ()
+    # Names of keys that had another type than broker/keys.py says and that were set aside, without a tenant's.
+    set_aside: tuple[str, ...] = ()
 
 
 class Liveness:
@@ -36,11 +40,6 @@ class Liveness:
         self._beat = scripts.register(redis, "beat")
         self._declare_dead = scripts.register(redis, "declare_dead")
         self._census = scripts.register(redis, "census")
-
-    @property
-    def prefix(self) -> str:
-        """Return the common prefix of the cell's keys."""
-        return self._keys.prefix
 
     async def beat(self, state: WorkerState) -> list[str]:
         """Record that a worker lives, for the next TTL_MS; return the relay addresses of the live routers."""
@@ -64,10 +63,15 @@ class Liveness:
                 workers.append(decode_worker(state))
             except DecodeError:  # another version wrote it: a worker that this one cannot use
                 continue
-        texts = [text.decode(errors="replace") for text in aside]
-        set_aside = tuple(zip(texts[::2], texts[1::2], strict=True))
         workers.sort(key=lambda worker: worker.worker_id)
-        return Census(server.decode(errors="replace"), workers, set_aside)
+        return Census(server.decode(errors="replace"), workers, self._report(aside))
+
+    def _report(self, aside: Sequence[bytes]) -> tuple[str, ...]:
+        """Log the keys that were set aside, given by name and type; return their names without a tenant's."""
+        texts, prefix = [text.decode(errors="replace") for text in aside], self._keys.prefix
+        for name, found in zip(texts[::2], texts[1::2], strict=True):
+            log.error("the Redis key %s%s was a %s; it is %saside:%s now, for a day", prefix, name, found, prefix, name)
+        return tuple(name.partition(":")[0] for name in texts[::2])
 
     async def live_workers(self) -> list[WorkerState]:
         """Return the live workers, ordered by id."""

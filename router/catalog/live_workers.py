@@ -31,7 +31,7 @@ class LiveWorkers:
     ) -> None:
         self._clock = clock
         self._answer_s = answer_s
-        # Called with the name of each key that a census reports as set aside, without a tenant's.
+        # Called with the name of each key that a census has set aside.
         self._set_aside = set_aside
         self._workers: dict[str, list[WorkerState]] = {}
         # Sizes of the workers that take new jobs: maximum tokens and rank, by model and base digest.
@@ -64,9 +64,7 @@ class LiveWorkers:
         try:
             async with asyncio.timeout(self._answer_s):
                 for name, liveness in models.items():
-                    census = await liveness.take_census(reply_to)
-                    self._report(liveness.prefix, census)
-                    self._count(name, census)
+                    self._count(name, await liveness.take_census(reply_to))
         except REDIS_DOWN as error:  # a timeout is one of them
             self._no_lapse_before = self._clock() + NO_LAPSE_S
             if not self._failed:
@@ -81,17 +79,14 @@ class LiveWorkers:
             return None
         return {state.incarnation for states in self._workers.values() for state in states}
 
-    def _report(self, prefix: str, census: Census) -> None:
-        for name, found in census.set_aside:
-            log.error("the Redis key %s%s was a %s; it is %saside:%s now, for a day", prefix, name, found, prefix, name)
-            self._set_aside(name.partition(":")[0])
-
     def _count(self, model: str, census: Census) -> None:
         """Take a census. Another server, or one that has lost its data, knows no worker yet: none counts as dead."""
         if self._servers.get(model, census.server) != census.server:
             log.warning("Redis restarted, failed over or lost its data: no worker counts as dead for %g s", NO_LAPSE_S)
             self._no_lapse_before = self._clock() + NO_LAPSE_S
         self._servers[model] = census.server
+        for key in census.set_aside:
+            self._set_aside(key)
         workers = census.workers
         if self._clock() < self._no_lapse_before:
             seen = {state.incarnation for state in workers}
