@@ -68,10 +68,8 @@ class HttpLoad(Load):
 def _request(tokens: int) -> bytes:
     body = {"model": "hash", "prompt": PROMPT, "max_tokens": tokens, "temperature": 0, "stream": True}
     data = json.dumps(body).encode()
-    head = (
-        f"POST /v1/completions HTTP/1.1\r\nhost: x\r\nx-loraplex-tenant: bench\r\ncontent-length: {len(data)}\r\n\r\n"
-    )
-    return head.encode() + data
+    head = "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\nx-loraplex-tenant: bench\r\n"
+    return f"{head}content-length: {len(data)}\r\n\r\n".encode() + data
 
 
 def _check(head: bytes) -> None:

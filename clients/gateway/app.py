@@ -15,6 +15,7 @@ from clients.gateway.anthropic_api.protocol import PROTOCOL as ANTHROPIC
 from clients.gateway.cluster import Cluster
 from clients.gateway.endpoint import Endpoint, Gateway, Handler, HttpCall, OpenRequests, Protocol
 from clients.gateway.errors import HttpError
+from clients.gateway.hosts import own_names
 from clients.gateway.http_server import http_server, listen
 from clients.gateway.metrics import GatewayMetrics
 from clients.gateway.openai_api.chat import chat_completions
@@ -94,7 +95,7 @@ async def serving(settings: Settings, metrics: GatewayMetrics) -> AsyncIterator[
     At the end running answers get their time. Raises PortInUse or SettingsError before it serves.
     """
     cluster = Cluster(settings.router, settings.store, settings.ca, settings.operator_router)
-    app = application(Gateway(cluster, metrics, settings.requests_limit))
+    app = application(Gateway(cluster, metrics, settings.requests_limit, own_names(settings)))
     server = http_server(app, settings, OPENAI.error, metrics.connections, metrics.closed)
     try:
         server.config.load()

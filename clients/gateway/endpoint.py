@@ -18,6 +18,7 @@ from starlette.types import Receive, Scope, Send
 from clients.gateway.cluster import Cluster
 from clients.gateway.errors import HttpError, http_error
 from clients.gateway.exchange import Exchange
+from clients.gateway.hosts import OwnNames
 from clients.gateway.metrics import GatewayMetrics
 
 log = logging.getLogger(__name__)
@@ -44,11 +45,12 @@ class Protocol:
 
 @dataclass(frozen=True)
 class Gateway:
-    """Parts of the process that every endpoint needs."""
+    """Parts of the process that every endpoint needs. Without `names` it is served by any name."""
 
     cluster: Cluster
     metrics: GatewayMetrics
     requests_limit: int
+    names: OwnNames | None = None
 
 
 class HttpCall:
@@ -122,6 +124,8 @@ class Endpoint:
             metrics.seconds.labels(self.path).observe(time.perf_counter() - began)
 
     async def _serve(self, exchange: Exchange, scope: Scope) -> None:
+        if self._gateway.names is not None:
+            self._gateway.names.check(exchange.headers)
         handler = self._handlers.get(exchange.method)
         if handler is None:
             allowed = ", ".join(self._handlers)

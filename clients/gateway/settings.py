@@ -38,6 +38,11 @@ class Settings:
         "",
     )
     host: str = setting("the address to listen on", "127.0.0.1")
+    host_names: str = setting(
+        "without --ca: names that requests may be sent to, with commas between them, besides localhost and addresses; "
+        "a page of another site may have sent others. Empty: any, if --host is beyond this machine",
+        "",
+    )
     port: int = setting("the port to listen on; 0: the system chooses", 8000)
     tls_cert: str = setting("PEM file with the gateway's own certificate: it then speaks HTTPS; with --tls-key", "")
     tls_key: str = setting("PEM file with the certificate's private key", "")

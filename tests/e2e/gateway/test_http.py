@@ -18,7 +18,7 @@ from tests.e2e.conftest import Cluster
 from tests.e2e.gateway.conftest import Eventually
 
 pytestmark = pytest.mark.asyncio(loop_scope="package")
-POST = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nx-loraplex-tenant: acme\r\n"
+POST = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nx-loraplex-tenant: acme\r\n"
 LONG = b'{"model":"a","messages":[{"role":"user","content":"x"}],"max_tokens":20000,"n":16,"stream":true}'
 
 CHUNK = b"40000\r\n" + b" " * 2**18 + b"\r\n"
@@ -59,9 +59,9 @@ async def exchange(address: str, *parts: bytes) -> tuple[int, dict[str, str], di
         ((POST, b"Content-Length: 9999999\r\n\r\n{"), 413, "body_too_large"),
         ((POST, b"Transfer-Encoding: chunked\r\n\r\n", CHUNK * 17), 413, "body_too_large"),
         ((POST, b"Content-Length: 2\r\n\r\n{]"), 400, "invalid_json"),
-        ((b"GET /v1/nothing HTTP/1.1\r\nHost: x\r\n\r\n",), 404, "unknown_path"),
-        ((b"DELETE /v1/models HTTP/1.1\r\nHost: x\r\n\r\n",), 405, "method_not_allowed"),
-        ((b"GET /health HTTP/1.1\r\nHost: x\r\nx-a: ", b"a" * 400_000), 431, "headers_too_large"),
+        ((b"GET /v1/nothing HTTP/1.1\r\nHost: localhost\r\n\r\n",), 404, "unknown_path"),
+        ((b"DELETE /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n",), 405, "method_not_allowed"),
+        ((b"GET /health HTTP/1.1\r\nHost: localhost\r\nx-a: ", b"a" * 400_000), 431, "headers_too_large"),
         ((POST, b"x-loraplex-tenant: b\r\nContent-Length: 2\r\n\r\n{}"), 400, "missing_required_parameter"),
         ((b"GET /v1/models HTTP/1.1\r\nx-loraplex-tenant: A B\r\n\r\n",), 401, "unauthenticated"),
     ],
@@ -104,7 +104,7 @@ async def test_connections_beyond_the_limit_are_closed(limited: str, eventually:
 
 async def is_served(address: str) -> bool:
     with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
-        return (await exchange(address, b"GET /v1/nothing HTTP/1.1\r\nHost: x\r\n\r\n"))[0] == 404
+        return (await exchange(address, b"GET /v1/nothing HTTP/1.1\r\nHost: localhost\r\n\r\n"))[0] == 404
     return False
 
 
