@@ -74,6 +74,8 @@ class BatchedScript:
 
     async def _run(self, calls: Sequence[tuple[str, Sequence[Any]]]) -> list[Any]:
         """Return the calls' answers, some of which may be errors."""
+        if len(calls) == 1:  # a pipeline costs this process a quarter more than a command
+            return [await self._script(*calls[0])]
         async with self._redis.pipeline(transaction=False) as pipe:
             for key, arguments in calls:
                 pipe.execute_command(*self._script.command(key, arguments))
