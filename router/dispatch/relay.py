@@ -171,10 +171,9 @@ class RelayService(relay_pb2_grpc.RelayServiceServicer, relay_pb2_grpc.IdentityS
                     case "frames":
                         self._metrics.messages.inc()
                         self._metrics.frames.inc(len(request.frames.frames))
-                        if self._credentials is not None:
-                            self._attempts(link, request.frames.frames)
-                        for frame in request.frames.frames:
-                            self._dispatcher.receive_frame(link, read_frame(frame))
+                        for frame in map(read_frame, request.frames.frames):
+                            self._check_bound(link, frame.job_id, frame.attempt)
+                            self._dispatcher.receive_frame(link, frame)
                     case "claims":
                         self._dispatcher.receive_claims(link, self._attempts(link, request.claims.jobs))
         except grpc.aio.UsageError:  # the stream ended while it was read: so a worker's death looks
@@ -182,14 +181,20 @@ class RelayService(relay_pb2_grpc.RelayServiceServicer, relay_pb2_grpc.IdentityS
         finally:
             link.close()
 
-    def _attempts(self, link: WorkerLink, jobs: Iterable[pb.JobAttempt | pb.Frame]) -> list[tuple[str, int]]:
+    def _attempts(self, link: WorkerLink, jobs: Iterable[pb.JobAttempt]) -> list[tuple[str, int]]:
         """Return the attempts that a message is about; report those which another worker's certificate has."""
         attempts = [(job.job_id, job.attempt) for job in jobs]
-        if self._credentials is not None:
-            for job_id, attempt in attempts:
-                incarnation = self._dispatcher.bound_to(job_id, attempt)
-                self._credentials.check_bound(link.worker, link.peer, job_id, incarnation)
+        for job_id, attempt in attempts:
+            self._check_bound(link, job_id, attempt)
         return attempts
+
+    def _check_bound(self, link: WorkerLink, job_id: str, attempt: int) -> None:
+        """Report a worker that sends something of an attempt which another worker's certificate has."""
+        if self._credentials is None:
+            return
+        incarnation = self._dispatcher.bound_to(job_id, attempt)
+        if incarnation and incarnation != link.incarnation:
+            self._credentials.check_bound(link.worker, link.peer, job_id, incarnation)
 
 
 _FINISHES = {

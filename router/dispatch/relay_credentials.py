@@ -53,8 +53,8 @@ class RelayCredentials:
         return True
 
     def check_bound(self, worker: Principal | None, peer: str, job_id: str, incarnation: str) -> None:
-        """Report a worker that sends something of a job which another worker's incarnation has; empty: none has it."""
-        if worker is not None and incarnation and not belongs(worker.name.partition("/")[2], incarnation):
+        """Report a worker that sends something of a job which another worker's incarnation has."""
+        if worker is not None and not belongs(worker.name.partition("/")[2], incarnation):
             message = f"{worker.name} sends something of job {job_id}, which {incarnation} has"
             self.refuse(worker, PermissionDenied(message, "OTHER_WORKERS_JOB"), peer)
 
