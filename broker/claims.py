@@ -78,6 +78,8 @@ class Claims:
         self, base_digest: str, capacity: Capacity, reports: Sequence[UsageReport], *, wait_s: float, freed: bool
     ) -> Claimed:
         """See JobQueue.claim."""
+        if self._seals is not None:
+            self._seals.look()
         plan = self._memory.plan(base_digest, capacity, freed=freed)
         hold_ms, skip, looks = 0, 0, 0
         requests: list[bytes] = []

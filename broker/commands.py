@@ -88,6 +88,8 @@ class CommandQueue:
     async def next(self, incarnation: str, timeout_s: float) -> Command | None:
         """Return the next command; None if none came in that time, or one that another version or nobody has sent."""
         key = self._keys.commands(incarnation)
+        if self._seals is not None:
+            self._seals.look()
         answer = await self._redis.blpop([key], timeout=timeout_s)
         if answer is None:
             return None

@@ -50,34 +50,35 @@ class JobKeys:
         if path.is_file() and not is_private(path):
             log.warning("others than the owner may read %s; `chmod 600` it", path)
         self._seen = self._stamp()
-        self._keys = self._read()
+        self._take(self._read())
 
     @property
     def newest(self) -> tuple[str, AESGCM]:
         """Return the key that encrypts, and its id."""
-        self._look()
-        key_id, key = next(iter(self._keys.items()))
-        return key_id, AESGCM(key)
+        return next(iter(self._ciphers.items()))
 
     def find(self, key_id: str) -> AESGCM | None:
         """Return a key; None for an unknown one."""
-        self._look()
-        key = self._keys.get(key_id)
-        return None if key is None else AESGCM(key)
+        return self._ciphers.get(key_id)
 
     def derived(self, purpose: bytes) -> list[str]:
         """Return a secret for another purpose from each key, in their order."""
-        self._look()
+        self.look()
         return [hmac.digest(key, b"loraplex " + purpose, "sha256").hex() for key in self._keys.values()]
 
-    def _look(self) -> None:
+    def look(self) -> None:
+        """Read the file again if it has changed. A file that cannot be used is not taken."""
         try:
             if (stamp := self._stamp()) != self._seen:
-                self._keys = self._read()
+                self._take(self._read())
                 self._seen = stamp
                 log.info("read %s again", self._path)
         except ValueError as error:
             log.warning("keeps the former job keys: %s", error)
+
+    def _take(self, keys: dict[str, bytes]) -> None:
+        self._keys = keys
+        self._ciphers = {key_id: AESGCM(key) for key_id, key in keys.items()}
 
     def _stamp(self) -> tuple[int, int]:
         try:

@@ -65,6 +65,8 @@ class PinnedAdapters:
     async def list(self) -> list[AdapterRequest]:
         """Return all pinned adapters."""
         found: list[AdapterRequest] = []
+        if self._seals is not None:
+            self._seals.look()
         for digest, data in (await self._redis.hgetall(self._key)).items():
             assert isinstance(data, bytes), "connect() makes clients of bytes"
             assert isinstance(digest, bytes), "connect() makes clients of bytes"

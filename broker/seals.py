@@ -71,6 +71,7 @@ class Seals:
     def seal(self, kind: SealKind, place: str, content: bytes) -> queue_pb2.Sealed:
         """Encrypt and sign a content for one place."""
         assert self._signer is not None, "routers seal"
+        self.keys.look()
         life_s = {SealKind.JOB: JOB_S, SealKind.COMMAND: COMMAND_S, SealKind.PIN: 0.0}[kind]
         key_id, key = self.keys.newest
         sealed = queue_pb2.Sealed(
@@ -85,8 +86,13 @@ class Seals:
         sealed.signature = signature.value
         return sealed
 
+    def look(self) -> None:
+        """Read the files of keys and authorities again that have changed; call it before a wait for sealed contents."""
+        self.keys.look()
+        self._routers.look()
+
     def open(self, kind: SealKind, place: str, sealed: queue_pb2.Sealed) -> bytes:
-        """Return the content. Raises SealError."""
+        """Return the content, by the keys and authorities of the last look. Raises SealError."""
         bound, now = _bound(kind, place, sealed), self._now()
         if kind is not SealKind.PIN and now * 1e3 >= sealed.expires_at_ms:
             raise SealError("SEAL_EXPIRED", f"a {kind} whose time is over")

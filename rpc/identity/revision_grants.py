@@ -79,6 +79,7 @@ class RevisionGrantVerifier:
         """Raise SignatureError unless a router permits the download of this revision for this tenant now."""
         try:
             signed = msgspec.msgpack.decode(packed, type=_SignedGrant)
+            self._routers.look()
             self._routers.verify(Signature(signed.certificates, signed.signature), _LABEL, signed.content)
             grant = msgspec.msgpack.decode(signed.content, type=RevisionGrant)
         except UNREADABLE as error:

@@ -6,7 +6,6 @@ authority can check it, and processes share no list of keys.
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -77,10 +76,14 @@ class Verifier:
     def __init__(self, tls: TlsFiles, role: Role, now: Callable[[], float] = time.time) -> None:
         self._tls, self._role, self._now = tls, role, now
         self._version = -1
-        self._known: dict[bytes, tuple[x509.Certificate, Principal]] = {}
+        self._known: dict[tuple[bytes, ...], tuple[x509.Certificate, Principal]] = {}
+
+    def look(self) -> None:
+        """Read the authorities again if their file has changed."""
+        self._tls.look()
 
     def verify(self, signature: Signature, *parts: bytes) -> Principal:
-        """Return who has signed the parts. Raises SignatureError."""
+        """Return who has signed the parts, by the authorities of the last look. Raises SignatureError."""
         certificate, principal = self._signer(signature.certificates)
         if principal.expires_at is not None and self._now() >= principal.expires_at:
             raise SignatureError(f"the certificate of {principal.name} has expired")
@@ -90,16 +93,15 @@ class Verifier:
             raise SignatureError(f"not what {principal.name} has signed") from error
         return principal
 
-    def _signer(self, certificates: Sequence[bytes]) -> tuple[x509.Certificate, Principal]:
-        if (version := self._tls.look()) != self._version:
-            self._known, self._version = {}, version
-        digest = hashlib.sha256(_joined(certificates)).digest()
-        found = self._known.get(digest)
+    def _signer(self, certificates: tuple[bytes, ...]) -> tuple[x509.Certificate, Principal]:
+        if self._tls.version != self._version:
+            self._known, self._version = {}, self._tls.version
+        found = self._known.get(certificates)
         if found is None:
             found = self._check_chain(certificates)
             if len(self._known) >= _KNOWN_CHAINS:
                 self._known.clear()
-            self._known[digest] = found
+            self._known[certificates] = found
         return found
 
     def _check_chain(self, certificates: Sequence[bytes]) -> tuple[x509.Certificate, Principal]:

@@ -40,6 +40,7 @@ class LinkCredentials:
         """Check the answer to a hello with this nonce. Raises NotARouterError."""
         proof = response.welcome.proof
         signature = Signature(tuple(proof.certificates), proof.signature)
+        self._routers.look()
         try:
             self._routers.verify(signature, *welcome_parts(nonce, self.name))
         except SignatureError as error:
