@@ -91,13 +91,13 @@ class JobQueue:
         self._stop_claiming = scripts.register(redis, "stop_claiming")
         self._stop_waiting = scripts.register(redis, "stop_waiting")
 
-    async def enqueue(self, job: Job, placement: Placement | None = None) -> None:
-        """Put a job into the queue; a newer attempt replaces an older one.
+    async def enqueue(self, job: Job, placement: Placement | None = None, entry: Entry | None = None) -> None:
+        """Put a job into the queue; a newer attempt replaces an older one. `entry`: the job's, if it is made already.
 
         Raises QuarantinedError; of newcomers, whose answer has not begun, QueueFullError or DeadlineUnattainableError.
         """
         placement = placement or Placement()
-        entry, limits = self._entry(job, placement), self._limits.for_share(placement.queue_share)
+        entry, limits = entry or self.make_entry(job, placement), self._limits.for_share(placement.queue_share)
         arguments = [
             self.keys.prefix,
             job.job_id,
@@ -120,7 +120,8 @@ class JobQueue:
         if answer[0] == b"full":
             raise _full(answer[1].decode(), answer[2].decode(), limits)
 
-    def _entry(self, job: Job, placement: Placement) -> Entry:
+    def make_entry(self, job: Job, placement: Placement) -> Entry:
+        """Return a job's entry, sealed with credentials: that takes as long as all else of an enqueue."""
         if self._seals is None:
             return Entry.from_job(job, placement)
         from broker.sealed_jobs import sealed_entry

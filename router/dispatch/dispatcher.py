@@ -17,6 +17,7 @@ from broker.messages import Job
 from broker.quarantine import QuarantinedError
 from broker.queue import JobQueue
 from broker.terms import Placement
+from router.dispatch.early_entry import EarlyEntry
 from router.dispatch.job_state import JobState
 from router.dispatch.link import Frame, Link
 from router.dispatch.outbox import Outbox
@@ -67,22 +68,27 @@ class Dispatcher:
         """Return the jobs that wait or run now."""
         return tuple(self._jobs.values())
 
-    async def dispatch(self, job: Job) -> RoutedJob:
+    def early_entry(self, job: Job) -> EarlyEntry:
+        """Make a new job's entry in the queue while something else is waited for."""
+        return EarlyEntry(self._queue_of(job.model), job, self._place)
+
+    async def dispatch(self, job: Job, early: EarlyEntry | None = None) -> RoutedJob:
         """Put a new job into the queue and own it until `release`. Raises Exhausted or Unavailable."""
         check_weighted_sets(job, (other.job for other in self._jobs.values()))
         routed = self._jobs[job.job_id] = RoutedJob(job, self._rounds)
         try:
-            await self._enqueue(job)
+            await self._enqueue(job, early)
         except BaseException:
             self.release(routed)
             raise
         routed.enqueued(job.attempt)
         return routed
 
-    async def _enqueue(self, job: Job) -> None:
+    async def _enqueue(self, job: Job, early: EarlyEntry | None) -> None:
         try:
             with self._metrics.enqueue_time.time():
-                await self._queue_of(job.model).enqueue(job, self._place(job))
+                made = early.take() if early is not None else (self._place(job),)
+                await self._queue_of(job.model).enqueue(job, *made)
         except REFUSALS as error:
             if isinstance(error, QuarantinedError):
                 self._metrics.quarantined.inc()

@@ -17,6 +17,7 @@ from functools import partial
 from broker.messages import Job
 from router.catalog.models import Models
 from router.dispatch.dispatcher import Dispatcher
+from router.dispatch.early_entry import EarlyEntry
 from router.dispatch.routed_job import Reader, RoutedJob
 from router.generation.admission import Admission
 from router.generation.resume import ResumeTokens, Resumption
@@ -160,8 +161,9 @@ class Generation:
             chat_format = await self._admission.chat_format(request, job)
             if resumption is None:
                 job = self._quotas.apply_plan(job)
-            grant = None if part_of else await self._reserve(job, resumption)
-            routed = await self._dispatch(job, grant)
+            with self._dispatcher.early_entry(job) as entry:
+                grant = None if part_of else await self._reserve(job, resumption)
+                routed = await self._dispatch(job, grant, entry)
             if charged := grant or part_of:
                 charged.jobs.append(routed)
             run = Run(request.fingerprint, routed, resumption, request.rendered_at_s, chat_format, grant)
@@ -196,9 +198,9 @@ class Generation:
         facts = Facts(cached_tokens=resumption.claims.began.cached_tokens if resumption else 0).of_job(job)
         return await self._quotas.reserve(job.tenant, given, made, facts=facts, resumed=resumed)
 
-    async def _dispatch(self, job: Job, grant: Grant | None) -> RoutedJob:
+    async def _dispatch(self, job: Job, grant: Grant | None, entry: EarlyEntry) -> RoutedJob:
         try:
-            return await self._dispatcher.dispatch(job)
+            return await self._dispatcher.dispatch(job, entry)
         except BaseException:
             if grant is not None:
                 grant.settle(End.LEFT if job.resumed else End.ENDED)

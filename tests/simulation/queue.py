@@ -15,6 +15,7 @@ from broker.liveness import TTL_MS, Census
 from broker.messages import AdapterRequest, Capacity, DeadJob, Job, WorkerState
 from broker.quarantine import QuarantinedError
 from broker.queue import DeadlineUnattainableError, QueueFullError
+from broker.queue_entry import Entry
 from broker.terms import FREE_ROWS_MS, Claimed, Placement, QueueLimits, QueueState, UsageReport
 from tests.simulation.redis import SimulatedRedis
 
@@ -41,8 +42,12 @@ class SimulatedQueue:
         # Few jobs wait here at a time: workers rest after a few of them.
         self._memory = ClaimMemory(looks_limit=2, rest_per_look_s=0.02)
 
-    async def enqueue(self, job: Job, placement: Placement | None = None) -> None:
+    def make_entry(self, job: Job, placement: Placement) -> Entry:
         """See JobQueue."""
+        return Entry.from_job(job, placement)
+
+    async def enqueue(self, job: Job, placement: Placement | None = None, entry: Entry | None = None) -> None:
+        """See JobQueue; the model makes the entry itself."""
         redis = self._redis
         refusal = await redis.call(lambda: self._enqueue(job, placement or Placement()))
         redis.wake_all()

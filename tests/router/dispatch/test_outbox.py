@@ -12,6 +12,7 @@ from redis.asyncio import Redis
 
 from broker.messages import Capacity, Job
 from broker.queue import JobQueue
+from broker.queue_entry import Entry
 from broker.terms import Placement, QueueState
 from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.link import WorkerFinish
@@ -39,11 +40,11 @@ class ShakyQueue(JobQueue):
         if self.faults[name]:
             raise self.faults[name].pop(0)
 
-    async def enqueue(self, job: Job, placement: Placement | None = None) -> None:
+    async def enqueue(self, job: Job, placement: Placement | None = None, entry: Entry | None = None) -> None:
         await self._call("enqueue")
         self.in_flight += 1
         self.most_in_flight = max(self.most_in_flight, self.in_flight)
-        await super().enqueue(job, placement)
+        await super().enqueue(job, placement, entry)
         self.in_flight -= 1
 
     async def finish(self, job_id: str, attempt: int) -> None:
@@ -194,8 +195,8 @@ async def test_a_job_that_is_given_back_before_its_enqueue_is_answered_goes_on(
     """Let a worker claim and return the job before the answer of Redis comes."""
     link, enqueue = RecordingLink("w"), JobQueue.enqueue
 
-    async def slow(self: JobQueue, one: Job, placement: Placement | None = None) -> None:
-        await enqueue(self, one, placement)
+    async def slow(self: JobQueue, one: Job, placement: Placement | None = None, entry: Entry | None = None) -> None:
+        await enqueue(self, one, placement, entry)
         if one.attempt == 1:
             await claim(self)
             dispatcher.receive_frame(link, frame(0, 5, returned=True))
