@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from clients.cli.adapter_tree import AdapterTree, find_adapters
+from artifacts.digests import sha256_file
+from artifacts.revision import WEIGHTS_FILE, revision_digest
+from clients.cli.adapter_tree import AdapterDirectory, AdapterTree, find_adapters
 from clients.cli.options import STORE, StoreOption
 from clients.cli.terminal import Activity, CommandError, out, print_error
 
 if TYPE_CHECKING:
-    from loraplex_client import AsyncStoreClient, Pushed
+    from loraplex_client import Adapter, AsyncStoreClient
 
 LIVE = "live"
 # Alias of an upload that moves no alias.
@@ -65,12 +67,17 @@ async def upload_tree(
     for tenant, owned in groupby(tree.adapters, key=lambda adapter: adapter.tenant):
         async with AsyncStoreClient(store, tenant) as client:
             for adapter in owned:
-                step(f"uploading adapter {tenant}/{adapter.name}")
                 try:
-                    pushed = await client.push(adapter.directory, adapter.name, base_model=base_model, alias=_NONE)
-                    await _make_live(client, pushed, update)
+                    found = await _in_store(client, adapter, base_model)
+                    if found is None:
+                        step(f"uploading adapter {tenant}/{adapter.name}")
+                        pushed = await client.push(adapter.directory, adapter.name, base_model=base_model, alias=_NONE)
+                        found = pushed.adapter, pushed.revision.digest
+                    await _make_live(client, *found, update=update)
                 except UnavailableError:
                     raise
+                except OSError as error:
+                    refused.append(f"--adapters: {error.filename}: {error.strerror}")
                 except LoraplexError as error:
                     refused.append(f"--adapters: {adapter.directory}: {explain(error, 'store', store)}")
     faults = [*tree.faults, *refused]
@@ -80,14 +87,33 @@ async def upload_tree(
         print_error(f"{fault}; the others are served")
 
 
-async def _make_live(client: AsyncStoreClient, pushed: Pushed, update: bool) -> None:
+async def _in_store(client: AsyncStoreClient, local: AdapterDirectory, base_model: str) -> tuple[Adapter, str] | None:
+    """Return the adapter and the digest of a directory's revision, if the store has it for the base model as it is now.
+
+    Raises LoraplexError, OSError.
+    """
+    from loraplex_client import NotFoundError
+    from loraplex_client.adapters import read_config
+
+    weights = await asyncio.to_thread(sha256_file, local.directory / WEIGHTS_FILE)
+    digest = revision_digest(read_config(local.directory), weights)
+    try:
+        adapter, revision = await client.get(f"tenants/{local.tenant}/adapters/{local.name}@{digest}")
+    except NotFoundError:
+        return None
+    bases = {model.name: model.digest for model in await client.models()}
+    same = base_model in ("", revision.base_model) and bases.get(revision.base_model) == revision.base_digest
+    return (adapter, digest) if same else None
+
+
+async def _make_live(client: AsyncStoreClient, adapter: Adapter, digest: str, *, update: bool) -> None:
     """Move `live` to an uploaded revision, unless it names another one and `update` is false."""
-    name, digest, before = pushed.adapter.name, pushed.revision.digest, pushed.adapter.aliases.get(LIVE)
+    name, before = adapter.name, adapter.aliases.get(LIVE)
     if before == digest:
         return
     if before is not None and not update:
         _say(
-            f"{name}: {LIVE} stays at {before[:19]}, and the directory's {digest[:19]} is uploaded beside it; "
+            f"{name}: {LIVE} stays at {before[:19]}, and the directory's {digest[:19]} is in the store beside it; "
             f"loraplex adapters alias {name} {LIVE} {digest} moves it, --update moves all"
         )
         return

@@ -55,7 +55,9 @@ def test_a_folder_that_is_pushed_again_moves_no_alias_unasked(run: Run, store_ad
     assert "globex is not an adapter" in said
     assert "the others are served" in said
     first = live(store_address, "support")
-    assert "live" not in run("push-all", str(root))
+    said = run("push-all", str(root))
+    assert "live" not in said
+    assert "uploading" not in said
 
     write(root / "acme" / "support", b"second")
     said = run("push-all", str(root))

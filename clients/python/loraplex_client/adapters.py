@@ -53,14 +53,21 @@ def push(directory: Path, header: adapters_pb2.UploadHeader, progress: Progress 
 
     Raises InvalidRequestError if `directory` has none, or a line of the prompts is none.
     """
-    files = {name: directory / name for name in (CONFIG_FILE, WEIGHTS_FILE)}
-    for path in files.values():
-        if not path.is_file():
-            raise InvalidRequestError(f"{directory}: not an adapter: it has no {path.name}", field="directory")
-    config = _with_template(files[CONFIG_FILE].read_bytes(), directory / TEMPLATE_FILE)
-    config = _with_prompts(config, directory / PROMPTS_FILE)
-    response = yield Call("UploadRevision", Upload(_upload_requests(header, config, files[WEIGHTS_FILE], progress)))
+    config, weights = read_config(directory), directory / WEIGHTS_FILE
+    response = yield Call("UploadRevision", Upload(_upload_requests(header, config, weights, progress)))
     return Pushed(adapter_of(response.adapter), revision_of(response.revision), response.created)
+
+
+def read_config(directory: Path) -> bytes:
+    """Return an adapter's configuration as it is uploaded, with the template and the prompts in `directory`.
+
+    Raises InvalidRequestError if there is no adapter in it, or a line of the prompts is none.
+    """
+    for name in (CONFIG_FILE, WEIGHTS_FILE):
+        if not (directory / name).is_file():
+            raise InvalidRequestError(f"{directory}: not an adapter: it has no {name}", field="directory")
+    config = _with_template((directory / CONFIG_FILE).read_bytes(), directory / TEMPLATE_FILE)
+    return _with_prompts(config, directory / PROMPTS_FILE)
 
 
 def list_adapters(parent: str) -> Script[tuple[Adapter, ...]]:
