@@ -15,7 +15,8 @@ from artifacts.kv_shape import KvShape
 from tests.worker.engine.attention_batches import quantized
 from worker.engine.attention.cpu.codes import write_codes
 from worker.engine.attention.kv_cache import KvCache, fitting_blocks
-from worker.engine.attention.paged import AttentionContext, LayerCall, paged_attention
+from worker.engine.attention.paged import AttentionContext, LayerCall
+from worker.engine.attention.registered import paged_attention
 from worker.engine.model.inputs import step_inputs
 from worker.engine.scheduling.batch import Batch, Row
 from worker.engine.scheduling.sequence import Sequence

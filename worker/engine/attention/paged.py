@@ -1,13 +1,10 @@
-"""Attention over the paged KV cache, registered with transformers under NAME.
-
-transformers hands over the whole flat batch [1, heads, tokens, head_dim] of a layer and, because no mask function is
-registered under the name, no mask. Which sequence a token belongs to, and what it may see, is in the AttentionStep
-that the runner puts into the model's AttentionContext before the forward pass; every attention module holds that
-context. (Keyword arguments of forward would not do: some models do not pass them on.)
+"""Attention over the paged KV cache: of each layer registered.py hands over the flat batch of a step.
 
     flat batch   │ decode rows, one token each │ chunk │ chunk │ ...
 
-The step's AttentionPlan computes the attention: cpu/plan.py on the CPU, cuda/plan.py on CUDA.
+The runner puts the AttentionStep, which says of each token to which sequence it belongs and what it may see, into the
+model's AttentionContext before the forward pass. The step's AttentionPlan computes the attention: cpu/plan.py on the
+CPU, cuda/plan.py on CUDA.
 """
 
 from __future__ import annotations
@@ -15,14 +12,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 from torch import Tensor, nn
-from transformers import AttentionInterface
 
 from worker.engine.attention.kv_cache import KvCache
-
-NAME = "loraplex"
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,32 +96,3 @@ class AttentionContext:
             yield
         finally:
             self.step = None
-
-
-def paged_attention(  # noqa: PLR0913, PLR0917 - what transformers passes
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    **_: Any,
-) -> tuple[Tensor, None]:
-    """Attend from query [1, heads, tokens, dim]; key and value [1, kv_heads, tokens, dim] join the cache first.
-
-    Returns [1, tokens, heads, dim]. Raises ValueError outside a step, or with a mask.
-    """
-    context: AttentionContext = module.attention_context  # type: ignore[assignment]
-    step = context.step
-    if step is None or attention_mask is not None:
-        raise ValueError("attention is called outside a step, or with a mask")
-    layer: int = module.layer_idx  # type: ignore[assignment]
-    q, k, v = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)
-    scale = q.shape[-1] ** -0.5 if scaling is None else scaling
-    return step.attend(LayerCall(layer, q, k, v, scale, sliding_window, softcap, s_aux))[None], None
-
-
-AttentionInterface.register(NAME, paged_attention)

@@ -22,7 +22,7 @@ from artifacts.errors import ArtifactError
 from artifacts.families import is_embedding
 from artifacts.json_object import parse_object
 from artifacts.quantization import check_device, parse_quantization
-from worker.engine.attention import paged as attention
+from worker.engine.attention import registered
 from worker.engine.device.dtypes import dtype_name
 from worker.engine.model.errors import ModelUnusableError
 from worker.engine.model.loader import check_memory, device_of, dtype_of, require_weights
@@ -117,7 +117,7 @@ def _from_pretrained(
         loaded: Any = transformers.AutoModelForSequenceClassification.from_pretrained(
             directory,
             dtype=dtype,
-            attn_implementation="eager" if family.model_type in _OWN_ATTENTION else attention.NAME,
+            attn_implementation="eager" if family.model_type in _OWN_ATTENTION else registered.NAME,
             local_files_only=True,
             use_safetensors=True,
             output_loading_info=True,

@@ -22,7 +22,8 @@ from artifacts.kv_shape import KvShape
 from artifacts.quantization import check_device, parse_quantization
 from artifacts.quantized_checkpoint import stored_scheme
 from artifacts.safetensors_header import TensorInfo
-from worker.engine.attention import paged as attention
+from worker.engine.attention import registered
+from worker.engine.attention.paged import AttentionContext
 from worker.engine.device.dtypes import dtype_name
 from worker.engine.device.memory import available_bytes
 from worker.engine.linear.choice import Choice
@@ -52,7 +53,7 @@ class LoadedModel:
     context_length: int
     vocab_size: int
     kv: KvShape
-    attention: attention.AttentionContext
+    attention: AttentionContext
     linears: Mapping[str, tuple[int, int]]
     ends: Mapping[str, tuple[int, int]]
     directory: Path
@@ -95,7 +96,7 @@ def load_model(path: str, device: str = "cpu", dtype: str = "auto", quantize: st
     module.to(place)
     if quantized is not None:
         quantized.fill(module, number, place)
-    context = attention.AttentionContext()
+    context = AttentionContext()
     context.attach(module)
     try:
         kv = probe_kv_shape(module, context, place)
@@ -192,7 +193,7 @@ def _from_pretrained(directory: Path, dtype: torch.dtype, quantized: QuantizedWe
         loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
             directory,
             dtype=dtype,
-            attn_implementation=attention.NAME,
+            attn_implementation=registered.NAME,
             local_files_only=True,
             use_safetensors=True,
             output_loading_info=True,
