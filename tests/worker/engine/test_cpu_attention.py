@@ -10,9 +10,9 @@ from numba import cfunc
 from torch import Tensor
 
 from tests.worker.engine.attention_batches import CPU, Case, Numbers, cases
-from worker.engine.attention.cpu import kernel as cpu_kernel
 from worker.engine.attention.cpu.intrinsics import heads_at_once
 from worker.engine.attention.cpu.plan import CpuPlan, cpu_plan
+from worker.engine.decoder.kernels import compile_rows
 from worker.engine.device.cpu import threads
 from worker.engine.scheduling.batch import Batch
 
@@ -98,4 +98,4 @@ def test_where_nothing_can_be_kept_it_is_compiled_all_the_same(monkeypatch: pyte
         return cfunc(signature)
 
     monkeypatch.setattr("worker.engine.device.cpu.compilation.cfunc", nowhere)
-    assert cpu_kernel.compile_attention(cpu_kernel.attention_parameters(1, 8, 8, "float32", "float32")).address
+    assert compile_rows.__wrapped__("add", "float32").address

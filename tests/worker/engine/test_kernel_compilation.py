@@ -4,10 +4,13 @@
 
 from __future__ import annotations
 
+import fcntl
+import threading
 from pathlib import Path
 
 import numba
 import pytest
+from numba.core.caching import FunctionCache
 
 from worker.engine.device.cpu import compilation
 from worker.engine.lora.cpu import intrinsics
@@ -24,3 +27,40 @@ def test_kernels_of_two_types_are_kept_in_two_files(tmp_path: Path, monkeypatch:
         compilation.compile_kernel(_kernel, compilation.parameter_dtype(["x"], [], {"of_kind": made_for}), intrinsics)
     indexes = [path.name for path in tmp_path.rglob("*.nbi")]
     assert len(indexes) == 2, indexes
+
+
+def test_processes_that_start_together_compile_a_kernel_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
+    parameters, begun, others = compilation.parameter_dtype(["x"], [], {}), threading.Event(), []
+
+    def begin(*arguments: object, **options: object) -> object:
+        if not begun.is_set():
+            begun.set()
+            other.start()
+            waits.wait(10)
+        return numba.cfunc(*arguments, **options)
+
+    def wait(_: float) -> None:
+        waits.set()
+
+    waits = threading.Event()
+    other = threading.Thread(target=lambda: others.append(compilation.compile_kernel(_kernel, parameters, intrinsics)))
+    monkeypatch.setattr(f"{compilation.__name__}.cfunc", begin)
+    monkeypatch.setattr(f"{compilation.__name__}.time.sleep", wait)
+    first = compilation.compile_kernel(_kernel, parameters, intrinsics)
+    other.join()
+    assert (first.cache_hits, others[0].cache_hits) == (0, 1)
+    assert not list(tmp_path.rglob("*.lock"))
+
+
+def test_a_kernel_is_compiled_while_a_stopped_process_holds_its_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(compilation, "_WAIT_S", 0.0)
+    parameters = compilation.parameter_dtype(["x"], [], {})
+    named = compilation._named(_kernel, parameters, intrinsics)
+    path = Path(FunctionCache(named).cache_path) / f"{named.__name__}.lock"
+    with path.open("wb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        assert compilation.compile_kernel(_kernel, parameters, intrinsics).address

@@ -20,7 +20,7 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-from numba import carray, njit
+from numba import carray
 
 from worker.engine.decoder import vectors
 from worker.engine.decoder.vectors import (
@@ -34,7 +34,7 @@ from worker.engine.decoder.vectors import (
 )
 from worker.engine.device.cpu import compilation
 from worker.engine.device.cpu.counters import fetch_add
-from worker.engine.device.cpu.llvm import KINDS, int64_pointer
+from worker.engine.device.cpu.llvm import KINDS, int64_pointer, kernel_part
 
 _ROWS = "rows columns counter"
 INTEGERS = {
@@ -56,7 +56,7 @@ def compile_rows(name: str, kind: str) -> Any:
     return compilation.compile_kernel(_KERNELS[name], parameters, vectors)
 
 
-@njit(error_model="numpy")
+@kernel_part()
 def _inverse_rms(p, x, columns, epsilon):
     mean = sum_squares(p, x, columns) / np.float32(columns)
     return np.float32(1.0) / np.sqrt(mean + epsilon)
@@ -86,7 +86,7 @@ def _gate(p):
         gate_row(p, at.gate + first, at.up + first, at.out + row * at.out_bytes, at.columns)
 
 
-@njit(error_model="numpy")
+@kernel_part()
 def _turn(p, at, row, head, weight):
     if weight:
         scale_row(p, head, _inverse_rms(p, head, at.key_dim, at.epsilon), weight, head, at.key_dim)

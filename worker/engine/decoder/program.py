@@ -19,13 +19,13 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import carray, njit, types
+from numba import carray, types
 from numba.extending import intrinsic
 from numpy.typing import NDArray
 
 from worker.engine.device.cpu import compilation, threads
 from worker.engine.device.cpu.counters import fetch_add, wait_for
-from worker.engine.device.cpu.llvm import I32, I64, int64_pointer
+from worker.engine.device.cpu.llvm import I32, I64, int64_pointer, kernel_part
 from worker.engine.device.cpu.threads import ThreadCall
 
 _INTEGERS = "table count arrived released entered zeroes zeroed team"
@@ -112,7 +112,7 @@ def _count(typingctx, function):
     return types.int64(function), generate
 
 
-@njit(error_model="numpy")
+@kernel_part()
 def _zero(at):
     lines = carray(int64_pointer(at.zeroes), (at.zeroed, 2))
     for index in range(at.zeroed):

@@ -13,11 +13,11 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-from numba import carray, njit
+from numba import carray
 
 from worker.engine.device.cpu import compilation
 from worker.engine.device.cpu.counters import fetch_add, wait_for
-from worker.engine.device.cpu.llvm import KINDS
+from worker.engine.device.cpu.llvm import KINDS, kernel_part
 from worker.engine.linear import fixed_rows, fixed_tiles, formats, vectors
 from worker.engine.linear.fixed_rows import to_fixed
 from worker.engine.linear.fixed_tiles import fixed_1, fixed_2, fixed_3, fixed_4
@@ -55,7 +55,7 @@ def scratch_floats() -> int:
     return TILE_ROWS * PANEL
 
 
-@njit(error_model="numpy")
+@kernel_part()
 def _tile(p, count, q, factors, weights, scales, next_weights, sums):
     if count == 1:
         fixed_1(p, q, factors, weights, scales, next_weights, sums)
@@ -67,7 +67,7 @@ def _tile(p, count, q, factors, weights, scales, next_weights, sums):
         fixed_4(p, q, factors, weights, scales, next_weights, sums)
 
 
-@njit(error_model="numpy")
+@kernel_part()
 def _panel(p, at, panel, factors, sums):
     weights = at.weights + panel * at.panel_bytes
     scales = at.scales + panel * at.scale_panel

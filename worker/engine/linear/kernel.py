@@ -17,11 +17,11 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-from numba import carray, njit
+from numba import carray
 
 from worker.engine.device.cpu import compilation
 from worker.engine.device.cpu.counters import fetch_add
-from worker.engine.device.cpu.llvm import KINDS
+from worker.engine.device.cpu.llvm import KINDS, kernel_part
 from worker.engine.linear import formats, tiles, vectors
 from worker.engine.linear.formats import CALL_INTEGERS, FORMATS, LAYER_INTEGERS
 from worker.engine.linear.tiles import (
@@ -69,7 +69,7 @@ def scratch_floats(columns: int) -> int:
     return (TILE_ROWS + columns) * PANEL
 
 
-@njit(error_model="numpy")
+@kernel_part()
 def _packed_tile(p, count, x, weights, scales, zeros, sums):
     if count == 1:
         multiply_1(p, x, weights, scales, zeros, sums)
@@ -81,7 +81,7 @@ def _packed_tile(p, count, x, weights, scales, zeros, sums):
         multiply_4(p, x, weights, scales, zeros, sums)
 
 
-@njit(error_model="numpy")
+@kernel_part()
 def _unpacked_tile(p, count, x, weights, scales, zeros, sums):
     if count == 1:
         unpacked_1(p, x, weights, scales, zeros, sums)
@@ -97,7 +97,7 @@ def _unpacked_tile(p, count, x, weights, scales, zeros, sums):
         unpacked_6(p, x, weights, scales, zeros, sums)
 
 
-@njit(error_model="numpy")
+@kernel_part()
 def _panel(p, at, panel, scratch):
     weights = at.weights + panel * at.panel_bytes
     scales = at.scales + panel * at.scale_panel

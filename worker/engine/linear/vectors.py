@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from llvmlite import ir
-from numba import njit, types
+from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
@@ -31,6 +31,7 @@ from worker.engine.device.cpu.llvm import (
     I64,
     field_length,
     int64,
+    kernel_part,
     kind_bytes,
     load,
     load_field,
@@ -113,7 +114,7 @@ def each_segment(b: Any, parameters: Any, p: Any) -> Iterator[tuple[Any, Any, An
         yield first, b.select(b.icmp_signed("<", stop, columns), stop, columns), number
 
 
-@njit(error_model="numpy")
+@kernel_part()
 def tile_rows(left, most):
     """Return the rows of the next of as even tiles as can be, of at most `most` rows: 4 and 4 rather than 6 and 2."""
     tiles = (left + most - 1) // most

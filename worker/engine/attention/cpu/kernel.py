@@ -42,6 +42,7 @@ from worker.engine.device.cpu.llvm import (
     LOG2_E,
     float32_pointer,
     int64_pointer,
+    kernel_part,
 )
 
 # 64-bit integers of a task: its first token in the flat batch, the number of tokens, the position of the first, the
@@ -96,7 +97,7 @@ def _exp(x):
     return (y * r * r + r + np.float32(1.0)) * power_of_two(np.int64(n))
 
 
-@njit(fastmath=True, error_model="numpy")
+@kernel_part(fastmath=True)
 def _softmax(scores, softcap, sink, has_sink):
     """Replace scores by exp(score - max), in place, and return the factor that makes their sum 1."""
     if softcap > 0:
@@ -115,19 +116,19 @@ def _softmax(scores, softcap, sink, has_sink):
     return np.float32(1.0) / total
 
 
-@njit(fastmath=True, error_model="numpy", inline="always")
+@kernel_part(fastmath=True)
 def _first_seen(position, window):
     return max(0, position + 1 - window) if window > 0 else 0
 
 
-@njit(fastmath=True, error_model="numpy", inline="always")
+@kernel_part(fastmath=True)
 def _seeing(position, start, count, window):
     """Return the range [first, stop) of a task's tokens that attend to a position."""
     behind = position - start + window
     return max(0, position - start), min(count, behind) if window > 0 else count
 
 
-@njit(fastmath=True, error_model="numpy")
+@kernel_part(fastmath=True)
 def _score(p, at, task, table, scores, queries):
     """Compute the scores of a task's tokens and heads."""
     _, count, start, _, head, heads, span = task
@@ -153,7 +154,7 @@ def _score(p, at, task, table, scores, queries):
             scale += scale_step
 
 
-@njit(fastmath=True, error_model="numpy")
+@kernel_part(fastmath=True)
 def _sum_values(p, at, task, table, weights, sums):
     """Compute the weighted sums of values of a task's tokens and heads."""
     _, count, start, _, head, heads, span = task
@@ -184,24 +185,25 @@ def _sum_values(p, at, task, table, weights, sums):
             position += 4 if four else 1
 
 
-@njit(fastmath=True, error_model="numpy")
-def _weigh_scores(at, task, scores, factors):
-    """Replace the scores of a task's tokens and heads by weights, without the factors, which go to `factors`."""
+@kernel_part(fastmath=True)
+def _weigh_scores(task, scores, factors, block_size, window, shared, softcap, sinks):
+    """Replace the scores of a task's tokens and heads by weights, without the factors, which go to `factors`.
+
+    This function knows no shape, so that it is compiled once for all kernels of a process.
+    """
     _, count, start, _, head, heads, span = task
-    first_position = _first_seen(start, at.window) // at.block_size * at.block_size
-    shared = at.shared
-    sinks = carray(float32_pointer(at.sinks), (at.kv_heads * shared,))
+    first_position = _first_seen(start, window) // block_size * block_size
     for h in range(heads):
         for t in range(count):
-            low = _first_seen(start + t, at.window)
+            low = _first_seen(start + t, window)
             for g in range(shared):
                 row = (h * count + t) * shared + g
                 seen = carray(float32_pointer(scores + (row * span + low - first_position) * 4), (start + t + 1 - low,))
-                sink = sinks[(head + h) * shared + g] if at.sinks else np.float32(0.0)
-                factors[row] = _softmax(seen, at.softcap, sink, at.sinks != 0)
+                sink = sinks[(head + h) * shared + g] if len(sinks) else np.float32(0.0)
+                factors[row] = _softmax(seen, softcap, sink, len(sinks) != 0)
 
 
-@njit(fastmath=True, error_model="numpy")
+@kernel_part(fastmath=True)
 def _run(p, at, task, scratch):
     token, count, start, table_at, head, heads, span = task
     shared = at.shared
@@ -216,7 +218,8 @@ def _run(p, at, task, scratch):
                 widen_query(p, queries + ((h * count + t) * shared + g) * at.key_dim * 4, query, at.scaling)
     _score(p, at, task, table, scratch, queries)
     factors = carray(float32_pointer(sums + rows * at.value_dim * 4), (rows,))
-    _weigh_scores(at, task, scratch, factors)
+    sinks = carray(float32_pointer(at.sinks), (at.kv_heads * shared if at.sinks else 0,))
+    _weigh_scores(task, scratch, factors, at.block_size, at.window, shared, at.softcap, sinks)
     zeros = carray(float32_pointer(sums), (rows * at.value_dim,))
     for i in range(len(zeros)):
         zeros[i] = np.float32(0.0)

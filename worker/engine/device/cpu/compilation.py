@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import fcntl
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from hashlib import sha256
+from pathlib import Path
 from types import FunctionType, ModuleType
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 from numba import cfunc, types
+from numba.core.caching import FunctionCache
 from numba.np.numpy_support import from_dtype
 
 from worker.engine.device.cpu import counters, llvm
+
+# Maximum time in seconds that a process waits for another that compiles the same kernel, which takes a few; a process
+# that was stopped would hold up all others.
+_WAIT_S = 60.0
+# Interval in seconds at which the lock is tried.
+_RETRY_S = 0.02
 
 
 def parameter_dtype(integers: Sequence[str], reals: Sequence[str], made_for: Mapping[str, int]) -> np.dtype[Any]:
@@ -36,9 +47,30 @@ def compile_kernel(kernel: Callable[..., None], parameters: np.dtype[Any], *intr
     signature = types.void(types.CPointer(from_dtype(parameters)))
     named = _named(kernel, parameters, *intrinsics)
     try:
-        return cfunc(signature, cache=True)(named)
-    except RuntimeError:  # no writable cache folder
+        with _one_process_at_a_time(Path(FunctionCache(named).cache_path) / f"{named.__name__}.lock"):
+            return cfunc(signature, cache=True)(named)
+    except (RuntimeError, OSError):  # no writable cache folder
         return cfunc(signature)(named)
+
+
+@contextmanager
+def _one_process_at_a_time(path: Path) -> Iterator[None]:
+    """Hold a lock while a kernel is compiled: processes that start together find in the cache what one has compiled."""
+    with path.open("wb") as file:
+        give_up = time.monotonic() + _WAIT_S
+        while not _locked(file) and time.monotonic() < give_up:
+            time.sleep(_RETRY_S)
+        yield
+        # Who waits has the file open already, and who comes later finds the kernel.
+        path.unlink(missing_ok=True)
+
+
+def _locked(file: IO[bytes]) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _named(kernel: Callable[..., None], parameters: np.dtype[Any], *intrinsics: ModuleType) -> Callable[..., None]:

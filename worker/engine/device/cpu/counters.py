@@ -6,11 +6,11 @@
 from __future__ import annotations
 
 from llvmlite import ir
-from numba import njit, types
+from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from worker.engine.device.cpu.llvm import I32, I64, int64
+from worker.engine.device.cpu.llvm import I32, I64, int64, kernel_part
 
 # Number of times that a thread looks at a counter before it yields its core: some tens of microseconds.
 _SPINS = 20_000
@@ -47,7 +47,7 @@ def _yield_thread(typingctx):
     return types.void(), generate
 
 
-@njit(error_model="numpy")
+@kernel_part()
 def wait_for(counter, least):
     """Wait until a counter is `least` or more: a short time, unless the system has taken another thread's core."""
     spins = 0

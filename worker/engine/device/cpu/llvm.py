@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from llvmlite import ir
-from numba import types
+from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
@@ -37,6 +37,11 @@ LOG2_E = 1.4426950408889634
 LN2 = (0.693359375, -2.12194440e-4)
 EXP = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)
 F32, I8, I16, I32, I64 = ir.FloatType(), *(ir.IntType(bits) for bits in (8, 16, 32, 64))
+
+
+def kernel_part(*, fastmath: bool = False) -> Any:
+    """Return a decorator for functions that kernels alone call: numba makes no wrappers for calls from Python."""
+    return njit(fastmath=fastmath, error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)
 
 
 def field_length(parameters: Any, name: str) -> int:

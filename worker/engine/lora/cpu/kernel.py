@@ -21,11 +21,11 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-from numba import carray, njit
+from numba import carray
 
 from worker.engine.device.cpu import compilation
 from worker.engine.device.cpu.counters import fetch_add, wait_for
-from worker.engine.device.cpu.llvm import KINDS, LANES, int64_pointer
+from worker.engine.device.cpu.llvm import KINDS, LANES, int64_pointer, kernel_part
 from worker.engine.lora.cpu import intrinsics
 from worker.engine.lora.cpu.intrinsics import (
     ROWS,
@@ -67,7 +67,7 @@ def compile_lora(kind: str) -> Any:
     )
 
 
-@njit(fastmath=True, error_model="numpy")
+@kernel_part(fastmath=True)
 def _shrink(p, at, pair, layer, segment, part):
     a, _, rank, _, _ = pair
     _, row, stop = segment
@@ -93,7 +93,7 @@ def _shrink(p, at, pair, layer, segment, part):
         row += rows
 
 
-@njit(fastmath=True, error_model="numpy")
+@kernel_part(fastmath=True)
 def _expand(p, at, pair, layer, columns, segment, part):
     _, b, rank, gain, shift = pair
     begin, width = columns
@@ -121,7 +121,7 @@ def _expand(p, at, pair, layer, columns, segment, part):
         low += count
 
 
-@njit(fastmath=True, error_model="numpy")
+@kernel_part(fastmath=True)
 def _task(at, index):
     """Unpack a task: its part, its layer, the slot's pair in that layer, the layer's columns, and the segment."""
     part, index = index % at.parts, index // at.parts
