@@ -15,6 +15,8 @@ from adapter_store.storage import BlobReader, DataDirectory, Upload
 from artifacts.base_model import BaseModel, ModuleShape
 from rpc.errors import AlreadyExists, InvalidField, NotFound
 
+_FIELDS = tuple(field.name for field in dataclasses.fields(BaseModel))
+
 
 class BaseModels:
     """The registered base models."""
@@ -109,7 +111,9 @@ def _find(rows: sqlite3.Connection, name: str) -> Base | None:
 
 
 def _to_base(rows: sqlite3.Connection, row: sqlite3.Row) -> Base:
-    fields = json.loads(row["manifest"])
+    # A store of a later version may have written fields that this one does not know. The digest stands for all that
+    # changes answers, so a worker of such a base still finds that it is another one.
+    fields = {field: value for field, value in json.loads(row["manifest"]).items() if field in _FIELDS}
     for field in ("end_token_ids", "tasks", "labels"):
         fields[field] = tuple(fields.get(field, ()))
     fields["modules"] = tuple(ModuleShape(*module) for module in fields["modules"])
@@ -122,7 +126,7 @@ def _to_base(rows: sqlite3.Connection, row: sqlite3.Row) -> Base:
 
 
 def _insert(rows: sqlite3.Connection, manifest: BaseModel, files: Mapping[str, Blob]) -> None:
-    fields = {field.name: getattr(manifest, field.name) for field in dataclasses.fields(manifest)}
+    fields = {name: getattr(manifest, name) for name in _FIELDS}
     fields["modules"] = [dataclasses.astuple(module) for module in manifest.modules]
     del fields["files"]
     rows.execute(

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sqlite3
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -60,6 +61,18 @@ async def test_a_manifest_of_an_older_version_is_completed_and_never_cut(client:
     assert got.model == completed
     with pytest.raises(grpc.aio.AioRpcError, match="another manifest"):
         await client.register(dataclasses.replace(whole, pooling="mean"))
+
+
+async def test_fields_that_a_later_version_wrote_are_left_out(client: Client, tiny_base: BaseModel, data: Path) -> None:
+    """They add to what the digest stands for: one that changes the model's answers changes the digest too."""
+    registered = await client.register(tiny_base)
+    catalog = sqlite3.connect(data / "catalog.db")
+    catalog.execute("UPDATE base_models SET manifest = json_set(manifest, '$.of_a_later_version', json('[1]'))")
+    catalog.commit()
+    catalog.close()
+    got = await client.call("GetBaseModel", pb.GetBaseModelRequest(name="tiny"), tenant=None)
+    assert got.model == registered
+    assert await client.register(tiny_base) == registered
 
 
 async def test_another_digest_needs_replace(client: Client, tiny_base: BaseModel, refusal: Refusal, data: Path) -> None:
