@@ -67,6 +67,7 @@ COMMIT;
 """
 # Tables of later than the schema's version, which stays the same: an older store leaves them alone.
 _DELETED_REVISIONS = """
+CREATE INDEX IF NOT EXISTS revisions_by_digest ON revisions (digest);
 CREATE TABLE IF NOT EXISTS deleted_revisions (
     tenant TEXT NOT NULL,
     adapter TEXT NOT NULL,

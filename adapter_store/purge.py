@@ -5,8 +5,9 @@ Its calls block: make them in a thread.
 
 from __future__ import annotations
 
+import json
 import sqlite3
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from adapter_store.api_keys import ApiKeys
@@ -37,6 +38,12 @@ _BLOBS = (
     "SELECT config_digest, weights_digest FROM revisions JOIN adapters ON adapters.id = adapter_id "
     "WHERE tenant = :tenant UNION "
     "SELECT config_digest, weights_digest FROM deleted_revisions WHERE tenant = :tenant"
+)
+
+# Those of the revisions that are here.
+_KEPT = (
+    "SELECT digest FROM revisions WHERE digest IN (SELECT value FROM json_each(:digests)) UNION "
+    "SELECT digest FROM deleted_revisions WHERE digest IN (SELECT value FROM json_each(:digests))"
 )
 
 
@@ -82,6 +89,12 @@ class TenantPurge:
         removed += [f"keys/{key_id}" for key_id in keys] + [f"plans/{name}" for name in plans]
         removed += [f"blobs/{digest}" for digest in sorted(gone)]
         return Purged(removed, self._left(tenant, gone), [f"blobs/{one}" for one in sorted(blobs.difference(gone))])
+
+    def gone(self, digests: Sequence[str]) -> list[str]:
+        """Return those of the revisions, by digest, that the store has of no tenant, not even as deleted ones."""
+        with self._database.reading() as rows:
+            kept = {digest for (digest,) in rows.execute(_KEPT, {"digests": json.dumps(digests)})}
+        return [digest for digest in digests if digest not in kept]
 
     def _left(self, tenant: str, gone: list[str]) -> list[str]:
         with self._database.reading() as rows:

@@ -1,4 +1,4 @@
-"""TenantService over gRPC: operators purge tenants."""
+"""TenantService over gRPC: operators purge tenants, and workers ask which of their revisions are gone."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rpc.identity.principal import caller
 log = logging.getLogger(__name__)
 
 Context = grpc.aio.ServicerContext[Any, Any]
-# Maximum number of names in an answer.
+# Maximum number of names in an answer, and of digests in a request.
 _NAMES = 10_000
 
 
@@ -43,3 +43,11 @@ class TenantService(tenants_pb2_grpc.TenantServiceServicer):
             left=purged.left[:_NAMES],
             kept_for_others=purged.kept_for_others[:_NAMES],
         )
+
+    async def ListGoneRevisions(
+        self, request: pb.ListGoneRevisionsRequest, context: Context
+    ) -> pb.ListGoneRevisionsResponse:
+        """Return those of the revisions that a worker has which the store does not have any more."""
+        if len(request.digests) > _NAMES:
+            raise InvalidField("digests", f"at most {_NAMES} in a call")
+        return pb.ListGoneRevisionsResponse(digests=await asyncio.to_thread(self._purge.gone, list(request.digests)))

@@ -45,6 +45,8 @@ ROLES: Mapping[str, Role] = {
             "finish",
             "look_up",
             "census",
+            "live_routers",
+            "forget_tenant",
             "send_command",
             "record_death",
             "dead_push",
@@ -55,7 +57,11 @@ ROLES: Mapping[str, Role] = {
             "ledger_look",
         ),
         # Commands of no script: for waiting jobs, dead letters, pins and charges; hget: scripts of older versions.
-        commands=("zcard", "lrange", "hset", "hget", "hgetall", "hdel", "sadd", "srandmember", "function|load"),
+        commands=(
+            *("zcard", "lrange", "hset", "hget", "hgetall", "hdel", "sadd", "srandmember", "function|load"),
+            # For the removal of a tenant's data.
+            *("srem", "hlen"),
+        ),
         keys=(f"lp:{{*/{_CELL}}}:*", "lp:{ledger/*}:*", "lp:{ledger}:tenants", "lp:{resume}:keys"),
     ),
     "worker": Role(

@@ -211,6 +211,16 @@ class Ledger:
         """Note that a tenant's charges are reported."""
         await self._redis.sadd(LEDGER_TENANTS, tenant)
 
+    async def forget_tenant(self, tenant: str) -> tuple[int, int]:
+        """Forget that a tenant's charges are reported, once none waits; its account stays until its month has passed.
+
+        Returns how many records were removed, and how many stay: open reservations and unreported charges.
+        """
+        prefix = ledger_prefix(tenant)
+        kept = await self._redis.hlen(prefix + "unreported") + await self._redis.zcard(prefix + "held")
+        removed = 0 if kept else await self._redis.srem(LEDGER_TENANTS, tenant)
+        return int(removed), int(kept)
+
     async def some_tenants(self, count: int) -> list[str]:
         """Return some tenants whose charges are reported, drawn by chance."""
         drawn: Any = await self._redis.srandmember(LEDGER_TENANTS, count)

@@ -39,6 +39,7 @@ class Liveness:
         self._keys = keys
         self._beat = scripts.register(redis, "beat")
         self._declare_dead = scripts.register(redis, "declare_dead")
+        self._live_routers = scripts.register(redis, "live_routers")
         self._census = scripts.register(redis, "census")
 
     async def beat(self, state: WorkerState) -> list[str]:
@@ -72,6 +73,11 @@ class Liveness:
         for name, found in zip(texts[::2], texts[1::2], strict=True):
             log.error("the Redis key %s%s was a %s; it is %saside:%s now, for a day", prefix, name, found, prefix, name)
         return tuple(name.partition(":")[0] for name in texts[::2])
+
+    async def live_routers(self) -> list[str]:
+        """Return the relay addresses of the live routers."""
+        routers = await self._live_routers(self._keys.workers, [self._keys.prefix])
+        return sorted(router.decode(errors="replace") for router in routers)
 
     async def live_workers(self) -> list[WorkerState]:
         """Return the live workers, ordered by id."""

@@ -28,6 +28,16 @@ def is_unpinned_by(pinned: AdapterRef, unpinned: AdapterRef) -> bool:
     return pinned.digest == unpinned.digest or _adapter(pinned) == _adapter(unpinned)
 
 
+def concerns_tenant(request: AdapterRequest, tenant: str) -> bool:
+    """Return whether an adapter, or a part of it, is a tenant's, or was requested for the tenant."""
+    return request.tenant == tenant or any(is_of_tenant(part.revision, tenant) for part in request.adapter.summands)
+
+
+def is_of_tenant(revision: str, tenant: str) -> bool:
+    """Return whether a revision, by its full name, is of an adapter of a tenant."""
+    return revision.startswith(f"tenants/{tenant}/")
+
+
 def _adapter(ref: AdapterRef) -> str:
     return ref.revision.rpartition("/")[0]
 

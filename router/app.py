@@ -33,6 +33,8 @@ from router.generation.resume import ResumeTokens
 from router.generation.resume_epochs import ResumeEpochs
 from router.generation.resume_keys import GivenKeys
 from router.metrics import RouterMetrics
+from router.purge.cell import CellPurge
+from router.purge.router_data import RouterData
 from router.quotas.plan_copy import PlanCopy
 from router.quotas.plans import Plans
 from router.quotas.quotas import Quotas
@@ -75,16 +77,7 @@ async def run(settings: Settings) -> None:
         seals=(seals := seals_of(tls, settings.job_key)),
         set_aside=lambda key: metrics.keys_set_aside.labels(key).inc(),
     )
-    reach = RelayReach(metrics)
-    placer = Placer(
-        lambda name, digest: reach.linked(models.serving(name, digest)),
-        plans.weights_over(read_weights(settings.tenant_weights)),
-        settings.adapter_mib_tokens,
-        plans.queue_share_of,
-    )
-    dispatcher = Dispatcher(
-        models.queue_of, placer.place, metrics, links=reach.links, why_unservable=models.why_unservable
-    )
+    dispatcher = _dispatcher(settings, models, reach := RelayReach(metrics), plans, metrics)
     telemetry, auditor = _records(settings, metrics, spans, models)
     plans.record = auditor.record
     encoder, proofs, quotas = PromptEncoder(), GrammarProofs(), _quotas(settings, redis, plans, metrics)
@@ -107,8 +100,14 @@ async def run(settings: Settings) -> None:
             client_stall_s=settings.client_stall_s,
         )
         encoding = Encoding(generation, EncodeAdmission(models, store, reply_to, reach, encoder))
+        configs = admission.configs, encoding.admission.classifiers.configs
+        data = relay.serve_tenant_data(RouterData(dispatcher, store, configs, encoder, proofs, quotas), auditor.record)
+        cluster = ClusterService(
+            *(models, dispatcher, metrics, AdapterCommands(models, store)),
+            CellPurge(models, redis, data, relay_service.forgets, reply_to, tls),
+        )
         service = InferenceService(generation, admission, models, telemetry, encoder, encoding)
-        add_services(public, service, ClusterService(models, dispatcher, metrics, AdapterCommands(models, store)))
+        add_services(public, service, cluster)
         addresses = public.bind(settings.host, settings.port)
         await relay.server.start()
         await public.start()
@@ -143,11 +142,22 @@ async def run(settings: Settings) -> None:
         await relay.server.stop(1.0)
         for closing in (encoder, proofs, relay_service, auditor):
             closing.close()
-        await store.close()
-        await redis.aclose()
+        await asyncio.gather(store.close(), redis.aclose())
         if metrics_server is not None:
             metrics_server.close()
         await asyncio.to_thread(spans.close)
+
+
+def _dispatcher(
+    settings: Settings, models: Models, reach: RelayReach, plans: Plans, metrics: RouterMetrics
+) -> Dispatcher:
+    placer = Placer(
+        lambda name, digest: reach.linked(models.serving(name, digest)),
+        plans.weights_over(read_weights(settings.tenant_weights)),
+        settings.adapter_mib_tokens,
+        plans.queue_share_of,
+    )
+    return Dispatcher(models.queue_of, placer.place, metrics, links=reach.links, why_unservable=models.why_unservable)
 
 
 def _records(

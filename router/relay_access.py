@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
+
+from loraplex.relay.v1 import relay_pb2_grpc
 
 from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.relay import RelayService
 from router.metrics import RouterMetrics
+from router.purge.router_data import RouterData
+from router.purge.service import TenantDataService
 from rpc.identity.guard import Guard, Refused, open_guard
 from rpc.identity.permissions import Port
 from rpc.identity.tls import TlsFiles
@@ -36,6 +41,11 @@ class RelayAccess:
         service = RelayService(dispatcher, metrics, self.credentials)
         service.add_to(self.server)
         return service
+
+    def serve_tenant_data(self, data: RouterData, record: Callable[..., None]) -> RouterData:
+        """Let other routers remove this router's data of tenants; `record` keeps an event of the audit log."""
+        relay_pb2_grpc.add_TenantDataServiceServicer_to_server(TenantDataService(data, record), self.server.grpc)
+        return data
 
     def bind(self, host: str, port: int) -> int:
         """Listen; return the port. Raises PortInUse."""

@@ -1,8 +1,8 @@
 """The messages between a worker's two processes, over a socket pair: length (4 bytes, little endian), msgpack.
 
 I/O process                        engine process
-    │  Configure, then Add, Abort; Warm, Pin, Unpin  ──▶
-    │  ◀── Ready | Unusable, then Begun, Stepped, Refused, PinRefused
+    │  Configure, then Add, Abort; Warm, Pin, Unpin, ForgetTenant  ──▶
+    │  ◀── Ready | Unusable, then Begun, Stepped, Refused, PinRefused, TenantForgotten
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import msgspec
 
 from worker.engine_api import AdapterSource, NewSequence, Output
 from worker.engine_api.config import EngineConfig, EngineLimits
-from worker.engine_api.stats import EngineStats
+from worker.engine_api.stats import EngineStats, Removal
 
 _LENGTH = struct.Struct("<I")
 
@@ -56,6 +56,19 @@ class Unpin(msgspec.Struct, frozen=True, tag=True):
     """Allow that an adapter is evicted again; unknown digests are ignored."""
 
     digest: str
+
+
+class ForgetTenant(msgspec.Struct, frozen=True, tag=True):
+    """Remove what is cached of a tenant, and the adapters that are not kept; the answer is TenantForgotten."""
+
+    tenant: str
+    kept_adapters: frozenset[str]
+
+
+class TenantForgotten(msgspec.Struct, frozen=True, tag=True):
+    """The engine has carried out a ForgetTenant; the removals by place."""
+
+    removals: dict[str, Removal]
 
 
 class PinRefused(msgspec.Struct, frozen=True, tag=True):
@@ -99,8 +112,8 @@ class Stepped(msgspec.Struct, frozen=True, tag=True):
     stats: EngineStats
 
 
-ToEngine = Configure | Add | Abort | Warm | Pin | Unpin
-FromEngine = Ready | Unusable | Refused | PinRefused | Begun | Stepped
+ToEngine = Configure | Add | Abort | Warm | Pin | Unpin | ForgetTenant
+FromEngine = Ready | Unusable | Refused | PinRefused | TenantForgotten | Begun | Stepped
 
 _encoder = msgspec.msgpack.Encoder()
 to_engine_decoder = msgspec.msgpack.Decoder(ToEngine)

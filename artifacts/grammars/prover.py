@@ -61,6 +61,11 @@ class Prover:
         if result[1]:
             raise GrammarError(path + result[0], result[1])
 
+    def forget(self) -> int:
+        """Forget the proofs, whose errors may quote a grammar; returns how many there were."""
+        forgotten, self._results = self._results, {}
+        return len(forgotten)
+
     def close(self) -> None:
         """End the child; a proof that is under way fails."""
         if (child := self._child) is not None:

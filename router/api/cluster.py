@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from dataclasses import asdict
 from typing import Any
@@ -19,8 +20,12 @@ from router.catalog.models import Models
 from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.routed_job import RoutedJob
 from router.metrics import RouterMetrics
+from router.purge.cell import CellPurge
+from router.purge.tenant_field import purged_tenant
 from rpc.errors import InvalidField, NotFound, Unavailable
 from rpc.identity.principal import caller, calling_tenant
+
+log = logging.getLogger(__name__)
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -35,9 +40,15 @@ class ClusterService(cluster_pb2_grpc.ClusterServiceServicer):
     """Serves loraplex.cluster.v1.ClusterService."""
 
     def __init__(
-        self, models: Models, dispatcher: Dispatcher, metrics: RouterMetrics, commands: AdapterCommands
+        self,
+        models: Models,
+        dispatcher: Dispatcher,
+        metrics: RouterMetrics,
+        commands: AdapterCommands,
+        purge: CellPurge,
     ) -> None:
         self._models = models
+        self._purge = purge
         self._commands = commands
         self._dispatcher = dispatcher
         self._traffic = Traffic(metrics)
@@ -108,6 +119,18 @@ class ClusterService(cluster_pb2_grpc.ClusterServiceServicer):
         """Load an adapter and keep it loaded; without a worker's name also on workers that start later."""
         await self._commands.send(Verb.PIN, calling_tenant(), request.adapter, request.worker_id)
         return pb.PinAdapterResponse()
+
+    async def PurgeTenant(self, request: pb.PurgeTenantRequest, context: Context) -> pb.PurgeTenantResponse:
+        """Remove what this router's cell has of a tenant."""
+        tenant = purged_tenant(request.tenant)
+        places = await self._purge.run(tenant)
+        log.info("%s: purged tenant %s from this cell", caller().name, tenant)
+        return pb.PurgeTenantResponse(
+            places=places,
+            removed_count=sum(place.removed for place in places),
+            left_count=sum(place.left for place in places),
+            error_count=sum(bool(place.error) for place in places),
+        )
 
     async def UnpinAdapter(self, request: pb.UnpinAdapterRequest, context: Context) -> pb.UnpinAdapterResponse:
         """Allow a pinned adapter to be evicted again."""

@@ -60,3 +60,12 @@ def _style(spec: pb.GenerateSpec) -> JsonStyle | None:
 _of_schema = lru_cache(_KEPT)(json_grammar)
 _of_lark = lru_cache(_KEPT)(lark_grammar)
 _of_choices = lru_cache(_KEPT)(choices_grammar)
+
+
+def forget_formats() -> int:
+    """Forget the formats that are kept; returns how many there were."""
+    caches = (_of_schema, _of_lark, _of_choices)
+    count = sum(cache.cache_info().currsize for cache in caches)
+    for cache in caches:
+        cache.cache_clear()
+    return count

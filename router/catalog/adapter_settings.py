@@ -14,6 +14,7 @@ from artifacts.json_object import parse_object
 from artifacts.peft_config import LABELS_FIELD
 from artifacts.revision import CONFIG_FILE
 from broker.messages import AdapterRef
+from broker.pins import is_of_tenant
 from router.catalog.store_client import StoreClient
 
 # Maximum characters of the settings that are kept, and maximum number of adapters; those used last stay.
@@ -40,7 +41,8 @@ class AdapterConfigs:
 
     def __init__(self, store: StoreClient) -> None:
         self._store = store
-        self._kept: OrderedDict[str, AdapterSettings] = OrderedDict()
+        # By digest, with the name of the revision that they were read of.
+        self._kept: OrderedDict[str, tuple[str, AdapterSettings]] = OrderedDict()
         self._characters = 0
 
     async def of(self, tenant: str, adapter: AdapterRef | None) -> AdapterSettings:
@@ -50,16 +52,23 @@ class AdapterConfigs:
         if adapter.digest not in self._kept:
             settings = _read(await self._store.config_of(tenant, adapter.revision))
             if adapter.digest not in self._kept:
-                self._kept[adapter.digest] = settings
+                self._kept[adapter.digest] = adapter.revision, settings
                 self._characters += settings.characters
                 self._drop_oldest()
             return settings
         self._kept.move_to_end(adapter.digest)
-        return self._kept[adapter.digest]
+        return self._kept[adapter.digest][1]
+
+    def forget_tenant(self, tenant: str) -> int:
+        """Forget the settings of a tenant's adapters; returns how many there were."""
+        gone = [digest for digest, (revision, _) in self._kept.items() if is_of_tenant(revision, tenant)]
+        for digest in gone:
+            self._characters -= self._kept.pop(digest)[1].characters
+        return len(gone)
 
     def _drop_oldest(self) -> None:
         while len(self._kept) > _KEPT or self._characters > _KEPT_CHARACTERS:
-            _, dropped = self._kept.popitem(last=False)
+            _, (_, dropped) = self._kept.popitem(last=False)
             self._characters -= dropped.characters
 
 

@@ -31,7 +31,7 @@ class Classifiers:
     """Finds the classifiers of one router's requests."""
 
     def __init__(self, store: StoreClient) -> None:
-        self._configs = AdapterConfigs(store)
+        self.configs = AdapterConfigs(store)
 
     async def check_task(self, request: EncodeRequest, manifest: Manifest, adapter: AdapterRef | None) -> Classifier:
         """Return the classifier that a request asks for, one without labels for an embedding.
@@ -43,7 +43,7 @@ class Classifiers:
                 message = "was registered by a version without vectors; register it again (loraplex models push)"
                 raise Mismatch(manifest.name, message, reason=WRONG_TASK)
             return Classifier()
-        settings = await self._configs.of(request.tenant, adapter)
+        settings = await self.configs.of(request.tenant, adapter)
         if settings.has_head:
             return Classifier(settings.labels)
         if "classify" not in manifest.tasks:

@@ -31,6 +31,11 @@ def check_fitness(resolved: ResolvedAdapter, model: Manifest) -> None:
     )
 
 
+def forget_warnings() -> None:
+    """Forget which adapters were warned of."""
+    _warn_once.cache_clear()
+
+
 @lru_cache(maxsize=_WARNINGS_KEPT)
 def _warn_once(revision: str, found: str) -> None:
     log.warning("%s is %s", revision, found)

@@ -14,6 +14,7 @@ from loraplex.admin.v1 import keys_pb2, keys_pb2_grpc, plans_pb2, plans_pb2_grpc
 
 from artifacts.revision import CONFIG_FILE
 from broker.messages import AdapterRef
+from broker.pins import is_of_tenant
 from router.catalog.manifest import Manifest, RegisteredModel, read_manifest, registered_model
 from rpc.errors import CallError, InvalidField, NotFound, Unavailable
 from rpc.identity.principal import TENANT_KEY
@@ -118,6 +119,20 @@ class StoreClient:
     def epoch_of(self, revision: str) -> int:
         """Return the epoch of a revision's adapter, as last resolved; 0: not known any more."""
         return self._epochs.get(revision, 0)
+
+    def forget_tenant(self, tenant: str) -> int:
+        """Forget the names that a tenant has asked for, and those of its adapters; returns how many there were."""
+        names = [
+            key
+            for key, (_, found) in self._names.items()
+            if key[0] == tenant or any(is_of_tenant(part.revision, tenant) for part in found.ref.summands)
+        ]
+        epochs = [revision for revision in self._epochs if is_of_tenant(revision, tenant)]
+        for key in names:
+            del self._names[key]
+        for revision in epochs:
+            del self._epochs[revision]
+        return len(names) + len(epochs)
 
     async def config_of(self, tenant: str, revision: str) -> bytes:
         """Download a revision's configuration, without its weights. Raises NotFound or Unavailable."""

@@ -14,6 +14,7 @@ from loraplex.relay.v1 import relay_pb2 as pb
 from loraplex.relay.v1 import relay_pb2_grpc
 
 from router.dispatch.dispatcher import Dispatcher
+from router.dispatch.forgets import WorkerForgets
 from router.dispatch.link import Frame, WorkerFinish
 from router.dispatch.pacing import PaceLimits
 from router.metrics import RouterMetrics
@@ -42,6 +43,7 @@ class WorkerLink:
         self._acks: list[pb.JobAttempt] = []
         self._cancels: list[pb.JobAttempt] = []
         self._rewinds: list[pb.Position] = []
+        self._forgets: list[pb.Forget] = []
         self._interval_ms: int | None = None
         self._closed = False
         self._due = asyncio.Event()
@@ -66,6 +68,11 @@ class WorkerLink:
         self._interval_ms = interval_ms
         self._due.set()
 
+    def forget(self, request: pb.Forget) -> None:
+        """Ask the worker to remove what it has of a tenant."""
+        self._forgets.append(request)
+        self._due.set()
+
     def close(self) -> None:
         """End the stream."""
         self._closed = True
@@ -88,6 +95,8 @@ class WorkerLink:
             if self._acks:
                 acks, self._acks = self._acks, []
                 yield pb.ConnectResponse(acks=pb.Acks(jobs=acks))
+            while self._forgets:
+                yield pb.ConnectResponse(forget=self._forgets.pop(0))
             if self._closed and not self._due.is_set():
                 return
 
@@ -110,6 +119,7 @@ class RelayService(relay_pb2_grpc.RelayServiceServicer, relay_pb2_grpc.IdentityS
         self._credentials = credentials
         self._interval_ms = self._pace_limits.interval_ms(1)
         self._links: set[WorkerLink] = set()
+        self.forgets = WorkerForgets(self._links)
 
     def add_to(self, server: Server) -> None:
         """Serve the relay, and the router's id."""
@@ -176,6 +186,8 @@ class RelayService(relay_pb2_grpc.RelayServiceServicer, relay_pb2_grpc.IdentityS
                             self._dispatcher.receive_frame(link, frame)
                     case "claims":
                         self._dispatcher.receive_claims(link, self._attempts(link, request.claims.jobs))
+                    case "forgotten":
+                        self.forgets.answered(link.incarnation, request.forgotten)
         except grpc.aio.UsageError:  # the stream ended while it was read: so a worker's death looks
             log.info("worker %s: its relay stream broke", link.worker_id)
         finally:

@@ -47,7 +47,7 @@ class Admission:
         self._reply_to = reply_to
         self._encoder = encoder or PromptEncoder()
         self._proofs = proofs or GrammarProofs()
-        self._configs = AdapterConfigs(store)
+        self.configs = AdapterConfigs(store)
 
     async def new_job(self, request: Request, deadline_s: float | None) -> Job:
         """Make the job of a new request. Raises a CallError where it can't be served."""
@@ -99,7 +99,7 @@ class Admission:
         if not isinstance(request.prompt, Chat):
             return None
         text = self._models.with_digest(job.model, job.base_digest).text
-        template = text.chat.with_settings((await self._configs.of(request.tenant, job.adapter)).chat)
+        template = text.chat.with_settings((await self.configs.of(request.tenant, job.adapter)).chat)
         return chat_format(request.prompt, template, text, job.prompt_ids, job.request_id)
 
     async def _prompt(
@@ -113,7 +113,7 @@ class Admission:
             return await self._encoder.encode(model.text, chat, field, tenant, context, options), None
         if chat.tools and request.grammar:
             raise InvalidField("chat.tools", f"do not go with {request.format_field}; leave one out")
-        template = model.text.chat.with_settings((await self._configs.of(request.tenant, adapter)).chat)
+        template = model.text.chat.with_settings((await self.configs.of(request.tenant, adapter)).chat)
         now = request.rendered_at_s or time.time()
         return await self._encoder.encode_chat(
             model.text, template, chat, request.tenant, context, now, options

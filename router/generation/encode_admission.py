@@ -38,14 +38,14 @@ class EncodeAdmission:
         self._reply_to = reply_to
         self._reach = reach
         self._encoder = encoder
-        self._classifiers = Classifiers(store)
+        self.classifiers = Classifiers(store)
 
     async def admit(self, request: EncodeRequest) -> AdmittedInputs:
         """Make the jobs of a request. Raises a CallError where any input can't be served."""
         model = self._models.get(request.model)
         manifest = model.manifest
         adapter = await resolve_adapters(request, manifest, self._store)
-        classifier = await self._classifiers.check_task(request, manifest, adapter)
+        classifier = await self.classifiers.check_task(request, manifest, adapter)
         workers = workers_for_new_jobs(self._models, self._reach, manifest)
         if not all(state.encodes for state in workers):
             raise Unavailable("a worker of a version without vectors is still there", reason="OLD_WORKER")

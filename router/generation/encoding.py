@@ -43,7 +43,7 @@ class Encoding:
 
     def __init__(self, generation: Generation, admission: EncodeAdmission) -> None:
         self._generation = generation
-        self._admission = admission
+        self.admission = admission
 
     async def encode(
         self, request: EncodeRequest, deadline_s: float | None, write: Callable[[Vector], T]
@@ -53,7 +53,7 @@ class Encoding:
         Raises a CallError. Cancelling the call cancels the work on all texts.
         """
         ends_at = math.inf if deadline_s is None else time.monotonic() + deadline_s
-        admitted = await self._admission.admit(request)
+        admitted = await self.admission.admit(request)
         prompt_tokens = sum(len(job.prompt_ids) for job in admitted.jobs)
         async with self._generation.reserved(request.tenant, admitted.jobs[0].request_id, prompt_tokens) as grant:
 

@@ -52,6 +52,10 @@ class GrammarProofs:
             self._provers[model.digest] = Prover(model.vocab_size, special)
         self._provers[model.digest].prove(grammar, field)
 
+    def forget(self) -> int:
+        """Forget all proofs; returns how many there were."""
+        return sum(prover.forget() for prover in self._provers.values())
+
     def close(self) -> None:
         """End the child processes."""
         for prover in self._provers.values():

@@ -143,6 +143,13 @@ def _arguments(tool: Tool, index: int) -> str:
         raise InvalidField(path, error.message, reason="INVALID_FORMAT") from error
 
 
+def forget_tools() -> int:
+    """Forget the rules of tools; returns how many there were."""
+    count = _schema_rule.cache_info().currsize
+    _schema_rule.cache_clear()
+    return count
+
+
 @lru_cache(_KEPT)
 def _schema_rule(parameters: str, path: str) -> str:
     """Return the rule of a tool's arguments. Raises ArtifactError or GrammarError."""

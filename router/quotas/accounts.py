@@ -76,6 +76,13 @@ class Accounts:
         """Return an account, an empty one where no copy is kept."""
         return self._accounts.get(name) or Account()
 
+    def forget_tenant(self, tenant: str) -> None:
+        """Let a tenant be new again to the list of those whose charges are reported; the copy of its account stays."""
+        self._noted.discard(tenant)
+        account = self.find(tenant)
+        if not account.grants:
+            account.used_at = 0.0
+
     async def follow(self) -> None:
         """Look at the accounts that are used, as long as any has limits or is reported; never returns."""
         listed: set[str] = set()

@@ -150,6 +150,12 @@ class Quotas:
             ended.append(self._settling.end(name, reservation, end))
         return asyncio.gather(*ended)
 
+    async def forget_tenant(self, tenant: str) -> None:
+        """Write the usage events that wait, and take a tenant off the list of those whose charges are reported."""
+        if self._usage is not None:
+            await self._usage.write()
+        self._accounts.forget_tenant(tenant)
+
     async def follow(self) -> None:
         """Renew the grants and the copies every second, and follow plans and usage; never returns."""
         async with asyncio.TaskGroup() as tasks:

@@ -126,6 +126,10 @@ class PromptEncoder:
         loop = asyncio.get_running_loop()
         return await self._turns.run(tenant, lambda: loop.run_in_executor(self._threads, work))
 
+    def forget(self) -> int:
+        """End the child processes, which keep templates; returns how many there were."""
+        return self._renderer.children.forget()
+
     def close(self) -> None:
         """Take no more prompts; a thread that works ends by itself, a child process is ended."""
         self._threads.shutdown(wait=False, cancel_futures=True)

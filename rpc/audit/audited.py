@@ -62,6 +62,7 @@ AUDITED: Mapping[str, Audited] = {
             "WarmAdapter": _ADAPTER_COMMAND,
             "PinAdapter": _ADAPTER_COMMAND,
             "UnpinAdapter": _ADAPTER_COMMAND,
+            "PurgeTenant": Audited(("tenant",), ("removed_count", "left_count", "error_count")),
         },
     ),
 }

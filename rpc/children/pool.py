@@ -52,6 +52,8 @@ class ChildPool:
         self._idle: list[ChildProcess] = []
         self._working: set[asyncio.Task[Answer]] = set()
         self._closed = False
+        # Grows when children are to end that have started before.
+        self._generation = 0
 
     async def ask(self, tenant: str, request: Any) -> Answer:
         """Return the answer to a request, at the tenant's turn. Raises ChildDiedError, or Unavailable."""
@@ -65,6 +67,7 @@ class ChildPool:
 
     async def _ask(self, request: Any) -> Answer:
         data = msgspec.json.encode(request)
+        generation = self._generation
         child = self._idle.pop() if self._idle else await asyncio.to_thread(ChildProcess, self._module)
         answer: Answer = {LAST: True}
         try:
@@ -76,20 +79,32 @@ class ChildPool:
             message = f"a child process gave no answer within {self._wall_s:g} s: the machine is busy"
             raise Unavailable(message, reason=self._busy) from None
         finally:
-            if LAST in answer or self._closed:
+            if LAST in answer or self._closed or generation != self._generation:
                 child.close()
             else:
                 self._idle.append(child)
         return answer
 
+    def forget(self) -> int:
+        """End the children, which have kept texts of earlier requests, and those that work after their answer.
+
+        Returns how many there were.
+        """
+        ended, self._generation = len(self._idle) + len(self._working), self._generation + 1
+        self._end_idle()
+        return ended
+
     def close(self) -> None:
         """End the children, those that work too."""
         self._closed = True
+        self._end_idle()
+        for task in self._working:
+            task.cancel()
+
+    def _end_idle(self) -> None:
         for child in self._idle:
             child.close()
         self._idle.clear()
-        for task in self._working:
-            task.cancel()
 
 
 class ChildProcess:

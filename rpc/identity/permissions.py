@@ -125,6 +125,7 @@ PERMISSIONS: Mapping[str, Permission] = {
             "WarmAdapter": _WRITE_CLUSTER,
             "PinAdapter": _WRITE_CLUSTER,
             "UnpinAdapter": _WRITE_CLUSTER,
+            "PurgeTenant": _WRITE_TENANTS,
         },
     ),
     **_of(
@@ -147,7 +148,13 @@ PERMISSIONS: Mapping[str, Permission] = {
             "ListPlanChanges": Permission(PLANS_READ, {Port.OPERATORS: _ROUTERS}),
         },
     ),
-    **_of("loraplex.admin.v1.TenantService", {"PurgeTenant": _WRITE_TENANTS}),
+    **_of(
+        "loraplex.admin.v1.TenantService",
+        {
+            "PurgeTenant": _WRITE_TENANTS,
+            "ListGoneRevisions": Permission(ADAPTERS_READ, {Port.OPERATORS: frozenset({Role.WORKER})}),
+        },
+    ),
     **_of(
         "loraplex.admin.v1.GrantService",
         {
@@ -159,6 +166,7 @@ PERMISSIONS: Mapping[str, Permission] = {
     **_of("loraplex.relay.v1.RelayService", {"Connect": Permission(RELAY, {Port.RELAY: frozenset({Role.WORKER})})}),
     # A router asks its own address, to find out whether it leads to itself.
     **_of("loraplex.relay.v1.IdentityService", {"Identify": Permission(RELAY, {Port.RELAY: _PARTS})}),
+    **_of("loraplex.relay.v1.TenantDataService", {"ForgetTenant": Permission(RELAY, {Port.RELAY: _ROUTERS})}),
 }
 
 # The scopes that keys and tokens may be restricted to.

@@ -49,8 +49,8 @@ def test_the_cases_are_all_there_are() -> None:
     cases = list(all_cases())
     assert len(set(cases)) == len(cases)
     assert {case.method for case in cases} == {name for name in PERMISSIONS if name.split("/")[1] in SERVERS}
-    apart = {"grpc.health.v1.Health", "loraplex.relay.v1.RelayService", "loraplex.relay.v1.IdentityService"}
-    assert {name.split("/")[1] for name in PERMISSIONS} == SERVERS.keys() | apart
+    relay = {f"loraplex.relay.v1.{name}Service" for name in ("Relay", "Identity", "TenantData")}
+    assert {name.split("/")[1] for name in PERMISSIONS} == SERVERS.keys() | relay | {"grpc.health.v1.Health"}
 
 
 async def test_calls_are_answered_as_the_table_says_and_revoked_keys_end(cluster: Cluster) -> None:

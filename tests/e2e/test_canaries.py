@@ -24,7 +24,8 @@ from typing import Any
 import grpc
 import msgspec
 import pytest
-from loraplex.admin.v1 import keys_pb2, keys_pb2_grpc
+from loraplex.admin.v1 import keys_pb2, keys_pb2_grpc, tenants_pb2, tenants_pb2_grpc
+from loraplex.cluster.v1 import cluster_pb2, cluster_pb2_grpc
 from loraplex.queue.v1 import queue_pb2
 from loraplex_client import AsyncClient, AsyncStoreClient, InternalError, Tls, UnauthenticatedError, UnavailableError
 from loraplex_client.errors import InvalidRequestError
@@ -254,6 +255,8 @@ async def test_no_secret_is_in_anything_that_a_cluster_writes(
 
                 await eventually(has_a_dead_letter)
                 written = {**await everything_in(redis), **waiting, **await metrics_of(cluster)}
+                await use_again(cluster, key, eventually)
+                await check_purge(cluster, first, redis)
         written |= files_in(directory)
         spans = [span for found in traces.spans.values() for _, span in found]
         assert len(spans) > 10
@@ -272,6 +275,51 @@ async def test_no_secret_is_in_anything_that_a_cluster_writes(
     for log in ("store.audit", "router.audit", "worker.audit"):
         assert verify(read([directory / log])).faults == []
     check_usage(directory, takes)
+
+
+async def operate(cluster: Secure, first: str, server: str, stub: Any, method: str, request: Any) -> Any:
+    """Call a method at the operators' port of a server, for tenant acme."""
+    credentials = grpc.ssl_channel_credentials(cluster.ca.pem)
+    metadata = (("authorization", f"Bearer {first}"), ("x-loraplex-tenant", "acme"))
+    async with grpc.aio.secure_channel(cluster.ready[server]["operators"], credentials) as channel:
+        return await getattr(stub(channel), method)(request, metadata=metadata)
+
+
+async def use_again(cluster: Secure, key: str, eventually: Eventually) -> None:
+    """Fill the caches of the router, and of the worker, whose engine has died."""
+    async with AsyncClient(cluster.ready["router"]["router"], api_key=key, tls=cluster.tls) as client:
+
+        async def answers() -> bool:
+            try:
+                await client.chat([{"role": "user", "content": PROMPT}], adapter_id=ADAPTER, max_new_tokens=4)
+            except UnavailableError:
+                return False
+            return True
+
+        await eventually(answers)
+        await client.generate(PROMPT, adapter_id=ADAPTER, choices=[ANSWER])
+
+
+async def check_purge(cluster: Secure, first: str, redis: Redis) -> None:
+    """Purge acme from store and cell: what is left of it are the accounts that are kept, and logs."""
+    cell, revisions = (cluster, first, "router", cluster_pb2_grpc.ClusterServiceStub), cluster.directory / "cache"
+    await operate(*cell, "PinAdapter", cluster_pb2.PinAdapterRequest(adapter=ADAPTER))
+    assert list(revisions.glob("sha256-*")), "the worker has the adapter on its disk"
+    request = tenants_pb2.PurgeTenantRequest(tenant="acme")
+    purged = await operate(cluster, first, "store", tenants_pb2_grpc.TenantServiceStub, "PurgeTenant", request)
+    assert not purged.left
+    answer = await operate(*cell, "PurgeTenant", cluster_pb2.PurgeTenantRequest(tenant="acme"))
+    assert [place for place in answer.places if place.left or place.error] == []
+    assert (answer.left_count, answer.error_count) == (0, 0)
+    removed = {place.place for place in answer.places if place.removed}
+    assert {"pins", "records by name", "settings of adapters", "adapters on disk", "KV blocks"} <= removed, answer
+    assert {"adapters in memory and slots", "compiled formats", "templates and formats"} <= removed, answer
+    assert list(revisions.glob("*-*")) == []
+    named = {where for where, data in (await everything_in(redis)).items() if b"acme" in data}
+    # A charge of a claimed job expires within two minutes, an account with its month. The killed router has left a
+    # reservation, or a charge whose event is still to be written, for which the tenant stays listed.
+    kept = [":charged:", "{ledger/acme}", *(["{ledger}:tenants"] if any(place.kept for place in answer.places) else [])]
+    assert [where for where in named if not any(one in where for one in kept)] == []
 
 
 def check_usage(directory: Path, takes: Collector) -> None:

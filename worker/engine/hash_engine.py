@@ -63,13 +63,13 @@ class HashEngine(ScheduledEngine[Scheduler]):
             LoaderThreads(on_loaded),
             config.host_adapter_bytes or _HOST_BYTES,
         )
-        self._grammars = GrammarThread(
+        grammars = GrammarThread(
             lambda: hash_vocabulary(model), lambda: Prover(model.vocab, {}), LoaderThreads(on_loaded, threads=1)
         )
         scheduler = Scheduler(
-            limits, model.end_token_ids, config.step_tokens, adapters, on_begun=on_begun, grammars=self._grammars
+            limits, model.end_token_ids, config.step_tokens, adapters, on_begun=on_begun, grammars=grammars
         )
-        super().__init__(limits, scheduler, adapters)
+        super().__init__(limits, scheduler, adapters, grammars)
 
     def step(self) -> list[Output]:
         """Run one step; with a batch it takes the model's step_ms."""
@@ -82,11 +82,6 @@ class HashEngine(ScheduledEngine[Scheduler]):
             if self._step_s:
                 time.sleep(max(0.0, began + self._step_s - time.monotonic()))
         return outputs
-
-    def close(self) -> None:
-        """See Engine."""
-        self._grammars.close()
-        super().close()
 
     def _commit(self, batch: Batch, sampling: list[Row]) -> list[Output]:
         sampled = [self._next(row.sequence) for row in sampling]

@@ -32,11 +32,13 @@ from worker.ipc import (
     Begun,
     Configure,
     EngineEnd,
+    ForgetTenant,
     Pin,
     PinRefused,
     Ready,
     Refused,
     Stepped,
+    TenantForgotten,
     ToEngine,
     Unpin,
     Unusable,
@@ -137,6 +139,8 @@ def _apply(engine: Engine, end: EngineEnd, message: ToEngine) -> None:
                 end.send(PinRefused(adapter.digest, str(error)))
         case Unpin(digest):
             engine.unpin_adapter(digest)
+        case ForgetTenant(tenant, kept_adapters):
+            end.send(TenantForgotten(dict(engine.forget_tenant(tenant, kept_adapters))))
         case Configure():
             raise TypeError("an engine is configured once")
 

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any, Generic, Protocol, TypeVar
+from collections.abc import Container, Mapping
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from worker.engine.adapter_cache.operated_cache import OperatedCache
 from worker.engine_api import AdapterSource, NewSequence
 from worker.engine_api.config import EngineLimits
-from worker.engine_api.stats import EngineStats
+from worker.engine_api.stats import EngineStats, Removal
+
+if TYPE_CHECKING:
+    from worker.engine.grammar.grammars import GrammarThread
+    from worker.engine.scheduling.blocks import BlockManager
 
 
 class Schedules(Protocol):
@@ -22,6 +27,10 @@ class Schedules(Protocol):
     def has_work(self) -> bool:
         """See Engine."""
 
+    @property
+    def blocks(self) -> BlockManager | None:
+        """Return the KV cache's blocks; None without a KV cache."""
+
     def stats(self) -> EngineStats:
         """See Engine."""
 
@@ -35,10 +44,13 @@ S = TypeVar("S", bound=Schedules)
 class ScheduledEngine(Generic[S]):
     """An Engine around a scheduler and an adapter cache, without its step."""
 
-    def __init__(self, limits: EngineLimits, scheduler: S, adapters: OperatedCache[Any]) -> None:
+    def __init__(
+        self, limits: EngineLimits, scheduler: S, adapters: OperatedCache[Any], grammars: GrammarThread | None = None
+    ) -> None:
         self._limits = limits
         self._scheduler = scheduler
         self._adapters = adapters
+        self._grammars = grammars
 
     @property
     def limits(self) -> EngineLimits:
@@ -65,6 +77,15 @@ class ScheduledEngine(Generic[S]):
         """Let a pinned adapter leave again; unknown digests are ignored."""
         self._adapters.unpin_adapter(digest)
 
+    def forget_tenant(self, tenant: str, kept_adapters: Container[str]) -> Mapping[str, Removal]:
+        """Remove what is cached of a tenant, and adapters that are not kept; returns what was removed, by place."""
+        found = {"adapters in memory and slots": self._adapters.forget_others(kept_adapters)}
+        if self._scheduler.blocks is not None:
+            found["KV blocks"] = self._scheduler.blocks.forget_tenant(tenant, kept_adapters)
+        if self._grammars is not None:
+            found["compiled formats"] = self._grammars.forget()
+        return found
+
     def has_work(self) -> bool:
         """Tell whether a step would do anything now (a sequence that waits for its adapter is no work)."""
         return self._scheduler.has_work()
@@ -79,4 +100,6 @@ class ScheduledEngine(Generic[S]):
 
     def close(self) -> None:
         """End the threads. The memory is freed with the engine."""
+        if self._grammars is not None:
+            self._grammars.close()
         self._adapters.close()

@@ -49,10 +49,9 @@ class TorchEngine(ScheduledEngine[Scheduler]):
         *,
         ahead: bool,
     ) -> None:
-        super().__init__(limits, scheduler, adapters)
+        super().__init__(limits, scheduler, adapters, grammars)
         self._runner = runner
         self._encoding = encoding
-        self._grammars = grammars
         self._chunk_sizer = chunk_sizer
         self._timer = StepTimer()
         self._ahead = ahead
@@ -100,5 +99,4 @@ class TorchEngine(ScheduledEngine[Scheduler]):
     def close(self) -> None:
         """See Engine."""
         self._runner.close()
-        self._grammars.close()
         super().close()

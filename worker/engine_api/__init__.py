@@ -5,6 +5,7 @@ engine.add_sequence(NewSequence) ──▶ engine.step() ──▶ [Output, ...]
 
 from __future__ import annotations
 
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from typing import Literal, Protocol
@@ -12,7 +13,7 @@ from typing import Literal, Protocol
 from artifacts.encode import Encode as Encode  # a part of the contract
 from artifacts.sampling import SamplingParams
 from worker.engine_api.config import EngineLimits
-from worker.engine_api.stats import EngineStats
+from worker.engine_api.stats import EngineStats, Removal
 
 
 class SequenceRefusedError(Exception):
@@ -229,6 +230,9 @@ class Engine(Protocol):
 
     def unpin_adapter(self, digest: str) -> None:
         """Let a pinned adapter leave again; unknown digests are ignored."""
+
+    def forget_tenant(self, tenant: str, kept_adapters: Container[str]) -> Mapping[str, Removal]:
+        """Remove what is cached of a tenant, and adapters that are not kept; returns what was removed, by place."""
 
     def has_work(self) -> bool:
         """Tell whether a step would do anything now (a sequence that waits for its adapter is no work)."""

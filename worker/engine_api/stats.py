@@ -6,6 +6,18 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
+class Removal:
+    """Numbers of things that were removed from a place, and of those that are left there because they are in use.
+
+    `of_all_tenants`: the place does not know whose its things are, and was emptied.
+    """
+
+    removed: int = 0
+    left: int = 0
+    of_all_tenants: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class TierStats:
     """The adapter cache's tiers. Bytes are counted as stored."""
 

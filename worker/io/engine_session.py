@@ -40,7 +40,8 @@ from worker.io.membership.registration import wait_until_registered
 from worker.io.membership.state import worker_state
 from worker.io.relay.link_settings import LinkSettings
 from worker.io.settings import Settings
-from worker.ipc import Begun, Configure, PinRefused, Ready, Refused, Stepped
+from worker.io.tenant_data import TenantData, drop_gone_revisions
+from worker.ipc import Begun, Configure, PinRefused, Ready, Refused, Stepped, TenantForgotten
 
 if TYPE_CHECKING:
     from worker.io.credentials import WorkerCredentials
@@ -99,6 +100,7 @@ class EngineSession:
             done, _ = await asyncio.wait({registering, loading}, return_when=asyncio.FIRST_EXCEPTION)
             for task in done:
                 task.result()  # raises its error
+            await drop_gone_revisions(self._fetcher)
             return loading.result()
         finally:
             registering.cancel()
@@ -111,9 +113,11 @@ class EngineSession:
         results = Results(jobs, engine, ready, usage, self._telemetry, link_settings, self._breaker)
         intake = Intake(self._base.digest, self._queue, engine, self._fetcher, results, usage, metrics)
         commands = OperatorCommands(self._queue, engine, self._fetcher, ready.limits.max_rank)
+        tenant_data = TenantData(self._fetcher, engine, results, commands, usage)
+        results.links.forget_tenant = tenant_data.forget
         presence = self._presence(engine, results, usage)
         metrics.follow(results, self._fetcher)
-        listening = asyncio.create_task(_listen(engine, results, commands))
+        listening = asyncio.create_task(_listen(engine, results, commands, tenant_data))
         watching = asyncio.create_task(
             watch_steps(engine, presence, results, intake, settings.stall_s, settings.replace_s)
         )
@@ -202,7 +206,7 @@ class EngineSession:
                     log.warning("Redis does not answer: %s", error)
 
 
-async def _listen(engine: EngineProcess, results: Results, commands: OperatorCommands) -> None:
+async def _listen(engine: EngineProcess, results: Results, commands: OperatorCommands, tenant_data: TenantData) -> None:
     async for message in engine.messages():
         match message:
             case Stepped():
@@ -214,6 +218,8 @@ async def _listen(engine: EngineProcess, results: Results, commands: OperatorCom
                 results.refused(message)
             case PinRefused():
                 commands.pin_refused(message)
+            case TenantForgotten():
+                tenant_data.answered(message)
 
 
 async def _wait(event: asyncio.Event) -> None:

@@ -56,8 +56,8 @@ def service() -> ClusterService:
     """The service of a router with two tenants' jobs."""
     models: Any = SimpleNamespace(served=[SimpleNamespace(queue=SimpleNamespace(dead=DeadJobs()))])
     dispatcher: Any = SimpleNamespace(jobs=[routed("acme"), routed("globex")])
-    commands: Any = None
-    return ClusterService(models, dispatcher, RouterMetrics(), commands)
+    unused: Any = None
+    return ClusterService(models, dispatcher, RouterMetrics(), unused, unused)
 
 
 @pytest.mark.parametrize(

@@ -65,6 +65,15 @@ class HostTier(Generic[P]):
             self._kept.move_to_end(digest)
 
     @property
+    def kept_digests(self) -> Set[str]:
+        """Return the digests of the adapters that nobody waits for."""
+        return self._kept.keys()
+
+    def drop(self, digest: str) -> None:
+        """Remove an adapter that nobody waits for."""
+        self.bytes -= self._size(self._kept.pop(digest))
+
+    @property
     def held_digests(self) -> Set[str]:
         """Return the digests of the held adapters."""
         return self._held.keys()

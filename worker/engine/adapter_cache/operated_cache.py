@@ -6,6 +6,7 @@ sequence is delayed by one, and at most one adapter is held in memory for them.
 
 from __future__ import annotations
 
+from collections.abc import Container
 from typing import TypeVar
 
 from worker.engine.adapter_cache.cache import AdapterCache
@@ -13,6 +14,7 @@ from worker.engine.adapter_cache.loading import AdapterMemory, Loads
 from worker.engine.adapter_cache.swap_budget import SwapBudget
 from worker.engine.scheduling.residency import Arrivals
 from worker.engine_api import AdapterSource
+from worker.engine_api.stats import Removal
 
 P = TypeVar("P")
 
@@ -48,6 +50,18 @@ class OperatedCache(AdapterCache[P]):
         """Undo pin_adapter: the adapter may leave like any other, and a command not yet begun is forgotten."""
         self._slots.kept.pop(digest, None)
         self._commands.pop(digest, None)
+
+    def forget_others(self, kept: Container[str]) -> Removal:
+        """Remove the adapters but those that are kept from host memory and slots; those in use count as left."""
+        removed = left = 0
+        for digest in [one for one in self._host.kept_digests if one not in kept]:
+            self._host.drop(digest)
+            removed += 1
+        for digest in [one for one in self._slots.digests if one not in kept]:
+            dropped = self._slots.drop(digest)
+            removed, left = removed + dropped, left + (not dropped)
+        coming = {*self._commands, *self._wanted, *self._loading, *self._host.held_digests}
+        return Removal(removed, left + sum(one not in kept and one not in self._slots for one in coming))
 
     @property
     def kept(self) -> tuple[str, ...]:

@@ -108,10 +108,21 @@ class DeviceSlots:
         victim = self._unwanted() or self._yielding(digest)
         if victim is None:
             return None
-        resident = self._resident.pop(victim)
-        del self._idle[victim]
-        self.draining.pop(victim, None)
         self.swaps += 1
+        return self._evict(victim)
+
+    def drop(self, digest: str) -> bool:
+        """Empty the slot of an adapter, unless it is pinned, kept by an operator or waited for; returns whether."""
+        if digest not in self._idle or digest in self.kept or self._demand.waiting_for(digest):
+            return False
+        self._free.append(self._evict(digest))
+        return True
+
+    def _evict(self, digest: str) -> int:
+        """Forget an idle adapter; returns its slot."""
+        resident = self._resident.pop(digest)
+        del self._idle[digest]
+        self.draining.pop(digest, None)
         self.bytes -= resident.size
         self.digests = tuple(self._resident)
         return resident.slot

@@ -36,6 +36,9 @@ class EncoderScheduler:
     A step has at most `rows` texts. `on_begun` is called with a sequence's id before anything is computed of it.
     """
 
+    # Vectors leave no keys and values behind.
+    blocks = None
+
     def __init__(
         self,
         limits: EngineLimits,

@@ -22,6 +22,7 @@ from worker.engine.adapter_cache.loading import Loads
 from worker.engine.grammar.state import GrammarState, grammar_failure
 from worker.engine.scheduling.grammar_demand import GrammarReady
 from worker.engine_api import Failure, NewSequence
+from worker.engine_api.stats import Removal
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
@@ -50,6 +51,9 @@ class CompiledGrammars:
         self._most_bytes = most_bytes
         self._bytes = 0
         self._matchers: OrderedDict[str, tuple[LLMatcher, int]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._matchers)
 
     def get(self, digest: str) -> LLMatcher | None:
         """Return a grammar that is kept."""
@@ -113,6 +117,11 @@ class GrammarThread:
     def has_work(self) -> bool:
         """See Grammars."""
         return self._loads.has_ended()
+
+    def forget(self) -> Removal:
+        """Forget the compiled grammars, of all tenants; those of running sequences go with them."""
+        forgotten, self._compiled = self._compiled, CompiledGrammars()
+        return Removal(len(forgotten), of_all_tenants=True)
 
     def close(self) -> None:
         """End the thread and the child."""

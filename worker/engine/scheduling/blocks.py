@@ -14,9 +14,10 @@ shared block is never written: a sequence writes behind its computed tokens only
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 
 from worker.engine.scheduling.sequence import Sequence
+from worker.engine_api.stats import Removal
 
 
 class BlockIntegrityError(Exception):
@@ -35,6 +36,8 @@ class BlockManager:
         self._references = [0] * blocks
         self._key_of: list[bytes | None] = [None] * blocks
         self._block_of: dict[bytes, int] = {}
+        # Tenant and adapter digest of each block that has a key.
+        self._owner_of = [("", "")] * blocks
 
     @property
     def free(self) -> int:
@@ -92,11 +95,14 @@ class BlockManager:
         """Let the prefix cache know the blocks that a sequence's first `tokens` ids, all computed, fill."""
         full = tokens // self.block_size
         keys = sequence.full_block_keys(full, self.block_size)
+        adapter = sequence.spec.adapter
+        owner = sequence.spec.tenant, adapter.digest if adapter else ""
         for index in range(sequence.registered, full):
             block = sequence.block_table[index]
             # Two sequences may have computed the same block side by side; the first one's is shared.
             if self._block_of.setdefault(keys[index], block) == block:
                 self._key_of[block] = keys[index]
+                self._owner_of[block] = owner
         sequence.registered = full
 
     def release_blocks(self, sequence: Sequence) -> None:
@@ -112,6 +118,25 @@ class BlockManager:
         sequence.block_table = []
         sequence.registered = 0
         sequence.computed = 0
+
+    def forget_tenant(self, tenant: str, kept_adapters: Container[str]) -> Removal:
+        """Take the cached blocks of a tenant out of the prefix cache, and those of adapters that are not kept.
+
+        Blocks with references stay, and count as left. Takes time O(blocks).
+        """
+        removed = left = 0
+        for block, key in enumerate(self._key_of):
+            owner, adapter = self._owner_of[block]
+            if key is None or (owner != tenant and (not adapter or adapter in kept_adapters)):
+                continue
+            if self._references[block]:
+                left += 1
+                continue
+            del self._block_of[key], self._cached[block]
+            self._key_of[block] = None
+            self._free.append(block)
+            removed += 1
+        return Removal(removed, left)
 
     def check(self, sequences: Iterable[Sequence]) -> None:
         """Raise BlockIntegrityError unless exactly these sequences hold references. Takes time O(blocks)."""

@@ -9,11 +9,12 @@ import asyncio
 import os
 import shutil
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Coroutine, Mapping
+from collections.abc import AsyncIterator, Collection, Coroutine, Mapping, Set
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import IO
 
+from worker.engine_api.stats import Removal
 from worker.io.adapters.disk_budget import DiskBudget, DiskReservation
 from worker.io.adapters.disk_files import (
     Stored,
@@ -70,6 +71,11 @@ class DiskTier:
     def budget(self) -> int:
         """Return the budget in bytes."""
         return self._budget.limit
+
+    @property
+    def digests(self) -> Set[str]:
+        """Return the digests of the complete revisions."""
+        return self._stored.keys()
 
     @property
     def count(self) -> int:
@@ -149,6 +155,13 @@ class DiskTier:
         for removal in removals:
             await asyncio.shield(removal)
         return bool(removals)
+
+    async def forget(self, digests: Collection[str]) -> Removal:
+        """Remove revisions; those that a job has pinned stay and count as left."""
+        idle = [digest for digest in self._budget.idle() if digest in digests]
+        for removal in [self.discard(digest) for digest in idle]:
+            await asyncio.shield(removal)
+        return Removal(len(idle), sum(digest in self._stored for digest in digests))
 
     async def close(self) -> None:
         """Wait for removals that are under way, and unlock the directory."""

@@ -80,10 +80,10 @@ class AdapterFetcher:
         failure_s: float = FAILURE_S,
     ) -> None:
         self._metrics = metrics or WorkerMetrics()
-        self._disk = disk
+        self.disk = disk
         self._timeouts = timeouts
         self._failure_s = failure_s
-        self._channel = LiveChannel(store_address, tls, _OPTIONS)
+        self.channel = LiveChannel(store_address, tls, _OPTIONS)
         self._shared: dict[str, _SharedFetch] = {}
         self._downloads = asyncio.Semaphore(DOWNLOADS_LIMIT)
         # By revision, with the time until which the failure counts.
@@ -94,16 +94,16 @@ class AdapterFetcher:
     @property
     def store(self) -> adapters_pb2_grpc.AdapterServiceAsyncStub:
         """Return a stub of the store."""
-        return self._channel.stub(adapters_pb2_grpc.AdapterServiceStub)
+        return self.channel.stub(adapters_pb2_grpc.AdapterServiceStub)
 
     def disk_pin(self) -> DiskPin:
         """Return the pin of one job, which has no revisions yet."""
-        return DiskPin(self, self._disk, self._timeouts.total_s)
+        return DiskPin(self, self.disk, self._timeouts.total_s)
 
     @property
     def stats(self) -> FetchStats:
         """Return what is on the disk and on its way, and hits and misses."""
-        disk = self._disk
+        disk = self.disk
         return FetchStats(disk.bytes, disk.budget, disk.count, len(self._shared), self._hits, self._misses)
 
     async def get(self, ref: AdapterRef, tenant: str) -> Path:
@@ -111,7 +111,7 @@ class AdapterFetcher:
 
         Raises FetchFailedError, or NotReservedError where the revision must be pinned again.
         """
-        stored = self._disk.find(ref.digest)
+        stored = self.disk.find(ref.digest)
         if stored is not None and stored.verified:
             self._hits += 1
             return stored.path
@@ -127,25 +127,25 @@ class AdapterFetcher:
         """Begin to fetch adapters of waiting jobs, where no job's own fetch runs and the disk has the bytes at once."""
         for request in requests:
             for ref in request.adapter.summands:
-                if self._disk.find(ref.digest) is not None or ref.digest in self._shared or self._failure(ref):
+                if self.disk.find(ref.digest) is not None or ref.digest in self._shared or self._failure(ref):
                     continue
                 claimed = len(self._shared) > len(self._prefetches)
-                if claimed or len(self._prefetches) >= PREFETCHES_LIMIT or not self._disk.fits_now(_size(ref)):
+                if claimed or len(self._prefetches) >= PREFETCHES_LIMIT or not self.disk.fits_now(_size(ref)):
                     return
                 task = asyncio.get_running_loop().create_task(self._prefetch(ref, request.tenant))
                 self._prefetches.add(task)
                 task.add_done_callback(self._prefetches.discard)
 
     async def _prefetch(self, ref: AdapterRef, tenant: str) -> None:
-        if not self._disk.fits_now(_size(ref)):  # a job came first
+        if not self.disk.fits_now(_size(ref)):  # a job came first
             return
-        await self._disk.pin(_size(ref))
+        await self.disk.pin(_size(ref))
         try:
             await self._fetch_shared(ref, tenant)
         except (FetchFailedError, NotReservedError) as error:
             log.info("prefetch of %s: %s", ref.revision, error)
         finally:
-            self._disk.unpin(ref.digest)
+            self.disk.unpin(ref.digest)
 
     async def _fetch_shared(self, ref: AdapterRef, tenant: str) -> Path:
         while True:
@@ -185,7 +185,7 @@ class AdapterFetcher:
 
     async def _obtain(self, ref: AdapterRef, tenant: str) -> Path:
         try:
-            found = self._disk.find(ref.digest)
+            found = self.disk.find(ref.digest)
             if found is not None and await self._verify(ref, found):
                 return found.path
             return (await self._download(ref, tenant)).path
@@ -205,7 +205,7 @@ class AdapterFetcher:
             log.warning("%s: %s", found.path, error)
         if not found.verified:
             log.warning("%s has other bytes than its digest; it is fetched again", found.path)
-            self._disk.discard(ref.digest)
+            self.disk.discard(ref.digest)
         return found.verified
 
     async def _download(self, ref: AdapterRef, tenant: str) -> Stored:
@@ -215,7 +215,7 @@ class AdapterFetcher:
                     return await self._write(ref, tenant)
                 except OSError as error:
                     # Another program fills the disk: give up what no job needs.
-                    if error.errno not in _NO_SPACE or not await self._disk.evict(bytes_of(ref)):
+                    if error.errno not in _NO_SPACE or not await self.disk.evict(bytes_of(ref)):
                         raise
                     return await self._write(ref, tenant)
         except TimeoutError as error:
@@ -227,12 +227,12 @@ class AdapterFetcher:
             raise FetchFailedError(Failure("UNAVAILABLE", reason, message, "adapter")) from error
 
     async def _write(self, ref: AdapterRef, tenant: str) -> Stored:
-        async with self._disk.write(ref.digest) as path, self._downloads:
+        async with self.disk.write(ref.digest) as path, self._downloads:
             with self._metrics.fetch_time.time():
                 size = await download(self.store, ref, tenant, path, self._timeouts)
             self._metrics.fetches.labels("ok").inc()
             self._metrics.fetch_bytes.inc(size)
-            return self._disk.keep(path, ref.digest, size)
+            return self.disk.keep(path, ref.digest, size)
 
     async def close(self) -> None:
         """End what is under way."""
@@ -240,7 +240,7 @@ class AdapterFetcher:
         for task in ending:
             task.cancel()
         await asyncio.gather(*ending, return_exceptions=True)
-        await self._channel.close()
+        await self.channel.close()
 
 
 def _size(ref: AdapterRef) -> dict[str, int]:

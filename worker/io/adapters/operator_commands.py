@@ -12,13 +12,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from broker.commands import Command, Verb
 from broker.connection import REDIS_DOWN
 from broker.messages import AdapterRef, AdapterRequest
-from broker.pins import is_unpinned_by
+from broker.pins import concerns_tenant, is_unpinned_by
 from broker.queue import JobQueue
 from worker.io.adapters.disk_pin import DiskPin
 from worker.io.adapters.download import FetchFailedError
@@ -88,6 +88,19 @@ class OperatorCommands:
                 self._unpin(adapter)
             case Command(verb, AdapterRequest() as request):
                 self._begin(request, pinned=verb is Verb.PIN)
+
+    @property
+    def adapters(self) -> Iterable[AdapterRef]:
+        """Return the adapters that are on the device for operators, or on their way there."""
+        return [placement.request.adapter for placement in self._placements.values()]
+
+    def forget_tenant(self, tenant: str) -> int:
+        """Undo the commands for adapters of a tenant, and those given for it; returns how many there were."""
+        gone = [one for one in self._placements.values() if concerns_tenant(one.request, tenant)]
+        for placement in gone:
+            self._engine.send(Unpin(placement.request.adapter.digest))
+            self._end(placement)
+        return len(gone)
 
     def resident(self, digests: Sequence[str]) -> None:
         """Note which adapters the engine has on its device now."""

@@ -16,7 +16,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from typing import Protocol
 
 import grpc
 from loraplex.relay.v1 import relay_pb2 as pb
@@ -27,7 +26,7 @@ from worker.io.local_jobs.choice import LocalChoice
 from worker.io.local_jobs.jobs import LocalJob, LocalJobs
 from worker.io.metrics import WorkerMetrics
 from worker.io.relay.frames import attempt_of, next_frames, returned_frame
-from worker.io.relay.handler import RelayHandler
+from worker.io.relay.handler import LinkOwner, RelayHandler
 from worker.io.relay.link_settings import CHANNEL_OPTIONS, LinkSettings
 from worker.io.relay.link_state import LinkState, NotARouterError
 from worker.io.relay.send_throttle import SendThrottle
@@ -35,19 +34,6 @@ from worker.io.relay.send_throttle import SendThrottle
 log = logging.getLogger(__name__)
 
 Stream = grpc.aio.StreamStreamCall[pb.ConnectRequest, pb.ConnectResponse]
-
-
-class LinkOwner(Protocol):
-    """Keeps the links: worker.io.relay.router_links.RouterLinks."""
-
-    def is_wanted(self, address: str) -> bool:
-        """Return whether a link is to be opened again when it breaks, though no job of its router is here."""
-
-    def changed(self) -> None:
-        """Note that a link has come up, or is lost."""
-
-    def ended(self, address: str, link: RouterLink) -> None:
-        """Forget a link: what comes now opens another."""
 
 
 class RouterLink:
@@ -75,6 +61,7 @@ class RouterLink:
         self._progress: dict[LocalChoice, None] = {}
         # Frames that give back jobs which the router takes to be here, and which were removed.
         self._returned: list[pb.Frame] = []
+        self._forgotten: list[pb.Forgotten] = []
         self._throttle = SendThrottle(settings.send_interval_s)
         self._beat_due = False
         self._sent_at = time.monotonic()
@@ -98,6 +85,11 @@ class RouterLink:
         if choice.has_news:
             self._progress[choice] = None
             self._throttle.request(urgent=choice.sent == 0 or choice.ending is not None)
+
+    def forgotten(self, answer: pb.Forgotten) -> None:
+        """Send the answer to a Forget."""
+        self._forgotten.append(answer)
+        self._throttle.due.set()
 
     def beat(self) -> None:
         """Send a sign of life, unless the router has just heard of this worker."""
@@ -211,6 +203,8 @@ class RouterLink:
         if self._claims and (self._closing or self._claims_due):
             claims, self._claims, self._claims_due = self._claims, [], False
             return pb.ConnectRequest(claims=pb.Claims(jobs=[attempt_of(local) for local in claims]))
+        if self._forgotten:
+            return pb.ConnectRequest(forgotten=self._forgotten.pop(0))
         if self._beat_due:
             self._beat_due = False
             return pb.ConnectRequest(beat=pb.Beat())
@@ -238,6 +232,8 @@ class RouterLink:
                         self.progressed(choice)
             case "pace":
                 self._throttle.interval_s = response.pace.interval_ms / 1e3
+            case "forget":
+                self._owner.forget(response.forget, self)
 
     async def close(self, flush_s: float) -> None:
         """End the stream once all is sent, at most after `flush_s`; the router ends its side when it has read all."""

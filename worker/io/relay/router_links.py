@@ -10,14 +10,21 @@ of the others are left to workers that reach their router.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Iterable
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 
+from loraplex.relay.v1 import relay_pb2 as pb
+
+from worker.engine_api.stats import Removal
 from worker.io.local_jobs.choice import LocalChoice
 from worker.io.local_jobs.jobs import LocalJob, LocalJobs
 from worker.io.metrics import WorkerMetrics
-from worker.io.relay.handler import RelayHandler
+from worker.io.relay.handler import ForgetError, RelayHandler
 from worker.io.relay.link_settings import LinkSettings
 from worker.io.relay.links import RouterLink
+
+
+async def _not_yet(tenant: str) -> Mapping[str, Removal]:
+    raise ForgetError("the worker does not serve yet")
 
 
 class RouterLinks:
@@ -34,6 +41,9 @@ class RouterLinks:
         # Routers that live, as Redis said last.
         self._routers: frozenset[str] = frozenset()
         self._closing = False
+        self._forgetting: set[asyncio.Task[None]] = set()
+        # Removes a tenant's data from this worker.
+        self.forget_tenant: Callable[[str], Awaitable[Mapping[str, Removal]]] = _not_yet
         # Set when a link has come up or is lost, and then replaced.
         self.next_change = asyncio.Event()
 
@@ -69,6 +79,23 @@ class RouterLinks:
         """Send what an answer has got: ids, or its end."""
         self._link(choice.job.reply_to).progressed(choice)
 
+    def forget(self, request: pb.Forget, link: RouterLink) -> None:
+        """Remove a tenant's data in the background, and give the answer to the link."""
+        task = asyncio.create_task(self._forget(request, link))
+        self._forgetting.add(task)
+        task.add_done_callback(self._forgetting.discard)
+
+    async def _forget(self, request: pb.Forget, link: RouterLink) -> None:
+        answer = pb.Forgotten(number=request.number)
+        try:
+            for place, found in (await self.forget_tenant(request.tenant)).items():
+                answer.removals.add(
+                    place=place, removed=found.removed, left=found.left, of_all_tenants=found.of_all_tenants
+                )
+        except ForgetError as error:
+            answer.error = str(error)
+        link.forgotten(answer)
+
     def is_wanted(self, address: str) -> bool:
         """Return whether a link is to be opened again when it breaks, though no job of its router is here."""
         return address in self._routers and not self._closing
@@ -99,6 +126,8 @@ class RouterLinks:
     async def close(self, flush_s: float) -> None:
         """End every link; what is still to be sent has `flush_s`."""
         self._closing = True
+        for task in self._forgetting:
+            task.cancel()
         await asyncio.gather(*[link.close(flush_s) for link in self._links.values()])
 
     def _keep(self, address: str) -> RouterLink | None:

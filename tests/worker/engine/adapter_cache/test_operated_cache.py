@@ -15,6 +15,7 @@ from worker.engine.scheduling.row_shares import RowShares
 from worker.engine.scheduling.sequence import Sequence
 from worker.engine.scheduling.waiting import WaitingSequences
 from worker.engine_api import AdapterSource, NewSequence
+from worker.engine_api.stats import Removal
 
 SLOTS = 4
 
@@ -117,7 +118,7 @@ class Walk:
     """Sequences come, leave, run and end at random, and so do orders."""
 
     def __init__(self, loads: Any, seed: int) -> None:
-        self.loads, self.cache, self.chance = loads, loads.cache, random.Random(seed)
+        self.loads, self.cache, self.chance, self.purges = loads, loads.cache, random.Random(seed), random.Random(seed)
         self.waiting = WaitingSequences(self.cache, RowShares())
         self.waits: list[Sequence] = []
         self.running: list[str] = []
@@ -127,6 +128,8 @@ class Walk:
     def step(self) -> None:
         come, go = [self.ask, self.run, self.order, self.load], [self.leave, self.end, self.let_go, self.poll]
         self.chance.choice([*come, *go, self.poll])()
+        if self.purges.random() < 0.005:
+            self.forget()
         self.stayed = {one for one in self.stayed | set(self.cache.resident) if one in self.cache.kept}
         assert self.stayed <= set(self.cache.resident), "a kept one was evicted"
         self.cache.check(Counter(self.running))
@@ -169,6 +172,14 @@ class Walk:
     def load(self) -> None:
         if self.loads.loading():
             self.loads.finish_load(self.chance.choice(self.loads.loading()))
+
+    def forget(self) -> None:
+        kept = set(self.purges.sample("abcdefgh", 4))
+        found = self.cache.forget_others(kept)
+        assert self.cache.forget_others(kept) == Removal(0, found.left)
+        used = {*self.running, *self.cache.kept}
+        used.update(sequence.spec.adapter.digest for sequence in self.waits if sequence.spec.adapter)
+        assert set(self.cache.resident) <= kept | used, "one that nobody uses was left"
 
     def poll(self) -> None:
         arrivals = self.cache.poll()

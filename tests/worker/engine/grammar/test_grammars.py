@@ -60,6 +60,7 @@ def woken() -> threading.Event:
 def engine(prover: GatedProver, woken: threading.Event) -> Iterator[HashEngine]:
     engine = HashEngine(EngineConfig(SPEC, rows=2, kv_blocks=40, block_size=4), woken.set)
     grammars = GrammarThread(lambda: VOCABULARY, lambda: prover, LoaderThreads(woken.set, threads=1))
+    assert engine._grammars is not None
     engine._grammars.close()
     engine._grammars = engine._scheduler._grammars = grammars
     yield engine

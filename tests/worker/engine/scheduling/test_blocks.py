@@ -12,6 +12,7 @@ from hypothesis.strategies import integers, sampled_from
 from worker.engine.scheduling.blocks import BlockIntegrityError, BlockManager
 from worker.engine.scheduling.sequence import Sequence
 from worker.engine_api import AdapterSource, NewSequence
+from worker.engine_api.stats import Removal
 
 BLOCKS = 12
 BLOCK_SIZE = 4
@@ -95,6 +96,14 @@ class BlockWalk(RuleBasedStateMachine):
         if self.held:
             self.blocks.release_blocks(self.held.pop(pick % len(self.held)))
 
+    @rule(tenant=sampled_from(["acme", "globex"]), kept=sampled_from([(), ("a",), ("a", "b")]))
+    def forget(self, tenant: str, kept: tuple[str, ...]) -> None:
+        free, cached = self.blocks.free, self.blocks.cached
+        found = self.blocks.forget_tenant(tenant, kept)
+        assert (self.blocks.free - free, cached - self.blocks.cached) == (found.removed, found.removed)
+        assert found.left <= self.blocks.referenced
+        assert self.blocks.forget_tenant(tenant, kept) == Removal(0, found.left)
+
     @invariant()
     def accounts_balance(self) -> None:
         type(self).operations += 1
@@ -132,6 +141,24 @@ def test_a_second_sequence_shares_the_full_blocks_of_the_first() -> None:
     assert second.block_table[:2] == first.block_table[:2]
     assert second.block_table[2] != first.block_table[2]
     assert (second.computed, blocks.referenced) == (8, 4)
+
+
+def test_a_forgotten_tenant_finds_nothing_and_another_its_own() -> None:
+    blocks = BlockManager(BLOCKS, BLOCK_SIZE)
+    owners = {"acme": "", "globex": "", "initech": "gone", "hooli": "kept"}
+    for tenant, adapter in owners.items():
+        sequence = new_sequence(tuple(range(5)), tenant, adapter)
+        assert blocks.allocate(sequence)
+        compute(blocks, sequence)
+        blocks.release_blocks(sequence)
+    assert blocks.forget_tenant("acme", ["kept"]) == Removal(2, 0)
+    found = {}
+    for tenant, adapter in owners.items():
+        again = new_sequence(tuple(range(5)), tenant, adapter)
+        assert blocks.allocate(again)
+        found[tenant] = again.computed
+        blocks.release_blocks(again)
+    assert found == {"acme": 0, "globex": 4, "initech": 0, "hooli": 4}
 
 
 def test_one_id_is_always_left_to_compute() -> None:

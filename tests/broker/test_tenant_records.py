@@ -1,0 +1,102 @@
+"""Nothing of a tenant stays in a cell of Redis after its purge: its name is in no key, member or value."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from redis.asyncio import Redis
+
+from broker.dead import DeadLetters
+from broker.ledger import AccountCopy, Ledger, Reservation, TokenLimits
+from broker.messages import AdapterRef, AdapterRequest, WeightedRef
+from broker.quarantine import Quarantine
+from broker.queue import JobQueue
+from broker.tenant_records import RemovedRecords, TenantRecords
+from tests.broker.queued_jobs import KEYS, claim, job
+from tests.broker.test_dead import dead_job
+
+TENANT, OTHER = "purgedtenant", "globex"
+MOST = 8
+
+
+@pytest.fixture
+def queue(redis: Redis) -> JobQueue:
+    """A queue that one worker claims from."""
+    return JobQueue(redis, KEYS, worker_id="w")
+
+
+def adapter(tenant: str) -> AdapterRef:
+    return AdapterRef(f"tenants/{tenant}/adapters/a/revisions/sha256:{tenant}", f"sha256:{tenant}", 4, 100)
+
+
+async def names_in(redis: Redis) -> list[bytes]:
+    """Return the keys with their contents that have the tenant's name."""
+    found = []
+    for key in await redis.keys("*"):
+        assert isinstance(key, bytes)
+        found.append(key + (await redis.dump(key) or b""))
+    return [content for content in found if TENANT.encode() in content]
+
+
+async def test_nothing_of_a_tenant_stays_and_everything_of_others(redis: Redis, queue: JobQueue) -> None:
+    for tenant in (TENANT, OTHER):
+        await queue.enqueue(job(f"{tenant}/new", tenant=tenant, adapter=adapter(tenant), strikes=1))
+        await queue.enqueue(job(f"{tenant}/heavy", tenant=tenant, weight=2.0, strikes=0))
+        await queue.enqueue(job(f"{tenant}/begun", tenant=tenant, attempt=2, emitted={0: (1,)}))
+        await queue.pins.pin(AdapterRequest(adapter(tenant), tenant))
+        await DeadLetters(redis, KEYS).push(replace(dead_job(1), tenant=tenant, job_id=tenant))
+        for number in range(2):  # of two adapters: then the tenant itself is in quarantine too
+            await Quarantine(redis, KEYS).record_death(tenant, f"sha256:{number}", f"{tenant}/{number}")
+    both = AdapterRef(
+        "sha256:set", "sha256:set", 8, 200, tuple(WeightedRef(adapter(one), 0.5) for one in (OTHER, TENANT))
+    )
+    await queue.pins.pin(AdapterRequest(both, OTHER))
+    assert await names_in(redis)
+    records = TenantRecords(redis, KEYS, queue.pins)
+    found = await records.forget(TENANT)
+    assert (found.jobs, found.pins) == (3, 2)
+    assert found.others >= 6, "a dead letter, two deaths, three subjects in quarantine"
+    assert await names_in(redis) == []
+    assert await records.forget(TENANT) == RemovedRecords()
+    assert await queue.count_waiting() == 3
+    assert [request.tenant for request in await queue.pins.list()] == [OTHER]
+    assert [dead.tenant for dead in await DeadLetters(redis, KEYS).list()] == [OTHER]
+    assert await redis.hget(KEYS.prefix + "deaths", f"{OTHER} sha256:0")
+
+
+async def test_more_jobs_than_one_script_looks_at(
+    redis: Redis, queue: JobQueue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("broker.tenant_records.LOOKS_AT_ONCE", MOST)
+    for number in range(MOST + 3):
+        for tenant in (TENANT, OTHER):
+            begun = number % 2
+            await queue.enqueue(
+                job(f"{tenant}/{number}", tenant=tenant, attempt=1 + begun, emitted={0: (1,)} if begun else {})
+            )
+    records = TenantRecords(redis, KEYS, queue.pins)
+    assert (await records.forget(TENANT)).jobs == MOST + 3
+    assert await names_in(redis) == []
+    assert await queue.count_waiting() == MOST + 3
+    taken: list[str] = []
+    while some := await claim(queue):
+        taken += some
+    assert len(set(taken)) == MOST + 3
+    totals = await redis.hgetall(KEYS.prefix + "bytes")
+    assert {name: value for name, value in totals.items() if name != b"next_lift"} == {}
+
+
+async def test_an_account_stays_and_the_list_of_reported_tenants_does_not(redis: Redis) -> None:
+    ledger = Ledger(redis, reports=True)
+    await ledger.add_tenant(TENANT)
+    limits = TokenLimits(tokens_per_day=100)
+    reservation, copy = await ledger.reserve(TENANT, Reservation("r", "router", input=10), None, limits, AccountCopy())
+    assert await ledger.forget_tenant(TENANT) == (0, 1), "an open reservation"
+    _, charge = await ledger.settle(TENANT, replace(reservation, used_input=10), "finished", copy)
+    assert charge is not None
+    assert await ledger.forget_tenant(TENANT) == (0, 1), "a charge that no router has reported"
+    await ledger.acknowledge(TENANT, [charge.id])
+    assert await ledger.forget_tenant(TENANT) == (1, 0)
+    assert await ledger.some_tenants(10) == []
+    assert (await ledger.look(TENANT, AccountCopy())).account.day_tokens == 10

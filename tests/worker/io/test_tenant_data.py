@@ -1,0 +1,68 @@
+"""A worker's adapters after a purge at a real store: those that no tenant has any more leave the disk."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import grpc
+from loraplex.admin.v1 import tenants_pb2, tenants_pb2_grpc
+from loraplex_client import AsyncStoreClient
+
+from adapter_store.app import Store
+from adapter_store.settings import StoreSettings
+from artifacts.base_model import read_base_model
+from broker.messages import AdapterRef
+from clients.cli.models import registered
+from tests.worker.io.adapters.test_fetch import adapter
+from worker.engine_api.stats import Removal
+from worker.io.adapters.disk import DiskTier
+from worker.io.adapters.download import DownloadTimeouts
+from worker.io.adapters.fetch import AdapterFetcher
+from worker.io.tenant_data import drop_gone_revisions, gone_revisions
+
+
+async def push(address: str, tenant: str, directory: Path) -> AdapterRef:
+    """Upload an adapter of a tenant."""
+    async with AsyncStoreClient(address, tenant=tenant) as client:
+        revision = (await client.push(directory, "support")).revision
+    return AdapterRef(revision.name, revision.digest, revision.rank, revision.weight_bytes)
+
+
+async def purge(address: str, tenant: str) -> None:
+    async with grpc.aio.insecure_channel(address) as channel:
+        stub: Any = tenants_pb2_grpc.TenantServiceStub(channel)
+        await stub.PurgeTenant(tenants_pb2.PurgeTenantRequest(tenant=tenant))
+
+
+async def test_what_no_tenant_has_any_more_leaves_the_disk(tmp_path: Path) -> None:
+    store = Store(StoreSettings(data=tmp_path / "data", port=0))
+    await store.start()
+    address, base = f"127.0.0.1:{store.port}", await asyncio.to_thread(read_base_model, "hash:?")
+    async with AsyncStoreClient(address) as operator:
+        await operator.register_model(registered(base), base.files)
+    directories = [adapter(tmp_path / name, name) for name in "ab"]
+    refs = [await push(address, tenant, directories[0]) for tenant in ("acme", "globex")]
+    assert refs[0].digest == refs[1].digest, "the same bytes"
+    refs.append(await push(address, "initech", directories[1]))
+    disk = DiskTier.open(tmp_path / "cache", 0)
+    fetcher = AdapterFetcher(address, disk, DownloadTimeouts(total_s=20.0, silent_s=5.0))
+    running, ended = fetcher.disk_pin(), fetcher.disk_pin()
+    await running.fetch([refs[2]], "initech")
+    await ended.fetch([refs[0]], "acme")
+    ended.release()
+    await purge(address, "acme")
+    await drop_gone_revisions(fetcher)
+    assert disk.digests == {refs[0].digest, refs[2].digest}, "globex has it too"
+    for tenant in ("globex", "initech"):
+        await purge(address, tenant)
+    gone = await gone_revisions(fetcher.channel, disk.digests)
+    assert await disk.forget(gone) == Removal(removed=1, left=1), "an answer runs with the other"
+    running.release()
+    await drop_gone_revisions(fetcher)
+    assert (disk.digests, list((tmp_path / "cache").glob("*-*"))) == (set(), [])
+    await fetcher.close()
+    await store.stop(drain_s=0)
+    await drop_gone_revisions(fetcher)  # nothing is there: the store is not asked
+    await disk.close()
