@@ -15,14 +15,12 @@ from loraplex.relay.v1 import relay_pb2_grpc
 
 from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.forgets import WorkerForgets
-from router.dispatch.link import Frame, WorkerFinish
 from router.dispatch.pacing import PaceLimits
+from router.dispatch.relay_frames import read_frame
 from router.metrics import RouterMetrics
-from router.request import TokenLogprobs
-from rpc.errors import CallError, InvalidField
+from rpc.errors import InvalidField
 from rpc.identity.principal import Principal
 from rpc.server import Server
-from rpc.status import to_error
 
 if TYPE_CHECKING:
     from router.dispatch.relay_credentials import RelayCredentials
@@ -207,46 +205,3 @@ class RelayService(relay_pb2_grpc.RelayServiceServicer, relay_pb2_grpc.IdentityS
         incarnation = self._dispatcher.bound_to(job_id, attempt)
         if incarnation and incarnation != link.incarnation:
             self._credentials.check_bound(link.worker, link.peer, job_id, incarnation)
-
-
-_FINISHES = {
-    pb.FINISH_KIND_LENGTH: WorkerFinish.LENGTH,
-    pb.FINISH_KIND_END: WorkerFinish.END,
-    pb.FINISH_KIND_STOP_TOKEN: WorkerFinish.STOP_TOKEN,
-    pb.FINISH_KIND_COMPLETE: WorkerFinish.COMPLETE,
-}
-_NO_FINISH = pb.Finish()
-
-
-def read_frame(frame: pb.Frame) -> Frame:
-    """Return the frame in a message."""
-    # Nearly all frames have neither a beginning nor an end, and every look into a message makes an object.
-    if not (frame.HasField("finish") or frame.HasField("first")):
-        logprobs = tuple(map(_logprobs, frame.logprobs))
-        return Frame(frame.job_id, frame.attempt, frame.offset, tuple(frame.token_ids), frame.choice, logprobs)
-    finish = frame.finish if frame.HasField("finish") else _NO_FINISH
-    first = frame.first if frame.HasField("first") else None
-    return Frame(
-        job_id=frame.job_id,
-        attempt=frame.attempt,
-        offset=frame.offset,
-        token_ids=tuple(frame.token_ids),
-        choice=frame.choice,
-        logprobs=tuple(map(_logprobs, frame.logprobs)),
-        finish=_FINISHES.get(finish.kind),
-        failure=_failure(finish.failure) if finish.kind == pb.FINISH_KIND_FAILED else None,
-        returned=finish.kind == pb.FINISH_KIND_RETURNED,
-        blamed=finish.struck,
-        adapter_ms=first.adapter_ms if first else None,
-        cached_tokens=first.cached_tokens if first else None,
-        prompt_logprobs=tuple(map(_logprobs, first.prompt_logprobs)) if first else (),
-        vector=tuple(frame.vector),
-    )
-
-
-def _logprobs(token: pb.TokenLogprobs) -> TokenLogprobs:
-    return TokenLogprobs(token.logprob, tuple(zip(token.token_ids, token.logprobs, strict=True)))
-
-
-def _failure(failure: pb.Failure) -> CallError:
-    return to_error(failure.code, failure.reason, failure.message, failure.field)
