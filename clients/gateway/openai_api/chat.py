@@ -69,11 +69,12 @@ class _Chunks:
 
     def __init__(self, call: HttpCall, head: dict[str, Any], texts: TokenTexts | None, *, with_usage: bool) -> None:
         self._call = call
-        self._head = head
+        # Chunks without token counts say so, where the last one has them.
+        self._head = head | {"usage": None} if with_usage else head
         self._texts = texts
         self._with_usage = with_usage
         # Everything of a chunk before the index of its choice.
-        self._before = b"data: " + encode(head)[:-1] + b',"choices":[{"index":'
+        self._before = b"data: " + encode(self._head)[:-1] + b',"choices":[{"index":'
         self._begun: set[int] = set()
 
     async def send(self, stream: AsyncGenerationStream) -> None:

@@ -93,7 +93,8 @@ class _Chunks:
         self, call: HttpCall, head: dict[str, Any], texts: TokenTexts | None, n: int, *, with_usage: bool
     ) -> None:
         self._call = call
-        self._head = head
+        # Chunks without token counts say so, where the last one has them.
+        self._head = head | {"usage": None} if with_usage else head
         self._texts = texts
         self._n = n
         self._with_usage = with_usage

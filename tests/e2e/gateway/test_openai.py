@@ -68,26 +68,37 @@ async def test_streams_and_logprobs(client: Client, cluster: Cluster) -> None:
         **CHAT, max_completion_tokens=30, temperature=0, n=2, logprobs=True, top_logprobs=2, stream=True,
         stream_options={"include_usage": True},
     )  # fmt: skip
-    text, tokens, reasons = ["", ""], ["", ""], {}
+    text, tokens, reasons, chunks = ["", ""], ["", ""], dict[int, str](), list[ChatCompletionChunk]()
     async for chunk in stream:
         ChatCompletionChunk.model_validate(chunk.model_dump(), strict=True)
+        chunks.append(chunk)
         for choice in chunk.choices:
+            assert choice.index not in reasons, "nothing comes after a choice's end"
             text[choice.index] += choice.delta.content or ""
             if choice.logprobs and choice.logprobs.content:
                 tokens[choice.index] += "".join(entry.token for entry in choice.logprobs.content)
                 assert all(len(entry.top_logprobs) == 2 for entry in choice.logprobs.content)
             if choice.finish_reason:
                 reasons[choice.index] = choice.finish_reason
-        usage = chunk.usage
     assert text == tokens == [expected(PROMPT, cluster.digests["a"], 30, choice=choice) for choice in range(2)]
     assert reasons == {0: "length", 1: "length"}
-    assert usage is not None
-    assert usage.completion_tokens == 60
+    # A chunk has one choice; the last one has the usage instead, which is null in all others.
+    assert [len(chunk.choices) for chunk in chunks] == [1] * (len(chunks) - 1) + [0]
+    assert all("usage" in chunk.model_fields_set for chunk in chunks)
+    assert [chunk.usage.completion_tokens for chunk in chunks if chunk.usage] == [60]
+    assert chunks[-1].usage
+    stop = [text[0][40:60], text[1][60:80]]
+    async with client.chat.completions.stream(**CHAT, temperature=0, n=2, stop=stop) as events:
+        whole = await events.get_final_completion()
+    assert [(choice.index, choice.finish_reason) for choice in whole.choices] == [(0, "stop"), (1, "stop")]
+    assert [choice.message.content for choice in whole.choices] == [text[0][:40], text[1][:60]]
     merged = await client.completions.create(
-        model="a", prompt=[[120], [121]], temperature=0, max_tokens=20, stream=True, logprobs=1
-    )
+        model="a", prompt=[[120], [121]], temperature=0, max_tokens=20, stream=True, logprobs=1,
+        stream_options={"include_usage": True},
+    )  # fmt: skip
     text = ["", ""]
     async for completion in merged:
+        assert "usage" in completion.model_fields_set
         for one in completion.choices:
             at = len(text[one.index])
             text[one.index] += one.text
