@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Annotated, Any
 
 from anthropic.types import ToolParam
 from anthropic.types.message_count_tokens_params import MessageCountTokensParams
 from anthropic.types.message_create_params import MessageCreateParamsBase
 from loraplex_client import InvalidRequestError, LoraplexError, NotImplementedByServerError
+from pydantic import ConfigDict, Discriminator, Tag, with_config
+from typing_extensions import TypedDict
 
 from clients.gateway.anthropic_api.conversation import conversation
 from clients.gateway.bodies import Body
@@ -19,6 +21,26 @@ from clients.gateway.errors import check_served, http_error, not_served
 _TEMPERATURE = 1.0
 
 
+# Type of the tools whose calls the client runs, which they need not have.
+_CUSTOM = "custom"
+
+
+@with_config(ConfigDict(extra="allow"))
+class HostedTool(TypedDict):
+    """A tool that Anthropic's servers run; it is read so that the error can name it."""
+
+    type: str
+
+
+def _kind(tool: Any) -> str:
+    """Return the name of a tool's branch in the union."""
+    kind = tool.get("type") if isinstance(tool, dict) else None
+    return "Hosted" if isinstance(kind, str) and kind != _CUSTOM else "Custom"
+
+
+Tool = Annotated[Annotated[ToolParam, Tag("Custom")] | Annotated[HostedTool, Tag("Hosted")], Discriminator(_kind)]
+
+
 class MessagesRequest(MessageCreateParamsBase, total=False):
     """Body of a request to /v1/messages. Older versions of the protocol have the fields of sampling."""
 
@@ -26,13 +48,13 @@ class MessagesRequest(MessageCreateParamsBase, total=False):
     temperature: float | None
     top_p: float | None
     top_k: int | None
-    tools: list[ToolParam]  # type: ignore[misc]  # those that Anthropic runs itself are not served
+    tools: list[Tool]  # type: ignore[misc]
 
 
 class CountRequest(MessageCountTokensParams, total=False):
     """Body of a request to /v1/messages/count_tokens."""
 
-    tools: list[ToolParam]  # type: ignore[misc]
+    tools: list[Tool]  # type: ignore[misc]
 
 
 MESSAGES, COUNT = Body(MessagesRequest), Body(CountRequest)
@@ -59,10 +81,7 @@ def options_of(request: Mapping[str, Any]) -> dict[str, Any]:
     if request["messages"] and request["messages"][-1]["role"] == "assistant":
         options["continue_final_message"] = True
     if request.get("tools"):
-        options["tools"] = [
-            {"name": tool["name"], "description": tool.get("description"), "parameters": tool["input_schema"]}
-            for tool in request["tools"]
-        ]
+        options["tools"] = [_tool(f"tools[{index}]", tool) for index, tool in enumerate(request["tools"])]
     if (choice := request.get("tool_choice")) is not None:
         options["tool_choice"] = {"name": choice["name"]} if choice["type"] == "tool" else _CHOICES[choice["type"]]
         options["parallel_tool_calls"] = False if choice.get("disable_parallel_tool_use") else None
@@ -72,6 +91,13 @@ def options_of(request: Mapping[str, Any]) -> dict[str, Any]:
     if output.get("effort"):
         options["template_args"] = {"reasoning_effort": output["effort"]}
     return options
+
+
+def _tool(at: str, tool: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a tool in the SDK's words. Raises HttpError."""
+    if (kind := tool.get("type") or _CUSTOM) != _CUSTOM:
+        raise not_served(f"{at}.type", f"{kind} is run by Anthropic's servers; tools with an input_schema are served")
+    return {"name": tool["name"], "description": tool.get("description"), "parameters": tool["input_schema"]}
 
 
 @contextmanager

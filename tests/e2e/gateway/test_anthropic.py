@@ -110,6 +110,18 @@ async def test_tools_and_conversations(client: Client, cluster: Cluster) -> None
             anthropic.BadRequestError,
             "tools[0].input_schema.not",
         ),
+        (
+            {"tools": [{"type": "web_search_20250305", "name": "web_search", "max_uses": 3}]},
+            anthropic.BadRequestError,
+            "tools[0].type: web_search_20250305 is run by Anthropic's servers; tools with an input_schema are served",
+        ),
+        ({"tools": [{"name": "f"}]}, anthropic.BadRequestError, "tools[0].input_schema: is required"),
+        (
+            {"tools": [{"name": "f", "type": "custom", "input_schema": {"type": "object"}, "x": 1}]},
+            anthropic.BadRequestError,
+            "tools[0].x: unknown parameter",
+        ),
+        ({"tools": [3]}, anthropic.BadRequestError, "tools[0]: "),
         ({"thinking": {"type": "enabled", "budget_tokens": 2000}}, anthropic.BadRequestError, "thinking: "),
         (
             {"system": "x", "messages": [{"role": "wizard", "content": "x"}]},
