@@ -112,6 +112,8 @@ async def test_what_a_worker_may_not(redis: Redis, valkey_url: str) -> None:
             ("HGETALL", ledger_prefix("acme") + "unreported"),
             ("HGETALL", other.prefix + "job:1"),
             ("ZADD", other.waiting, 1, "1"),
+            ("SET", other.prefix + "worker:w-inc", "x"),
+            ("HSET", other.workers, "w-inc", "w"),
             ("HSET", KEYS.pins, "sha256:1", "x"),
             ("ZADD", KEYS.prefix + "routers", 1, "elsewhere"),
             ("ZADD", KEYS.prefix + "quarantine", 1, "acme"),
