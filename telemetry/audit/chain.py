@@ -90,7 +90,7 @@ def parse(line: bytes) -> Mapping[str, Any] | None:
     """Return a record's values; None where the line is no record."""
     try:
         values = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     if not isinstance(values, dict) or not isinstance(values.get("previous"), str):
         return None

@@ -73,7 +73,8 @@ def test_every_way_to_alter_a_log_is_found(path: Path) -> None:
     assert faults_of(path, lines[2:]) == [(1, "records 1 to 2 are missing before record 3")]
     assert [line for line, _ in faults_of(path, [*lines[:2], lines[3], lines[2], *lines[4:]])] == [3, 4, 5]
     assert faults_of(path, [*lines[:3], lines[2], *lines[3:]]) == [(4, "record 3 is out of order: it follows record 3")]
-    assert faults_of(path, [*lines[:3], b"{}", *lines[4:]])[0] == (4, "is not a record")
+    for other in (b"{}", b"[" * 9_999):
+        assert faults_of(path, [*lines[:3], other, *lines[4:]])[0] == (4, "is not a record")
     path.write_bytes(b"\n".join(lines[:4]) + b"\n" + lines[4][:50])
     assert [(fault.number, fault.what) for fault in check(path).faults] == [(5, "is cut")]
 
