@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 from typing import Any, cast
 
 from loraplex.adapters.v1 import adapters_pb2 as pb
@@ -42,6 +43,9 @@ class _Store:
 
 class SimulatedFetcher:
     """Stands in for worker.io.adapters.fetch.AdapterFetcher: every revision is the same files, after a while."""
+
+    # No revision is on it when a worker starts.
+    disk = SimpleNamespace(digests=frozenset[str]())
 
     def __init__(self, chance: Random, base: BaseModel, directory: Path) -> None:
         self.store = _Store(base)
