@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from loraplex_client import AsyncStoreClient, LoraplexError
+from loraplex_client import AlreadyExistsError, AsyncStoreClient, LoraplexError
 from loraplex_client.endpoint import DEFAULT_TENANT
 
 from artifacts.base_model import BaseModel
@@ -126,7 +126,9 @@ async def _fill(plan: LaunchPlan, store: str, activity: Activity) -> None:
         try:
             await client.register_model(registered(plan.model), plan.model.files)
         except LoraplexError as error:
-            raise CommandError(f"--model {plan.settings.model}: {explain(error, 'store', store)}") from error
+            other = isinstance(error, AlreadyExistsError)
+            hint = "; give this one another name with --name, or another directory with --data-dir" if other else ""
+            raise CommandError(f"--model {plan.settings.model}: {explain(error, 'store', store)}{hint}") from error
     try:
         await upload_tree(store, plan.tree, plan.model.name, update=plan.update, step=activity.step)
     except LoraplexError as error:
@@ -141,6 +143,8 @@ def _print_next_command(plan: LaunchPlan, cluster: LocalCluster) -> None:
     out().print(f"\nThe router listens on {cluster.router}, the adapter store on {cluster.store}. Try:", markup=False)
     command = f'{_program()} generate "{DEMO_PROMPT}"{flags} --router {cluster.router}'
     out().print(f"\n  {command}\n", markup=False, soft_wrap=True, style="bold")
+    if cluster.http:
+        out().print(f"http://{cluster.http}/ shows the cluster, and has a playground.", markup=False)
     out().print("Ctrl-C stops everything.", markup=False)
 
 
