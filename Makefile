@@ -1,7 +1,7 @@
 # The gate is `make lint` and `make test`, at home and in CI. `make check` is a quicker check while you work.
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup run check test authz forged hostile fuzz chaos ledger cancels formats swaps texts gpu bench json-schema-suite lint format lock sbom audit clean
+.PHONY: help setup run check test authz forged hostile fuzz smg chaos ledger cancels formats swaps texts gpu bench json-schema-suite lint format lock sbom audit clean
 
 # Tests start hundreds of Python processes: without cached bytecode each would compile the project's modules again.
 unexport PYTHONDONTWRITEBYTECODE
@@ -81,6 +81,10 @@ hostile: $(STAMP) ## Send hostile uploads and requests to a cluster while anothe
 fuzz: $(STAMP) ## Fuzz every reader of strangers' bytes and every method, FUZZ_SECONDS each
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[fuzz]'
 	$(BIN)/python -m tests.fuzz --seconds $(FUZZ_SECONDS) --seed $(SEED)
+
+smg: $(STAMP) ## Install the smg gateway and test it in front of a cluster, by the engine protocol
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[smg-gateway]'
+	$(BIN)/pytest tests/e2e/gateway/test_engine_protocol.py tests/e2e/gateway/test_smg.py
 
 forged: $(STAMP) ## Forge hellos, frames, jobs, commands, tokens and grants against a cluster with credentials
 	$(BIN)/python -m tests.forged

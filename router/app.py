@@ -17,6 +17,7 @@ from router.api.cluster import ClusterService
 from router.api.operator_commands import AdapterCommands
 from router.api.request_telemetry import RequestTelemetry
 from router.api.service import InferenceService
+from router.api.sglang.intake import Intake
 from router.catalog.models import LOOK_S, Models
 from router.catalog.placement import Placer
 from router.catalog.store_client import StoreClient
@@ -102,12 +103,19 @@ async def run(settings: Settings) -> None:
         encoding = Encoding(generation, EncodeAdmission(models, store, reply_to, reach, encoder))
         configs = admission.configs, encoding.admission.classifiers.configs
         data = relay.serve_tenant_data(RouterData(dispatcher, store, configs, encoder, proofs, quotas), auditor.record)
+        intake = Intake(models, telemetry, generation, encoding, dispatcher, AdapterCommands(models, store))
         cluster = ClusterService(
-            *(models, dispatcher, metrics, AdapterCommands(models, store)),
+            *(models, dispatcher, metrics, intake.commands),
             CellPurge(models, redis, data, relay_service.forgets, reply_to, tls),
         )
-        service = InferenceService(generation, admission, models, telemetry, encoder, encoding)
-        add_services(public, service, cluster)
+        add_services(
+            public,
+            settings,
+            InferenceService(generation, admission, models, telemetry, encoder, encoding),
+            cluster,
+            intake,
+            lambda: models.waits_for() or reach.waits_for(),
+        )
         addresses = public.bind(settings.host, settings.port)
         await relay.server.start()
         await public.start()

@@ -112,6 +112,8 @@ class Request:
     seed: int | None = None
     stopping: Stopping = field(default_factory=Stopping)
     skip_special_tokens: bool = True
+    # True if the tokens that make a stop string are delivered too, as ids.
+    keep_stop: bool = False
     # True if the prompt's text comes in front of each answer.
     echo: bool = False
     stream_interval: int = 1

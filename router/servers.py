@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -12,6 +13,8 @@ from router.api.cluster import ClusterService
 from router.api.open_calls import OpenCalls
 from router.api.request_telemetry import COUNTED_METHODS, RequestTelemetry
 from router.api.service import InferenceService
+from router.api.sglang.intake import Intake
+from router.api.sglang.unnamed_callers import UnnamedCallers
 from router.catalog.key_copy import KeyCopy
 from router.catalog.store_client import StoreClient
 from router.relay_access import RelayAccess
@@ -53,10 +56,26 @@ def make_servers(
     return GuardedServers(settings, tls, make, keys, refused, follow_keys), RelayAccess(tls, refused)
 
 
-def add_services(servers: GuardedServers, inference: InferenceService, cluster: ClusterService) -> None:
-    """Serve both services, where the permissions table lets somebody call them."""
+def add_services(
+    servers: GuardedServers,
+    settings: Settings,
+    inference: InferenceService,
+    cluster: ClusterService,
+    intake: Intake,
+    waits_for: Callable[[], str],
+) -> None:
+    """Serve the services, where the permissions table lets somebody call them.
+
+    `waits_for` returns what is missing before requests can be served, or nothing.
+    """
     servers.add(lambda server: inference_pb2_grpc.add_InferenceServiceServicer_to_server(inference, server))
     servers.add(lambda server: cluster_pb2_grpc.add_ClusterServiceServicer_to_server(cluster, server))
+    if settings.engine_protocol:
+        # Imported where it is served alone: its package need not be installed.
+        from router.api.sglang.service import SglangScheduler, register
+
+        engine = SglangScheduler(intake, settings.engine_adapter, waits_for)
+        servers.add(lambda server: register(engine, server))
 
 
 def _server(settings: Settings, telemetry: RequestTelemetry, auditor: Auditor, guard: Guard, port: Port) -> Server:
@@ -66,5 +85,6 @@ def _server(settings: Settings, telemetry: RequestTelemetry, auditor: Auditor, g
     open_calls = OpenCalls(settings.open_calls_limit, settings.open_bytes_limit, telemetry.refused)
     # Streams of one connection: its client keeps further ones to itself. More than the limit, so that they are refused.
     streams = ("grpc.max_concurrent_streams", 2 * settings.open_calls_limit)
-    inner = [open_calls, auditor]
+    unnamed = [UnnamedCallers(settings.engine_tenant)] if settings.engine_protocol else []
+    inner = [*unnamed, open_calls, auditor]
     return Server(guard, outer=[meter], interceptors=inner, options=[*channel_options(), streams])

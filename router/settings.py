@@ -11,12 +11,16 @@ from router.generation.resume_keys import KEY_CHARACTERS
 from router.quotas.usage_sender import check_url
 from rpc.identity.access import AccessSettings
 from rpc.identity.principal import Role
+from rpc.identity.tenant_header import is_tenant
+from rpc.optional_packages import check_installed
 from rpc.server import MESSAGE_BYTES
 from rpc.settings import REDIS_URL_HELP, REDIS_URL_VARIABLE, setting
 from telemetry.audit.log import FILE_HELP
 from telemetry.logging import FORMAT_HELP, FORMAT_VARIABLE, LEVEL_HELP, LEVEL_VARIABLE, check_logging
 from telemetry.metrics import PORT_HELP
 
+# The engine protocol that is served, and the tenant of its calls that name none: that of the command.
+SGLANG, DEFAULT_TENANT = "sglang", "default"
 _LIMITS = (
     "waiting_limit",
     "waiting_bytes",
@@ -63,6 +67,13 @@ class Settings(AccessSettings):
     accepted_resume_keys: str = setting(
         "further resume keys whose tokens are accepted, with commas between them: former ones, or the next one", ""
     )
+    engine_protocol: str = setting(
+        "a protocol for gateways that is served beside Loraplex's own: sglang (docs/grpc.md); empty: none", ""
+    )
+    engine_tenant: str = setting(
+        "the tenant of its calls that name none, as gateways' do; with credentials these alone say it", DEFAULT_TENANT
+    )
+    engine_adapter: str = setting("the adapter of its calls without lora_id; empty: the base model", "")
     metrics_port: int = setting(PORT_HELP, 0)
     log_format: str = setting(FORMAT_HELP, "text", variable=FORMAT_VARIABLE)
     log_level: str = setting(LEVEL_HELP, "info", variable=LEVEL_VARIABLE)
@@ -85,6 +96,7 @@ class Settings(AccessSettings):
             check_url(self.usage_url)
             if not self.usage_file:
                 raise ValueError("--usage-url: give --usage-file too, which the events are sent from")
+        self._check_engine_protocol()
         if not self.client_stall_s > 0:
             raise ValueError(f"--client-stall-s {self.client_stall_s}: more than 0")
         for name in _LIMITS:
@@ -97,6 +109,14 @@ class Settings(AccessSettings):
         _check_keys("--resume-key", [self.resume_key] if self.resume_key else [])
         _check_keys("--accepted-resume-keys", self.former_keys)
         _check_relay(self.relay_host, self.relay_advertise)
+
+    def _check_engine_protocol(self) -> None:
+        if self.engine_protocol not in {"", SGLANG}:
+            raise ValueError(f"--engine-protocol {self.engine_protocol}: only {SGLANG} is known")
+        if self.engine_protocol:
+            check_installed(f"--engine-protocol {SGLANG}", "smg_grpc_proto")
+        if not is_tenant(self.engine_tenant):
+            raise ValueError(f"--engine-tenant {self.engine_tenant!r}: not a tenant's name")
 
     @property
     def relay_name(self) -> str:

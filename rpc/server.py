@@ -131,6 +131,13 @@ class Server:
             raise PortInUse(f"cannot listen on {host}:{port}: the port is in use or the host is not ours")
         return bound
 
+    def add_reflection(self) -> None:
+        """Serve server reflection of the services that were added so far."""
+        from grpc_reflection.v1alpha import reflection
+
+        names = {method.split("/")[1] for method in self._methods}
+        reflection.enable_server_reflection([*sorted(names), health.SERVICE_NAME, reflection.SERVICE_NAME], self.grpc)
+
     async def start(self) -> None:
         """Serve; health says NOT_SERVING until `set_serving(True)`.
 

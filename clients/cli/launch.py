@@ -21,6 +21,7 @@ from clients.cli.models import registered
 from clients.cli.terminal import Activity, CommandError, out, print_error
 from clients.cli.upload_tree import upload_tree
 from deploy.local.cluster import ClusterSettings, LaunchError, LocalCluster
+from rpc.optional_packages import check_installed
 
 T = TypeVar("T")
 
@@ -41,6 +42,18 @@ class LaunchPlan:
     update: bool
     demo: bool
     once: bool
+
+
+def check_engine_protocol(name: str) -> None:
+    """Raise CommandError where routers would not start with this engine protocol."""
+    if not name:
+        return
+    if name != "sglang":
+        raise CommandError(f"--engine-protocol {name}: only sglang is known", 2)
+    try:
+        check_installed("--engine-protocol", "smg_grpc_proto")
+    except ValueError as error:
+        raise CommandError(str(error), 2) from error
 
 
 async def launch(plan: LaunchPlan) -> None:

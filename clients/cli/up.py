@@ -53,6 +53,15 @@ def up(  # noqa: PLR0913, PLR0917  # one parameter a flag
             help="Serve HTTP as well, by a gateway on this port; 0 for any free port.",
         ),
     ] = None,
+    engine_protocol: Annotated[
+        str, typer.Option(metavar="NAME", help="Serve the router's requests by a gateway's protocol too: sglang.")
+    ] = "",
+    engine_tenant: Annotated[
+        str, typer.Option(metavar="NAME", help="Tenant of that protocol's calls, which name none.")
+    ] = "default",
+    engine_adapter: Annotated[
+        str, typer.Option(metavar="NAME", help="Adapter of that protocol's calls without lora_id.")
+    ] = "",
     device: Annotated[str, typer.Option(metavar="NAME", help="cpu or cuda.")] = "cpu",
     dtype: Annotated[str, typer.Option(metavar="NAME", help="auto, float32, bfloat16 or float16.")] = "auto",
     quantize: QuantizeOption = "",
@@ -84,7 +93,7 @@ def up(  # noqa: PLR0913, PLR0917  # one parameter a flag
     [bold]loraplex up --model ./Qwen2-0.5B --adapters ./adapters --workers 2[/]
     """
     from clients.cli.adapter_tree import AdapterTree, find_adapters
-    from clients.cli.launch import LaunchPlan, launch
+    from clients.cli.launch import LaunchPlan, check_engine_protocol, launch
     from clients.cli.models import check_quantization, read_model
     from clients.cli.plans import check_plans
     from deploy.local.cluster import ClusterSettings
@@ -97,6 +106,12 @@ def up(  # noqa: PLR0913, PLR0917  # one parameter a flag
     found = AdapterTree() if adapters is None else find_adapters(adapters)
     sizes = {"--rows": rows, "--max-rank": max_rank, "--adapter-slots": adapter_slots, "--kv-blocks": kv_blocks}
     check_plans(plans)
+    engine = {
+        "--engine-protocol": engine_protocol,
+        "--engine-tenant": engine_tenant,
+        "--engine-adapter": engine_adapter,
+    }
+    check_engine_protocol(engine_protocol)
     settings = ClusterSettings(
         model=model,
         model_name=base.name,
@@ -111,6 +126,7 @@ def up(  # noqa: PLR0913, PLR0917  # one parameter a flag
         redis_url=redis_url,
         data_dir=data_dir,
         worker_flags=tuple(word for flag, size in sizes.items() if size is not None for word in (flag, str(size))),
+        router_flags=tuple(word for pair in engine.items() for word in pair) if engine_protocol else (),
         store_flags=() if plans is None else ("--plans", str(plans)),
     )
     asyncio.run(launch(LaunchPlan(settings, base, found, update=update, demo=demo or once, once=once)))

@@ -18,12 +18,15 @@ from typing import Any
 import grpc
 
 from rpc.errors import CallError, DeadlinePassed, Exhausted, InvalidField
+from rpc.identity.permissions import SGLANG_SERVICE
 from rpc.identity.principal import calling_tenant
 from rpc.server import MESSAGE_BYTES
 from rpc.shares import FairTurns, Shares
 
-# The service whose calls are bounded: operators and health checks must get through when a router is full.
+# The service and the further methods whose calls are bounded: operators and health checks must get through when a
+# router is full.
 _SERVICE = "/loraplex.inference.v1.InferenceService"
+_METHODS = frozenset(f"/{SGLANG_SERVICE}/{method}" for method in ("Generate", "Embed", "GetTokenizer"))
 # Maximum bytes of the messages that are being received: their size is not known before.
 RECEIVING_BYTES = 16 * MESSAGE_BYTES
 # Timeout in seconds for the rest of a call's message: a client that sends half of it keeps a place.
@@ -59,13 +62,13 @@ class OpenCalls(grpc.aio.ServerInterceptor):
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler[Any, Any] | None:
-        """Wrap a method of the inference service. Its handler reads the message itself, so that a refusal comes first.
+        """Wrap a method whose calls are bounded. Its handler reads the message itself, so that a refusal comes first.
 
         On the wire a call with one message is the same as a stream of one.
         """
         handler = await continuation(handler_call_details)
         service, _, name = handler_call_details.method.rpartition("/")
-        if handler is None or service != _SERVICE:
+        if handler is None or (service != _SERVICE and handler_call_details.method not in _METHODS):
             return handler
         serializers = (handler.request_deserializer, handler.response_serializer)
         if handler.unary_stream:

@@ -11,7 +11,7 @@ import grpc
 from loraplex.inference.v1 import inference_pb2 as pb
 from loraplex.inference.v1 import inference_pb2_grpc
 
-from router.api.convert import read_prompt, read_request, write_message
+from router.api.convert import read_prompt, write_message
 from router.api.encoding import (
     read_classify,
     read_embed,
@@ -19,9 +19,9 @@ from router.api.encoding import (
     write_embedding,
     write_encode_summary,
 )
-from router.api.formats import read_large_format
 from router.api.prompt_options import read_prompt_options
 from router.api.prompt_size import check_count, check_prompt_size
+from router.api.read_spec import read_spec
 from router.api.request_telemetry import RequestTelemetry
 from router.api.scores import read_continuations, write_scores
 from router.catalog.models import Models
@@ -59,7 +59,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> AsyncIterator[pb.GenerateResponse]:
         """Stream the answer to a request."""
         with self._telemetry.new_record(context) as record:
-            call = record.begin(await self._read(request.spec, record.tenant))
+            call = record.begin(await read_spec(request.spec, record.tenant, self._models))
             del request  # it may be large, and a stream long
             async with aclosing(self._generation.run(call, context.time_remaining())) as messages:
                 async for message in messages:
@@ -69,7 +69,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
     async def Resume(self, request: pb.ResumeRequest, context: Context) -> AsyncIterator[pb.ResumeResponse]:
         """Stream the rest of an answer whose stream was lost, at this router or another."""
         with self._telemetry.new_record(context) as record:
-            call = record.begin(await self._read(request.spec, record.tenant))
+            call = record.begin(await read_spec(request.spec, record.tenant, self._models))
             context_length = self._models.get(call.model).manifest.context_length
             received = _read_received(request.received, call.n, context_length)
             rest = await self._generation.resume(call, request.resume_token, received, context.time_remaining())
@@ -78,11 +78,6 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
                 async for message in messages:
                     record.count(message.event)
                     yield pb.ResumeResponse(event=write_message(message))
-
-    async def _read(self, spec: pb.GenerateSpec, tenant: str) -> Request:
-        check_prompt_size(spec, self._models.get(spec.model))
-        await read_large_format(spec)
-        return read_request(spec, tenant)
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
         """Return the ids of a prompt, as Generate makes them."""
@@ -102,7 +97,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
 
     async def CountTokens(self, request: pb.CountTokensRequest, context: Context) -> pb.CountTokensResponse:
         """Count the tokens of a prompt as Generate makes them."""
-        call = await self._read(request.spec, calling_tenant())
+        call = await read_spec(request.spec, calling_tenant(), self._models)
         count = len(await self._admission.prompt_ids(call))
         context_length = self._models.get(call.model).manifest.context_length
         return pb.CountTokensResponse(prompt_tokens=count, context_length=context_length)
@@ -111,7 +106,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         """Return the log probabilities of continuations of a prompt."""
         with self._telemetry.new_record(context) as record:
             continuations = read_continuations(request)
-            call = record.begin(await self._read(request.spec, record.tenant))
+            call = record.begin(await read_spec(request.spec, record.tenant, self._models))
             del request
             scores, summary = await self._scoring.score(call, continuations, context.time_remaining())
             record.count(summary)

@@ -61,6 +61,14 @@ class Generation:
         for routed in (*(run.routed for run in self._runs), *self._unstreamed):
             routed.end_reader(_router_draining())
 
+    async def abort(self, tenant: str, request_id: str) -> bool:
+        """End a request that runs here, and its call with ABORTED; return whether there was one."""
+        run = await self._runs.named(tenant, request_id)
+        if run is None:
+            return False
+        self._drop(run, run.routed.reader, Aborted(f"a call ended request_id {request_id}", reason="REQUEST_ABORTED"))
+        return True
+
     async def resume(
         self, request: Request, token: str, received: Mapping[int, Received], deadline_s: float | None
     ) -> AsyncGenerator[Message]:

@@ -132,13 +132,18 @@ class Runs:
 
         Raises AlreadyExists where another body runs under that id.
         """
-        key = (request.tenant, request.request_id)
+        run = await self.named(request.tenant, request.request_id)
+        if run is not None and run.fingerprint != request.fingerprint:
+            message = f"request_id {request.request_id} is running with another body"
+            raise AlreadyExists(message, reason="REQUEST_ID_RUNNING")
+        return run
+
+    async def named(self, tenant: str, request_id: str) -> Run | None:
+        """Return the run of that tenant and request id, once no call is being admitted under it."""
+        key = (tenant, request_id)
         while key in self._admitting:
             await self._admitting[key].wait()
-        run = self._runs.get(key)
-        if run is not None and run.fingerprint != request.fingerprint:
-            raise AlreadyExists(f"request_id {key[1]} is running with another body", reason="REQUEST_ID_RUNNING")
-        return run
+        return self._runs.get(key)
 
     @contextmanager
     def admitting(self, request: Request) -> Iterator[None]:

@@ -3,7 +3,7 @@
         ids ──▶ text pieces ──▶ pending while they may begin a stop string ──▶ deltas
 
 A token that lies wholly in a stop string is neither delivered nor counted; one that reaches into it is delivered, its
-text cut where the stop string begins.
+text cut where the stop string begins. A request may keep stop strings: then their tokens are delivered as all others.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from router.dispatch.routed_job import RoutedJob
 from router.output.best_of import BestOf
 from router.output.chat_reader import ChatFormat, ChatReader
 from router.output.echo import Echo
+from router.output.stop_strings import StopStrings
 from router.output.untold import UntoldText
 from router.request import Delta, Event, Finished, FinishReason, PromptLogprobs, Received, Request, TokenLogprobs
 from router.text.text import Text, TextStream
@@ -66,6 +67,7 @@ class Answer:
                 UntoldText(
                     echo.answer_bytes(had[choice]), None if chat_format is None else ChatReader(chat_format, choice)
                 ),
+                request.keep_stop,
             )
             for choice in range(routed.job.n)
         ]
@@ -131,11 +133,12 @@ class ChoiceAnswer:
         choice: int = 0,
         received: int = 0,
         untold: UntoldText | None = None,
+        keep_stop: bool = False,
     ) -> None:
         self._choice = choice
         self._received = received
         self._stream = stream
-        self._stop = tuple(stop)
+        self._stop = StopStrings(stop, keep=keep_stop)
         self._interval = stream_interval
         self._untold = untold or UntoldText()
         # Tokens that are not delivered yet, each with its text; `_pending_text` is all of that text.
@@ -162,7 +165,7 @@ class ChoiceAnswer:
         if finish is None:
             if len(self._pending) < self._interval:
                 return None, None
-            return self._release(self._safe_length(), self._interval, ended=False), None
+            return self._release(self._stop.safe_length(self._pending_text), self._interval, ended=False), None
         if stopped := self._flush(self._stream.flush()):
             return stopped
         delta = self._release(len(self._pending_text), 0, ended=True)
@@ -182,12 +185,9 @@ class ChoiceAnswer:
         """Add to the pending text; return the end if a stop string is complete now."""
         before = len(self._pending_text)
         self._pending_text += more
-        text = self._pending_text
-        found = [(at, stop) for stop in self._stop if (at := text.find(stop, max(0, before - len(stop) + 1))) >= 0]
-        if not found:
+        if (match := self._stop.find(self._pending_text, before)) is None:
             return None
-        # Of the stop strings that one token completes: the earliest; of two at the same place the longer.
-        at, stop = min(found, key=lambda match: (match[0], -len(match[1])))
+        at, stop = match
         return self._cut(at), Finished(FinishReason.STOP, stop_string=stop, choice=self._choice)
 
     def _cut(self, at: int) -> Delta | None:
@@ -201,16 +201,6 @@ class ChoiceAnswer:
         delta = self._delta(self._pending[:kept], self._pending_text[:at], ended=True)
         self._pending, self._pending_text = [], ""
         return delta
-
-    def _safe_length(self) -> int:
-        """Return how many characters of the pending text no stop string can begin in."""
-        length = len(self._pending_text)
-        for stop in self._stop:
-            for size in range(min(len(stop) - 1, len(self._pending_text)), 0, -1):
-                if self._pending_text.endswith(stop[:size]):
-                    length = min(length, len(self._pending_text) - size)
-                    break
-        return length
 
     def _release(self, safe: int, least: int, *, ended: bool) -> Delta | None:
         """Deliver the tokens whose text ends within `safe` characters, if there are at least so many."""

@@ -15,7 +15,7 @@ from rpc.errors import InvalidField
 
 _TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 # Texts around a reasoning block, as templates write them.
-_REASONING = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
+REASONING = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
 # Texts of a template that tell the format of its calls; the first whose texts are all there counts.
 _FORMATS = (
     (("[TOOL_CALLS]",), ToolCallFormat.MISTRAL),
@@ -91,7 +91,7 @@ class ChatTemplate:
     def reasoning_marks(self, chat: Chat) -> tuple[str, str] | None:
         """Return the texts around a reasoning block; None where the template knows no such blocks."""
         source = self.source_for(chat)
-        return next((marks for marks in _REASONING if marks[1] in source), None)
+        return next((marks for marks in REASONING if marks[1] in source), None)
 
 
 def _json(files: Mapping[str, bytes], name: str) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from loraplex.admin.v1.plans_pb2 import Plan
 
-from rpc.identity.permissions import PERMISSIONS
+from rpc.identity.permissions import PERMISSIONS, SGLANG_SERVICE
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +65,17 @@ AUDITED: Mapping[str, Audited] = {
             "PurgeTenant": Audited(("tenant",), ("removed_count", "left_count", "error_count")),
         },
     ),
+    f"/{SGLANG_SERVICE}/LoadLoRAAdapter": Audited(("lora_name", "pinned")),
+    f"/{SGLANG_SERVICE}/UnloadLoRAAdapter": Audited(("lora_name",)),
 }
 # Methods that may change nothing, although the scope of their permission allows it to others.
-UNCHANGING = frozenset({"/loraplex.adapters.v1.AdapterService/ValidateAdapter"})
+UNCHANGING = frozenset(
+    {
+        "/loraplex.adapters.v1.AdapterService/ValidateAdapter",
+        # Not served, so that they change nothing.
+        *(f"/{SGLANG_SERVICE}/{method}" for method in ("FlushCache", "StartProfile", "StopProfile")),
+    }
+)
 # Reasons for which a call that changes nothing is recorded as refused: somebody tried another's credential or token.
 STOLEN = frozenset({"RESUME_TOKEN_INVALID", "RESUME_TOKEN_MISMATCH", "RESUME_TOKEN_ENDED"})
 # Methods that may end with one of these.

@@ -14,6 +14,7 @@ from rpc.identity.guard import CredentialReader, Guard, Refused, open_guard
 from rpc.identity.permissions import Port
 from rpc.identity.tenant_header import check_exposure
 from rpc.identity.tls import CA_HELP, CERT_HELP, KEY_HELP, TlsFiles, tls_of
+from rpc.optional_packages import check_installed
 from rpc.server import Server
 from rpc.settings import setting
 
@@ -36,6 +37,8 @@ class AccessSettings:
         "a port for operators, routers and workers with certificates; none by default", None
     )
 
+    reflection: bool = setting("serve gRPC's server reflection, for operators (docs/grpc.md)", False)
+
     jwt_issuer: str = setting("accept tokens (JWT) of this issuer; with --jwt-audience and --jwt-jwks", "")
     jwt_audience: str = setting("the audience that tokens must name", "")
     jwt_jwks: str = setting("file or https URL with the public keys that sign them, as a JWKS", "")
@@ -47,6 +50,8 @@ class AccessSettings:
                 if getattr(self, name) is not None:
                     raise ValueError(f"--{name.replace('_', '-')}: needs --tls-cert, --tls-key and --tls-ca")
             check_exposure(host, insecure_tenants)
+        if self.reflection:
+            check_installed("--reflection", "grpc_reflection")
         tokens = (self.jwt_issuer, self.jwt_audience, self.jwt_jwks)
         if any(tokens) and not all((*tokens, self.tls_cert)):
             raise ValueError("--jwt-issuer, --jwt-audience, --jwt-jwks: give all three, with --tls-cert, or none")
@@ -126,6 +131,8 @@ class GuardedServers:
     async def start(self) -> None:
         """Serve; health says NOT_SERVING until `set_serving(True)`."""
         for server in self._servers.values():
+            if self._settings.reflection:
+                server.add_reflection()
             await server.start()
 
     async def follow(self) -> None:

@@ -59,6 +59,10 @@ TENANTS_WRITE = "tenants.write"
 PLANS_READ, PLANS_WRITE = "plans.read", "plans.write"
 RELAY = "relay"
 
+# The service of the engine protocol (docs/grpc.md), which a router serves if it is told to.
+SGLANG_SERVICE = "sglang.grpc.scheduler.SglangScheduler"
+REFLECTION_SERVICE = "grpc.reflection.v1alpha.ServerReflection"
+
 _GENERATE = Permission(GENERATE, {Port.PUBLIC: _USERS})
 _TOKENIZE = Permission(TOKENIZE, {Port.PUBLIC: _USERS})
 # Operators upload adapters too: those of all tenants, of the tenant `shared`.
@@ -164,6 +168,27 @@ PERMISSIONS: Mapping[str, Permission] = {
         },
     ),
     **_of("loraplex.relay.v1.RelayService", {"Connect": Permission(RELAY, {Port.RELAY: frozenset({Role.WORKER})})}),
+    **_of(
+        SGLANG_SERVICE,
+        {
+            "Generate": _GENERATE,
+            "Embed": _GENERATE,
+            "Abort": _GENERATE,
+            "GetModelInfo": _TOKENIZE,
+            "GetServerInfo": _TOKENIZE,
+            "GetTokenizer": _TOKENIZE,
+            "HealthCheck": _TOKENIZE,
+            "ListLoadedLoRAAdapters": _READ_ADAPTERS,
+            "LoadLoRAAdapter": _WRITE_CLUSTER,
+            "UnloadLoRAAdapter": _WRITE_CLUSTER,
+            "GetLoads": _READ_CLUSTER,
+            "SubscribeKvEvents": _READ_CLUSTER,
+            "FlushCache": _WRITE_CLUSTER,
+            "StartProfile": _WRITE_CLUSTER,
+            "StopProfile": _WRITE_CLUSTER,
+        },
+    ),
+    **_of(REFLECTION_SERVICE, {"ServerReflectionInfo": Permission(CLUSTER_READ, {Port.OPERATORS: _OPERATORS})}),
     # A router asks its own address, to find out whether it leads to itself.
     **_of("loraplex.relay.v1.IdentityService", {"Identify": Permission(RELAY, {Port.RELAY: _PARTS})}),
     **_of("loraplex.relay.v1.TenantDataService", {"ForgetTenant": Permission(RELAY, {Port.RELAY: _ROUTERS})}),

@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from rpc.identity.api_keys import KEY_ROLES
-from rpc.identity.permissions import PERMISSIONS, Port
+from rpc.identity.permissions import PERMISSIONS, REFLECTION_SERVICE, SGLANG_SERVICE, Port
 from rpc.identity.principal import TENANT_ROLES, Role
+from rpc.optional_packages import is_installed
 
 # Ports by the word that the ready lines have for them; the client port has none.
 PORTS = {"public": Port.PUBLIC, "mtls": Port.PUBLIC, "operators": Port.OPERATORS, "operators-mtls": Port.OPERATORS}
@@ -21,6 +22,9 @@ SERVERS = {
     "loraplex.admin.v1.PlanService": "store",
     "loraplex.admin.v1.TenantService": "store",
 }
+# Services of the router whose packages need not be installed: they are called where they are.
+OPTIONAL = {SGLANG_SERVICE: "smg_grpc_proto", REFLECTION_SERVICE: "grpc_reflection"}
+SERVERS |= {service: "router" for service, module in OPTIONAL.items() if is_installed(module)}
 # Faults by kind of credential. OTHER: the call names another tenant than the credential's.
 OTHER, TWO = "other tenant's", "two credentials"
 INVALID, EXPIRED, REVOKED = "CREDENTIAL_INVALID", "CREDENTIAL_EXPIRED", "CREDENTIAL_REVOKED"

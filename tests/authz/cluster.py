@@ -15,6 +15,8 @@ from broker.job_keys import new_job_key
 from deploy.local.process import Process
 from rpc.identity.api_keys import new_api_key
 from rpc.identity.development_ca import DevelopmentCa, write_private
+from rpc.identity.permissions import REFLECTION_SERVICE, SGLANG_SERVICE
+from tests.authz.cases import SERVERS
 from tests.authz.credentials import AUDIENCE, ISSUER, Credentials, Issuer, make_certificates, make_keys
 from tests.valkey_server import ValkeyServer
 
@@ -50,6 +52,8 @@ async def running(directory: Path) -> AsyncIterator[Cluster]:
         store = await _start(stack, directory, ca, "adapter_store", "store", flags)
         flags = [*common, "--store", store["operators-mtls"], "--redis-url", valkey.url]
         flags += ["--job-key", str(directory / "job.key")]
+        flags += ["--engine-protocol", "sglang"] if SGLANG_SERVICE in SERVERS else []
+        flags += ["--reflection"] if REFLECTION_SERVICE in SERVERS else []
         router = await _start(stack, directory, ca, "router", "router", flags)
         credentials = grpc.ssl_channel_credentials(ca.pem)
         async with grpc.aio.secure_channel(store["operators"], credentials) as channel:

@@ -16,9 +16,10 @@ from loraplex.admin.v1 import grants_pb2, keys_pb2, plans_pb2, tenants_pb2
 from loraplex.cluster.v1 import cluster_pb2
 from loraplex.inference.v1 import inference_pb2
 
+from rpc.identity.permissions import REFLECTION_SERVICE, SGLANG_SERVICE
 from rpc.identity.principal import TENANT_KEY, Role
 from rpc.status import DETAILS_KEY
-from tests.authz.cases import NAMING, OTHER, REASONS, TWO, Case
+from tests.authz.cases import NAMING, OPTIONAL, OTHER, REASONS, TWO, Case
 from tests.authz.cluster import Cluster
 from tests.authz.credentials import OTHER as OTHER_TENANT
 from tests.authz.credentials import TENANT
@@ -26,6 +27,13 @@ from tests.authz.credentials import TENANT
 # Number of calls at once.
 _CALLS = 32
 _TIMEOUT_S = 60.0
+# Methods of the packages that need not be installed whose answers are streams.
+_OTHER_STREAMS = frozenset(
+    {
+        *(f"/{SGLANG_SERVICE}/{method}" for method in ("Generate", "GetTokenizer", "SubscribeKvEvents")),
+        f"/{REFLECTION_SERVICE}/ServerReflectionInfo",
+    }
+)
 _SERVICES = {
     service.full_name: service
     for messages in (adapters_pb2, cluster_pb2, grants_pb2, inference_pb2, keys_pb2, plans_pb2, tenants_pb2)
@@ -124,6 +132,8 @@ class Caller:
 
 def _streams_answers(method: str) -> bool:
     _, service, name = method.split("/")
+    if service in OPTIONAL:
+        return method in _OTHER_STREAMS
     return bool(_SERVICES[service].methods_by_name[name].server_streaming)
 
 

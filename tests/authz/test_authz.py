@@ -14,7 +14,7 @@ from loraplex.admin.v1 import keys_pb2, keys_pb2_grpc
 
 from rpc.identity.permissions import PERMISSIONS
 from rpc.identity.principal import Role
-from tests.authz.cases import SERVERS, Case, all_cases
+from tests.authz.cases import OPTIONAL, SERVERS, Case, all_cases
 from tests.authz.cluster import Cluster, running
 from tests.authz.run import Caller
 
@@ -50,7 +50,9 @@ def test_the_cases_are_all_there_are() -> None:
     assert len(set(cases)) == len(cases)
     assert {case.method for case in cases} == {name for name in PERMISSIONS if name.split("/")[1] in SERVERS}
     relay = {f"loraplex.relay.v1.{name}Service" for name in ("Relay", "Identity", "TenantData")}
-    assert {name.split("/")[1] for name in PERMISSIONS} == SERVERS.keys() | relay | {"grpc.health.v1.Health"}
+    assert {name.split("/")[1] for name in PERMISSIONS} == SERVERS.keys() | OPTIONAL.keys() | relay | {
+        "grpc.health.v1.Health"
+    }
 
 
 async def test_calls_are_answered_as_the_table_says_and_revoked_keys_end(cluster: Cluster) -> None:

@@ -65,6 +65,7 @@ async def running_cluster(
     quantize: str = "",
     http: bool = False,
     kv_cache_dtype: str = "",
+    router_flags: tuple[str, ...] = (),
 ) -> AsyncIterator[Cluster]:
     """A cluster in `directory`, whose client calls the first router. With `faulty` its workers see the store so.
 
@@ -84,6 +85,7 @@ async def running_cluster(
         redis_url=redis_url,
         data_dir=directory,
         worker_flags=worker_flags,
+        router_flags=router_flags,
     )
     async with LocalCluster(settings) as local:
         if faulty is not None:

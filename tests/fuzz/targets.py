@@ -24,6 +24,7 @@ from artifacts.revision import lora_tensors
 from artifacts.safetensors_header import read_header
 from router.api.convert import read_request
 from router.api.encoding import read_classify, read_embed
+from router.api.sglang.ebnf import lark_of
 from router.text.templates.environment import Template
 from rpc.errors import CallError
 from rpc.identity.api_keys import bearer, split_api_key
@@ -206,6 +207,11 @@ TARGETS: dict[str, Target] = {
     ),
     "regexes": Target(
         lambda data: regex_grammar(_text(data)), (GrammarError,), (rb"^(\d{1,3}|[a-z]+)*\p{L}$", b"a/b\\/c")
+    ),
+    "EBNF": Target(
+        lambda data: lark_grammar(lark_of(_text(data))),
+        (GrammarError, CallError),
+        (b'root ::= item{2,3} | "no"\nitem ::= [^a-z\\x41]+ (" " item)? # words',),
     ),
     "grammars": Target(lambda data: lark_grammar(_text(data)), (GrammarError,), (_LARK.encode(), b"start: %lark { }")),
     "queue": Target(read_payload, (DecodeError,), PAYLOADS),

@@ -29,3 +29,13 @@ def test_a_resume_key_that_is_too_short_is_refused_and_not_shown() -> None:
         with pytest.raises(ValueError, match=r"-keys?: a key of 15 characters; at least 16") as refused:
             Settings(store="s", redis_url="r", resume_key=key, accepted_resume_keys=accepted)
         assert "letters" not in str(refused.value)
+
+
+def test_only_an_engine_protocol_that_is_known_and_installed_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="--engine-protocol vllm: only sglang is known"):
+        Settings(store="s", redis_url="r", engine_protocol="vllm")
+    with pytest.raises(ValueError, match="--engine-tenant 'A B': not a tenant's name"):
+        Settings(store="s", redis_url="r", engine_tenant="A B")
+    monkeypatch.setattr("rpc.optional_packages.find_spec", lambda module: None)
+    with pytest.raises(ValueError, match="--engine-protocol sglang: needs the package smg-grpc-proto"):
+        Settings(store="s", redis_url="r", engine_protocol="sglang")

@@ -5,16 +5,19 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
+import grpc
 import openai
 import pytest
 import pytest_asyncio
 
+from rpc.optional_packages import is_installed
 from tests.e2e.conftest import TENANT, Cluster, running_cluster, write_hash_adapters
 from worker.engine.hash_tokens import expected_ids
 from worker.engine_api import Sampling, Stopping
 
 Eventually = Callable[[Callable[[], Awaitable[bool]]], Awaitable[None]]
 MODEL = "hash:?vocab=32000&seed=1&step_ms=5"
+ENGINE_PROTOCOL = ("--engine-protocol", "sglang", "--engine-tenant", TENANT, "--engine-adapter", "a")
 HEADERS = {"x-loraplex-tenant": TENANT}
 MESSAGES: Any = [{"role": "user", "content": "Hi"}]
 # The prompt that the hash model's template makes of these.
@@ -23,10 +26,16 @@ PROMPT = "user: Hi\nassistant: "
 
 @pytest_asyncio.fixture(scope="package", loop_scope="package")
 async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cluster]:
-    """Two routers, two workers, a gateway, and the adapters a, b and c."""
+    """Two routers, two workers, a gateway, and the adapters a, b and c.
+
+    Where its package is installed, the routers serve the engine protocol, to tenant acme and with adapter a.
+    """
+    flags = ENGINE_PROTOCOL if is_installed("smg_grpc_proto") else ()
     directory = tmp_path_factory.mktemp("gateway")
     adapters = write_hash_adapters(directory / "adapters")
-    async with running_cluster(directory / "cluster", MODEL, adapters, workers=2, routers=2, http=True) as running:
+    async with running_cluster(
+        directory / "cluster", MODEL, adapters, workers=2, routers=2, http=True, router_flags=flags
+    ) as running:
         yield running
 
 
@@ -37,6 +46,15 @@ async def client(cluster: Cluster) -> AsyncIterator[openai.AsyncOpenAI]:
         base_url=f"http://{cluster.local.http}/v1", api_key="none", default_headers=HEADERS, max_retries=0
     ) as own:
         yield own
+
+
+@pytest_asyncio.fixture(loop_scope="package")
+async def stub(cluster: Cluster) -> AsyncIterator[Any]:
+    """The engine protocol at the first router, without any metadata. For tests that skip without its package."""
+    from smg_grpc_proto import sglang_scheduler_pb2_grpc
+
+    async with grpc.aio.insecure_channel(cluster.local.router) as channel:
+        yield sglang_scheduler_pb2_grpc.SglangSchedulerStub(channel)
 
 
 def expected(prompt: str, digest: str, max_tokens: int, sampling: Sampling | None = None, choice: int = 0) -> str:

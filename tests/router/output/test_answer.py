@@ -57,6 +57,14 @@ def test_a_stop_token_is_an_id_without_text_and_is_named() -> None:
 
 
 @pytest.mark.parametrize("chunks", [["one END two"], ["one E", "ND two"], list("one END two")])
+def test_a_stop_string_that_is_kept_is_delivered_with_its_tokens_and_nothing_after_it(chunks: list[str]) -> None:
+    deltas, finished = run(ChoiceAnswer(HashText(), ("END",), 1, keep_stop=True), chunks, WorkerFinish.LENGTH)
+    assert text(deltas) == "one END"
+    assert [chr(token) for delta in deltas for token in delta.token_ids] == list("one END")
+    assert finished == Finished(FinishReason.STOP, stop_string="END")
+
+
+@pytest.mark.parametrize("chunks", [["one END two"], ["one E", "ND two"], list("one END two")])
 def test_what_a_stop_string_cuts_is_neither_delivered_nor_counted(chunks: list[str]) -> None:
     reader = answer("END")
     deltas, finished = run(reader, chunks, WorkerFinish.LENGTH)

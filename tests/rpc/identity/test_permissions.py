@@ -13,17 +13,26 @@ from grpc_health.v1 import health_pb2
 from loraplex.inference.v1 import inference_pb2_grpc
 
 from rpc.identity.guard import Guard, UndeclaredMethodError
-from rpc.identity.permissions import PERMISSIONS, Permission, Port
+from rpc.identity.permissions import PERMISSIONS, REFLECTION_SERVICE, SGLANG_SERVICE, Permission, Port
 from rpc.identity.permissions_page import page
 from rpc.identity.principal import TENANT_ROLES, Role
+from rpc.optional_packages import is_installed
 from rpc.server import Server
 
 ROOT = Path(__file__).parents[3]
 
 
+# Services of packages that need not be installed, and the modules with their descriptors.
+OPTIONAL = {
+    SGLANG_SERVICE: "smg_grpc_proto.generated.sglang_scheduler_pb2",
+    REFLECTION_SERVICE: "grpc_reflection.v1alpha.reflection_pb2",
+}
+
+
 def methods_of_protos() -> set[str]:
-    """Return every method of every service in protos/, and of health."""
+    """Return every method of every service in protos/, of health, and of the packages that are installed."""
     files = [health_pb2.DESCRIPTOR.name]
+    files += [importlib.import_module(module).DESCRIPTOR.name for module in OPTIONAL.values() if is_importable(module)]
     for path in sorted((ROOT / "protos").rglob("*.proto")):
         name = path.relative_to(ROOT / "protos")
         importlib.import_module(".".join(name.with_suffix("").parts) + "_pb2")
@@ -37,8 +46,13 @@ def methods_of_protos() -> set[str]:
     }
 
 
+def is_importable(module: str) -> bool:
+    return is_installed(module.partition(".")[0])
+
+
 def test_the_table_has_every_rpc_and_no_other() -> None:
-    assert set(PERMISSIONS) == methods_of_protos()
+    absent = {service for service, module in OPTIONAL.items() if not is_importable(module)}
+    assert {name for name in PERMISSIONS if name.split("/")[1] not in absent} == methods_of_protos()
 
 
 def test_the_page_is_made_from_the_table() -> None:

@@ -1,0 +1,167 @@
+"""The real smg gateway in front of a router, by the engine protocol: OpenAI's own client talks to it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import socket
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+import pytest_asyncio
+
+from rpc.optional_packages import is_installed
+from tests.e2e.conftest import Cluster
+from tests.e2e.gateway.conftest import MESSAGES, PROMPT, Eventually, expected
+
+pytestmark = [
+    pytest.mark.asyncio(loop_scope="package"),
+    pytest.mark.skipif(
+        not (is_installed("smg_grpc_proto") and is_installed("smg")), reason="smg is not installed: make smg"
+    ),
+]
+# The routers' engine protocol is set to adapter a, whose name the model gets.
+CHAT: dict[str, Any] = {"messages": MESSAGES, "model": "a", "temperature": 0}
+TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ '\n' }}{% endfor %}assistant: "
+SCHEMA: Any = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "maxLength": 6}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+
+
+def write_tokenizer(directory: Path) -> Path:
+    """Write the hash model's text as a tokenizer: bytes for ids below 256, `<id>` for the others."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    # The letters that byte-level tokenizers have for bytes.
+    letters = {byte: chr(byte) for byte in printable} | {byte: chr(256 + at) for at, byte in enumerate(others)}
+    vocab = {letters[byte]: byte for byte in range(256)} | {f"<{token}>": token for token in range(256, 32_000)}
+    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
+    tokenizer = {"version": "1.0", "added_tokens": [], "pre_tokenizer": level, "decoder": level}
+    tokenizer["model"] = {"type": "BPE", "vocab": vocab, "merges": []}
+    directory.mkdir()
+    (directory / "tokenizer.json").write_text(json.dumps(tokenizer))
+    (directory / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
+    return directory
+
+
+def free_ports(count: int) -> list[str]:
+    """Return ports that nobody listens on: smg takes no 0."""
+    probes = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [str(probe.getsockname()[1]) for probe in probes]
+    for probe in probes:
+        probe.close()
+    return ports
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="package")
+async def smg(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[openai.AsyncOpenAI]:
+    """OpenAI's own client of an smg whose engine is the first router."""
+    directory = tmp_path_factory.mktemp("smg")
+    port, metrics = free_ports(2)
+    flags = ["--host", "127.0.0.1", "--port", port, "--prometheus-host", "127.0.0.1", "--prometheus-port", metrics]
+    flags += ["--worker-urls", f"grpc://{cluster.local.router}"]
+    flags += ["--tokenizer-path", str(write_tokenizer(directory / "tokenizer")), "--log-level", "warn"]
+    with (directory / "log").open("wb") as log:
+        environ = {**os.environ, "HF_HUB_OFFLINE": "1"}
+        argv = [sys.executable, "-m", "smg", "launch", *flags]
+        process = await asyncio.create_subprocess_exec(*argv, stdout=log, stderr=log, env=environ, cwd=directory)
+    try:
+        async with openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0) as client:
+            await _serves(client, process)
+            yield client
+    except TimeoutError:
+        print((directory / "log").read_text())
+        raise
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.wait()
+
+
+async def _serves(client: openai.AsyncOpenAI, process: asyncio.subprocess.Process) -> None:
+    """Wait until smg answers: before that it does not listen, knows no engine or has no tokenizer."""
+    async with asyncio.timeout(90):
+        while True:
+            assert process.returncode is None
+            try:
+                await client.chat.completions.create(**CHAT, max_tokens=1)
+                return
+            except openai.APIError:
+                await asyncio.sleep(0.1)
+
+
+async def test_whole_answers_and_streams(smg: openai.AsyncOpenAI, cluster: Cluster) -> None:
+    text = expected(PROMPT, cluster.digests["a"], 12)
+    whole = await smg.chat.completions.create(**CHAT, max_tokens=12)
+    assert (whole.choices[0].message.content, whole.choices[0].finish_reason) == (text, "length")
+    assert whole.usage is not None
+    assert (whole.usage.prompt_tokens, whole.usage.completion_tokens) == (len(PROMPT), 12)
+    streamed, reasons = ["", ""], set()
+    stream = await smg.chat.completions.create(
+        **CHAT, max_tokens=12, stream=True, n=2, stream_options={"include_usage": True}
+    )
+    async for chunk in stream:
+        for choice in chunk.choices:
+            streamed[choice.index] += choice.delta.content or ""
+            reasons.add(choice.finish_reason)
+        usage = chunk.usage
+    assert streamed == [expected(PROMPT, cluster.digests["a"], 12, choice=choice) for choice in range(2)]
+    assert reasons == {None, "length"}
+    assert usage is not None
+    assert usage.completion_tokens == 24
+    completion = await smg.completions.create(model="a", prompt="x", temperature=0, max_tokens=7)
+    assert completion.choices[0].text == expected("x", cluster.digests["a"], 7)
+
+
+async def test_logprobs_stops_and_schemas(smg: openai.AsyncOpenAI, cluster: Cluster) -> None:
+    text = expected(PROMPT, cluster.digests["a"], 12)
+    whole = await smg.chat.completions.create(**CHAT, max_tokens=3, logprobs=True, top_logprobs=2)
+    logprobs = whole.choices[0].logprobs
+    assert logprobs is not None
+    assert [len(entry.top_logprobs) for entry in logprobs.content or ()] == [2, 2, 2]
+    # The stop string has characters of two tokens, none of which the client gets.
+    for stream in (False, True):
+        stopped: Any = await smg.chat.completions.create(**CHAT, max_tokens=12, stop=text[15:23], stream=stream)
+        if stream:
+            got = [choice async for chunk in stopped for choice in chunk.choices]
+            content, reason = "".join(choice.delta.content or "" for choice in got), got[-1].finish_reason
+        else:
+            content, reason = stopped.choices[0].message.content, stopped.choices[0].finish_reason
+        assert (content, reason) == (text[:15], "stop")
+    schema: Any = {"type": "json_schema", "json_schema": {"name": "city", "schema": SCHEMA, "strict": True}}
+    whole = await smg.chat.completions.create(**CHAT, max_tokens=200, response_format=schema)
+    assert list(json.loads(whole.choices[0].message.content or "")) == ["city"]
+    assert whole.choices[0].finish_reason == "stop"
+
+
+async def test_embeddings(smg: openai.AsyncOpenAI) -> None:
+    found = await smg.embeddings.create(model="a", input="one", encoding_format="float")
+    assert sum(value * value for value in found.data[0].embedding) == pytest.approx(1)
+
+
+async def test_a_refusal_has_its_status_and_names_the_field(smg: openai.AsyncOpenAI) -> None:
+    for given, field in (
+        ({"max_tokens": 10**9}, "sampling_params.max_new_tokens"),
+        ({"extra_body": {"regex": "("}}, "sampling_params.regex"),
+    ):
+        with pytest.raises(openai.BadRequestError, match=field):
+            await smg.chat.completions.create(**CHAT, **given)
+    with pytest.raises(openai.NotFoundError):
+        await smg.chat.completions.create(**{**CHAT, "model": "nobody"})
+
+
+async def test_a_client_that_leaves_cancels_its_work(
+    smg: openai.AsyncOpenAI, cluster: Cluster, eventually: Eventually
+) -> None:
+    stream: Any = await smg.chat.completions.create(**CHAT, max_tokens=20_000, stream=True)
+    assert await anext(aiter(stream))
+    await stream.close()
+    await asyncio.wait_for(eventually(cluster.idle), 30)
