@@ -1,4 +1,4 @@
-"""What one router has of a tenant: calls, names and settings of adapters, and caches of texts."""
+"""Data that one router has of a tenant: calls, names and settings of adapters, and caches of texts."""
 
 from __future__ import annotations
 
