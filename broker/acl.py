@@ -61,8 +61,10 @@ ROLES: Mapping[str, Role] = {
             *("zcard", "lrange", "hset", "hget", "hgetall", "hdel", "sadd", "srandmember", "function|load"),
             # For the removal of a tenant's data.
             *("srem", "hlen"),
+            # For keys of another type.
+            *("type", "rename", "pexpire"),
         ),
-        keys=(f"lp:{{*/{_CELL}}}:*", "lp:{ledger/*}:*", "lp:{ledger}:tenants", "lp:{resume}:keys"),
+        keys=(f"lp:{{*/{_CELL}}}:*", "lp:{ledger/*}:*", "lp:{ledger}:*", "lp:{resume}:*"),
     ),
     "worker": Role(
         scripts=("claim", "charge", "beat", "declare_dead", "stop_claiming", "stop_waiting"),

@@ -36,6 +36,7 @@ lp:{MODEL/CELL}:aside        hash    names and types of keys that had another ty
 lp:{MODEL/CELL}:aside:NAME   any     such a key; expires
 lp:{resume}:keys             list    keys of the resume tokens of all routers, the newest first; secret
 lp:{ledger}:tenants          set     tenants whose charges are reported
+lp:{resume}:keys:aside       any     one of these two that had another type; expires. So has lp:{ledger}:tenants:aside
 lp:{ledger/NAME}:account     string  what a tenant or API key was granted in the running windows (broker/ledger.py)
 lp:{ledger/NAME}:held        zset    reservations that are open, by the time at which they end unless they are renewed
 lp:{ledger/NAME}:streams     zset    those with a stream, by the same time

@@ -26,6 +26,7 @@ from redis.exceptions import OutOfMemoryError
 from broker.batched_script import BatchedScript
 from broker.keys import LEDGER_TENANTS, is_key_account, ledger_prefix
 from broker.scripts import SCRIPTS, Scripts
+from broker.wrong_types import retried
 
 log = logging.getLogger(__name__)
 
@@ -209,7 +210,7 @@ class Ledger:
 
     async def add_tenant(self, tenant: str) -> None:
         """Note that a tenant's charges are reported."""
-        await self._redis.sadd(LEDGER_TENANTS, tenant)
+        await retried(self._redis, LEDGER_TENANTS, "set", lambda: self._redis.sadd(LEDGER_TENANTS, tenant))
 
     async def forget_tenant(self, tenant: str) -> tuple[int, int]:
         """Forget that a tenant's charges are reported, once none waits; its account stays until its month has passed.
@@ -223,8 +224,10 @@ class Ledger:
 
     async def some_tenants(self, count: int) -> list[str]:
         """Return some tenants whose charges are reported, drawn by chance."""
-        drawn: Any = await self._redis.srandmember(LEDGER_TENANTS, count)
-        return [name.decode() for name in drawn or ()]
+        drawn: Any = await retried(
+            self._redis, LEDGER_TENANTS, "set", lambda: self._redis.srandmember(LEDGER_TENANTS, count)
+        )
+        return [name.decode(errors="replace") for name in drawn or ()]
 
     async def look(self, account: str, seen: AccountCopy, reservations: Sequence[Reservation] = ()) -> Look:
         """Compare a router's copy with the account, and renew its reservations."""

@@ -8,12 +8,14 @@ from redis.asyncio import Redis
 
 from broker.keys import RESUME_KEYS
 from broker.scripts import SCRIPTS
+from broker.wrong_types import retried
 
 
 class StoredResumeKeys:
     """The list of keys in Redis, the newest first. Keys are secrets: nothing here may be logged."""
 
     def __init__(self, redis: Redis) -> None:
+        self._redis = redis
         self._merge = SCRIPTS.register(redis, "resume_keys")
 
     async def merge(self, made: str, used: Sequence[str]) -> list[str]:
@@ -21,5 +23,5 @@ class StoredResumeKeys:
 
         Where the stored keys have none of the used ones, Redis lost its data: the used ones are stored behind them.
         """
-        stored = await self._merge(RESUME_KEYS, [made, *used])
+        stored = await retried(self._redis, RESUME_KEYS, "list", lambda: self._merge(RESUME_KEYS, [made, *used]))
         return [key.decode(errors="replace") for key in stored]
