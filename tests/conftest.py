@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Generator, Iterator
 
 import pytest
 from redis.asyncio import Redis
@@ -13,6 +14,17 @@ from bench.valkey import running_valkey
 from broker.connection import connect
 
 pytest_plugins = ["tests.tiny_models", "tests.task_stacks", "tests.small_disks"]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Look for no garbage among the hundreds of thousands of objects of collected modules, which stay."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.fixture(scope="session", autouse=True)
