@@ -6,15 +6,16 @@ import asyncio
 import json
 import os
 import signal
-import sys
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 import pytest
 from loraplex_client import AsyncClient, AsyncGenerationStream, InternalError, ResourceExhaustedError
+from typer.testing import CliRunner
 
 from broker.messages import STRIKES_LIMIT
+from clients.cli.app import app
 from tests.e2e.full_cluster import jobs as jobs_of
 from worker.engine.hash_tokens import expected_ids
 from worker.engine_api import Sampling, Stopping
@@ -33,11 +34,9 @@ DRAWN = {"temperature": 0.9, "top_k": 50, "seed": 7, "repetition_penalty": 1.2, 
 
 async def jobs_command(router: str, *arguments: str) -> str:
     """Return the output of `loraplex jobs`."""
-    command = [sys.executable, "-m", "clients.cli", "jobs", *arguments, "--router", router]
-    process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
-    out, _ = await process.communicate()
-    assert process.returncode == 0
-    return out.decode()
+    result = await asyncio.to_thread(CliRunner().invoke, app, ["jobs", *arguments, "--router", router])
+    assert result.exit_code == 0, result.output
+    return result.stdout
 
 
 async def jobs(router: str, *arguments: str) -> Any:
