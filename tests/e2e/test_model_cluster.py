@@ -19,8 +19,6 @@ Eventually = Callable[[Callable[[], Awaitable[bool]]], Awaitable[None]]
 FLOAT32 = ("--dtype", "float32", "--threads", "1", "--block-size", "8")
 # Few blocks and a small step: prompts are cut in chunks, and sequences preempted.
 SMALL = (*FLOAT32, "--kv-blocks", "40", "--step-tokens", "24", "--rows", "8")
-ROWS = 6
-PAIR = (*FLOAT32, "--kv-blocks", "240", "--rows", str(ROWS))
 NAMES = ("plain", "patterned", "rslora", None)
 
 
@@ -29,13 +27,6 @@ async def small(tmp_path_factory: pytest.TempPathFactory, tiny_llama: Any) -> As
     """A cluster of one worker with little room."""
     directory, model = tmp_path_factory.mktemp("small"), str(tiny_llama.directory)
     async with running_cluster(directory, model, tiny_llama.adapters, worker_flags=SMALL) as running:
-        yield running
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def pair(tmp_path_factory: pytest.TempPathFactory, tiny_llama: Any) -> AsyncIterator[Cluster]:
-    directory, model = tmp_path_factory.mktemp("pair"), str(tiny_llama.directory)
-    async with running_cluster(directory, model, tiny_llama.adapters, workers=2, worker_flags=PAIR) as running:
         yield running
 
 
@@ -125,17 +116,17 @@ async def test_a_sum_of_real_adapters_is_pefts(small: Cluster, tiny_llama: Any) 
 
 
 async def test_killing_a_worker_in_mid_stream_changes_no_token(
-    pair: Cluster, eventually: Eventually, tiny_llama: Any
+    small: Cluster, eventually: Eventually, tiny_llama: Any
 ) -> None:
-    # With more streams in their middle than one worker has rows, both have some; others wait, so that both keep some.
-    enough = asyncio.Event()
+    """Add a worker, and kill the first one while both have streams; more wait than they have room for."""
+    await small.local.processes[await small.local.start_worker()].wait_ready()
     in_the_middle: set[int] = set()
 
     async def ask(number: int) -> int:
         got: list[int] = []
         continuations = 0
-        options: dict[str, Any] = {"token_ids": prompt(number), "adapter_id": NAMES[number % 4], "max_new_tokens": 120}
-        async for piece in pair.client.generate_stream(**options):
+        options: dict[str, Any] = {"token_ids": prompt(number), "adapter_id": NAMES[number % 4], "max_new_tokens": 100}
+        async for piece in small.client.generate_stream(**options):
             assert piece.offset == len(got)
             got += piece.token_ids
             if len(got) >= 10:
@@ -143,13 +134,15 @@ async def test_killing_a_worker_in_mid_stream_changes_no_token(
             if piece.finished:
                 in_the_middle.discard(number)
                 continuations = piece.finished.continuations
-            if len(in_the_middle) > ROWS:
-                enough.set()
-        assert tuple(got) == tiny_llama.answer(prompt(number), 120, NAMES[number % 4]), number
+        assert tuple(got) == tiny_llama.answer(prompt(number), 100, NAMES[number % 4]), number
         return continuations
 
-    asks = asyncio.gather(*(ask(number) for number in range(18)))
-    await enough.wait()
-    pair.local.kill("worker-1", signal.SIGKILL)
+    async def both_work() -> bool:
+        workers = await small.workers()
+        return len(in_the_middle) > 1 and len(workers) == 2 and all(worker.rows_running for worker in workers)
+
+    asks = asyncio.gather(*(ask(number) for number in range(14)))
+    await eventually(both_work)
+    small.local.kill("worker-1", signal.SIGKILL)
     assert sum(await asks) > 0, "the killed worker held nothing"
-    await eventually(pair.idle)
+    await eventually(small.idle)
