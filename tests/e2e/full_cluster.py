@@ -21,7 +21,7 @@ from tests.valkey_server import MovingAddress, ValkeyServer
 from worker.engine.hash_tokens import expected_ids
 from worker.engine_api import Stopping
 
-SLOW = "hash:?vocab=32000&seed=1&step_ms=5"
+SLOW = "hash:?vocab=32000&seed=1&step_ms=10"
 ROWS = 8
 ENDLESS = 20_000
 SHORT = 15

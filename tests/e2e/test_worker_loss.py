@@ -30,8 +30,9 @@ Eventually = Callable[[Callable[[], Awaitable[bool]]], Awaitable[None]]
 
 MODEL = "hash:?vocab=32000&seed=1&step_ms=5"
 TOKENS = 160
-# Number of texts of the load tester; `make texts` sends 10,000.
-TEXTS = int(os.environ.get("TEXTS", "500"))
+# Number of texts of the load tester, and of those between two kills; `make texts` sends 10,000.
+TEXTS = int(os.environ.get("TEXTS", "250"))
+BETWEEN_KILLS = min(300, TEXTS // 2)
 # Not all fit on one worker: both have some.
 FLAGS = ("--rows", "10", "--stall-s", "1", "--replace-s", "2")
 SAMPLINGS = (
@@ -181,9 +182,9 @@ async def test_every_text_is_answered_once_while_workers_are_killed(
     kills, at = 0, before.prompt_tokens
     while not loading.done():
         done = (await traffic(cluster)).prompt_tokens
-        due = done - at >= 300 * 20 and kills < max(1, TEXTS // 500)
+        due = done - at >= BETWEEN_KILLS * 20 and kills < max(1, TEXTS // 500)
         if not due or not await serve_both(cluster):  # the next kill comes when both are back
-            await asyncio.sleep(0.01)
+            await asyncio.sleep(0.05)
             continue
         workers = await cluster.workers()
         # Mostly engines: the launcher replaces a few workers a minute.
