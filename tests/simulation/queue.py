@@ -200,6 +200,11 @@ class SimulatedLiveness:
             data.queue.clear_free_rows(worker_id)
         return Census(f"{redis.run} {data.born}", sorted(states, key=lambda state: state.worker_id))
 
+    async def live_routers(self) -> list[str]:
+        """See Liveness."""
+        redis = self._redis
+        return await redis.call(lambda: sorted(redis.data.queue.live_routers(redis.now_ms)))
+
     async def live_workers(self) -> list[WorkerState]:
         """See Liveness."""
         return (await self.take_census()).workers
