@@ -29,7 +29,8 @@ from tests.simulation.run import Outcome, simulate, simulate_scenario
 from tests.simulation.scenario import Scenario, draw
 from tests.simulation.seed_report import report_seed
 
-SEEDS = 44
+# Number of seeds; from 24 on all kinds of faults, requests and ends are among them.
+SEEDS = 30
 # Every seed beyond these that ever failed. 136 and 190: a router and a queue of different versions; 6021: the error of
 # a claim for which a worker whose engine had died no longer waited; 172: a hello that lists a job which was removed.
 FAILED = (136, 172, 190, 6021)
@@ -86,9 +87,9 @@ def test_what_failed_once_holds(seed: int) -> None:
     assert not report_seed(seed).wrong
 
 
-def test_a_seed_is_the_same_again() -> None:
-    seed = next(seed for seed in range(SEEDS) if simulate(seed).fired)
-    assert simulate(seed).trace == simulate(seed).trace
+def test_a_seed_is_the_same_again(outcomes: list[Outcome]) -> None:
+    seed = next(seed for seed, outcome in enumerate(outcomes) if outcome.fired)
+    assert simulate(seed).trace == outcomes[seed].trace
 
 
 def test_frames_of_older_attempts_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,7 +128,7 @@ def _routers_die_under_a_full_queue(seed: int) -> Scenario:
 
 
 def test_begun_answers_that_a_full_queue_refuses_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    scenarios = [_routers_die_under_a_full_queue(seed) for seed in (412, 462, 482, 507, 522, 552)]
+    scenarios = [_routers_die_under_a_full_queue(seed) for seed in (522, 412, 462, 482, 507, 552)]
     assert not any(simulate_scenario(scenario).wrong for scenario in scenarios)
     monkeypatch.setattr(QueueModel, "_may_lead", lambda self, job, now_ms: False)
     assert any("refused after" in line for scenario in scenarios for line in simulate_scenario(scenario).wrong)
