@@ -84,7 +84,8 @@ fuzz: $(STAMP) ## Fuzz every reader of strangers' bytes and every method, FUZZ_S
 
 smg: $(STAMP) ## Install the smg gateway and test it in front of a cluster, by the engine protocol
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[smg-gateway]'
-	$(BIN)/pytest tests/e2e/gateway/test_engine_protocol.py tests/e2e/gateway/test_smg.py
+	$(BIN)/pytest tests/e2e/gateway/test_engine_protocol.py tests/e2e/gateway/test_engine_refusals.py \
+		tests/e2e/gateway/test_smg.py
 
 forged: $(STAMP) ## Forge hellos, frames, jobs, commands, tokens and grants against a cluster with credentials
 	$(BIN)/python -m tests.forged

@@ -21,6 +21,7 @@ from loraplex.inference.v1 import inference_pb2_grpc
 from router.api.open_calls import OpenCalls
 from rpc.errors import CallError, InvalidField
 from rpc.identity.guard import open_guard
+from rpc.identity.permissions import SGLANG_SERVICE
 from rpc.identity.principal import TENANT_KEY
 from rpc.server import MESSAGE_BYTES, Server
 from rpc.status import DETAILS_KEY
@@ -120,6 +121,35 @@ def reason_of(error: grpc.aio.AioRpcError) -> str:
         packed.Unpack(info)
         later = later or (" later" if packed.Is(details_pb2.RetryInfo.DESCRIPTOR) else "")
     return str(info.reason) + later
+
+
+async def test_a_gateways_requests_are_bounded_and_its_health_checks_are_not() -> None:
+    served = Served(calls=1, message_bytes=1 << 28, receive_s=10.0)
+
+    async def healthy(request: bytes, context: Any) -> bytes:
+        return request
+
+    async def endless(request: pb.GenerateRequest, context: Any) -> AsyncIterator[bytes]:
+        yield b""
+        await served.service.go.wait()
+
+    handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
+        "HealthCheck": grpc.unary_unary_rpc_method_handler(healthy),
+        "Generate": grpc.unary_stream_rpc_method_handler(endless, pb.GenerateRequest.FromString),
+    }
+    served.server.grpc.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SGLANG_SERVICE, handlers),))
+    port, metadata = served.server.bind("127.0.0.1", 0), ((TENANT_KEY, "acme"),)
+    await served.server.start()
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        generate: Any = channel.unary_stream(f"/{SGLANG_SERVICE}/Generate")
+        health: Any = channel.unary_unary(f"/{SGLANG_SERVICE}/HealthCheck")
+        running = generate(b"", metadata=metadata)
+        assert await running.read() == b""
+        assert await end_of(generate(b"", metadata=metadata)) == "RESOURCE_EXHAUSTED ROUTER_FULL later"
+        assert await health(b"alive", metadata=metadata) == b"alive"
+        served.service.go.set()
+        assert await end_of(running) == "OK"
+    await served.server.stop(0)
 
 
 async def test_every_call_of_a_burst_is_served_or_refused_with_a_reason() -> None:
