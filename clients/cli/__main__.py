@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from collections.abc import Sequence
 
 import typer
 
@@ -40,9 +41,21 @@ def _usage(error: typer.TyperException) -> int:
     message = error.format_message().rstrip(".")
     if message:  # without arguments the help has just been shown
         context = getattr(error, "ctx", None)
-        where = context.command_path if context is not None else "loraplex"
+        where = context.command_path if context is not None else _command_path(sys.argv[1:])
         print_error(f"{message}; see `{where} --help`")
     return 2
+
+
+def _command_path(arguments: Sequence[str]) -> str:
+    """Return the command that the arguments begin with."""
+    path: list[str] = ["loraplex"]
+    command: object = typer.main.get_command(app)
+    for word in arguments:
+        command = getattr(command, "commands", {}).get(word)
+        if command is None:
+            break
+        path.append(word)
+    return " ".join(path)
 
 
 if __name__ == "__main__":

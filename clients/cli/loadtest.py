@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from clients.loadtest.plan import Plan
     from clients.loadtest.runs import Done
 
+T = TypeVar("T")
 Repeated = list[str] | None
 
 
@@ -113,7 +114,7 @@ def loadtest(  # noqa: PLR0913, PLR0917  # one parameter a flag
     """
     from loraplex_client.endpoint import DEFAULT_TENANT
 
-    from clients.loadtest.conditions import parse_condition
+    from clients.loadtest.conditions import parse_condition, parse_slo
 
     with _bad_input():
         if compare is not None:
@@ -130,6 +131,9 @@ def loadtest(  # noqa: PLR0913, PLR0917  # one parameter a flag
                 "--rate": rate,
                 "--concurrency": concurrency,
                 "--processes": processes,
+                "--texts": texts,
+                "--prompt-tokens": prompt_tokens,
+                "--answer-tokens": answer_tokens,
             }
         )
         flags = {
@@ -144,9 +148,11 @@ def loadtest(  # noqa: PLR0913, PLR0917  # one parameter a flag
             "seed": seed,
             "processes": processes,
         }
-        conditions = [parse_condition(text) for text in fail_if or []]
+        for text in slo or ():
+            _read("--slo", parse_slo, text)
+        conditions = [_read("--fail-if", parse_condition, text) for text in fail_if or ()]
         plan = build_plan(file, flags, read_arrivals(rate, concurrency), read_sweep(sweep), tenant or DEFAULT_TENANT)
-        done = _run(plan, router, url)
+        done = _run(plan, router, url, out)
     finish(plan, url or router, done, conditions, out, as_json=as_json)
 
 
@@ -161,8 +167,21 @@ def _bad_input() -> Iterator[None]:
         raise CommandError(str(error)) from error
 
 
-def _run(plan: Plan, router: str, url: str) -> Done:
-    """Run the test against the HTTP server at `url`, or else against the router. Raises PlanError."""
+def _read(flag: str, parse: Callable[[str], T], text: str) -> T:
+    """Parse a flag's value. Raises CommandError that names the flag."""
+    from clients.loadtest.decoding import PlanError
+
+    try:
+        return parse(text)
+    except PlanError as error:
+        raise CommandError(f"{flag}: {error}") from error
+
+
+def _run(plan: Plan, router: str, url: str, out: Path) -> Done:
+    """Run the test against the HTTP server at `url`, or else against the router. Raises PlanError, OSError.
+
+    Makes the report's directory first: a test whose report cannot be written is not worth its time.
+    """
     from clients.cli.failures import explained
     from clients.cli.loadtest_screen import Screen
     from clients.loadtest.fleet import GeneratorDiedError
@@ -175,6 +194,7 @@ def _run(plan: Plan, router: str, url: str) -> Done:
     else:
         with explained("router", router):
             target, pool = router, prompt_pool(plan, router)
+    out.mkdir(parents=True, exist_ok=True)
     try:
         with Screen() as screen:
             return run_all(plan, target, pool, screen.show)

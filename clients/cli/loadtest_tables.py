@@ -56,7 +56,8 @@ def print_comparison(first: Path, second: Path, threshold: float | None, *, as_j
         print_warning(f"the settings differ: {name}: A {before or 'none'}, B {after or 'none'}")
     for name, report in (("A", a), ("B", b)):
         for run in report["runs"]:
-            for line in run["warnings"]:
+            ended = [f"ended early: {run['ended_early']}"] if run["ended_early"] else []
+            for line in (*ended, *run["warnings"]):
                 print_warning(f"{name}, {run['label']}: {line}")
     worse = [] if threshold is None else too_much_worse(rows, threshold / 100)
     for row in worse:

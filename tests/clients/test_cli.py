@@ -124,6 +124,7 @@ def test_a_failure_leaves_nothing_else_on_stderr() -> None:
         (["generate"], ["PROMPT", "loraplex generate --help"]),
         (["generate", "hi", "--temprature", "1"], ["--temprature"]),
         (["nothing"], ["nothing", "loraplex --help"]),
+        (["loadtest", "--compare", "a.json"], ["--compare", "2 arguments", "loraplex loadtest --help"]),
         (["gateway", "--prot", "3"], ["--prot"]),
         (["gateway", "--host", "0.0.0.0"], ["--insecure-tenants"]),
     ],

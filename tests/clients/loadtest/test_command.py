@@ -37,8 +37,9 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *ar
         (["--rate", "0"], "--rate: 0 must be a number greater than 0"),
         (["--rate", "1", "--concurrency", "1"], "give one of them"),
         (["--rate", "1", "--router", NOBODY], f"no router answers at {NOBODY} (Connection refused)"),
-        (["--rate", "1", "--slo", "fast"], "slo: 'fast' is not an SLO such as ttft<500ms"),
-        (["--rate", "1", "--fail-if", "ttft.p50"], "'ttft.p50' is not a condition"),
+        (["--rate", "1", "--slo", "fast"], "--slo: 'fast' is not an SLO such as ttft<500ms"),
+        (["--rate", "1", "--fail-if", "ttft.p50"], "--fail-if: 'ttft.p50' is not a condition"),
+        (["--rate", "1", "--answer-tokens", "0"], "--answer-tokens: 0 must be a number greater than 0"),
         (["--rate", "1", "--requests", "0"], "--requests: 0 must be a number greater than 0"),
         (["--rate", "1", "--tenant", "a\tb"], "tenant"),
         (["--sweep", "1,two"], "--sweep: '1,two' is not a list of numbers"),
@@ -104,6 +105,14 @@ def test_the_report_as_json_and_then_compared(
     assert "closed loop, 2 at once\tttft.p99\t" in printed
     code, printed, _ = run(monkeypatch, capsys, "--compare", *both, "--json")
     assert {row["change"] for row in json.loads(printed)} <= {0.0, None}
+
+
+def test_nothing_is_sent_where_the_report_cannot_be_written(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], server: Any
+) -> None:
+    flags = ("--concurrency", "1", "--requests", "3", "--router", server.address, "--out", "/proc/nowhere")
+    assert run(monkeypatch, capsys, *flags) == (2, "", "error: /proc/nowhere: No such file or directory\n")
+    assert not any(hasattr(request, "spec") for request in server.service.requests)
 
 
 def test_refusals_are_counted_by_status_and_reason_and_nothing_is_sent_twice(

@@ -134,6 +134,7 @@ def test_reports_of_an_older_version_have_a_fixed_limit_of_noise() -> None:
 def test_the_printed_comparison_and_its_threshold(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     slower = report(2, slower=1.5)
     slower["settings"]["version"] = "9.9"
+    slower["runs"][0]["ended_early"] = "interrupted"
     paths = [tmp_path / "a.json", tmp_path / "b.json"]
     for path, content in zip(paths, (report(1), slower), strict=True):
         path.write_text(json.dumps(content))
@@ -143,6 +144,7 @@ def test_the_printed_comparison_and_its_threshold(tmp_path: Path, capsys: pytest
     assert "ms\t+" in printed.out
     assert printed.out.count("\tworse\n") >= 8
     assert printed.err.startswith("warning: the settings differ: version: A ")
+    assert "warning: B, Poisson, 20/s: ended early: interrupted\n" in printed.err
     print_comparison(paths[0], paths[1], 200.0, as_json=False)
     with pytest.raises(typer.Exit):
         print_comparison(paths[0], paths[1], 20.0, as_json=True)
