@@ -71,7 +71,9 @@ async def read_generate(request: Any, tenant: str, adapter: str, models: Models)
             raise NotBuilt("sampling_params.structural_tag")
     read = await read_spec(spec, tenant, models)
     _check_size(read, 0 if start is None else len(ids) - start)
-    return replace(read, keep_stop=True, prompt_logprobs_start=start or 0)
+    # The spec has no such field: two requests that differ in it alone are two.
+    fingerprint = f"{read.fingerprint}/{start or 0}"
+    return replace(read, keep_stop=True, prompt_logprobs_start=start or 0, fingerprint=fingerprint)
 
 
 def read_embedding(request: Any, tenant: str, adapter: str) -> EncodeRequest:
