@@ -40,7 +40,7 @@ class BestOf:
             logprobs = candidate.delta.logprobs if self._request.logprobs is not None else ()
             received = self._received.get(choice, Received())
             events += self._echo.deltas(choice, received)
-            if not received.token_ids:
+            if not received.token_ids and not received.finished:
                 events.append(replace(candidate.delta, choice=choice, logprobs=logprobs))
             elif received.token_ids != candidate.delta.token_ids:  # close to a tie, and computed in another batch
                 raise Aborted("the candidates rank otherwise than they did for the lost stream", reason="RANKS_DIFFER")

@@ -291,3 +291,19 @@ async def test_the_best_of_more_are_computed_again_and_told_once(echo: bool) -> 
         assert client.take(await best(client.received())).all() == Client(2).take(whole).all()
     with pytest.raises(Aborted, match="rank otherwise"):
         await best({0: Received((1, 2, 3))})
+
+
+async def test_ranked_answers_without_tokens_end_once() -> None:
+    """A client that lacks the summary alone gets nothing after the ends: the answers have no ids to tell it by."""
+    request = Request("acme", "x", "prompt", n=2, best_of=3, echo=True, stopping=Stopping(max_tokens=0))
+    job = Job("j", "acme", "tiny", "sha256:0", "here", (65, 66), StoppingParams(0), 1, n=3)
+
+    async def best(received: dict[int, Received] | None) -> list[Event]:
+        routed = bound(RoutedJob(job))
+        for choice in range(3):
+            routed.accept(Frame("j", 1, 0, (), choice, finish=WorkerFinish.LENGTH))
+        return await events_of(Answer(request, HashText(), routed, received), routed)
+
+    client = Client(2).take(await best(None))
+    assert all(client.ends)
+    assert await best(client.received()) == []
