@@ -18,7 +18,8 @@ write the page again:
 
 - **Default deny.** A server with a method that has no row does not start. A role that a row does not list for the port
   is refused with PERMISSION_DENIED.
-- **Ports.** `public` is for tenants, `operators` for operators and the parts of the cluster, `relay` for workers.
+- **Ports.** `public` is for tenants, `operators` for operators and the parts of the cluster, `relay` for workers and
+  other routers.
 - **Workers** call DownloadRevision with a router's grant for the revision
   ([adapter_store/worker_grants.py](../adapter_store/worker_grants.py)).
 - **Scopes.** A key or token with scopes may call only the methods of these scopes, as far as its role may.

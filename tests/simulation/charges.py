@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from random import Random
 
+from broker.keys import key_account
 from broker.ledger import AccountCopy
 from broker.terms import HELD_MS, RECOVERY_MS
 from router.quotas.plans import Plans
@@ -13,16 +15,28 @@ from tests.simulation.faults import Fault, Kind
 from tests.simulation.options import prompt_ids_of
 from tests.simulation.redis import SimulatedRedis
 
+TENANTS = ("one", "two", "three")
 # Faults after which a router does not tell a new account in time what it knows of the lost one.
 _SILENT = frozenset(
     {Kind.ROUTER_KILL, Kind.ROUTER_HANG, Kind.REDIS_DOWN, Kind.REDIS_HANG, Kind.REDIS_WIPE, Kind.REDIS_ROLL_BACK}
 )
 
 
+def draw_keys(chance: Random, plans: Sequence[Plan]) -> list[Plan]:
+    """Let requests come with an API key, one of two of their tenants, or without; in half of all scenarios."""
+    if chance.random() < 0.5:
+        return list(plans)
+    return [replace(plan, key=chance.choice(("", *_keys_of(plan.request.tenant)))) for plan in plans]
+
+
+def _keys_of(tenant: str) -> tuple[str, str]:
+    return f"{tenant}-first", f"{tenant}-second"
+
+
 def draw_quotas(chance: Random, plans: Sequence[Plan]) -> str:
-    """Return a plans file: of each tenant a limit or two, which its requests may reach or not."""
+    """Return a plans file: of each tenant a limit or two, which its requests may reach or not, and of some keys."""
     lines: list[str] = []
-    for tenant in ("one", "two", "three"):
+    for tenant in TENANTS:
         wanted = [asked_tokens(plan) for plan in plans if plan.request.tenant == tenant] or [1]
         tokens = max(*wanted, round(sum(wanted) * chance.choice((0.3, 0.7, 2.0))), 1)
         lines += [f"[tenants.{tenant}]", f"tokens_per_day = {tokens}"]
@@ -30,7 +44,17 @@ def draw_quotas(chance: Random, plans: Sequence[Plan]) -> str:
             lines.append(f"concurrent_streams = {chance.randint(1, 4)}")
         if chance.random() < 0.15:
             lines.append(f"requests_per_minute = {chance.randint(1, 12)}")
+    for key in sorted({plan.key for plan in plans if plan.key}):
+        wanted = [asked_tokens(plan) for plan in plans if plan.key == key]
+        if chance.random() < 0.75:  # else the key has no plan, and no account
+            tokens = max(*wanted, 1, round(sum(wanted) * chance.choice((0.3, 0.7, 2.0))))
+            lines += [f"[keys.{key}]", f"tokens_per_day = {tokens}"]
     return "\n".join(lines)
+
+
+def accounts_of(plan: Plan) -> list[str]:
+    """Return the names of the accounts in which a request may be reserved: its tenant's and its key's."""
+    return [plan.request.tenant, *([key_account(plan.key)] if plan.key else [])]
 
 
 def asked_tokens(plan: Plan) -> int:
@@ -55,31 +79,32 @@ class Charges:
     def check(self, stories: Sequence[Story]) -> list[str]:
         """Return what is wrong."""
         wrong: list[str] = []
-        for tenant, plan in self._plans.tenants.items():
-            own = [story for story in stories if story.plan.request.tenant == tenant]
-            got, most = sum(map(_received, own)), plan.tokens_per_day
-            assert most is not None
-            if got > most + self._bound(tenant, most):
-                wrong.append(f"tenant {tenant} got {got} tokens, its quota is {most}")
+        for account in self._plans.accounts:
+            own = [story for story in stories if account in accounts_of(story.plan)]
+            got, limits = sum(map(_received, own)), self._plans.limits_of(account)
+            most = limits.tokens_per_day if limits is not None else None
+            assert most is not None, "each plan that is drawn has this limit"
+            if got > most + self._bound(account, most):
+                wrong.append(f"{account} got {got} tokens, its quota is {most}")
             # Reservations of routers that died may be held still. Looks that follow each other end them: after a pause
             # without looks the ledger lets routers renew theirs first.
             for part in range(1, 10):
                 later_ms = self._redis.now_ms + part * HELD_MS // 4
-                charged = self._redis.data.ledger.look(tenant, AccountCopy(), [], later_ms).account.day_tokens
+                charged = self._redis.data.ledger.look(account, AccountCopy(), [], later_ms).account.day_tokens
             least, largest = got, sum(map(_chargeable, own))
             if not self._redis.lost_ms and not least <= charged <= largest:
-                wrong.append(f"tenant {tenant} was charged {charged} tokens, clients got {least} to {largest}")
+                wrong.append(f"{account} was charged {charged} tokens, clients got {least} to {largest}")
         return wrong
 
-    def _bound(self, tenant: str, most: int) -> int:
-        """Return how much more than its quota a tenant may get, for all losses of data; see docs/quotas.md."""
-        amounts = [amount for of, _, amount in self._redis.granted if of == tenant]
+    def _bound(self, account: str, most: int) -> int:
+        """Return how much more than its quota a tenant or key may get, for all losses of data; see docs/quotas.md."""
+        amounts = [amount for of, _, amount in self._redis.granted if of == account]
         if not self._redis.lost_ms:
             return 0
         if sum(fault.kind in _SILENT for fault in self._faults) > 1:
             return most * len(self._redis.lost_ms)  # what nobody could tell may be granted again
         at_ms = self._redis.lost_ms[0]
-        after = sum(amount for of, ms, amount in self._redis.granted if of == tenant and 0 <= ms - at_ms < RECOVERY_MS)
+        after = sum(amount for of, ms, amount in self._redis.granted if of == account and 0 <= ms - at_ms < RECOVERY_MS)
         return max(after, max(amounts, default=0))
 
 

@@ -10,6 +10,7 @@ from enum import StrEnum
 
 from router.request import Delta, Message, Request, Summary
 from rpc.errors import CallError, DeadlinePassed, Exhausted, Unavailable
+from rpc.identity.principal import CredentialKind, Principal, Role, set_caller
 from tests.hash_answers import Expected, ExpectedScore
 from tests.simulation.loop import NODE
 from tests.simulation.network import Network
@@ -46,6 +47,8 @@ class Plan:
     deadline_s: float | None = None
     scores: tuple[ExpectedScore, ...] = ()
     texts: TextsPlan | None = None
+    # Id of the API key that the client calls with; empty: it has none.
+    key: str = ""
 
 
 class Story:
@@ -160,6 +163,9 @@ async def _call(story: Story, router: SimulatedRouter, network: Network, token: 
 
     async def serve() -> None:
         await asyncio.sleep(network.delay_s())
+        if plan.key:
+            tenant, roles = plan.request.tenant, frozenset({Role.TENANT_USER})
+            set_caller(Principal(f"key/{plan.key}", roles, CredentialKind.API_KEY, tenant, plan.key))
         try:
             async with aclosing(await _messages(story, router, token, deadline_s)) as told:
                 async for message in told:

@@ -27,7 +27,7 @@ from broker.terms import OUTPUT_WEIGHT, PROMPT_WEIGHT, RECOVERY_MS
 from router.dispatch.link import Frame, Link
 from tests.simulation import engine
 from tests.simulation.channels import Channels
-from tests.simulation.charges import Charges
+from tests.simulation.charges import TENANTS, Charges, accounts_of
 from tests.simulation.clients import End, Story, ask
 from tests.simulation.faults import FORGETTING, Cluster, Fault, Kind, happen
 from tests.simulation.invariants import Attempts, Shares
@@ -152,8 +152,9 @@ class _Run:
         self._shares = Shares(self._redis, {"one": 1.0, "two": 1.0, "three": 1.0})
         self._redis.enqueued, self._redis.claimed = self._enqueued, self._claimed
         base = read_base_model(MODEL)
-        for tenant in ("one", "two", "three"):  # accounts of a cluster that has been up for a while
-            self._redis.data.ledger.look(tenant, AccountCopy(), [], self._redis.now_ms - RECOVERY_MS)
+        accounts = {*TENANTS, *(account for plan in scenario.plans for account in accounts_of(plan))}
+        for account in sorted(accounts):  # of a cluster that has been up for a while
+            self._redis.data.ledger.look(account, AccountCopy(), [], self._redis.now_ms - RECOVERY_MS)
         quotas = directory / "plans.toml"
         quotas.write_text(scenario.quotas)
         store = SimulatedStore(base, scenario.adapters)

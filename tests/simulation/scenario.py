@@ -13,7 +13,7 @@ from broker.messages import AdapterRef
 from broker.terms import QueueLimits
 from router.request import Request, Stopping
 from tests.hash_answers import expected_answers, expected_scores
-from tests.simulation.charges import draw_quotas
+from tests.simulation.charges import draw_keys, draw_quotas
 from tests.simulation.clients import Plan
 from tests.simulation.faults import Fault, draw_faults
 from tests.simulation.options import asked_of, draw_options, prompt_ids_of
@@ -39,7 +39,7 @@ class Scenario:
     # All requests come at once, from two tenants, so that their shares can be compared.
     backlog: bool
     limits: QueueLimits
-    # Plans of tenants, as the text of a plans file; empty: nobody has one.
+    # Plans of tenants and API keys, as the text of a plans file; empty: nobody has one.
     quotas: str = ""
 
 
@@ -56,6 +56,10 @@ def draw(seed: int) -> Scenario:
         _plan(chance, options, number, routers, adapters, backlog=backlog)
         for number in range(_BACKLOG if backlog else 12)
     ]
+    quotas = ""
+    if seed % 3 == 1:
+        plans = draw_keys(Random(f"keys {seed}"), plans)
+        quotas = draw_quotas(Random(f"quotas {seed}"), plans)
     count = chance.choice((0, 0, 1)) if backlog else chance.choice((0, 1, 1, 2, 2, 3, 4, 6))
     return Scenario(
         seed=seed,
@@ -69,7 +73,7 @@ def draw(seed: int) -> Scenario:
         backlog=backlog,
         # In every fifth the queue is soon full: newcomers are refused, or displaced, and what has begun is not.
         limits=QueueLimits(jobs=3, tenant_jobs=2) if seed % 5 == 2 and not backlog else QueueLimits(),
-        quotas=draw_quotas(Random(f"quotas {seed}"), plans) if seed % 3 == 1 else "",
+        quotas=quotas,
     )
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from bench.ledger_model import LedgerModel
+from broker.keys import key_account
 from broker.ledger import Reservation
 from tests.simulation.charges import asked_tokens
 from tests.simulation.clients import End
@@ -18,23 +19,28 @@ from tests.simulation.scenario import draw
 from tests.simulation.test_cut_links import plan
 
 
-def run(quota: int, requests: int, rate: float, max_tokens: int, faults: Sequence[Fault]) -> Outcome:
-    """Run requests of the tenant `one`, so many a second from 1 s on, at three routers."""
+def run(quota: int, requests: int, rate: float, max_tokens: int, faults: Sequence[Fault], key: str = "") -> Outcome:
+    """Run requests of the tenant `one`, so many a second from 1 s on, at three routers.
+
+    With a key the quota is the key's, and the tenant's is more than they ask for.
+    """
     plans = tuple(
-        replace(plan(number, 1.0 + number / rate, max_tokens), router=number % 3) for number in range(requests)
+        replace(plan(number, 1.0 + number / rate, max_tokens), router=number % 3, key=key) for number in range(requests)
     )
     cluster = {"workers": 3, "routers": 3, "rows": 8, "kv_blocks": 400, "backlog": False}
-    quotas = f"[tenants.one]\ntokens_per_day = {quota}\n"
+    quotas = f"[keys.{key}]\ntokens_per_day = {quota}\n" if key else ""
+    quotas += f"[tenants.one]\ntokens_per_day = {100 * quota if key else quota}\n"
     return simulate_scenario(replace(draw(0), plans=plans, faults=tuple(faults), quotas=quotas, **cluster))  # type: ignore[arg-type]
 
 
 KILLS = [Fault(Kind.ROUTER_KILL, at_s, 0.5, 0, router) for router, at_s in enumerate((1.9, 3.3, 4.6))]
 
 
-def test_a_tenant_at_ten_times_its_quota_gets_it_and_no_more() -> None:
+@pytest.mark.parametrize("key", ["", "k"])
+def test_a_tenant_or_key_at_ten_times_its_quota_gets_it_and_no_more(key: str) -> None:
     size = asked_tokens(plan(0, 0.0, 20))
     lost = [*KILLS[:1], Fault(Kind.REDIS_WIPE, 3.0, 0.0, 0, 0), Fault(Kind.REDIS_WIPE, 5.2, 0.0, 0, 0)]
-    outcome = run(size * 20, 200, 40.0, 20, lost)
+    outcome = run(size * 20, 200, 40.0, 20, lost, key)
     assert not outcome.wrong, str(outcome)
     granted = size * outcome.ends[End.COMPLETED]
     assert 0.98 * size * 20 <= granted <= size * 20
@@ -42,7 +48,7 @@ def test_a_tenant_at_ten_times_its_quota_gets_it_and_no_more() -> None:
 
 
 def test_requests_that_routers_leave_are_charged_once() -> None:
-    outcome = run(100_000, 32, 8.0, 40, KILLS)
+    outcome = run(100_000, 32, 8.0, 40, KILLS, "k")
     assert not outcome.wrong, str(outcome)
     assert outcome.ends == {End.COMPLETED: 32}
     assert outcome.resumes > 5
@@ -51,8 +57,8 @@ def test_requests_that_routers_leave_are_charged_once() -> None:
 def test_accounts_that_nobody_puts_back_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("bench.ledger_account.Account.is_behind", lambda account, seen: False)
     size = asked_tokens(plan(0, 0.0, 20))
-    outcome = run(size * 20, 200, 40.0, 20, [Fault(Kind.REDIS_WIPE, 3.0, 0.0, 0, 0)])
-    assert any("tokens, its quota is" in line for line in outcome.wrong)
+    outcome = run(size * 20, 200, 40.0, 20, [Fault(Kind.REDIS_WIPE, 3.0, 0.0, 0, 0)], "k")
+    assert any(f"{key_account('k')} got" in line and "tokens, its quota is" in line for line in outcome.wrong)
 
 
 def test_requests_that_are_charged_again_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,4 +69,5 @@ def test_requests_that_are_charged_again_are_found(monkeypatch: pytest.MonkeyPat
         return reserve(model, tenant, wanted, None, *rest)
 
     monkeypatch.setattr(LedgerModel, "reserve", as_a_new_one)
-    assert any("was charged" in line for line in run(100_000, 32, 8.0, 40, KILLS).wrong)
+    wrong = run(100_000, 32, 8.0, 40, KILLS, "k").wrong
+    assert {line.split()[0] for line in wrong if "was charged" in line} == {"one", key_account("k")}

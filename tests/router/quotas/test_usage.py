@@ -58,6 +58,19 @@ async def test_an_event_has_what_its_tenant_was_charged(new: New, tmp_path: Path
     assert (tmp_path / "router-a").stat().st_mode & 0o777 == 0o600
 
 
+async def test_a_purged_tenant_is_listed_again_with_its_next_call_alone(new: New, redis: Redis) -> None:
+    (quotas, _), ledger = new("router-a"), Ledger(redis)
+    begun(grant := await granted(quotas, 2, 100), 60)
+    await grant.settle(End.FINISHED)
+    assert await ledger.some_tenants(9) == ["acme"]
+    await quotas.forget_tenant("acme")
+    assert await ledger.forget_tenant("acme") == (1, 0), "its charge is written"
+    assert await quotas._accounts.reported_tenants() == []
+    grant = await granted(quotas, 2, 100)
+    assert await quotas._accounts.reported_tenants() == ["acme"]
+    await grant.settle(End.ENDED)
+
+
 async def test_the_event_of_a_call_of_several_jobs_has_the_calls_id(new: New, tmp_path: Path) -> None:
     quotas, _ = new("router-a")
     grant = await quotas.reserve("acme", 2, 0, facts=Facts(request_id="call"))
