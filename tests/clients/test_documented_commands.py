@@ -1,0 +1,67 @@
+"""Commands in the documentation: each names a command and flags that exist."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+from clients.cli.app import app
+
+ROOT = Path(__file__).parents[2]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("docs/**/*.md")), *sorted(ROOT.glob("*/README.md"))]
+# A line of a code block that begins with the command, and those that follow a backslash; or code in a sentence.
+COMMANDS = re.compile(r"^(?: {4}|)loraplex ((?:[^\n]*\\\n)*[^\n]*)$|`loraplex ([^`]+)`", re.MULTILINE)
+# Commands that read their own arguments.
+OPAQUE = {"gateway"}
+
+
+def commands(page: Path) -> Iterator[str]:
+    """Yield the commands of a page, each as a line."""
+    for found in COMMANDS.finditer(page.read_text(encoding="utf-8")):
+        yield re.sub(r"\s*\\\n\s*", " ", found[1] or found[2]).replace("\n", " ")
+
+
+@cache
+def root() -> Any:
+    return typer.main.get_command(app)
+
+
+def unknown(line: str) -> list[str]:
+    """Return the words of a line that the command does not know."""
+    words = shlex.split(line, comments=True)
+    ends = [at for at, word in enumerate(words) if word in ("|", ">", ">>", "<", "&&", "&")]
+    words = words[: ends[0]] if ends else words
+    command, flags = root(), {"--help"}
+    while True:
+        flags |= {flag for parameter in command.params for flag in (*parameter.opts, *parameter.secondary_opts)}
+        while words and words[0] in flags and hasattr(command, "commands"):  # a flag before the command, and its value
+            del words[:2]
+        if not words or not hasattr(command, "commands") or words[0] in OPAQUE:
+            break
+        name = words.pop(0)
+        if name.isupper():  # a placeholder
+            return []
+        if name not in command.commands:
+            return [name]
+        command = command.commands[name]
+    if words and words[0] in OPAQUE:
+        return []
+    return [word for word in words if re.match("--?[a-z]", word) and word.partition("=")[0] not in flags]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_the_commands_of_a_page_exist(page: Path) -> None:
+    found = {line: unknown(line) for line in commands(page)}
+    assert {line: words for line, words in found.items() if words} == {}
+
+
+def test_what_a_page_gets_wrong() -> None:
+    assert unknown("adapters lits") == ["lits"]
+    assert unknown("generate 'Hi' -a x --temprature 1 | head -3") == ["--temprature"]
