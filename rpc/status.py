@@ -184,17 +184,25 @@ def _guard_stream(method: Any, name: str) -> Callable[..., Awaitable[None]]:
     """Guard a method that yields; it is written here, so that a call ends with its status while a client reads nothing.
 
     gRPC writes what a generator yields outside of it: there the end of a credential would end the call without status.
+    The first write ends before the status is sent, because gRPC notes after it that the call's metadata went with it;
+    it refuses a status with these metadata again, and the client would wait for ever.
     """
 
     async def guarded(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
         answer = None
+        first: asyncio.Future[None] | None = None
         try:
             answer = method(request, context)
             if inspect.isawaitable(answer):  # a handler that writes to the context itself, as health's Watch does
                 await answer
                 return
             async for response in answer:
-                await context.write(response)
+                if first is None:
+                    first = asyncio.ensure_future(context.write(response))
+                    first.add_done_callback(_retrieve)
+                    await asyncio.shield(first)
+                else:
+                    await context.write(response)
             await let_finish()
             return
         except grpc.aio.AbortError:
@@ -208,9 +216,17 @@ def _guard_stream(method: Any, name: str) -> Callable[..., Awaitable[None]]:
         finally:
             if inspect.isasyncgen(answer):
                 await answer.aclose()
+        if first is not None:
+            await asyncio.wait([first])
         await abort(context, failure)
 
     return guarded
+
+
+def _retrieve(write: asyncio.Future[None]) -> None:
+    """Take the error of a write that nobody waits for any more: its client has left."""
+    if not write.cancelled():
+        write.exception()
 
 
 def _as_call_error(error: Exception, name: str) -> CallError:

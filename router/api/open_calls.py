@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
 from typing import Any
 
@@ -75,15 +75,15 @@ class OpenCalls(grpc.aio.ServerInterceptor):
             return grpc.stream_stream_rpc_method_handler(self._stream(handler.unary_stream, name), *serializers)
         return grpc.stream_unary_rpc_method_handler(self._single(handler.unary_unary, name), *serializers)
 
-    def _stream(self, method: Any, name: str) -> Callable[[Any, Context], Awaitable[None]]:
-        async def bounded(_: Any, context: Context) -> None:
+    def _stream(self, method: Any, name: str) -> Callable[[Any, Context], AsyncIterator[Any]]:
+        async def bounded(_: Any, context: Context) -> AsyncIterator[Any]:
             tenant, size, request = await self._enter(name, context)
             try:
                 answer = method(request, context)
                 del request  # it may be large, and a stream long
                 async with aclosing(answer) as responses:
                     async for response in responses:
-                        await context.write(response)
+                        yield response
             finally:
                 self._leave(tenant, size)
 

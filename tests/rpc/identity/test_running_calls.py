@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import grpc
@@ -31,10 +31,12 @@ class Endless(inference_pb2_grpc.InferenceServiceServicer):
         self.ended = asyncio.Semaphore(0)
         self.asked = asyncio.Event()
         self.stalled = asyncio.Event()
+        self.begins: Callable[[], None] = lambda: None
 
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> AsyncIterator[pb.GenerateResponse]:
         """Go on for ever; with a spec, with messages that a client which does not read them keeps from going."""
         try:
+            self.begins()
             yield pb.GenerateResponse()
             while request.HasField("spec"):
                 asyncio.get_running_loop().call_later(0.05, self.stalled.set)
@@ -128,6 +130,27 @@ async def test_a_stream_whose_client_reads_nothing_ends_with_its_status(served: 
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await rest(call)
     assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+
+
+def in_turns(turns: int, act: Callable[[], None]) -> None:
+    """Act after so many turns of the event loop."""
+    if turns:
+        asyncio.get_running_loop().call_soon(in_turns, turns - 1, act)
+    else:
+        act()
+
+
+@pytest.mark.parametrize("turns", range(5))
+async def test_a_stream_whose_key_is_revoked_during_its_first_write_ends_with_its_status(
+    served: Served, turns: int
+) -> None:
+    served.service.begins = lambda: in_turns(turns, lambda: served.revoke(0))
+    call = served.stub.Generate(pb.GenerateRequest(), metadata=served.metadata(0))
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        async with asyncio.timeout(10):
+            await rest(call)
+    assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+    await served.service.ended.acquire()
 
 
 async def test_a_call_that_has_its_answer_gets_it(served: Served) -> None:
