@@ -53,7 +53,7 @@ def test_mixed_adapters_give_pefts_logits_and_tokens(tmp_path: Path) -> None:
 
     def requests(of: PeftOracle) -> dict[str, tuple[str | None, NewSequence]]:
         chosen = asked if of is oracle else asked[3:5]
-        return {f"{i}: {name}": (name, of.request(f"{i}", prompt, 5, name)) for i, (name, prompt) in enumerate(chosen)}
+        return {f"{i}: {name}": (name, of.request(f"{i}", prompt, 4, name)) for i, (name, prompt) in enumerate(chosen)}
 
     def case(of: PeftOracle, buffers: bool, **settings: Any) -> dict[str, Any]:
         wanted = {

@@ -54,12 +54,27 @@ def requests(tiny: Any) -> list[NewSequence]:
 
 @pytest.fixture
 def alone(
-    tiny: Any, requests: list[NewSequence], make_engine: Callable[..., Any], run_until_idle: Callable[..., Any]
+    tiny: Any,
+    ahead: bool,
+    requests: list[NewSequence],
+    make_engine: Callable[..., Any],
+    run_until_idle: Callable[..., Any],
+    answers_alone: dict[object, dict[str, tuple[int, ...]]],
 ) -> dict[str, tuple[int, ...]]:
-    engine = make_engine(tiny.directory, **ROOMY)
-    return {
-        request.sequence_id: ids(run_until_idle(engine, {0: [request]})[request.sequence_id]) for request in requests
-    }
+    key = tiny.directory, ahead
+    if key not in answers_alone:
+        engine = make_engine(tiny.directory, **ROOMY)
+        answers_alone[key] = {
+            request.sequence_id: ids(run_until_idle(engine, {0: [request]})[request.sequence_id])
+            for request in requests
+        }
+    return answers_alone[key]
+
+
+@pytest.fixture(scope="module")
+def answers_alone() -> dict[object, dict[str, tuple[int, ...]]]:
+    """The answers of each model and mode, made once."""
+    return {}
 
 
 def test_company_chunks_and_preemption_change_no_draw(
