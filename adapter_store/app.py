@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -75,28 +76,9 @@ class Store:
         """
         await asyncio.to_thread(self._open)
         try:
-            quotas = StoreQuotas(self._plans, self.metrics)
             deleted = DeletedRevisions(self._database, self._data, self._settings.keep_deleted_s)
-            catalog, bases = (
-                Catalog(self._database, self._data, deleted, quotas),
-                BaseModels(self._database, self._data),
-            )
-            self._receiver = Receiver(self._data, catalog, bases, self._settings.max_adapter_bytes, quotas)
             self._server = self._servers()
-            certificates = FitnessCertificates(self._database, self._fitness_policy())
-            grants = Grants(self._database, self._settings.keep_deleted_s)
-            service = AdapterService(
-                *(catalog, bases, self._receiver, deleted, certificates, grants, self.metrics, self._worker_grants())
-            )
-            keys, granting, plans = KeyService(self._keys), GrantService(grants), PlanService(self._plans)
-            self._server.add(lambda server: pb_grpc.add_AdapterServiceServicer_to_server(service, server))
-            self._server.add(lambda server: keys_pb2_grpc.add_KeyServiceServicer_to_server(keys, server))
-            self._server.add(lambda server: grants_pb2_grpc.add_GrantServiceServicer_to_server(granting, server))
-            self._server.add(lambda server: plans_pb2_grpc.add_PlanServiceServicer_to_server(plans, server))
-            tenants = TenantService(
-                TenantPurge(self._database, self._data, self._keys, self._plans, self._read_all_keys)
-            )
-            self._server.add(lambda server: tenants_pb2_grpc.add_TenantServiceServicer_to_server(tenants, server))
+            self._add_services(deleted)
             self.addresses = self._server.bind(self._settings.host, self._settings.port)
             self.port = int(self.addresses[0].rpartition(":")[2])
             await self._server.start()
@@ -106,6 +88,31 @@ class Store:
         except BaseException:
             await asyncio.to_thread(self._close)
             raise
+
+    def _add_services(self, deleted: DeletedRevisions) -> None:
+        """Make the services, and let the servers serve them."""
+        quotas = StoreQuotas(self._plans, self.metrics)
+        catalog = Catalog(self._database, self._data, deleted, quotas)
+        bases = BaseModels(self._database, self._data)
+        self._receiver = Receiver(self._data, catalog, bases, self._settings.max_adapter_bytes, quotas)
+        grants = Grants(self._database, self._settings.keep_deleted_s)
+        adapters = AdapterService(
+            catalog,
+            bases,
+            self._receiver,
+            deleted,
+            FitnessCertificates(self._database, self._fitness_policy()),
+            grants,
+            self.metrics,
+            self._worker_grants(),
+        )
+        purge = TenantPurge(self._database, self._data, self._keys, self._plans, self._read_all_keys)
+        add = self._server.add
+        add(partial(pb_grpc.add_AdapterServiceServicer_to_server, adapters))
+        add(partial(keys_pb2_grpc.add_KeyServiceServicer_to_server, KeyService(self._keys)))
+        add(partial(grants_pb2_grpc.add_GrantServiceServicer_to_server, GrantService(grants)))
+        add(partial(plans_pb2_grpc.add_PlanServiceServicer_to_server, PlanService(self._plans)))
+        add(partial(tenants_pb2_grpc.add_TenantServiceServicer_to_server, TenantService(purge)))
 
     async def stop(self, drain_s: float = DRAIN_S) -> None:
         """Refuse new calls, let running ones end for `drain_s`, cancel them, close the data."""

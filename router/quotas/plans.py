@@ -50,12 +50,6 @@ class Plans:
         self._limits = {account: _limits(plans[name]) for name, account in _accounts(plans)}
 
     @property
-    def tenants(self) -> Mapping[str, Plan]:
-        """Return the plans of tenants that have one of their own."""
-        prefix = plan_name("")
-        return {name.removeprefix(prefix): plan for name, plan in self._plans.items() if name.startswith(prefix)}
-
-    @property
     def accounts(self) -> Iterable[str]:
         """Return the accounts that have a plan of their own."""
         return self._limits
