@@ -183,7 +183,7 @@ lock: $(STAMP) $(TOOLS)/.installed ## Write the locks of the images, with the ha
 	$(TOOLS)/bin/pip install -q --disable-pip-version-check uv==0.13.9
 	$(BIN)/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["build-system"]["requires"], sep="\n")' \
 		| $(LOCK) -o $(LOCKS)/build.txt -
-	for extras in router worker gateway store,cli; do \
+	for extras in router,smg worker gateway store,cli; do \
 		echo ./clients/python | $(LOCK) --extra $$(echo $$extras | sed 's/,/ --extra /') -o $(LOCKS)/$$extras.txt pyproject.toml - \
 			|| exit; \
 	done

@@ -1,5 +1,5 @@
-# The recipe of every image of the project. EXTRAS names the extras to install: router, worker, gateway, or store,cli. Only
-# the worker's image has torch, with CUDA on x86-64, as PyPI has it. Packages come by the hashes of locks/ (`make lock`).
+# The recipe of every image of the project. EXTRAS names the extras to install: router with smg, worker, gateway, or store with cli.
+# Only the worker's image has torch, with CUDA on x86-64, as PyPI has it. Packages come by the hashes of locks/ (`make lock`).
 FROM python:3.12-slim AS build
 ARG EXTRAS
 WORKDIR /source

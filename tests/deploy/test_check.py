@@ -44,8 +44,8 @@ def test_the_shipped_files_name_nothing_that_does_not_exist(tree: Path) -> None:
         (COMPOSE, "{LORAPLEX_REDIS_URL:", "{LORAPLEX_REDIS:", "variable LORAPLEX_REDIS is known to no command of it"),
         (COMPOSE, "LORAPLEX_STORE_ADDRESS", "LORAPLEX_STORE_ADRESS", "variable LORAPLEX_STORE_ADRESS is known to no"),
         (COMPOSE, "loraplex.Dockerfile", "loraplex.dockerfile", "no Dockerfile deploy/docker/loraplex.dockerfile"),
-        (COMPOSE, "EXTRAS: router", "EXTRAS: routers", "no lock deploy/docker/locks/routers.txt: run `make lock`"),
-        (COMPOSE, "EXTRAS: router", "EXTRA: router", "build argument EXTRA is not an ARG of it"),
+        (COMPOSE, "EXTRAS: gateway", "EXTRAS: gateways", "no lock deploy/docker/locks/gateways.txt: run `make lock`"),
+        (COMPOSE, "EXTRAS: gateway", "EXTRA: gateway", "build argument EXTRA is not an ARG of it"),
         (COMPOSE, "redis://valkey:6379", "redis://redis:6379", "redis:6379: no service redis"),
         (COMPOSE, "--store=store:50052", "--store=store:50051", "store:50051: store does not listen on 50051"),
         (
