@@ -11,7 +11,6 @@ import uvloop
 from loraplex_client import InvalidRequestError
 from loraplex_client.credentials import CERT_KEY_VARIABLE, CERT_VARIABLE, KEY_FILE_VARIABLE, KEY_VARIABLE
 
-from clients.gateway.app import run
 from clients.gateway.settings import Settings
 from rpc.server import PortInUse
 from rpc.settings import SettingsError, read_settings
@@ -28,6 +27,8 @@ def main(argv: Sequence[str], command: str = "python -m clients.gateway") -> int
         for variable in (KEY_VARIABLE, KEY_FILE_VARIABLE, CERT_VARIABLE, CERT_KEY_VARIABLE):
             os.environ.pop(variable, None)
         set_up_logging("gateway", settings.log_format, settings.log_level)
+        from clients.gateway.app import run  # seconds of imports, which --help and a wrong flag do not wait for
+
         gc.freeze()
         uvloop.run(run(settings))
     except (SettingsError, PortInUse, MetricsPortError, InvalidRequestError) as error:
