@@ -44,6 +44,11 @@ class QuarantineModel:
                 self._refuse(tenant, others, now_ms)
         return self.left_ms(tenant, adapter, now_ms)
 
+    def forget_tenant(self, tenant: str) -> None:
+        """Forget the deaths and refusals of a tenant."""
+        self._deaths = {pair: past for pair, past in self._deaths.items() if pair[0] != tenant}
+        self._until_ms = {one: until for one, until in self._until_ms.items() if tenant not in (one, one[0])}
+
     def _refuse(self, subject: str | tuple[str, str], deaths: int, now_ms: int) -> None:
         refused_ms = min(terms.QUARANTINE_MS * terms.QUARANTINE_GROWTH ** (deaths - 1), terms.QUARANTINE_LIMIT_MS)
         self._until_ms[subject] = max(self._until_ms.get(subject, 0), now_ms + refused_ms)

@@ -231,6 +231,15 @@ class QueueModel:
         self.suspects.convicted(job_id)
         return self.quarantine.record_death(tenant, adapter, job_id, now_ms)
 
+    def forget_tenant(self, tenant: str) -> int:
+        """Forget all of a tenant; returns how many of its jobs waited."""
+        self._news = deque(
+            ("" if job_id.startswith(f"{tenant}/") else job_id for job_id in self._news), terms.NEWS_LIMIT
+        )
+        self.quarantine.forget_tenant(tenant)
+        self.suspects.forget_tenant(tenant)
+        return self.waiting.forget_tenant(tenant)
+
     def finish(self, job_id: str, attempt: int) -> None:
         """Forget a job, up to this attempt."""
         waiting = self.waiting.find(job_id)

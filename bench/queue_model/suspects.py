@@ -68,6 +68,10 @@ class SuspectsModel:
         if not suspect.strikes:
             suspect.until_ms = suspect.busy_until_ms
 
+    def forget_tenant(self, tenant: str) -> None:
+        """Forget the suspects of a tenant."""
+        self._jobs = {job_id: suspect for job_id, suspect in self._jobs.items() if suspect.tenant != tenant}
+
     def convicted(self, job_id: str) -> None:
         """Forget a job that was ended because engines died of it: its tenant and adapter are in quarantine."""
         self._jobs.pop(job_id, None)

@@ -78,6 +78,10 @@ class TenantCounters:
         if counter > lowest:
             self._idle[tenant] = counter
 
+    def forget_idle(self, tenant: str) -> None:
+        """Forget the counter of an idle tenant."""
+        self._idle.pop(tenant, None)
+
     def prune_idle(self) -> None:
         """Forget the counters of idle tenants that would be lifted anyway."""
         lowest = self.lowest()

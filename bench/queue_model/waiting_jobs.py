@@ -146,6 +146,14 @@ class WaitingJobs:
             del self._queues[tenant]
             self.counters.deactivate(tenant)
 
+    def forget_tenant(self, tenant: str) -> int:
+        """Delete a tenant's jobs and its counter; returns how many jobs there were."""
+        own = [job_id for job_id, job in self._jobs.items() if job.entry.tenant == tenant]
+        for job_id in own:
+            self.forget(job_id)
+        self.counters.forget_idle(tenant)
+        return len(own)
+
     def _count(self, job: WaitingJob, sign: int) -> None:
         tenant, size = job.entry.tenant, sign * len(job.entry.body)
         if job.has_begun:

@@ -17,6 +17,7 @@ from broker.messages import AdapterRef, Capacity, Job, StoppingParams
 from broker.quarantine import QuarantinedError
 from broker.queue import DeadlineUnattainableError, JobQueue, QueueFullError
 from broker.scripts import Scripts
+from broker.tenant_records import RemovedRecords, TenantRecords
 from broker.terms import Claimed, Placement, QueueLimits, QueueState, UsageReport
 from tests.broker.scripts_clock import CLOCK, SCRIPTS_ON_TEST_CLOCK, START_MS
 
@@ -167,6 +168,13 @@ class BothQueues:
         """A job ended."""
         self.model.finish(job_id, attempt)
         await self._queue().finish(job_id, attempt)
+
+    async def forget_tenant(self, tenant: str) -> None:
+        """A tenant is purged."""
+        records = TenantRecords(self._router, KEYS, self._queue().pins, self.scripts)
+        found = await records.forget(tenant)
+        assert found.jobs == self.model.forget_tenant(tenant)
+        assert await records.forget(tenant) == RemovedRecords()
 
     async def look_up(self, *jobs: tuple[str, int]) -> list[QueueState]:
         """The states of attempts, by job id and attempt."""

@@ -91,9 +91,10 @@ class Walk(RuleBasedStateMachine):
             self.clear,
             self.beat,
             self.convict,
+            self.purge,
         )
         for _ in range(25):
-            (operation,) = chance.choices(operations, weights=(12, 6, 1, 3, 1, 2, 0.3, 0.3, 0.1))
+            (operation,) = chance.choices(operations, weights=(12, 6, 1, 3, 1, 2, 0.3, 0.3, 0.1, 0.1))
             operation(chance)
         # Counters and totals only ever grow apart: a difference shows later too.
         self.run(self.both.check(TENANTS))
@@ -211,6 +212,12 @@ class Walk(RuleBasedStateMachine):
         self.count += 1
         self.run(self.both.record_death(chance.choice(TENANTS), chance.choice(ADAPTERS), f"killer/{self.count}"))
 
+    def purge(self, chance: random.Random) -> None:
+        tenant = chance.choice(TENANTS)
+        self.happened["purged"] += any(job_id.startswith(tenant) for job_id in self.waiting)
+        self.run(self.both.forget_tenant(tenant))
+        self.waiting = {job_id: attempt for job_id, attempt in self.waiting.items() if not job_id.startswith(tenant)}
+
     def teardown(self) -> None:
         """Once everything has ended nothing is left of it."""
         self.happened["news"] += self.both.found_in_news
@@ -261,5 +268,5 @@ def test_the_scripts_and_their_model_decide_alike(runner: asyncio.Runner, monkey
     print(Walk.happened)
     for event in ("queued", "claimed", "again", "shared", "reported", "held", "ahead", "reserved", "late", "refunded",
                   "dropped", "unlinked", "news", "jobs", "bytes", "tenant_jobs", "tenant_bytes", "displaced", "resumed",
-                  "resumed as a newcomer", "quarantined", "suspects", "apart"):  # fmt: skip
+                  "resumed as a newcomer", "quarantined", "suspects", "apart", "purged"):  # fmt: skip
         assert Walk.happened[event], f"no walk has shown {event}"
