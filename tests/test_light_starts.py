@@ -7,7 +7,7 @@ import sys
 
 # Imported where they are needed: models, grammars, traces and templates that a process may never see.
 LATE = {"jinja2", "llguidance", "numpy", "opentelemetry", "rich", "tokenizers", "torch", "transformers"}
-PROCESSES = "router.__main__, worker.__main__, worker.io.app, worker.engine.process, adapter_store.__main__"
+PROCESSES = "router.__main__, router.app, worker.__main__, worker.io.app, worker.engine.process, adapter_store.__main__"
 
 
 def test_processes_start_without_heavy_packages() -> None:
