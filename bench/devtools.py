@@ -11,9 +11,10 @@ import sys
 import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from pathlib import Path
 from typing import Any
 
-from bench.screenshots import FLAGS, NoBrowserError
+from bench.screenshots import FLAGS, NoBrowserError, save_picture
 
 # Chromium reads commands from file descriptor 3 and writes answers to 4; this becomes Chromium with its pipes there.
 _START = "import os, sys; [os.dup2(int(sys.argv[at]), at + 2) for at in (1, 2)]; os.execv(sys.argv[3], sys.argv[3:])"
@@ -93,9 +94,13 @@ class Page:
         await self.send("Input.dispatchKeyEvent", type="keyDown", **held, **text)
         await self.send("Input.dispatchKeyEvent", type="keyUp", **held)
 
-    async def screenshot(self) -> bytes:
-        """Return the tab as it looks, as a PNG."""
-        return base64.b64decode((await self.send("Page.captureScreenshot", format="png"))["data"])
+    async def save(self, picture: Path, *, width: int, dark: bool = False, most: int = 0) -> None:
+        """Write the whole page, `width` pixels wide and cut at `most` of height (0: not), as a PNG."""
+        await self.show_dark(dark)
+        await self.resize(width, 900)
+        await self.resize(width, await self.evaluate("document.documentElement.scrollHeight"))
+        png = base64.b64decode((await self.send("Page.captureScreenshot", format="png"))["data"])
+        save_picture(png, picture, most=most)
 
     async def send(self, method: str, **parameters: Any) -> dict[str, Any]:
         """Send a command and return its result. Raises RuntimeError on an error."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 from bench.devtools import Page, browser_page
-from bench.screenshots import save_picture
 
 # Names, widths in pixels, and whether dark.
 PICTURES = (("page", 1280, False), ("page-dark", 1280, True), ("page-narrow", 400, True))
@@ -24,11 +23,7 @@ async def draw_page(browser: str, address: str, directory: Path) -> None:
         line = "document.querySelector('#cards polyline')?.getAttribute('points').split(' ').length"
         await page.wait_for(f"{line} >= {_VALUES}")
         for name, width, dark in PICTURES:
-            await page.show_dark(dark)
-            await page.resize(width, 900)
-            height = await page.evaluate("document.documentElement.scrollHeight")
-            await page.resize(width, height)
-            save_picture(await page.screenshot(), directory / f"{name}.png", most=_HEIGHT)
+            await page.save(directory / f"{name}.png", width=width, dark=dark, most=_HEIGHT)
 
 
 async def _ask(page: Page) -> None:

@@ -25,10 +25,11 @@ from pathlib import Path
 from loraplex_client import AsyncStoreClient
 from rich.console import Console
 
+from bench.devtools import browser_page
 from bench.local_cluster import serving_cluster
 from bench.page_pictures import draw_page
 from bench.report import progress
-from bench.screenshots import NoBrowserError, find_browser, screenshot
+from bench.screenshots import NoBrowserError, find_browser
 from clients.cli.adapter_tree import find_adapters
 from clients.cli.cluster import ClusterReader, Interval
 from clients.cli.cluster_top import view
@@ -89,7 +90,6 @@ def main() -> int:
         browser = find_browser()
         with tempfile.TemporaryDirectory(prefix="loraplex-pictures-") as directory:
             asyncio.run(_make(browser, Path(directory), quick=quick))
-            _draw(browser, Path(directory))
     except NoBrowserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -117,6 +117,7 @@ async def _make(browser: str, directory: Path, *, quick: bool) -> None:
         await asyncio.to_thread(_show_top, cluster.router)
         await draw_page(browser, cluster.http, PLOTS)
         await running
+    await _draw(browser, directory)
 
 
 async def _run(experiment: Experiment, router: str, directory: Path, *, quick: bool) -> None:
@@ -166,14 +167,15 @@ def _show_top(router: str) -> None:
     (PLOTS / "loadtest-top.svg").write_text(picture, encoding="utf-8")
 
 
-def _draw(browser: str, directory: Path) -> None:
+async def _draw(browser: str, directory: Path) -> None:
     """Draw the report of the last load test."""
-    page = _out(directory, _SHOWN) / "report.html"
-    for name, width, dark in (("report", 1280, False), ("report-dark", 1280, True), ("report-narrow", 430, False)):
-        picture = PLOTS / f"loadtest-{name}.png"
-        screenshot(browser, page, picture, width=width, dark=dark, most=0 if name == "report" else 2400)
-        if picture.stat().st_size > MOST_BYTES:
-            raise NoBrowserError(f"{picture} has {picture.stat().st_size:,} bytes; at most {MOST_BYTES:,} are kept")
+    async with browser_page(browser) as page:
+        await page.open((_out(directory, _SHOWN) / "report.html").resolve().as_uri())
+        for name, width, dark in (("report", 1280, False), ("report-dark", 1280, True), ("report-narrow", 430, False)):
+            picture = PLOTS / f"loadtest-{name}.png"
+            await page.save(picture, width=width, dark=dark, most=0 if name == "report" else 2400)
+            if picture.stat().st_size > MOST_BYTES:
+                raise NoBrowserError(f"{picture} has {picture.stat().st_size:,} bytes; at most {MOST_BYTES:,} are kept")
 
 
 if __name__ == "__main__":

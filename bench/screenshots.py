@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import io
 import shutil
-import subprocess
-import tempfile
 from pathlib import Path
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
@@ -21,11 +19,6 @@ FLAGS = (
     "--disable-sync",
     "--hide-scrollbars",
 )
-_DARK = "--blink-settings=preferredColorScheme=0"
-# Height of the window in pixels, more than any page needs; the empty part below a page is cut off.
-_TALLEST = 12_000
-# Timeout in seconds for drawing a page.
-TIMEOUT_S = 120.0
 
 
 class NoBrowserError(Exception):
@@ -39,25 +32,6 @@ def find_browser() -> str:
         if found is not None:
             return found
     raise NoBrowserError(f"no browser: none of {', '.join(NAMES)} is on PATH")
-
-
-def screenshot(browser: str, page: Path, picture: Path, *, width: int, dark: bool = False, most: int = 0) -> None:
-    """Draw a file's page, `width` pixels wide, as a PNG of at most 64 colours. Raises NoBrowserError.
-
-    The picture is cut at `most` pixels of height; 0 keeps the whole page.
-    """
-    with tempfile.TemporaryDirectory(prefix="loraplex-browser-") as directory:
-        raw = Path(directory) / "page.png"
-        flags = [*FLAGS, *([_DARK] if dark else []), f"--user-data-dir={directory}/profile"]
-        command = [browser, *flags, f"--window-size={width},{_TALLEST}", f"--screenshot={raw}", page.resolve().as_uri()]
-        try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
-        except subprocess.TimeoutExpired as error:
-            raise NoBrowserError(f"{browser} did not draw {page} in {TIMEOUT_S:g} s") from error
-        if not raw.exists():
-            last = (done.stderr.strip().splitlines() or ["no error message"])[-1]
-            raise NoBrowserError(f"{browser} did not draw {page}: {last}")
-        save_picture(raw.read_bytes(), picture, most=most)
 
 
 def save_picture(png: bytes, picture: Path, *, most: int = 0) -> None:
