@@ -2,57 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-# Grafana's names of units.
-SECONDS, SHARE, BYTES, COUNT = "s", "percentunit", "bytes", "short"
-PER_SECOND = "ops"
-
-
-@dataclass(frozen=True)
-class Panel:
-    """A chart. `queries` are PromQL expressions and the legends of their series."""
-
-    title: str
-    unit: str
-    queries: tuple[tuple[str, str], ...]
-    meaning: str = ""
-
-
-@dataclass(frozen=True)
-class Dashboard:
-    """A dashboard. `variable` is the label that its reader picks a value of, from the series of `metric`."""
-
-    uid: str
-    title: str
-    rows: tuple[tuple[str, tuple[Panel, ...]], ...]
-    variable: str = ""
-    metric: str = ""
-
-
-def _rate(metric: str, by: str = "", where: str = "") -> str:
-    return f"sum{f' by ({by})' if by else ''} (rate({metric}{where}[$__rate_interval]))"
-
-
-def _rates(title: str, metric: str, by: str, where: str = "", meaning: str = "") -> Panel:
-    """Chart the events a second of each value of a label."""
-    return Panel(title, PER_SECOND, ((_rate(metric, by, where), f"{{{{{by}}}}}"),), meaning)
-
-
-def _quantile(share: float, metric: str) -> str:
-    return f"histogram_quantile({share}, {_rate(f'{metric}_bucket', 'le')})"
-
-
-def _quantiles(title: str, metric: str, meaning: str = "") -> Panel:
-    return Panel(
-        title, SECONDS, tuple((_quantile(share, metric), f"p{share * 100:g}") for share in (0.5, 0.9, 0.99)), meaning
-    )
-
-
-def _hit_rate(tier: str) -> str:
-    hits = _rate("loraplex_adapter_requests_total", where=f'{{tier="{tier}",result="hit"}}')
-    return f"{hits} / " + _rate("loraplex_adapter_requests_total", where=f'{{tier="{tier}"}}')
-
+from deploy.monitoring.charts import (
+    BYTES,
+    COUNT,
+    PER_SECOND,
+    SECONDS,
+    SHARE,
+    Dashboard,
+    Panel,
+    hit_rate,
+    quantiles,
+    rate,
+    rates,
+)
 
 CLUSTER = Dashboard(
     "loraplex-cluster",
@@ -61,8 +23,8 @@ CLUSTER = Dashboard(
         (
             "Requests",
             (
-                _rates("Calls that ended, by status", "loraplex_requests_total", "code"),
-                _rates(
+                rates("Calls that ended, by status", "loraplex_requests_total", "code"),
+                rates(
                     "Errors, by reason",
                     "loraplex_request_errors_total",
                     "reason",
@@ -72,14 +34,29 @@ CLUSTER = Dashboard(
                     "Tokens",
                     PER_SECOND,
                     (
-                        (_rate("loraplex_generation_tokens_total"), "generated"),
-                        (_rate("loraplex_prompt_tokens_total"), "prompt"),
-                        (_rate("loraplex_prompt_tokens_cached_total"), "of these cached"),
+                        (rate("loraplex_generation_tokens_total"), "generated"),
+                        (rate("loraplex_prompt_tokens_total"), "prompt"),
+                        (rate("loraplex_prompt_tokens_cached_total"), "of these cached"),
                     ),
                 ),
-                _quantiles("Time to first token", "loraplex_time_to_first_token_seconds"),
-                _quantiles("Time between messages of an answer", "loraplex_inter_token_latency_seconds"),
-                _quantiles("Time in the queue", "loraplex_request_queue_time_seconds"),
+                quantiles("Time to first token", "loraplex_time_to_first_token_seconds"),
+                quantiles("Time between messages of an answer", "loraplex_inter_token_latency_seconds"),
+                quantiles("Time in the queue", "loraplex_request_queue_time_seconds"),
+            ),
+        ),
+        (
+            "HTTP",
+            (
+                rates("HTTP requests, by status", "loraplex_http_requests_total", "status"),
+                quantiles("Time of an HTTP request", "loraplex_http_request_seconds", "To the end of its answer."),
+                Panel(
+                    "HTTP connections",
+                    COUNT,
+                    (
+                        ("sum(loraplex_http_connections)", "open"),
+                        ("sum(loraplex_http_requests_open)", "requests that run"),
+                    ),
+                ),
             ),
         ),
         (
@@ -111,29 +88,29 @@ CLUSTER = Dashboard(
                     SHARE,
                     (
                         (
-                            f"{_rate('loraplex_prefix_cache_hits_total')} / "
-                            f"{_rate('loraplex_prefix_cache_queries_total')}",
+                            f"{rate('loraplex_prefix_cache_hits_total')} / "
+                            f"{rate('loraplex_prefix_cache_queries_total')}",
                             "found",
                         ),
                     ),
                 ),
-                _quantiles("Time of a step", "loraplex_engine_step_seconds"),
+                quantiles("Time of a step", "loraplex_engine_step_seconds"),
             ),
         ),
         (
             "Faults",
             (
-                _rates("Attempts after the first, by cause", "loraplex_redispatches_total", "cause"),
+                rates("Attempts after the first, by cause", "loraplex_redispatches_total", "cause"),
                 Panel(
                     "Losses",
                     PER_SECOND,
                     (
-                        (_rate("loraplex_workers_lost_total"), "workers lost"),
-                        (_rate("loraplex_engines_lost_total"), "engines lost"),
-                        (_rate("loraplex_jobs_poisoned_total"), "jobs that killed engines"),
+                        (rate("loraplex_workers_lost_total"), "workers lost"),
+                        (rate("loraplex_engines_lost_total"), "engines lost"),
+                        (rate("loraplex_jobs_poisoned_total"), "jobs that killed engines"),
                     ),
                 ),
-                _rates("Preemptions", "loraplex_num_preemptions_total", "instance"),
+                rates("Preemptions", "loraplex_num_preemptions_total", "instance"),
                 Panel(
                     "Relay",
                     COUNT,
@@ -153,22 +130,22 @@ TENANT = Dashboard(
         (
             "$tenant",
             (
-                _rates(
+                rates(
                     "Answered requests, by adapter", "loraplex_tenant_requests_total", "adapter", '{tenant=~"$tenant"}'
                 ),
-                _rates(
+                rates(
                     "Requests that failed, by status",
                     "loraplex_tenant_request_failures_total",
                     "code",
                     '{tenant=~"$tenant"}',
                 ),
-                _rates(
+                rates(
                     "Tokens of answers, by adapter",
                     "loraplex_tenant_generation_tokens_total",
                     "adapter",
                     '{tenant=~"$tenant"}',
                 ),
-                _rates(
+                rates(
                     "Tokens of prompts, by adapter",
                     "loraplex_tenant_prompt_tokens_total",
                     "adapter",
@@ -179,14 +156,14 @@ TENANT = Dashboard(
                     SECONDS,
                     (
                         (
-                            _rate("loraplex_tenant_time_to_first_token_seconds_total", where='{tenant=~"$tenant"}')
+                            rate("loraplex_tenant_time_to_first_token_seconds_total", where='{tenant=~"$tenant"}')
                             + " / "
-                            + _rate("loraplex_tenant_requests_total", where='{tenant=~"$tenant"}'),
+                            + rate("loraplex_tenant_requests_total", where='{tenant=~"$tenant"}'),
                             "mean",
                         ),
                     ),
                 ),
-                _rates(
+                rates(
                     "Refusals by the plan, by limit", "loraplex_quota_refusals_total", "limit", '{tenant=~"$tenant"}'
                 ),
             ),
@@ -202,10 +179,10 @@ ADAPTER = Dashboard(
         (
             "$adapter",
             (
-                _rates(
+                rates(
                     "Answered requests, by tenant", "loraplex_tenant_requests_total", "tenant", '{adapter=~"$adapter"}'
                 ),
-                _rates(
+                rates(
                     "Tokens of answers", "loraplex_tenant_generation_tokens_total", "adapter", '{adapter=~"$adapter"}'
                 ),
             ),
@@ -216,7 +193,7 @@ ADAPTER = Dashboard(
                 Panel(
                     "Requests whose adapter was there",
                     SHARE,
-                    ((_hit_rate("device"), "in a slot"), (_hit_rate("disk"), "on the disk")),
+                    ((hit_rate("device"), "in a slot"), (hit_rate("disk"), "on the disk")),
                 ),
                 Panel(
                     "Slots",
@@ -227,14 +204,14 @@ ADAPTER = Dashboard(
                     "Loads, evictions, downloads",
                     PER_SECOND,
                     (
-                        (_rate("loraplex_adapter_loads_total"), "loads into a slot"),
-                        (_rate("loraplex_adapter_swaps_total"), "evictions from a slot"),
-                        (_rate("loraplex_adapter_fetches_total", "result"), "downloads: {{result}}"),
+                        (rate("loraplex_adapter_loads_total"), "loads into a slot"),
+                        (rate("loraplex_adapter_swaps_total"), "evictions from a slot"),
+                        (rate("loraplex_adapter_fetches_total", "result"), "downloads: {{result}}"),
                     ),
                 ),
                 Panel("Bytes, by tier", BYTES, (("sum by (tier) (loraplex_adapter_bytes)", "{{tier}}"),)),
-                _quantiles("Wait for the disk", "loraplex_request_adapter_fetch_time_seconds"),
-                _quantiles("Wait for a slot", "loraplex_request_adapter_load_time_seconds"),
+                quantiles("Wait for the disk", "loraplex_request_adapter_fetch_time_seconds"),
+                quantiles("Wait for a slot", "loraplex_request_adapter_load_time_seconds"),
             ),
         ),
     ),
