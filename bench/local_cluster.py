@@ -1,17 +1,24 @@
-"""Clusters of this machine that benchmarks measure."""
+"""Clusters of this machine that benchmarks measure, and what they need beside them."""
 
 from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Iterable
+import re
+import socket
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 from loraplex_client import AsyncStoreClient
 
 from artifacts.base_model import read_base_model
 from clients.cli.models import registered
 from deploy.local.cluster import ClusterSettings, LocalCluster
+from deploy.local.process import Process
+
+# Seconds that a program of others gets to end by itself.
+_STOP_S = 20.0
 
 
 @asynccontextmanager
@@ -23,6 +30,32 @@ async def serving_cluster(settings: ClusterSettings) -> AsyncIterator[LocalClust
             await store.register_model(registered(base), base.files)
         await cluster.wait_serving()
         yield cluster
+
+
+@asynccontextmanager
+async def running(
+    name: str, argv: Sequence[str], ready: str, log_path: Path, environ: Mapping[str, str] | None = None
+) -> AsyncIterator[None]:
+    """Run a program of others while the context is open, from its line with `ready` on. Raises LaunchError."""
+    # Lines are looked at on stdout, and some programs print them on stderr.
+    both = ("sh", "-c", 'exec "$@" 2>&1', "sh", *argv)
+    process = await Process.start(name, both, log_path=log_path, environ=environ, ready=re.compile(re.escape(ready)))
+    try:
+        serving = asyncio.create_task(process.wait_ready())
+        await asyncio.wait({serving, process.exited}, return_when=asyncio.FIRST_COMPLETED)
+        serving.cancel()
+        if process.exited.done():
+            raise process.failure()
+        yield
+    finally:
+        await process.stop(_STOP_S)
+
+
+def free_port() -> int:
+    """Return a port of loopback that nothing listens on, for a program that cannot choose one itself."""
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        return int(bound.getsockname()[1])
 
 
 def process_ids(cluster: LocalCluster, rooms: Iterable[str]) -> dict[str, int]:
