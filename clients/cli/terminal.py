@@ -71,8 +71,10 @@ def stdin_lines() -> Iterator[str]:
 
 def _stdin() -> Iterator[str]:
     try:
-        yield from sys.stdin
-    except UnicodeDecodeError as error:
+        for line in sys.stdin:
+            line.encode()  # Python's C locale reads bytes that are not UTF-8 as surrogates.
+            yield line
+    except UnicodeError as error:
         raise CommandError("stdin is not UTF-8 text") from error
 
 

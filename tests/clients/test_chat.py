@@ -185,6 +185,12 @@ def test_a_pipe_ends_at_the_first_turn_that_fails(run: Callable[..., Done], serv
     assert "adapter not found: nope" in done.stderr
 
 
+def test_what_is_not_utf8_ends_a_pipe(run: Callable[..., Done], server: Any) -> None:
+    done = run("chat", "--router", server.address, stdin="caf\udce9\n")
+    assert (done.returncode, done.stderr) == (2, "error: stdin is not UTF-8 text\n")
+    assert not server.service.requests
+
+
 def test_generate_takes_formats(run: Callable[..., Done], server: Any, tmp_path: Path) -> None:
     server.service.script = saying("yes")
     schema = tmp_path / "schema.json"

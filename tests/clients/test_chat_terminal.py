@@ -79,9 +79,12 @@ def chat(address: str, state: Path, term: str, *flags: str) -> Iterator[Chat]:
     try:
         with subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=environ) as process:
             os.close(theirs)
-            yield Chat(process, ours)
-            os.write(ours, b"\x04")
-            assert process.wait(20) == 0
+            try:
+                yield Chat(process, ours)
+                os.write(ours, b"\x04")
+                assert process.wait(20) == 0
+            finally:
+                process.kill()
     finally:
         os.close(ours)
 
@@ -156,6 +159,7 @@ def test_pasted_lines_history_and_markdown(server: Any, tmp_path: Path) -> None:
         here.until("two")
         here.type("\r")
         shown = screen(here.until("--max-tokens"))
+        here.until("\n> ")  # Ctrl-D before the prompt would not reach readline.
     assert [spec.chat.messages[-1].content for spec in turns(server)] == ["Earlier", "one\ntwo"]
     assert shown.splitlines()[:-1] == [
         "one", "two", "Hm.", "", "Plan".center(60).rstrip(), "", "Two lines", "that stay", "",
