@@ -1,4 +1,4 @@
-"""Tiny random float32 models of every family, and transformers' own answers to a few prompts.
+"""Tiny random float32 models of every family, and transformers' own choices after a few prompts.
 
 Their windows are shorter than the prompts, and in CRAMPED blocks sequences are preempted.
 """
@@ -66,11 +66,13 @@ CRAMPED = {"rows": 4, "kv_blocks": 17, "block_size": 4, "step_tokens": 10, "adap
 
 @dataclass
 class Tiny:
-    """A saved model, its adapter where there is one, and the answers to PROMPTS: with it to the first and the last."""
+    """A saved model; where it has an adapter, the answers to PROMPTS: with it to the first and the last."""
 
     directory: Path
     adapter: Path | None
     answers: list[tuple[int, ...]]
+    # The model as transformers has it, where there is no adapter.
+    model: Any = None
     # The mean of the first prompt's hidden states.
     mean: Any = None
 
@@ -129,6 +131,20 @@ def answer(model: Any, prompt: tuple[int, ...], margin: float = 1e-5) -> tuple[i
     return tuple(output.sequences[0, len(prompt) :].tolist())
 
 
+def check_answer(model: Any, prompt: tuple[int, ...], ids: tuple[int, ...], margin: float = 1e-5) -> None:
+    """Assert that each id is the model's choice after those before it, and that no choice was close.
+
+    One pass over the whole answer says what generating it would.
+    """
+    import torch
+
+    with torch.inference_mode():
+        logits = model(input_ids=torch.tensor([(*prompt, *ids[:-1])]), use_cache=False).logits[0, len(prompt) - 1 :]
+    best = logits.topk(2)
+    assert tuple(best.indices[:, 0].tolist()) == ids
+    assert (best.values[:, 0] - best.values[:, 1]).min() > margin
+
+
 def make_tiny(model_type: str, directory: Path, save_adapter: Callable[..., None]) -> Tiny:
     import torch
 
@@ -136,7 +152,7 @@ def make_tiny(model_type: str, directory: Path, save_adapter: Callable[..., None
     with torch.inference_mode():
         mean = model.base_model(input_ids=torch.tensor([PROMPTS[0]])).last_hidden_state[0].mean(0)
     if model_type not in ADAPTED:
-        return Tiny(directory / "model", None, [answer(model, prompt) for prompt in PROMPTS], mean)
+        return Tiny(directory / "model", None, [], model, mean)
     return replace(with_adapter(model, model_type, directory, save_adapter), mean=mean)
 
 
