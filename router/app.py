@@ -147,8 +147,8 @@ async def run(settings: Settings) -> None:
             await asyncio.gather(following, return_exceptions=True)
         await dispatcher.drain_tasks()
         await quotas.drain(HAND_OVER_S)
-        await relay.server.stop(1.0)
-        for closing in (encoder, proofs, relay_service, auditor):
+        await relay.stop(HAND_OVER_S)
+        for closing in (encoder, proofs, auditor):
             closing.close()
         await asyncio.gather(store.close(), redis.aclose())
         if metrics_server is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -38,9 +39,9 @@ class RelayAccess:
 
     def service(self, dispatcher: Dispatcher, metrics: RouterMetrics) -> RelayService:
         """Return the service of these links, which the server serves from now on."""
-        service = RelayService(dispatcher, metrics, self.credentials)
-        service.add_to(self.server)
-        return service
+        self._service = RelayService(dispatcher, metrics, self.credentials)
+        self._service.add_to(self.server)
+        return self._service
 
     def serve_tenant_data(self, data: RouterData, record: Callable[..., None]) -> RouterData:
         """Let other routers remove this router's data of tenants; `record` keeps an event of the audit log."""
@@ -51,3 +52,9 @@ class RelayAccess:
         """Listen; return the port. Raises PortInUse."""
         credentials = None if self._tls is None else self._tls.server_credentials(client_certificates=True)
         return self.server.bind(host, port, credentials)
+
+    async def stop(self, grace_s: float) -> None:
+        """End the workers' streams, after the messages that are still to be sent; cancel those that last longer."""
+        stopping = asyncio.create_task(self.server.stop(grace_s))
+        self._service.close()
+        await stopping

@@ -6,8 +6,9 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 
+import grpc
 import pytest
-from loraplex.relay.v1 import relay_pb2_grpc
+from loraplex.relay.v1 import relay_pb2, relay_pb2_grpc
 from redis.asyncio import Redis
 
 from broker.keys import Keys
@@ -18,6 +19,8 @@ from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.relay import RelayService
 from router.dispatch.routed_job import RoutedJob
 from router.dispatch.timing import DispatchTiming
+from router.metrics import RouterMetrics
+from router.relay_access import RelayAccess
 from rpc.identity.guard import open_guard
 from rpc.server import Server
 from tests.router.recording_link import dispatched
@@ -161,3 +164,20 @@ async def test_a_link_that_breaks_and_comes_back_loses_and_repeats_nothing(redis
             assert routed.choices[0].emitted == list(range(1000, 1100))
             assert routed.job.attempt == 1
         await links.close(1)
+
+
+async def test_a_router_that_stops_ends_the_streams_of_its_workers(redis: Redis) -> None:
+    relay, queue = RelayAccess(None, lambda *_: None), JobQueue(redis, Keys("tiny", "main"))
+    relay.service(Dispatcher(lambda _: queue, lambda _: Placement()), RouterMetrics())
+    port = relay.bind("127.0.0.1", 0)
+    await relay.server.start()
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel, asyncio.timeout(20):
+        call = relay_pb2_grpc.RelayServiceStub(channel).Connect()
+        await call.write(relay_pb2.ConnectRequest(hello=relay_pb2.Hello(worker_id="w", incarnation="i")))
+        welcome = await call.read()
+        assert isinstance(welcome, relay_pb2.ConnectResponse)
+        assert welcome.HasField("welcome")
+        await relay.stop(600.0)
+        while await call.read() is not grpc.aio.EOF:  # messages that were still to be sent
+            pass
+        assert await call.code() is grpc.StatusCode.OK
