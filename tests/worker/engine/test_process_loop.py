@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any, cast
 
+from worker.engine.interpreter import without_gc
 from worker.engine.process import serve
 from worker.engine_api import Output
 from worker.ipc import Abort, FromEngine, ToEngine
@@ -56,3 +58,12 @@ def test_the_accounts_are_checked_once_in_each_idle_time() -> None:
     serve(idle, end, [], cast(Any, None))
     # Beats two and later of an idle time, and messages, bring no check.
     assert end.checks == [0, 0, 0, 1, 1, 1, 1, 1, 2, 2]
+
+
+def test_imports_are_left_out_of_garbage_collections() -> None:
+    before = gc.get_freeze_count()
+    with without_gc():
+        assert not gc.isenabled()
+        kept: list[list[object]] = [[] for _ in range(1000)]
+    assert gc.isenabled()
+    assert gc.get_freeze_count() >= before + len(kept)
