@@ -69,15 +69,14 @@ class _Kernel:
 
 
 class RowOperators:
-    """The operators for rows of one dtype; from one thread."""
+    """The operators for rows of one dtype; from one thread. A kernel is compiled at its first call."""
 
     def __init__(self, dtype: torch.dtype, shared: int = _SHARED) -> None:
-        """Compile the kernels; threads share what has at least `shared` numbers."""
+        """Let threads share what has at least `shared` numbers."""
         self.dtype = dtype
         self._shared = shared
         self.counter = np.zeros(1, np.int64)
         self._at = self.counter.ctypes.data
-        self._kernels = {name: _kernel(name, dtype_name(dtype)) for name in INTEGERS}
 
     def norm(self, x: Tensor, norm: Norm, out: Tensor) -> None:
         """Normalize rows x into `out`."""
@@ -132,7 +131,7 @@ class RowOperators:
 
     def _run(self, name: str, over: Tensor, *places: float) -> None:
         rows, columns = over.shape
-        kernel = self._kernels[name]
+        kernel = _kernel(name, dtype_name(self.dtype))
         parameters = kernel.layout.pack(rows, columns, self._at, *places)
         self.counter[0] = 0
         (threads.run_on_all_threads if rows * columns >= self._shared else threads.run_on_this_thread)(
