@@ -140,3 +140,12 @@ async def test_no_worker_is_emptied_for_a_job_without_a_strike(both: BothQueues)
     assert await claimed(both, "busy", BUSY) == {}
     await both.enqueue(make_job("other", "globex"))
     assert await claimed(both, "busy", BUSY) == {"other": False}
+
+
+async def test_a_claimed_attempt_without_a_strike_clears_its_pair_for_the_jobs_behind_it(both: BothQueues) -> None:
+    await both.enqueue(struck(make_job("j", "mallory", adapter="sha256:a")))
+    await both.enqueue(make_job("j", "mallory", adapter="sha256:a", attempt=3))
+    await both.enqueue(make_job("next", "mallory", adapter="sha256:a", prompt=40))
+    claimed = await both.claim("w1", replace(MALLORYS, tokens=10))
+    assert [job.job_id for job in claimed.jobs] == ["j"]
+    assert [request.tenant for request in claimed.adapter_requests] == ["mallory"], "the next one only does not fit"

@@ -83,6 +83,7 @@ local function try_suspect(id, tenant, adapter, attempt)
   end
   suspects[id] = {tenant = tenant, adapter = adapter, attempt = attempt, strikes = strikes, until_ms = until_ms,
     busy_until = now + TRIED_MS} -- this scan may look at others of the pair
+  if suspect and suspect.strikes ~= strikes then count_suspects() end
   write_suspect(id, tenant, adapter, attempt, strikes, until_ms, now + TRIED_MS)
 end
 
