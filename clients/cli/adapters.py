@@ -13,7 +13,7 @@ import typer
 
 from clients.cli.adapter_commands import NameArgument, pin, unpin, warm
 from clients.cli.adapters_top import adapters_top
-from clients.cli.aliases import alias, download, rollback
+from clients.cli.aliases import alias, download, look_up, rollback
 from clients.cli.certificates import (
     ModelDirOption,
     certificate_json,
@@ -111,11 +111,15 @@ def show(
 ) -> None:
     """Show an adapter, its aliases and its revisions, newest first."""
     with store_client(store, tenant) as client:
-        adapter, revision = client.get(name)
-        revisions = client.revisions(adapter.name)
+        if "@" in name:
+            adapter, revision = client.get(name)
+            digest, revisions = revision.digest, client.revisions(adapter.name)
+        else:
+            adapter, revisions = look_up(client, name)
+            digest = adapter.aliases.get("live", "")
     if as_json:
         listed = [_revision_json(revision) for revision in revisions]
-        print_json({**_adapter_json(adapter), "revision": revision.digest, "revisions": listed})
+        print_json({**_adapter_json(adapter), "revision": digest, "revisions": listed})
         return
     aliases = sorted(adapter.aliases.items())
     print_fields(

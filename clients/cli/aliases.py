@@ -36,7 +36,7 @@ def alias(
     if remove == bool(revision):
         raise CommandError("give a REVISION, or --remove")
     with store_client(store, tenant) as client:
-        adapter, revisions = _look_up(client, name)
+        adapter, revisions = look_up(client, name)
         digest = "" if remove else adapter.aliases.get(revision) or _whole(revisions, revision)
         client.set_alias(adapter.name, alias, digest)
     out().print(f"{adapter.name}: {alias} {f'is {digest}' if digest else 'is removed'}", markup=False, soft_wrap=True)
@@ -45,7 +45,7 @@ def alias(
 def rollback(name: NameArgument, tenant: TenantOption = TENANT, store: StoreOption = STORE) -> None:
     """Move `live` to the revision that was uploaded before the present one."""
     with store_client(store, tenant) as client:
-        adapter, revisions = _look_up(client, name)
+        adapter, revisions = look_up(client, name)
         live = adapter.aliases.get("live")
         if live is None:
             raise CommandError(f"{adapter.name} has no alias live")
@@ -74,7 +74,7 @@ def download(
     out().print(f"{directory}: {revision.name}", markup=False, soft_wrap=True)
 
 
-def _look_up(client: StoreClient, name: str) -> tuple[Adapter, Sequence[Revision]]:
+def look_up(client: StoreClient, name: str) -> tuple[Adapter, tuple[Revision, ...]]:
     """Return an adapter, which may lack the alias live, and its revisions, newest first."""
     revisions = client.revisions(name)
     adapter, _ = client.get(f"{name}@{revisions[0].digest}")

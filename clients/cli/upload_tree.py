@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -63,12 +63,16 @@ async def upload_tree(
 
     from clients.cli.failures import explain
 
+    async with AsyncStoreClient(store) as client:
+        bases = {model.name: model.digest for model in await client.models()}
+    if base_model and base_model not in bases:
+        raise CommandError(f"base model not found: {base_model}; `loraplex models list` shows what is registered")
     refused = []
     for tenant, owned in groupby(tree.adapters, key=lambda adapter: adapter.tenant):
         async with AsyncStoreClient(store, tenant) as client:
             for adapter in owned:
                 try:
-                    found = await _in_store(client, adapter, base_model)
+                    found = await _in_store(client, adapter, {base_model: bases[base_model]} if base_model else bases)
                     if found is None:
                         step(f"uploading adapter {tenant}/{adapter.name}")
                         pushed = await client.push(adapter.directory, adapter.name, base_model=base_model, alias=_NONE)
@@ -80,17 +84,19 @@ async def upload_tree(
                     refused.append(f"--adapters: {error.filename}: {error.strerror}")
                 except LoraplexError as error:
                     refused.append(f"--adapters: {adapter.directory}: {explain(error, 'store', store)}")
-    faults = [*tree.faults, *refused]
-    if tree.adapters and len(refused) == len(tree.adapters):
-        raise CommandError("; ".join(faults))
-    for fault in faults:
-        print_error(f"{fault}; the others are served")
+    none_left = bool(tree.adapters) and len(refused) == len(tree.adapters)
+    for fault in (*tree.faults, *refused):
+        print_error(fault if none_left else f"{fault}; the others are served")
+    if none_left:
+        raise CommandError(f"none of {len(refused)} adapters was uploaded")
 
 
-async def _in_store(client: AsyncStoreClient, local: AdapterDirectory, base_model: str) -> tuple[Adapter, str] | None:
-    """Return the adapter and the digest of a directory's revision, if the store has it for the base model as it is now.
+async def _in_store(
+    client: AsyncStoreClient, local: AdapterDirectory, bases: Mapping[str, str]
+) -> tuple[Adapter, str] | None:
+    """Return the adapter and the digest of a directory's revision, if the store has it for one of the base models.
 
-    Raises LoraplexError, OSError.
+    `bases` are the digests of the models as they are now, by name. Raises LoraplexError, OSError.
     """
     from loraplex_client import NotFoundError
     from loraplex_client.adapters import read_config
@@ -101,9 +107,7 @@ async def _in_store(client: AsyncStoreClient, local: AdapterDirectory, base_mode
         adapter, revision = await client.get(f"tenants/{local.tenant}/adapters/{local.name}@{digest}")
     except NotFoundError:
         return None
-    bases = {model.name: model.digest for model in await client.models()}
-    same = base_model in ("", revision.base_model) and bases.get(revision.base_model) == revision.base_digest
-    return (adapter, digest) if same else None
+    return (adapter, digest) if bases.get(revision.base_model) == revision.base_digest else None
 
 
 async def _make_live(client: AsyncStoreClient, adapter: Adapter, digest: str, *, update: bool) -> None:

@@ -43,7 +43,7 @@ def store(store_address: str, adapter_directory: Path) -> str:
     return store_address
 
 
-def test_bash_completes_commands_adapters_and_files(store: str, tmp_path: Path) -> None:
+def test_bash_completes_adapters_and_files(store: str, tmp_path: Path) -> None:
     program = tmp_path / "loraplex"
     program.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m clients.cli "$@"\n')
     program.chmod(0o700)
@@ -51,13 +51,13 @@ def test_bash_completes_commands_adapters_and_files(store: str, tmp_path: Path) 
     kept = {name: value for name, value in os.environ.items() if not name.startswith("LORAPLEX_")}
     python_path = os.pathsep.join([str(Path.cwd()), kept.get("PYTHONPATH", "")])
     environ = {**kept, "PATH": f"{tmp_path}:{kept['PATH']}", "PYTHONPATH": python_path, "LORAPLEX_STORE_ADDRESS": store}
-    lines = ["loraplex work", "loraplex chat --tenant acme -a su", "loraplex up --model mod"]
+    lines = ["loraplex chat --tenant acme -a su", "loraplex up --model mod"]
     bash = subprocess.Popen(
         ["bash", "-c", SCRIPT], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environ, cwd=tmp_path, text=True
     )
     with bash:
         said, _ = bash.communicate("\n".join([*lines, ""]))
-    assert said.splitlines() == ["workers", "support support@canary", "model"]
+    assert said.splitlines() == ["support support@canary", "model"]
 
 
 def context(**flags: str) -> typer.Context:

@@ -80,5 +80,17 @@ def test_a_folder_that_is_pushed_again_moves_no_alias_unasked(run: Run, store_ad
 
 
 def test_a_folder_whose_adapters_are_all_refused_is_an_error(run: Run, tmp_path: Path) -> None:
-    write(tmp_path / "acme" / "support", b"first")
-    assert "acme/support: " in run("push-all", str(tmp_path), "--model", "nobody", code=2)
+    for name in ("support", "sales"):
+        write(tmp_path / "acme" / name, b"first")
+        (tmp_path / "acme" / name / "certificate_prompts.jsonl").write_text("none\n")
+    said = run("push-all", str(tmp_path), code=2)
+    assert [f"acme/{name}: " in said for name in ("support", "sales")] == [True, True]
+    assert said.endswith("none of 2 adapters was uploaded")
+    assert run("push-all", str(tmp_path), "--model", "nobody", code=2).startswith("base model not found: nobody; ")
+
+
+def test_an_adapter_without_live_is_shown(run: Run, tmp_path: Path) -> None:
+    write(tmp_path / "new", b"first")
+    run("push", str(tmp_path / "new"), "--name", "new", "--alias", "canary", "--tenant", "acme")
+    shown = json.loads(run("show", "new", "--tenant", "acme", "--json"))
+    assert (shown["revision"], list(shown["aliases"])) == ("", ["canary"])
