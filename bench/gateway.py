@@ -1,23 +1,29 @@
-"""The HTTP gateway's cost over gRPC: `python -m bench.gateway [--quick] [--json FILE]`.
+"""The HTTP gateway's cost over gRPC: `python -m bench.gateway [--quick] [--peer FOLDER] [--json FILE]`.
 
 A cluster like those of bench.relay with a gateway, and two clients of it: the SDK, which calls the router, and a plain
 HTTP client, which calls the gateway by OpenAI's completions. Lone requests of an engine that takes no time, the two in
 turns; then 256 streams beside steps of 5 ms, first over gRPC and then over HTTP.
+
+With `--peer FOLDER` it measures something else: vLLM's CPU build, which is installed in that folder, serves the
+example's model beside our gateway, and the same client asks the two in turn.
 """
 
 from __future__ import annotations
 
 import asyncio
+from argparse import Namespace
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import asdict
+from pathlib import Path
 from statistics import median
 
 import uvloop
 from loraplex_client import AsyncClient
 
-from bench.command import run_command
-from bench.http_load import HttpLoad
+from bench.command import command_parser, run_parsed
+from bench.http_load import HttpLoad, connected
+from bench.http_peer import measure_peer
 from bench.local_cluster import process_ids, serving_cluster
 from bench.relay_load import PROMPT, Flow, Load, Setup, cluster_settings, flow_row, ttft_row
 from bench.report import Aim, Report, progress
@@ -33,7 +39,20 @@ QUICK = Setup(alone=30, probes=0, seconds=1.0, warm_s=0.5)
 
 def main() -> None:
     """Run the benchmark with the command line's arguments."""
-    run_command("gateway", __doc__ or "", lambda quick: measure(QUICK if quick else FULL, quick))
+    parser = command_parser("gateway", __doc__ or "")
+    parser.add_argument(
+        "--peer",
+        type=Path,
+        metavar="FOLDER",
+        help="measure the HTTP server of vLLM's CPU build beside ours instead; FOLDER gets it if it is not there",
+    )
+    run_parsed(parser, _measure)
+
+
+def _measure(given: Namespace) -> Report:
+    if given.peer is not None:
+        return measure_peer(given.quick, given.peer)
+    return measure(QUICK if given.quick else FULL, given.quick)
 
 
 def measure(setup: Setup, quick: bool) -> Report:
@@ -85,9 +104,9 @@ async def _cluster(setup: Setup, step_ms: float) -> AsyncIterator[tuple[Load, Lo
     settings = cluster_settings(setup, setup.many + 8, step_ms, http_port=0)
     async with serving_cluster(settings) as cluster, AsyncClient(cluster.router, TENANT) as client:
         pids = process_ids(cluster, _ROOMS)
-        http = HttpLoad(setup, step_ms, client, pids, cluster.http)
-        yield Load(setup, step_ms, client, pids), http
-        http.close()
+        async with connected(cluster.http) as lone:
+            http = HttpLoad(setup, step_ms, client, pids, cluster.http, lone)
+            yield Load(setup, step_ms, client, pids), http
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 # Maximum tokens of a sequence, as in the recipe; a larger context takes more memory.
-_CONTEXT = 1024
+CONTEXT = 1024
 # Rank of adapters, the same for all.
 _RANK = 16
 
@@ -33,7 +33,7 @@ def main() -> None:
         directory,
         dtype=dtype,
         max_num_seqs=int(rows),
-        max_model_len=_CONTEXT,
+        max_model_len=CONTEXT,
         disable_log_stats=True,
         skip_tokenizer_init=not has_tokenizer,
         **lora,

