@@ -138,10 +138,10 @@ def _print_reasoning(text: str) -> None:
 
 @cache
 def _parser() -> MarkdownIt:
-    """Return rich's parser without what it leaves out of the text: HTML, and the addresses of images."""
+    """Return rich's parser without what it leaves out of the text: HTML, addresses of images, definitions of links."""
     from markdown_it import MarkdownIt
 
-    return MarkdownIt("commonmark", {"html": False}).enable(["strikethrough", "table"]).disable("image")
+    return MarkdownIt("commonmark", {"html": False}).enable(["strikethrough", "table"]).disable(["image", "reference"])
 
 
 def _parsed(text: str) -> list[Token]:
@@ -156,7 +156,6 @@ def _parsed(text: str) -> list[Token]:
 
 def _last_block(text: str) -> int:
     """Return the beginning of the last block of a text's whole lines."""
-    lines = text[: text.rfind("\n") + 1].splitlines(keepends=True)
-    tokens = _parser().parse("".join(lines))
-    starts = [token.map[0] for token in tokens if token.level == 0 and token.map is not None]
-    return sum(map(len, lines[: starts[-1]])) if starts else 0
+    whole = text[: text.rfind("\n") + 1]
+    starts = [token.map[0] for token in _parser().parse(whole) if token.level == 0 and token.map is not None]
+    return sum(len(line) + 1 for line in whole.split("\n")[: starts[-1]]) if starts else 0

@@ -11,7 +11,7 @@ import typer
 from clients.cli.adapter_names import AdapterNames
 from clients.cli.cluster import ClusterReader, Interval, Snapshot
 from clients.cli.options import ROUTER, STORE, TENANT, JsonOption, RouterOption, StoreOption, TenantOption
-from clients.cli.sparklines import Rates
+from clients.cli.sparklines import Rates, bar
 from clients.cli.terminal import out, print_fields, print_json, print_rows, printable, table_of
 
 if TYPE_CHECKING:
@@ -19,9 +19,8 @@ if TYPE_CHECKING:
 
 # Interval in seconds between looks at the cluster.
 REFRESH_S = 1.0
-# Maximum number of adapters in the live view, and width of a bar in columns.
+# Maximum number of adapters in the live view.
 ADAPTERS_SHOWN = 12
-_BAR = 12
 # Width of a terminal, in columns, from which on the tables are whole and have bars.
 _WIDE = 110
 
@@ -207,9 +206,9 @@ def _worker(worker: Any, interval: Interval, *, bars: bool) -> tuple[object, ...
         worker["worker_id"],
         worker["phase"],
         worker["model"],
-        (f"{_bar(*rows)} " if bars else "") + f"{rows[0]}/{rows[1]}",
+        (f"{bar(*rows)} " if bars else "") + f"{rows[0]}/{rows[1]}",
         worker["rows_waiting"],
-        (f"{_bar(*cache)} " if bars else "") + _percent(*cache),
+        (f"{bar(*cache)} " if bars else "") + _percent(*cache),
         f"{slots['used']}/{slots['total']}",
         worker["adapter_tiers"]["loading"] + worker["adapter_tiers"]["fetching"],
         "-" if steps is None else f"{steps:.0f}",
@@ -229,12 +228,6 @@ def _adapter(row: dict[str, Any], interval: Interval) -> tuple[object, ...]:
         _ms(row["ttft_s"]),
         row["all_requests"],
     )
-
-
-def _bar(part: int, whole: int) -> str:
-    """Draw a bar filled in proportion to `part`."""
-    full = min(_BAR, -(-_BAR * part // whole)) if whole else 0
-    return "█" * full + "░" * (_BAR - full)
 
 
 def _percent(part: int, whole: int) -> str:

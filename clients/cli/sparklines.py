@@ -1,4 +1,4 @@
-"""Rates of the last looks at a cluster, drawn as sparklines."""
+"""Drawings of blocks: bars, and sparklines of the rates of the last looks at a cluster."""
 
 from __future__ import annotations
 
@@ -10,6 +10,14 @@ from clients.cli.cluster import Interval
 _LEVELS = "▁▂▃▄▅▆▇█"
 # Number of looks that are drawn.
 _KEPT = 24
+# Width of a bar, in columns.
+_BAR = 12
+
+
+def bar(part: int, whole: int) -> str:
+    """Draw a bar filled in proportion to `part`."""
+    full = min(_BAR, -(-_BAR * part // whole)) if whole else 0
+    return "█" * full + "░" * (_BAR - full)
 
 
 def sparkline(values: Sequence[float]) -> str:

@@ -137,6 +137,8 @@ that stay
 - one
 - <b>two</b> [here](http://x/)
 
+[1]: http://y/
+
 ```python
 print(1)
 ```
@@ -163,7 +165,7 @@ def test_pasted_lines_history_and_markdown(server: Any, tmp_path: Path) -> None:
     assert [spec.chat.messages[-1].content for spec in turns(server)] == ["Earlier", "one\ntwo"]
     assert shown.splitlines()[:-1] == [
         "one", "two", "Hm.", "", "Plan".center(60).rstrip(), "", "Two lines", "that stay", "",
-        " • one", " • <b>two</b> here (http://x/)", "", " print(1)",
+        " • one", " • <b>two</b> here (http://x/)", "", "[1]: http://y/", "", " print(1)",
     ]  # fmt: skip
     assert [json.loads(line) for line in history.read_text().splitlines() if line[0] == '"'] == ["Earlier", "one\ntwo"]
     assert stat.S_IMODE(history.stat().st_mode) == 0o600
