@@ -17,7 +17,7 @@ from worker.engine.hash_tokens import expected_ids
 from worker.engine_api import Stopping
 
 StartCluster = Callable[..., AbstractAsyncContextManager[Any]]
-MODEL = "hash:?vocab=32000&seed=1&step_ms=5"
+MODEL = "hash:?vocab=32000&seed=1&step_ms=10"
 
 
 def expected(prompt: str, count: int) -> list[int]:
@@ -28,7 +28,7 @@ async def test_short_answers_end_where_they_are_and_long_ones_move(start_cluster
     # More long ones than one worker has rows.
     async with start_cluster(MODEL, {}, workers=2, worker_flags=("--rows", "8", "--drain-s", "1.5")) as cluster:
         ask = cluster.client.generate_stream
-        longs = [ask(f"long {number}", max_new_tokens=600) for number in range(12)]
+        longs = [ask(f"long {number}", max_new_tokens=300) for number in range(12)]
         shorts = [ask(f"short {number}", max_new_tokens=12) for number in range(4)]
         for stream in (*longs, *shorts):
             await anext(stream)
@@ -41,7 +41,7 @@ async def test_short_answers_end_where_they_are_and_long_ones_move(start_cluster
         assert sum(answer.continuations for answer in answers) > 0
         assert await worker.exited == 0
         for number, answer in enumerate(answers):
-            prompt, count = (f"short {number}", 12) if number < 4 else (f"long {number - 4}", 600)
+            prompt, count = (f"short {number}", 12) if number < 4 else (f"long {number - 4}", 300)
             assert list(answer.token_ids) == expected(prompt, count)
 
 
@@ -123,16 +123,17 @@ async def test_a_drain_is_over_when_its_engine_dies_or_hangs_or_when_it_is_told_
 
 async def test_an_operator_drains_a_worker_and_its_answers_go_on_elsewhere(start_cluster: StartCluster) -> None:
     async with start_cluster(MODEL, {}, workers=2, worker_flags=("--rows", "4", "--drain-s", "0.5")) as cluster:
-        streams = [cluster.client.generate_stream(f"prompt {number}", max_new_tokens=300) for number in range(6)]
-        for stream in streams:
-            await anext(stream)
         pid = cluster.local.processes["worker-1"].pid
         (worker,) = [worker for worker in await cluster.workers() if worker.pid == pid]
 
         def drain(name: str) -> Any:
             return CliRunner().invoke(app, ["drain", name, "--router", cluster.local.router])
 
+        # Also imports what the command needs: the drain must come while the answers run.
         assert "worker not found: nobody" in str((await asyncio.to_thread(drain, "nobody")).exception)
+        streams = [cluster.client.generate_stream(f"prompt {number}", max_new_tokens=300) for number in range(6)]
+        for stream in streams:
+            await anext(stream)
         result = await asyncio.to_thread(drain, worker.worker_id)
         assert result.exit_code == 0, result.output
         assert worker.worker_id in result.stdout
