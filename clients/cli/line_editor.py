@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from clients.cli.terminal import print_warning
@@ -29,27 +29,28 @@ class LineEditor:
     def __init__(self, history: Path) -> None:
         self._history: Path | None = history
         self._last = ""
+        self._add: Callable[[str], object] = lambda line: None
         try:
             import readline
         except ImportError:  # a Python without it reads plain lines
-            self._history = None
             return
-        self._readline = readline
+        self._add = readline.add_history
         readline.set_auto_history(False)
         if "libedit" not in (readline.__doc__ or ""):
             # Lines that are pasted together are one line of several, which Enter ends.
             readline.parse_and_bind("set enable-bracketed-paste on")
         for line in self._read(history):
-            readline.add_history(line)
+            self._add(line)
             self._last = line
 
     def ask(self, prompt: str) -> str:
         """Return the next line, which may have several if they were pasted. Raises EOFError, KeyboardInterrupt."""
         line = input(prompt)
-        if line.strip() and line != self._last and self._history is not None:
-            self._readline.add_history(line)
+        if line.strip() and line != self._last:
+            self._add(line)
             self._last = line
-            self._keep(self._history, line)
+            if self._history is not None:
+                self._keep(self._history, line)
         return line
 
     def _read(self, history: Path) -> list[str]:
@@ -83,11 +84,11 @@ class LineEditor:
 
 
 def _texts(history: Path) -> Iterator[str]:
-    """Yield the texts of a file. Lines that are no JSON text were written in part, and are left out."""
+    """Yield the texts of a file, without lines that are no JSON text: they were written in part."""
     for line in history.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
             text = json.loads(line)
         except ValueError:
             continue
-        if isinstance(text, str):
+        if isinstance(text, str) and "\0" not in text:
             yield text

@@ -19,6 +19,7 @@ from loraplex.inference.v1 import inference_pb2 as pb
 from loraplex_client import Client
 
 from clients.cli.chat import Conversation
+from clients.cli.line_editor import LineEditor
 from clients.cli.terminal import CommandError
 from rpc import errors
 from tests.clients.test_chat import events, saying
@@ -174,3 +175,17 @@ def test_pasted_lines_history_and_markdown(server: Any, tmp_path: Path) -> None:
 def test_no_conversation_begins_without_a_router() -> None:
     with Client("127.0.0.1:1") as client, pytest.raises(CommandError, match="no router answers"):
         Conversation(client, "127.0.0.1:1", {"model": None}).talk()
+
+
+def test_a_history_that_cannot_be_written_is_kept_for_the_session(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    readline = pytest.importorskip("readline")
+    before = readline.get_current_history_length()
+    (tmp_path / "file").touch()
+    editor = LineEditor(tmp_path / "file" / "history")
+    for line in ("one", "two", "two", " "):
+        monkeypatch.setattr("builtins.input", lambda _, line=line: line)
+        assert editor.ask("> ") == line
+    assert readline.get_current_history_length() == before + 2
+    assert capsys.readouterr().err.count("the history is not kept: ") == 1
