@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -18,10 +19,16 @@ from worker.engine.scheduling.batch import Batch
 
 pytestmark = pytest.mark.usefixtures("two_threads")
 
-# The kernel is compiled for each number of heads and each width, for seconds. It has no code of its own for these:
-# sixteens as in "dim 80", and several query heads for one of keys as in "7 heads, 1 for keys".
-LIKE_OTHERS = {"dim 64", "6 heads, 1 for keys", "20 heads, 1 for keys", "chunk edges, 4 heads"}
-CASES = {name: case for name, case in cases() if name not in LIKE_OTHERS}
+# The kernel is compiled for each number of heads and each width, for seconds, so each of these shapes shows several:
+# keys of sixteens alone, values of sixteens and an eight; keys of a sixteen and an eight, values of an eight alone.
+SHAPES: dict[str, dict[str, Any]] = {
+    "values narrower than keys": {"dim": 80, "value_dim": 24},
+    "7 heads, 1 for keys": {"dim": 24, "value_dim": 8},
+    "14 heads, 2 for keys": {"dim": 24, "value_dim": 8},
+}
+# The kernel has no code of its own for these: widths as above, and several query heads for one of keys as with 7.
+LIKE_OTHERS = {"dim 24", "dim 64", "dim 80", "6 heads, 1 for keys", "20 heads, 1 for keys", "chunk edges, 4 heads"}
+CASES = {name: replace(case, **SHAPES.get(name, {})) for name, case in cases() if name not in LIKE_OTHERS}
 # Relative to outputs of about 1: what rounding queries, keys and values makes is in the oracle too.
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
 
@@ -45,7 +52,7 @@ def test_every_case_is_what_torch_makes_of_it(name: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", ["dim 24", "window 5, softcap 1.5, sinks True", "splits"])
+@pytest.mark.parametrize("name", ["blocks of 3", "window 5, softcap 1.5, sinks True", "splits"])
 def test_halves_are_rounded_once(name: str, dtype: torch.dtype) -> None:
     # Vectors of 16 numbers and of 8: one shape, because each is compiled anew.
     case = replace(short(CASES[name]), heads=4, kv_heads=2, dim=24, value_dim=24)
