@@ -56,7 +56,7 @@ class AccessSettings:
         if any(tokens) and not all((*tokens, self.tls_cert)):
             raise ValueError("--jwt-issuer, --jwt-audience, --jwt-jwks: give all three, with --tls-cert, or none")
         if self.jwt_jwks:
-            from rpc.identity.json_web_tokens import SigningKeys
+            from rpc.identity.signing_keys import SigningKeys
 
             SigningKeys(self.jwt_jwks)
         for name in _PORTS:
@@ -96,7 +96,8 @@ class GuardedServers:
         if follow_keys is not None:
             self._followed.append(follow_keys)
         if settings.jwt_jwks:
-            from rpc.identity.json_web_tokens import JwtReader, SigningKeys
+            from rpc.identity.json_web_tokens import JwtReader
+            from rpc.identity.signing_keys import SigningKeys
 
             signing_keys = SigningKeys(settings.jwt_jwks)
             readers.append(JwtReader(signing_keys, settings.jwt_issuer, settings.jwt_audience))

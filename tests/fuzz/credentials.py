@@ -27,10 +27,11 @@ from broker.terms import Placement
 from router.generation.resume import Began, ResumeClaims, ResumeTokens
 from router.generation.resume_keys import GivenKeys
 from rpc.errors import CallError
-from rpc.identity.json_web_tokens import JwtReader, SigningKeys
+from rpc.identity.json_web_tokens import JwtReader
 from rpc.identity.principal import Role
 from rpc.identity.revision_grants import RevisionGrantIssuer, RevisionGrantVerifier, left_s
 from rpc.identity.signatures import SignatureError, Signer, Verifier
+from rpc.identity.signing_keys import SigningKeys
 from tests.credentials_files import job_keys, router_seals, tls_files
 from tests.fuzz.queue_payloads import ADAPTER, JOBS
 from tests.fuzz.target import Target

@@ -19,8 +19,9 @@ from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
 from rpc.errors import CallError, Unavailable
-from rpc.identity.json_web_tokens import SKEW_S, JwtReader, SigningKeys
+from rpc.identity.json_web_tokens import SKEW_S, JwtReader
 from rpc.identity.principal import CredentialKind, Principal, Role
+from rpc.identity.signing_keys import SigningKeys
 
 # Tokens are made with the real time, which the library checks them against.
 NOW = float(int(time.time()))

@@ -1,0 +1,156 @@
+"""The public keys that sign tokens: a JWKS in a file or at a URL, read again when it changes."""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import json
+import logging
+import urllib.parse
+import urllib.request
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jwt
+
+from rpc.errors import Unavailable
+from rpc.identity.tenant_header import is_loopback
+
+log = logging.getLogger(__name__)
+
+# Algorithms by type of key, and by curve. All have a private and a public key: whoever can check a token must not be
+# able to make one.
+ALGORITHMS: Mapping[str, frozenset[str]] = {
+    "RSA": frozenset({"RS256", "RS384", "RS512", "PS256", "PS384", "PS512"}),
+    "P-256": frozenset({"ES256"}),
+    "P-384": frozenset({"ES384"}),
+    "P-521": frozenset({"ES512"}),
+    "Ed25519": frozenset({"EdDSA"}),
+}
+# Interval in seconds between looks at a JWKS, by URL and in a file; and after a token with an unknown key by URL.
+LOOK_URL_S, LOOK_FILE_S, UNKNOWN_KEY_S = 60.0, 1.0, 10.0
+# Timeout in seconds of a download, and its maximum bytes.
+FETCH_S = 5.0
+_JWKS_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class _Key:
+    """A public key, and the algorithms that it may be used with."""
+
+    key: Any
+    algorithms: frozenset[str]
+
+
+class SigningKeys:
+    """The keys of a JWKS in a file or at a URL. Raises ValueError on a source that cannot be one, or a bad file."""
+
+    def __init__(self, source: str) -> None:
+        self._url = source if "://" in source else ""
+        self._path = None if self._url else Path(source)
+        self._keys: dict[str, _Key] = {}
+        self._seen: tuple[int, int] | None = None
+        self._wanted = asyncio.Event()
+        self.loaded = False
+        # Grows with every change, so that checks of before it are forgotten.
+        self.version = 0
+        if self._url:
+            parts = urllib.parse.urlsplit(self._url)
+            if parts.scheme != "https" and not (parts.scheme == "http" and is_loopback(parts.hostname or "")):
+                raise ValueError(f"--jwt-jwks {source}: write https://..., or a file")
+        else:
+            self._read_file()
+
+    def find(self, key_id: str | None) -> _Key | None:
+        """Return a key; without an id the only one. Raises Unavailable before the first answer of the URL."""
+        if not self.loaded:
+            raise Unavailable("the keys that sign tokens cannot be read yet", reason="JWKS_MISSING")
+        if key_id is None:
+            return next(iter(self._keys.values())) if len(self._keys) == 1 else None
+        found = self._keys.get(key_id)
+        if found is None:
+            self._wanted.set()
+        return found
+
+    async def follow(self) -> None:
+        """Read the keys again when they change; never returns."""
+        while True:
+            await self.look()
+            self._wanted.clear()
+            if not self._url:
+                await asyncio.sleep(LOOK_FILE_S)
+                continue
+            await asyncio.sleep(UNKNOWN_KEY_S if self.loaded else LOOK_FILE_S)
+            try:
+                async with asyncio.timeout(LOOK_URL_S - UNKNOWN_KEY_S if self.loaded else 0):
+                    await self._wanted.wait()
+            except TimeoutError:
+                pass
+
+    async def look(self) -> None:
+        """Read the keys; where that fails, keep the former ones."""
+        try:
+            if self._url:
+                self._take(await asyncio.to_thread(_fetch, self._url))
+            else:
+                self._read_file()
+        except (ValueError, OSError, http.client.HTTPException) as error:
+            log.warning("keeps the former keys: %s", error)
+
+    def _read_file(self) -> None:
+        assert self._path is not None
+        try:
+            stat = self._path.stat()
+            if (seen := (stat.st_mtime_ns, stat.st_ino)) != self._seen:
+                self._seen = seen  # a bad file is reported once
+                self._take(self._path.read_bytes())
+        except OSError as error:
+            raise ValueError(f"--jwt-jwks {self._path}: {error.strerror}") from error
+
+    def _take(self, content: bytes) -> None:
+        keys = _read_keys(content, self._url or str(self._path))
+        if set(keys) != set(self._keys) or not self.loaded:
+            log.info("has %d keys of %s", len(keys), self._url or self._path)
+        self._keys = keys
+        self.loaded = True
+        self.version += 1
+
+
+def _read_keys(content: bytes, source: str) -> dict[str, _Key]:
+    """Return the keys of a JWKS for signatures, by id. Raises ValueError."""
+    try:
+        listed = json.loads(content)["keys"]
+        found: dict[str, _Key] = {}
+        for one in listed:
+            algorithms = ALGORITHMS.get(one.get("crv", one.get("kty")), frozenset())
+            if one.get("use", "sig") != "sig" or not algorithms:
+                continue
+            if "alg" in one:
+                algorithms &= {one["alg"]}
+            if algorithms:
+                key = jwt.PyJWK(one, algorithm=min(algorithms))
+                found[str(one.get("kid", ""))] = _Key(key.key, algorithms)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, jwt.PyJWTError) as error:
+        raise ValueError(f"--jwt-jwks {source}: not a JWKS: {error}") from error
+    if not found:
+        raise ValueError(f"--jwt-jwks {source}: no key for signatures among {len(listed)}")
+    return found
+
+
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    """Follows no redirect: the settings name the one place that keys come from."""
+
+    def redirect_request(self, *_: Any) -> None:
+        """Refuse."""
+
+
+def _fetch(url: str) -> bytes:
+    """Download a JWKS; blocks. Raises OSError or ValueError."""
+    opener = urllib.request.build_opener(_NoRedirect)
+    with opener.open(url, timeout=FETCH_S) as answer:
+        content: bytes = answer.read(_JWKS_BYTES + 1)
+    if len(content) > _JWKS_BYTES:
+        raise ValueError(f"--jwt-jwks {url}: more than {_JWKS_BYTES} bytes")
+    return content
