@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 
 from broker import terms
-from broker.ledger import AccountCopy, Charge, Reservation
+from broker.ledger_records import AccountCopy, Charge, Reservation
 
 DAY_MS, MINUTE_MS = 86_400_000, 60_000
 

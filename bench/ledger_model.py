@@ -9,16 +9,8 @@ from datetime import UTC, datetime
 from bench.ledger_account import DAY_MS, MINUTE_MS, Account
 from broker import terms
 from broker.keys import is_key_account
-from broker.ledger import (
-    LIMIT_NAMES,
-    AccountCopy,
-    BehindError,
-    Charge,
-    Look,
-    QuotaReachedError,
-    Reservation,
-    TokenLimits,
-)
+from broker.ledger import BehindError, QuotaReachedError
+from broker.ledger_records import LIMIT_NAMES, AccountCopy, Charge, Look, Reservation, TokenLimits
 
 
 def _start_of(month: int) -> int:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from typing import Any
 
 from redis.asyncio import Redis
@@ -25,6 +25,7 @@ from redis.exceptions import OutOfMemoryError
 
 from broker.batched_script import BatchedScript
 from broker.keys import LEDGER_TENANTS, is_key_account, ledger_prefix
+from broker.ledger_records import COPY_FIELDS, LIMIT_NAMES, AccountCopy, Charge, Look, Reservation, TokenLimits
 from broker.scripts import SCRIPTS, Scripts
 from broker.wrong_types import retried
 
@@ -32,72 +33,6 @@ log = logging.getLogger(__name__)
 
 # Maximum reservations that one look renews: a script stops the whole server while it runs.
 RENEWALS_AT_ONCE = 128
-
-
-@dataclass(frozen=True, slots=True)
-class TokenLimits:
-    """Maximum streams at once, and counts by minute, day and month, in the order of the scripts; None: no limit."""
-
-    streams: int | None = None
-    requests_per_minute: int | None = None
-    input_tokens_per_minute: int | None = None
-    output_tokens_per_minute: int | None = None
-    tokens_per_day: int | None = None
-    tokens_per_month: int | None = None
-
-
-# The limits by the names that the scripts give them.
-LIMIT_NAMES = dict(
-    zip(("streams", "requests", "input", "output", "day_tokens", "month_tokens"), TokenLimits.__slots__, strict=True)
-)
-
-
-@dataclass(frozen=True, slots=True)
-class AccountCopy:
-    """A state of an account, in the order of the scripts.
-
-    Windows have numbers by UTC, a month 12 x year + month - 1.
-    """
-
-    epoch: int = 0
-    version: int = 0
-    minute: int = 0
-    requests: int = 0
-    input: int = 0
-    output: int = 0
-    day: int = 0
-    day_tokens: int = 0
-    month: int = 0
-    month_tokens: int = 0
-
-
-COPY_FIELDS = len(fields(AccountCopy))
-
-
-@dataclass(frozen=True, slots=True)
-class Reservation:
-    """A request's reservation at its router, in the order of the scripts.
-
-    `base` output tokens of the request belong to earlier parts; `input` and `output` are reserved beyond them, in the
-    windows that follow; `used_output` counts from the request's first token.
-    """
-
-    id: str
-    owner: str
-    # Facts about the request, for its usage event.
-    subject: str = ""
-    part: int = 0
-    base: int = 0
-    requests: int = 1
-    input: int = 0
-    output: int = 0
-    used_input: int = 0
-    used_output: int = 0
-    minute: int = 0
-    day: int = 0
-    month: int = 0
-
-
 _NAMES = tuple(field.name for field in fields(Reservation))
 
 
@@ -116,28 +51,6 @@ class BehindError(Exception):
 
 class LedgerFullError(Exception):
     """Redis has no memory for another reservation."""
-
-
-@dataclass(frozen=True, slots=True)
-class Charge:
-    """A part of a request that a tenant was charged for; `subject` as its router gave it."""
-
-    id: str
-    input: int
-    output: int
-    at_ms: int
-    subject: str
-
-
-@dataclass(frozen=True, slots=True)
-class Look:
-    """A look's answer; `refilled`: the account took over the router's copy."""
-
-    account: AccountCopy
-    expired: int
-    refilled: bool
-    # Charges that no router has reported for a while.
-    charges: tuple[Charge, ...] = ()
 
 
 class Ledger:

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 
 from broker.connection import REDIS_DOWN
 from broker.keys import is_key_account
-from broker.ledger import AccountCopy, Ledger
+from broker.ledger import Ledger
+from broker.ledger_records import AccountCopy
 from router.metrics import RouterMetrics
 from router.quotas.grant import Grant
 from router.quotas.plans import Plans

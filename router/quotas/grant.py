@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from broker.ledger import Reservation
+from broker.ledger_records import Reservation
 from router.dispatch.routed_job import RoutedJob
 from router.quotas.usage import Facts
 

@@ -14,15 +14,8 @@ from typing import Any
 
 from broker.connection import REDIS_DOWN
 from broker.keys import is_key_account
-from broker.ledger import (
-    AccountCopy,
-    BehindError,
-    Ledger,
-    LedgerFullError,
-    QuotaReachedError,
-    Reservation,
-    TokenLimits,
-)
+from broker.ledger import BehindError, Ledger, LedgerFullError, QuotaReachedError
+from broker.ledger_records import AccountCopy, Reservation, TokenLimits
 from broker.messages import Job
 from router.dispatch.refusals import queue_full
 from router.metrics import RouterMetrics

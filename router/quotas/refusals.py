@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 
-from broker.ledger import QuotaReachedError, TokenLimits
+from broker.ledger import QuotaReachedError
+from broker.ledger_records import TokenLimits
 from rpc.errors import Exhausted
 
 

@@ -8,7 +8,8 @@ from collections import deque
 from dataclasses import dataclass
 
 from broker.connection import REDIS_DOWN
-from broker.ledger import BehindError, Ledger, Reservation
+from broker.ledger import BehindError, Ledger
+from broker.ledger_records import Reservation
 from router.quotas.accounts import Accounts
 from router.quotas.grant import End
 from router.quotas.usage import UsageLog

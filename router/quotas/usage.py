@@ -21,7 +21,7 @@ from typing import Any
 import msgspec
 
 from broker.connection import REDIS_DOWN
-from broker.ledger import Charge
+from broker.ledger_records import Charge
 from broker.messages import Job
 from router.metrics import RouterMetrics
 from router.quotas.usage_sender import UsageSender

@@ -14,7 +14,8 @@ from broker.commands import DRAIN
 from broker.connection import connect
 from broker.functions import FunctionsMissingError
 from broker.keys import RESUME_KEYS, Keys, ledger_prefix
-from broker.ledger import AccountCopy, Ledger, Reservation, TokenLimits
+from broker.ledger import Ledger
+from broker.ledger_records import AccountCopy, Reservation, TokenLimits
 from broker.liveness import Liveness
 from broker.messages import AdapterRef, AdapterRequest, Capacity
 from broker.queue import JobQueue

@@ -12,15 +12,8 @@ from redis.asyncio import Redis
 from bench.ledger_model import LedgerModel
 from broker import terms
 from broker.keys import ledger_prefix
-from broker.ledger import (
-    AccountCopy,
-    BehindError,
-    Ledger,
-    Look,
-    QuotaReachedError,
-    Reservation,
-    TokenLimits,
-)
+from broker.ledger import BehindError, Ledger, QuotaReachedError
+from broker.ledger_records import AccountCopy, Look, Reservation, TokenLimits
 from tests.broker.scripts_clock import SCRIPTS_ON_TEST_CLOCK, START_MS, Clock
 
 LIMITS = TokenLimits(output_tokens_per_minute=1000)

@@ -8,7 +8,8 @@ import pytest
 from redis.asyncio import Redis
 
 from broker.dead import DeadLetters
-from broker.ledger import AccountCopy, Ledger, Reservation, TokenLimits
+from broker.ledger import Ledger
+from broker.ledger_records import AccountCopy, Reservation, TokenLimits
 from broker.messages import AdapterRef, AdapterRequest, WeightedRef
 from broker.quarantine import Quarantine
 from broker.queue import JobQueue

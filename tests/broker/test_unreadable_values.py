@@ -9,7 +9,8 @@ from typing import Any
 
 from redis.asyncio import Redis
 
-from broker.ledger import AccountCopy, BehindError, Ledger, Reservation, TokenLimits
+from broker.ledger import BehindError, Ledger
+from broker.ledger_records import AccountCopy, Reservation, TokenLimits
 from broker.liveness import Liveness
 from broker.messages import AdapterRef
 from broker.quarantine import QuarantinedError

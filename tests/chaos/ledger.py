@@ -17,7 +17,8 @@ from typing import Any
 from redis.asyncio import Redis
 
 from broker.keys import LEDGER_TENANTS, ledger_prefix
-from broker.ledger import AccountCopy, Ledger
+from broker.ledger import Ledger
+from broker.ledger_records import AccountCopy
 from tests.chaos.history import Account, Charged, Fault, Observation
 from tests.chaos.plan import IN_FLIGHT, TENANTS, Kind
 from tests.chaos.verdict import Verdict

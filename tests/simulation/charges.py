@@ -7,7 +7,7 @@ from dataclasses import replace
 from random import Random
 
 from broker.keys import key_account
-from broker.ledger import AccountCopy
+from broker.ledger_records import AccountCopy
 from broker.terms import HELD_MS, RECOVERY_MS
 from router.quotas.plans import Plans
 from tests.simulation.clients import End, Plan, Story

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from broker.ledger import AccountCopy, Charge, Look, Reservation, TokenLimits
+from broker.ledger_records import AccountCopy, Charge, Look, Reservation, TokenLimits
 from tests.simulation.redis import SimulatedRedis
 
 

@@ -19,7 +19,7 @@ import grpc
 from artifacts.base_model import read_base_model
 from artifacts.grammars.prover import Prover
 from artifacts.revision import CONFIG_FILE, WEIGHTS_FILE
-from broker.ledger import AccountCopy
+from broker.ledger_records import AccountCopy
 from broker.liveness import Liveness
 from broker.messages import Job
 from broker.queue import JobQueue

@@ -10,7 +10,7 @@ import pytest
 
 from bench.ledger_model import LedgerModel
 from broker.keys import key_account
-from broker.ledger import Reservation
+from broker.ledger_records import Reservation
 from tests.simulation.charges import asked_tokens
 from tests.simulation.clients import End
 from tests.simulation.faults import Fault, Kind

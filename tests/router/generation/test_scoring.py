@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from broker.ledger import Reservation
+from broker.ledger_records import Reservation
 from router.generation.scoring import AT_ONCE, Scoring
 from router.quotas.grant import Grant
 from router.request import Message, PromptLogprobs, Request, Summary, TokenLogprobs

@@ -13,7 +13,8 @@ from redis.asyncio import Redis
 from redis.exceptions import ConnectionError as RedisConnectionError
 
 from broker.keys import ledger_prefix
-from broker.ledger import AccountCopy, Ledger
+from broker.ledger import Ledger
+from broker.ledger_records import AccountCopy
 from broker.scripts import Scripts
 from router.dispatch.routed_job import RoutedJob
 from router.quotas.grant import End, Grant

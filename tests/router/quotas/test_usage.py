@@ -11,7 +11,8 @@ import pytest
 from redis.asyncio import Redis
 
 from broker import terms
-from broker.ledger import AccountCopy, Charge, Ledger
+from broker.ledger import Ledger
+from broker.ledger_records import AccountCopy, Charge
 from broker.scripts import Scripts
 from router.metrics import RouterMetrics
 from router.quotas.grant import End
