@@ -11,17 +11,8 @@ from loraplex.queue.v1 import queue_pb2
 
 from artifacts.encode import Encode, Pooling, Task
 from artifacts.sampling import SamplingParams
-from broker.messages import (
-    AdapterRef,
-    AdapterRequest,
-    AdapterTiers,
-    DeadJob,
-    Job,
-    StoppingParams,
-    WeightedRef,
-    WorkerPhase,
-    WorkerState,
-)
+from broker.messages import AdapterRef, AdapterRequest, DeadJob, Job, StoppingParams, WeightedRef
+from broker.worker_state import AdapterTiers, WorkerPhase, WorkerState
 
 # Maximum number of answers of a job, far above what routers admit: a worker keeps a record of each.
 MAX_ANSWERS = 256

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from artifacts.names import parse_revision_name
 from broker.connection import REDIS_DOWN
-from broker.messages import WorkerPhase, WorkerState
+from broker.worker_state import WorkerPhase, WorkerState
 from router.catalog.models import Models
 from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.routed_job import RoutedJob

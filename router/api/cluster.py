@@ -13,7 +13,8 @@ from loraplex.cluster.v1 import cluster_pb2_grpc
 
 from broker.commands import DRAIN, Verb
 from broker.connection import REDIS_DOWN
-from broker.messages import DeadJob, WorkerPhase, WorkerState
+from broker.messages import DeadJob
+from broker.worker_state import WorkerPhase, WorkerState
 from router.api.operator_commands import AdapterCommands
 from router.api.traffic import Traffic
 from router.catalog.models import Models

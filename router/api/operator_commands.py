@@ -9,7 +9,8 @@ from redis.exceptions import OutOfMemoryError
 
 from broker.commands import COMMAND_TTL_MS, Command, Verb
 from broker.connection import REDIS_DOWN
-from broker.messages import AdapterRequest, WorkerState
+from broker.messages import AdapterRequest
+from broker.worker_state import WorkerState
 from router.catalog.adapters import check_rank
 from router.catalog.fitness import check_fitness
 from router.catalog.models import Models, ServedModel

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 
 from broker.connection import REDIS_DOWN
 from broker.liveness import TTL_MS, Census, Liveness
-from broker.messages import WorkerPhase, WorkerState
+from broker.worker_state import WorkerPhase, WorkerState
 
 log = logging.getLogger(__name__)
 

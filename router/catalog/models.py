@@ -14,9 +14,10 @@ from redis.asyncio import Redis
 from broker.connection import REDIS_DOWN
 from broker.keys import Keys
 from broker.liveness import Liveness
-from broker.messages import Job, WorkerPhase, WorkerState
+from broker.messages import Job
 from broker.queue import JobQueue
 from broker.terms import QueueLimits
+from broker.worker_state import WorkerPhase, WorkerState
 from router.catalog.live_workers import ANSWER_S, LiveWorkers
 from router.catalog.manifest import Manifest, RegisteredModel
 from router.catalog.model_texts import ModelTexts

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from broker.messages import Job, WorkerState
+from broker.messages import Job
 from broker.rendezvous import WorkerLoad, preferred
 from broker.terms import Placement
+from broker.worker_state import WorkerState
 
 MIB = 1 << 20
 

@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from broker.messages import WorkerState
+from broker.worker_state import WorkerState
 from router.dispatch.worker_links import WorkerLinks
 from router.metrics import RouterMetrics
 from rpc.errors import Unavailable

@@ -7,7 +7,8 @@ import secrets
 import time
 from dataclasses import replace
 
-from broker.messages import AdapterRef, Job, StoppingParams, WorkerState
+from broker.messages import AdapterRef, Job, StoppingParams
+from broker.worker_state import WorkerState
 from router.catalog.adapter_settings import AdapterConfigs
 from router.catalog.adapters import check_rank, resolve_adapters
 from router.catalog.classifiers import check_generates

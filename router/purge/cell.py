@@ -22,8 +22,8 @@ from redis.exceptions import ResponseError
 
 from broker.connection import REDIS_DOWN
 from broker.ledger import Ledger
-from broker.messages import WorkerState
 from broker.tenant_records import TenantRecords
+from broker.worker_state import WorkerState
 from router.catalog.models import Models, ServedModel
 from router.dispatch.forgets import WorkerForgets
 from router.purge.router_data import RouterData

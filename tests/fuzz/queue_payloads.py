@@ -15,7 +15,8 @@ from broker.codec import (
     encode_worker,
 )
 from broker.commands import Command, Verb, decode_command, encode_command
-from broker.messages import AdapterRef, AdapterRequest, DeadJob, Job, StoppingParams, WorkerPhase, WorkerState
+from broker.messages import AdapterRef, AdapterRequest, DeadJob, Job, StoppingParams
+from broker.worker_state import WorkerPhase, WorkerState
 from worker.engine.scheduling.validate import check_sequence
 from worker.engine_api import SequenceRefusedError
 from worker.engine_api.config import EngineLimits

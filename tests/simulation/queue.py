@@ -12,11 +12,12 @@ from broker.codec import decode_adapter_request, decode_job
 from broker.commands import Command
 from broker.keys import Keys
 from broker.liveness import TTL_MS, Census
-from broker.messages import AdapterRequest, Capacity, DeadJob, Job, WorkerState
+from broker.messages import AdapterRequest, Capacity, DeadJob, Job
 from broker.quarantine import QuarantinedError
 from broker.queue import DeadlineUnattainableError, QueueFullError
 from broker.queue_entry import Entry
 from broker.terms import FREE_ROWS_MS, Claimed, Placement, QueueLimits, QueueState, UsageReport
+from broker.worker_state import WorkerState
 from tests.simulation.redis import SimulatedRedis
 
 

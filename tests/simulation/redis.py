@@ -20,8 +20,9 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from bench.ledger_model import LedgerModel
 from bench.queue_model.queue_model import QueueModel
 from broker.commands import Command
-from broker.messages import DeadJob, Job, WorkerState
+from broker.messages import DeadJob, Job
 from broker.terms import QueueLimits, UsageReport
+from broker.worker_state import WorkerState
 from tests.simulation.loop import NODE, Node
 from tests.simulation.network import Network
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from broker.messages import WorkerPhase, WorkerState
+from broker.worker_state import WorkerPhase, WorkerState
 from tests.simulation.clients import End
 from tests.simulation.engine import SimulatedEngine
 from tests.simulation.queue import SimulatedLiveness

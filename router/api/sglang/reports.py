@@ -15,7 +15,7 @@ from smg_grpc_proto import sglang_scheduler_pb2 as engine
 from artifacts.errors import ArtifactError
 from artifacts.json_object import parse_object
 from broker.connection import REDIS_DOWN
-from broker.messages import WorkerState
+from broker.worker_state import WorkerState
 from router.api.sglang.tokenizer_files import TOKENIZER_FILE
 from router.catalog.manifest import Manifest
 from router.catalog.models import Models, ServedModel

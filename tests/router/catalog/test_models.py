@@ -14,8 +14,9 @@ from redis.asyncio import Redis
 from artifacts.base_model import read_base_model
 from broker.keys import Keys
 from broker.liveness import Liveness
-from broker.messages import AdapterRef, Job, StoppingParams, WorkerPhase
+from broker.messages import AdapterRef, Job, StoppingParams
 from broker.terms import ASIDE_MS, QueueLimits
+from broker.worker_state import WorkerPhase
 from router.catalog.manifest import Manifest, RegisteredModel
 from router.catalog.models import Models
 from rpc.errors import Mismatch, NotFound, Unavailable

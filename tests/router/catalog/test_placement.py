@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from broker.messages import AdapterRef, Job, StoppingParams, WorkerPhase, WorkerState
+from broker.messages import AdapterRef, Job, StoppingParams
 from broker.rendezvous import WorkerLoad, preferred
 from broker.terms import Placement
+from broker.worker_state import WorkerPhase, WorkerState
 from router.catalog.placement import MIB, Placer
 
 JOB = Job("j", "acme", "tiny", "sha256:0", "here", (1, 2), StoppingParams(100), 1, request_id="j")

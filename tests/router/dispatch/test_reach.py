@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from broker.messages import WorkerState
+from broker.worker_state import WorkerState
 from router.dispatch.reach import UNREACHED_S, RelayReach
 from router.metrics import RouterMetrics
 from rpc.errors import Unavailable

@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from broker.connection import REDIS_DOWN
 from broker.liveness import BEAT_MS, Liveness
-from broker.messages import WorkerPhase, WorkerState
+from broker.worker_state import WorkerPhase, WorkerState
 from worker.io.membership.health import WorkerHealth
 
 log = logging.getLogger(__name__)

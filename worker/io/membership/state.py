@@ -6,7 +6,7 @@ import os
 import socket
 
 from artifacts.base_model import BaseModel
-from broker.messages import AdapterTiers, WorkerPhase, WorkerState
+from broker.worker_state import AdapterTiers, WorkerPhase, WorkerState
 from worker.engine_api.config import EngineLimits
 from worker.engine_api.stats import EngineStats
 from worker.io.metrics import FetchStats
