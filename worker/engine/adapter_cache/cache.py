@@ -5,23 +5,23 @@
                          read()                          transfer()   install(), within the swap budget         │
                                     host tier, kept while its budget allows ◀────────── evicted ◀───────────────┘
 
-What the sequences wait for decides which adapter is next, and which one leaves: slots.py, scheduling/adapter_demand.py.
+What the sequences wait for decides which adapter is next, and which one leaves: reads.py, slots.py,
+scheduling/adapter_demand.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
-from itertools import islice
 from typing import Generic, TypeVar
 
 from worker.engine.adapter_cache.host_tier import HostTier
 from worker.engine.adapter_cache.integrity import require_integrity
 from worker.engine.adapter_cache.loading import AdapterMemory, Loads
+from worker.engine.adapter_cache.reads import Reads
 from worker.engine.adapter_cache.slots import DeviceSlots
 from worker.engine.adapter_cache.swap_budget import SwapBudget
-from worker.engine.adapter_cache.transfers import MAX_AHEAD, Transfers
-from worker.engine.scheduling.adapter_demand import WINDOW, Demand, Urgency
+from worker.engine.adapter_cache.transfers import Transfers
+from worker.engine.scheduling.adapter_demand import Demand, Urgency
 from worker.engine.scheduling.residency import Arrivals
 from worker.engine_api import AdapterSource
 from worker.engine_api.stats import TierStats
@@ -46,12 +46,8 @@ class AdapterCache(Generic[P]):
         self._host: HostTier[P] = HostTier(host_bytes, memory.size)
         self._slots = DeviceSlots(slots, self.demand)
         self._budget = budget or SwapBudget()
-        self._wanted: dict[str, AdapterSource] = {}
-        self._oldest_next = False
-        # Adapters that are being read, and whether they are still requested.
-        self._loading: dict[str, bool] = {}
-        self._largest = 0
         self._transfers = Transfers(memory, loads)
+        self._reads = Reads(memory, loads, self._host, self._transfers, self.demand)
         # Arrivals that the next poll returns.
         self._arrived: list[str] = []
         self._load_failures = 0
@@ -60,18 +56,15 @@ class AdapterCache(Generic[P]):
     def request(self, source: AdapterSource) -> None:
         """Bring an adapter in, unless that is under way; poll reports when it is there."""
         digest = source.digest
-        if digest in self._loading:
-            self._loading[digest] = True
-        elif self._host.hold(digest):
+        if digest not in self._reads.loading and self._host.hold(digest):
             self.demand.lacks_slot(digest)
         else:
-            self._wanted[digest] = source
-            self._feed()
+            self._reads.request(source)
 
     def withdraw(self, digest: str) -> None:
         """Stop bringing in an adapter that nobody waits for any more; one that is being read is kept in host memory."""
         self._drop_request(digest)
-        self._feed()
+        self._reads.feed()
 
     def slot_of(self, digest: str) -> int | None:
         """Return an adapter's slot, or None where it can't be pinned now: not resident, or draining."""
@@ -95,7 +88,7 @@ class AdapterCache(Generic[P]):
                 self._take(digest, result)
         if (lacking := self._lacking()) or self._slots.draining:
             self._install_waiting(lacking)
-        self._feed()
+        self._reads.feed()
         arrivals = Arrivals(tuple(self._arrived), tuple(self._failed))
         self._arrived, self._failed = [], []
         return arrivals
@@ -128,7 +121,7 @@ class AdapterCache(Generic[P]):
     @property
     def tiers(self) -> TierStats:
         """Return what the tiers hold now."""
-        slots, host, loading = self._slots, self._host, len(self._loading)
+        slots, host, loading = self._slots, self._host, len(self._reads.loading)
         return TierStats(slots.loads, slots.swaps, self._load_failures, loading, host.bytes, slots.bytes)
 
     def check(self, pins: Mapping[str, int]) -> None:
@@ -138,8 +131,7 @@ class AdapterCache(Generic[P]):
         # Nobody waits for what the next poll returns.
         settled = {*self._arrived, *(digest for digest, _ in self._failed)}
         wanted = self._requested() - settled
-        loading = [digest for digest, requested in self._loading.items() if requested]
-        places = [*self._wanted, *loading, *self._host.held_digests]
+        places = [*self._reads.requested, *self._host.held_digests]
         require_integrity(sorted(places) == sorted(wanted), f"{wanted} are requested, and {places} are on their way")
         lacking = set(self.demand.lacking) - settled
         held = self._host.held_digests & self.demand.parked_digests
@@ -154,40 +146,15 @@ class AdapterCache(Generic[P]):
         """Return the digests of all adapters that are to be brought in."""
         return set(self.demand.parked_digests)
 
-    def _feed(self) -> None:
-        # One loader stays free for copies to the device: slow files must not delay adapters that are in memory.
-        most = self._loads.most - self._memory.transfers
-        while self._wanted and (ahead := len(self._loading) + 1) <= most:
-            # A reservation of the largest so far for each load: it ends with the load, whatever comes of that.
-            if not self._host.has_room_for(ahead, self._largest, MAX_AHEAD):
-                return
-            # An adapter whose copy nobody waits for any more is read again once that copy has ended.
-            window = [digest for digest in islice(self._wanted, WINDOW) if digest not in self._transfers]
-            if not window:
-                return
-            # By turns the adapter for which most wait and the one that was requested first, so that none starves.
-            digest = window[0] if self._oldest_next else max(window, key=self.demand.waiting_for)
-            self._oldest_next = not self._oldest_next
-            self._loading[digest] = True
-            self._loads.start(digest, partial(self._memory.read, self._wanted.pop(digest)))
-
     def _take(self, digest: str, result: P | Exception) -> None:
-        if digest in self._loading:
-            wanted = self._loading.pop(digest)
-            if not isinstance(result, Exception):
-                self._largest = max(self._largest, self._memory.size(result))
-                if wanted:
-                    self._host.hold(digest, result)
-                    self.demand.lacks_slot(digest)
-                else:
-                    self._host.put(digest, result)
-                return
+        if digest in self._reads.loading:
+            wanted = self._reads.end(digest, result)
         else:
             wanted = self._host.held(digest) is not None
             if wanted and not isinstance(result, Exception):
                 self._transfers.complete(digest, result)
-                return
-            self._transfers.forget(digest)
+            else:
+                self._transfers.forget(digest)
         if not wanted or not isinstance(result, Exception):
             return
         self._host.let_go(digest)
@@ -249,8 +216,6 @@ class AdapterCache(Generic[P]):
             self._arrived.append(digest)
 
     def _drop_request(self, digest: str) -> None:
-        self._wanted.pop(digest, None)
-        if digest in self._loading:
-            self._loading[digest] = False
+        self._reads.drop_request(digest)
         self._transfers.discard(digest)
         self._host.let_go(digest)

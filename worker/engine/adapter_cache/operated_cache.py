@@ -60,7 +60,7 @@ class OperatedCache(AdapterCache[P]):
         for digest in [one for one in self._slots.digests if one not in kept]:
             dropped = self._slots.drop(digest)
             removed, left = removed + dropped, left + (not dropped)
-        coming = {*self._commands, *self._wanted, *self._loading, *self._host.held_digests}
+        coming = {*self._commands, *self._reads.wanted, *self._reads.loading, *self._host.held_digests}
         return Removal(removed, left + sum(one not in kept and one not in self._slots for one in coming))
 
     @property

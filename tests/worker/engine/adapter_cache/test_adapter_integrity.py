@@ -72,7 +72,7 @@ def hold_for_nobody(cache: Any) -> None:
 
 
 def want_for_nobody(cache: Any) -> None:
-    cache._wanted["adapter 3"] = AdapterSource("adapter 3", "/")
+    cache._reads.wanted["adapter 3"] = AdapterSource("adapter 3", "/")
 
 
 def copy_what_is_not_held(cache: Any) -> None:
