@@ -11,7 +11,10 @@ from typing import Any
 
 from loraplex.inference.v1 import inference_pb2 as pb
 
+from artifacts.sampling import LOGIT_BIASES
+from router.api.convert import STOP_STRINGS, STOP_TOKEN_IDS
 from router.api.encoding import read_embed
+from router.api.prompt_size import check_count
 from router.api.read_spec import read_spec
 from router.api.sglang.ebnf import read_ebnf
 from router.catalog.models import Models
@@ -35,12 +38,19 @@ _UNSERVED_OF_EMBED = ("mm_inputs", "token_type_ids", "is_cross_encoder", "texts"
 # alternative.
 _REST_BYTES, _TOKEN_BYTES, _ALTERNATIVE_BYTES = 64 * 1024, 24, 9
 _TOO_LARGE = "ANSWER_TOO_LARGE"
+# Maximum numbers of values in fields of sampling_params.
+_MOST_VALUES = {"logit_bias": LOGIT_BIASES, "stop": STOP_STRINGS, "stop_token_ids": STOP_TOKEN_IDS}
 
 
 async def read_generate(request: Any, tenant: str, adapter: str, models: Models) -> Request:
     """Return the request in a message; `adapter` is that of a message without lora_id. Raises a CallError."""
     _check_served(request, _UNSERVED)
     ids, params = request.tokenized.input_ids, request.sampling_params
+    # Before they are copied, which takes the event loop seconds for a full message.
+    check_count("token_ids", ids, models.get("").manifest.context_length)
+    for field, most in _MOST_VALUES.items():
+        if (count := len(getattr(params, field))) > most:
+            raise InvalidField(f"sampling_params.{field}", f"{count} values; at most {most}")
     start = _logprob_start(request)
     if request.top_logprobs_num < 0:
         raise InvalidField("top_logprobs_num", f"{request.top_logprobs_num}; at least 0")
