@@ -66,15 +66,18 @@ class JobKeys:
         self.look()
         return [hmac.digest(key, b"loraplex " + purpose, "sha256").hex() for key in self._keys.values()]
 
-    def look(self) -> None:
-        """Read the file again if it has changed. A file that cannot be used is not taken."""
+    def look(self) -> bool:
+        """Read the file again if it has changed; return whether it has. A file that cannot be used is not taken."""
         try:
-            if (stamp := self._stamp()) != self._seen:
-                self._take(self._read())
-                self._seen = stamp
-                log.info("read %s again", self._path)
+            if (stamp := self._stamp()) == self._seen:
+                return False
+            self._take(self._read())
         except ValueError as error:
             log.warning("keeps the former job keys: %s", error)
+            return False
+        self._seen = stamp
+        log.info("read %s again", self._path)
+        return True
 
     def _take(self, keys: dict[str, bytes]) -> None:
         self._keys = keys

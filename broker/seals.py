@@ -86,16 +86,31 @@ class Seals:
         sealed.signature = signature.value
         return sealed
 
-    def look(self) -> None:
-        """Read the files of keys and authorities again that have changed; call it before a wait for sealed contents."""
-        self.keys.look()
-        self._routers.look()
+    def look(self) -> bool:
+        """Read the files of keys and authorities again that have changed; return whether any has.
+
+        Call it before a wait for sealed contents.
+        """
+        changed = self.keys.look()
+        return self._routers.look() or changed
 
     def open(self, kind: SealKind, place: str, sealed: queue_pb2.Sealed) -> bytes:
-        """Return the content, by the keys and authorities of the last look. Raises SealError."""
-        bound, now = _bound(kind, place, sealed), self._now()
+        """Return the content; look again before it is refused, for files that have changed since. Raises SealError."""
+        now = self._now()
         if kind is not SealKind.PIN and now * 1e3 >= sealed.expires_at_ms:
             raise SealError("SEAL_EXPIRED", f"a {kind} whose time is over")
+        try:
+            content = self._content(kind, place, sealed)
+        except SealError:
+            if not self.look():
+                raise
+            content = self._content(kind, place, sealed)
+        if kind is not SealKind.PIN:
+            self._open_once(kind, sealed, now)
+        return content
+
+    def _content(self, kind: SealKind, place: str, sealed: queue_pb2.Sealed) -> bytes:
+        bound = _bound(kind, place, sealed)
         signature = Signature(tuple(sealed.certificates), sealed.signature)
         try:
             signer = self._routers.verify(signature, *bound, sealed.ciphertext)
@@ -106,12 +121,9 @@ class Seals:
         if key is None:
             raise SealError("KEY_UNKNOWN", f"a {kind} of {signer.name} with a job key that is not in --job-key")
         try:
-            content = key.decrypt(sealed.nonce, sealed.ciphertext, b"\0".join(bound))
+            return key.decrypt(sealed.nonce, sealed.ciphertext, b"\0".join(bound))
         except InvalidTag as error:
             raise SealError("KEY_UNKNOWN", f"a {kind} of {signer.name} with another job key of this id") from error
-        if kind is not SealKind.PIN:
-            self._open_once(kind, sealed, now)
-        return content
 
     def _open_once(self, kind: SealKind, sealed: queue_pb2.Sealed, now: float) -> None:
         while self._opened and (len(self._opened) >= OPENED_LIMIT or next(iter(self._opened.values())) <= now):

@@ -78,9 +78,10 @@ class Verifier:
         self._version = -1
         self._known: dict[tuple[bytes, ...], tuple[x509.Certificate, Principal]] = {}
 
-    def look(self) -> None:
-        """Read the authorities again if their file has changed."""
-        self._tls.look()
+    def look(self) -> bool:
+        """Read the authorities again if their file has changed; return whether that or the certificate's has."""
+        former = self._tls.version
+        return self._tls.look() != former
 
     def verify(self, signature: Signature, *parts: bytes) -> Principal:
         """Return who has signed the parts, by the authorities of the last look. Raises SignatureError."""

@@ -249,6 +249,17 @@ async def test_keys_are_taken_into_use_without_a_restart(cell: Cell) -> None:
     assert cell.refused.reasons == ["KEY_UNKNOWN"]
 
 
+def test_keys_and_authorities_that_come_during_a_wait_are_known(tmp_path: Path) -> None:
+    worker, _ = worker_seals(tmp_path, time.time)
+    write_private(tmp_path / "job.key", new_job_key("new").encode())
+    sealed = router_seals(tmp_path, time.time).seal(SealKind.JOB, "lp:", b"1")
+    assert worker.open(SealKind.JOB, "lp:", sealed) == b"1"
+    other = DevelopmentCa()
+    sealed = router_seals(tmp_path, time.time, ca=other).seal(SealKind.JOB, "lp:", b"2")
+    other.write_ca(tmp_path / "ca-worker-w")
+    assert worker.open(SealKind.JOB, "lp:", sealed) == b"2"
+
+
 async def test_commands_are_taken_from_routers_alone_once_and_by_their_worker(cell: Cell) -> None:
     warm = Command(Verb.WARM, AdapterRequest(ADAPTER, "acme"))
     await cell.router.commands.send("w-1", warm)
