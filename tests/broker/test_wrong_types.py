@@ -9,7 +9,10 @@ from redis.asyncio import Redis
 
 from broker.keys import LEDGER_TENANTS, RESUME_KEYS
 from broker.ledger import Ledger
+from broker.queue import JobQueue, QueueFullError
 from broker.resume_keys import StoredResumeKeys
+from broker.terms import LOOKS_PER_CHECK, QueueLimits, QueueState
+from tests.broker.queued_jobs import KEYS, claim, job
 from tests.broker.role_clients import role_clients
 
 
@@ -35,6 +38,21 @@ async def test_a_key_of_another_type_is_set_aside(
         assert await use(of_router) == found
     assert await redis.hgetall(f"{key}:aside") == {b"x": b"y"}
     assert await redis.pttl(f"{key}:aside") > 0
+
+
+async def test_a_queue_of_another_type_stops_no_other_tenant_before_a_census_finds_it(redis: Redis) -> None:
+    queue = JobQueue(redis, KEYS, worker_id="w", limits=QueueLimits(jobs=3))
+    await queue.enqueue(job("late", tenant="a", deadline_ms=1))
+    for name in ("a1", "a2"):
+        await queue.enqueue(job(name, tenant="a"))
+    await redis.set(KEYS.prefix + "queue:a", "x")
+    with pytest.raises(QueueFullError):  # the queue has no last job of the tenant that uses most of it
+        await queue.enqueue(job("b1", tenant="b"))
+    await queue.finish("a1", 1)
+    await queue.enqueue(job("b1", tenant="b"))
+    states = await queue.look_up([(name, 1) for name in ("a2", "b1") for _ in range(LOOKS_PER_CHECK)])
+    assert set(states) == {QueueState.WAITS}
+    assert "b1" in await claim(queue)
 
 
 async def test_a_tenant_s_name_that_is_no_text_ends_no_router(redis: Redis) -> None:

@@ -16,7 +16,7 @@ local function restore_job(id, facts)
     return true
   end
   local queue = PREFIX .. 'queue:' .. tenant
-  local is_new = redis.call('ZADD', queue, 'NX', 0, place) == 1
+  local is_new = redis.pcall('ZADD', queue, 'NX', 0, place) == 1 -- an error for another type, until a census
   if is_new then
     if redis.call('ZCARD', queue) == 1 then
       clear_totals(tenant)

@@ -19,10 +19,11 @@ end
 -- mark that a displaced job leaves. Returns the limit that is still exceeded. Its functions are made here, since each
 -- costs the server time where they are not needed.
 local function displace(limit, size, use, max)
-  -- Return a tenant's use of the queue now and its last job; nil without a job that has not begun.
+  -- Return a tenant's use of the queue now and its last job; nil without a job that has not begun, or for a queue of
+  -- another type, which a census sets aside.
   local function use_now(tenant)
     local queue, bytes = PREFIX .. 'queue:' .. tenant, 'of:' .. tenant
-    local place = redis.call('ZREVRANGE', queue, 0, 0)[1]
+    local place = redis.pcall('ZREVRANGE', queue, 0, 0)[1]
     if not place then return end
     local id = string.sub(place, PLACE_BYTES + 1)
     local facts = job_fields(PREFIX .. 'job:' .. id, 'facts')[1]

@@ -31,7 +31,7 @@ local function job_fields(key, ...)
 end
 
 -- Take a job out of its tenant's queue, or out of the jobs that have begun, where its place is its id. Returns whether
--- the tenant became idle; its `counter` may be known.
+-- the tenant became idle; its `counter` may be known. A queue of another type, which a census sets aside, stays.
 local function leave_queue(id, tenant, place, size, work, counter)
   count_waiting(tenant, -size, -work, place == id)
   if place == id then
@@ -39,7 +39,7 @@ local function leave_queue(id, tenant, place, size, work, counter)
     return false
   end
   local queue = PREFIX .. 'queue:' .. tenant
-  if redis.call('ZREM', queue, place) == 0 or redis.call('EXISTS', queue) == 1 then return false end
+  if redis.pcall('ZREM', queue, place) ~= 1 or redis.call('EXISTS', queue) == 1 then return false end
   deactivate_tenant(tenant, counter)
   return true
 end
