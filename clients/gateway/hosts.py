@@ -50,9 +50,9 @@ class OwnNames:
             scheme, _, rest = origin.partition("://")
             # Programs with a browser inside have schemes of their own; `null` is a page that hides its site.
             if scheme in ("http", "https", "null") and rest not in hosts and not self._is_own(_name(origin)):
-                raise HttpError(
-                    403, "origin_not_allowed", f"origin: pages of {origin[:_SHOWN]} may not call this gateway", "origin"
-                )
+                site = f"a page of {origin[:_SHOWN]}"
+                message = f"origin: {site} may not call this gateway; if it should, start it with --host-names"
+                raise HttpError(403, "origin_not_allowed", message, "origin")
 
     def _is_own(self, name: str) -> bool:
         return name in self._names or is_loopback(name) or name.endswith(".localhost")

@@ -72,6 +72,7 @@ async def test_programs_without_the_header_are_served() -> None:
 async def test_pages_of_other_sites_are_refused(origin: str) -> None:
     status, body = await answer(ON_LOOPBACK, "127.0.0.1:8000", origin=origin)
     assert (status, body["error"]["code"]) == (403, "origin_not_allowed")
+    assert body["error"]["message"].endswith("may not call this gateway; if it should, start it with --host-names")
     assert (await answer(WITH_CREDENTIALS, "127.0.0.1:8000", origin=origin))[0] == 404
 
 
