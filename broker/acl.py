@@ -51,6 +51,7 @@ ROLES: Mapping[str, Role] = {
             "record_death",
             "dead_push",
             "resume_keys",
+            "set_aside",
             "renew_pin",
             "ledger_reserve",
             "ledger_settle",
@@ -61,8 +62,6 @@ ROLES: Mapping[str, Role] = {
             *("zcard", "lrange", "hset", "hget", "hgetall", "hdel", "sadd", "srandmember", "function|load"),
             # For the removal of a tenant's data.
             *("srem", "hlen"),
-            # For keys of another type.
-            *("type", "rename", "pexpire"),
         ),
         keys=(f"lp:{{*/{_CELL}}}:*", "lp:{ledger/*}:*", "lp:{ledger}:*", "lp:{resume}:*"),
     ),

@@ -9,7 +9,7 @@ from typing import TypeVar
 from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 
-from broker.terms import ASIDE_MS
+from broker.scripts import SCRIPTS
 
 log = logging.getLogger(__name__)
 
@@ -23,11 +23,7 @@ async def retried(redis: Redis, key: str, wanted: str, call: Callable[[], Awaita
     except ResponseError as error:
         if "WRONGTYPE" not in str(error):
             raise
-    kind = await redis.type(key)
-    assert isinstance(kind, bytes), "connect() makes clients of bytes"
-    if (found := kind.decode()) not in {wanted, "none"}:  # else another router was first
-        aside = f"{key}:aside"
-        await redis.rename(key, aside)
-        await redis.pexpire(aside, ASIDE_MS)
-        log.error("the Redis key %s was a %s; it is %s now, for a day", key, found, aside)
+    aside = f"{key}:aside"
+    if found := await SCRIPTS.register(redis, "set_aside")(key, [wanted, aside]):
+        log.error("the Redis key %s was a %s; it is %s now, for a day", key, found.decode(), aside)
     return await call()

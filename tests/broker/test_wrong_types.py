@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
 
 import pytest
@@ -38,6 +39,14 @@ async def test_a_key_of_another_type_is_set_aside(
         assert await use(of_router) == found
     assert await redis.hgetall(f"{key}:aside") == {b"x": b"y"}
     assert await redis.pttl(f"{key}:aside") > 0
+
+
+async def test_routers_that_find_a_key_of_another_type_together_set_it_aside_once(redis: Redis) -> None:
+    await asyncio.gather(*(redis.hset(RESUME_KEYS, "x", "y") for _ in range(8)))  # each has a connection of its own
+    merges = [StoredResumeKeys(redis).merge(f"made {number}", []) for number in range(8)]
+    (found, *others) = await asyncio.gather(*merges)
+    assert others == [found] * 7
+    assert await redis.hgetall(f"{RESUME_KEYS}:aside") == {b"x": b"y"}
 
 
 async def test_a_queue_of_another_type_stops_no_other_tenant_before_a_census_finds_it(redis: Redis) -> None:
