@@ -63,16 +63,24 @@ class TenantData:
             await self._usage.report()
         except REDIS_DOWN as error:
             raise ForgetError("Redis does not answer") from error
-        jobs = [local.job for local in self._results.jobs.all()]
-        removals = {"jobs": Removal(left=sum(job.tenant == tenant for job in jobs))}
+        jobs = self._results.jobs.all()
+        removals = {"jobs": Removal(left=sum(local.job.tenant == tenant for local in jobs))}
         removals["pinned adapters"] = Removal(self._commands.forget_tenant(tenant))
-        used = [*(job.adapter for job in jobs if job.adapter is not None), *self._commands.adapters]
-        held = {*self._fetcher.disk.digests, *self._results.stats.adapters}
-        held.update(part.digest for adapter in used for part in adapter.summands)
-        gone = await gone_revisions(self._fetcher.channel, held)
+        gone = await gone_revisions(self._fetcher.channel, self._held())
         removals["adapters on disk"] = await self._fetcher.disk.forget(gone)
-        kept = held - gone | set(_kept_sets(used, gone))
+        # What has come since is not gone: the store gave it.
+        kept = self._held() - gone | set(_kept_sets(self._used(), gone))
         return {**removals, **await self._ask_engine(ForgetTenant(tenant, frozenset(kept)))}
+
+    def _used(self) -> list[AdapterRef]:
+        """Return the adapters of jobs and of operators' commands."""
+        jobs = (local.job for local in self._results.jobs.all())
+        return [*(job.adapter for job in jobs if job.adapter is not None), *self._commands.adapters]
+
+    def _held(self) -> set[str]:
+        """Return the digests of the revisions that are here, or on their way."""
+        parts = (part.digest for adapter in self._used() for part in adapter.summands)
+        return {*self._fetcher.disk.digests, *self._results.stats.adapters, *parts}
 
     def answered(self, message: TenantForgotten) -> None:
         """Take an answer of the engine."""

@@ -1,9 +1,10 @@
-"""A worker's adapters after a purge at a real store: those that no tenant has any more leave the disk."""
+"""A worker's adapters after a purge: those that no tenant has any more leave, and no others."""
 
 from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -13,14 +14,15 @@ from loraplex_client import AsyncStoreClient
 from adapter_store.app import Store
 from adapter_store.settings import StoreSettings
 from artifacts.base_model import read_base_model
-from broker.messages import AdapterRef
+from broker.messages import AdapterRef, WeightedRef
 from clients.cli.models import registered
 from tests.worker.io.adapters.test_fetch import adapter
 from worker.engine_api.stats import Removal
 from worker.io.adapters.disk import DiskTier
 from worker.io.adapters.download import DownloadTimeouts
 from worker.io.adapters.fetch import AdapterFetcher
-from worker.io.tenant_data import drop_gone_revisions, gone_revisions
+from worker.io.tenant_data import TenantData, drop_gone_revisions, gone_revisions
+from worker.ipc import ForgetTenant, TenantForgotten
 
 
 async def push(address: str, tenant: str, directory: Path) -> AdapterRef:
@@ -65,4 +67,47 @@ async def test_what_no_tenant_has_any_more_leaves_the_disk(tmp_path: Path) -> No
     await fetcher.close()
     await store.stop(drain_s=0)
     await drop_gone_revisions(fetcher)  # nothing is there: the store is not asked
+    await disk.close()
+
+
+async def test_an_adapter_that_comes_while_the_store_is_asked_is_kept(tmp_path: Path) -> None:
+    jobs: list[Any] = []
+    kept: list[frozenset[str]] = []
+
+    def begin(ref: AdapterRef) -> None:
+        jobs.append(SimpleNamespace(job=SimpleNamespace(tenant="globex", adapter=ref)))
+
+    class Tenants(tenants_pb2_grpc.TenantServiceServicer):
+        async def ListGoneRevisions(self, request: Any, context: Any) -> tenants_pb2.ListGoneRevisionsResponse:
+            begin(single)
+            begin(AdapterRef("set", "set", 8, 2, (WeightedRef(single, 0.5), WeightedRef(single, 0.5))))
+            return tenants_pb2.ListGoneRevisionsResponse(digests=["old"])
+
+        async def PurgeTenant(self, request: Any, context: Any) -> tenants_pb2.PurgeTenantResponse:
+            raise NotImplementedError
+
+    def send(question: ForgetTenant) -> None:
+        kept.append(question.kept_adapters)
+        asyncio.get_running_loop().call_soon(data.answered, TenantForgotten({}))
+
+    async def report() -> None:
+        pass
+
+    single = AdapterRef("tenants/globex/adapters/a/revisions/new", "new", 4, 1)
+    begin(AdapterRef("tenants/acme/adapters/a/revisions/old", "old", 4, 1))
+    server = grpc.aio.server()
+    tenants_pb2_grpc.add_TenantServiceServicer_to_server(Tenants(), server)
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    await server.start()
+    disk = DiskTier.open(tmp_path, 0)
+    fetcher = AdapterFetcher(address, disk, DownloadTimeouts(total_s=20.0, silent_s=5.0))
+    results: Any = SimpleNamespace(jobs=SimpleNamespace(all=lambda: jobs), stats=SimpleNamespace(adapters=("slot",)))
+    commands: Any = SimpleNamespace(forget_tenant=lambda tenant: 0, adapters=())
+    engine: Any = SimpleNamespace(send=send)
+    usage: Any = SimpleNamespace(report=report)
+    data = TenantData(fetcher, engine, results, commands, usage)
+    await data.forget("acme")
+    assert kept == [{"slot", "new", "set"}]
+    await fetcher.close()
+    await server.stop(0)
     await disk.close()
