@@ -119,8 +119,10 @@ class GrammarThread:
         return self._loads.has_ended()
 
     def forget(self) -> Removal:
-        """Forget the compiled grammars, of all tenants; those of running sequences go with them."""
+        """Forget the compiled grammars and their proofs, of all tenants; those of running sequences go with them."""
         forgotten, self._compiled = self._compiled, CompiledGrammars()
+        if self._prover is not None:
+            self._prover.forget()
         return Removal(len(forgotten), of_all_tenants=True)
 
     def close(self) -> None:

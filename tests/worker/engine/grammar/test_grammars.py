@@ -163,6 +163,15 @@ def test_an_answer_that_was_complete_before_a_crash_ends_without_a_step(
     assert engine.stats().steps == 0
 
 
+def test_a_purge_forgets_the_proofs_too(engine: HashEngine, prover: GatedProver, woken: threading.Event) -> None:
+    prover.gate.set()
+    engine.add_sequence(sequence("two", TWO))
+    finish(engine, woken, "two")
+    prover._results[grammar_digest(THREE)] = "", "an error that quotes a tenant's format"
+    assert engine.forget_tenant("acme", ())["compiled formats"].removed == 1
+    assert not prover.known(THREE)
+
+
 def test_compiled_grammars_are_kept_within_their_bytes() -> None:
     grammars = CompiledGrammars(most_bytes=360_000)
     names = [regex_grammar(f"[a-z]{{{number}}}") for number in range(1, 5)]
