@@ -121,6 +121,8 @@ class OperatorCommands:
             return
         before = self._placements.get(ref.digest)
         if before is not None and (before.pinned or not pinned):
+            if pinned:  # of two tenants with the same bytes the last one has the pin, as in Redis
+                before.request = request
             return  # the device has it as requested, or will
         if before is not None:
             self._end(before)
