@@ -78,6 +78,9 @@ class Settings:
             raise ValueError(
                 f"--operator-router {self.operator_router}: needs --ca; routers without credentials have one port"
             )
+        for name in self.host_names.split(","):
+            if "/" in name or name.count(":") == 1:  # more of them are in an IPv6 address
+                raise ValueError(f"--host-names {name.strip()}: a name alone, without https:// and without a port")
         for name in ("connections_limit", "requests_limit"):
             if getattr(self, name) < 1:
                 raise ValueError(f"--{name.replace('_', '-')} {getattr(self, name)}: at least 1")

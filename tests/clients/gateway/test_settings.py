@@ -19,6 +19,8 @@ from clients.gateway.settings import Settings
         ({"operator_router": "router:50061"}, "--operator-router router:50061: needs --ca"),
         ({"requests_limit": 0}, "--requests-limit 0: at least 1"),
         ({"client_stall_s": 0.0}, "--client-stall-s"),
+        ({"host_names": "a.test,b.test:80"}, "--host-names b.test:80: a name alone"),
+        ({"host_names": "https://a.test"}, "--host-names https://a.test: a name alone"),
         ({"port": 70_000}, "--port 70000: not a port"),
     ],
 )
@@ -28,6 +30,6 @@ def test_what_is_refused(given: dict[str, Any], message: str) -> None:
 
 
 def test_what_is_taken() -> None:
-    Settings(host="0.0.0.0", insecure_tenants=True)
+    Settings(host="0.0.0.0", insecure_tenants=True, host_names="a.test, localhost,fd00::1")
     Settings(host="0.0.0.0", ca="ca.pem", insecure_http=True)
     Settings(host="0.0.0.0", ca="ca.pem", tls_cert="a.pem", tls_key="a.key")
