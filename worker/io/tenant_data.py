@@ -68,7 +68,7 @@ class TenantData:
         removals["pinned adapters"] = Removal(self._commands.forget_tenant(tenant))
         gone = await gone_revisions(self._fetcher.channel, self._held())
         removals["adapters on disk"] = await self._fetcher.disk.forget(gone)
-        # What has come since is not gone: the store gave it.
+        # Adapters that came since the question are kept: the store has just sent them.
         kept = self._held() - gone | set(_kept_sets(self._used(), gone))
         return {**removals, **await self._ask_engine(ForgetTenant(tenant, frozenset(kept)))}
 

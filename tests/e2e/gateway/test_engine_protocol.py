@@ -71,7 +71,7 @@ async def test_a_prompts_logprobs_begin_where_they_are_asked_for(stub: Any) -> N
 async def test_stop_strings_are_delivered_with_their_tokens(stub: Any, cluster: Cluster) -> None:
     ids = ids_of(cluster.digests["a"])
     text = "".join(chr(one) if one < 256 else f"<{one}>" for one in ids[:4])
-    # It has characters of two tokens.
+    # Eight characters, which come from two tokens.
     stop = text[-8:]
     for streamed in (False, True):
         *_, message = [one async for one in stub.Generate(asked(params={"stop": ["never", stop]}, stream=streamed))]

@@ -54,7 +54,7 @@ class Reads(Generic[P]):
 
     def feed(self) -> None:
         """Start reads while a loader is free and host memory has room."""
-        # One loader stays free for copies to the device: slow files must not delay adapters that are in memory.
+        # Keep loaders free for copies to the device: slow files must not delay adapters that are in memory.
         most = self._loads.most - self._memory.transfers
         while self.wanted and (ahead := len(self.loading) + 1) <= most:
             # A reservation of the largest so far for each load: it ends with the load, whatever comes of that.

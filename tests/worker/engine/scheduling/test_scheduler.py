@@ -53,7 +53,7 @@ def test_higher_priority_goes_first_but_not_for_ever(model: PagedModel) -> None:
     order = []
     while "low" not in model.ended:
         order += [output.sequence_id for output in model.step() if output.finish]
-    # As many overtook it as one level is worth, give or take the rows of a batch.
+    # The number that overtook it is the worth of one level, give or take the rows of a batch.
     assert 64 - 8 <= order.index("low") <= 64 + 8
 
 

@@ -61,7 +61,7 @@ def _one_process_at_a_time(path: Path) -> Iterator[None]:
         while not _locked(file) and time.monotonic() < give_up:
             time.sleep(_RETRY_S)
         yield
-        # Who waits has the file open already, and who comes later finds the kernel.
+        # Processes that wait have the file open already; later ones find the kernel in the cache.
         path.unlink(missing_ok=True)
 
 
