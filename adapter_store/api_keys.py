@@ -5,7 +5,8 @@ from __future__ import annotations
 import secrets
 import sqlite3
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from adapter_store.database import Database
@@ -41,7 +42,7 @@ class ApiKey:
 
 
 class ApiKeys:
-    """The API keys of all tenants. `changed` is called with every new or changed key."""
+    """The API keys of all tenants. `changed` is called with every new or changed key, before the next one changes."""
 
     def __init__(
         self, database: Database, changed: Callable[[ApiKey], None], now_ns: Callable[[], int] = time.time_ns
@@ -75,7 +76,7 @@ class ApiKeys:
     def rotate(self, key_id: str, grace_s: float) -> tuple[ApiKey, str]:
         """Make another secret; the present one stays valid for `grace_s`, those before it end. Raises NotFound."""
         now = self._now_ns()
-        with self._database.transaction() as rows:
+        with self._changing() as (rows, changed):
             key = _get(rows, key_id)
             if key.revoke_ns is not None:
                 raise Mismatch(f"keys/{key_id}", "is revoked; make another key", reason="KEY_REVOKED")
@@ -92,20 +93,18 @@ class ApiKeys:
                 "WHERE key_id = ?",
                 (key_id, sha256, now, key_id),
             )
-            changed = _touched(rows, key_id)
-        self._changed(changed)
-        return changed, text
+            changed.append(_touched(rows, key_id))
+        return changed[0], text
 
     def revoke(self, key_id: str) -> ApiKey:
         """End a key; a revoked one stays as it is. Raises NotFound."""
-        with self._database.transaction() as rows:
+        with self._changing() as (rows, changed):
             key = _get(rows, key_id)
             if key.revoke_ns is not None:
                 return key
             rows.execute("UPDATE api_keys SET revoke_ns = ? WHERE key_id = ?", (self._now_ns(), key_id))
-            changed = _touched(rows, key_id)
-        self._changed(changed)
-        return changed
+            changed.append(_touched(rows, key_id))
+        return changed[0]
 
     def purge(self, tenant: str) -> list[str]:
         """Forget the keys of a tenant; returns their ids. Readers begin anew, and so do not have them any more."""
@@ -142,16 +141,25 @@ class ApiKeys:
         sha256: bytes,
     ) -> ApiKey:
         now = self._now_ns()
-        with self._database.transaction() as rows:
+        with self._changing() as (rows, changed):
             rows.execute(
                 "INSERT INTO api_keys (key_id, tenant, role, scopes, label, create_ns, expire_ns, change) "
                 "VALUES (?, ?, ?, ?, ?, ?, ?, (SELECT coalesce(max(change), 0) + 1 FROM api_keys))",
                 (key_id, tenant, role.value, " ".join(sorted(scopes)), label, now, expire_ns),
             )
             rows.execute("INSERT INTO api_key_secrets VALUES (?, ?, ?, NULL)", (key_id, sha256, now))
-            key = _get(rows, key_id)
-        self._changed(key)
-        return key
+            changed.append(_get(rows, key_id))
+        return changed[0]
+
+    @contextmanager
+    def _changing(self) -> Iterator[tuple[sqlite3.Connection, list[ApiKey]]]:
+        """Run a transaction, and tell of the keys that it puts into the list, in the order of the transactions."""
+        changed: list[ApiKey] = []
+        with self._database.lock:
+            with self._database.transaction() as rows:
+                yield rows, changed
+            for key in changed:
+                self._changed(key)
 
 
 def _touched(rows: sqlite3.Connection, key_id: str) -> ApiKey:

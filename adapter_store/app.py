@@ -179,7 +179,8 @@ class Store:
             log.info("removed %d unfinished uploads and files without an owner", removed)
 
     def _read_all_keys(self) -> None:
-        self._directory.put([key.hashed for key in self._keys.changes(0, -1)], clear=True)
+        with self._database.lock:  # a key that is made meanwhile would be forgotten
+            self._directory.put([key.hashed for key in self._keys.changes(0, -1)], clear=True)
 
     def _read_keys(self) -> None:
         self._directory = KeyDirectory()

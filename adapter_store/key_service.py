@@ -74,11 +74,12 @@ class KeyService(keys_pb2_grpc.KeyServiceServicer):
 
     async def ListKeyChanges(self, request: pb.ListKeyChangesRequest, context: Context) -> pb.ListKeyChangesResponse:
         """Return the keys that have changed since the last call, hashed."""
-        after = request.after if request.epoch == self._keys.epoch else 0
+        epoch = self._keys.epoch  # a purge may begin another one meanwhile, of which this answer is not
+        after = request.after if request.epoch == epoch else 0
         found = await asyncio.to_thread(self._keys.changes, after, _CHANGES + 1)
         keys = found[:_CHANGES]
         return pb.ListKeyChangesResponse(
-            epoch=self._keys.epoch,
+            epoch=epoch,
             latest=keys[-1].change if keys else after,
             more=len(found) > _CHANGES,
             keys=map(_hashed_to_pb, keys),

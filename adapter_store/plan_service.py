@@ -59,11 +59,12 @@ class PlanService(plans_pb2_grpc.PlanServiceServicer):
 
     async def ListPlanChanges(self, request: pb.ListPlanChangesRequest, context: Context) -> pb.ListPlanChangesResponse:
         """Return the plans that have changed since the last call."""
-        after = request.after if request.epoch == self._plans.epoch else 0
+        epoch = self._plans.epoch  # a purge may begin another one meanwhile, of which this answer is not
+        after = request.after if request.epoch == epoch else 0
         found = self._plans.changes(after, _CHANGES + 1)
         plans = found[:_CHANGES]
         return pb.ListPlanChangesResponse(
-            epoch=self._plans.epoch,
+            epoch=epoch,
             latest=plans[-1].change if plans else after,
             more=len(found) > _CHANGES,
             plans=[_to_pb(one) for one in plans if one.plan is not None],

@@ -106,10 +106,11 @@ class KeyDirectory:
     def put(self, keys: Sequence[HashedKey], *, clear: bool = False) -> None:
         """Add keys or replace them, and end calls of revoked keys and secrets; with `clear` forget all others."""
         if clear:
-            for key_id in self._keys.keys() - {key.key_id for key in keys}:
+            former, self._keys = self._keys, {key.key_id: key for key in keys}  # at no time a caller finds none
+            for key_id in former.keys() - self._keys.keys():
                 self.calls.end(key_id, _unknown)
-            self._keys = {}
-        self._keys.update((key.key_id, key) for key in keys)
+        else:
+            self._keys.update((key.key_id, key) for key in keys)
         for key in keys:
             if key.revoked:
                 self.calls.end(key.key_id, _revoked)

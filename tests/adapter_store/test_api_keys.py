@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,12 @@ from google.protobuf.duration_pb2 import Duration
 from loraplex.admin.v1 import keys_pb2 as pb
 from loraplex.admin.v1 import keys_pb2_grpc
 
+from adapter_store.api_keys import ApiKey, ApiKeys
 from adapter_store.app import Store
+from adapter_store.database import Database
 from adapter_store.settings import StoreSettings
 from rpc.identity.api_keys import hash_of, split_api_key
+from rpc.identity.principal import Role
 from rpc.server import channel_options
 
 
@@ -105,6 +109,22 @@ async def test_changes_are_read_from_where_the_last_answer_ended(keys: Any) -> N
     assert [key.key.key_id for key in news.keys] == [made[0].key.key_id]
     assert news.keys[0].key.HasField("revoke_time")
     assert len((await changes(keys, "another", first.latest)).keys) == 3
+
+
+def test_a_change_is_told_before_another_thread_can_make_the_next(tmp_path: Path) -> None:
+    """Else a rotation that is told after the revocation would bring the key back."""
+    database, others_could = Database(tmp_path / "catalog"), list[bool]()
+
+    def told(_: ApiKey) -> None:
+        with ThreadPoolExecutor(1) as another:
+            others_could.append(another.submit(database.lock.acquire, blocking=False).result())
+
+    keys = ApiKeys(database, told)
+    key, _ = keys.create("acme", Role.TENANT_USER, frozenset(), "", None)
+    keys.rotate(key.key_id, 60)
+    keys.revoke(key.key_id)
+    assert others_could == [False] * 3
+    database.close()
 
 
 async def test_unknown_and_revoked_keys_are_not_rotated(keys: Any) -> None:

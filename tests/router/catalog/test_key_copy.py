@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from router.catalog.key_copy import KeyCopy
 from router.catalog.store_client import StoreClient
 from rpc.errors import Unavailable
 from rpc.identity.api_keys import ApiKeyReader, KeyDirectory
+from rpc.identity.principal import Role
 
 
 @pytest.fixture
@@ -78,6 +80,29 @@ async def test_another_epoch_forgets_the_keys_of_the_one_before(store: Store, tm
     await others_client.close()
     await client.close()
     await other.stop(drain_s=0)
+
+
+async def test_a_purge_during_an_answer_leaves_the_keys_of_others(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client, directory = StoreClient(f"127.0.0.1:{store.port}"), KeyDirectory()
+    copy = KeyCopy(client, directory)
+    of_globex, _ = await asyncio.to_thread(store._keys.create, "globex", Role.TENANT_USER, frozenset(), "", None)
+    of_acme, _ = await create(store)
+    await copy.look()
+    read = store._keys.changes
+
+    def purged_then_read(after: int, limit: int) -> Any:
+        store._keys.purge("globex")
+        return read(after, limit)
+
+    with monkeypatch.context() as during:
+        during.setattr(store._keys, "changes", purged_then_read)
+        await copy.look()
+    assert directory.find(of_acme) is not None
+    await copy.look()
+    assert (directory.find(of_acme) is None, directory.find(of_globex.key_id)) == (False, None)
+    await client.close()
 
 
 async def test_a_store_that_does_not_answer_leaves_the_copy_as_it_is(store: Store) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -47,6 +48,29 @@ async def test_the_copy_follows_the_store(store: Store) -> None:
     store._plans._plans = {}
     await plans.look()
     assert list(plans.accounts) == []
+    await client.close()
+
+
+async def test_a_purge_during_an_answer_leaves_the_plans_of_others(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = StoreClient(f"127.0.0.1:{store.port}")
+    plans, stored = Plans(None, PlanCopy(client)), store._plans
+    for tenant in ("globex", "acme"):
+        stored.set(f"tenants/{tenant}", Plan(tokens_per_day=5), "")
+    await plans.look()
+    read = stored.changes
+
+    def purged_then_read(after: int, limit: int) -> Any:
+        stored.purge(["tenants/globex"])
+        return read(after, limit)
+
+    with monkeypatch.context() as during:
+        during.setattr(stored, "changes", purged_then_read)
+        await plans.look()
+    assert plans.limits_of("acme") == TokenLimits(tokens_per_day=5)
+    await plans.look()
+    assert (plans.limits_of("acme"), plans.limits_of("globex")) == (TokenLimits(tokens_per_day=5), None)
     await client.close()
 
 
