@@ -77,6 +77,21 @@ async def test_last_piece_carries_the_whole(server: Any, answer: list[Any]) -> N
     assert "".join(piece.text for piece in pieces) == " Ahoy"
     assert pieces[-1].finished == whole
     assert pieces[-1].offset == 3
+    # The piece before it has the choice, as soon as that has ended.
+    assert [piece.ended for piece in pieces] == [None, None, None, whole.choices[0], None]
+    assert pieces[-2].offset == 3
+
+
+def test_a_choice_that_ends_is_told_while_the_others_go_on(server: Any, answer: list[Any]) -> None:
+    event = inference_pb2.GenerateEvent
+    first = event(resume_token="token", delta=inference_pb2.Delta(choice=1, token_ids=[5], text="B"))
+    end = event(finished=inference_pb2.Finished(choice=1, reason=inference_pb2.FINISH_REASON_STOP, stop_string="!"))
+    server.service.script = [first, end, HANG]
+    with lx.Client(server.address) as client, client.generate_stream("hello", n=2) as stream:
+        next(stream)
+        piece = next(stream)
+    assert (piece.choice, piece.text, piece.token_ids, piece.offset) == (1, "", (), 1)
+    assert piece.ended == lx.Choice("B", (5,), lx.FinishReason.STOP, "!")
 
 
 def test_several_choices(server: Any, answer: list[Any], generate: GenerateBy) -> None:
@@ -152,16 +167,18 @@ def test_deadline(server: Any, answer: list[Any], generate: GenerateBy) -> None:
 @pytest.mark.parametrize(
     ("kept", "message"),
     [
-        (slice(0, 1), "without a summary"),
-        (slice(1, None), "goes on at token 2 after 0 tokens"),
-        (slice(3, None), None),
-        (slice(4, None), "without an answer"),
+        ([0], "without a summary"),
+        ([1, 2, 3, 4], "goes on at token 2 after 0 tokens"),
+        ([3, 4], None),
+        ([4], "without an answer"),
+        ([0, 4], "before its choices did"),
+        ([0, 3, 1], "choice 0 goes on after its end"),
     ],
 )
 def test_broken_streams_are_errors(
-    server: Any, answer: list[Any], generate: GenerateBy, kept: slice, message: str | None
+    server: Any, answer: list[Any], generate: GenerateBy, kept: list[int], message: str | None
 ) -> None:
-    server.service.script = answer[kept]
+    server.service.script = [answer[index] for index in kept]
     if message is None:  # an answer of no tokens is whole
         assert generate(server.address).token_ids == ()
         return

@@ -86,9 +86,11 @@ def test_choices_that_have_ended_stay_so(server: Any, pieces: PiecesBy) -> None:
     second = Event(delta=inference_pb2.Delta(choice=1, offset=0, token_ids=[120], text="x"))
     end = Event(finished=inference_pb2.Finished(choice=1, reason=inference_pb2.FINISH_REASON_END))
     server.service.script = [delta(0, 97, token="first"), second, end, GONE]
-    server.service.resume_script = [delta(1, 98), END, SUMMARY]
-    whole = pieces([server.address])[-1].finished
+    server.service.resume_script = [end, delta(1, 98), END, SUMMARY]
+    *before, last = pieces([server.address])
+    whole = last.finished
     assert whole is not None
+    assert [piece.ended for piece in before if piece.ended] == [whole.choices[1], whole.choices[0]], "each once"
     assert [choice.text for choice in whole.choices] == ["ab", "x"]
     assert [choice.finish_reason for choice in whole.choices] == [lx.FinishReason.LENGTH, lx.FinishReason.END]
     assert [(one.choice, one.finished) for one in server.service.requests[1].received] == [(0, False), (1, True)]

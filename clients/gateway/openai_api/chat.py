@@ -28,7 +28,7 @@ async def chat_completions(call: HttpCall) -> None:
     async with stream:
         if request.get("stream"):
             head = head_of("chat.completion.chunk", "chatcmpl", request_id, request["model"])
-            await _Chunks(call, head, texts, with_usage=with_usage).send(stream)
+            await _Chunks(call, head, texts, options.get("n", 1), with_usage=with_usage).send(stream)
         else:
             head = head_of("chat.completion", "chatcmpl", request_id, request["model"])
             await call.exchange.answer(head | await _completion(call.finished(await stream.result()), texts))
@@ -65,17 +65,22 @@ def _message(choice: Choice) -> dict[str, Any]:
 
 
 class _Chunks:
-    """A stream of chunks, made of a stream of pieces."""
+    """A stream of chunks, made of a stream of pieces; `n` is the number of its choices."""
 
-    def __init__(self, call: HttpCall, head: dict[str, Any], texts: TokenTexts | None, *, with_usage: bool) -> None:
+    def __init__(
+        self, call: HttpCall, head: dict[str, Any], texts: TokenTexts | None, n: int, *, with_usage: bool
+    ) -> None:
         self._call = call
         # Chunks without token counts say so, where the last one has them.
         self._head = head | {"usage": None} if with_usage else head
         self._texts = texts
+        self._n = n
         self._with_usage = with_usage
         # Everything of a chunk before the index of its choice.
         self._before = b"data: " + encode(self._head)[:-1] + b',"choices":[{"index":'
         self._begun: set[int] = set()
+        # Choices whose end was sent.
+        self._ended: set[int] = set()
 
     async def send(self, stream: AsyncGenerationStream) -> None:
         """Send the whole stream. Raises LoraplexError."""
@@ -85,6 +90,11 @@ class _Chunks:
                 await exchange.begin_events()
             if piece.finished is not None:
                 await exchange.end(self._last(self._call.finished(piece.finished)))
+            elif piece.ended is not None:
+                # The last end waits for the summary: that follows at once and has the fingerprint.
+                if len(self._ended) < self._n - 1:
+                    self._ended.add(piece.choice)
+                    await exchange.write(_end(self._head, piece.choice, piece.ended))
             elif chunk := await self._chunk(piece):
                 await exchange.write(chunk)
 
@@ -113,13 +123,15 @@ class _Chunks:
 
     def _last(self, whole: Generation) -> bytes:
         head = self._head | {"system_fingerprint": whole.adapter_revision or None}
-        events = [
-            event({**head, "choices": [{"index": index, "delta": {}, "logprobs": None, "finish_reason": reason}]})
-            for index, reason in enumerate(REASONS[choice.finish_reason] for choice in whole.choices)
-        ]
+        events = [_end(head, index, choice) for index, choice in enumerate(whole.choices) if index not in self._ended]
         if self._with_usage:
             events.append(event({**head, "choices": [], "usage": usage_of(whole.usage)}))
         return b"".join((*events, DONE))
+
+
+def _end(head: dict[str, Any], index: int, choice: Choice) -> bytes:
+    reason = REASONS[choice.finish_reason]
+    return event({**head, "choices": [{"index": index, "delta": {}, "logprobs": None, "finish_reason": reason}]})
 
 
 _TEXT, _AFTER_TEXT = b'"delta":{"content":', b'},"logprobs":null,"finish_reason":null}]}\n\n'

@@ -110,8 +110,9 @@ class _Chunks:
                 await exchange.begin_events()
             if piece.finished is not None:
                 self._wholes.append(self._call.finished(piece.finished))
-                for index, choice in enumerate(piece.finished.choices):
-                    await exchange.write(self._event(number * self._n + index, "", REASONS[choice.finish_reason]))
+            elif piece.ended is not None:
+                index = number * self._n + piece.choice
+                await exchange.write(self._event(index, "", REASONS[piece.ended.finish_reason]))
             elif piece.text or self._texts is not None:
                 index = number * self._n + piece.choice
                 await exchange.write(self._event(index, piece.text, None, await self._logprobs(index, piece)))

@@ -25,21 +25,22 @@ class _Growing:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     reasoning: list[str] = field(default_factory=list)
     calls: GrowingCalls = field(default_factory=GrowingCalls)
-    end: inference_pb2.Finished | None = None
+    ended: Choice | None = None
 
-    def finish(self) -> Choice:
-        if self.end is None or self.end.reason not in _REASONS:
-            raise InternalError("the stream ended without a reason known to this client")
-        which = self.end.WhichOneof("stop")
-        return Choice(
+    def end(self, finished: inference_pb2.Finished) -> Choice:
+        if finished.reason not in _REASONS:
+            raise InternalError("a choice ended without a reason known to this client")
+        which = finished.WhichOneof("stop")
+        self.ended = Choice(
             text="".join(self.texts),
             token_ids=tuple(self.token_ids),
-            finish_reason=_REASONS[self.end.reason],
-            stop=getattr(self.end, which) if which else None,
+            finish_reason=_REASONS[finished.reason],
+            stop=getattr(finished, which) if which else None,
             logprobs=tuple(self.logprobs),
             reasoning="".join(self.reasoning),
             tool_calls=self.calls.whole(),
         )
+        return self.ended
 
 
 class Fold:
@@ -63,7 +64,7 @@ class Fold:
             inference_pb2.ReceivedTokens(
                 choice=choice,
                 token_ids=growing.token_ids,
-                finished=growing.end is not None,
+                finished=growing.ended is not None,
                 text_bytes=sum(len(text.encode()) for text in growing.texts),
             )
             for choice, growing in sorted(self._choices.items())
@@ -75,7 +76,7 @@ class Fold:
             case "delta":
                 return self._grow(event.delta)
             case "finished":
-                self._growing(event.finished.choice).end = event.finished
+                return self._end(event.finished)
             case "prompt_logprobs":
                 self._prompt_logprobs = tuple(map(_logprobs, event.prompt_logprobs.tokens))
             case "summary":
@@ -95,6 +96,8 @@ class Fold:
         growing = self._growing(delta.choice)
         if self.resumed and delta.token_ids and delta.offset + len(delta.token_ids) <= len(growing.token_ids):
             return None
+        if growing.ended is not None:
+            raise InternalError(f"choice {delta.choice} goes on after its end")
         if delta.offset != len(growing.token_ids):
             raise InternalError(f"the stream goes on at token {delta.offset} after {len(growing.token_ids)} tokens")
         logprobs = tuple(map(_logprobs, delta.logprobs))
@@ -116,11 +119,19 @@ class Fold:
             tool_calls=calls,
         )
 
+    def _end(self, finished: inference_pb2.Finished) -> Piece | None:
+        growing = self._growing(finished.choice)
+        if growing.ended is not None:  # a resumed stream may say it again
+            return None
+        return Piece("", (), len(growing.token_ids), finished.choice, ended=growing.end(finished))
+
     def _whole(self, summary: inference_pb2.Summary) -> Piece:
         usage, timings = summary.usage, summary.timings
-        choices = tuple(growing.finish() for _, growing in sorted(self._choices.items()))
-        if not choices:
+        choices = tuple(growing.ended for _, growing in sorted(self._choices.items()) if growing.ended)
+        if not self._choices:
             raise InternalError("the stream ended without an answer")
+        if len(choices) < len(self._choices):
+            raise InternalError("the stream ended before its choices did")
         whole = Generation(
             choices=choices,
             usage=Usage(usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens),

@@ -129,7 +129,8 @@ class Generation:
 class Piece:
     """The content of a stream's message: `offset` tokens of this choice came before.
 
-    The last piece of a stream adds nothing and carries the whole in `finished`.
+    The last piece of a choice adds nothing and carries the whole choice in `ended`, while other choices may go on. The
+    last piece of a stream adds nothing and carries the whole answer in `finished`.
     """
 
     text: str
@@ -140,3 +141,4 @@ class Piece:
     finished: Generation | None = None
     reasoning: str = ""
     tool_calls: tuple[ToolCallPart, ...] = ()
+    ended: Choice | None = None

@@ -88,8 +88,14 @@ async def test_streams_and_logprobs(client: Client, cluster: Cluster) -> None:
     assert [chunk.usage.completion_tokens for chunk in chunks if chunk.usage] == [60]
     assert chunks[-1].usage
     stop = [text[0][40:60], text[1][60:80]]
+    kinds: list[tuple[int, str | None]] = []
     async with client.chat.completions.stream(**CHAT, temperature=0, n=2, stop=stop) as events:
+        async for told in events:
+            if told.type == "chunk":
+                kinds += [(choice.index, choice.finish_reason) for choice in told.chunk.choices]
         whole = await events.get_final_completion()
+    # A choice's end is told at once, while the other one goes on.
+    assert kinds.index((0, "stop")) < kinds.index((1, "stop")) - 1
     assert [(choice.index, choice.finish_reason) for choice in whole.choices] == [(0, "stop"), (1, "stop")]
     assert [choice.message.content for choice in whole.choices] == [text[0][:40], text[1][:60]]
     merged = await client.completions.create(
