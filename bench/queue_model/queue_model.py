@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 from bench.queue_model.charges import Charges
 from bench.queue_model.claim_rate import ClaimRate
-from bench.queue_model.claim_scan import ClaimScan, ScanArguments
+from bench.queue_model.claim_scan import ClaimScan
+from bench.queue_model.job_looks import ScanArguments
 from bench.queue_model.live_routers import LiveRouters
 from bench.queue_model.quarantine import QuarantineModel
 from bench.queue_model.suspects import SuspectsModel
