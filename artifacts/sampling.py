@@ -34,9 +34,8 @@ class Range:
     def check(self, name: str, value: float) -> None:
         """Raise OutOfRangeError for a value outside; NaN is outside of every range."""
         if not self.least <= value <= self.most or (self.above and value == self.least):
-            raise OutOfRangeError(
-                name, f"{value:g} is not {'above' if self.above else 'from'} {self.least:g} to {self.most:g}"
-            )
+            accepted = "greater than {:g} and at most {:g}" if self.above else "between {:g} and {:g}"
+            raise OutOfRangeError(name, f"{value:g} is not {accepted.format(self.least, self.most)}")
 
 
 def _in_range(neutral: float, least: float, most: float, *, above: bool = False) -> Any:
@@ -79,4 +78,4 @@ def check_sampling(params: SamplingParams) -> None:
     for token_id, bias in params.logit_bias:
         if not -LOGIT_BIAS_LIMIT <= bias <= LOGIT_BIAS_LIMIT:
             limit = f"{LOGIT_BIAS_LIMIT:g}"
-            raise OutOfRangeError("logit_bias", f"{bias:g} for id {token_id} is not from -{limit} to {limit}")
+            raise OutOfRangeError("logit_bias", f"{bias:g} for id {token_id} is not between -{limit} and {limit}")

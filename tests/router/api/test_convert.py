@@ -25,6 +25,22 @@ def test_priority_has_its_range() -> None:
         read_request(pb.GenerateSpec(prompt="x", priority=101), "acme")
 
 
+@pytest.mark.parametrize(
+    ("sampling", "refusal"),
+    [
+        (pb.Sampling(top_p=7), "sampling.top_p: 7 is not greater than 0 and at most 1"),
+        (pb.Sampling(repetition_penalty=0), "sampling.repetition_penalty: 0 is not greater than 0 and at most 100"),
+        (pb.Sampling(temperature=-1), "sampling.temperature: -1 is not between 0 and 100"),
+        (pb.Sampling(frequency_penalty=2.5), "sampling.frequency_penalty: 2.5 is not between -2 and 2"),
+        (pb.Sampling(logit_bias={3: 101}), "sampling.logit_bias: 101 for id 3 is not between -100 and 100"),
+    ],
+)
+def test_a_sampling_field_out_of_its_range_is_told_the_range(sampling: pb.Sampling, refusal: str) -> None:
+    with pytest.raises(InvalidField) as refused:
+        read_request(pb.GenerateSpec(prompt="x", sampling=sampling), "acme")
+    assert str(refused.value) == refusal
+
+
 def test_a_format_becomes_the_grammar_of_the_request() -> None:
     schema = '{"type": "object", "properties": {"b": {"type": "null"}, "a": {"type": "null"}}}'
     plain = read_request(pb.GenerateSpec(prompt="x", json_schema=schema), "acme")
