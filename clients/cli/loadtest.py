@@ -115,6 +115,7 @@ def loadtest(  # noqa: PLR0913, PLR0917  # one parameter a flag
     from loraplex_client.endpoint import DEFAULT_TENANT
 
     from clients.loadtest.conditions import parse_condition, parse_slo
+    from clients.loadtest.plan import PROCESSES
 
     with _bad_input():
         if compare is not None:
@@ -136,6 +137,8 @@ def loadtest(  # noqa: PLR0913, PLR0917  # one parameter a flag
                 "--answer-tokens": answer_tokens,
             }
         )
+        if processes is not None and processes > PROCESSES:
+            raise CommandError(f"--processes: {processes} is more than {PROCESSES}, the most that share a run")
         flags = {
             "requests": requests,
             "duration_s": duration,

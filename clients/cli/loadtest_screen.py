@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from rich.live import Live
     from rich.table import Table
 
+_WAITING = "waiting for the generator processes"
 # Interval of the progress lines in a pipe, in seconds.
 _LINE_EVERY_S = 2.0
 
@@ -43,14 +44,12 @@ class Screen:
             self._live.stop()
 
     def show(self, label: str, latest: Sequence[Progress]) -> None:
-        """Show the latest progress of each process."""
-        if not latest:
-            return
+        """Show the latest progress of each process; none while they start."""
         if self._live is not None:
-            self._live.update(self._table(label, latest), refresh=True)
+            self._live.update(self._table(label, latest) if latest else f"{label}: {_WAITING}", refresh=True)
         elif time.monotonic() - self._lined_s >= _LINE_EVERY_S:
             self._lined_s = time.monotonic()
-            sys.stderr.write(_line(label, latest) + "\n")
+            sys.stderr.write((_line(label, latest) if latest else f"{label}: {_WAITING}") + "\n")
 
     def _table(self, label: str, latest: Sequence[Progress]) -> Table:
         ok, errors = _ended(latest)

@@ -104,10 +104,11 @@ class Fleet:
                 process.join()
 
     def run(self, plan: Plan, on_progress: Callable[[Sequence[Progress]], None]) -> Run:
-        """Run a plan to its end or to Ctrl-C. Raises GeneratorDiedError."""
+        """Run a plan to its end or to Ctrl-C. `on_progress` gets () until all are ready. Raises GeneratorDiedError."""
         for pipe in self._pipes:
             self._send(pipe, plan)
         for pipe in self._pipes:  # Each answers when it is connected and has drawn its first requests.
+            on_progress(())
             self._receive(pipe)
         start_s = time.monotonic() + _LEAD_S
         started_unix_s = time.time() + _LEAD_S

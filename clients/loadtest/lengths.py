@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
@@ -15,7 +16,7 @@ Whole: TypeAlias = npt.NDArray[np.int64]
 
 
 class Lengths(Protocol):
-    """A distribution of numbers of tokens, each at least 1."""
+    """A distribution of numbers of tokens, each at least 1; as a string in words, for reports."""
 
     def draw(self, rng: np.random.Generator, count: int) -> Whole:
         """Draw `count` lengths."""
@@ -26,6 +27,9 @@ class Fixed(Decoded, frozen=True, tag="fixed"):
     """A constant length for every request."""
 
     tokens: PositiveInt
+
+    def __str__(self) -> str:
+        return str(self.tokens)
 
     def draw(self, rng: np.random.Generator, count: int) -> Whole:
         """See Lengths."""
@@ -40,6 +44,9 @@ class Uniform(Decoded, frozen=True, tag="uniform"):
 
     def __post_init__(self) -> None:
         check_bounds(self.low, self.high)
+
+    def __str__(self) -> str:
+        return f"uniform, from {self.low} to {self.high}"
 
     def draw(self, rng: np.random.Generator, count: int) -> Whole:
         """See Lengths."""
@@ -57,6 +64,9 @@ class LogNormal(Decoded, frozen=True, tag="log_normal"):
     def __post_init__(self) -> None:
         check_bounds(self.low, self.high)
 
+    def __str__(self) -> str:
+        return f"log-normal, median {self.median:g}, sigma {self.sigma:g}, from {self.low} to {self.high}"
+
     def draw(self, rng: np.random.Generator, count: int) -> Whole:
         """See Lengths."""
         drawn = np.rint(rng.lognormal(math.log(self.median), self.sigma, count))
@@ -68,6 +78,11 @@ class Listed:
     """A uniform choice from `values`: a length listed twice comes twice as often."""
 
     values: tuple[int, ...]
+
+    def __str__(self) -> str:
+        digest = hashlib.sha256(repr(sorted(self.values)).encode()).hexdigest()[:8]
+        bounds = f"from {min(self.values)} to {max(self.values)}"
+        return f"drawn from {len(self.values)} values, {bounds}, with the digest {digest}"
 
     def draw(self, rng: np.random.Generator, count: int) -> Whole:
         """See Lengths."""

@@ -15,6 +15,9 @@ from clients.loadtest.lengths import Fixed, Lengths
 from clients.loadtest.popularity import BASE_ONLY, Popularity
 
 Task = Literal["generate", "embed", "classify"]
+# Maximum number of generator processes of a run: each starts a Python with gRPC, which takes half a second of a core
+# and 50 MiB, and sends thousands of requests a second.
+PROCESSES = 64
 # Default length of prompts and of answers, in tokens.
 TOKENS = Fixed(64)
 
@@ -25,6 +28,9 @@ class Deadline(Decoded, frozen=True):
     share: Share
     after_s: Positive
 
+    def __str__(self) -> str:
+        return f"{self.after_s:g} s for {100 * self.share:g}% of the requests"
+
 
 @dataclass(frozen=True)
 class Cancel:
@@ -32,6 +38,9 @@ class Cancel:
 
     share: float
     after_tokens: Lengths
+
+    def __str__(self) -> str:
+        return f"of {100 * self.share:g}% of the requests, after tokens: {self.after_tokens}"
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from clients.loadtest.decoding import (
     read_text,
 )
 from clients.loadtest.lengths import Fixed, Lengths, Listed, LogNormal, Uniform
-from clients.loadtest.plan import TOKENS, Cancel, Deadline, Plan, Task, Tenant, TraceRow
+from clients.loadtest.plan import PROCESSES, TOKENS, Cancel, Deadline, Plan, Task, Tenant, TraceRow
 from clients.loadtest.popularity import BASE_ONLY, AdapterTable
 from clients.loadtest.trace import read_trace
 
@@ -96,7 +96,7 @@ class PlanFile(TenantSettings, frozen=True, kw_only=True):
     seed: NotNegativeInt = 1
     model: str = ""
     timeout_s: Positive = 120.0
-    processes: PositiveInt = 1
+    processes: Annotated[int, msgspec.Meta(ge=1, le=PROCESSES)] = 1
     requests: PositiveInt | None = None
     duration_s: Positive | None = None
     warm_up_requests: NotNegativeInt | None = None

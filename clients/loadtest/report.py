@@ -147,7 +147,7 @@ def _tenant(tenant: Tenant) -> dict[str, Any]:
         "tenant": tenant.name,
         "weight": tenant.weight,
         "adapters": len(tenant.adapters.names),
-        "prompt_tokens": repr(tenant.prompt_tokens),
-        "answer_tokens": repr(tenant.answer_tokens),
+        "prompt_tokens": str(tenant.prompt_tokens),
+        "answer_tokens": str(tenant.answer_tokens),
         "slo": [slo.text for slo in tenant.slos],
     }

@@ -63,10 +63,10 @@ def _of_tenant(tenant: Tenant) -> dict[str, str]:
         "weight": f"{tenant.weight:g}",
         "adapters": _listed(adapters),
         "prompts": _listed(tenant.prompts),
-        "prompt tokens": repr(tenant.prompt_tokens),
-        "answer tokens": repr(tenant.answer_tokens),
-        "deadline": repr(tenant.deadline),
-        "cancel": repr(tenant.cancel),
+        "prompt tokens": str(tenant.prompt_tokens),
+        "answer tokens": str(tenant.answer_tokens),
+        "deadline": "" if tenant.deadline is None else str(tenant.deadline),
+        "cancel": "" if tenant.cancel is None else str(tenant.cancel),
         "slo": ", ".join(slo.text for slo in tenant.slos),
     }
 

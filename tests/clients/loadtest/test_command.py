@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from loraplex.inference.v1 import inference_pb2
 
+from clients.cli import loadtest_screen
 from clients.cli.__main__ import main
 from rpc import errors
 
@@ -42,6 +43,8 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *ar
         (["--rate", "1", "--answer-tokens", "0"], "--answer-tokens: 0 must be a number greater than 0"),
         (["--rate", "1", "--requests", "0"], "--requests: 0 must be a number greater than 0"),
         (["--rate", "1", "--tenant", "a\tb"], "tenant"),
+        (["--rate", "1", "--processes", "999"], "--processes: 999 is more than 64, the most that share a run"),
+        (["{dir}/many.toml"], "many.toml: processes: expected `int` <= 64"),
         (["--sweep", "1,two"], "--sweep: '1,two' is not a list of numbers"),
         (["{dir}/gone.toml"], "gone.toml: no such file"),
         (["{dir}/keys.toml"], "keys.toml: object contains unknown field `requets`"),
@@ -61,6 +64,8 @@ def test_bad_input_is_one_line_and_exit_2(
     says: str,
 ) -> None:
     (tmp_path / "keys.toml").write_text('requets = 5\nduration_s = 1\narrivals = {kind = "closed", concurrency = 1}')
+    many = 'processes = 65\nduration_s = 1\narrivals = {kind = "closed", concurrency = 1}'
+    (tmp_path / "many.toml").write_text(many)
     (tmp_path / "order.toml").write_text('arrivals = {kind = "trace", file = "order.csv"}')
     (tmp_path / "order.csv").write_text("at_s\n2\n1\n")
     filled = [argument.format(dir=tmp_path) for argument in arguments]
@@ -130,6 +135,15 @@ def test_refusals_are_counted_by_status_and_reason_and_nothing_is_sent_twice(
     assert "closed loop, 1 at once: RESOURCE_EXHAUSTED: QUEUE_FULL (3): the queue is full\n" in err
     assert "error: closed loop, 1 at once: none of 3 requests succeeded\n" in err
     assert sum(hasattr(request, "spec") for request in server.service.requests) == 3
+
+
+def test_the_start_of_generator_processes_is_shown(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(loadtest_screen, "_LINE_EVERY_S", 0.0)
+    with loadtest_screen.Screen() as screen:
+        screen.show("Poisson, 40/s", ())
+    assert capsys.readouterr().err == "Poisson, 40/s: waiting for the generator processes\n"
 
 
 def test_a_terminal_gets_a_live_screen(tmp_path: Path, server: Any, answer: list[inference_pb2.GenerateEvent]) -> None:

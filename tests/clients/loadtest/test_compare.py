@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from array import array
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,8 @@ from clients.loadtest.confidence import UNKNOWN, percentile_interval, rate_inter
 from clients.loadtest.decoding import PlanError
 from clients.loadtest.fleet import Run
 from clients.loadtest.generator import Share
-from clients.loadtest.lengths import Fixed
-from clients.loadtest.plan import Plan, Tenant
+from clients.loadtest.lengths import Fixed, Listed, LogNormal, Uniform
+from clients.loadtest.plan import Cancel, Deadline, Plan, Tenant
 from clients.loadtest.popularity import power_law
 from clients.loadtest.report import run_report, whole_report
 from clients.loadtest.samples import OK, Outcome, Recorder
@@ -111,13 +112,35 @@ def test_settings_that_differ_are_named() -> None:
     assert found == {
         "arrivals": ("Poisson, 20/s", "Poisson, 10/s"),
         "acme: adapters": ("base=1", "a=1, b=0.5"),
-        "acme: prompt tokens": ("Fixed(tokens=64)", "Fixed(tokens=32)"),
+        "acme: prompt tokens": ("64", "32"),
     }
     c = report(1, plan=Plan("test", Poisson(20.0), Extent(600), (many, Tenant("globex"))))
     lengths = {name: len(after) for name, _, after in differing(a, c)}
     assert {"acme: adapters", "acme: prompts", "globex: weight"} <= set(lengths)
     assert max(lengths.values()) < 60
     assert differing(a, report(2)) == []
+
+
+def test_settings_are_written_in_words() -> None:
+    tenant = Tenant(
+        "acme",
+        prompt_tokens=LogNormal(median=200, sigma=0.7, high=900),
+        answer_tokens=Uniform(8, 24),
+        deadline=Deadline(0.25, 1.5),
+        cancel=Cancel(0.1, Fixed(4)),
+    )
+    listed = Tenant("globex", prompt_tokens=Listed((3, 9, 3)), cancel=Cancel(1.0, Listed((2,))))
+    whole = report(1, plan=Plan("test", Poisson(20.0), Extent(600), (tenant, listed)))
+    found = {name: value for name, value in whole["settings"].items() if ": " in name}
+    assert found["acme: prompt tokens"] == "log-normal, median 200, sigma 0.7, from 1 to 900"
+    assert found["acme: answer tokens"] == "uniform, from 8 to 24"
+    assert found["acme: deadline"] == "1.5 s for 25% of the requests"
+    assert found["acme: cancel"] == "of 10% of the requests, after tokens: 4"
+    drawn = r"drawn from 3 values, from 3 to 9, with the digest [0-9a-f]{8}"
+    assert re.fullmatch(drawn, found["globex: prompt tokens"])
+    assert found["globex: deadline"] == ""
+    assert "(" not in "".join(found.values())
+    assert whole["tenants"][0]["answer_tokens"] == "uniform, from 8 to 24"
 
 
 def test_reports_of_an_older_version_have_a_fixed_limit_of_noise() -> None:
