@@ -72,14 +72,9 @@ class Overload:
 
     async def measure_capacity(self) -> None:
         """Measure the answers a second of clients that wait for their answers, in the second half of the time."""
-        setup = self._setup
-        clients = math.ceil(setup.workers * setup.rows * _CLIENTS_PER_ROW)
-        samples = await self._load.closed(clients, setup.capacity_s)
-        half_s = setup.capacity_s / 2
-        ended = [s for s in samples if s.answered and half_s <= s.ended_s <= setup.capacity_s]
-        if not ended:
-            raise RuntimeError(f"no answer in {half_s:g} s of the closed loop")
-        self.capacity_per_s = len(ended) / half_s
+        clients = math.ceil(self._setup.workers * self._setup.rows * _CLIENTS_PER_ROW)
+        samples = await self._load.closed(clients, self._setup.capacity_s)
+        self.capacity_per_s = answers_per_s(samples, self._setup.capacity_s)
 
     async def run(self, load: float, seed: int) -> Run:
         """Offer a multiple of the capacity."""
@@ -154,9 +149,19 @@ async def _cluster(setup: Setup) -> AsyncIterator[Overload]:
         yield Overload(setup, Load(setup, stubs), Accounts(cluster))
 
 
+def answers_per_s(samples: Sequence[Sample], seconds: float) -> float:
+    """Return the answers a second in the second half of a closed loop. Raises RuntimeError without one."""
+    half_s = seconds / 2
+    ended = [sample for sample in samples if sample.answered and half_s <= sample.ended_s <= seconds]
+    if not ended:
+        raise RuntimeError(f"no answer in {half_s:g} s of the closed loop")
+    return len(ended) / half_s
+
+
 def report(setup: Setup, quick: bool, capacity_per_s: float, unloaded: Run, runs: Sequence[Run]) -> Report:
     """Put all runs into one report."""
     goodput = {run.load: _goodput_per_s(setup, run) for run in runs}
+    peak = max(goodput.values())
     most = max(runs, key=lambda run: run.load)
     everyone = (unloaded, *runs)
     return Report(
@@ -170,7 +175,7 @@ def report(setup: Setup, quick: bool, capacity_per_s: float, unloaded: Run, runs
             *(row for run in everyone for row in _refusals(run)),
         ],
         ratios={
-            "goodput_20x_of_peak": goodput[most.load] / max(goodput.values()),
+            "goodput_20x_of_peak": goodput[most.load] / peak if peak else math.nan,
             "quiet_ttft_p99_ratio": _p99(_quiet_ttfts_ms(setup, most)) / _p99(_quiet_ttfts_ms(setup, unloaded)),
             "router_memory_peak_mib": max(mib for run in everyone for mib in run.memory_mib),
             "unaccounted_calls": sum(_unaccounted(run) for run in everyone),

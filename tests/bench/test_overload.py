@@ -3,34 +3,83 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import pytest
 
-from bench.overload import AIMS, measure
+from bench.overload import AIMS, Overload, Run, answers_per_s, measure, report
+from bench.overload_accounts import Count
 from bench.overload_load import Sample, Setup, fair_share, within_share
 
 
-def test_every_call_is_accounted_for() -> None:
-    setup = Setup(
-        *((1, 4), 1.0, 0.2, 0.5),
-        tenants=20,
-        routers=1,
-        workers=1,
-        rows=4,
-        step_ms=20.0,
-        shortest=2,
-        longest=4,
-        deadline_s=1.0,
-    )
-    written = measure(setup, quick=True).to_json()
+@dataclass(frozen=True)
+class FewWaiting(Setup):
+    """A setup in which few jobs may wait, though no deadline is near: calls are refused on a machine of any speed."""
+
+    @property
+    def waiting(self) -> int:
+        """See Setup."""
+        return 8
+
+
+# Rates that no measurement decides, and a deadline that no call reaches.
+SMALL = FewWaiting(
+    *((1, 4), 1.0, 0.2, 0.5),
+    tenants=20,
+    routers=1,
+    workers=1,
+    rows=4,
+    step_ms=20.0,
+    shortest=2,
+    longest=4,
+    deadline_s=90.0,
+)
+
+
+def test_every_call_is_accounted_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def given(overload: Overload) -> None:
+        overload.capacity_per_s = SMALL.possible_per_s
+
+    monkeypatch.setattr(Overload, "measure_capacity", given)
+    written = measure(SMALL, quick=True).to_json()
     loads = [row for row in written["rows"] if "metrics" in row]
     assert [row["case"] for row in loads] == ["0.3x", "1x", "4x"]
     assert all(row["client"] == row["routers"] == row["metrics"] > 0 for row in loads)
     refused = sum(row["client"] for row in written["rows"] if ": " in row["case"])
-    assert sum(row["client"] - row["answered"] for row in loads) == refused
+    assert sum(row["client"] - row["answered"] for row in loads) == refused > 0
     assert written["ratios"].keys() == written["aims"].keys() == AIMS.keys()
     assert written["ratios"]["unaccounted_calls"] == 0
-    assert math.isfinite(written["ratios"]["goodput_20x_of_peak"])
+
+
+def made_run(load: float, samples: Sequence[Sample], counted: int) -> Run:
+    return Run(load, 10 * load, samples, Count(Counter(OK=counted), counted), (50.0, 60.0), (0.001,), {}, math.inf)
+
+
+def answer(due_s: float, ended_s: float, code: str = "OK") -> Sample:
+    return Sample(1, due_s, first_s=due_s + 0.1, ended_s=ended_s, tokens=10, code=code, reason="")
+
+
+def test_the_report_counts_answers_in_time_and_calls_that_are_missing() -> None:
+    setup = Setup((1, 20), seconds=2.0, warm_s=1.0, capacity_s=1.0, deadline_s=0.5)
+    unloaded = made_run(0.3, [answer(1.0, 1.2)], 1)
+    peak = made_run(1, [answer(0.5, 0.9), answer(1.0, 1.3), answer(1.2, 1.6), answer(1.5, 2.1)], 4)
+    most = made_run(20, [answer(1.0, 1.2), answer(1.0, 1.6), answer(1.1, 1.2, "RESOURCE_EXHAUSTED")], 2)
+    written = report(setup, True, 10.0, unloaded, [peak, most]).to_json()
+    assert written["ratios"]["goodput_20x_of_peak"] == 0.5, "late ones are not counted"
+    assert written["ratios"]["unaccounted_calls"] == 1
+    assert written["ratios"]["quiet_ttft_p99_ratio"] == pytest.approx(5, rel=0.1), "a refusal counts as the deadline"
+    assert [row["client"] for row in written["rows"] if row["case"] == "20x: RESOURCE_EXHAUSTED"] == [1]
+    nothing = made_run(1, [answer(1.0, 1.1, "UNAVAILABLE")], 1)
+    assert math.isnan(report(setup, True, 10.0, unloaded, [nothing]).ratios["goodput_20x_of_peak"])
+
+
+def test_the_capacity_is_of_the_second_half() -> None:
+    samples = [answer(0.0, ended_s) for ended_s in (0.2, 1.1, 1.5, 2.0, 2.2)] + [answer(1.0, 1.2, "UNAVAILABLE")]
+    assert answers_per_s(samples, 2.0) == 3
+    with pytest.raises(RuntimeError, match="no answer in 2 s of the closed loop"):
+        answers_per_s(samples[:1], 4.0)
 
 
 def test_capacity_is_shared_so_that_none_has_more_than_it_asks() -> None:
