@@ -92,7 +92,7 @@ async def test_what_never_ran_is_refunded_once(both: BothQueues) -> None:
 
 
 async def test_two_backlogged_tenants_differ_by_a_bounded_service_and_nobody_starves(both: BothQueues) -> None:
-    """VTC's bound, 2 * max(w_p * longest input, w_q * tokens in flight), over random lengths and a random worker."""
+    """A claim's prompt and the output tokens in flight, twice, over random lengths and a random worker."""
     seed, rows, longest, most = 3, 6, 40, 30
     print(f"seed {seed}")
     chance = random.Random(seed)
@@ -118,9 +118,24 @@ async def test_two_backlogged_tenants_differ_by_a_bounded_service_and_nobody_sta
                 del running[job_id]
         await both.charge(*reports)
         gaps.append(max(served.values()) - min(served.values()))
-    bound = 2 * max(longest, terms.OUTPUT_WEIGHT * rows * most)
+    bound = 2 * (longest + terms.OUTPUT_WEIGHT * rows * most)
     assert 0 < max(gaps) <= bound
     assert min(served.values()) > 3 * bound
+
+
+async def test_the_lead_that_a_claim_makes_is_its_prompt_and_its_answer(both: BothQueues) -> None:
+    """Claims of the lower counter alone: the lead goes from one tenant's prompt and answer to the other's."""
+    prompt, answer, leads, lead = 60, 12, list[int](), 0
+    for tenant, job in (("a", "a/0"), ("b", "b/0"), ("b", "b/1"), ("a", "a/waits"), ("b", "b/waits")):
+        await both.enqueue(make_job(job, tenant, prompt=prompt))
+    for job, tokens in (("a/0", answer), ("b/0", answer - 1), ("b/1", answer)):
+        assert await claim(both, ONE) == [job]
+        await both.charge(UsageReport(job, 1, tokens, ended=True))
+        cost = prompt + OUTPUT_WEIGHT * tokens
+        lead += cost if job < "b" else -cost
+        leads.append(lead)
+    difference = max(leads) - min(leads)
+    assert 2 * max(prompt, OUTPUT_WEIGHT * answer) < difference <= 2 * (prompt + OUTPUT_WEIGHT * answer)
 
 
 async def test_a_job_given_back_before_it_ran_is_charged_when_it_runs(both: BothQueues) -> None:

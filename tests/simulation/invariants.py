@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from broker.messages import Job
 from broker.terms import OUTPUT_WEIGHT, PROMPT_WEIGHT
+from router.catalog.placement import MIB
 from router.dispatch.link import Frame, Link
 from tests.simulation.redis import SimulatedRedis
+from tests.simulation.router import MIB_TOKENS
 
 
 class Attempts:
@@ -40,6 +42,20 @@ class Attempts:
             self.faults.append(f"{name}: frames of {first} and of {link.incarnation} were taken")
 
 
+def service_bound(prompt: float, answer: int, rows: int) -> float:
+    """Return the most by which two tenants' service may differ, over any time in which both wait.
+
+    `prompt`: the highest charge of a claim; `answer`: the most tokens of a job; `rows`: those of all workers.
+
+    A claim takes a job of the tenant whose counter is lower. The counters differ from the service by tokens that are not
+    reported yet, or not delivered: of each row those of the job that runs, and of the one that has just ended. So before
+    the claim the tenant's lead is at most these; the claim adds its prompt, and until the tenant's next claim what still
+    runs adds the rest of the same tokens. Each of the two may be ahead by so much. (In Sheng et al. the larger of prompt
+    and memory is enough, because the memory has the prompts too.)
+    """
+    return 2 * (prompt + OUTPUT_WEIGHT * 2 * rows * answer)
+
+
 class Shares:
     """Invariant 6: over any time in which two tenants have waiting work their service differs by a bounded amount."""
 
@@ -52,11 +68,14 @@ class Shares:
         self._leads: dict[tuple[str, str], tuple[float, float]] = {}
         self.difference = 0.0
 
-    def claimed(self, job: Job) -> None:
-        """A worker took it."""
+    def claimed(self, job: Job, resident: Collection[str]) -> None:
+        """A worker that has these adapters took it."""
         if job.job_id not in self._known:
             self._known.add(job.job_id)
-            self._served[job.tenant] += PROMPT_WEIGHT * len(job.prompt_ids) / self._weights[job.tenant]
+            cost = float(PROMPT_WEIGHT * len(job.prompt_ids))
+            if job.adapter is not None and job.adapter.digest not in resident:
+                cost += job.adapter.weight_bytes / MIB * MIB_TOKENS
+            self._served[job.tenant] += cost / self._weights[job.tenant]
         self.look()
 
     def made(self, tenant: str, tokens: int) -> None:

@@ -98,7 +98,7 @@ class SimulatedQueue:
         if decision.apart is not None:
             jobs[-1] = begin_apart(jobs[-1])
         for job in jobs:
-            self._redis.claimed(job)
+            self._redis.claimed(job, capacity.adapters)
         requests = [decode_adapter_request(data) for data in decision.adapter_requests]
         return Claimed(jobs, decision.waiting, requests, decision.hold_ms, decision.unlinked, crowded=decision.crowded)
 

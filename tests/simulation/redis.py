@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from random import Random
 from typing import TypeVar
 
@@ -59,7 +59,8 @@ class SimulatedRedis:
         # Which start of which server it is.
         self.run = 0
         self.enqueued: Callable[[Job], None] = lambda job: None
-        self.claimed: Callable[[Job], None] = lambda job: None
+        # Called with each claimed job and the adapters that its worker has.
+        self.claimed: Callable[[Job, Collection[str]], None] = lambda job, resident: None
         self.made: Callable[[UsageReport], None] = lambda report: None
         # Reservations of tokens, and losses of data, in their order: tenants, times and amounts.
         self.granted: list[tuple[str, int, int]] = []

@@ -44,7 +44,7 @@ from tests.simulation.redis import SimulatedRedis
 from tests.simulation.texts import Encoded
 
 # An adapter's load as tokens, as the default settings have it.
-_MIB_TOKENS = 10.0
+MIB_TOKENS = 10.0
 Accepted = Callable[[Link, Frame, int], None]
 
 
@@ -149,7 +149,7 @@ class SimulatedRouter:
         self.reach = RelayReach()
         self.reach.address = self.name
         placer = Placer(
-            lambda name, digest: self.reach.linked(self.models.serving(name, digest)), lambda _: 1.0, _MIB_TOKENS
+            lambda name, digest: self.reach.linked(self.models.serving(name, digest)), lambda _: 1.0, MIB_TOKENS
         )
         self.dispatcher = WatchedDispatcher(
             self.models.queue_of,

@@ -7,7 +7,7 @@ import contextlib
 import io
 import logging
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
@@ -23,19 +23,20 @@ from broker.ledger_records import AccountCopy
 from broker.liveness import Liveness
 from broker.messages import Job
 from broker.queue import JobQueue
-from broker.terms import OUTPUT_WEIGHT, PROMPT_WEIGHT, RECOVERY_MS
+from broker.terms import PROMPT_WEIGHT, RECOVERY_MS
+from router.catalog.placement import MIB
 from router.dispatch.link import Frame, Link
 from tests.simulation import engine
 from tests.simulation.channels import Channels
 from tests.simulation.charges import TENANTS, Charges, accounts_of
 from tests.simulation.clients import End, Story, ask
 from tests.simulation.faults import FORGETTING, Cluster, Fault, Kind, happen
-from tests.simulation.invariants import Attempts, Shares
+from tests.simulation.invariants import Attempts, Shares, service_bound
 from tests.simulation.loop import replaced, virtual_time
 from tests.simulation.network import Network
 from tests.simulation.queue import SimulatedLiveness, SimulatedQueue
 from tests.simulation.redis import SimulatedRedis
-from tests.simulation.router import SimulatedRouter, SimulatedStore
+from tests.simulation.router import MIB_TOKENS, SimulatedRouter, SimulatedStore
 from tests.simulation.scenario import MODEL, Scenario, draw
 from tests.simulation.worker import SimulatedFetcher, SimulatedWorker, start_engine
 from worker.engine.adapter_cache.loading import LoaderThreads
@@ -234,25 +235,22 @@ class _Run:
         self._attempts.enqueued(job)
         self._shares.look()
 
-    def _claimed(self, job: Job) -> None:
-        self._shares.claimed(job)
+    def _claimed(self, job: Job, resident: Collection[str]) -> None:
+        self._shares.claimed(job, resident)
 
     def _accepted(self, link: Link, frame: Frame, tokens: int) -> None:
         self._attempts.accepted(link, frame)
         self._shares.made(frame.job_id.partition("/")[0], tokens)
 
     def _unfair(self) -> list[str]:
-        """Check the bound of Sheng et al. on the difference of two tenants' service.
-
-        In place of the memory stands all that runs, and as much that has ended since the last report of it.
-        """
+        """Check the bound on the difference of two tenants' service."""
         scenario, plans = self._scenario, self._scenario.plans
         if not scenario.backlog or scenario.faults:
             return []
         longest = max(len(plan.request.prompt) for plan in plans if isinstance(plan.request.prompt, tuple))
         answer = max(len(plan.expected.choices[0].uncut) for plan in plans)
-        uncharged = 2 * scenario.workers * scenario.rows * answer
-        bound = 2 * max(PROMPT_WEIGHT * longest, OUTPUT_WEIGHT * uncharged)
+        load = max(ref.weight_bytes for ref in scenario.adapters.values()) / MIB * MIB_TOKENS
+        bound = service_bound(PROMPT_WEIGHT * longest + load, answer, scenario.workers * scenario.rows)
         found = self._shares.difference
         return [f"the service of two tenants differs by {found:g}, bound {bound}"] if found > bound else []
 
