@@ -47,11 +47,11 @@ def service_bound(prompt: float, answer: int, rows: int) -> float:
 
     `prompt`: the highest charge of a claim; `answer`: the most tokens of a job; `rows`: those of all workers.
 
-    A claim takes a job of the tenant whose counter is lower. The counters differ from the service by tokens that are not
-    reported yet, or not delivered: of each row those of the job that runs, and of the one that has just ended. So before
-    the claim the tenant's lead is at most these; the claim adds its prompt, and until the tenant's next claim what still
-    runs adds the rest of the same tokens. Each of the two may be ahead by so much. (In Sheng et al. the larger of prompt
-    and memory is enough, because the memory has the prompts too.)
+    A claim takes a job of the tenant whose counter is lower. The counters differ from the service by tokens that are
+    not reported yet, or not delivered: of each row those of the job that runs, and of the one that has just ended. So
+    before the claim the tenant's lead is at most these; the claim adds its prompt, and until the tenant's next claim
+    what still runs adds the rest of the same tokens. Each of the two may be ahead by so much. (In Sheng et al. the
+    larger of prompt and memory is enough, because the memory has the prompts too.)
     """
     return 2 * (prompt + OUTPUT_WEIGHT * 2 * rows * answer)
 
