@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import ssl
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 
@@ -16,7 +15,8 @@ from clients.gateway.cluster import Cluster
 from clients.gateway.endpoint import Endpoint, Gateway, Handler, HttpCall, OpenRequests, Protocol
 from clients.gateway.errors import HttpError
 from clients.gateway.hosts import own_names
-from clients.gateway.http_server import http_server, listen
+from clients.gateway.http_server import http_server
+from clients.gateway.listener import listen
 from clients.gateway.metrics import GatewayMetrics
 from clients.gateway.openai_api.chat import chat_completions
 from clients.gateway.openai_api.completions import completions
@@ -30,7 +30,6 @@ from clients.gateway.tgi_api.generate import generate, generate_either, generate
 from clients.gateway.tgi_api.info import info, tokenize
 from clients.gateway.tgi_api.protocol import PROTOCOL as TGI
 from rpc.server import stop_signal
-from rpc.settings import SettingsError
 from telemetry.metrics import serve_metrics
 
 log = logging.getLogger(__name__)
@@ -97,10 +96,6 @@ async def serving(settings: Settings, metrics: GatewayMetrics) -> AsyncIterator[
     cluster = Cluster(settings.router, settings.store, settings.ca, settings.operator_router)
     app = application(Gateway(cluster, metrics, settings.requests_limit, own_names(settings)))
     server = http_server(app, settings, OPENAI.error, metrics.connections, metrics.closed)
-    try:
-        server.config.load()
-    except (OSError, ssl.SSLError) as error:
-        raise SettingsError(f"--tls-cert {settings.tls_cert}: {error.strerror or error}") from error
     with listen(settings.host, settings.port) as bound:
         running = asyncio.create_task(server.serve([bound]))
         await server.start_tried.wait()

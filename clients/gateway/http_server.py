@@ -18,9 +18,10 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from clients.gateway.errors import HttpError
 from clients.gateway.exchange import BODY_BYTES, encode
+from clients.gateway.listener import Listener
+from clients.gateway.own_certificate import OwnCertificate
 from clients.gateway.settings import Settings
 from rpc.edge import raise_file_limit
-from rpc.server import PortInUse
 
 log = logging.getLogger(__name__)
 
@@ -32,19 +33,14 @@ _REQUEST_BYTES = 4 * BODY_BYTES
 _HEADERS_S = 10.0
 # Time in seconds after which a connection without a request is closed.
 _IDLE_S = 75
-# Timeout in ms after which Linux gives up data that a client does not take from a connection that we have closed.
-_UNSENT_MS = 60_000
 # Number of files that are left to other uses than connections.
 _OTHER_FILES = 256
-# Maximum bytes that a connection keeps in the kernel before they are sent, beside uvicorn's own 64 KiB.
-_UNSENT_BYTES = 128 * 1024
 
 
 class Connection(HttpToolsProtocol):
     """A connection within the limits."""
 
     # Set by `http_server`, in a subclass.
-    connections_limit: int
     stall_s: float
     on_error: Callable[[HttpError], object]
     gauge: Gauge
@@ -59,9 +55,6 @@ class Connection(HttpToolsProtocol):
         """See asyncio.Protocol."""
         super().connection_made(transport)
         self.gauge.set(len(self.connections))
-        if len(self.connections) > self.connections_limit:
-            self._give_up("limit")
-            return
         self._headers_timer = self.loop.call_later(_HEADERS_S, self._give_up, "headers_slow")
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -145,19 +138,38 @@ class Connection(HttpToolsProtocol):
 
 
 class HttpServer(uvicorn.Server):
-    """A server whose process handles signals itself: `should_exit` stops it in order."""
+    """A server whose process handles signals itself: `should_exit` stops it in order.
 
-    def __init__(self, config: Config) -> None:
+    At most `connections_limit` are open, those in their TLS handshake included; `closed` counts others.
+    """
+
+    def __init__(self, config: Config, connections_limit: int, tls: OwnCertificate | None, closed: Counter) -> None:
         super().__init__(config)
+        self._connections_limit, self._tls, self._closed = connections_limit, tls, closed
         # Set when it listens, or has failed to.
         self.start_tried = asyncio.Event()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """See uvicorn.Server."""
+        """See uvicorn.Server, which would accept connections without a limit until their handshake has ended."""
         try:
-            await super().startup(sockets)
+            await super().startup([])
+            context = None if self._tls is None else self._tls.context
+            listeners = [
+                Listener(one, self._connection, self._has_room, context, self._closed) for one in sockets or ()
+            ]
+            self.servers = cast(Any, listeners)  # uvicorn closes them
         finally:
             self.start_tried.set()
+
+    def _connection(self) -> asyncio.BaseProtocol:
+        make = cast(Any, self.config.http_protocol_class)
+        return cast(
+            asyncio.BaseProtocol,
+            make(config=self.config, server_state=self.server_state, app_state=self.lifespan.state),
+        )
+
+    def _has_room(self, opening: int) -> bool:
+        return len(self.server_state.connections) + opening < self._connections_limit
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -165,32 +177,14 @@ class HttpServer(uvicorn.Server):
         yield
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """Return a socket that is bound. Raises PortInUse."""
-    bare = host.strip("[]")
-    try:
-        family = socket.getaddrinfo(bare, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
-        bound = socket.socket(family, socket.SOCK_STREAM)
-        try:
-            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            for name, value in (("TCP_USER_TIMEOUT", _UNSENT_MS), ("TCP_NOTSENT_LOWAT", _UNSENT_BYTES)):
-                if hasattr(socket, name):  # connections inherit it
-                    bound.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-            bound.bind((bare, port))
-        except BaseException:
-            bound.close()
-            raise
-    except OSError as error:
-        raise PortInUse(f"--port: cannot listen on {host}:{port}: {error.strerror or error}") from error
-    return bound
-
-
 def http_server(
     app: ASGIApp, settings: Settings, on_error: Callable[[HttpError], object], gauge: Gauge, closed: Counter
 ) -> HttpServer:
-    """Return the server of an application; `on_error` shapes the errors of requests that cannot be read."""
+    """Return the server of an application; `on_error` shapes the errors of requests that cannot be read.
+
+    Raises SettingsError where its certificate cannot be used.
+    """
     values: dict[str, Any] = {
-        "connections_limit": min(settings.connections_limit, raise_file_limit() - _OTHER_FILES),
         "stall_s": settings.client_stall_s,
         "on_error": staticmethod(on_error),
         "gauge": gauge,
@@ -208,7 +202,7 @@ def http_server(
         server_header=False,
         timeout_keep_alive=_IDLE_S,
         timeout_graceful_shutdown=max(1, round(settings.drain_s)),
-        ssl_certfile=settings.tls_cert or None,
-        ssl_keyfile=settings.tls_key or None,
     )
-    return HttpServer(config)
+    limit = min(settings.connections_limit, raise_file_limit() - _OTHER_FILES)
+    tls = OwnCertificate(settings.tls_cert, settings.tls_key) if settings.tls_cert else None
+    return HttpServer(config, limit, tls, closed)
