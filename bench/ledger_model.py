@@ -47,6 +47,8 @@ class LedgerModel:
         found, state = account.record(wanted.id, now_ms) or (None, "")
         if found is not None and state == "open":
             return self._hold(tenant, account, replace(found, owner=wanted.owner), limits, now_ms)
+        if found is not None and received is None:  # a call that has ended, before the server got to it
+            return _granted(found), account.copy
         record = replace(wanted, minute=account.copy.minute, day=account.copy.day, month=account.copy.month)
         if received is not None:
             part, base = (found.part + 1, max(found.base, found.used_output)) if found else (now_ms, received)
@@ -65,9 +67,7 @@ class LedgerModel:
         if limits.streams is not None:
             account.streams[record.id] = now_ms + terms.HELD_MS
         account.wrote()
-        requests = int(record.part == 0)
-        granted = replace(record, requests=requests, used_input=0, used_output=record.base)
-        return granted, account.copy
+        return _granted(record), account.copy
 
     def _check(self, account: Account, record: Reservation, limits: TokenLimits, *, resumed: bool, now_ms: int) -> None:
         copy, both = account.copy, record.input + record.output
@@ -108,6 +108,8 @@ class LedgerModel:
         found = account.record(given.id, now_ms)
         if found is None and account.is_behind(seen):
             raise BehindError
+        if found is None and state == "left" and given.day == 0:  # its reservation never came
+            return account.copy, None
         record, before = found or (given, "open")
         if (record.owner, record.part) != (given.owner, given.part):
             return account.copy, None
@@ -154,6 +156,10 @@ class LedgerModel:
         """See broker.ledger.Ledger."""
         for charge in charges:
             self._accounts[tenant].unreported.pop(charge, None)
+
+
+def _granted(record: Reservation) -> Reservation:
+    return replace(record, requests=int(record.part == 0), used_input=0, used_output=record.base)
 
 
 def _with_use(record: Reservation, given: Reservation) -> Reservation:

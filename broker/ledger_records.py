@@ -50,7 +50,7 @@ class Reservation:
     """A request's reservation at its router, in the order of the scripts.
 
     `base` output tokens of the request belong to earlier parts; `input` and `output` are reserved beyond them, in the
-    windows that follow; `used_output` counts from the request's first token.
+    windows that follow, which are 0 until it is granted; `used_output` counts from the request's first token.
     """
 
     id: str

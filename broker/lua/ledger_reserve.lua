@@ -13,14 +13,18 @@ local max = {streams = tonumber(ARGV[10]), requests = tonumber(ARGV[11]), input 
 local account = read_account()
 if is_behind(account, seen_epoch, seen_version) then return {'behind'} end
 
+local function granted(r)
+  local values = answer('granted', account)
+  for _, value in ipairs({r.part, r.base, r.input, r.output, r.minute, r.day, r.month}) do values[#values + 1] = value end
+  return values
+end
+
 local function hold(r)
   write_reservation(id, r)
   redis.call('ZADD', HELD, now + HELD_MS, id)
   if max.streams >= 0 then redis.call('ZADD', STREAMS, now + HELD_MS, id) end
   write_account(account)
-  local values = answer('granted', account)
-  for _, value in ipairs({r.part, r.base, r.input, r.output, r.minute, r.day, r.month}) do values[#values + 1] = value end
-  return values
+  return granted(r)
 end
 
 local found = read_reservation(id)
@@ -28,6 +32,7 @@ if found and found.state == 'open' then -- the same call again, or a request tha
   found.owner = router
   return hold(found)
 end
+if found and received < 0 then return granted(found) end -- a call that has ended, before this server got to it
 
 local r = {state = 'open', owner = router, part = 0, base = 0, requests = 1, input = input, output = output, used_input = 0,
   used_output = 0, minute = account.minute, day = account.day, month = account.month, subject = subject}

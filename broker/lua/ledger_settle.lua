@@ -4,6 +4,12 @@
 --- @include "ledger_account"
 --- @include "given_reservation"
 
+local function settled(account, charge, value)
+  local values = answer('settled', account)
+  values[#values + 1], values[#values + 2] = charge, value
+  return values
+end
+
 local state, account = ARGV[2], read_account()
 local id, given = given_reservation(6)
 local charge, value = '', ''
@@ -11,6 +17,8 @@ local r = read_reservation(id)
 if not r then
   if is_behind(account, tonumber(ARGV[3]), tonumber(ARGV[4])) then return {'behind'} end
   r = given
+  -- Nothing is held for a call that ended before its reservation came: the account has nothing of it.
+  if state == 'left' and r.day == 0 then return settled(account, '', '') end
 end
 if r.owner ~= given.owner or r.part ~= given.part then return answer('other', account) end
 take_use(r, given)
@@ -22,6 +30,4 @@ else
   charge, value = end_reservation(account, id, r, state == 'finished' and state or 'ended', ARGV[5] == '1')
 end
 write_account(account)
-local values = answer('settled', account)
-values[#values + 1], values[#values + 2] = charge, value
-return values
+return settled(account, charge, value)

@@ -208,6 +208,27 @@ async def test_a_resumed_request_keeps_its_reservation_and_is_charged_once(both:
     assert (both.seen.input, both.seen.output, both.seen.requests) == (10, 60, 1)
 
 
+async def test_a_resumed_request_that_was_left_before_it_was_reserved_is_checked_and_charged(both: Both) -> None:
+    wanted = request(output=900, owner="b")
+    await both.settle(wanted, "left")  # its call ended before the ledger had heard of it
+    await both.granted(request(2, output=200))
+    assert isinstance(await both.reserve(wanted, received=20), str)
+    smaller = replace(wanted, output=500)
+    await both.settle(smaller, "left")
+    resumed = await both.granted(smaller, received=20)
+    await both.settle(replace(resumed, used_output=300))
+    assert both.seen.output == 200 + 280
+
+
+async def test_a_reservation_that_comes_after_its_end_holds_nothing(both: Both, redis: Redis) -> None:
+    wanted = request(output=900)
+    await both.settle(wanted, "ended")  # the call was cancelled, and the server had not got to its reservation yet
+    await both.granted(wanted)
+    assert both.seen.output == 0
+    assert not await redis.exists(ledger_prefix("acme") + "held")
+    await both.granted(request(2, output=900))
+
+
 async def test_a_charge_is_kept_until_it_is_reported(both: Both) -> None:
     granted = await both.granted(replace(request(), subject="begun"))
     await both.settle(replace(granted, subject="done", used_input=10, used_output=70))
