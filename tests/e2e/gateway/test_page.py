@@ -136,10 +136,17 @@ async def test_a_prompt_is_typed_and_both_answers_read(page: Page, cluster: Clus
     await page.press("Enter")
     await page.wait_for("document.getElementById('facts-a').textContent.includes('img')")
     assert await page.evaluate("document.images.length") == 0
-    # Nothing is wider than the window; wide tables scroll by themselves.
+    # Nothing is wider than the window, wide tables scroll by themselves, and all cards are of one width.
+    cards = "[...document.querySelectorAll('#cards div')].map((card) => card.offsetWidth)"
     for width in (400, 1280):
         await page.resize(width, 900)
         assert await page.evaluate("document.documentElement.scrollWidth") <= width
+        widths = await page.evaluate(cards)
+        assert max(widths) - min(widths) <= 1, widths
+    # The names of a worker's adapters have several lines where there are many.
+    await page.evaluate("document.querySelector('#tiers td:last-child').textContent = 'acme/a@live, '.repeat(9)")
+    scroll = "document.querySelector('#tiers .scroll')"
+    assert await page.evaluate(f"{scroll}.scrollWidth <= {scroll}.clientWidth")
     fields = "[...document.querySelectorAll('input, select, textarea')]"
     assert await page.evaluate(f"{fields}.filter((field) => !field.labels.length).length") == 0
     assert {httpx2.URL(address).netloc.decode() for address in page.requests} == {cluster.local.http}
