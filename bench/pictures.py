@@ -30,11 +30,14 @@ from bench.local_cluster import serving_cluster
 from bench.page_pictures import draw_page
 from bench.report import progress
 from bench.screenshots import NoBrowserError, find_browser
+from clients.cli.adapter_names import AdapterNames
 from clients.cli.adapter_tree import find_adapters
 from clients.cli.cluster import ClusterReader, Interval
-from clients.cli.cluster_top import view
+from clients.cli.cluster_top import REFRESH_S, names_on_devices, view
 from clients.cli.options import TENANT
-from clients.loadtest.charts import Axis, Series, line_chart
+from clients.cli.sparklines import Rates
+from clients.loadtest.chart_parts import Axis
+from clients.loadtest.charts import Series, line_chart
 from clients.loadtest.drawing import draw_svg, svg_file
 from deploy.local.cluster import ClusterSettings
 
@@ -44,9 +47,12 @@ EXAMPLES = _ROOT / "examples"
 # Maximum bytes of a picture in docs/plots.
 MOST_BYTES = 300_000
 # Delay in seconds of the picture of `loraplex top` after its load test began, so that the table shows a busy cluster,
-# and interval in seconds between the two readings whose difference it shows.
-_TOP_S = 8.0
-_BETWEEN_S = 2.0
+# the least number of looks at the cluster whose rates it shows, and the width of its terminal.
+_TOP_S = 2.0
+_LOOKS = 12
+_COLUMNS = 112
+# A tenant of the load test, as which the names of adapters are asked for.
+_TENANT = "acme"
 
 
 @dataclass(frozen=True)
@@ -114,8 +120,9 @@ async def _make(browser: str, directory: Path, *, quick: bool) -> None:
         _compare_caches(directory)
         running = asyncio.create_task(_run(_SHOWN, cluster.router, directory, quick=quick))
         await asyncio.sleep(_TOP_S)
-        await asyncio.to_thread(_show_top, cluster.router)
-        await draw_page(browser, cluster.http, PLOTS)
+        await asyncio.gather(
+            asyncio.to_thread(_show_top, cluster.router, cluster.store), draw_page(browser, cluster.http, PLOTS)
+        )
         await running
     await _draw(browser, directory)
 
@@ -156,13 +163,20 @@ def _compare_caches(directory: Path) -> None:
     (PLOTS / "loadtest-kv-cache.svg").write_text(svg_file(draw_svg(chart)), encoding="utf-8")
 
 
-def _show_top(router: str) -> None:
+def _show_top(router: str, store: str) -> None:
     """Draw the page that `loraplex top` shows in a terminal."""
-    reader = ClusterReader(router, TENANT)
-    before = reader.look()
-    time.sleep(_BETWEEN_S)
-    console = Console(record=True, width=118, file=io.StringIO(), force_terminal=True)
-    console.print(view(router, Interval(reader.look(), before)))
+    reader, rates = ClusterReader(router, TENANT), Rates()
+    now = reader.look()
+    for looks in range(2 * _LOOKS):
+        time.sleep(REFRESH_S)
+        before, now = now, reader.look()
+        interval = Interval(now, before)
+        rates.add(interval)
+        if looks >= _LOOKS and interval.requests().get("OK"):  # a second without a pause of the load
+            break
+    console = Console(record=True, width=_COLUMNS, file=io.StringIO(), force_terminal=True)
+    on_devices = names_on_devices(now, AdapterNames(store, _TENANT, router))
+    console.print(view(router, interval, on_devices, rates, _COLUMNS))
     picture = console.export_svg(title="loraplex top")
     (PLOTS / "loadtest-top.svg").write_text(picture, encoding="utf-8")
 

@@ -35,14 +35,15 @@ def find_browser() -> str:
 
 
 def save_picture(png: bytes, picture: Path, *, most: int = 0) -> None:
-    """Write a PNG again with at most 64 colours, without the empty part below the page, cut at `most` pixels."""
+    """Write a PNG again with at most 256 colours, without the empty part below the page, cut at `most` pixels."""
     from PIL import Image
 
     with Image.open(io.BytesIO(png)) as image:
         drawn = image.convert("RGB")
     height = _used_height(drawn)
     cut = drawn.crop((0, 0, drawn.width, min(height, most) if most else height))
-    cut.quantize(64, dither=Image.Dither.NONE).save(picture, optimize=True)
+    # Fewer colours merge those of thin lines.
+    cut.quantize(256, dither=Image.Dither.NONE).save(picture, optimize=True)
 
 
 def _used_height(image: object) -> int:

@@ -53,7 +53,7 @@ def top(
         _print(Interval(reader.look(), None), names)
     elif once:
         now = reader.look()
-        out().print(view(router, Interval(now, None), _on_devices(now, names), None, out().width))
+        out().print(view(router, Interval(now, None), names_on_devices(now, names), None, out().width))
     else:
         _live(reader, names)
 
@@ -68,7 +68,7 @@ def _live(reader: ClusterReader, names: AdapterNames) -> None:
     def shown() -> RenderableType:
         interval = Interval(now, before)
         rates.add(interval)
-        return view(reader.router, interval, _on_devices(now, names), rates, out().width, out().height)
+        return view(reader.router, interval, names_on_devices(now, names), rates, out().width, out().height)
 
     with Live(shown(), console=out(), auto_refresh=False) as live:
         while True:
@@ -118,14 +118,15 @@ def view(
     return Group(*parts)
 
 
-def _on_devices(now: Snapshot, names: AdapterNames) -> dict[str, list[str]]:
+def names_on_devices(now: Snapshot, names: AdapterNames) -> dict[str, list[str]]:
+    """Return the names of the adapters on each worker's device."""
     return {worker["worker_id"]: names.of(worker["adapters"]) for worker in now.workers}
 
 
 def _print(interval: Interval, names: AdapterNames) -> None:
     """Print the tables; in a pipe with an empty line between them."""
     print_fields(_figures(interval))
-    on_devices = _on_devices(interval.now, names)
+    on_devices = names_on_devices(interval.now, names)
     for headers, rows in (
         (_LATENCIES, _latency_rows(interval)),
         (_WORKERS, [_worker(worker, interval, bars=False) for worker in interval.now.workers]),

@@ -5,35 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
 
-Spec: TypeAlias = dict[str, Any]
+from clients.loadtest.chart_parts import COLOURS, Axis, Spec, chart, legend_of, mark_side, position, tip, zoom
 
-WIDTH, HEIGHT = 640, 300
 # Largest number of marks for messages in a timetable, so that a page with long streams stays a few megabytes.
 MAX_TICKS = 5_000
-
-_COLOURS = [f"var(--c{number})" for number in range(8)]
-_TEXT = {"labelColor": "var(--dim)", "titleColor": "var(--dim)", "titleFontWeight": "normal"}
-_CONFIG = {
-    "aria": False,
-    "font": "system-ui, sans-serif",
-    "range": {"category": _COLOURS},
-    "view": {"stroke": None},
-    "axis": {**_TEXT, "gridColor": "var(--rule)", "domain": False, "tickColor": "var(--rule)", "labelFlush": False},
-    "axisX": {"tickCount": 8},
-    "legend": {**_TEXT, "orient": "bottom", "title": None},
-    "text": {"color": "var(--ink)", "align": "left", "fontSize": 11},
-}
-
-
-@dataclass(frozen=True)
-class Axis:
-    """An axis with its title: linear from 0, or logarithmic. Ticks of a `whole` axis are integers."""
-
-    title: str
-    log: bool = False
-    whole: bool = False
 
 
 @dataclass(frozen=True)
@@ -59,17 +35,17 @@ class Stream:
 
 def line_chart(x: Axis, y: Axis, series: Sequence[Series], *, dots: bool = False) -> Spec:
     """Draw lines over shared axes; `dots` marks each point."""
-    return _chart(_lines(x, y, series, [line.name for line in series], dots=dots, zoom=_zoom("x", "y")))
+    return chart(_lines(x, y, series, [line.name for line in series], dots=dots, zoom=zoom("x", "y")))
 
 
 def two_axis_chart(x: Axis, left: tuple[Axis, Series], right: tuple[Axis, Series], *, dots: bool = False) -> Spec:
     """Draw two lines, each with a vertical axis of its own."""
     names = [left[1].name, f"{right[1].name} (right)"]
     layers = [
-        _lines(x, left[0], [Series(names[0], left[1].points)], names, dots=dots, zoom=_zoom("x")),
+        _lines(x, left[0], [Series(names[0], left[1].points)], names, dots=dots, zoom=zoom("x")),
         _lines(x, right[0], [Series(names[1], right[1].points)], names, dots=dots),
     ]
-    return _chart({"layer": layers, "resolve": {"scale": {"y": "independent"}}})
+    return chart({"layer": layers, "resolve": {"scale": {"y": "independent"}}})
 
 
 def histogram_chart(
@@ -81,30 +57,35 @@ def histogram_chart(
     ]
     named = [{"name": name, "value": value, "row": number} for number, (name, value) in enumerate(marks)]
     at = {"field": "value", "type": "quantitative"}
-    return _chart(
+    return chart(
         {
             "layer": [
                 {
                     "data": {"values": bars},
-                    "mark": {"type": "rect", "color": _COLOURS[0]},
-                    "params": [_zoom("x")],
+                    "mark": {"type": "rect", "color": COLOURS[0]},
+                    "params": [zoom("x")],
                     "encoding": {
-                        "x": _position("low", x, {"type": "log", "nice": False}),
+                        "x": position("low", x, {"type": "log", "nice": False}),
                         "x2": {"field": "high"},
                         # Room for the lines' names above the bars.
-                        "y": _position("count", Axis("count", whole=True), {"domainMax": max(counts, default=1) * 1.2}),
+                        "y": position("count", Axis("count", whole=True), {"domainMax": max(counts, default=1) * 1.2}),
                         "y2": {"datum": 0},
-                        "tooltip": [_tip("low", "from, ms"), _tip("high", "to, ms"), _tip("count", "count", ",d")],
+                        "tooltip": [tip("low", "from, ms"), tip("high", "to, ms"), tip("count", "count", ",d")],
                     },
                 },
                 {
                     "data": {"values": named},
                     "mark": {"type": "rule", "color": "var(--ink)", "strokeDash": [3, 3]},
-                    "encoding": {"x": at, "tooltip": [_tip("name", "percentile", ""), _tip("value", "milliseconds")]},
+                    "encoding": {"x": at, "tooltip": [tip("name", "percentile", ""), tip("value", "milliseconds")]},
                 },
                 {
                     "data": {"values": named},
-                    "mark": {"type": "text", "dx": 3, "yOffset": 6},
+                    "mark": {
+                        "type": "text",
+                        "yOffset": 6,
+                        "align": {"expr": mark_side("'right'", "'left'")},
+                        "dx": {"expr": mark_side("-3", "3")},
+                    },
                     "encoding": {
                         "x": at,
                         "y": {"field": "row", "type": "quantitative", "scale": {"domain": [24, 0]}, "axis": None},
@@ -121,18 +102,18 @@ def share_chart(rows: Sequence[tuple[str, str, float]]) -> Spec:
     """Draw percentages as horizontal bars: rows of (name, kind, percentage), the kinds below each other."""
     values = [{"name": name, "kind": kind, "share": share} for name, kind, share in rows]
     kinds = list(dict.fromkeys(kind for _, kind, _ in rows))
-    return _chart(
+    return chart(
         {
             "data": {"values": values},
             "height": {"step": 11},
             "mark": "bar",
-            "params": [_zoom("x")],
+            "params": [zoom("x")],
             "encoding": {
                 "y": {"field": "name", "type": "nominal", "sort": None, "title": None},
                 "yOffset": {"field": "kind", "sort": kinds},
-                "x": _position("share", Axis("%")),
-                "color": {"field": "kind", "scale": {"domain": kinds}, "legend": {"columns": 2}},
-                "tooltip": [_tip("name", "tenant", ""), _tip("kind", "", ""), _tip("share", "%", ".1f")],
+                "x": position("share", Axis("%")),
+                "color": {"field": "kind", "scale": {"domain": kinds}, "legend": legend_of(kinds)},
+                "tooltip": [tip("name", "tenant", ""), tip("kind", "", ""), tip("share", "%", ".1f")],
             },
         }
     )
@@ -152,7 +133,7 @@ def timetable(x: Axis, streams: Sequence[Stream]) -> Spec:
     for row, stream in enumerate(streams):
         first = stream.messages[0] if stream.messages else stream.end
         common = {"row": row, "title": stream.title}
-        colour = _COLOURS[stream.colour % len(_COLOURS)]
+        colour = COLOURS[stream.colour % len(COLOURS)]
         spans.append({**common, "from": stream.begin, "to": first, "colour": "var(--rule)", "opacity": 1})
         spans.append({**common, "from": first, "to": stream.end, "colour": colour, "opacity": 0.28})
         messages += [{"row": row, "at": at, "colour": colour} for at in stream.messages[:MAX_TICKS]]
@@ -164,7 +145,7 @@ def timetable(x: Axis, streams: Sequence[Stream]) -> Spec:
         "title": None,
         "axis": {"labelExpr": f"{labels}[datum.value]", "labelLimit": 60},
     }
-    return _chart(
+    return chart(
         {
             "height": {"step": 22 if shown <= 12 else 12},
             "encoding": {"y": y, "color": {"field": "colour", "scale": None}},
@@ -172,9 +153,9 @@ def timetable(x: Axis, streams: Sequence[Stream]) -> Spec:
                 {
                     "data": {"values": spans},
                     "mark": {"type": "bar", "height": {"band": 0.8}},
-                    "params": [_zoom("x")],
+                    "params": [zoom("x")],
                     "encoding": {
-                        "x": _position("from", x, {"nice": False}),
+                        "x": position("from", x, {"nice": False}),
                         "x2": {"field": "to"},
                         "opacity": {"field": "opacity", "type": "quantitative", "scale": None},
                         "tooltip": {"field": "title"},
@@ -184,18 +165,13 @@ def timetable(x: Axis, streams: Sequence[Stream]) -> Spec:
                     "data": {"values": messages},
                     "mark": {"type": "tick", "thickness": 1.5, "height": {"band": 0.8}},
                     "encoding": {
-                        "x": _position("at", x, {"nice": False}),
-                        "tooltip": [_tip("at", "milliseconds")],
+                        "x": position("at", x, {"nice": False}),
+                        "tooltip": [tip("at", "milliseconds")],
                     },
                 },
             ],
         }
     )
-
-
-def _chart(body: Spec) -> Spec:
-    fit = {"type": "fit-x", "contains": "padding"}
-    return {"background": None, "width": WIDTH, "height": HEIGHT, "autosize": fit, "config": _CONFIG} | body
 
 
 def _lines(
@@ -207,37 +183,19 @@ def _lines(
         for line in series
         for (a, b), label in zip(line.points, line.labels, strict=False)
     ]
-    colour = {"field": "series", "scale": {"domain": names}} | ({} if len(names) > 1 else {"legend": None})
-    position = {"x": _position("x", x), "y": _position("y", y)}
-    tips = [_tip("series", "", ""), _tip("x", x.title), _tip("y", y.title)]
+    legend = legend_of(names) if len(names) > 1 else None
+    colour = {"field": "series", "scale": {"domain": names}, "legend": legend}
+    places = {"x": position("x", x), "y": position("y", y)}
+    tips = [tip("series", "", ""), tip("x", x.title), tip("y", y.title)]
     # Invisible points answer the pointer where no dots are drawn.
     point = {"type": "circle", "size": 42, "opacity": 1 if dots else 0}
     layers: list[Spec] = [
-        {"mark": {"type": "line", "strokeWidth": 1.8}, "encoding": {**position, "color": colour}},
-        {"mark": point, "encoding": {**position, "color": colour, "tooltip": tips}},
+        {"mark": {"type": "line", "strokeWidth": 1.8}, "encoding": {**places, "color": colour}},
+        {"mark": point, "encoding": {**places, "color": colour, "tooltip": tips}},
     ]
     if zoom is not None:
         layers[0]["params"] = [zoom]
     if labelled:
         text = {"mark": {"type": "text", "dx": 6, "dy": -6}, "data": {"values": labelled}}
-        layers.append({**text, "encoding": {**position, "text": {"field": "label"}}})
+        layers.append({**text, "encoding": {**places, "text": {"field": "label"}}})
     return {"data": {"values": values}, "layer": layers}
-
-
-def _position(field: str, axis: Axis, scale: Spec | None = None) -> Spec:
-    if scale is None:
-        # Padding in pixels, so that points at the ends are not cut in half.
-        scale = {"type": "log", "nice": False, "padding": 8} if axis.log else {"zero": True}
-    steps = {"axis": {"tickMinStep": 1}} if axis.whole else {}
-    return {"field": field, "type": "quantitative", "title": axis.title, "scale": scale, **steps}
-
-
-def _tip(field: str, title: str, number_format: str = ",.4~g") -> Spec:
-    numeric = {"type": "quantitative", "format": number_format} if number_format else {"type": "nominal"}
-    return {"field": field, "title": title or field, **numeric}
-
-
-def _zoom(*encodings: str) -> Spec:
-    """Let dragging move the chart, the wheel with Ctrl zoom it, and a double click reset it."""
-    select = {"type": "interval", "encodings": list(encodings), "zoom": "wheel![event.ctrlKey]"}
-    return {"name": "zoom", "select": select, "bind": "scales"}

@@ -15,7 +15,7 @@ from importlib.metadata import version
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 
-from clients.loadtest.charts import Spec
+from clients.loadtest.chart_parts import Spec
 
 
 def draw_svg(spec: Spec) -> str:

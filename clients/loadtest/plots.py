@@ -9,10 +9,9 @@ from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
+from clients.loadtest.chart_parts import Axis, Spec
 from clients.loadtest.charts import (
-    Axis,
     Series,
-    Spec,
     Stream,
     histogram_chart,
     line_chart,

@@ -15,7 +15,8 @@ import pytest
 
 from clients.cli.loadtest_result import failures
 from clients.loadtest.arrivals import Closed, Extent
-from clients.loadtest.charts import MAX_TICKS, Axis, Stream, timetable
+from clients.loadtest.chart_parts import Axis
+from clients.loadtest.charts import MAX_TICKS, Stream, timetable
 from clients.loadtest.cost import warnings
 from clients.loadtest.decoding import PlanError
 from clients.loadtest.distribution import spread
