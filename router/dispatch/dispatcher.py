@@ -78,8 +78,10 @@ class Dispatcher:
         routed = self._jobs[job.job_id] = RoutedJob(job, self._rounds)
         try:
             await self._enqueue(job, early)
-        except BaseException:
+        except BaseException as error:
             self.release(routed)
+            if isinstance(error, (asyncio.CancelledError, Unavailable)):  # Redis may get the job after its removal
+                asyncio.get_running_loop().call_later(self._timing.late_enqueue_s, self._outbox.finish, job)
             raise
         routed.enqueued(job.attempt)
         return routed

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from broker.connection import CALL_S
+
 
 @dataclass(frozen=True, slots=True)
 class DispatchTiming:
@@ -28,3 +30,5 @@ class DispatchTiming:
     finish_s: float = 60.0
     # Timeout for pending queue operations when the router stops.
     drain_s: float = 5.0
+    # Time after which no enqueue that its call has given up can still reach Redis: the timeout of a whole call.
+    late_enqueue_s: float = CALL_S

@@ -1,0 +1,102 @@
+"""Calls that are cancelled between reservation and queue, on Redis with sealed jobs: nothing of them is left."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from redis.asyncio import Redis
+
+from broker.batched_script import BatchedScript
+from broker.keys import ledger_prefix
+from broker.ledger import Ledger
+from broker.ledger_records import AccountCopy
+from broker.queue import JobQueue
+from broker.terms import Placement
+from router.dispatch.dispatcher import Dispatcher
+from router.dispatch.timing import DispatchTiming
+from router.generation.generation import Generation
+from router.quotas.plans import Plans
+from router.quotas.quotas import Quotas
+from router.text.tokenizer import HashText
+from tests.credentials_files import router_seals
+from tests.router.generation.test_generation import REQUEST, TOKENS, Admission, call
+from tests.router.recording_link import KEYS
+
+
+class Gate:
+    """Stops the calls of one script until `open`: before the server has them, or behind their answer."""
+
+    def __init__(self, script: str, *, answered: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.reached, self.open = asyncio.Event(), asyncio.Event()
+        run = BatchedScript._run
+
+        async def stopped(batched: BatchedScript, calls: Sequence[tuple[str, Sequence[Any]]]) -> list[Any]:
+            if not str(batched._script.command("", [])[1]).endswith(script):
+                return await run(batched, calls)
+            answers = await run(batched, calls) if answered else None
+            self.reached.set()
+            await self.open.wait()
+            return await run(batched, calls) if answers is None else answers
+
+        monkeypatch.setattr(BatchedScript, "_run", stopped)
+
+
+class Router:
+    """A router's generation with sealed jobs and a tenant that has a quota; `made` counts its jobs' seals."""
+
+    def __init__(self, redis: Redis, directory: Path) -> None:
+        (directory / "plans.toml").write_text("[tenants.acme]\ntokens_per_day = 1000\n")
+        self.queue = JobQueue(redis, KEYS, seals=router_seals(directory, time.time))
+        self.dispatcher = Dispatcher(
+            lambda model: self.queue, lambda job: Placement(), timing=DispatchTiming(late_enqueue_s=0.05)
+        )
+        self.quotas = Quotas(Ledger(redis), Plans(directory / "plans.toml"), retry_s=0.01)
+        models: Any = SimpleNamespace(with_digest=lambda *_: SimpleNamespace(text=HashText()))
+        admission: Any = Admission()
+        self.generation = Generation(models, admission, self.dispatcher, TOKENS, self.quotas)
+
+
+@pytest.fixture
+def router(redis: Redis, tmp_path: Path) -> Router:
+    return Router(redis, tmp_path)
+
+
+async def until(condition: Any) -> None:
+    async with asyncio.timeout(5.0):
+        while not await condition():
+            await asyncio.sleep(0.005)
+
+
+@pytest.mark.parametrize("answered", [False, True])
+@pytest.mark.parametrize("script", ["ledger_reserve", "enqueue"])
+async def test_a_call_that_is_cancelled_on_its_way_into_the_queue_leaves_nothing(
+    router: Router, redis: Redis, monkeypatch: pytest.MonkeyPatch, script: str, *, answered: bool
+) -> None:
+    gate = Gate(script, answered=answered, monkeypatch=monkeypatch)
+    leaving = call(router.generation)
+    await asyncio.wait_for(gate.reached.wait(), 5.0)
+    leaving.cancel()
+    await asyncio.gather(leaving, return_exceptions=True)
+    # The reservation ends, and the job is removed, before a slow server carries out the call that was cancelled.
+    await router.quotas.drain(5.0)
+    await router.dispatcher.drain_tasks()
+    gate.open.set()
+    assert router.dispatcher.jobs == ()
+
+    async def nothing_waits() -> bool:
+        account = (await Ledger(redis).look("acme", AccountCopy())).account
+        held = await redis.zcard(ledger_prefix("acme") + "held")
+        return await router.queue.count_waiting() == account.day_tokens == held == 0
+
+    await asyncio.sleep(0.01)  # what was stopped is carried out
+    await until(nothing_waits)
+    again = call(router.generation, REQUEST)  # and the id is free
+    await until(router.queue.count_waiting)
+    again.cancel()
+    await asyncio.gather(again, return_exceptions=True)
