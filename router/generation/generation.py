@@ -157,6 +157,8 @@ class Generation:
             taken = Aborted(f"another call of request_id {request.request_id} took it over", reason="TAKEN_OVER")
             reader = run.routed.replace_reader(taken)
             if run.suits(resumption) and not self._draining:
+                if part_of is not None:  # the older call fails, and with it its reservation
+                    part_of.jobs.append(run.routed)
                 return run, reader
             self._end(run)
         if self._draining:

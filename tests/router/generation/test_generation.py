@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from broker.ledger_records import Reservation
 from broker.messages import Job
 from broker.queue import JobQueue
 from router.dispatch.dispatcher import Dispatcher
@@ -19,6 +20,7 @@ from router.dispatch.link import Frame, WorkerFinish
 from router.generation.generation import Generation
 from router.generation.resume import Began, ResumeClaims, ResumeTokens, Resumption
 from router.generation.resume_keys import GivenKeys
+from router.quotas.grant import Grant
 from router.quotas.quotas import Quotas
 from router.request import Delta, Message, Received, Request, Summary
 from router.text.tokenizer import HashText
@@ -117,6 +119,19 @@ async def test_a_call_that_takes_over_gets_everything_from_the_first_token(
             await anext(first)
         make(dispatcher, "j1", 2, 7, finish=WorkerFinish.END)
         assert await second == [5, 6, 7]
+
+
+async def test_a_part_that_is_taken_over_counts_in_the_reservation_of_the_later_call(
+    generation: Generation, dispatcher: Dispatcher, queue: JobQueue
+) -> None:
+    grants = [Grant({"acme": Reservation("r", "here")}, lambda grant, end: asyncio.Future()) for _ in range(2)]
+    first, second = (asyncio.create_task(ids_of(generation.run(REQUEST, None, part_of=grant))) for grant in grants)
+    with pytest.raises(Aborted):
+        await first
+    await claim(queue)
+    make(dispatcher, "j1", 0, 5, finish=WorkerFinish.END)
+    assert await second == [5]
+    assert [len(grant.jobs) for grant in grants] == [1, 1]
 
 
 async def test_another_body_or_tenant_is_another_request(
