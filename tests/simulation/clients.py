@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from enum import StrEnum
 
 from router.request import Delta, Message, Request, Summary
-from rpc.errors import CallError, DeadlinePassed, Exhausted, Unavailable
+from rpc.errors import CallError, DeadlinePassed, Exhausted, Unauthenticated, Unavailable
 from rpc.identity.principal import CredentialKind, Principal, Role, set_caller
+from rpc.identity.running_calls import take_ending
 from tests.hash_answers import Expected, ExpectedScore
 from tests.simulation.loop import NODE
 from tests.simulation.network import Network
@@ -20,6 +21,7 @@ from tests.simulation.texts import Encoded, TextsPlan
 from tests.simulation.transcript import Transcript
 
 _RETRY_S = (0.1, 2.0)
+_REVOKED = frozenset({"TENANT_PURGED", "CREDENTIAL_REVOKED"})
 
 
 class End(StrEnum):
@@ -29,6 +31,8 @@ class End(StrEnum):
     CANCELLED = "cancelled"
     LATE = "late"
     REFUSED = "refused"
+    # By a purge of the tenant, or with its API key.
+    REVOKED = "revoked"
     FAILED = "failed"
 
 
@@ -144,7 +148,7 @@ async def ask(story: Story, routers: Sequence[SimulatedRouter], network: Network
             story.end(End.FAILED if error.retry_after_s is None else End.REFUSED)
         except CallError as error:
             story.failure = error
-            story.end(End.FAILED)
+            story.end(End.REVOKED if error.reason in _REVOKED else End.FAILED)
         if story.ends:
             return
         story.resumes += 1
@@ -161,23 +165,10 @@ async def _call(story: Story, router: SimulatedRouter, network: Network, token: 
         last_at[0] = max(last_at[0] + 1e-6, loop.time() + network.delay_s())
         loop.call_at(last_at[0], inbox.put_nowait, what)
 
-    async def serve() -> None:
-        await asyncio.sleep(network.delay_s())
-        if plan.key:
-            tenant, roles = plan.request.tenant, frozenset({Role.TENANT_USER})
-            set_caller(Principal(f"key/{plan.key}", roles, CredentialKind.API_KEY, tenant, plan.key))
-        try:
-            async with aclosing(await _messages(story, router, token, deadline_s)) as told:
-                async for message in told:
-                    tell(message)
-            tell(None)
-        except CallError as error:
-            tell(error)
-
     assert NODE.get() is None, "clients are outside"
     if router.node.dead:
         raise BrokenError
-    serving = router.node.start(serve())
+    serving = router.node.start(_serve(story, router, network, token, deadline_s, tell))
     router.calls[inbox] = None
     try:
         async with asyncio.timeout(deadline_s):
@@ -196,6 +187,41 @@ async def _call(story: Story, router: SimulatedRouter, network: Network, token: 
         router.calls.pop(inbox, None)
         # The news travels, and a frozen router hears of it later.
         loop.call_later(network.delay_s(), serving.cancel)
+
+
+async def _serve(
+    story: Story,
+    router: SimulatedRouter,
+    network: Network,
+    token: str,
+    deadline_s: float | None,
+    tell: Callable[[Message | Scored | Encoded | Exception | None], None],
+) -> None:
+    """Serve a call at its router, and tell all that its client gets; None comes last."""
+    await asyncio.sleep(network.delay_s())
+    try:
+        if story.plan.key:
+            _enter(router, story.plan)
+        async with aclosing(await _messages(story, router, token, deadline_s)) as told:
+            async for message in told:
+                tell(message)
+        tell(None)
+    except CallError as error:
+        tell(error)
+    except asyncio.CancelledError:  # see rpc.status
+        if (ending := take_ending()) is None:
+            raise
+        tell(ending)
+
+
+def _enter(router: SimulatedRouter, plan: Plan) -> None:
+    """Let the call of the current task in with its API key. Raises Unauthenticated."""
+    if not router.keys.is_valid(plan.key):
+        raise Unauthenticated("the API key is revoked", reason="CREDENTIAL_REVOKED")
+    tenant, roles = plan.request.tenant, frozenset({Role.TENANT_USER})
+    caller = Principal(f"key/{plan.key}", roles, CredentialKind.API_KEY, tenant, plan.key)
+    router.keys.calls.enter(caller)
+    set_caller(caller)
 
 
 async def _messages(

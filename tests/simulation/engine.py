@@ -12,7 +12,19 @@ from worker.engine.hash_engine import HashEngine
 from worker.engine.process import BEAT_S
 from worker.engine_api import SequenceRefusedError
 from worker.io.engine_client.process import EngineLostError
-from worker.ipc import Abort, Add, Begun, Configure, FromEngine, Ready, Refused, Stepped, ToEngine
+from worker.ipc import (
+    Abort,
+    Add,
+    Begun,
+    Configure,
+    ForgetTenant,
+    FromEngine,
+    Ready,
+    Refused,
+    Stepped,
+    TenantForgotten,
+    ToEngine,
+)
 
 STEP_S = 0.02
 _LOAD_S = (0.005, 0.08)
@@ -62,6 +74,10 @@ class InlineProver:
 
     def prove(self, grammar: str, path: str = "") -> None:
         """See Prover."""
+
+    def forget(self) -> int:
+        """See Prover."""
+        return 0
 
     def close(self) -> None:
         """See Prover."""
@@ -117,6 +133,8 @@ class SimulatedEngine:
             case Abort(sequence_ids):
                 for sequence_id in sequence_ids:
                     self.engine.abort(sequence_id)
+            case ForgetTenant(tenant, kept_adapters):
+                self._tell(TenantForgotten(dict(self.engine.forget_tenant(tenant, kept_adapters))))
 
     def _tell(self, message: FromEngine) -> None:
         asyncio.get_running_loop().call_later(_MESSAGE_S, self._outbox.put_nowait, message)

@@ -48,8 +48,9 @@ class SimulatedQueue:
         return Entry.from_job(job, placement)
 
     async def enqueue(self, job: Job, placement: Placement | None = None, entry: Entry | None = None) -> None:
-        """See JobQueue; the model makes the entry itself."""
+        """See JobQueue; the model makes the entry itself, and one that was made before must be the same."""
         redis = self._redis
+        assert entry is None or entry == self.make_entry(job, placement or Placement())
         refusal = await redis.call(lambda: self._enqueue(job, placement or Placement()))
         redis.wake_all()
         if refusal is not None and refusal.why == "quarantined":

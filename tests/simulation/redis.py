@@ -99,14 +99,26 @@ class SimulatedRedis:
         self.run += 1
 
     async def call(self, work: Callable[[], T]) -> T:
-        """Carry something out at the server. Raises RedisConnectionError."""
+        """Carry something out at the server, even if the caller is cancelled meanwhile, as broker.batched_script does.
+
+        Raises RedisConnectionError.
+        """
+        outcome = await asyncio.shield(asyncio.get_running_loop().create_task(self._outcome(work)))
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+    async def _outcome(self, work: Callable[[], T]) -> T | Exception:
+        """Return the answer, or an error that nobody may be left to hear of."""
         for retry in range(_RETRIES + 1):
             try:
                 return await self._try(work)
-            except RedisConnectionError:
+            except RedisConnectionError as error:
                 if retry == _RETRIES:
-                    raise
+                    return error
                 await asyncio.sleep(_RETRY_S * 2**retry)
+            except Exception as error:
+                return error
         raise AssertionError
 
     async def _try(self, work: Callable[[], T]) -> T:

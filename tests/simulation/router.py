@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,15 +27,20 @@ from router.generation.admission import Admission
 from router.generation.encode_admission import EncodeAdmission
 from router.generation.encoding import Encoding
 from router.generation.generation import Generation
+from router.generation.grammar_proofs import GrammarProofs
 from router.generation.resume import ResumeTokens
+from router.generation.resume_epochs import ResumeEpochs
 from router.generation.resume_keys import GivenKeys
 from router.generation.scoring import ContinuationScore, Scoring
+from router.purge.router_data import RouterData
 from router.quotas.plans import Plans
 from router.quotas.quotas import Quotas
 from router.request import Message, Received, Request, Summary
 from router.text.prompt_encoder import PromptEncoder
 from router.worker_watch import look_at_workers
 from rpc.errors import NotFound
+from rpc.identity.api_keys import HashedKey, KeyDirectory
+from rpc.identity.principal import Role
 from tests.simulation.channels import Registrar
 from tests.simulation.ledger import SimulatedLedger
 from tests.simulation.loop import Node
@@ -63,9 +68,19 @@ class BrokenError(Exception):
 class SimulatedStore:
     """A router.catalog.store_client.StoreClient with one base model, and adapters by name."""
 
-    def __init__(self, base: BaseModel, adapters: Mapping[str, AdapterRef]) -> None:
+    def __init__(self, base: BaseModel, adapters: Mapping[str, AdapterRef], keys: Iterable[str]) -> None:
         self._base = base
         self._adapters = adapters
+        # API keys by id.
+        self.keys = {key: HashedKey(key, "", Role.TENANT_USER, frozenset(), None, False, ()) for key in sorted(keys)}
+
+    def forget_tenant(self, tenant: str) -> int:
+        """See StoreClient; it keeps no names."""
+        return 0
+
+    def epoch_of(self, revision: str) -> int:
+        """See StoreClient."""
+        return 0
 
     async def models(self) -> dict[str, RegisteredModel]:
         """See StoreClient."""
@@ -159,13 +174,18 @@ class SimulatedRouter:
         )
         self.dispatcher.accepted = self._accepted
         relay: Any = Registrar(self._network.listen(self.name, self.node))
-        relay_pb2_grpc.add_RelayServiceServicer_to_server(RelayService(self.dispatcher), relay)
-        tokens = ResumeTokens(GivenKeys("the key that all routers share"))
-        encoder = PromptEncoder()
-        admission = Admission(self.models, self._store, self.name, self.reach, encoder)
+        self.relay = RelayService(self.dispatcher)
+        relay_pb2_grpc.add_RelayServiceServicer_to_server(self.relay, relay)
+        # Keys of callers, as the store has them at the start; a revocation comes later.
+        self.keys = KeyDirectory()
+        self.keys.put(tuple(self._store.keys.values()))
+        tokens = ResumeTokens(GivenKeys("the key that all routers share"), ResumeEpochs(self._store, self.keys))
+        encoder, proofs = PromptEncoder(), GrammarProofs()
+        admission = Admission(self.models, self._store, self.name, self.reach, encoder, proofs=proofs)
         ledger: Any = SimulatedLedger(self._redis)
         self.plans = Plans(self._quotas)
         quotas = Quotas(ledger, self.plans)
+        self.tenant_data = RouterData(self.dispatcher, self._store, (), encoder, proofs, quotas)
         self.generation = Generation(self.models, admission, self.dispatcher, tokens, quotas)
         self._scoring = Scoring(self.generation, admission, self.models, encoder)
         encode_admission = EncodeAdmission(self.models, self._store, self.name, self.reach, encoder)
@@ -204,6 +224,12 @@ class SimulatedRouter:
         """Yield the answer of an Embed or Classify call."""
         vectors, summary = await self._encoding.encode(request, deadline_s, lambda vector: vector)
         yield Encoded(tuple(vectors), summary)
+
+    async def forget_tenant(self, tenant: str) -> None:
+        """Remove a tenant's data here, and at the workers that have a link, as router.purge.cell asks for it."""
+        await self.tenant_data.forget(tenant)
+        asked = (self.relay.forgets.ask(one, tenant) for one in sorted(self.reach.links.incarnations))
+        await asyncio.gather(*asked)
 
     def failed(self) -> Sequence[asyncio.Task[None]]:
         """Return the tasks that must run for ever and ended."""

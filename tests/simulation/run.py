@@ -158,9 +158,9 @@ class _Run:
             self._redis.data.ledger.look(account, AccountCopy(), [], self._redis.now_ms - RECOVERY_MS)
         quotas = directory / "plans.toml"
         quotas.write_text(scenario.quotas)
-        store = SimulatedStore(base, scenario.adapters)
+        self._store = SimulatedStore(base, scenario.adapters, {plan.key for plan in scenario.plans if plan.key})
         self._routers = [
-            SimulatedRouter(f"router-{number}", store, self._redis, network, self._accepted, quotas)
+            SimulatedRouter(f"router-{number}", self._store, self._redis, network, self._accepted, quotas)
             for number in range(scenario.routers)
         ]
         self._workers = [
@@ -188,7 +188,7 @@ class _Run:
         """Run the cluster, its clients and its faults to the end."""
         loop, outcome, scenario = asyncio.get_running_loop(), self._outcome, self._scenario
         stories = [Story(plan) for plan in scenario.plans]
-        cluster = Cluster(self._workers, self._routers, self._redis, self._network)
+        cluster = Cluster(self._workers, self._routers, self._redis, self._network, self._store)
         faults = [asyncio.create_task(self._fault(fault, cluster)) for fault in scenario.faults]
         watching = [asyncio.create_task(self._network.watch()), asyncio.create_task(self._watch_processes())]
         asking = [asyncio.create_task(ask(story, self._routers, self._network)) for story in stories]

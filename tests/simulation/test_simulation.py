@@ -54,6 +54,7 @@ def test_the_runs_are_no_idle_ones(outcomes: list[Outcome]) -> None:
     assert ends[End.COMPLETED] > requests / 2
     assert ends[End.CANCELLED]
     assert ends[End.LATE]
+    assert ends[End.REVOKED]
     assert set(fired) == set(Kind)
     assert sum(outcome.attempts for outcome in outcomes) > requests
     assert any(outcome.resumes for outcome in outcomes)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from random import Random
-from types import SimpleNamespace
 from typing import Any, cast
 
 from loraplex.adapters.v1 import adapters_pb2 as pb
+from loraplex.admin.v1 import tenants_pb2
 
 from artifacts.base_model import BaseModel, read_base_model
 from broker.messages import AdapterRef, AdapterRequest
@@ -18,6 +18,7 @@ from tests.simulation.engine import SimulatedEngine
 from tests.simulation.loop import NODE, Node
 from tests.simulation.network import Network
 from tests.simulation.redis import SimulatedRedis
+from worker.engine_api.stats import Removal
 from worker.io.app import run_sessions
 from worker.io.engine_breaker import EngineBreaker
 from worker.io.engine_session import EngineSession
@@ -36,19 +37,36 @@ class _Store:
     def __init__(self, base: BaseModel) -> None:
         self._base = base
 
+    def stub(self, kind: object) -> _Store:
+        """Return the stub of a service, as a channel does."""
+        return self
+
+    async def ListGoneRevisions(self, request: object, **_: object) -> tenants_pb2.ListGoneRevisionsResponse:
+        """Return none: no adapter is removed."""
+        return tenants_pb2.ListGoneRevisionsResponse()
+
     async def GetBaseModel(self, request: pb.GetBaseModelRequest, **_: object) -> pb.GetBaseModelResponse:
         """Return the one model."""
         return pb.GetBaseModelResponse(model=pb.BaseModel(name=self._base.name, digest=self._base.digest))
 
 
+class _Disk:
+    """No revision is on it when a worker starts, and none is noted."""
+
+    digests = frozenset[str]()
+
+    async def forget(self, gone: Collection[str]) -> Removal:
+        """See AdapterDisk."""
+        return Removal()
+
+
 class SimulatedFetcher:
     """Stands in for worker.io.adapters.fetch.AdapterFetcher: every revision is the same files, after a while."""
 
-    # No revision is on it when a worker starts.
-    disk = SimpleNamespace(digests=frozenset[str]())
+    disk = _Disk()
 
     def __init__(self, chance: Random, base: BaseModel, directory: Path) -> None:
-        self.store = _Store(base)
+        self.store = self.channel = _Store(base)
         self._chance = chance
         self._directory = directory
         self.pins = 0
