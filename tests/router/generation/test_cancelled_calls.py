@@ -48,7 +48,7 @@ class Gate:
 
 
 class Router:
-    """A router's generation with sealed jobs and a tenant that has a quota; `made` counts its jobs' seals."""
+    """Keeps a generation whose jobs are sealed, and whose tenant has a quota."""
 
     def __init__(self, redis: Redis, directory: Path) -> None:
         (directory / "plans.toml").write_text("[tenants.acme]\ntokens_per_day = 1000\n")
@@ -69,7 +69,7 @@ def router(redis: Redis, tmp_path: Path) -> Router:
 
 async def until(condition: Any) -> None:
     async with asyncio.timeout(5.0):
-        while not await condition():
+        while not await condition():  # noqa: ASYNC110 — Redis tells no event
             await asyncio.sleep(0.005)
 
 
