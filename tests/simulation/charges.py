@@ -116,6 +116,11 @@ def _received(story: Story) -> int:
 
 
 def _chargeable(story: Story) -> int:
-    """Return the most that a request may be charged: what was computed for a client that left counts too."""
+    """Return the most that a request may be charged.
+
+    What was computed for a client that left counts too, and what a router that died had charged for a call before its
+    client got anything of it, and made it again.
+    """
     asked = asked_tokens(story.plan)
-    return _received(story) if story.ends in ([End.COMPLETED], [End.REFUSED]) else asked
+    once = _received(story) if story.ends in ([End.COMPLETED], [End.REFUSED]) else asked
+    return once + story.repeats * asked

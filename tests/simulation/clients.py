@@ -64,6 +64,8 @@ class Story:
         self.ends: list[End] = []
         self.failure: CallError | None = None
         self.resumes = 0
+        # Number of calls that were made again from the beginning, because the router that had them died.
+        self.repeats = 0
         self.ttft_s: float | None = None
         # Reasons of the refusals after which the client asked again.
         self.reasons: list[str] = []
@@ -138,6 +140,8 @@ async def ask(story: Story, routers: Sequence[SimulatedRouter], network: Network
             token = getattr(error, "token", token)
             if isinstance(error.__cause__, Unavailable):
                 story.reasons.append(error.__cause__.reason)
+            elif error.__cause__ is not None and not token:
+                story.repeats += 1
         except DeadlinePassed:
             story.end(End.LATE)
         except TimeoutError:

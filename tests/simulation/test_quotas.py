@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -11,11 +12,12 @@ import pytest
 from bench.ledger_model import LedgerModel
 from broker.keys import key_account
 from broker.ledger_records import Reservation
+from tests.hash_answers import expected_scores
 from tests.simulation.charges import asked_tokens
 from tests.simulation.clients import End
 from tests.simulation.faults import Fault, Kind
 from tests.simulation.run import Outcome, simulate_scenario
-from tests.simulation.scenario import draw
+from tests.simulation.scenario import MODEL, draw
 from tests.simulation.test_cut_links import plan
 
 
@@ -71,3 +73,23 @@ def test_requests_that_are_charged_again_are_found(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(LedgerModel, "reserve", as_a_new_one)
     wrong = run(100_000, 32, 8.0, 40, KILLS, "k").wrong
     assert {line.split()[0] for line in wrong if "was charged" in line} == {"one", key_account("k")}
+
+
+def test_a_score_that_its_router_charged_and_did_not_deliver_may_be_charged_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    settle, settled_s = LedgerModel.settle, list[float]()
+
+    def noted(model: LedgerModel, *arguments: Any) -> object:
+        settled_s.append(asyncio.get_running_loop().time())
+        return settle(model, *arguments)
+
+    monkeypatch.setattr(LedgerModel, "settle", noted)
+    scores = replace(plan(0, 1.0, 1), scores=expected_scores(MODEL, [0], [[1, 2]]))
+    scenario = replace(draw(0), plans=(scores,), faults=(), routers=1, quotas="[tenants.one]\ntokens_per_day = 100\n")
+    assert not simulate_scenario(scenario).wrong
+    kill = Fault(Kind.ROUTER_KILL, settled_s[-1] + 1e-4, 0.5, 0, 0)
+    outcome = simulate_scenario(replace(scenario, faults=(kill,)))
+    assert len(settled_s) == 3
+    assert outcome.ends == {End.COMPLETED: 1}
+    assert not outcome.wrong, str(outcome)
