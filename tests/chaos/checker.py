@@ -63,10 +63,11 @@ def check(lines: Iterable[Line]) -> Verdict:
     digests = sorted({observation.request.revision.digest for observation in requests.values()})
     for observation in requests.values():
         _check_request(verdict, begun.model, observation, digests)
+        _check_calls(verdict, observation, doors)
     for fault in faults:
         _check_fault(verdict, fault, requests, doors)
     check_crowd(verdict, records.crowd, doors)
-    if records.accounts:
+    if begun.ledger or records.accounts:
         check_ledger(verdict, requests, records.charges, records.accounts, faults)
     check_refusals(verdict, requests.values(), () if begun.overlap else faults, doors)
     return verdict
@@ -77,12 +78,13 @@ def _check_fault(verdict: Verdict, fault: Fault, requests: dict[int, Observation
         verdict.faults[fault.kind] += 1
     if fault.error:
         verdict.findings.append(f"fault {fault.number} ({fault.kind} of {fault.victim}): {fault.error}")
-    for number in fault.hit:
-        if number in requests and requests[number].ended > fault.began:
-            verdict.gaps.setdefault(fault.kind, []).append(_gap(requests[number], fault))
-            again = [call for call in requests[number].calls[1:] if fault.began < call.at <= fault.mended]
-            if again and not doors.broken(again[0].at, again[0].at):
-                verdict.findings.append(f"request {number}: fault {fault.number} ({fault.kind}) broke its call")
+    hit = [number for number in fault.hit if number in requests and requests[number].ended > fault.began]
+    verdict.hits[fault.kind] += bool(hit)
+    for number in hit:
+        verdict.gaps.setdefault(fault.kind, []).append(_gap(requests[number], fault))
+        again = [call for call in requests[number].calls[1:] if fault.began < call.at <= fault.mended]
+        if again and not doors.broken(again[0].at, again[0].at):
+            verdict.findings.append(f"request {number}: fault {fault.number} ({fault.kind}) broke its call")
 
 
 def _gap(observation: Observation, fault: Fault) -> float:
@@ -162,6 +164,14 @@ def _check_vectors(verdict: Verdict, model: str, observation: Observation, diges
         name = "reordered" if vector in expected else "wrong_adapter" if vector in foreign else "other"
         setattr(verdict, name, getattr(verdict, name) + 1)
     verdict.findings.append(f"request {request.number}: {len(wrong)} of {len(got)} vectors are not its {len(expected)}")
+
+
+def _check_calls(verdict: Verdict, observation: Observation, doors: Doors) -> None:
+    """A call that has brought tokens ends with an error only where its connection was broken: the SDK would hide it."""
+    last = {delta.call: delta.at for delta in observation.deltas}
+    for number, (call, following) in enumerate(pairwise(observation.calls)):
+        if call.error and number in last and not doors.broken(last[number], following.at):
+            verdict.findings.append(f"request {observation.request.number}: call {number} broke with {call.error}")
 
 
 def _check_wire(verdict: Verdict, observation: Observation) -> None:

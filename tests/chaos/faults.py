@@ -12,7 +12,7 @@ from tests.chaos import crowd_faults, redis_faults
 from tests.chaos.arena import Arena, Strike, Victim
 from tests.chaos.links import Link, Way
 from tests.chaos.plan import TENANTS, Kind, PlannedFault
-from tests.chaos.processes import gone, signal_process, stopped
+from tests.chaos.processes import gone, killed, signal_process, stopped
 from tests.faulty_store import Fault as StoreFault
 
 Striker = Callable[[Arena, PlannedFault], AbstractAsyncContextManager[Strike]]
@@ -26,7 +26,8 @@ async def _worker_kill(arena: Arena, planned: PlannedFault) -> AsyncIterator[Str
     arena.cluster.kill(victim.name)
     code = await arena.cluster.processes[victim.name].exited
     await _until(lambda: gone(victim.engine_pid))
-    strike.proof = f"process {victim.pid} ended with {code}, its engine {victim.engine_pid} is gone"
+    if killed(code):
+        strike.proof = f"process {victim.pid} ended with {code}, its engine {victim.engine_pid} is gone"
     yield strike
     await arena.cluster.start_worker()
 
@@ -35,9 +36,9 @@ async def _worker_kill(arena: Arena, planned: PlannedFault) -> AsyncIterator[Str
 async def _engine_kill(arena: Arena, planned: PlannedFault) -> AsyncIterator[Strike]:
     victim = await arena.take_worker(planned)
     strike = Strike(victim.name, arena.driver.now, victim.streams)
-    signal_process(victim.engine_pid, signal.SIGKILL)
-    await _until(lambda: gone(victim.engine_pid))
-    strike.proof = f"process {victim.engine_pid} is gone"
+    if signal_process(victim.engine_pid, signal.SIGKILL):
+        await _until(lambda: gone(victim.engine_pid))
+        strike.proof = f"process {victim.engine_pid} is gone"
     yield strike
 
 
@@ -80,7 +81,8 @@ async def _router_kill(arena: Arena, planned: PlannedFault) -> AsyncIterator[Str
     strike = Strike(name, arena.driver.now, hit)
     arena.cluster.kill(name)
     code = await arena.cluster.processes[name].exited
-    strike.proof = f"process {arena.cluster.processes[name].pid} ended with {code}"
+    if killed(code):
+        strike.proof = f"process {arena.cluster.processes[name].pid} ended with {code}"
     yield strike
     await asyncio.sleep(planned.hold)
     await arena.cluster.restart(name)

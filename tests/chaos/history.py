@@ -79,6 +79,8 @@ class Begun(msgspec.Struct, frozen=True, tag=True):
     requests: int
     planned: dict[str, int]
     overlap: bool = False
+    # The tenants have plans, and the ledger's counts must follow.
+    ledger: bool = False
 
 
 class Call(msgspec.Struct, tag=True):

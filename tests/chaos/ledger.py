@@ -92,7 +92,11 @@ def check_ledger(
         if observation.completed:
             _check_request(verdict, observation, of_request)
     for account in accounts:
-        _check_account(verdict, account, of_tenant[account.tenant])
+        _check_account(verdict, account, of_tenant.get(account.tenant, 0))
+    found = {account.tenant for account in accounts}
+    callers = {one.request.revision.tenant for one in requests.values() if one.completed}
+    if not any(account.tokens == RESTLESS for account in accounts):
+        verdict.miscounted += [f"{tenant} has no account" for tenant in sorted((callers | of_tenant.keys()) - found)]
     if not any(fault.kind in LOSSES for fault in faults):
         verdict.findings += verdict.miscounted
 

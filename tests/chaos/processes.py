@@ -23,12 +23,20 @@ def gone(pid: int) -> bool:
     return _stat(pid)[:1] in ([], ["Z"], ["X"])
 
 
-def signal_process(pid: int, number: signal.Signals) -> None:
-    """Signal a process that may have ended."""
+def signal_process(pid: int, number: signal.Signals) -> bool:
+    """Signal a process; False where it has ended."""
+    if gone(pid):
+        return False
     try:
         os.kill(pid, number)
     except ProcessLookupError:
-        return
+        return False
+    return True
+
+
+def killed(code: int) -> bool:
+    """Tell whether a process ended by SIGKILL, and not of itself just before."""
+    return code == -signal.SIGKILL
 
 
 def _stat(pid: int) -> list[str]:

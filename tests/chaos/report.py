@@ -73,6 +73,7 @@ def as_lines(verdict: Verdict) -> list[str]:
     lines.append("left when idle: " + ", ".join(f"{count} {name}" for name, count in values["leaked"].items()))
     lines += [f"WRONG: {finding}" for finding in verdict.findings[:50]]
     lines += [f"WRONG: {kind} was planned more often than it happened" for kind in verdict.not_fired]
+    lines += [f"WRONG: {verdict.faults[kind]} faults of {kind} hit no stream" for kind in verdict.vain]
     if verdict.left and verdict.left.redis_keys:
         lines.append(f"WRONG: keys left: {', '.join(verdict.left.redis_keys[:20])}")
     return lines

@@ -26,7 +26,7 @@ OVERLAPPING = 3
 async def run(plan: Plan, directory: Path, path: Path) -> None:
     """Run the plan; everything that happens is appended to the file at `path`."""
     history = History(path)
-    history.append(Begun(MODEL, plan.seed, plan.requests, plan.planned, plan.overlap))
+    history.append(Begun(MODEL, plan.seed, plan.requests, plan.planned, plan.overlap, plan.ledger))
     try:
         async with chaos_cluster(directory, draw_plans(plan.seed) if plan.ledger else "") as (cluster, revisions):
             driver = Driver(plan, [door.address for door in cluster.doors.values()], revisions, history)

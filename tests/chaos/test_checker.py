@@ -30,8 +30,8 @@ from tests.chaos.history import (
 )
 from tests.chaos.oracle import answers, next_token, prompt_tokens, scores, truth, vectors
 from tests.chaos.plan import MODEL
-from tests.chaos.report import as_json, missed_aims
-from tests.chaos.verdict import Verdict
+from tests.chaos.report import as_json, as_lines, missed_aims
+from tests.chaos.verdict import MANY, Verdict
 
 REVISIONS = (Revision("acme", "a", "sha256:a"), Revision("acme", "b", "sha256:b"))
 NOTHING_LEFT = Left(0, 0, [])
@@ -223,6 +223,25 @@ def test_a_fault_that_did_not_fire_is_found() -> None:
     assert not verdict_of(forged(), faults=(fired,), planned=2).holds
 
 
+def test_kills_that_hit_no_stream_are_found() -> None:
+    faults = [Fault(n, "worker_kill", "worker-1", 3.5, 3.6, [0], proof="gone") for n in range(MANY)]
+    verdict = verdict_of(forged(), faults=tuple(faults), planned=MANY)
+    assert verdict.vain == ["worker_kill"]
+    assert not verdict.holds
+    assert any("hit no stream" in line for line in as_lines(verdict))
+    faults[-1].began, faults[-1].mended = 0.5, 0.9
+    assert verdict_of(forged(), faults=tuple(faults), planned=MANY).holds
+
+
+def test_a_stream_that_breaks_without_a_fault_is_found_though_it_is_resumed() -> None:
+    def broken(observation: Observation) -> None:
+        observation.calls[0].error = "UNAVAILABLE: the router is shutting down"
+
+    assert "call 0 broke with UNAVAILABLE" in verdict_of(forged(broken)).findings[0]
+    killed = Fault(0, "router_kill", "router-1", 0.5, 0.9, [], proof="gone")
+    assert verdict_of(forged(broken), faults=(killed,)).holds
+
+
 def test_leaks_are_found() -> None:
     for left in (Left(1, 0, []), Left(0, 1, []), Left(0, 0, ["lp:{hash/main}:job:1"]), None):
         verdict = verdict_of(forged(), left=left)
@@ -280,3 +299,9 @@ def test_a_call_that_was_made_again_may_be_charged_again() -> None:
     charges, used = charges_of(observation), observation.prompt_tokens + observation.completion_tokens
     assert with_ledger([*charges, *[msgspec.structs.replace(charges[0], id="again")]], 2 * used, observation).holds
     assert with_ledger([], 0, observation).findings
+
+
+def test_a_ledger_that_nobody_read_is_found() -> None:
+    observation = forged()
+    lines: list[Line] = [Begun(MODEL, 1, 1, {}, ledger=True), observation, *charges_of(observation), NOTHING_LEFT]
+    assert check(lines).findings == ["acme has no account"]

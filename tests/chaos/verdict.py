@@ -6,6 +6,11 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from tests.chaos.history import Left
+from tests.chaos.plan import Kind
+
+# Kinds whose victim is a process that has streams, and the number of faults of which at least one must hit one.
+STRIKES = (Kind.WORKER_KILL, Kind.WORKER_HANG, Kind.ENGINE_KILL, Kind.ENGINE_HANG, Kind.ROUTER_KILL)
+MANY = 5
 
 
 @dataclass
@@ -27,6 +32,8 @@ class Verdict:
     # Everything else that an answer differs in: text, reason, log probabilities, a token of nobody's.
     other: int = 0
     faults: Counter[str] = field(default_factory=Counter)
+    # Faults that hit at least one stream, by kind.
+    hits: Counter[str] = field(default_factory=Counter)
     planned: dict[str, int] = field(default_factory=dict)
     gaps: dict[str, list[float]] = field(default_factory=dict)
     crowd: Counter[str] = field(default_factory=Counter)
@@ -47,6 +54,11 @@ class Verdict:
         return [kind for kind, count in self.planned.items() if self.faults[kind] < count]
 
     @property
+    def vain(self) -> list[str]:
+        """Kinds that strike processes with streams, of which many happened and none hit a stream."""
+        return [kind for kind in STRIKES if self.faults[kind] >= MANY and not self.hits[kind]]
+
+    @property
     def leaks(self) -> int:
         """Blocks, pins and keys that an idle cluster still held; at least 1 when nobody looked."""
         return self.left.blocks + self.left.pins + len(self.left.redis_keys) if self.left else 1
@@ -56,4 +68,4 @@ class Verdict:
         """Tell whether the promise was kept and every planned fault was tried."""
         wrong = self.lost + self.duplicated + self.reordered + self.wrong_adapter + self.stale_attempt_delivered
         whole = self.completed == self.requests > 0
-        return whole and not (wrong or self.other or self.leaks or self.not_fired or self.findings)
+        return whole and not (wrong or self.other or self.leaks or self.not_fired or self.vain or self.findings)
