@@ -36,8 +36,17 @@ THIEF = "loraplex://worker/thief"
 PROMPT = tuple(range(1, 9))
 _LOCAL = [("grpc.use_local_subchannel_pool", 1)]
 _TIMEOUT_S = 20.0
+# Maximum answers that end before the frames that are forged for them have come; their tries are made again.
+_LATE = 5
 # Tokens of an answer that others send frames for, a millisecond each.
 ANSWER = 300
+# Statuses of a refusal; any other one says that nobody was there to refuse.
+_REFUSALS = {
+    grpc.StatusCode.PERMISSION_DENIED,
+    grpc.StatusCode.UNAUTHENTICATED,
+    grpc.StatusCode.INVALID_ARGUMENT,
+    grpc.StatusCode.NOT_FOUND,
+}
 # The header of an array: a script packs a job's facts one after the other, without it.
 _FACTS = b"\xdc\x00\x12"
 
@@ -83,6 +92,8 @@ async def hellos(stage: Stage, tries: int) -> int:
     """Say hello at the relay as another worker, as another incarnation, or without a worker's certificate."""
     real = await _incarnation(stage)
     accepted = 0
+    own = pb.Hello(worker_id="thief", incarnation="thief/i", nonce=stage.chance.randbytes(32))
+    assert await _say(stage, stage.cluster.tls(THIEF), [pb.ConnectRequest(hello=own)]), "its own hello has an answer"
     for number in range(tries):
         kind = number % 4
         tls = stage.cluster.tls((THIEF, THIEF, "loraplex://tenant/globex", "loraplex://router/thief")[kind])
@@ -96,19 +107,22 @@ async def hellos(stage: Stage, tries: int) -> int:
 async def frames(stage: Stage, tries: int) -> int:
     """Send tokens, ends and claims for a running answer of another worker, from a worker of the cluster."""
     tls, per_answer = stage.cluster.tls(THIEF), 50
-    accepted = 0
+    accepted = late = 0
     while tries > 0:
         async with stage.cluster.client(TENANT) as client:
             running = asyncio.create_task(client.generate(token_ids=PROMPT, max_new_tokens=ANSWER))
             job_id = await _running_job(stage.cluster)
             messages = [pb.ConnectRequest(hello=pb.Hello(worker_id="thief", incarnation="thief/i", nonce=bytes(32)))]
             messages += [_frame(job_id, stage.chance) for _ in range(min(tries, per_answer))]
-            await _say(stage, tls, messages)
+            welcomed = await _say(stage, tls, messages)
+            came_in_time = bool(welcomed) and not running.done()
             answer = await running
         async with stage.cluster.client(TENANT) as client:
             alone = await client.generate(token_ids=PROMPT, max_new_tokens=ANSWER)
         accepted += answer.token_ids != alone.token_ids
-        tries -= per_answer
+        late += not came_in_time
+        assert late <= _LATE, "the answers end before the forged frames come"
+        tries -= per_answer if came_in_time else 0
     return accepted
 
 
@@ -177,6 +191,10 @@ async def resume_tokens(stage: Stage, tries: int) -> int:
             stub = inference_pb2_grpc.InferenceServiceStub(opened)
             call = stub.Resume(inference_pb2.ResumeRequest(spec=stage.spec, resume_token=token), timeout=_TIMEOUT_S)
             accepted += await _answers(call)
+    async with channel(stage.cluster.ports["router"]["mtls"], owner) as opened:
+        stub = inference_pb2_grpc.InferenceServiceStub(opened)
+        request = inference_pb2.ResumeRequest(spec=stage.spec, resume_token=stage.token)
+        assert await _answers(stub.Resume(request, timeout=_TIMEOUT_S)), "the owner's own token is good"
     return accepted
 
 
@@ -209,12 +227,21 @@ ATTACKS: dict[str, Callable[[Stage, int], Awaitable[int]]] = {
     "resume tokens": resume_tokens,
     "downloads of a worker": downloads,
 }
+# Processes whose audit log has the refusals; those of all other attacks are the worker's.
+REFUSED_BY = {
+    "hellos at the relay": "router",
+    "frames and claims of another worker": "router",
+    "resume tokens": "router",
+    "downloads of a worker": "store",
+}
 
 
 async def _answers(call: Any) -> bool:
     try:
         return await call.read() is not grpc.aio.EOF
-    except grpc.aio.AioRpcError:
+    except grpc.aio.AioRpcError as error:
+        if error.code() not in _REFUSALS:
+            raise
         return False
     finally:
         call.cancel()
@@ -230,6 +257,8 @@ async def _say(stage: Stage, tls: TlsFiles, messages: list[pb.ConnectRequest]) -
             await call.done_writing()
             return [answer async for answer in call]
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            if await call.code() not in _REFUSALS:
+                raise
             return []
 
 
@@ -258,7 +287,7 @@ async def _to_worker(stage: Stage, tries: int, put: Callable[[int], Awaitable[No
             await stage.cluster.until_refused(refused + number + 1)
     await stage.cluster.until_refused(refused + tries)
     after, counted = await stage.cluster.worker_counts()
-    return int(after != computed) + tries - (counted - refused)
+    return int(after != computed) + abs(tries - (counted - refused))
 
 
 async def _put(stage: Stage, stored: Mapping[bytes, bytes]) -> None:

@@ -72,19 +72,18 @@ def _read(url: str) -> str:
         return str(answer.read().decode())
 
 
-def audited(directory: Path) -> int:
-    """Return how many refusals the ended processes' audit logs have."""
-    return sum(_refusals(directory))
+def audited(directory: Path) -> dict[str, int]:
+    """Return how many refusals the audit log of each process has, once the processes have ended."""
+    return {name: sum(_refusals(directory / f"{name}.audit")) for name in PROCESSES}
 
 
-def _refusals(directory: Path) -> Iterator[int]:
-    for name in PROCESSES:
-        for line in (directory / f"{name}.audit").read_text().splitlines():
-            record = json.loads(line)
-            if record["event"] == "refused":
-                yield 1
-            elif record["event"] == "refused more":
-                yield record["count"]
+def _refusals(log: Path) -> Iterator[int]:
+    for line in log.read_text().splitlines():
+        record = json.loads(line)
+        if record["event"] == "refused":
+            yield 1
+        elif record["event"] == "refused more":
+            yield record["count"]
 
 
 @asynccontextmanager

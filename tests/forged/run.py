@@ -2,24 +2,34 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.forged.attacks import ATTACKS, set_stage
+from tests.forged.attacks import ATTACKS, REFUSED_BY, set_stage
 from tests.forged.cluster import audited, running
 
 
 @dataclass(frozen=True)
 class Result:
-    """The tries and the accepted ones by attack, and the refusals that the audit logs have."""
+    """The tries and the accepted ones by attack, and the refusals that the audit log of each process has."""
 
     attacks: dict[str, tuple[int, int]]
-    audited: int
+    audited: dict[str, int]
 
     @property
     def tries(self) -> int:
         """Return the number of tries."""
         return sum(tries for tries, _ in self.attacks.values())
+
+    @property
+    def holds(self) -> bool:
+        """Return whether nothing was accepted, and each process has a refusal in its log for each try at it."""
+        tries_at = Counter[str]()
+        for name, (tries, _) in self.attacks.items():
+            tries_at[REFUSED_BY.get(name, "worker")] += tries
+        in_logs = all(self.audited[process] >= tries for process, tries in tries_at.items())
+        return in_logs and not any(accepted for _, accepted in self.attacks.values())
 
     @property
     def accepted(self) -> int:

@@ -14,5 +14,5 @@ TRIES = 90
 async def test_no_forgery_is_accepted_and_each_is_audited() -> None:
     with tempfile.TemporaryDirectory(prefix="f-") as directory:  # a short path, for Valkey's socket
         result = await attack(Path(directory), TRIES, SEED)
-    assert result.accepted == 0, result.attacks
-    assert result.audited >= result.tries >= TRIES
+    assert result.holds, result
+    assert result.tries >= TRIES

@@ -85,7 +85,7 @@ def test_a_score_that_its_router_charged_and_did_not_deliver_may_be_charged_agai
         return settle(model, *arguments)
 
     monkeypatch.setattr(LedgerModel, "settle", noted)
-    scores = replace(plan(0, 1.0, 1), scores=expected_scores(MODEL, [0], [[1, 2]]))
+    scores = replace(plan(0, 1.0, 1), scores=expected_scores(MODEL, (0,), [(1, 2)]))
     scenario = replace(draw(0), plans=(scores,), faults=(), routers=1, quotas="[tenants.one]\ntokens_per_day = 100\n")
     assert not simulate_scenario(scenario).wrong
     kill = Fault(Kind.ROUTER_KILL, settled_s[-1] + 1e-4, 0.5, 0, 0)
