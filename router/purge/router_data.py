@@ -70,4 +70,6 @@ class RouterData:
             if not routed.ended:
                 routed.fail(error)
                 failed += 1
+                if routed.link is not None:  # else its worker would go on until its next frame is refused
+                    routed.link.cancel(routed.job.job_id, routed.job.attempt)
         return failed, open_jobs

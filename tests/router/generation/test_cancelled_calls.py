@@ -1,22 +1,25 @@
-"""Calls that are cancelled between reservation and queue, on Redis with sealed jobs: nothing of them is left."""
+"""Calls that are cancelled, or fail, between reservation and queue, on Redis with sealed jobs: nothing is left."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from redis.asyncio import Redis
+from redis.exceptions import ConnectionError as RedisConnectionError
 
 from broker.batched_script import BatchedScript
 from broker.keys import ledger_prefix
 from broker.ledger import Ledger
 from broker.ledger_records import AccountCopy
-from broker.queue import JobQueue
+from broker.quarantine import QuarantinedError
+from broker.queue import DeadlineUnattainableError, JobQueue, QueueFullError
 from broker.terms import Placement
 from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.timing import DispatchTiming
@@ -24,6 +27,7 @@ from router.generation.generation import Generation
 from router.quotas.plans import Plans
 from router.quotas.quotas import Quotas
 from router.text.tokenizer import HashText
+from rpc.errors import CallError
 from tests.credentials_files import router_seals
 from tests.router.generation.test_generation import REQUEST, TOKENS, Admission, call
 from tests.router.recording_link import KEYS
@@ -73,6 +77,12 @@ async def until(condition: Any) -> None:
             await asyncio.sleep(0.005)
 
 
+async def nothing_is_left(router: Router, redis: Redis) -> bool:
+    account = (await Ledger(redis).look("acme", AccountCopy())).account
+    held = await redis.zcard(ledger_prefix("acme") + "held")
+    return await router.queue.count_waiting() == account.day_tokens == held == 0
+
+
 @pytest.mark.parametrize("answered", [False, True])
 @pytest.mark.parametrize("script", ["ledger_reserve", "enqueue"])
 async def test_a_call_that_is_cancelled_on_its_way_into_the_queue_leaves_nothing(
@@ -88,15 +98,34 @@ async def test_a_call_that_is_cancelled_on_its_way_into_the_queue_leaves_nothing
     await router.dispatcher.drain_tasks()
     gate.open.set()
     assert router.dispatcher.jobs == ()
-
-    async def nothing_waits() -> bool:
-        account = (await Ledger(redis).look("acme", AccountCopy())).account
-        held = await redis.zcard(ledger_prefix("acme") + "held")
-        return await router.queue.count_waiting() == account.day_tokens == held == 0
-
     await asyncio.sleep(0.01)  # what was stopped is carried out
-    await until(nothing_waits)
+    await until(partial(nothing_is_left, router, redis))
     again = call(router.generation, REQUEST)  # and the id is free
     await until(router.queue.count_waiting)
     again.cancel()
     await asyncio.gather(again, return_exceptions=True)
+
+
+FAILURES = [
+    ("enqueue", QueueFullError("full"), "QUEUE_FULL"),
+    ("enqueue", QuarantinedError(5), "QUARANTINED"),
+    ("enqueue", DeadlineUnattainableError(5), "DEADLINE_UNATTAINABLE"),
+    ("enqueue", RedisConnectionError("away"), "QUEUE_DOWN"),
+    ("enqueue", ValueError("odd"), None),
+    ("make_entry", ValueError("no key"), None),
+]
+
+
+@pytest.mark.parametrize(("step", "error", "reason"), FAILURES)
+async def test_a_call_whose_job_cannot_be_queued_gives_its_reservation_back(
+    router: Router, redis: Redis, monkeypatch: pytest.MonkeyPatch, step: str, error: Exception, reason: str | None
+) -> None:
+    def fail(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(router.queue, step, fail)
+    with pytest.raises(CallError if reason else type(error)) as raised:
+        await call(router.generation)
+    assert getattr(raised.value, "reason", None) == reason
+    await router.quotas.drain(5.0)
+    assert await nothing_is_left(router, redis)

@@ -27,7 +27,7 @@ from router.relay_access import RelayAccess
 from router.text.prompt_encoder import PromptEncoder
 from rpc.errors import NotFound, PermissionDenied
 from tests.broker.test_liveness import worker
-from tests.router.recording_link import KEYS, job, read
+from tests.router.recording_link import KEYS, RecordingLink, job, read
 
 GRANTED = AdapterRef("tenants/acme/adapters/a/revisions/sha256:0", "sha256:0", 4, 100)
 
@@ -89,6 +89,14 @@ async def cell_purge(redis: Redis, queue: JobQueue, router: Router, *workers: An
     models: Any = SimpleNamespace(served=[model], living=living)
     forgets = WorkerForgets([], answer_s=0.01)
     return CellPurge(models, redis, router.data, forgets, router.address, None, pass_s=0.01)
+
+
+async def test_the_worker_of_a_purged_job_stops_it_before_its_next_token(routers: list[Router]) -> None:
+    link, (router, _) = RecordingLink("w"), routers
+    await router.call(job("acme/long prompt"))
+    router.dispatcher.receive_claims(link, [("acme/long prompt", 1)])
+    await router.data.forget("acme")
+    assert link.sent == [("cancel", "acme/long prompt", 1)]
 
 
 async def test_calls_end_at_all_routers_with_the_reason_and_others_go_on(

@@ -204,6 +204,31 @@ async def test_what_the_tenant_has_no_room_for_leaves_the_keys_account_alone(wit
     assert (await account(redis, "keys/k1")).day_tokens == 0
 
 
+@pytest.mark.parametrize("carried_out", [False, True])
+@pytest.mark.parametrize("error", [RedisConnectionError("away"), asyncio.CancelledError(), ValueError("odd")])
+async def test_a_failed_reservation_of_the_tenant_leaves_nothing_in_either_account(
+    with_key: Quotas, redis: Redis, monkeypatch: pytest.MonkeyPatch, error: BaseException, *, carried_out: bool
+) -> None:
+    reserve = with_key._ledger.reserve
+
+    async def fail(account: str, *rest: Any) -> object:
+        if account == "acme" and not carried_out:
+            raise error
+        answer = await reserve(account, *rest)
+        if account == "acme":
+            raise error
+        return answer
+
+    monkeypatch.setattr(with_key._ledger, "reserve", fail)
+    with pytest.raises(Unavailable if isinstance(error, RedisConnectionError) else type(error)):
+        await with_key.reserve("acme", 2, 100)
+    await with_key.drain(5.0)
+    for name in ("acme", "keys/k1"):
+        assert (await account(redis, name)).day_tokens == 0
+        assert not await redis.exists(ledger_prefix(name) + "held")
+        assert not with_key._accounts.find(name).grants
+
+
 async def test_a_request_resumed_with_another_key_is_charged_once_to_each(
     with_key: Quotas, redis: Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
