@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import grpc
 from loraplex.adapters.v1 import adapters_pb2_grpc as pb_grpc
 from loraplex.admin.v1 import grants_pb2_grpc, keys_pb2_grpc, plans_pb2_grpc, tenants_pb2_grpc
 
@@ -30,6 +31,7 @@ from adapter_store.receive import Receiver
 from adapter_store.service import AdapterService
 from adapter_store.settings import REFUSE, StoreSettings
 from adapter_store.storage import DataDirectory
+from adapter_store.tenant_calls import TenantCalls
 from adapter_store.tenant_service import TenantService
 from artifacts.certificate import FitnessLimits
 from artifacts.plans import LOOK_S as PLANS_LOOK_S
@@ -38,6 +40,7 @@ from rpc.audit.auditor import Auditor
 from rpc.errors import CallError
 from rpc.identity.access import GuardedServers
 from rpc.identity.api_keys import KeyDirectory
+from rpc.identity.permissions import Port
 from rpc.identity.principal import Principal
 from rpc.metrics import CallMeter
 from rpc.server import Server, stop_signal
@@ -125,10 +128,11 @@ class Store:
 
     def _servers(self) -> GuardedServers:
         meter = CallMeter(*self.metrics.calls)
+        bounds: dict[Port, list[grpc.aio.ServerInterceptor]] = {Port.PUBLIC: [TenantCalls()], Port.OPERATORS: []}
         return GuardedServers(
             self._settings,
             self._settings.tls_files(),
-            lambda guard, _: Server(guard, outer=[meter], interceptors=[self._auditor]),
+            lambda guard, port: Server(guard, outer=[meter], interceptors=[*bounds[port], self._auditor]),
             self._directory,
             self._refused,
         )

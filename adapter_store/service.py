@@ -30,7 +30,8 @@ from adapter_store.metrics import StoreMetrics
 from adapter_store.pages import decode_token, encode_token, fit_page, page_size
 from adapter_store.receive import Receiver
 from adapter_store.records import NewRevision, Revision
-from adapter_store.storage import DISK_FULL
+from adapter_store.storage import DISK_FULL, PIECE_BYTES
+from adapter_store.tenant_calls import TENANT_PIECE_BYTES
 from adapter_store.tenants import check_owner, listed_tenants, own_adapter
 from adapter_store.transfer import outgoing
 from artifacts.digests import is_digest
@@ -123,7 +124,8 @@ class AdapterService(pb_grpc.AdapterServiceServicer):
             self._worker_grants.check(context, tenant, request.name)
         if not await self._grants.may_use(name.adapter_name, tenant, running=running):
             raise NotFound("revision", request.name)
-        async with outgoing(self._catalog.open_revision, name, "revision") as (revision, pieces):
+        piece_bytes = PIECE_BYTES if running else TENANT_PIECE_BYTES
+        async with outgoing(self._catalog.open_revision, name, "revision", piece_bytes) as (revision, pieces):
             yield pb.DownloadRevisionResponse(revision=self._revision(revision))
             async for file, piece in pieces:
                 if request.config_only and file != CONFIG_FILE:

@@ -131,11 +131,11 @@ class BlobReader:
             self._file.close()
             raise CorruptBlob(f"{blob.digest} does not have {blob.size} bytes")
 
-    def read(self) -> bytes:
+    def read(self, piece_bytes: int = PIECE_BYTES) -> bytes:
         """Return the next piece; empty at the end. Raises CorruptBlob."""
         with self._lock:
             try:
-                piece = self._file.read(min(PIECE_BYTES, self.remaining))
+                piece = self._file.read(min(piece_bytes, self.remaining))
             except OSError as error:
                 raise CorruptBlob(f"{self._blob.digest} cannot be read: {error.strerror}") from error
             self._sha256.update(piece)

@@ -52,7 +52,7 @@ async def incoming(data: DataDirectory, limit_of: LimitOf, total_bytes: int) -> 
 
 @asynccontextmanager
 async def outgoing(
-    open_files: Callable[[N], tuple[R, Mapping[str, BlobReader]]], name: N, kind: str
+    open_files: Callable[[N], tuple[R, Mapping[str, BlobReader]]], name: N, kind: str, piece_bytes: int = PIECE_BYTES
 ) -> AsyncIterator[tuple[R, AsyncIterator[tuple[str, bytes]]]]:
     """Open files with `open_files(name)`; yields the record, and (file, piece) of each file in turn. Closes the files.
 
@@ -61,7 +61,7 @@ async def outgoing(
     readers: Mapping[str, BlobReader] = {}
     try:
         record, readers = await asyncio.to_thread(open_files, name)
-        yield record, _pieces(readers)
+        yield record, _pieces(readers, piece_bytes)
     except CorruptBlob as error:
         raise DataLoss(kind, str(name), str(error)) from error
     finally:
@@ -69,8 +69,8 @@ async def outgoing(
             await asyncio.shield(asyncio.to_thread(reader.close))
 
 
-async def _pieces(readers: Mapping[str, BlobReader]) -> AsyncIterator[tuple[str, bytes]]:
+async def _pieces(readers: Mapping[str, BlobReader], piece_bytes: int) -> AsyncIterator[tuple[str, bytes]]:
     for file, reader in readers.items():
-        yield file, await asyncio.to_thread(reader.read)  # one empty piece for an empty file
+        yield file, await asyncio.to_thread(reader.read, piece_bytes)  # one empty piece for an empty file
         while reader.remaining:
-            yield file, await asyncio.to_thread(reader.read)
+            yield file, await asyncio.to_thread(reader.read, piece_bytes)

@@ -52,7 +52,7 @@ class RunningCalls:
     def end(self, key_id: str, error: Callable[[], CallError]) -> None:
         """End the key's calls with an error, each with its own. May be called from another thread."""
         for call in tuple(self._of_key.get(key_id, ())):
-            call.task.get_loop().call_soon_threadsafe(_cancel, call.task, error())
+            call.task.get_loop().call_soon_threadsafe(end_call, call.task, error())
 
     def change(self, key_id: str, ends_at: Callable[[bytes], float | None]) -> None:
         """Set anew when the key's calls end, by the hashes of their secrets. May be called from another thread."""
@@ -68,7 +68,7 @@ class RunningCalls:
             return
         left_s = at - self._now()
         if left_s <= 0:
-            _cancel(call.task, Unauthenticated("the credential has expired", reason="CREDENTIAL_EXPIRED"))
+            end_call(call.task, Unauthenticated("the credential has expired", reason="CREDENTIAL_EXPIRED"))
             return
         call.timer = call.task.get_loop().call_later(min(left_s, LONGEST_S), self._end_at, call, at)
 
@@ -82,7 +82,8 @@ class RunningCalls:
                 del self._of_key[key_id]
 
 
-def _cancel(task: asyncio.Task[Any], error: CallError) -> None:
+def end_call(task: asyncio.Task[Any], error: CallError) -> None:
+    """End the call that a task serves with an error, whatever it waits for, unless it has ended or is ending."""
     if not task.done() and task not in _ENDINGS:
         _ENDINGS[task] = error
         task.cancel()

@@ -157,7 +157,7 @@ async def test_a_call_that_has_its_answer_gets_it(served: Served) -> None:
     async def in_this_moment() -> bool:
         task = asyncio.current_task()
         assert task is not None
-        running_calls._cancel(task, Unauthenticated("revoked"))
+        running_calls.end_call(task, Unauthenticated("revoked"))
         await let_finish()
         await asyncio.sleep(0)
         return True
