@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
-from functools import partial
 from random import Random
-
-from redis.exceptions import ConnectionError as RedisConnectionError
 
 from tests.simulation.network import Network
 from tests.simulation.redis import SimulatedRedis
@@ -39,19 +35,14 @@ class Kind(StrEnum):
     REDIS_ROLL_BACK = "Redis rolled back"
     TENANT_PURGED = "tenant purged"
     KEY_REVOKED = "API key revoked"
+    SEALS_REFUSED = "worker refuses jobs' seals"
 
 
 # Faults that take away what the queue remembers of service.
 FORGETTING = frozenset({Kind.REDIS_WIPE, Kind.REDIS_ROLL_BACK})
 # Acts of operators, which are drawn by a chance of their own: older seeds draw what they drew before.
-_ACTS = frozenset({Kind.TENANT_PURGED, Kind.KEY_REVOKED})
-_FAULTS = [kind for kind in Kind if kind not in _ACTS]
-# Tenants that may be purged: the adapters are another one's.
-_PURGED = ("two", "three")
-# Passes of a purge, seconds between them, and maximum seconds of one at a router that may be dead.
-_PASSES, _PASS_S, _PURGE_S = 3, 0.25, 8.0
-# Maximum seconds until a router knows of a revoked key.
-_REVOKE_S = 1.0
+ACTS = frozenset({Kind.TENANT_PURGED, Kind.KEY_REVOKED, Kind.SEALS_REFUSED})
+_FAULTS = [kind for kind in Kind if kind not in ACTS]
 _LOOK_S = 0.05
 _LENGTHS_S = (0.05, 0.15, 0.5, 1.5, 4.0, 7.0)
 
@@ -85,16 +76,6 @@ def draw_faults(chance: Random, count: int, until_s: float, workers: int, router
     return sorted(faults, key=lambda fault: fault.at_s)
 
 
-def draw_acts(chance: Random, until_s: float, keys: int) -> list[Fault]:
-    """Draw the acts of operators: the purge of a tenant, the end of one of so many keys; `worker` says which one."""
-    kinds = [Kind.TENANT_PURGED, *([Kind.KEY_REVOKED] if keys else [])]
-    return [
-        Fault(kind, chance.uniform(0.5, until_s), 0.0, chance.randrange(keys or len(_PURGED)), 0)
-        for kind in kinds
-        if chance.random() < 0.15 + 0.35 * (kind is Kind.KEY_REVOKED)
-    ]
-
-
 @dataclass(frozen=True)
 class Cluster:
     """The parts of a cluster that faults strike."""
@@ -109,9 +90,6 @@ class Cluster:
 async def happen(fault: Fault, cluster: Cluster) -> bool:
     """Carry out a fault until all is well again; return False where no victim was there just then."""
     await asyncio.sleep(fault.at_s)
-    if fault.kind in _ACTS:
-        await (_purge if fault.kind is Kind.TENANT_PURGED else _revoke)(fault, cluster)
-        return True
     worker, router = cluster.workers[fault.worker], cluster.routers[fault.router]
     match fault.kind:
         case Kind.WORKER_KILL | Kind.WORKER_GONE | Kind.WORKER_HANG | Kind.WORKER_DRAIN:
@@ -130,28 +108,6 @@ async def happen(fault: Fault, cluster: Cluster) -> bool:
         case _:
             await _redis(fault, cluster.redis)
     return True
-
-
-async def _purge(fault: Fault, cluster: Cluster) -> None:
-    """Remove a tenant's data from routers, workers and Redis; the tenant goes on to call."""
-    tenant = _PURGED[fault.worker % len(_PURGED)]
-    for _ in range(_PASSES):
-        purges = {one.node.start(one.forget_tenant(tenant)) for one in cluster.routers if not one.node.dead}
-        if purges:
-            await asyncio.wait(purges, timeout=_PURGE_S)
-        with contextlib.suppress(RedisConnectionError):
-            await cluster.redis.call(lambda: cluster.redis.data.queue.forget_tenant(tenant))
-        await asyncio.sleep(_PASS_S)
-
-
-async def _revoke(fault: Fault, cluster: Cluster) -> None:
-    """Revoke an API key at the store; each router knows a while later."""
-    key = [*cluster.store.keys.values()][fault.worker]
-    revoked = cluster.store.keys[key.key_id] = replace(key, revoked=True)
-    for number, router in enumerate(cluster.routers, start=1):
-        after_s, put = _REVOKE_S / number, partial(router.keys.put, (revoked,))
-        router.node.call(partial(asyncio.get_running_loop().call_later, after_s, put))
-    await asyncio.sleep(_REVOKE_S)
 
 
 async def _worker(fault: Fault, worker: SimulatedWorker) -> bool:

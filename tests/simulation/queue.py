@@ -96,7 +96,9 @@ class SimulatedQueue:
         found, looks, workers = bool(decision.job_ids), decision.looks, len(data.living)
         self._memory.note(plan, capacity, found=found, seen=decision.seen, looks=looks, live_workers=workers)
         jobs = [decode_job(data.bodies.pop(job_id)) for job_id in decision.job_ids]
-        if decision.apart is not None:
+        if self._worker_id in self._redis.refusing:
+            jobs = []
+        if jobs and decision.apart is not None:
             jobs[-1] = begin_apart(jobs[-1])
         for job in jobs:
             self._redis.claimed(job, capacity.adapters)

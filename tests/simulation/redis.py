@@ -56,6 +56,8 @@ class SimulatedRedis:
         self.down = False
         # Processes that do not reach it.
         self.cut_off: set[Node] = set()
+        # Workers that refuse the seals of all jobs that they claim.
+        self.refusing: set[str] = set()
         # Which start of which server it is.
         self.run = 0
         self.enqueued: Callable[[Job], None] = lambda job: None

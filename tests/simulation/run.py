@@ -27,10 +27,11 @@ from broker.terms import PROMPT_WEIGHT, RECOVERY_MS
 from router.catalog.placement import MIB
 from router.dispatch.link import Frame, Link
 from tests.simulation import engine
+from tests.simulation.acts import act
 from tests.simulation.channels import Channels
 from tests.simulation.charges import TENANTS, Charges, accounts_of
 from tests.simulation.clients import End, Story, ask
-from tests.simulation.faults import FORGETTING, Cluster, Fault, Kind, happen
+from tests.simulation.faults import ACTS, FORGETTING, Cluster, Fault, Kind, happen
 from tests.simulation.invariants import Attempts, Shares, service_bound
 from tests.simulation.loop import replaced, virtual_time
 from tests.simulation.network import Network
@@ -225,7 +226,7 @@ class _Run:
                     task.result()
 
     async def _fault(self, fault: Fault, cluster: Cluster) -> None:
-        if await happen(fault, cluster):
+        if await (act if fault.kind in ACTS else happen)(fault, cluster):
             self._outcome.fired.append(fault.kind)
         if fault.kind in FORGETTING:
             self._shares.forget()

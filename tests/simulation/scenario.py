@@ -13,9 +13,10 @@ from broker.messages import AdapterRef
 from broker.terms import QueueLimits
 from router.request import Request, Stopping
 from tests.hash_answers import expected_answers, expected_scores
+from tests.simulation.acts import draw_acts
 from tests.simulation.charges import draw_keys, draw_quotas
 from tests.simulation.clients import Plan
-from tests.simulation.faults import Fault, draw_acts, draw_faults
+from tests.simulation.faults import Fault, draw_faults
 from tests.simulation.options import asked_of, draw_options, prompt_ids_of
 from tests.simulation.texts import draw_texts
 

@@ -1,0 +1,73 @@
+"""The acts of operators in a run, each with its time: a purge, the end of an API key, a worker without the job key."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from dataclasses import replace
+from functools import partial
+from random import Random
+
+from redis.exceptions import ConnectionError as RedisConnectionError
+
+from tests.simulation.faults import Cluster, Fault, Kind
+
+# Tenants that may be purged: the adapters are another one's.
+_PURGED = ("two", "three")
+# Passes of a purge, seconds between them, and maximum seconds of one at a router that may be dead.
+_PASSES, _PASS_S, _PURGE_S = 3, 0.25, 8.0
+# Maximum seconds until a router knows of a revoked key.
+_REVOKE_S = 1.0
+
+
+def draw_acts(chance: Random, until_s: float, keys: int) -> list[Fault]:
+    """Draw the acts of operators: the purge of a tenant, the end of one of so many keys, a worker without the job key.
+
+    `worker` says which tenant, key or worker.
+    """
+    kinds = [Kind.TENANT_PURGED, *([Kind.KEY_REVOKED] if keys else []), Kind.SEALS_REFUSED]
+    return [
+        Fault(kind, chance.uniform(0.5, until_s), 2.5, chance.randrange(keys or len(_PURGED)), 0)
+        for kind in kinds
+        if chance.random() < 0.15 + 0.35 * (kind is Kind.KEY_REVOKED)
+    ]
+
+
+async def _purge(fault: Fault, cluster: Cluster) -> None:
+    """Remove a tenant's data from routers, workers and Redis; the tenant goes on to call."""
+    tenant = _PURGED[fault.worker % len(_PURGED)]
+    for _ in range(_PASSES):
+        purges = {one.node.start(one.forget_tenant(tenant)) for one in cluster.routers if not one.node.dead}
+        if purges:
+            await asyncio.wait(purges, timeout=_PURGE_S)
+        with contextlib.suppress(RedisConnectionError):
+            await cluster.redis.call(lambda: cluster.redis.data.queue.forget_tenant(tenant))
+        await asyncio.sleep(_PASS_S)
+
+
+async def _revoke(fault: Fault, cluster: Cluster) -> None:
+    """Revoke an API key at the store; each router knows a while later."""
+    key = [*cluster.store.keys.values()][fault.worker]
+    revoked = cluster.store.keys[key.key_id] = replace(key, revoked=True)
+    for number, router in enumerate(cluster.routers, start=1):
+        after_s, put = _REVOKE_S / number, partial(router.keys.put, (revoked,))
+        router.node.call(partial(asyncio.get_running_loop().call_later, after_s, put))
+    await asyncio.sleep(_REVOKE_S)
+
+
+async def _refuse_seals(fault: Fault, cluster: Cluster) -> None:
+    """Let a worker take no job that it claims, as one without the newest job key; its routers miss them."""
+    worker = cluster.workers[fault.worker % len(cluster.workers)].name
+    cluster.redis.refusing.add(worker)
+    await asyncio.sleep(fault.length_s)
+    cluster.redis.refusing.discard(worker)
+
+
+_ACT_OF = {Kind.TENANT_PURGED: _purge, Kind.KEY_REVOKED: _revoke, Kind.SEALS_REFUSED: _refuse_seals}
+
+
+async def act(fault: Fault, cluster: Cluster) -> bool:
+    """Carry out an act of an operator; return True."""
+    await asyncio.sleep(fault.at_s)
+    await _ACT_OF[fault.kind](fault, cluster)
+    return True
