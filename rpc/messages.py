@@ -21,13 +21,6 @@ Context = grpc.aio.ServicerContext[Any, Any]
 class UnreadableMessage:
     """Bytes of a client that are no message of the method's type."""
 
-    def __init__(self, data: bytes) -> None:
-        self._size = len(data)
-
-    def ByteSize(self) -> int:  # a message's own name
-        """Return the number of bytes."""
-        return self._size
-
 
 class ReadableMessages(grpc.aio.ServerInterceptor):
     """Refuses messages that cannot be read. Put it behind all other interceptors: they see the call first."""
@@ -50,7 +43,7 @@ def _reader(deserialize: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
         try:
             return deserialize(data)
         except (DecodeError, ValueError):  # the Python implementation raises UnicodeDecodeError, a ValueError
-            return UnreadableMessage(data)
+            return UnreadableMessage()
 
     return read
 

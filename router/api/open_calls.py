@@ -1,7 +1,7 @@
 """Bounds the calls of clients that a router has open, before it reads their messages, and what the messages may take.
 
-    accepted ──▶ room for a call? ──▶ a turn to be read ──▶ room for its bytes? ──▶ the method, to the call's end
-                  └─▶ ROUTER_FULL      └─▶ MESSAGE_LATE      └─▶ ROUTER_FULL
+    accepted ─▶ room for a call? ─▶ a turn to be read ─▶ room for its bytes? ─▶ decoded ─▶ the method, to the call's end
+                 └▶ ROUTER_FULL     └▶ MESSAGE_LATE      └▶ ROUTER_FULL         └▶ TOO_MANY_FIELDS
 
 Each bound is shared by the tenants (rpc.shares): one that sends a burst is refused at once and takes no room from
 others. Streams that run are never touched.
@@ -13,10 +13,14 @@ import asyncio
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
+from dataclasses import dataclass
 from typing import Any
 
 import grpc
+from google.protobuf.descriptor import Descriptor
+from google.protobuf.descriptor_pool import Default
 
+from router.api.message_fields import FIELDS, field_in_excess
 from rpc.errors import CallError, DeadlinePassed, Exhausted, InvalidField
 from rpc.identity.permissions import SGLANG_SERVICE
 from rpc.identity.principal import calling_tenant
@@ -35,6 +39,22 @@ RECEIVE_S = 10.0
 RETRY_S = 1.0
 
 Context = grpc.aio.ServicerContext[Any, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class _Method:
+    """A bounded method: its name, its requests' type, and what decodes their bytes."""
+
+    name: str
+    message: Descriptor
+    decode: Callable[[bytes], Any]
+
+    def read(self, data: bytes) -> Any:
+        """Return the request in a message's bytes. Raises InvalidField."""
+        if field := field_in_excess(data, self.message):
+            text = f"the message has more than {FIELDS} fields; a list of numbers that is packed counts as one"
+            raise InvalidField(field.removeprefix("spec."), text, reason="TOO_MANY_FIELDS")
+        return self.decode(data)
 
 
 class OpenCalls(grpc.aio.ServerInterceptor):
@@ -64,20 +84,24 @@ class OpenCalls(grpc.aio.ServerInterceptor):
     ) -> grpc.RpcMethodHandler[Any, Any] | None:
         """Wrap a method whose calls are bounded. Its handler reads the message itself, so that a refusal comes first.
 
-        On the wire a call with one message is the same as a stream of one.
+        On the wire a call with one message is the same as a stream of one. gRPC hands the bytes over without a
+        deserializer.
         """
         handler = await continuation(handler_call_details)
         service, _, name = handler_call_details.method.rpartition("/")
         if handler is None or (service != _SERVICE and handler_call_details.method not in _METHODS):
             return handler
-        serializers = (handler.request_deserializer, handler.response_serializer)
+        described = Default().FindMethodByName(f"{service[1:]}.{name}")
+        read = _Method(name, described.input_type, handler.request_deserializer)
         if handler.unary_stream:
-            return grpc.stream_stream_rpc_method_handler(self._stream(handler.unary_stream, name), *serializers)
-        return grpc.stream_unary_rpc_method_handler(self._single(handler.unary_unary, name), *serializers)
+            streamed = self._stream(handler.unary_stream, read)
+            return grpc.stream_stream_rpc_method_handler(streamed, None, handler.response_serializer)
+        single = self._single(handler.unary_unary, read)
+        return grpc.stream_unary_rpc_method_handler(single, None, handler.response_serializer)
 
-    def _stream(self, method: Any, name: str) -> Callable[[Any, Context], AsyncIterator[Any]]:
+    def _stream(self, method: Any, read: _Method) -> Callable[[Any, Context], AsyncIterator[Any]]:
         async def bounded(_: Any, context: Context) -> AsyncIterator[Any]:
-            tenant, size, request = await self._enter(name, context)
+            tenant, size, request = await self._enter(read, context)
             try:
                 answer = method(request, context)
                 del request  # it may be large, and a stream long
@@ -89,9 +113,9 @@ class OpenCalls(grpc.aio.ServerInterceptor):
 
         return bounded
 
-    def _single(self, method: Any, name: str) -> Callable[[Any, Context], Awaitable[Any]]:
+    def _single(self, method: Any, read: _Method) -> Callable[[Any, Context], Awaitable[Any]]:
         async def bounded(_: Any, context: Context) -> Any:
-            tenant, size, request = await self._enter(name, context)
+            tenant, size, request = await self._enter(read, context)
             try:
                 return await method(request, context)
             finally:
@@ -99,23 +123,23 @@ class OpenCalls(grpc.aio.ServerInterceptor):
 
         return bounded
 
-    async def _enter(self, name: str, context: Context) -> tuple[str, int, Any]:
+    async def _enter(self, method: _Method, context: Context) -> tuple[str, int, Any]:
         """Count a call until `_leave`; return its tenant, and its message with its size. Raises a CallError."""
         tenant = ""
         try:
             tenant = calling_tenant()
             self._take(self._calls, tenant, 1, "calls")
             try:
-                request = await self._receive(tenant, context)
-                if request is grpc.aio.EOF:
+                data = await self._receive(tenant, context)
+                if data is grpc.aio.EOF:
                     raise InvalidField("spec", "the call has no message")
-                size = int(request.ByteSize())
+                request, size = method.read(data), len(data)
                 self._take(self._bytes, tenant, size, "bytes of calls' messages")
             except BaseException:
                 self._calls.give(tenant)
                 raise
         except CallError as error:
-            self._refused(name, tenant, error)
+            self._refused(method.name, tenant, error)
             raise
         return tenant, size, request
 

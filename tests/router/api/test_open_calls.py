@@ -18,6 +18,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from loraplex.inference.v1 import inference_pb2 as pb
 from loraplex.inference.v1 import inference_pb2_grpc
 
+from router.api.message_fields import FIELDS
 from router.api.open_calls import OpenCalls
 from rpc.errors import CallError, InvalidField
 from rpc.identity.guard import open_guard
@@ -124,18 +125,19 @@ def reason_of(error: grpc.aio.AioRpcError) -> str:
 
 
 async def test_a_gateways_requests_are_bounded_and_its_health_checks_are_not() -> None:
+    engine = pytest.importorskip("smg_grpc_proto", reason="pip install '.[smg]'").sglang_scheduler_pb2
     served = Served(calls=1, message_bytes=1 << 28, receive_s=10.0)
 
     async def healthy(request: bytes, context: Any) -> bytes:
         return request
 
-    async def endless(request: pb.GenerateRequest, context: Any) -> AsyncIterator[bytes]:
+    async def endless(request: Any, context: Any) -> AsyncIterator[bytes]:
         yield b""
         await served.service.go.wait()
 
     handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
         "HealthCheck": grpc.unary_unary_rpc_method_handler(healthy),
-        "Generate": grpc.unary_stream_rpc_method_handler(endless, pb.GenerateRequest.FromString),
+        "Generate": grpc.unary_stream_rpc_method_handler(endless, engine.GenerateRequest.FromString),
     }
     served.server.grpc.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SGLANG_SERVICE, handlers),))
     port, metadata = served.server.bind("127.0.0.1", 0), ((TENANT_KEY, "acme"),)
@@ -224,3 +226,19 @@ async def test_a_call_without_a_tenant_is_refused_before_its_message() -> None:
         call = served.stub.Generate(pb.GenerateRequest())
         assert await end_of(call) == "UNAUTHENTICATED UNAUTHENTICATED"
         assert served.refused == {"UNAUTHENTICATED": 1}
+
+
+async def test_a_message_of_too_many_fields_is_refused_before_it_is_decoded() -> None:
+    async with serving(calls=1) as served:
+        parts = pb.ChatMessage(role="user", parts=[pb.ContentPart()] * (FIELDS + 1))
+        request = pb.GenerateRequest(spec=pb.GenerateSpec(chat=pb.Chat(messages=[parts])))
+        call = served.stub.Generate(request, metadata=((TENANT_KEY, "acme"),))
+        with pytest.raises(grpc.aio.AioRpcError, match="has more than 10000 fields") as refused:
+            await call.read()
+        assert (refused.value.code(), reason_of(refused.value)) == (
+            grpc.StatusCode.INVALID_ARGUMENT,
+            "TOO_MANY_FIELDS",
+        )
+        assert "chat.messages.parts" in (refused.value.details() or "")
+        assert served.refused == {"TOO_MANY_FIELDS": 1}
+        await served.begun("acme")  # its place is free again
