@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Sequence
 
 from artifacts.errors import ArtifactError
@@ -23,6 +24,9 @@ GRAMMAR_BYTES = 512 * 1024
 # Maximum number of choices.
 CHOICES = 1_000
 
+# An escaped character of a regex, or one that would end it in a Lark text.
+_ENDING = re.compile(r"\\.|[/\n\r]", re.DOTALL)
+_ESCAPED = {"/": r"\/", "\n": r"\n", "\r": r"\r"}
 # Without this option llguidance computes the bytes that must follow, which takes seconds for some regexes.
 HEADER = '%llguidance {"no_forcing": true}\n'
 
@@ -75,11 +79,4 @@ def _check_size(path: str, text: str) -> None:
 
 def _in_slashes(pattern: str) -> str:
     """Escape what would end the regex in a Lark text: slashes and line ends."""
-    escaped = []
-    letters = iter(pattern)
-    for letter in letters:
-        if letter == "\\":
-            escaped.append(letter + next(letters, ""))
-        else:
-            escaped.append({"/": r"\/", "\n": r"\n", "\r": r"\r"}.get(letter, letter))
-    return "".join(escaped)
+    return _ENDING.sub(lambda found: _ESCAPED.get(found[0], found[0]), pattern)

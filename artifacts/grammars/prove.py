@@ -8,6 +8,7 @@ Reads a JSON line {"grammar", "size", "special"} and answers {} or {"path", "err
 from __future__ import annotations
 
 import json
+import os
 import resource
 import signal
 import sys
@@ -20,6 +21,8 @@ from artifacts.grammars.errors import GrammarError
 from artifacts.grammars.matching import compile_grammar, plain_error, proof_vocabulary
 from artifacts.grammars.places import find_place
 
+# Steps of niceness by which proofs stand back for the router and the workers of a busy machine.
+_NICE = 5
 # Number of tokens of the answer that is made to see that masks can be computed.
 _STEPS = 32
 
@@ -27,6 +30,7 @@ _STEPS = 32
 def main() -> None:
     """Answer until the input ends. Time is the processor's, so that a busy machine refuses no grammar."""
     memory_bytes, cpu_s = int(sys.argv[1]), float(sys.argv[2])
+    os.nice(_NICE)
     resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to the whole group of processes

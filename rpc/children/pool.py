@@ -16,6 +16,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Mapping
 from typing import Any
 
@@ -156,10 +157,10 @@ class ChildProcess:
         return f"ended its process ({signal.Signals(-code).name if code < 0 else f'exit code {code}'})"
 
     def close(self) -> None:
-        """End the process, whatever it does."""
+        """End the process, whatever it does; a thread waits until the kernel has freed its memory."""
         self._socket.close()
         self._process.kill()
-        self._process.wait()
+        threading.Thread(target=self._process.wait, name="child-end", daemon=True).start()
 
 
 _ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "RAYON_NUM_THREADS"), "1")
