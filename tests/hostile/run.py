@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Iterable
@@ -75,16 +76,20 @@ async def running(directory: Path) -> AsyncIterator[LocalCluster]:
         yield cluster
 
 
-async def attack(cluster: LocalCluster, cases: Iterable[Case], calls: int) -> Outcome:
-    """Send all cases, so many at once."""
-    outcome, waiting = Outcome(), iter(cases)
+async def attack(cluster: LocalCluster, cases: Iterable[Case], calls: int, per_s: float = math.inf) -> Outcome:
+    """Send all cases: at most `calls` at once, and at most `per_s` a second."""
+    outcome, waiting, sent = Outcome(), iter(cases), 0
+    began = time.monotonic()
     async with (
         grpc.aio.insecure_channel(cluster.router, options=channel_options()) as router,
         grpc.aio.insecure_channel(cluster.store, options=channel_options()) as store,
     ):
 
         async def work() -> None:
+            nonlocal sent
             for case in waiting:
+                sent += 1
+                await asyncio.sleep(began + sent / per_s - time.monotonic())
                 await _try(store if case.method.startswith((STORE, ADMIN)) else router, case, outcome)
 
         await asyncio.gather(*(work() for _ in range(calls)))

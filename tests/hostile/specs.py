@@ -106,6 +106,7 @@ def _tool(parameters: str = "", name: str = "f") -> pb.Tool:
 _CHATS: dict[str, dict[str, Any]] = {
     "no messages": {"messages": []},
     "a hundred thousand messages": {"messages": [_USER] * 100_000},
+    "two million parts": {"messages": [pb.ChatMessage(role="user", parts=[pb.ContentPart()] * 2_000_000)]},
     "a role of lines": {"messages": [pb.ChatMessage(role="user\n{{", content="x")]},
     "content twice": {"messages": [pb.ChatMessage(role="user", content="x", parts=[pb.ContentPart(text="y")])]},
     "a part of another type": {"messages": [pb.ChatMessage(role="user", parts=[pb.ContentPart(type="image_url")])]},
