@@ -38,9 +38,7 @@ def field_in_excess(data: bytes, message: Descriptor, limit: int = FIELDS) -> st
     return ""
 
 
-def _count(
-    data: bytes, at: int, end: int, message: Descriptor, left: int, path: tuple[str, ...], depth: int
-) -> int:
+def _count(data: bytes, at: int, end: int, message: Descriptor, left: int, path: tuple[str, ...], depth: int) -> int:
     """Return how many fields may follow those between two places of the bytes. Raises _ExcessError and IndexError."""
     fields = _fields(message)
     while at < end:

@@ -65,9 +65,7 @@ async def main() -> int:
         f"{len(cases)} cases, slowest {max(one_by_one.seconds.values()):.2f} s; {len(failures)} without a clean status"
     )
     ms, ratio = [1e3 * p99(ttfts) for ttfts in (alone, beside, flooded)], p99(beside) / p99(alone)
-    print(
-        f"quiet tenant: p99 TTFT {ms[0]:.1f} ms alone, {ms[1]:.1f} ms beside {PER_S:g} of them a second: {ratio:.2f} times"
-    )
+    print(f"quiet tenant: p99 TTFT {ms[0]:.1f} ms alone, {ms[1]:.1f} ms beside {PER_S:g} a second: {ratio:.2f} times")
     print(f"beside {CALLS} callers that send as fast as they are answered: {ms[2]:.1f} ms, {ms[2] / ms[0]:.2f} times")
     return 1 if failures or slow or ratio > SLOWER else 0
 

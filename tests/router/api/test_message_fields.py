@@ -1,4 +1,4 @@
-"""Fields in the bytes of messages: the count agrees with the decoded message's, and the one above the maximum is named."""
+"""Fields in the bytes of messages: as many as the decoded message has, and the one above the maximum is named."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from loraplex.inference.v1 import inference_pb2 as pb
 from router.api.message_fields import FIELDS, field_in_excess
 
 REQUEST = pb.GenerateRequest.DESCRIPTOR
+# The beginning and the end of a group, which count as two fields.
+GROUP = b"\xfb\x07\xfc\x07"
 
 
 def fields_of(message: Message) -> int:
@@ -83,11 +85,11 @@ def within_spec(*fields: bytes) -> bytes:
 
 @pytest.mark.parametrize(
     "field",
-    [b"\xf8\x07\x01", b"\xf8\x07\xff\x01", b"\xf9\x07" + bytes(8), b"\xfa\x07\x01x", b"\xfd\x07" + bytes(4), b"\xfb\x07\xfc\x07"],
+    [b"\xf8\x07\x01", b"\xf8\x07\xff\x01", b"\xf9\x07" + bytes(8), b"\xfa\x07\x01x", b"\xfd\x07" + bytes(4), GROUP],
     ids=["varint", "long varint", "fixed64", "bytes", "fixed32", "group"],
 )
 def test_fields_that_nobody_knows_count(field: bytes) -> None:
-    each = 2 if field == b"\xfb\x07\xfc\x07" else 1  # a group has a beginning and an end
+    each = 2 if field == GROUP else 1
     data = within_spec(*[field] * 1_000)
     assert field_in_excess(data, REQUEST, 1_000 * each + 1) == ""
     assert field_in_excess(data, REQUEST, 1_000 * each) == "spec"
