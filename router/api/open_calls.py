@@ -88,11 +88,14 @@ class OpenCalls(grpc.aio.ServerInterceptor):
         deserializer.
         """
         handler = await continuation(handler_call_details)
+        decode = None if handler is None else handler.request_deserializer
+        if handler is None or decode is None:
+            return handler
         service, _, name = handler_call_details.method.rpartition("/")
-        if handler is None or (service != _SERVICE and handler_call_details.method not in _METHODS):
+        if service != _SERVICE and handler_call_details.method not in _METHODS:
             return handler
         described = Default().FindMethodByName(f"{service[1:]}.{name}")
-        read = _Method(name, described.input_type, handler.request_deserializer)
+        read = _Method(name, described.input_type, decode)
         if handler.unary_stream:
             streamed = self._stream(handler.unary_stream, read)
             return grpc.stream_stream_rpc_method_handler(streamed, None, handler.response_serializer)
