@@ -121,7 +121,7 @@ def verify(lines: Iterable[Line], known: Head | None = None) -> Verified:
     """Check a log from its first record, or from the one after `known`, whose record may also be among the lines."""
     faults: list[Fault] = []
     records, before, last = 0, BEGINNING, None
-    found = known is None
+    found = known is None or known == BEGINNING
     for line, following in _with_following(lines):
         if line.values is None or not line.whole:
             faults.append(Fault(line.path, line.number, "is cut" if not line.whole else "is not a record"))
@@ -142,8 +142,11 @@ def verify(lines: Iterable[Line], known: Head | None = None) -> Verified:
             found = True
             if line.sha256 != known.sha256:
                 faults.append(Fault(line.path, line.number, f"is another record than the known one, {known}"))
-    if known is not None and not found and last is not None:
-        faults.append(Fault(last.path, last.number, f"is the last record; the known one, {known}, is missing"))
+    if not found:
+        path, number, what = (
+            (Path("log"), 0, "has no record") if last is None else (last.path, last.number, "is the last record")
+        )
+        faults.append(Fault(path, number, f"{what}; the known one, {known}, is missing"))
     return Verified(records, before, faults)
 
 

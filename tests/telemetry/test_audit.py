@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from telemetry.audit.chain import Head, Verified, lines_of, read, verify
+from telemetry.audit.chain import BEGINNING, Head, Verified, lines_of, read, verify
 from telemetry.audit.log import AuditCounts, AuditFileError, AuditLog
 from telemetry.metrics import Meters
 
@@ -88,6 +88,8 @@ def test_a_known_head_shows_that_the_end_is_missing_or_another(path: Path) -> No
     assert [fault.what for fault in check(path, known=known).faults] == [
         f"is the last record; the known one, {known}, is missing"
     ]
+    assert [fault.what for fault in verify([], known).faults] == [f"has no record; the known one, {known}, is missing"]
+    assert verify([], BEGINNING).faults == []
     write(path, "c")
     assert [fault.number for fault in check(path, known=known).faults] == [4]
     assert Head.parse(str(known)) == known
