@@ -92,12 +92,16 @@ class JobKeys:
 
     def _read(self) -> dict[str, bytes]:
         keys: dict[str, bytes] = {}
-        for line in self._path.read_text(encoding="utf-8").splitlines():
+        try:
+            text = self._path.read_text(encoding="utf-8")
+        except OSError as error:
+            raise ValueError(f"--job-key {self._path}: {error.strerror}") from error
+        for line in text.splitlines():
             if not line.strip() or line.startswith("#"):
                 continue
-            key_id, _, text = line.strip().partition(" ")
+            key_id, _, encoded = line.strip().partition(" ")
             try:
-                key = base64.urlsafe_b64decode(text.strip())
+                key = base64.urlsafe_b64decode(encoded.strip())
             except binascii.Error:
                 key = b""
             if not _ID.fullmatch(key_id) or len(key) != KEY_BYTES or key_id in keys:

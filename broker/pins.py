@@ -49,6 +49,8 @@ class PinnedAdapters:
         self._redis = redis
         self._key = keys.pins
         self._seals = seals
+        # Certificate and job key with which this process has renewed all pins; None: not yet.
+        self._made_with: tuple[int, str] | None = None
         self._renew = SCRIPTS.register(redis, "renew_pin")
 
     async def pin(self, request: AdapterRequest) -> None:
@@ -63,14 +65,19 @@ class PinnedAdapters:
             await self._redis.hdel(self._key, *gone)
 
     async def renew_grants(self, now: Callable[[], float] = time.time) -> None:
-        """Give pins new grants whose grants end soon, for workers that start later."""
+        """Give pins new grants whose grants end soon, for workers that start later; all pins with another certificate.
+
+        The former certificate, or the former job key, may end before the grants do.
+        """
         if self._seals is None:
             return
         from rpc.identity.revision_grants import GRANT_S, left_s
 
+        made_with = self._seals.made_with()
         for request in await self.list():
-            if left_s(request.adapter.grant, now()) < GRANT_S / 2:
+            if made_with != self._made_with or left_s(request.adapter.grant, now()) < GRANT_S / 2:
                 await self._renew(self._key, [request.adapter.digest, self._encode(request)])
+        self._made_with = made_with
 
     async def list(self) -> list[AdapterRequest]:
         """Return all pinned adapters."""

@@ -54,6 +54,12 @@ class Seals:
         # Expiry of the seals that were opened here, by their nonces, the oldest first.
         self._opened: dict[bytes, float] = {}
 
+    def made_with(self) -> tuple[int, str]:
+        """Return what is sealed and granted with now: numbers of the certificate, and the id of the job key."""
+        assert self._signer is not None, "routers seal"
+        self.keys.look()
+        return self._signer.look(), self.keys.newest[0]
+
     def granted(self, ref: AdapterRef, tenant: str) -> AdapterRef:
         """Return an adapter with a grant to download it."""
         assert self._grants is not None, "routers grant"

@@ -42,10 +42,14 @@ class RevisionGrantIssuer:
     def __init__(self, signer: Signer, now: Callable[[], float] = time.time) -> None:
         self._signer, self._now = signer, now
         self._kept: dict[tuple[str, tuple[str, ...]], tuple[float, bytes]] = {}
+        # Number of the signer's certificate that they were made with.
+        self._version = signer.look()
 
     def issue(self, tenant: str, revisions: tuple[str, ...]) -> bytes:
         """Return a grant as it is sent."""
         now, key = self._now(), (tenant, revisions)
+        if (version := self._signer.look()) != self._version:  # the former one may end before they do
+            self._kept, self._version = {}, version
         expires_at, packed = self._kept.get(key, (0.0, b""))
         if expires_at - now < GRANT_S / 2:
             if len(self._kept) >= _KEPT:

@@ -49,14 +49,19 @@ class Signer:
         self._version = tls.look()
         self._read()
 
-    def sign(self, *parts: bytes) -> Signature:
-        """Sign the parts, of which the first says what is signed."""
+    def look(self) -> int:
+        """Read the certificate again if its file has changed; return a number that changes with it."""
         if (version := self._tls.look()) != self._version:
             self._version = version
             try:
                 self._read()
             except ValueError as error:
                 log.warning("signs with the former certificate: %s", error)
+        return self._version
+
+    def sign(self, *parts: bytes) -> Signature:
+        """Sign the parts, of which the first says what is signed."""
+        self.look()
         return Signature(self._certificates, _sign(self._key, _joined(parts)))
 
     def _read(self) -> None:

@@ -242,6 +242,11 @@ async def test_keys_are_taken_into_use_without_a_restart(cell: Cell) -> None:
     write_private(path, b"not a key")  # somebody is still writing
     await cell.router.enqueue(job())
     assert len(await cell.claim()) == 1
+    path.unlink()
+    path.mkdir()  # what mounting a file that is not there yet makes
+    await cell.router.enqueue(job())
+    assert len(await cell.claim()) == 1
+    path.rmdir()
     write_private(path, new_job_key("other").encode())
     await cell.router.enqueue(job())
     write_private(path, old.encode())
@@ -292,6 +297,8 @@ async def test_pins_are_taken_from_routers_alone_and_their_grants_are_renewed(ce
     await cell.redis.hset(KEYS.pins, "sha256:d", stored)
     assert await cell.worker.pins.list() == [pin]
     await cell.redis.hdel(KEYS.pins, "sha256:d")
+    await cell.router.pins.renew_grants(lambda: cell.now)  # a router that starts may have another certificate
+    stored = await cell.redis.hget(KEYS.pins, "sha256:c")
     await cell.router.pins.renew_grants(lambda: cell.now)
     assert await cell.redis.hget(KEYS.pins, "sha256:c") == stored
     cell.now += GRANT_S
@@ -301,6 +308,23 @@ async def test_pins_are_taken_from_routers_alone_and_their_grants_are_renewed(ce
     await cell.router.pins.unpin(ADAPTER)
     assert await cell.worker.pins.list() == []
     assert cell.refused.reasons == ["SIGNATURE_INVALID"]
+
+
+async def test_pins_and_grants_are_made_anew_with_another_certificate(cell: Cell) -> None:
+    seals, other = router_seals(cell.directory, lambda: cell.now), DevelopmentCa()
+    pins = JobQueue(cell.redis, KEYS, seals=seals).pins
+    await pins.pin(AdapterRequest(ADAPTER, "acme"))
+    await pins.renew_grants(lambda: cell.now)
+    former = seals.granted(ADAPTER, "acme").grant
+    assert seals.granted(ADAPTER, "acme").grant == former
+    tls_files(cell.directory, "loraplex://router/r", other)
+    (cell.directory / "ca-router-r" / "ca.pem").write_bytes(CA.pem + other.pem)
+    await pins.renew_grants(lambda: cell.now)
+    other.write_ca(cell.directory / "ca-worker-w")
+    assert [pin.tenant for pin in await cell.worker.pins.list()] == ["acme"]
+    store = Verifier(tls_files(cell.directory, "loraplex://store/s", trusted=other), Role.ROUTER)
+    RevisionGrantVerifier(store).check(seals.granted(ADAPTER, "acme").grant, "acme", REVISION)
+    assert cell.refused.reasons == []
 
 
 def test_a_worker_cannot_forge_a_grant(cell: Cell) -> None:
