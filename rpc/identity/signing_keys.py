@@ -51,7 +51,7 @@ class SigningKeys:
         self._url = source if "://" in source else ""
         self._path = None if self._url else Path(source)
         self._keys: dict[str, _Key] = {}
-        self._seen: tuple[int, int] | None = None
+        self._seen: tuple[int, int, int] | None = None
         self._wanted = asyncio.Event()
         self.loaded = False
         # Grows with every change, so that checks of before it are forgotten.
@@ -103,7 +103,8 @@ class SigningKeys:
         assert self._path is not None
         try:
             stat = self._path.stat()
-            if (seen := (stat.st_mtime_ns, stat.st_ino)) != self._seen:
+            # With the size: what is written in two parts may have one time, of which the first was read.
+            if (seen := (stat.st_mtime_ns, stat.st_ino, stat.st_size)) != self._seen:
                 self._seen = seen  # a bad file is reported once
                 self._take(self._path.read_bytes())
         except OSError as error:
