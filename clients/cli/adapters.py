@@ -31,6 +31,9 @@ if TYPE_CHECKING:
     from loraplex_client import Adapter, Revision
     from loraplex_client.adapters import Progress
 
+# Flags that fill the fields of an upload's header.
+_HEADER_FLAGS = {"header.adapter": "--name", "header.alias": "--alias", "header.base_model": "--model"}
+
 app = typer.Typer(
     no_args_is_help=True,
     help="Push, list, show and delete a tenant's adapters; show and control where workers keep them.",
@@ -69,7 +72,8 @@ def push(  # noqa: PLR0913, PLR0917  # one parameter a flag
     with store_client(store, tenant) as client:
         with _progress_bar(f"{directory}") as progress:
             first = "-" if certify_for else alias
-            pushed = client.push(directory, name, base_model=model, alias=first, progress=progress)
+            with _named_by_flags():
+                pushed = client.push(directory, name, base_model=model, alias=first, progress=progress)
         if certify_for and model_dir is not None:
             certificate = certify_revision(client, pushed.revision, certify_for, model_dir)
             if certificate.verdict == "refused":
@@ -86,6 +90,20 @@ def push(  # noqa: PLR0913, PLR0917  # one parameter a flag
     state = "pushed" if pushed.created else "unchanged, the store already has the same bytes:"
     out().print(f"{state} {pushed.revision.name}", markup=False, soft_wrap=True)
     print_certificates([pushed.revision])
+
+
+@contextmanager
+def _named_by_flags() -> Iterator[None]:
+    """Name the flags instead of the fields of an upload's header that they fill."""
+    from loraplex_client import InvalidRequestError
+
+    try:
+        yield
+    except InvalidRequestError as error:
+        flag = _HEADER_FLAGS.get(error.field)
+        if flag is None:
+            raise
+        raise CommandError(error.message.replace(error.field, flag, 1)) from error
 
 
 @app.command("list")

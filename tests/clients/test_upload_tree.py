@@ -94,3 +94,17 @@ def test_an_adapter_without_live_is_shown(run: Run, tmp_path: Path) -> None:
     run("push", str(tmp_path / "new"), "--name", "new", "--alias", "canary", "--tenant", "acme")
     shown = json.loads(run("show", "new", "--tenant", "acme", "--json"))
     assert (shown["revision"], list(shown["aliases"])) == ("", ["canary"])
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (["--name", "A B"], "--name: "),
+        (["--name", "a", "--alias", "A B"], "--alias: "),
+    ],
+)
+def test_a_refused_push_names_the_flag(run: Run, tmp_path: Path, flags: list[str], named: str) -> None:
+    write(tmp_path / "a", b"weights")
+    output = run("push", str(tmp_path / "a"), "--tenant", "acme", *flags, code=2)
+    assert "header." not in output
+    assert named in output
