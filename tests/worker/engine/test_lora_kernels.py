@@ -21,10 +21,9 @@ TOLERANCES = {"float32": 3e-6, "float16": 3e-3}
 
 def test_kernels_compute_what_a_loop_computes() -> None:
     differences = result_of("lora_cases.py", "cpu")
-    assert [len(differences[name]) for name in TOLERANCES] == [30, 9]
+    assert [len(differences[name]) for name in TOLERANCES] == [29, 8]
     for name, tolerance in TOLERANCES.items():
         assert (differences[name].pop("alone, exact"), differences[name].pop("swapped")) == (0, 0)
-        # "alone" among these: interpreted, a product's bits depend on how numpy multiplies matrices of its shape.
         assert {case: value for case, value in differences[name].items() if value > tolerance} == {}, name
 
 

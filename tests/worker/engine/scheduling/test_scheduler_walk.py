@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import settings
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
-from hypothesis.strategies import integers
 
 from tests.worker.engine.scheduling.paged_model import LIMITS, VOCAB, PagedModel, oracle
 from worker.engine.scheduling import adapter_demand as demand
 from worker.engine_api import AdapterSource, Failure, NewSequence, Sampling, Stopping
 
-# A walk has a little less than EXAMPLES * LENGTH operations.
-EXAMPLES, LENGTH, OPERATIONS = 80, 60, 4_000
+# Number of walks of each scheduler, and of operations of each walk.
+WALKS, LENGTH = 70, 60
 NAN_LOGITS = Failure("INTERNAL", "NAN_LOGITS", "not a number")
-SEEDS = integers(0, 1 << 32)
 
 
 def random_spec(chance: random.Random, name: str) -> NewSequence:
@@ -45,71 +42,62 @@ def random_spec(chance: random.Random, name: str) -> NewSequence:
     return made
 
 
-class SchedulerWalk(RuleBasedStateMachine):
-    """Walk a scheduler; the model checks every step, `holds` every operation and the end."""
+class SchedulerWalk:
+    """Walk a scheduler; the model checks every step, `go` every operation and the end."""
 
-    loads_class: Any
-    ahead: bool
-    blocks: int
-    operations = 0
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.loads = self.loads_class(LIMITS.adapter_slots, frozenset(["broken"]))
-        self.model = PagedModel(self.loads, replace(LIMITS, blocks=self.blocks), ahead=self.ahead)
+    def __init__(self, chance: random.Random, loads: Any, blocks: int, *, ahead: bool) -> None:
+        self.chance = chance
+        self.loads = loads
+        self.model = PagedModel(loads, replace(LIMITS, blocks=blocks), ahead=ahead)
         self.added = 0
         self.dropped: set[str] = set()
-        # Hypothesis checks `holds` once before the first operation.
-        type(self).operations -= 1
+
+    def go(self) -> None:
+        """Walk to the end, where nothing is left. Walks differ in how often each operation comes."""
+        good = [self.add, self.finish_load, self.step, self.few_steps]
+        bad = [self.abort, self.fail, self.run_out_of_memory]
+        weights = [self.chance.choice([1, 2, 4]) for _ in good] + [self.chance.choice([0, 0, 1]) for _ in bad]
+        for operation in self.chance.choices(good + bad, weights, k=LENGTH):
+            operation()
+            self.model.check()
+        self.finish()
 
     @property
     def living(self) -> list[str]:
         return [name for name in self.model.answers if name not in self.model.ended and name not in self.dropped]
 
-    @rule(seed=SEEDS)
-    def add(self, seed: int) -> None:
+    def add(self) -> None:
         if len(self.living) < 12:
-            self.model.add(random_spec(random.Random(seed), f"s{self.added}"))
+            self.model.add(random_spec(self.chance, f"s{self.added}"))
             self.added += 1
 
-    @rule(pick=SEEDS)
-    def abort(self, pick: int) -> None:
-        if self.living:
-            name = self.living[pick % len(self.living)]
+    def abort(self) -> None:
+        if living := self.living:
+            name = self.chance.choice(living)
             self.model.scheduler.abort(name)
             self.dropped.add(name)
 
-    @rule(pick=SEEDS)
-    def fail(self, pick: int) -> None:
-        if self.living:
-            name = self.living[pick % len(self.living)]
+    def fail(self) -> None:
+        if living := self.living:
+            name = self.chance.choice(living)
             self.model.take(self.model.scheduler.fail([name], NAN_LOGITS))
             self.dropped.add(name)
 
-    @rule()
     def finish_load(self) -> None:
         if self.loads.loading():
             self.loads.finish_load()
 
-    @rule()
     def step(self) -> None:
         self.model.step()
 
-    @rule()
     def few_steps(self) -> None:
         for _ in range(4):
             self.model.step()
 
-    @rule()
     def run_out_of_memory(self) -> None:
         self.model.step(fits=False)
 
-    @invariant()
-    def holds(self) -> None:
-        type(self).operations += 1
-        self.model.check()
-
-    def teardown(self) -> None:
+    def finish(self) -> None:
         self.model.run_until_idle()
         self.model.assert_idle()
         for name in self.model.answers.keys() - self.dropped:
@@ -125,10 +113,13 @@ class SchedulerWalk(RuleBasedStateMachine):
 @pytest.mark.parametrize(("blocks", "most"), [(16, 2), (24, 64), (60, 2)])
 def test_random_walks(gated_loads: Any, ahead: bool, blocks: int, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demand, "PASSED_OVER_MOST", most)
-    members = {"loads_class": gated_loads, "ahead": ahead, "blocks": blocks}
-    walk: Any = type("Walk", (SchedulerWalk,), members)
-    settled = settings(
-        max_examples=EXAMPLES, stateful_step_count=LENGTH, deadline=None, derandomize=True, database=None
-    )
-    run_state_machine_as_test(walk, settings=settled)
-    assert walk.operations >= OPERATIONS
+    seen: Counter[str] = Counter()
+    for seed in range(WALKS):
+        print(f"seed {seed}")
+        loads = gated_loads(LIMITS.adapter_slots, frozenset(["broken"]))
+        walk = SchedulerWalk(random.Random(seed), loads, blocks, ahead=ahead)
+        walk.go()
+        seen.update(finish.name for finish in walk.model.ended.values())
+        seen.update(failure.reason for failure in walk.model.failures.values())
+    print(seen)
+    assert {"END", "STOP_TOKEN", "LENGTH", "ADAPTER_UNLOADABLE", "OUT_OF_MEMORY"} <= seen.keys()
