@@ -62,7 +62,7 @@ run: $(STAMP) ## Start a cluster on this machine and show answers of the model a
 
 # A pytest process more than cores, because tests of clusters often wait; at most four, because more of them would wait
 # for each other's clusters.
-PYTEST := $(BIN)/pytest -n $$(($$(getconf _NPROCESSORS_ONLN) + 1)) --maxprocesses 4 --dist worksteal
+PYTEST := $(BIN)/pytest -n $$(($$(getconf _NPROCESSORS_ONLN) + 1)) --maxprocesses 4 --dist loadfile
 # Rooms whose tests start no cluster and no model.
 FAST := $(wildcard tests/test_*.py) $(addprefix tests/,artifacts adapter_store broker router rpc simulation telemetry worker/io)
 

@@ -13,7 +13,7 @@ from redis.asyncio import Redis
 from bench.valkey import running_valkey
 from broker.connection import connect
 
-pytest_plugins = ["tests.tiny_models", "tests.task_stacks", "tests.small_disks"]
+pytest_plugins = ["tests.tiny_models", "tests.task_stacks", "tests.small_disks", "tests.file_order"]
 
 
 @pytest.hookimpl(wrapper=True)

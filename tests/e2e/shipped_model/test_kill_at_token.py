@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator, Awaitable, Callable
-from pathlib import Path
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import grpc
@@ -15,15 +14,12 @@ import pytest_asyncio
 from loraplex.cluster.v1 import cluster_pb2, cluster_pb2_grpc
 from loraplex_client import AsyncGenerationStream, Choice, Generation
 
-from tests.e2e.conftest import Cluster, running_cluster
+from tests.e2e.conftest import Cluster
 
-pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.model]
+pytestmark = [pytest.mark.asyncio(loop_scope="package"), pytest.mark.model]
 Eventually = Callable[[Callable[[], Awaitable[bool]]], Awaitable[None]]
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
-ADAPTERS = {path.name: path for path in sorted((EXAMPLES / "adapters").glob("*/*"))}
 TOKENS = 56
-FLAGS = ("--dtype", "float32", "--threads", "1", "--rows", "8", "--kv-blocks", "64")
 DRAWN = {"temperature": 0.8, "top_p": 0.95, "top_k": 200, "repetition_penalty": 1.2, "frequency_penalty": 0.4}
 ASKS: tuple[dict[str, Any], ...] = (
     {"prompt": "The function returns", "adapter_id": "shout", **DRAWN, "seed": 11, "logprobs": 2},
@@ -34,14 +30,7 @@ ASKS: tuple[dict[str, Any], ...] = (
 )
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cluster]:
-    directory = tmp_path_factory.mktemp("kill") / "cluster"
-    async with running_cluster(directory, str(EXAMPLES / "model"), ADAPTERS, workers=2, worker_flags=FLAGS) as running:
-        yield running
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
+@pytest_asyncio.fixture(scope="module", loop_scope="package")
 async def undisturbed(cluster: Cluster) -> list[tuple[dict[str, Any], Generation]]:
     """The requests, each with its answer; all but the last end at a stop string that lies near the end of it."""
     pairs = []

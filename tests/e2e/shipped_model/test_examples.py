@@ -3,31 +3,30 @@
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
+from collections.abc import Awaitable, Callable
 
 import grpc
 import pytest
 from loraplex_client import Client
 
 from examples import raw_stub, structured
-from tests.e2e.conftest import TENANT, running_cluster
+from tests.e2e.conftest import TENANT, Cluster
 
 pytestmark = pytest.mark.model
-EXAMPLES = Path(structured.__file__).parent
+Eventually = Callable[[Callable[[], Awaitable[bool]]], Awaitable[None]]
 
 
-async def test_persons_and_entities_have_their_shape(tmp_path: Path) -> None:
-    adapters = {"json": EXAMPLES / "adapters" / "globex" / "json"}
-    async with running_cluster(tmp_path, str(EXAMPLES / "model"), adapters) as running:
+@pytest.mark.asyncio(loop_scope="package")
+async def test_persons_and_entities_have_their_shape(cluster: Cluster, eventually: Eventually) -> None:
+    def run() -> dict[str, list[object]]:
+        with Client(cluster.local.router, TENANT) as client:
+            return structured.run(client)
 
-        def run() -> dict[str, list[object]]:
-            with Client(running.local.router, TENANT) as client:
-                return structured.run(client)
-
-        answers = await asyncio.to_thread(run)
-        raw = await asyncio.to_thread(lambda: "".join(raw_stub.generate(running.local.router, "The for statement", 8)))
-        with pytest.raises(grpc.RpcError) as refused:
-            await asyncio.to_thread(lambda: list(raw_stub.generate(running.local.router, "", 8)))
+    answers = await asyncio.to_thread(run)
+    raw = await asyncio.to_thread(lambda: "".join(raw_stub.generate(cluster.local.router, "The for statement", 8)))
+    with pytest.raises(grpc.RpcError) as refused:
+        await asyncio.to_thread(lambda: list(raw_stub.generate(cluster.local.router, "", 8)))
+    await eventually(cluster.idle)
     assert raw
     assert raw_stub.explain(refused.value).startswith("INVALID_ARGUMENT: prompt: ")
     assert raw_stub.explain(refused.value).endswith("reason INVALID_FIELD")

@@ -1,0 +1,1 @@
+"""Answers of real processes with the model of examples/, in float32."""

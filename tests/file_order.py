@@ -1,0 +1,79 @@
+"""Long files first, each in one process of `make test`, so that all processes end together.
+
+A plugin of the test suite (see conftest.py). A folder whose tests share a cluster is one file here.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from xdist.scheduler import LoadFileScheduling
+
+# Folders with a cluster of their own.
+TOGETHER = ("tests/e2e/answers/", "tests/e2e/gateway/", "tests/e2e/shipped_model/")
+# Files and folders that take ten seconds or more, longest first. One that is missing here may end last, alone.
+LONGEST = (
+    "tests/chaos/",
+    "tests/e2e/shipped_model/",
+    "tests/e2e/gateway/",
+    "tests/worker/engine/test_lora_kernels.py",
+    "tests/worker/engine/test_triton_attention.py",
+    "tests/e2e/test_loadtest.py",
+    "tests/e2e/test_drain.py",
+    "tests/e2e/test_poison.py",
+    "tests/e2e/test_model_cluster.py",
+    "tests/e2e/test_certificates.py",
+    "tests/e2e/test_redis_loss.py",
+    "tests/e2e/test_lone_worker.py",
+    "tests/worker/engine/evaluation/",
+    "tests/e2e/",
+    "tests/bench/",
+    "tests/forged/",
+    "tests/hostile/",
+    "tests/deploy/test_cluster.py",
+    "tests/worker/engine/model/test_architectures.py",
+    "tests/worker/engine/decoder/test_decoder_steps.py",
+    "tests/worker/engine/test_engine.py",
+    "tests/worker/engine/test_cpu_attention.py",
+    "tests/worker/engine/test_engine_sampling.py",
+    "tests/worker/engine/test_cuda_engine.py",
+    "tests/worker/engine/",
+    "tests/simulation/",
+    "tests/clients/",
+    "tests/deploy/",
+)
+
+
+def unit(nodeid: str) -> str:
+    """Return the folder or file that the test runs with."""
+    return next((folder for folder in TOGETHER if nodeid.startswith(folder)), nodeid.split("::", 1)[0])
+
+
+def place(item: pytest.Item) -> int:
+    """Return the place of the test's file in LONGEST, or one after all."""
+    return next((at for at, path in enumerate(LONGEST) if item.nodeid.startswith(path)), len(LONGEST))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Sort the tests where several processes share them."""
+    if hasattr(config, "workerinput"):
+        items.sort(key=place)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: Any, log: Any) -> LoadFileScheduling:
+    """Give each process a file when it has nothing else to do, in the order of the tests."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class ByUnit(LoadFileScheduling):
+        """Give whole units."""
+
+        def _split_scope(self, nodeid: str) -> str:
+            return unit(nodeid)
+
+    config.option.loadscopereorder = False
+    return ByUnit(config, log)
