@@ -5,12 +5,10 @@ A plugin of the test suite (see conftest.py). A folder whose tests share a clust
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from importlib import import_module
+from typing import Any
 
 import pytest
-
-if TYPE_CHECKING:
-    from xdist.scheduler import LoadFileScheduling
 
 # Folders with a cluster of their own.
 TOGETHER = ("tests/e2e/answers/", "tests/e2e/gateway/", "tests/e2e/shipped_model/")
@@ -65,15 +63,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: Any, log: Any) -> LoadFileScheduling:
-    """Give each process a file when it has nothing else to do, in the order of the tests."""
-    from xdist.scheduler import LoadFileScheduling
-
-    class ByUnit(LoadFileScheduling):
-        """Give whole units."""
-
-        def _split_scope(self, nodeid: str) -> str:
-            return unit(nodeid)
-
+def pytest_xdist_make_scheduler(config: Any, log: Any) -> Any:
+    """Give each process a unit when it has nothing else to do, in the order of the tests."""
     config.option.loadscopereorder = False
-    return ByUnit(config, log)
+    scheduler = import_module("xdist.scheduler").LoadFileScheduling(config, log)  # xdist has no types
+    scheduler._split_scope = unit
+    return scheduler
