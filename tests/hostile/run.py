@@ -40,7 +40,7 @@ REFUSALS = {
 }
 _TIMEOUT_S = 60.0
 # Text of the error that grpc.aio's client makes itself where a stream is refused while it still sends.
-_OWN_ERROR = "Internal error from Core"
+OWN_ERROR = "Internal error from Core"
 
 
 @dataclass
@@ -97,8 +97,8 @@ async def attack(cluster: LocalCluster, cases: Iterable[Case], calls: int, per_s
 
 
 async def _try(channel: grpc.aio.Channel, case: Case, outcome: Outcome) -> None:
-    name, said = f"{case.method.rpartition('/')[2]}: {case.name}", _OWN_ERROR
-    while said == _OWN_ERROR:
+    name, said = f"{case.method.rpartition('/')[2]}: {case.name}", OWN_ERROR
+    while said == OWN_ERROR:
         began = time.monotonic()
         code, said = await _status_of(channel, case)
     outcome.seconds[name] = time.monotonic() - began
