@@ -11,6 +11,8 @@ from typing import Any
 # Maximum number of connections, where the process may open as many files; and maximum of files that it asks for.
 _CONNECTIONS = 10_000
 _FILES = 65_536
+# Maximum number of calls of one connection at a time: its client keeps further ones to itself. Routers have many.
+_STREAMS = 1_024
 # Timeout in ms for a new connection's handshake, and time in ms after which one without a call is closed.
 _HANDSHAKE_MS = 10_000
 _IDLE_MS = 3_600_000
@@ -20,6 +22,7 @@ def edge_options(connections: int | None = None) -> list[tuple[str, Any]]:
     """Return the options of a server that many clients reach. Connections leave half of all files to other uses."""
     return [
         ("grpc.max_allowed_incoming_connections", connections or min(_CONNECTIONS, raise_file_limit() // 2)),
+        ("grpc.max_concurrent_streams", _STREAMS),
         ("grpc.server_handshake_timeout_ms", _HANDSHAKE_MS),
         ("grpc.max_connection_idle_ms", _IDLE_MS),
     ]

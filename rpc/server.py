@@ -15,6 +15,7 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from rpc.edge import edge_options
+from rpc.health import BoundedHealth
 from rpc.identity.guard import Guard, closed_guard
 from rpc.messages import ReadableMessages
 from rpc.status import StatusInterceptor
@@ -101,15 +102,12 @@ class Server:
         self._guard = guard or closed_guard()
         self._methods: set[str] = set()
         # The status interceptor is outermost, so that it also sees what the others raise.
+        edge = {**dict(edge_options(connections)), **dict(channel_options() if options is None else options)}
         self.grpc = grpc.aio.server(
-            options=[
-                *(channel_options() if options is None else options),
-                *_SERVER_OPTIONS,
-                *edge_options(connections),
-            ],
+            options=[*edge.items(), *_SERVER_OPTIONS],
             interceptors=(StatusInterceptor(), *outer, self._guard, *interceptors, ReadableMessages()),
         )
-        self._health = health.aio.HealthServicer()
+        self._health = BoundedHealth()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.grpc)
         # A registered method has a queue of its own for calls that wait to be accepted, and each makes every accept
         # dearer. Health alone has one, so that it is seen during a burst; stubs add all methods as generic ones too.

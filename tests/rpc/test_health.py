@@ -12,6 +12,7 @@ from loraplex.inference.v1 import inference_pb2_grpc
 from rpc.identity.guard import open_guard
 from rpc.probe import main
 from rpc.server import Server
+from rpc.shares import Shares
 
 
 async def test_the_probe_tells_whether_a_process_serves(capsys: pytest.CaptureFixture[str]) -> None:
@@ -42,6 +43,27 @@ async def test_watch_streams_the_changes() -> None:
     await server.stop(0)
     status = health_pb2.HealthCheckResponse
     assert seen == [status.NOT_SERVING, status.SERVING, status.NOT_SERVING]
+
+
+async def test_watches_are_bounded_by_address() -> None:
+    server = Server()
+    server._health._watches = Shares(4)
+    port = server.bind("127.0.0.1", 0)
+    await server.start()
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        watches = [stub.Watch(health_pb2.HealthCheckRequest()) for _ in range(2)]
+        for watch in watches:
+            await watch.read()
+        refused = stub.Watch(health_pb2.HealthCheckRequest())
+        assert await refused.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        await stub.Check(health_pb2.HealthCheckRequest())
+        for watch in watches:
+            watch.cancel()
+        async with asyncio.timeout(10):
+            while server._health._watches._of_tenant:  # noqa: ASYNC110  # nothing tells of their ends
+                await asyncio.sleep(0.01)
+    await server.stop(0)
 
 
 async def test_each_service_has_the_health_of_its_process() -> None:
