@@ -16,7 +16,7 @@ WATCHES = 1_024
 _RETRY_S = 10.0
 
 
-class BoundedHealth(health.aio.HealthServicer):
+class BoundedHealth(health.aio.HealthServicer):  # type: ignore[misc]  # its package has no types
     """grpc.health.v1.Health, as gRPC's own package serves it."""
 
     def __init__(self, watches: int = WATCHES) -> None:
