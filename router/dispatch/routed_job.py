@@ -46,6 +46,8 @@ class RoutedJob:
         self.reader = Reader()
         self._deadline = self.admitted_at + job.deadline_ms / 1e3 if job.deadline_ms else None
         self._missing_since = 0.0
+        # Number of attempts in a row that were claimed and never bound.
+        self.unclaimed = 0
         self._rounds = rounds or ReaderRounds()
         # Choices with something to read.
         self._unread: set[int] = set()
@@ -115,7 +117,7 @@ class RoutedJob:
             self.link = link
             return True
         self._go(JobState.BOUND)
-        self.link = link
+        self.link, self.unclaimed = link, 0
         self.claimed_at = self.claimed_at or time.monotonic()
         for index, choice in enumerate(self.choices):
             if choice.ended and index not in self.job.done:  # closed while the attempt waited

@@ -21,6 +21,8 @@ from telemetry.logging import fields
 
 log = logging.getLogger(__name__)
 
+# Maximum times that the time for which a job may be missing is doubled.
+GRACE_DOUBLINGS = 3
 _UNBOUND = frozenset({JobState.ENQUEUEING, JobState.QUEUED, JobState.MISSING})
 
 
@@ -73,11 +75,20 @@ class UnboundJobs:
         for routed, (_, attempt), state in zip(jobs, attempts, states, strict=True):
             if state is QueueState.DISPLACED:
                 self._end_displaced(routed, attempt)
-            elif routed.looked_up(waiting=state is QueueState.WAITS, now=now) >= self._timing.claim_grace_s:
+            elif routed.looked_up(waiting=state is QueueState.WAITS, now=now) >= self._grace_s(routed):
                 log_fields = fields(job_id=routed.job.job_id, attempt=routed.job.attempt)
                 log.warning("a job was claimed and never bound", extra=log_fields)
                 self._metrics.redispatches.labels(UNCLAIMED).inc()
+                routed.unclaimed += 1
                 self._redispatch(routed)
+
+    def _grace_s(self, routed: RoutedJob) -> float:
+        """Return how long a job may be missing: twice as long after each attempt that was claimed and never bound.
+
+        Else reports that come late, from workers or over links with too much to do, would each cost another attempt,
+        and the attempts all that is left of these.
+        """
+        return float(self._timing.claim_grace_s * 2 ** min(routed.unclaimed, GRACE_DOUBLINGS))
 
     def _end_displaced(self, routed: RoutedJob, attempt: int) -> None:
         if routed.job.attempt == attempt and routed.state in _UNBOUND:

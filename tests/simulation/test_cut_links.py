@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
+from contextvars import Context
 from dataclasses import replace
+
+import pytest
 
 from router.request import Request, Stopping
 from tests.hash_answers import expected_answers
 from tests.simulation.clients import End, Plan
 from tests.simulation.faults import Fault, Kind
+from tests.simulation.network import _Pipe
 from tests.simulation.options import asked_of
 from tests.simulation.run import Outcome, simulate_scenario
 from tests.simulation.scenario import MODEL, draw
 
 REQUESTS = 40
+# Seconds that each message between worker and router takes: more than a router waits for the report of a first claim.
+LATE_S = 2.5
 
 
 def plan(number: int, start_s: float, max_tokens: int) -> Plan:
@@ -41,6 +48,17 @@ def test_a_router_that_no_worker_reaches_refuses_within_seconds() -> None:
     cut = run(1, Fault(Kind.LINK_CUT, 0.5, 20.0, worker=0, router=0))
     assert cut.reasons == {"RELAY_UNREACHABLE"}
     assert cut.attempts <= 3 * REQUESTS
+
+
+def test_reports_of_claims_that_come_late_are_waited_for_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    def send(pipe: _Pipe, data: bytes | None) -> None:
+        loop = asyncio.get_running_loop()
+        pipe._last_at = max(pipe._last_at + 1e-6, loop.time() + LATE_S)
+        loop.call_at(pipe._last_at, pipe._arrive, data, context=Context())
+
+    monkeypatch.setattr(_Pipe, "send", send)
+    late = run(2, requests=8)
+    assert late.attempts <= 4 * 8
 
 
 def test_a_worker_that_is_cut_off_from_redis_alone_keeps_its_answers() -> None:
