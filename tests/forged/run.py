@@ -6,8 +6,9 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.forged.attacks import ATTACKS, REFUSED_BY, set_stage
+from tests.forged.attacks import ATTACKS, REFUSED_BY
 from tests.forged.cluster import audited, running
+from tests.forged.stage import set_stage
 
 
 @dataclass(frozen=True)
