@@ -1,6 +1,6 @@
 """Long files first, each in one process of `make test`, so that all processes end together.
 
-A plugin of the test suite (see conftest.py). A folder whose tests share a cluster is one file here.
+A plugin of the test suite (see conftest.py). A folder whose tests share what takes long to start is one file here.
 """
 
 from __future__ import annotations
@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 
-# Folders with a cluster of their own.
-TOGETHER = ("tests/e2e/answers/", "tests/e2e/gateway/", "tests/e2e/shipped_model/")
+# Folders whose tests share a cluster or, in bench, a process that has imported torch and is forked for each engine.
+TOGETHER = ("tests/bench/", "tests/e2e/answers/", "tests/e2e/gateway/", "tests/e2e/shipped_model/")
 # Files and folders that take ten seconds or more, longest first. One that is missing here may end last, alone.
 LONGEST = (
+    "tests/bench/",
     "tests/chaos/",
     "tests/e2e/shipped_model/",
     "tests/e2e/gateway/",
@@ -28,7 +29,6 @@ LONGEST = (
     "tests/e2e/test_lone_worker.py",
     "tests/worker/engine/evaluation/",
     "tests/e2e/",
-    "tests/bench/",
     "tests/forged/",
     "tests/hostile/",
     "tests/deploy/test_cluster.py",

@@ -3,37 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import json
-from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-import pytest_asyncio
 from loraplex_client import FailedPreconditionError, Generation, InvalidRequestError, LoraplexError, NotFoundError
 
 from artifacts.digests import weighted_digest
-from tests.e2e.conftest import Cluster, running_cluster, write_hash_adapters
+from tests.e2e.answers.conftest import MODEL
+from tests.e2e.conftest import Cluster
 from worker.engine.hash_tokens import expected_ids
 from worker.engine_api import Stopping
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
-MODEL = "hash:?vocab=32000&seed=1"
+pytestmark = pytest.mark.asyncio(loop_scope="package")
 PROMPT, TOKENS = "several adapters", 24
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cluster]:
-    """Two workers, the adapters a, b and c of rank 8, and `wide` of rank 16."""
-    directory = tmp_path_factory.mktemp("sets")
-    adapters = dict(write_hash_adapters(directory / "adapters"))
-    wide = adapters["wide"] = directory / "wide"
-    wide.mkdir()
-    config = {"peft_type": "LORA", "r": 16, "lora_alpha": 16, "target_modules": ["q_proj"]}
-    (wide / "adapter_config.json").write_text(json.dumps(config))
-    (wide / "adapter_model.safetensors").write_bytes(b"weights of wide")
-    flags = ("--max-rank", "24")
-    async with running_cluster(directory / "cluster", MODEL, adapters, workers=2, worker_flags=flags) as running:
-        yield running
 
 
 async def test_a_set_is_an_adapter_of_its_own(cluster: Cluster) -> None:
