@@ -1,7 +1,7 @@
 # The gate is `make lint` and `make test`, at home and in CI. `make check` is a quicker check while you work.
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup run check test authz forged hostile fuzz smg chaos ledger cancels formats swaps texts gpu bench json-schema-suite lint format lock sbom audit clean
+.PHONY: help setup run check test authz forged hostile fuzz smg lorax chaos ledger cancels formats swaps texts gpu bench json-schema-suite lint format lock sbom audit clean
 
 # Tests start hundreds of Python processes: without cached bytecode each would compile the project's modules again.
 unexport PYTHONDONTWRITEBYTECODE
@@ -86,6 +86,12 @@ smg: $(STAMP) ## Install the smg gateway and test it in front of a cluster, by t
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[smg-gateway]'
 	$(BIN)/pytest tests/e2e/gateway/test_engine_protocol.py tests/e2e/gateway/test_engine_refusals.py \
 		tests/e2e/gateway/test_smg.py
+
+# Without its own dependencies: it wants a huggingface-hub before 1, which transformers does not take.
+lorax: $(STAMP) ## Install LoRAX's own client and test the HTTP gateway with it
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt aiohttp requests
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt --no-deps lorax-client
+	$(BIN)/pytest tests/e2e/gateway/test_lorax_client.py tests/e2e/gateway/test_kills.py
 
 forged: $(STAMP) ## Forge hellos, frames, jobs, commands, tokens and grants against a cluster with credentials
 	$(BIN)/python -m tests.forged

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -66,7 +66,7 @@ def check_served(request: Mapping[str, Any], refused: Sequence[str], harmless: M
             raise not_served(name)
 
 
-def renamed(error: HttpError, pattern: re.Pattern[str], replacement: str) -> HttpError:
+def renamed(error: HttpError, pattern: re.Pattern[str], replacement: str | Callable[[re.Match[str]], str]) -> HttpError:
     """Return an error whose field has the name that the request's protocol gives it."""
     field = pattern.sub(replacement, error.field)
     message = error.message

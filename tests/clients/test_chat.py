@@ -220,13 +220,14 @@ def test_formats_and_merged_adapters_as_programs_for_lorax_write_them(server: An
     for merged in (
         lorax.MergedAdapters(ids=["a", "b"], weights=[0.5, 0.5], merge_strategy=lorax.MergeStrategy.LINEAR),
         {"ids": ["a", "b"], "weights": [0.5, 0.5]},
+        # LoRAX's own client sends a density always; a sum has none.
+        {"ids": ["a", "b"], "weights": [0.5, 0.5], "density": 1.0, "majority_sign_method": "total"},
     ):
         client.generate("x", merged_adapters=merged)
         assert [(a.adapter, a.weight) for a in server.service.requests[-1].spec.adapters] == [("a", 0.5), ("b", 0.5)]
     for merged, adapter_id, field in (
         ({"ids": ["a"], "weights": []}, None, "merged_adapters"),
         ({"ids": ["a"], "weights": [1], "merge_strategy": "ties"}, None, "merged_adapters.merge_strategy"),
-        ({"ids": ["a"], "weights": [1], "density": 0.5}, None, "merged_adapters.density"),
         ({"ids": ["a"], "weights": [1]}, "b", "merged_adapters"),
     ):
         with pytest.raises(lx.InvalidRequestError) as caught:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -122,10 +122,10 @@ async def stop(call: Call) -> None:
     await asyncio.gather(call.reading, return_exceptions=True)
 
 
-async def jobs(cluster: Cluster) -> list[cluster_pb2.Job]:
-    """Return the jobs that both routers own."""
+async def jobs(cluster: Cluster, routers: Sequence[str] = ()) -> list[cluster_pb2.Job]:
+    """Return the jobs that these routers own; by default those of all."""
     found: list[cluster_pb2.Job] = []
-    for address in cluster.local.routers:
+    for address in routers or cluster.local.routers:
         async with grpc.aio.insecure_channel(address) as channel:
             stub = cluster_pb2_grpc.ClusterServiceStub(channel)
             found += (await stub.ListJobs(cluster_pb2.ListJobsRequest())).jobs

@@ -65,6 +65,13 @@ async def test_errors(client: AsyncInferenceClient, http: httpx2.AsyncClient) ->
         ):
             answer = await http.post(path, json={"inputs": "x", "parameters": parameters})
             assert (answer.status_code, answer.json()["error"]) == (status, message)
+    for body, begin in (
+        ({"inputs": "x", "parameters": {"max_new_tokens": 10**9}}, "max_new_tokens: 1 prompt tokens and "),
+        ({"inputs": ""}, "inputs: "),
+    ):
+        answer = await http.post("/generate", json=body)
+        assert answer.status_code == 422
+        assert answer.json()["error"].startswith(begin), "named as this protocol does"
 
 
 async def test_what_is_served(http: httpx2.AsyncClient, cluster: Cluster) -> None:

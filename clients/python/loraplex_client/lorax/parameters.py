@@ -47,10 +47,8 @@ def schema_of(given: ResponseFormat | Mapping[str, Any] | None) -> Mapping[str, 
 def _merged(given: MergedAdapters | Mapping[str, Any]) -> list[tuple[str, float]]:
     """Return a weighted set. Raises InvalidRequestError on a strategy that is not a sum."""
     fields = dict(given) if isinstance(given, Mapping) else dict(vars(given))
-    for name in ("density", "majority_sign_method"):
-        if fields.pop(name, None) is not None:
-            raise InvalidRequestError(f"merged_adapters.{name}: not served", field=f"merged_adapters.{name}")
-    strategy = fields.pop("merge_strategy", None) or MergeStrategy.LINEAR
+    # `density` and `majority_sign_method` are of other strategies; LoRAX's own client sends a density always.
+    strategy = fields.get("merge_strategy") or MergeStrategy.LINEAR
     if strategy != MergeStrategy.LINEAR:
         raise InvalidRequestError(
             f"merged_adapters.merge_strategy: {strategy!r} is not served, only 'linear'",
