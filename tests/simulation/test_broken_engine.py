@@ -10,11 +10,13 @@ import pytest
 from broker.worker_state import WorkerPhase, WorkerState
 from tests.simulation.clients import End
 from tests.simulation.engine import SimulatedEngine
+from tests.simulation.faults import Fault, Kind
 from tests.simulation.queue import SimulatedLiveness
 from tests.simulation.run import simulate_scenario
 from tests.simulation.scenario import draw
 from tests.simulation.test_cut_links import plan
 from worker.io.engine_session import EngineSession
+from worker.io.membership.presence import Presence
 from worker.ipc import Add, ToEngine
 
 REQUESTS = 80
@@ -57,3 +59,20 @@ def test_a_worker_with_a_broken_device_convicts_nobody_and_serves_again(monkeypa
     assert served_at[-1] > BROKEN_S[1]
     # A death in service, then another in each step of its own, with pauses that grow.
     assert 2 <= deaths <= 4
+
+
+def test_a_worker_whose_engine_has_died_is_not_put_back_into_service(monkeypatch: pytest.MonkeyPatch) -> None:
+    restored, restore = list[float](), Presence.restore
+
+    async def note(presence: Presence) -> None:
+        restored.append(asyncio.get_running_loop().time())
+        await restore(presence)
+
+    monkeypatch.setattr(Presence, "restore", note)
+    plans = tuple(plan(number, 1.0 + number / 10, 60) for number in range(8))
+    cluster = {"workers": 1, "routers": 1, "rows": 8, "kv_blocks": 200, "backlog": False}
+    faults = (Fault(Kind.REDIS_HANG, 1.4, 1.0, 0, 0), Fault(Kind.ENGINE_KILL, 1.5, 0.0, 0, 0))
+    outcome = simulate_scenario(replace(draw(0), plans=plans, faults=faults, **cluster))  # type: ignore[arg-type]
+    assert not outcome.wrong, str(outcome)
+    assert sorted(outcome.fired) == [Kind.REDIS_HANG, Kind.ENGINE_KILL]
+    assert not restored

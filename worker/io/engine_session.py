@@ -148,7 +148,8 @@ class EngineSession:
             others.append(draining)
             await _first_ended({draining, listening, watching})  # without the engine nothing goes on here
         except EngineLostError:
-            await _cancel(*others, *([claiming] if claiming else []))
+            # The watch too: it would put a worker that is out of service back, whose engine was not silent for long.
+            await _cancel(watching, *others, *([claiming] if claiming else []))
             await self._give_up(intake, results, presence)
             raise
         finally:
