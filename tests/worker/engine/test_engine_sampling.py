@@ -55,25 +55,24 @@ def requests(tiny: Any) -> list[NewSequence]:
 @pytest.fixture
 def alone(
     tiny: Any,
-    ahead: bool,
     requests: list[NewSequence],
     make_engine: Callable[..., Any],
     run_until_idle: Callable[..., Any],
     answers_alone: dict[object, dict[str, tuple[int, ...]]],
 ) -> dict[str, tuple[int, ...]]:
-    key = tiny.directory, ahead
-    if key not in answers_alone:
-        engine = make_engine(tiny.directory, **ROOMY)
-        answers_alone[key] = {
+    """The answers of an engine that does not step ahead."""
+    if tiny.directory not in answers_alone:
+        engine = make_engine(tiny.directory, ahead=False, **ROOMY)
+        answers_alone[tiny.directory] = {
             request.sequence_id: ids(run_until_idle(engine, {0: [request]})[request.sequence_id])
             for request in requests
         }
-    return answers_alone[key]
+    return answers_alone[tiny.directory]
 
 
 @pytest.fixture(scope="module")
 def answers_alone() -> dict[object, dict[str, tuple[int, ...]]]:
-    """The answers of each model and mode, made once."""
+    """The answers of each model, made once."""
     return {}
 
 
@@ -89,6 +88,8 @@ def test_company_chunks_and_preemption_change_no_draw(
         engine = make_engine(tiny.directory, **settings)
         outputs = run_until_idle(engine, {0: requests[:4], 2: requests[4:9], 9: requests[9:]})
         assert {name: ids(some) for name, some in outputs.items()} == alone
+        again = replace(requests[3], sequence_id="again")
+        assert ids(run_until_idle(engine, {0: [again]})["again"]) == alone[requests[3].sequence_id]
 
 
 def test_a_continuation_draws_what_the_whole_answer_drew(
