@@ -4,45 +4,56 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager
-from typing import Any
+from collections.abc import AsyncIterator
 
 import grpc
 import pytest
+import pytest_asyncio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from loraplex_client import UnavailableError
 
+from tests.e2e.conftest import Cluster, running_cluster
 from worker.engine.hash_tokens import expected_ids
 from worker.engine_api import Stopping
 
-StartCluster = Callable[..., AbstractAsyncContextManager[Any]]
-FAST = "hash:?vocab=32000&seed=1"
-SLOW = "hash:?vocab=32000&seed=1&step_ms=5"
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+MODEL = "hash:?vocab=32000&seed=1&step_ms=5"
 
 
-async def test_health_tells_whether_work_can_be_served(start_cluster: StartCluster) -> None:
-    async with start_cluster(FAST, {}) as cluster, grpc.aio.insecure_channel(cluster.local.router) as channel:
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cluster]:
+    """One worker; each test leaves one that serves."""
+    async with running_cluster(tmp_path_factory.mktemp("lone") / "cluster", MODEL, {}) as running:
+        yield running
+
+
+def worker(cluster: Cluster) -> str:
+    """Return the name of the process of the worker that runs."""
+    (name,) = [n for n, one in cluster.local.processes.items() if n.startswith("worker-") and not one.exited.done()]
+    return name
+
+
+async def test_health_tells_whether_work_can_be_served(cluster: Cluster) -> None:
+    async with grpc.aio.insecure_channel(cluster.local.router) as channel:
         changes = aiter(health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest()))
         assert (await anext(changes)).status == health_pb2.HealthCheckResponse.SERVING
-        cluster.local.kill("worker-1", signal.SIGKILL)
+        cluster.local.kill(worker(cluster), signal.SIGKILL)
         assert (await anext(changes)).status == health_pb2.HealthCheckResponse.NOT_SERVING
         with pytest.raises(UnavailableError, match="no worker"):
             await cluster.client.generate("x")
         await cluster.local.start_worker()
         assert (await anext(changes)).status == health_pb2.HealthCheckResponse.SERVING
         answer = await cluster.client.generate("x", max_new_tokens=5)
-        assert answer.token_ids == expected_ids(FAST, list(b"x"), stopping=Stopping(max_tokens=5))
+        assert answer.token_ids == expected_ids(MODEL, list(b"x"), stopping=Stopping(max_tokens=5))
 
 
-async def test_the_launcher_replaces_a_worker_that_died(start_cluster: StartCluster) -> None:
-    async with start_cluster(SLOW, {}) as cluster:
-        stream = cluster.client.generate_stream("x", n=4, max_new_tokens=200)
-        await anext(stream)
-        os.kill(cluster.local.processes["worker-1"].pid, signal.SIGKILL)
-        whole = await stream.result()
-        prompt, stopping = list(b"x"), Stopping(max_tokens=200)
-        truth = [expected_ids(SLOW, prompt, stopping=stopping, choice=choice) for choice in range(4)]
-        assert [choice.token_ids for choice in whole.choices] == truth
-        assert whole.usage.completion_tokens == 800
-        assert whole.continuations > 0
+async def test_the_launcher_replaces_a_worker_that_died(cluster: Cluster) -> None:
+    stream = cluster.client.generate_stream("x", n=4, max_new_tokens=200)
+    await anext(stream)
+    os.kill(cluster.local.processes[worker(cluster)].pid, signal.SIGKILL)
+    whole = await stream.result()
+    prompt, stopping = list(b"x"), Stopping(max_tokens=200)
+    truth = [expected_ids(MODEL, prompt, stopping=stopping, choice=choice) for choice in range(4)]
+    assert [choice.token_ids for choice in whole.choices] == truth
+    assert whole.usage.completion_tokens == 800
+    assert whole.continuations > 0

@@ -20,11 +20,17 @@ from worker.engine.scheduling.batch import Batch
 pytestmark = pytest.mark.usefixtures("two_threads")
 
 # The kernel is compiled for each number of heads and each width, for seconds, so each of these shapes shows several:
-# keys of sixteens alone, values of sixteens and an eight; keys of a sixteen and an eight, values of an eight alone.
+# keys of sixteens alone, values of sixteens and an eight; keys of a sixteen and an eight, values of an eight alone. One
+# query head for one of keys has eights alone, as many families of the other tests have.
+EIGHTS = {"dim": 8, "value_dim": 8}
 SHAPES: dict[str, dict[str, Any]] = {
     "values narrower than keys": {"dim": 80, "value_dim": 24},
     "7 heads, 1 for keys": {"dim": 24, "value_dim": 8},
     "14 heads, 2 for keys": {"dim": 24, "value_dim": 8},
+    "1 heads, 1 for keys": EIGHTS,
+    "3 heads, 3 for keys": EIGHTS,
+    "longer splits": EIGHTS,
+    "chunk edges, 1 heads": EIGHTS,
 }
 # The kernel has no code of its own for these: widths as above, and several query heads for one of keys as with 7.
 LIKE_OTHERS = {"dim 24", "dim 64", "dim 80", "6 heads, 1 for keys", "20 heads, 1 for keys", "chunk edges, 4 heads"}
