@@ -154,17 +154,19 @@ def _figures(interval: Interval) -> list[tuple[str, str]]:
 
 
 def _head(router: str, interval: Interval) -> RenderableType:
+    from rich.columns import Columns
+    from rich.console import Group
     from rich.text import Text
 
     line = Text(f"router {router}", style="bold")
     line.append(f"  up {_age(interval.now.traffic.uptime)}", style="dim")
     if interval.since_start:
         line.append("  rates since its start", style="dim")
-    line.append("\n")
-    for name, value in _figures(interval):
-        line.append(f"{value} ", style="bold red" if name.isupper() else "bold")
-        line.append(f"{printable(name)}   ", style="dim")
-    return line
+    figures = [
+        Text.assemble((f"{value} ", "bold red" if name.isupper() else "bold"), (printable(name), "dim"))
+        for name, value in _figures(interval)
+    ]
+    return Group(line, Columns(figures, padding=(0, 3)))  # a line breaks between figures alone
 
 
 def _latencies_and_queues(interval: Interval) -> RenderableType:

@@ -45,11 +45,19 @@ async def health(call: HttpCall) -> None:
     await call.exchange.answer({"status": "serving"})
 
 
+# What to use in place of paths that clients ask for and that are not served.
+_HINTS = {
+    "/metrics": "; the gateway's metrics have an address of their own, which --metrics-port sets",
+    "/v1/responses": "; use /v1/chat/completions",
+    "/responses": "; use /v1/chat/completions: a client's base URL ends with /v1",
+}
+
+
 async def unknown_path(call: HttpCall) -> None:
     """Refuse a path that is not served. Raises HttpError."""
     path = call.exchange.path[:200]
     # The paths that clients ask for whose base URL lacks the version.
-    hint = f"; use /v1{path}: a client's base URL ends with /v1" if f"/v1{path}" in PATHS else ""
+    hint = f"; use /v1{path}: a client's base URL ends with /v1" if f"/v1{path}" in PATHS else _HINTS.get(path, "")
     raise HttpError(404, "unknown_path", f"{call.exchange.method} {path}: no such path{hint}")
 
 
