@@ -172,7 +172,8 @@ def _show_top(router: str, store: str) -> None:
         before, now = now, reader.look()
         interval = Interval(now, before)
         rates.add(interval)
-        if looks >= _LOOKS and interval.requests().get("OK"):  # a second without a pause of the load
+        busy = any(worker["rows_running"] for worker in now.workers) and interval.requests().get("OK")
+        if looks >= _LOOKS and busy:  # no pause of the load
             break
     console = Console(record=True, width=_COLUMNS, file=io.StringIO(), force_terminal=True)
     on_devices = names_on_devices(now, AdapterNames(store, _TENANT, router))

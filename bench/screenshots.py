@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import io
+import re
 import shutil
+from importlib import resources
 from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 # Without the user's profile and without network traffic.
@@ -42,8 +47,26 @@ def save_picture(png: bytes, picture: Path, *, most: int = 0) -> None:
         drawn = image.convert("RGB")
     height = _used_height(drawn)
     cut = drawn.crop((0, 0, drawn.width, min(height, most) if most else height))
-    # Fewer colours merge those of thin lines.
-    cut.quantize(256, dither=Image.Dither.NONE).save(picture, optimize=True)
+    # The commonest colours, and those of lines, which are too thin to be common.
+    named = _named_colours()
+    method = Image.Quantize.MAXCOVERAGE
+    common = cut.quantize(256 - len(named), method=method, dither=Image.Dither.NONE)
+    palette = np.zeros(768, np.uint8)
+    palette[: len(common.getpalette() or ())] = common.getpalette()
+    palette[768 - named.size :] = named.flatten()
+    pixels, indices = np.asarray(cut), np.array(common)
+    for number, colour in enumerate(named, 256 - len(named)):
+        indices[(pixels == colour).all(axis=2)] = number
+    few = Image.fromarray(indices)
+    few.putpalette(palette.tobytes())
+    few.save(picture, optimize=True)
+
+
+def _named_colours() -> npt.NDArray[np.uint8]:
+    """Return the red, green and blue of each colour of the pages' style sheet, light and dark: [colours, 3]."""
+    style = resources.files("clients").joinpath("colours.css").read_text(encoding="utf-8")
+    named = bytes.fromhex("".join(re.findall(r": #(\w{6})", style)))
+    return np.frombuffer(named, np.uint8).reshape(-1, 3)
 
 
 def _used_height(image: object) -> int:

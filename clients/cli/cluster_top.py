@@ -11,7 +11,7 @@ import typer
 from clients.cli.adapter_names import AdapterNames
 from clients.cli.cluster import ClusterReader, Interval, Snapshot
 from clients.cli.options import ROUTER, STORE, TENANT, JsonOption, RouterOption, StoreOption, TenantOption
-from clients.cli.sparklines import Rates, bar
+from clients.cli.sparklines import Rates, bar, wrapped
 from clients.cli.terminal import out, print_fields, print_json, print_rows, printable, table_of
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ def view(
     from rich.text import Text
 
     wide = width >= _WIDE
-    parts: list[RenderableType] = [_head(router, interval)]
+    parts: list[RenderableType] = [_head(router, interval, width)]
     lines = rates.lines() if rates else []
     parts += [Text("   ".join(f"{line} {name}" for name, line in lines), style="cyan"), _latencies_and_queues(interval)]
     parts += ["", _workers(interval, wide=wide)]
@@ -153,9 +153,7 @@ def _figures(interval: Interval) -> list[tuple[str, str]]:
     return [*figures, ("workers lost", f"{traffic.workers_lost}"), ("redispatches", f"{traffic.redispatches}")]
 
 
-def _head(router: str, interval: Interval) -> RenderableType:
-    from rich.columns import Columns
-    from rich.console import Group
+def _head(router: str, interval: Interval, width: int) -> RenderableType:
     from rich.text import Text
 
     line = Text(f"router {router}", style="bold")
@@ -166,7 +164,7 @@ def _head(router: str, interval: Interval) -> RenderableType:
         Text.assemble((f"{value} ", "bold red" if name.isupper() else "bold"), (printable(name), "dim"))
         for name, value in _figures(interval)
     ]
-    return Group(line, Columns(figures, padding=(0, 3)))  # a line breaks between figures alone
+    return line.append("\n").append(wrapped(figures, width))
 
 
 def _latencies_and_queues(interval: Interval) -> RenderableType:

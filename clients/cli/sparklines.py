@@ -1,11 +1,15 @@
-"""Drawings of blocks: bars, and sparklines of the rates of the last looks at a cluster."""
+"""Drawings of blocks: bars, and sparklines of the rates of the last looks at a cluster; lines of figures."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from clients.cli.cluster import Interval
+
+if TYPE_CHECKING:
+    from rich.text import Text
 
 _LEVELS = "▁▂▃▄▅▆▇█"
 # Number of looks that are drawn.
@@ -24,6 +28,19 @@ def sparkline(values: Sequence[float]) -> str:
     """Draw values as blocks between 0 and the largest of them."""
     top = max(values, default=0.0)
     return "".join(_LEVELS[min(len(_LEVELS) - 1, int(len(_LEVELS) * value / top))] if top else "▁" for value in values)
+
+
+def wrapped(figures: Sequence[Text], width: int) -> Text:
+    """Join figures into lines of at most `width` columns, which break between figures alone."""
+    from rich.text import Text
+
+    lines = Text()
+    used = 0
+    for figure in figures:
+        apart = "" if not used else "   " if used + 3 + len(figure) <= width else "\n"
+        used = len(figure) + (used + 3 if apart == "   " else 0)
+        lines.append(apart).append(figure)
+    return lines
 
 
 class Rates:

@@ -64,7 +64,9 @@ def position(field: str, axis: Axis, scale: Spec | None = None) -> Spec:
     if scale is None:
         # Padding in pixels, so that points at the ends are not cut in half.
         scale = {"type": "log", "nice": False, "padding": 8} if axis.log else {"zero": True}
-    steps = {"axis": {"tickMinStep": 1}} if axis.whole else {}
+    # Vega has ticks between 0, 1 and 2 in spite of tickMinStep: these get no label.
+    whole = {"tickMinStep": 1, "format": "d", "labelExpr": "datum.value % 1 ? '' : datum.label"}
+    steps = {"axis": whole} if axis.whole else {}
     return {"field": field, "type": "quantitative", "title": axis.title, "scale": scale, **steps}
 
 

@@ -38,6 +38,13 @@ def test_a_legend_of_many_long_names_has_several_lines() -> None:
     assert max(ends.values()) <= WIDTH
 
 
+def test_an_axis_of_whole_numbers_has_no_halves() -> None:
+    drawn = texts(draw_svg(line_chart(Axis("message", whole=True), Axis(""), [Series("gap", [(0.0, 1.0), (2.0, 2.0)])])))
+    below = [text for text, left, _ in drawn if left > 40]
+    assert {"1", "2"} <= set(below)
+    assert not [text for text in below if "." in text]
+
+
 def test_the_name_of_a_percentile_at_the_end_is_left_of_its_line() -> None:
     marks = [("p50", 20.0), ("p99", 99.5)]
     drawn = texts(draw_svg(histogram_chart(Axis("ms", log=True), [10.0, 50.0, 100.0], [3, 4], marks)))
