@@ -93,7 +93,7 @@ class Conversation:
             try:
                 self.take(text)
             except CommandError as error:
-                print_error(str(error))
+                print_error(f"{error}; /new begins anew" if _is_full(error) else str(error))
             except KeyboardInterrupt:  # before the answer began
                 sys.stdout.write("\n")
 
@@ -145,6 +145,13 @@ class Conversation:
             ) as stream,
         ):
             self.messages += [turn, {"role": "assistant", "content": _follow(stream)}]
+
+
+def _is_full(error: CommandError) -> bool:
+    """Tell whether a turn failed because the conversation has outgrown the model's context."""
+    from loraplex_client import LoraplexError
+
+    return isinstance(error.__cause__, LoraplexError) and error.__cause__.reason == "CONTEXT_EXCEEDED"
 
 
 def _follow(stream: GenerationStream) -> str:

@@ -96,7 +96,8 @@ def turns(server: Any) -> list[Any]:
 
 def test_a_conversation(server: Any, tmp_path: Path) -> None:
     hung = [*events(pb.Delta(text="Once upon"))[:1], HANG]
-    server.service.scripts = [hung, saying("Fine."), [errors.NotFound("adapter", "gone")], saying("Ahoy!")]
+    full = errors.InvalidField("chat", "900 prompt tokens do not fit", reason="CONTEXT_EXCEEDED")
+    server.service.scripts = [hung, saying("Fine."), [errors.NotFound("adapter", "gone")], saying("Ahoy!"), [full]]
     with chat(server.address, tmp_path, "dumb") as here:
         here.until("> ")
         here.type("Tell me\n")
@@ -123,11 +124,14 @@ def test_a_conversation(server: Any, tmp_path: Path) -> None:
         here.type("/adapter\nHey\n")
         here.until("Ahoy!")
         here.until("> ")
+        here.type("More\n")
+        here.until("do not fit; /new begins")
+        here.until("> ")
     chats = [[(m.role, m.content) for m in spec.chat.messages] for spec in turns(server)]
     assert chats[1] == [("user", "Tell me"), ("assistant", "Once upon"), ("user", "How are you?")]
     assert chats[2][-1] == ("user", "Hm?")
     assert chats[3] == [("system", "Be a pirate."), ("user", "Hey")]
-    assert [spec.adapter for spec in turns(server)] == ["", "", "gone", ""]
+    assert [spec.adapter for spec in turns(server)] == ["", "", "gone", "", ""]
 
 
 ANSWER = """# Plan
