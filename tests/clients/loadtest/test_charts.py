@@ -39,7 +39,8 @@ def test_a_legend_of_many_long_names_has_several_lines() -> None:
 
 
 def test_an_axis_of_whole_numbers_has_no_halves() -> None:
-    drawn = texts(draw_svg(line_chart(Axis("message", whole=True), Axis(""), [Series("gap", [(0.0, 1.0), (2.0, 2.0)])])))
+    gaps = Series("gap", [(0.0, 1.0), (2.0, 2.0)])
+    drawn = texts(draw_svg(line_chart(Axis("message", whole=True), Axis(""), [gaps])))
     below = [text for text, left, _ in drawn if left > 40]
     assert {"1", "2"} <= set(below)
     assert not [text for text in below if "." in text]
