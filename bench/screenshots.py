@@ -52,7 +52,8 @@ def save_picture(png: bytes, picture: Path, *, most: int = 0) -> None:
     method = Image.Quantize.MAXCOVERAGE
     common = cut.quantize(256 - len(named), method=method, dither=Image.Dither.NONE)
     palette = np.zeros(768, np.uint8)
-    palette[: len(common.getpalette() or ())] = common.getpalette()
+    shared = common.getpalette() or []
+    palette[: len(shared)] = shared
     palette[768 - named.size :] = named.flatten()
     pixels, indices = np.asarray(cut), np.array(common)
     for number, colour in enumerate(named, 256 - len(named)):
