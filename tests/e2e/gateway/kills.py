@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 from collections import Counter
+from collections.abc import Callable
 
 from loraplex.cluster.v1 import cluster_pb2
 
@@ -12,17 +13,29 @@ from tests.e2e.conftest import Cluster
 from tests.e2e.full_cluster import jobs
 
 
-async def running(cluster: Cluster, count: int) -> list[cluster_pb2.Job]:
-    """Wait until so many requests have tokens, and return them.
+async def matching(
+    cluster: Cluster, condition: Callable[[cluster_pb2.Job], object], count: int
+) -> list[cluster_pb2.Job]:
+    """Wait until a condition holds for so many requests, and return them.
 
     Asks the routers: clients read streams more slowly than they come.
     """
     async with asyncio.timeout(60):
         while True:
-            found = [job for job in await jobs(cluster) if job.completion_tokens]
+            found = [job for job in await jobs(cluster) if condition(job)]
             if len(found) >= count:
                 return found
             await asyncio.sleep(0.01)
+
+
+async def running(cluster: Cluster, count: int) -> list[cluster_pb2.Job]:
+    """Wait until so many requests have tokens, and return them."""
+    return await matching(cluster, lambda job: job.completion_tokens, count)
+
+
+async def going_on(cluster: Cluster) -> None:
+    """Wait until a request that lost its worker runs at another."""
+    await matching(cluster, lambda job: job.attempt > 1 and job.worker_id, 1)
 
 
 async def kill_busiest_worker(cluster: Cluster) -> None:

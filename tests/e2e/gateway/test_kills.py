@@ -6,7 +6,6 @@ import asyncio
 import signal
 from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import anthropic
@@ -17,12 +16,13 @@ from huggingface_hub import AsyncInferenceClient
 
 from rpc.optional_packages import is_installed
 from tests.e2e.conftest import Cluster
+from tests.e2e.full_cluster import jobs
 from tests.e2e.gateway.conftest import HEADERS, MESSAGES, PROMPT, Eventually, expected
-from tests.e2e.gateway.kills import kill_busiest_worker
+from tests.e2e.gateway.kills import going_on, kill_busiest_worker
 
 pytestmark = pytest.mark.asyncio(loop_scope="package")
-TOKENS = 200
-CITY = {"type": "string", "minLength": 900, "maxLength": 1000}
+TOKENS = 150
+CITY = {"type": "string", "minLength": 600, "maxLength": 700}
 SCHEMA: Any = {"type": "object", "properties": {"city": CITY}, "required": ["city"], "additionalProperties": False}
 CHAT: dict[str, Any] = {"messages": MESSAGES, "model": "a", "temperature": 0, "max_tokens": TOKENS}
 CALLED: dict[str, Any] = {
@@ -38,10 +38,8 @@ USED: dict[str, Any] = {
 }
 TOLD: dict[str, Any] = {"adapter_id": "c", "max_new_tokens": TOKENS}
 
-# Called with each event of a stream.
-Tick = Callable[[], None]
 # Reads an answer; returns what must be the same whatever dies.
-Reader = Callable[[Tick], Coroutine[Any, Any, Any]]
+Reader = Callable[[], Coroutine[Any, Any, Any]]
 
 
 @dataclass
@@ -57,13 +55,12 @@ class Clients:
         found: list[Reader] = [self.chat, self.calls, self.prompts, self.said, self.used, self.generated]
         return [*found, self.lorax] if is_installed("lorax") else found
 
-    async def chat(self, tick: Tick) -> Any:
+    async def chat(self) -> Any:
         """Read two choices with their log probabilities."""
         texts, chances, reasons, usage = ["", ""], list[float](), dict[int, str](), None
         async for chunk in await self.openai.chat.completions.create(
             **CHAT, n=2, stream=True, logprobs=True, stream_options={"include_usage": True}
         ):
-            tick()
             for choice in chunk.choices:
                 texts[choice.index] += choice.delta.content or ""
                 chances += [one.logprob for one in (choice.logprobs and choice.logprobs.content) or ()]
@@ -74,11 +71,10 @@ class Clients:
         assert usage is not None
         return texts, sorted(chances), reasons, usage.completion_tokens
 
-    async def calls(self, tick: Tick) -> Any:
+    async def calls(self) -> Any:
         """Read two choices, each a call of a tool."""
         calls: dict[tuple[int, int], str] = {}
         async for chunk in await self.openai.chat.completions.create(**CALLED, n=2, stream=True):
-            tick()
             for choice in chunk.choices:
                 for part in choice.delta.tool_calls or ():
                     assert part.function is not None
@@ -86,42 +82,39 @@ class Clients:
                     calls[choice.index, part.index] = calls.get((choice.index, part.index), "") + said
         return calls
 
-    async def prompts(self, tick: Tick) -> Any:
+    async def prompts(self) -> Any:
         """Read the answers to two prompts."""
         texts = [""] * 2
         async for chunk in await self.openai.completions.create(
             model="c", prompt=["x", "y"], temperature=0, max_tokens=TOKENS, stream=True
         ):
-            tick()
             for choice in chunk.choices:
                 texts[choice.index] += choice.text
         return texts
 
-    async def said(self, tick: Tick) -> Any:
+    async def said(self) -> Any:
         """Read a message of text."""
-        return await self._message(SAID, tick)
+        return await self._message(SAID)
 
-    async def used(self, tick: Tick) -> Any:
+    async def used(self) -> Any:
         """Read a message that uses a tool."""
-        return await self._message(USED, tick)
+        return await self._message(USED)
 
-    async def _message(self, asked: dict[str, Any], tick: Tick) -> Any:
+    async def _message(self, asked: dict[str, Any]) -> Any:
         async with self.anthropic.messages.stream(**asked) as stream:
-            async for _ in stream:
-                tick()
             message = await stream.get_final_message()
         content = [block.model_dump(exclude={"id"}) for block in message.content]
         return content, message.stop_reason, message.usage.output_tokens
 
-    async def generated(self, tick: Tick) -> Any:
+    async def generated(self) -> Any:
         """Read TGI's stream."""
-        return await _tokens(await self.hub.text_generation(PROMPT, **TOLD, stream=True, details=True), tick)
+        return await _tokens(await self.hub.text_generation(PROMPT, **TOLD, stream=True, details=True))
 
-    async def lorax(self, tick: Tick) -> Any:
+    async def lorax(self) -> Any:
         """Read LoRAX's stream with its own client."""
         from lorax import AsyncClient
 
-        return await _tokens(AsyncClient(self.hub.model, headers=HEADERS).generate_stream(PROMPT, **TOLD), tick)
+        return await _tokens(AsyncClient(self.hub.model, headers=HEADERS).generate_stream(PROMPT, **TOLD))
 
     async def wholes(self) -> Any:
         """Read answers that are no streams."""
@@ -134,32 +127,13 @@ class Clients:
         return chat.choices[0].message.content, said, text
 
 
-async def _tokens(stream: AsyncIterator[Any], tick: Tick) -> Any:
+async def _tokens(stream: AsyncIterator[Any]) -> Any:
     ids, text, whole = list[int](), "", None
     async for one in stream:
-        tick()
         ids.append(one.token.id)
         text += one.token.text
         whole = one.generated_text
     return ids, text, whole
-
-
-class Progress:
-    """Counts the events of several streams."""
-
-    def __init__(self, streams: int) -> None:
-        self._counts = [0] * streams
-        self._came = asyncio.Event()
-
-    def tick(self, stream: int) -> None:
-        self._counts[stream] += 1
-        self._came.set()
-
-    async def reaches(self, count: int) -> None:
-        """Wait until every stream has had so many events."""
-        while min(self._counts) < count:
-            await self._came.wait()
-            self._came.clear()
 
 
 @pytest_asyncio.fixture(loop_scope="package")
@@ -175,20 +149,17 @@ async def clients(cluster: Cluster, client: openai.AsyncOpenAI) -> AsyncIterator
 async def test_answers_are_the_same_where_a_worker_and_a_router_were_killed(
     clients: Clients, cluster: Cluster, eventually: Eventually
 ) -> None:
-    undisturbed = await asyncio.gather(*(read(lambda: None) for read in clients.streams), clients.wholes())
+    undisturbed = await asyncio.gather(*(read() for read in (*clients.streams, clients.wholes)))
     texts = [expected(PROMPT, cluster.digests["a"], TOKENS, choice=choice) for choice in range(2)]
     assert (undisturbed[0][0], undisturbed[-1][0]) == (texts, texts[0])
     assert [said.startswith('weather{"city"') for said in undisturbed[1].values()] == [True, True]
 
-    progress = Progress(len(clients.streams))
-    reading: list[asyncio.Task[Any]] = [
-        asyncio.create_task(read(partial(progress.tick, stream))) for stream, read in enumerate(clients.streams)
-    ]
-    wholes = asyncio.create_task(clients.wholes())
+    reading = [asyncio.create_task(read()) for read in (*clients.streams, clients.wholes)]
     await kill_busiest_worker(cluster)
-    await progress.reaches(10)
+    await going_on(cluster)
+    assert await jobs(cluster, cluster.local.routers[:1])
     cluster.local.kill("router-1", signal.SIGKILL)
-    assert await asyncio.gather(*reading, wholes) == undisturbed
+    assert await asyncio.gather(*reading) == undisturbed
     await cluster.local.restart("router-1")
     await cluster.local.wait_serving()
     await eventually(cluster.idle)
