@@ -24,6 +24,7 @@ from artifacts.revision import lora_tensors
 from artifacts.safetensors_header import read_header
 from router.api.convert import read_request
 from router.api.encoding import read_classify, read_embed
+from router.api.message_fields import field_in_excess
 from router.api.sglang.ebnf import lark_of
 from router.text.templates.environment import Template
 from rpc.errors import CallError
@@ -42,6 +43,12 @@ def _header(data: bytes) -> None:
         file.write(data)
         file.flush()
         lora_tensors(read_header(file.name), use_dora=False)
+
+
+def _request(data: bytes) -> None:
+    """Count the fields of a request's bytes, as a router does with large ones, and read it."""
+    field_in_excess(data, pb.GenerateRequest.DESCRIPTOR, limit=8)
+    read_request(pb.GenerateRequest.FromString(data).spec, _TENANT)
 
 
 def _names(data: bytes) -> None:
@@ -133,7 +140,7 @@ _QUANTIZED = {
 
 TARGETS: dict[str, Target] = {
     "requests": Target(
-        lambda data: read_request(pb.GenerateRequest.FromString(data).spec, _TENANT),
+        _request,
         (DecodeError, CallError),
         tuple(pb.GenerateRequest(spec=spec).SerializeToString() for spec in (_SPEC, _CHAT)),
         message=pb.GenerateRequest,
