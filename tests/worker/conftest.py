@@ -174,5 +174,5 @@ class GatedLoads:
 
 @pytest.fixture(scope="session")
 def gated_loads() -> type[GatedLoads]:
-    """The class; hypothesis wants a fresh one for every example."""
+    """The class; a random walk wants a fresh one each time."""
     return GatedLoads
