@@ -22,7 +22,7 @@ MODEL = "hash:?vocab=32000&seed=1&step_ms=5"
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cluster]:
-    """One worker; each test leaves one that serves."""
+    """Run a cluster with one worker; each test leaves one that serves."""
     async with running_cluster(tmp_path_factory.mktemp("lone") / "cluster", MODEL, {}) as running:
         yield running
 

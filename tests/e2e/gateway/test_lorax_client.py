@@ -27,7 +27,7 @@ SCHEMA: Any = {
 
 @pytest.fixture
 def client(cluster: Cluster) -> Any:
-    """Its asyncio client."""
+    """Make the asyncio client."""
     from lorax import AsyncClient
 
     return AsyncClient(f"http://{cluster.local.http}", headers=HEADERS, timeout=1)
