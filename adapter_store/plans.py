@@ -62,6 +62,11 @@ class StoredPlans:
                 return found.plan
         return UNLIMITED
 
+    def of_key(self, key_id: str) -> Plan:
+        """Return an API key's plan."""
+        found = self._plans.get(plan_name(key_id=key_id))
+        return UNLIMITED if found is None or found.plan is None else found.plan
+
     def get(self, name: str) -> NamedPlan:
         """Return a plan. Raises NotFound."""
         found = self._plans.get(name)

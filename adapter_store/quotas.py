@@ -12,7 +12,7 @@ from adapter_store.plans import StoredPlans
 from artifacts.plans import plan_name
 from rpc.errors import Exhausted
 
-# Time in seconds after which a tenant with all its uploads is to call again.
+# Time in seconds after which a tenant or key with all its uploads is to call again.
 _UPLOAD_RETRY_S = 1.0
 
 
@@ -25,20 +25,24 @@ class StoreQuotas:
         self._uploads = Counter[str]()
 
     @contextmanager
-    def uploading(self, tenant: str) -> Iterator[None]:
-        """Count an upload of a tenant while the context is open."""
-        most = self._plans.of(tenant).uploads_at_once
-        if most is not None and self._uploads[tenant] >= most:
-            raise self._exceeded(
-                tenant, "uploads_at_once", most, "wait for one of them", _UPLOAD_RETRY_S if most else None
-            )
-        self._uploads[tenant] += 1
+    def uploading(self, tenant: str, key_id: str) -> Iterator[None]:
+        """Count an upload of a tenant, and of the API key that it came with, while the context is open."""
+        plans = {plan_name(tenant): self._plans.of(tenant)}
+        if key_id:
+            plans[plan_name(key_id=key_id)] = self._plans.of_key(key_id)
+        for name, plan in plans.items():
+            most = plan.uploads_at_once
+            if most is not None and self._uploads[name] >= most:
+                retry_s = _UPLOAD_RETRY_S if most else None
+                raise self._exceeded(name, "uploads_at_once", most, "wait for one of them", retry_s)
+        self._uploads.update(plans.keys())
         try:
             yield
         finally:
-            self._uploads[tenant] -= 1
-            if not self._uploads[tenant]:
-                del self._uploads[tenant]
+            self._uploads.subtract(plans.keys())
+            for name in plans:
+                if not self._uploads[name]:
+                    del self._uploads[name]
 
     def check_upload(self, rows: sqlite3.Connection, tenant: str, *, new_adapter: bool) -> None:
         """Check that a tenant has room for another revision, before its bytes come."""
@@ -52,16 +56,17 @@ class StoreQuotas:
         """Check that what a tenant has, and at least `coming` adapters and bytes more, are within its plan."""
         plan = self._plans.of(tenant)
         if new_adapter and plan.adapters is not None and _adapters(rows, tenant) + coming > plan.adapters:
-            raise self._exceeded(tenant, "adapters", plan.adapters)
+            raise self._exceeded(plan_name(tenant), "adapters", plan.adapters)
         if plan.adapter_bytes is not None and _bytes(rows, tenant) + coming > plan.adapter_bytes:
-            raise self._exceeded(tenant, "adapter_bytes", plan.adapter_bytes)
+            raise self._exceeded(plan_name(tenant), "adapter_bytes", plan.adapter_bytes)
 
     def _exceeded(
-        self, tenant: str, limit: str, most: int, hint: str = "delete adapters first", retry_s: float | None = None
+        self, name: str, limit: str, most: int, hint: str = "delete adapters first", retry_s: float | None = None
     ) -> Exhausted:
+        """Return the error of a limit of a plan, by the plan's name."""
         self._metrics.quota_refusals.labels(limit).inc()
-        message = f"the plan of {tenant} has {limit} {most}: {hint}"
-        return Exhausted(f"{plan_name(tenant)}/quotas/{limit}", message, retry_after_s=retry_s, reason="QUOTA_EXCEEDED")
+        message = f"the plan of {name.partition('/')[2]} has {limit} {most}: {hint}"
+        return Exhausted(f"{name}/quotas/{limit}", message, retry_after_s=retry_s, reason="QUOTA_EXCEEDED")
 
 
 def _adapters(rows: sqlite3.Connection, tenant: str) -> int:

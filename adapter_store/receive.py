@@ -25,6 +25,7 @@ from adapter_store.validator import Validator
 from artifacts.names import LIVE, AdapterName, RevisionName, check_alias
 from artifacts.revision import CONFIG_FILE, WEIGHTS_FILE
 from rpc.errors import CallError, DeadlinePassed, InvalidField
+from rpc.identity.principal import caller
 
 # Maximum bytes of a base model's small files, and maximum number of these.
 _BASE_FILES_BYTES = 64 * 1024 * 1024
@@ -90,7 +91,7 @@ class Receiver:
 
     @asynccontextmanager
     async def _upload(self, parts: AsyncIterator[UploadPart], tenant: str) -> AsyncIterator[AsyncIterator[UploadPart]]:
-        with self._quotas.uploading(tenant):
+        with self._quotas.uploading(tenant, caller().key_id):
             async with self._open_uploads.one(parts, tenant) as coming:
                 yield coming
 

@@ -72,7 +72,7 @@ FIELDS = tuple(field.name for field in fields(Plan))
 # Fields that are shares or weights: numbers that need not be whole.
 REAL_FIELDS = frozenset({"queue_share", "weight"})
 # Fields that keys have not: their tenant waits, and stores adapters.
-TENANT_FIELDS = frozenset({*REAL_FIELDS, "adapters", "adapter_bytes", "uploads_at_once"})
+TENANT_FIELDS = frozenset({*REAL_FIELDS, "adapters", "adapter_bytes"})
 Plans = Mapping[str, Plan]
 
 

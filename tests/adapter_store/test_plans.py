@@ -18,6 +18,7 @@ from adapter_store.plans import StoredPlans
 from adapter_store.settings import StoreSettings
 from artifacts.base_model import BaseModel
 from artifacts.plans import Plan
+from rpc.errors import CallError, Exhausted
 from rpc.shares import Shares
 
 FILES = {"adapter_config.json": b"{}", "adapter_model.safetensors": b"weights"}
@@ -127,12 +128,27 @@ async def test_a_revision_beyond_the_bytes_leaves_nothing(plans: Any, ready: Any
 
 async def test_uploads_at_once_are_limited(plans: Any, ready: Any, store: Store, refusal: Refusal) -> None:
     await set_plan(plans, "tenants/acme", uploads_at_once=1)
-    with store._receiver._quotas.uploading("acme"):
+    with store._receiver._quotas.uploading("acme", ""):
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await ready.upload("a", FILES)
         assert b"tenants/acme/quotas/uploads_at_once" in refusal(caught.value)[2]
         await ready.upload("a", FILES, "globex")
     await ready.upload("a", FILES)
+
+
+async def test_uploads_at_once_are_limited_by_key_too(plans: Any, store: Store) -> None:
+    await set_plan(plans, "keys/0123456789abcdef", uploads_at_once=1)
+    uploading = store._receiver._quotas.uploading
+    with uploading("acme", "0123456789abcdef"):
+        with pytest.raises(CallError) as caught, uploading("acme", "0123456789abcdef"):
+            pass
+        assert isinstance(caught.value, Exhausted)
+        assert caught.value.subject == "keys/0123456789abcdef/quotas/uploads_at_once"
+        with uploading("acme", ""), uploading("acme", "fedcba9876543210"):
+            pass
+    with uploading("acme", "0123456789abcdef"):
+        pass
+    assert not store._receiver._quotas._uploads
 
 
 async def test_a_quota_s_refusal_keeps_the_files_of_deleted_adapters(plans: Any, ready: Any, store: Store) -> None:
