@@ -21,6 +21,8 @@ pytestmark = pytest.mark.asyncio(loop_scope="package")
 POST = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nx-loraplex-tenant: acme\r\n"
 LONG = b'{"model":"a","messages":[{"role":"user","content":"x"}],"max_tokens":20000,"n":16,"stream":true}'
 
+# Another request, behind one whose end proxies and servers may see at different places.
+BEHIND = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
 CHUNK = b"40000\r\n" + b" " * 2**18 + b"\r\n"
 
 
@@ -43,6 +45,8 @@ async def exchange(address: str, *parts: bytes) -> tuple[int, dict[str, str], di
             head = (await reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
             headers = dict(line.lower().split(": ", 1) for line in head[1:] if line)
             error = json.loads(await reader.readexactly(int(headers["content-length"])))["error"]
+            if error["code"] == "invalid_http":
+                assert not await reader.read(-1), "what comes behind such a request is answered"
             return int(head[0].split()[1]), headers, error
     finally:
         writer.close()
@@ -56,6 +60,13 @@ async def exchange(address: str, *parts: bytes) -> tuple[int, dict[str, str], di
         ((POST, b"Content-Length: 5\r\nContent-Length: 6\r\n\r\n{}"), 400, "invalid_http"),
         ((POST, b"Content-Length: -1\r\n\r\n"), 400, "invalid_http"),
         ((POST, b"Transfer-Encoding: gzip, chunked, identity\r\nContent-Length: 2\r\n\r\n{}"), 400, "invalid_http"),
+        ((POST, b"Transfer-Encoding : chunked\r\nContent-Length: 5\r\n\r\n0\r\n\r\n", BEHIND), 400, "invalid_http"),
+        ((POST, b"Transfer-Encoding:\r\n chunked\r\nContent-Length: 5\r\n\r\n0\r\n\r\n", BEHIND), 400, "invalid_http"),
+        ((POST, b"Transfer-Encoding: xchunked\r\nContent-Length: 5\r\n\r\n0\r\n\r\n", BEHIND), 400, "invalid_http"),
+        ((POST, b"Content-Length: +2\r\n\r\n{}", BEHIND), 400, "invalid_http"),
+        ((POST, b"Content-Length: 2\r\nContent-Length: 2\r\n\r\n{}", BEHIND), 400, "invalid_http"),
+        ((POST, b"Transfer-Encoding: chunked\r\n\r\n2\r\n{}XX\r\n0\r\n\r\n", BEHIND), 400, "invalid_http"),
+        ((POST, b"Transfer-Encoding: chunked\r\n\r\n2\n{}\n0\n\n", BEHIND), 400, "invalid_http"),
         ((POST, b"Content-Length: 9999999\r\n\r\n{"), 413, "body_too_large"),
         ((POST, b"Transfer-Encoding: chunked\r\n\r\n", CHUNK * 17), 413, "body_too_large"),
         ((POST, b"Content-Length: 2\r\n\r\n{]"), 400, "invalid_json"),
