@@ -50,6 +50,7 @@ class JobKeys:
         if path.is_file() and not is_private(path):
             log.warning("others than the owner may read %s; `chmod 600` it", path)
         self._seen = self._stamp()
+        self._last_logged = ""
         self._take(self._read())
 
     @property
@@ -73,9 +74,11 @@ class JobKeys:
                 return False
             self._take(self._read())
         except ValueError as error:
-            log.warning("keeps the former job keys: %s", error)
+            if str(error) != self._last_logged:  # jobs look, thousands a second
+                log.warning("keeps the former job keys: %s", error)
+            self._last_logged = str(error)
             return False
-        self._seen = stamp
+        self._seen, self._last_logged = stamp, ""
         log.info("read %s again", self._path)
         return True
 

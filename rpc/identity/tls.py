@@ -41,6 +41,9 @@ class TlsFiles:
         if key.is_file() and not is_private(key):
             log.warning("others than the owner may read %s; `chmod 600` it", key)
         self._seen = self._stamps()
+        # Files that could not be used, so that they are read and reported once until one of them changes.
+        self._unusable: tuple[tuple[int, ...], ...] | None = None
+        self._last_logged = ""
         self._pems = self._read()
         # Grows when the files have changed.
         self.version = 0
@@ -54,13 +57,16 @@ class TlsFiles:
         """Read the files again if they have changed; return the version. What cannot be used yet is not taken."""
         try:
             stamps = self._stamps()
-            if stamps != self._seen:
+            if stamps not in {self._seen, self._unusable}:
+                self._unusable = stamps
                 self._pems = self._read()
-                self._seen = stamps
+                self._seen, self._unusable, self._last_logged = stamps, None, ""
                 self.version += 1
                 log.info("read %s, %s and %s again", self._cert, self._key, self._ca)
         except ValueError as error:  # one of the files has been replaced, the other follows
-            log.warning("keeps the former certificate: %s", error)
+            if str(error) != self._last_logged:
+                log.warning("keeps the former certificate: %s", error)
+            self._last_logged = str(error)
         return self.version
 
     def server_credentials(self, *, client_certificates: bool) -> grpc.ServerCredentials:
@@ -87,12 +93,13 @@ class TlsFiles:
         pems = self._pems
         return grpc.ssl_server_certificate_configuration([(pems.key, pems.cert)], pems.ca)
 
-    def _stamps(self) -> tuple[tuple[int, int], ...]:
+    def _stamps(self) -> tuple[tuple[int, ...], ...]:
         try:
             found = [path.stat() for path in (self._cert, self._key, self._ca)]
         except OSError as error:
             raise ValueError(f"--tls-cert, --tls-key, --tls-ca: {error.filename}: {error.strerror}") from error
-        return tuple((stat.st_mtime_ns, stat.st_ino) for stat in found)
+        # The last is the time of a change of owner or mode too, after which a file may be readable.
+        return tuple((stat.st_mtime_ns, stat.st_ino, stat.st_size, stat.st_ctime_ns) for stat in found)
 
     def _read(self) -> Pems:
         try:

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import grpc
 import pytest
@@ -13,7 +14,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from rpc.errors import Unauthenticated
 from rpc.identity.certificates import CertificateReader, principal_of
-from rpc.identity.development_ca import DevelopmentCa
+from rpc.identity.development_ca import DevelopmentCa, write_private
 from rpc.identity.principal import Role
 from rpc.identity.tls import LiveChannel, TlsFiles, is_private, tls_of
 from rpc.server import Server
@@ -173,3 +174,22 @@ def test_settings_give_all_files_or_none(ca: DevelopmentCa, tmp_path: Path) -> N
     for given in ((cert, "", authority), (cert, key, ""), (cert, key, tmp_path / "none"), (cert, cert, authority)):
         with pytest.raises(ValueError, match="--tls-cert"):
             tls_of(*map(str, given))
+
+
+def test_files_that_do_not_go_together_are_read_and_reported_once(
+    tmp_path: Path, ca: DevelopmentCa, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each job that is sealed looks at the files."""
+    cert, key = ca.write(tmp_path, "r", ca.issue("loraplex://router/r"))
+    tls = TlsFiles(cert, key, ca.write_ca(tmp_path))
+    read = MagicMock(wraps=tls._read)
+    monkeypatch.setattr(tls, "_read", read)
+    pair = ca.issue("loraplex://router/r")
+    write_private(key, pair[1])
+    assert [tls.look() for _ in range(3)] == [0, 0, 0]
+    key.unlink()
+    assert [tls.look() for _ in range(3)] == [0, 0, 0]
+    assert (read.call_count, len(caplog.records)) == (1, 2)
+    ca.write(tmp_path, "r", pair)
+    assert [tls.look() for _ in range(3)] == [1, 1, 1]
+    assert tls.pems.key == pair[1]
