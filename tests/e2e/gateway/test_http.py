@@ -40,8 +40,8 @@ async def exchange(address: str, *parts: bytes) -> tuple[int, dict[str, str], di
     reader, writer = await connect(address)
     try:
         async with asyncio.timeout(10):
-            for part in parts:
-                writer.write(part)
+            # In a single piece: what comes after the server has closed would reset the connection.
+            writer.write(b"".join(parts))
             head = (await reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
             headers = dict(line.lower().split(": ", 1) for line in head[1:] if line)
             error = json.loads(await reader.readexactly(int(headers["content-length"])))["error"]
