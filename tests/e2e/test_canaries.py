@@ -267,7 +267,7 @@ async def test_no_secret_is_in_anything_that_a_cluster_writes(
     assert any(JOB in where for where in waiting), "no job waited"
     assert any(":dead" in where for where in written), "there is no dead letter"
     assert b"Fatal Python error: Aborted" in written["router.log"], "there is no dump of a crash"
-    keys = [text.rpartition("_")[2] for text in (first, key)]
+    keys = [text.split("_", 2)[2] for text in (first, key)]
     found = leaks(written, [PROMPT, ANSWER, TEMPLATE, *keys, PASSWORD])
     assert found == []
     named = {where for where, data in written.items() if ADAPTER.encode() in data}
