@@ -8,6 +8,7 @@ import os
 import random
 import sys
 import tempfile
+from itertools import cycle, takewhile
 from pathlib import Path
 
 # Maximum time in seconds that a case may take, and the most that the quiet tenant's 99th percentile may grow.
@@ -34,19 +35,14 @@ async def main() -> int:
     cases, failures, spans = all_cases(), list[str](), 0
 
     async def timed_beside(cluster: LocalCluster, per_s: float) -> list[float]:
-        """Return the quiet tenant's times while cases are sent, as often as they fit into the span."""
+        """Return the quiet tenant's times while cases are sent, again and again; count what ends without a status."""
         nonlocal spans
         order = random.Random(SEED + spans).sample(cases, len(cases))
         spans += 1
-
-        async def attack_on() -> None:
-            while True:
-                failures.extend((await attack(cluster, order, CALLS, per_s)).failures)
-
-        attacking = asyncio.create_task(attack_on())
-        times = await timed_apart(cluster.router, SPAN_S)
-        attacking.cancel()
-        return times
+        timing = asyncio.create_task(timed_apart(cluster.router, SPAN_S))
+        meanwhile = takewhile(lambda _: not timing.done(), cycle(order))
+        failures.extend((await attack(cluster, meanwhile, CALLS, per_s)).failures)
+        return await timing
 
     alone, beside = list[float](), list[float]()
     with tempfile.TemporaryDirectory(prefix="hostile-") as directory:
