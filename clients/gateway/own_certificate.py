@@ -22,8 +22,7 @@ class OwnCertificate:
         self._last_logged = ""
         try:
             self._seen = self._stamps()
-            self._newest = self._read()
-            self.context = self._read()
+            self.context = self._newest = self._read()
         except OSError as error:
             raise SettingsError(f"--tls-cert {cert}, --tls-key {key}: {error.strerror or error}") from error
         self.context.sni_callback = self._choose
@@ -38,13 +37,14 @@ class OwnCertificate:
         try:
             if (stamps := self._stamps()) == self._seen:
                 return
+            self._seen = stamps  # also where the files cannot be used: others are tried when they change
             self._newest = self._read()
         except OSError as error:  # ssl.SSLError too: one of the files has been replaced, the other follows
             if str(error) != self._last_logged:
                 log.warning("keeps the former certificate: %s", error)
             self._last_logged = str(error)
             return
-        self._seen, self._last_logged = stamps, ""
+        self._last_logged = ""
         log.info("read %s and %s again", self._cert, self._key)
 
     def _read(self) -> ssl.SSLContext:
@@ -52,6 +52,7 @@ class OwnCertificate:
         context.load_cert_chain(self._cert, self._key, password="")  # an encrypted key must not ask at a terminal
         return context
 
-    def _stamps(self) -> tuple[tuple[int, int], ...]:
+    def _stamps(self) -> tuple[tuple[int, ...], ...]:
         found = [path.stat() for path in (self._cert, self._key)]
-        return tuple((stat.st_mtime_ns, stat.st_ino) for stat in found)
+        # The last is the time of a change of owner or mode too, after which a file may be readable.
+        return tuple((stat.st_mtime_ns, stat.st_ino, stat.st_size, stat.st_ctime_ns) for stat in found)

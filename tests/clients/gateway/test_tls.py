@@ -7,6 +7,7 @@ import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -86,6 +87,24 @@ async def test_connections_count_before_their_handshake_ends(tmp_path: Path) -> 
                 await asyncio.sleep(0.01)
         async with connection(address, ca) as served:
             assert await answered(*served) == b"HTTP/1.1 404 Not Found"
+
+
+def test_files_that_do_not_go_together_are_read_and_reported_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each connection looks at the files."""
+    ca = DevelopmentCa()
+    own = OwnCertificate(*write(tmp_path, ca))
+    read = MagicMock(wraps=own._read)
+    monkeypatch.setattr(own, "_read", read)
+    former, pair = own._newest, ca.issue("loraplex://tenant/none", ["127.0.0.1"])
+    write_private(tmp_path / "gateway-key.pem", pair[1])
+    for _ in range(3):
+        own._look()
+    assert (read.call_count, len(caplog.records), own._newest) == (1, 1, former)
+    ca.write(tmp_path, "gateway", pair)
+    own._look()
+    assert own._newest is not former
 
 
 def test_files_that_are_no_certificate_are_refused(tmp_path: Path) -> None:
