@@ -12,7 +12,7 @@ import pytest
 
 # Folders whose tests share a cluster or, in bench, a process that has imported torch and is forked for each engine.
 TOGETHER = ("tests/bench/", "tests/e2e/answers/", "tests/e2e/gateway/", "tests/e2e/shipped_model/")
-# Files and folders that take ten seconds or more, longest first. One that is missing here may end last, alone.
+# Files and folders that take ten seconds or more, longest first. Others begin last, where a long one would run alone.
 LONGEST = (
     "tests/bench/",
     "tests/chaos/",
@@ -64,7 +64,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: Any, log: Any) -> Any:
-    """Give each process a unit when it has nothing else to do, in the order of the tests."""
+    """Give each process a unit when it has at most two tests left, in the tests' order; with --dist loadfile alone."""
+    if config.getvalue("dist") != "loadfile":
+        return None
     config.option.loadscopereorder = False
     scheduler = import_module("xdist.scheduler").LoadFileScheduling(config, log)  # xdist has no types
     scheduler._split_scope = unit
