@@ -47,7 +47,7 @@ EXAMPLES = _ROOT / "examples"
 # Maximum bytes of a picture in docs/plots.
 MOST_BYTES = 300_000
 # Delay in seconds of the picture of `loraplex top` after its load test began, so that the table shows a busy cluster,
-# the least number of looks at the cluster whose rates it shows, and the width of its terminal.
+# minimum number of looks at the cluster whose rates it shows, and width of its terminal in characters.
 _TOP_S = 2.0
 _LOOKS = 12
 _COLUMNS = 112

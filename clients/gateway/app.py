@@ -45,7 +45,7 @@ async def health(call: HttpCall) -> None:
     await call.exchange.answer({"status": "serving"})
 
 
-# What to use in place of paths that clients ask for and that are not served.
+# Advice for paths that clients ask for and that are not served.
 _HINTS = {
     "/metrics": "; the gateway's metrics have an address of their own, which --metrics-port sets",
     "/v1/responses": "; use /v1/chat/completions",

@@ -21,7 +21,7 @@ from tests.forged.cluster import OTHER, TENANT
 from tests.forged.stage import ANSWER, PROMPT, THIEF, TIMEOUT_S, Stage, channel, incarnation_of, running_job
 from tests.hostile.run import OWN_ERROR
 
-# Maximum answers that end before the frames that are forged for them have come; their tries are made again.
+# Maximum number of answers that end before the frames forged for them have come; their tries are made again.
 _LATE = 5
 # Statuses of a refusal; any other one says that nobody was there to refuse.
 _REFUSALS = {

@@ -24,8 +24,9 @@ from tests.forged.cluster import KEYS, MODEL, OTHER, TENANT, Cluster
 THIEF = "loraplex://worker/thief"
 PROMPT = tuple(range(1, 9))
 _LOCAL = [("grpc.use_local_subchannel_pool", 1)]
+# Timeout in seconds of a call, and of a wait for a job to appear.
 TIMEOUT_S = 20.0
-# Tokens of an answer that others send frames for, a millisecond each.
+# Number of tokens of an answer that others send frames for; each takes the worker a millisecond.
 ANSWER = 300
 
 

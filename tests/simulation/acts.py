@@ -14,9 +14,9 @@ from tests.simulation.faults import Cluster, Fault, Kind
 
 # Tenants that may be purged: the adapters are another one's.
 _PURGED = ("two", "three")
-# Passes of a purge, seconds between them, and maximum seconds of one at a router that may be dead.
+# Number of passes of a purge, interval between them in seconds, and timeout of a pass in seconds: routers may be dead.
 _PASSES, _PASS_S, _PURGE_S = 3, 0.25, 8.0
-# Maximum seconds until a router knows of a revoked key.
+# Maximum time in seconds until a router knows of a revoked key.
 _REVOKE_S = 1.0
 
 
