@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from bench.overload import AIMS, Overload, Run, answers_per_s, measure, report
+from bench import overload
+from bench.overload import AIMS, Run, answers_per_s, measure, report
 from bench.overload_accounts import Count
 from bench.overload_load import Sample, Setup, fair_share, within_share
 
@@ -39,10 +40,11 @@ SMALL = FewWaiting(
 
 
 def test_every_call_is_accounted_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def given(overload: Overload) -> None:
-        overload.capacity_per_s = SMALL.possible_per_s
+    def given(samples: Sequence[Sample], seconds: float) -> float:
+        assert all(sample.code for sample in samples), "every call of the closed loop has ended"
+        return SMALL.possible_per_s
 
-    monkeypatch.setattr(Overload, "measure_capacity", given)
+    monkeypatch.setattr(overload, "answers_per_s", given)
     written = measure(SMALL, quick=True).to_json()
     loads = [row for row in written["rows"] if "metrics" in row]
     assert [row["case"] for row in loads] == ["0.3x", "1x", "4x"]
