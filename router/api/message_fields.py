@@ -15,6 +15,8 @@ from google.protobuf.descriptor import Descriptor
 FIELDS = 10_000
 # Maximum depth of messages in messages that is counted; decoders refuse deeper ones.
 _DEEPEST = 100
+# Maximum number of bytes of a number; decoders refuse longer ones, which may be as long as the message.
+_VARINT_BYTES = 10
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 
 
@@ -33,13 +35,13 @@ def field_in_excess(data: bytes, message: Descriptor, limit: int = FIELDS) -> st
         _count(data, 0, len(data), message, limit, (), _DEEPEST)
     except _ExcessError as excess:
         return str(excess)
-    except IndexError:  # the bytes end in the middle of a number
+    except (IndexError, ValueError):  # the bytes end in the middle of a number, or a number has no end
         return ""
     return ""
 
 
 def _count(data: bytes, at: int, end: int, message: Descriptor, left: int, path: tuple[str, ...], depth: int) -> int:
-    """Return how many fields may follow those between two places of the bytes. Raises _ExcessError and IndexError."""
+    """Return how many fields may follow those between two places of the bytes. Raises _ExcessError, and as _varint."""
     fields = _fields(message)
     while at < end:
         tag = data[at]
@@ -60,9 +62,7 @@ def _count(data: bytes, at: int, end: int, message: Descriptor, left: int, path:
                 left = _count(data, at, min(at + size, end), inner, left, (*path, name), depth - 1)
             at += size
         elif kind == _VARINT:
-            while data[at] > 127:
-                at += 1
-            at += 1
+            at = at + 1 if data[at] < 128 else _varint(data, at)[1]
         elif kind == _FIXED64:
             at += 8
         elif kind == _FIXED32:
@@ -71,12 +71,14 @@ def _count(data: bytes, at: int, end: int, message: Descriptor, left: int, path:
 
 
 def _varint(data: bytes, at: int) -> tuple[int, int]:
-    """Return the number that begins at a place, and the place behind it."""
-    value = shift = 0
-    while data[at] > 127 and shift < 64:
-        value |= (data[at] & 127) << shift
-        at, shift = at + 1, shift + 7
-    return value | data[at] << shift, at + 1
+    """Return the number that begins at a place, and the place behind it. Raises IndexError, or ValueError."""
+    value = 0
+    for place in range(_VARINT_BYTES):
+        byte = data[at + place]
+        value |= (byte & 127) << 7 * place
+        if byte < 128:
+            return value, at + place + 1
+    raise ValueError("a number without an end")
 
 
 @cache

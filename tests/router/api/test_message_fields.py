@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 from google.protobuf.message import Message
@@ -98,6 +99,23 @@ def test_fields_that_nobody_knows_count(field: bytes) -> None:
 @pytest.mark.parametrize("data", [b"\x0a", b"\x0a\xff", b"\x0a\x7f" + b"\x08" * 20, b"\xff" * 100, b"\x0a\x05x"])
 def test_bytes_that_are_no_message_are_left_to_the_decoder(data: bytes) -> None:
     assert field_in_excess(data, REQUEST, 1 if len(data) < 3 else 50) == ""
+
+
+class Looked(bytes):
+    """Bytes that count how many of them are looked at."""
+
+    looks = 0
+
+    def __getitem__(self, at: Any) -> Any:
+        self.looks += 1
+        return super().__getitem__(at)
+
+
+@pytest.mark.parametrize("before", [b"", b"\x08", b"\x0a"], ids=["tag", "value", "size"])
+def test_a_number_without_an_end_is_not_read_to_the_end_of_the_message(before: bytes) -> None:
+    data = Looked(before + b"\xff" * 20_000)
+    assert field_in_excess(data, REQUEST) == ""
+    assert data.looks < 20
 
 
 def test_messages_in_messages_are_counted_as_deep_as_decoders_read() -> None:
