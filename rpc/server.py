@@ -12,7 +12,7 @@ from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
 import grpc
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1 import health, health_pb2_grpc
 
 from rpc.edge import edge_options
 from rpc.health import BoundedHealth
@@ -147,13 +147,12 @@ class Server:
 
     async def set_serving(self, serving: bool) -> None:
         """Set what the health service answers from now on, for the process and for each of its services."""
-        status = health_pb2.HealthCheckResponse
         for name in ("", *{method.split("/")[1] for method in self._methods}):
-            await self._health.set(name, status.SERVING if serving else status.NOT_SERVING)
+            self._health.set(name, serving=serving)
 
     async def stop(self, grace_s: float) -> None:
         """Refuse new calls, let running ones end for `grace_s`, then cancel them."""
-        await self._health.enter_graceful_shutdown()
+        self._health.stop()
         await self.grpc.stop(grace_s)
 
 
