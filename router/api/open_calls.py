@@ -128,7 +128,7 @@ class OpenCalls(grpc.aio.ServerInterceptor):
 
     async def _enter(self, method: _Method, context: Context) -> tuple[str, int, Any]:
         """Count a call until `_leave`; return its tenant, and its message with its size. Raises a CallError."""
-        tenant = ""
+        tenant, size = "", 0
         try:
             tenant = calling_tenant()
             self._take(self._calls, tenant, 1, "calls")
@@ -136,10 +136,11 @@ class OpenCalls(grpc.aio.ServerInterceptor):
                 data = await self._receive(tenant, context)
                 if data is grpc.aio.EOF:
                     raise InvalidField("spec", "the call has no message")
-                request, size = method.read(data), len(data)
-                self._take(self._bytes, tenant, size, "bytes of calls' messages")
+                self._take(self._bytes, tenant, len(data), "bytes of calls' messages")
+                size = len(data)
+                request = method.read(data)
             except BaseException:
-                self._calls.give(tenant)
+                self._leave(tenant, size)
                 raise
         except CallError as error:
             self._refused(method.name, tenant, error)

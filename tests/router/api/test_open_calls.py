@@ -24,8 +24,11 @@ from rpc.errors import CallError, InvalidField
 from rpc.identity.guard import open_guard
 from rpc.identity.permissions import SGLANG_SERVICE
 from rpc.identity.principal import TENANT_KEY
-from rpc.server import MESSAGE_BYTES, Server
+from rpc.server import MESSAGE_BYTES, Server, channel_options
 from rpc.status import DETAILS_KEY
+
+# Maximum number of calls of one connection at a time: more than any test makes, as a router has more than it serves.
+STREAMS = 4_096
 
 
 class Made:
@@ -68,6 +71,7 @@ class Served:
         self.server = Server(
             open_guard(),
             interceptors=[OpenCalls(calls, message_bytes, self._refuse, receive_s=receive_s)],
+            options=[*channel_options(), ("grpc.max_concurrent_streams", STREAMS)],
         )
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(self.service, self.server.grpc)
         self.channel: grpc.aio.Channel
@@ -229,9 +233,9 @@ async def test_a_call_without_a_tenant_is_refused_before_its_message() -> None:
 
 
 async def test_a_message_of_too_many_fields_is_refused_before_it_is_decoded() -> None:
-    async with serving(calls=1) as served:
-        parts = pb.ChatMessage(role="user", parts=[pb.ContentPart()] * (FIELDS + 1))
-        request = pb.GenerateRequest(spec=pb.GenerateSpec(chat=pb.Chat(messages=[parts])))
+    parts = pb.ChatMessage(role="user", parts=[pb.ContentPart()] * (FIELDS + 1))
+    request = pb.GenerateRequest(spec=pb.GenerateSpec(chat=pb.Chat(messages=[parts])))
+    async with serving(calls=1, message_bytes=request.ByteSize()) as served:
         call = served.stub.Generate(request, metadata=((TENANT_KEY, "acme"),))
         with pytest.raises(grpc.aio.AioRpcError, match="has more than 10000 fields") as refused:
             await call.read()
@@ -241,4 +245,13 @@ async def test_a_message_of_too_many_fields_is_refused_before_it_is_decoded() ->
         )
         assert "chat.messages.parts" in (refused.value.details() or "")
         assert served.refused == {"TOO_MANY_FIELDS": 1}
-        await served.begun("acme")  # its place is free again
+        full = served.generate("acme", "x" * (request.ByteSize() - 100))
+        assert await full.read() is not grpc.aio.EOF  # its place and its bytes are free again
+
+
+async def test_a_message_without_room_is_refused_before_it_is_decoded() -> None:
+    stops = pb.Stopping(stop=["x"] * (FIELDS + 1))
+    request = pb.GenerateRequest(spec=pb.GenerateSpec(stopping=stops))
+    async with serving(message_bytes=request.ByteSize() - 1) as served:
+        call = served.stub.Generate(request, metadata=((TENANT_KEY, "acme"),))
+        assert await end_of(call) == "RESOURCE_EXHAUSTED ROUTER_FULL later"
