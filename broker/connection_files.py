@@ -34,14 +34,14 @@ class _Files:
 
     def __init__(self, *names: str | None) -> None:
         self._names = [name for name in names if name]
-        self._stamps: list[tuple[int, int]] = []
+        self._stamps: list[tuple[int, int, int]] = []
         self._context: ssl.SSLContext | None = None
 
     def context(self, options: RedisSSLContext) -> ssl.SSLContext:
         """Return the context of a new connection. Raises OSError where the files were never good."""
         try:
             found = [os.stat(name) for name in self._names]
-            stamps = [(stat.st_mtime_ns, stat.st_ino) for stat in found]
+            stamps = [(stat.st_mtime_ns, stat.st_ino, stat.st_size) for stat in found]
             if self._context is None or stamps != self._stamps:
                 self._context, self._stamps = _make_context(options), stamps
         except OSError as error:  # ssl.SSLError too: one of the files has been replaced, the other follows

@@ -86,12 +86,13 @@ class JobKeys:
         self._keys = keys
         self._ciphers = {key_id: AESGCM(key) for key_id, key in keys.items()}
 
-    def _stamp(self) -> tuple[int, int]:
+    def _stamp(self) -> tuple[int, int, int]:
         try:
             stat = self._path.stat()
         except OSError as error:
             raise ValueError(f"--job-key {self._path}: {error.strerror}") from error
-        return stat.st_mtime_ns, stat.st_ino
+        # With the size: what is written in two parts may have one time, of which the first was read.
+        return stat.st_mtime_ns, stat.st_ino, stat.st_size
 
     def _read(self) -> dict[str, bytes]:
         keys: dict[str, bytes] = {}

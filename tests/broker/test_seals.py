@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import os
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -353,3 +354,12 @@ def test_files_that_are_no_job_keys_are_refused(tmp_path: Path, text: str, why: 
         check_job_key(str(tmp_path / "none"))
     with pytest.raises(ValueError, match="needs --job-key"):
         check_job_key("")
+
+
+def test_a_key_that_is_added_within_the_same_tick_is_read(tmp_path: Path) -> None:
+    keys, path = job_keys(tmp_path), tmp_path / "job.key"
+    at = path.stat().st_mtime_ns
+    path.write_text(path.read_text() + new_job_key("second"))
+    os.utime(path, ns=(at, at))
+    assert keys.look()
+    assert keys.find("second") is not None
