@@ -23,7 +23,7 @@ from rpc.shares import Shares
 # only when each of these has had its turn on the loop: so downloads are few, and send short pieces, of so many bytes.
 CALLS, DOWNLOADS = 64, 8
 TENANT_PIECE_BYTES = 64 * 1024
-# Time in seconds that a client may take to read a message of a stream.
+# Timeout in seconds for a client to read a message of a stream; its download keeps a place until then.
 SILENT_S = 30.0
 # Mean time in seconds after which a refused client is to call again; each gets its own, so that they come spread out.
 _RETRY_S = 1.0

@@ -21,7 +21,7 @@ from artifacts.grammars.errors import GrammarError
 from artifacts.grammars.matching import compile_grammar, plain_error, proof_vocabulary
 from artifacts.grammars.places import find_place
 
-# Steps of niceness by which proofs stand back for the router and the workers of a busy machine.
+# Number of steps of niceness by which proofs stand back for the router and the workers of a busy machine.
 _NICE = 5
 # Number of tokens of the answer that is made to see that masks can be computed.
 _STEPS = 32

@@ -21,8 +21,8 @@ from telemetry.logging import fields
 
 log = logging.getLogger(__name__)
 
-# Maximum times that the time for which a job may be missing is doubled.
-GRACE_DOUBLINGS = 3
+# Maximum number of times that the time for which a job may be missing is doubled.
+_GRACE_DOUBLINGS = 3
 _UNBOUND = frozenset({JobState.ENQUEUEING, JobState.QUEUED, JobState.MISSING})
 
 
@@ -83,12 +83,12 @@ class UnboundJobs:
                 self._redispatch(routed)
 
     def _grace_s(self, routed: RoutedJob) -> float:
-        """Return how long a job may be missing: twice as long after each attempt that was claimed and never bound.
+        """Return for how many seconds a job may be missing: twice as long after each attempt that was never bound.
 
-        Else reports that come late, from workers or over links with too much to do, would each cost another attempt,
-        and the attempts all that is left of these.
+        An overloaded worker or link reports its claims late. At a fixed time each late report would make another
+        attempt, and these attempts would add to the overload.
         """
-        return float(self._timing.claim_grace_s * 2 ** min(routed.unclaimed, GRACE_DOUBLINGS))
+        return self._timing.claim_grace_s * (1 << min(routed.unclaimed, _GRACE_DOUBLINGS))
 
     def _end_displaced(self, routed: RoutedJob, attempt: int) -> None:
         if routed.job.attempt == attempt and routed.state in _UNBOUND:
