@@ -114,7 +114,9 @@ async def test_swaps_of_names_under_load(
         assert load.swapped.total() == SWAPS
         assert (outcomes["of one revision"], outcomes["mixed"]) == (SWAPS, 0)
         assert outcomes["swapped meanwhile"] > SWAPS // 4
-        assert len(load.seen) > len(NAMES)
+        # A router keeps names for a second, in which a fast machine has made all of these swaps.
+        while len(load.seen) <= len(NAMES):
+            await asyncio.gather(load.swap(), load.ask(load.chance.choice(NAMES)))
 
         # Two swaps of one name may have overtaken each other: what it means now, the store tells.
         meant = {name: (await store.get(name))[1].digest for name in NAMES}
