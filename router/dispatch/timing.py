@@ -18,8 +18,8 @@ class DispatchTiming:
     liveness_grace_s: float = 1.0
     # Time without a message over its link after which such a worker counts as lost; it sends one every half second.
     silent_s: float = 2.0
-    # Time that a job may be neither queued nor bound before it is dispatched again: its claim may still be on its way.
-    # It is doubled after each attempt that was claimed and never bound.
+    # Time that a job may be neither queued nor bound before it is dispatched again, since its claim may still be on its
+    # way: the first such time, which doubles with each further one in a row.
     claim_grace_s: float = 1.0
     # Time that no live worker may be able to take a waiting job before the job ends: a worker may be restarting.
     unservable_grace_s: float = 5.0
