@@ -6,18 +6,22 @@ else's calls do; so workers' users may not, and wait until a router has loaded t
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 from redis.asyncio import Redis
 from redis.exceptions import NoPermissionError, OutOfMemoryError, RedisError, ResponseError
 
 from broker.lua_library import Library
 
+# Interval in seconds between tries of a client whose user was refused to load functions: the text has tens of
+# kilobytes, and the try after an operator has mended the user must come without a restart.
+REFUSED_S = 10.0
 _NOT_PERMITTED = "this user may not load them; a router of this version does, or its `loraplex redis acl --apply`"
-# Clients whose user may not load functions: they do not send the text again and again.
-_refused: WeakSet[Redis] = WeakSet()
+# Time on the monotonic clock at which a client's user was last refused to load functions.
+_refused_at: WeakKeyDictionary[Redis, float] = WeakKeyDictionary()
 
 
 class FunctionsMissingError(RedisError):
@@ -53,12 +57,13 @@ class Function:
 
 async def load(redis: Redis, library: Library) -> None:
     """Load a library, which another process may have loaded meanwhile. Raises an error of REDIS_DOWN."""
-    if redis in _refused:
+    refused_at = _refused_at.get(redis)
+    if refused_at is not None and time.monotonic() - refused_at < REFUSED_S:
         raise FunctionsMissingError(_NOT_PERMITTED)
     try:
         await redis.function_load(library.text)
     except NoPermissionError as error:
-        _refused.add(redis)
+        _refused_at[redis] = time.monotonic()
         raise FunctionsMissingError(_NOT_PERMITTED) from error
     except OutOfMemoryError as error:
         why = "it has no memory for them; raise its maxmemory, or empty it: routers put waiting jobs back"

@@ -9,7 +9,7 @@ import pytest
 from redis.asyncio import Redis
 from redis.exceptions import NoPermissionError
 
-from broker import acl
+from broker import acl, functions
 from broker.commands import DRAIN
 from broker.connection import connect
 from broker.functions import FunctionsMissingError
@@ -23,7 +23,7 @@ from broker.resume_keys import StoredResumeKeys
 from broker.scripts import SCRIPTS, script_names
 from broker.terms import UsageReport
 from tests.broker.both_queues import BASE, KEYS, make_job
-from tests.broker.role_clients import PASSWORD, refused, role_clients
+from tests.broker.role_clients import PASSWORD, refused, role_clients, run
 from tests.broker.test_dead import dead_job
 from tests.broker.test_liveness import worker
 
@@ -101,6 +101,23 @@ async def test_a_worker_waits_until_a_router_has_loaded_the_functions(redis: Red
         await redis.execute_command("ACL LOG", "RESET")  # type: ignore[no-untyped-call]  # theirs
         await Liveness(of_router, KEYS).take_census("here")
         assert await living.beat(worker("w")) == ["here"]
+
+
+async def test_a_router_loads_the_functions_once_its_user_may(
+    redis: Redis, valkey_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with role_clients(redis, valkey_url) as (of_router, _):
+        await redis.function_flush()
+        await run(redis, "ACL", "SETUSER", "router", "-function|load")
+        liveness = Liveness(of_router, KEYS)
+        for _ in range(2):
+            with pytest.raises(FunctionsMissingError, match="this user may not load them"):
+                await liveness.take_census("here")
+        assert [int(entry["count"]) for entry in await run(redis, "ACL", "LOG")] == [1]
+        await run(redis, "ACL", "SETUSER", "router", "+function|load")
+        monkeypatch.setattr(functions, "REFUSED_S", 0.0)
+        await liveness.take_census("here")
+        await run(redis, "ACL", "LOG", "RESET")
 
 
 async def test_what_a_worker_may_not(redis: Redis, valkey_url: str) -> None:
