@@ -10,6 +10,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 
+from adapter_store.aliases import remove_alias, set_alias
 from adapter_store.database import Database
 from adapter_store.deleted import DeletedRevisions, swept
 from adapter_store.grants import LIVE_GRANT, end_grants
@@ -29,9 +30,7 @@ from adapter_store.rows import (
 from adapter_store.storage import BlobReader, DataDirectory, Upload
 from artifacts.names import AdapterName, Reference, RevisionName
 from artifacts.revision import CONFIG_FILE, WEIGHTS_FILE
-from rpc.errors import Aborted, Exhausted, InvalidField, Mismatch, NotFound
-
-_MAX_ALIASES = 100
+from rpc.errors import Aborted, Exhausted, Mismatch, NotFound
 
 
 class Catalog:
@@ -109,15 +108,15 @@ class Catalog:
                 config.close()
                 raise
 
-    def check_upload(self, name: AdapterName, base_model: str, etag: str) -> None:
-        """Check that a revision may be uploaded.
+    def check_upload(self, name: AdapterName, base_model: str, etag: str, key_id: str) -> None:
+        """Check that a revision may be uploaded with an API key.
 
-        Raises Aborted on a stale etag, Mismatch if the base is another, Exhausted where its tenant's quota is used up.
+        Raises Aborted on a stale etag, Mismatch if the base is another, Exhausted where a quota is used up.
         """
         with self._database.reading() as rows:
             row = find_adapter(rows, name)
             _check(row, name, base_model, etag)
-            self._quotas.check_upload(rows, name.tenant, new_adapter=row is None)
+            self._quotas.check_upload(rows, name.tenant, key_id, new_adapter=row is None)
 
     def publish(self, new: NewRevision, upload: Upload) -> tuple[Adapter, Revision, bool]:
         """Keep an upload as a revision and move its alias; returns True for a new revision.
@@ -140,8 +139,8 @@ class Catalog:
                 row = adapter_row(rows, name)
             created = _insert_revision(rows, row["id"], new, now)
             if created:
-                self._quotas.check_stored(rows, name.tenant, new_adapter=new_adapter)
-            moved = new.alias is not None and _set_alias(rows, row["id"], new.alias, new.name.digest)
+                self._quotas.check_stored(rows, name.tenant, new.key_id, new_adapter=new_adapter)
+            moved = new.alias is not None and set_alias(rows, row["id"], new.alias, new.name.digest)
             if created or moved:
                 _touch(rows, row["id"], now)
             revision = read_revision(rows, new.name)
@@ -158,9 +157,9 @@ class Catalog:
             _check(row, name, row["base_model"], etag)
             if digest:
                 read_revision(rows, RevisionName(name.tenant, name.adapter, digest))
-                changed = _set_alias(rows, row["id"], alias, digest)
+                changed = set_alias(rows, row["id"], alias, digest)
             else:
-                changed = _remove_alias(rows, row["id"], alias)
+                changed = remove_alias(rows, row["id"], alias)
                 if not changed:
                     raise NotFound("alias", f"{name}@{alias}")
             if changed:
@@ -219,25 +218,9 @@ def _insert_revision(rows: sqlite3.Connection, adapter_id: int, new: NewRevision
             *(new.config.digest, new.config.size, new.weights.digest, new.weights.size, now),
         ),
     )
+    if new.key_id:
+        rows.execute("INSERT INTO revision_keys VALUES (?, ?, ?)", (adapter_id, new.name.digest, new.key_id))
     return True
-
-
-def _set_alias(rows: sqlite3.Connection, adapter_id: int, alias: str, digest: str) -> bool:
-    """Point the alias at the digest; returns whether it pointed elsewhere."""
-    aliases = dict(rows.execute("SELECT alias, digest FROM aliases WHERE adapter_id = ?", (adapter_id,)).fetchall())
-    if aliases.get(alias) == digest:
-        return False
-    if alias not in aliases and len(aliases) >= _MAX_ALIASES:
-        raise InvalidField("alias", f"the adapter has {_MAX_ALIASES} aliases already; remove one first")
-    rows.execute(
-        "INSERT OR REPLACE INTO aliases (adapter_id, alias, digest) VALUES (?, ?, ?)", (adapter_id, alias, digest)
-    )
-    return True
-
-
-def _remove_alias(rows: sqlite3.Connection, adapter_id: int, alias: str) -> bool:
-    found = rows.execute("DELETE FROM aliases WHERE adapter_id = ? AND alias = ?", (adapter_id, alias))
-    return found.rowcount > 0
 
 
 def _touch(rows: sqlite3.Connection, adapter_id: int, now: int) -> None:

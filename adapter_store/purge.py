@@ -31,7 +31,7 @@ _NAMES = (
 _REMOVALS = (
     "DELETE FROM grants WHERE :tenant IN (tenant, grantee)",
     "DELETE FROM deleted_revisions WHERE tenant = :tenant",
-    "DELETE FROM adapters WHERE tenant = :tenant",  # and with them revisions, aliases and certificates
+    "DELETE FROM adapters WHERE tenant = :tenant",  # and with them revisions, their keys, aliases and certificates
 )
 # Digests of the files of its revisions.
 _BLOBS = (

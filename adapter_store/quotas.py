@@ -1,4 +1,4 @@
-"""Quotas of the store: how many adapters, bytes and uploads at once each tenant may have; docs/quotas.md."""
+"""Quotas of the store: adapters, bytes and uploads at once of each tenant and each API key; docs/quotas.md."""
 
 from __future__ import annotations
 
@@ -9,15 +9,30 @@ from contextlib import contextmanager
 
 from adapter_store.metrics import StoreMetrics
 from adapter_store.plans import StoredPlans
-from artifacts.plans import plan_name
+from artifacts.plans import Plan, plan_name
 from rpc.errors import Exhausted
 
 # Time in seconds after which a tenant or key with all its uploads is to call again.
 _UPLOAD_RETRY_S = 1.0
+# Queries for what a tenant has stored, by the limit of its plan.
+_OF_TENANT = {
+    "adapters": "SELECT count(*) FROM adapters WHERE tenant = ?",
+    "adapter_bytes": "SELECT coalesce(sum(config_bytes + weights_bytes), 0) FROM revisions "
+    "JOIN adapters ON adapters.id = adapter_id WHERE tenant = ?",
+}
+# Queries for what came with an API key. An adapter counts for the key of its first revision: revisions are deleted
+# with their adapter alone, so that one stays the oldest.
+_OF_KEY = {
+    "adapters": "SELECT count(*) FROM revision_keys JOIN revisions USING (adapter_id, digest) WHERE key_id = ? "
+    "AND NOT EXISTS (SELECT 1 FROM revisions AS older WHERE older.adapter_id = revisions.adapter_id "
+    "AND older.number < revisions.number)",
+    "adapter_bytes": "SELECT coalesce(sum(config_bytes + weights_bytes), 0) FROM revision_keys "
+    "JOIN revisions USING (adapter_id, digest) WHERE key_id = ?",
+}
 
 
 class StoreQuotas:
-    """The quotas of all tenants. Raises Exhausted, which names the limit."""
+    """The quotas of all tenants and API keys. Raises Exhausted, which names the limit."""
 
     def __init__(self, plans: StoredPlans, metrics: StoreMetrics) -> None:
         self._plans = plans
@@ -27,9 +42,7 @@ class StoreQuotas:
     @contextmanager
     def uploading(self, tenant: str, key_id: str) -> Iterator[None]:
         """Count an upload of a tenant, and of the API key that it came with, while the context is open."""
-        plans = {plan_name(tenant): self._plans.of(tenant)}
-        if key_id:
-            plans[plan_name(key_id=key_id)] = self._plans.of_key(key_id)
+        plans = self._plans_of(tenant, key_id)
         for name, plan in plans.items():
             most = plan.uploads_at_once
             if most is not None and self._uploads[name] >= most:
@@ -44,21 +57,31 @@ class StoreQuotas:
                 if not self._uploads[name]:
                     del self._uploads[name]
 
-    def check_upload(self, rows: sqlite3.Connection, tenant: str, *, new_adapter: bool) -> None:
-        """Check that a tenant has room for another revision, before its bytes come."""
-        self._check_room(rows, tenant, new_adapter, coming=1)
+    def check_upload(self, rows: sqlite3.Connection, tenant: str, key_id: str, *, new_adapter: bool) -> None:
+        """Check that a tenant and a key of it have room for another revision, before its bytes come."""
+        self._check_room(rows, tenant, key_id, new_adapter, coming=1)
 
-    def check_stored(self, rows: sqlite3.Connection, tenant: str, *, new_adapter: bool) -> None:
-        """Check what a tenant has with a revision that was inserted just now; the caller rolls back on an error."""
-        self._check_room(rows, tenant, new_adapter, coming=0)
+    def check_stored(self, rows: sqlite3.Connection, tenant: str, key_id: str, *, new_adapter: bool) -> None:
+        """Check what both have with a revision that was inserted just now; the caller rolls back on an error."""
+        self._check_room(rows, tenant, key_id, new_adapter, coming=0)
 
-    def _check_room(self, rows: sqlite3.Connection, tenant: str, new_adapter: bool, coming: int) -> None:
-        """Check that what a tenant has, and at least `coming` adapters and bytes more, are within its plan."""
-        plan = self._plans.of(tenant)
-        if new_adapter and plan.adapters is not None and _adapters(rows, tenant) + coming > plan.adapters:
-            raise self._exceeded(plan_name(tenant), "adapters", plan.adapters)
-        if plan.adapter_bytes is not None and _bytes(rows, tenant) + coming > plan.adapter_bytes:
-            raise self._exceeded(plan_name(tenant), "adapter_bytes", plan.adapter_bytes)
+    def _check_room(self, rows: sqlite3.Connection, tenant: str, key_id: str, new_adapter: bool, coming: int) -> None:
+        """Check that what each has, and at least `coming` adapters and bytes more, are within its plan."""
+        for name, plan in self._plans_of(tenant, key_id).items():
+            kind, _, owner = name.partition("/")
+            for limit, counting in (_OF_KEY if kind == "keys" else _OF_TENANT).items():
+                most = getattr(plan, limit)
+                if most is None or (limit == "adapters" and not new_adapter):
+                    continue
+                if rows.execute(counting, (owner,)).fetchone()[0] + coming > most:
+                    raise self._exceeded(name, limit, most)
+
+    def _plans_of(self, tenant: str, key_id: str) -> dict[str, Plan]:
+        """Return the plans that an upload must fit, by name: its tenant's, and that of the key that it came with."""
+        plans = {plan_name(tenant): self._plans.of(tenant)}
+        if key_id:
+            plans[plan_name(key_id=key_id)] = self._plans.of_key(key_id)
+        return plans
 
     def _exceeded(
         self, name: str, limit: str, most: int, hint: str = "delete adapters first", retry_s: float | None = None
@@ -67,17 +90,3 @@ class StoreQuotas:
         self._metrics.quota_refusals.labels(limit).inc()
         message = f"the plan of {name.partition('/')[2]} has {limit} {most}: {hint}"
         return Exhausted(f"{name}/quotas/{limit}", message, retry_after_s=retry_s, reason="QUOTA_EXCEEDED")
-
-
-def _adapters(rows: sqlite3.Connection, tenant: str) -> int:
-    count: int = rows.execute("SELECT count(*) FROM adapters WHERE tenant = ?", (tenant,)).fetchone()[0]
-    return count
-
-
-def _bytes(rows: sqlite3.Connection, tenant: str) -> int:
-    total: int = rows.execute(
-        "SELECT coalesce(sum(config_bytes + weights_bytes), 0) FROM revisions "
-        "JOIN adapters ON adapters.id = adapter_id WHERE tenant = ?",
-        (tenant,),
-    ).fetchone()[0]
-    return total

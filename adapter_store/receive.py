@@ -124,7 +124,7 @@ class Receiver:
         with refusals("header.alias"):
             alias = None if header.alias == _NO_ALIAS else check_alias(header.alias or LIVE)
         base = await asyncio.to_thread(self._bases.get_or_only, header.base_model, "header.base_model")
-        await asyncio.to_thread(self._catalog.check_upload, name, base.manifest.name, header.etag)
+        await asyncio.to_thread(self._catalog.check_upload, name, base.manifest.name, header.etag, caller().key_id)
         return _Header(name, alias, header.etag, base)
 
     def _adapter_limit(self, file: str) -> int:
@@ -147,6 +147,7 @@ class Receiver:
             weights=blobs[WEIGHTS_FILE],
             alias=header.alias,
             etag=header.etag,
+            key_id=caller().key_id,
         )
 
 

@@ -57,7 +57,10 @@ class Revision:
 
 @dataclass(frozen=True, slots=True)
 class NewRevision:
-    """A validated upload before it is kept. `alias` None moves no alias; an empty `etag` matches any."""
+    """A validated upload before it is kept.
+
+    `alias` None moves no alias; an empty `etag` matches any; an empty `key_id`: the upload came without an API key.
+    """
 
     name: RevisionName
     base_model: str
@@ -67,6 +70,7 @@ class NewRevision:
     weights: Blob
     alias: str | None
     etag: str
+    key_id: str
 
 
 @dataclass(frozen=True, slots=True)

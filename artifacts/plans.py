@@ -27,6 +27,10 @@ LOOK_S = 0.5
 # Maximum number of plans that a record of the audit log names.
 PLANS_NAMED = 100
 DEFAULT = "default"
+# Lowest priority that a request can have, and so the lowest ceiling; other limits begin at 0.
+_LEAST_PRIORITY = -100
+# Maximum value of a limit that is a whole number: Redis's scripts count exactly up to 2^53, with several added up.
+_MOST = (1 << 50) - 1
 
 
 class PlansError(Exception):
@@ -61,7 +65,8 @@ class Plan:
     queue_share: float | None = None
     # Twice the weight gets twice the service while tenants wait.
     weight: float | None = None
-    # At the adapter store: adapters, bytes of the files of all their revisions, and uploads at the same time.
+    # At the adapter store: adapters, bytes of the files of revisions, and uploads at the same time. A key's are those
+    # that came with it.
     adapters: int | None = None
     adapter_bytes: int | None = None
     uploads_at_once: int | None = None
@@ -71,8 +76,8 @@ UNLIMITED = Plan()
 FIELDS = tuple(field.name for field in fields(Plan))
 # Fields that are shares or weights: numbers that need not be whole.
 REAL_FIELDS = frozenset({"queue_share", "weight"})
-# Fields that keys have not: their tenant waits, and stores adapters.
-TENANT_FIELDS = frozenset({*REAL_FIELDS, "adapters", "adapter_bytes"})
+# Fields that keys have not: their tenant waits.
+TENANT_FIELDS = REAL_FIELDS
 Plans = Mapping[str, Plan]
 
 
@@ -96,8 +101,10 @@ def make_plan(name: str, values: Mapping[str, Any]) -> Plan:
         elif field == "weight":
             if not 0 < value < math.inf:
                 raise PlanFieldError(field, f"{value} is not above 0")
-        elif not isinstance(value, int) or not -100 <= value < 1 << 50 or (value < 0 and field != "priority_ceiling"):
-            raise PlanFieldError(field, f"{value} is not a whole number from 0 up")
+        else:
+            least = _LEAST_PRIORITY if field == "priority_ceiling" else 0
+            if not isinstance(value, int) or not least <= value <= _MOST:
+                raise PlanFieldError(field, f"{value} is not a whole number from {least} to {_MOST}")
     return Plan(**values)
 
 

@@ -58,7 +58,11 @@ def show(name: NameArgument, store: StoreOption = STORE, as_json: JsonOption = F
 def set_(
     name: NameArgument,
     limits: Annotated[
-        list[str], typer.Argument(metavar="LIMIT=VALUE...", help="Limits to set; LIMIT= without a value removes one.")
+        list[str],
+        typer.Argument(
+            metavar="LIMIT=VALUE...",
+            help=f"Limits to set, of {', '.join(FIELDS)}; LIMIT= without a value removes one.",
+        ),
     ],
     store: StoreOption = STORE,
     as_json: JsonOption = False,
@@ -66,6 +70,8 @@ def set_(
     """Set limits of a plan, and make the plan if there is none; its other limits stay. Holds within a second.
 
     [bold]loraplex plans set tenants/acme tokens_per_day=2000000 concurrent_streams=50[/]
+
+    [bold]loraplex plans set keys/0123456789abcdef adapters=10 adapter_bytes=1000000000[/]
     """
     plan = _service(store).run(_set(name, dict(map(_read_limit, limits)))).plan
     if as_json:

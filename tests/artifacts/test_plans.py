@@ -29,7 +29,8 @@ def test_the_page_has_an_example_and_every_field(path: Path) -> None:
     ("text", "message"),
     [
         ("[tenants.acme]\ntokens_per_week = 1", "tenants.acme.tokens_per_week: not a field of a plan"),
-        ("[tenants.acme]\ntokens_per_day = -1", "tenants.acme.tokens_per_day: -1 is not a whole number"),
+        ("[tenants.acme]\ntokens_per_day = -1", "tenants.acme.tokens_per_day: -1 is not a whole number from 0 to"),
+        ("[default]\npriority_ceiling = -101", "default.priority_ceiling: -101 is not a whole number from -100 to"),
         ("[tenants.acme]\ntokens_per_day = 1.5", "tenants.acme.tokens_per_day: 1.5 is not a whole number"),
         ("[default]\ntokens_per_day = true", "default.tokens_per_day: True is not a number"),
         ("[default]\nweight = 0", "default.weight: 0 is not above 0"),
