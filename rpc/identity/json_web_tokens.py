@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jwt
@@ -74,11 +74,11 @@ class JwtReader:
                 leeway=SKEW_S,
                 options={"require": ["exp", "iss", "aud"]},
             )
+            return _principal(claims)
         except jwt.ExpiredSignatureError:
             raise bad_credential("the token has expired", "CREDENTIAL_EXPIRED") from None
         except (jwt.PyJWTError, ArithmeticError, RecursionError, TypeError, ValueError):
             raise bad_credential("the token is not valid") from None
-        return _principal(claims)
 
 
 def _principal(claims: Mapping[str, Any]) -> Principal:
@@ -104,10 +104,10 @@ def _principal(claims: Mapping[str, Any]) -> Principal:
 
 
 def _scopes(claim: Any) -> frozenset[str]:
-    words: Sequence[Any] = claim.split() if isinstance(claim, str) else claim if isinstance(claim, list) else ()
-    ours = {
-        word.removeprefix(_SCOPE_PREFIX) for word in words if isinstance(word, str) and word.startswith(_SCOPE_PREFIX)
-    }
+    words = (claim or "").split() if isinstance(claim, str | None) else claim
+    if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
+        raise bad_credential("the token's claim `scope` is not a text or a list of texts")
+    ours = {word.removeprefix(_SCOPE_PREFIX) for word in words if word.startswith(_SCOPE_PREFIX)}
     if ours - SCOPES:
         raise bad_credential(f"the token's claim `scope` has an unknown scope {min(ours - SCOPES)!a}")
     return frozenset(ours)

@@ -17,6 +17,7 @@ import jwt
 
 from rpc.errors import Unavailable
 from rpc.identity.tenant_header import is_loopback
+from rpc.timed_http import TimedConnections, timed_connections
 
 log = logging.getLogger(__name__)
 
@@ -34,6 +35,8 @@ LOOK_URL_S, LOOK_FILE_S, UNKNOWN_KEY_S = 60.0, 1.0, 10.0
 # Timeout in seconds of a download, and its maximum bytes.
 FETCH_S = 5.0
 _JWKS_BYTES = 1 << 20
+# Minimum bits of an RSA key: shorter ones can be broken.
+_RSA_BITS = 2_048
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,19 +128,33 @@ def _read_keys(content: bytes, source: str) -> dict[str, _Key]:
         listed = json.loads(content)["keys"]
         found: dict[str, _Key] = {}
         for one in listed:
-            algorithms = ALGORITHMS.get(one.get("crv", one.get("kty")), frozenset())
-            if one.get("use", "sig") != "sig" or not algorithms:
-                continue
-            if "alg" in one:
-                algorithms &= {one["alg"]}
-            if algorithms:
-                key = jwt.PyJWK(one, algorithm=min(algorithms))
-                found[str(one.get("kid", ""))] = _Key(key.key, algorithms)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, jwt.PyJWTError) as error:
+            if (algorithms := _algorithms_of(one)) and (key := _read_key(one, min(algorithms), source)) is not None:
+                found[str(one.get("kid", ""))] = _Key(key, algorithms)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"--jwt-jwks {source}: not a JWKS: {error}") from error
     if not found:
         raise ValueError(f"--jwt-jwks {source}: no key for signatures among {len(listed)}")
     return found
+
+
+def _algorithms_of(listed: Mapping[str, Any]) -> frozenset[str]:
+    """Return the algorithms that a key of a JWKS checks signatures with; none for other keys."""
+    if listed.get("use", "sig") != "sig" or "verify" not in listed.get("key_ops", ["verify"]):
+        return frozenset()
+    algorithms = ALGORITHMS.get(listed.get("crv", listed.get("kty")), frozenset())
+    return algorithms & {listed["alg"]} if "alg" in listed else algorithms
+
+
+def _read_key(listed: Mapping[str, Any], algorithm: str, source: str) -> Any:
+    """Return the public key; None for one that cannot be used, which must not keep the others from being taken."""
+    try:
+        key: Any = jwt.PyJWK(dict(listed), algorithm=algorithm).key
+        if algorithm in ALGORITHMS["RSA"] and key.key_size < _RSA_BITS:
+            raise ValueError(f"{key.key_size} bits; RSA keys need {_RSA_BITS}")
+    except (ValueError, TypeError, jwt.PyJWTError) as error:
+        log.warning("--jwt-jwks %s: key %r is not used: %s", source, listed.get("kid"), error)
+        return None
+    return key
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
@@ -147,11 +164,28 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
         """Refuse."""
 
 
+class _Timed(urllib.request.HTTPSHandler, urllib.request.HTTPHandler):
+    """Opens URLs with connections that are cut in time."""
+
+    def __init__(self, connections: TimedConnections) -> None:
+        super().__init__()
+        self._connections = connections
+
+    def http_open(self, request: urllib.request.Request) -> Any:
+        """See urllib."""
+        return self.do_open(self._connections.plain, request)
+
+    def https_open(self, request: urllib.request.Request) -> Any:
+        """See urllib."""
+        return self.do_open(self._connections.tls, request)
+
+
 def _fetch(url: str) -> bytes:
-    """Download a JWKS; blocks. Raises OSError or ValueError."""
-    opener = urllib.request.build_opener(_NoRedirect)
-    with opener.open(url, timeout=FETCH_S) as answer:
-        content: bytes = answer.read(_JWKS_BYTES + 1)
+    """Download a JWKS; blocks. Raises OSError, HTTPException or ValueError."""
+    with timed_connections(FETCH_S) as connections:
+        opener = urllib.request.build_opener(_NoRedirect, _Timed(connections))
+        with opener.open(url, timeout=FETCH_S) as answer:
+            content: bytes = answer.read(_JWKS_BYTES + 1)
     if len(content) > _JWKS_BYTES:
         raise ValueError(f"--jwt-jwks {url}: more than {_JWKS_BYTES} bytes")
     return content

@@ -11,6 +11,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
 from rpc.errors import CallError, Unavailable
+from rpc.identity import signing_keys
 from rpc.identity.json_web_tokens import SKEW_S, JwtReader
 from rpc.identity.principal import CredentialKind, Principal, Role
 from rpc.identity.signing_keys import SigningKeys
@@ -137,6 +139,9 @@ FORGED = {
     "a tenant's operator": token(roles=["operator", "tenant-user"]),
     "an operator of a tenant": token(roles=["operator"]),
     "an unknown scope": token(scope="loraplex:everything"),
+    "scopes that are no texts": token(scope={"loraplex:generate": True}),
+    "a scope in a list": token(scope=[["loraplex:generate"]]),
+    "an end that no clock shows": token(exp=10**400),
     "cut": token()[:-8],
     "no token": "a.b.c",
     "nothing like it": "é" * 10,
@@ -201,6 +206,17 @@ def test_a_file_without_usable_keys_does_not_start(tmp_path: Path, content: str)
         SigningKeys(str(tmp_path / "jwks.json"))
 
 
+def test_a_key_that_cannot_be_used_does_not_keep_others_out(tmp_path: Path) -> None:
+    weak = jwk(rsa.generate_private_key(65537, 1024), "weak", jwt.algorithms.RSAAlgorithm)
+    broken = {"kty": "EC", "crv": "P-256", "kid": "broken", "x": "AA", "y": "AA"}
+    encrypts = {**KEYS[0], "kid": "encrypts", "use": "sig", "key_ops": ["encrypt"]}
+    path = tmp_path / "jwks.json"
+    path.write_text(json.dumps({"keys": [weak, broken, encrypts, *KEYS]}))
+    keys = SigningKeys(str(path))
+    found = {kid for kid in ("weak", "broken", "encrypts", "rsa", "ec", "ed") if keys.find(kid) is not None}
+    assert found == {"rsa", "ec", "ed"}
+
+
 def test_a_url_must_be_safe() -> None:
     for url in ("http://issuer.example/jwks", "ftp://issuer.example/jwks", "file:///etc/passwd"):
         with pytest.raises(ValueError, match="https"):
@@ -257,3 +273,28 @@ async def test_redirects_are_not_followed(issuer: tuple[str, dict[str, Any]]) ->
     keys = SigningKeys(f"{url}/moved")
     await keys.look()
     assert not keys.loaded
+
+
+@pytest.mark.parametrize("drips", [b"X-Header: 1", b"\r\n\r\n", b""], ids=["headers", "body", "handshake"])
+async def test_an_answer_that_drips_ends(monkeypatch: pytest.MonkeyPatch, drips: bytes) -> None:
+    monkeypatch.setattr(signing_keys, "FETCH_S", 0.2)
+    ended = asyncio.Event()
+
+    async def drip(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 200 OK\r\n" + drips if drips else b"\x16\x03\x03\x40\x00")
+        with suppress(ConnectionError):
+            while not ended.is_set():
+                writer.write(b" ")
+                await writer.drain()
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(ended.wait(), 0.02)
+        writer.close()
+
+    server = await asyncio.start_server(drip, "127.0.0.1", 0)
+    scheme = "http" if drips else "https"
+    keys = SigningKeys(f"{scheme}://localhost:{server.sockets[0].getsockname()[1]}/jwks")
+    async with asyncio.timeout(20):
+        await keys.look()
+    assert not keys.loaded
+    ended.set()
+    server.close()
