@@ -21,6 +21,19 @@ END_AFTER = 30
 MODEL = f"hash:?vocab=32000&seed=1&end_after={END_AFTER}"
 HEADERS = {"X-Loraplex-Tenant": "acme", "Authorization": "Bearer of nothing"}
 PROMPT = "What is Deep Learning?"
+# Parameters that are refused, by LoRAX's names, which the errors have too.
+WRONG: tuple[dict[str, Any], ...] = (
+    {"watermark": True},
+    {"truncate": 0},
+    {"adapter_source": "moon"},
+    {"top_p": 7.0},
+    {"max_new_tokens": -1},
+    {"max_new_tokens": 1_000_000},
+    {"stop_sequences": [""]},
+    {"best_of": 1000},
+    {"return_k_alternatives": 1000},
+    {"response_format": {"type": "json_object", "schema": {"type": "unknown"}}},
+)
 
 
 def truth(digest: str, max_tokens: int, sampling: Sampling | None = None, prompt: str = PROMPT) -> list[int]:
@@ -105,9 +118,12 @@ async def async_program(address: str, digest: str) -> None:
     assert cut.generated_text == PROMPT + text_of(truth(digest, 20, prompt=PROMPT[-9:]))
     with pytest.raises(NotFoundError):
         await client.generate(PROMPT, adapter_id="nobody")
-    for bad in ({"watermark": True}, {"truncate": 0}, {"adapter_source": "moon"}, {"top_p": 7.0}):
-        with pytest.raises(ValidationError, match=next(iter(bad))):
-            await client.generate(PROMPT, **bad)
+    for bad in WRONG:
+        for call in (client.generate(PROMPT, **bad), anext(client.generate_stream(PROMPT, **bad))):
+            with pytest.raises(ValidationError) as caught:
+                await call
+            assert caught.value.field.removesuffix(".schema.type") == next(iter(bad))
+            assert str(caught.value).startswith(f"{caught.value.field}: ")
     with pytest.raises(ValidationError, match="base_url"):
         AsyncClient("https://example.org")
 

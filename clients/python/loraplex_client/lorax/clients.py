@@ -8,6 +8,7 @@ from typing import Any, Unpack
 
 from loraplex_client import aio, client
 from loraplex_client.lorax.ask import Ask
+from loraplex_client.lorax.field_names import lorax_field_names
 from loraplex_client.lorax.parameters import addresses_of, key_of, tenant_of
 from loraplex_client.lorax.types import Parameters, Response, StreamResponse
 
@@ -37,7 +38,10 @@ class Client:
     ) -> Response:
         """Return the whole answer. Raises LoraplexError."""
         ask = Ask(prompt, adapter_id, adapter_source, parameters)
-        with self._client.generate_stream(prompt, response_format=ask.format, **ask.options) as stream:
+        with (
+            lorax_field_names(),
+            self._client.generate_stream(prompt, response_format=ask.format, **ask.options) as stream,
+        ):
             return ask.whole([response for piece in stream for response in ask.take(piece)])
 
     def generate_stream(
@@ -49,7 +53,10 @@ class Client:
     ) -> Iterator[StreamResponse]:
         """Yield the answer token by token. Raises LoraplexError."""
         ask = Ask(prompt, adapter_id, adapter_source, parameters)
-        with self._client.generate_stream(prompt, response_format=ask.format, **ask.options) as stream:
+        with (
+            lorax_field_names(),
+            self._client.generate_stream(prompt, response_format=ask.format, **ask.options) as stream,
+        ):
             for piece in stream:
                 yield from ask.take(piece)
 
@@ -82,8 +89,9 @@ class AsyncClient:
         """Return the whole answer. Raises LoraplexError."""
         ask = Ask(prompt, adapter_id, adapter_source, parameters)
         client = self._of_this_loop()
-        async with client.generate_stream(prompt, response_format=ask.format, **ask.options) as stream:
-            return ask.whole([response async for piece in stream for response in ask.take(piece)])
+        with lorax_field_names():
+            async with client.generate_stream(prompt, response_format=ask.format, **ask.options) as stream:
+                return ask.whole([response async for piece in stream for response in ask.take(piece)])
 
     async def generate_stream(
         self,
@@ -95,10 +103,11 @@ class AsyncClient:
         """Yield the answer token by token. Raises LoraplexError."""
         ask = Ask(prompt, adapter_id, adapter_source, parameters)
         client = self._of_this_loop()
-        async with client.generate_stream(prompt, response_format=ask.format, **ask.options) as stream:
-            async for piece in stream:
-                for response in ask.take(piece):
-                    yield response
+        with lorax_field_names():
+            async with client.generate_stream(prompt, response_format=ask.format, **ask.options) as stream:
+                async for piece in stream:
+                    for response in ask.take(piece):
+                        yield response
 
     def _of_this_loop(self) -> aio.AsyncClient:
         loop = asyncio.get_running_loop()
