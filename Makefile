@@ -39,7 +39,7 @@ SWAPS ?= 10000
 FUZZ_SECONDS ?= 600
 
 help: ## Print this list
-	@awk -F ': .*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	@awk -F ': .*## ' '/^[a-z-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 	@echo
 	@echo "  make run takes MODEL=DIR ADAPTERS=DIR WORKERS=$(WORKERS) DEVICE=$(DEVICE) DTYPE=$(DTYPE) PORT=$(PORT)"
 	@echo "  STORE_PORT=$(STORE_PORT), QUANTIZE=int8, KV_CACHE_DTYPE=int8, and ONCE=1 to exit after the answers"
