@@ -48,7 +48,7 @@ def loadtest(  # noqa: PLR0913, PLR0917  # one parameter a flag
         float | None, typer.Option(metavar="PER_S", help="Open loop: requests per second of a Poisson process.")
     ] = None,
     concurrency: Annotated[
-        int | None, typer.Option(metavar="N", help="Closed loop: number of concurrent requests.")
+        int | None, typer.Option(metavar="N", help="Closed loop: number of concurrent requests, at most 100,000.")
     ] = None,
     requests: Annotated[int | None, typer.Option(metavar="N", help="End after N requests.")] = None,
     duration: Annotated[float | None, typer.Option(metavar="S", help="End after S seconds.")] = None,
@@ -114,6 +114,7 @@ def loadtest(  # noqa: PLR0913, PLR0917  # one parameter a flag
     """
     from loraplex_client.endpoint import DEFAULT_TENANT
 
+    from clients.loadtest.arrivals import CLIENTS
     from clients.loadtest.conditions import parse_condition, parse_slo
     from clients.loadtest.plan import PROCESSES
 
@@ -137,6 +138,8 @@ def loadtest(  # noqa: PLR0913, PLR0917  # one parameter a flag
                 "--answer-tokens": answer_tokens,
             }
         )
+        if concurrency is not None and concurrency > CLIENTS:
+            raise CommandError(f"--concurrency: {concurrency} is more than {CLIENTS}, the most clients of a run")
         if processes is not None and processes > PROCESSES:
             raise CommandError(f"--processes: {processes} is more than {PROCESSES}, the most that share a run")
         flags = {

@@ -11,10 +11,13 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from clients.loadtest.decoding import Decoded, NotNegative, Positive, PositiveInt
+from clients.loadtest.decoding import Decoded, NotNegative, Positive
 
 Seconds: TypeAlias = npt.NDArray[np.float64]
 
+# Maximum number of clients of a closed loop: each is a task with an open call, which takes 30 KiB, so these take 3 GiB.
+CLIENTS = 100_000
+ClientCount = Annotated[int, msgspec.Meta(ge=1, le=CLIENTS)]
 # Number of gaps that are drawn at once.
 _BLOCK = 4096
 
@@ -45,7 +48,7 @@ class Extent:
 class Closed(Decoded, frozen=True, tag="closed"):
     """A closed loop: each of `concurrency` clients sends its next request as soon as its last one has ended."""
 
-    concurrency: PositiveInt
+    concurrency: ClientCount
 
 
 class Constant(Decoded, frozen=True, tag="constant"):

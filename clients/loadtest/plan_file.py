@@ -10,7 +10,7 @@ from typing import Annotated, Any, TypeVar
 
 import msgspec
 
-from clients.loadtest.arrivals import Arrivals, Closed, Constant, Extent, Gamma, Poisson, Ramp, Replay
+from clients.loadtest.arrivals import Arrivals, ClientCount, Closed, Constant, Extent, Gamma, Poisson, Ramp, Replay
 from clients.loadtest.conditions import parse_slo
 from clients.loadtest.decoding import (
     Decoded,
@@ -59,7 +59,7 @@ class CancelTable(Decoded, frozen=True):
 class SweepTable(Decoded, frozen=True):
     """The table `sweep`; the arrivals decide which of the two it has."""
 
-    concurrency: Some[PositiveInt] | None = None
+    concurrency: Some[ClientCount] | None = None
     rate_per_s: Some[Positive] | None = None
 
 

@@ -44,6 +44,8 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *ar
         (["--rate", "1", "--requests", "0"], "--requests: 0 must be a number greater than 0"),
         (["--rate", "1", "--tenant", "a\tb"], "tenant"),
         (["--rate", "1", "--processes", "999"], "--processes: 999 is more than 64, the most that share a run"),
+        (["--concurrency", "100001"], "--concurrency: 100001 is more than 100000, the most clients of a run"),
+        (["--sweep", "1,1e9"], "flags: sweep.concurrency[1]: expected `int` <= 100000"),
         (["{dir}/many.toml"], "many.toml: processes: expected `int` <= 64"),
         (["--sweep", "1,two"], "--sweep: '1,two' is not a list of numbers"),
         (["{dir}/gone.toml"], "gone.toml: no such file"),
