@@ -63,7 +63,10 @@ async def connect(url: str) -> Redis:
     try:
         client = _client(url)
     except ValueError as error:
-        raise RedisUnreachableError(f"--redis-url {shown_url(url)}: {error}") from error
+        server = re.split("[/?#]", url.partition("//")[2], maxsplit=1)[0]
+        cut = "@" in url and "@" not in server  # the error may show the beginning of the password
+        why = "write /, ? and # of a password as %2F, %3F and %23" if cut else error
+        raise RedisUnreachableError(f"--redis-url {shown_url(url)}: {why}") from error
     try:
         info = await client.info("server")
     except REDIS_DOWN as error:
@@ -238,4 +241,4 @@ def _cluster(options: dict[str, Any]) -> Redis:
 
 def shown_url(url: str) -> str:
     """Return the URL without its password, which must not reach a terminal or a log."""
-    return re.sub(r"//([^:/@]*):[^@]*@", r"//\1:***@", url)
+    return re.sub(r"//([^:/@]*):.*@", r"//\1:***@", url)

@@ -169,14 +169,14 @@ class AuditLog:
 
     def _append(self, batch: list[Mapping[str, Any]]) -> None:
         """Write records and wait until the disk has them: all of them, or none where it raises OSError."""
-        if self._size >= self._file_bytes:
+        if self._torn:
+            os.ftruncate(self._file, self._size)
+        if self._size >= self._file_bytes or not self._is_in_place():
             self._rotate()
         head, lines = self.head, bytearray()
         for record in batch:
             line, head = encode(head, record)
             lines += line
-        if self._torn:
-            os.ftruncate(self._file, self._size)
         self._torn = True
         left = memoryview(lines)
         while left:
@@ -186,9 +186,16 @@ class AuditLog:
         self.head, self._size = head, self._size + len(lines)
         self._counts.records.inc(len(batch))
 
+    def _is_in_place(self) -> bool:
+        """Tell whether the open file is the one of the path: who moves it away may remove it soon."""
+        try:
+            return os.path.samestat(os.fstat(self._file), os.lstat(self._path))
+        except FileNotFoundError:
+            return False
+
     def _rotate(self) -> None:
         """Give the full file its own name, and open a new one."""
-        if self._path.exists():  # else an earlier try came so far
+        if self._is_in_place():  # else it was moved, or an earlier try came so far
             with open(self._path, "rb") as file:
                 first = parse(file.readline().removesuffix(b"\n"))
             number = first["number"] if first is not None else self.head.number
@@ -196,7 +203,7 @@ class AuditLog:
         log.info("the audit log begins another file after %s", self.head)
         file_before, self._file = self._file, _opened(self._path)
         os.close(file_before)
-        self._size = 0
+        self._size, self._torn = os.fstat(self._file).st_size, False
         directory = os.open(self._path.parent, os.O_RDONLY | os.O_DIRECTORY)
         try:
             os.fsync(directory)

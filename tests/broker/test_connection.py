@@ -47,6 +47,9 @@ ROOMY = Capacity(rows=8, rows_limit=8, tokens=10_000, max_tokens=4096, max_rank=
         ("redis+sentinel://user:s3cret@a:b/main", "'a:b': write HOST:PORT"),
         ("redis+cluster://user:s3cret@127.0.0.1/3", "a cluster has database 0 alone"),
         ("redis://user:s3cret@127.0.0.1/?socket_timout=3", "unknown option socket_timout"),
+        ("redis://user:pass@s3cret@127.0.0.1:1", "redis://user:***@127.0.0.1:1: no answer"),
+        ("redis://user:s3cret/word@127.0.0.1:1", "redis://user:***@127.0.0.1:1: write /, ? and # of a password"),
+        ("redis+sentinel://user:s3cret#word@127.0.0.1:1/main", "user:***@127.0.0.1:1/main: write /, ? and #"),
     ],
 )
 async def test_a_server_that_can_not_be_used_is_told_in_one_line(url: str, shown: str) -> None:

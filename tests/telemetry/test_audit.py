@@ -136,6 +136,23 @@ def test_full_files_get_names_of_their_own(path: Path) -> None:
     assert check(*files).records > 5
 
 
+@pytest.mark.parametrize("makes_another", [False, True])
+def test_a_file_that_is_moved_away_takes_no_later_records_with_it(path: Path, makes_another: bool) -> None:
+    log = audit_log(path)
+    log.record("call", name="a")
+    while log.head.number < 2:
+        os.sched_yield()
+    moved = path.rename(path.with_name("audit.jsonl-20261123"))
+    if makes_another:
+        path.touch(0o600)
+    log.record("call", name="b")
+    log.close()
+    assert (check(moved).records, check(path, known=check(moved).head).records) == (2, 2)
+    assert check(moved, path).faults == []
+    write(path, "c")
+    assert check(moved, path).faults == []
+
+
 def test_control_characters_are_escaped_and_texts_are_cut(path: Path) -> None:
     write(path, "a\r\n\x1b[31m\x7f\x85\u2028\ud800", "y" * 10_000)
     text = path.read_bytes()

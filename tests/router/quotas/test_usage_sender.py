@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -15,11 +18,12 @@ import pytest
 
 from router.metrics import RouterMetrics
 from router.quotas.usage import SOURCE, TYPE
-from router.quotas.usage_sender import CONTENT_TYPE, Cursor, UsageSender, check_url
+from router.quotas.usage_cursor import Cursor
+from router.quotas.usage_sender import CONTENT_TYPE, UsageSender, check_url
 
 
 class Collector:
-    """A collector that keeps ids. `faults` are what it does with its next calls: a status, or `hang`."""
+    """A collector that keeps ids. `faults` are what it does with its next calls: a status, `hang` or `drip`."""
 
     def __init__(self) -> None:
         self.ids: list[str] = []
@@ -51,6 +55,11 @@ class Collector:
                     collector._called.notify_all()
                 if fault == "hang":
                     collector.hanging.wait(30)
+                    return
+                if fault == "drip":
+                    with suppress(ConnectionError):
+                        while not collector.hanging.wait(0.01):
+                            self.wfile.write(b" ")
                     return
                 self.send_response(500 if fault == 299 else int(fault))  # 299: taken, but the answer is lost
                 self.end_headers()
@@ -122,12 +131,12 @@ def test_a_collector_that_fails_hangs_and_restarts_gets_each_event(
     tmp_path: Path, collector: Collector, send: Callable[[], UsageSender], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, away = tmp_path / "usage", threading.Event()
-    collector.faults = [500, 429, "hang", 302, 299, 413]
+    collector.faults = [500, 429, "hang", "drip", 302, 299, 413]
     ids = append(path, *"abc")
     sender = send()
     collector.wait(ids)
     assert collector.types == {CONTENT_TYPE}
-    collector.wait_calls(6)
+    collector.wait_calls(7)
     collector.stop()
     monkeypatch.setattr(sender._metrics.usage_send_failures, "inc", away.set)
     ids |= append(path, *"de")
@@ -165,6 +174,25 @@ def test_a_restart_goes_on_where_the_last_batch_was_taken(
     collector.wait(set("cdefg"))
     sender.close(5.0)
     assert collector.ids == list("cdefg")
+
+
+def test_what_is_not_sent_of_a_file_that_is_copied_and_emptied_is_sent_from_the_copy(
+    tmp_path: Path, collector: Collector, send: Callable[[], UsageSender]
+) -> None:
+    path = tmp_path / "usage"
+    ids = append(path, *"ab")
+    sender = send()
+    collector.wait(ids)
+    collector.faults = [500] * 3
+    ids |= append(path, *"cd")
+    collector.wait_calls(collector.calls + 1)
+    shutil.copy(path, tmp_path / "usage.1")
+    os.truncate(path, 0)
+    ids |= append(path, "e")
+    sender._cursor._settle_s = 0.0
+    collector.wait(ids)
+    sender.close(5.0)
+    assert collector.ids == list("abcde")
 
 
 def test_a_sender_that_is_killed_again_and_again_loses_nothing(tmp_path: Path, collector: Collector) -> None:
