@@ -16,6 +16,20 @@ def _month_of(now_ms: int) -> int:
     return at.year * 12 + at.month - 1
 
 
+@dataclass(frozen=True)
+class Record:
+    """A reservation as the ledger has it: `again` of its output tokens are charged a second time.
+
+    It was resumed `resumes` times, the last time after `told` output tokens.
+    """
+
+    reservation: Reservation
+    state: str = "open"
+    again: int = 0
+    told: int = 0
+    resumes: int = 0
+
+
 @dataclass
 class Account:
     """An account; `copy` is its state as routers get it, `born` the time at which it was made."""
@@ -28,8 +42,10 @@ class Account:
     looked: int = 0
     sweep_at: int = 0
     streams: dict[str, int] = field(default_factory=dict)
-    # Reservations with their state, and the time at which their record is dropped.
-    records: dict[str, tuple[Reservation, str, int]] = field(default_factory=dict)
+    # Output tokens that were made again today without a charge.
+    repeated: int = 0
+    # Reservations, and the time at which their record is dropped.
+    records: dict[str, tuple[Record, int]] = field(default_factory=dict)
     reports: bool = False
     unreported: dict[str, Charge] = field(default_factory=dict)
 
@@ -39,20 +55,28 @@ class Account:
         if copy.minute < (minute := now_ms // MINUTE_MS):
             copy = replace(copy, minute=minute, requests=0, input=0, output=0)
         if copy.day < (day := now_ms // DAY_MS):
-            copy = replace(copy, day=day, day_tokens=0)
+            copy, self.repeated = replace(copy, day=day, day_tokens=0), 0
         if copy.month < (month := _month_of(now_ms)):
             copy = replace(copy, month=month, month_tokens=0)
         self.copy = copy
 
-    def record(self, record_id: str, now_ms: int) -> tuple[Reservation, str] | None:
-        """Return a reservation and its state, unless its record is dropped."""
+    def record(self, record_id: str, now_ms: int) -> Record | None:
+        """Return a reservation, unless its record is dropped."""
         found = self.records.get(record_id)
-        return None if found is None or found[2] <= now_ms else found[:2]
+        return None if found is None or found[1] <= now_ms else found[0]
 
-    def write(self, record: Reservation, state: str, now_ms: int) -> None:
-        """Keep a reservation and its state."""
-        kept_ms = terms.OPEN_RECORD_MS if state == "open" else terms.ENDED_RECORD_MS
-        self.records[record.id] = (record, state, now_ms + kept_ms)
+    def write(self, record: Record, now_ms: int) -> None:
+        """Keep a reservation."""
+        kept_ms = terms.OPEN_RECORD_MS if record.state == "open" else terms.ENDED_RECORD_MS
+        self.records[record.reservation.id] = (record, now_ms + kept_ms)
+
+    def charged_again(self, tokens: int) -> int:
+        """Count output tokens that are made again; return how many of them are charged again."""
+        repeated = self.repeated + tokens
+        if repeated > terms.REPEATED_TOKENS + self.copy.day_tokens * terms.REPEATED_PERCENT / 100:
+            return tokens
+        self.repeated = repeated
+        return 0
 
     def is_behind(self, seen: AccountCopy) -> bool:
         """Tell whether a router has seen a later state: data is lost."""
@@ -87,18 +111,20 @@ class Account:
             copy = replace(copy, month_tokens=max(0, copy.month_tokens + both))
         self.copy = copy
 
-    def end(self, record: Reservation, before: str, state: str, now_ms: int) -> Charge | None:
+    def end(self, record: Record, state: str, now_ms: int) -> Charge | None:
         """End a reservation; return the charge to report, if there is one."""
-        made = max(0, record.used_output - record.base)
-        requests = record.requests if record.used_input or made else 0
-        self.add(record, requests - record.requests, record.used_input - record.input, made - record.output)
-        ended = replace(record, requests=requests, input=record.used_input, output=made)
-        self.write(ended, before if before == "finished" else state, now_ms)
-        self.held.pop(record.id, None)
-        self.streams.pop(record.id, None)
-        if not self.reports or record.used_input + made == 0:
+        held = record.reservation
+        made = max(0, held.used_output - held.base) + record.again
+        requests = held.requests if held.used_input or made else 0
+        self.add(held, requests - held.requests, held.used_input - held.input, made - held.output)
+        ended = replace(held, requests=requests, input=held.used_input, output=made)
+        state = record.state if record.state == "finished" else state
+        self.write(replace(record, reservation=ended, state=state), now_ms)
+        self.held.pop(held.id, None)
+        self.streams.pop(held.id, None)
+        if not self.reports or held.used_input + made == 0:
             return None
-        charge = Charge(f"{record.id}:{record.part}", record.used_input, made, now_ms, record.subject)
+        charge = Charge(f"{held.id}:{held.part}", held.used_input, made, now_ms, held.subject)
         self.unreported[charge.id] = charge
         return charge
 

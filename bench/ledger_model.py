@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 
-from bench.ledger_account import DAY_MS, MINUTE_MS, Account
+from bench.ledger_account import DAY_MS, MINUTE_MS, Account, Record
 from broker import terms
 from broker.keys import is_key_account
 from broker.ledger import BehindError, QuotaReachedError
@@ -44,32 +44,48 @@ class LedgerModel:
         account = self._account(tenant, now_ms)
         if account.is_behind(seen):
             raise BehindError
-        found, state = account.record(wanted.id, now_ms) or (None, "")
-        if found is not None and state == "open":
-            return self._hold(tenant, account, replace(found, owner=wanted.owner), limits, now_ms)
-        if found is not None and received is None:  # a call that has ended, before the server got to it
-            return _granted(found), account.copy
-        record = replace(wanted, minute=account.copy.minute, day=account.copy.day, month=account.copy.month)
-        if received is not None:
-            part, base = (found.part + 1, max(found.base, found.used_output)) if found else (now_ms, received)
-            output = 0 if state == "finished" else max(0, wanted.output - base)
-            record = replace(record, requests=0, input=0, part=part, base=base, used_output=base, output=output)
-        self._check(account, record, limits, resumed=received is not None, now_ms=now_ms)
-        account.add(record, record.requests, record.input, record.output)
+        found = account.record(wanted.id, now_ms)
+        if found is not None and received is None:  # the same call again, or one that has ended before
+            if found.state != "open":
+                return _granted(found.reservation), account.copy
+            moved = replace(found, reservation=replace(found.reservation, owner=wanted.owner))
+            return self._hold(tenant, account, moved, limits, now_ms)
+        wanted = replace(wanted, minute=account.copy.minute, day=account.copy.day, month=account.copy.month)
+        streams = limits.streams
+        repeated = account.repeated
+        if received is None:
+            record, new = Record(wanted), wanted
+        elif found is None:
+            new = replace(wanted, part=now_ms, base=received, used_output=received)
+            new = replace(new, output=max(0, wanted.output - received))
+            record = Record(new, told=received, resumes=1)
+        else:
+            record, new = _resumed(account, found, wanted, received)
+            if found.state == "open" and streams is not None:
+                streams = None if wanted.id in account.streams else 2 * streams
+        try:
+            self._check(account, new, limits, streams, now_ms)
+        except QuotaReachedError:
+            account.repeated = repeated
+            raise
+        account.add(record.reservation, new.requests, new.input, new.output)
         return self._hold(tenant, account, record, limits, now_ms)
 
     def _hold(
-        self, tenant: str, account: Account, record: Reservation, limits: TokenLimits, now_ms: int
+        self, tenant: str, account: Account, record: Record, limits: TokenLimits, now_ms: int
     ) -> tuple[Reservation, AccountCopy]:
         self._accounts[tenant] = account
-        account.write(record, "open", now_ms)
-        account.held[record.id] = now_ms + terms.HELD_MS
+        account.write(record, now_ms)
+        account.held[record.reservation.id] = now_ms + terms.HELD_MS
         if limits.streams is not None:
-            account.streams[record.id] = now_ms + terms.HELD_MS
+            account.streams[record.reservation.id] = now_ms + terms.HELD_MS
         account.wrote()
-        return _granted(record), account.copy
+        return _granted(record.reservation), account.copy
 
-    def _check(self, account: Account, record: Reservation, limits: TokenLimits, *, resumed: bool, now_ms: int) -> None:
+    def _check(
+        self, account: Account, record: Reservation, limits: TokenLimits, streams: int | None, now_ms: int
+    ) -> None:
+        """Raise QuotaReachedError where there is no room for what a record adds, or `streams` are open."""
         copy, both = account.copy, record.input + record.output
         recovery_ms = account.born + terms.RECOVERY_MS - now_ms
         share = terms.RECOVERY_PERCENT / 100 if recovery_ms > 0 and copy.requests > 0 else 1
@@ -88,10 +104,10 @@ class LedgerModel:
                 continue
             wait_ms = -1 if amount > most else recovery_ms if count + amount <= most else window_ms
             refused.append((name, wait_ms))
-        if limits.streams is not None and not resumed:
+        if streams is not None:
             account.streams = {one: until for one, until in account.streams.items() if until > now_ms}
-            if len(account.streams) >= limits.streams:
-                refused.append(("streams", terms.STREAM_RETRY_MS if limits.streams else -1))
+            if len(account.streams) >= streams:
+                refused.append(("streams", terms.STREAM_RETRY_MS if streams else -1))
         if not refused:
             return
         never = [name for name, wait_ms in refused if wait_ms < 0]
@@ -110,17 +126,20 @@ class LedgerModel:
             raise BehindError
         if found is None and state == "left" and given.day == 0:  # its reservation never came
             return account.copy, None
-        record, before = found or (given, "open")
-        if (record.owner, record.part) != (given.owner, given.part):
+        record = found or Record(given, told=given.used_output)
+        if record.reservation.owner != given.owner:
+            _settle_late(account, record, given, now_ms)
+            return account.copy, None
+        if record.reservation.part != given.part:
             return account.copy, None
         record, charge = _with_use(record, given), None
         self._accounts[tenant] = account
-        if state == "left" and before == "open":
-            account.write(record, before, now_ms)
-            account.held[record.id] = now_ms + terms.LINGER_MS
-            account.streams.pop(record.id, None)
+        if state == "left" and record.state == "open":
+            account.write(record, now_ms)
+            account.held[given.id] = now_ms + terms.LINGER_MS
+            account.streams.pop(given.id, None)
         else:
-            charge = account.end(record, before, "finished" if state == "finished" else "ended", now_ms)
+            charge = account.end(record, "finished" if state == "finished" else "ended", now_ms)
         account.wrote()
         return account.copy, charge
 
@@ -130,12 +149,16 @@ class LedgerModel:
         refilled = account.is_behind(seen)
         if refilled:
             account.take_over(seen)
+        moved: list[str] = []
         for given in reservations:
-            record, state = account.record(given.id, now_ms) or (given, "open")
-            if state == "open" and (record.owner, record.part) == (given.owner, given.part):
-                account.write(_with_use(record, given), "open", now_ms)
-                account.held[record.id] = now_ms + terms.HELD_MS
-                account.streams[record.id] = now_ms + terms.HELD_MS
+            record = account.record(given.id, now_ms) or Record(given, told=given.used_output)
+            held = record.reservation
+            if record.state == "open" and (held.owner, held.part) == (given.owner, given.part):
+                account.write(_with_use(record, given), now_ms)
+                account.held[given.id] = now_ms + terms.HELD_MS
+                account.streams[given.id] = now_ms + terms.HELD_MS
+            elif held.owner != given.owner:
+                moved.append(given.id)
         if now_ms - (account.looked or now_ms) > terms.HELD_MS / 2:
             account.sweep_at = now_ms + terms.HELD_MS
         account.looked = now_ms
@@ -144,13 +167,13 @@ class LedgerModel:
         for _, one in late if now_ms >= account.sweep_at else ():
             found = account.record(one, now_ms)
             account.held.pop(one, None)
-            if found is not None and found[1] == "open":
-                account.end(*found, "ended", now_ms)
+            if found is not None and found.state == "open":
+                account.end(found, "ended", now_ms)
                 expired += 1
         account.wrote()
         due_ms = now_ms - terms.REPORT_AFTER_MS
         due = tuple(charge for charge in account.unreported.values() if charge.at_ms <= due_ms)
-        return Look(account.copy, expired, refilled, due)
+        return Look(account.copy, expired, refilled, due, tuple(moved))
 
     def acknowledge(self, tenant: str, charges: Sequence[str]) -> None:
         """See broker.ledger.Ledger."""
@@ -162,10 +185,53 @@ def _granted(record: Reservation) -> Reservation:
     return replace(record, requests=int(record.part == 0), used_input=0, used_output=record.base)
 
 
-def _with_use(record: Reservation, given: Reservation) -> Reservation:
-    return replace(
-        record,
-        subject=given.subject or record.subject,
-        used_input=max(record.used_input, given.used_input),
-        used_output=max(record.used_output, given.used_output),
+def _resumed(account: Account, found: Record, wanted: Reservation, received: int) -> tuple[Record, Reservation]:
+    """Return the record of a request that goes on, and what is reserved now."""
+    held = found.reservation
+    fresh = found.resumes >= terms.FREE_RESUMES
+    again = account.charged_again(max(0, held.used_output - received))
+    new = replace(wanted, requests=int(fresh), input=wanted.input if fresh else 0, output=again)
+    if found.state == "open":
+        reservation = replace(
+            held,
+            owner=wanted.owner,
+            requests=held.requests + new.requests,
+            input=held.input + new.input,
+            output=held.output + again,
+        )
+    else:
+        base = max(held.base, held.used_output)
+        new = replace(new, part=held.part + 1, base=base, used_output=base, output=max(0, wanted.output - base) + again)
+        reservation, found = new, replace(found, again=0)
+    told = max(held.used_output, received)
+    record = Record(reservation, "open", again=found.again + again, told=told, resumes=found.resumes + 1)
+    return record, new
+
+
+def _settle_late(account: Account, record: Record, given: Reservation, now_ms: int) -> None:
+    """Count what an earlier router sent beyond what the client told the later one: it is made again there."""
+    late = given.used_output - record.told
+    if late <= 0:
+        return
+    again = account.charged_again(late)
+    record = replace(record, told=given.used_output, again=record.again + again)
+    if record.state == "open":
+        held = record.reservation
+        account.add(held, 0, 0, again)
+        account.write(replace(record, reservation=replace(held, output=held.output + again)), now_ms)
+    else:
+        reports, account.reports = account.reports, account.reports and again > 0
+        account.end(record, record.state, now_ms)
+        account.reports = reports
+    account.wrote()
+
+
+def _with_use(record: Record, given: Reservation) -> Record:
+    held = record.reservation
+    held = replace(
+        held,
+        subject=given.subject or held.subject,
+        used_input=max(held.used_input, given.used_input),
+        used_output=max(held.used_output, given.used_output),
     )
+    return replace(record, reservation=held)

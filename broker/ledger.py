@@ -155,6 +155,7 @@ class Ledger:
                 found.expired + answer[1 + COPY_FIELDS],
                 found.refilled or bool(answer[2 + COPY_FIELDS]),
                 (*found.charges, *_charges(answer[3 + COPY_FIELDS :])),
+                (*found.moved, *_moved(answer[3 + COPY_FIELDS :])),
             )
         return found
 
@@ -177,6 +178,10 @@ def _charges(answer: Sequence[bytes]) -> list[Charge]:
         except (ValueError, KeyError, RecursionError):  # no UTF-8, or nested arrays: something else has written it
             log.warning("cannot read a charge of %d bytes", len(value))
     return charges
+
+
+def _moved(answer: Sequence[bytes]) -> list[str]:
+    return [value.decode() for name, value in zip(answer[::2], answer[1::2], strict=True) if not name]
 
 
 def _arguments(reservation: Reservation) -> list[str | int]:

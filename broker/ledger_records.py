@@ -89,3 +89,5 @@ class Look:
     refilled: bool
     # Charges that no router has reported for a while.
     charges: tuple[Charge, ...] = ()
+    # Ids of those of the renewed reservations that another router has by now.
+    moved: tuple[str, ...] = ()

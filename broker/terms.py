@@ -116,6 +116,12 @@ LINGER_MS = 5_000
 # Time in ms for which a reservation stays in Redis after its last change: while held, and once ended.
 OPEN_RECORD_MS = 600_000
 ENDED_RECORD_MS = 120_000
+# Maximum output tokens in a day that clients of resumed requests may say they have not got and that are made again
+# without a charge: so many, and a percentage of what the account was charged that day. A lost link has some underway.
+REPEATED_TOKENS = 256
+REPEATED_PERCENT = 2
+# Number of times that a request may be resumed before each further one counts as a request, with its prompt.
+FREE_RESUMES = 8
 # Time in ms in which routers tell a new account what they know of a lost one, and the percentage of each limit that
 # it grants meanwhile, beside one request.
 RECOVERY_MS = 2_000

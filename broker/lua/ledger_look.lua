@@ -1,12 +1,13 @@
 #!lua flags=allow-oom
 -- Bring a router's copy of an account and the account together, renew the router's reservations, and end those that no
 -- router has renewed. Answers the account behind 'seen', then how many were ended, 1 where the copy was taken over, and
--- charges that no router has reported for a while.
+-- pairs: an empty text with the id of one of its reservations that another router has by now, or a charge that no router
+-- has reported for a while.
 --- @include "ledger_account"
 --- @include "given_reservation"
 
 local account, copy = read_account(), {}
-local refilled, expired = 0, 0
+local refilled, expired, moved = 0, 0, {}
 for i, field in ipairs(FIELDS) do copy[field] = tonumber(ARGV[1 + i]) end
 local reservations, reports = tonumber(ARGV[12]), ARGV[13] == '1'
 
@@ -40,6 +41,8 @@ for first = 14, 13 + reservations * GIVEN, GIVEN do
     write_reservation(id, r)
     redis.call('ZADD', HELD, now + HELD_MS, id)
     redis.call('ZADD', STREAMS, now + HELD_MS, id)
+  elseif r.owner ~= given.owner then
+    moved[#moved + 1] = id
   end
 end
 
@@ -60,6 +63,7 @@ write_account(account)
 redis.call('PEXPIRE', ACCOUNT, ACCOUNT_MS)
 local values = answer('seen', account)
 values[#values + 1], values[#values + 2] = expired, refilled
+for _, id in ipairs(moved) do values[#values + 1], values[#values + 2] = '', id end
 if not reports then return values end
 local charges = redis.call('HRANDFIELD', UNREPORTED, CHARGES_PER_LOOK, 'WITHVALUES')
 for i = 1, #charges, 2 do

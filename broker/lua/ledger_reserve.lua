@@ -28,19 +28,34 @@ local function hold(r)
 end
 
 local found = read_reservation(id)
-if found and found.state == 'open' then -- the same call again, or a request that moves to this router
+if found and received < 0 then -- the same call again, or one that has ended before this server got to it
+  if found.state ~= 'open' then return granted(found) end
   found.owner = router
   return hold(found)
 end
-if found and received < 0 then return granted(found) end -- a call that has ended, before this server got to it
 
 local r = {state = 'open', owner = router, part = 0, base = 0, requests = 1, input = input, output = output, used_input = 0,
-  used_output = 0, minute = account.minute, day = account.day, month = account.month, subject = subject}
-if received >= 0 then
-  r.requests, r.input, r.part, r.base = 0, 0, now, received
-  if found then r.part, r.base = found.part + 1, math.max(found.base, found.used_output) end
-  r.used_output = r.base
-  r.output = found and found.state == 'finished' and 0 or math.max(0, output - r.base)
+  used_output = 0, minute = account.minute, day = account.day, month = account.month, subject = subject, again = 0,
+  told = 0, resumes = 0}
+-- What is reserved now, and the streams that may be open beside it; nil: it has its place among them already.
+local requests, new_input, new_output, streams = 1, input, output, max.streams
+if received >= 0 and found then
+  requests, new_input = 0, 0
+  if found.resumes >= FREE_RESUMES then requests, new_input = 1, input end
+  local again, told = charged_again(account, math.max(0, found.used_output - received)), math.max(found.used_output, received)
+  if found.state == 'open' then -- its router died, or its client left it a short time ago
+    r, new_output, streams = found, again, 2 * max.streams
+    if redis.call('ZSCORE', STREAMS, id) then streams = nil end
+    r.owner, r.requests, r.input, r.output = router, r.requests + requests, r.input + new_input, r.output + again
+  else
+    r.part, r.base = found.part + 1, math.max(found.base, found.used_output)
+    new_output = math.max(0, output - r.base) + again
+    r.requests, r.input, r.output, r.used_output = requests, new_input, new_output, r.base
+  end
+  r.again, r.told, r.resumes = r.again + again, told, found.resumes + 1
+elseif received >= 0 then -- nothing is known of it any more: all of it that is not made yet counts anew
+  new_output = math.max(0, output - received)
+  r.part, r.base, r.used_output, r.output, r.told, r.resumes = now, received, received, new_output, received, 1
 end
 
 local limit, wait_ms = nil, 0
@@ -57,17 +72,17 @@ local function check(name, count, amount, window_ms)
   refuse(name, amount > max[name] and -1 or count + amount <= max[name] and recovery_ms or window_ms)
 end
 local to_minute, to_day = (account.minute + 1) * MINUTE_MS - now, (account.day + 1) * DAY_MS - now
-check('requests', account.requests, r.requests, to_minute)
-check('input', account.input, r.input, to_minute)
-check('output', account.output, r.output, to_minute)
-check('day_tokens', account.day_tokens, r.input + r.output, to_day)
+check('requests', account.requests, requests, to_minute)
+check('input', account.input, new_input, to_minute)
+check('output', account.output, new_output, to_minute)
+check('day_tokens', account.day_tokens, new_input + new_output, to_day)
 if max.month_tokens >= 0 then
-  check('month_tokens', account.month_tokens, r.input + r.output, first_day_of(account.month + 1) * DAY_MS - now)
+  check('month_tokens', account.month_tokens, new_input + new_output, first_day_of(account.month + 1) * DAY_MS - now)
 end
-if max.streams >= 0 and received < 0 then
+if max.streams >= 0 and streams then
   redis.call('ZREMRANGEBYSCORE', STREAMS, '-inf', now)
-  if redis.call('ZCARD', STREAMS) >= max.streams then refuse('streams', max.streams == 0 and -1 or STREAM_RETRY_MS) end
+  if redis.call('ZCARD', STREAMS) >= streams then refuse('streams', max.streams == 0 and -1 or STREAM_RETRY_MS) end
 end
 if limit then return {'refused', limit, wait_ms} end
-add(account, r, r.requests, r.input, r.output)
+add(account, r, requests, new_input, new_output)
 return hold(r)

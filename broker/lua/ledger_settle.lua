@@ -20,7 +20,25 @@ if not r then
   -- Nothing is held for a call that ended before its reservation came: the account has nothing of it.
   if state == 'left' and r.day == 0 then return settled(account, '', '') end
 end
-if r.owner ~= given.owner or r.part ~= given.part then return answer('other', account) end
+if r.owner ~= given.owner then
+  -- What this router has sent beyond what the client told the other one is made again there.
+  local late = given.used_output - r.told
+  if late > 0 then
+    r.told = given.used_output
+    local again = charged_again(account, late)
+    r.again = r.again + again
+    if r.state == 'open' then
+      r.output = r.output + again
+      add(account, r, 0, 0, again)
+      write_reservation(id, r)
+    else
+      end_reservation(account, id, r, r.state, again > 0 and ARGV[5] == '1')
+    end
+    write_account(account)
+  end
+  return answer('other', account)
+end
+if r.part ~= given.part then return answer('other', account) end
 take_use(r, given)
 if state == 'left' and r.state == 'open' then
   write_reservation(id, r)

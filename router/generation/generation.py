@@ -154,8 +154,7 @@ class Generation:
         """Take over the request's run, or admit it."""
         run = await self._runs.find(request)
         if run is not None:
-            taken = Aborted(f"another call of request_id {request.request_id} took it over", reason="TAKEN_OVER")
-            reader = run.routed.replace_reader(taken)
+            reader = run.routed.replace_reader(_taken_over(request))
             if run.suits(resumption) and not self._draining:
                 if part_of is not None:  # the older call fails, and with it its reservation
                     part_of.jobs.append(run.routed)
@@ -201,10 +200,10 @@ class Generation:
             if grant is not None:
                 grant.settle(End.ENDED)
 
-    async def _reserve(self, job: Job, resumption: Resumption | None) -> Grant | None:
+    async def _reserve(self, job: Job, resumption: Resumption | None, *, complete: bool = False) -> Grant | None:
         """Reserve the tokens of a request, or take over the reservation of one that is resumed."""
         resumed = (resumption.claims.reservation, resumption.received_tokens) if resumption else None
-        given, made = len(job.prompt_ids), job.n * job.stopping.max_tokens
+        given, made = (0, 0) if complete else (len(job.prompt_ids), job.n * job.stopping.max_tokens)
         facts = Facts(cached_tokens=resumption.claims.began.cached_tokens if resumption else 0).of_job(job)
         return await self._quotas.reserve(job.tenant, given, made, facts=facts, resumed=resumed)
 
@@ -228,12 +227,18 @@ class Generation:
             run.settle()
 
     async def _summary_alone(self, request: Request, resumption: Resumption, deadline_s: float | None) -> Message:
+        if older := await self._runs.find(request):  # its client has all of it
+            self._drop(older, older.routed.reader, _taken_over(request))
         job = await self._admission.resumed_job(request, resumption, deadline_s)
         with suppress(Exhausted):  # its reservation has ended, with all that was used of it
-            if grant := await self._reserve(job, resumption):
+            if grant := await self._reserve(job, resumption, complete=True):
                 await grant.finish()
         run = Run(request.fingerprint, RoutedJob(job), resumption)
         return Message(run.summary(resumption.received_tokens))
+
+
+def _taken_over(request: Request) -> CallError:
+    return Aborted(f"another call of request_id {request.request_id} took it over", reason="TAKEN_OVER")
 
 
 def _router_draining() -> CallError:

@@ -16,6 +16,7 @@ from router.metrics import RouterMetrics
 from router.quotas.grant import Grant
 from router.quotas.plans import Plans
 from router.quotas.usage import UsageLog
+from rpc.errors import Aborted
 
 log = logging.getLogger(__name__)
 
@@ -138,13 +139,16 @@ class Accounts:
 
     async def _look_once(self, name: str, account: Account) -> None:
         try:
-            renewed = [grant.count(name) for grant in account.grants.values()]
-            look = await self._ledger.look(name, account.copy, renewed)
+            grants = dict(account.grants)
+            look = await self._ledger.look(name, account.copy, [grant.count(name) for grant in grants.values()])
         except REDIS_DOWN:
             return
         finally:
             account.looking = None
         account.note(look.account)
+        for moved in look.moved:
+            if (grant := grants.get(moved)) is not None and account.grants.get(moved) is grant:
+                grant.end_calls(Aborted("another router goes on with the request", reason="TAKEN_OVER"))
         if self._usage is not None:
             for charge in look.charges:
                 self._usage.add(name, charge)

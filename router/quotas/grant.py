@@ -14,6 +14,7 @@ import msgspec
 from broker.ledger_records import Reservation
 from router.dispatch.routed_job import RoutedJob
 from router.quotas.usage import Facts
+from rpc.errors import CallError
 
 # Timeout in seconds for the settling that the last message of a call waits for.
 FINISH_S = 0.5
@@ -64,6 +65,11 @@ class Grant:
         A Redis that does not answer delays nobody for long: then the reservation is settled later.
         """
         await asyncio.wait({self.settle(End.FINISHED)}, timeout=FINISH_S)
+
+    def end_calls(self, error: CallError) -> None:
+        """End the call of the reservation with an error."""
+        for routed in self.jobs:
+            routed.end_reader(error)
 
     def count(self, account: str) -> Reservation:
         """Return an account's reservation with what is used of it by now, as it would stand if this router died."""

@@ -265,6 +265,94 @@ async def test_a_request_resumed_late_needs_room_and_is_charged_for_its_rest_alo
     assert (both.seen.output, both.seen.requests) == (300 + 600, 2)
 
 
+async def test_an_answer_that_is_made_again_and_again_is_charged_again(both: Both) -> None:
+    """A client that says it has nothing of what it got has other tokens made each time, if it alters what it has."""
+    granted = await both.granted(request(output=300))
+    made = replace(granted, used_input=10, used_output=300)
+    await both.settle(made)
+    refused = ""
+    for _ in range(4):
+        resumed = await both.reserve(request(output=300), received=0)
+        if isinstance(resumed, str):
+            refused = resumed
+            break
+        await both.settle(replace(resumed, used_output=300))
+        assert both.seen.output <= LIMITS.output_tokens_per_minute  # type: ignore[operator]
+    assert refused.startswith("output_tokens_per_minute")
+    assert both.seen.output >= 900
+    assert both.seen.day_tokens == 10 + both.seen.output
+
+
+async def test_few_tokens_that_a_lost_link_took_are_made_again_without_a_charge(both: Both) -> None:
+    one = await both.granted(request(output=300))
+    for received in (20, 50, 90):
+        await both.settle(replace(one, used_input=10, used_output=received + 8), "left")
+        one = await both.granted(request(output=300), received=received)
+    await both.settle(replace(one, used_input=10, used_output=300))
+    assert (both.seen.output, both.seen.input, both.seen.requests) == (300, 10, 1)
+
+
+async def test_an_answer_that_is_complete_holds_what_it_may_still_become(both: Both) -> None:
+    """A client that alters the last token it has gets an answer that goes on."""
+    for number in range(4):
+        granted = await both.granted(request(number, output=600))
+        await both.settle(replace(granted, used_input=10, used_output=10))
+    await both.granted(request(0, output=600), received=10)
+    for number in range(1, 4):
+        assert isinstance(await both.reserve(request(number, output=600), received=10), str)
+
+
+async def test_a_request_that_the_ledger_has_forgotten_is_charged_with_its_prompt(both: Both, redis: Redis) -> None:
+    granted = await both.granted(request(output=100))
+    await both.settle(replace(granted, used_input=10, used_output=100))
+    await both.look_for(terms.ENDED_RECORD_MS)
+    await redis.delete(ledger_prefix("acme") + "of:r1")  # whose end is by the server's own clock
+    resumed = await both.granted(request(output=100), received=99)
+    assert (resumed.input, resumed.output) == (10, 1)
+
+
+async def test_a_request_that_is_resumed_very_often_counts_as_many(both: Both) -> None:
+    one = await both.granted(request(output=100, given=70))
+    limits = TokenLimits(input_tokens_per_minute=200)
+    for _ in range(terms.FREE_RESUMES + 1):
+        await both.settle(replace(one, used_input=one.input, used_output=10), "left")
+        resumed = await both.reserve(request(output=100, given=70), 10, limits)
+        assert isinstance(resumed, Reservation)
+        one = resumed
+    await both.settle(replace(one, used_input=one.input, used_output=10), "left")
+    assert isinstance(await both.reserve(request(output=100, given=70), 10, limits), str)
+    assert (both.seen.input, both.seen.requests) == (140, 2)
+
+
+async def test_what_a_router_sent_after_its_request_went_to_another_is_charged(both: Both) -> None:
+    granted = await both.granted(request(output=800))
+    elsewhere = await both.granted(request(output=800, owner="b"), received=0)
+    await both.settle(replace(elsewhere, used_output=0))  # its client says that it has all of it
+    assert (await both.look(granted)).moved == ("r1",)
+    for _ in range(2):
+        await both.settle(replace(granted, used_input=10, used_output=700), "left")
+    assert both.seen.output == 700
+    again = await both.granted(request(2, output=200, owner="b"))
+    moved = await both.granted(request(2, output=200, owner="a"), received=0)
+    await both.settle(replace(again, used_input=10, used_output=200), "left")  # few enough to be made again
+    await both.settle(replace(moved, used_input=10, used_output=200))
+    assert both.seen.output == 900
+
+
+async def test_calls_that_are_left_and_resumed_do_not_multiply_streams(both: Both) -> None:
+    limits = TokenLimits(streams=2)
+    left: list[Reservation] = []
+    for number in range(6):
+        one = await both.reserve(request(number), limits=limits)
+        assert isinstance(one, Reservation)
+        await both.settle(replace(one, used_input=10, used_output=5), "left" if number < 5 else "finished")
+        left.append(one)
+    for one in left[:4]:  # as many again as may begin
+        assert isinstance(await both.reserve(one, 5, limits), Reservation)
+    for one in left[4:]:
+        assert await both.reserve(one, 5, limits) == f"streams {terms.STREAM_RETRY_MS}"
+
+
 async def test_lost_data_is_put_back_from_a_routers_copy(both: Both, redis: Redis) -> None:
     done = await both.granted(request(1))
     await both.settle(replace(done, used_input=10, used_output=100))

@@ -41,7 +41,7 @@ local function checked_account(account)
     if not (account[field] >= 0) then error('unreadable') end
     sum = sum + account[field]
   end
-  if sum + (account.looked or 0) + (account.sweep_at or 0) < math.huge then return account end
+  if sum + (account.looked or 0) + (account.sweep_at or 0) + (account.repeated or 0) < math.huge then return account end
   error('unreadable')
 end
 
@@ -56,7 +56,7 @@ local function read_account()
   local minute, day = math.floor(now / MINUTE_MS), math.floor(now / DAY_MS)
   if account.minute < minute then account.minute, account.requests, account.input, account.output = minute, 0, 0, 0 end
   if account.day < day then
-    account.day, account.day_tokens = day, 0
+    account.day, account.day_tokens, account.repeated = day, 0, 0
     local month = month_of(day)
     if account.month < month then account.month, account.month_tokens = month, 0 end
   end
@@ -91,15 +91,18 @@ local function add(account, reservation, requests, input, output)
 end
 
 -- Reservations. `state` is 'open', 'ended' or 'finished'; `input` and `output` are what the account has of it now, and
--- `used_input` and `used_output` what has come of it; `base` are output tokens of the request that others stand for.
+-- `used_input` and `used_output` what has come of it; `base` are output tokens of the request that others stand for, and
+-- `again` those that are charged a second time. It was resumed `resumes` times, the last time after `told` output tokens.
 local function checked_reservation(state, owner, part, base, requests, input, output, used_input, used_output, minute, day,
-    month, subject)
-  subject = subject or ''
+    month, subject, again, told, resumes)
+  subject, again, told, resumes = subject or '', again or 0, told or 0, resumes or 0
   if state >= '' and owner >= '' and subject >= '' and part >= 0 and base >= 0 and requests >= 0 and input >= 0
-      and output >= 0 and used_input >= 0 and used_output >= 0 and part + base + requests + input + output + used_input
-      + used_output + minute + day + month < math.huge then
+      and output >= 0 and used_input >= 0 and used_output >= 0 and again >= 0 and told >= 0 and resumes >= 0
+      and part + base + requests + input + output + used_input + used_output + minute + day + month + again + told
+      + resumes < math.huge then
     return {state = state, owner = owner, part = part, base = base, requests = requests, input = input, output = output,
-      used_input = used_input, used_output = used_output, minute = minute, day = day, month = month, subject = subject}
+      used_input = used_input, used_output = used_output, minute = minute, day = day, month = month, subject = subject, again = again, told = told,
+      resumes = resumes}
   end
   error('unreadable')
 end
@@ -112,14 +115,23 @@ end
 
 local function write_reservation(id, r)
   local packed = cmsgpack.pack(r.state, r.owner, r.part, r.base, r.requests, r.input, r.output, r.used_input, r.used_output,
-    r.minute, r.day, r.month, r.subject)
+    r.minute, r.day, r.month, r.subject, r.again, r.told, r.resumes)
   redis.call('SET', PREFIX .. 'of:' .. id, packed, 'PX', r.state == 'open' and OPEN_RECORD_MS or ENDED_RECORD_MS)
+end
+
+-- Count output tokens of a request that are made again, since its client says that it has not got them. Return how many
+-- of them are charged again: those beyond what the account has free in a day.
+local function charged_again(account, tokens)
+  local repeated = (account.repeated or 0) + tokens
+  if repeated > REPEATED_TOKENS + account.day_tokens * REPEATED_PERCENT / 100 then return tokens end
+  account.repeated = repeated
+  return 0
 end
 
 -- End a reservation: the account then has what was used of it. A second end adds what the first did not know of. With
 -- `reports` answers the field and value of the charge, which is kept until a router has written its usage event.
 local function end_reservation(account, id, r, state, reports)
-  local output = math.max(0, r.used_output - r.base)
+  local output = math.max(0, r.used_output - r.base) + r.again
   local requests = (r.used_input > 0 or output > 0) and r.requests or 0
   add(account, r, requests - r.requests, r.used_input - r.input, output - r.output)
   r.state, r.requests, r.input, r.output = r.state == 'finished' and r.state or state, requests, r.used_input, output

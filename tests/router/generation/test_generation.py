@@ -244,6 +244,17 @@ async def test_a_client_that_has_all_tokens_gets_the_summary_alone(
         await generation.resume(replace(REQUEST, fingerprint="two"), token, received, None)
 
 
+async def test_a_client_that_has_all_tokens_gets_no_more_of_them_from_an_older_call(
+    generation: Generation, dispatcher: Dispatcher, queue: JobQueue
+) -> None:
+    """Its reservation ends with the Summary, so nothing may be made under it any more."""
+    older = call(generation)
+    await claim(queue)
+    await call(generation, resumption=Resumption(CLAIMS, {0: Received(finished=True)}))
+    assert isinstance(await error_of(older), Aborted)
+    assert dispatcher.jobs == ()
+
+
 async def test_a_drain_ends_every_call(
     generation: Generation, dispatcher: Dispatcher, queue: JobQueue, admission: Admission
 ) -> None:

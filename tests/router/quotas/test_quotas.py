@@ -20,7 +20,7 @@ from router.dispatch.routed_job import RoutedJob
 from router.quotas.grant import End, Grant
 from router.quotas.plans import Plans
 from router.quotas.quotas import Quotas
-from rpc.errors import Exhausted, Unavailable
+from rpc.errors import Aborted, Exhausted, Unavailable
 from tests.router.recording_link import RecordingLink, frame, job
 
 NO_RECOVERY = Scripts(constants={"RECOVERY_MS": 0})
@@ -103,6 +103,24 @@ async def test_a_resumed_request_is_charged_once_though_both_routers_settle(new:
     resumed.settle(End.FINISHED)
     await second.drain(5.0)
     assert (await account(redis)).day_tokens == 102
+
+
+async def test_a_call_whose_request_another_router_has_ends(new: New, redis: Redis) -> None:
+    first, second = new(tokens_per_day=1_000), new(tokens_per_day=1_000)
+    begun(grant := await granted(first, 2, 100), 30)
+    elsewhere = await granted(second, 2, 100, resumed=(grant.id, 0))
+    await first._accounts.look_at_used([])
+    (routed,) = grant.jobs
+    with pytest.raises(Aborted):
+        await routed.arrivals(routed.reader)
+    back = await granted(first, 2, 100, resumed=(grant.id, 0))
+    begun(back, 30)
+    await first._accounts.look_at_used([])
+    assert back.jobs[0].reader.error is None
+    for one in (grant, elsewhere, back):
+        one.settle(End.FINISHED)
+    await asyncio.gather(first.drain(5.0), second.drain(5.0))
+    assert (await account(redis)).day_tokens == 32
 
 
 async def test_a_redis_that_lost_its_data_gets_the_account_back(new: New, redis: Redis) -> None:
