@@ -14,8 +14,11 @@ from dataclasses import dataclass
 from adapter_store.database import Database
 from adapter_store.rows import adapter_row
 from artifacts.names import SHARED, AdapterName
-from rpc.errors import NotFound
+from rpc.errors import Exhausted, NotFound
 
+# Maximum number of grants that a tenant has made, also of those that have ended and are kept for answers that run: a
+# plan bounds adapters and bytes, and none of these.
+GRANTS_LIMIT = 10_000
 # A grant that has not ended at the time :now.
 LIVE_GRANT = "coalesce(end_ns, :now + 1) > :now AND coalesce(expire_ns, :now + 1) > :now"
 
@@ -33,10 +36,18 @@ class Grant:
 class Grants:
     """The grants of all adapters. Jobs that run go on for `keep_s` after a grant's end, as after a deletion."""
 
-    def __init__(self, database: Database, keep_s: float, *, clock: Callable[[], int] = time.time_ns) -> None:
+    def __init__(
+        self,
+        database: Database,
+        keep_s: float,
+        *,
+        clock: Callable[[], int] = time.time_ns,
+        limit: int = GRANTS_LIMIT,
+    ) -> None:
         self._database = database
         self._keep_ns = round(keep_s * 1e9)
         self._clock = clock
+        self._limit = limit
 
     async def may_use(self, name: AdapterName, tenant: str, *, running: bool = False) -> bool:
         """Return whether the tenant may use the adapter; with `running`, whether a job that runs on it may go on."""
@@ -53,13 +64,23 @@ class Grants:
             return found.fetchone() is not None
 
     def create(self, name: AdapterName, tenant: str, ttl_s: float | None) -> Grant:
-        """Grant the use of an adapter, in the place of an earlier grant to the tenant. Raises NotFound."""
+        """Grant the use of an adapter, in the place of an earlier grant to the tenant. Raises NotFound or Exhausted."""
         now = self._clock()
         expire_ns = None if ttl_s is None else now + round(ttl_s * 1e9)
         with self._database.transaction() as rows:
             adapter_row(rows, name)
+            former = {"owner": name.tenant, "adapter": name.adapter, "tenant": tenant, "now": now - self._keep_ns}
             rows.execute(
-                "INSERT OR REPLACE INTO grants (tenant, adapter, grantee, create_ns, expire_ns) VALUES (?, ?, ?, ?, ?)",
+                "DELETE FROM grants WHERE tenant = :owner "
+                f"AND ((adapter = :adapter AND grantee = :tenant) OR NOT ({LIVE_GRANT}))",
+                former,
+            )
+            found = rows.execute("SELECT count(*) FROM grants WHERE tenant = ?", (name.tenant,)).fetchone()[0]
+            if found >= self._limit:
+                message = f"{name.tenant} has {found} grants: end some, or delete adapters that others may use"
+                raise Exhausted(f"tenants/{name.tenant}/grants", message, retry_after_s=None, reason="GRANTS_FULL")
+            rows.execute(
+                "INSERT INTO grants (tenant, adapter, grantee, create_ns, expire_ns) VALUES (?, ?, ?, ?, ?)",
                 (name.tenant, name.adapter, tenant, now, expire_ns),
             )
         return Grant(name, tenant, now, expire_ns)

@@ -16,6 +16,7 @@ from adapter_store.database import Database
 from adapter_store.grants import Grants
 from artifacts.base_model import BaseModel
 from artifacts.names import AdapterName
+from rpc.errors import Exhausted
 
 Refusal = Callable[[grpc.aio.AioRpcError], tuple[str, str, bytes]]
 NAME = "tenants/acme/adapters/support"
@@ -145,4 +146,29 @@ async def test_a_grant_expires_and_answers_that_run_go_on_for_a_while(tmp_path: 
     assert not await grants.may_use(name, "globex")
     assert await grants.may_use(name, "globex", running=True)
     assert await grants.may_use(AdapterName("shared", "any"), "globex")
+    database.close()
+
+
+def test_a_tenant_makes_so_many_grants_and_those_of_long_ago_do_not_count(tmp_path: Any) -> None:
+    now = [0]
+    database = Database(tmp_path / "catalog.db")
+    with database.transaction() as rows:
+        rows.execute("INSERT INTO adapters VALUES (1, 'acme', 'support', 'base', 0, 0, 0)")
+        rows.execute("INSERT INTO adapters VALUES (2, 'acme', 'sales', 'base', 0, 0, 0)")
+        rows.execute("INSERT INTO adapters VALUES (3, 'initech', 'support', 'base', 0, 0, 0)")
+    grants = Grants(database, keep_s=10, clock=lambda: now[0], limit=2)
+    support, sales = AdapterName("acme", "support"), AdapterName("acme", "sales")
+    grants.create(support, "globex", ttl_s=5)
+    grants.create(sales, "globex", ttl_s=None)
+    grants.create(sales, "globex", ttl_s=None)
+    for name in (support, sales):
+        with pytest.raises(Exhausted) as caught:
+            grants.create(name, "hooli", ttl_s=None)
+        assert (caught.value.reason, caught.value.subject) == ("GRANTS_FULL", "tenants/acme/grants")
+    grants.create(AdapterName("initech", "support"), "globex", ttl_s=None)
+    now[0] = 14 * SECOND_NS  # ended, and still kept for answers that run
+    with pytest.raises(Exhausted):
+        grants.create(support, "hooli", ttl_s=None)
+    now[0] = 15 * SECOND_NS
+    grants.create(support, "hooli", ttl_s=None)
     database.close()
