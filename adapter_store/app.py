@@ -221,7 +221,7 @@ async def serve(settings: StoreSettings) -> None:
     """Run a store until SIGTERM or SIGINT. Raises DataDirectoryError, MetricsPortError, PortInUse."""
     stop = stop_signal()
     store = Store(settings)
-    metrics_server = serve_metrics(store.metrics, settings.host, settings.metrics_port)
+    metrics_server = serve_metrics(store.metrics, settings.host_of_operators(settings.host), settings.metrics_port)
     try:
         await store.start()
         print(f"ready store={' '.join(store.addresses)}{store.metrics.ready_word}", flush=True)

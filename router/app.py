@@ -66,7 +66,7 @@ async def run(settings: Settings) -> None:
     stop, store = stop_signal(), StoreClient(settings.store, tls := settings.tls_files())
     plans = Plans(Path(settings.plans) if settings.plans else None, PlanCopy(store))
     metrics, spans = RouterMetrics(), set_up_tracing("router", os.environ)
-    metrics_server = serve_metrics(metrics, settings.host, settings.metrics_port)
+    metrics_server = serve_metrics(metrics, settings.host_of_operators(settings.host), settings.metrics_port)
     redis = await unless_stopped(stop, connect_once_up(settings.redis_url))
     if redis is None:
         return

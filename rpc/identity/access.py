@@ -31,7 +31,7 @@ class AccessSettings:
     tls_key: str = setting(KEY_HELP, "")
     tls_ca: str = setting(CA_HELP, "")
     mtls_port: int | None = setting("a port for tenants with certificates; none by default", None)
-    operator_host: str = setting("the address of the operators' ports; empty: --host", "")
+    operator_host: str = setting("the address of the operators' ports and of the metrics; empty: --host", "")
     operator_port: int | None = setting("a port for operators with API keys or tokens; none by default", None)
     operator_mtls_port: int | None = setting(
         "a port for operators, routers and workers with certificates; none by default", None
@@ -62,6 +62,13 @@ class AccessSettings:
         for name in _PORTS:
             if not 0 <= (getattr(self, name) or 0) <= 65_535:
                 raise ValueError(f"--{name.replace('_', '-')} {getattr(self, name)}: not a port")
+
+    def host_of_operators(self, host: str) -> str:
+        """Return the address of what tenants are not to reach: the operators' ports, and the metrics, which ask nobody.
+
+        `host` is the address of the port for tenants.
+        """
+        return self.operator_host or host
 
     def tls_files(self) -> TlsFiles | None:
         """Return the certificate files; None where TLS, and with it every credential, is off. Raises ValueError."""
@@ -118,7 +125,7 @@ class GuardedServers:
         if self._tls is None:
             return [f"{host}:{public.bind(host, port)}"]
         found = [f"{host}:{public.bind(host, port, self._tls.server_credentials(client_certificates=False))}"]
-        operators, inner = self._servers[Port.OPERATORS], settings.operator_host or host
+        operators, inner = self._servers[Port.OPERATORS], settings.host_of_operators(host)
         for word, server, at, number, certificates in (
             ("mtls", public, host, settings.mtls_port, True),
             ("operators", operators, inner, settings.operator_port, False),

@@ -42,11 +42,12 @@ async def spawn(*flags: str, **environ: str) -> Process:
 @asynccontextmanager
 async def running(data: Path) -> AsyncIterator[tuple[Process, str]]:
     """A store that is ready, and its address; killed at the end unless it has ended."""
-    process = await spawn("--data", str(data), "--port", "0")
+    process = await spawn("--data", str(data), "--port", "0", "--operator-host", "127.0.0.2")
     try:
         assert process.stdout is not None
         line = (await process.stdout.readline()).decode()
         assert line.startswith("ready store=127.0.0.1:"), line
+        assert " metrics=127.0.0.2:" in line, line  # they have no credential, and name tenants
         yield process, line.split()[1].removeprefix("store=")
     finally:
         if process.returncode is None:
