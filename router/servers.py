@@ -30,6 +30,7 @@ from rpc.identity.principal import Principal
 from rpc.identity.tls import TlsFiles
 from rpc.metrics import CallMeter
 from rpc.server import Server, channel_options
+from rpc.unread_messages import UNREAD_S
 
 if TYPE_CHECKING:
     from broker.seals import Seals
@@ -87,4 +88,7 @@ def _server(settings: Settings, telemetry: RequestTelemetry, auditor: Auditor, g
     streams = ("grpc.max_concurrent_streams", 2 * settings.open_calls_limit)
     unnamed = [UnnamedCallers(settings.engine_tenant)] if settings.engine_protocol else []
     inner = [*unnamed, open_calls, auditor]
-    return Server(guard, outer=[meter], interceptors=inner, options=[*channel_options(), streams])
+    options = [*channel_options(), streams]
+    # A client that was dropped because it does not read gets at least as long again to read why.
+    unread_s = max(UNREAD_S, 2 * settings.client_stall_s)
+    return Server(guard, outer=[meter], interceptors=inner, options=options, unread_s=unread_s)

@@ -7,6 +7,7 @@ nothing holds up the start, the drain and the end of the process.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
@@ -55,8 +56,10 @@ class BoundedHealth(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # it
             await context.abort(grpc.StatusCode.NOT_FOUND)
         return health_pb2.HealthCheckResponse(status=self._status(request.service))
 
-    async def Watch(self, request: health_pb2.HealthCheckRequest, context: Context) -> None:
-        """Send the health of a service whenever it changes. Raises Exhausted."""
+    async def Watch(
+        self, request: health_pb2.HealthCheckRequest, context: Context
+    ) -> AsyncIterator[health_pb2.HealthCheckResponse]:
+        """Yield the health of a service whenever it changes. Raises Exhausted."""
         host = context.peer().rpartition(":")[0]
         if not self._watches.take(host):
             message = f"{host} watches the health of this process as often as it may; call Check instead"
@@ -68,7 +71,7 @@ class BoundedHealth(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # it
                 if status == sent:
                     await self._changed.wait()
                 else:
-                    await context.write(health_pb2.HealthCheckResponse(status=status))
+                    yield health_pb2.HealthCheckResponse(status=status)
                     sent = status
         finally:
             self._watches.give(host)

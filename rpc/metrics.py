@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from typing import Any
@@ -57,12 +56,8 @@ class CallMeter(grpc.aio.ServerInterceptor):
         async def metered(request: Any, context: Any) -> AsyncIterator[Any]:
             began = time.monotonic()
             try:
-                answer = method(request, context)
-                if inspect.isawaitable(answer):
-                    await answer
-                else:
-                    async for response in answer:
-                        yield response
+                async for response in method(request, context):
+                    yield response
             except BaseException as error:
                 self._note(name, _code_of(error), began)
                 raise

@@ -18,7 +18,8 @@ from rpc.edge import edge_options
 from rpc.health import BoundedHealth
 from rpc.identity.guard import Guard, closed_guard
 from rpc.messages import ReadableMessages
-from rpc.status import StatusInterceptor
+from rpc.status_interceptor import StatusInterceptor
+from rpc.unread_messages import UNREAD_S
 
 T = TypeVar("T")
 
@@ -87,7 +88,7 @@ class Server:
 
     The `guard` decides who may call which method; without one, the server serves its health alone. `outer` interceptors
     see calls before the guard, `interceptors` see those that it has admitted. `connections`: a limit other than the
-    usual one.
+    usual one. `unread_s`: timeout in seconds for a client to take a message.
     """
 
     def __init__(
@@ -98,6 +99,7 @@ class Server:
         interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
         options: Sequence[tuple[str, Any]] | None = None,
         connections: int | None = None,
+        unread_s: float = UNREAD_S,
     ) -> None:
         self._guard = guard or closed_guard()
         self._methods: set[str] = set()
@@ -105,7 +107,7 @@ class Server:
         edge = {**dict(edge_options(connections)), **dict(channel_options() if options is None else options)}
         self.grpc = grpc.aio.server(
             options=[*edge.items(), *_SERVER_OPTIONS],
-            interceptors=(StatusInterceptor(), *outer, self._guard, *interceptors, ReadableMessages()),
+            interceptors=(StatusInterceptor(unread_s), *outer, self._guard, *interceptors, ReadableMessages()),
         )
         self._health = BoundedHealth()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.grpc)

@@ -1,4 +1,4 @@
-"""The one table between errors and gRPC statuses, and the interceptor that applies it to every method.
+"""The one table between errors and gRPC statuses; rpc.status_interceptor applies it to every method.
 
 Details are google.rpc messages in the `grpc-status-details-bin` trailer, ErrorInfo first on every one
 (https://google.aip.dev/193).
@@ -6,10 +6,6 @@ Details are google.rpc messages in the `grpc-status-details-bin` trailer, ErrorI
 
 from __future__ import annotations
 
-import asyncio
-import inspect
-import logging
-from collections.abc import Awaitable, Callable
 from typing import Any, NoReturn
 
 import grpc
@@ -35,10 +31,6 @@ from rpc.errors import (
     Unauthenticated,
     Unavailable,
 )
-from rpc.handlers import wrapped
-from rpc.identity.running_calls import let_finish, take_ending
-
-log = logging.getLogger(__name__)
 
 DOMAIN = "loraplex"
 DETAILS_KEY = "grpc-status-details-bin"
@@ -134,109 +126,3 @@ async def abort(context: grpc.aio.ServicerContext[Any, Any], error: CallError) -
     """End the call with the status of the error; always raises."""
     code, status = to_status(error)
     await context.abort(code, status.message, trailing_metadata=((DETAILS_KEY, status.SerializeToString()),))
-
-
-class StatusInterceptor(grpc.aio.ServerInterceptor):
-    """End every call that raised with its status; an error outside the table is logged and becomes INTERNAL.
-
-    Put it before all other interceptors: it asks them for a method's handler once and keeps it.
-    """
-
-    def __init__(self) -> None:
-        self._guarded: dict[str, grpc.RpcMethodHandler[Any, Any]] = {}
-
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> grpc.RpcMethodHandler[Any, Any] | None:
-        """Return the method's handler, guarded."""
-        name = handler_call_details.method
-        if name not in self._guarded:
-            handler = await continuation(handler_call_details)
-            if handler is None:
-                return None
-            guard = _guard_stream if handler.response_streaming else _guard
-            self._guarded[name] = wrapped(handler, lambda inner: guard(inner, name))
-        return self._guarded[name]
-
-
-def _guard(method: Callable[..., Awaitable[Any]], name: str) -> Callable[..., Awaitable[Any]]:
-    async def guarded(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
-        try:
-            answer = await method(request, context)
-            await let_finish()
-            return answer
-        except grpc.aio.AbortError:
-            raise
-        except asyncio.CancelledError:
-            if (ending := take_ending()) is None:
-                raise
-            failure = ending
-        except Exception as error:
-            failure = _as_call_error(error, name)
-        return await abort(context, failure)
-
-    return guarded
-
-
-def _guard_stream(method: Any, name: str) -> Callable[..., Awaitable[None]]:
-    """Guard a method that yields; it is written here, so that a call ends with its status while a client reads nothing.
-
-    gRPC writes what a generator yields outside of it: there the end of a credential would end the call without status.
-    The first write ends before the status is sent, because gRPC notes after it that the call's metadata went with it;
-    it refuses a status with these metadata again, and the client would wait for ever.
-    """
-
-    async def guarded(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-        answer = None
-        first: asyncio.Future[None] | None = None
-        try:
-            answer = method(request, context)
-            if inspect.isawaitable(answer):  # a handler that writes to the context itself, as health's Watch does
-                await answer
-                return
-            async for response in answer:
-                if first is None:
-                    first = asyncio.ensure_future(context.write(response))
-                    first.add_done_callback(_retrieve)
-                    await asyncio.shield(first)
-                else:
-                    await context.write(response)
-            await let_finish()
-            return
-        except grpc.aio.AbortError:
-            raise
-        except asyncio.CancelledError:
-            if (ending := take_ending()) is None:
-                raise
-            failure = ending
-        except Exception as error:
-            failure = _as_call_error(error, name)
-        finally:
-            if inspect.isasyncgen(answer):
-                await answer.aclose()
-        if first is not None:
-            await asyncio.wait([first])
-        await abort(context, failure)
-
-    return guarded
-
-
-def _retrieve(write: asyncio.Future[None]) -> None:
-    """Take the error of a write that nobody waits for any more: its client has left."""
-    if not write.cancelled():
-        write.exception()
-
-
-def _as_call_error(error: Exception, name: str) -> CallError:
-    """Return the error that ends the call, without its traceback.
-
-    gRPC keeps what `abort` raises with the call. With the frames of a traceback, which know the call, that would be a
-    cycle that holds the request's message until a garbage collection.
-    """
-    if not isinstance(error, CallError):
-        log.exception("%s failed", name, exc_info=error)
-        return Internal("internal error; the server's log says more")
-    error.__traceback__ = error.__context__ = error.__cause__ = None
-    return error

@@ -2,7 +2,8 @@
 
 gRPC buffers some messages of a stream and then blocks the next one. What the job makes meanwhile is bounded by that
 time, and by the answer's length; the job is never paused. Then it is stopped and frees its row. Should the client read
-again within the same time, it gets the messages up to there and CLIENT_TOO_SLOW; then its call is cut.
+again within the same time, it gets the messages up to there and CLIENT_TOO_SLOW; then its server cuts the call
+(rpc.unread_messages).
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 from rpc.errors import CallError, Exhausted
 
@@ -30,7 +30,6 @@ class ClientStream:
     """A stream to a client. `waits_since`: when gRPC was given the last message; None: it asks for the next one."""
 
     drop: Callable[[CallError], None]
-    call: asyncio.Task[Any] | None
     waits_since: float | None = None
     dropped: bool = False
 
@@ -45,7 +44,7 @@ class SlowClients:
     @contextmanager
     def watched(self, drop: Callable[[CallError], None]) -> Iterator[ClientStream]:
         """Watch a stream meanwhile. `drop` must free all that the stream holds, and end it with the error."""
-        stream = ClientStream(drop, asyncio.current_task())
+        stream = ClientStream(drop)
         self._streams.add(stream)
         try:
             yield stream
@@ -53,7 +52,7 @@ class SlowClients:
             self._streams.discard(stream)
 
     async def drop_stalled(self) -> None:
-        """Drop clients that have not read for too long, and cut those that stay so; never returns."""
+        """Drop clients that have not read for too long; never returns."""
         while True:
             await asyncio.sleep(LOOK_S)
             now = time.monotonic()
@@ -63,8 +62,6 @@ class SlowClients:
                     stream.dropped = True
                     log.info("a client has not read for %.1f s and is dropped", waited_s)
                     stream.drop(self._too_slow())
-                elif waited_s > 2 * self._limit_s and stream.call is not None:
-                    stream.call.cancel()
 
     def _too_slow(self) -> Exhausted:
         message = f"the client left its stream unread for {self._limit_s:g} s"

@@ -13,6 +13,7 @@ from rpc.identity.guard import open_guard
 from rpc.probe import main
 from rpc.server import Server
 from rpc.shares import Shares
+from tests.rpc.raw_http2 import UnreadingClient
 
 
 async def test_the_probe_tells_whether_a_process_serves(capsys: pytest.CaptureFixture[str]) -> None:
@@ -66,29 +67,18 @@ async def test_watches_are_bounded_by_address() -> None:
     await server.stop(0)
 
 
-def frame(kind: int, body: bytes, stream: int = 0, flags: int = 0) -> bytes:
-    """Return a frame of HTTP/2."""
-    return len(body).to_bytes(3, "big") + bytes((kind, flags)) + stream.to_bytes(4, "big") + body
-
-
 async def test_a_client_that_reads_nothing_holds_up_no_change() -> None:
     server = Server()
     port = server.bind("127.0.0.1", 0)
     await server.start()
-    _, writer = await asyncio.open_connection("127.0.0.1", port)
-    no_window = frame(4, b"\0\x04" + bytes(4))
-    texts = (b":method POST", b":scheme http", b":path /grpc.health.v1.Health/Watch", b":authority x")
-    headers = (text.split() for text in (*texts, b"content-type application/grpc", b"te trailers"))
-    packed = b"".join(b"\0%c%b%c%b" % (len(name), name, len(value), value) for name, value in headers)
-    call = frame(1, packed, stream=1, flags=4) + frame(0, bytes(5), stream=1, flags=1)
-    writer.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + no_window + frame(4, b"", flags=1) + call)
-    async with asyncio.timeout(10):
-        while not server._health._watches._of_tenant:  # noqa: ASYNC110  # nothing tells of their beginnings
-            await asyncio.sleep(0.01)
-    async with asyncio.timeout(3):  # before the server gives up a connection that answers no ping
-        await server.set_serving(True)
-        await server.stop(0)
-    writer.close()
+    async with UnreadingClient(port) as client:
+        client.call(1, "/grpc.health.v1.Health/Watch")
+        async with asyncio.timeout(10):
+            while not server._health._watches._of_tenant:  # noqa: ASYNC110  # nothing tells of their beginnings
+                await asyncio.sleep(0.01)
+        async with asyncio.timeout(3):  # before the server gives up the call
+            await server.set_serving(True)
+            await server.stop(0)
 
 
 async def test_each_service_has_the_health_of_its_process() -> None:

@@ -1,0 +1,88 @@
+"""The messages and statuses of a server that its clients leave unread; after a bounded time their calls are cut.
+
+HTTP/2 lets a client read nothing of a stream. gRPC would wait with the stream's next message, and with its status,
+until the client leaves.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+from collections.abc import Collection, Iterator
+from typing import Any
+
+log = logging.getLogger(__name__)
+
+# Timeout in seconds for a client to take a message or the status. An answer of 4 MiB takes as long at 70 kB a second.
+UNREAD_S = 60.0
+# Number of looks in that time: a call is cut up to so much later.
+_LOOKS = 4
+# Name of the task with which gRPC waits for the end of a call; that task starts the one that serves the call.
+_WAITER = "rpc_task"
+
+Call = asyncio.Task[Any]
+
+
+class UnreadMessages:
+    """The calls of one server whose last message gRPC could not send yet. A call is the task that serves it."""
+
+    def __init__(self, limit_s: float = UNREAD_S) -> None:
+        self._limit_s = limit_s
+        # When the loop's clock had what each waits for, in their order.
+        self._since: dict[Call, float] = {}
+        self._looking = False
+
+    def enter(self) -> Call:
+        """Return the current call, which is forgotten at its end."""
+        call = asyncio.current_task()
+        assert call is not None
+        call.add_done_callback(self.taken)
+        return call
+
+    def sent(self, call: Call) -> None:
+        """Note that gRPC has a message or the status of a call to send, unless it has one already."""
+        loop = call.get_loop()
+        self._since.setdefault(call, loop.time())
+        if not self._looking:
+            self._looking = True
+            loop.call_later(self._limit_s / _LOOKS, self._look)
+
+    def taken(self, call: Call) -> None:
+        """Note that gRPC has sent it, or that the call has ended."""
+        self._since.pop(call, None)
+
+    def _look(self) -> None:
+        """Cut the calls that have waited too long; come back while there are others."""
+        loop = asyncio.get_running_loop()
+        late = set[Call]()
+        for call, since in self._since.items():
+            if loop.time() - since < self._limit_s:
+                break
+            late.add(call)
+        if late:
+            log.info("cut %d calls, whose clients have left a message unread for %g s", len(late), self._limit_s)
+            self._cut(late)
+        self._looking = bool(self._since)
+        if self._looking:
+            loop.call_later(self._limit_s / _LOOKS, self._look)
+
+    def _cut(self, calls: Collection[Call]) -> None:
+        """End the tasks of calls, those with which gRPC waits first: without these it resets the calls' streams."""
+        for waiter in _waiters(calls):
+            waiter.cancel()
+        for call in calls:
+            self.taken(call)
+            call.cancel()
+
+
+def _waiters(calls: Collection[Call]) -> Iterator[asyncio.Task[Any]]:
+    """Yield the tasks with which gRPC waits for the ends of these calls; the variables of their coroutines name these.
+
+    gRPC has no other way to end a call on which a message waits.
+    """
+    for task in asyncio.all_tasks():
+        if task.get_name() == _WAITER:
+            variables = gc.get_referents(*gc.get_referents(task.get_coro()))
+            if any(isinstance(served, asyncio.Task) and served in calls for served in variables):
+                yield task
