@@ -8,18 +8,25 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from redis.asyncio import Redis, RedisCluster
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
-from broker.functions import Function, is_missing
+from broker.functions import Function, PreparedCall, is_missing
 
 # Maximum calls, and bytes of their arguments, in one round trip: a call waits for those before it.
 CALLS_AT_ONCE = 64
 BYTES_AT_ONCE = 1 << 20
 
-Call = tuple[str, Sequence[Any], "asyncio.Future[Any]"]
+
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    """Calls that go together, in their order; `answers` is a list, in which an error may stand for an answer."""
+
+    calls: Sequence[PreparedCall]
+    answers: asyncio.Future[list[Any]]
 
 
 class BatchedScript:
@@ -29,73 +36,86 @@ class BatchedScript:
         self._redis = redis
         self._script = script
         self._key = key
-        self._waiting: deque[Call] = deque()
+        self._waiting: deque[_Waiting] = deque()
         self._sending: asyncio.Task[None] | None = None
+
+    def prepare(self, keys: Sequence[str], arguments: Sequence[Any]) -> PreparedCall:
+        """Return a call of the script that another script's `after` sends."""
+        return self._script.prepare(keys, arguments)
 
     async def __call__(self, arguments: Sequence[Any], key: str = "") -> Any:
         """Return the script's answer. Raises an error of broker.connection.REDIS_DOWN."""
-        key = key or self._key
+        call = self._script.prepare((key or self._key,), arguments)
         if isinstance(self._redis, RedisCluster):  # its pipelines take no scripts
-            return await self._script(key, arguments)
-        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self._waiting.append((key, arguments, answer))
+            return await call.send()
+        (answer,) = await self._send_next(call)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    async def after(self, first: PreparedCall, arguments: Sequence[Any], *further_keys: str) -> tuple[Any, Any]:
+        """Send another script's call and then one of this, in one round trip; return both answers, or errors.
+
+        Not for a Redis Cluster.
+        """
+        own, other = await self._send_next(first, self._script.prepare((self._key, *further_keys), arguments))
+        return own, other
+
+    async def _send_next(self, *calls: PreparedCall) -> list[Any]:
+        waiting = _Waiting(calls, asyncio.get_running_loop().create_future())
+        self._waiting.append(waiting)
         if self._sending is None:
             self._sending = asyncio.create_task(self._send())
-        return await answer
+        return await waiting.answers
 
     async def _send(self) -> None:
         try:
             while self._waiting:
                 batch = self._next_batch()
                 try:
-                    answers = await self._run([(key, arguments) for key, arguments, _ in batch])
+                    answers = await self._run([call for one in batch for call in one.calls])
                 except Exception as error:
                     if isinstance(error, RedisTimeoutError):  # the others have waited as long
                         batch += self._waiting
                         self._waiting.clear()
-                    answers = [error] * len(batch)
-                for (_, _, answer), value in zip(batch, answers, strict=True):
-                    _settle(answer, value)
+                    answers = [error for one in batch for _ in one.calls]
+                at = 0
+                for one in batch:
+                    if not one.answers.done():
+                        one.answers.set_result(answers[at : at + len(one.calls)])
+                    at += len(one.calls)
         finally:
             self._sending = None
-            for _, _, answer in self._waiting:  # only where this task is cancelled
-                answer.cancel()
+            for one in self._waiting:  # only where this task is cancelled
+                one.answers.cancel()
 
-    def _next_batch(self) -> list[Call]:
+    def _next_batch(self) -> list[_Waiting]:
         """Take the next calls, at least one; calls that nobody waits for any more are left out."""
-        batch: list[Call] = []
+        batch: list[_Waiting] = []
         size = 0
         while self._waiting and len(batch) < CALLS_AT_ONCE and size < BYTES_AT_ONCE:
-            key, arguments, answer = self._waiting.popleft()
-            if not answer.cancelled():
-                batch.append((key, arguments, answer))
-                size += sum(len(part) for part in arguments if isinstance(part, bytes))
+            one = self._waiting.popleft()
+            if not one.answers.cancelled():
+                batch.append(one)
+                size += sum(len(part) for call in one.calls for part in call.command if isinstance(part, bytes))
         return batch
 
-    async def _run(self, calls: Sequence[tuple[str, Sequence[Any]]]) -> list[Any]:
+    async def _run(self, calls: Sequence[PreparedCall]) -> list[Any]:
         """Return the calls' answers, some of which may be errors."""
         if len(calls) == 1:  # a pipeline costs this process a quarter more than a command
-            return [await self._script(*calls[0])]
+            return [await calls[0].send()]
         async with self._redis.pipeline(transaction=False) as pipe:
-            for key, arguments in calls:
-                pipe.execute_command(*self._script.command(key, arguments))
+            for call in calls:
+                pipe.execute_command(*call.command)
             answers = await pipe.execute(raise_on_error=False)
         for index, answer in enumerate(answers):
             if is_missing(answer):  # the server has lost its data
-                answers[index] = await self._alone(*calls[index])
+                answers[index] = await _alone(calls[index])
         return list(answers)
 
-    async def _alone(self, key: str, arguments: Sequence[Any]) -> Any:
-        try:
-            return await self._script(key, arguments)
-        except Exception as error:
-            return error
 
-
-def _settle(answer: asyncio.Future[Any], value: Any) -> None:
-    if answer.done():
-        return
-    if isinstance(value, Exception):
-        answer.set_exception(value)
-    else:
-        answer.set_result(value)
+async def _alone(call: PreparedCall) -> Any:
+    try:
+        return await call.send()
+    except Exception as error:
+        return error

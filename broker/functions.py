@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -31,6 +32,25 @@ class FunctionsMissingError(RedisError):
         super().__init__(f"Redis has no functions of this version: {why}")
 
 
+@dataclass(frozen=True, slots=True)
+class PreparedCall:
+    """A call of a function, which may be sent with others; `command` is for pipelines."""
+
+    redis: Redis
+    library: Library
+    command: Sequence[Any]
+
+    async def send(self) -> Any:
+        """Send the call by itself; return its answer. Raises an error of broker.connection.REDIS_DOWN."""
+        try:
+            return await self.redis.execute_command(*self.command)  # type: ignore[no-untyped-call]  # theirs
+        except ResponseError as error:
+            if not is_missing(error):
+                raise
+        await load(self.redis, self.library)
+        return await self.redis.execute_command(*self.command)  # type: ignore[no-untyped-call]  # theirs
+
+
 class Function:
     """A function in Redis."""
 
@@ -39,20 +59,13 @@ class Function:
         self._library = library
         self._name = f"{library.name}_{name}"
 
-    def command(self, key: str, arguments: Sequence[Any]) -> Sequence[Any]:
-        """Return the command of a call, for pipelines."""
-        return ("FCALL", self._name, 1, key, *arguments)
+    def prepare(self, keys: Sequence[str], arguments: Sequence[Any]) -> PreparedCall:
+        """Return a call of the function."""
+        return PreparedCall(self._redis, self._library, ("FCALL", self._name, len(keys), *keys, *arguments))
 
     async def __call__(self, key: str, arguments: Sequence[Any]) -> Any:
         """Call the function. Raises an error of broker.connection.REDIS_DOWN."""
-        command = self.command(key, arguments)
-        try:
-            return await self._redis.execute_command(*command)  # type: ignore[no-untyped-call]  # theirs
-        except ResponseError as error:
-            if not is_missing(error):
-                raise
-        await load(self._redis, self._library)
-        return await self._redis.execute_command(*command)  # type: ignore[no-untyped-call]  # theirs
+        return await self.prepare((key,), arguments).send()
 
 
 async def load(redis: Redis, library: Library) -> None:

@@ -16,16 +16,25 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
-from redis.asyncio import Redis
+from redis.asyncio import Redis, RedisCluster
 from redis.exceptions import OutOfMemoryError
 
 from broker.batched_script import BatchedScript
 from broker.keys import LEDGER_TENANTS, is_key_account, ledger_prefix
-from broker.ledger_records import COPY_FIELDS, LIMIT_NAMES, AccountCopy, Charge, Look, Reservation, TokenLimits
+from broker.ledger_records import (
+    COPY_FIELDS,
+    LIMIT_NAMES,
+    AccountCopy,
+    Charge,
+    Look,
+    Reservation,
+    ReserveCall,
+    TokenLimits,
+)
 from broker.scripts import SCRIPTS, Scripts
 from broker.wrong_types import retried
 
@@ -33,6 +42,8 @@ log = logging.getLogger(__name__)
 
 # Maximum reservations that one look renews: a script stops the whole server while it runs.
 RENEWALS_AT_ONCE = 128
+# Sends a call and notes its answer.
+SendReserve = Callable[[ReserveCall], Awaitable[None]]
 _NAMES = tuple(field.name for field in fields(Reservation))
 
 
@@ -66,11 +77,18 @@ class Ledger:
         self._look = BatchedScript(redis, scripts.register(redis, "ledger_look"))
 
     async def reserve(
-        self, account: str, wanted: Reservation, received: int | None, limits: TokenLimits, seen: AccountCopy
+        self,
+        account: str,
+        wanted: Reservation,
+        received: int | None,
+        limits: TokenLimits,
+        seen: AccountCopy,
+        send: SendReserve | None = None,
     ) -> tuple[Reservation, AccountCopy]:
         """Reserve the tokens of a request, or take over its reservation where it is resumed with `received` tokens.
 
-        Idempotent by id. Raises QuotaReachedError, BehindError or LedgerFullError.
+        Idempotent by id. `send` sends the call of a new request together with another, where Redis is no cluster; its
+        errors pass through. Raises QuotaReachedError, BehindError or LedgerFullError.
         """
         prefix = ledger_prefix(account)
         had = -1 if received is None else received
@@ -78,7 +96,11 @@ class Ledger:
         most = (getattr(limits, name) for name in TokenLimits.__slots__)
         arguments = [prefix, *sizes, seen.epoch, seen.version, *(-1 if one is None else one for one in most)]
         try:
-            answer = await self._reserve(arguments, prefix)
+            if send is None or isinstance(self._redis, RedisCluster):
+                answer = await self._reserve(arguments, prefix)
+            else:
+                call = self._reserve.prepare((prefix,), arguments)
+                answer = await _sent(ReserveCall(call, f"{prefix}of:{wanted.id}"), send)
         except OutOfMemoryError as error:
             if received is None:
                 raise LedgerFullError("Redis is out of memory") from error
@@ -161,6 +183,13 @@ class Ledger:
 
     def _reports_of(self, account: str) -> int:
         return int(self._reports and not is_key_account(account))
+
+
+async def _sent(call: ReserveCall, send: SendReserve) -> Any:
+    await send(call)
+    if isinstance(call.answer, Exception):
+        raise call.answer
+    return call.answer
 
 
 def _account(answer: Sequence[Any]) -> AccountCopy:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from typing import Any
+
+from broker.functions import PreparedCall
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,3 +94,13 @@ class Look:
     charges: tuple[Charge, ...] = ()
     # Ids of those of the renewed reservations that another router has by now.
     moved: tuple[str, ...] = ()
+
+
+@dataclass(slots=True)
+class ReserveCall:
+    """A call that reserves the tokens of a new request, to be sent with the job's enqueue; `answer` is the ledger's."""
+
+    call: PreparedCall
+    # Redis key of the reservation, which exists once it is granted.
+    key: str
+    answer: Any = None

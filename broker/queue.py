@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import astuple, fields
 from operator import attrgetter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from redis.asyncio import Redis
 from redis.exceptions import OutOfMemoryError
@@ -21,6 +21,7 @@ from broker.claims import Claims
 from broker.commands import CommandQueue
 from broker.dead import DeadLetters
 from broker.keys import Keys
+from broker.ledger_records import ReserveCall
 from broker.messages import Capacity, Job
 from broker.pins import PinnedAdapters
 from broker.quarantine import Quarantine, QuarantinedError
@@ -48,6 +49,10 @@ class QueueFullError(Exception):
     def __init__(self, message: str, tenant: str = "") -> None:
         super().__init__(message)
         self.tenant = tenant
+
+
+class UnreservedError(Exception):
+    """The ledger has refused the tokens that were to be reserved in the same round trip."""
 
 
 class DeadlineUnattainableError(Exception):
@@ -91,10 +96,17 @@ class JobQueue:
         self._stop_claiming = scripts.register(redis, "stop_claiming")
         self._stop_waiting = scripts.register(redis, "stop_waiting")
 
-    async def enqueue(self, job: Job, placement: Placement | None = None, entry: Entry | None = None) -> None:
+    async def enqueue(
+        self,
+        job: Job,
+        placement: Placement | None = None,
+        entry: Entry | None = None,
+        reserve: ReserveCall | None = None,
+    ) -> None:
         """Put a job into the queue; a newer attempt replaces an older one. `entry`: the job's, if it is made already.
 
-        Raises QuarantinedError; of newcomers, whose answer has not begun, QueueFullError or DeadlineUnattainableError.
+        `reserve` is sent in the same round trip, before it. Raises QuarantinedError; of newcomers, whose answer has not
+        begun, QueueFullError or DeadlineUnattainableError; UnreservedError where the ledger does not grant `reserve`.
         """
         placement = placement or Placement()
         entry, limits = entry or self.make_entry(job, placement), self._limits.for_share(placement.queue_share)
@@ -107,12 +119,14 @@ class JobQueue:
             *_fields_of(entry),
         ]
         try:
-            answer = await self._enqueue(arguments)
+            answer = await self._send_entry(arguments, reserve)
         except OutOfMemoryError as error:
             if job.attempt == 1 and not job.resumed:
                 raise QueueFullError("Redis is out of memory") from error
             arguments[_WHEN_FULL] = BEGUN_BYTES_WHEN_FULL
             answer = await self._enqueue_when_full(self.keys.waiting, arguments)
+        if answer[0] == b"unreserved":
+            raise UnreservedError
         if answer[0] == b"late":
             raise DeadlineUnattainableError(int(answer[1]))
         if answer[0] == b"quarantined":
@@ -120,13 +134,21 @@ class JobQueue:
         if answer[0] == b"full":
             raise _full(answer[1].decode(), answer[2].decode(), limits)
 
+    async def _send_entry(self, arguments: Sequence[Any], reserve: ReserveCall | None) -> Any:
+        if reserve is None:
+            return await self._enqueue(arguments)
+        reserve.answer, answer = await self._enqueue.after(reserve.call, arguments, reserve.key)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
     def make_entry(self, job: Job, placement: Placement) -> Entry:
         """Return a job's entry, sealed with credentials: that takes as long as all else of an enqueue."""
         if self._seals is None:
             return Entry.from_job(job, placement)
         from broker.sealed_jobs import sealed_entry
 
-        return sealed_entry(self._seals, self.keys, Entry.from_job(self._seals.granted_job(job), placement))
+        return sealed_entry(self._seals, self.keys, job, placement)
 
     async def claim(
         self,

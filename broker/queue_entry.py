@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from broker.codec import encode_adapter_request, encode_job
@@ -39,8 +40,8 @@ class Entry:
     body: bytes
 
     @classmethod
-    def from_job(cls, job: Job, placement: Placement) -> Entry:
-        """Return a job's entry."""
+    def from_job(cls, job: Job, placement: Placement, seal: Callable[[bytes], bytes] = bytes) -> Entry:
+        """Return a job's entry; `seal` makes its body of the encoded job."""
         return cls(
             tenant=job.tenant,
             attempt=job.attempt,
@@ -59,7 +60,7 @@ class Entry:
             prefer="\n".join(placement.prefer),
             router=job.reply_to,
             wanted=encode_adapter_request(AdapterRequest(job.adapter, job.tenant)) if job.adapter else b"",
-            body=encode_job(replace(job, weight=placement.weight)),
+            body=seal(encode_job(replace(job, weight=placement.weight))),
         )
 
 

@@ -6,7 +6,6 @@ The queue's scripts decide by facts that stand beside the sealed body. A worker 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import msgspec
 from google.protobuf.message import DecodeError
@@ -18,7 +17,7 @@ from broker.messages import Job
 from broker.queue_entry import Entry, charged_prompt, queued_rows
 from broker.seal_kinds import SealError, SealKind
 from broker.seals import Seals
-from broker.terms import PLACE_BYTES
+from broker.terms import PLACE_BYTES, Placement
 from rpc.identity.revision_grants import UNREADABLE
 
 
@@ -39,10 +38,13 @@ class _Facts(msgspec.Struct, array_like=True, frozen=True):
     rows: float
 
 
-def sealed_entry(seals: Seals, keys: Keys, entry: Entry) -> Entry:
-    """Return a job's entry with a sealed body."""
-    body = queue_pb2.Job(sealed=seals.seal(SealKind.JOB, keys.prefix, entry.body))
-    return replace(entry, body=body.SerializeToString())
+def sealed_entry(seals: Seals, keys: Keys, job: Job, placement: Placement) -> Entry:
+    """Return a job's entry with a sealed body, in which the job has a grant for its adapter."""
+
+    def sealed(body: bytes) -> bytes:
+        return queue_pb2.Job(sealed=seals.seal(SealKind.JOB, keys.prefix, body)).SerializeToString()
+
+    return Entry.from_job(seals.granted_job(job), placement, sealed)
 
 
 def open_jobs(seals: Seals, keys: Keys, bodies: Sequence[bytes], facts: Sequence[bytes]) -> list[Job | None]:

@@ -2,6 +2,7 @@
 -- Put a job into the queue. Answers {'queued'}, {'known'} for an attempt that is not newer than the one that waits, or
 -- for a refused newcomer {'full', limit, tenant} or {'late', wait in ms}. A job that has begun is refused by a full Redis
 -- alone, beyond a limit. For a newcomer or a suspect of a tenant or adapter in quarantine {'quarantined', ms left}.
+-- KEYS[2], where it is given, is the reservation of the job's tokens; without one in the ledger {'unreserved'}.
 --- @include "quarantine"
 --- @include "suspects"
 --- @include "routers"
@@ -91,6 +92,7 @@ local function wake_for_job(has_begun)
   if redis.call('LPUSH', WAKE, 1) > WAKE_LIMIT then redis.call('LPOP', WAKE) end
 end
 
+if KEYS[2] and redis.call('EXISTS', KEYS[2]) == 0 then return {'unreserved'} end
 beat_router(job.router)
 local left = job_fields(key, 'attempt', 'displaced')
 if left[1] and number_of(left[1]) >= job.attempt then return {'known'} end

@@ -13,9 +13,10 @@ from collections.abc import Set as AbstractSet
 from contextlib import suppress
 
 from broker.connection import REDIS_DOWN
+from broker.ledger_records import ReserveCall
 from broker.messages import Job
 from broker.quarantine import QuarantinedError
-from broker.queue import JobQueue
+from broker.queue import JobQueue, UnreservedError
 from broker.terms import Placement
 from router.dispatch.early_entry import EarlyEntry
 from router.dispatch.job_state import JobState
@@ -72,12 +73,17 @@ class Dispatcher:
         """Make a new job's entry in the queue while something else is waited for."""
         return EarlyEntry(self._queue_of(job.model), job, self._place)
 
-    async def dispatch(self, job: Job, early: EarlyEntry | None = None) -> RoutedJob:
-        """Put a new job into the queue and own it until `release`. Raises Exhausted or Unavailable."""
+    async def dispatch(
+        self, job: Job, early: EarlyEntry | None = None, reserve: ReserveCall | None = None
+    ) -> RoutedJob:
+        """Put a new job into the queue, after `reserve`; own it till `release`. Raises CallError or UnreservedError."""
         check_weighted_sets(job, (other.job for other in self._jobs.values()))
         routed = self._jobs[job.job_id] = RoutedJob(job, self._rounds)
         try:
-            await self._enqueue(job, early)
+            await self._enqueue(job, early, reserve)
+        except UnreservedError:  # Redis does not have it
+            self._jobs.pop(job.job_id).release()
+            raise
         except BaseException as error:
             self.release(routed)
             if isinstance(error, (asyncio.CancelledError, Unavailable)):  # Redis may get the job after its removal
@@ -86,11 +92,10 @@ class Dispatcher:
         routed.enqueued(job.attempt)
         return routed
 
-    async def _enqueue(self, job: Job, early: EarlyEntry | None) -> None:
+    async def _enqueue(self, job: Job, early: EarlyEntry | None, reserve: ReserveCall | None) -> None:
         try:
             with self._metrics.enqueue_time.time():
-                made = early.take() if early is not None else (self._place(job),)
-                await self._queue_of(job.model).enqueue(job, *made)
+                await (early or self.early_entry(job)).enqueue(reserve)
         except REFUSALS as error:
             if isinstance(error, QuarantinedError):
                 self._metrics.quarantined.inc()

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Self
 
+from broker.ledger_records import ReserveCall
 from broker.messages import Job
 from broker.queue import JobQueue
 from broker.queue_entry import Entry
@@ -39,3 +40,8 @@ class EarlyEntry:
             placement = self._place(self._job)
             self._made = placement, self._queue.make_entry(self._job, placement)
         return self._made
+
+    async def enqueue(self, reserve: ReserveCall | None = None) -> None:
+        """Put the entry into the queue, in one round trip with a reservation. Raises what JobQueue.enqueue does."""
+        placement, entry = self.take()
+        await self._queue.enqueue(self._job, placement, entry, reserve)

@@ -17,9 +17,9 @@ from functools import partial
 from broker.messages import Job
 from router.catalog.models import Models
 from router.dispatch.dispatcher import Dispatcher
-from router.dispatch.early_entry import EarlyEntry
 from router.dispatch.routed_job import Reader, RoutedJob
 from router.generation.admission import Admission
+from router.generation.reserved_jobs import ReservedJobs
 from router.generation.resume import ResumeTokens, Resumption
 from router.generation.runs import Run, Runs
 from router.generation.slow_clients import SlowClients
@@ -49,6 +49,7 @@ class Generation:
         self._dispatcher = dispatcher
         self._tokens = tokens
         self._quotas = quotas
+        self._reserved_jobs = ReservedJobs(quotas, dispatcher)
         self._runs = Runs()
         # Jobs of calls that have no stream.
         self._unstreamed: set[RoutedJob] = set()
@@ -170,9 +171,10 @@ class Generation:
             chat_format = await self._admission.chat_format(request, job)
             if resumption is None:
                 job = self._quotas.apply_plan(job)
-            with self._dispatcher.early_entry(job) as entry:
-                grant = None if part_of else await self._reserve(job, resumption)
-                routed = await self._dispatch(job, grant, entry)
+            if part_of is None:
+                grant, routed = await self._reserved_jobs.dispatch(job, resumption)
+            else:
+                grant, routed = None, await self._dispatcher.dispatch(job)
             if charged := grant or part_of:
                 charged.jobs.append(routed)
             run = Run(request.fingerprint, routed, resumption, request.rendered_at_s, chat_format, grant)
@@ -200,21 +202,6 @@ class Generation:
             if grant is not None:
                 grant.settle(End.ENDED)
 
-    async def _reserve(self, job: Job, resumption: Resumption | None, *, complete: bool = False) -> Grant | None:
-        """Reserve the tokens of a request, or take over the reservation of one that is resumed."""
-        resumed = (resumption.claims.reservation, resumption.received_tokens) if resumption else None
-        given, made = (0, 0) if complete else (len(job.prompt_ids), job.n * job.stopping.max_tokens)
-        facts = Facts(cached_tokens=resumption.claims.began.cached_tokens if resumption else 0).of_job(job)
-        return await self._quotas.reserve(job.tenant, given, made, facts=facts, resumed=resumed)
-
-    async def _dispatch(self, job: Job, grant: Grant | None, entry: EarlyEntry) -> RoutedJob:
-        try:
-            return await self._dispatcher.dispatch(job, entry)
-        except BaseException:
-            if grant is not None:
-                grant.settle(End.LEFT if job.resumed else End.ENDED)
-            raise
-
     def _drop(self, run: Run, reader: Reader, error: CallError) -> None:
         """End a run and its reader, which may stand still, unless another call reads the run by now."""
         if run.routed.reader is reader:
@@ -231,7 +218,7 @@ class Generation:
             self._drop(older, older.routed.reader, _taken_over(request))
         job = await self._admission.resumed_job(request, resumption, deadline_s)
         with suppress(Exhausted):  # its reservation has ended, with all that was used of it
-            if grant := await self._reserve(job, resumption, complete=True):
+            if grant := await self._reserved_jobs.reserve(job, resumption, complete=True):
                 await grant.finish()
         run = Run(request.fingerprint, RoutedJob(job), resumption)
         return Message(run.summary(resumption.received_tokens))

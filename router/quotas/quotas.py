@@ -14,7 +14,7 @@ from typing import Any
 
 from broker.connection import REDIS_DOWN
 from broker.keys import is_key_account
-from broker.ledger import BehindError, Ledger, LedgerFullError, QuotaReachedError
+from broker.ledger import BehindError, Ledger, LedgerFullError, QuotaReachedError, SendReserve
 from broker.ledger_records import AccountCopy, Reservation, TokenLimits
 from broker.messages import Job
 from router.dispatch.refusals import queue_full
@@ -72,12 +72,19 @@ class Quotas:
         self._metrics.quota_refusals.labels(self._metrics.tenants.bounded(owner.tenant), label).inc()
 
     async def reserve(
-        self, tenant: str, given: int, made: int, *, facts: Facts = NO_FACTS, resumed: tuple[str, int] | None = None
+        self,
+        tenant: str,
+        given: int,
+        made: int,
+        *,
+        facts: Facts = NO_FACTS,
+        resumed: tuple[str, int] | None = None,
+        send: SendReserve | None = None,
     ) -> Grant | None:
         """Reserve tokens of prompts and answers for a call; None for a call without limits.
 
         `facts`: those known by now, for the usage event. `resumed`: the reservation's id and the tokens that the client
-        has. Raises Exhausted or Unavailable.
+        has. `send` sends the call for the tenant's account; see Ledger.reserve. Raises Exhausted or Unavailable.
         """
         reservation_id, received = resumed or ("", None)
         wanted = Reservation(reservation_id or secrets.token_hex(8), self._router, input=given, output=made)
@@ -89,7 +96,8 @@ class Quotas:
                 if known is not None and owner.account == tenant:
                     limits, subject = limits or TokenLimits(), known.encode()  # the ledger is where usage is counted
                 if limits is not None:
-                    await self._hold(owner, grant, replace(wanted, subject=subject), received, limits)
+                    sends = send if owner.account == tenant else None  # the tenant's account is the last one
+                    await self._hold(owner, grant, replace(wanted, subject=subject), received, limits, sends)
         except BaseException:
             if grant.reservations:  # what the key had room for, its tenant had not
                 grant.settle(End.LEFT if resumed else End.ENDED)
@@ -97,14 +105,20 @@ class Quotas:
         return grant if grant.reservations else None
 
     async def _hold(
-        self, owner: Owner, grant: Grant, wanted: Reservation, received: int | None, limits: TokenLimits
+        self,
+        owner: Owner,
+        grant: Grant,
+        wanted: Reservation,
+        received: int | None,
+        limits: TokenLimits,
+        send: SendReserve | None,
     ) -> None:
         """Reserve what is wanted in the account of a tenant or key."""
         account = self._accounts.use(owner.account)
         try:
             await self._accounts.note_tenant(owner.account)
             with self._metrics.reserve_time.time():
-                reservation, copy = await self._reserve(owner.account, account, wanted, received, limits)
+                reservation, copy = await self._reserve(owner.account, account, wanted, received, limits, send)
         except QuotaReachedError as error:
             self._count_refusal(owner, error.limit)
             raise quota_reached(owner.name, error, limits) from error
@@ -125,11 +139,17 @@ class Quotas:
         account.grants[reservation.id] = grant
 
     async def _reserve(
-        self, name: str, account: Account, wanted: Reservation, received: int | None, limits: TokenLimits
+        self,
+        name: str,
+        account: Account,
+        wanted: Reservation,
+        received: int | None,
+        limits: TokenLimits,
+        send: SendReserve | None,
     ) -> tuple[Reservation, AccountCopy]:
         for _ in range(_LOOKS_LIMIT):
             try:
-                return await self._ledger.reserve(name, wanted, received, limits, account.copy)
+                return await self._ledger.reserve(name, wanted, received, limits, account.copy, send)
             except BehindError:
                 await self._accounts.look(name, account)
         raise Unavailable("the ledger of quotas lost data again and again", reason="LEDGER_BEHIND")

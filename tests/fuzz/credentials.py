@@ -19,7 +19,6 @@ from broker.codec import decode_job
 from broker.commands import Command, Verb, encode_command
 from broker.keys import Keys
 from broker.messages import AdapterRequest
-from broker.queue_entry import Entry
 from broker.seal_kinds import SealError, SealKind
 from broker.sealed_jobs import open_jobs, sealed_entry
 from broker.seals import Seals
@@ -45,7 +44,7 @@ _router = router_seals(_directory, time.time)
 _signer = Signer(tls_files(_directory, "loraplex://router/r"), Role.ROUTER)
 _verifier = Verifier(tls_files(_directory, "loraplex://worker/w"), Role.ROUTER)
 _job_keys = job_keys(_directory)
-_job = sealed_entry(_router, _KEYS, Entry.from_job(decode_job(JOBS[1]), Placement()))
+_job = sealed_entry(_router, _KEYS, decode_job(JOBS[1]), Placement())
 _resume_tokens = ResumeTokens(GivenKeys("a key of the tests"))
 _issuer_key = ed25519.Ed25519PrivateKey.generate()
 _claims = {"iss": _ISSUER, "aud": _AUDIENCE, "exp": time.time() + 86_400, "sub": "ann", "tenant": _TENANT}

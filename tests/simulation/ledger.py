@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 
 from broker.ledger_records import AccountCopy, Charge, Look, Reservation, TokenLimits
 from tests.simulation.redis import SimulatedRedis
+
+
+@dataclass
+class SimulatedReserve:
+    """Stands in for broker.ledger_records.ReserveCall: the simulated queue carries it out before an enqueue."""
+
+    reserve: Callable[[], tuple[Reservation, AccountCopy]]
+    answer: tuple[Reservation, AccountCopy] | Exception | None = None
 
 
 class SimulatedLedger:
@@ -15,7 +24,13 @@ class SimulatedLedger:
         self._redis = redis
 
     async def reserve(
-        self, tenant: str, wanted: Reservation, received: int | None, limits: TokenLimits, seen: AccountCopy
+        self,
+        tenant: str,
+        wanted: Reservation,
+        received: int | None,
+        limits: TokenLimits,
+        seen: AccountCopy,
+        send: Callable[[SimulatedReserve], Awaitable[None]] | None = None,
     ) -> tuple[Reservation, AccountCopy]:
         """See Ledger."""
         redis = self._redis
@@ -25,7 +40,13 @@ class SimulatedLedger:
             redis.granted.append((tenant, redis.now_ms, granted.input + granted.output))
             return granted, account
 
-        return await redis.call(reserve)
+        if send is None:
+            return await redis.call(reserve)
+        await send(call := SimulatedReserve(reserve))
+        if isinstance(call.answer, Exception):
+            raise call.answer
+        assert call.answer is not None
+        return call.answer
 
     async def settle(
         self, tenant: str, reservation: Reservation, state: str, seen: AccountCopy

@@ -11,13 +11,15 @@ from broker.claims import begin_apart
 from broker.codec import decode_adapter_request, decode_job
 from broker.commands import Command
 from broker.keys import Keys
+from broker.ledger import BehindError, QuotaReachedError
 from broker.liveness import TTL_MS, Census
 from broker.messages import AdapterRequest, Capacity, DeadJob, Job
 from broker.quarantine import QuarantinedError
-from broker.queue import DeadlineUnattainableError, QueueFullError
+from broker.queue import DeadlineUnattainableError, QueueFullError, UnreservedError
 from broker.queue_entry import Entry
 from broker.terms import FREE_ROWS_MS, Claimed, Placement, QueueLimits, QueueState, UsageReport
 from broker.worker_state import WorkerState
+from tests.simulation.ledger import SimulatedReserve
 from tests.simulation.redis import SimulatedRedis
 
 
@@ -47,11 +49,17 @@ class SimulatedQueue:
         """See JobQueue."""
         return Entry.from_job(job, placement)
 
-    async def enqueue(self, job: Job, placement: Placement | None = None, entry: Entry | None = None) -> None:
+    async def enqueue(
+        self,
+        job: Job,
+        placement: Placement | None = None,
+        entry: Entry | None = None,
+        reserve: SimulatedReserve | None = None,
+    ) -> None:
         """See JobQueue; the model makes the entry itself, and one that was made before must be the same."""
         redis = self._redis
         assert entry is None or entry == self.make_entry(job, placement or Placement())
-        refusal = await redis.call(lambda: self._enqueue(job, placement or Placement()))
+        refusal = await redis.call(lambda: self._enqueue(job, placement or Placement(), reserve))
         redis.wake_all()
         if refusal is not None and refusal.why == "quarantined":
             raise QuarantinedError(refusal.wait_ms)
@@ -60,7 +68,13 @@ class SimulatedQueue:
         if refusal is not None:
             raise QueueFullError(refusal.why)
 
-    def _enqueue(self, job: Job, placement: Placement) -> Refusal | None:
+    def _enqueue(self, job: Job, placement: Placement, reserve: SimulatedReserve | None) -> Refusal | None:
+        if reserve is not None:
+            try:
+                reserve.answer = reserve.reserve()
+            except (QuotaReachedError, BehindError) as error:
+                reserve.answer = error
+                raise UnreservedError from error
         data = self._redis.data
         refusal = data.queue.enqueue(job, placement, self._redis.now_ms)
         one = data.queue.waiting.find(job.job_id)

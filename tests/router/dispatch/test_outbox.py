@@ -6,10 +6,12 @@ import asyncio
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
+from typing import Any
 
 import pytest
 from redis.asyncio import Redis
 
+from broker.ledger_records import ReserveCall
 from broker.messages import Capacity, Job
 from broker.queue import JobQueue
 from broker.queue_entry import Entry
@@ -40,11 +42,17 @@ class ShakyQueue(JobQueue):
         if self.faults[name]:
             raise self.faults[name].pop(0)
 
-    async def enqueue(self, job: Job, placement: Placement | None = None, entry: Entry | None = None) -> None:
+    async def enqueue(
+        self,
+        job: Job,
+        placement: Placement | None = None,
+        entry: Entry | None = None,
+        reserve: ReserveCall | None = None,
+    ) -> None:
         await self._call("enqueue")
         self.in_flight += 1
         self.most_in_flight = max(self.most_in_flight, self.in_flight)
-        await super().enqueue(job, placement, entry)
+        await super().enqueue(job, placement, entry, reserve)
         self.in_flight -= 1
 
     async def finish(self, job_id: str, attempt: int) -> None:
@@ -195,8 +203,8 @@ async def test_a_job_that_is_given_back_before_its_enqueue_is_answered_goes_on(
     """Let a worker claim and return the job before the answer of Redis comes."""
     link, enqueue = RecordingLink("w"), JobQueue.enqueue
 
-    async def slow(self: JobQueue, one: Job, placement: Placement | None = None, entry: Entry | None = None) -> None:
-        await enqueue(self, one, placement, entry)
+    async def slow(self: JobQueue, one: Job, *rest: Any) -> None:
+        await enqueue(self, one, *rest)
         if one.attempt == 1:
             await claim(self)
             dispatcher.receive_frame(link, frame(0, 5, returned=True))

@@ -9,12 +9,14 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from redis.asyncio import Redis
 from redis.exceptions import ConnectionError as RedisConnectionError
 
 from broker.batched_script import BatchedScript
+from broker.functions import PreparedCall
 from broker.keys import ledger_prefix
 from broker.ledger import Ledger
 from broker.ledger_records import AccountCopy
@@ -23,11 +25,12 @@ from broker.queue import DeadlineUnattainableError, JobQueue, QueueFullError
 from broker.terms import Placement
 from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.timing import DispatchTiming
+from router.generation import reserved_jobs
 from router.generation.generation import Generation
 from router.quotas.plans import Plans
 from router.quotas.quotas import Quotas
 from router.text.tokenizer import HashText
-from rpc.errors import CallError
+from rpc.errors import CallError, Exhausted
 from tests.credentials_files import router_seals
 from tests.router.generation.test_generation import REQUEST, TOKENS, Admission, call
 from tests.router.recording_link import KEYS
@@ -40,8 +43,8 @@ class Gate:
         self.reached, self.open = asyncio.Event(), asyncio.Event()
         run = BatchedScript._run
 
-        async def stopped(batched: BatchedScript, calls: Sequence[tuple[str, Sequence[Any]]]) -> list[Any]:
-            if not str(batched._script.command("", [])[1]).endswith(script):
+        async def stopped(batched: BatchedScript, calls: Sequence[PreparedCall]) -> list[Any]:
+            if not any(str(call.command[1]).endswith(script) for call in calls):
                 return await run(batched, calls)
             answers = await run(batched, calls) if answered else None
             self.reached.set()
@@ -54,8 +57,8 @@ class Gate:
 class Router:
     """Keeps a generation whose jobs are sealed, and whose tenant has a quota."""
 
-    def __init__(self, redis: Redis, directory: Path) -> None:
-        (directory / "plans.toml").write_text("[tenants.acme]\ntokens_per_day = 1000\n")
+    def __init__(self, redis: Redis, directory: Path, quota: int = 1000) -> None:
+        (directory / "plans.toml").write_text(f"[tenants.acme]\ntokens_per_day = {quota}\n")
         self.queue = JobQueue(redis, KEYS, seals=router_seals(directory, time.time))
         self.dispatcher = Dispatcher(
             lambda model: self.queue, lambda job: Placement(), timing=DispatchTiming(late_enqueue_s=0.05)
@@ -85,9 +88,11 @@ async def nothing_is_left(router: Router, redis: Redis) -> bool:
 
 @pytest.mark.parametrize("answered", [False, True])
 @pytest.mark.parametrize("script", ["ledger_reserve", "enqueue"])
+@pytest.mark.parametrize("joined", [False, True])
 async def test_a_call_that_is_cancelled_on_its_way_into_the_queue_leaves_nothing(
-    router: Router, redis: Redis, monkeypatch: pytest.MonkeyPatch, script: str, *, answered: bool
+    router: Router, redis: Redis, monkeypatch: pytest.MonkeyPatch, script: str, *, answered: bool, joined: bool
 ) -> None:
+    monkeypatch.setattr(reserved_jobs, "JOINED_TOKENS", 4096 if joined else 0)
     gate = Gate(script, answered=answered, monkeypatch=monkeypatch)
     leaving = call(router.generation)
     await asyncio.wait_for(gate.reached.wait(), 5.0)
@@ -104,6 +109,20 @@ async def test_a_call_that_is_cancelled_on_its_way_into_the_queue_leaves_nothing
     await until(router.queue.count_waiting)
     again.cancel()
     await asyncio.gather(again, return_exceptions=True)
+
+
+async def test_a_call_over_its_quota_is_neither_queued_nor_removed(
+    redis: Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    router, removals = Router(redis, tmp_path, quota=10), Mock()
+    monkeypatch.setattr(router.queue, "finish", removals)
+    with pytest.raises(Exhausted) as refused:
+        await call(router.generation)
+    assert refused.value.reason == "QUOTA_EXCEEDED"
+    assert router.dispatcher.jobs == ()
+    await router.dispatcher.drain_tasks()
+    assert await nothing_is_left(router, redis)
+    removals.assert_not_called()
 
 
 FAILURES = [

@@ -1,0 +1,89 @@
+"""Test jobs that are sent to Redis together with their reservations: one that is refused is not in the queue."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from redis.asyncio import Redis
+
+from broker.keys import ledger_prefix
+from broker.ledger import BehindError, Ledger, LedgerFullError, QuotaReachedError
+from broker.ledger_records import AccountCopy, Reservation, ReserveCall, TokenLimits
+from broker.queue import JobQueue, QueueFullError, UnreservedError
+from broker.terms import QueueLimits
+from tests.broker.both_queues import KEYS, make_job
+from tests.broker.test_batched_script import round_trips
+
+WANTED = Reservation("r", "router-a", input=10, output=50)
+ROOMY, NARROW = TokenLimits(tokens_per_day=1000), TokenLimits(tokens_per_day=10)
+
+
+class Router:
+    """Reserves and enqueues; `error` is what the last enqueue raised."""
+
+    def __init__(self, redis: Redis, limits: QueueLimits | None = None) -> None:
+        self.queue, self.ledger = JobQueue(redis, KEYS, limits=limits), Ledger(redis)
+        self.error: Exception | None = None
+
+    async def reserve(self, limits: TokenLimits, seen: AccountCopy | None = None) -> Reservation:
+        """Reserve WANTED, and enqueue a job with it."""
+
+        async def send(call: ReserveCall) -> None:
+            try:
+                await self.queue.enqueue(make_job("j", "acme"), reserve=call)
+            except (UnreservedError, QueueFullError) as error:
+                self.error = error
+
+        granted, _ = await self.ledger.reserve("acme", WANTED, None, limits, seen or AccountCopy(), send)
+        return granted
+
+
+async def test_a_job_and_its_reservation_go_in_one_round_trip(redis: Redis) -> None:
+    router = Router(redis)
+    await router.reserve(ROOMY)  # loads the functions
+    await redis.flushdb()
+    before = await round_trips(redis)
+    granted = await router.reserve(ROOMY)
+    assert await round_trips(redis) - before == 2  # this question is the other
+    assert (granted.input, granted.output) == (10, 50)
+    assert await router.queue.count_waiting() == 1
+
+
+async def test_a_job_whose_reservation_is_refused_is_not_queued(redis: Redis) -> None:
+    router = Router(redis)
+    with pytest.raises(QuotaReachedError, match="tokens_per_day"):
+        await router.reserve(NARROW)
+    with pytest.raises(BehindError):
+        await router.reserve(ROOMY, AccountCopy(epoch=1 << 50))
+    assert isinstance(router.error, UnreservedError)
+    assert await router.queue.count_waiting() == 0
+    assert await redis.keys(KEYS.prefix + "*") == []
+
+
+async def test_a_reservation_is_granted_though_its_job_is_refused(redis: Redis) -> None:
+    router = Router(redis, replace(QueueLimits(), jobs=0))
+    await router.reserve(ROOMY)
+    assert isinstance(router.error, QueueFullError)
+    assert await redis.zcard(ledger_prefix("acme") + "held") == 1
+
+
+async def test_a_server_that_has_lost_its_functions_gets_both_calls_again(redis: Redis) -> None:
+    router = Router(redis)
+    await router.reserve(ROOMY)
+    await redis.flushall()
+    await redis.function_flush()
+    await router.reserve(ROOMY)
+    assert await router.queue.count_waiting() == 1
+
+
+async def test_a_full_server_refuses_the_reservation_first(redis: Redis) -> None:
+    router = Router(redis)
+    await router.reserve(ROOMY)
+    await redis.config_set("maxmemory", 1)
+    try:
+        with pytest.raises(LedgerFullError):
+            await router.reserve(ROOMY)
+        assert isinstance(router.error, QueueFullError)
+    finally:
+        await redis.config_set("maxmemory", 0)
