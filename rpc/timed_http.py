@@ -22,7 +22,7 @@ class _Plain(http.client.HTTPConnection):
 
 
 class _Tls(http.client.HTTPSConnection, _Plain):
-    """The same over TLS, whose `connect` calls that of _Plain."""
+    """A connection over TLS, whose `connect` calls that of _Plain."""
 
 
 class TimedConnections:

@@ -247,7 +247,7 @@ async def test_a_client_that_has_all_tokens_gets_the_summary_alone(
 async def test_a_client_that_has_all_tokens_gets_no_more_of_them_from_an_older_call(
     generation: Generation, dispatcher: Dispatcher, queue: JobQueue
 ) -> None:
-    """Its reservation ends with the Summary, so nothing may be made under it any more."""
+    """End its reservation with the Summary: nothing may be made under it any more."""
     older = call(generation)
     await claim(queue)
     await call(generation, resumption=Resumption(CLAIMS, {0: Received(finished=True)}))
