@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sqlite3
 import time
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from contextlib import suppress
 
 from adapter_store.aliases import remove_alias, set_alias
@@ -59,10 +59,10 @@ class Catalog:
                 raise NotFound("alias", f"{adapter.name}@{reference.alias}")
             return adapter, read_revision(rows, RevisionName(adapter.name.tenant, adapter.name.adapter, digest))
 
-    def list_adapters(
+    def adapters(
         self, tenants: Sequence[str], after: tuple[str, str], limit: int, granted_to: str = ""
-    ) -> list[Adapter]:
-        """Return adapters of the tenants, and those granted to one, in order of tenant and name after `after`."""
+    ) -> Generator[Adapter, None, None]:
+        """Yield adapters of the tenants, and those granted to one, in order of tenant and name after `after`."""
         values = {f"tenant{place}": tenant for place, tenant in enumerate(tenants)}
         names = ", ".join(f":{name}" for name in values)
         with self._database.reading() as rows:
@@ -79,18 +79,19 @@ class Catalog:
                     "limit": limit,
                 },
             ).fetchall()
-            return [to_adapter(rows, row) for row in found]
+            for row in found:
+                yield to_adapter(rows, row)
 
-    def list_revisions(self, name: AdapterName, before: int, limit: int) -> list[Revision]:
-        """Return the adapter's revisions whose `order` is below `before`, newest first. Raises NotFound."""
+    def revisions(self, name: AdapterName, before: int, limit: int) -> Generator[Revision, None, None]:
+        """Yield the adapter's revisions whose `order` is below `before`, newest first. Raises NotFound."""
         with self._database.reading() as rows:
             row = adapter_row(rows, name)
             found = rows.execute(
                 REVISIONS + "WHERE adapter_id = ? AND number < ? ORDER BY number DESC LIMIT ?",
                 (row["id"], before, limit),
-            )
-            certificates = certificates_of(rows, row["id"])
-            return [to_revision(found_row, certificates) for found_row in found]
+            ).fetchall()
+            for found_row in found:
+                yield to_revision(found_row, certificates_of(rows, found_row))
 
     def open_revision(self, name: RevisionName) -> tuple[Revision, dict[str, BlobReader]]:
         """Open a revision's files; returns revision and readers of the same moment. Raises NotFound, CorruptBlob.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 from google.protobuf.message import Message
@@ -17,6 +17,7 @@ MAX_SIZE = 1000
 _MAX_BYTES = 3 * 1024 * 1024
 
 M = TypeVar("M", bound=Message)
+R = TypeVar("R")
 
 
 def page_size(asked: int) -> int:
@@ -45,14 +46,21 @@ def decode_token(token: str, first: Sequence[Any]) -> list[Any]:
     return key
 
 
-def fit_page(messages: Sequence[M], size: int) -> Sequence[M]:
-    """Return as many of the messages, in order, as a page takes, but at least one if there are any."""
-    used = 0
-    for count, message in enumerate(messages[:size]):
+def fill_page(records: Iterable[R], convert: Callable[[R], M], size: int) -> tuple[list[M], R | None]:
+    """Return the messages that a page takes, in order, at least one if there are any; and its last record if more follow.
+
+    No more records are read than that needs.
+    """
+    page: list[M] = []
+    used, last = 0, None
+    for record in records:
+        message = convert(record)
         used += message.ByteSize()
-        if count and used > _MAX_BYTES:
-            return messages[:count]
-    return messages[:size]
+        if len(page) == size or (page and used > _MAX_BYTES):
+            return page, last
+        page.append(message)
+        last = record
+    return page, None
 
 
 def _fits(value: Any) -> bool:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Mapping, Sequence
-from types import MappingProxyType
 
 from adapter_store.records import Adapter, Blob, FitnessCertificate, Revision
 from artifacts.certificate import Figures
@@ -48,7 +46,7 @@ def find_revision(rows: sqlite3.Connection, name: RevisionName) -> Revision | No
     found = rows.execute(
         REVISIONS + "WHERE tenant = ? AND adapter = ? AND digest = ?", (name.tenant, name.adapter, name.digest)
     ).fetchone()
-    return None if found is None else to_revision(found, certificates_of(rows, found["adapter_id"]))
+    return None if found is None else to_revision(found, certificates_of(rows, found))
 
 
 def read_revision(rows: sqlite3.Connection, name: RevisionName) -> Revision:
@@ -58,23 +56,25 @@ def read_revision(rows: sqlite3.Connection, name: RevisionName) -> Revision:
     return revision
 
 
-def certificates_of(rows: sqlite3.Connection, adapter_id: int) -> dict[str, list[FitnessCertificate]]:
-    """Return the certificates of an adapter's revisions, by digest."""
-    found: dict[str, list[FitnessCertificate]] = {}
-    for row in rows.execute("SELECT * FROM certificates WHERE adapter_id = ? ORDER BY quantization", (adapter_id,)):
-        figures = Figures(
-            row["prompts"], bool(row["drawn"]), row["tokens"], row["agreement"], row["mean_kl"], row["max_kl"]
+def certificates_of(rows: sqlite3.Connection, revision: sqlite3.Row) -> tuple[FitnessCertificate, ...]:
+    """Return the certificates of a revision that were made with its base model."""
+    found = rows.execute(
+        "SELECT * FROM certificates WHERE adapter_id = ? AND digest = ? AND base_digest = ? ORDER BY quantization",
+        (revision["adapter_id"], revision["digest"], revision["base_digest"]),
+    )
+    return tuple(
+        FitnessCertificate(
+            row["quantization"],
+            row["base_digest"],
+            Figures(row["prompts"], bool(row["drawn"]), row["tokens"], row["agreement"], row["mean_kl"], row["max_kl"]),
+            row["create_ns"],
         )
-        certificate = FitnessCertificate(row["quantization"], row["base_digest"], figures, row["create_ns"])
-        found.setdefault(row["digest"], []).append(certificate)
-    return found
+        for row in found
+    )
 
 
-def to_revision(
-    row: sqlite3.Row, certificates: Mapping[str, Sequence[FitnessCertificate]] = MappingProxyType({})
-) -> Revision:
-    """Return the revision of a row, with those of the certificates that were made with its base model."""
-    own = certificates.get(row["digest"], ())
+def to_revision(row: sqlite3.Row, certificates: tuple[FitnessCertificate, ...] = ()) -> Revision:
+    """Return the revision of a row, with its certificates."""
     return Revision(
         name=RevisionName(row["tenant"], row["adapter"], row["digest"]),
         base_model=row["base_model"],
@@ -84,5 +84,5 @@ def to_revision(
         weights=Blob(row["weights_digest"], row["weights_bytes"]),
         create_ns=row["create_ns"],
         order=row["number"],
-        certificates=tuple(each for each in own if each.base_digest == row["base_digest"]),
+        certificates=certificates,
     )

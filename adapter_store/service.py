@@ -26,8 +26,9 @@ from adapter_store.convert import (
 )
 from adapter_store.deleted import DeletedRevisions
 from adapter_store.grants import Grants
+from adapter_store.lists import Lists
 from adapter_store.metrics import StoreMetrics
-from adapter_store.pages import decode_token, encode_token, fit_page, page_size
+from adapter_store.pages import decode_token, encode_token, fill_page, page_size
 from adapter_store.receive import Receiver
 from adapter_store.records import NewRevision, Revision
 from adapter_store.storage import DISK_FULL, PIECE_BYTES
@@ -70,6 +71,7 @@ class AdapterService(pb_grpc.AdapterServiceServicer):
     ) -> None:
         self._metrics = metrics
         self._catalog = catalog
+        self._lists = Lists(catalog)
         self._bases = bases
         self._receiver = receiver
         self._deleted = deleted
@@ -148,17 +150,12 @@ class AdapterService(pb_grpc.AdapterServiceServicer):
         """Return a page of the adapters that the caller may use, in order of name."""
         tenant = calling_tenant()
         tenants, granted_to = listed_tenants(request.parent, tenant), "" if request.parent else tenant
-        size = page_size(request.page_size)
         after = decode_token(request.page_token, first=("", ""))
-        found = await asyncio.to_thread(
-            self._catalog.list_adapters, tenants, (after[0], after[1]), size + 1, granted_to
+        page, last = await self._lists.adapters(
+            tenant, tenants, (after[0], after[1]), page_size(request.page_size), granted_to, adapter_to_pb
         )
-        page = fit_page([adapter_to_pb(adapter) for adapter in found], size)
-        more = len(page) < len(found)
-        last = found[len(page) - 1].name if more else None
-        return pb.ListAdaptersResponse(
-            adapters=page, next_page_token=encode_token((last.tenant, last.adapter)) if last else ""
-        )
+        token = encode_token((last.name.tenant, last.name.adapter)) if last else ""
+        return pb.ListAdaptersResponse(adapters=page, next_page_token=token)
 
     async def DeleteAdapter(self, request: pb.DeleteAdapterRequest, context: Context) -> pb.DeleteAdapterResponse:
         """Delete an adapter with its revisions; their files can be downloaded by digest for a while, unless purged."""
@@ -175,14 +172,11 @@ class AdapterService(pb_grpc.AdapterServiceServicer):
             name = parse_adapter_name(request.parent, tenant)
         if not await self._grants.may_use(name, tenant):
             raise NotFound("adapter", str(name))
-        size = page_size(request.page_size)
         before = decode_token(request.page_token, first=(_NEWEST,))[0]
-        found = await asyncio.to_thread(self._catalog.list_revisions, name, before, size + 1)
-        page = fit_page([self._revision(revision) for revision in found], size)
-        more = len(page) < len(found)
-        return pb.ListRevisionsResponse(
-            revisions=page, next_page_token=encode_token((found[len(page) - 1].order,)) if more else ""
+        page, last = await self._lists.revisions(
+            tenant, name, before, page_size(request.page_size), self._revision
         )
+        return pb.ListRevisionsResponse(revisions=page, next_page_token=encode_token((last.order,)) if last else "")
 
     async def SetAlias(self, request: pb.SetAliasRequest, context: Context) -> pb.SetAliasResponse:
         """Move an alias to a revision, or remove it."""
@@ -224,9 +218,10 @@ class AdapterService(pb_grpc.AdapterServiceServicer):
         size = page_size(request.page_size)
         after = decode_token(request.page_token, first=("",))[0]
         found = await asyncio.to_thread(self._bases.list_bases, after, size + 1)
-        page = fit_page([base_to_pb(base) for base in found], size)
-        more = len(page) < len(found)
-        return pb.ListBaseModelsResponse(models=page, next_page_token=encode_token((page[-1].name,)) if more else "")
+        page, last = fill_page(found, base_to_pb, size)
+        return pb.ListBaseModelsResponse(
+            models=page, next_page_token=encode_token((last.manifest.name,)) if last else ""
+        )
 
     @asynccontextmanager
     async def _making_room(self) -> AsyncIterator[None]:

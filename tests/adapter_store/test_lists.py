@@ -1,0 +1,77 @@
+"""Lists of tenants with thousands of aliases and certificates: what they read, and who waits for whom."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Generator
+from typing import Any
+
+import pytest
+from loraplex.adapters.v1 import adapters_pb2 as pb
+
+from adapter_store import rows
+from adapter_store.lists import Lists
+from adapter_store.pages import fill_page
+from artifacts.base_model import BaseModel
+from tests.adapter_store.conftest import CONFIG, WEIGHTS
+
+
+def test_a_page_reads_no_more_than_it_takes() -> None:
+    read: list[int] = []
+
+    def records() -> Generator[int, None, None]:
+        for number in range(100):
+            read.append(number)
+            yield number
+
+    def convert(number: int) -> pb.Adapter:
+        return pb.Adapter(name=f"{number}" + "x" * 1_000_000)
+
+    page, last = fill_page(records(), convert, 50)
+    assert len(page) == len(read) - 1 == 3
+    assert last == 2
+    assert fill_page(range(3), convert, 3)[1] is None
+
+
+async def test_a_revision_is_read_with_its_own_certificates_alone(
+    client: Any, hash_base: BaseModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await client.register(hash_base)
+    for number in range(4):
+        await client.upload("support", {CONFIG: b"{}", WEIGHTS: b"weights %d" % number})
+    page = await client.call("ListRevisions", pb.ListRevisionsRequest(parent="support"))
+    for revision in page.revisions:
+        certificate = pb.FitnessCertificate(
+            quantization="int8", base_digest=revision.base_digest, prompts=1, tokens=1, agreement=1
+        )
+        await client.call("CertifyRevision", pb.CertifyRevisionRequest(name=revision.name, certificate=certificate))
+    made: list[Any] = []
+    kept = rows.FitnessCertificate
+    monkeypatch.setattr(rows, "FitnessCertificate", lambda *fields: made.append(fields) or kept(*fields))
+    await client.call("GetAdapter", pb.GetAdapterRequest(name="support"))
+    assert len(made) == 1
+    await client.call("ListRevisions", pb.ListRevisionsRequest(parent="support", page_size=2))
+    assert len(made) <= 1 + 3
+
+
+async def test_lists_of_one_tenant_take_turns_with_those_of_another() -> None:
+    order: list[str] = []
+    may_read = threading.Event()
+
+    class OneTenantsCatalog:
+        def adapters(self, tenants: list[str], *_: object) -> Generator[str, None, None]:
+            may_read.wait(10.0)
+            order.append(tenants[0])
+            yield tenants[0]
+
+    lists = Lists(OneTenantsCatalog())  # type: ignore[arg-type]
+
+    async def ask(tenant: str) -> object:
+        return await lists.adapters(tenant, [tenant], ("", ""), 1, "", lambda name: pb.Adapter(name=str(name)))
+
+    asked = [asyncio.create_task(ask(tenant)) for tenant in (*["acme"] * 4, "globex")]
+    await asyncio.sleep(0)
+    may_read.set()
+    await asyncio.gather(*asked)
+    assert order == ["acme", "acme", "globex", "acme", "acme"]
