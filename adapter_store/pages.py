@@ -47,7 +47,7 @@ def decode_token(token: str, first: Sequence[Any]) -> list[Any]:
 
 
 def fill_page(records: Iterable[R], convert: Callable[[R], M], size: int) -> tuple[list[M], R | None]:
-    """Return the messages that a page takes, in order, at least one if there are any; and its last record if more follow.
+    """Return the messages of a page, in order, at least one if there are any; and its last record if more follow.
 
     No more records are read than that needs.
     """
