@@ -173,9 +173,7 @@ class AdapterService(pb_grpc.AdapterServiceServicer):
         if not await self._grants.may_use(name, tenant):
             raise NotFound("adapter", str(name))
         before = decode_token(request.page_token, first=(_NEWEST,))[0]
-        page, last = await self._lists.revisions(
-            tenant, name, before, page_size(request.page_size), self._revision
-        )
+        page, last = await self._lists.revisions(tenant, name, before, page_size(request.page_size), self._revision)
         return pb.ListRevisionsResponse(revisions=page, next_page_token=encode_token((last.order,)) if last else "")
 
     async def SetAlias(self, request: pb.SetAliasRequest, context: Context) -> pb.SetAliasResponse:
