@@ -6,7 +6,7 @@ A page may have thousands of aliases and certificates, and the catalog is read b
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from contextlib import closing
 from typing import TypeVar
 
@@ -19,7 +19,6 @@ from artifacts.names import AdapterName
 from rpc.shares import FairTurns
 
 M = TypeVar("M", bound=Message)
-R = TypeVar("R")
 
 
 class Lists:
@@ -37,23 +36,26 @@ class Lists:
         size: int,
         granted_to: str,
         convert: Callable[[Adapter], M],
-    ) -> tuple[list[M], Adapter | None]:
-        """Return a page of adapters, and the last one where more follow; see Catalog.adapters."""
-        return await self._page(
-            caller, lambda: self._catalog.adapters(tenants, after, size + 1, granted_to), convert, size
-        )
+    ) -> tuple[list[M], str]:
+        """Return a page of adapters, and the next page's token; see Catalog.adapters."""
+
+        def fill() -> tuple[list[M], str]:
+            # Closed in this thread, which holds the catalog's lock.
+            with closing(self._catalog.adapters(tenants, after, size + 1, granted_to)) as found:
+                return fill_page(found, convert, lambda adapter: (adapter.name.tenant, adapter.name.adapter), size)
+
+        return await self._in_turn(caller, fill)
 
     async def revisions(
         self, caller: str, name: AdapterName, before: int, size: int, convert: Callable[[Revision], M]
-    ) -> tuple[list[M], Revision | None]:
-        """Return a page of revisions, and the last one where more follow. Raises NotFound; see Catalog.revisions."""
-        return await self._page(caller, lambda: self._catalog.revisions(name, before, size + 1), convert, size)
+    ) -> tuple[list[M], str]:
+        """Return a page of revisions, and the next page's token; see Catalog.revisions. Raises NotFound."""
 
-    async def _page(
-        self, caller: str, read: Callable[[], Generator[R, None, None]], convert: Callable[[R], M], size: int
-    ) -> tuple[list[M], R | None]:
-        def fill() -> tuple[list[M], R | None]:
-            with closing(read()) as records:  # it holds the catalog's lock
-                return fill_page(records, convert, size)
+        def fill() -> tuple[list[M], str]:
+            with closing(self._catalog.revisions(name, before, size + 1)) as found:
+                return fill_page(found, convert, lambda revision: (revision.order,), size)
 
+        return await self._in_turn(caller, fill)
+
+    async def _in_turn(self, caller: str, fill: Callable[[], tuple[list[M], str]]) -> tuple[list[M], str]:
         return await self._turns.run(caller, lambda: asyncio.ensure_future(asyncio.to_thread(fill)))

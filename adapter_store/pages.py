@@ -46,8 +46,10 @@ def decode_token(token: str, first: Sequence[Any]) -> list[Any]:
     return key
 
 
-def fill_page(records: Iterable[R], convert: Callable[[R], M], size: int) -> tuple[list[M], R | None]:
-    """Return the messages of a page, in order, at least one if there are any; and its last record if more follow.
+def fill_page(
+    records: Iterable[R], convert: Callable[[R], M], key: Callable[[R], Sequence[str | int]], size: int
+) -> tuple[list[M], str]:
+    """Return the messages of a page, in order, at least one if there are any; and the next page's token, or nothing.
 
     No more records are read than that needs.
     """
@@ -56,11 +58,11 @@ def fill_page(records: Iterable[R], convert: Callable[[R], M], size: int) -> tup
     for record in records:
         message = convert(record)
         used += message.ByteSize()
-        if len(page) == size or (page and used > _MAX_BYTES):
-            return page, last
+        if last is not None and (len(page) == size or used > _MAX_BYTES):
+            return page, encode_token(last)
         page.append(message)
-        last = record
-    return page, None
+        last = key(record)
+    return page, ""
 
 
 def _fits(value: Any) -> bool:

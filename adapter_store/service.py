@@ -28,7 +28,7 @@ from adapter_store.deleted import DeletedRevisions
 from adapter_store.grants import Grants
 from adapter_store.lists import Lists
 from adapter_store.metrics import StoreMetrics
-from adapter_store.pages import decode_token, encode_token, fill_page, page_size
+from adapter_store.pages import decode_token, fill_page, page_size
 from adapter_store.receive import Receiver
 from adapter_store.records import NewRevision, Revision
 from adapter_store.storage import DISK_FULL, PIECE_BYTES
@@ -151,10 +151,9 @@ class AdapterService(pb_grpc.AdapterServiceServicer):
         tenant = calling_tenant()
         tenants, granted_to = listed_tenants(request.parent, tenant), "" if request.parent else tenant
         after = decode_token(request.page_token, first=("", ""))
-        page, last = await self._lists.adapters(
+        page, token = await self._lists.adapters(
             tenant, tenants, (after[0], after[1]), page_size(request.page_size), granted_to, adapter_to_pb
         )
-        token = encode_token((last.name.tenant, last.name.adapter)) if last else ""
         return pb.ListAdaptersResponse(adapters=page, next_page_token=token)
 
     async def DeleteAdapter(self, request: pb.DeleteAdapterRequest, context: Context) -> pb.DeleteAdapterResponse:
@@ -173,8 +172,8 @@ class AdapterService(pb_grpc.AdapterServiceServicer):
         if not await self._grants.may_use(name, tenant):
             raise NotFound("adapter", str(name))
         before = decode_token(request.page_token, first=(_NEWEST,))[0]
-        page, last = await self._lists.revisions(tenant, name, before, page_size(request.page_size), self._revision)
-        return pb.ListRevisionsResponse(revisions=page, next_page_token=encode_token((last.order,)) if last else "")
+        page, token = await self._lists.revisions(tenant, name, before, page_size(request.page_size), self._revision)
+        return pb.ListRevisionsResponse(revisions=page, next_page_token=token)
 
     async def SetAlias(self, request: pb.SetAliasRequest, context: Context) -> pb.SetAliasResponse:
         """Move an alias to a revision, or remove it."""
@@ -216,10 +215,8 @@ class AdapterService(pb_grpc.AdapterServiceServicer):
         size = page_size(request.page_size)
         after = decode_token(request.page_token, first=("",))[0]
         found = await asyncio.to_thread(self._bases.list_bases, after, size + 1)
-        page, last = fill_page(found, base_to_pb, size)
-        return pb.ListBaseModelsResponse(
-            models=page, next_page_token=encode_token((last.manifest.name,)) if last else ""
-        )
+        page, token = fill_page(found, base_to_pb, lambda base: (base.manifest.name,), size)
+        return pb.ListBaseModelsResponse(models=page, next_page_token=token)
 
     @asynccontextmanager
     async def _making_room(self) -> AsyncIterator[None]:

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from loraplex.adapters.v1 import adapters_pb2 as pb
 
-from adapter_store import rows
 from adapter_store.lists import Lists
-from adapter_store.pages import fill_page
+from adapter_store.pages import decode_token, fill_page
+from adapter_store.records import FitnessCertificate
 from artifacts.base_model import BaseModel
 from tests.adapter_store.conftest import CONFIG, WEIGHTS
 
@@ -28,10 +28,10 @@ def test_a_page_reads_no_more_than_it_takes() -> None:
     def convert(number: int) -> pb.Adapter:
         return pb.Adapter(name=f"{number}" + "x" * 1_000_000)
 
-    page, last = fill_page(records(), convert, 50)
+    page, token = fill_page(records(), convert, lambda number: (number,), 50)
     assert len(page) == len(read) - 1 == 3
-    assert last == 2
-    assert fill_page(range(3), convert, 3)[1] is None
+    assert decode_token(token, (0,)) == [2]
+    assert fill_page(range(3), convert, lambda number: (number,), 3)[1] == ""
 
 
 async def test_a_revision_is_read_with_its_own_certificates_alone(
@@ -46,9 +46,13 @@ async def test_a_revision_is_read_with_its_own_certificates_alone(
             quantization="int8", base_digest=revision.base_digest, prompts=1, tokens=1, agreement=1
         )
         await client.call("CertifyRevision", pb.CertifyRevisionRequest(name=revision.name, certificate=certificate))
-    made: list[Any] = []
-    kept = rows.FitnessCertificate
-    monkeypatch.setattr(rows, "FitnessCertificate", lambda *fields: made.append(fields) or kept(*fields))
+    made: list[FitnessCertificate] = []
+
+    def counted(*fields: Any) -> FitnessCertificate:
+        made.append(FitnessCertificate(*fields))
+        return made[-1]
+
+    monkeypatch.setattr("adapter_store.rows.FitnessCertificate", counted)
     await client.call("GetAdapter", pb.GetAdapterRequest(name="support"))
     assert len(made) == 1
     await client.call("ListRevisions", pb.ListRevisionsRequest(parent="support", page_size=2))
