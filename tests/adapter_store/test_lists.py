@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 from loraplex.adapters.v1 import adapters_pb2 as pb
 
+from adapter_store.convert import adapter_to_pb
 from adapter_store.lists import Lists
 from adapter_store.pages import decode_token, fill_page
-from adapter_store.records import FitnessCertificate
+from adapter_store.records import Adapter, FitnessCertificate
 from artifacts.base_model import BaseModel
+from artifacts.names import AdapterName
 from tests.adapter_store.conftest import CONFIG, WEIGHTS
 
 
@@ -64,15 +66,15 @@ async def test_lists_of_one_tenant_take_turns_with_those_of_another() -> None:
     may_read = threading.Event()
 
     class OneTenantsCatalog:
-        def adapters(self, tenants: list[str], *_: object) -> Generator[str, None, None]:
+        def adapters(self, tenants: list[str], *_: object) -> Generator[Adapter, None, None]:
             may_read.wait(10.0)
             order.append(tenants[0])
-            yield tenants[0]
+            yield Adapter(AdapterName(tenants[0], "support"), "hash", {}, 0, 0, "1-0")
 
     lists = Lists(OneTenantsCatalog())  # type: ignore[arg-type]
 
     async def ask(tenant: str) -> object:
-        return await lists.adapters(tenant, [tenant], ("", ""), 1, "", lambda name: pb.Adapter(name=str(name)))
+        return await lists.adapters(tenant, [tenant], ("", ""), 1, "", adapter_to_pb)
 
     asked = [asyncio.create_task(ask(tenant)) for tenant in (*["acme"] * 4, "globex")]
     await asyncio.sleep(0)
