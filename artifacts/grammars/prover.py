@@ -43,13 +43,13 @@ class Prover:
         # Path and error by digest, the first first; an empty error: proven.
         self._results: dict[str, tuple[str, str]] = {}
 
-    def known(self, grammar: str) -> bool:
+    def known(self, grammar: str, tenant: str = "") -> bool:
         """Tell whether `prove` returns at once."""
-        return grammar_digest(grammar) in self._results
+        return grammar_digest(grammar, tenant) in self._results
 
-    def prove(self, grammar: str, path: str = "format") -> None:
+    def prove(self, grammar: str, path: str = "format", tenant: str = "") -> None:
         """Raise GrammarError for a grammar that cannot be used, ProverBusyError where that is not known yet."""
-        digest = grammar_digest(grammar)
+        digest = grammar_digest(grammar, tenant)
         # Without the lock, which a thread with another grammar may hold for long.
         result = self._results.get(digest)
         if result is None:

@@ -17,7 +17,7 @@ from rpc.shares import FairTurns
 
 
 class GrammarProofs:
-    """The proofs of one router, each made once."""
+    """The proofs of one router, each made once for a tenant."""
 
     def __init__(self) -> None:
         # By the digest of the base model.
@@ -31,8 +31,8 @@ class GrammarProofs:
             self._provers[model.digest] = Prover(model.vocab_size, {})
         prover = self._provers.get(model.digest)
         try:
-            if prover is not None and prover.known(grammar):
-                prover.prove(grammar, field)
+            if prover is not None and prover.known(grammar, tenant):
+                prover.prove(grammar, field, tenant)
             else:
                 await self._in_turn(tenant, grammar, field, model)
         except GrammarError as error:
@@ -42,15 +42,17 @@ class GrammarProofs:
 
     async def _in_turn(self, tenant: str, grammar: str, field: str, model: Manifest) -> None:
         loop = asyncio.get_running_loop()
-        await self._turns.run(tenant, lambda: loop.run_in_executor(self._thread, self._prove, grammar, field, model))
+        await self._turns.run(
+            tenant, lambda: loop.run_in_executor(self._thread, self._prove, tenant, grammar, field, model)
+        )
 
-    def _prove(self, grammar: str, field: str, model: Manifest) -> None:
+    def _prove(self, tenant: str, grammar: str, field: str, model: Manifest) -> None:
         if model.digest not in self._provers:
             if "tokenizer.json" not in model.files:
                 raise GrammarError(field, "the model has no tokenizer.json, without which it serves no formats")
             special = special_tokens(model.files["tokenizer.json"])
             self._provers[model.digest] = Prover(model.vocab_size, special)
-        self._provers[model.digest].prove(grammar, field)
+        self._provers[model.digest].prove(grammar, field, tenant)
 
     def forget(self) -> int:
         """Forget all proofs; returns how many there were."""

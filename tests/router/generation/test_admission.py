@@ -151,6 +151,9 @@ async def test_what_can_not_be_resumed_is_refused(admission: Admission, cluster:
 async def test_a_format_is_proven_before_its_job_is_made(admission: Admission) -> None:
     request = replace(REQUEST, format_field="regex", grammar=regex_grammar("[0-9]+"))
     assert (await admission.new_job(request, None)).grammar == request.grammar
+    prover = admission._proofs._provers[MANIFEST.digest]
+    assert prover.known(request.grammar, "acme")
+    assert not prover.known(request.grammar, "globex"), "its time would tell what acme has asked"
     error = await refusal(admission, replace(request, grammar=regex_grammar("(a")))
     assert (type(error), error.reason) == (InvalidField, "INVALID_FORMAT")
     assert "regex: unclosed group" in str(error)

@@ -1,4 +1,4 @@
-"""Compiles the grammars of sequences in a thread beside the steps, and keeps them by digest.
+"""Compiles the grammars of sequences in a thread beside the steps, in turns of the tenants, and keeps them for each.
 
 A grammar is proven first, in a child process with limits that may be killed (artifacts.grammars.prover): a killer
 grammar kills that child, and fails its own requests.
@@ -7,7 +7,8 @@ grammar kills that child, and fails its own requests.
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
+import threading
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING
@@ -40,12 +41,14 @@ _BYTES_PER_CHARACTER = 200
 _WARM_UP = choices_grammar(["a"])
 
 _Prepared = GrammarState | Failure
+# A sequence's id with its grammar; None: nobody waits for it any more.
+_Ended = tuple[str, _Prepared] | None
 # Failure of a request whose grammar met an error of ours.
 _FAILED = Failure("INTERNAL", "GRAMMAR_FAILED", "the format could not be compiled", "format")
 
 
 class CompiledGrammars:
-    """Grammars at the beginning of an answer, by digest; the ones used last are kept. From one thread."""
+    """Grammars at the beginning of an answer, by tenant and text; the ones used last are kept. From one thread."""
 
     def __init__(self, most_bytes: int = CACHE_BYTES) -> None:
         self._most_bytes = most_bytes
@@ -78,7 +81,7 @@ class GrammarThread:
     """
 
     def __init__(
-        self, vocabulary: Callable[[], Vocabulary], prover: Callable[[], Prover], loads: Loads[_Prepared | None]
+        self, vocabulary: Callable[[], Vocabulary], prover: Callable[[], Prover], loads: Loads[_Ended]
     ) -> None:
         self._read_vocabulary = vocabulary
         self._make_prover = prover
@@ -87,6 +90,9 @@ class GrammarThread:
         self._prover: Prover | None = None
         self._compiled = CompiledGrammars()
         self._wanted: set[str] = set()
+        # Sequences that wait for the thread, by tenant; the tenant whose turn is next comes first.
+        self._waiting: dict[str, deque[NewSequence]] = {}
+        self._lock = threading.Lock()
 
     def warm(self) -> None:
         """Read the vocabulary and start the prover in the thread, so that the first grammar does not wait for them."""
@@ -95,7 +101,9 @@ class GrammarThread:
     def request(self, spec: NewSequence) -> None:
         """See Grammars."""
         self._wanted.add(spec.sequence_id)
-        self._loads.start(spec.sequence_id, lambda: self._prepare(spec))
+        with self._lock:
+            self._waiting.setdefault(spec.tenant, deque()).append(spec)
+        self._loads.start(spec.sequence_id, self._prepare_next)  # one for each that waits, whichever is next
 
     def withdraw(self, sequence_id: str) -> None:
         """See Grammars."""
@@ -106,12 +114,10 @@ class GrammarThread:
         if not self._loads.has_ended():
             return []
         ready = []
-        for sequence_id, result in self._loads.ended():
-            if result is not None and sequence_id in self._wanted:
-                self._wanted.discard(sequence_id)
-                if isinstance(result, Exception):
-                    log.error("a grammar could not be prepared", exc_info=result)
-                ready.append(GrammarReady(sequence_id, _FAILED if isinstance(result, Exception) else result))
+        for _, result in self._loads.ended():
+            if isinstance(result, tuple) and result[0] in self._wanted:
+                self._wanted.discard(result[0])
+                ready.append(GrammarReady(*result))
         return ready
 
     def has_work(self) -> bool:
@@ -136,13 +142,26 @@ class GrammarThread:
 
     def _warm(self) -> None:
         with suppress(GrammarError, ArtifactError, ProverBusyError):  # the first grammar meets it again
-            self._matcher(_WARM_UP)
+            self._matcher(_WARM_UP, "")
 
-    def _prepare(self, spec: NewSequence) -> _Prepared | None:
+    def _prepare_next(self) -> _Ended:
+        with self._lock:
+            tenant = next(iter(self._waiting))
+            queue = self._waiting.pop(tenant)
+            spec = queue.popleft()
+            if queue:
+                self._waiting[tenant] = queue
         if spec.sequence_id not in self._wanted:  # withdrawn while it waited for the thread
             return None
         try:
-            matcher, vocabulary = self._matcher(spec.grammar)
+            return spec.sequence_id, self._prepare(spec)
+        except Exception:
+            log.exception("a grammar could not be prepared")
+            return spec.sequence_id, _FAILED
+
+    def _prepare(self, spec: NewSequence) -> _Prepared:
+        try:
+            matcher, vocabulary = self._matcher(spec.grammar, spec.tenant)
         except (GrammarError, ArtifactError) as error:
             return grammar_failure(error.message)
         except ProverBusyError:
@@ -150,13 +169,13 @@ class GrammarThread:
         state = GrammarState(matcher.deep_copy(), vocabulary, hides_end=spec.stopping.ignore_eos)
         return state.replay(spec.emitted_ids) or state
 
-    def _matcher(self, grammar: str) -> tuple[LLMatcher, Vocabulary]:
+    def _matcher(self, grammar: str, tenant: str) -> tuple[LLMatcher, Vocabulary]:
         if self._vocabulary is None or self._prover is None:
             self._vocabulary, self._prover = self._read_vocabulary(), self._make_prover()
-        digest = grammar_digest(grammar)
+        digest = grammar_digest(grammar, tenant)
         matcher = self._compiled.get(digest)
         if matcher is None:
-            self._prover.prove(grammar)
+            self._prover.prove(grammar, tenant=tenant)
             matcher = compile_grammar(self._vocabulary.tokens, grammar)
             self._compiled.put(digest, matcher, len(grammar))
         return matcher, self._vocabulary

@@ -36,7 +36,7 @@ class GatedProver(Prover):
         self.busy: set[str] = set()
         self.proven: list[str] = []
 
-    def prove(self, grammar: str, path: str = "format") -> None:
+    def prove(self, grammar: str, path: str = "format", tenant: str = "") -> None:
         """See Prover."""
         assert self.gate.wait(10)
         self.proven.append(grammar)
@@ -106,6 +106,28 @@ def test_others_pass_a_sequence_whose_grammar_is_not_ready(
     assert prover.proven.count(TWO) == 1
     assert THREE not in prover.proven, "nobody waits for it any more"
     engine.check()
+
+
+def test_many_grammars_of_one_tenant_delay_another_by_one(
+    engine: HashEngine, prover: GatedProver, woken: threading.Event
+) -> None:
+    many = [regex_grammar(f"[a-z]{{{number}}}") for number in range(4, 9)]
+    for number, grammar in enumerate(many):
+        engine.add_sequence(replace(sequence(f"many {number}", grammar), tenant="acme"))
+    engine.add_sequence(replace(sequence("one", TWO), tenant="globex"))
+    prover.gate.set()
+    finish(engine, woken, "one", *(f"many {number}" for number in range(5)))
+    assert prover.proven.index(TWO) <= 2
+
+
+def test_a_grammar_that_one_tenant_has_used_takes_another_as_long_as_a_new_one(
+    engine: HashEngine, prover: GatedProver, woken: threading.Event
+) -> None:
+    prover.gate.set()
+    for tenant in ("acme", "globex", "acme"):
+        engine.add_sequence(replace(sequence(tenant, TWO), tenant=tenant))
+        finish(engine, woken, tenant)
+    assert prover.proven == [TWO, TWO]
 
 
 def test_the_first_grammar_of_a_warm_engine_waits_for_its_own_proof_alone(
