@@ -26,7 +26,7 @@ lp:{MODEL/CELL}:deaths       hash    count and time of the last dead letters, by
 lp:{MODEL/CELL}:quarantine   zset    tenants, and tenants with an adapter, whose jobs are refused, by its end
 lp:{MODEL/CELL}:suspects     hash    jobs that engines may have died of, and jobs of their tenants and adapters that
                                      workers have; expires
-lp:{MODEL/CELL}:pins         hash    adapters that every worker keeps on its device, by digest
+lp:{MODEL/CELL}:pins         hash    adapters that every worker keeps on its device, by digest and tenant
 lp:{MODEL/CELL}:workers      hash    worker incarnations that may live, and the workers that they belong to
 lp:{MODEL/CELL}:commands:INC list    operators' commands to an incarnation; expires
 lp:{MODEL/CELL}:worker:INC   string  state of a live incarnation; expires without beats

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from google.protobuf.message import DecodeError
@@ -43,7 +43,10 @@ def _adapter(ref: AdapterRef) -> str:
 
 
 class PinnedAdapters:
-    """Pinned adapters in Redis, a hash by digest; with `seals` each is sealed for its digest."""
+    """Pinned adapters in Redis, a hash by digest and tenant; with `seals` each is sealed for its field.
+
+    Tenants that pin the same bytes have a record each. Records of older versions have the digest alone as their field.
+    """
 
     def __init__(self, redis: Redis, keys: Keys, seals: Seals | None = None) -> None:
         self._redis = redis
@@ -54,15 +57,23 @@ class PinnedAdapters:
         self._renew = SCRIPTS.register(redis, "renew_pin")
 
     async def pin(self, request: AdapterRequest) -> None:
-        """Pin an adapter."""
-        await self._redis.hset(self._key, request.adapter.digest, self._encode(request))
+        """Pin an adapter for a tenant."""
+        field = f"{request.adapter.digest} {request.tenant}"
+        await self._redis.hset(self._key, field, self._encode(field, request))
 
     async def unpin(self, ref: AdapterRef) -> None:
-        """Unpin an adapter with all its revisions; does nothing if none is pinned."""
-        pinned = [request.adapter for request in await self.list()]
-        gone = [adapter.digest for adapter in pinned if is_unpinned_by(adapter, ref)]
+        """Unpin an adapter with all its revisions, whoever has pinned it; does nothing if none is pinned."""
+        await self._remove(lambda request: is_unpinned_by(request.adapter, ref))
+
+    async def forget_tenant(self, tenant: str) -> int:
+        """Unpin the adapters of a tenant, and what was pinned for it alone; return the number of records."""
+        return await self._remove(lambda request: concerns_tenant(request, tenant))
+
+    async def _remove(self, goes: Callable[[AdapterRequest], bool]) -> int:
+        gone = [field for field, request in await self._records() if goes(request)]
         if gone:
             await self._redis.hdel(self._key, *gone)
+        return len(gone)
 
     async def renew_grants(self, now: Callable[[], float] = time.time) -> None:
         """Give pins new grants whose grants end soon, for workers that start later; all pins with another certificate.
@@ -74,44 +85,49 @@ class PinnedAdapters:
         from rpc.identity.revision_grants import GRANT_S, left_s
 
         made_with = self._seals.made_with()
-        for request in await self.list():
+        for field, request in await self._records():
             if made_with != self._made_with or left_s(request.adapter.grant, now()) < GRANT_S / 2:
-                await self._renew(self._key, [request.adapter.digest, self._encode(request)])
+                await self._renew(self._key, [field, self._encode(field, request)])
         self._made_with = made_with
 
     async def list(self) -> list[AdapterRequest]:
-        """Return all pinned adapters."""
-        found: list[AdapterRequest] = []
+        """Return all pinned adapters, for each tenant that has pinned it."""
+        return [request for _, request in await self._records()]
+
+    async def _records(self) -> Sequence[tuple[str, AdapterRequest]]:
+        """Return the fields that can be read, and their pins."""
+        found: list[tuple[str, AdapterRequest]] = []
         if self._seals is not None:
             self._seals.look()
-        for digest, data in (await self._redis.hgetall(self._key)).items():
+        for name, data in (await self._redis.hgetall(self._key)).items():
             assert isinstance(data, bytes), "connect() makes clients of bytes"
-            assert isinstance(digest, bytes), "connect() makes clients of bytes"
+            assert isinstance(name, bytes), "connect() makes clients of bytes"
+            field = name.decode(errors="replace")
             try:
-                request = self._decode(digest.decode(errors="replace"), data)
+                request = self._decode(field, data)
             except DecodeError:  # another version wrote it
                 log.warning("cannot read a pin of %d bytes", len(data))
                 continue
             if request is not None:
-                found.append(request)
+                found.append((field, request))
         return found
 
-    def _encode(self, request: AdapterRequest) -> bytes:
+    def _encode(self, field: str, request: AdapterRequest) -> bytes:
         if self._seals is None:
             return encode_adapter_request(request)
         content = encode_adapter_request(self._seals.granted_request(request))
-        return self._seals.seal(SealKind.PIN, self._place(request.adapter.digest), content).SerializeToString()
+        return self._seals.seal(SealKind.PIN, self._place(field), content).SerializeToString()
 
-    def _decode(self, digest: str, data: bytes) -> AdapterRequest | None:
+    def _decode(self, field: str, data: bytes) -> AdapterRequest | None:
         """Return a pin; None for one that no router has sealed. Raises DecodeError."""
         if self._seals is None:
             return decode_adapter_request(data)
         try:
             sealed = queue_pb2.Sealed.FromString(data)
-            return decode_adapter_request(self._seals.open(SealKind.PIN, self._place(digest), sealed))
+            return decode_adapter_request(self._seals.open(SealKind.PIN, self._place(field), sealed))
         except SealError as error:
             self._seals.on_refused(SealKind.PIN, error)
             return None
 
-    def _place(self, digest: str) -> str:
-        return f"{self._key} {digest}"
+    def _place(self, field: str) -> str:
+        return f"{self._key} {field}"

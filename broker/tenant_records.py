@@ -14,7 +14,7 @@ from redis.asyncio import Redis
 
 from broker.codec import decode_dead_job
 from broker.keys import Keys
-from broker.pins import PinnedAdapters, concerns_tenant
+from broker.pins import PinnedAdapters
 from broker.scripts import SCRIPTS, Scripts
 
 # Maximum number of jobs, and of dead letters, that one script looks at: it stops the whole server while it runs.
@@ -41,9 +41,7 @@ class TenantRecords:
 
     async def forget(self, tenant: str) -> RemovedRecords:
         """Remove what the cell has of a tenant; returns what there was."""
-        pins = [request.adapter for request in await self._pins.list() if concerns_tenant(request, tenant)]
-        for adapter in pins:
-            await self._redis.hdel(self._keys.pins, adapter.digest)
+        pins = await self._pins.forget_tenant(tenant)
         dead = await self._dead_letters(tenant)
         jobs = others = at = 0
         while at >= 0 or dead:
@@ -51,7 +49,7 @@ class TenantRecords:
             arguments = [self._keys.prefix, tenant, max(at, 0), LOOKS_AT_ONCE, *letters]
             gone, records, at = await self._forget(self._keys.waiting, arguments)
             jobs, others = jobs + gone, others + records
-        return RemovedRecords(jobs, len(pins), others)
+        return RemovedRecords(jobs, pins, others)
 
     async def _dead_letters(self, tenant: str) -> list[bytes]:
         """Return a tenant's dead letters as they are."""

@@ -19,6 +19,8 @@ from rpc.errors import Exhausted, InvalidField, Mismatch, NotFound, Unavailable
 
 # Seconds after which an operator may try again to pin an adapter when Redis is out of memory.
 FULL_RETRY_S = 5.0
+# Maximum number of tenants that pin the same bytes: each has a record in Redis, which workers read when they start.
+PIN_TENANTS = 64
 # Maximum number of warms of one tenant within so many seconds, the time that a command waits for its worker.
 WARMS = 64
 _WARMS_S = COMMAND_TTL_MS / 1e3
@@ -118,10 +120,12 @@ def _check_slots(request: AdapterRequest, pinned: list[AdapterRequest], most: in
     `most` is how many the largest worker keeps.
     """
     ref = request.adapter
-    others = [pin for pin in pinned if pin.adapter.digest != ref.digest]
-    if len(others) < len(pinned):  # it is pinned already
+    tenants = {pin.tenant for pin in pinned if pin.adapter.digest == ref.digest}
+    if tenants:  # it is pinned already
+        _check_tenants(request, tenants)
         return
-    own = sum(pin.tenant == request.tenant for pin in others)
+    others = {pin.adapter.digest for pin in pinned}
+    own = len({pin.adapter.digest for pin in pinned if pin.tenant == request.tenant})
     if len(others) < most <= len(others) + own:
         raise Mismatch(
             ref.revision,
@@ -135,3 +139,10 @@ def _check_slots(request: AdapterRequest, pinned: list[AdapterRequest], most: in
             f"{len(others)} adapters are pinned on all workers, which keep at most {most}; unpin one",
             reason="SLOTS_PINNED",
         )
+
+
+def _check_tenants(request: AdapterRequest, tenants: set[str]) -> None:
+    """Raise Mismatch where as many other tenants as may have pinned an adapter, which stays pinned for them."""
+    if request.tenant not in tenants and len(tenants) >= PIN_TENANTS:
+        message = f"{len(tenants)} tenants have pinned it, which are as many as may; it is on all workers"
+        raise Mismatch(request.adapter.revision, message, reason="PIN_SHARED")

@@ -293,15 +293,15 @@ async def test_commands_are_taken_from_routers_alone_once_and_by_their_worker(ce
 async def test_pins_are_taken_from_routers_alone_and_their_grants_are_renewed(cell: Cell) -> None:
     await cell.router.pins.pin(AdapterRequest(ADAPTER, "acme"))
     (pin,) = await cell.worker.pins.list()
-    stored = await cell.redis.hget(KEYS.pins, "sha256:c")
+    stored = await cell.redis.hget(KEYS.pins, "sha256:c acme")
     assert isinstance(stored, bytes)
-    await cell.redis.hset(KEYS.pins, "sha256:d", stored)
+    await cell.redis.hset(KEYS.pins, "sha256:c globex", stored)
     assert await cell.worker.pins.list() == [pin]
-    await cell.redis.hdel(KEYS.pins, "sha256:d")
+    await cell.redis.hdel(KEYS.pins, "sha256:c globex")
     await cell.router.pins.renew_grants(lambda: cell.now)  # a router that starts may have another certificate
-    stored = await cell.redis.hget(KEYS.pins, "sha256:c")
+    stored = await cell.redis.hget(KEYS.pins, "sha256:c acme")
     await cell.router.pins.renew_grants(lambda: cell.now)
-    assert await cell.redis.hget(KEYS.pins, "sha256:c") == stored
+    assert await cell.redis.hget(KEYS.pins, "sha256:c acme") == stored
     cell.now += GRANT_S
     await cell.router.pins.renew_grants(lambda: cell.now)
     (renewed,) = await cell.worker.pins.list()

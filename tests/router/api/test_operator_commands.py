@@ -9,7 +9,7 @@ import pytest
 
 from broker.commands import Verb
 from broker.messages import AdapterRef, AdapterRequest
-from router.api.operator_commands import WARMS, AdapterCommands
+from router.api.operator_commands import PIN_TENANTS, WARMS, AdapterCommands
 from router.catalog.manifest import Manifest
 from router.catalog.store_client import ResolvedAdapter
 from rpc.errors import Exhausted, Mismatch
@@ -21,10 +21,10 @@ class Pins:
     """The pins of a queue, in memory."""
 
     def __init__(self) -> None:
-        self.all: dict[str, AdapterRequest] = {}
+        self.all: dict[tuple[str, str], AdapterRequest] = {}
 
     async def pin(self, request: AdapterRequest) -> None:
-        self.all[request.adapter.digest] = request
+        self.all[request.adapter.digest, request.tenant] = request
 
     async def list(self) -> list[AdapterRequest]:
         return list(self.all.values())
@@ -34,7 +34,8 @@ class Store:
     """A store in which every name is an adapter."""
 
     async def resolve(self, tenant: str, name: str) -> ResolvedAdapter:
-        return ResolvedAdapter(AdapterRef(f"{tenant}/{name}", f"sha256:{tenant}-{name}", 1, 1), BASE)
+        owner = "shared" if name == "shared" else tenant
+        return ResolvedAdapter(AdapterRef(f"{owner}/{name}", f"sha256:{owner}-{name}", 1, 1), BASE)
 
 
 def commands_of(slots: int) -> tuple[AdapterCommands, Pins]:
@@ -74,6 +75,17 @@ async def test_a_tenant_pins_no_more_than_it_leaves_to_others() -> None:
     with pytest.raises(Mismatch, match="a has pinned 16 adapters, and 3 more can be pinned") as caught:
         await commands.send(Verb.PIN, "a", "new", "")
     assert caught.value.reason == "SLOTS_SHARED"
+
+
+async def test_the_tenants_that_pin_the_same_bytes_are_bounded() -> None:
+    commands, pins = commands_of(slots=2)
+    for number in range(PIN_TENANTS):
+        await commands.send(Verb.PIN, f"t{number}", "shared", "")
+    with pytest.raises(Mismatch) as caught:
+        await commands.send(Verb.PIN, "one more", "shared", "")
+    assert caught.value.reason == "PIN_SHARED"
+    await commands.send(Verb.PIN, "t0", "shared", "")
+    assert len(pins.all) == PIN_TENANTS
 
 
 async def test_one_slot_can_be_pinned() -> None:

@@ -41,13 +41,26 @@ FETCH_AGAIN_S = 2.0
 
 @dataclass(slots=True, eq=False)
 class _DevicePlacement:
-    """An adapter on its way to the device; `pinned` ones stay there until they are unpinned."""
+    """An adapter on its way to the device; `pinned` ones stay there until they are unpinned.
 
-    request: AdapterRequest
+    Tenants that have pinned the same bytes have a request each, which name the adapter differently.
+    """
+
+    requests: dict[str, AdapterRequest]
     pinned: bool
     disk_pin: DiskPin
     arrived: asyncio.Event = field(default_factory=asyncio.Event)
     task: asyncio.Task[None] | None = None
+
+    @property
+    def request(self) -> AdapterRequest:
+        """Return the request of the tenant that asked last."""
+        return next(reversed(self.requests.values()))
+
+    def take(self, request: AdapterRequest) -> None:
+        """Note a tenant's request, in place of its former one."""
+        self.requests.pop(request.tenant, None)
+        self.requests[request.tenant] = request
 
 
 class OperatorCommands:
@@ -95,12 +108,20 @@ class OperatorCommands:
         return [placement.request.adapter for placement in self._placements.values()]
 
     def forget_tenant(self, tenant: str) -> int:
-        """Undo the commands for adapters of a tenant, and those given for it; returns how many there were."""
-        gone = [one for one in self._placements.values() if concerns_tenant(one.request, tenant)]
-        for placement in gone:
-            self._engine.send(Unpin(placement.request.adapter.digest))
-            self._end(placement)
-        return len(gone)
+        """Undo the commands for adapters of a tenant, and those given for it; returns how many there were.
+
+        An adapter that another tenant has pinned too stays for that one.
+        """
+        removed = 0
+        for placement in tuple(self._placements.values()):
+            stays = {name: one for name, one in placement.requests.items() if not concerns_tenant(one, tenant)}
+            removed += len(placement.requests) - len(stays)
+            if stays:
+                placement.requests = stays
+            else:
+                self._engine.send(Unpin(placement.request.adapter.digest))
+                self._end(placement)
+        return removed
 
     def resident(self, digests: Sequence[str]) -> None:
         """Note which adapters the engine has on its device now."""
@@ -121,12 +142,14 @@ class OperatorCommands:
             return
         before = self._placements.get(ref.digest)
         if before is not None and (before.pinned or not pinned):
-            if pinned:  # of two tenants with the same bytes the last one has the pin, as in Redis
-                before.request = request
+            if pinned:
+                before.take(request)
             return  # the device has it as requested, or will
         if before is not None:
             self._end(before)
-        placement = self._placements[ref.digest] = _DevicePlacement(request, pinned, self._fetcher.disk_pin())
+        placement = self._placements[ref.digest] = _DevicePlacement(
+            {request.tenant: request}, pinned, self._fetcher.disk_pin()
+        )
         work = self._pin(placement) if pinned else self._warm(placement)
         placement.task = asyncio.get_running_loop().create_task(work)
 
@@ -160,8 +183,8 @@ class OperatorCommands:
         if placement.request.adapter.grant:
             with contextlib.suppress(*REDIS_DOWN):
                 for request in await self._queue.pins.list():
-                    if request.adapter == placement.request.adapter:
-                        placement.request = request
+                    if placement.requests.get(request.tenant) == request:  # but for the grant
+                        placement.requests[request.tenant] = request
 
     async def _warm(self, placement: _DevicePlacement) -> None:
         ref = placement.request.adapter

@@ -1,4 +1,4 @@
-"""Operators' commands at a worker: whose pin it is where two tenants have adapters of the same bytes."""
+"""Test operators' commands at a worker where two tenants have pinned adapters of the same bytes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def pin_of(tenant: str) -> AdapterRequest:
     return AdapterRequest(AdapterRef(f"tenants/{tenant}/adapters/a/revisions/sha256:0", "sha256:0", 4, 100), tenant)
 
 
-async def test_a_purge_leaves_a_pin_that_another_tenant_has_by_now() -> None:
+async def test_a_purge_leaves_a_pin_that_another_tenant_has_too() -> None:
     read, never = asyncio.Event(), asyncio.Event()
     told = [Command(Verb.PIN, pin_of("globex"))]
 
@@ -38,8 +38,11 @@ async def test_a_purge_leaves_a_pin_that_another_tenant_has_by_now() -> None:
     commands = OperatorCommands(queue, engine, fetcher, max_rank=8)
     running = asyncio.create_task(commands.run("w", asyncio.Event()))
     await read.wait()
-    assert commands.forget_tenant("acme") == 0
     assert commands.forget_tenant("globex") == 1
+    assert [adapter.revision for adapter in commands.adapters] == [pin_of("acme").adapter.revision]
+    assert commands.forget_tenant("globex") == 0
+    assert commands.forget_tenant("acme") == 1
+    assert not list(commands.adapters)
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
     await commands.close()
