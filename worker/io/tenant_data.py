@@ -1,7 +1,8 @@
 """Removes what a worker has of a tenant: on its disk, in its engine's memory, and adapters that operators have pinned.
 
 An adapter's bytes are kept by their digest, which does not say whose they are. So the store says which digests no
-tenant has any more, and those go.
+tenant has any more, and those go. It does not know weighted sets: one that nobody uses now stays where all its parts
+do, and where another tenant used it last.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ class TenantData:
         gone = await gone_revisions(self._fetcher.channel, self._held())
         removals["adapters on disk"] = await self._fetcher.disk.forget(gone)
         # Adapters that came since the question are kept: the store has just sent them.
-        kept = self._held() - gone | set(_kept_sets(self._used(), gone))
+        kept = self._held() - gone | set(_kept_sets(self._used(), gone)) | self._fetcher.sets.kept(tenant, gone)
         return {**removals, **await self._ask_engine(ForgetTenant(tenant, frozenset(kept)))}
 
     def _used(self) -> list[AdapterRef]:
@@ -78,9 +79,9 @@ class TenantData:
         return [*(job.adapter for job in jobs if job.adapter is not None), *self._commands.adapters]
 
     def _held(self) -> set[str]:
-        """Return the digests of the revisions that are here, or on their way."""
+        """Return the digests of the revisions that are here, or on their way, also in sets that nobody uses now."""
         parts = (part.digest for adapter in self._used() for part in adapter.summands)
-        return {*self._fetcher.disk.digests, *self._results.stats.adapters, *parts}
+        return {*self._fetcher.disk.digests, *self._results.stats.adapters, *parts, *self._fetcher.sets.parts}
 
     def answered(self, message: TenantForgotten) -> None:
         """Take an answer of the engine."""
@@ -128,7 +129,7 @@ async def drop_gone_revisions(fetcher: AdapterFetcher) -> None:
 
 
 def _kept_sets(used: Iterable[AdapterRef], gone: Collection[str]) -> Iterable[str]:
-    """Return the digests of the weighted sets in use of which no part is gone; the store does not know sets."""
+    """Return the digests of the weighted sets in use of which no part is gone."""
     for adapter in used:
         if adapter.parts and not any(part.digest in gone for part in adapter.summands):
             yield adapter.digest

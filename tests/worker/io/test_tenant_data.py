@@ -106,8 +106,12 @@ async def test_an_adapter_that_comes_while_the_store_is_asked_is_kept(tmp_path: 
     engine: Any = SimpleNamespace(send=send)
     usage: Any = SimpleNamespace(report=report)
     data = TenantData(fetcher, engine, results, commands, usage)
+    # Sets that no job uses any more, by their last users and their only parts.
+    for digest, tenant, part in (("idle", "globex", "new"), ("its own", "acme", "new"), ("broken", "globex", "old")):
+        parts = (WeightedRef(AdapterRef(part, part, 4, 1), 1.0),)
+        fetcher.sets.note(AdapterRef(digest, digest, 4, 1, parts), tenant)
     await data.forget("acme")
-    assert kept == [{"slot", "new", "set"}]
+    assert kept == [{"slot", "new", "set", "idle"}]
     await fetcher.close()
     await server.stop(0)
     await disk.close()

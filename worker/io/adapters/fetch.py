@@ -37,6 +37,7 @@ from worker.io.adapters.download import (
     digest_on_disk,
     download,
 )
+from worker.io.adapters.weighted_sets import WeightedSets
 from worker.io.metrics import FetchStats, WorkerMetrics
 
 log = logging.getLogger(__name__)
@@ -81,6 +82,7 @@ class AdapterFetcher:
     ) -> None:
         self._metrics = metrics or WorkerMetrics()
         self.disk = disk
+        self.sets = WeightedSets()
         self._timeouts = timeouts
         self._failure_s = failure_s
         self.channel = LiveChannel(store_address, tls, _OPTIONS)

@@ -80,6 +80,7 @@ class Preparations:
         assert job.adapter is not None
         local.enter(LocalJobState.FETCHING_ADAPTER)
         local.pin = self._fetcher.disk_pin()
+        self._fetcher.sets.note(job.adapter, job.tenant)
         retry_s = BEGUN_FETCH_S if any(job.emitted.values()) else 0.0
         try:
             local.source = await fetch_source(local.pin, job.adapter, job.tenant, retry_s=retry_s)
