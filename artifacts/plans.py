@@ -61,9 +61,9 @@ class Plan:
     answers_per_request: int | None = None
     # Priority that a request's own is lowered to.
     priority_ceiling: int | None = None
-    # Maximum share of a model's queue that the tenant's waiting jobs may take, from above 0 to 1.
+    # Maximum share of a model's queue that waiting jobs of the tenant, or of the key, may take, from above 0 to 1.
     queue_share: float | None = None
-    # Twice the weight gets twice the service while tenants wait.
+    # Twice the weight gets twice the service while tenants wait; of a key, among the keys of its tenant.
     weight: float | None = None
     # At the adapter store: adapters, bytes of the files of revisions, and uploads at the same time. A key's are those
     # that came with it.
@@ -76,8 +76,8 @@ UNLIMITED = Plan()
 FIELDS = tuple(field.name for field in fields(Plan))
 # Fields that are shares or weights: numbers that need not be whole.
 REAL_FIELDS = frozenset({"queue_share", "weight"})
-# Fields that keys have not: their tenant waits.
-TENANT_FIELDS = REAL_FIELDS
+# Minimum and maximum weight of a key: turns of its jobs, in tokens over the weight, are whole numbers of 14 digits.
+KEY_WEIGHTS = (0.001, 1_000.0)
 Plans = Mapping[str, Plan]
 
 
@@ -91,8 +91,6 @@ def make_plan(name: str, values: Mapping[str, Any]) -> Plan:
     for field, value in values.items():
         if field not in FIELDS:
             raise PlanFieldError(field, f"not a field of a plan ({', '.join(sorted(FIELDS))})")
-        if name.startswith("keys/") and field in TENANT_FIELDS:
-            raise PlanFieldError(field, "keys have no such limit; set it in their tenant's plan")
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise PlanFieldError(field, f"{value!r} is not a number")
         if field == "queue_share":
@@ -101,6 +99,9 @@ def make_plan(name: str, values: Mapping[str, Any]) -> Plan:
         elif field == "weight":
             if not 0 < value < math.inf:
                 raise PlanFieldError(field, f"{value} is not above 0")
+            least_weight, most_weight = KEY_WEIGHTS
+            if name.startswith("keys/") and not least_weight <= value <= most_weight:
+                raise PlanFieldError(field, f"{value} is not from {least_weight:g} to {most_weight:g}, for a key")
         else:
             least = _LEAST_PRIORITY if field == "priority_ceiling" else 0
             if not isinstance(value, int) or not least <= value <= _MOST:

@@ -3,7 +3,10 @@
 key                          type    content
 lp:{MODEL/CELL}:waiting      zset    ids of the waiting jobs, by deadline
 lp:{MODEL/CELL}:again        zset    jobs that have begun among them, redispatched or resumed, by arrival
-lp:{MODEL/CELL}:queue:TENANT zset    the other jobs of a tenant, in the order of claims: priority, deadline, arrival
+lp:{MODEL/CELL}:queue:TENANT zset    the other jobs of a tenant, in the order of claims: priority, deadline, arrival;
+                                     or priority, turn, arrival (broker/lua/include/key_turns.lua)
+lp:{MODEL/CELL}:queue:TENANT/keys
+                             hash    jobs and bytes that wait of the tenant's API keys, and their turns
 lp:{MODEL/CELL}:uses         zset    tenants by their use of the queue at their last enqueue; it may have become less
 lp:{MODEL/CELL}:job:ID       hash    a waiting job: body, attempt, and the facts that a claim needs; a displaced one
                                      has a mark instead, and expires

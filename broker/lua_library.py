@@ -64,8 +64,9 @@ def _block(name: str, text: str) -> str:
             body.append(item)
     first_parts, last = _parts(body, {name for item in declared for name in _declared_names(item)})
     parts = [f"local function part_{number}()\n{part}\nend" for number, part in enumerate(first_parts)]
-    calls = "\n".join(f"part_{number}()" for number in range(len(parts)))
-    call = f"local function call(keys, arguments)\nKEYS, ARGV = keys, arguments\n{calls}\n{last}\nend"
+    returns = "if answer ~= nil then return answer end"
+    calls = "".join(f"local answer = part_{number}()\n{returns}\n" for number in range(len(parts)))
+    call = f"local function call(keys, arguments)\nKEYS, ARGV = keys, arguments\n{calls}{last}\nend"
     registered = [_registered(name, "'allow-oom'")]
     if not text.startswith(_ALLOW_OOM):
         registered = [_registered(name), _registered(name + "_when_full", "'allow-oom'")]
@@ -92,7 +93,7 @@ def _declared_names(item: str) -> list[str]:
 
 
 def _parts(body: Sequence[str], declared: set[str]) -> tuple[list[str], str]:
-    """Divide the statements, so that no part uses more than _UPVALUES; all but the last part return nothing."""
+    """Divide the statements, so that no part uses more than _UPVALUES; one that returns an answer ends the script."""
     if len(declared) <= _UPVALUES:
         return [], "\n".join(body)
     parts: list[list[str]] = [[]]

@@ -44,11 +44,12 @@ _WHEN_FULL = 3 + len(fields(QueueLimits))
 
 
 class QueueFullError(Exception):
-    """A limit of the queue, or Redis's memory, is reached; `tenant` is empty unless the limit is this tenant's."""
+    """A limit of the queue, or Redis's memory, is reached; the limit is this tenant's or API key's, or of all."""
 
-    def __init__(self, message: str, tenant: str = "") -> None:
+    def __init__(self, message: str, tenant: str = "", key: str = "") -> None:
         super().__init__(message)
         self.tenant = tenant
+        self.key = key
 
 
 class UnreservedError(Exception):
@@ -109,7 +110,7 @@ class JobQueue:
         begun, QueueFullError or DeadlineUnattainableError; UnreservedError where the ledger does not grant `reserve`.
         """
         placement = placement or Placement()
-        entry, limits = entry or self.make_entry(job, placement), self._limits.for_share(placement.queue_share)
+        entry, limits = entry or self.make_entry(job, placement), self._limits.for_placement(placement)
         arguments = [
             self.keys.prefix,
             job.job_id,
@@ -208,8 +209,11 @@ class JobQueue:
         return int(await self._redis.zcard(self.keys.waiting))
 
 
-def _full(limit: str, tenant: str, limits: QueueLimits) -> QueueFullError:
+def _full(limit: str, owner: str, limits: QueueLimits) -> QueueFullError:
     if limit == "begun_bytes_when_full":
         return QueueFullError(f"Redis is out of memory, and {BEGUN_BYTES_WHEN_FULL} bytes of jobs that have begun wait")
-    unit = limit.rpartition("_")[2]
-    return QueueFullError(f"{getattr(limits, limit)} {unit} may wait{f' of {tenant}' if tenant else ''}", tenant)
+    whose, _, unit = limit.rpartition("_")
+    may_wait = f"{getattr(limits, limit)} {unit} may wait"
+    if whose == "key":
+        return QueueFullError(f"{may_wait} of API key {owner}", key=owner)
+    return QueueFullError(f"{may_wait} of {owner}" if owner else may_wait, owner)

@@ -35,6 +35,9 @@ class Entry:
     prefer: str
     # The relay address of the router that owns the job.
     router: str
+    # The API key of the call, and its weight; see KeyTerms.
+    key: str
+    key_weight: float
     # The encoded AdapterRequest; empty without an adapter.
     wanted: bytes
     body: bytes
@@ -59,6 +62,8 @@ class Entry:
             load=placement.load_tokens,
             prefer="\n".join(placement.prefer),
             router=job.reply_to,
+            key=placement.key.key,
+            key_weight=placement.key.weight,
             wanted=encode_adapter_request(AdapterRequest(job.adapter, job.tenant)) if job.adapter else b"",
             body=seal(encode_job(replace(job, weight=placement.weight))),
         )

@@ -138,9 +138,13 @@ STREAM_RETRY_MS = 1_000
 ACCOUNT_MS = 3_000_000_000
 
 PRIORITY_LIMIT = 100
-# Bytes that stand before the id in a member of a tenant's queue, and the first of these that give the arrival.
+# Bytes that stand before the id in a member of a tenant's queue, and the first of these that give deadline or turn, and
+# the arrival.
 PLACE_BYTES = 35
+TURN_BYTE = 4
 ARRIVAL_BYTE = 19
+# Maximum turn of a job, in tokens over a weight: it has 14 digits in a place.
+TURNS_LIMIT = 10**14 - 1
 # Rows of a job that runs alone: more than any worker has, which means all rows of one worker; and by how many places
 # it goes before other redispatched jobs.
 ALL_ROWS = 1 << 16
@@ -149,7 +153,7 @@ WHOLE_WORKERS_FIRST = 1 << 50
 
 @dataclass(frozen=True, slots=True)
 class QueueLimits:
-    """Maximum number and bytes of the jobs that wait in a cell: of all tenants, and of one.
+    """Maximum number and bytes of the jobs that wait in a cell: of all tenants, of one, and of one API key.
 
     Jobs that have begun are never refused. When the limit of all tenants is reached, a tenant with a lower use of the
     queue displaces the last job of the tenant with the highest.
@@ -159,13 +163,23 @@ class QueueLimits:
     bytes: int = 1 << 30
     tenant_jobs: int = 5_000
     tenant_bytes: int = 1 << 28
+    # Of the newcomers of a key whose plan says something of the queue.
+    key_jobs: int = 1 << 50
+    key_bytes: int = 1 << 50
 
-    def for_share(self, share: float) -> QueueLimits:
-        """Return the limits for a tenant whose waiting jobs may take this share of the queue, at least one job."""
-        if share >= 1:
-            return self
-        jobs, size = max(1, int(share * self.jobs)), int(share * self.bytes)
-        return replace(self, tenant_jobs=min(self.tenant_jobs, jobs), tenant_bytes=min(self.tenant_bytes, size))
+    def for_placement(self, placement: Placement) -> QueueLimits:
+        """Return the limits for a job whose tenant and key may take shares of the queue, at least one job."""
+        limits = self
+        if placement.queue_share < 1:
+            jobs, size = self._share(placement.queue_share)
+            limits = replace(self, tenant_jobs=min(self.tenant_jobs, jobs), tenant_bytes=min(self.tenant_bytes, size))
+        if placement.key.queue_share < 1:
+            jobs, size = self._share(placement.key.queue_share)
+            limits = replace(limits, key_jobs=jobs, key_bytes=size)
+        return limits
+
+    def _share(self, share: float) -> tuple[int, int]:
+        return max(1, int(share * self.jobs)), int(share * self.bytes)
 
 
 class QueueState(IntEnum):
@@ -176,6 +190,21 @@ class QueueState(IntEnum):
     WAITS = 1
     # Removed from a full queue for a job of a tenant that uses less of it.
     DISPLACED = 2
+
+
+@dataclass(frozen=True, slots=True)
+class KeyTerms:
+    """The terms on which the jobs of calls with one API key wait, beside those of their tenant."""
+
+    # Empty for a call without a key, and with one whose plan says nothing of the queue.
+    key: str = ""
+    # The key's share among the keys of its tenant; 0: it has none, and shares a weight of 1 with all such calls.
+    weight: float = 0.0
+    # Maximum share of the queue that waiting jobs of the key may take.
+    queue_share: float = 1.0
+
+
+NO_KEY = KeyTerms()
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,6 +219,7 @@ class Placement:
     load_tokens: float = 0.0
     # Maximum share of the queue that waiting jobs of the tenant may take, beside the limits of every tenant.
     queue_share: float = 1.0
+    key: KeyTerms = NO_KEY
 
 
 @dataclass(frozen=True, slots=True)

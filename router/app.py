@@ -39,7 +39,7 @@ from router.purge.router_data import RouterData
 from router.quotas.plan_copy import PlanCopy
 from router.quotas.plans import Plans
 from router.quotas.quotas import Quotas
-from router.quotas.usage import UsageLog
+from router.quotas.usage import UsageLog, calling_key
 from router.seals import renew_pins, resume_keys_of, seals_of
 from router.servers import add_services, make_servers
 from router.settings import Settings, read_weights
@@ -164,6 +164,7 @@ def _dispatcher(
         plans.weights_over(read_weights(settings.tenant_weights)),
         settings.adapter_mib_tokens,
         plans.queue_share_of,
+        lambda: plans.key_terms(calling_key()),
     )
     return Dispatcher(models.queue_of, placer.place, metrics, links=reach.links, why_unservable=models.why_unservable)
 

@@ -118,7 +118,7 @@ class JobLooks:
             self.work += job.work
             self.taken.append(job_id)
             charge(job, loads=entry.adapter not in self._resident)
-            self._waiting.forget(job_id)
+            self._waiting.forget(job_id, claimed=True)
             return True
         self.saturated = True
         if entry.wanted:
@@ -170,7 +170,7 @@ class JobLooks:
         held_ms = self._held_for_ms(job, entry)
         if held_ms > 0:
             self.hold_ms = min(self.hold_ms or held_ms, held_ms)
-            self.seen_before_held = min(self.seen_before_held, job.place[2] - 1)
+            self.seen_before_held = min(self.seen_before_held, job.arrival - 1)
         return held_ms <= 0
 
     def _held_for_ms(self, job: WaitingJob, entry: Entry) -> int:

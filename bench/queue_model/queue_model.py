@@ -8,11 +8,11 @@ from __future__ import annotations
 import math
 from collections import Counter, deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from bench.queue_model.charges import Charges
 from bench.queue_model.claim_rate import ClaimRate
 from bench.queue_model.claim_scan import ClaimScan
+from bench.queue_model.decisions import ClaimDecision, Refusal
 from bench.queue_model.job_looks import ScanArguments
 from bench.queue_model.live_routers import LiveRouters
 from bench.queue_model.quarantine import QuarantineModel
@@ -26,33 +26,6 @@ from broker.terms import Placement, QueueLimits, QueueState, UsageReport
 
 # A claim that looks at all jobs that it may.
 CLAIM_ALL = ClaimPlan(seen=0, news_only=False, scans=terms.SCANS_PER_CLAIM)
-
-
-@dataclass(frozen=True, slots=True)
-class Refusal:
-    """A refusal of a job: the field of QueueLimits that is reached, `late` with the wait before its turn, or
-    `quarantined` with the time that is left.
-    """
-
-    why: str
-    wait_ms: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class ClaimDecision:
-    """A claim's answer: see `broker.terms.Claimed`."""
-
-    job_ids: tuple[str, ...]
-    waiting: int
-    adapter_requests: tuple[bytes, ...]
-    hold_ms: int
-    unlinked: tuple[str, ...]
-    crowded: bool = False
-    # Number of jobs looked at; of a claim that took none also the number of the last arrival that needs no second look.
-    looks: int = 0
-    seen: int = 0
-    # The last of the jobs, where it must begin apart from other tenants' jobs.
-    apart: str | None = None
 
 
 class QueueModel:
@@ -98,13 +71,14 @@ class QueueModel:
         self._arrivals += 1
         self._news.append(job.job_id)
         deadline = now_ms + job.deadline_ms if job.deadline_ms else math.inf
-        arrived = WaitingJob(job.job_id, entry, (-entry.priority, deadline, self._arrivals), now_ms, deadline)
+        arrived = WaitingJob(job.job_id, entry, self._arrivals, now_ms, deadline)
         if job.attempt > 1 or (entry.resumed and self._may_lead(arrived, now_ms)):
-            # Jobs that need a whole worker go first.
-            order = -1 if entry.rows >= terms.ALL_ROWS else 0
-            arrived.place, arrived.has_begun = (order, 0.0, self._arrivals), True
-        elif refusal := self._refusal_of_newcomer(arrived, self._limits.for_share(placement.queue_share), now_ms):
-            return refusal
+            arrived.has_begun = True
+        else:
+            arrived.turn = self.waiting.keys.next_turn(entry, is_first=not self.waiting.queue(entry.tenant))
+            limits = self._limits.for_placement(placement)
+            if refusal := self._refusal_of_newcomer(arrived, limits, now_ms):
+                return refusal
         self.waiting.insert(arrived)
         return None
 
@@ -129,6 +103,12 @@ class QueueModel:
             return Refusal("tenant_jobs")
         if waiting.tenant_bytes(entry.tenant) + len(entry.body) > limits.tenant_bytes:
             return Refusal("tenant_bytes")
+        if entry.key:
+            key_jobs, key_bytes = waiting.keys.waiting_of(entry)
+            if key_jobs >= limits.key_jobs:
+                return Refusal("key_jobs")
+            if key_bytes + len(entry.body) > limits.key_bytes:
+                return Refusal("key_bytes")
         if math.isfinite(job.deadline_ms):
             wait_ms = self._wait_before_turn_ms(job, now_ms)
             if wait_ms > terms.DEADLINE_DOUBT * (job.deadline_ms - now_ms):

@@ -8,13 +8,14 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from bench.queue_model.key_turns import KeyTurns
 from bench.queue_model.tenant_counters import TenantCounters
 from broker import terms
 from broker.queue_entry import Entry
 from broker.terms import QueueLimits
 
-# Negated priority, deadline, arrival.
-Place = tuple[int, float, int]
+# Negated priority, whether the job has a turn, turn or deadline, arrival.
+Place = tuple[int, bool, float, int]
 
 
 @dataclass(slots=True, eq=False)
@@ -23,7 +24,8 @@ class WaitingJob:
 
     job_id: str
     entry: Entry
-    place: Place
+    # The number of its arrival.
+    arrival: int
     queued_ms: int
     deadline_ms: float
     # The worker that is reserved for the job.
@@ -31,6 +33,17 @@ class WaitingJob:
     reserved_until_ms: int = 0
     # Whether the answer has begun: the job goes before newcomers.
     has_begun: bool = False
+    # The turn among the API keys of its tenant; None: it has none.
+    turn: float | None = None
+
+    @property
+    def place(self) -> Place:
+        """Return the place in its queue."""
+        if self.has_begun:  # jobs that need a whole worker go first
+            return (-1 if self.entry.rows >= terms.ALL_ROWS else 0, False, 0.0, self.arrival)
+        if self.turn is None:
+            return -self.entry.priority, False, self.deadline_ms, self.arrival
+        return -self.entry.priority, True, math.floor(self.turn), self.arrival
 
     @property
     def work(self) -> int:
@@ -44,6 +57,7 @@ class WaitingJobs:
 
     def __init__(self) -> None:
         self.counters = TenantCounters()
+        self.keys = KeyTurns()
         # Bytes of the newcomers; of each tenant's newcomers, and of its jobs that have begun.
         self.newcomers_bytes = 0
         self.redispatched: list[tuple[Place, str]] = []
@@ -129,13 +143,20 @@ class WaitingJobs:
             insort(self.redispatched, (job.place, job.job_id))
         else:
             insort(self._queues.setdefault(tenant, []), (job.place, job.job_id))
+            self.keys.add(job.entry, job.work, job.turn)
             if len(self._queues[tenant]) == 1:
                 self._weights[tenant] = job.entry.weight
                 self.counters.activate(tenant)
 
-    def forget(self, job_id: str) -> None:
+    def forget(self, job_id: str, *, claimed: bool = False) -> None:
         """Delete a waiting job."""
         job = self._jobs.pop(job_id)
+        if not job.has_begun:
+            self.keys.remove(job.entry)
+            if claimed:
+                self.keys.note_claim(job.entry, job.turn)
+            else:
+                self.keys.give_back(job.entry, job.work, job.turn)
         tenant = job.entry.tenant
         self._count(job, -1)
         if job.deadline_ms < math.inf:
@@ -145,6 +166,7 @@ class WaitingJobs:
         if not job.has_begun and not queue:
             del self._queues[tenant]
             self.counters.deactivate(tenant)
+            self.keys.forget(tenant)
 
     def forget_tenant(self, tenant: str) -> int:
         """Delete a tenant's jobs and its counter; returns how many jobs there were."""

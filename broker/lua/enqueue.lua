@@ -1,8 +1,8 @@
 #!lua
 -- Put a job into the queue. Answers {'queued'}, {'known'} for an attempt that is not newer than the one that waits, or
--- for a refused newcomer {'full', limit, tenant} or {'late', wait in ms}. A job that has begun is refused by a full Redis
--- alone, beyond a limit. For a newcomer or a suspect of a tenant or adapter in quarantine {'quarantined', ms left}.
--- KEYS[2], where it is given, is the reservation of the job's tokens; without one in the ledger {'unreserved'}.
+-- for a refused newcomer {'full', limit, tenant or API key} or {'late', wait in ms}. A job that has begun is refused by a
+-- full Redis alone, beyond a limit. For a newcomer or a suspect of a tenant or adapter in quarantine {'quarantined', ms
+-- left}. KEYS[2], where it is given, is the reservation of the job's tokens; without one in the ledger {'unreserved'}.
 --- @include "quarantine"
 --- @include "suspects"
 --- @include "routers"
@@ -15,12 +15,13 @@
 local id, deadline_ms = ARGV[2], tonumber(ARGV[3])
 -- The limits, and the fields of the entry, in the order of broker/terms.py. max.begun_bytes_when_full: Redis is full.
 local max = {jobs = tonumber(ARGV[4]), bytes = tonumber(ARGV[5]), tenant_jobs = tonumber(ARGV[6]),
-  tenant_bytes = tonumber(ARGV[7]), begun_bytes_when_full = tonumber(ARGV[8])}
-local job = {tenant = ARGV[9], attempt = tonumber(ARGV[10]), resumed = tonumber(ARGV[11]), weight = tonumber(ARGV[12]),
-  priority = tonumber(ARGV[13]), tokens = tonumber(ARGV[14]), prefill = tonumber(ARGV[15]), prompt = tonumber(ARGV[16]),
-  rank = tonumber(ARGV[17]), rows = tonumber(ARGV[18]), strikes = tonumber(ARGV[19]), base = ARGV[20],
-  adapter = ARGV[21], load = tonumber(ARGV[22]), prefer = ARGV[23], router = ARGV[24], wanted = ARGV[25],
-  body = ARGV[26]}
+  tenant_bytes = tonumber(ARGV[7]), key_jobs = tonumber(ARGV[8]), key_bytes = tonumber(ARGV[9]),
+  begun_bytes_when_full = tonumber(ARGV[10])}
+local job = {tenant = ARGV[11], attempt = tonumber(ARGV[12]), resumed = tonumber(ARGV[13]), weight = tonumber(ARGV[14]),
+  priority = tonumber(ARGV[15]), tokens = tonumber(ARGV[16]), prefill = tonumber(ARGV[17]), prompt = tonumber(ARGV[18]),
+  rank = tonumber(ARGV[19]), rows = tonumber(ARGV[20]), strikes = tonumber(ARGV[21]), base = ARGV[22],
+  adapter = ARGV[23], load = tonumber(ARGV[24]), prefer = ARGV[25], router = ARGV[26], key = ARGV[27],
+  key_weight = tonumber(ARGV[28]), wanted = ARGV[29], body = ARGV[30]}
 job.size, job.queued, job.deadline = #job.body, now, deadline_ms > 0 and now + deadline_ms or 0
 job.work = PROMPT_WEIGHT * job.prompt + OUTPUT_WEIGHT * math.max(0, job.tokens - job.prompt)
 local key, queue = PREFIX .. 'job:' .. id, PREFIX .. 'queue:' .. job.tenant
@@ -44,11 +45,49 @@ local function may_lead()
   return lead <= math.max(RESUME_LEAD_WORK, RESUME_LEAD_MS * claim_rate())
 end
 
--- Return the answer that refuses the job where a limit of its tenant is reached.
-local function reached_tenant_limit(tenant_jobs)
+-- Return the answer that refuses the job where a limit of its tenant or of its API key is reached.
+local function reached_limit(tenant_jobs)
   if tenant_jobs >= max.tenant_jobs then return {'full', 'tenant_jobs', job.tenant} end
   local tenant_bytes = totals['of:' .. job.tenant] + totals['begun_of:' .. job.tenant]
   if tenant_bytes + job.size > max.tenant_bytes then return {'full', 'tenant_bytes', job.tenant} end
+  if job.key == '' then return end
+  local kept = hash_fields(keys_of(job.tenant), 'jobs:' .. job.key, 'bytes:' .. job.key)
+  if number_of(kept[1]) >= max.key_jobs then return {'full', 'key_jobs', job.key} end
+  if number_of(kept[2]) + job.size > max.key_bytes then return {'full', 'key_bytes', job.key} end
+end
+
+-- Return the job's turn (see key_turns.lua) in the priority of `begin`, where its place begins, and what is to be kept of
+-- it. Without the highest claimed turn, which was lost, the lowest that waits counts.
+local function next_turn(begin, tenant_jobs)
+  local turn_field, finish_field = turn_fields(begin, job.key, job.key_weight)
+  local kept, lowest = hash_fields(keys_of(job.tenant), turn_field, finish_field), 0
+  if not kept[1] and tenant_jobs > 0 then
+    local before = redis.call('ZLEXCOUNT', queue, '-', '(' .. begin .. ':')
+    local place = redis.call('ZRANGE', queue, before, before)[1] or ''
+    lowest = string.sub(place, 1, TURN_BYTE - 1) == begin and turn_of(place) or 0
+  end
+  local claimed = kept[1] and number_of(kept[1]) or lowest
+  local turn = math.min(math.max(claimed, number_of(kept[2])), TURNS_LIMIT)
+  local finish = turn + turn_length(job.work, job.key_weight)
+  return turn, {turn_field, exact(claimed), finish_field, exact(finish)}
+end
+
+-- Return a newcomer's place, and what is to be kept of its turn, if it has one. Members of equal score are ordered by their
+-- bytes: priority, deadline, arrival, or where a key of the tenant has a weight priority, turn, arrival. Jobs without a
+-- turn, which came before the weight, are before those that have one. PLACE_BYTES stand before the id.
+local function place_of(arrival, tenant_jobs)
+  local begin, rest = string.format('%03d', PRIORITY_LIMIT - job.priority), string.format('%016d:', arrival) .. id
+  local turns_before = totals['turns:' .. job.tenant] > 0
+  if tenant_jobs == 0 and (turns_before or job.key ~= '') then
+    redis.call('DEL', keys_of(job.tenant)) -- of a queue that was lost, or that an older version has emptied
+  end
+  local has_turn = job.key_weight > 0 or turns_before and tenant_jobs > 0
+  if has_turn ~= turns_before then set_total('turns:' .. job.tenant, has_turn and 1 or 0) end
+  if not has_turn then
+    return begin .. string.format('%015d', deadline_ms > 0 and job.deadline or 999999999999999) .. rest
+  end
+  local turn, kept = next_turn(begin, tenant_jobs)
+  return begin .. string.format(':%014d', math.floor(turn)) .. rest, kept
 end
 
 -- Return in how many ms the job's turn comes, at its tenant's share of the claim rate; 0 where nothing tells. Before it
@@ -74,7 +113,7 @@ end
 
 -- Return the answer that refuses a newcomer; nil: it has a place, perhaps that of another job.
 local function refusal_of_newcomer(tenant_jobs)
-  local refusal = reached_tenant_limit(tenant_jobs)
+  local refusal = reached_limit(tenant_jobs)
   if refusal then return refusal end
   local wait_ms = deadline_ms > 0 and wait_before_turn_ms(tenant_jobs, totals['work:' .. job.tenant]) or 0
   if wait_ms > DEADLINE_DOUBT * deadline_ms then return {'late', math.floor(wait_ms)} end
@@ -94,7 +133,7 @@ end
 
 if KEYS[2] and redis.call('EXISTS', KEYS[2]) == 0 then return {'unreserved'} end
 beat_router(job.router)
-local left = job_fields(key, 'attempt', 'displaced')
+local left = hash_fields(key, 'attempt', 'displaced')
 if left[1] and number_of(left[1]) >= job.attempt then return {'known'} end
 if left[1] or left[2] then
   forget_job(id)
@@ -108,34 +147,34 @@ if refused_ms > 0 and not goes_on_in_quarantine(job.attempt, job.prompt, job.pre
   return {'quarantined', refused_ms}
 end
 read_totals('all', 'begun_bytes', 'next_lift', 'of:' .. job.tenant, 'work:' .. job.tenant, 'begun_of:' .. job.tenant,
-  'begun:' .. job.tenant)
+  'begun:' .. job.tenant, 'turns:' .. job.tenant)
 local has_begun = job.attempt > 1 or job.resumed == 1 and may_lead()
 if max.begun_bytes_when_full and (not has_begun or totals.begun_bytes + job.size > max.begun_bytes_when_full) then
   return {'full', 'begun_bytes_when_full', ''}
 end
 local arrival = record_arrival(id)
-local tenant_jobs = 0
+local tenant_jobs, kept_of_turn = 0, nil
 if has_begun then
-  job.place = id
+  job.place, job.key, job.key_weight = id, '', 0
 else
-  -- Members of equal score are ordered by their bytes: priority, deadline, arrival. PLACE_BYTES stand before the id.
-  job.place = string.format('%03d%015d%016d:', PRIORITY_LIMIT - job.priority,
-    deadline_ms > 0 and job.deadline or 999999999999999, arrival) .. id
   tenant_jobs = redis.pcall('ZCARD', queue)
   if type(tenant_jobs) ~= 'number' then
     set_aside_unless('zset', 'queue:' .. job.tenant)
     tenant_jobs = 0
   end
+  job.place, kept_of_turn = place_of(arrival, tenant_jobs)
   local refusal = refusal_of_newcomer(tenant_jobs)
   if refusal then return refusal end
 end
 -- In the order that include/waiting_jobs.lua gives.
 local facts = cmsgpack.pack(job.tenant, job.base, job.adapter, job.prefer, job.router, job.attempt, job.weight,
   job.tokens, job.prefill, job.prompt, job.rank, job.rows, job.load, job.place, job.size, job.work, job.queued,
-  job.deadline)
+  job.deadline, job.key, job.key_weight)
 redis.call('HSET', key, 'body', job.body, 'wanted', job.wanted, 'attempt', job.attempt, 'facts', facts)
 redis.call('ZADD', WAITING, deadline_ms > 0 and job.deadline or '+inf', id)
 count_waiting(job.tenant, job.size, job.work, has_begun)
+if job.key ~= '' then count_of_key(job.tenant, job.key, 1, job.size) end
+if kept_of_turn then redis.call('HSET', keys_of(job.tenant), unpack(kept_of_turn)) end
 if has_begun then
   -- A job that needs a whole worker is before all others: an empty worker does not stay so for long.
   redis.call('ZADD', REDISPATCHED, job.rows >= ALL_ROWS and arrival - WHOLE_WORKERS_FIRST or arrival, id)

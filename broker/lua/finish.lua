@@ -5,7 +5,7 @@
 
 local id, last_attempt = ARGV[2], tonumber(ARGV[3])
 local key = PREFIX .. 'job:' .. id
-local waiting_attempt = job_fields(key, 'attempt')[1]
+local waiting_attempt = hash_fields(key, 'attempt')[1]
 if not waiting_attempt then -- claimed; or displaced, which has left a mark; or the key was lost
   redis.call('DEL', key)
   redis.call('ZREM', WAITING, id)

@@ -17,7 +17,7 @@ for _, place in ipairs(redis.call('ZRANGE', queue, 0, most - 1)) do
 end
 local begun, kept = redis.call('ZRANGE', REDISPATCHED, first, first + most - 1), 0
 for _, id in ipairs(begun) do
-  local is_readable, of = read_packed(checked_facts, job_fields(PREFIX .. 'job:' .. id, 'facts')[1])
+  local is_readable, of = read_packed(checked_facts, hash_fields(PREFIX .. 'job:' .. id, 'facts')[1])
   if is_readable and of == tenant then
     forget_job(id)
     jobs = jobs + 1
@@ -36,7 +36,8 @@ local function is_of_tenant(subject) return subject == tenant or string.sub(subj
 local is_empty = redis.call('EXISTS', queue) == 0
 if is_empty then
   for _, key in ipairs({TENANTS, IDLE, USES}) do records = records + redis.call('ZREM', key, tenant) end
-  for _, total in ipairs({'of:', 'work:', 'weight:'}) do set_total(total .. tenant, 0) end
+  records = records + redis.call('DEL', keys_of(tenant))
+  for _, total in ipairs({'of:', 'work:', 'weight:', 'turns:'}) do set_total(total .. tenant, 0) end
 end
 for _, subject in ipairs(redis.call('ZRANGE', QUARANTINE, 0, -1)) do
   if is_of_tenant(subject) then records = records + redis.call('ZREM', QUARANTINE, subject) end

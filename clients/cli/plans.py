@@ -71,7 +71,7 @@ def set_(
 
     [bold]loraplex plans set tenants/acme tokens_per_day=2000000 concurrent_streams=50[/]
 
-    [bold]loraplex plans set keys/0123456789abcdef adapters=10 adapter_bytes=1000000000[/]
+    [bold]loraplex plans set keys/0123456789abcdef weight=3 queue_share=0.25 adapters=10[/]
     """
     plan = _service(store).run(_set(name, dict(map(_read_limit, limits)))).plan
     if as_json:

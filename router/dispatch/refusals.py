@@ -20,7 +20,7 @@ REFUSALS = (QueueFullError, DeadlineUnattainableError, QuarantinedError)
 def refusal(error: QueueFullError | DeadlineUnattainableError | QuarantinedError, tenant: str) -> CallError:
     """Return the error of a call of this tenant whose job was refused."""
     if isinstance(error, QueueFullError):
-        return queue_full(error.tenant, str(error))
+        return queue_full(error.tenant, str(error), error.key)
     if isinstance(error, QuarantinedError):
         subject, after_s = f"tenants/{tenant}/quarantine", error.left_ms / 1e3
         return Exhausted(subject, str(error), retry_after_s=after_s, reason=QUARANTINED)
@@ -29,8 +29,8 @@ def refusal(error: QueueFullError | DeadlineUnattainableError | QuarantinedError
     return Exhausted("deadline", message, retry_after_s=after_s, reason="DEADLINE_UNATTAINABLE")
 
 
-def queue_full(tenant: str, why: str) -> Exhausted:
-    """Return the error of a job that has no place in the queue; an empty tenant: it is not this tenant's limit."""
-    subject = f"tenants/{tenant}/queue" if tenant else "queue"
+def queue_full(tenant: str, why: str, key: str = "") -> Exhausted:
+    """Return the error of a job that has no place in the queue; without tenant and key: it is not a limit of theirs."""
+    subject = f"tenants/{tenant}/queue" if tenant else f"keys/{key}/quotas/queue_share" if key else "queue"
     after_s = random.uniform(0.5, 1.5) * FULL_RETRY_S
     return Exhausted(subject, f"the queue is full: {why}", retry_after_s=after_s, reason="QUEUE_FULL")

@@ -10,6 +10,7 @@ from pathlib import Path
 from artifacts.plans import DEFAULT, LOOK_S, PLANS_NAMED, UNLIMITED, Plan, PlansFile, plan_name
 from broker.keys import is_key_account, key_account
 from broker.ledger_records import TokenLimits
+from broker.terms import NO_KEY, KeyTerms
 from router.quotas.plan_copy import PlanCopy
 from rpc.errors import Unavailable
 
@@ -86,6 +87,13 @@ class Plans:
     def queue_share_of(self, tenant: str) -> float:
         """Return the share of a queue that a tenant's waiting jobs may take."""
         return self.of(tenant).queue_share or 1.0
+
+    def key_terms(self, key_id: str) -> KeyTerms:
+        """Return what the plan of an API key says of the queue."""
+        plan = self._plans.get(plan_name(key_id=key_id)) if key_id else None
+        if plan is None or (plan.weight is None and plan.queue_share is None):
+            return NO_KEY
+        return KeyTerms(key_id, plan.weight or 0.0, plan.queue_share or 1.0)
 
     async def follow(self) -> None:
         """Look again and again; never returns."""

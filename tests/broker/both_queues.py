@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 
 from redis.asyncio import Redis
 
-from bench.queue_model.queue_model import ClaimDecision, QueueModel
+from bench.queue_model.decisions import ClaimDecision
+from bench.queue_model.queue_model import QueueModel
 from broker.claim_memory import ClaimMemory
 from broker.codec import decode_adapter_request
 from broker.functions import load
@@ -129,9 +130,9 @@ class BothQueues:
         except QuarantinedError as error:
             message, wait_ms = "quarantined", error.left_ms
         if why not in ("", "late", "quarantined"):
-            whose = f" of {job.tenant}" if why.startswith("tenant") else ""
-            unit = why.rpartition("_")[2]
-            assert message == f"{getattr(self.limits, why)} {unit} may wait{whose}"
+            whose, _, unit = why.rpartition("_")
+            owner = {"tenant": f" of {job.tenant}", "key": f" of API key {placement.key.key}"}.get(whose, "")
+            assert message == f"{getattr(self.limits.for_placement(placement), why)} {unit} may wait{owner}"
         else:
             assert (message, wait_ms) == (why, refusal.wait_ms if refusal else 0)
         return why

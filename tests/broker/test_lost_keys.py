@@ -11,7 +11,7 @@ from redis.asyncio import Redis
 from broker.liveness import Liveness
 from broker.messages import AdapterRef
 from broker.queue import JobQueue
-from broker.terms import LOOKS_PER_CHECK, QueueLimits, QueueState, UsageReport
+from broker.terms import LOOKS_PER_CHECK, NO_KEY, KeyTerms, Placement, QueueLimits, QueueState, UsageReport
 from tests.broker.queued_jobs import KEYS, ROOMY, job
 
 TENANTS = ("a", "b", "c")
@@ -40,7 +40,8 @@ class Cluster:
     async def _enqueue(self, name: str) -> None:
         adapter = AdapterRef("r", "sha256:x", 8, 1) if name.endswith("3") else None
         new = job(name, tenant=name[0], attempt=self.waiting[name], adapter=adapter)
-        await self.queue.enqueue(replace(new, deadline_ms=60_000 * name.endswith("5")))
+        key = KeyTerms("k", weight=2.0, queue_share=0.9) if name.endswith(("1", "2", "4")) else NO_KEY
+        await self.queue.enqueue(replace(new, deadline_ms=60_000 * name.endswith("5")), Placement(key=key))
 
     async def look(self) -> None:
         """Dispatch again what is missing."""

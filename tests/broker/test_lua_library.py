@@ -31,7 +31,8 @@ NUMBERS = range(80)
 MANY = "\n".join(
     [
         "#!lua",
-        *(f"local v{n} = ARGV[1] + {n}\nlocal function f{n}() return v{n} end" for n in NUMBERS),
+        *(f"local v{n} = (tonumber(ARGV[1]) or 0) + {n}\nlocal function f{n}() return v{n} end" for n in NUMBERS),
+        "if ARGV[1] == 'early' then return 'early' end",
         "local sum = 0",
         *(f"sum = sum + f{n}()" for n in NUMBERS),
         "return sum",
@@ -50,6 +51,7 @@ async def test_a_script_with_many_variables_is_divided(redis: Redis) -> None:
     many = Function(redis, make_library({"many": MANY}), "many")
     assert await many("key", [1]) == sum(range(1, 81))
     assert await many("key", [0]) == sum(range(80))
+    assert await many("key", ["early"]) == b"early"
 
 
 async def test_versions_have_libraries_side_by_side(redis: Redis) -> None:

@@ -22,7 +22,7 @@ from redis.asyncio import Redis
 from broker import terms
 from broker.connection import connect
 from broker.messages import Capacity, RowToShare
-from broker.terms import Placement, QueueLimits, QueueState, UsageReport
+from broker.terms import NO_KEY, KeyTerms, Placement, QueueLimits, QueueState, UsageReport
 from tests.broker.both_queues import BASE, BothQueues, make_job
 from tests.broker.role_clients import role_clients
 from tests.broker.scripts_clock import CLOCK, scripts_on_test_clock
@@ -32,6 +32,14 @@ WORKERS = ("w1", "w2", "w3")
 ROUTERS = ("r1", "r2")
 ADAPTERS = ("", "", "sha256:x", "sha256:y", "sha256:z")
 WEIGHTS = {"a": 1.0, "b": 3.0, "c": 0.7, "d": 1.0}
+# Terms of API keys, of all tenants alike; many calls have none.
+KEY_TERMS = (
+    *(NO_KEY,) * 4,
+    KeyTerms("k1", weight=3.0),
+    KeyTerms("k2", weight=0.7),
+    KeyTerms("k3", weight=1.5, queue_share=0.1),
+    KeyTerms("k4", queue_share=0.4),
+)
 WALKS = int(os.environ.get("BROKER_WALKS", "8"))
 # Limits of the walks, in turn.
 LIMITS = (
@@ -116,12 +124,15 @@ class Walk(RuleBasedStateMachine):
             resumed=chance.random() < 0.3,
         )
         prefer = chance.choice(((), ("w1",), ("w2", "w1"), ("w3", "w2"))) if adapter else ()
-        refused = self.run(self.both.enqueue(job, Placement(WEIGHTS[tenant], prefer, 20.5)))
+        key = chance.choice(KEY_TERMS)
+        refused = self.run(self.both.enqueue(job, Placement(WEIGHTS[tenant], prefer, 20.5, key=key)))
         self.happened[refused or "queued"] += 1
         self.happened["resumed"] += job.job_id in {job_id for _, job_id in self.both.model.waiting.redispatched}
         self.happened["resumed as a newcomer"] += job.resumed and job.job_id in self._newcomers(tenant)
         if not refused:
             self.waiting[job.job_id] = 1
+            waiting = self.both.model.waiting.find(job.job_id)
+            self.happened["turns"] += waiting is not None and waiting.turn is not None and waiting.turn > 0
         states = self.run(self.both.look_up(*self.waiting.items()))
         for job_id, state in zip(tuple(self.waiting), states, strict=True):
             if state is QueueState.DISPLACED:
@@ -268,5 +279,6 @@ def test_the_scripts_and_their_model_decide_alike(runner: asyncio.Runner, monkey
     print(Walk.happened)
     for event in ("queued", "claimed", "again", "shared", "reported", "held", "ahead", "reserved", "late", "refunded",
                   "dropped", "unlinked", "news", "jobs", "bytes", "tenant_jobs", "tenant_bytes", "displaced", "resumed",
-                  "resumed as a newcomer", "quarantined", "suspects", "apart", "purged"):  # fmt: skip
+                  "resumed as a newcomer", "quarantined", "suspects", "apart", "purged",
+                  "turns", "key_jobs", "key_bytes"):  # fmt: skip
         assert Walk.happened[event], f"no walk has shown {event}"

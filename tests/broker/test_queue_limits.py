@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from redis.asyncio import Redis
 
-from bench.queue_model.queue_model import QueueModel, Refusal
+from bench.queue_model.decisions import Refusal
+from bench.queue_model.queue_model import QueueModel
 from broker.codec import encode_job
 from broker.queue import JobQueue, QueueFullError
 from broker.terms import Placement, QueueLimits

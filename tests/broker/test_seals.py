@@ -173,7 +173,7 @@ async def test_a_job_without_a_seal_is_refused(cell: Cell, body: bytes) -> None:
 
 
 # The header of an array of as many facts: a script packs them one after the other.
-ARRAY_OF_18 = b"\xdc\x00\x12"
+ARRAY_OF_20 = b"\xdc\x00\x14"
 # Facts of a job beside its body, by their index.
 FACTS = {
     "tenant": (0, "globex"),
@@ -193,7 +193,7 @@ async def test_a_job_whose_facts_in_the_queue_differ_is_refused(cell: Cell, fact
     await cell.router.enqueue(job(prompt_ids=(1, 2, 3)))
     packed = await cell.redis.hget(KEYS.job("j"), "facts")
     assert isinstance(packed, bytes)
-    facts = msgspec.msgpack.decode(ARRAY_OF_18 + packed)
+    facts = msgspec.msgpack.decode(ARRAY_OF_20 + packed)
     if fact in FACTS:
         index, value = FACTS[fact]
         facts[index] = value

@@ -14,6 +14,7 @@ from broker.messages import AdapterRef, AdapterRequest, WeightedRef
 from broker.quarantine import Quarantine
 from broker.queue import JobQueue
 from broker.tenant_records import RemovedRecords, TenantRecords
+from broker.terms import KeyTerms, Placement
 from tests.broker.queued_jobs import KEYS, claim, job
 from tests.broker.test_dead import dead_job
 
@@ -43,7 +44,8 @@ async def names_in(redis: Redis) -> list[bytes]:
 async def test_nothing_of_a_tenant_stays_and_everything_of_others(redis: Redis, queue: JobQueue) -> None:
     for tenant in (TENANT, OTHER):
         await queue.enqueue(job(f"{tenant}/new", tenant=tenant, adapter=adapter(tenant), strikes=1))
-        await queue.enqueue(job(f"{tenant}/heavy", tenant=tenant, weight=2.0, strikes=0))
+        key = Placement(2.0, key=KeyTerms("k", 2.0, 0.5))
+        await queue.enqueue(job(f"{tenant}/heavy", tenant=tenant, weight=2.0, strikes=0), key)
         await queue.enqueue(job(f"{tenant}/begun", tenant=tenant, attempt=2, emitted={0: (1,)}))
         await queue.pins.pin(AdapterRequest(adapter(tenant), tenant))
         await DeadLetters(redis, KEYS).push(replace(dead_job(1), tenant=tenant, job_id=tenant))

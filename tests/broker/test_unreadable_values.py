@@ -15,7 +15,7 @@ from broker.liveness import Liveness
 from broker.messages import AdapterRef
 from broker.quarantine import QuarantinedError
 from broker.queue import JobQueue
-from broker.terms import LOOKS_PER_CHECK, QueueLimits, UsageReport
+from broker.terms import LOOKS_PER_CHECK, KeyTerms, Placement, QueueLimits, UsageReport
 from tests.broker.queued_jobs import KEYS, ROOMY, job
 from tests.fuzz.queue_payloads import STATE
 
@@ -65,7 +65,7 @@ async def _fill(redis: Redis) -> None:
         await queue.claim("sha256:0", ROOMY)
     await queue.quarantine.record_death("k", "sha256:k", "k1")
     await queue.enqueue(job("a1", tenant="a", adapter=AdapterRef("r", "sha256:x", 8, 1), deadline_ms=60_000))
-    await queue.enqueue(job("b1", tenant="b", weight=2.0))
+    await queue.enqueue(job("b1", tenant="b", weight=2.0), Placement(key=KeyTerms("k", 2.0, 0.5)))
     await queue.enqueue(job("c1", tenant="c", attempt=2))
     await queue.charge([UsageReport("r1", 1, 1, ended=False)])
 
@@ -78,6 +78,7 @@ async def _others_go_on(redis: Redis, spoilt: str) -> None:
     await liveness.take_census("127.0.0.1:1")
     await queue.quarantine.record_death("k", "sha256:other", "k2")
     await queue.enqueue(job("n1", tenant="n", deadline_ms=60_000))
+    await queue.enqueue(job("b2", tenant="b"), Placement(key=KeyTerms("k", 2.0)))
     await queue.look_up([(name, 1) for name in WAITING for _ in range(LOOKS_PER_CHECK)])
     await queue.stop_waiting()
     await queue.charge([UsageReport("s1", 1, 0, ended=False), UsageReport("r1", 1, 2, ended=False)])
@@ -85,9 +86,9 @@ async def _others_go_on(redis: Redis, spoilt: str) -> None:
     for _ in range(3):
         reports = [UsageReport("r1", 1, 3, ended=False)]
         found |= {taken.job_id for taken in (await queue.claim("sha256:0", ROOMY, reports)).jobs}
-    assert found - {spoilt} == {*WAITING, "n1"} - {spoilt}
+    assert found - {spoilt} == {*WAITING, "n1", "b2"} - {spoilt}
     await queue.enqueue(job("a1", tenant="a", attempt=2))
-    for name in (*WAITING, "n1", "r1", "s1"):
+    for name in (*WAITING, "n1", "b2", "r1", "s1"):
         await queue.finish(name, 3)
     with suppress(QuarantinedError):
         await queue.enqueue(job("k3", tenant="k"))

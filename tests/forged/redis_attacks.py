@@ -21,7 +21,7 @@ from tests.forged.cluster import KEYS, OTHER, TENANT
 from tests.forged.stage import PROMPT, THIEF, TIMEOUT_S, Stage, incarnation_of
 
 # The header of an array: a script packs a job's facts one after the other, without it.
-_FACTS = b"\xdc\x00\x12"
+_FACTS = b"\xdc\x00\x14"
 
 
 async def unsealed_jobs(stage: Stage, tries: int) -> int:

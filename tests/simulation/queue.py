@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from bench.queue_model.queue_model import Refusal
+from bench.queue_model.decisions import Refusal
 from broker.claim_memory import ClaimMemory, ClaimPlan
 from broker.claims import begin_apart
 from broker.codec import decode_adapter_request, decode_job

@@ -46,23 +46,26 @@ local function may_share_row(name, weight, rows, queued)
 end
 
 -- Returns whether the tenant became idle; its `counter` may be known.
-local function take_out(id, ...)
+local function take_out(id, tenant, ...)
   gone_ids[#gone_ids + 1], gone_keys[#gone_keys + 1], is_gone[id] = id, PREFIX .. 'job:' .. id, true
-  return leave_queue(id, ...)
+  local is_idle = leave_queue(id, tenant, ...)
+  if is_idle then gone_keys[#gone_keys + 1] = keys_of(tenant) end
+  return is_idle
 end
 
 -- Take a job, and charge its tenant for the claim; `tenant` is nil outside of a scan of the tenants.
-local function take(id, tenant, name, weight, attempt, prompt, load, place, size, work)
+local function take(id, tenant, name, weight, attempt, prompt, load, place, size, work, key)
   bodies[#bodies + 1] = redis.call('HGET', PREFIX .. 'job:' .. id, 'body') or ''
   claimed_work = claimed_work + work
   local cost = charge_claim(id, name, weight, attempt, prompt, load)
+  if place ~= id then note_turn(name, place) end
   if tenant then
     tenant.counter = tenant.counter + cost
-    local is_idle = take_out(id, name, place, size, work, tenant.counter)
+    local is_idle = take_out(id, name, place, size, work, key, tenant.counter)
     if cost > 0 and not is_idle then redis.call('ZADD', TENANTS, exact(tenant.counter), name) end
   else
     if cost > 0 then charge_tenant(name, cost) end
-    take_out(id, name, place, size, work)
+    take_out(id, name, place, size, work, key)
   end
 end
 
@@ -76,9 +79,9 @@ end
 -- Take a job, pass it over, or drop one that is of no use any more. `line_place` is its member of a tenant's queue.
 local function look(id, tenant, line_place)
   local key = PREFIX .. 'job:' .. id
-  local values = job_fields(key, 'facts', 'reserved', 'reserved_until')
+  local values = hash_fields(key, 'facts', 'reserved', 'reserved_until')
   local is_readable, name, base, adapter, prefer, router, attempt, weight, tokens, prefill, prompt, rank, rows, load,
-    place, size, work, queued, deadline = read_packed(checked_facts, values[1])
+    place, size, work, queued, deadline, of_key, key_weight = read_packed(checked_facts, values[1])
   if not is_readable then
     redis.call('ZREM', WAITING, id)
     if values[1] then redis.call('DEL', key) end -- without facts it may be the mark of one that was displaced
@@ -89,7 +92,9 @@ local function look(id, tenant, line_place)
   -- A job in quarantine is missed by its router, whose next attempt is refused.
   if deadline > 0 and deadline <= now or not owner_lives(router) or any_quarantined
     and quarantined_ms(name, adapter) > 0 and not goes_on_in_quarantine(attempt, prompt, prefill, rows) then
-    take_out(id, name, place, size, work)
+    if not take_out(id, name, place, size, work, of_key) and place ~= id then
+      give_turn_back(name, place, work, of_key, key_weight)
+    end
     return GONE
   end
   is_young_passed = is_young_passed or now - queued < YOUNG_MS
@@ -130,7 +135,7 @@ local function look(id, tenant, line_place)
     if name ~= only_tenant then only_tenant = '' end
     facts_of_bodies[#facts_of_bodies + 1] = cmsgpack.pack({place, name, base, adapter, router, attempt, weight, tokens,
       prefill, prompt, rank, asked_rows})
-    take(id, tenant, name, weight, attempt, prompt, resident[adapter] and 0 or load, place, size, work)
+    take(id, tenant, name, weight, attempt, prompt, resident[adapter] and 0 or load, place, size, work, of_key)
     return TAKEN
   end
   saturated = true

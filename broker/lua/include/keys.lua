@@ -22,6 +22,14 @@ local function number_of(value)
   return number and number - number == 0 and number or 0
 end
 
+-- Return fields of a key. One that is no hash is deleted.
+local function hash_fields(key, ...)
+  local values = redis.pcall('HMGET', key, ...)
+  if not values.err then return values end
+  redis.call('DEL', key)
+  return {}
+end
+
 -- Count one more in a key, from 1 on; from there anew where the key has no count, or one that a place has no digits for.
 local function increment(key)
   local count = redis.pcall('INCR', key)

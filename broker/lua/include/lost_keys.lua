@@ -2,10 +2,18 @@
 --- @include "waiting_jobs"
 --- @include "arrivals"
 
+-- Forget how many jobs of each of a tenant's keys wait: its queue was lost.
+local function forget_counts_of_keys(tenant)
+  hash_fields(keys_of(tenant), 'jobs:')
+  for _, field in ipairs(redis.call('HKEYS', keys_of(tenant))) do
+    if string.match(field, '^jobs:') or string.match(field, '^bytes:') then redis.call('HDEL', keys_of(tenant), field) end
+  end
+end
+
 -- Put a waiting job that has its own key back where other keys have lost it. Returns whether it was missing; nil for one
 -- that cannot be read, which is forgotten.
 local function restore_job(id, facts)
-  local is_readable, tenant, _, _, _, _, _, weight, _, _, _, _, _, _, place, size, work, _, deadline =
+  local is_readable, tenant, _, _, _, _, _, weight, _, _, _, _, _, _, place, size, work, _, deadline, key =
     read_packed(checked_facts, facts)
   if not is_readable then return forget_job(id) end
   redis.call('ZADD', WAITING, 'NX', deadline > 0 and deadline or '+inf', id)
@@ -21,8 +29,11 @@ local function restore_job(id, facts)
     if redis.call('ZCARD', queue) == 1 then
       clear_totals(tenant)
       flush_counts()
+      forget_counts_of_keys(tenant)
     end
     count_waiting(tenant, size, work, false)
+    if key ~= '' then count_of_key(tenant, key, 1, size) end
+    if turn_of(place) then set_total('turns:' .. tenant, 1) end
     record_arrival(id)
   end
   if not redis.call('ZSCORE', TENANTS, tenant) then activate_tenant(tenant, weight) end

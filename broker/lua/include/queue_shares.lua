@@ -26,7 +26,7 @@ local function displace(limit, size, use, max)
     local place = redis.pcall('ZREVRANGE', queue, 0, 0)[1]
     if not place then return end
     local id = string.sub(place, PLACE_BYTES + 1)
-    local facts = job_fields(PREFIX .. 'job:' .. id, 'facts')[1]
+    local facts = hash_fields(PREFIX .. 'job:' .. id, 'facts')[1]
     local is_readable, _, _, _, _, _, _, weight = read_packed(checked_facts, facts)
     if not is_readable then return end
     if totals[bytes] == nil then read_totals(bytes) end

@@ -54,6 +54,7 @@ local function deactivate_tenant(tenant, counter)
   end
   clear_totals(tenant)
   set_total('weight:' .. tenant, 0)
+  set_total('turns:' .. tenant, 0)
 end
 
 -- Add to a tenant's counter; `cost` is in charged tokens over the tenant's weight.

@@ -39,7 +39,10 @@ local function look_at_tenant(tenant)
     if tenant.length then tenant.length = tenant.length - 1 end
     -- A place is left over where a job's own key has been lost, a tenant where its queue has.
     if result == LOST and place then redis.call('ZREM', tenant.queue, place) end
-    if result == LOST and redis.call('EXISTS', tenant.queue) == 0 then deactivate_tenant(tenant.name, tenant.counter) end
+    if result == LOST and redis.call('EXISTS', tenant.queue) == 0 then
+      deactivate_tenant(tenant.name, tenant.counter)
+      gone_keys[#gone_keys + 1] = keys_of(tenant.name)
+    end
   end
   local passes = looks_around and LOOKAHEAD_PER_TENANT or PASSES_PER_TENANT
   if not place or tenant.passed >= passes then return true end

@@ -1,9 +1,9 @@
 -- Totals over the waiting jobs: bytes and work of each tenant's newcomers (of:, work:) and of its jobs that have begun
 -- (begun_of:, begun:), and the bytes of both in all. Work is in charged tokens, as though every answer had its full
--- length. Besides: the weight of each tenant with a queue, unless it is 1 (weight:), and the counter that the next idle
--- tenant is lifted to (next_lift). A script adds its changes up and writes them once, with `flush_counts`. The bytes in
--- all change as the tenants' do, and a tenant without a queue has no newcomers, so that what a lost key has left behind
--- goes with the last of them.
+-- length. Besides: the weight of each tenant with a queue, unless it is 1 (weight:), whether its jobs have
+-- turns (turns:, see key_turns.lua), and the counter that the next idle tenant is lifted to (next_lift). A script adds its
+-- changes up and writes them once, with `flush_counts`. The bytes in all change as the tenants' do, and a tenant without a
+-- queue has no newcomers, so that what a lost key has left behind goes with the last of them.
 --- @include "keys"
 
 local totals, changes, fixed = {}, {}, {}

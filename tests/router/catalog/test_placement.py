@@ -7,7 +7,7 @@ from typing import Any
 
 from broker.messages import AdapterRef, Job, StoppingParams
 from broker.rendezvous import WorkerLoad, preferred
-from broker.terms import Placement
+from broker.terms import KeyTerms, Placement
 from broker.worker_state import WorkerPhase, WorkerState
 from router.catalog.placement import MIB, Placer
 
@@ -27,6 +27,10 @@ def test_a_job_prefers_able_workers_and_pays_for_its_adapter() -> None:
     adapter = AdapterRef("r", "sha256:a", 16, 3 * MIB)
     assert placer.place(replace(JOB, adapter=adapter)) == Placement(2.0, ("free",), 30.0)
     assert placer.place(replace(JOB, tenant="other")) == Placement(1.0)
+    terms = KeyTerms("k1", 2.0, 0.5)
+    keyed = Placer(lambda *_: states, lambda tenant: 1.0, 10.0, calling_key_terms=lambda: terms)
+    assert keyed.place(JOB) == Placement(key=terms)
+    assert keyed.place(replace(JOB, attempt=2)) == Placement(), "no call dispatches later attempts"
     loads = [WorkerLoad(name, 0, 8) for name in ("free", "small", "busy")]
     states[0] = worker("busy", used=0)
     small = replace(JOB, adapter=replace(adapter, rank=8))

@@ -14,7 +14,8 @@ from broker.keys import Keys
 from broker.messages import Capacity, Job, StoppingParams
 from broker.queue import JobQueue
 from broker.scripts import SCRIPTS, Scripts
-from broker.terms import CLAIM_RATE_MIN_MS, Placement, QueueLimits
+from broker.terms import CLAIM_RATE_MIN_MS, KeyTerms, Placement, QueueLimits
+from router.catalog.placement import Placer
 from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.timing import DispatchTiming
 from router.metrics import RouterMetrics
@@ -48,6 +49,25 @@ async def test_a_full_queue_names_whose_it_is_and_spreads_the_retries(redis: Red
             pass
     assert len(delays) == 5
     await dispatcher.drain_tasks()
+
+
+async def test_a_call_beyond_its_key_s_share_of_the_queue_is_told_of_the_key(redis: Redis) -> None:
+    queue, terms = JobQueue(redis, KEYS, limits=QueueLimits(jobs=8)), KeyTerms("0123456789abcdef", queue_share=0.125)
+    placer = Placer(lambda *_: [], lambda _: 1.0, 0.0, calling_key_terms=lambda: terms)
+    dispatcher = Dispatcher(lambda _: queue, placer.place)
+    async with dispatched(dispatcher, JOB):
+        with pytest.raises(Exhausted) as refused:
+            async with dispatched(dispatcher, replace(JOB, job_id="more")):
+                pass
+        terms = KeyTerms()
+        async with dispatched(dispatcher, replace(JOB, job_id="of another key")):
+            pass
+    assert refused.value.subject == "keys/0123456789abcdef/quotas/queue_share"
+    assert str(refused.value) == "the queue is full: 1 jobs may wait of API key 0123456789abcdef"
+    assert refused.value.reason == "QUEUE_FULL"
+    assert refused.value.retry_after_s
+    await dispatcher.drain_tasks()
+    assert not await redis.exists(f"{KEYS.prefix}queue:acme/keys")
 
 
 async def test_a_job_that_another_tenant_displaced_ends_as_if_it_had_been_refused(redis: Redis) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from artifacts.plans import Plan
 from broker.ledger_records import TokenLimits
+from broker.terms import NO_KEY, KeyTerms
 from router.quotas.plans import Plans
 from telemetry.audit.log import AuditCounts, AuditLog
 from telemetry.metrics import Meters
@@ -90,4 +91,13 @@ def test_a_call_must_fit_its_keys_plan_and_its_tenants(path: Path) -> None:
     assert [owner.name for owner in plans.owners("acme", "k2")] == ["tenants/acme"]
     assert plans.limits_of("keys/k1") == TokenLimits(tokens_per_day=1_000)
     assert plans.limits_of("keys/k2") is None
+    assert [plans.key_terms(key) for key in ("k1", "k2", "")] == [NO_KEY] * 3
     assert set(plans.accounts) == {"acme", "globex", "keys/k1"}
+
+
+def test_a_key_may_have_a_share_of_its_tenants_queue_and_a_weight(path: Path) -> None:
+    path.write_text("[keys.k1]\nqueue_share = 0.5\n[keys.k2]\nweight = 3\n[keys.k3]\nweight = 2.5\nqueue_share = 0.1\n")
+    plans = Plans(path)
+    terms = [KeyTerms("k1", 0.0, 0.5), KeyTerms("k2", 3.0, 1.0), KeyTerms("k3", 2.5, 0.1)]
+    assert [plans.key_terms(key) for key in ("k1", "k2", "k3")] == terms
+    assert not plans.has_limits
