@@ -53,6 +53,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         self._admission = admission
         self._scoring = Scoring(generation, admission, models, encoder)
         self._encoding = encoding
+        self._encoder = encoder
         self._models = models
         self._telemetry = telemetry
 
@@ -134,16 +135,20 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
 
     async def Detokenize(self, request: pb.DetokenizeRequest, context: Context) -> pb.DetokenizeResponse:
         """Return the text of ids."""
-        calling_tenant()
+        tenant = calling_tenant()
         model = self._models.get(request.model)
         check_count("token_ids", request.token_ids, model.manifest.context_length)
         if request.token_ids and max(request.token_ids) >= model.manifest.vocab_size:
             raise InvalidField("token_ids", f"an id is beyond the vocabulary of {model.manifest.vocab_size}")
         skip = not request.HasField("skip_special_tokens") or request.skip_special_tokens
-        return pb.DetokenizeResponse(
-            text=model.text.decode(request.token_ids, skip_special_tokens=skip),
-            token_bytes=map(model.text.bytes_of, request.token_ids) if request.token_bytes else (),
-        )
+
+        def detokenize() -> pb.DetokenizeResponse:
+            return pb.DetokenizeResponse(
+                text=model.text.decode(request.token_ids, skip_special_tokens=skip),
+                token_bytes=map(model.text.bytes_of, request.token_ids) if request.token_bytes else (),
+            )
+
+        return await self._encoder.run(tenant, len(request.token_ids), detokenize)
 
     async def ListModels(self, request: pb.ListModelsRequest, context: Context) -> pb.ListModelsResponse:
         """List the base models."""

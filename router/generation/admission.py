@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
+from typing import TypeVar
 
 from broker.messages import AdapterRef, Job, StoppingParams
 from broker.worker_state import WorkerState
@@ -25,6 +28,8 @@ from router.request import Chat, PromptOptions, Request
 from router.text.chat import ChatTemplate
 from router.text.prompt_encoder import PromptEncoder
 from rpc.errors import InvalidField, Unavailable
+
+T = TypeVar("T")
 
 # Tokens of an answer where the client sets no maximum; fewer where the context ends before.
 DEFAULT_MAX_TOKENS = 128
@@ -101,7 +106,13 @@ class Admission:
             return None
         text = self._models.with_digest(job.model, job.base_digest).text
         template = text.chat.with_settings((await self.configs.of(request.tenant, job.adapter)).chat)
-        return chat_format(request.prompt, template, text, job.prompt_ids, job.request_id)
+        make = partial(chat_format, request.prompt, template, text, job.prompt_ids, job.request_id)
+        # Of a message that is continued the whole prompt is read, of others its end.
+        return await self.work_on_prompt(job, make) if request.prompt.continue_final_message else make()
+
+    async def work_on_prompt(self, job: Job, work: Callable[[], T]) -> T:
+        """Return what a work on a job's prompt returns: on a long one it is done in a thread, at its tenant's turn."""
+        return await self._encoder.run(job.tenant, len(job.prompt_ids), work)
 
     async def _prompt(
         self, request: Request, model: ServedModel, adapter: AdapterRef | None

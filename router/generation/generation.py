@@ -110,7 +110,8 @@ class Generation:
             job = run.routed.job
             text = self._models.with_digest(job.model, job.base_digest).text
             received = resumption.received if resumption else None
-            answer = Answer(request, text, run.routed, received, run.chat_format)
+            make_answer = partial(Answer, request, text, run.routed, received, run.chat_format)
+            answer = await self._admission.work_on_prompt(job, make_answer) if request.echo else make_answer()
             if run.grant is not None:
                 run.grant.delivered = lambda: answer.completion_tokens
             started = False

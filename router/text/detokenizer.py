@@ -23,6 +23,8 @@ CUT = "\N{REPLACEMENT CHARACTER}"
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 # Number of bytes at the end of a text that decide whether its last character is cut.
 _CHARACTER_BYTES = 4
+# Maximum number of ids at a prompt's end that are looked at for these bytes: all others may be skipped, or no tokens.
+_TAIL_IDS = 256
 _decoder = codecs.getincrementaldecoder("utf-8")
 
 
@@ -76,11 +78,13 @@ class Detokenizer:
 
     def decode(self, ids: Iterable[int], *, skip_special_tokens: bool, whole: bool = True) -> str:
         """Return the text of ids; unless `whole`, without a character that is cut at the end."""
-        parts, first = [], True
-        for token_id in ids:
-            if not (skip_special_tokens and token_id in self.special):
-                parts.append(self.bytes_of(token_id, first=True) if first else self.inner[token_id])
-                first = first and not self.has(token_id)
+        special = self.special if skip_special_tokens else frozenset[int]()
+        shown, parts = (token_id for token_id in ids if token_id not in special), []
+        for token_id in shown:
+            parts.append(self.bytes_of(token_id, first=True))
+            if self.has(token_id):
+                break
+        parts.extend(map(self.inner.__getitem__, shown))
         return _decoder("replace").decode(b"".join(parts), whole)
 
     def stream(self, prompt_ids: Sequence[int], *, skipped: frozenset[int], echo: bool) -> TokenStream:
@@ -90,7 +94,7 @@ class Detokenizer:
         """
         tail = b""
         first = True
-        for token_id in reversed(prompt_ids):
+        for token_id in reversed(prompt_ids[-_TAIL_IDS:]):
             if token_id not in skipped and self.has(token_id):
                 first = False
                 tail = self.inner[token_id] + tail

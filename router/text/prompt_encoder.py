@@ -28,6 +28,8 @@ T = TypeVar("T")
 
 # Maximum length in characters of a text that is tokenized on the event loop, in about half a millisecond.
 SHORT_CHARACTERS = 2_000
+# Maximum number of ids whose text is made on the event loop, in a millisecond, or some ten where all are new.
+SHORT_IDS = 1_000
 # Maximum characters of a rendered chat where the model's longest token allows more: four times a message's bytes.
 RENDERED_CHARACTERS = 1 << 24
 # Number of threads for long prompts: half of the cores, since workers and Redis may share the machine.
@@ -121,6 +123,10 @@ class PromptEncoder:
             raise InvalidField(field, error.message, reason=error.reason) from None
         except TooManyTokensError as error:
             raise _too_long(field, f"{error.tokens} tokens", context) from None
+
+    async def run(self, tenant: str, ids: int, work: Callable[[], T]) -> T:
+        """Return what a work on so many ids returns: on many it is done in a thread, at the tenant's turn."""
+        return work() if ids <= SHORT_IDS else await self._in_turn(tenant, work)
 
     async def _in_turn(self, tenant: str, work: Callable[[], T]) -> T:
         loop = asyncio.get_running_loop()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+import threading
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import replace
 from types import SimpleNamespace
@@ -53,6 +54,9 @@ class Admission:
 
     async def chat_format(self, request: Request, job: Job) -> None:
         return None
+
+    async def work_on_prompt(self, job: Job, work: Callable[[], Any]) -> Any:
+        return await asyncio.to_thread(work)
 
 
 @pytest.fixture
@@ -253,6 +257,25 @@ async def test_a_client_that_has_all_tokens_gets_no_more_of_them_from_an_older_c
     await call(generation, resumption=Resumption(CLAIMS, {0: Received(finished=True)}))
     assert isinstance(await error_of(older), Aborted)
     assert dispatcher.jobs == ()
+
+
+async def test_the_text_of_a_prompt_is_not_made_on_the_loop(
+    generation: Generation, dispatcher: Dispatcher, queue: JobQueue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made_in: list[threading.Thread] = []
+    decode = HashText.decode
+
+    def noted(text: HashText, *ids: Any, **options: Any) -> str:
+        made_in.append(threading.current_thread())
+        return decode(text, *ids, **options)
+
+    monkeypatch.setattr(HashText, "decode", noted)
+    echoed = call(generation, replace(REQUEST, echo=True))
+    await claim(queue)
+    make(dispatcher, "j1", 0, 5, finish=WorkerFinish.END)
+    assert await echoed == [5]
+    assert made_in
+    assert threading.main_thread() not in made_in
 
 
 async def test_a_drain_ends_every_call(

@@ -68,3 +68,10 @@ def test_a_tokenizer_without_decoder_is_read_as_the_library_reads_it() -> None:
     tokenizer = Tokenizer(models.WordLevel(vocab={"a": 0, "b": 1, "?": 2}, unk_token="?"))
     text = TokenizerText({"tokenizer.json": tokenizer.to_str().encode()})
     assert text.decode([0, 1, 2, 0], skip_special_tokens=True) == tokenizer.decode([0, 1, 2, 0]) == "a b ? a"
+
+
+def test_a_prompt_of_ids_without_text_is_not_read_to_its_beginning(monkeypatch: pytest.MonkeyPatch) -> None:
+    text, looked = TokenizerText(files_of(KINDS[0])), list[int]()
+    monkeypatch.setattr(text._detokenizer, "has", lambda token_id: looked.append(token_id) is not None)
+    text.stream(range(10**6, 10**6 + 100_000), skip_special_tokens=True)
+    assert len(looked) <= 256

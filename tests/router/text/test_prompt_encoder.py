@@ -10,7 +10,7 @@ import pytest
 
 from router.request import Chat, ChatMessage
 from router.text.chat import ChatTemplate
-from router.text.prompt_encoder import SHORT_CHARACTERS, PromptEncoder
+from router.text.prompt_encoder import SHORT_CHARACTERS, SHORT_IDS, PromptEncoder
 from router.text.tokenizer import HashText
 from rpc.errors import InvalidField
 
@@ -100,3 +100,9 @@ async def test_a_caller_that_leaves_does_not_free_the_thread_that_works_for_it(t
     assert text.begun == [LONG]
     text.go.set()
     assert await staying == len(LONG) + 1
+
+
+async def test_work_on_many_ids_takes_a_turn_and_on_few_none() -> None:
+    encoder = PromptEncoder(1)
+    assert await encoder.run("acme", SHORT_IDS, threading.current_thread) is threading.current_thread()
+    assert await encoder.run("acme", SHORT_IDS + 1, threading.current_thread) is not threading.current_thread()
