@@ -30,7 +30,7 @@ from rpc.identity.principal import Principal
 from rpc.identity.tls import TlsFiles
 from rpc.metrics import CallMeter
 from rpc.server import Server, channel_options
-from rpc.unread_messages import UNREAD_S
+from rpc.stalled_calls import STALL_S
 
 if TYPE_CHECKING:
     from broker.seals import Seals
@@ -84,11 +84,11 @@ def _server(settings: Settings, telemetry: RequestTelemetry, auditor: Auditor, g
     if port is Port.OPERATORS:
         return Server(guard, outer=[meter], interceptors=[auditor])
     open_calls = OpenCalls(settings.open_calls_limit, settings.open_bytes_limit, telemetry.refused)
-    # Streams of one connection: its client keeps further ones to itself. More than the limit, so that they are refused.
-    streams = ("grpc.max_concurrent_streams", 2 * settings.open_calls_limit)
+    # Of one connection: more than the limit, so that they are refused by it.
+    calls = 2 * settings.open_calls_limit
     unnamed = [UnnamedCallers(settings.engine_tenant)] if settings.engine_protocol else []
     inner = [*unnamed, open_calls, auditor]
-    options = [*channel_options(), streams]
+    options = [*channel_options(), ("grpc.max_concurrent_streams", calls)]
     # A client that was dropped because it does not read gets at least as long again to read why.
-    unread_s = max(UNREAD_S, 2 * settings.client_stall_s)
-    return Server(guard, outer=[meter], interceptors=inner, options=options, unread_s=unread_s)
+    stall_s = max(STALL_S, 2 * settings.client_stall_s)
+    return Server(guard, outer=[meter], interceptors=inner, options=options, calls=calls, stall_s=stall_s)

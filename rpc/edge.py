@@ -11,8 +11,10 @@ from typing import Any
 # Maximum number of connections, where the process may open as many files; and maximum of files that it asks for.
 _CONNECTIONS = 10_000
 _FILES = 65_536
-# Maximum number of calls of one connection at a time: its client keeps further ones to itself. Routers have many.
-_STREAMS = 1_024
+# Maximum number of calls of one connection at a time, and of its streams. gRPC ends calls beyond the latter without a
+# reason, so that it is larger, for bursts. A stream of which nothing is served yet takes some 20 kB.
+CALLS = 1_024
+_STREAMS = 4 * CALLS
 # Timeout in ms for a new connection's handshake, and time in ms after which one without a call is closed.
 _HANDSHAKE_MS = 10_000
 _IDLE_MS = 3_600_000

@@ -14,12 +14,13 @@ from typing import Any, TypeVar
 import grpc
 from grpc_health.v1 import health, health_pb2_grpc
 
-from rpc.edge import edge_options
+from rpc.connection_calls import ConnectionCalls
+from rpc.edge import CALLS, edge_options
 from rpc.health import BoundedHealth
 from rpc.identity.guard import Guard, closed_guard
 from rpc.messages import ReadableMessages
+from rpc.stalled_calls import STALL_S
 from rpc.status_interceptor import StatusInterceptor
-from rpc.unread_messages import UNREAD_S
 
 T = TypeVar("T")
 
@@ -88,7 +89,8 @@ class Server:
 
     The `guard` decides who may call which method; without one, the server serves its health alone. `outer` interceptors
     see calls before the guard, `interceptors` see those that it has admitted. `connections`: a limit other than the
-    usual one. `unread_s`: timeout in seconds for a client to take a message.
+    usual one. `calls`: maximum of open calls of a connection. `stall_s`: timeout in seconds for a client to send or
+    take a message.
     """
 
     def __init__(
@@ -99,7 +101,8 @@ class Server:
         interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
         options: Sequence[tuple[str, Any]] | None = None,
         connections: int | None = None,
-        unread_s: float = UNREAD_S,
+        calls: int = CALLS,
+        stall_s: float = STALL_S,
     ) -> None:
         self._guard = guard or closed_guard()
         self._methods: set[str] = set()
@@ -107,7 +110,10 @@ class Server:
         edge = {**dict(edge_options(connections)), **dict(channel_options() if options is None else options)}
         self.grpc = grpc.aio.server(
             options=[*edge.items(), *_SERVER_OPTIONS],
-            interceptors=(StatusInterceptor(unread_s), *outer, self._guard, *interceptors, ReadableMessages()),
+            interceptors=[
+                *(StatusInterceptor(stall_s), *outer, ConnectionCalls(calls)),
+                *(self._guard, *interceptors, ReadableMessages()),
+            ],
         )
         self._health = BoundedHealth()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.grpc)

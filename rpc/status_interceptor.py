@@ -1,4 +1,4 @@
-"""The interceptor around every method: calls end with the statuses of their errors, and none is left unread."""
+"""The interceptor around every method: calls end with the statuses of their errors, and none stands still."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import grpc
 from rpc.errors import CallError, Internal
 from rpc.handlers import wrapped
 from rpc.identity.running_calls import let_finish, take_ending
+from rpc.stalled_calls import StalledCalls, current_call
 from rpc.status import abort
-from rpc.unread_messages import UnreadMessages
 
 log = logging.getLogger(__name__)
 
@@ -23,12 +23,12 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
     """End every call that raised with its status; an error outside the table is logged and becomes INTERNAL.
 
     Put it before all other interceptors: it asks them for a method's handler once and keeps it. A call whose client
-    leaves a message or the status unread for `unread_s` seconds is cut.
+    sends no message, or leaves one or the status unread, for `stall_s` seconds is cut.
     """
 
-    def __init__(self, unread_s: float) -> None:
+    def __init__(self, stall_s: float) -> None:
         self._guarded: dict[str, grpc.RpcMethodHandler[Any, Any]] = {}
-        self._unread = UnreadMessages(unread_s)
+        self._stalled = StalledCalls(stall_s)
 
     async def intercept_service(
         self,
@@ -43,14 +43,17 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
                 return None
             guard = self._guard_stream if handler.response_streaming else self._guard
             self._guarded[name] = wrapped(handler, lambda inner: guard(inner, name))
-        return self._guarded[name]
+        handler = self._guarded[name]
+        self._stalled.begin(waits=not handler.request_streaming)
+        return handler
 
     def _guard(self, method: Callable[..., Awaitable[Any]], name: str) -> Callable[..., Awaitable[Any]]:
         async def guarded(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+            self._stalled.goes_on(current_call())
             try:
                 answer = await method(request, context)
                 await let_finish()
-                self._unread.sent(self._unread.enter())
+                self._stalled.waits(current_call())
                 return answer
             except grpc.aio.AbortError:
                 raise
@@ -73,7 +76,8 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
 
         async def guarded(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
             answer = None
-            writes = _Writes(context, self._unread)
+            self._stalled.goes_on(current_call())
+            writes = _Writes(context, self._stalled)
             try:
                 try:
                     answer = method(request, context)
@@ -108,26 +112,26 @@ class _Writes:
     refuses a status with these metadata again, and the client would wait for ever.
     """
 
-    def __init__(self, context: grpc.aio.ServicerContext[Any, Any], unread: UnreadMessages) -> None:
+    def __init__(self, context: grpc.aio.ServicerContext[Any, Any], stalled: StalledCalls) -> None:
         self._context = context
-        self._unread = unread
-        self._call = unread.enter()
+        self._stalled = stalled
+        self._call = current_call()
         self._first: asyncio.Future[None] | None = None
 
     async def write(self, response: Any) -> None:
         """Write a message; a call that is cancelled meanwhile leaves the first one to gRPC."""
-        self._unread.sent(self._call)
+        self._stalled.waits(self._call)
         if self._first is None:
             self._first = asyncio.ensure_future(self._context.write(response))
             self._first.add_done_callback(_retrieve)
             await asyncio.shield(self._first)
         else:
             await self._context.write(response)
-        self._unread.taken(self._call)
+        self._stalled.goes_on(self._call)
 
     def end(self) -> None:
         """Note that the status follows."""
-        self._unread.sent(self._call)
+        self._stalled.waits(self._call)
 
     async def end_first(self) -> None:
         """Wait until a status may follow, which is bounded as a message is."""

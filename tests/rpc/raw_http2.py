@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 SETTINGS, HEADERS, DATA, RESET, PING = 4, 1, 0, 3, 6
+_WINDOW_UPDATE = 8
 _ACK = _END_STREAM = 1
 _END_HEADERS = 4
 
@@ -36,13 +37,15 @@ class UnreadingClient:
         self._reading.cancel()
         self._writer.close()
 
-    def call(self, stream: int, method: str, message: bytes = b"", metadata: str = "") -> None:
-        """Begin a call with one message."""
-        texts = [":method POST", ":scheme http", f":path {method}", ":authority x", "te trailers", metadata]
-        headers = [text.encode().split() for text in (*texts, "content-type application/grpc") if text]
+    def call(self, stream: int, method: str, message: bytes | None = b"") -> None:
+        """Begin a call with one message; None: the message does not come."""
+        texts = [":method POST", ":scheme http", f":path {method}", ":authority x", "te trailers"]
+        headers = [text.encode().split() for text in (*texts, "content-type application/grpc")]
         packed = b"".join(b"\0%c%b%c%b" % (len(name), name, len(value), value) for name, value in headers)
-        body = b"\0" + len(message).to_bytes(4, "big") + message
-        self._writer.write(frame(HEADERS, packed, stream, _END_HEADERS) + frame(DATA, body, stream, _END_STREAM))
+        self._writer.write(frame(HEADERS, packed, stream, _END_HEADERS))
+        if message is not None:
+            body = b"\0" + len(message).to_bytes(4, "big") + message
+            self._writer.write(frame(DATA, body, stream, _END_STREAM))
 
     def read(self) -> None:
         """Open the window of all streams."""
@@ -61,6 +64,8 @@ class UnreadingClient:
             kind, stream = head[3], int.from_bytes(head[5:], "big")
             if kind in (SETTINGS, PING) and not head[4] & _ACK:
                 self._writer.write(frame(kind, body if kind == PING else b"", flags=_ACK))
+            if kind == _WINDOW_UPDATE:
+                continue
             async with self.arrived:
                 self.kinds.setdefault(stream, []).append(kind)
                 self.arrived.notify_all()

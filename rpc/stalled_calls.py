@@ -1,7 +1,7 @@
-"""The messages and statuses of a server that its clients leave unread; after a bounded time their calls are cut.
+"""Calls that stand still because of their clients: after a bounded time they are cut.
 
-HTTP/2 lets a client read nothing of a stream. gRPC would wait with the stream's next message, and with its status,
-until the client leaves.
+HTTP/2 lets a client begin a call without its message, and read nothing of a stream. gRPC would wait for the message,
+and with the stream's next message or its status, until the client leaves.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Any
 
 log = logging.getLogger(__name__)
 
-# Timeout in seconds for a client to take a message or the status. An answer of 4 MiB takes as long at 70 kB a second.
-UNREAD_S = 60.0
+# Timeout in seconds for a client to send its message, and to take one. One of 4 MiB takes as long at 70 kB a second.
+STALL_S = 60.0
 # Number of looks in that time: a call is cut up to so much later.
 _LOOKS = 4
 # Name of the task with which gRPC waits for the end of a call; that task starts the one that serves the call.
@@ -24,32 +24,32 @@ _WAITER = "rpc_task"
 Call = asyncio.Task[Any]
 
 
-class UnreadMessages:
-    """The calls of one server whose last message gRPC could not send yet. A call is the task that serves it."""
+class StalledCalls:
+    """The calls of one server that wait for their clients. A call is the task that serves it."""
 
-    def __init__(self, limit_s: float = UNREAD_S) -> None:
+    def __init__(self, limit_s: float = STALL_S) -> None:
         self._limit_s = limit_s
-        # When the loop's clock had what each waits for, in their order.
+        # Since when on the loop's clock each waits, in their order.
         self._since: dict[Call, float] = {}
         self._looking = False
 
-    def enter(self) -> Call:
-        """Return the current call, which is forgotten at its end."""
-        call = asyncio.current_task()
-        assert call is not None
-        call.add_done_callback(self.taken)
-        return call
+    def begin(self, *, waits: bool) -> None:
+        """Note the current call, which is forgotten at its end; `waits` for its message."""
+        call = current_call()
+        call.add_done_callback(self.goes_on)
+        if waits:
+            self.waits(call)
 
-    def sent(self, call: Call) -> None:
-        """Note that gRPC has a message or the status of a call to send, unless it has one already."""
+    def waits(self, call: Call) -> None:
+        """Note that a call waits for its client from now on, or still does."""
         loop = call.get_loop()
         self._since.setdefault(call, loop.time())
         if not self._looking:
             self._looking = True
             loop.call_later(self._limit_s / _LOOKS, self._look)
 
-    def taken(self, call: Call) -> None:
-        """Note that gRPC has sent it, or that the call has ended."""
+    def goes_on(self, call: Call) -> None:
+        """Note that a call waits for its client no more."""
         self._since.pop(call, None)
 
     def _look(self) -> None:
@@ -61,19 +61,26 @@ class UnreadMessages:
                 break
             late.add(call)
         if late:
-            log.info("cut %d calls, whose clients have left a message unread for %g s", len(late), self._limit_s)
+            log.info("cut %d calls, whose clients have sent or read nothing for %g s", len(late), self._limit_s)
             self._cut(late)
         self._looking = bool(self._since)
         if self._looking:
             loop.call_later(self._limit_s / _LOOKS, self._look)
 
     def _cut(self, calls: Collection[Call]) -> None:
-        """End the tasks of calls, those with which gRPC waits first: without these it resets the calls' streams."""
+        """End the tasks of calls, and those with which gRPC waits: without both it resets the calls' streams."""
         for waiter in _waiters(calls):
             waiter.cancel()
         for call in calls:
-            self.taken(call)
+            self.goes_on(call)
             call.cancel()
+
+
+def current_call() -> Call:
+    """Return the call that the current task serves."""
+    call = asyncio.current_task()
+    assert call is not None
+    return call
 
 
 def _waiters(calls: Collection[Call]) -> Iterator[asyncio.Task[Any]]:

@@ -1,4 +1,4 @@
-"""Clients that leave messages unread: each call ends, for its server and on the wire, and no other call."""
+"""Clients that send or read nothing: each call ends, for its server and on the wire, and no other call."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from rpc.server import Server
 from tests.rpc.raw_http2 import DATA, HEADERS, RESET, UnreadingClient
 
 SERVICE = "/loraplex.inference.v1.InferenceService/"
-# Timeout in seconds for the clients of these tests to read a message.
-UNREAD_S = 0.3
+# Timeout in seconds for the clients of these tests to send or read a message.
+STALL_S = 0.3
 
 
 class Answers(inference_pb2_grpc.InferenceServiceServicer):
@@ -50,7 +50,7 @@ class Answers(inference_pb2_grpc.InferenceServiceServicer):
 
 @pytest.fixture
 async def served() -> AsyncIterator[tuple[Answers, Server, int]]:
-    server, answers = Server(open_guard(), unread_s=UNREAD_S), Answers()  # type: ignore[abstract]  # grpc has its own methods for those left out
+    server, answers = Server(open_guard(), stall_s=STALL_S), Answers()  # type: ignore[abstract]  # grpc has its own methods for those left out
     inference_pb2_grpc.add_InferenceServiceServicer_to_server(answers, server.grpc)
     port = server.bind("127.0.0.1", 0)
     await server.start()
@@ -83,6 +83,14 @@ async def test_an_answer_that_is_not_read_is_given_up(served: tuple[Answers, Ser
         client.call(3, SERVICE + "Nothing")
         assert await client.frames(1, RESET) == [HEADERS, HEADERS, RESET]  # CANCELLED, and no message
         await asyncio.wait([answers.calls["unary"]])
+
+
+async def test_a_call_without_a_message_is_cut(served: tuple[Answers, Server, int]) -> None:
+    _, _, port = served
+    async with asyncio.timeout(10), UnreadingClient(port) as client:
+        client.call(1, SERVICE + "Tokenize", message=None)
+        client.call(3, SERVICE + "Nothing")
+        assert await client.frames(1, RESET) == [HEADERS, RESET]  # CANCELLED
 
 
 async def test_calls_that_are_read_go_on_beside_one_that_is_cut(served: tuple[Answers, Server, int]) -> None:
