@@ -30,7 +30,7 @@ from rpc.identity.principal import Principal
 from rpc.identity.tls import TlsFiles
 from rpc.metrics import CallMeter
 from rpc.server import Server, channel_options
-from rpc.stalled_calls import STALL_S
+from rpc.unread_messages import STALL_S
 
 if TYPE_CHECKING:
     from broker.seals import Seals

@@ -15,7 +15,7 @@ import grpc
 
 from rpc.errors import Exhausted
 from rpc.handlers import wrapped
-from rpc.stalled_calls import current_call
+from rpc.unread_messages import current_call
 
 # Mean time in seconds after which a refused client is to call again; each gets its own, so that they come spread out.
 _RETRY_S = 1.0

@@ -19,8 +19,8 @@ from rpc.edge import CALLS, edge_options
 from rpc.health import BoundedHealth
 from rpc.identity.guard import Guard, closed_guard
 from rpc.messages import ReadableMessages
-from rpc.stalled_calls import STALL_S
 from rpc.status_interceptor import StatusInterceptor
+from rpc.unread_messages import STALL_S
 
 T = TypeVar("T")
 

@@ -13,8 +13,8 @@ import grpc
 from rpc.errors import CallError, Internal
 from rpc.handlers import wrapped
 from rpc.identity.running_calls import let_finish, take_ending
-from rpc.stalled_calls import StalledCalls, current_call
 from rpc.status import abort
+from rpc.unread_messages import UnreadMessages, current_call
 
 log = logging.getLogger(__name__)
 
@@ -28,7 +28,7 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
 
     def __init__(self, stall_s: float) -> None:
         self._guarded: dict[str, grpc.RpcMethodHandler[Any, Any]] = {}
-        self._stalled = StalledCalls(stall_s)
+        self._unread = UnreadMessages(stall_s)
 
     async def intercept_service(
         self,
@@ -44,16 +44,16 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
             guard = self._guard_stream if handler.response_streaming else self._guard
             self._guarded[name] = wrapped(handler, lambda inner: guard(inner, name))
         handler = self._guarded[name]
-        self._stalled.begin(waits=not handler.request_streaming)
+        self._unread.begin(waits=not handler.request_streaming)
         return handler
 
     def _guard(self, method: Callable[..., Awaitable[Any]], name: str) -> Callable[..., Awaitable[Any]]:
         async def guarded(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
-            self._stalled.goes_on(current_call())
+            self._unread.goes_on(current_call())
             try:
                 answer = await method(request, context)
                 await let_finish()
-                self._stalled.waits(current_call())
+                self._unread.waits(current_call())
                 return answer
             except grpc.aio.AbortError:
                 raise
@@ -76,8 +76,8 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
 
         async def guarded(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
             answer = None
-            self._stalled.goes_on(current_call())
-            writes = _Writes(context, self._stalled)
+            self._unread.goes_on(current_call())
+            writes = _Writes(context, self._unread)
             try:
                 try:
                     answer = method(request, context)
@@ -112,26 +112,26 @@ class _Writes:
     refuses a status with these metadata again, and the client would wait for ever.
     """
 
-    def __init__(self, context: grpc.aio.ServicerContext[Any, Any], stalled: StalledCalls) -> None:
+    def __init__(self, context: grpc.aio.ServicerContext[Any, Any], unread: UnreadMessages) -> None:
         self._context = context
-        self._stalled = stalled
+        self._unread = unread
         self._call = current_call()
         self._first: asyncio.Future[None] | None = None
 
     async def write(self, response: Any) -> None:
         """Write a message; a call that is cancelled meanwhile leaves the first one to gRPC."""
-        self._stalled.waits(self._call)
+        self._unread.waits(self._call)
         if self._first is None:
             self._first = asyncio.ensure_future(self._context.write(response))
             self._first.add_done_callback(_retrieve)
             await asyncio.shield(self._first)
         else:
             await self._context.write(response)
-        self._stalled.goes_on(self._call)
+        self._unread.goes_on(self._call)
 
     def end(self) -> None:
         """Note that the status follows."""
-        self._stalled.waits(self._call)
+        self._unread.waits(self._call)
 
     async def end_first(self) -> None:
         """Wait until a status may follow, which is bounded as a message is."""

@@ -1,4 +1,4 @@
-"""Calls that stand still because of their clients: after a bounded time they are cut.
+"""Messages that stay unread because of clients: their calls are cut after a bounded time.
 
 HTTP/2 lets a client begin a call without its message, and read nothing of a stream. gRPC would wait for the message,
 and with the stream's next message or its status, until the client leaves.
@@ -24,7 +24,7 @@ _WAITER = "rpc_task"
 Call = asyncio.Task[Any]
 
 
-class StalledCalls:
+class UnreadMessages:
     """The calls of one server that wait for their clients. A call is the task that serves it."""
 
     def __init__(self, limit_s: float = STALL_S) -> None:
