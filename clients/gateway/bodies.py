@@ -8,6 +8,7 @@ from typing import Any
 from pydantic_core import ErrorDetails, SchemaValidator, ValidationError
 
 from clients.gateway.errors import HttpError, invalid
+from clients.gateway.json_size import check_json_size
 from clients.gateway.strict_schemas import UNKNOWN_KIND, strict_schema
 
 # Maximum length in characters of a value that an error shows.
@@ -22,6 +23,7 @@ class Body:
 
     def read(self, body: bytes) -> dict[str, Any]:
         """Return the fields of a body. Raises HttpError naming one that is wrong."""
+        check_json_size(body)
         try:
             found: dict[str, Any] = self._validator.validate_json(body, strict=True)
         except ValidationError as error:

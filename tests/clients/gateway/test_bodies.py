@@ -82,8 +82,36 @@ def test_a_hostile_body_makes_few_errors(monkeypatch: pytest.MonkeyPatch, name: 
         return told(errors)
 
     monkeypatch.setattr(bodies, "_told", counted)
+    monkeypatch.setattr(bodies, "check_json_size", lambda body: None)
     assert len(HOSTILE[name]) <= BODY_BYTES
     with pytest.raises(HttpError) as caught:
         CHAT.read(HOSTILE[name])
     assert len(caught.value.message) < 300
     assert counts[0] < 10
+
+
+# Each took a second or more of a gateway's loop, before anybody was authenticated.
+LARGE = {
+    "lists of one number": (b'{"model":"a","messages":[' + b"[1]," * 1_000_000 + b"1]}", "objects and lists"),
+    "objects": (chat(b",".join([b"{}"] * 20_001)), "objects and lists"),
+    "fields": (b"{" + KEYS + b"}", "strings"),
+    "numbers": (b'{"model":"a","messages":[' + b"1," * 2_000_000 + b"1]}", "values"),
+    "lists among quotes": (
+        chat(b'{"role":"user","content":"\\\\\\""},' + b"[]," * 20_001 + b"[]"),
+        "objects and lists",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_a_body_of_very_many_values_is_not_parsed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CHAT, "_validator", None)
+    with pytest.raises(HttpError, match=f"the body has more than [0-9]+ {LARGE[name][1]}"):
+        CHAT.read(LARGE[name][0])
+
+
+@pytest.mark.parametrize("character", [b"[", b"{", b",", b'\\"', b"\\\\", b'[\\",'])
+def test_a_text_may_have_any_characters(character: bytes) -> None:
+    text = character * (3_000_000 // len(character))
+    (message,) = CHAT.read(chat(b'{"role":"user","content":"' + text + b'"}'))["messages"]
+    assert len(message["content"]) > 1_000_000
