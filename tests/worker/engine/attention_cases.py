@@ -17,6 +17,7 @@ from torch import Tensor
 
 from artifacts.kv_shape import KvShape
 from tests.worker.engine.attention_batches import Case, Numbers, cases, quantized
+from tests.worker.engine.interpreted import replace_language_once
 from worker.engine.attention.cuda.plan import TritonPlan, triton_plan
 from worker.engine.attention.kv_cache import KvCache
 from worker.engine.attention.paged import LayerCall
@@ -68,6 +69,8 @@ def different_codes(device: torch.device, dtype: torch.dtype) -> int:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     place = torch.device(sys.argv[1])
+    if place.type == "cpu":
+        replace_language_once()
     # Of so many cases one: float32 says most, and interpreting takes its time.
     chosen = {"float32": 1, "float16": 1, "bfloat16": 1} if place.type == "cuda" else {"float32": 1, "float16": 5}
     print(

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from tests.worker.engine.interpreted import replace_language_once
 from worker.engine import build
 from worker.engine.lora.cuda.layers import CudaLayers
 from worker.engine.model.decode_buffers import DecodeBuffers
@@ -77,4 +78,5 @@ def answers(case: dict[str, Any]) -> dict[str, Any]:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    replace_language_once()
     print(json.dumps([answers(case) for case in json.load(sys.stdin)]))

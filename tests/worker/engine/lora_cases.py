@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from tests.worker.engine.interpreted import replace_language_once
 from worker.engine.lora.cuda.lora import CudaLora
 from worker.engine.lora.dora import Rescale
 from worker.engine.lora.weights import AdapterWeights, LoraPair
@@ -228,6 +229,8 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     place = torch.device(sys.argv[1])
     cuda = place.type == "cuda"
+    if not cuda:
+        replace_language_once()
     # Of so many cases one: float32 says most, and interpreting takes its time.
     chosen = {"float32": 1, "float16": 1, "bfloat16": 1} if cuda else {"float32": 1, "float16": 5}
     # Where products are numpy's, "alone" says nothing that "alone, exact" does not say better.
