@@ -9,6 +9,8 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
@@ -30,7 +32,10 @@ _UNUSED = (
 class _StandIn(ModuleType):
     """A module of classes without instances, which leave what they decorate as it is."""
 
-    __path__: list[str] = []
+    def __init__(self, spec: ModuleSpec) -> None:
+        """Stand in for the module of a spec, whose own modules are found where they are."""
+        super().__init__(spec.name)
+        self.__path__ = spec.submodule_search_locations or []
 
     def __getattr__(self, name: str) -> Any:
         """Make a class of this name, which gives way to torch's own where it is called later on."""
@@ -63,10 +68,21 @@ def light_imports() -> Iterator[None]:
         return
     import torch  # noqa: F401 - torch itself imports the parts that it needs, before they are stood in for
 
-    stand_ins = {name: _StandIn(name) for name in _UNUSED if name not in sys.modules}
-    sys.modules.update(stand_ins)
+    stand_ins = []
     try:
+        for name in _UNUSED:
+            # None where this version of torch has no such module.
+            if name not in sys.modules and (spec := _found(name)) is not None:
+                sys.modules[name] = _StandIn(spec)
+                stand_ins.append(name)
         yield
     finally:
         for name in stand_ins:
             del sys.modules[name]
+
+
+def _found(name: str) -> ModuleSpec | None:
+    try:
+        return find_spec(name)
+    except ModuleNotFoundError:  # nor the package that it was in
+        return None

@@ -18,7 +18,7 @@ with light_imports():
     import worker.engine.encoder.loader, worker.engine.lora.cuda.layers
 from worker.engine.model.loader import load_model
 load_model(sys.argv[1])
-print(*(name for name in ("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor") if name in sys.modules))
+print(*{"torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor"} & set(sys.modules))
 with light_imports():
     import bench.gpu, tests.gpu.test_engine_on_cuda
 print("imported")
