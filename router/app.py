@@ -103,7 +103,7 @@ async def run(settings: Settings) -> None:
         encoding = Encoding(generation, EncodeAdmission(models, store, reply_to, reach, encoder))
         configs = admission.configs, encoding.admission.classifiers.configs
         data = relay.serve_tenant_data(RouterData(dispatcher, store, configs, encoder, proofs, quotas), auditor.record)
-        intake = Intake(models, telemetry, generation, encoding, dispatcher, AdapterCommands(models, store))
+        intake = Intake(models, telemetry, generation, encoding, dispatcher, AdapterCommands(models, store), encoder)
         cluster = ClusterService(
             *(models, dispatcher, metrics, intake.commands),
             CellPurge(models, redis, data, relay_service.forgets, reply_to, tls),

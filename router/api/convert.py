@@ -47,7 +47,7 @@ def read_request(spec: pb.GenerateSpec, tenant: str) -> Request:
     if interval > STREAM_INTERVAL:
         raise InvalidField("output.stream_interval", f"{interval}; at most {STREAM_INTERVAL}")
     n, best_of = _choices(spec.output)
-    format_field, grammar = read_format(spec)
+    format_field, grammar = read_format(spec, tenant)
     if abs(spec.priority) > PRIORITY_LIMIT:
         raise InvalidField("priority", f"{spec.priority} is not between -{PRIORITY_LIMIT} and {PRIORITY_LIMIT}")
     return Request(

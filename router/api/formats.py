@@ -1,8 +1,7 @@
-"""The format of a request as the grammar that its job carries; equal formats are read once."""
+"""The format of a request as the grammar that its job carries; equal formats of a tenant are read once."""
 
 from __future__ import annotations
 
-import asyncio
 from functools import lru_cache
 
 from loraplex.inference.v1 import inference_pb2 as pb
@@ -19,7 +18,7 @@ _SHORT_CHARACTERS = 4_096
 _KEPT = 128
 
 
-def read_format(spec: pb.GenerateSpec) -> tuple[str, str]:
+def read_format(spec: pb.GenerateSpec, tenant: str) -> tuple[str, str]:
     """Return the field that holds a request's format, and its grammar; both are empty without. Raises InvalidField."""
     field = spec.WhichOneof("format") or ""
     style = _style(spec)
@@ -28,13 +27,13 @@ def read_format(spec: pb.GenerateSpec) -> tuple[str, str]:
     try:
         match field:
             case "json_schema":
-                return field, _of_schema(spec.json_schema, style or JsonStyle())
+                return field, _of_schema(tenant, spec.json_schema, style or JsonStyle())
             case "regex":
-                return field, _of_regex(spec.regex)
+                return field, _of_regex(tenant, spec.regex)
             case "grammar":
-                return field, _of_lark(spec.grammar)
+                return field, _of_lark(tenant, spec.grammar)
             case "choices":
-                return "choices.values", _of_choices(tuple(spec.choices.values))
+                return "choices.values", _of_choices(tenant, tuple(spec.choices.values))
     except GrammarError as error:
         refused = InvalidField(error.path, error.message, reason="INVALID_FORMAT")
     else:
@@ -42,10 +41,9 @@ def read_format(spec: pb.GenerateSpec) -> tuple[str, str]:
     raise refused  # here, without what the traceback of the GrammarError holds: freeing it takes milliseconds
 
 
-async def read_large_format(spec: pb.GenerateSpec) -> None:
-    """Read a format that takes long, some 100 ms, in a thread: read_format then knows it. Raises InvalidField."""
-    if max(len(spec.json_schema), len(spec.regex), len(spec.grammar)) > _SHORT_CHARACTERS:
-        await asyncio.to_thread(read_format, spec)
+def is_large_format(spec: pb.GenerateSpec) -> bool:
+    """Tell whether the format of a request takes long to read, some 100 ms."""
+    return max(len(spec.json_schema), len(spec.regex), len(spec.grammar)) > _SHORT_CHARACTERS
 
 
 def _style(spec: pb.GenerateSpec) -> JsonStyle | None:
@@ -59,10 +57,25 @@ def _style(spec: pb.GenerateSpec) -> JsonStyle | None:
     return JsonStyle(whitespace == pb.JSON_WHITESPACE_FLEXIBLE, order == pb.PROPERTY_ORDER_SORTED)
 
 
-_of_schema = lru_cache(_KEPT)(json_grammar)
-_of_regex = lru_cache(_KEPT)(regex_grammar)
-_of_lark = lru_cache(_KEPT)(lark_grammar)
-_of_choices = lru_cache(_KEPT)(choices_grammar)
+# For each tenant: the time of a request must not tell what another has asked.
+@lru_cache(_KEPT)
+def _of_schema(_tenant: str, schema: str, style: JsonStyle) -> str:
+    return json_grammar(schema, style)
+
+
+@lru_cache(_KEPT)
+def _of_regex(_tenant: str, pattern: str) -> str:
+    return regex_grammar(pattern)
+
+
+@lru_cache(_KEPT)
+def _of_lark(_tenant: str, text: str) -> str:
+    return lark_grammar(text)
+
+
+@lru_cache(_KEPT)
+def _of_choices(_tenant: str, values: tuple[str, ...]) -> str:
+    return choices_grammar(values)
 
 
 def forget_formats() -> int:

@@ -60,7 +60,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> AsyncIterator[pb.GenerateResponse]:
         """Stream the answer to a request."""
         with self._telemetry.new_record(context) as record:
-            call = record.begin(await read_spec(request.spec, record.tenant, self._models))
+            call = record.begin(await read_spec(request.spec, record.tenant, self._models, self._encoder))
             del request  # it may be large, and a stream long
             async with aclosing(self._generation.run(call, context.time_remaining())) as messages:
                 async for message in messages:
@@ -70,7 +70,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
     async def Resume(self, request: pb.ResumeRequest, context: Context) -> AsyncIterator[pb.ResumeResponse]:
         """Stream the rest of an answer whose stream was lost, at this router or another."""
         with self._telemetry.new_record(context) as record:
-            call = record.begin(await read_spec(request.spec, record.tenant, self._models))
+            call = record.begin(await read_spec(request.spec, record.tenant, self._models, self._encoder))
             context_length = self._models.get(call.model).manifest.context_length
             received = _read_received(request.received, call.n, context_length)
             rest = await self._generation.resume(call, request.resume_token, received, context.time_remaining())
@@ -98,7 +98,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
 
     async def CountTokens(self, request: pb.CountTokensRequest, context: Context) -> pb.CountTokensResponse:
         """Count the tokens of a prompt as Generate makes them."""
-        call = await read_spec(request.spec, calling_tenant(), self._models)
+        call = await read_spec(request.spec, calling_tenant(), self._models, self._encoder)
         count = len(await self._admission.prompt_ids(call))
         context_length = self._models.get(call.model).manifest.context_length
         return pb.CountTokensResponse(prompt_tokens=count, context_length=context_length)
@@ -107,7 +107,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         """Return the log probabilities of continuations of a prompt."""
         with self._telemetry.new_record(context) as record:
             continuations = read_continuations(request)
-            call = record.begin(await read_spec(request.spec, record.tenant, self._models))
+            call = record.begin(await read_spec(request.spec, record.tenant, self._models, self._encoder))
             del request
             scores, summary = await self._scoring.score(call, continuations, context.time_remaining())
             record.count(summary)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import secrets
 import time
 from collections.abc import Callable
@@ -140,7 +139,8 @@ class Admission:
         grammar, chat = request.grammar, request.prompt
         if template is not None and isinstance(chat, Chat) and chat.tools:
             # In a thread: the schemas of many tools take tens of milliseconds.
-            grammar = await asyncio.to_thread(call_grammar, chat, template, model.text, prompt_ids)
+            make = partial(call_grammar, chat, template, model.text, prompt_ids, request.tenant)
+            grammar = await self._encoder.in_turn(request.tenant, make)
         serving = workers_for_new_jobs(self._models, self._reach, manifest)
         if grammar and not all(state.constrains for state in serving):
             raise Unavailable("a worker of an older version is still there, which ignores formats", reason="OLD_WORKER")

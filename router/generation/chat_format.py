@@ -35,7 +35,7 @@ def chat_format(
     )
 
 
-def call_grammar(chat: Chat, template: ChatTemplate, text: Text, prompt_ids: tuple[int, ...]) -> str:
+def call_grammar(chat: Chat, template: ChatTemplate, text: Text, prompt_ids: tuple[int, ...], tenant: str = "") -> str:
     """Return the grammar of the answer to a chat with tools; empty: none is needed. Raises InvalidField."""
     found = chat_format(chat, template, text, prompt_ids, "")
     if not chat.tools:
@@ -53,7 +53,7 @@ def call_grammar(chat: Chat, template: ChatTemplate, text: Text, prompt_ids: tup
         ends = "" if closed else found.reasoning[1]
     ids = {mark: token_id for mark in found.marks if (token_id := text.special_token(mark)) is not None}
     named_first = "[ARGS]" in template.source_for(chat)
-    return tool_grammar(chat, CallSyntax(found.tool_calls, ids, named_first, begins, ends))
+    return tool_grammar(chat, CallSyntax(found.tool_calls, ids, named_first, begins, ends), tenant)
 
 
 def _end_of_prompt(chat: Chat, text: Text, prompt_ids: tuple[int, ...]) -> str:

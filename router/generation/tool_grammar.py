@@ -56,7 +56,7 @@ class CallSyntax:
         return f"{rule}: {rule}_mark {then}\n{rule}_mark[lazy]: {_ANY_TEXT} {self.mark(mark)}\n"
 
 
-def tool_grammar(chat: Chat, syntax: CallSyntax) -> str:
+def tool_grammar(chat: Chat, syntax: CallSyntax, tenant: str = "") -> str:
     """Return the grammar of the answer to a chat with tools. Raises InvalidField, naming a keyword of a schema."""
     required = chat.tool_mode is ToolMode.REQUIRED
     several = chat.parallel_tool_calls and not chat.tool_name
@@ -70,7 +70,7 @@ def tool_grammar(chat: Chat, syntax: CallSyntax) -> str:
         if chat.tool_name in ("", tool.name):
             functions.append(f"function_{index}")
             rules.append(f"function_{index}: {_function(tool, index, syntax)}\n")
-            rules.append(f"arguments_{index}: {_arguments(tool, index)}\n")
+            rules.append(f"arguments_{index}: {_arguments(tool, index, tenant)}\n")
     grammar = f"{HEADER}{_start(syntax, required=required)}{answer}function: {' | '.join(functions)}\n{''.join(rules)}"
     if len(grammar) > GRAMMAR_BYTES:
         raise InvalidField("chat.tools", f"make a grammar of {len(grammar)} bytes; at most {GRAMMAR_BYTES}")
@@ -135,9 +135,9 @@ def _function(tool: Tool, index: int, syntax: CallSyntax) -> str:
     return f'{beginning} arguments_{index} "}}"'
 
 
-def _arguments(tool: Tool, index: int) -> str:
+def _arguments(tool: Tool, index: int, tenant: str) -> str:
     try:
-        return _schema_rule(tool.parameters or _NO_ARGUMENTS, f"chat.tools[{index}].parameters")
+        return _schema_rule(tenant, tool.parameters or _NO_ARGUMENTS, f"chat.tools[{index}].parameters")
     except (ArtifactError, GrammarError) as error:
         path = error.path if isinstance(error, GrammarError) else error.subject
         raise InvalidField(path, error.message, reason="INVALID_FORMAT") from error
@@ -151,8 +151,8 @@ def forget_tools() -> int:
 
 
 @lru_cache(_KEPT)
-def _schema_rule(parameters: str, path: str) -> str:
-    """Return the rule of a tool's arguments. Raises ArtifactError or GrammarError."""
+def _schema_rule(_tenant: str, parameters: str, path: str) -> str:
+    """Return the rule of a tool's arguments, kept for the tenant. Raises ArtifactError or GrammarError."""
     schema = parse_object(parameters.encode(), path)
     if schema.setdefault("type", "object") != "object":
         raise GrammarError(f"{path}.type", "is not object, which arguments are")

@@ -79,7 +79,7 @@ class PromptEncoder:
         return (
             encode()
             if sum(map(_length, request.inputs)) <= SHORT_CHARACTERS
-            else await self._in_turn(request.tenant, encode)
+            else await self.in_turn(request.tenant, encode)
         )
 
     async def encode_chat(
@@ -118,7 +118,7 @@ class PromptEncoder:
             return tuple(ids if keep is None else text.cut(ids, keep))
 
         try:
-            return encode() if len(prompt) <= SHORT_CHARACTERS else await self._in_turn(tenant, encode)
+            return encode() if len(prompt) <= SHORT_CHARACTERS else await self.in_turn(tenant, encode)
         except Internal as error:  # the tokenizer's, which this prompt led to
             raise InvalidField(field, error.message, reason=error.reason) from None
         except TooManyTokensError as error:
@@ -126,9 +126,10 @@ class PromptEncoder:
 
     async def run(self, tenant: str, ids: int, work: Callable[[], T]) -> T:
         """Return what a work on so many ids returns: on many it is done in a thread, at the tenant's turn."""
-        return work() if ids <= SHORT_IDS else await self._in_turn(tenant, work)
+        return work() if ids <= SHORT_IDS else await self.in_turn(tenant, work)
 
-    async def _in_turn(self, tenant: str, work: Callable[[], T]) -> T:
+    async def in_turn(self, tenant: str, work: Callable[[], T]) -> T:
+        """Return what a work returns that is done in a thread, at the tenant's turn."""
         loop = asyncio.get_running_loop()
         return await self._turns.run(tenant, lambda: loop.run_in_executor(self._threads, work))
 

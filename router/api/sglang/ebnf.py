@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
+from functools import partial
 
+from router.text.prompt_encoder import PromptEncoder
 from rpc.errors import InvalidField
 
 _FIELD = "sampling_params.ebnf_grammar"
@@ -13,9 +14,12 @@ EBNF_BYTES = 8 * 1024
 _SHORT_CHARACTERS = 1_024
 
 
-async def read_ebnf(ebnf: str) -> str:
-    """Return a grammar in llguidance's syntax; a large one is converted in a thread. Raises InvalidField."""
-    return await asyncio.to_thread(lark_of, ebnf) if len(ebnf) > _SHORT_CHARACTERS else lark_of(ebnf)
+async def read_ebnf(ebnf: str, tenant: str, encoder: PromptEncoder) -> str:
+    """Return a grammar in llguidance's syntax; a large one is converted in a thread, at the tenant's turn.
+
+    Raises InvalidField.
+    """
+    return await encoder.in_turn(tenant, partial(lark_of, ebnf)) if len(ebnf) > _SHORT_CHARACTERS else lark_of(ebnf)
 
 
 def lark_of(ebnf: str) -> str:

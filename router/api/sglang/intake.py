@@ -10,6 +10,7 @@ from router.catalog.models import Models
 from router.dispatch.dispatcher import Dispatcher
 from router.generation.encoding import Encoding
 from router.generation.generation import Generation
+from router.text.prompt_encoder import PromptEncoder
 
 
 @dataclass(frozen=True)
@@ -22,3 +23,4 @@ class Intake:
     encoding: Encoding
     dispatcher: Dispatcher
     commands: AdapterCommands
+    encoder: PromptEncoder

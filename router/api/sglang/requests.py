@@ -21,6 +21,7 @@ from router.catalog.models import Models
 from router.encode_request import EncodeRequest
 from router.generation.admission import DEFAULT_MAX_TOKENS
 from router.request import Request
+from router.text.prompt_encoder import PromptEncoder
 from rpc.errors import InvalidField, NotBuilt
 from rpc.server import MESSAGE_BYTES
 
@@ -42,7 +43,7 @@ _TOO_LARGE = "ANSWER_TOO_LARGE"
 _MOST_VALUES = {"logit_bias": LOGIT_BIASES, "stop": STOP_STRINGS, "stop_token_ids": STOP_TOKEN_IDS}
 
 
-async def read_generate(request: Any, tenant: str, adapter: str, models: Models) -> Request:
+async def read_generate(request: Any, tenant: str, adapter: str, models: Models, encoder: PromptEncoder) -> Request:
     """Return the request in a message; `adapter` is that of a message without lora_id. Raises a CallError."""
     _check_served(request, _UNSERVED)
     ids, params = request.tokenized.input_ids, request.sampling_params
@@ -76,10 +77,10 @@ async def read_generate(request: Any, tenant: str, adapter: str, models: Models)
         case "regex":
             spec.regex = params.regex
         case "ebnf_grammar":
-            spec.grammar = await read_ebnf(params.ebnf_grammar)
+            spec.grammar = await read_ebnf(params.ebnf_grammar, tenant, encoder)
         case "structural_tag":
             raise NotBuilt("sampling_params.structural_tag")
-    read = await read_spec(spec, tenant, models)
+    read = await read_spec(spec, tenant, models, encoder)
     _check_size(read, 0 if start is None else len(ids) - start)
     # The spec has no such field: two requests that differ in it alone are two.
     fingerprint = f"{read.fingerprint}/{start or 0}"

@@ -44,7 +44,9 @@ class SglangScheduler:
     async def Generate(self, request: Any, context: Context) -> AsyncIterator[Any]:
         """Stream the answer to a request: chunks if it asks for them, then each choice whole."""
         with self._intake.telemetry.new_record(context) as record, engine_field_names():
-            call = record.begin(await read_generate(request, record.tenant, self._adapter, self._models))
+            call = record.begin(
+                await read_generate(request, record.tenant, self._adapter, self._models, self._intake.encoder)
+            )
             end = reasoning_end(self._models.get("").text) if request.require_reasoning else None
             answer = EngineAnswer(call, tuple(request.tokenized.input_ids), streamed=request.stream, end=end)
             del request  # it may be large, and a stream long
