@@ -19,6 +19,7 @@ from tests.simulation.loop import NODE, Node
 from tests.simulation.network import Network
 from tests.simulation.redis import SimulatedRedis
 from worker.engine_api.stats import Removal
+from worker.io.adapters.weighted_sets import WeightedSets
 from worker.io.app import run_sessions
 from worker.io.engine_breaker import EngineBreaker
 from worker.io.engine_session import EngineSession
@@ -70,6 +71,7 @@ class SimulatedFetcher:
         self._chance = chance
         self._directory = directory
         self.pins = 0
+        self.sets = WeightedSets()
 
     @property
     def stats(self) -> FetchStats:
@@ -139,7 +141,7 @@ class SimulatedWorker:
     def start(self) -> None:
         """Start a new I/O process."""
         self.node = Node(self.name, self)
-        self.fetcher.pins = 0
+        self.fetcher.pins, self.fetcher.sets = 0, WeightedSets()
         self._stop = asyncio.Event()
         self.running = self.node.start(self._run())
 
