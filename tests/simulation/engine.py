@@ -68,11 +68,11 @@ class InlineProver:
     def __init__(self, size: int, special: Mapping[int, str]) -> None:
         """Take what Prover takes."""
 
-    def known(self, grammar: str) -> bool:
+    def known(self, grammar: str, tenant: str = "") -> bool:
         """See Prover."""
         return True
 
-    def prove(self, grammar: str, path: str = "") -> None:
+    def prove(self, grammar: str, path: str = "", tenant: str = "") -> None:
         """See Prover."""
 
     def forget(self) -> int:
