@@ -35,6 +35,10 @@ class KeyTurns:
         keys = self._tenants[entry.tenant]
         return keys.jobs[entry.key], keys.bytes[entry.key]
 
+    def claimed_turn(self, tenant: str, priority: int) -> int:
+        """Return the highest turn of the claimed jobs of a tenant in a priority."""
+        return self._tenants[tenant].claimed[priority]
+
     def next_turn(self, entry: Entry, *, is_first: bool) -> float | None:
         """Return the turn of a job; None: it needs none. `is_first`: its tenant's queue is empty."""
         if is_first:

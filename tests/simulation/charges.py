@@ -46,9 +46,15 @@ def draw_quotas(chance: Random, plans: Sequence[Plan]) -> str:
             lines.append(f"requests_per_minute = {chance.randint(1, 12)}")
     for key in sorted({plan.key for plan in plans if plan.key}):
         wanted = [asked_tokens(plan) for plan in plans if plan.key == key]
-        if chance.random() < 0.75:  # else the key has no plan, and no account
+        lines.append(f"[keys.{key}]")
+        if chance.random() < 0.75:  # else the key has no account
             tokens = max(*wanted, 1, round(sum(wanted) * chance.choice((0.3, 0.7, 2.0))))
-            lines += [f"[keys.{key}]", f"tokens_per_day = {tokens}"]
+            lines.append(f"tokens_per_day = {tokens}")
+        own = Random(f"queue of {key} {wanted}")  # another one leaves the rest as it is
+        if own.random() < 0.6:
+            lines.append(f"weight = {own.choice((0.3, 1, 2, 5))}")
+        if own.random() < 0.3:
+            lines.append(f"queue_share = {own.choice((0.0001, 0.5))}")
     return "\n".join(lines)
 
 
@@ -82,8 +88,10 @@ class Charges:
         for account in self._plans.accounts:
             own = [story for story in stories if account in accounts_of(story.plan)]
             got, limits = sum(map(_received, own)), self._plans.limits_of(account)
-            most = limits.tokens_per_day if limits is not None else None
-            assert most is not None, "each plan that is drawn has this limit"
+            if limits is None:
+                continue
+            most = limits.tokens_per_day
+            assert most is not None, "each account has this limit"
             if got > most + self._bound(account, most):
                 wrong.append(f"{account} got {got} tokens, its quota is {most}")
             # Reservations of routers that died may be held still. Looks that follow each other end them: after a pause

@@ -66,7 +66,8 @@ class SimulatedQueue:
         if refusal is not None and refusal.why == "late":
             raise DeadlineUnattainableError(refusal.wait_ms)
         if refusal is not None:
-            raise QueueFullError(refusal.why)
+            key = placement.key.key if placement is not None and refusal.why.startswith("key_") else ""
+            raise QueueFullError(refusal.why, key=key)
 
     def _enqueue(self, job: Job, placement: Placement, reserve: SimulatedReserve | None) -> Refusal | None:
         if reserve is not None:
@@ -116,6 +117,7 @@ class SimulatedQueue:
             jobs[-1] = begin_apart(jobs[-1])
         for job in jobs:
             self._redis.claimed(job, capacity.adapters)
+        self._redis.scanned()
         requests = [decode_adapter_request(data) for data in decision.adapter_requests]
         return Claimed(jobs, decision.waiting, requests, decision.hold_ms, decision.unlinked, crowded=decision.crowded)
 

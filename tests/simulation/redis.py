@@ -63,6 +63,8 @@ class SimulatedRedis:
         self.enqueued: Callable[[Job], None] = lambda job: None
         # Called with each claimed job and the adapters that its worker has.
         self.claimed: Callable[[Job, Collection[str]], None] = lambda job, resident: None
+        # Called after each claim.
+        self.scanned: Callable[[], None] = lambda: None
         self.made: Callable[[UsageReport], None] = lambda report: None
         # Reservations of tokens, and losses of data, in their order: tenants, times and amounts.
         self.granted: list[tuple[str, int, int]] = []

@@ -35,6 +35,7 @@ from router.generation.scoring import ContinuationScore, Scoring
 from router.purge.router_data import RouterData
 from router.quotas.plans import Plans
 from router.quotas.quotas import Quotas
+from router.quotas.usage import calling_key
 from router.request import Message, Received, Request, Summary
 from router.text.prompt_encoder import PromptEncoder
 from router.worker_watch import look_at_workers
@@ -164,7 +165,10 @@ class SimulatedRouter:
         self.reach = RelayReach()
         self.reach.address = self.name
         placer = Placer(
-            lambda name, digest: self.reach.linked(self.models.serving(name, digest)), lambda _: 1.0, MIB_TOKENS
+            lambda name, digest: self.reach.linked(self.models.serving(name, digest)),
+            lambda _: 1.0,
+            MIB_TOKENS,
+            calling_key_terms=lambda: self.plans.key_terms(calling_key()),
         )
         self.dispatcher = WatchedDispatcher(
             self.models.queue_of,

@@ -33,6 +33,7 @@ from tests.simulation.charges import TENANTS, Charges, accounts_of
 from tests.simulation.clients import End, Story, ask
 from tests.simulation.faults import ACTS, FORGETTING, Cluster, Fault, Kind, happen
 from tests.simulation.invariants import Attempts, Shares, service_bound
+from tests.simulation.key_shares import KeyShares
 from tests.simulation.loop import replaced, virtual_time
 from tests.simulation.network import Network
 from tests.simulation.queue import SimulatedLiveness, SimulatedQueue
@@ -70,6 +71,8 @@ class Outcome:
     # Of the refusals after which clients asked again.
     reasons: set[str] = field(default_factory=set)
     difference: float = 0.0
+    # Number of comparisons of two API keys' work.
+    keys_compared: int = 0
     trace: list[str] = field(default_factory=list)
     fired: list[Kind] = field(default_factory=list)
 
@@ -152,7 +155,9 @@ class _Run:
         self._redis = SimulatedRedis(chance, network, scenario.limits)
         self._attempts = Attempts()
         self._shares = Shares(self._redis, {"one": 1.0, "two": 1.0, "three": 1.0})
+        self._key_shares = KeyShares(self._redis)
         self._redis.enqueued, self._redis.claimed = self._enqueued, self._claimed
+        self._redis.scanned = self._key_shares.look
         base = read_base_model(MODEL)
         accounts = {*TENANTS, *(account for plan in scenario.plans for account in accounts_of(plan))}
         for account in sorted(accounts):  # of a cluster that has been up for a while
@@ -209,7 +214,8 @@ class _Run:
         outcome.reasons = {reason for story in stories for reason in story.reasons}
         outcome.resumes = sum(story.resumes for story in stories)
         outcome.attempts, outcome.difference = self._attempts.attempts, self._shares.difference
-        outcome.wrong += self._attempts.faults + self._unfair() + self._left()
+        outcome.keys_compared = self._key_shares.compared
+        outcome.wrong += self._attempts.faults + self._key_shares.faults + self._unfair() + self._left()
         if scenario.quotas:
             outcome.wrong += Charges(self._redis, self._routers[0].plans, scenario.faults).check(stories)
         return outcome
@@ -235,9 +241,11 @@ class _Run:
         self._outcome.trace.append(f"{asyncio.get_running_loop().time():.6f} {job.job_id} {job.attempt}")
         self._attempts.enqueued(job)
         self._shares.look()
+        self._key_shares.enqueued(job)
 
     def _claimed(self, job: Job, resident: Collection[str]) -> None:
         self._shares.claimed(job, resident)
+        self._key_shares.claimed(job)
 
     def _accepted(self, link: Link, frame: Frame, tokens: int) -> None:
         self._attempts.accepted(link, frame)

@@ -27,6 +27,7 @@ def report_seed(seed: int) -> SeedReport:
         "tokens": outcome.tokens,
         "attempts": outcome.attempts,
         "resumes": outcome.resumes,
+        "comparisons of API keys": outcome.keys_compared,
         "virtual seconds": outcome.seconds,
     }
     wrong = str(outcome) if outcome.wrong else ""

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from bench.ledger_model import LedgerModel
+from bench.queue_model.key_turns import KeyTurns
 from broker.keys import key_account
 from broker.ledger_records import Reservation
 from tests.hash_answers import expected_scores
@@ -93,3 +94,27 @@ def test_a_score_that_its_router_charged_and_did_not_deliver_may_be_charged_agai
     assert len(settled_s) == 3
     assert outcome.ends == {End.COMPLETED: 1}
     assert not outcome.wrong, str(outcome)
+
+
+def run_with_weights() -> Outcome:
+    """Run 60 requests that come at once at one worker with two rows: a third each with two keys, and without one."""
+    plans = tuple(
+        replace(plan(number, 1.0 + number / 1_000, 8), router=0, key=("heavy", "light", "")[number % 3])
+        for number in range(60)
+    )
+    cluster = {"workers": 1, "routers": 1, "rows": 2, "kv_blocks": 400, "backlog": False}
+    quotas = "[keys.heavy]\nweight = 5\n[keys.light]\nweight = 0.5\nqueue_share = 0.001\n"
+    return simulate_scenario(replace(draw(0), plans=plans, faults=(), quotas=quotas, **cluster))  # type: ignore[arg-type]
+
+
+def test_keys_share_their_tenants_work_by_weight_within_their_share_of_the_queue() -> None:
+    outcome = run_with_weights()
+    assert not outcome.wrong, str(outcome)
+    assert outcome.keys_compared > 100
+    assert set(outcome.ends) == {End.COMPLETED, End.REFUSED}
+    assert outcome.ends[End.REFUSED] <= 10, "10 calls of the light key may wait"
+
+
+def test_keys_without_turns_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(KeyTurns, "next_turn", lambda self, entry, *, is_first: 0.0)
+    assert any("differs by" in line for line in run_with_weights().wrong)
