@@ -20,6 +20,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from files.watched import WatchedFiles
+
 log = logging.getLogger(__name__)
 
 # Interval in seconds between looks at the file: a change holds within a second.
@@ -116,7 +118,8 @@ class PlansFile:
         """Read the file. Raises PlansError."""
         self._path = path
         self._last_logged = ""
-        self._stamp = self._look_at()
+        self._files = WatchedFiles(path)
+        self._changed()
         self.plans: Plans = self._read()
         self.changed: list[str] = []
 
@@ -126,12 +129,11 @@ class PlansFile:
         `changed` then has the names of the plans that are others now.
         """
         try:
-            stamp = self._look_at()
-            if stamp == self._stamp:
+            if not self._changed():
                 return False
-            self._stamp = stamp
             former, self.plans = self.plans, self._read()
         except PlansError as error:
+            self._files.failed()
             if str(error) != self._last_logged:
                 log.warning("the former plans stay: %s", error)
             self._last_logged = str(error)
@@ -142,12 +144,11 @@ class PlansFile:
         log.info("read %d plans again", len(self.plans))
         return True
 
-    def _look_at(self) -> tuple[int, int, int]:
+    def _changed(self) -> bool:
         try:
-            stat = self._path.stat()
+            return self._files.changed()
         except OSError as error:
             raise self._error(error.strerror or "cannot be read") from error
-        return stat.st_mtime_ns, stat.st_size, stat.st_ino
 
     def _read(self) -> Plans:
         try:

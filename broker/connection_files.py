@@ -13,6 +13,8 @@ from typing import Any
 from redis.asyncio.connection import Connection, RedisSSLContext, SSLConnection, parse_url
 from redis.credentials import CredentialProvider
 
+from files.watched import WatchedFiles
+
 log = logging.getLogger(__name__)
 
 # Options of a URL that name files.
@@ -33,18 +35,16 @@ class _Files:
     """The certificate files of all connections with the same options."""
 
     def __init__(self, *names: str | None) -> None:
-        self._names = [name for name in names if name]
-        self._stamps: list[tuple[int, int, int]] = []
+        self._watched = WatchedFiles(*(name for name in names if name))
         self._context: ssl.SSLContext | None = None
 
     def context(self, options: RedisSSLContext) -> ssl.SSLContext:
         """Return the context of a new connection. Raises OSError where the files were never good."""
         try:
-            found = [os.stat(name) for name in self._names]
-            stamps = [(stat.st_mtime_ns, stat.st_ino, stat.st_size) for stat in found]
-            if self._context is None or stamps != self._stamps:
-                self._context, self._stamps = _make_context(options), stamps
+            if self._watched.changed() or self._context is None:
+                self._context = _make_context(options)
         except OSError as error:  # ssl.SSLError too: one of the files has been replaced, the other follows
+            self._watched.failed()
             if self._context is None:
                 raise
             log.warning("keeps the former certificates of Redis: %s", error)

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
+from files.watched import WatchedFiles
 from rpc.identity.tls import is_private
 
 log = logging.getLogger(__name__)
@@ -49,7 +50,8 @@ class JobKeys:
         self._path = path
         if path.is_file() and not is_private(path):
             log.warning("others than the owner may read %s; `chmod 600` it", path)
-        self._seen = self._stamp()
+        self._files = WatchedFiles(path)
+        self._changed()
         self._last_logged = ""
         self._take(self._read())
 
@@ -64,21 +66,25 @@ class JobKeys:
 
     def derived(self, purpose: bytes) -> list[str]:
         """Return a secret for another purpose from each key, in their order."""
-        self.look()
+        self.look(recent=True)
         return [hmac.digest(key, b"loraplex " + purpose, "sha256").hex() for key in self._keys.values()]
 
-    def look(self) -> bool:
-        """Read the file again if it has changed; return whether it has. A file that cannot be used is not taken."""
+    def look(self, *, recent: bool = False) -> bool:
+        """Read the file again if it has changed; return whether it has. A file that cannot be used is not taken.
+
+        With `recent` a look of a moment ago is enough.
+        """
         try:
-            if (stamp := self._stamp()) == self._seen:
+            if not self._changed(recent=recent):
                 return False
             self._take(self._read())
         except ValueError as error:
-            if str(error) != self._last_logged:  # jobs look, thousands a second
+            self._files.failed()
+            if str(error) != self._last_logged:
                 log.warning("keeps the former job keys: %s", error)
             self._last_logged = str(error)
             return False
-        self._seen, self._last_logged = stamp, ""
+        self._last_logged = ""
         log.info("read %s again", self._path)
         return True
 
@@ -86,13 +92,11 @@ class JobKeys:
         self._keys = keys
         self._ciphers = {key_id: AESGCM(key) for key_id, key in keys.items()}
 
-    def _stamp(self) -> tuple[int, int, int]:
+    def _changed(self, *, recent: bool = False) -> bool:
         try:
-            stat = self._path.stat()
+            return self._files.changed(recent=recent)
         except OSError as error:
             raise ValueError(f"--job-key {self._path}: {error.strerror}") from error
-        # With the size: what is written in two parts may have one time, of which the first was read.
-        return stat.st_mtime_ns, stat.st_ino, stat.st_size
 
     def _read(self) -> dict[str, bytes]:
         keys: dict[str, bytes] = {}

@@ -77,7 +77,7 @@ class Seals:
     def seal(self, kind: SealKind, place: str, content: bytes) -> queue_pb2.Sealed:
         """Encrypt and sign a content for one place."""
         assert self._signer is not None, "routers seal"
-        self.keys.look()
+        self.keys.look(recent=True)
         life_s = {SealKind.JOB: JOB_S, SealKind.COMMAND: COMMAND_S, SealKind.PIN: 0.0}[kind]
         key_id, key = self.keys.newest
         sealed = queue_pb2.Sealed(
@@ -92,13 +92,13 @@ class Seals:
         sealed.signature = signature.value
         return sealed
 
-    def look(self) -> bool:
+    def look(self, *, recent: bool = True) -> bool:
         """Read the files of keys and authorities again that have changed; return whether any has.
 
-        Call it before a wait for sealed contents.
+        Call it before a wait for sealed contents. With `recent` a look of a moment ago is enough.
         """
-        changed = self.keys.look()
-        return self._routers.look() or changed
+        changed = self.keys.look(recent=recent)
+        return self._routers.look(recent=recent) or changed
 
     def open(self, kind: SealKind, place: str, sealed: queue_pb2.Sealed) -> bytes:
         """Return the content; look again before it is refused, for files that have changed since. Raises SealError."""
@@ -108,7 +108,7 @@ class Seals:
         try:
             content = self._content(kind, place, sealed)
         except SealError:
-            if not self.look():
+            if not self.look(recent=False):
                 raise
             content = self._content(kind, place, sealed)
         if kind is not SealKind.PIN:

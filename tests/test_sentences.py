@@ -18,6 +18,7 @@ ROOMS = (
     "clients",
     "deploy",
     "examples",
+    "files",
     "router",
     "rpc",
     "telemetry",

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import ssl
-from pathlib import Path
 
+from files.watched import WatchedFiles
 from rpc.settings import SettingsError
 
 log = logging.getLogger(__name__)
@@ -18,10 +18,11 @@ class OwnCertificate:
     """
 
     def __init__(self, cert: str, key: str) -> None:
-        self._cert, self._key = Path(cert), Path(key)
+        self._cert, self._key = cert, key
         self._last_logged = ""
         try:
-            self._seen = self._stamps()
+            self._files = WatchedFiles(cert, key)
+            self._files.changed()
             self.context = self._newest = self._read()
         except OSError as error:
             raise SettingsError(f"--tls-cert {cert}, --tls-key {key}: {error.strerror or error}") from error
@@ -35,11 +36,11 @@ class OwnCertificate:
     def _look(self) -> None:
         """Read the files again if they have changed; the former ones stay while the new ones cannot be used."""
         try:
-            if (stamps := self._stamps()) == self._seen:
+            if not self._files.changed():
                 return
-            self._seen = stamps  # also where the files cannot be used: others are tried when they change
             self._newest = self._read()
         except OSError as error:  # ssl.SSLError too: one of the files has been replaced, the other follows
+            self._files.failed()
             if str(error) != self._last_logged:
                 log.warning("keeps the former certificate: %s", error)
             self._last_logged = str(error)
@@ -51,8 +52,3 @@ class OwnCertificate:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.load_cert_chain(self._cert, self._key, password="")  # an encrypted key must not ask at a terminal
         return context
-
-    def _stamps(self) -> tuple[tuple[int, ...], ...]:
-        found = [path.stat() for path in (self._cert, self._key)]
-        # The last is the time of a change of owner or mode too, after which a file may be readable.
-        return tuple((stat.st_mtime_ns, stat.st_ino, stat.st_size, stat.st_ctime_ns) for stat in found)

@@ -15,6 +15,7 @@ COPY artifacts artifacts
 COPY broker broker
 COPY clients clients
 COPY deploy deploy
+COPY files files
 COPY router router
 COPY rpc rpc
 COPY telemetry telemetry

@@ -48,7 +48,7 @@ class RevisionGrantIssuer:
     def issue(self, tenant: str, revisions: tuple[str, ...]) -> bytes:
         """Return a grant as it is sent."""
         now, key = self._now(), (tenant, revisions)
-        if (version := self._signer.look()) != self._version:  # the former one may end before they do
+        if (version := self._signer.look(recent=True)) != self._version:  # the former one may end before they do
             self._kept, self._version = {}, version
         expires_at, packed = self._kept.get(key, (0.0, b""))
         if expires_at - now < GRANT_S / 2:
@@ -83,8 +83,7 @@ class RevisionGrantVerifier:
         """Raise SignatureError unless a router permits the download of this revision for this tenant now."""
         try:
             signed = msgspec.msgpack.decode(packed, type=_SignedGrant)
-            self._routers.look()
-            self._routers.verify(Signature(signed.certificates, signed.signature), _LABEL, signed.content)
+            self._verify(signed)
             grant = msgspec.msgpack.decode(signed.content, type=RevisionGrant)
         except UNREADABLE as error:
             raise SignatureError("the grant cannot be read") from error
@@ -92,3 +91,14 @@ class RevisionGrantVerifier:
             raise SignatureError("the grant has expired")
         if grant.tenant != tenant or revision not in grant.revisions:
             raise SignatureError("the grant is for another revision or tenant")
+
+    def _verify(self, signed: _SignedGrant) -> None:
+        """Raise SignatureError unless a router has signed a grant; look again for authorities before."""
+        signature = Signature(signed.certificates, signed.signature)
+        self._routers.look(recent=True)
+        try:
+            self._routers.verify(signature, _LABEL, signed.content)
+        except SignatureError:
+            if not self._routers.look():
+                raise
+            self._routers.verify(signature, _LABEL, signed.content)

@@ -49,9 +49,12 @@ class Signer:
         self._version = tls.look()
         self._read()
 
-    def look(self) -> int:
-        """Read the certificate again if its file has changed; return a number that changes with it."""
-        if (version := self._tls.look()) != self._version:
+    def look(self, *, recent: bool = False) -> int:
+        """Read the certificate again if its file has changed; return a number that changes with it.
+
+        With `recent` a look of a moment ago is enough.
+        """
+        if (version := self._tls.look(recent=recent)) != self._version:
             self._version = version
             try:
                 self._read()
@@ -61,7 +64,7 @@ class Signer:
 
     def sign(self, *parts: bytes) -> Signature:
         """Sign the parts, of which the first says what is signed."""
-        self.look()
+        self.look(recent=True)
         return Signature(self._certificates, _sign(self._key, _joined(parts)))
 
     def _read(self) -> None:
@@ -83,10 +86,13 @@ class Verifier:
         self._version = -1
         self._known: dict[tuple[bytes, ...], tuple[x509.Certificate, Principal]] = {}
 
-    def look(self) -> bool:
-        """Read the authorities again if their file has changed; return whether that or the certificate's has."""
+    def look(self, *, recent: bool = False) -> bool:
+        """Read the authorities again if their file has changed; return whether that or the certificate's has.
+
+        With `recent` a look of a moment ago is enough.
+        """
         former = self._tls.version
-        return self._tls.look() != former
+        return self._tls.look(recent=recent) != former
 
     def verify(self, signature: Signature, *parts: bytes) -> Principal:
         """Return who has signed the parts, by the authorities of the last look. Raises SignatureError."""

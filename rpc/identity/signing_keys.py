@@ -15,6 +15,7 @@ from typing import Any
 
 import jwt
 
+from files.watched import WatchedFiles
 from rpc.errors import Unavailable
 from rpc.identity.tenant_header import is_loopback
 from rpc.timed_http import TimedConnections, timed_connections
@@ -53,9 +54,10 @@ class SigningKeys:
     def __init__(self, source: str) -> None:
         self._url = source if "://" in source else ""
         self._path = None if self._url else Path(source)
+        self._files = WatchedFiles(*([] if self._path is None else [self._path]))
         self._keys: dict[str, _Key] = {}
-        self._seen: tuple[int, int, int] | None = None
         self._wanted = asyncio.Event()
+        self._last_logged = ""
         self.loaded = False
         # Grows with every change, so that checks of before it are forgotten.
         self.version = 0
@@ -100,17 +102,17 @@ class SigningKeys:
             else:
                 self._read_file()
         except (ValueError, OSError, http.client.HTTPException) as error:
-            log.warning("keeps the former keys: %s", error)
+            if str(error) != self._last_logged:
+                log.warning("keeps the former keys: %s", error)
+            self._last_logged = str(error)
 
     def _read_file(self) -> None:
         assert self._path is not None
         try:
-            stat = self._path.stat()
-            # With the size: what is written in two parts may have one time, of which the first was read.
-            if (seen := (stat.st_mtime_ns, stat.st_ino, stat.st_size)) != self._seen:
-                self._seen = seen  # a bad file is reported once
+            if self._files.changed():
                 self._take(self._path.read_bytes())
         except OSError as error:
+            self._files.failed()
             raise ValueError(f"--jwt-jwks {self._path}: {error.strerror}") from error
 
     def _take(self, content: bytes) -> None:
@@ -119,6 +121,7 @@ class SigningKeys:
             log.info("has %d keys of %s", len(keys), self._url or self._path)
         self._keys = keys
         self.loaded = True
+        self._last_logged = ""
         self.version += 1
 
 

@@ -13,6 +13,8 @@ from typing import Any, Self, TypeVar
 
 import grpc
 
+from files.watched import WatchedFiles
+
 log = logging.getLogger(__name__)
 
 S = TypeVar("S")
@@ -40,9 +42,8 @@ class TlsFiles:
         self._cert, self._key, self._ca = cert, key, ca
         if key.is_file() and not is_private(key):
             log.warning("others than the owner may read %s; `chmod 600` it", key)
-        self._seen = self._stamps()
-        # Files that could not be used, so that they are read and reported once until one of them changes.
-        self._unusable: tuple[tuple[int, ...], ...] | None = None
+        self._files = WatchedFiles(cert, key, ca)
+        self._changed()
         self._last_logged = ""
         self._pems = self._read()
         # Grows when the files have changed.
@@ -53,14 +54,15 @@ class TlsFiles:
         """Return the contents that were read last."""
         return self._pems
 
-    def look(self) -> int:
-        """Read the files again if they have changed; return the version. What cannot be used yet is not taken."""
+    def look(self, *, recent: bool = False) -> int:
+        """Read the files again if they have changed; return the version. What cannot be used yet is not taken.
+
+        With `recent` a look of a moment ago is enough.
+        """
         try:
-            stamps = self._stamps()
-            if stamps not in {self._seen, self._unusable}:
-                self._unusable = stamps
+            if self._changed(recent=recent):
                 self._pems = self._read()
-                self._seen, self._unusable, self._last_logged = stamps, None, ""
+                self._last_logged = ""
                 self.version += 1
                 log.info("read %s, %s and %s again", self._cert, self._key, self._ca)
         except ValueError as error:  # one of the files has been replaced, the other follows
@@ -93,13 +95,11 @@ class TlsFiles:
         pems = self._pems
         return grpc.ssl_server_certificate_configuration([(pems.key, pems.cert)], pems.ca)
 
-    def _stamps(self) -> tuple[tuple[int, ...], ...]:
+    def _changed(self, *, recent: bool = False) -> bool:
         try:
-            found = [path.stat() for path in (self._cert, self._key, self._ca)]
+            return self._files.changed(recent=recent)
         except OSError as error:
             raise ValueError(f"--tls-cert, --tls-key, --tls-ca: {error.filename}: {error.strerror}") from error
-        # The last is the time of a change of owner or mode too, after which a file may be readable.
-        return tuple((stat.st_mtime_ns, stat.st_ino, stat.st_size, stat.st_ctime_ns) for stat in found)
 
     def _read(self) -> Pems:
         try:
@@ -108,6 +108,7 @@ class TlsFiles:
             context.load_verify_locations(self._ca)
             return Pems(self._cert.read_bytes(), self._key.read_bytes(), self._ca.read_bytes())
         except (OSError, ssl.SSLError) as error:
+            self._files.failed()
             raise ValueError(f"--tls-cert {self._cert}, --tls-key {self._key}, --tls-ca {self._ca}: {error}") from error
 
 
@@ -132,7 +133,7 @@ class LiveChannel:
 
     def stub(self, make: Callable[[grpc.aio.Channel], S]) -> S:
         """Return a service's stub at the present channel."""
-        if self._tls is not None and self._tls.look() != self._version:
+        if self._tls is not None and self._tls.look(recent=True) != self._version:
             closing = asyncio.create_task(self._channel.close(CLOSE_S))
             self._closing.add(closing)
             closing.add_done_callback(self._closing.discard)

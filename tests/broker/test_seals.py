@@ -231,7 +231,8 @@ async def test_a_job_is_taken_once_in_its_queue_in_its_time(cell: Cell) -> None:
     assert [one.attempt for one in await cell.claim()] == [2]
 
 
-async def test_keys_are_taken_into_use_without_a_restart(cell: Cell) -> None:
+async def test_keys_are_taken_into_use_without_a_restart(cell: Cell, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("files.watched.LOOK_S", 0.0)
     path = cell.directory / "job.key"
     old, new = path.read_text(), new_job_key("new")
     for text in (old + new, new + old):

@@ -149,7 +149,10 @@ async def test_a_certificate_whose_key_has_not_come_yet_is_not_taken(
     assert await check(plain, ca) == "OK"
 
 
-async def test_a_channel_takes_its_new_certificate(served: Any, ca: DevelopmentCa, tmp_path: Path) -> None:
+async def test_a_channel_takes_its_new_certificate(
+    served: Any, ca: DevelopmentCa, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("files.watched.LOOK_S", 0.0)
     _, _, mutual = served
     mine = tmp_path / "router"
     mine.mkdir()

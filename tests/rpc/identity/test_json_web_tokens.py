@@ -189,6 +189,26 @@ def test_a_file_is_read_again_and_a_bad_one_is_not_taken(jwks: Path) -> None:
     assert keys.find(None) is not None
 
 
+def test_a_file_that_becomes_readable_is_read(
+    jwks: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    keys = SigningKeys(str(jwks))
+    jwks.write_text(json.dumps({"keys": KEYS[1:2]}))
+    with monkeypatch.context() as patched:  # whoever runs the tests may read every file
+
+        def refuse(path: Path) -> bytes:
+            raise PermissionError(13, "Permission denied", str(path))
+
+        patched.setattr(Path, "read_bytes", refuse)
+        for _ in range(2):
+            asyncio.run(keys.look())
+    assert caplog.text.count("Permission denied") == 1
+    assert keys.find("rsa") is not None
+    jwks.chmod(0o400)
+    asyncio.run(keys.look())
+    assert keys.find("rsa") is None
+
+
 def test_a_key_that_is_gone_ends_tokens_that_were_checked(reader: JwtReader, jwks: Path) -> None:
     text = token()
     assert read(reader, text).tenant == "acme"

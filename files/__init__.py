@@ -1,0 +1,1 @@
+"""Files that every process may read: whether they have changed since."""
