@@ -1,4 +1,4 @@
-"""Which changes of files are seen: their content, their size alone, another file in their place, their mode."""
+"""Test the changes of files that are seen: their content, their size alone, another file in their place, their mode."""
 
 from __future__ import annotations
 
