@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -44,20 +45,37 @@ class AdapterConfigs:
         # By digest, with the name of the revision that they were read of.
         self._kept: OrderedDict[str, tuple[str, AdapterSettings]] = OrderedDict()
         self._characters = 0
+        # Those that are being read, by tenant and digest: a configuration has up to a megabyte.
+        self._flights: dict[tuple[str, str], asyncio.Task[AdapterSettings]] = {}
 
     async def of(self, tenant: str, adapter: AdapterRef | None) -> AdapterSettings:
         """Return an adapter's settings; a weighted set has none. Raises NotFound or Unavailable."""
         if adapter is None or adapter.parts:
             return AdapterSettings()
         if adapter.digest not in self._kept:
-            settings = _read(await self._store.config_of(tenant, adapter.revision))
-            if adapter.digest not in self._kept:
-                self._kept[adapter.digest] = adapter.revision, settings
-                self._characters += settings.characters
-                self._drop_oldest()
-            return settings
+            key = tenant, adapter.digest
+            flight = self._flights.get(key)
+            if flight is None:
+                flight = self._flights[key] = asyncio.create_task(self._ask(tenant, adapter))
+                flight.add_done_callback(lambda done: self._landed(key, done))
+            # Several callers share it: a caller that leaves must not cancel it for the others.
+            return await asyncio.shield(flight)
         self._kept.move_to_end(adapter.digest)
         return self._kept[adapter.digest][1]
+
+    def _landed(self, key: tuple[str, str], flight: asyncio.Task[AdapterSettings]) -> None:
+        del self._flights[key]
+        if not flight.cancelled():
+            flight.exception()  # callers that have left do not look at it
+
+    async def _ask(self, tenant: str, adapter: AdapterRef) -> AdapterSettings:
+        config = await self._store.config_of(tenant, adapter.revision)
+        settings = await asyncio.to_thread(_read, config)
+        if adapter.digest not in self._kept:
+            self._kept[adapter.digest] = adapter.revision, settings
+            self._characters += settings.characters
+            self._drop_oldest()
+        return settings
 
     def forget_tenant(self, tenant: str) -> int:
         """Forget the settings of a tenant's adapters; returns how many there were."""

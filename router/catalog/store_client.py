@@ -20,6 +20,7 @@ from rpc.errors import CallError, InvalidField, NotFound, Unavailable
 from rpc.identity.principal import TENANT_KEY
 from rpc.identity.tls import LiveChannel, TlsFiles
 from rpc.server import channel_options
+from rpc.shares import FairTurns
 
 # Maximum age in seconds of a cached name: a new upload is served this much later at most.
 NAME_TTL_S = 1.0
@@ -27,6 +28,8 @@ NAME_TTL_S = 1.0
 CALL_S = 5.0
 # Timeout in seconds for the download of a manifest with its files.
 DOWNLOAD_S = 60.0
+# Maximum number of names that the store is asked for at once, in turns of the tenants: it answers some thousand a second.
+ASKS_AT_ONCE = 64
 # Maximum number of cached names; beyond it the cache is emptied.
 NAMES_KEPT = 10_000
 # Reconnect at least twice a second, so that a store that comes back is found soon.
@@ -68,6 +71,7 @@ class StoreClient:
         self._names: dict[tuple[str, str], tuple[float, ResolvedAdapter]] = {}
         self._epochs: dict[str, int] = {}
         self._flights: dict[tuple[str, str], asyncio.Task[ResolvedAdapter]] = {}
+        self._asking = FairTurns(ASKS_AT_ONCE)
 
     @property
     def _stub(self) -> adapters_pb2_grpc.AdapterServiceAsyncStub:
@@ -84,7 +88,7 @@ class StoreClient:
             return cached[1]
         flight = self._flights.get(key)
         if flight is None:
-            flight = self._flights[key] = asyncio.create_task(self._ask(tenant, name))
+            flight = self._flights[key] = asyncio.create_task(self._ask_in_turn(tenant, name))
             flight.add_done_callback(lambda done: self._landed(key, done))
         # Several callers share the call: a caller that leaves must not cancel it for the others.
         return await asyncio.shield(flight)
@@ -95,6 +99,18 @@ class StoreClient:
             if len(self._names) >= NAMES_KEPT:
                 self._names.clear()
             self._names[key] = (time.monotonic(), flight.result())
+
+    async def _ask_in_turn(self, tenant: str, name: str) -> ResolvedAdapter:
+        try:
+            async with asyncio.timeout(CALL_S):
+                await self._asking.take(tenant)
+        except TimeoutError:
+            message = f"the adapter store at {self._address} has not got to this name within {CALL_S:g} s"
+            raise Unavailable(message, reason="STORE_DOWN") from None
+        try:
+            return await self._ask(tenant, name)
+        finally:
+            self._asking.give(tenant)
 
     async def _ask(self, tenant: str, name: str) -> ResolvedAdapter:
         request, metadata = pb.GetAdapterRequest(name=name), ((TENANT_KEY, tenant),)

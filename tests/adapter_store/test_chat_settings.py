@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -43,6 +44,23 @@ async def test_a_router_reads_an_adapter_s_settings_once(
         assert (await configs.of("acme", refs[1])).chat == ChatSettings(**CHAT)
     finally:
         await catalog.close()
+
+
+async def test_calls_at_the_same_time_share_a_reading() -> None:
+    asked: list[str] = []
+
+    class CountingStore:
+        async def config_of(self, tenant: str, revision: str) -> bytes:
+            asked.append(tenant)
+            await asyncio.sleep(0)
+            return json.dumps({"loraplex_chat": CHAT}).encode()
+
+    configs = AdapterConfigs(CountingStore())  # type: ignore[arg-type]
+    ref = AdapterRef("tenants/acme/adapters/a/revisions/sha256:1", "sha256:1", 2, 100)
+    tenants = ("acme", "acme", "globex", "acme")
+    found = await asyncio.gather(*(configs.of(tenant, ref) for tenant in tenants))
+    assert [one.chat for one in found] == [ChatSettings(**CHAT)] * 4
+    assert sorted(asked) == ["acme", "globex"]
 
 
 @pytest.mark.parametrize(
