@@ -28,7 +28,7 @@ NAME_TTL_S = 1.0
 CALL_S = 5.0
 # Timeout in seconds for the download of a manifest with its files.
 DOWNLOAD_S = 60.0
-# Maximum number of names that the store is asked for at once, in turns of the tenants: it answers some thousand a second.
+# Maximum number of names that the store is asked for at once, in turns of the tenants: it answers a thousand a second.
 ASKS_AT_ONCE = 64
 # Maximum number of cached names; beyond it the cache is emptied.
 NAMES_KEPT = 10_000
