@@ -27,6 +27,8 @@ def edge_options(connections: int | None = None) -> list[tuple[str, Any]]:
         ("grpc.max_concurrent_streams", _STREAMS),
         ("grpc.server_handshake_timeout_ms", _HANDSHAKE_MS),
         ("grpc.max_connection_idle_ms", _IDLE_MS),
+        # With it a call takes megabytes that nobody has asked for, as much as its client can send.
+        ("grpc.http2.bdp_probe", 0),
     ]
 
 

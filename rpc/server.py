@@ -19,6 +19,7 @@ from rpc.edge import CALLS, edge_options
 from rpc.health import BoundedHealth
 from rpc.identity.guard import Guard, closed_guard
 from rpc.messages import ReadableMessages
+from rpc.receiving import RECEIVE_S, OneMessage, Receiving
 from rpc.status_interceptor import StatusInterceptor
 from rpc.unread_messages import STALL_S
 
@@ -49,7 +50,9 @@ def channel_options(message_bytes: int = MESSAGE_BYTES) -> list[tuple[str, Any]]
 
 def relay_options() -> list[tuple[str, Any]]:
     """Return the options of the links between workers and routers: an end that is silent for 3 s counts as gone."""
-    return _options(RELAY_MESSAGE_BYTES, RELAY_KEEPALIVE_MS, RELAY_KEEPALIVE_TIMEOUT_MS)
+    # Workers may send ahead, as much as the connection takes; see rpc.edge.
+    ahead = ("grpc.http2.bdp_probe", 1)
+    return [*_options(RELAY_MESSAGE_BYTES, RELAY_KEEPALIVE_MS, RELAY_KEEPALIVE_TIMEOUT_MS), ahead]
 
 
 def _options(message_bytes: int, keepalive_ms: int, timeout_ms: int) -> list[tuple[str, Any]]:
@@ -108,11 +111,12 @@ class Server:
         self._methods: set[str] = set()
         # The status interceptor is outermost, so that it also sees what the others raise.
         edge = {**dict(edge_options(connections)), **dict(channel_options() if options is None else options)}
+        self._messages = OneMessage(Receiving(edge["grpc.max_receive_message_length"], min(RECEIVE_S, stall_s)))
         self.grpc = grpc.aio.server(
             options=[*edge.items(), *_SERVER_OPTIONS],
             interceptors=[
                 *(StatusInterceptor(stall_s), *outer, ConnectionCalls(calls)),
-                *(self._guard, *interceptors, ReadableMessages()),
+                *(self._guard, self._messages, *interceptors, ReadableMessages()),
             ],
         )
         self._health = BoundedHealth()

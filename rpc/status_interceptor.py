@@ -23,7 +23,7 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
     """End every call that raised with its status; an error outside the table is logged and becomes INTERNAL.
 
     Put it before all other interceptors: it asks them for a method's handler once and keeps it. A call whose client
-    sends no message, or leaves one or the status unread, for `stall_s` seconds is cut.
+    leaves a message or the status unread for `stall_s` seconds is cut.
     """
 
     def __init__(self, stall_s: float) -> None:
@@ -44,12 +44,11 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
             guard = self._guard_stream if handler.response_streaming else self._guard
             self._guarded[name] = wrapped(handler, lambda inner: guard(inner, name))
         handler = self._guarded[name]
-        self._unread.begin(waits=not handler.request_streaming)
+        self._unread.begin()
         return handler
 
     def _guard(self, method: Callable[..., Awaitable[Any]], name: str) -> Callable[..., Awaitable[Any]]:
         async def guarded(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
-            self._unread.goes_on(current_call())
             try:
                 answer = await method(request, context)
                 await let_finish()
@@ -76,7 +75,6 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
 
         async def guarded(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
             answer = None
-            self._unread.goes_on(current_call())
             writes = _Writes(context, self._unread)
             try:
                 try:

@@ -1,7 +1,7 @@
 """Messages that stay unread because of clients: their calls are cut after a bounded time.
 
-HTTP/2 lets a client begin a call without its message, and read nothing of a stream. gRPC would wait for the message,
-and with the stream's next message or its status, until the client leaves.
+HTTP/2 lets a client read nothing of a stream. gRPC would wait with the stream's next message or its status until the
+client leaves. Messages that clients do not send are rpc.receiving's.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 log = logging.getLogger(__name__)
 
-# Timeout in seconds for a client to send its message, and to take one. One of 4 MiB takes as long at 70 kB a second.
+# Timeout in seconds for a client to take a message. One of 4 MiB takes as long at 70 kB a second.
 STALL_S = 60.0
 # Number of looks in that time: a call is cut up to so much later.
 _LOOKS = 4
@@ -33,12 +33,9 @@ class UnreadMessages:
         self._since: dict[Call, float] = {}
         self._looking = False
 
-    def begin(self, *, waits: bool) -> None:
-        """Note the current call, which is forgotten at its end; `waits` for its message."""
-        call = current_call()
-        call.add_done_callback(self.goes_on)
-        if waits:
-            self.waits(call)
+    def begin(self) -> None:
+        """Note the current call, which is forgotten at its end."""
+        current_call().add_done_callback(self.goes_on)
 
     def waits(self, call: Call) -> None:
         """Note that a call waits for its client from now on, or still does."""

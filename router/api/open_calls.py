@@ -9,7 +9,6 @@ others. Streams that run are never touched.
 
 from __future__ import annotations
 
-import asyncio
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
@@ -21,20 +20,17 @@ from google.protobuf.descriptor import Descriptor
 from google.protobuf.descriptor_pool import Default
 
 from router.api.message_fields import FIELDS, field_in_excess
-from rpc.errors import CallError, DeadlinePassed, Exhausted, InvalidField
+from rpc.errors import CallError, Exhausted, InvalidField
 from rpc.identity.permissions import SGLANG_SERVICE
 from rpc.identity.principal import calling_tenant
+from rpc.receiving import RECEIVE_S, Receiving
 from rpc.server import MESSAGE_BYTES
-from rpc.shares import FairTurns, Shares
+from rpc.shares import Shares
 
 # The service and the further methods whose calls are bounded: operators and health checks must get through when a
 # router is full.
 _SERVICE = "/loraplex.inference.v1.InferenceService"
 _METHODS = frozenset(f"/{SGLANG_SERVICE}/{method}" for method in ("Generate", "Embed", "GetTokenizer"))
-# Maximum bytes of the messages that are being received: their size is not known before.
-RECEIVING_BYTES = 16 * MESSAGE_BYTES
-# Timeout in seconds for the rest of a call's message: a client that sends half of it keeps a place.
-RECEIVE_S = 10.0
 # Mean time in seconds after which a refused client is to call again; each gets its own, so that they come spread out.
 RETRY_S = 1.0
 
@@ -73,9 +69,8 @@ class OpenCalls(grpc.aio.ServerInterceptor):
     ) -> None:
         self._calls = Shares(calls)
         self._bytes = Shares(message_bytes)
-        self._receiving = FairTurns(RECEIVING_BYTES)
+        self._receiving = Receiving(MESSAGE_BYTES, receive_s)
         self._refused = refused
-        self._readings = _Readings(receive_s)
 
     async def intercept_service(
         self,
@@ -133,9 +128,7 @@ class OpenCalls(grpc.aio.ServerInterceptor):
             tenant = calling_tenant()
             self._take(self._calls, tenant, 1, "calls")
             try:
-                data = await self._receive(tenant, context)
-                if data is grpc.aio.EOF:
-                    raise InvalidField("spec", "the call has no message")
+                data = await self._receiving.read(tenant, context)
                 self._take(self._bytes, tenant, len(data), "bytes of calls' messages")
                 size = len(data)
                 request = method.read(data)
@@ -159,55 +152,3 @@ class OpenCalls(grpc.aio.ServerInterceptor):
                 retry_after_s=random.uniform(0.5, 1.5) * RETRY_S,
                 reason="ROUTER_FULL",
             )
-
-    async def _receive(self, tenant: str, context: Context) -> Any:
-        await self._receiving.take(tenant, MESSAGE_BYTES)
-        try:
-            return await self._readings.read(context)
-        finally:
-            self._receiving.give(tenant, MESSAGE_BYTES)
-
-
-class _Readings:
-    """The messages that are being read, each within `limit_s` seconds. One timer watches all of them."""
-
-    def __init__(self, limit_s: float) -> None:
-        self._limit_s = limit_s
-        # When each began, in their order.
-        self._began: dict[asyncio.Task[Any], float] = {}
-        self._late: set[asyncio.Task[Any]] = set()
-        self._watching = False
-
-    async def read(self, context: Context) -> Any:
-        """Return the call's message. Raises DeadlinePassed where it does not come."""
-        task = asyncio.current_task()
-        assert task is not None
-        loop = asyncio.get_running_loop()
-        self._began[task] = loop.time()
-        if not self._watching:
-            self._watching = True
-            loop.call_later(self._limit_s, self._look)
-        try:
-            return await context.read()
-        except asyncio.CancelledError:
-            if task not in self._late:  # its client has left
-                raise
-            task.uncancel()
-            message = f"the call's message did not come within {self._limit_s:g} s"
-            raise DeadlinePassed(message, reason="MESSAGE_LATE") from None
-        finally:
-            self._began.pop(task, None)
-            self._late.discard(task)
-
-    def _look(self) -> None:
-        """Give up readings that take too long; come back when the next one may."""
-        loop = asyncio.get_running_loop()
-        while self._began:
-            task, began = next(iter(self._began.items()))
-            if (left_s := began + self._limit_s - loop.time()) > 0:
-                loop.call_later(left_s, self._look)
-                return
-            del self._began[task]
-            self._late.add(task)
-            task.cancel()
-        self._watching = False

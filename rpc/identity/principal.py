@@ -72,6 +72,11 @@ def set_caller(principal: Principal) -> None:
     _CALLER.set(principal)
 
 
+def known_caller() -> Principal | None:
+    """Return the caller of the RPC that the current task serves; None for one that anybody may call."""
+    return _CALLER.get()
+
+
 def caller() -> Principal:
     """Return the caller of the RPC that the current task serves. Raises Unauthenticated outside a guarded RPC."""
     principal = _CALLER.get()

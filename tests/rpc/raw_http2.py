@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 SETTINGS, HEADERS, DATA, RESET, PING = 4, 1, 0, 3, 6
-_WINDOW_UPDATE = 8
+WINDOW_UPDATE = 8
 _ACK = _END_STREAM = 1
 _END_HEADERS = 4
 
@@ -13,6 +13,13 @@ _END_HEADERS = 4
 def frame(kind: int, body: bytes, stream: int = 0, flags: int = 0) -> bytes:
     """Return a frame of HTTP/2."""
     return len(body).to_bytes(3, "big") + bytes((kind, flags)) + stream.to_bytes(4, "big") + body
+
+
+def headers(method: str) -> bytes:
+    """Return the packed headers of a call."""
+    texts = [":method POST", ":scheme http", f":path {method}", ":authority x", "te trailers"]
+    pairs = [text.encode().split() for text in (*texts, "content-type application/grpc")]
+    return b"".join(b"\0%c%b%c%b" % (len(name), name, len(value), value) for name, value in pairs)
 
 
 def _window(size: int) -> bytes:
@@ -39,10 +46,7 @@ class UnreadingClient:
 
     def call(self, stream: int, method: str, message: bytes | None = b"") -> None:
         """Begin a call with one message; None: the message does not come."""
-        texts = [":method POST", ":scheme http", f":path {method}", ":authority x", "te trailers"]
-        headers = [text.encode().split() for text in (*texts, "content-type application/grpc")]
-        packed = b"".join(b"\0%c%b%c%b" % (len(name), name, len(value), value) for name, value in headers)
-        self._writer.write(frame(HEADERS, packed, stream, _END_HEADERS))
+        self._writer.write(frame(HEADERS, headers(method), stream, _END_HEADERS))
         if message is not None:
             body = b"\0" + len(message).to_bytes(4, "big") + message
             self._writer.write(frame(DATA, body, stream, _END_STREAM))
@@ -64,7 +68,7 @@ class UnreadingClient:
             kind, stream = head[3], int.from_bytes(head[5:], "big")
             if kind in (SETTINGS, PING) and not head[4] & _ACK:
                 self._writer.write(frame(kind, body if kind == PING else b"", flags=_ACK))
-            if kind == _WINDOW_UPDATE:
+            if kind == WINDOW_UPDATE:
                 continue
             async with self.arrived:
                 self.kinds.setdefault(stream, []).append(kind)

@@ -1,0 +1,161 @@
+"""Reads the messages of calls that have one, behind the guard and within bounds, in the place of gRPC.
+
+gRPC receives a message before anybody has looked at the credential, however long the rest of it takes: one connection
+without a credential, with thousands of calls that send all but the last byte, would take gigabytes. On the wire a call
+with one message is the same as a stream of one, so that the methods are served as streams, and read here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import random
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import aclosing
+from typing import Any
+
+import grpc
+
+from rpc.errors import DeadlinePassed, Exhausted, InvalidField
+from rpc.identity.principal import NAMING_ROLES, known_caller
+from rpc.shares import FairTurns, Shares
+
+# Maximum bytes of the messages that are being received: their size is not known before.
+RECEIVING_BYTES = 64 * 1024 * 1024
+# Timeout in seconds for the rest of a call's message: a client that sends half of it keeps a place.
+RECEIVE_S = 10.0
+# Maximum number of calls that wait for their messages; what their clients have sent of them meanwhile is kept by gRPC,
+# up to 64 KiB each. A tenant or address alone gets half of them; operators and parts of the cluster are not bounded.
+WAITING = 2_048
+# Mean time in seconds after which a refused client is to call again; each gets its own, so that they come spread out.
+_RETRY_S = 1.0
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class Receiving:
+    """The messages that are being received, in turns of their callers: each at most `message_bytes`, in `limit_s`."""
+
+    def __init__(self, message_bytes: int, limit_s: float = RECEIVE_S) -> None:
+        self._message_bytes = message_bytes
+        self._turns = FairTurns(max(RECEIVING_BYTES, 2 * message_bytes))
+        self._readings = _Readings(limit_s)
+
+    async def read(self, who: str, context: Context) -> bytes:
+        """Return the bytes of a call's message. Raises InvalidField or DeadlinePassed."""
+        await self._turns.take(who, self._message_bytes)
+        try:
+            data = await self._readings.read(context)
+        except grpc.aio.BaseError:  # the server has stopped while the call waited
+            raise asyncio.CancelledError from None
+        finally:
+            self._turns.give(who, self._message_bytes)
+        if data is grpc.aio.EOF:
+            raise InvalidField("request", "the call has no message")
+        assert isinstance(data, bytes), "the handler has no deserializer"
+        return data
+
+
+class OneMessage(grpc.aio.ServerInterceptor):
+    """Receives the one message of a call. Put it behind the guard; methods that are streams already pass it.
+
+    `waiting`: how many calls of tenants, and of callers without a credential, may wait for their messages at once.
+    """
+
+    def __init__(self, receiving: Receiving, waiting: int = WAITING) -> None:
+        self._receiving = receiving
+        self._waiting = Shares(waiting)
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler[Any, Any] | None:
+        """Serve the method as one of a stream of messages, of which the first is read."""
+        handler = await continuation(handler_call_details)
+        if handler is None or handler.request_streaming or handler.request_deserializer is None:
+            return handler
+        decode = handler.request_deserializer
+        if handler.response_streaming:
+            many = self._many(handler.unary_stream, decode)
+            return grpc.stream_stream_rpc_method_handler(many, None, handler.response_serializer)
+        one = self._one(handler.unary_unary, decode)
+        return grpc.stream_unary_rpc_method_handler(one, None, handler.response_serializer)
+
+    def _one(self, method: Any, decode: Callable[[bytes], Any]) -> Callable[[Any, Context], Awaitable[Any]]:
+        async def received(_: Any, context: Context) -> Any:
+            return await method(decode(await self._read(context)), context)
+
+        return received
+
+    def _many(self, method: Any, decode: Callable[[bytes], Any]) -> Callable[[Any, Context], AsyncIterator[Any]]:
+        async def received(_: Any, context: Context) -> AsyncIterator[Any]:
+            answer = method(decode(await self._read(context)), context)
+            if inspect.isawaitable(answer):  # a method that writes to the context itself, as health's Watch does
+                await answer
+                return
+            async with aclosing(answer) as responses:
+                async for response in responses:
+                    yield response
+
+        return received
+
+    async def _read(self, context: Context) -> bytes:
+        """Return the bytes of a call's message. Raises a CallError."""
+        principal = known_caller()
+        who = context.peer().rpartition(":")[0] if principal is None else principal.tenant or principal.name
+        if principal is not None and principal.roles & NAMING_ROLES:
+            return await self._receiving.read(who, context)
+        if not self._waiting.take(who):
+            message = f"{who} has its share of the {self._waiting.limit} calls whose messages this process waits for"
+            retry_s = random.uniform(0.5, 1.5) * _RETRY_S
+            raise Exhausted(f"callers/{who}/messages", message, retry_after_s=retry_s, reason="MESSAGES_FULL")
+        try:
+            return await self._receiving.read(who, context)
+        finally:
+            self._waiting.give(who)
+
+
+class _Readings:
+    """The messages that are being read, each within `limit_s` seconds. One timer watches all of them."""
+
+    def __init__(self, limit_s: float) -> None:
+        self._limit_s = limit_s
+        # When each began, in their order.
+        self._began: dict[asyncio.Task[Any], float] = {}
+        self._late: set[asyncio.Task[Any]] = set()
+        self._watching = False
+
+    async def read(self, context: Context) -> Any:
+        """Return the call's message. Raises DeadlinePassed where it does not come."""
+        task = asyncio.current_task()
+        assert task is not None
+        loop = asyncio.get_running_loop()
+        self._began[task] = loop.time()
+        if not self._watching:
+            self._watching = True
+            loop.call_later(self._limit_s, self._look)
+        try:
+            return await context.read()
+        except asyncio.CancelledError:
+            if task not in self._late:  # its client has left
+                raise
+            task.uncancel()
+            message = f"the call's message did not come within {self._limit_s:g} s"
+            raise DeadlinePassed(message, reason="MESSAGE_LATE") from None
+        finally:
+            self._began.pop(task, None)
+            self._late.discard(task)
+
+    def _look(self) -> None:
+        """Give up readings that take too long; come back when the next one may."""
+        loop = asyncio.get_running_loop()
+        while self._began:
+            task, began = next(iter(self._began.items()))
+            if (left_s := began + self._limit_s - loop.time()) > 0:
+                loop.call_later(left_s, self._look)
+                return
+            del self._began[task]
+            self._late.add(task)
+            task.cancel()
+        self._watching = False

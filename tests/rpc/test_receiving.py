@@ -1,0 +1,85 @@
+"""Messages that do not end: how much of them a server takes, for how long, and from whom."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from loraplex.inference.v1 import inference_pb2_grpc
+
+from rpc import receiving
+from rpc.identity.guard import Guard
+from rpc.identity.permissions import Port
+from rpc.server import MESSAGE_BYTES, Server
+from rpc.shares import Shares
+from tests.rpc.half_sent import HalfSent
+
+CHECK = "/grpc.health.v1.Health/Check"
+# Maximum bytes that a client may send of a message that nobody reads yet.
+_AHEAD = 65_536
+
+
+@asynccontextmanager
+async def serving(guard: Guard | None = None) -> AsyncIterator[tuple[Server, int]]:
+    """A server and its port."""
+    server = Server(guard)
+    port = server.bind("127.0.0.1", 0)
+    if guard is not None:
+        service = inference_pb2_grpc.InferenceServiceServicer()  # type: ignore[abstract]  # as grpc makes them
+        inference_pb2_grpc.add_InferenceServiceServicer_to_server(service, server.grpc)
+    await server.start()
+    try:
+        yield server, port
+    finally:
+        await server.stop(0)
+
+
+async def test_a_stranger_is_refused_before_its_message() -> None:
+    method = "/loraplex.inference.v1.InferenceService/Tokenize"
+    async with serving(Guard([Port.PUBLIC], [])) as (_, port), HalfSent(port, method, 4 << 20) as stranger:
+        for _ in range(8):
+            stranger.call()
+        await stranger.until(lambda: len(stranger.answered) == 8)
+        assert max(stranger.sent.values()) <= _AHEAD
+
+
+async def test_half_sent_messages_of_an_address_are_received_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(receiving, "RECEIVING_BYTES", 4 * MESSAGE_BYTES)
+    calls, turns = 8, 2  # half of four
+    async with serving() as (_, port), HalfSent(port, CHECK, 1 << 20) as stranger:
+        for _ in range(calls):
+            stranger.call()
+        for _ in range(calls // turns):
+            await stranger.until(lambda: len(stranger.whole) == turns)
+            assert sum(sent > _AHEAD for sent in stranger.unanswered.values()) == turns
+            answered = len(stranger.answered)
+            for stream in stranger.whole:
+                stranger.end(stream)
+            await stranger.until(lambda answered=answered: len(stranger.answered) == answered + turns)  # type: ignore[misc]  # a default
+
+
+async def test_a_message_that_never_ends_gives_its_turn_to_the_next() -> None:
+    async with serving() as (server, port), HalfSent(port, CHECK, 1_000) as stranger:
+        server._messages._receiving = receiving.Receiving(MESSAGE_BYTES, 0.02)
+        for _ in range(20):
+            stranger.call()
+        await stranger.until(lambda: len(stranger.answered) == 20)
+
+
+async def test_calls_whose_messages_do_not_come_are_bounded_by_address() -> None:
+    async with serving() as (server, port), HalfSent(port, CHECK, 1_000) as stranger:
+        server._messages._waiting = Shares(4)
+        for _ in range(3):
+            stranger.call()
+        await stranger.until(lambda: len(stranger.answered) == 1)
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            check = health_pb2_grpc.HealthStub(channel).Check
+            with pytest.raises(grpc.aio.AioRpcError, match="has its share of the 4 calls") as refused:
+                await check(health_pb2.HealthCheckRequest())
+            assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+            stranger.end(1)
+            await stranger.until(lambda: len(stranger.answered) == 2)
+            await check(health_pb2.HealthCheckRequest())
