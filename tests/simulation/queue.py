@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from typing import cast
 
 from bench.queue_model.decisions import Refusal
 from broker.claim_memory import ClaimMemory, ClaimPlan
@@ -11,6 +12,7 @@ from broker.claims import begin_apart
 from broker.codec import decode_adapter_request, decode_job
 from broker.commands import Command
 from broker.keys import Keys
+from broker.ledger_records import ReserveCall
 from broker.ledger import BehindError, QuotaReachedError
 from broker.liveness import TTL_MS, Census
 from broker.messages import AdapterRequest, Capacity, DeadJob, Job
@@ -54,12 +56,12 @@ class SimulatedQueue:
         job: Job,
         placement: Placement | None = None,
         entry: Entry | None = None,
-        reserve: SimulatedReserve | None = None,
+        reserve: ReserveCall | None = None,
     ) -> None:
         """See JobQueue; the model makes the entry itself, and one that was made before must be the same."""
         redis = self._redis
         assert entry is None or entry == self.make_entry(job, placement or Placement())
-        refusal = await redis.call(lambda: self._enqueue(job, placement or Placement(), reserve))
+        refusal = await redis.call(lambda: self._enqueue(job, placement or Placement(), cast("SimulatedReserve | None", reserve)))
         redis.wake_all()
         if refusal is not None and refusal.why == "quarantined":
             raise QuarantinedError(refusal.wait_ms)
