@@ -12,8 +12,8 @@ from broker.claims import begin_apart
 from broker.codec import decode_adapter_request, decode_job
 from broker.commands import Command
 from broker.keys import Keys
-from broker.ledger_records import ReserveCall
 from broker.ledger import BehindError, QuotaReachedError
+from broker.ledger_records import ReserveCall
 from broker.liveness import TTL_MS, Census
 from broker.messages import AdapterRequest, Capacity, DeadJob, Job
 from broker.quarantine import QuarantinedError
@@ -61,7 +61,8 @@ class SimulatedQueue:
         """See JobQueue; the model makes the entry itself, and one that was made before must be the same."""
         redis = self._redis
         assert entry is None or entry == self.make_entry(job, placement or Placement())
-        refusal = await redis.call(lambda: self._enqueue(job, placement or Placement(), cast("SimulatedReserve | None", reserve)))
+        first = cast("SimulatedReserve | None", reserve)
+        refusal = await redis.call(lambda: self._enqueue(job, placement or Placement(), first))
         redis.wake_all()
         if refusal is not None and refusal.why == "quarantined":
             raise QuarantinedError(refusal.wait_ms)
