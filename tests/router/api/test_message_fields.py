@@ -6,7 +6,7 @@ import random
 from typing import Any
 
 import pytest
-from google.protobuf.message import Message
+from google.protobuf.message import DecodeError, Message
 from google.protobuf.struct_pb2 import ListValue
 from loraplex.inference.v1 import inference_pb2 as pb
 
@@ -99,6 +99,25 @@ def test_fields_that_nobody_knows_count(field: bytes) -> None:
 @pytest.mark.parametrize("data", [b"\x0a", b"\x0a\xff", b"\x0a\x7f" + b"\x08" * 20, b"\xff" * 100, b"\x0a\x05x"])
 def test_bytes_that_are_no_message_are_left_to_the_decoder(data: bytes) -> None:
     assert field_in_excess(data, REQUEST, 1 if len(data) < 3 else 50) == ""
+
+
+@pytest.mark.parametrize("size", range(1, 6))
+def test_tags_and_sizes_are_read_as_decoders_read_them(size: int) -> None:
+    one = bytes((0x81, *[0x80] * (size - 2), 0)) if size > 1 else b"\x01"
+    tag = bytes((0xFA, 0x87, *[0x80] * (size - 3), 0)) if size > 2 else b"\xfa\x07"  # field 127, unknown
+    number = b"\xf8\x07" + b"\xff" * (size + 4) + b"\x01"  # up to ten bytes
+    data = within_spec(*[tag + one + b"x" + number] * 500)
+    pb.GenerateRequest.FromString(data)
+    assert field_in_excess(data, REQUEST, 1_001) == ""
+    assert field_in_excess(data, REQUEST, 1_000) == "spec"
+
+
+@pytest.mark.parametrize("field", [b"\xfa\x87\x80\x80\x80\x00\x01x", b"\xfa\x07\x81\x80\x80\x80\x80\x00x"])
+def test_decoders_refuse_what_the_count_does_not_read(field: bytes) -> None:
+    data = within_spec(*[field] * 200)
+    assert field_in_excess(data, REQUEST, 100) == ""
+    with pytest.raises(DecodeError):
+        pb.GenerateRequest.FromString(data)
 
 
 class Looked(bytes):
