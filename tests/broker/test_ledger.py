@@ -246,7 +246,7 @@ async def test_a_charge_is_kept_until_it_is_reported(both: Both) -> None:
 
 
 async def test_a_charge_of_nested_arrays_ends_no_router_that_draws_it(both: Both, redis: Redis) -> None:
-    nested = b'{"input": 1, "output": 1, "at_ms": 0, "subject": "", "more": ' + b"[" * 990 + b"]" * 990 + b"}"
+    nested = b'{"input": 1, "output": 1, "at_ms": 0, "subject": "", "more": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
     await redis.hset(ledger_prefix("acme") + "unreported", "r1:0", nested)
     assert (await both.ledger.look("acme", both.seen)).charges == ()
 
