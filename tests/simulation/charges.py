@@ -9,17 +9,21 @@ from random import Random
 from broker.keys import key_account
 from broker.ledger_records import AccountCopy
 from broker.terms import HELD_MS, RECOVERY_MS
+from router.quotas.accounts import LOOK_S
 from router.quotas.plans import Plans
-from tests.simulation.clients import End, Plan, Story
 from tests.simulation.faults import Fault, Kind
-from tests.simulation.options import prompt_ids_of
+from tests.simulation.loop import Node
 from tests.simulation.redis import SimulatedRedis
+from tests.simulation.stories import End, Plan, Story, asked_tokens
 
 TENANTS = ("one", "two", "three")
 # Faults after which a router does not tell a new account in time what it knows of the lost one.
 _SILENT = frozenset(
     {Kind.ROUTER_KILL, Kind.ROUTER_HANG, Kind.REDIS_DOWN, Kind.REDIS_HANG, Kind.REDIS_WIPE, Kind.REDIS_ROLL_BACK}
 )
+# Maximum time in seconds between two reports of a router that runs and reaches Redis: the interval of its looks, and
+# their time on the network.
+_REPORT_S = LOOK_S + 0.2
 
 
 def draw_keys(chance: Random, plans: Sequence[Plan]) -> list[Plan]:
@@ -63,17 +67,6 @@ def accounts_of(plan: Plan) -> list[str]:
     return [plan.request.tenant, *([key_account(plan.key)] if plan.key else [])]
 
 
-def asked_tokens(plan: Plan) -> int:
-    """Return the tokens that a request reserves."""
-    request = plan.request
-    if plan.texts:
-        return plan.texts.prompt_tokens
-    prompt = len(prompt_ids_of(request))
-    if plan.scores:
-        return sum(prompt + len(score.token_ids) for score in plan.scores)
-    return prompt + request.best_of * (request.stopping.max_tokens or 0)
-
-
 class Charges:
     """Compares what clients got with quotas and accounts, at the end of a run within one day."""
 
@@ -87,22 +80,49 @@ class Charges:
         wrong: list[str] = []
         for account in self._plans.accounts:
             own = [story for story in stories if account in accounts_of(story.plan)]
-            got, limits = sum(map(_received, own)), self._plans.limits_of(account)
+            got, limits = sum(story.received_tokens for story in own), self._plans.limits_of(account)
             if limits is None:
                 continue
             most = limits.tokens_per_day
             assert most is not None, "each account has this limit"
-            if got > most + self._bound(account, most):
+            untold = sum(self._untold(story, account) for story in own)
+            if got > most + untold + self._bound(account, most):
                 wrong.append(f"{account} got {got} tokens, its quota is {most}")
             # Reservations of routers that died may be held still. Looks that follow each other end them: after a pause
             # without looks the ledger lets routers renew theirs first.
             for part in range(1, 10):
                 later_ms = self._redis.now_ms + part * HELD_MS // 4
                 charged = self._redis.data.ledger.look(account, AccountCopy(), [], later_ms).account.day_tokens
-            least, largest = got, sum(map(_chargeable, own))
+            least, largest = got - untold, sum(map(_chargeable, own))
             if not self._redis.lost_ms and not least <= charged <= largest:
-                wrong.append(f"{account} was charged {charged} tokens, clients got {least} to {largest}")
+                wrong.append(f"{account} was charged {charged} tokens, {least} to {largest} are due")
         return wrong
+
+    def _untold(self, story: Story, account: str) -> int:
+        """Return the tokens that the request's last router, which died, may have sent after its last report."""
+        held = story.held.get(account)
+        if held is None or held.router.died_at is None:
+            return 0
+        since_s = max(self._redis.told_s.get((account, held.id), 0.0), self._reported_until(held.router))
+        return sum(tokens for sent_at, tokens in story.sent if sent_at >= since_s)
+
+    def _reported_until(self, router: Node) -> float:
+        """Return the time up to which a router that died must have reported what it sent: a second before its death.
+
+        While Redis was away, or the router stood still, there were no reports.
+        """
+        assert router.died_at is not None
+        until_s = router.died_at - _REPORT_S
+        silences = [
+            (fault.at_s + fault.length_s, fault.at_s)
+            for fault in self._faults
+            if fault.kind in (Kind.REDIS_DOWN, Kind.REDIS_HANG)
+            or (fault.kind is Kind.ROUTER_HANG and router.name == f"router-{fault.router}")
+        ]
+        for end_s, start_s in sorted(silences, reverse=True):
+            if end_s > until_s and start_s < router.died_at:
+                until_s = min(until_s, start_s - _REPORT_S)
+        return until_s
 
     def _bound(self, account: str, most: int) -> int:
         """Return how much more than its quota a tenant or key may get, for all losses of data; see docs/quotas.md."""
@@ -116,13 +136,6 @@ class Charges:
         return max(after, max(amounts, default=0))
 
 
-def _received(story: Story) -> int:
-    """Return the tokens that a client has got, with those of the prompt."""
-    if story.plan.scores or story.plan.texts:
-        return asked_tokens(story.plan) if story.ends == [End.COMPLETED] else 0
-    return story.transcript.charged
-
-
 def _chargeable(story: Story) -> int:
     """Return the most that a request may be charged.
 
@@ -130,5 +143,5 @@ def _chargeable(story: Story) -> int:
     client got anything of it, and made it again.
     """
     asked = asked_tokens(story.plan)
-    once = _received(story) if story.ends in ([End.COMPLETED], [End.REFUSED]) else asked
+    once = story.received_tokens if story.ends in ([End.COMPLETED], [End.REFUSED]) else asked
     return once + story.repeats * asked

@@ -5,120 +5,20 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
-from enum import StrEnum
 
-from router.request import Delta, Message, Request, Summary
+from router.request import Message
 from rpc.errors import CallError, DeadlinePassed, Exhausted, Unauthenticated, Unavailable
 from rpc.identity.principal import CredentialKind, Principal, Role, set_caller
 from rpc.identity.running_calls import take_ending
-from tests.hash_answers import Expected, ExpectedScore
+from tests.simulation.ledger import HELD
 from tests.simulation.loop import NODE
 from tests.simulation.network import Network
-from tests.simulation.options import prompt_ids_of
 from tests.simulation.router import BrokenError, Scored, SimulatedRouter
-from tests.simulation.texts import Encoded, TextsPlan
-from tests.simulation.transcript import Transcript
+from tests.simulation.stories import End, Plan, Story
+from tests.simulation.texts import Encoded
 
 _RETRY_S = (0.1, 2.0)
 _REVOKED = frozenset({"TENANT_PURGED", "CREDENTIAL_REVOKED"})
-
-
-class End(StrEnum):
-    """The end of a call, as its client sees it."""
-
-    COMPLETED = "completed"
-    CANCELLED = "cancelled"
-    LATE = "late"
-    REFUSED = "refused"
-    # By a purge of the tenant, or with its API key.
-    REVOKED = "revoked"
-    FAILED = "failed"
-
-
-@dataclass(frozen=True)
-class Plan:
-    """A request to make, and the model's answers to it. After `cancel_after` tokens the client leaves.
-
-    With `scores` it is a call of Score, whose continuations they tell of; with `texts` one of Embed or Classify.
-    """
-
-    request: Request
-    expected: Expected
-    start_s: float
-    router: int
-    cancel_after: int | None = None
-    deadline_s: float | None = None
-    scores: tuple[ExpectedScore, ...] = ()
-    texts: TextsPlan | None = None
-    # Id of the API key that the client calls with; empty: it has none.
-    key: str = ""
-
-
-class Story:
-    """The result of a request."""
-
-    def __init__(self, plan: Plan) -> None:
-        self.plan = plan
-        self.transcript = Transcript(plan.request, plan.expected)
-        self.ends: list[End] = []
-        self.failure: CallError | None = None
-        self.resumes = 0
-        # Number of calls that were made again from the beginning, because the router that had them died.
-        self.repeats = 0
-        self.ttft_s: float | None = None
-        # Reasons of the refusals after which the client asked again.
-        self.reasons: list[str] = []
-        self._scored: Scored | None = None
-        self._encoded: Encoded | None = None
-
-    def end(self, end: End) -> None:
-        """Note an end of the call; more than one is a fault."""
-        self.ends.append(end)
-
-    def take(self, message: Message | Scored | Encoded) -> None:
-        """Take a message and check it."""
-        if isinstance(message, Encoded):
-            self._encoded = message
-            self.end(End.COMPLETED)
-            return
-        if isinstance(message, Scored):
-            self._scored = message
-            self.end(End.COMPLETED)
-            return
-        self.transcript.take(message.event)
-        if self.ttft_s is None and isinstance(message.event, Delta):
-            self.ttft_s = asyncio.get_running_loop().time() - self.plan.start_s
-        if isinstance(message.event, Summary):
-            self.end(End.COMPLETED)
-
-    def check(self) -> list[str]:
-        """Return what is wrong with the result."""
-        if self.plan.scores:
-            wrong = self._wrong_scores() if self._scored else []
-        elif self.plan.texts:
-            wrong = self.plan.texts.wrong(self._encoded) if self._encoded else []
-        else:
-            wrong = self.transcript.check(whole=self.ends == [End.COMPLETED], resumed=self.resumes > 0)
-        if len(self.ends) != 1:
-            wrong.append(f"ended {len(self.ends)} times: {', '.join(self.ends)}")
-        # A request that is resumed later than its reservation is held may find its tenant's quota used.
-        late = self.failure is not None and self.failure.reason == "QUOTA_EXCEEDED"
-        if self.ends == [End.REFUSED] and self.transcript.tokens and not late:
-            wrong.append(f"refused after {self.transcript.tokens} tokens: {self.failure!r}")
-        if self.ends == [End.FAILED]:
-            wrong.append(f"failed: {self.failure!r}")
-        return wrong
-
-    def _wrong_scores(self) -> list[str]:
-        assert self._scored is not None
-        expected, summary = self.plan.scores, self._scored.summary
-        got = tuple(ExpectedScore(one.token_ids, one.logprobs, one.greedy) for one in self._scored.scores)
-        wrong = [] if got == expected else [f"the scores {got} are not the model's {expected}"]
-        tokens = sum(len(prompt_ids_of(self.plan.request)) + len(score.token_ids) for score in expected)
-        if (summary.prompt_tokens, summary.completion_tokens) != (tokens, 0):
-            wrong.append(f"{summary.prompt_tokens} prompt tokens counted of {tokens}, {summary.completion_tokens} made")
-        return wrong
 
 
 async def ask(story: Story, routers: Sequence[SimulatedRouter], network: Network) -> None:
@@ -162,12 +62,12 @@ async def ask(story: Story, routers: Sequence[SimulatedRouter], network: Network
 
 async def _call(story: Story, router: SimulatedRouter, network: Network, token: str, deadline_s: float | None) -> str:
     """Read one stream. Raises what ended it; `token` of the error is the resume token that came first."""
-    plan, inbox = story.plan, asyncio.Queue[Message | Scored | Encoded | Exception | None]()
+    plan, inbox = story.plan, asyncio.Queue[tuple[float, Message | Scored | Encoded | Exception | None]]()
     loop, last_at = asyncio.get_running_loop(), [0.0]
 
     def tell(what: Message | Scored | Encoded | Exception | None) -> None:
         last_at[0] = max(last_at[0] + 1e-6, loop.time() + network.delay_s())
-        loop.call_at(last_at[0], inbox.put_nowait, what)
+        loop.call_at(last_at[0], inbox.put_nowait, (loop.time(), what))
 
     assert NODE.get() is None, "clients are outside"
     if router.node.dead:
@@ -176,11 +76,14 @@ async def _call(story: Story, router: SimulatedRouter, network: Network, token: 
     router.calls[inbox] = None
     try:
         async with asyncio.timeout(deadline_s):
-            while (message := await inbox.get()) is not None:
+            while True:
+                sent_at, message = await inbox.get()
+                if message is None:
+                    break
                 if isinstance(message, Exception):
                     raise message
                 token = getattr(message, "resume_token", "") or token
-                story.take(message)
+                story.take(message, sent_at)
                 if plan.cancel_after is not None and story.transcript.tokens >= plan.cancel_after and not story.ends:
                     story.end(End.CANCELLED)
                     break
@@ -203,6 +106,7 @@ async def _serve(
 ) -> None:
     """Serve a call at its router, and tell all that its client gets; None comes last."""
     await asyncio.sleep(network.delay_s())
+    HELD.set(story.held)
     try:
         if story.plan.key:
             _enter(router, story.plan)

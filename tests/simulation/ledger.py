@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 
 from broker.ledger_records import AccountCopy, Charge, Look, Reservation, TokenLimits
+from tests.simulation.loop import NODE, Node
 from tests.simulation.redis import SimulatedRedis
 
 
@@ -15,6 +18,18 @@ class SimulatedReserve:
 
     reserve: Callable[[], tuple[Reservation, AccountCopy]]
     answer: tuple[Reservation, AccountCopy] | Exception | None = None
+
+
+@dataclass(frozen=True)
+class Held:
+    """A reservation of a call, and the router that has it."""
+
+    id: str
+    router: Node
+
+
+# The reservations of the story whose call runs, by account.
+HELD: ContextVar[dict[str, Held] | None] = ContextVar("HELD", default=None)
 
 
 class SimulatedLedger:
@@ -33,11 +48,13 @@ class SimulatedLedger:
         send: Callable[[SimulatedReserve], Awaitable[None]] | None = None,
     ) -> tuple[Reservation, AccountCopy]:
         """See Ledger."""
-        redis = self._redis
+        redis, held, router = self._redis, HELD.get(), NODE.get()
 
         def reserve() -> tuple[Reservation, AccountCopy]:
             granted, account = redis.data.ledger.reserve(tenant, wanted, received, limits, seen, redis.now_ms)
             redis.granted.append((tenant, redis.now_ms, granted.input + granted.output))
+            if held is not None and router is not None:
+                held[tenant] = Held(granted.id, router)
             return granted, account
 
         if send is None:
@@ -52,10 +69,27 @@ class SimulatedLedger:
         self, tenant: str, reservation: Reservation, state: str, seen: AccountCopy
     ) -> tuple[AccountCopy, Charge | None]:
         """See Ledger."""
-        redis = self._redis
-        return await redis.call(lambda: redis.data.ledger.settle(tenant, reservation, state, seen, redis.now_ms))
+        redis, counted_at = self._redis, asyncio.get_running_loop().time()
+
+        def settle() -> tuple[AccountCopy, Charge | None]:
+            settled = redis.data.ledger.settle(tenant, reservation, state, seen, redis.now_ms)
+            self._told(tenant, [reservation], counted_at)
+            return settled
+
+        return await redis.call(settle)
 
     async def look(self, tenant: str, seen: AccountCopy, reservations: Sequence[Reservation] = ()) -> Look:
         """See Ledger."""
-        redis = self._redis
-        return await redis.call(lambda: redis.data.ledger.look(tenant, seen, reservations, redis.now_ms))
+        redis, counted_at = self._redis, asyncio.get_running_loop().time()
+
+        def look() -> Look:
+            found = redis.data.ledger.look(tenant, seen, reservations, redis.now_ms)
+            self._told(tenant, reservations, counted_at)
+            return found
+
+        return await redis.call(look)
+
+    def _told(self, tenant: str, reservations: Sequence[Reservation], counted_at: float) -> None:
+        told_s = self._redis.told_s
+        for one in reservations:
+            told_s[tenant, one.id] = max(told_s.get((tenant, one.id), 0.0), counted_at)

@@ -37,9 +37,15 @@ class Node:
         self.name = name
         self.owner = owner
         self.frozen = False
-        self.dead = False
+        # Time at which it was killed.
+        self.died_at: float | None = None
         _running_loop().nodes.append(self)
         self._parked: list[asyncio.Handle] = []
+
+    @property
+    def dead(self) -> bool:
+        """Return whether it was killed."""
+        return self.died_at is not None
 
     def start(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         """Run something in this process."""
@@ -59,7 +65,7 @@ class Node:
 
     def kill(self) -> None:
         """End the node: it never runs again."""
-        self.frozen = self.dead = True
+        self.frozen, self.died_at = True, _running_loop().time()
 
     def wake(self) -> None:
         """Go on; what piled up runs first."""

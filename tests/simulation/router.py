@@ -244,4 +244,4 @@ class SimulatedRouter:
         self.node.kill()
         self._network.lost(self.node)
         for inbox in self.calls:
-            inbox.put_nowait(BrokenError())
+            inbox.put_nowait((asyncio.get_running_loop().time(), BrokenError()))

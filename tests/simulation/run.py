@@ -30,7 +30,7 @@ from tests.simulation import engine
 from tests.simulation.acts import act
 from tests.simulation.channels import Channels
 from tests.simulation.charges import TENANTS, Charges, accounts_of
-from tests.simulation.clients import End, Story, ask
+from tests.simulation.clients import ask
 from tests.simulation.faults import ACTS, FORGETTING, Cluster, Fault, Kind, happen
 from tests.simulation.invariants import Attempts, Shares, service_bound
 from tests.simulation.key_shares import KeyShares
@@ -40,6 +40,7 @@ from tests.simulation.queue import SimulatedLiveness, SimulatedQueue
 from tests.simulation.redis import SimulatedRedis
 from tests.simulation.router import MIB_TOKENS, SimulatedRouter, SimulatedStore
 from tests.simulation.scenario import MODEL, Scenario, draw
+from tests.simulation.stories import End, Story
 from tests.simulation.worker import SimulatedFetcher, SimulatedWorker, start_engine
 from worker.engine.adapter_cache.loading import LoaderThreads
 from worker.io.engine_client.process import EngineProcess

@@ -15,9 +15,9 @@ from router.request import Request, Stopping
 from tests.hash_answers import expected_answers, expected_scores
 from tests.simulation.acts import draw_acts
 from tests.simulation.charges import draw_keys, draw_quotas
-from tests.simulation.clients import Plan
 from tests.simulation.faults import Fault, draw_faults
 from tests.simulation.options import asked_of, draw_options, prompt_ids_of
+from tests.simulation.stories import Plan
 from tests.simulation.texts import draw_texts
 
 MODEL = "hash:?vocab=1000&seed=1&context=256&end_after=40"

@@ -8,12 +8,12 @@ from dataclasses import replace
 import pytest
 
 from broker.worker_state import WorkerPhase, WorkerState
-from tests.simulation.clients import End
 from tests.simulation.engine import SimulatedEngine
 from tests.simulation.faults import Fault, Kind
 from tests.simulation.queue import SimulatedLiveness
 from tests.simulation.run import simulate_scenario
 from tests.simulation.scenario import draw
+from tests.simulation.stories import End
 from tests.simulation.test_cut_links import plan
 from worker.io.engine_session import EngineSession
 from worker.io.membership.presence import Presence

@@ -10,12 +10,12 @@ import pytest
 
 from router.request import Request, Stopping
 from tests.hash_answers import expected_answers
-from tests.simulation.clients import End, Plan
 from tests.simulation.faults import Fault, Kind
 from tests.simulation.network import _Pipe
 from tests.simulation.options import asked_of
 from tests.simulation.run import Outcome, simulate_scenario
 from tests.simulation.scenario import MODEL, draw
+from tests.simulation.stories import End, Plan
 
 REQUESTS = 40
 # Seconds that each message between worker and router takes: more than a router waits for the report of a first claim.

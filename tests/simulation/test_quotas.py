@@ -14,11 +14,10 @@ from bench.queue_model.key_turns import KeyTurns
 from broker.keys import key_account
 from broker.ledger_records import Reservation
 from tests.hash_answers import expected_scores
-from tests.simulation.charges import asked_tokens
-from tests.simulation.clients import End
 from tests.simulation.faults import Fault, Kind
 from tests.simulation.run import Outcome, simulate_scenario
 from tests.simulation.scenario import MODEL, draw
+from tests.simulation.stories import End, asked_tokens
 from tests.simulation.test_cut_links import plan
 
 
@@ -118,3 +117,25 @@ def test_keys_share_their_tenants_work_by_weight_within_their_share_of_the_queue
 def test_keys_without_turns_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(KeyTurns, "next_turn", lambda self, entry, *, is_first: 0.0)
     assert any("differs by" in line for line in run_with_weights().wrong)
+
+
+def leavers(kill_s: float, *faults: Fault) -> Outcome:
+    """Run requests at a router that is killed; their clients leave then, so that nobody resumes them."""
+    plans = tuple(
+        replace(one, deadline_s=kill_s + 0.05 - one.start_s) for one in (plan(n, 1.0 + n / 20, 200) for n in range(8))
+    )
+    cluster = {"workers": 2, "routers": 1, "rows": 8, "kv_blocks": 400, "backlog": False}
+    faults = (*faults, Fault(Kind.ROUTER_KILL, kill_s, 0.5, 0, 0))
+    quotas = "[tenants.one]\ntokens_per_day = 10000\n"
+    return simulate_scenario(replace(draw(0), plans=plans, faults=faults, quotas=quotas, **cluster))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("faults", [(), (Fault(Kind.REDIS_DOWN, 3.0, 3.0, 0, 0),)])
+def test_tokens_of_a_dead_router_are_uncharged_for_its_last_second_and_an_outage(
+    monkeypatch: pytest.MonkeyPatch, faults: tuple[Fault, ...]
+) -> None:
+    outcome = leavers(4.0, *faults)
+    assert outcome.ends == {End.LATE: 8}
+    assert not outcome.wrong, str(outcome)
+    monkeypatch.setattr("router.quotas.accounts.LOOK_S", 5.0)  # the router tells the ledger less often than it must
+    assert [line for line in leavers(4.0, *faults).wrong if "was charged" in line]
