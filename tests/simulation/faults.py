@@ -76,6 +76,15 @@ def draw_faults(chance: Random, count: int, until_s: float, workers: int, router
     return sorted(faults, key=lambda fault: fault.at_s)
 
 
+def draw_outage(chance: Random, until_s: float, routers: int) -> list[Fault]:
+    """Draw an outage of Redis in which routers die, before they can tell the ledger what they have sent."""
+    at_s, length_s = chance.uniform(1.0, until_s), chance.choice(_LENGTHS_S[2:])
+    outage = Fault(chance.choice((Kind.REDIS_DOWN, Kind.REDIS_HANG)), at_s, length_s, 0, 0)
+    dead = chance.sample(range(routers), chance.randint(1, routers))
+    kills = [(chance.uniform(at_s, at_s + length_s + 0.5), chance.choice(_LENGTHS_S), router) for router in dead]
+    return [outage, *(Fault(Kind.ROUTER_KILL, kill_s, away_s, 0, router) for kill_s, away_s, router in kills)]
+
+
 @dataclass(frozen=True)
 class Cluster:
     """The parts of a cluster that faults strike."""
