@@ -22,7 +22,6 @@ from artifacts.hash_model import is_hash_spec
 from telemetry.logging import logging_of, set_up_logging
 from worker.engine.hash_engine import HashEngine
 from worker.engine.interpreter import freeze_gc, without_gc
-from worker.engine.light_imports import light_imports
 from worker.engine.model.errors import ModelUnusableError
 from worker.engine_api import Engine, SequenceRefusedError
 from worker.engine_api.config import EngineConfig
@@ -154,7 +153,7 @@ def _build(config: EngineConfig, end: EngineEnd) -> Engine:
         return HashEngine(config, end.wake, on_begun)
     # Torch is imported only where it is used: it takes seconds and hundreds of megabytes.
     if is_encoder(config.model):
-        with without_gc(), light_imports():
+        with without_gc():
             from worker.engine.encoder.build import build_encoder
 
         def on_progress() -> None:
@@ -162,7 +161,7 @@ def _build(config: EngineConfig, end: EngineEnd) -> Engine:
 
         encoder = build_encoder(config, on_loaded=end.wake, on_begun=on_begun, on_progress=on_progress)
         return encoder
-    with without_gc(), light_imports():
+    with without_gc():
         from worker.engine.build import build_engine
 
     return build_engine(config, on_loaded=end.wake, on_begun=on_begun)

@@ -24,7 +24,6 @@ from artifacts.json_object import parse_object
 from artifacts.quantization import check_device, parse_quantization
 from worker.engine.attention import registered
 from worker.engine.device.dtypes import dtype_name
-from worker.engine.light_imports import light_imports
 from worker.engine.model.errors import ModelUnusableError
 from worker.engine.model.loader import check_memory, device_of, dtype_of, require_weights
 from worker.engine.model.quantized_weights import QuantizedWeights
@@ -115,16 +114,15 @@ def _from_pretrained(
 ) -> nn.Module:
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
-        with light_imports():
-            loaded: Any = transformers.AutoModelForSequenceClassification.from_pretrained(
-                directory,
-                dtype=dtype,
-                attn_implementation="eager" if family.model_type in _OWN_ATTENTION else registered.NAME,
-                local_files_only=True,
-                use_safetensors=True,
-                output_loading_info=True,
-                **(quantized.loading_options(directory) if quantized else {}),
-            )
+        loaded: Any = transformers.AutoModelForSequenceClassification.from_pretrained(
+            directory,
+            dtype=dtype,
+            attn_implementation="eager" if family.model_type in _OWN_ATTENTION else registered.NAME,
+            local_files_only=True,
+            use_safetensors=True,
+            output_loading_info=True,
+            **(quantized.loading_options(directory) if quantized else {}),
+        )
     except (OSError, ValueError, RuntimeError, KeyError) as error:
         raise ModelUnusableError(f"{directory} can't be loaded: {' '.join(str(error).split())}") from error
     module, info = loaded

@@ -26,7 +26,6 @@ from worker.engine.attention import registered
 from worker.engine.attention.paged import AttentionContext
 from worker.engine.device.dtypes import dtype_name
 from worker.engine.device.memory import available_bytes
-from worker.engine.light_imports import light_imports
 from worker.engine.linear.choice import Choice
 from worker.engine.linear.packed import packing_works
 from worker.engine.model.architectures import check_architecture
@@ -191,16 +190,15 @@ def check_memory(directory: Path, needed: int, device: torch.device, kind: str) 
 def _from_pretrained(directory: Path, dtype: torch.dtype, quantized: QuantizedWeights | None) -> Any:
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
-        with light_imports():
-            loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
-                directory,
-                dtype=dtype,
-                attn_implementation=registered.NAME,
-                local_files_only=True,
-                use_safetensors=True,
-                output_loading_info=True,
-                **(quantized.loading_options(directory) if quantized else {}),
-            )
+        loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
+            directory,
+            dtype=dtype,
+            attn_implementation=registered.NAME,
+            local_files_only=True,
+            use_safetensors=True,
+            output_loading_info=True,
+            **(quantized.loading_options(directory) if quantized else {}),
+        )
     except Exception as error:  # transformers raises errors of many kinds
         raise ModelUnusableError(f"{directory} can't be loaded: {' '.join(str(error).split())}") from error
     module, info = loaded
